@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from seqdedupe.client import Client, InvalidRequestError
+from seqdedupe.client import Client
 from seqdedupe.errors import SeqdedupeError
 
 ADDRESS = os.environ.get("SEQDEDUPE_ADDRESS", "127.0.0.1:6660")
@@ -26,11 +26,15 @@ MAX_WAITING = 1024
 WAIT_SECONDS = 10.0
 """Less than senders wait for an answer."""
 RETRY_AFTER_SECONDS = 2
+NEVER = ("INVALID_DEDUPLICATION_ID", "MESSAGE_TOO_LARGE", "BATCH_TOO_LARGE")
+"""Why an event is refused whenever it comes. All else may be mended, and senders give up what is answered with 400."""
 
 
 @asynccontextmanager
 async def lifespan(app: Starlette) -> AsyncIterator[None]:
     async with Client(ADDRESS) as client, client.publisher(TOPIC) as publisher:
+        # A worker does not start without its topic: a publisher that was told so takes nothing any more.
+        await client.admin.topic(TOPIC)
         app.state.publisher, app.state.waiting = publisher, 0
         yield
 
@@ -51,13 +55,11 @@ async def receive(request: Request) -> Response:
                 return JSONResponse({"error": f"more than {MAX_BODY_BYTES} bytes"}, 413)
         async with asyncio.timeout(WAIT_SECONDS):
             published = await state.publisher.send(body, deduplication_id=event_id.encode("latin-1"))
-    except InvalidRequestError as e:
-        return JSONResponse({"error": e.message}, 400)
     except TimeoutError:
         # It may be stored, or will be: then the next delivery is its copy.
         return _later("the sidecar has not answered yet")
     except SeqdedupeError as e:
-        return _later(e.message)
+        return JSONResponse({"error": e.message}, 400) if e.reason in NEVER else _later(e.message)
     finally:
         state.waiting -= 1
     # Not whether it was new: a copy gets the answer of its original.

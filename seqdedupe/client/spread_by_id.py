@@ -8,7 +8,7 @@ import numpy as np
 
 from seqdedupe.batch import Batch, Int64s
 from seqdedupe.client.receipts import BatchResult
-from seqdedupe.errors import error
+from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.limits import NO_SEQUENCE_ID
 from seqdedupe.routing import partition_of
 from seqdedupe.v1 import admin_pb2
@@ -42,6 +42,9 @@ class SpreadById:
         )
         result = BatchResult.undecided(np.full(len(batch), NO_SEQUENCE_ID, np.int64))
         for (k, rows), outcome in zip(some, sent, strict=True):
+            if isinstance(outcome, SeqdedupeError) and outcome.reason == "INVALID_REQUEST" and len(some) > 1:
+                # Closed meanwhile: of this partition alone it is certain that nothing was sent.
+                raise error("OUTCOME_UNKNOWN", f"nothing went to partition {k}: {outcome.message}") from outcome
             if isinstance(outcome, BaseException):
                 raise outcome
             result.put(rows, outcome)

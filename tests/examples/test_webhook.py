@@ -70,6 +70,13 @@ async def test_what_will_never_be_stored_is_told_so(port: int, monkeypatch: pyte
     assert (await answer(port, "x" * 255, b"x" * 10))[0] == 200
 
 
+async def test_what_may_be_mended_is_sent_away(port: int, shared_sidecar: Sidecar, topic: str) -> None:
+    """Senders give an event up that is answered with 400."""
+    async with Client(shared_sidecar.address) as client:
+        await client.admin.delete_topic(topic)
+    assert [(await answer(port, "a"))[0] for _ in range(2)] == [503, 503]
+
+
 async def test_what_has_to_wait_is_sent_away(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     monkeypatch.setattr(webhook, "MAX_WAITING", 0)

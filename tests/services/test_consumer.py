@@ -334,3 +334,13 @@ async def test_cancelled_at_any_time_it_ends_with_that(
         await Consumer(client, topic, "c", sqlite, write).run_async(follow=False)
         assert time.monotonic() - began < 2.0
     assert effects(sqlite) == numbers(40)
+
+
+def test_names_that_differ_by_case_or_a_blank_are_two(engine: Engine, client: Client, topic: str) -> None:
+    """In MariaDB also text with a binary collation is the same as with a blank behind it."""
+    make_table(engine)
+    with client.producer(topic, "p") as producer:
+        producer.send(b"1")
+    for name in ("one", "one ", "One"):
+        Consumer(client, topic, name, engine, write, purpose="p").run(follow=False)
+    assert effects(engine) == ["1"] * 3

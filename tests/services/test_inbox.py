@@ -281,3 +281,13 @@ def test_what_has_no_key_or_no_version_is_set_aside_and_the_others_go_on(
     for error, (_, _, why) in zip(errors, bad, strict=True):
         assert why in error
     assert front.waiting() == []
+
+
+def test_keys_that_differ_by_case_or_a_blank_are_several(engine: Engine, client: Client, topic: str) -> None:
+    make_table(engine)
+    handle = inbox(engine, versions=lambda message: {(message.key or b"").decode(): 1})
+    with client.producer(topic, "p") as producer:
+        for key in ("ann", "ann ", "Ann"):
+            producer.send(key.encode(), key=key)
+    consume(client, topic, engine, handle)
+    assert sorted(written(engine)) == ["Ann", "ann", "ann "]

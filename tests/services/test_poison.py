@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from sqlalchemy import Connection, Engine, Table, select
+from sqlalchemy import Connection, Engine, Table, select, update
 
 from seqdedupe.client.blocking import Client
 from seqdedupe.client.stored import Message
@@ -63,7 +63,8 @@ def refusing(*bad: int) -> tuple[Callable[[Connection, Message], None], set[int]
     def handle(connection: Connection, message: Message) -> None:
         write(connection, message)
         if message.index in left:
-            raise ValueError(f"{message.index} is bad\x00")
+            # What no database takes in a text: NUL, and half of a surrogate pair.
+            raise ValueError(f"{message.index} is bad\x00\ud800")
 
     return handle, left
 
@@ -81,7 +82,7 @@ def test_dead_letters(engine: Engine, client: Client, topic: str, publish: Publi
     assert (first.message_index, second.message_index) == (3, 17)
     assert (bytes(first.payload), bytes(first.message_key), json.loads(first.properties)) == (b"3", b"k3", {"n": "ä"})
     assert (first.producer_name, first.sequence_id, first.event_time_ms, first.attempts) == ("p", 3, 4, 2)
-    assert first.error == "ValueError: 3 is bad"
+    assert first.error == "ValueError: 3 is bad\\ud800"
 
 
 def test_retries_later_keep_the_order_of_each_key(engine: Engine, client: Client, topic: str, publish: Publish) -> None:
@@ -292,7 +293,7 @@ def test_dead_letters_go_to_a_topic_once(
     assert set(found) == {b"17", b"3"}
     assert one.deduplication_id == f"c/persistent://public/default/{topic}/{incarnation}/3".encode()
     assert (one.key, one.event_time_ms, one.properties["n"]) == (b"k3", 4, "ä")
-    assert one.properties["EXCEPTION_MESSAGE"] == "ValueError: 3 is bad"
+    assert one.properties["EXCEPTION_MESSAGE"] == "ValueError: 3 is bad\\ud800"
     assert one.properties["REAL_TOPIC"] == f"persistent://public/default/{topic}"
     assert one.properties["ORIGIN_MESSAGE_ID"] == f"{incarnation}:3"
     assert effects(engine) == [str(n) for n in range(20) if n not in (3, 17)]
@@ -340,6 +341,46 @@ def test_a_dead_letter_that_is_too_large_stays(
     assert indexes(sqlite, DEAD_LETTERS) == [0]
     assert client.ends(letters).last.index == 0
     assert retry(sqlite, "c", [0]).now == 1
+
+
+@pytest.mark.parametrize("config", [DEAD, LATER], ids=lambda config: config.poison)
+def test_a_message_that_was_set_aside_has_its_deduplication_id(
+    engine: Engine, client: Client, topic: str, config: ConsumerConfig
+) -> None:
+    client.admin.create_topic(topic, deduplication_mode="deduplication-id")
+    with client.publisher(topic) as publisher:
+        publisher.send(b"x", deduplication_id=b"evt\x00\xff")
+    seen: list[bytes | None] = []
+
+    def handle(connection: Connection, message: Message) -> None:
+        seen.append(message.deduplication_id)
+        if len(seen) < 3:
+            raise ValueError
+
+    Consumer(client, topic, "c", engine, handle, config=config).run(follow=False)
+    if config is DEAD:
+        retry(engine, "c", [0])
+        Consumer(client, topic, "c", engine, handle, config=config).run(follow=False)
+    assert len(seen) >= 3
+    assert set(seen) == {b"evt\x00\xff"}
+
+
+def test_dead_letters_have_no_key_of_their_own(sqlite: Engine, client: Client, topic: str, publish: Publish) -> None:
+    """Into a topic that wants one of each message they would not go; what was meant for another topic, or one that is
+    gone, stays for people."""
+    letters = f"{topic}-letters"
+    client.admin.create_topic(letters, partitions=2, deduplication_mode="deduplication-id", deduplication_route="key")
+    publish("0", "1")
+    handle, _ = refusing(0)
+    with pytest.raises(SeqdedupeError, match="keys") as raised:
+        Consumer(client, topic, "c", sqlite, handle, config=replace(DEAD, dead_letter_topic=letters)).run(follow=False)
+    assert raised.value.reason == "INVALID_OPTION"
+    make_table(sqlite)
+    Consumer(client, topic, "c", sqlite, handle, config=DEAD).run(follow=False)
+    with sqlite.begin() as connection:
+        connection.execute(update(DEAD_LETTERS).values(dead_letter_topic=f"persistent://public/default/{letters}-gone"))
+    Consumer(client, topic, "c", sqlite, handle, config=DEAD).run(follow=False)
+    assert indexes(sqlite, DEAD_LETTERS) == [0]
 
 
 def test_the_ids_of_dead_letters() -> None:

@@ -4,6 +4,7 @@ import asyncio
 import concurrent.futures
 import hashlib
 import json
+import logging
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -21,9 +22,10 @@ from seqdedupe.services.consumer.tables import DEAD_LETTERS
 from seqdedupe.services.consumer.waiting import Stop
 from seqdedupe.v1 import admin_pb2
 
+logger = logging.getLogger("seqdedupe.services")
+
 PUBLISHED_TOGETHER = 100
 _POLL_SECONDS = 0.02
-_TOO_LARGE = ("MESSAGE_TOO_LARGE", "BATCH_TOO_LARGE")
 
 
 def deduplication_id(consumer: str, topic: str, incarnation: int, index: int) -> str:
@@ -35,8 +37,12 @@ def deduplication_id(consumer: str, topic: str, incarnation: int, index: int) ->
 
 async def check_topic(client: Client, topic: str) -> None:
     """Raises INVALID_OPTION for a topic of sequence IDs: dead letters come in no order, and a watermark would lose
-    those that come late. Raises NotFoundError."""
-    if (await client.admin.topic(topic)).deduplication_mode != admin_pb2.DEDUPLICATION_MODE_DEDUPLICATION_ID:
+    those that come late; and for one that wants a key of every message. Raises NotFoundError."""
+    found = await client.admin.topic(topic)
+    if found.deduplication_route == admin_pb2.DEDUPLICATION_ROUTE_KEY:
+        why = f"{topic} finds partitions by keys, and a dead letter need not have one"
+        raise error("INVALID_OPTION", why, hint="Create one with the route `id`, or without partitions.")
+    if found.deduplication_mode != admin_pb2.DEDUPLICATION_MODE_DEDUPLICATION_ID:
         raise error(
             "INVALID_OPTION",
             f"{topic} is not a topic of deduplication IDs, and dead letters have no order",
@@ -108,7 +114,7 @@ class DeadLetters:
                     connection.execute(update(DEAD_LETTERS).where(this).values(dead_letter_topic=None))
 
     async def _publish(self, topic: str, rows: Sequence[Row[Any]]) -> list[bool]:
-        """Of each, whether it is in the topic, durable, or (False) too large for that."""
+        """Of each, whether it is in the topic, durable, or (False) is not taken there."""
         async with self._client.publisher(
             topic, on_waiting=self._on_waiting, delivery_timeout_seconds=None
         ) as publisher:
@@ -130,8 +136,10 @@ async def _send(publisher: Publisher, row: Row[Any]) -> bool:
             event_time=row.event_time_ms or None,
             properties=json.loads(row.properties) | of_message,
         )
-    except InvalidRequestError as e:
-        if e.reason not in _TOO_LARGE:
-            raise
+    except InvalidRequestError:
+        # Too large, or its topic is not what it was: it would end the consumer at each start.
+        logger.exception(
+            "the dead letter of index %d stays in its table: its topic does not take it", row.message_index
+        )
         return False
     return True

@@ -68,6 +68,7 @@ class Processes:
         for token, (beat, since) in self._seen.items():
             if now - since >= ownership.TAKE_OVER_SECONDS and self._remove(token, beat):
                 tokens.discard(token)
+        self.shown &= tokens
         return tokens
 
     def _remove(self, token: str, beat: int) -> bool:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ def content(message: Message, attempts: int, why: str) -> dict[str, Any]:
     return {
         "position": str(message.position),
         "message_key": message.key,
+        "deduplication_id": message.deduplication_id,
         "payload": message.payload,
         "properties": json.dumps(message.properties),
         "producer_name": message.producer_name,
@@ -56,6 +58,8 @@ def message_of(row: Row[Any]) -> Message:
         property_names=names[1],
         property_values=names[2],
     )
+    if row.deduplication_id is not None:
+        batch = replace(batch, deduplication_ids=Binary.of([row.deduplication_id]))
     message_id = position.message_id
     ids = None if message_id is None else MessageIds.of([(1, *message_id)])
     stored = StoredBatch(batch, position.index, row.publish_time_ms, position.incarnation, position.ownership, ids)
@@ -63,8 +67,9 @@ def message_of(row: Row[Any]) -> Message:
 
 
 def why(failure: BaseException) -> str:
-    """One line, without what PostgreSQL takes in no text."""
-    return " ".join(f"{type(failure).__name__}: {failure}".replace("\x00", "").split())[:2000]
+    """One line, without what databases take in no text: NUL, and what is not valid Unicode."""
+    text = f"{type(failure).__name__}: {failure}".replace("\x00", "").encode(errors="backslashreplace").decode()
+    return " ".join(text.split())[:2000]
 
 
 class SetAside:

@@ -2,24 +2,44 @@
 
 from typing import Any
 
-from sqlalchemy import BigInteger, Column, Engine, Integer, LargeBinary, MetaData, String, Table, Text, inspect
+from sqlalchemy import BigInteger, Column, Dialect, Engine, Integer, LargeBinary, MetaData, String, Table, Text, inspect
 from sqlalchemy.dialects import mysql
 from sqlalchemy.exc import DBAPIError
-from sqlalchemy.types import TypeEngine
+from sqlalchemy.types import TypeDecorator, TypeEngine
 
 from seqdedupe.errors import error
 
 FORMAT_VERSION = 1
 
 _MARIADB = ("mysql", "mariadb")
+_UTF8_BYTES = 4
+"""Of a character, at most."""
+
 _CREATE_ATTEMPTS = 3
 """Of two processes that make the same table at once one fails, and finds it there when it looks again."""
 
 
-def name_type(length: int = 255) -> TypeEngine[str]:
-    """Text that is compared byte by byte: MariaDB takes `a` and `A` for the same otherwise."""
-    exact = mysql.VARCHAR(length, charset="utf8mb4", collation="utf8mb4_bin")
-    return String(length).with_variant(exact, *_MARIADB)
+class name_type(TypeDecorator[str]):  # noqa: N801 (a type, named as SQLAlchemy names its functions for them)
+    """Text that is compared byte by byte. In MariaDB and MySQL it is stored as its UTF-8: otherwise they take `a`, `A`
+    and `a ` for the same, the last one also with a binary collation."""
+
+    impl = String
+    cache_ok = True
+
+    def __init__(self, length: int = 255) -> None:
+        super().__init__(length)
+        self.length = length
+
+    def load_dialect_impl(self, dialect: Dialect) -> TypeEngine[Any]:
+        if dialect.name in _MARIADB:
+            return dialect.type_descriptor(mysql.VARBINARY(_UTF8_BYTES * self.length))
+        return dialect.type_descriptor(String(self.length))
+
+    def process_bind_param(self, value: str | None, dialect: Dialect) -> Any:
+        return value.encode() if value is not None and dialect.name in _MARIADB else value
+
+    def process_result_value(self, value: Any | None, dialect: Dialect) -> str | None:
+        return value.decode() if isinstance(value, bytes) else value
 
 
 def bytes_type() -> TypeEngine[bytes]:
@@ -68,6 +88,7 @@ def content_columns() -> list[Column[Any]]:
     return [
         Column("position", String(255), nullable=False),
         Column("message_key", bytes_type()),
+        Column("deduplication_id", bytes_type()),
         Column("payload", bytes_type()),
         Column("properties", text_type(), nullable=False),
         Column("producer_name", text_type(), nullable=False),

@@ -27,9 +27,11 @@ BUSY_TIMEOUT_SECONDS = 30.0
 
 # An id is compared as the same text by which it is published; a number may come again with another row.
 _ID = "CASE typeof(id) WHEN 'blob' THEN lower(hex(id)) WHEN 'text' THEN id END"
+_ID_BYTES = f"CAST({_ID} AS BLOB)"
+"""As it is compared: a text that is not UTF-8 has bytes, too."""
 
 _PAGE = (
-    f"SELECT {SEQUENCE_ID}, CAST({_ID} AS BLOB), CAST(aggregatetype AS BLOB), CAST(aggregateid AS BLOB), "
+    f"SELECT {SEQUENCE_ID}, {_ID_BYTES}, CAST(aggregatetype AS BLOB), CAST(aggregateid AS BLOB), "
     f"CAST(type AS BLOB), length(CAST(payload AS BLOB)), "
     f"CASE WHEN length(CAST(payload AS BLOB)) <= {MAX_PAYLOAD_BYTES} THEN CAST(payload AS BLOB) END "
     f"FROM {TABLE} WHERE {SEQUENCE_ID} > ? ORDER BY {SEQUENCE_ID} LIMIT {PAGE_ROWS}"
@@ -117,7 +119,7 @@ class SqliteStore(Store):
     def delete(self, pages: Sequence[Page]) -> None:
         gone = [row for page in pages for row in _named(page)]
         with self._removing() as connection:
-            connection.executemany(f"DELETE FROM {TABLE} WHERE {SEQUENCE_ID} = ? AND {_ID} IS ?", gone)
+            connection.executemany(f"DELETE FROM {TABLE} WHERE {SEQUENCE_ID} = ? AND {_ID_BYTES} IS ?", gone)
 
     def set_aside(self, page: Page, reason: str) -> None:
         names = f"{SEQUENCE_ID}, {', '.join(COLUMNS)}"
@@ -125,10 +127,10 @@ class SqliteStore(Store):
             for number, name in _named(page):
                 connection.execute(
                     f"INSERT INTO {ASIDE_TABLE} ({names}, reason) SELECT {names}, ? FROM {TABLE} "
-                    f"WHERE {SEQUENCE_ID} = ? AND {_ID} IS ?",
+                    f"WHERE {SEQUENCE_ID} = ? AND {_ID_BYTES} IS ?",
                     (reason, number, name),
                 )
-                connection.execute(f"DELETE FROM {TABLE} WHERE {SEQUENCE_ID} = ? AND {_ID} IS ?", (number, name))
+                connection.execute(f"DELETE FROM {TABLE} WHERE {SEQUENCE_ID} = ? AND {_ID_BYTES} IS ?", (number, name))
 
     def renumber(self, page: Page) -> None:
         raise NotImplementedError("no row is from elsewhere")
@@ -166,11 +168,11 @@ class SqliteStore(Store):
                 raise
 
 
-def _named(page: Page) -> list[tuple[int, str | None]]:
+def _named(page: Page) -> list[tuple[int, bytes | None]]:
     """Number and `id` of each row."""
     there = page.there[:, 0].tolist()
     return [
-        (number, one.decode() if is_there else None)
+        (number, one if is_there else None)
         for number, one, is_there in zip(page.sequence_ids.tolist(), page.ids(), there, strict=True)
     ]
 

@@ -1,7 +1,6 @@
 """Arrow's types and values, as databases behind SQLAlchemy have them."""
 
 import datetime
-import decimal
 from typing import Any
 
 import pyarrow as pa
@@ -56,7 +55,8 @@ def fits(field: pa.Field, there: TypeEngine[Any], is_mysql: bool) -> bool:
             wide = pa.types.is_float64(field.type)
             return isinstance(there, sa.Double) or (not wide and isinstance(there, sa.Float))
         case Kind.DECIMAL:
-            return python is decimal.Decimal
+            # SQLAlchemy gives what MariaDB has in a DOUBLE as decimals, too.
+            return isinstance(there, sa.Numeric) and not isinstance(there, sa.Float)
         case Kind.TEXT:
             return python is str
         case Kind.BINARY:

@@ -7,6 +7,7 @@ import asyncio
 import json
 import time
 import uuid
+from pathlib import Path
 
 import pytest
 from sqlalchemy import text
@@ -165,6 +166,17 @@ async def test_a_number_that_is_none_is_set_aside(shared_sidecar: Sidecar, topic
     counters = await relay_all(shared_sidecar, database, topic)
     assert (counters.published, counters.set_aside, counters.tokens_replaced, database.rows()) == (1, 1, 0, 0)
     assert "sequence_id is -1" in database.value("SELECT reason FROM outbox_aside")
+    assert await payloads(shared_sidecar, topic) == [b"good"]
+
+
+async def test_an_id_that_is_no_text_is_set_aside(shared_sidecar: Sidecar, topic: str, tmp_path: Path) -> None:
+    """SQLite takes any bytes for a text."""
+    sqlite = Database(f"sqlite:///{tmp_path / 'shop.db'}")
+    columns = "id, aggregatetype, aggregateid, type, payload"
+    sqlite.script(f"INSERT INTO outbox ({columns}) VALUES (CAST(x'ff' AS TEXT), 'order', '7', 'OrderPlaced', 'bad')")
+    sqlite.add(b"good")
+    counters = await relay_all(shared_sidecar, sqlite, topic)
+    assert (counters.published, counters.set_aside, sqlite.rows()) == (1, 1, 0)
     assert await payloads(shared_sidecar, topic) == [b"good"]
 
 

@@ -3,6 +3,8 @@
 import datetime
 import decimal
 import gc
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pyarrow as pa
@@ -10,10 +12,10 @@ import pytest
 from sqlalchemy import Connection, NullPool, create_engine, event, text
 
 from seqdedupe.errors import SeqdedupeError
-from seqdedupe_spark.stores.contract import Binding, OutputStore, Stored
+from seqdedupe_spark.stores.contract import Advance, Binding, OutputStore, Stored
 from seqdedupe_spark.stores.sql import SqlStore
 from seqdedupe_spark.stores.urls import from_url
-from tests.spark.stores.conformance import JOB, SCHEMA, TOPIC, at, numbers, over, refused
+from tests.spark.stores.conformance import JOB, LIMIT_SECONDS, SCHEMA, TOPIC, at, numbers, over, refused
 from tests.spark.stores.harnesses import MariaDBHarness
 from tests.spark.stores.test_kill import committed, kill_anywhere, kill_at, start
 from tests.spark.stores.writer import BATCHES, ROWS
@@ -83,6 +85,65 @@ def test_tables_without_transactions_are_refused(mariadb_url: str) -> None:
         for call in (lambda: store.prepare("flights", SCHEMA), lambda: store.bind(JOB, Binding("flights", False))):
             with refused("INVALID_OUTPUT", "seqdedupe_positions", "transactions"):
                 call()
+
+
+def test_a_double_takes_no_decimals(mariadb_url: str) -> None:
+    execute(mariadb_url, "CREATE TABLE flights (n DOUBLE) ENGINE=InnoDB")
+    with opened(mariadb_url) as store, refused("INVALID_OUTPUT", "n", "DOUBLE"):
+        store.prepare("flights", pa.schema({"n": pa.decimal128(20, 3)}))
+
+
+def test_producers_whose_names_differ_by_a_blank_are_two(mariadb_url: str) -> None:
+    with opened(mariadb_url) as store:
+        store.prepare("flights", SCHEMA)
+        store.replace(JOB, TOPIC, None, Stored(at(-1), 0))
+        store.write(JOB, "flights", iter([]), [Advance(over(-1, 0).range, 0, lambda: {"web": 100, "web ": 1})])
+        store.write(JOB, "flights", iter([]), [Advance(over(0, 1).range, 0, lambda: {"web ": 5})])
+        assert store.watermarks(JOB, TOPIC)[1] == {"web": 100, "web ": 5}
+        assert store.positions(f"{JOB} ") == {}
+
+
+def test_a_deadlock_blames_no_row(mariadb_url: str) -> None:
+    """It takes the savepoint along, so that what the driver tells in the end is that there is none."""
+    execute(
+        mariadb_url,
+        "CREATE TABLE flights (n BIGINT UNIQUE, text TEXT) ENGINE=InnoDB",
+        "INSERT INTO flights VALUES (7, '')",
+    )
+    with opened(mariadb_url) as store:
+        store.prepare("flights", SCHEMA)
+        store.replace(JOB, TOPIC, None, Stored(at(-1), 0))
+        assert isinstance(store, SqlStore)
+        blocked = threading.Event()
+
+        def other() -> None:
+            """Holds 7 and wants 1, which the store's transaction has when it wants 7."""
+            engine = create_engine(mariadb_url, poolclass=NullPool)
+            with engine.connect() as connection:
+                # The one with fewer changes is the victim: that is the store's.
+                connection.execute(text("DELETE FROM flights WHERE n = 7"))
+                for k in range(100, 200):
+                    connection.execute(text(f"INSERT INTO flights VALUES ({k}, '')"))
+                holding.set()
+                assert blocked.wait(LIMIT_SECONDS)
+                connection.execute(text("INSERT INTO flights VALUES (1, '')"))
+                connection.rollback()
+
+        def in_hand(connection: Connection, *_: Any) -> None:
+            seen.append(connection)
+            if len(seen) == 2:
+                blocked.set()
+
+        holding, seen = threading.Event(), list[Any]()
+        with ThreadPoolExecutor() as pool:
+            others = pool.submit(other)
+            assert holding.wait(LIMIT_SECONDS)
+            event.listen(store._engine, "savepoint", in_hand)
+            with refused("OUTPUT_UNAVAILABLE"):
+                store.write(JOB, "flights", iter([numbers(1), numbers(7)]), [over(-1, 1)])
+            others.result(LIMIT_SECONDS)
+        event.remove(store._engine, "savepoint", in_hand)
+        assert store.write(JOB, "flights", iter([numbers(1)]), [over(-1, 1)]) == 1
 
 
 def test_names_differ_by_case_and_columns_may_be_called_anything(mariadb_url: str) -> None:
