@@ -118,7 +118,7 @@ def test_a_deadlock_blames_no_row(mariadb_url: str) -> None:
 
         def other() -> None:
             """Holds 7 and wants 1, which the store's transaction has when it wants 7."""
-            engine = create_engine(mariadb_url, poolclass=NullPool)
+            engine = create_engine(mariadb_url, poolclass=NullPool, isolation_level="READ COMMITTED")
             with engine.connect() as connection:
                 # The one with fewer changes is the victim: that is the store's.
                 connection.execute(text("DELETE FROM flights WHERE n = 7"))
