@@ -131,7 +131,8 @@ REASONS: dict[str, Reason] = {
         NotFoundError,
         "NOT_FOUND",
         "Is the name mistyped? `seqdedupe topics` lists the topics. To publish to a new one, create it, "
-        "or let the sidecar do it: allow_auto_topic_creation = true.",
+        "or let the sidecar do it: allow_auto_topic_creation = true. One of deduplication IDs has to be created: "
+        "`seqdedupe topics create --deduplication-mode deduplication-id`.",
     ),
     "TOPIC_EXISTS": Reason(InvalidRequestError, "ALREADY_EXISTS", "Use the topic that is there, or another name."),
     "TOPIC_IS_PARTITIONED": Reason(

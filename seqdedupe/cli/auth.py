@@ -42,7 +42,10 @@ def _of_actions(command: click.decorators.FC) -> click.decorators.FC:
 )
 @click.option("--as", "subject", required=True, help="The caller: the name in its token or certificate.")
 @_of_actions
-@click.option("--producer", help="With --publish: under this producer name. Left out: under some name.")
+@click.option(
+    "--producer",
+    help="With --publish: under this producer name; '': without one, by deduplication ID. Left out: under some name.",
+)
 @as_json_option
 def explain(file: Path, subject: str, producer: str | None, as_json: bool, **asked: str | None) -> int:
     """Say which rule of a file decides, without a sidecar. It reads the file alone: the data directory's own token may
@@ -84,6 +87,6 @@ def _decide(file: Path, subject: str, action: str, what: str, producer: str | No
     if action in _ALSO_OF_SEVERAL and is_namespace(what):
         return what, rules.decide_namespace(subject, Action(action), namespace_name(what))
     topic = topic_name(what)
-    if producer is not None:
+    if producer:
         producer_name(producer)
     return topic, rules.decide(subject, Action(action), topic, producer)

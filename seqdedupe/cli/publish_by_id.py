@@ -41,7 +41,8 @@ def _batches(source: Source) -> Iterator[list[Record]]:
             if some:
                 yield some
             what = f"record {record.number} has a deduplication ID of {len(record.key or b'')} bytes"
-            raise error("INVALID_DEDUPLICATION_ID", f"{what}: it should have 1 to {MAX_DEDUPLICATION_ID_BYTES}")
+            why = f"{what}: it should have 1 to {MAX_DEDUPLICATION_ID_BYTES}; those before it are published"
+            raise error("INVALID_DEDUPLICATION_ID", why, hint="Correct it, and publish the file again: each goes once.")
         some.append(record)
         size_bytes += len(record.payload)
         if len(some) == ROWS or size_bytes >= BYTES:
