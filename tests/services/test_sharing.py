@@ -15,11 +15,13 @@ from seqdedupe.client.blocking import Client
 from seqdedupe.client.partitioned_reader import PartitionedPosition
 from seqdedupe.client.stored import Message
 from seqdedupe.errors import ConfigurationError
+from seqdedupe.message_id import Position
 from seqdedupe.services.consumer import Consumer, ConsumerConfig, ownership
 from seqdedupe.services.consumer.operating import drop, retry, set_aside
-from seqdedupe.services.consumer.processes import Processes, fair_share
+from seqdedupe.services.consumer.processes import PartOwnership, Processes, fair_share
 from seqdedupe.services.consumer.sharing import row_name
 from seqdedupe.services.consumer.tables import CONSUMERS, PROCESSES, make_tables
+from seqdedupe.services.consumer.transaction import step
 from seqdedupe.testing import Sidecar
 from tests.processes import running
 from tests.services.conftest import KINDS, url_of
@@ -217,6 +219,44 @@ def test_who_is_within_a_transaction_lives(url: str, monkeypatch: pytest.MonkeyP
     with engine.begin() as connection:
         one.hold(connection)
     engine.dispose()
+
+
+def _always(self: ownership.Ownership, connection: Connection, position: str, to: str) -> None:
+    connection.execute(update(CONSUMERS).where(CONSUMERS.c.name == self._name).values(position=to))
+
+
+@pytest.mark.parametrize("compares", [True, False], ids=["", "control: without comparing"])
+def test_who_was_taken_for_dead_commits_nothing(
+    sqlite: Engine, monkeypatch: pytest.MonkeyPatch, compares: bool
+) -> None:
+    """A process stalls, another one takes its partition and applies the message; then the first one wakes up."""
+    monkeypatch.setattr(ownership, "TAKE_OVER_SECONDS", 0.0)
+    if not compares:
+        monkeypatch.setattr(ownership.Ownership, "_set", _always)
+        monkeypatch.setattr(Processes, "hold", lambda self, connection: None)
+    make_table(sqlite)
+    make_tables(sqlite)
+    start = Position.before(7, 0)
+    holds = []
+    for _ in range(2):
+        processes = Processes(sqlite, "c")
+        hold = PartOwnership(sqlite, "c-partition-0", processes)
+        hold.register("t", "p", start)
+        processes.beat()
+        assert processes.living() == {hold.token}
+        row = hold.look()
+        assert row is not None
+        assert hold.take(row)
+        holds.append(hold)
+    commits = 0
+    for hold in reversed(holds):
+        try:
+            with step(sqlite, hold, str(start), str(Position.before(7, 1)), frozenset()) as connection:
+                connection.exec_driver_sql("SELECT 1")
+        except ownership.Lost:
+            continue
+        commits += 1
+    assert commits == (1 if compares else 2)
 
 
 def test_what_is_set_aside_is_a_partition_s(
