@@ -230,6 +230,22 @@ async def test_payloads_of_other_kinds(shared_sidecar: Sidecar, topic: str, post
     assert (first.properties["id"], second.payload, postgres.rows()) == ('a"\\{b', None, 0)
 
 
+async def test_a_number_in_jsonb_that_is_long_as_text(shared_sidecar: Sidecar, topic: str, postgres: Database) -> None:
+    """Some bytes in the table, more than a message may have in the topic: set aside, and a page of them is no page."""
+    for table in ("outbox", "outbox_aside"):
+        postgres.script(f"ALTER TABLE {table} ALTER payload TYPE jsonb USING NULL")
+    columns = "id, aggregatetype, aggregateid, type, payload"
+    many = f"('[' || repeat('1e131000,', {MAX_PAYLOAD_BYTES // 131_000 + 1}) || '7]')::jsonb"
+    postgres.script(
+        f"INSERT INTO outbox ({columns}) SELECT gen_random_uuid(), 'order', '7', 'OrderPlaced', {many} "
+        "FROM generate_series(1, 3)"
+    )
+    postgres.script(f"INSERT INTO outbox ({columns}) VALUES (gen_random_uuid(), 'order', '7', 'OrderPlaced', '8')")
+    counters = await relay_all(shared_sidecar, postgres, topic)
+    assert (counters.published, counters.set_aside, postgres.rows()) == (1, 3, 0)
+    assert await payloads(shared_sidecar, topic) == [b"8"]
+
+
 @pytest.mark.parametrize("kind", ["jsonb", "json", "text", "varchar", "bytea"])
 async def test_bytes_and_texts_are_what_they_were(
     shared_sidecar: Sidecar, topic: str, postgres: Database, kind: str
