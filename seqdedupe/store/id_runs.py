@@ -6,7 +6,7 @@ end, or from a run that was dropped, and goes.
 
 import asyncio
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 from rocksdict import WriteBatch
@@ -70,14 +70,17 @@ def has_gaps(store: Store, incarnation: int, named: list[int]) -> bool:
 class RunWriter:
     """A run on its way to the store: its IDs by hash, part after part. It belongs to the store's event loop.
 
-    Raises STORE_UNAVAILABLE; then nothing comes of it.
+    Raises STORE_UNAVAILABLE, and before each write what `check` raises; then nothing comes of it.
     """
 
-    def __init__(self, store: Store, incarnation: int, number: int, first_index: int, ids: int) -> None:
+    def __init__(
+        self, store: Store, incarnation: int, number: int, first_index: int, ids: int, check: Callable[[], None]
+    ) -> None:
         self.first_index = first_index
         self._store = store
         self._incarnation = incarnation
         self._number = number
+        self._check = check
         self._filter = filter_of(ids)
         self._first_hashes: list[Int64s] = []
         self._pages = 0
@@ -87,6 +90,7 @@ class RunWriter:
         batch = WriteBatch(raw_mode=True)
         first, end = (key_of(self._incarnation, number, 0) for number in (self._number, self._number + 1))
         batch.delete_range(first, end)
+        self._check()
         self._store.write(batch)
 
     async def add(self, entries: Entries, low: int | None = None, high: int | None = None) -> None:
@@ -96,8 +100,7 @@ class RunWriter:
         while at < len(order):
             at, batches = await asyncio.to_thread(self._filled, entries, order, at)
             for batch in batches:
-                await self._store.write_when_idle(batch)
-                await asyncio.sleep(0)
+                await self._write(batch)
 
     async def finish(self, end_index: int, chunks: Int64s2) -> Run:
         """The run, durable on return, but named by none yet."""
@@ -105,10 +108,16 @@ class RunWriter:
         run = Run(self._number, self.first_index, end_index, firsts, self._filter, chunks)
         opening = 0
         for batch in await asyncio.to_thread(lambda: list(self._described(run))):
-            opening = await self._store.write_when_idle(batch)
-            await asyncio.sleep(0)
+            opening = await self._write(batch)
         await self._store.flush(opening)
         return run
+
+    async def _write(self, batch: WriteBatch) -> int:
+        await self._store.wait_until_idle()
+        self._check()
+        opening = self._store.write(batch)
+        await asyncio.sleep(0)
+        return opening
 
     def _ordered(self, entries: Entries, low: int | None, high: int | None) -> Int64s:
         order = entries.in_order(low, high)

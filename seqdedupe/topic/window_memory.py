@@ -38,7 +38,9 @@ class WindowMemory:
             await self._progress.wait()
 
     def measure(self, runs: WindowRuns, window: IdWindow) -> None:
-        """This window may have grown."""
+        """This window may have grown. That of a topic which is closed counts no more."""
+        if runs.is_closed:
+            return
         self._windows[runs] = window
         self._total -= self._bytes.get(runs, 0)
         self._bytes[runs] = window.needed_bytes
@@ -48,7 +50,7 @@ class WindowMemory:
             self._moving.add_done_callback(self._moved)
 
     async def forget(self, runs: WindowRuns) -> None:
-        """The topic of this window is closed: nothing of it is moved any more."""
+        """The topic of this window is closed: nothing of it is moved or measured any more."""
         self._windows.pop(runs, None)
         self._total -= self._bytes.pop(runs, 0)
         if self._moving is not None:

@@ -5,6 +5,7 @@ About 25 s, one process.
 
 import asyncio
 import random
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -274,6 +275,114 @@ async def test_the_largest_window_gives_way(store: Store) -> None:
     assert looked_up.indexes.tolist() == list(range(1000))
     await place.topic.close("")
     assert not place.memory._bytes
+
+
+# -- the end of a topic ----------------------------------------------------------------------------------------------
+
+
+async def _close_in_a_snapshot(place: SmallPlace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The topic is closed while a snapshot is being made durable."""
+    gate, reached = asyncio.Event(), asyncio.Event()
+    real = Store.flush
+
+    async def flush(self: Store, opening: int) -> None:
+        reached.set()
+        await gate.wait()
+        await real(self, opening)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Store, "flush", flush)
+        taking = asyncio.ensure_future(place.topic.snapshot())
+        await reached.wait()
+        closing = asyncio.ensure_future(place.topic.close("it is opened again"))
+        while not place.topic.window_runs.is_closed:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        gate.set()
+        await asyncio.gather(taking, closing)
+
+
+async def test_a_closed_topic_does_not_count_and_does_not_write(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = SmallPlace(store, 10**9)
+    await place.start()
+    await place.store_each(*[b"id-%d" % k for k in range(20)])
+    await _close_in_a_snapshot(place, monkeypatch)
+    assert not place.memory._bytes
+    place.memory.limit_bytes = 1
+    place.memory.measure(place.topic.window_runs, window_of(place))
+    assert not place.memory._bytes
+    assert place.memory._moving is None
+    for build in (place.topic.window_runs.move_out, place.topic.window_runs.merge):
+        with pytest.raises(SeqdedupeError) as raised:
+            await build()
+        assert raised.value.reason == "DRAINING"
+    assert not place.run_keys()
+
+
+@pytest.mark.parametrize("is_merge", [False, True])
+@pytest.mark.parametrize("step", ["_ordered", "_filled", "_described"])
+async def test_a_topic_that_is_closed_while_a_run_is_built_writes_nothing_more(
+    store: Store, monkeypatch: pytest.MonkeyPatch, step: str, is_merge: bool
+) -> None:
+    place = SmallPlace(store, 10**9)
+    await place.start()
+    for k in range(12):
+        await place.store_each(b"id-%d" % k)
+        if is_merge and k % 4 == 3:
+            await place.topic.window_runs.move_out()
+    closed = threading.Event()
+    reached = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    real = getattr(stored_runs.RunWriter, step)
+
+    def waits(*arguments: Any) -> Any:
+        loop.call_soon_threadsafe(reached.set)
+        closed.wait(120)
+        return real(*arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(stored_runs.RunWriter, step, waits)
+        runs = place.topic.window_runs
+        building = asyncio.ensure_future(runs.merge() if is_merge else runs.move_out())
+        await reached.wait()
+        await place.topic.close("it is opened again")
+        await store.flush(Snapshots(store, INCARNATION).remove())
+        closed.set()
+        with pytest.raises(SeqdedupeError) as raised:
+            await building
+    assert raised.value.reason == "DRAINING"
+    assert not place.run_keys()
+    assert window_of(place).older.offered is None
+
+
+async def test_a_closed_topic_writes_over_no_run_of_its_successor(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after `rebuild-topic`: the numbers of its runs begin again."""
+    place = SmallPlace(store, 10**9, deduplication_window_max_messages=160)
+    await place.start()
+    await place.store_each(*[b"id-%d" % k for k in range(60)])
+    for _ in range(3):
+        await place.topic.window_runs.move_out()
+    await place.topic.window_runs.merge()
+    await place.store_each(b"x")
+    await _close_in_a_snapshot(place, monkeypatch)
+    await store.flush(Snapshots(store, INCARNATION).remove())
+    monkeypatch.setattr(window_runs, "MAX_RUNS", 8)
+    place.log = place.log.crash(0)
+    await place.start()
+    await place.store_each(*[b"more-%d" % k for k in range(40)])
+    place.memory.limit_bytes = 1
+    await _all_moved(place)
+    stored = place.stored()
+    assert verdicts(place.send(*stored)) == [DUP] * len(stored)
+    await place.topic.close("")
+
+
+async def _all_moved(place: SmallPlace) -> None:
+    for _ in range(5):
+        place.memory.measure(place.topic.window_runs, window_of(place))
+        while place.memory._moving is not None:
+            await asyncio.wait({place.memory._moving})
 
 
 # -- histories -------------------------------------------------------------------------------------------------------
