@@ -58,16 +58,28 @@ class WindowMemory:
             await asyncio.wait({self._moving})
 
     async def _make_room(self) -> None:
+        failed: set[WindowRuns] = set()
         while self._total > self.limit_bytes:
-            for runs in sorted(self._bytes, key=lambda runs: self._bytes[runs], reverse=True):
-                if await runs.move_out():
-                    while await runs.merge():
-                        pass
-                    self._measure_again(runs)
-                    self._progress.tell()
-                    break
+            for runs in sorted(self._bytes.keys() - failed, key=lambda runs: self._bytes[runs], reverse=True):
+                try:
+                    if await runs.move_out():
+                        break
+                except SeqdedupeError as e:
+                    # A topic that takes no snapshot now does not hold up others.
+                    failed.add(runs)
+                    logger.warning("deduplication IDs stay in memory for now: %s", e)
             else:
                 return
+            self._measure_again(runs)
+            self._progress.tell()
+            await self._merge(runs)
+
+    async def _merge(self, runs: WindowRuns) -> None:
+        try:
+            while await runs.merge():
+                self._measure_again(runs)
+        except SeqdedupeError as e:
+            logger.warning("runs of deduplication IDs are not merged for now: %s", e)
 
     def _measure_again(self, runs: WindowRuns) -> None:
         if (window := self._windows.get(runs)) is not None:
@@ -77,9 +89,5 @@ class WindowMemory:
     def _moved(self, task: "asyncio.Task[None]") -> None:
         self._moving = None
         self._progress.tell()
-        if task.cancelled() or (e := task.exception()) is None:
-            return
-        if isinstance(e, SeqdedupeError):
-            logger.warning("deduplication IDs stay in memory for now: %s", e)
-        else:
+        if not task.cancelled() and (e := task.exception()) is not None:
             logger.error("deduplication IDs stay in memory", exc_info=e)

@@ -13,7 +13,7 @@ from seqdedupe.core.id_chunks import Piece
 from seqdedupe.core.id_runs import Entries, Run, entries_in, entries_of, find, parts_of
 from seqdedupe.core.id_table import NOWHERE
 from seqdedupe.core.id_window import IdWindow
-from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.errors import DamagedError, SeqdedupeError, error
 from seqdedupe.format.jit import Int64s
 from seqdedupe.store.db import Store
 from seqdedupe.store.id_runs import RunWriter, read_pages
@@ -59,6 +59,8 @@ class WindowRuns:
         self._take_snapshot = take_snapshot
         self._building = asyncio.Lock()
         self.is_closed = False
+        self._damaged: list[tuple[Run, Run]] = []
+        """Neighbours of which one cannot be read: others are merged in their stead."""
 
     def close(self) -> None:
         self.is_closed = True
@@ -160,16 +162,18 @@ class WindowRuns:
         async with self._building:
             self.check_open()
             older = window.older
-            pair, clears, generation = older.smallest_pair(MAX_RUNS), older.clears, older.generation
+            pair, clears, generation = older.smallest_pair(MAX_RUNS, self._damaged), older.clears, older.generation
             if pair is None or older.offered is not None:
                 return False
             try:
                 run = await self._merged(window, pair)
-            except SeqdedupeError:
+            except SeqdedupeError as e:
                 # A run that is dropped meanwhile cannot be read.
-                if older.generation == generation:
-                    raise
-                return False
+                if older.generation != generation:
+                    return False
+                if isinstance(e, DamagedError):
+                    self._damaged = [*(some for some in self._damaged if set(some) <= set(older.runs)), pair]
+                raise
             if run is None or older.clears != clears:
                 return False
             older.offer(run)

@@ -277,6 +277,48 @@ async def test_the_largest_window_gives_way(store: Store) -> None:
     assert not place.memory._bytes
 
 
+async def test_a_topic_that_takes_no_snapshot_holds_up_no_other(store: Store, tmp_path: Path) -> None:
+    """It may be recovering, on standby or damaged, and have the largest window."""
+    place = SmallPlace(store, 10**9)
+    await place.start()
+    elsewhere = Store.open(tmp_path / "elsewhere")
+    other = SmallPlace(elsewhere, 10**9)
+    other.memory = place.memory
+    await other.start()
+    await other.store_each(*[b"id-%d" % k for k in range(200)])
+    await place.store_each(*[b"id-%d" % k for k in range(20)])
+    other.memory.measure(other.topic.window_runs, window_of(other))
+    other.topic.knows_its_end = False
+    place.memory.limit_bytes = 1
+    await _all_moved(place)
+    assert window_of(place).on_disk == 20
+    assert not window_of(other).on_disk
+    other.topic.knows_its_end = True
+    await _all_moved(other)
+    assert window_of(other).on_disk == 200
+    await other.topic.close("")
+    await place.topic.close("")
+    elsewhere.close()
+
+
+async def test_runs_beside_a_damaged_one_are_merged(place: SmallPlace, store: Store) -> None:
+    await place.store_each(b"id-0")
+    await place.to_a_run()
+    (page,) = place.run_keys()[2:]
+    change = WriteBatch(raw_mode=True)
+    change.delete(page)
+    store.write(change)
+    place.memory.limit_bytes = 1
+    for k in range(1, 41, 4):
+        await place.store_each(*[b"id-%d" % (k + j) for j in range(4)])
+        await _all_moved(place)
+    assert window_of(place).on_disk == 41
+    assert len(window_of(place).older.runs) <= 3
+    assert verdicts(place.send(b"id-1", b"id-40")) == [DUP] * 2
+    (refusal,) = place.send(b"id-0")
+    assert isinstance(refusal, Refusal)
+
+
 # -- the end of a topic ----------------------------------------------------------------------------------------------
 
 
