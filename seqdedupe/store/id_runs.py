@@ -84,6 +84,7 @@ class RunWriter:
         self._filter = filter_of(ids)
         self._first_hashes: list[Int64s] = []
         self._pages = 0
+        self._opening = 0
 
     async def begin(self) -> None:
         """Nothing is left of an earlier attempt."""
@@ -91,7 +92,7 @@ class RunWriter:
         first, end = (key_of(self._incarnation, number, 0) for number in (self._number, self._number + 1))
         batch.delete_range(first, end)
         self._check()
-        self._store.write(batch)
+        self._opening = self._store.write(batch)
 
     async def add(self, entries: Entries, low: int | None = None, high: int | None = None) -> None:
         """The IDs whose hashes come next: of these the ones from `low` on and before `high`, but for forgotten ones."""
@@ -106,18 +107,17 @@ class RunWriter:
         """The run, durable on return, but named by none yet."""
         firsts = np.concatenate(self._first_hashes) if self._first_hashes else np.zeros(0, np.int64)
         run = Run(self._number, self.first_index, end_index, firsts, self._filter, chunks)
-        opening = 0
         for batch in await asyncio.to_thread(lambda: list(self._described(run))):
-            opening = await self._write(batch)
-        await self._store.flush(opening)
+            await self._write(batch)
+        # That of the first write: if RocksDB was opened again since, a page may be missing.
+        await self._store.flush(self._opening)
         return run
 
-    async def _write(self, batch: WriteBatch) -> int:
+    async def _write(self, batch: WriteBatch) -> None:
         await self._store.wait_until_idle()
         self._check()
-        opening = self._store.write(batch)
+        self._store.write(batch)
         await asyncio.sleep(0)
-        return opening
 
     def _ordered(self, entries: Entries, low: int | None, high: int | None) -> Int64s:
         order = entries.in_order(low, high)

@@ -19,6 +19,7 @@ from seqdedupe.core.rule import DUP
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.store import id_runs as stored_runs
 from seqdedupe.store import ids as stored_ids
+from seqdedupe.store import rocksdb
 from seqdedupe.store.db import Store
 from seqdedupe.store.records import RUN, part_key
 from seqdedupe.store.snapshots import Snapshots
@@ -28,6 +29,7 @@ from seqdedupe.topic.frame import NumbersCache
 from seqdedupe.topic.publishing import Topic
 from seqdedupe.topic.window_memory import WindowMemory
 from seqdedupe.topic.window_runs import WindowRuns
+from tests.store.test_failure import until_open
 from tests.topic.test_by_id import INCARNATION, Place, frame, history, originals, receipt, verdicts
 
 MEMORY_BYTES = 8 * 1024 + 100
@@ -317,6 +319,68 @@ async def test_runs_beside_a_damaged_one_are_merged(place: SmallPlace, store: St
     assert verdicts(place.send(b"id-1", b"id-40")) == [DUP] * 2
     (refusal,) = place.send(b"id-0")
     assert isinstance(refusal, Refusal)
+
+
+async def _opened_again(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody's flush fails, and RocksDB is opened again: what was not durable may be lost."""
+
+    def cannot(_: Any) -> int:
+        raise OSError(5, "Input/output error")
+
+    before = store.opening
+    with monkeypatch.context() as patched:
+        patched.setattr(rocksdb, "sync", cannot)
+        with pytest.raises(SeqdedupeError):
+            await store.flush(before)
+    await until_open(store)
+    assert store.opening == before + 1
+
+
+async def test_a_run_that_began_before_the_store_was_opened_again_does_not_count(
+    place: SmallPlace, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await place.store_each(b"a", b"b")
+    real = stored_runs.RunWriter.finish
+
+    async def finish(*arguments: Any) -> Any:
+        await _opened_again(store, monkeypatch)
+        return await real(*arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(stored_runs.RunWriter, "finish", finish)
+        with pytest.raises(SeqdedupeError) as raised:
+            await place.topic.window_runs.move_out()
+    assert raised.value.reason == "STORE_UNAVAILABLE"
+    assert not window_of(place).on_disk
+    await place.to_a_run()
+    assert window_of(place).on_disk == 2
+    assert verdicts(place.send(b"a", b"b")) == [DUP] * 2
+
+
+async def test_a_copy_that_began_before_the_store_was_opened_again_does_not_count(
+    place: SmallPlace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await place.store_each(b"a", b"b")
+    await place.to_a_run()
+    other = Store.open(tmp_path / "other")
+    monkeypatch.setattr(stored_ids, "COPIED_AT_ONCE", 1)
+    real = Store.write_when_idle
+    writes = 0
+
+    async def write(self: Store, batch: WriteBatch) -> int:
+        nonlocal writes
+        writes += 1
+        if writes == 3:
+            await _opened_again(other, monkeypatch)
+        return await real(self, batch)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Store, "write_when_idle", write)
+        with pytest.raises(SeqdedupeError) as raised:
+            await stored_ids.copy(place.store, other, INCARNATION)
+    assert raised.value.reason == "STORE_UNAVAILABLE"
+    assert writes > 3
+    other.close()
 
 
 # -- the end of a topic ----------------------------------------------------------------------------------------------
