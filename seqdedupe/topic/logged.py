@@ -55,7 +55,7 @@ class LoggedTopic(TopicBase):
         """Of a topic of deduplication IDs."""
         self.window_runs = WindowRuns(store, log.incarnation, lambda: self.window, self.snapshot)
         self._window_memory = window_memory
-        self._window_seen = (0, 0)
+        self._window_seen = (-1, -1)
         super().__init__(
             name,
             log.incarnation,

@@ -279,6 +279,32 @@ async def test_the_largest_window_gives_way(store: Store) -> None:
     assert not place.memory._bytes
 
 
+@pytest.mark.parametrize("is_on_disk", [False, True])
+async def test_a_window_counts_from_its_start_on_though_nothing_comes(store: Store, is_on_disk: bool) -> None:
+    place = SmallPlace(store, 10**9)
+    await place.start()
+    await place.store_each(*[b"id-%d" % k for k in range(200)])
+    if is_on_disk:
+        await place.to_a_run()
+    await place.topic.snapshot()
+    await place.crash()
+    assert place.memory._bytes == {place.topic.window_runs: window_of(place).needed_bytes}
+    await place.topic.close("")
+
+
+async def test_a_smaller_limit_is_in_force_from_the_start_on(store: Store) -> None:
+    place = SmallPlace(store, 10**9)
+    await place.start()
+    await place.store_each(*[b"id-%d" % k for k in range(200)])
+    await place.topic.snapshot()
+    place.memory.limit_bytes = 1
+    await place.crash()
+    while place.memory._moving is not None:
+        await asyncio.wait({place.memory._moving})
+    assert window_of(place).on_disk == 200
+    await place.topic.close("")
+
+
 async def test_a_topic_that_takes_no_snapshot_holds_up_no_other(store: Store, tmp_path: Path) -> None:
     """It may be recovering, on standby or damaged, and have the largest window."""
     place = SmallPlace(store, 10**9)
