@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from seqdedupe.batch import NO_INT64S, Batch, Binary
 from seqdedupe.core import id_window
 from seqdedupe.core.id_chunks import NO_LIMIT, WindowLimits
+from seqdedupe.core.id_table import CONFIRMED
 from seqdedupe.core.rule import DUP, NOT_DUP, UNKNOWN
 from seqdedupe.format import layout
 from seqdedupe.format.columns import PLACES
@@ -273,6 +274,19 @@ def test_control_a_planted_bug_is_found(bug: str, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("seed", range(8))
 def test_what_fails_behind_a_pipeline_that_is_never_empty(seed: int) -> None:
+    _never_empty(seed)
+
+
+def test_control_what_is_in_the_log_is_restored_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def confirm(self: Any, rows: int) -> None:
+        self._state[CONFIRMED] += rows
+
+    monkeypatch.setattr(id_window.IdWindow, "confirm", confirm)
+    with pytest.raises(AssertionError):
+        _never_empty(0)
+
+
+def _never_empty(seed: int) -> None:
     """Places of chunks are used again many times between two failures."""
     chosen = random.Random(seed)
     model = Model(id_window.IdWindow(KEY, 0))

@@ -455,6 +455,18 @@ async def test_a_closed_topic_does_not_count_and_does_not_write(store: Store, mo
 async def test_a_topic_that_is_closed_while_a_run_is_built_writes_nothing_more(
     store: Store, monkeypatch: pytest.MonkeyPatch, step: str, is_merge: bool
 ) -> None:
+    await _close_while_a_run_is_built(store, monkeypatch, step, is_merge=is_merge)
+
+
+async def test_control_one_that_goes_on_is_found(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(WindowRuns, "check_open", lambda self: None)
+    with pytest.raises(AssertionError):
+        await _close_while_a_run_is_built(store, monkeypatch, "_filled", is_merge=False)
+
+
+async def _close_while_a_run_is_built(
+    store: Store, monkeypatch: pytest.MonkeyPatch, step: str, *, is_merge: bool
+) -> None:
     place = SmallPlace(store, 10**9)
     await place.start()
     for k in range(12):
