@@ -82,6 +82,15 @@ class _Publishing:
         """Whether something is durable by now that a receipt was given early of."""
         self.news = asyncio.Event()
 
+    async def take(self, frame: int, batch: bytes) -> None:
+        """Admits a frame when there is room for it, in the step that follows on looking up."""
+        looked_up = await self.topic.look_up(batch)
+        while not self.has_room(len(batch)):
+            await self.wait_for_room(len(batch))
+            # The window's runs may be others by now: the event loop would wait for the disk.
+            looked_up = await self.topic.look_up(batch)
+        self.admit(frame, batch, looked_up)
+
     def admit(self, frame: int, batch: bytes, looked_up: LookedUp | None = None) -> None:
         """Hands a frame to the topic; the answer comes to `unsent`. `looked_up`: as of `Topic.admit`."""
         size = FRAME_BYTES + len(batch)
@@ -321,10 +330,7 @@ class PublishService:
             self._permissions.check_disk(publishing.stream.use, self._log_bytes, time.monotonic())
             self._check_unnamed(topic)
             for number, batch in frames:
-                looked_up = await topic.look_up(batch)
-                if not publishing.has_room(len(batch)):
-                    await publishing.wait_for_room(len(batch))
-                publishing.admit(number, batch, looked_up)
+                await publishing.take(number, batch)
             if not publishing.has_room(0):
                 await publishing.wait_for_room(0)
             data = await publishing.stream.read()

@@ -1,6 +1,7 @@
 """The older part of a window of deduplication IDs: runs, and the chunks that they were made of."""
 
 from collections import deque
+from collections.abc import Container
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -91,12 +92,17 @@ class Older:
         """Those of all runs, the one that is offered too, rising."""
         return sorted({run.number for run in (*self.runs, self.offered) if run is not None})
 
-    def smallest_pair(self, most_runs: int) -> tuple[Run, Run] | None:
-        """Two neighbours that are to be one run, where there are more than so many; None if there are none."""
+    def smallest_pair(self, most_runs: int, without: Container[tuple[Run, Run]] = ()) -> tuple[Run, Run] | None:
+        """Two neighbours, but not these, that are to be one run, where there are more than so many; None if there are
+        none."""
         if len(self.runs) <= most_runs:
             return None
-        pairs = [(a, b) for a, b in pairwise(self.runs) if b.end_index - a.first_index < MAX_ROWS]
-        return min(pairs, key=lambda pair: len(pair[0]) + len(pair[1]), default=None)
+        pairs = [pair for pair in pairwise(self.runs) if pair[1].end_index - pair[0].first_index < MAX_ROWS]
+        return min(
+            (pair for pair in pairs if pair not in without),
+            key=lambda pair: len(pair[0]) + len(pair[1]),
+            default=None,
+        )
 
     def load(self, runs: tuple[Run, ...], first_index: int) -> None:
         """Takes over the runs of a snapshot."""

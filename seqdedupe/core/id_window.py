@@ -96,8 +96,9 @@ class IdWindow:
         """Places of chunks that are forgotten or lie in runs, and how many of their rows are cleared away."""
         self._is_sealed = True
         """Whether the newest chunk takes no more."""
-        self._replaced: deque[Int64s2] = deque()
-        """Of those in flight that were known before, as `id_table.decide` says it."""
+        self._replaced: deque[tuple[int, Int64s2]] = deque()
+        """Of each frame in flight with IDs that were known before: the index after it, and where they lie and did, as
+        `id_table.decide` says it. Nothing of what is in the log: its places are those of other IDs by and by."""
         self._id_bytes = 0
         """Of all chunks that are not forgotten, wherever they lie."""
         self._state = np.zeros(STATES, np.int64)
@@ -206,7 +207,7 @@ class IdWindow:
             new += of_part
             first = end
         if not deduplicate and (known := replaced[replaced[:, 1] != NOWHERE]).size:
-            self._replaced.append(known)
+            self._replaced.append((self.next_index, known))
         self._go_on(rows)
         if new == rows:
             return new, verdicts, _NO_ROWS, _NO_ROWS
@@ -216,8 +217,8 @@ class IdWindow:
     def confirm(self, rows: int) -> None:
         """So many more messages are in the log, the oldest in flight."""
         self._state[CONFIRMED] += rows
-        if self._replaced and self.confirmed_index == self.next_index:
-            self._replaced.clear()
+        while self._replaced and self._replaced[0][0] <= self.confirmed_index:
+            self._replaced.popleft()
 
     def fail(self) -> None:
         """Nothing that is in flight will ever be in the log: it is as if it had not come."""
@@ -464,7 +465,7 @@ class IdWindow:
 
     def _restore(self) -> None:
         """IDs that were accepted again, and have failed, count where they did before."""
-        for known in reversed(self._replaced):
+        for _, known in reversed(self._replaced):
             for lies, before in known[::-1].tolist():
                 if not self._is_in_use(lies) and self._is_in_use(before):
                     place, row = before >> ROW_BITS, before & (CHUNK_ROWS - 1)

@@ -233,12 +233,17 @@ class Store:
 
     async def write_when_idle(self, batch: WriteBatch) -> int:
         """`write`, of what can wait until RocksDB has worked off what was written before."""
+        await self.wait_until_idle()
+        return self.write(batch)
+
+    async def wait_until_idle(self) -> None:
+        """Returns when RocksDB has worked off what was written before: what can wait is to be written now."""
         while True:
             opening = self._current()
             with self._failures(opening):
                 is_behind = rocksdb.is_behind(opening.db)
             if not is_behind:
-                return self.write(batch)
+                return
             # RocksDB tells nobody when it is done.
             await asyncio.sleep(BEHIND_SECONDS)
 

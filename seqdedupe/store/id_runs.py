@@ -6,7 +6,7 @@ end, or from a run that was dropped, and goes.
 
 import asyncio
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 from rocksdict import WriteBatch
@@ -70,24 +70,29 @@ def has_gaps(store: Store, incarnation: int, named: list[int]) -> bool:
 class RunWriter:
     """A run on its way to the store: its IDs by hash, part after part. It belongs to the store's event loop.
 
-    Raises STORE_UNAVAILABLE; then nothing comes of it.
+    Raises STORE_UNAVAILABLE, and before each write what `check` raises; then nothing comes of it.
     """
 
-    def __init__(self, store: Store, incarnation: int, number: int, first_index: int, ids: int) -> None:
+    def __init__(
+        self, store: Store, incarnation: int, number: int, first_index: int, ids: int, check: Callable[[], None]
+    ) -> None:
         self.first_index = first_index
         self._store = store
         self._incarnation = incarnation
         self._number = number
+        self._check = check
         self._filter = filter_of(ids)
         self._first_hashes: list[Int64s] = []
         self._pages = 0
+        self._opening = 0
 
     async def begin(self) -> None:
         """Nothing is left of an earlier attempt."""
         batch = WriteBatch(raw_mode=True)
         first, end = (key_of(self._incarnation, number, 0) for number in (self._number, self._number + 1))
         batch.delete_range(first, end)
-        self._store.write(batch)
+        self._check()
+        self._opening = self._store.write(batch)
 
     async def add(self, entries: Entries, low: int | None = None, high: int | None = None) -> None:
         """The IDs whose hashes come next: of these the ones from `low` on and before `high`, but for forgotten ones."""
@@ -96,19 +101,23 @@ class RunWriter:
         while at < len(order):
             at, batches = await asyncio.to_thread(self._filled, entries, order, at)
             for batch in batches:
-                await self._store.write_when_idle(batch)
-                await asyncio.sleep(0)
+                await self._write(batch)
 
     async def finish(self, end_index: int, chunks: Int64s2) -> Run:
         """The run, durable on return, but named by none yet."""
         firsts = np.concatenate(self._first_hashes) if self._first_hashes else np.zeros(0, np.int64)
         run = Run(self._number, self.first_index, end_index, firsts, self._filter, chunks)
-        opening = 0
         for batch in await asyncio.to_thread(lambda: list(self._described(run))):
-            opening = await self._store.write_when_idle(batch)
-            await asyncio.sleep(0)
-        await self._store.flush(opening)
+            await self._write(batch)
+        # That of the first write: if RocksDB was opened again since, a page may be missing.
+        await self._store.flush(self._opening)
         return run
+
+    async def _write(self, batch: WriteBatch) -> None:
+        await self._store.wait_until_idle()
+        self._check()
+        self._store.write(batch)
+        await asyncio.sleep(0)
 
     def _ordered(self, entries: Entries, low: int | None, high: int | None) -> Int64s:
         order = entries.in_order(low, high)

@@ -86,6 +86,8 @@ def put(batch: WriteBatch, incarnation: int, ids: StoredIds) -> int:
 async def copy(old: Store, new: Store, incarnation: int) -> None:
     """The new store has the topic's window as the old one has it, durable on return. Raises STORE_UNAVAILABLE, and
     STORE_DAMAGED for a record that is not what was written."""
+    # All of it is to go to one opening of RocksDB: what is written before another one may be lost.
+    opening = new.opening
     batch = WriteBatch(raw_mode=True)
     for part in (RUN, IDS, WINDOW):
         for key, value in old.scan(part_key(incarnation, part, 0), part_key(incarnation, part, MAX_NUMBER)):
@@ -94,7 +96,8 @@ async def copy(old: Store, new: Store, incarnation: int) -> None:
             if batch.size_in_bytes() >= COPIED_AT_ONCE:
                 await new.write_when_idle(batch)
                 batch = WriteBatch(raw_mode=True)
-    await new.flush(await new.write_when_idle(batch))
+    await new.write_when_idle(batch)
+    await new.flush(opening)
 
 
 def load(store: Store, incarnation: int, next_index: int) -> IdWindow | None:

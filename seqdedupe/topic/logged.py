@@ -55,7 +55,7 @@ class LoggedTopic(TopicBase):
         """Of a topic of deduplication IDs."""
         self.window_runs = WindowRuns(store, log.incarnation, lambda: self.window, self.snapshot)
         self._window_memory = window_memory
-        self._window_seen = (0, 0)
+        self._window_seen = (-1, -1)
         super().__init__(
             name,
             log.incarnation,
@@ -181,6 +181,8 @@ class LoggedTopic(TopicBase):
             self._window_memory.measure(self.window_runs, self.window)
 
     async def _end_tasks(self) -> None:
+        # First: a snapshot that is under way, or an append that settles, would have it measured again.
+        self.window_runs.close()
         if self._window_memory is not None:
             await self._window_memory.forget(self.window_runs)
         await super()._end_tasks()

@@ -153,6 +153,8 @@ class Topic(LoggedTopic):
         self._is_recovering = False
         self.knows_its_end = True
         self._set_state(State.SERVING, "")
+        # What was loaded, or read from the log, counts whether anything comes or not.
+        self._window_may_have_grown()
         self._tried.tell()
         earlier.state(self)
         return True

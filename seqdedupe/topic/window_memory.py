@@ -38,7 +38,9 @@ class WindowMemory:
             await self._progress.wait()
 
     def measure(self, runs: WindowRuns, window: IdWindow) -> None:
-        """This window may have grown."""
+        """This window may have grown. That of a topic which is closed counts no more."""
+        if runs.is_closed:
+            return
         self._windows[runs] = window
         self._total -= self._bytes.get(runs, 0)
         self._bytes[runs] = window.needed_bytes
@@ -48,7 +50,7 @@ class WindowMemory:
             self._moving.add_done_callback(self._moved)
 
     async def forget(self, runs: WindowRuns) -> None:
-        """The topic of this window is closed: nothing of it is moved any more."""
+        """The topic of this window is closed: nothing of it is moved or measured any more."""
         self._windows.pop(runs, None)
         self._total -= self._bytes.pop(runs, 0)
         if self._moving is not None:
@@ -56,16 +58,28 @@ class WindowMemory:
             await asyncio.wait({self._moving})
 
     async def _make_room(self) -> None:
+        failed: set[WindowRuns] = set()
         while self._total > self.limit_bytes:
-            for runs in sorted(self._bytes, key=lambda runs: self._bytes[runs], reverse=True):
-                if await runs.move_out():
-                    while await runs.merge():
-                        pass
-                    self._measure_again(runs)
-                    self._progress.tell()
-                    break
+            for runs in sorted(self._bytes.keys() - failed, key=lambda runs: self._bytes[runs], reverse=True):
+                try:
+                    if await runs.move_out():
+                        break
+                except SeqdedupeError as e:
+                    # A topic that takes no snapshot now does not hold up others.
+                    failed.add(runs)
+                    logger.warning("deduplication IDs stay in memory for now: %s", e)
             else:
                 return
+            self._measure_again(runs)
+            self._progress.tell()
+            await self._merge(runs)
+
+    async def _merge(self, runs: WindowRuns) -> None:
+        try:
+            while await runs.merge():
+                self._measure_again(runs)
+        except SeqdedupeError as e:
+            logger.warning("runs of deduplication IDs are not merged for now: %s", e)
 
     def _measure_again(self, runs: WindowRuns) -> None:
         if (window := self._windows.get(runs)) is not None:
@@ -75,9 +89,5 @@ class WindowMemory:
     def _moved(self, task: "asyncio.Task[None]") -> None:
         self._moving = None
         self._progress.tell()
-        if task.cancelled() or (e := task.exception()) is None:
-            return
-        if isinstance(e, SeqdedupeError):
-            logger.warning("deduplication IDs stay in memory for now: %s", e)
-        else:
+        if not task.cancelled() and (e := task.exception()) is not None:
             logger.error("deduplication IDs stay in memory", exc_info=e)

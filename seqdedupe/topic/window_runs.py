@@ -13,7 +13,7 @@ from seqdedupe.core.id_chunks import Piece
 from seqdedupe.core.id_runs import Entries, Run, entries_in, entries_of, find, parts_of
 from seqdedupe.core.id_table import NOWHERE
 from seqdedupe.core.id_window import IdWindow
-from seqdedupe.errors import SeqdedupeError
+from seqdedupe.errors import DamagedError, SeqdedupeError, error
 from seqdedupe.format.jit import Int64s
 from seqdedupe.store.db import Store
 from seqdedupe.store.id_runs import RunWriter, read_pages
@@ -40,7 +40,11 @@ class LookedUp:
 
 
 class WindowRuns:
-    """`take_snapshot` returns when one is durable that began after the call, or raises why there is none."""
+    """`take_snapshot` returns when one is durable that began after the call, or raises why there is none.
+
+    Once it is closed nothing is written and named any more, whatever is being built: the incarnation may be another
+    topic's by then.
+    """
 
     def __init__(
         self,
@@ -54,6 +58,17 @@ class WindowRuns:
         self._window = window
         self._take_snapshot = take_snapshot
         self._building = asyncio.Lock()
+        self.is_closed = False
+        self._damaged: list[tuple[Run, Run]] = []
+        """Neighbours of which one cannot be read: others are merged in their stead."""
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    def check_open(self) -> None:
+        """Raises DRAINING."""
+        if self.is_closed:
+            raise error("DRAINING", "the topic is closed")
 
     # -- looking up ----------------------------------------------------------------------------------------------
 
@@ -117,12 +132,14 @@ class WindowRuns:
     async def move_out(self) -> bool:
         """The oldest IDs in memory lie in a run from now on. Whether there were any that could.
 
-        Raises STORE_UNAVAILABLE, and what `take_snapshot` raises: they are in memory then, and nothing is lost.
+        Raises STORE_UNAVAILABLE, DRAINING, and what `take_snapshot` raises: they are in memory then, and nothing is
+        lost.
         """
         window = self._window()
         if window is None:
             return False
         async with self._building:
+            self.check_open()
             if window.older.offered is None:
                 clears = window.older.clears
                 pieces = await self._oldest(window)
@@ -143,17 +160,20 @@ class WindowRuns:
         if window is None:
             return False
         async with self._building:
+            self.check_open()
             older = window.older
-            pair, clears, generation = older.smallest_pair(MAX_RUNS), older.clears, older.generation
+            pair, clears, generation = older.smallest_pair(MAX_RUNS, self._damaged), older.clears, older.generation
             if pair is None or older.offered is not None:
                 return False
             try:
                 run = await self._merged(window, pair)
-            except SeqdedupeError:
+            except SeqdedupeError as e:
                 # A run that is dropped meanwhile cannot be read.
-                if older.generation == generation:
-                    raise
-                return False
+                if older.generation != generation:
+                    return False
+                if isinstance(e, DamagedError):
+                    self._damaged = [*(some for some in self._damaged if set(some) <= set(older.runs)), pair]
+                raise
             if run is None or older.clears != clears:
                 return False
             older.offer(run)
@@ -162,6 +182,7 @@ class WindowRuns:
 
     async def _name(self, window: IdWindow) -> None:
         """A snapshot that names what is offered; if that is forgotten by now it is given up."""
+        self.check_open()
         offered = window.older.offered
         await self._take_snapshot()
         if window.older.offered is offered:
@@ -187,10 +208,7 @@ class WindowRuns:
             (piece.first_index, len(piece.sizes), len(piece.ids), piece.first_time_ms, piece.last_time_ms)
             for piece in pieces
         ]
-        writer = RunWriter(
-            self._store, self._incarnation, window.older.next_number, first_index, end_index - first_index
-        )
-        await writer.begin()
+        writer = await self._begun(window, first_index, end_index)
         await writer.add(entries)
         return await writer.finish(end_index, np.array(chunks, np.int64))
 
@@ -201,15 +219,24 @@ class WindowRuns:
         if not len(chunks):
             return None
         first_index, end_index = int(chunks[0, 0]), pair[-1].end_index
-        writer = RunWriter(
-            self._store, self._incarnation, window.older.next_number, first_index, end_index - first_index
-        )
-        await writer.begin()
+        writer = await self._begun(window, first_index, end_index)
         for low, high in parts_of(list(pair), PAGES_A_PART):
             wanted = [(run, page) for run in pair for page in run.pages_between(low, high)]
             entries = await asyncio.to_thread(self._entries, wanted, first_index, window.hash_key)
             await writer.add(entries, low, high)
         return await writer.finish(end_index, chunks)
+
+    async def _begun(self, window: IdWindow, first_index: int, end_index: int) -> RunWriter:
+        writer = RunWriter(
+            self._store,
+            self._incarnation,
+            window.older.next_number,
+            first_index,
+            end_index - first_index,
+            self.check_open,
+        )
+        await writer.begin()
+        return writer
 
     def _entries(self, wanted: list[tuple[Run, int]], first_index: int, key: Int64s) -> Entries:
         pages = read_pages(self._store, self._incarnation, [(run.number, page) for run, page in wanted])

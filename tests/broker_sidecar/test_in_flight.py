@@ -1,12 +1,13 @@
 """On a disk that stalls, what streams hold is bounded, and what is counted is no less than what it takes."""
 
+import asyncio
 import os
 import threading
 import tracemalloc
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
@@ -16,8 +17,13 @@ from broker_sidecar.rpc import Context
 from broker_sidecar.security.gate import anybody
 from broker_sidecar.security.shares import NO_LIMITS, Shares
 from broker_sidecar.streams import Stream
+from seqdedupe.store import id_runs
+from seqdedupe.store.db import Store
+from seqdedupe.topic import window_runs
 from tests.batches import batch
+from tests.topic.test_by_id import frame
 from tests.topic.test_originals import Process
+from tests.topic.test_window_runs import SmallPlace
 
 STREAMS = 20
 MIB = 1024 * 1024
@@ -48,12 +54,16 @@ def stalled(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     goes_on.set()
 
 
+def stream_of(budget: Budget) -> Stream:
+    context = cast(Context, SimpleNamespace(peer=lambda: "somewhere"))
+    return Stream(context, budget, anybody(context), Shares((), NO_LIMITS))
+
+
 class Sender:
     """Publishes batches of one small message on a stream of its own, as long as there is room."""
 
     def __init__(self, process: Process, budget: Budget, name: str) -> None:
-        context = cast(Context, SimpleNamespace(peer=lambda: "somewhere"))
-        self.publishing = _Publishing(process.topic, Stream(context, budget, anybody(context), Shares((), NO_LIMITS)))
+        self.publishing = _Publishing(process.topic, stream_of(budget))
         self._process, self._name = process, name
         self.frames = 0
         self.batch_bytes = 0
@@ -116,3 +126,39 @@ async def test_all_streams_together_hold_no_more_than_the_limit(
     assert budget.held_bytes == answers
     assert all(sender.send() for sender in senders)
     await process.topic.flight.all_of_now()
+
+
+async def test_a_frame_that_waited_for_room_is_looked_up_again_beside_the_event_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The runs of its topic are others by then."""
+    store = Store.open(tmp_path / "store")
+    place = SmallPlace(store, 10**9)
+    await place.start()
+    await place.store_each(b"a")
+    await place.to_a_run()
+    threads: list[threading.Thread] = []
+    real = id_runs.read_pages
+
+    def read_pages(*arguments: Any) -> list[bytes]:
+        threads.append(threading.current_thread())
+        return real(*arguments)
+
+    monkeypatch.setattr(window_runs, "read_pages", read_pages)
+    publishing = _Publishing(place.topic, stream_of(Budget(lambda: None, MIB)))
+    share = publishing.stream.share
+    share.take(MIB)
+    taking = asyncio.ensure_future(publishing.take(1, frame(b"a")))
+    while share._found is None:  # noqa: ASYNC110 (it tells nobody)
+        await asyncio.sleep(0.001)
+    await place.store_each(b"b")
+    await place.to_a_run()
+    assert not publishing.unsent
+    share.give_back(MIB)
+    await taking
+    assert len(publishing.unsent) == 1
+    assert place.stored() == [b"a", b"b"]
+    assert threads
+    assert threading.main_thread() not in threads
+    await place.topic.close("")
+    store.close()

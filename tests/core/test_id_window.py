@@ -1,5 +1,6 @@
 """The window of deduplication IDs against a plain set of them. About 25 s, one process; the first time it compiles."""
 
+import random
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from seqdedupe.batch import NO_INT64S, Batch, Binary
 from seqdedupe.core import id_window
 from seqdedupe.core.id_chunks import NO_LIMIT, WindowLimits
+from seqdedupe.core.id_table import CONFIRMED
 from seqdedupe.core.rule import DUP, NOT_DUP, UNKNOWN
 from seqdedupe.format import layout
 from seqdedupe.format.columns import PLACES
@@ -268,6 +270,47 @@ def test_control_a_planted_bug_is_found(bug: str, monkeypatch: pytest.MonkeyPatc
         _failing,
         settings=settings(max_examples=3000, deadline=None, database=None, phases=[Phase.generate]),
     )
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_what_fails_behind_a_pipeline_that_is_never_empty(seed: int) -> None:
+    _never_empty(seed)
+
+
+def test_control_what_is_in_the_log_is_restored_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def confirm(self: Any, rows: int) -> None:
+        self._state[CONFIRMED] += rows
+
+    monkeypatch.setattr(id_window.IdWindow, "confirm", confirm)
+    with pytest.raises(AssertionError):
+        _never_empty(0)
+
+
+def _never_empty(seed: int) -> None:
+    """Places of chunks are used again many times between two failures."""
+    chosen = random.Random(seed)
+    model = Model(id_window.IdWindow(KEY, 0))
+    for _ in range(30):
+        limits = WindowLimits(chosen.randint(2, 40))
+        for _ in range(chosen.randint(5, 60)):
+            model.decide([b"%d" % chosen.randrange(12)], chosen.random() < 0.2, limits)
+            while len(model.frames) > chosen.randint(2, 4):
+                model.confirm()
+        model.fail()
+        model.decide([b"%d" % k for k in range(12)], True, limits)
+        model.decide([b"%d" % k for k in range(12)], True, limits)
+
+
+def test_what_was_known_of_messages_in_the_log_is_not_kept() -> None:
+    window, limits = id_window.IdWindow(KEY, 0), WindowLimits(10_000_000)
+    ids = _many(100)
+    window.decide(*frame(ids), False, limits, 0)
+    for _ in range(50):
+        window.decide(*frame(ids), False, limits, 0)
+        window.confirm(100)
+    assert [end for end, _ in window._replaced] == [window.next_index]
+    window.confirm(100)
+    assert not window._replaced
 
 
 def _many(count: int, start: int = 0) -> list[bytes]:

@@ -5,6 +5,7 @@ About 25 s, one process.
 
 import asyncio
 import random
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from seqdedupe.core.rule import DUP
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.store import id_runs as stored_runs
 from seqdedupe.store import ids as stored_ids
+from seqdedupe.store import rocksdb
 from seqdedupe.store.db import Store
 from seqdedupe.store.records import RUN, part_key
 from seqdedupe.store.snapshots import Snapshots
@@ -27,6 +29,7 @@ from seqdedupe.topic.frame import NumbersCache
 from seqdedupe.topic.publishing import Topic
 from seqdedupe.topic.window_memory import WindowMemory
 from seqdedupe.topic.window_runs import WindowRuns
+from tests.store.test_failure import until_open
 from tests.topic.test_by_id import INCARNATION, Place, frame, history, originals, receipt, verdicts
 
 MEMORY_BYTES = 8 * 1024 + 100
@@ -274,6 +277,256 @@ async def test_the_largest_window_gives_way(store: Store) -> None:
     assert looked_up.indexes.tolist() == list(range(1000))
     await place.topic.close("")
     assert not place.memory._bytes
+
+
+@pytest.mark.parametrize("is_on_disk", [False, True])
+async def test_a_window_counts_from_its_start_on_though_nothing_comes(store: Store, is_on_disk: bool) -> None:
+    place = SmallPlace(store, 10**9)
+    await place.start()
+    await place.store_each(*[b"id-%d" % k for k in range(200)])
+    if is_on_disk:
+        await place.to_a_run()
+    await place.topic.snapshot()
+    await place.crash()
+    assert place.memory._bytes == {place.topic.window_runs: window_of(place).needed_bytes}
+    await place.topic.close("")
+
+
+async def test_a_smaller_limit_is_in_force_from_the_start_on(store: Store) -> None:
+    place = SmallPlace(store, 10**9)
+    await place.start()
+    await place.store_each(*[b"id-%d" % k for k in range(200)])
+    await place.topic.snapshot()
+    place.memory.limit_bytes = 1
+    await place.crash()
+    while place.memory._moving is not None:
+        await asyncio.wait({place.memory._moving})
+    assert window_of(place).on_disk == 200
+    await place.topic.close("")
+
+
+async def test_a_topic_that_takes_no_snapshot_holds_up_no_other(store: Store, tmp_path: Path) -> None:
+    """It may be recovering, on standby or damaged, and have the largest window."""
+    place = SmallPlace(store, 10**9)
+    await place.start()
+    elsewhere = Store.open(tmp_path / "elsewhere")
+    other = SmallPlace(elsewhere, 10**9)
+    other.memory = place.memory
+    await other.start()
+    await other.store_each(*[b"id-%d" % k for k in range(200)])
+    await place.store_each(*[b"id-%d" % k for k in range(20)])
+    other.memory.measure(other.topic.window_runs, window_of(other))
+    other.topic.knows_its_end = False
+    place.memory.limit_bytes = 1
+    await _all_moved(place)
+    assert window_of(place).on_disk == 20
+    assert not window_of(other).on_disk
+    other.topic.knows_its_end = True
+    await _all_moved(other)
+    assert window_of(other).on_disk == 200
+    await other.topic.close("")
+    await place.topic.close("")
+    elsewhere.close()
+
+
+async def test_runs_beside_a_damaged_one_are_merged(place: SmallPlace, store: Store) -> None:
+    await place.store_each(b"id-0")
+    await place.to_a_run()
+    (page,) = place.run_keys()[2:]
+    change = WriteBatch(raw_mode=True)
+    change.delete(page)
+    store.write(change)
+    place.memory.limit_bytes = 1
+    for k in range(1, 41, 4):
+        await place.store_each(*[b"id-%d" % (k + j) for j in range(4)])
+        await _all_moved(place)
+    assert window_of(place).on_disk == 41
+    assert len(window_of(place).older.runs) <= 3
+    assert verdicts(place.send(b"id-1", b"id-40")) == [DUP] * 2
+    (refusal,) = place.send(b"id-0")
+    assert isinstance(refusal, Refusal)
+
+
+async def _opened_again(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody's flush fails, and RocksDB is opened again: what was not durable may be lost."""
+
+    def cannot(_: Any) -> int:
+        raise OSError(5, "Input/output error")
+
+    before = store.opening
+    with monkeypatch.context() as patched:
+        patched.setattr(rocksdb, "sync", cannot)
+        with pytest.raises(SeqdedupeError):
+            await store.flush(before)
+    await until_open(store)
+    assert store.opening == before + 1
+
+
+async def test_a_run_that_began_before_the_store_was_opened_again_does_not_count(
+    place: SmallPlace, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await place.store_each(b"a", b"b")
+    real = stored_runs.RunWriter.finish
+
+    async def finish(*arguments: Any) -> Any:
+        await _opened_again(store, monkeypatch)
+        return await real(*arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(stored_runs.RunWriter, "finish", finish)
+        with pytest.raises(SeqdedupeError) as raised:
+            await place.topic.window_runs.move_out()
+    assert raised.value.reason == "STORE_UNAVAILABLE"
+    assert not window_of(place).on_disk
+    await place.to_a_run()
+    assert window_of(place).on_disk == 2
+    assert verdicts(place.send(b"a", b"b")) == [DUP] * 2
+
+
+async def test_a_copy_that_began_before_the_store_was_opened_again_does_not_count(
+    place: SmallPlace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await place.store_each(b"a", b"b")
+    await place.to_a_run()
+    other = Store.open(tmp_path / "other")
+    monkeypatch.setattr(stored_ids, "COPIED_AT_ONCE", 1)
+    real = Store.write_when_idle
+    writes = 0
+
+    async def write(self: Store, batch: WriteBatch) -> int:
+        nonlocal writes
+        writes += 1
+        if writes == 3:
+            await _opened_again(other, monkeypatch)
+        return await real(self, batch)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Store, "write_when_idle", write)
+        with pytest.raises(SeqdedupeError) as raised:
+            await stored_ids.copy(place.store, other, INCARNATION)
+    assert raised.value.reason == "STORE_UNAVAILABLE"
+    assert writes > 3
+    other.close()
+
+
+# -- the end of a topic ----------------------------------------------------------------------------------------------
+
+
+async def _close_in_a_snapshot(place: SmallPlace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The topic is closed while a snapshot is being made durable."""
+    gate, reached = asyncio.Event(), asyncio.Event()
+    real = Store.flush
+
+    async def flush(self: Store, opening: int) -> None:
+        reached.set()
+        await gate.wait()
+        await real(self, opening)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Store, "flush", flush)
+        taking = asyncio.ensure_future(place.topic.snapshot())
+        await reached.wait()
+        closing = asyncio.ensure_future(place.topic.close("it is opened again"))
+        while not place.topic.window_runs.is_closed:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        gate.set()
+        await asyncio.gather(taking, closing)
+
+
+async def test_a_closed_topic_does_not_count_and_does_not_write(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = SmallPlace(store, 10**9)
+    await place.start()
+    await place.store_each(*[b"id-%d" % k for k in range(20)])
+    await _close_in_a_snapshot(place, monkeypatch)
+    assert not place.memory._bytes
+    place.memory.limit_bytes = 1
+    place.memory.measure(place.topic.window_runs, window_of(place))
+    assert not place.memory._bytes
+    assert place.memory._moving is None
+    for build in (place.topic.window_runs.move_out, place.topic.window_runs.merge):
+        with pytest.raises(SeqdedupeError) as raised:
+            await build()
+        assert raised.value.reason == "DRAINING"
+    assert not place.run_keys()
+
+
+@pytest.mark.parametrize("is_merge", [False, True])
+@pytest.mark.parametrize("step", ["_ordered", "_filled", "_described"])
+async def test_a_topic_that_is_closed_while_a_run_is_built_writes_nothing_more(
+    store: Store, monkeypatch: pytest.MonkeyPatch, step: str, is_merge: bool
+) -> None:
+    await _close_while_a_run_is_built(store, monkeypatch, step, is_merge=is_merge)
+
+
+async def test_control_one_that_goes_on_is_found(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(WindowRuns, "check_open", lambda self: None)
+    with pytest.raises(AssertionError):
+        await _close_while_a_run_is_built(store, monkeypatch, "_filled", is_merge=False)
+
+
+async def _close_while_a_run_is_built(
+    store: Store, monkeypatch: pytest.MonkeyPatch, step: str, *, is_merge: bool
+) -> None:
+    place = SmallPlace(store, 10**9)
+    await place.start()
+    for k in range(12):
+        await place.store_each(b"id-%d" % k)
+        if is_merge and k % 4 == 3:
+            await place.topic.window_runs.move_out()
+    closed = threading.Event()
+    reached = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    real = getattr(stored_runs.RunWriter, step)
+
+    def waits(*arguments: Any) -> Any:
+        loop.call_soon_threadsafe(reached.set)
+        closed.wait(120)
+        return real(*arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(stored_runs.RunWriter, step, waits)
+        runs = place.topic.window_runs
+        building = asyncio.ensure_future(runs.merge() if is_merge else runs.move_out())
+        await reached.wait()
+        await place.topic.close("it is opened again")
+        await store.flush(Snapshots(store, INCARNATION).remove())
+        closed.set()
+        with pytest.raises(SeqdedupeError) as raised:
+            await building
+    assert raised.value.reason == "DRAINING"
+    assert not place.run_keys()
+    assert window_of(place).older.offered is None
+
+
+async def test_a_closed_topic_writes_over_no_run_of_its_successor(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after `rebuild-topic`: the numbers of its runs begin again."""
+    place = SmallPlace(store, 10**9, deduplication_window_max_messages=160)
+    await place.start()
+    await place.store_each(*[b"id-%d" % k for k in range(60)])
+    for _ in range(3):
+        await place.topic.window_runs.move_out()
+    await place.topic.window_runs.merge()
+    await place.store_each(b"x")
+    await _close_in_a_snapshot(place, monkeypatch)
+    await store.flush(Snapshots(store, INCARNATION).remove())
+    monkeypatch.setattr(window_runs, "MAX_RUNS", 8)
+    place.log = place.log.crash(0)
+    await place.start()
+    await place.store_each(*[b"more-%d" % k for k in range(40)])
+    place.memory.limit_bytes = 1
+    await _all_moved(place)
+    stored = place.stored()
+    assert verdicts(place.send(*stored)) == [DUP] * len(stored)
+    await place.topic.close("")
+
+
+async def _all_moved(place: SmallPlace) -> None:
+    for _ in range(5):
+        place.memory.measure(place.topic.window_runs, window_of(place))
+        while place.memory._moving is not None:
+            await asyncio.wait({place.memory._moving})
 
 
 # -- histories -------------------------------------------------------------------------------------------------------
