@@ -36,6 +36,7 @@ from seqdedupe.client import blocking
 from seqdedupe.errors import ConfigurationError, InvalidRequestError, SeqdedupeError
 from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name
+from seqdedupe.routing import partition_of
 from seqdedupe.testing import Sidecar
 from seqdedupe.v1 import admin_pb2
 from seqdedupe_spark.columns import SCHEMA
@@ -199,6 +200,23 @@ def test_topics_that_cannot_be_written_to(client: blocking.Client, topic: str) -
     with pytest.raises(SeqdedupeError, match="TOPIC_NOT_FOUND"):
         task(client, topic_name(f"{topic}-missing")).run([])
     assert client.ends(off.name).last.index == -1
+
+
+@pytest.mark.parametrize("route", ["id", "key"])
+def test_a_partitioned_topic_is_written_to_while_all_its_partitions_deduplicate(
+    client: blocking.Client, topic: str, route: str
+) -> None:
+    whole = client.admin.create_topic(
+        topic, partitions=3, deduplication_mode="deduplication-id", deduplication_route=route
+    ).name
+    keyed = pa.record_batch(
+        {"value": [b"v"] * 60, "deduplicationId": [str(i) for i in range(60)], "__key": [b"k"] * 60}
+    )
+    one = task(client, whole, f"{OWN}, __key binary")
+    assert (one.run([keyed]), one.run([keyed], attempt=1)) == (Written(60), Written(60, 60))
+    client.admin.set_policy(f"{topic}-partition-1", admin_pb2.TopicPolicy(deduplication_enabled=False))
+    with pytest.raises(ConfigurationError, match="deduplication is off"):
+        one.run([keyed])
 
 
 @pytest.mark.parametrize(
@@ -466,6 +484,37 @@ def test_a_first_try_needs_no_window_and_a_second_one_does(client: blocking.Clie
     assert task(client, forgetful, began=before).run([own(["new"])]).rows == 1
     with pytest.raises(SeqdedupeError, match="IDS_FORGOTTEN"):
         task(client, forgetful, began=before).run([own(["new"])], attempt=1)
+
+
+def test_partitions_know_together_what_each_of_them_knows(client: blocking.Client, topic: str) -> None:
+    """The one that has forgotten most lately says how far back all of them know, and one that never forgot nothing."""
+    policy = admin_pb2.TopicPolicy(deduplication_window_max_messages=16)
+    whole = client.admin.create_topic(
+        topic, partitions=3, deduplication_mode="deduplication-id", deduplication_route="key", policy=policy
+    ).name
+    key_of = {partition_of(b"%d" % k, b"", 3): b"%d" % k for k in range(30)}
+
+    def fill(partition: int, first: int, end: int) -> None:
+        with client.publisher(whole) as publisher:
+            for n in range(first, end):
+                publisher.send_batch(
+                    [b"v"] * 4, [f"{partition}-{n}-{i}" for i in range(4)], keys=[key_of[partition]] * 4
+                )
+
+    fill(0, 0, 1)
+    assert client.admin.topic(whole).window_first_publish_time_ms == 0
+    for partition in (1, 2):
+        fill(partition, 0, 20)
+    parts = [client.admin.topic(f"{topic}-partition-{k}") for k in range(3)]
+    assert [bool(part.window_forgotten) for part in parts] == [False, True, True]
+    found = client.admin.topic(whole)
+    assert found.window_first_publish_time_ms == parts[2].window_first_publish_time_ms
+    assert parts[1].window_first_publish_time_ms <= parts[2].window_first_publish_time_ms
+    again = pa.record_batch({"value": [b"v"], "deduplicationId": ["2-19-3"], "__key": [key_of[2]]})
+    ddl = f"{OWN}, __key binary"
+    with pytest.raises(SeqdedupeError, match="IDS_FORGOTTEN"):
+        task(client, whole, ddl, began=began(client, whole, -1, may_repeat=True)).run([again])
+    assert task(client, whole, ddl, began=began(client, whole, 0, may_repeat=True)).run([again]).copies == 1
 
 
 def test_the_age_of_a_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
