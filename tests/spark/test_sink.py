@@ -372,7 +372,7 @@ def test_a_sidecar_that_is_killed_in_between(start_sidecar: Callable[..., Sideca
                 yield derived([*range(100 * n, 100 * n + 100)])
 
         done = task(client, target, DERIVED).run(batches())
-        assert done.rows == 2000
+        assert (done.rows, done.taken) == (2000, 0)
         assert task(client, target, DERIVED).run([derived([*range(2000)])]).copies == 2000
         assert sorted(ids_in(client, target)) == sorted(b"%s/7/%d/0" % (SOURCE.encode(), i) for i in range(2000))
 
@@ -440,6 +440,34 @@ def test_the_driver_refuses_what_two_tasks_have_dealt_out(client: blocking.Clien
     with pytest.raises(InvalidRequestError, match="message with index 2 of"):
         BatchWriter(one).commit([Committed(written) for written in found])
     BatchWriter(one).commit([Committed(found[0]), None])
+
+
+@pytest.mark.parametrize("partitions", [0, 2])
+def test_rows_whose_identity_another_query_took_are_warned_about(
+    client: blocking.Client, topic: str, partitions: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    by_id: dict[str, Any] = {"deduplication_mode": "deduplication-id"} | ({"partitions": 2} if partitions else {})
+    name = client.admin.create_topic(topic, **by_id).name
+
+    def commit(ddl: str, batch: pa.RecordBatch, attempt: int = 0, **more: Any) -> int:
+        caplog.clear()
+        one = task(client, name, ddl, **more)
+        done = one.run([batch], attempt)
+        BatchWriter(one).commit([Committed(done)])
+        return done.copies
+
+    assert commit(DERIVED, derived([0, 1, 2])) == 0
+    assert not caplog.records
+    receipts = derived([1, 2, 3], value=[b"receipt"] * 3)
+    assert commit(DERIVED, receipts) == 2
+    assert "the write: 2 rows are not stored" in caplog.text
+    assert "give rows a deduplicationId" in caplog.text
+    # What may have been written before by this very query, and rows with IDs of their own, are copies by right.
+    assert commit(DERIVED, receipts, attempt=1) == 3
+    assert commit(DERIVED, receipts, began=Began(window.now().at_ms, may_repeat=True)) == 3
+    assert commit(OWN, own(["a"])) == 0
+    assert commit(OWN, own(["a"])) == 1
+    assert not caplog.records
 
 
 # -- the window ------------------------------------------------------------------------------------------------------
