@@ -71,9 +71,9 @@ def letters(database: Database) -> list[tuple[object, ...]]:
 
 
 def failing(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """Fails where one of its messages is bad, with a NUL in what it says."""
+    """Fails where one of its messages is bad, with a NUL and half a character in what it says."""
     if bad := BAD.intersection(batch.column("__index").to_pylist()):
-        raise ValueError(f"what\0is {sorted(bad)}?")
+        raise ValueError(f"what\0is \ud800 {sorted(bad)}?")
     return select(batch)
 
 
@@ -120,7 +120,7 @@ def test_what_cannot_be_written_is_put_aside_once(
         assert message_id == f"{step.range.incarnation}:{index}"
         assert (reason, job, incarnation) == ("INVALID_OUTPUT", JOB, step.range.incarnation)
         assert f"the message is {message_id}, index {index}, of {topic}" in str(error)
-        assert ("what\\0is" in str(error)) == (transform is failing)
+        assert ("what\\0is \\ud800 [" in str(error)) == (transform is failing)
         assert value == f"value {index}".encode()
     assert database.position(step.range.topic) == step.range.end
     # Tried again it has been done.
