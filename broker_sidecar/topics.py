@@ -1,6 +1,7 @@
 """Topics and policies as the messages of `admin.proto`, and what is told of a topic beside that."""
 
 import asyncio
+import time
 from collections.abc import Sequence
 
 from seqdedupe.errors import error
@@ -114,6 +115,13 @@ def partitioned_to_proto(whole: str, partitions: Sequence[TopicBase | Closed | N
         setattr(message, name, sum(getattr(part, name) for part in parts))
     for name in ("deduplication_mode", "deduplication_route"):
         setattr(message, name, max((getattr(part, name) for part in parts), default=0))
+    if with_policy := [part for part in parts if part.HasField("policy")]:
+        # They share it. Should one have been set apart, it is said what can be relied on in all of them.
+        weakest = min(with_policy, key=lambda part: part.policy.deduplication_enabled)
+        message.policy.CopyFrom(weakest.policy)
+    message.window_first_publish_time_ms = max(
+        (part.window_first_publish_time_ms for part in parts if part.window_forgotten), default=0
+    )
     message.may_lose_ms = max((part.may_lose_ms for part in parts), default=0)
     message.entry_format = max((part.entry_format for part in parts), default=0)  # type: ignore[assignment]
     for state in WORST_FIRST:
@@ -192,6 +200,9 @@ def _fill_window(message: admin_pb2.Topic, topic: TopicBase) -> None:
         message.deduplication_route = topic.policy.route.value  # type: ignore[assignment]
     message.window_first_index = message.window_forgotten = window.first_index
     message.window_first_publish_time_ms = window.first_time_ms
+    if window.first_index and not len(window):
+        # All that it held is forgotten, since when cannot be told: only what comes from now on is known.
+        message.window_first_publish_time_ms = time.time_ns() // 1_000_000
     message.window_messages = len(window)
     message.window_memory_bytes = window.memory_bytes
     message.window_messages_on_disk = window.on_disk

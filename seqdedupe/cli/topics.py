@@ -112,12 +112,13 @@ def _may_lose(topic: admin_pb2.Topic) -> list[tuple[str, object]]:
 
 def _of_whole(topic: admin_pb2.Topic) -> list[tuple[str, object]]:
     """Lines for a partitioned topic."""
+    by_route = f"; partitions by {_route(topic)}" if _route(topic) else ""
     unused = f"{topic.unused_partitions} that Pulsar has added: the topic was made with {topic.partitions}, for good"
     return [
         ("partitions", f"{topic.partitions}, {topic.name}-partition-0 and on: each can be shown by its name"),
         *([("not used", unused)] if topic.unused_partitions else []),
         *([("entries", _entry_format(topic))] if topic.entry_format else []),
-        *([("deduplication", f"by deduplication ID; partitions by {_route(topic)}")] if _route(topic) else []),
+        ("deduplication", (_deduplication(topic) or "?") + by_route),
     ]
 
 

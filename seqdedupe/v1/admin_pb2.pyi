@@ -498,7 +498,10 @@ class Topic(_message.Message):
     window_first_index: _builtins.int
     """Of a topic of deduplication IDs: the IDs of all messages from this index on are known."""
     window_first_publish_time_ms: _builtins.int
-    """When the first of these was published, in milliseconds since 1970; 0 if there is none."""
+    """When the first of these was published, in milliseconds since 1970; 0 if there never was one. Where all have been
+    forgotten, the time of the answer. Of a partitioned topic the latest of those of its partitions that have forgotten any,
+    so that all of them know what was published since; 0 if none has.
+    """
     window_messages: _builtins.int
     """So many IDs of stored messages are known."""
     window_forgotten: _builtins.int
@@ -512,8 +515,9 @@ class Topic(_message.Message):
     partitions: _builtins.int
     """How many partitions it has; 0 if it is not partitioned. Each is a topic of its own, `name-partition-0` and on. What
     stands here of a partitioned topic is its name, the worst state of its partitions with the reason, and the sums of
-    their numbers of bytes, rows, frames, resets, producers forgotten, damage and entries that do not count. Calls that
-    are for one log answer `TOPIC_IS_PARTITIONED` to its name.
+    their numbers of bytes, rows, frames, resets, producers forgotten, damage and entries that do not count; its
+    policy is that of its partitions, or of one that has deduplication off. Calls that are for one log answer
+    `TOPIC_IS_PARTITIONED` to its name.
     """
     partition_of: _builtins.str
     """The name of the partitioned topic of which it is a partition; empty if it is none."""

@@ -1,15 +1,21 @@
 """Partitioned topics over the wire: by the name of the whole, and each partition by its own."""
 
+import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import grpc
 import pytest
 
+from broker_sidecar import topics
 from seqdedupe.client.blocking import Client
+from seqdedupe.core.id_window import IdWindow
 from seqdedupe.errors import InvalidRequestError, NotFoundError
 from seqdedupe.log.embedded.logs import incarnations
 from seqdedupe.testing import Sidecar
+from seqdedupe.topic.policy import Policy
+from seqdedupe.topic.state import TopicBase
 from seqdedupe.v1 import admin_pb2, admin_pb2_grpc
 
 
@@ -39,6 +45,28 @@ def test_made_listed_shown_and_deleted_by_the_name_of_the_whole(client: Client, 
     assert names(client, topic) == []
     with pytest.raises(NotFoundError):
         client.admin.topic(topic)
+
+
+def test_the_policy_of_the_whole_is_that_of_its_partitions_or_the_weakest(client: Client, topic: str) -> None:
+    policy = admin_pb2.TopicPolicy(retention_size_in_mb=300)
+    made = client.admin.create_topic(topic, partitions=3, policy=policy)
+    assert (made.policy.deduplication_enabled, made.policy.retention_size_in_mb) == (True, 300)
+    assert made.policy == client.admin.topic(f"{topic}-partition-2").policy
+    client.admin.set_policy(f"{topic}-partition-1", admin_pb2.TopicPolicy(deduplication_enabled=False))
+    assert client.admin.topic(topic).policy.deduplication_enabled is False
+
+
+def test_a_window_that_lost_all_it_held_knows_nothing_of_what_came_before_now() -> None:
+    """As when its store is made anew from a log of which retention has left nothing."""
+    for forgotten in (0, 7):
+        kept = SimpleNamespace(window=IdWindow(b"k" * 16, forgotten), policy=Policy())
+        message, before_ms = admin_pb2.Topic(), time.time_ns() // 1_000_000
+        topics._fill_window(message, cast(TopicBase, kept))
+        assert (message.window_forgotten, message.window_messages) == (forgotten, 0)
+        if forgotten:
+            assert message.window_first_publish_time_ms >= before_ms
+        else:
+            assert message.window_first_publish_time_ms == 0
 
 
 def test_calls_that_are_for_one_log_are_refused_for_the_whole(client: Client, topic: str) -> None:

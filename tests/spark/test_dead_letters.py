@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -71,9 +72,9 @@ def letters(database: Database) -> list[tuple[object, ...]]:
 
 
 def failing(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """Fails where one of its messages is bad, with a NUL in what it says."""
+    """Fails where one of its messages is bad, with a NUL and half a character in what it says."""
     if bad := BAD.intersection(batch.column("__index").to_pylist()):
-        raise ValueError(f"what\0is {sorted(bad)}?")
+        raise ValueError(f"what\0is \ud800 {sorted(bad)}?")
     return select(batch)
 
 
@@ -120,12 +121,51 @@ def test_what_cannot_be_written_is_put_aside_once(
         assert message_id == f"{step.range.incarnation}:{index}"
         assert (reason, job, incarnation) == ("INVALID_OUTPUT", JOB, step.range.incarnation)
         assert f"the message is {message_id}, index {index}, of {topic}" in str(error)
-        assert ("what\\0is" in str(error)) == (transform is failing)
+        assert ("what\\0is \\ud800 [" in str(error)) == (transform is failing)
         assert value == f"value {index}".encode()
     assert database.position(step.range.topic) == step.range.end
     # Tried again it has been done.
     assert run([step]) == Report()
     assert letters(database) == found
+
+
+@pytest.mark.parametrize("are_kept", [True, False])
+def test_of_rows_in_another_order_none_is_blamed(address: str, tmp_path: Path, are_kept: bool) -> None:
+    """Whichever message it was, another one is not put aside in its place."""
+    database = sqlite_database(tmp_path / "out.db")
+    step = whole(address, "full")
+    prepared(database, step)
+    takes_no_null(database)
+
+    def turned(batch: pa.RecordBatch) -> pa.RecordBatch:
+        rows = refused(batch)
+        return rows.take(pa.array(range(len(rows))[::-1], pa.int64()))
+
+    one = burying(address, database, turned) if are_kept else task(address, database.store, turned)
+    failure = one.run([step]).failure
+    assert failure is not None
+    assert failure.reason == "INVALID_OUTPUT"
+    assert "not made of it alone, in the order of the messages" in failure.message
+    assert "index" not in failure.numbers
+    assert not letters(database)
+    assert not database.indexes(step.range.topic)
+    assert database.position(step.range.topic) == step.range.start
+
+
+def test_columns_that_vary_from_call_to_call_blame_nobody_else(address: str, tmp_path: Path) -> None:
+    database = sqlite_database(tmp_path / "out.db")
+    step = whole(address, "full")
+    prepared(database, step)
+    takes_no_null(database)
+    calls = count()
+
+    def stamped(batch: pa.RecordBatch) -> pa.RecordBatch:
+        rows = refused(batch)
+        call = pa.array([f"call {next(calls)}"] * len(rows))
+        return rows.set_column(0, "topic", call)
+
+    assert burying(address, database, stamped).run([step]).dead_letters == len(BAD)
+    assert {row[1] for row in letters(database)} == BAD
 
 
 def test_too_many_are_an_error_and_nothing_is_written(address: str, database: Database) -> None:

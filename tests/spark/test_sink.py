@@ -36,6 +36,7 @@ from seqdedupe.client import blocking
 from seqdedupe.errors import ConfigurationError, InvalidRequestError, SeqdedupeError
 from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name
+from seqdedupe.routing import partition_of
 from seqdedupe.testing import Sidecar
 from seqdedupe.v1 import admin_pb2
 from seqdedupe_spark.columns import SCHEMA
@@ -201,6 +202,23 @@ def test_topics_that_cannot_be_written_to(client: blocking.Client, topic: str) -
     assert client.ends(off.name).last.index == -1
 
 
+@pytest.mark.parametrize("route", ["id", "key"])
+def test_a_partitioned_topic_is_written_to_while_all_its_partitions_deduplicate(
+    client: blocking.Client, topic: str, route: str
+) -> None:
+    whole = client.admin.create_topic(
+        topic, partitions=3, deduplication_mode="deduplication-id", deduplication_route=route
+    ).name
+    keyed = pa.record_batch(
+        {"value": [b"v"] * 60, "deduplicationId": [str(i) for i in range(60)], "__key": [b"k"] * 60}
+    )
+    one = task(client, whole, f"{OWN}, __key binary")
+    assert (one.run([keyed]), one.run([keyed], attempt=1)) == (Written(60), Written(60, 60))
+    client.admin.set_policy(f"{topic}-partition-1", admin_pb2.TopicPolicy(deduplication_enabled=False))
+    with pytest.raises(ConfigurationError, match="deduplication is off"):
+        one.run([keyed])
+
+
 @pytest.mark.parametrize(
     ("batch", "ddl", "said"),
     [
@@ -354,7 +372,7 @@ def test_a_sidecar_that_is_killed_in_between(start_sidecar: Callable[..., Sideca
                 yield derived([*range(100 * n, 100 * n + 100)])
 
         done = task(client, target, DERIVED).run(batches())
-        assert done.rows == 2000
+        assert (done.rows, done.taken) == (2000, 0)
         assert task(client, target, DERIVED).run([derived([*range(2000)])]).copies == 2000
         assert sorted(ids_in(client, target)) == sorted(b"%s/7/%d/0" % (SOURCE.encode(), i) for i in range(2000))
 
@@ -424,6 +442,34 @@ def test_the_driver_refuses_what_two_tasks_have_dealt_out(client: blocking.Clien
     BatchWriter(one).commit([Committed(found[0]), None])
 
 
+@pytest.mark.parametrize("partitions", [0, 2])
+def test_rows_whose_identity_another_query_took_are_warned_about(
+    client: blocking.Client, topic: str, partitions: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    by_id: dict[str, Any] = {"deduplication_mode": "deduplication-id"} | ({"partitions": 2} if partitions else {})
+    name = client.admin.create_topic(topic, **by_id).name
+
+    def commit(ddl: str, batch: pa.RecordBatch, attempt: int = 0, **more: Any) -> int:
+        caplog.clear()
+        one = task(client, name, ddl, **more)
+        done = one.run([batch], attempt)
+        BatchWriter(one).commit([Committed(done)])
+        return done.copies
+
+    assert commit(DERIVED, derived([0, 1, 2])) == 0
+    assert not caplog.records
+    receipts = derived([1, 2, 3], value=[b"receipt"] * 3)
+    assert commit(DERIVED, receipts) == 2
+    assert "the write: 2 rows are not stored" in caplog.text
+    assert "give rows a deduplicationId" in caplog.text
+    # What may have been written before by this very query, and rows with IDs of their own, are copies by right.
+    assert commit(DERIVED, receipts, attempt=1) == 3
+    assert commit(DERIVED, receipts, began=Began(window.now().at_ms, may_repeat=True)) == 3
+    assert commit(OWN, own(["a"])) == 0
+    assert commit(OWN, own(["a"])) == 1
+    assert not caplog.records
+
+
 # -- the window ------------------------------------------------------------------------------------------------------
 
 
@@ -466,6 +512,37 @@ def test_a_first_try_needs_no_window_and_a_second_one_does(client: blocking.Clie
     assert task(client, forgetful, began=before).run([own(["new"])]).rows == 1
     with pytest.raises(SeqdedupeError, match="IDS_FORGOTTEN"):
         task(client, forgetful, began=before).run([own(["new"])], attempt=1)
+
+
+def test_partitions_know_together_what_each_of_them_knows(client: blocking.Client, topic: str) -> None:
+    """The one that has forgotten most lately says how far back all of them know, and one that never forgot nothing."""
+    policy = admin_pb2.TopicPolicy(deduplication_window_max_messages=16)
+    whole = client.admin.create_topic(
+        topic, partitions=3, deduplication_mode="deduplication-id", deduplication_route="key", policy=policy
+    ).name
+    key_of = {partition_of(b"%d" % k, b"", 3): b"%d" % k for k in range(30)}
+
+    def fill(partition: int, first: int, end: int) -> None:
+        with client.publisher(whole) as publisher:
+            for n in range(first, end):
+                publisher.send_batch(
+                    [b"v"] * 4, [f"{partition}-{n}-{i}" for i in range(4)], keys=[key_of[partition]] * 4
+                )
+
+    fill(0, 0, 1)
+    assert client.admin.topic(whole).window_first_publish_time_ms == 0
+    for partition in (1, 2):
+        fill(partition, 0, 20)
+    parts = [client.admin.topic(f"{topic}-partition-{k}") for k in range(3)]
+    assert [bool(part.window_forgotten) for part in parts] == [False, True, True]
+    found = client.admin.topic(whole)
+    assert found.window_first_publish_time_ms == parts[2].window_first_publish_time_ms
+    assert parts[1].window_first_publish_time_ms <= parts[2].window_first_publish_time_ms
+    again = pa.record_batch({"value": [b"v"], "deduplicationId": ["2-19-3"], "__key": [key_of[2]]})
+    ddl = f"{OWN}, __key binary"
+    with pytest.raises(SeqdedupeError, match="IDS_FORGOTTEN"):
+        task(client, whole, ddl, began=began(client, whole, -1, may_repeat=True)).run([again])
+    assert task(client, whole, ddl, began=began(client, whole, 0, may_repeat=True)).run([again]).copies == 1
 
 
 def test_the_age_of_a_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -93,6 +93,11 @@ def _letter(job: str, messages: pa.RecordBatch, row: int, why: SeqdedupeError) -
         "job": job,
         "message_id": str(MessageId.from_bytes(column_of(messages, "messageId")[row].as_py())),
         "reason": why.reason,
-        # Databases take no NUL in a text.
-        "error": why.message.replace("\0", "\\0")[:MAX_ERROR_CHARACTERS],
+        "error": _storable(why.message),
     }
+
+
+def _storable(text: str) -> str:
+    """Databases take no NUL in a text, and a text of Python's may have surrogates, which no encoding has."""
+    whole = text.encode(errors="backslashreplace").decode()
+    return whole.replace("\0", "\\0")[:MAX_ERROR_CHARACTERS]

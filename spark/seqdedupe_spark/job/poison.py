@@ -48,6 +48,33 @@ def message_of_row(count_rows: Callable[[pa.RecordBatch], int], messages: pa.Rec
     return low
 
 
+def makes_alone(
+    rows_of: Callable[[pa.RecordBatch], pa.RecordBatch | None], messages: pa.RecordBatch, message: int, row: int
+) -> bool:
+    """Whether a message alone makes what stands in that row of all messages' rows, behind those of the messages before
+    it. If not, rows are made in another order, or of several messages. Columns that vary from call to call do not tell.
+    """
+    try:
+        before = _count(rows_of(messages.slice(0, message))) if message else 0
+        whole, once, again = (rows_of(some) for some in (messages, *[messages.slice(message, 1)] * 2))
+    except SeqdedupeError:
+        return False
+    rows = (_cells(whole, row), _cells(once, row - before), _cells(again, row - before))
+    return all(rows) and all(one == wanted for wanted, one, other in zip(*rows, strict=False) if one == other)
+
+
+def _count(rows: pa.RecordBatch | None) -> int:
+    return 0 if rows is None else len(rows)
+
+
+def _cells(rows: pa.RecordBatch | None, row: int) -> list[str]:
+    """What stands in a row; nothing where there is no such row."""
+    if rows is None or not 0 <= row < len(rows):
+        return []
+    # As text, in which NaN equals itself.
+    return [repr(column[row].as_py()) for column in rows.columns]
+
+
 def naming_by_id(failure: SeqdedupeError, topic: str, first: MessageId, last: MessageId) -> SeqdedupeError:
     """The same failure where messages have no indexes: the cause is this message, or one of those up to the last."""
     if first != last:
@@ -55,6 +82,13 @@ def naming_by_id(failure: SeqdedupeError, topic: str, first: MessageId, last: Me
         return error(failure.reason, what, hint=failure.hint, topic=topic)
     what = f"{failure.message}; the message is {first} of {topic}"
     return error(failure.reason, what, hint=failure.hint, topic=topic, message_id=first)
+
+
+def naming_none(failure: SeqdedupeError, topic: str, first_index: int, last_index: int) -> SeqdedupeError:
+    """The same failure where rows are not made one message after the other: the cause may be any of these messages."""
+    which = f"the message is one of those with the indexes {first_index} to {last_index} in {topic}"
+    what = f"{failure.message}; {which}: its row was not made of it alone, in the order of the messages"
+    return error(failure.reason, what, hint=failure.hint, topic=topic)
 
 
 def naming(failure: SeqdedupeError, topic: str, incarnation: int, index: int, find: FindMessageId) -> SeqdedupeError:

@@ -18,7 +18,15 @@ from seqdedupe_spark.cluster.settings import Service
 from seqdedupe_spark.columns import column_of, to_arrow
 from seqdedupe_spark.dedupe import Deduplicator
 from seqdedupe_spark.job.dead_letters import SUFFIX, DeadLetters, Key
-from seqdedupe_spark.job.poison import first_failing, message_of_row, names_a_row, naming, naming_by_id
+from seqdedupe_spark.job.poison import (
+    first_failing,
+    makes_alone,
+    message_of_row,
+    names_a_row,
+    naming,
+    naming_by_id,
+    naming_none,
+)
 from seqdedupe_spark.ranges import Range
 from seqdedupe_spark.reading import joined, message_id_at, read_range, read_stored
 from seqdedupe_spark.stores.contract import Advance, Beside, OutputStore, Stored, StoreFactory, Watermarks
@@ -246,6 +254,8 @@ class RangeTask:
             there = pc.is_in(column_of(read, "index"), value_set=indexes)
             (messages,) = read.filter(there).combine_chunks().to_batches()
             found = message_of_row(lambda some: len(self._rows(some) or ()), messages, row)
+            if not makes_alone(self._rows, messages, found, row):
+                return naming_none(failure, topic, indexes[0].as_py(), indexes[-1].as_py()), None
         named = naming(failure, topic, incarnation, indexes[found].as_py(), self._find_message_id)
         return named, (topic, ids[found].as_py())
 

@@ -30,6 +30,8 @@ MAX_IN_FLIGHT_BYTES = 16 * 1024 * 1024
 
 RECOVERY_DELAY_MS = 100
 
+_NO_END = 2**63 - 1
+
 _log = logging.getLogger(__name__)
 
 
@@ -44,6 +46,8 @@ class Written:
     """The identities of rows that come from a source."""
     outgrown: tuple[str, ...] = ()
     """Topics whose window does not reach back any more to where the write began."""
+    taken: int = 0
+    """Copies whose identity, a message of a source, others had taken: this is the first try, and they were there."""
 
 
 @dataclass(frozen=True)
@@ -63,10 +67,11 @@ class SinkTask:
         forgotten that, INVALID_OPTION or NotFoundError for a topic that takes no deduplication IDs, UnavailableError
         for a sidecar that is away at the start, and what is wrong with the rows.
         """
-        may_repeat = self.fail_on_forgotten_ids and (self.began.may_repeat or attempt > 0)
+        may_repeat = self.began.may_repeat or attempt > 0
+        check = self.fail_on_forgotten_ids and may_repeat
         seen = Seen()
         rows = 0
-        with sidecar_at(self.service).connect() as client, _Targets(client, self.began, may_repeat) as targets:
+        with sidecar_at(self.service).connect() as client, _Targets(client, self.began, check) as targets:
             if self.layout.topic is not None:
                 targets.open(self.layout.topic)
             for batch in batches:
@@ -74,23 +79,29 @@ class SinkTask:
                 for topic, frame in list(frames_of(batch, self.layout, seen)):
                     targets.send(topic, frame)
             targets.flush()
-            return Written(rows, targets.copies, seen.packed(), targets.outgrown())
+            taken = 0 if may_repeat or not self.layout.by_source else targets.there_before
+            return Written(rows, targets.copies, seen.packed(), targets.outgrown(), taken)
 
 
 class _Sent(NamedTuple):
     future: "Future[BatchResult]"
     size_bytes: int
+    end: int
+    """The topic's last index when it was opened."""
 
 
 class _Targets:
     """The topics that a task writes to, each opened when its first row comes."""
 
-    def __init__(self, client: blocking.Client, began: Began, may_repeat: bool) -> None:
+    def __init__(self, client: blocking.Client, began: Began, check: bool) -> None:
         self.copies = 0
+        self.there_before = 0
+        """Copies of what the topic had when it was opened."""
         self._client = client
         self._began = began
-        self._may_repeat = may_repeat
+        self._check = check
         self._publishers: dict[str, Publisher] = {}
+        self._ends: dict[str, int] = {}
         self._under_way: deque[_Sent] = deque()
         self._size_bytes = 0
 
@@ -105,8 +116,10 @@ class _Targets:
 
     def open(self, topic: str) -> Publisher:
         found = look(self._client, topic)
-        if self._may_repeat:
+        if self._check:
             self._began.check(found)
+        # Of partitions that would be one call each: there what is sent again after a lost connection is taken for it.
+        self._ends[topic] = _NO_END if found.partitions else found.last.index
 
         async def opened() -> Publisher:
             return await self._client.on_loop.publisher(
@@ -127,7 +140,9 @@ class _Targets:
             event_times_ms=frame.event_times_ms,
             properties=frame.properties,
         )
-        self._under_way.append(_Sent(asyncio.run_coroutine_threadsafe(sending, event_loop()), frame.size_bytes))
+        self._under_way.append(
+            _Sent(asyncio.run_coroutine_threadsafe(sending, event_loop()), frame.size_bytes, self._ends[topic])
+        )
         self._size_bytes += frame.size_bytes
 
     def flush(self) -> None:
@@ -138,7 +153,10 @@ class _Targets:
     def _take(self) -> None:
         sent = self._under_way.popleft()
         self._size_bytes -= sent.size_bytes
-        self.copies += int(np.count_nonzero(sent.future.result().verdicts == Verdict.DUP))
+        result = sent.future.result()
+        is_copy = result.verdicts == Verdict.DUP
+        self.copies += int(np.count_nonzero(is_copy))
+        self.there_before += int(np.count_nonzero(is_copy & (result.indexes <= sent.end)))
 
     def outgrown(self) -> tuple[str, ...]:
         return tuple(topic for topic in self._publishers if not self._began.is_known_by(look(self._client, topic)))

@@ -35,6 +35,14 @@ class _Writing:
         check_apart(one.seen for one in found)
         rows, copies = sum(one.rows for one in found), sum(one.copies for one in found)
         _log.info("%s: %d rows, %d of them were there before", what, rows, copies)
+        if taken := sum(one.taken for one in found):
+            _log.warning(
+                "%s: %d rows are not stored, for the topic had rows of the same messages, though this is the first "
+                "try. If it was not run before, another query, or another branch of this one, writes them: give rows "
+                "a deduplicationId that says whose they are",
+                what,
+                taken,
+            )
         for topic in sorted({topic for one in found for topic in one.outgrown}):
             _log.warning(
                 "%s: %s has forgotten IDs since it began: what a task was tried again with may be there twice; let the "
