@@ -12,7 +12,7 @@ import grpc.aio
 from broker_sidecar.neighbours import SILENT_SECONDS, TAKE_SECONDS
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.format import headers
-from seqdedupe.log.embedded.arrival import RECEIVER_BYTES, row_bytes
+from seqdedupe.log.embedded.arrival import MOVE_BYTES, RECEIVER_BYTES, row_bytes
 from seqdedupe.log.embedded.inspection import Damage, DurablePart, inspect_part
 from seqdedupe.log.embedded.logs import EmbeddedLogs
 from seqdedupe.store import records
@@ -50,7 +50,7 @@ class Giving:
         self._slowed: Topic | None = None
 
     async def begin(self) -> str:
-        """Which data directory takes it. Raises what that one refuses it for."""
+        """Which data directory takes it, and by which move. Raises what that one refuses it for."""
         record = self._record
         secret = await asyncio.to_thread(self._logs.secret_of, record.incarnation, record.secret)
         head = admin_pb2.MovedTopic(
@@ -62,7 +62,7 @@ class Giving:
         )
         await self._send(head=head)
         receiver: str = (await self._answer(SILENT_SECONDS)).receiver.hex()
-        if len(receiver) != 2 * RECEIVER_BYTES:
+        if len(receiver) != 2 * (RECEIVER_BYTES + MOVE_BYTES):
             raise error("MOVE_FAILED", "the other sidecar does not say who it is")
         return receiver
 
