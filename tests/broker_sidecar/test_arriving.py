@@ -502,6 +502,7 @@ async def test_an_answer_that_comes_when_the_topic_has_come_back_removes_nothing
         return answer
 
     monkeypatch.setattr(two.old.leaving._others, "ask", late)
+    monkeypatch.setattr(leaving, "TAKE_SECONDS", 0.1)
     await two.old.client.admin.move_topic(TOPIC, two.new.address)
     await answered.wait()
     await two.new.client.admin.move_topic(TOPIC, two.old.address)
