@@ -48,6 +48,7 @@ class Giving:
         self._sent: dict[int, int] = {}
         """Of each segment, by its first index."""
         self._slowed: Topic | None = None
+        self._why = giving_away(record.name)
 
     async def begin(self) -> str:
         """Which data directory takes it, and by which move. Raises what that one refuses it for."""
@@ -85,7 +86,7 @@ class Giving:
                     return
         finally:
             self._slowed = None
-            topic.release()
+            topic.release(self._why)
         if size_bytes > MAX_REST_BYTES:
             raise error("MOVE_FAILED", f"its log grows faster than it is copied: {size_bytes} bytes came meanwhile")
 
@@ -121,9 +122,9 @@ class Giving:
     async def _send_log(self, base_index: int, offset: int, data: bytes) -> None:
         if self._slowed is not None:
             if int(time.monotonic() / TURN_SECONDS) % 2:
-                self._slowed.hold(giving_away(self._slowed.name))
+                self._slowed.hold(self._why)
             else:
-                self._slowed.release()
+                self._slowed.release(self._why)
         await self._send(log=admin_pb2.LogPart(base_index=base_index, offset=offset, data=data))
         self._sent[base_index] = offset + len(data)
 

@@ -118,7 +118,8 @@ class Leaving:
                 await giving.copy_while_it_serves(topic)
                 topic.check_serving()
                 term = topic.term
-                topic.hold(giving_away(topic.name))
+                why_held = giving_away(topic.name)
+                topic.hold(why_held)
                 try:
                     await giving.copy_rest(topic)
                     if topic.state is not State.SERVING or topic.term != term:
@@ -129,7 +130,7 @@ class Leaving:
                     await giving.end(topic.confirmed_index)
                 finally:
                     if to is None:
-                        topic.release()
+                        topic.release(why_held)
         except Exception as e:
             if not isinstance(e, SeqdedupeError | OSError | grpc.aio.AioRpcError | asyncio.InvalidStateError):
                 logger.error("topic %s could not be moved", topic.name, exc_info=e)

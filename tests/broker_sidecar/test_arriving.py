@@ -542,6 +542,25 @@ async def test_a_store_that_is_behind_is_waited_for(two: Pair, monkeypatch: pyte
     assert await two.stored(two.new) == list(range(BEFORE))
 
 
+async def test_one_that_somebody_else_holds_stays_held(two: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    why = error("STORE_UNAVAILABLE", "planted")
+    snapshot = Topic.snapshot
+
+    async def held(self: Topic) -> None:
+        await snapshot(self)
+        self.hold(why)
+
+    with monkeypatch.context() as m:
+        m.setattr(Topic, "snapshot", held)
+        assert await reason_of(two.old.client.admin.move_topic(TOPIC, two.new.address)) == "MOVE_FAILED"
+    assert not two.old.serves()
+    two.old.topics.live[TOPIC].release(why)
+    assert two.old.serves()
+    two.old.topics.deleting[TOPIC] = asyncio.get_running_loop().create_future()
+    assert await reason_of(two.old.client.admin.move_topic(TOPIC, two.new.address)) == "MOVE_FAILED"
+    del two.old.topics.deleting[TOPIC]
+
+
 def test_who_gave_it_long_ago_says_nothing_of_the_last_move(tmp_path: Path) -> None:
     (tmp_path / moved.ARRIVED_FILE).write_text("the last")
     moved.is_known(tmp_path, "one before")
