@@ -26,7 +26,7 @@ from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.format import headers
 from seqdedupe.format.tag import SECRET_BYTES
 from seqdedupe.log.contract import Failure
-from seqdedupe.log.embedded import logs, moved
+from seqdedupe.log.embedded import moved
 from seqdedupe.log.embedded.arrival import ARRIVING, MOVE_BYTES, RECEIVER_BYTES, Arrival, receiver, row_bytes
 from seqdedupe.message_id import Position
 from seqdedupe.store import records, rocksdb
@@ -313,6 +313,10 @@ def lost(*_: object) -> None:
     raise error("STORE_UNAVAILABLE", "planted")
 
 
+def defect(*_: object) -> None:
+    raise ZeroDivisionError("planted")
+
+
 def in_store(name: str, number: int) -> Callable[[pytest.MonkeyPatch, Pair], None]:
     """This call of the new one's store fails."""
 
@@ -407,7 +411,7 @@ def removed_half(m: pytest.MonkeyPatch, two: Pair) -> None:
         (folder / moved.MOVED_FILE).unlink()
         full()
 
-    m.setattr(logs.shutil, "rmtree", cut_short)
+    m.setattr(shutil, "rmtree", cut_short)
 
 
 BACK = {
@@ -518,7 +522,7 @@ async def test_an_answer_that_comes_when_the_topic_has_come_back_removes_nothing
 
 async def test_a_defect_in_asking_ends_nothing(two: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     ask = two.old.leaving._others.ask
-    monkeypatch.setattr(two.old.leaving._others, "ask", at_await(ask, 1, lambda: 1 // 0))
+    monkeypatch.setattr(two.old.leaving._others, "ask", at_await(ask, 1, defect))
     await two.old.client.admin.move_topic(TOPIC, two.new.address)
     assert await two.the_owner() is two.new
 
