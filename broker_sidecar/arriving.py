@@ -5,6 +5,7 @@ says so, and not before.
 """
 
 import asyncio
+import secrets
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -22,7 +23,7 @@ from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.format import headers
 from seqdedupe.format.tag import SECRET_BYTES
 from seqdedupe.log.embedded import moved
-from seqdedupe.log.embedded.arrival import Arrival
+from seqdedupe.log.embedded.arrival import MOVE_BYTES, RECEIVER_BYTES, Arrival
 from seqdedupe.log.embedded.log import EmbeddedLog
 from seqdedupe.log.embedded.logs import EmbeddedLogs
 from seqdedupe.names import topic_name
@@ -48,6 +49,8 @@ class _UnderWay:
     record: TopicRecord
     arrival: Arrival
     stream: Stream
+    receiver: bytes = b""
+    """What whoever gives it was answered: which data directory this is, and which move."""
     is_taken: bool = False
     """It is being made this sidecar's, whatever becomes of the call."""
     _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "seqdedupe-arriving"))
@@ -92,7 +95,7 @@ class Arriving:
 
     def check_is_known(self, name: str) -> None:
         """Raises RECOVERING if a topic of this name has come from a sidecar that need not know yet that it is here: if
-        it was deleted, that one would take it again."""
+        it was deleted, or given on, that one would take it again."""
         record = self._topics.records.get(name) if self._topics is not None else None
         if self._logs is not None and record is not None and self._logs.has_arrived(record.incarnation):
             raise error("RECOVERING", f"the sidecar that topic {name} came from does not know yet that it is here")
@@ -110,9 +113,9 @@ class Arriving:
         # It does not give way to another stream.
         stream.frames_in_flight += 1
         try:
-            receiver = await coming.run(logs.receiver)
+            coming.receiver = bytes.fromhex(await coming.run(logs.receiver)) + secrets.token_bytes(MOVE_BYTES)
             await coming.run(coming.arrival.begin, coming.record.name, coming.record.secret)
-            answer = admin_pb2.ReceiveTopicResponse(receiver=bytes.fromhex(receiver)).SerializeToString()
+            answer = admin_pb2.ReceiveTopicResponse(receiver=coming.receiver).SerializeToString()
             await stream.write(answer)
             while not (request := await _next(stream)).HasField("end"):
                 if request.HasField("log"):
@@ -160,7 +163,7 @@ class Arriving:
     async def _settle(self, request: admin_pb2.SettleMoveRequest) -> admin_pb2.SettleMoveResponse:
         logs, topics = self._own()
         name = topic_name(request.topic)
-        if request.receiver.hex() != await asyncio.to_thread(logs.receiver):
+        if request.receiver[:RECEIVER_BYTES].hex() != await asyncio.to_thread(logs.receiver):
             raise error("MOVE_FAILED", f"topic {name} was given to another data directory than this sidecar's")
         coming = self._under_way.get(name)
         if coming is not None and coming.record.incarnation == request.incarnation:
@@ -172,10 +175,16 @@ class Arriving:
         record = topics.records.get(name)
         if record is None or record.incarnation != request.incarnation:
             return admin_pb2.SettleMoveResponse()
+        folder, has_moved = logs.folder_of(record.incarnation), logs.has_moved(record.incarnation)
         if request.is_known:
-            await asyncio.to_thread(moved.is_known, logs.folder_of(record.incarnation))
+            await asyncio.to_thread(moved.is_known, folder, request.receiver.hex())
+        elif has_moved:
+            # Nobody gives one on whose giver does not know yet that it came: it was here before, and did not come back.
+            return admin_pb2.SettleMoveResponse()
+        elif moved.leaving_to(folder) is not None:
+            raise error("MOVE_FAILED", f"topic {name} was given away here, too: who has it is being found out")
         topic = topics.live.get(name)
-        is_serving = topic.state is State.SERVING if topic is not None else logs.has_moved(record.incarnation)
+        is_serving = topic.state is State.SERVING if topic is not None else has_moved
         return admin_pb2.SettleMoveResponse(has_it=True, is_serving=is_serving)
 
 
@@ -211,9 +220,13 @@ async def _take(topics: Topics[Topic], coming: _UnderWay, next_index: int) -> To
 
     async def put() -> None:
         batches = batches_of(coming.record.incarnation, coming.arrival.rows())
+        opening = topics.store.opening
         while (batch := await coming.run(next, batches, None)) is not None:
-            topics.store.write(batch)
-        await coming.run(coming.arrival.finish)
+            # All of the sidecar's topics share the store: it is given no more than it works off.
+            await topics.store.write_when_idle(batch)
+        # Not if it was opened again meanwhile: then some of them may be lost.
+        await topics.store.flush(opening)
+        await coming.run(coming.arrival.finish, coming.receiver.hex())
 
     def check_is_whole(topic: Topic) -> None:
         # What a crash may leave half-written nobody has sent.
@@ -226,9 +239,11 @@ async def _take(topics: Topics[Topic], coming: _UnderWay, next_index: int) -> To
     try:
         async with topics.opening[name]:
             if (former := topics.records.get(name)) is not None:
-                # It was here before, and has nothing left but where it went.
-                await topics.stored.remove(replace(former, state=TopicState.DELETING))
-                del topics.records[name], topics.closed[name]
+                # It was here before, and has nothing left but where it went. Nobody is told any more that it is.
+                del topics.records[name]
+                topics.closed.pop(name, None)
+                topics.on_state(name, None)
+                await _remove(topics, former)
             return await topics.lives.take_in(coming.record, put, check_is_whole)
     except SeqdedupeError:
         raise
@@ -236,3 +251,13 @@ async def _take(topics: Topics[Topic], coming: _UnderWay, next_index: int) -> To
         raise error("MOVE_FAILED", f"topic {name} was not taken: {type(e).__name__}: {e}") from e
     finally:
         coming.end()
+
+
+async def _remove(topics: Topics[Topic], former: TopicRecord) -> None:
+    """Nothing is left of a topic that was moved, and is not among the records any more. Raises why that is not so yet:
+    it will be, and its incarnation stays taken until then."""
+    try:
+        await topics.stored.remove(replace(former, state=TopicState.DELETING))
+    except SeqdedupeError:
+        await topics.stored.undo(former)
+        raise

@@ -18,6 +18,7 @@ from pathlib import Path
 from seqdedupe.errors import UnavailableError, error
 from seqdedupe.files import sync_folder
 from seqdedupe.format.tag import key_of
+from seqdedupe.log.embedded import moved
 from seqdedupe.log.embedded.logs import incarnations
 from seqdedupe.log.embedded.replaying import Replay
 from seqdedupe.log.embedded.secret import secret_of
@@ -147,6 +148,8 @@ def _check_topic(part: _Part, record: TopicRecord, replay: Replay) -> None:
     if shard_of(record.name) not in part.shards:
         raise error("SHARD_CLAIMED_TWICE", f"{part.folder} has {record.name}, which is not of its shards")
     folder = part.folder / LOGS / str(record.incarnation)
+    if _has_moved(folder, record.name):
+        return
     found = secret_of(folder, record.secret)
     if found.why is not None:
         raise found.why
@@ -154,6 +157,17 @@ def _check_topic(part: _Part, record: TopicRecord, replay: Replay) -> None:
     replay.take_back(folder, identity)
     loaded = Snapshots(part.store, record.incarnation).load()
     open_segments(folder, identity, loaded.next_index if loaded is not None else 0)
+
+
+def _has_moved(folder: Path, name: str) -> bool:
+    """Whether another sidecar has the topic, and knows so. Raises INVALID_CONFIGURATION where a sidecar still has to
+    ask, or to be asked: workers do not."""
+    is_known = moved.moved_to(folder) is not None
+    if moved.leaving_to(folder) is not None or (folder / moved.ARRIVED_FILE).exists():
+        raise _refused(f"{name} is being moved from one sidecar to another, and only one of them knows")
+    if is_known and moved.has_messages(folder):
+        raise _refused(f"{name} was moved to another sidecar that does not serve it yet, as far as is known here")
+    return is_known
 
 
 def _refused(why: str) -> Exception:

@@ -12,7 +12,7 @@ import grpc.aio
 from broker_sidecar.neighbours import SILENT_SECONDS, TAKE_SECONDS
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.format import headers
-from seqdedupe.log.embedded.arrival import RECEIVER_BYTES, row_bytes
+from seqdedupe.log.embedded.arrival import MOVE_BYTES, RECEIVER_BYTES, row_bytes
 from seqdedupe.log.embedded.inspection import Damage, DurablePart, inspect_part
 from seqdedupe.log.embedded.logs import EmbeddedLogs
 from seqdedupe.store import records
@@ -48,9 +48,10 @@ class Giving:
         self._sent: dict[int, int] = {}
         """Of each segment, by its first index."""
         self._slowed: Topic | None = None
+        self._why = giving_away(record.name)
 
     async def begin(self) -> str:
-        """Which data directory takes it. Raises what that one refuses it for."""
+        """Which data directory takes it, and by which move. Raises what that one refuses it for."""
         record = self._record
         secret = await asyncio.to_thread(self._logs.secret_of, record.incarnation, record.secret)
         head = admin_pb2.MovedTopic(
@@ -62,7 +63,7 @@ class Giving:
         )
         await self._send(head=head)
         receiver: str = (await self._answer(SILENT_SECONDS)).receiver.hex()
-        if len(receiver) != 2 * RECEIVER_BYTES:
+        if len(receiver) != 2 * (RECEIVER_BYTES + MOVE_BYTES):
             raise error("MOVE_FAILED", "the other sidecar does not say who it is")
         return receiver
 
@@ -85,7 +86,7 @@ class Giving:
                     return
         finally:
             self._slowed = None
-            topic.release()
+            topic.release(self._why)
         if size_bytes > MAX_REST_BYTES:
             raise error("MOVE_FAILED", f"its log grows faster than it is copied: {size_bytes} bytes came meanwhile")
 
@@ -121,9 +122,9 @@ class Giving:
     async def _send_log(self, base_index: int, offset: int, data: bytes) -> None:
         if self._slowed is not None:
             if int(time.monotonic() / TURN_SECONDS) % 2:
-                self._slowed.hold(giving_away(self._slowed.name))
+                self._slowed.hold(self._why)
             else:
-                self._slowed.release()
+                self._slowed.release(self._why)
         await self._send(log=admin_pb2.LogPart(base_index=base_index, offset=offset, data=data))
         self._sent[base_index] = offset + len(data)
 

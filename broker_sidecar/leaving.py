@@ -76,6 +76,10 @@ class Leaving:
                 return to
             raise
         topic.check_serving()
+        if self._logs.has_arrived(topic.incarnation):
+            # That one asks here whether it came, and is told no where it has gone on.
+            why = f"the sidecar that topic {topic.name} came from does not know yet that it is here"
+            raise error("RECOVERING", why)
         if (address := self._others.allowed(to)) is None:
             hint = (
                 "Name the other sidecar among this one's `peers`: all of the log goes there, and what makes it its own."
@@ -83,8 +87,8 @@ class Leaving:
             raise error("INVALID_ADDRESS", f"{to!r} is none of the sidecars that a topic may be given to", hint=hint)
         if self._topics.partitions_beside(topic.name):
             raise error("INVALID_REQUEST", f"{topic.name} is a partition: they stay together")
-        if topic.name in self._topics.moving or topic.name in self._topics.renewing:
-            raise error("MOVE_FAILED", f"topic {topic.name} is being moved or opened again already")
+        if any(topic.name in some for some in (self._topics.moving, self._topics.renewing, self._topics.deleting)):
+            raise error("MOVE_FAILED", f"topic {topic.name} is being moved, opened again or deleted already")
         self._topics.moving.add(topic.name)
         # A sidecar that drains gives it up, wherever it is.
         moving = self._topics.in_background(self._move(topic, str(address)))
@@ -114,7 +118,8 @@ class Leaving:
                 await giving.copy_while_it_serves(topic)
                 topic.check_serving()
                 term = topic.term
-                topic.hold(giving_away(topic.name))
+                why_held = giving_away(topic.name)
+                topic.hold(why_held)
                 try:
                     await giving.copy_rest(topic)
                     if topic.state is not State.SERVING or topic.term != term:
@@ -125,7 +130,7 @@ class Leaving:
                     await giving.end(topic.confirmed_index)
                 finally:
                     if to is None:
-                        topic.release()
+                        topic.release(why_held)
         except Exception as e:
             if not isinstance(e, SeqdedupeError | OSError | grpc.aio.AioRpcError | asyncio.InvalidStateError):
                 logger.error("topic %s could not be moved", topic.name, exc_info=e)
@@ -153,7 +158,8 @@ class Leaving:
         settling = self._topics.in_background(self._settle(record, to))
         await asyncio.wait({settling}, timeout=TAKE_SECONDS)
         folder = self._logs.folder_of(record.incarnation)
-        if moved.moved_to(folder) is not None:
+        # Or it was, and has come back.
+        if moved.moved_to(folder) is not None or self._is_gone(record):
             return
         why = "does not say whether it has it, and is asked"
         if moved.leaving_to(folder) is None:
@@ -169,36 +175,56 @@ class Leaving:
             nonlocal said
             try:
                 return await self._is_settled(record, to)
-            except (SeqdedupeError, OSError) as e:
-                if str(e) != said:
-                    said = str(e)
-                    logger.warning("who has topic %s is not known yet: %s", record.name, said)
+            except Exception as e:
+                # Whatever it is: who gives up asking leaves the topic with nobody.
+                if f"{type(e).__name__}: {e}" != said:
+                    said = f"{type(e).__name__}: {e}"
+                    is_defect = not isinstance(e, SeqdedupeError | OSError)
+                    what = "who has topic %s is not known yet: %s"
+                    logger.warning(what, record.name, e, exc_info=e if is_defect else None)
                 return False
 
         if not await is_settled():
             await again_until(is_settled)
-        if moved.moved_to(self._logs.folder_of(record.incarnation)) is None:
+        if not self._is_gone(record) and moved.moved_to(self._logs.folder_of(record.incarnation)) is None:
             if not await self._topics.opened(record):
                 self._topics.in_background(self._topics.go_on_opening(record))
             elif topic := self._topics.live.get(record.name):
                 await topic.recover()
 
     async def _is_settled(self, record: TopicRecord, to: To) -> bool:
-        """Asks once. Raises why the other one does not answer; OSError, STORE_UNAVAILABLE."""
+        """Asks, and obeys. Raises why the other one does not answer; OSError, STORE_UNAVAILABLE."""
         folder = self._logs.folder_of(record.incarnation)
-        is_known = moved.moved_to(folder) is not None
+        if moved.moved_to(folder) is None:
+            answer = await self._ask(record, to, is_known=False)
+            async with self._topics.opening[record.name]:
+                if self._is_gone(record):
+                    return True
+                await asyncio.to_thread(moved.has_left if answer.has_it else moved.stays, folder)
+                if answer.has_it and moved.moved_to(folder) is None:
+                    raise error("MOVE_FAILED", f"the sidecar at {to.address} has it, and was not told that it may")
+            logger.info("topic %s %s", record.name, f"was moved to {to.address}" if answer.has_it else "stays here")
+            if not answer.has_it:
+                return True
+        answer = await self._ask(record, to, is_known=True)
+        if answer.is_serving:
+            # It may come back meanwhile.
+            async with self._topics.opening[record.name]:
+                if not self._is_gone(record):
+                    await asyncio.to_thread(self._logs.remove_moved, record.incarnation)
+                    await self._topics.store.flush(Snapshots(self._topics.store, record.incarnation).remove())
+        return bool(answer.is_serving or not answer.has_it)
+
+    async def _ask(self, record: TopicRecord, to: To, *, is_known: bool) -> admin_pb2.SettleMoveResponse:
         request = admin_pb2.SettleMoveRequest(
             topic=record.name,
             incarnation=record.incarnation,
             receiver=bytes.fromhex(to.receiver),
             is_known=is_known,
         )
-        answer = await self._others.ask(to.address, "SettleMove", request, TAKE_SECONDS)
-        if is_known:
-            if answer.is_serving:
-                await asyncio.to_thread(self._logs.remove_moved, record.incarnation)
-                await self._topics.store.flush(Snapshots(self._topics.store, record.incarnation).remove())
-            return bool(answer.is_serving or not answer.has_it)
-        await asyncio.to_thread(moved.has_left if answer.has_it else moved.stays, folder)
-        logger.info("topic %s %s", record.name, f"was moved to {to.address}" if answer.has_it else "stays here")
-        return not answer.has_it or await self._is_settled(record, to)
+        answer: admin_pb2.SettleMoveResponse = await self._others.ask(to.address, "SettleMove", request, TAKE_SECONDS)
+        return answer
+
+    def _is_gone(self, record: TopicRecord) -> bool:
+        """Whether the topic that was given away is not what has its name now: it has come back, perhaps."""
+        return self._topics.records.get(record.name) is not record

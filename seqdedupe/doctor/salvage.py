@@ -29,6 +29,7 @@ from seqdedupe.format.headers import HEADER_BYTES, TOKEN_BYTES
 from seqdedupe.format.records import body_of
 from seqdedupe.format.tag import SECRET_BYTES, key_of
 from seqdedupe.limits import NO_SEQUENCE_ID
+from seqdedupe.log.embedded import moved
 from seqdedupe.log.embedded.inspection import Intact, inspect
 from seqdedupe.log.embedded.logs import create_log
 from seqdedupe.log.embedded.replaying import put_back
@@ -118,10 +119,13 @@ async def _fill(directory: Path, to: Path) -> Salvage:
 
     def each(examined: Examined) -> None:
         found = examined.findings
-        if any(found.name == other.record.name for other in topics):
-            found.name = topic_name(f"salvaged-{found.incarnation}")
         # Without a snapshot a log must begin with index 0.
         can_be_copied = found.is_whole and (examined.loaded is not None or found.first_index == 0)
+        if not can_be_copied and moved.leaving_to(examined.folder) is not None:
+            # As another incarnation it would serve beside the one that the other sidecar may have.
+            return
+        if any(found.name == other.record.name for other in topics):
+            found.name = topic_name(f"salvaged-{found.incarnation}")
         topics.append(_copy(examined, to) if can_be_copied else _rewrite(examined, to, topics))
 
     findings = examine(directory, each)

@@ -241,9 +241,10 @@ class TopicBase(ABC):
         """Takes nothing from now on, and says why, until `release`. What is in flight settles; readers go on."""
         self._held = why
 
-    def release(self) -> None:
-        """Takes messages again."""
-        self._held = None
+    def release(self, why: SeqdedupeError | None = None) -> None:
+        """Takes messages again, unless it is held for something else than this (None: whatever it is)."""
+        if why is None or self._held is why:
+            self._held = None
 
     def check_serving(self) -> None:
         """Raises why the topic takes no messages, if it does not: RECOVERING, LOG_REFUSED, NOT_OWNER, DRAINING,

@@ -2311,7 +2311,7 @@ class ReceiveTopicResponse(_message.Message):
 
     RECEIVER_FIELD_NUMBER: _builtins.int
     receiver: _builtins.bytes
-    """Which data directory takes it: 16 bytes."""
+    """Which data directory takes it, 16 bytes, and by which move, 16 bytes."""
     def __init__(
         self,
         *,
@@ -2368,8 +2368,8 @@ class SettleMoveResponse(_message.Message):
     HAS_IT_FIELD_NUMBER: _builtins.int
     IS_SERVING_FIELD_NUMBER: _builtins.int
     has_it: _builtins.bool
-    """Whether it has the topic, or had it and has moved it on. It is not deleted there before who asks has said that it
-    knows.
+    """Whether it has the topic, or, if who asks knows that, had it and has moved it on. It is neither deleted there nor
+    moved on before who asks has said that it knows.
     """
     is_serving: _builtins.bool
     """Whether it serves it, or has moved it on."""

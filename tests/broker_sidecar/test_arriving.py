@@ -1,12 +1,14 @@
 """A topic that goes to another sidecar: what goes with it, and whatever fails on the way. In one process."""
 
 import asyncio
+import copy
 import errno
 import itertools
 import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,9 +27,9 @@ from seqdedupe.format import headers
 from seqdedupe.format.tag import SECRET_BYTES
 from seqdedupe.log.contract import Failure
 from seqdedupe.log.embedded import moved
-from seqdedupe.log.embedded.arrival import ARRIVING, Arrival, receiver, row_bytes
+from seqdedupe.log.embedded.arrival import ARRIVING, MOVE_BYTES, RECEIVER_BYTES, Arrival, receiver, row_bytes
 from seqdedupe.message_id import Position
-from seqdedupe.store import records
+from seqdedupe.store import records, rocksdb
 from seqdedupe.topic.publishing import Topic
 from seqdedupe.v1 import admin_pb2
 from seqdedupe.v1.admin_pb2_grpc import AdminServiceStub
@@ -311,6 +313,10 @@ def lost(*_: object) -> None:
     raise error("STORE_UNAVAILABLE", "planted")
 
 
+def defect(*_: object) -> None:
+    raise ZeroDivisionError("planted")
+
+
 def in_store(name: str, number: int) -> Callable[[pytest.MonkeyPatch, Pair], None]:
     """This call of the new one's store fails."""
 
@@ -326,6 +332,19 @@ def in_opening(m: pytest.MonkeyPatch, two: Pair) -> None:
     m.setattr(two.new.topics.kind, "open", at_await(two.new.topics.kind.open, 1, lost))
 
 
+def opened_again(m: pytest.MonkeyPatch, two: Pair) -> None:
+    """The new one's store fails and is there again, before the snapshot is written: what it had may be lost."""
+    store = two.new.topics.store
+    put = store.write_when_idle
+
+    async def broken(batch: Any) -> int:
+        store._opening = replace(store._opening, number=store.opening + 1)
+        number: int = await put(batch)
+        return number
+
+    m.setattr(store, "write_when_idle", broken)
+
+
 FAILURES: dict[str, Callable[[pytest.MonkeyPatch, Pair], None]] = {
     "the new disk at the beginning": lambda m, two: m.setattr(Arrival, "begin", full),
     "the new disk in the log": lambda m, two: m.setattr(Arrival, "write", at_call(Arrival.write, 2, full)),
@@ -333,6 +352,7 @@ FAILURES: dict[str, Callable[[pytest.MonkeyPatch, Pair], None]] = {
     "the new disk at the end": lambda m, two: m.setattr(Arrival, "finish", full),
     "the new store at the beginning": in_store("put_topics", 1),
     "the new store in the snapshot": in_store("write", 2),
+    "the new store is opened again": opened_again,
     "the new store at the end": in_store("put_topics", 2),
     "the new log's opening": in_opening,
     "the old disk": lambda m, two: m.setattr(moved, "leave", full),
@@ -381,6 +401,177 @@ async def test_whatever_fails_the_old_one_goes_on_and_it_can_be_moved_afterwards
         assert not two.new.topics.store.topics(), what
     await two.old.client.admin.move_topic(TOPIC, two.new.address)
     assert await two.stored(two.new) == list(range(BEFORE + len(FAILURES)))
+
+
+def removed_half(m: pytest.MonkeyPatch, two: Pair) -> None:
+    """What is left of the topic where it was before cannot be removed at once: only where it has gone."""
+
+    def cut_short(folder: Path) -> None:
+        m.undo()
+        (folder / moved.MOVED_FILE).unlink()
+        full()
+
+    m.setattr(shutil, "rmtree", cut_short)
+
+
+BACK = {
+    **FAILURES,
+    "the new store at the real end": in_store("put_topics", 3),
+    "the new store in the removal": in_store("write", 2),
+    "the new store in the real snapshot": in_store("write", 4),
+    "what was here is removed half": removed_half,
+}
+"""Of one that comes back, what is left of it goes first."""
+
+
+async def test_whatever_fails_on_the_way_back_nothing_is_lost(two: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it was before it is known by name, and by incarnation: that must not be taken for having it."""
+    back = copy.copy(two)
+    back.old, back.new = two.new, two.old
+    total = BEFORE
+    for what, plant in BACK.items():
+        if TOPIC not in two.old.topics.records:
+            if await two.the_owner() is back.old:
+                await until(lambda: not two.old.topics.store.topics())
+                await back.old.client.admin.move_topic(TOPIC, back.new.address)
+            await two.old.client.admin.move_topic(TOPIC, two.new.address)
+        elif two.old.serves():
+            await two.old.client.admin.move_topic(TOPIC, two.new.address)
+        with monkeypatch.context() as m:
+            plant(m, back)
+            try:
+                assert (await stays(back)).reason == "MOVE_FAILED"
+            except AssertionError as e:
+                raise AssertionError(f"{what}: {e}") from e
+        total += 1
+        assert await two.stored(two.new) == list(range(total)), what
+    await until(lambda: TOPIC in two.old.topics.records or not two.old.topics.store.topics())
+    await two.new.client.admin.move_topic(TOPIC, two.old.address)
+    assert await two.stored(two.old) == list(range(total))
+
+
+@pytest.mark.parametrize("fails_at", ["before it is sent", "in the store", "in the removal"])
+async def test_one_that_comes_back_is_in_doubt_and_both_start_again(
+    two: Pair, monkeypatch: pytest.MonkeyPatch, fails_at: str
+) -> None:
+    await two.old.client.admin.move_topic(TOPIC, two.new.address)
+    back = copy.copy(two)
+    back.old, back.new = two.new, two.old
+    with monkeypatch.context() as m:
+        m.setattr(leaving, "TAKE_SECONDS", 0.5)
+
+        async def nothing(*_: Any) -> Any:
+            raise error("UNREACHABLE", "planted")
+
+        m.setattr(two.new.leaving._others, "ask", nothing)
+        if fails_at == "before it is sent":
+            m.setattr(Giving, "end", at_await(Giving.end, 1, lost))
+        elif fails_at == "in the store":
+            in_store("put_topics", 1)(m, back)
+        else:
+            # Nothing is put right before the process ends.
+            m.setattr(two.old.topics.stored, "undo", nothing)
+            removed = two.old.topics.stored._delete_logs
+
+            async def cut_short(*incarnations: int) -> None:
+                (two.old.log_folder(*incarnations) / moved.MOVED_FILE).unlink()
+                await nothing()
+                await removed(*incarnations)
+
+            m.setattr(two.old.topics.stored, "_delete_logs", cut_short)
+        assert await reason_of(two.new.client.admin.move_topic(TOPIC, two.old.address)) == "MOVE_FAILED"
+        assert not two.new.serves()
+        for one in (two.old, two.new):
+            await one.stop()
+    for one in (two.new, two.old):
+        await one.start()
+    assert await two.the_owner() is two.new
+    await two.publish(two.new, 1)
+    assert await two.stored(two.new) == list(range(BEFORE + 1))
+    await two.new.client.admin.move_topic(TOPIC, two.old.address)
+    assert await two.stored(two.old) == list(range(BEFORE + 1))
+
+
+async def test_an_answer_that_comes_when_the_topic_has_come_back_removes_nothing(
+    two: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answered, heard = asyncio.Event(), asyncio.Event()
+    ask = two.old.leaving._others.ask
+
+    async def late(address: str, name: str, request: Any, seconds: float) -> Any:
+        answer = await ask(address, name, request, seconds)
+        if request.is_known:
+            answered.set()
+            await heard.wait()
+        return answer
+
+    monkeypatch.setattr(two.old.leaving._others, "ask", late)
+    monkeypatch.setattr(leaving, "TAKE_SECONDS", 0.1)
+    await two.old.client.admin.move_topic(TOPIC, two.new.address)
+    await answered.wait()
+    await two.new.client.admin.move_topic(TOPIC, two.old.address)
+    assert await two.the_owner() is two.old
+    held = two.old.segments(incarnation(two.old))
+    heard.set()
+    await until(lambda: not any("_settle" in str(task) for task in two.old.topics._background))
+    assert two.old.segments(incarnation(two.old)) == held != []
+    await two.old.restart()
+    assert await two.the_owner() is two.old
+    assert await two.stored(two.old) == list(range(BEFORE))
+
+
+async def test_a_defect_in_asking_ends_nothing(two: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    ask = two.old.leaving._others.ask
+    monkeypatch.setattr(two.old.leaving._others, "ask", at_await(ask, 1, defect))
+    await two.old.client.admin.move_topic(TOPIC, two.new.address)
+    assert await two.the_owner() is two.new
+
+
+async def test_a_store_that_is_behind_is_waited_for(two: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A snapshot that is written as fast as it is read stops the store of all topics."""
+    store = two.new.topics.store
+    asked = 0
+    is_behind = rocksdb.is_behind
+
+    def behind(db: Any) -> bool:
+        nonlocal asked
+        if db is not store._opening.db or asked == 20:
+            return is_behind(db)
+        asked += 1
+        return True
+
+    monkeypatch.setattr(rocksdb, "is_behind", behind)
+    await two.old.client.admin.move_topic(TOPIC, two.new.address)
+    assert asked == 20
+    assert await two.stored(two.new) == list(range(BEFORE))
+
+
+async def test_one_that_somebody_else_holds_stays_held(two: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    why = error("STORE_UNAVAILABLE", "planted")
+    snapshot = Topic.snapshot
+
+    async def held(self: Topic) -> None:
+        await snapshot(self)
+        self.hold(why)
+
+    with monkeypatch.context() as m:
+        m.setattr(Topic, "snapshot", held)
+        assert await reason_of(two.old.client.admin.move_topic(TOPIC, two.new.address)) == "MOVE_FAILED"
+    assert not two.old.serves()
+    two.old.topics.live[TOPIC].release(why)
+    assert two.old.serves()
+    two.old.topics.deleting[TOPIC] = asyncio.get_running_loop().create_future()
+    assert await reason_of(two.old.client.admin.move_topic(TOPIC, two.new.address)) == "MOVE_FAILED"
+    del two.old.topics.deleting[TOPIC]
+
+
+def test_who_gave_it_long_ago_says_nothing_of_the_last_move(tmp_path: Path) -> None:
+    (tmp_path / moved.ARRIVED_FILE).write_text("the last")
+    moved.is_known(tmp_path, "one before")
+    assert (tmp_path / moved.ARRIVED_FILE).exists()
+    for _ in range(2):
+        moved.is_known(tmp_path, "the last")
+        assert not (tmp_path / moved.ARRIVED_FILE).exists()
 
 
 async def test_the_log_fails_while_the_topic_is_held(two: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -514,6 +705,8 @@ async def test_one_that_has_come_stays_until_the_old_one_has_heard(two: Pair, mo
     await until(two.new.serves)
     made = incarnation(two.new)
     assert await soon(two.new.client.admin.delete_topic(TOPIC)) == "RECOVERING"
+    # Or given on: the old one would be told no, and take it again.
+    assert await soon(two.new.client.admin.move_topic(TOPIC, two.old.address)) == "RECOVERING"
     # Nor is anything removed at the old one, whose next backup says what it lacks.
     assert two.old.segments(made)
     await until(lambda: TOPIC in two.old.topics.closed)
@@ -618,7 +811,7 @@ def test_one_that_ends_late_removes_nothing_of_the_next(tmp_path: Path) -> None:
     second.begin("t", b"s")
     second.write(0, 0, b"x")
     first.remove()
-    second.finish()
+    second.finish("")
     assert (tmp_path / "7" / "00000000000000000000.log").read_bytes() == b"x"
     third = Arrival(tmp_path, 7)
     third.begin("t", b"s")
@@ -729,7 +922,8 @@ class Deaf(grpc.GenericRpcHandler):
         async def hold(_request: Any, context: Any) -> None:
             await context.read()
             if self._answers:
-                await context.write(admin_pb2.ReceiveTopicResponse(receiver=bytes(16)).SerializeToString())
+                said = admin_pb2.ReceiveTopicResponse(receiver=bytes(RECEIVER_BYTES + MOVE_BYTES))
+                await context.write(said.SerializeToString())
             await asyncio.Event().wait()
 
         return grpc.stream_stream_rpc_method_handler(hold)

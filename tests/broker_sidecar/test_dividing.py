@@ -19,6 +19,7 @@ from broker_sidecar.dividing import MOVED, MOVING, change
 from broker_sidecar.workers import count_of, divide
 from seqdedupe.client import Client
 from seqdedupe.errors import ConfigurationError, SeqdedupeError
+from seqdedupe.log.embedded import moved
 from seqdedupe.log.embedded.replaying import Replay
 from seqdedupe.shards import shard_of
 from seqdedupe.store import directories
@@ -253,6 +254,19 @@ def _with_moved(data: Path) -> None:
     (data / MOVED / "notes").write_text("mine")
 
 
+def _leaving(data: Path) -> None:
+    moved.leave(segments(of_worker(data, 1))[0].parent, moved.To("elsewhere:6660", "00"))
+
+
+def _arrived(data: Path) -> None:
+    (segments(of_worker(data, 1))[0].parent / moved.ARRIVED_FILE).write_text("00")
+
+
+def _not_served_elsewhere(data: Path) -> None:
+    _leaving(data)
+    moved.has_left(segments(of_worker(data, 1))[0].parent)
+
+
 @pytest.mark.parametrize(
     ("spoil", "reason"),
     [
@@ -260,6 +274,9 @@ def _with_moved(data: Path) -> None:
         (_linked, "INVALID_CONFIGURATION"),
         (_with_target, "INVALID_CONFIGURATION"),
         (_with_moved, "INVALID_CONFIGURATION"),
+        (_leaving, "INVALID_CONFIGURATION"),
+        (_arrived, "INVALID_CONFIGURATION"),
+        (_not_served_elsewhere, "INVALID_CONFIGURATION"),
         (_without_record, "STORE_MISSING"),
         (_without_claim, "STORE_MISSING"),
         (_without_store, "STORE_MISSING"),
@@ -278,6 +295,25 @@ def test_what_is_not_as_it_should_be_is_left_alone(
     assert segments_of(data) == before
     assert directories.read_split(data) == split
     assert not (data / MOVING).exists()
+
+
+def test_one_that_another_sidecar_has_goes_along(made: tuple[Path, dict[str, Held]], tmp_path: Path) -> None:
+    data = shutil.copytree(made[0] / "1", tmp_path / "data")
+    gone = made[1][NAMES[0]].incarnation
+    folder = data / "logs" / str(gone)
+    moved.leave(folder, moved.To("elsewhere:6660", "00"))
+    moved.has_left(folder)
+    moved.remove_messages(folder)
+    change(data, 2)
+
+    async def refused() -> str:
+        part = next(part for part in parts_of(data) if (part / "logs" / str(gone)).exists())
+        async with opened(part) as found:
+            with pytest.raises(SeqdedupeError) as raised:
+                found.topics.get(NAMES[0])
+        return f"{raised.value.reason} {raised.value.numbers['owner_address']}"
+
+    assert asyncio.run(refused()) == "NOT_OWNER elsewhere:6660"
 
 
 def test_while_a_worker_runs_nothing_is_moved(made: tuple[Path, dict[str, Held]], tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from seqdedupe.doctor.salvage import salvage
 from seqdedupe.errors import REASONS, ConfigurationError
 from seqdedupe.files import UNFINISHED
 from seqdedupe.format.headers import VERSION_AT
+from seqdedupe.log.embedded import moved
 from seqdedupe.store.db import Store
 from seqdedupe.topic import control
 from seqdedupe.topic.operating import reset_producer
@@ -289,6 +290,24 @@ async def test_what_is_copied_keeps_positions_and_policies(directory: Path, tmp_
         assert data.topics.get(TOPIC).policy == policy
         assert data.topics.namespaces.policy("public/default") == other
         assert await data.persisted(TOPIC, "p") == 20 * ROWS - 1
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+async def test_one_that_was_leaving_is_copied_or_left_out(directory: Path, tmp_path: Path, is_whole: bool) -> None:
+    """As another incarnation it would serve beside the one that the other sidecar may have."""
+    last = segments(directory)[-1]
+    moved.leave(last.parent, moved.To("elsewhere:6660", "00"))
+    if not is_whole:
+        first = segments(directory)[0]
+        raw = bytearray(first.read_bytes())
+        raw[200] ^= 1
+        first.write_bytes(raw)
+    made = await asyncio.to_thread(salvage, directory, tmp_path / "new")
+    assert [topic.is_copied for topic in made.topics] == [True] * is_whole
+    assert made.left_out == ([] if is_whole else [TOPIC])
+    async with opened(tmp_path / "new") as data:
+        assert [*data.topics.closed] == [TOPIC] * is_whole
+        assert not data.topics.live
 
 
 @pytest.mark.parametrize("snapshot", ["never", "before the reset", "after the reset"])

@@ -20,6 +20,8 @@ ROWS_FILE = "snapshot"
 RECEIVER_FILE = "receiver"
 """In the folder of all logs: which data directory this is, to those that give it topics."""
 RECEIVER_BYTES = 16
+MOVE_BYTES = 16
+"""Which move to it, made at random, after that."""
 SYNC_BYTES = 8 * 1024 * 1024
 """What is written is synced in so large parts, so that little is left to be at the end, when nobody has the topic."""
 
@@ -113,10 +115,10 @@ class Arrival:
                     raise error("MOVE_FAILED", f"the snapshot that came has a record of {sum(sizes)} bytes, and ends")
                 yield file.read(sizes[0]), file.read(sizes[1])
 
-    def finish(self) -> None:
-        """What has come is a log, durable on return."""
+    def finish(self, receiver: str) -> None:
+        """What has come is a log, durable on return. `receiver` is what whoever gave it was answered."""
         (self._folder / ROWS_FILE).unlink(missing_ok=True)
-        write_synced(self._folder / ARRIVED_FILE, b"")
+        write_synced(self._folder / ARRIVED_FILE, receiver.encode())
         for path in self._folder.iterdir():
             with path.open("rb") as file:
                 os.fsync(file.fileno())

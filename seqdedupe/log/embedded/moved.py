@@ -24,7 +24,7 @@ class To(NamedTuple):
 
     address: str
     receiver: str
-    """Which data directory there, as it has said."""
+    """Which data directory there, and which move, as it has said."""
 
 
 def check_stays(folder: Path) -> None:
@@ -85,10 +85,13 @@ def remove_messages(folder: Path) -> None:
     sync_folder(folder)
 
 
-def is_known(folder: Path) -> None:
-    """Whoever had the log that has come here knows that it is here. Durable on return. Raises OSError; it may be done
-    again."""
-    (folder / ARRIVED_FILE).unlink(missing_ok=True)
+def is_known(folder: Path, receiver: str) -> None:
+    """Whoever had the log knows that it has come here by the move of which this was said. Durable on return. Raises
+    OSError; it may be done again."""
+    arrived = folder / ARRIVED_FILE
+    # One that gave it here long ago may say so once more: that is not who gave it last.
+    if arrived.exists() and arrived.read_text() == receiver:
+        arrived.unlink()
     sync_folder(folder)
 
 
