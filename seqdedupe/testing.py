@@ -17,7 +17,7 @@ from typing import Any, Self
 
 START_TIMEOUT_SECONDS = 240.0
 """The first start on a machine compiles: a minute, or several beside much else. One that ends is noticed at once."""
-STOP_TIMEOUT_SECONDS = 60.0
+STOP_TIMEOUT_SECONDS = 240.0
 _POLL_SECONDS = 0.05
 _LINES_SHOWN = 20
 
