@@ -277,10 +277,13 @@ class World:
     def answer_open(self, *, is_lost: bool) -> None:
         request, answer = self.open_answers.pop(0)
         for place, session in enumerate(request.sessions):
+            says_forgotten = isinstance(answer, Opened) and place in answer.forgotten
             if session.request is not request:
+                session.missed_that_forgotten |= says_forgotten
                 continue
             session.request = None
             if is_lost:
+                session.missed_that_forgotten |= says_forgotten
                 continue
             if isinstance(answer, Opened) and place in answer.refusals:
                 session.state = State.FENCED
