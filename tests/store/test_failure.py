@@ -60,7 +60,7 @@ def run(script: str, folder: Path) -> str:
         [sys.executable, "-c", PRELUDE + textwrap.dedent(script), str(folder)],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=240,
     )
     assert result.returncode == 0, result.stderr
     return result.stdout
