@@ -19,6 +19,7 @@ OF_TEXTS = {
     "abcde": 1755028214,
     "key": 1654417988,
     "order-4711": 1895557592,
+    "evt_1NG8Du2eZvKYlo2C": 2132699809,
     "persistent://public/default/t": 1850889519,
     "é": 269551495,
     "日本語": 631534231,
