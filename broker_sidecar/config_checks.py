@@ -8,10 +8,10 @@ from broker_sidecar.keys import invalid
 from seqdedupe.address import SidecarAddress
 from seqdedupe.client.sidecars import Sidecars
 from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.limits import MIN_WINDOW_MEMORY_IN_MB
 from seqdedupe.shards import from_text
 from seqdedupe.store.directories import CLUSTER_ID, MAX_WORKERS
 from seqdedupe.topic import policy
-from seqdedupe.topic.window_memory import MIN_MEMORY_IN_MB
 
 _WORDS = {
     "authentication": ("token", "none"),
@@ -31,7 +31,7 @@ _OF_POLICIES = {
 _LEAST = {
     **_OF_POLICIES,
     "admission_timeout_seconds": 1,
-    "deduplication_window_memory_in_mb": MIN_MEMORY_IN_MB,
+    "deduplication_window_memory_in_mb": MIN_WINDOW_MEMORY_IN_MB,
     "max_topics": 1,
     "max_streams": 1,
 }

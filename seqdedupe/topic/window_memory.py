@@ -8,9 +8,6 @@ from seqdedupe.errors import SeqdedupeError
 from seqdedupe.topic.broadcast import Broadcast
 from seqdedupe.topic.window_runs import WindowRuns
 
-MIN_MEMORY_IN_MB = 4
-"""Less has no room for a chunk: what moves to a run, or is forgotten, at once."""
-
 EXCESS = 4
 """One in so many of the limit may be taken more before publishers wait."""
 

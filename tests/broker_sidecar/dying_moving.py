@@ -8,10 +8,13 @@ import importlib
 import inspect
 import os
 import signal
+import sys
 from collections.abc import Callable
 from functools import partialmethod
 from pathlib import Path
 from typing import Any
+
+from broker_sidecar import kernels
 
 MODULE = "tests.broker_sidecar.dying_moving"
 SEGMENT_BYTES = 8192
@@ -97,6 +100,7 @@ def _plant_bug(bug: str) -> None:
 
 def main() -> int:
     """As the sidecar's."""
+    kernels.prepare()
     from broker_sidecar.__main__ import main
     from seqdedupe.log.embedded.logs import EmbeddedLogs
 
@@ -109,3 +113,7 @@ def main() -> int:
     if bug.exists():
         _plant_bug(bug.read_text())
     return main()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
