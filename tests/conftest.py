@@ -51,7 +51,7 @@ LONG = (
     "tests/spark/test_source_pipelines.py",
     "tests/test_readme.py",
     "tests/spark/test_job_cluster.py",
-    "tests/pulsar/test_sidecar.py",
+    "tests/pulsar/test_sidecar_kills.py",
     "tests/store/test_power_cut.py",
     "tests/pulsar/test_standby.py",
     "tests/spark/stores/test_kill.py",

@@ -93,7 +93,8 @@ def test_the_series_of_a_deleted_topic_end_and_nothing_else_falls(shared: Sideca
 
 
 def test_calls(shared: Sidecar, client: Client, topic: str) -> None:
-    before = scrape(shared)
+    # Those of other tests have ended.
+    before = until(shared, lambda page: page.sum("grpc_server_started_total") == page.sum("grpc_server_handled_total"))
     epochs = client.epochs(topic, "a")
     with pytest.raises(grpc.RpcError):
         client.reading.GetLastMessageId(read_pb2.GetLastMessageIdRequest(topic="nowhere"), timeout=TIMEOUT_SECONDS)
