@@ -237,7 +237,7 @@ async def _take(topics: Topics[Topic], coming: _UnderWay, next_index: int) -> To
 
     name = coming.record.name
     try:
-        async with topics.opening[name]:
+        async with topics.lives.opening[name]:
             if (former := topics.records.get(name)) is not None:
                 # It was here before, and has nothing left but where it went. Nobody is told any more that it is.
                 del topics.records[name]

@@ -146,7 +146,7 @@ class Leaving:
     async def _let_go(self, topic: Topic, record: TopicRecord, to: To) -> None:
         """Whoever uses the topic here comes again, and is told where it is."""
         why = moved.not_here(self._logs.folder_of(record.incarnation), to, "has it, or is asked whether it has it")
-        async with self._topics.opening[record.name]:
+        async with self._topics.lives.opening[record.name]:
             self._topics.live.pop(record.name, None)
             self._topics.closed[record.name] = Closed(record, why, State.STANDBY)
             self._topics.on_state(record.name, State.STANDBY)
@@ -187,8 +187,8 @@ class Leaving:
         if not await is_settled():
             await again_until(is_settled)
         if not self._is_gone(record) and moved.moved_to(self._logs.folder_of(record.incarnation)) is None:
-            if not await self._topics.opened(record):
-                self._topics.in_background(self._topics.go_on_opening(record))
+            if not await self._topics.lives.opened(record):
+                self._topics.in_background(self._topics.lives.go_on_opening(record))
             elif topic := self._topics.live.get(record.name):
                 await topic.recover()
 
@@ -197,7 +197,7 @@ class Leaving:
         folder = self._logs.folder_of(record.incarnation)
         if moved.moved_to(folder) is None:
             answer = await self._ask(record, to, is_known=False)
-            async with self._topics.opening[record.name]:
+            async with self._topics.lives.opening[record.name]:
                 if self._is_gone(record):
                     return True
                 await asyncio.to_thread(moved.has_left if answer.has_it else moved.stays, folder)
@@ -209,7 +209,7 @@ class Leaving:
         answer = await self._ask(record, to, is_known=True)
         if answer.is_serving:
             # It may come back meanwhile.
-            async with self._topics.opening[record.name]:
+            async with self._topics.lives.opening[record.name]:
                 if not self._is_gone(record):
                     await asyncio.to_thread(self._logs.remove_moved, record.incarnation)
                     await self._topics.store.flush(Snapshots(self._topics.store, record.incarnation).remove())

@@ -9,10 +9,10 @@ from seqdedupe.core.rule import EPOCH, PERSISTED, PUSHED
 from seqdedupe.errors import error
 from seqdedupe.names import producer_name
 from seqdedupe.topic import operating
+from seqdedupe.topic.base import TopicBase
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.finding import find
 from seqdedupe.topic.publishing import Topic
-from seqdedupe.topic.state import TopicBase
 from seqdedupe.v1 import admin_pb2
 
 PAGE_ITEMS = 1_000

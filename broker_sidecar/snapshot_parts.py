@@ -13,9 +13,9 @@ from seqdedupe.errors import error
 from seqdedupe.message_id import Position
 from seqdedupe.store.snapshots import Loaded
 from seqdedupe.topic import cursors
+from seqdedupe.topic.base import TopicBase
 from seqdedupe.topic.control import decode_policy
 from seqdedupe.topic.saved import SavedParts, parts, saved
-from seqdedupe.topic.state import TopicBase
 from seqdedupe.v1 import admin_pb2
 
 

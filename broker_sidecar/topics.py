@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from seqdedupe.errors import error
 from seqdedupe.names import whole_of
 from seqdedupe.store.topics import LogKind
+from seqdedupe.topic.base import TopicBase
 from seqdedupe.topic.closed import Closed
 from seqdedupe.topic.policy import Applied, Policy, Route
-from seqdedupe.topic.state import State, TopicBase
+from seqdedupe.topic.state import State
 from seqdedupe.v1 import admin_pb2
 
 

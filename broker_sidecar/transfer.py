@@ -20,10 +20,10 @@ from seqdedupe import wire
 from seqdedupe.batch import Binary
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.names import topic_name
+from seqdedupe.topic.base import TopicBase
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.finding import find, look_for
 from seqdedupe.topic.renewing import renew
-from seqdedupe.topic.state import TopicBase
 from seqdedupe.topic.watermarks import WatermarksImport, begin_import, watermarks
 from seqdedupe.v1 import admin_pb2
 

@@ -15,10 +15,11 @@ from typing import Any
 
 from broker_sidecar.read import Reading
 from broker_sidecar.topics import replay_left_messages, snapshot_age_seconds
+from seqdedupe.topic.base import TopicBase
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.flight import Admitted
 from seqdedupe.topic.logged import LoggedTopic
-from seqdedupe.topic.state import State, TopicBase
+from seqdedupe.topic.state import State
 
 MAX_NAMED = 100
 """So many topics have series of their own: all if there are no more, else those that something was counted of first."""

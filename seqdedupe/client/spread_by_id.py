@@ -1,4 +1,4 @@
-"""Sending messages with IDs of their own to all partitions of a topic: each has a publisher."""
+"""Sending messages with IDs of their own to all partitions of a topic: each has a delivery."""
 
 import asyncio
 from collections.abc import Sequence
@@ -15,17 +15,17 @@ from seqdedupe.v1 import admin_pb2
 
 
 class Part(Protocol):
-    """The publisher of a partition."""
+    """The delivery to a partition."""
 
     async def close(self) -> None: ...
 
     def abandon(self) -> None: ...
 
-    async def _send(self, batch: Batch) -> BatchResult: ...
+    async def send(self, batch: Batch) -> BatchResult: ...
 
 
 class SpreadById:
-    """The calls of a publisher over those of the partitions, in order, which are open."""
+    """The batches of a publisher over the deliveries to the partitions, in order, which are open."""
 
     def __init__(self, parts: Sequence[Part], route: int) -> None:
         self._parts = parts
@@ -38,7 +38,7 @@ class SpreadById:
             self._check_keys(batch)
         some = self._rows_by_partition(batch)
         sent = await asyncio.gather(
-            *(self._parts[k]._send(batch.take(rows)) for k, rows in some), return_exceptions=True
+            *(self._parts[k].send(batch.take(rows)) for k, rows in some), return_exceptions=True
         )
         result = BatchResult.undecided(np.full(len(batch), NO_SEQUENCE_ID, np.int64))
         for (k, rows), outcome in zip(some, sent, strict=True):

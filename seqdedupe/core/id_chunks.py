@@ -1,4 +1,4 @@
-"""Pieces of a window of deduplication IDs, as snapshots keep them, and how far a window is to reach."""
+"""Chunks of a window of deduplication IDs, pieces of them, as snapshots keep them, and how far a window is to reach."""
 
 from dataclasses import dataclass
 
@@ -19,6 +19,21 @@ class WindowLimits:
     messages: int
     id_bytes: int = NO_LIMIT
     milliseconds: int = NO_LIMIT
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A chunk of a window: it is forgotten as a whole."""
+
+    first_index: int
+    rows: int
+    id_bytes: int
+    first_time_ms: int
+    last_time_ms: int
+
+    @property
+    def end_index(self) -> int:
+        return self.first_index + self.rows
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,29 +2,14 @@
 
 from collections import deque
 from collections.abc import Container
-from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 
+from seqdedupe.core.id_chunks import Chunk
 from seqdedupe.core.id_runs import MAX_ROWS, Run, hash_rows, probe
 from seqdedupe.format.columns import ROWS
 from seqdedupe.format.jit import Int64s, Uint8s
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """A chunk of a window: it is forgotten as a whole."""
-
-    first_index: int
-    rows: int
-    id_bytes: int
-    first_time_ms: int
-    last_time_ms: int
-
-    @property
-    def end_index(self) -> int:
-        return self.first_index + self.rows
 
 
 class Older:

@@ -11,7 +11,8 @@ from itertools import compress
 import numpy as np
 
 from seqdedupe.core.names import Names
-from seqdedupe.core.producers import Bools, Producers
+from seqdedupe.core.producer_rows import Bools
+from seqdedupe.core.producers import Producers
 from seqdedupe.format.jit import Int64s
 
 NAMES_A_STEP = 4096

@@ -1,11 +1,11 @@
 """The producers of one topic: names, numbers, and the ring of recent messages."""
 
 import numpy as np
-import numpy.typing as npt
 
 from seqdedupe.core.activity import Activity, Int32s
 from seqdedupe.core.growing import Growing
 from seqdedupe.core.names import Names, joined
+from seqdedupe.core.producer_rows import NEW_ROW, Bools, are_empty, mark_all, move_rows
 from seqdedupe.core.recent import NO_MESSAGE, find, find_duplicates, new_ring, with_room
 from seqdedupe.core.replay import list_names, persist, persist_all
 from seqdedupe.core.rule import (
@@ -20,17 +20,14 @@ from seqdedupe.core.rule import (
     decide_batch,
     fail,
     gaps,
-    mark,
     refusal,
 )
-from seqdedupe.format.columns import NAME_OFFSETS, NAMES, PRODUCERS, ROWS, start
-from seqdedupe.format.jit import Bytes, Int64s, Int64s2, Uint8s, kernel
+from seqdedupe.format.columns import ROWS
+from seqdedupe.format.jit import Bytes, Int64s, Int64s2, Uint8s
 from seqdedupe.limits import NO_EPOCH, NO_SEQUENCE_ID
 
 _FIRST_CAPACITY = 64
 _WORD_BITS = 64
-
-Bools = npt.NDArray[np.bool_]
 
 
 class Producers:
@@ -77,7 +74,7 @@ class Producers:
 
     def is_known(self, number: int) -> bool:
         """Whether the producer has not been forgotten."""
-        return not (self._has_purged and _is_nothing(self.numbers[number : number + 1])[0])
+        return not (self._has_purged and are_empty(self.numbers[number : number + 1])[0])
 
     def known_count(self) -> int:
         """How many producers have not been forgotten."""
@@ -121,7 +118,7 @@ class Producers:
         # First: no name may have a number without a row.
         self._reserve(before + len(spans))
         numbers = self._names.add(raw, spans)
-        self.numbers[before : len(self)] = _NEW
+        self.numbers[before : len(self)] = NEW_ROW
         return numbers
 
     def take_in(self, names: Names) -> Int64s:
@@ -130,7 +127,7 @@ class Producers:
             return self.add_listed(*names.listed())
         self._reserve(len(names))
         self._names = names
-        self.numbers[: len(names)] = _NEW
+        self.numbers[: len(names)] = NEW_ROW
         return np.arange(len(names))
 
     def load(self, names: Names, persisted: Int64s, epochs: Int64s, stated: Int64s) -> None:
@@ -294,12 +291,12 @@ class Producers:
         rows = self.numbers[idle]
         in_flight = (rows[:, PUSHED] != rows[:, PERSISTED]) | (rows[:, EPOCH] != rows[:, DURABLE_EPOCH])
         self.activity.use(idle[in_flight])
-        due: Int64s = idle[~in_flight & ~_is_nothing(rows)]
+        due: Int64s = idle[~in_flight & ~are_empty(rows)]
         return due
 
     def empty(self) -> Bools:
         """By producer number, whether nothing is known of it."""
-        return _is_nothing(self.numbers[: len(self)])
+        return are_empty(self.numbers[: len(self)])
 
     def renumber(self, names: Names, stays: Bools, back: Int64s) -> tuple[Int64s, Names]:
         """These are the names from now on: of those that stay, in their order, and then of those in `back`.
@@ -354,7 +351,7 @@ class Producers:
         persisted, epochs, stated = (self.numbers[changed, column] for column in (PERSISTED, DURABLE_EPOCH, STATED))
         if forgotten is not None:
             gone = np.isin(changed, forgotten)
-            persisted[gone], epochs[gone], stated[gone] = _NEW[PERSISTED], _NEW[DURABLE_EPOCH], _NEW[STATED]
+            persisted[gone], epochs[gone], stated[gone] = NEW_ROW[PERSISTED], NEW_ROW[DURABLE_EPOCH], NEW_ROW[STATED]
         collected = changed.astype(np.int32), persisted, epochs, stated
         # Last: without memory for a copy, all of them still have to be stored.
         self._dirty.rows[words] = 0
@@ -365,65 +362,4 @@ def _words(producers: int) -> int:
     return -(-producers // _WORD_BITS)
 
 
-@kernel()
-def mark_all(numbers: Int64s, dirty: Uint8s) -> int:
-    """`rule.mark` for all of these. Returns 0."""
-    for i in range(numbers.shape[0]):
-        mark(dirty, numbers[i])
-    return 0
-
-
-def _is_nothing(rows: Int64s) -> Bools:
-    """Which of these producer rows say no more than that of a name that never came."""
-    empty = np.empty(len(rows), np.uint8)
-    find_empty(rows, empty)
-    return empty.view(bool)
-
-
-@kernel()
-def find_empty(numbers: Int64s2, empty: Uint8s) -> int:
-    """Says of producer rows, in `empty`, which ones say nothing. Returns 0."""
-    for row in range(empty.shape[0]):
-        ids = numbers[row, PUSHED] >= 0 or numbers[row, PERSISTED] >= 0
-        empty[row] = not (ids or numbers[row, EPOCH] > NO_EPOCH or numbers[row, DURABLE_EPOCH] > NO_EPOCH)
-    return 0
-
-
-@kernel()
-def are_all(column: Uint8s, numbers: Int64s, value: int) -> bool:
-    """Whether a column by producer number has this value for all of these; not where it does not reach so far."""
-    at = 0
-    while at < numbers.shape[0] and numbers[at] < column.shape[0] and column[numbers[at]] == value:
-        at += 1
-    return bool(at == numbers.shape[0])
-
-
-@kernel()
-def move_rows(numbers: Int64s2, stays: Uint8s, new_numbers: Int64s) -> int:
-    """Moves the producer rows that stay to the front, in place: `new_numbers` says where, -1 for the others.
-
-    Returns how many stay.
-    """
-    staying = 0
-    for row in range(stays.shape[0]):
-        new_numbers[row] = -1
-        if stays[row]:
-            for column in range(NUMBERS):
-                numbers[staying, column] = numbers[row, column]
-            new_numbers[row] = staying
-            staying += 1
-    return staying
-
-
 _NO_REASONS = np.zeros(0, np.uint8)
-
-_NEW = np.array([-1, -1, 0, 0, -1, -1], np.int64)
-"""The producer row of a producer of which nothing is known."""
-
-
-def names_of(encoded: bytes, places: Int64s) -> list[bytes]:
-    """The producer names of a batch that was laid out."""
-    producers = int(places[PRODUCERS])
-    offsets = np.frombuffer(encoded, np.int32, producers + 1, start(places, NAME_OFFSETS)).tolist()
-    names = int(start(places, NAMES))
-    return [encoded[names + offsets[p] : names + offsets[p + 1]] for p in range(producers)]

@@ -4,7 +4,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from seqdedupe.core.producers import Producers, are_all
+from seqdedupe.core.producer_rows import are_all
+from seqdedupe.core.producers import Producers
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.format.jit import Bytes, Int64s, Int64s2, Uint8s
 

@@ -14,10 +14,11 @@ from seqdedupe.names import producer_name
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Loaded, Snapshots
 from seqdedupe.topic.attachment import Attachment, Checked, Columns
+from seqdedupe.topic.base import TopicBase
 from seqdedupe.topic.inactivity import DUE_PERIODS
 from seqdedupe.topic.policy import Applied, Policy
 from seqdedupe.topic.retry import again_until
-from seqdedupe.topic.state import State, TopicBase
+from seqdedupe.topic.state import State
 
 logger = logging.getLogger("seqdedupe.topic")
 

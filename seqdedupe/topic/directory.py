@@ -6,16 +6,16 @@ deleting run as tasks of their own: whoever asked for them may give up waiting, 
 
 import asyncio
 import logging
-from collections import defaultdict
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
 from typing import Any, Generic, TypeVar
 
-from seqdedupe.errors import DamagedError, InvalidRequestError, SeqdedupeError, error
+from seqdedupe.errors import InvalidRequestError, SeqdedupeError, error
 from seqdedupe.names import namespace_of, topic_name, whole_of
 from seqdedupe.store.db import Store
-from seqdedupe.store.topics import TopicRecord, TopicState
+from seqdedupe.store.topics import TopicRecord
 from seqdedupe.topic import listing
+from seqdedupe.topic.base import TopicBase
 from seqdedupe.topic.closed import Closed
 from seqdedupe.topic.kind import TopicKind
 from seqdedupe.topic.lives import Lives
@@ -27,7 +27,7 @@ from seqdedupe.topic.policy import Applied, Policy
 from seqdedupe.topic.records import Records
 from seqdedupe.topic.retry import again_until
 from seqdedupe.topic.shielded import shielded
-from seqdedupe.topic.state import State, TopicBase
+from seqdedupe.topic.state import State
 from seqdedupe.topic.waiting import Waiting
 
 logger = logging.getLogger("seqdedupe.topics")
@@ -70,7 +70,15 @@ class Topics(Generic[T]):
         self.closed: dict[str, Closed] = {}
         self.records: dict[str, TopicRecord] = {}
         self.lives = Lives(
-            store, self.kind, self.stored, self.live, self.closed, self.records, self._inherited, on_state
+            store,
+            self.kind,
+            self.stored,
+            self.live,
+            self.closed,
+            self.records,
+            self._inherited,
+            on_state,
+            self._topic_changed,
         )
         self.creating: dict[str, asyncio.Task[T]] = {}
         self.deleting: dict[str, asyncio.Task[None]] = {}
@@ -80,10 +88,6 @@ class Topics(Generic[T]):
         self.renewing: dict[str, asyncio.Task[asyncio.Task[None] | None]] = {}
         self.moving: set[str] = set()
         """Topics that are being moved to other sidecars: nobody deletes one, or opens it again."""
-        self.rebuilt: set[int] = set()
-        """Incarnations that begin again from their log alone, and have no durable snapshot yet."""
-        self.opening: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-        """By name: nobody opens a topic that another one opens."""
         self._opened_at_start: list[T] = []
         self.waiting = Waiting(self)
         """Those that nobody has used since the start; they are `closed` too."""
@@ -113,29 +117,9 @@ class Topics(Generic[T]):
                 key="log",
             )
         if self.kind.log.is_shared:
-            self._cannot_list(records, error("RECOVERING", "the cluster was not asked yet"))
+            listing.cannot_list(self, records, error("RECOVERING", "the cluster was not asked yet"))
         else:
             await listing.open_all(self)
-
-    async def _have_opened(self) -> bool:
-        """Tries to open the logs of a cluster. Whether there is nothing left to try."""
-        try:
-            await listing.open_all(self)
-        except SeqdedupeError as e:
-            self._cannot_list(self.store.topics(), e)
-            return False
-        return True
-
-    def _cannot_list(self, records: list[TopicRecord], why: SeqdedupeError) -> None:
-        """It is not known which topics there are; those of which there are records cannot be used, and say why."""
-        unlisted = error("RECOVERING", f"which topics there are is not known yet: {why}", hint=why.hint)
-        if self.unlisted is not None and str(unlisted) != str(self.unlisted):
-            logger.warning("%s", unlisted)
-        self.unlisted = unlisted
-        for record in records:
-            if record.state is TopicState.ACTIVE:
-                self.closed[record.name] = Closed(record, why)
-                self.on_state(record.name, State.RECOVERING)
 
     async def open_at_start(self, record: TopicRecord) -> None:
         """Opens a topic of which there is a record, or lets it wait. What cannot be now is tried again."""
@@ -143,13 +127,13 @@ class Topics(Generic[T]):
         if record.name in self.records:
             why = error("STORE_DAMAGED", f"the store has two records of the topic {record.name}")
         if why is not None:
-            self._close(Closed(record, why, State.DAMAGED))
+            self.lives.close(Closed(record, why, State.DAMAGED))
             return
         self.records[record.name] = record
         if self.waiting.takes(record):
             return
-        if not await self.opened(record):
-            self.in_background(self.go_on_opening(record))
+        if not await self.lives.opened(record):
+            self.in_background(self.lives.go_on_opening(record))
         elif topic := self.live.get(record.name):
             self._opened_at_start.append(topic)
 
@@ -166,56 +150,8 @@ class Topics(Generic[T]):
         """As `Lives.remove`, of topics that are live, or closed and perhaps being opened."""
         async with AsyncExitStack() as stack:
             for name in names:
-                await stack.enter_async_context(self.opening[name])
+                await stack.enter_async_context(self.lives.opening[name])
             await self.lives.remove(names, asked)
-
-    async def go_on_opening(self, record: TopicRecord) -> None:
-        """Tries until nothing is left to try, and recovers the topic."""
-        await again_until(lambda: self.opened(record))
-        if topic := self.live.get(record.name):
-            await topic.recover()
-
-    async def opened(self, record: TopicRecord) -> bool:
-        """Tries to open a topic. Whether there is nothing left to try: it is open, or damaged at the second look."""
-        async with self.opening[record.name]:
-            is_gone = self.records.get(record.name) is not record
-            return is_gone or record.name in self.live or await self.open(record)
-
-    async def open(self, record: TopicRecord) -> bool:
-        """As `opened`, for whoever holds the lock of the name and knows that the topic is not live."""
-        before = self.closed.get(record.name)
-        inherited = self._inherited(record.name)
-        without_snapshot = record.incarnation in self.rebuilt
-        try:
-            topic = await self.kind.open(record, inherited, without_snapshot=without_snapshot)
-        except Exception as e:
-            # Whatever it is: one topic never keeps the others down.
-            if not isinstance(e, SeqdedupeError | OSError):
-                logger.error("topic %s could not be opened", record.name, exc_info=e)
-            why = e if isinstance(e, SeqdedupeError) else error("RECOVERING", f"{type(e).__name__}: {e}")
-            # A disk that fails for a moment can look like damage.
-            is_damaged = isinstance(e, DamagedError) and before is not None and isinstance(before.why, DamagedError)
-            # A log of this sidecar's own is another one's only if it was moved there.
-            has_moved = why.reason == "NOT_OWNER" and not self.kind.log.is_shared
-            state = State.STANDBY if has_moved else State.DAMAGED if is_damaged else State.RECOVERING
-            self._close(Closed(record, why, state))
-            return is_damaged or has_moved
-        self.closed.pop(record.name, None)
-        self.live[topic.name] = topic
-        topic.inherit(self._inherited(topic.name))
-        self._topic_changed(topic)
-        return True
-
-    def _close(self, closed: Closed) -> None:
-        name = closed.record.name
-        before = self.closed.get(name)
-        self.closed[name] = closed
-        if before is not None and (before.state, str(before.why)) == (closed.state, str(closed.why)):
-            # It is tried again and again.
-            return
-        level = logging.INFO if closed.state is State.STANDBY else logging.ERROR
-        logger.log(level, "topic %s is %s: %s %s", name, closed.state.name, closed.why, closed.why.hint)
-        self.on_state(name, closed.state)
 
     def _topic_changed(self, topic: T) -> None:
         level = _LEVELS.get(topic.state, logging.INFO)
@@ -227,8 +163,8 @@ class Topics(Generic[T]):
         """Recovers every topic; one that cannot be recovered now goes on trying by itself, beside this.
 
         Those that wait are opened and recovered from now on, one after the other."""
-        if self.unlisted is not None and not await self._have_opened():
-            await again_until(self._have_opened)
+        if self.unlisted is not None and not await listing.have_opened(self):
+            await again_until(lambda: listing.have_opened(self))
         opened, self._opened_at_start = self._opened_at_start, []
         await asyncio.gather(*(topic.recover() for topic in opened))
         if self.rebuild_store:

@@ -4,10 +4,11 @@ from collections.abc import Collection
 from typing import TypeVar
 
 from seqdedupe.names import topic_name
+from seqdedupe.topic.base import TopicBase
 from seqdedupe.topic.closed import Closed
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.shielded import shielded
-from seqdedupe.topic.state import State, TopicBase
+from seqdedupe.topic.state import State
 
 T = TypeVar("T", bound=TopicBase)
 

@@ -7,7 +7,7 @@ import numpy as np
 from seqdedupe import batch as batches
 from seqdedupe.core.activity import NO_STREAM
 from seqdedupe.core.id_table import bad_id
-from seqdedupe.core.producers import Producers, names_of
+from seqdedupe.core.producers import Producers
 from seqdedupe.core.rule import NOT_DUP
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.format import layout
@@ -224,6 +224,14 @@ def _wrong_names(view: Uint8s, places: Int64s, producers: Producers) -> Seqdedup
         return error("INVALID_NAME", "the batch is not valid: a producer is listed twice")
     unknown = next(name for name in names if name not in producers).decode()
     return error("INVALID_EPOCH", f"producer {unknown!r} has no session on this topic: open it", producer_name=unknown)
+
+
+def names_of(encoded: bytes, places: Int64s) -> list[bytes]:
+    """The producer names of a batch that was laid out."""
+    producers = int(places[PRODUCERS])
+    offsets = np.frombuffer(encoded, np.int32, producers + 1, start(places, NAME_OFFSETS)).tolist()
+    names = int(start(places, NAMES))
+    return [encoded[names + offsets[p] : names + offsets[p + 1]] for p in range(producers)]
 
 
 def cut(frame: Frame, verdicts: Uint8s) -> Frame:

@@ -6,8 +6,8 @@ from typing import Protocol, TypeVar
 from seqdedupe.log.contract import LogName
 from seqdedupe.store.snapshots import Loaded
 from seqdedupe.store.topics import LogKind, TopicRecord
+from seqdedupe.topic.base import TopicBase
 from seqdedupe.topic.policy import Applied
-from seqdedupe.topic.state import TopicBase
 
 T_co = TypeVar("T_co", bound=TopicBase, covariant=True)
 

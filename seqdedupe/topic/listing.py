@@ -7,10 +7,11 @@ from dataclasses import replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from seqdedupe.errors import error
+from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.log.contract import LogName
 from seqdedupe.names import topic_name, whole_of
 from seqdedupe.store.topics import TopicRecord, TopicState
+from seqdedupe.topic.closed import Closed
 from seqdedupe.topic.shielded import shielded
 from seqdedupe.topic.state import State
 
@@ -38,6 +39,28 @@ async def open_all(topics: "Topics[Any]") -> None:
     topics.waiting.unfinished = frozenset(log.incarnation for log in logs if log.is_unfinished)
     topics.unlisted = None
     await asyncio.gather(*(_open_together(topics, some) for some in _together(topics.store.topics())))
+
+
+async def have_opened(topics: "Topics[Any]") -> bool:
+    """Tries to open the logs of a cluster. Whether there is nothing left to try."""
+    try:
+        await open_all(topics)
+    except SeqdedupeError as e:
+        cannot_list(topics, topics.store.topics(), e)
+        return False
+    return True
+
+
+def cannot_list(topics: "Topics[Any]", records: Iterable[TopicRecord], why: SeqdedupeError) -> None:
+    """It is not known which topics there are; those of which there are records cannot be used, and say why."""
+    unlisted = error("RECOVERING", f"which topics there are is not known yet: {why}", hint=why.hint)
+    if topics.unlisted is not None and str(unlisted) != str(topics.unlisted):
+        logger.warning("%s", unlisted)
+    topics.unlisted = unlisted
+    for record in records:
+        if record.state is TopicState.ACTIVE:
+            topics.closed[record.name] = Closed(record, why)
+            topics.on_state(record.name, State.RECOVERING)
 
 
 async def look_again(topics: "Topics[Any]") -> None:
@@ -158,7 +181,7 @@ def _is_in_use(topics: "Topics[Any]", record: TopicRecord) -> bool:
     name, live = record.name, topics.live.get(record.name)
     return (
         (live is not None and live.state is State.SERVING)
-        or topics.opening[name].locked()
+        or topics.lives.opening[name].locked()
         or any(name in some for some in (topics.creating, topics.deleting, topics.renewing))
         or _asked(name, record.partitions) in topics.changing
         or topics.records.get(name, record) != record

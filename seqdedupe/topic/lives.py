@@ -1,23 +1,29 @@
-"""The beginning and the end of topics: records, logs and live topics in step, of several topics all or none."""
+"""The lives of topics: opened, made and deleted, with records, logs and live topics in step; of several all or none."""
 
 import asyncio
+import logging
 import secrets
 import time
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Generic, TypeVar
 
-from seqdedupe.errors import error
+from seqdedupe.errors import DamagedError, SeqdedupeError, error
 from seqdedupe.format.tag import SECRET_BYTES
 from seqdedupe.names import whole_of
 from seqdedupe.shards import shard_of
 from seqdedupe.store.db import Store
 from seqdedupe.store.topics import LogKind, TopicRecord, TopicState
+from seqdedupe.topic.base import TopicBase
 from seqdedupe.topic.closed import Closed
 from seqdedupe.topic.kind import TopicKind
 from seqdedupe.topic.policy import Applied, Policy
 from seqdedupe.topic.records import Records
-from seqdedupe.topic.state import State, TopicBase
+from seqdedupe.topic.retry import again_until
+from seqdedupe.topic.state import State
+
+logger = logging.getLogger("seqdedupe.topics")
 
 T = TypeVar("T", bound=TopicBase)
 
@@ -26,8 +32,9 @@ MADE_AT_ONCE = 32
 
 
 class Lives(Generic[T]):
-    """Puts what it has made into `live` and `records`, and takes it out, also of `closed`. `inherited` is the policy of
-    a name."""
+    """Puts what it has opened or made into `live`, or into `closed` with the reason, and takes it out; what it makes,
+    into `records` too. `inherited` is the policy of a name; `topic_changed` is told of a topic that is open.
+    """
 
     def __init__(
         self,
@@ -39,7 +46,12 @@ class Lives(Generic[T]):
         records: dict[str, TopicRecord],
         inherited: Callable[[str], Applied],
         on_state: Callable[[str, State | None], None],
+        topic_changed: Callable[[T], None],
     ) -> None:
+        self.opening: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        """By name: nobody opens a topic that another one opens."""
+        self.rebuilt: set[int] = set()
+        """Incarnations that begin again from their log alone, and have no durable snapshot yet."""
         self._store = store
         self._kind = kind
         self._stored = stored
@@ -48,6 +60,60 @@ class Lives(Generic[T]):
         self._records = records
         self._inherited = inherited
         self._on_state = on_state
+        self._topic_changed = topic_changed
+
+    # -- from their records ----------------------------------------------------------------------------------------
+
+    async def opened(self, record: TopicRecord) -> bool:
+        """Tries to open a topic. Whether there is nothing left to try: it is open, or damaged at the second look."""
+        async with self.opening[record.name]:
+            is_gone = self._records.get(record.name) is not record
+            return is_gone or record.name in self._live or await self.open(record)
+
+    async def open(self, record: TopicRecord) -> bool:
+        """As `opened`, for whoever holds the lock of the name and knows that the topic is not live."""
+        before = self._closed.get(record.name)
+        inherited = self._inherited(record.name)
+        without_snapshot = record.incarnation in self.rebuilt
+        try:
+            topic = await self._kind.open(record, inherited, without_snapshot=without_snapshot)
+        except Exception as e:
+            # Whatever it is: one topic never keeps the others down.
+            if not isinstance(e, SeqdedupeError | OSError):
+                logger.error("topic %s could not be opened", record.name, exc_info=e)
+            why = e if isinstance(e, SeqdedupeError) else error("RECOVERING", f"{type(e).__name__}: {e}")
+            # A disk that fails for a moment can look like damage.
+            is_damaged = isinstance(e, DamagedError) and before is not None and isinstance(before.why, DamagedError)
+            # A log of this sidecar's own is another one's only if it was moved there.
+            has_moved = why.reason == "NOT_OWNER" and not self._kind.log.is_shared
+            state = State.STANDBY if has_moved else State.DAMAGED if is_damaged else State.RECOVERING
+            self.close(Closed(record, why, state))
+            return is_damaged or has_moved
+        self._closed.pop(record.name, None)
+        self._live[topic.name] = topic
+        topic.inherit(self._inherited(topic.name))
+        self._topic_changed(topic)
+        return True
+
+    async def go_on_opening(self, record: TopicRecord) -> None:
+        """Tries until nothing is left to try, and recovers the topic."""
+        await again_until(lambda: self.opened(record))
+        if topic := self._live.get(record.name):
+            await topic.recover()
+
+    def close(self, closed: Closed) -> None:
+        """The topic of this record is there, and cannot be used."""
+        name = closed.record.name
+        before = self._closed.get(name)
+        self._closed[name] = closed
+        if before is not None and (before.state, str(before.why)) == (closed.state, str(closed.why)):
+            # It is tried again and again.
+            return
+        level = logging.INFO if closed.state is State.STANDBY else logging.ERROR
+        logger.log(level, "topic %s is %s: %s %s", name, closed.state.name, closed.why, closed.why.hint)
+        self._on_state(name, closed.state)
+
+    # -- made and removed ------------------------------------------------------------------------------------------
 
     async def make(self, names: list[str], policy: Policy, partitions: int = 0, entry_format: str = "") -> list[T]:
         """Makes topics that nobody else makes, all of them or none; `partitions` as in their records, `entry_format` as

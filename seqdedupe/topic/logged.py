@@ -19,12 +19,12 @@ from seqdedupe.message_id import MessageId, Position
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Loaded, Snapshots
 from seqdedupe.topic import control
+from seqdedupe.topic.base import TopicBase
 from seqdedupe.topic.control import Change, Purge
 from seqdedupe.topic.flight import Admitted, Changing, Flight
 from seqdedupe.topic.frame import NumbersCache
 from seqdedupe.topic.policy import Applied, Policy
 from seqdedupe.topic.recovery import RunsOf, Table
-from seqdedupe.topic.state import TopicBase
 from seqdedupe.topic.window_memory import WindowMemory
 from seqdedupe.topic.window_runs import LookedUp, WindowRuns
 
@@ -32,7 +32,7 @@ logger = logging.getLogger("seqdedupe.topic")
 
 
 class LoggedTopic(TopicBase):
-    """A topic of this process whose log is not a broker's own. Who owns the log is for `publishing` to know.
+    """A topic of this process whose log is not a broker's own. Who owns the log is for `owning` to know.
 
     `on_state` is told each change of state, with one line why.
     """
@@ -69,6 +69,9 @@ class LoggedTopic(TopicBase):
         )
         self.snapshotter.on_stored = self._window_may_have_grown
         self.flight = Flight()
+        self.next_index = self.confirmed_index
+        """That of the next message that is handed to the log."""
+        log.flush_every(self.applied.flush_interval)
         self._streams: dict[int, Callable[[SeqdedupeError], None]] = {}
         self._random_bytes = random_bytes
         self._known_term = 0
@@ -213,6 +216,10 @@ class LoggedTopic(TopicBase):
             self.policy_stated = index - 1
         else:
             control.apply(change, self.import_parts, self.producers, index)
+
+    def _put_in_force(self, policy: Policy) -> None:
+        super()._put_in_force(policy)
+        self.log.flush_every(self.applied.flush_interval)
 
     # -- changes -----------------------------------------------------------------------------------------------
 

@@ -10,8 +10,8 @@ from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Loaded, Snapshots
 from seqdedupe.store.topics import LogKind, TopicRecord
 from seqdedupe.topic.attached import AttachedTopic
+from seqdedupe.topic.base import TopicBase
 from seqdedupe.topic.policy import Applied
-from seqdedupe.topic.state import TopicBase
 
 
 class BrokersTopics:

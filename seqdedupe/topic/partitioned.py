@@ -14,11 +14,11 @@ from seqdedupe.limits import MAX_PARTITIONS
 from seqdedupe.names import partition_name, topic_name, whole_of
 from seqdedupe.store.topics import LogKind
 from seqdedupe.topic import finding
+from seqdedupe.topic.base import TopicBase
 from seqdedupe.topic.closed import Closed
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.policy import GapPolicy, Policy
 from seqdedupe.topic.shielded import shielded
-from seqdedupe.topic.state import TopicBase
 
 T = TypeVar("T", bound=TopicBase)
 

@@ -9,10 +9,11 @@ from seqdedupe.log.contract import Log, LogName, Logs
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Loaded, Snapshots
 from seqdedupe.store.topics import LogKind, TopicRecord
+from seqdedupe.topic.base import TopicBase
 from seqdedupe.topic.control import decode_policy
 from seqdedupe.topic.policy import Applied, Policy
 from seqdedupe.topic.publishing import Topic
-from seqdedupe.topic.state import State, TopicBase
+from seqdedupe.topic.state import State
 from seqdedupe.topic.window_memory import WindowMemory
 
 

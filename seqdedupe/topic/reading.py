@@ -22,8 +22,8 @@ from seqdedupe.format.tag import NO_KEY
 from seqdedupe.log.contract import Runs
 from seqdedupe.message_id import Position
 from seqdedupe.message_ids import MessageIds
+from seqdedupe.topic.base import TopicBase
 from seqdedupe.topic.logged import LoggedTopic
-from seqdedupe.topic.state import TopicBase
 
 PAGE_BYTES = 1024 * 1024
 """What an answer holds, about: large enough that gRPC's cost a message does not count."""

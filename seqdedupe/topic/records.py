@@ -11,8 +11,8 @@ from typing import Any
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.store.db import Store
 from seqdedupe.store.topics import TopicRecord, TopicState
+from seqdedupe.topic.base import TopicBase
 from seqdedupe.topic.retry import again_until
-from seqdedupe.topic.state import TopicBase
 
 logger = logging.getLogger("seqdedupe.topics")
 

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from seqdedupe.core import rule
-from seqdedupe.core.producers import Producers, names_of
+from seqdedupe.core.producers import Producers
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.format.columns import (
     EPOCHS,
@@ -19,7 +19,7 @@ from seqdedupe.format.jit import Int64s
 from seqdedupe.limits import NO_EPOCH, NO_SEQUENCE_ID
 from seqdedupe.topic.allowing import Allowing
 from seqdedupe.topic.answers import ProducerNumbers
-from seqdedupe.topic.frame import Frame
+from seqdedupe.topic.frame import Frame, names_of
 from seqdedupe.topic.sessions import can_have_been_given
 
 MAX_PRODUCERS_IN_REFUSAL = 16

@@ -11,11 +11,12 @@ from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.names import topic_name
 from seqdedupe.store.snapshots import Loaded, Snapshots
 from seqdedupe.store.topics import LogKind, TopicRecord, TopicState
+from seqdedupe.topic.base import TopicBase
 from seqdedupe.topic.closed import Closed
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.retry import again_until
 from seqdedupe.topic.shielded import shielded
-from seqdedupe.topic.state import State, TopicBase
+from seqdedupe.topic.state import State
 
 T = TypeVar("T", bound=TopicBase)
 
@@ -84,14 +85,14 @@ async def _make_anew(topics: Topics[T], record: TopicRecord, loaded: Loaded) -> 
         del topics.closed[record.name], topics.records[record.name]
         topics.on_state(record.name, None)
         raise
-    async with topics.opening[record.name]:
+    async with topics.lives.opening[record.name]:
         return await _open_again(topics, record)
 
 
 async def _renew(topics: Topics[T], record: TopicRecord, loaded: Loaded | None) -> Begun:
     """`renew`, up to where the topic begins to recover, which goes on beside this."""
     name = record.name
-    async with topics.opening[name]:
+    async with topics.lives.opening[name]:
         topic = topics.live.get(name)
         # Before the topic is closed: what is refused disturbs nobody.
         await topics.kind.check_snapshot(record, topic, loaded)
@@ -106,7 +107,7 @@ async def _renew(topics: Topics[T], record: TopicRecord, loaded: Loaded | None) 
                 # Retention and snapshots went on until it was closed.
                 await topics.kind.check_snapshot(record, topic, loaded)
             if loaded is None:
-                topics.rebuilt.add(record.incarnation)
+                topics.lives.rebuilt.add(record.incarnation)
             await _put_snapshot(topics, record, loaded)
         finally:
             begun = await _open_again(topics, record)
@@ -131,14 +132,14 @@ def _check_is_still(topics: Topics[T], record: TopicRecord, topic: T | None) -> 
 
 
 async def _open_again(topics: Topics[T], record: TopicRecord) -> Begun:
-    if await topics.open(record):
+    if await topics.lives.open(record):
         return topics.in_background(_begin_again(topics, topics.live[record.name]))
     topics.in_background(_go_on_opening(topics, record))
     return None
 
 
 async def _go_on_opening(topics: Topics[T], record: TopicRecord) -> None:
-    await again_until(lambda: topics.opened(record))
+    await again_until(lambda: topics.lives.opened(record))
     if topic := topics.live.get(record.name):
         await _begin_again(topics, topic)
 
@@ -154,12 +155,12 @@ async def _is_saved(topics: Topics[T], topic: T) -> bool:
     """Tries to take a snapshot. Whether there is nothing left to try: it is durable, or never will be."""
     if topic.state in (State.DRAINING, State.DAMAGED):
         return True
-    if topic.state is State.STANDBY and topic.incarnation not in topics.rebuilt:
+    if topic.state is State.STANDBY and topic.incarnation not in topics.lives.rebuilt:
         # What it was opened from is durable, and what comes later is the owner's to say.
         return True
     try:
         await topic.snapshot()
     except SeqdedupeError:
         return False
-    topics.rebuilt.discard(topic.incarnation)
+    topics.lives.rebuilt.discard(topic.incarnation)
     return True

@@ -85,9 +85,9 @@ class Waiting:
         if topics.is_draining:
             return
         # What reads store and log is not left behind where this is cancelled.
-        if not await shielded(self.opening, record.name, topics.opened(record)):
+        if not await shielded(self.opening, record.name, topics.lives.opened(record)):
             # It looks again soon, in case of damage. Nobody waits for more.
-            await asyncio.wait({topics.in_background(topics.go_on_opening(record))}, timeout=USE_SECONDS)
+            await asyncio.wait({topics.in_background(topics.lives.go_on_opening(record))}, timeout=USE_SECONDS)
         elif topic := topics.live.get(record.name):
             await topic.recover()
 

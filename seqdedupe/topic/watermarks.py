@@ -12,9 +12,10 @@ from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.format.jit import Int64s
 from seqdedupe.names import decoded_producer_name, new_producer_name
 from seqdedupe.topic.attached import AttachedTopic
+from seqdedupe.topic.base import TopicBase
 from seqdedupe.topic.control import Import, ImportParts
 from seqdedupe.topic.publishing import Topic
-from seqdedupe.topic.state import State, TopicBase
+from seqdedupe.topic.state import State
 
 EXPORTED_AT_ONCE = 4096
 """Producers; with the longest names they take about 1 MiB."""

@@ -14,8 +14,8 @@ from seqdedupe.core.id_window import IdWindow
 from seqdedupe.errors import InvalidRequestError, NotFoundError
 from seqdedupe.log.embedded.logs import incarnations
 from seqdedupe.testing import Sidecar
+from seqdedupe.topic.base import TopicBase
 from seqdedupe.topic.policy import Policy
-from seqdedupe.topic.state import TopicBase
 from seqdedupe.v1 import admin_pb2, admin_pb2_grpc
 
 

@@ -138,7 +138,7 @@ async def test_a_call_without_a_receipt_ends_and_the_publisher_goes_on(shared_si
             for ended in await asyncio.gather(*sends, return_exceptions=True):
                 assert isinstance(ended, OutcomeUnknownError)
                 assert "within 1.5 seconds: no connection to the sidecar at" in ended.message
-            assert not publisher._ready  # nothing is kept that nobody waits for
+            assert not publisher._delivery._ready  # nothing is kept that nobody waits for
             proxy.refuses = False
             while True:
                 try:

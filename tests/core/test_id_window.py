@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, Phase, find, given, settings
 from hypothesis import strategies as st
 
 from seqdedupe.batch import NO_INT64S, Batch, Binary
-from seqdedupe.core import id_window
+from seqdedupe.core import id_slots, id_window
 from seqdedupe.core.id_chunks import NO_LIMIT, WindowLimits
 from seqdedupe.core.id_table import CONFIRMED
 from seqdedupe.core.rule import DUP, NOT_DUP, UNKNOWN
@@ -230,18 +230,19 @@ def _hole_is_left(place: int, first: int, end: int, key: Any, slots: Any, ids: A
 
 def _at_once_beyond(self: Any, limits: WindowLimits, now_ms: int) -> None:
     """Chunks with messages in flight are forgotten too."""
-    while len(self._order) > 1 and self.next_index - self.first_index > limits.messages:
-        place = self._order.popleft()
-        self._forgotten.append((place, 0))
-        self._state[0] = self._chunks[place, 0] + self._chunks[place, 1]
+    newer = self._newer
+    while len(newer.order) > 1 and self.next_index - self.first_index > limits.messages:
+        place = newer.order.popleft()
+        self._slots.forget(place)
+        self._state[0] = newer.chunks[place, 0] + newer.chunks[place, 1]
 
 
 PLANTED: dict[str, tuple[str, str, Callable[[Any], Any]]] = {
     "a hash that meets is a copy": ("id_table", "same", lambda real: lambda *arguments: True),
     "a prefix is a copy": ("id_table", "_size", lambda real: lambda offsets, at: min(real(offsets, at), 2)),
-    "what is accepted again goes with its old chunk": ("id_window", "take_out", _taken_out_whatever_lies_there),
-    "clearing leaves holes": ("id_window", "take_out", lambda real: _hole_is_left),
-    "what fails stays": ("id_window", "take_out", lambda real: lambda *arguments: 0),
+    "what is accepted again goes with its old chunk": ("id_slots", "take_out", _taken_out_whatever_lies_there),
+    "clearing leaves holes": ("id_slots", "take_out", lambda real: _hole_is_left),
+    "what fails stays": ("id_slots", "take_out", lambda real: lambda *arguments: 0),
     "what failed takes the one before it along": ("id_window.IdWindow", "_restore", lambda real: lambda self: None),
     "forgets what is in flight": ("id_window.IdWindow", "move", lambda real: _at_once_beyond),
     "confirms the newest": (
@@ -322,13 +323,13 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many rows each call cleared away, or put into a larger table."""
     rows: list[int] = []
     for name in ("put", "take_out"):
-        real = getattr(id_window, name)
+        real = getattr(id_slots, name)
 
         def call(place: int, first: int, end: int, *rest: Any, real: Any = real) -> Any:
             rows.append(end - first)
             return real(place, first, end, *rest)
 
-        monkeypatch.setattr(id_window, name, call)
+        monkeypatch.setattr(id_slots, name, call)
     return rows
 
 
@@ -341,7 +342,7 @@ def test_it_grows_and_forgets_bit_by_bit(counted: list[int]) -> None:
         window.confirm(new)
         most = max(most, sum(counted))
         assert new == 1000
-    assert most <= id_window._AT_ONCE
+    assert most <= id_slots._AT_ONCE
     assert 100_000 <= len(window) <= 100_000 * 17 // 16 + 1000
     assert window.memory_bytes / len(window) < 45
     first = window.first_index + 10_000

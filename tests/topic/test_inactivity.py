@@ -11,7 +11,8 @@ import pytest
 from seqdedupe.core import letting_go
 from seqdedupe.core.activity import MAX_PERIODS
 from seqdedupe.core.letting_go import LettingGo
-from seqdedupe.core.producers import Bools, Producers
+from seqdedupe.core.producer_rows import Bools
+from seqdedupe.core.producers import Producers
 from seqdedupe.core.rule import DUP, DURABLE_EPOCH, PERSISTED
 from seqdedupe.errors import UnavailableError, error
 from seqdedupe.format.jit import Int64s

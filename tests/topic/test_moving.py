@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from seqdedupe.errors import NotFoundError, UnavailableError
-from seqdedupe.topic import publishing
+from seqdedupe.topic import owning
 from seqdedupe.topic.publishing import Topic
 from seqdedupe.topic.state import State
 from tests.topic.publisher import stored
@@ -68,7 +68,7 @@ async def test_a_topic_that_is_moved_under_load_to_and_fro_holds_each_message_on
 
 
 async def test_what_does_not_settle_is_found_out_by_the_new_owner(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(publishing, "SETTLE_SECONDS", 0.05)
+    monkeypatch.setattr(owning, "SETTLE_SECONDS", 0.05)
     at_work = await two.with_frames_in_flight()
     # Four of those in flight are stored, of which nobody is told.
     two.one.log.store(4)

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from seqdedupe.core import id_window
+from seqdedupe.core.id_newer import Newer
+from seqdedupe.core.id_slots import Slots
 from seqdedupe.core.id_window import IdWindow
 from seqdedupe.core.producers import Producers
 from seqdedupe.core.rule import DUP
@@ -58,8 +60,8 @@ class Fails:
 BY_ID = {
     "deciding": (IdWindow, "decide"),
     "deciding a part": (id_window, "decide"),
-    "the work of a frame on the table": (IdWindow, "_go_on"),
-    "a chunk": (IdWindow, "_open_chunk"),
+    "the work of a frame on the table": (Slots, "go_on"),
+    "a chunk": (Newer, "open"),
     "cutting": (by_id, "cut"),
     "its receipt": (by_id, "Receipt"),
     "noting it": (Flight, "add"),

@@ -25,13 +25,14 @@ from seqdedupe.topic import control
 from seqdedupe.topic.answers import Receipt, Refusal
 from seqdedupe.topic.attached import AttachedTopic
 from seqdedupe.topic.attachment import Columns
+from seqdedupe.topic.base import TopicBase
 from seqdedupe.topic.control import Import, Imported, ImportParts
 from seqdedupe.topic.frame import NumbersCache
 from seqdedupe.topic.opening import open_sessions
 from seqdedupe.topic.operating import reset_producer
 from seqdedupe.topic.policy import Applied
 from seqdedupe.topic.publishing import Topic
-from seqdedupe.topic.state import State, TopicBase
+from seqdedupe.topic.state import State
 from seqdedupe.topic.watermarks import _ImportIntoLog, begin_import, watermarks
 from tests.batches import batch
 from tests.log.faulty import FaultyLog, Storage

@@ -1,0 +1,320 @@
+"""Batches of deduplication IDs on their way to a topic: sent until all of each has its receipt, whatever breaks."""
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from seqdedupe.address import SidecarAddress
+from seqdedupe.batch import Batch
+from seqdedupe.client.builder import BATCH_OVERHEAD_BYTES
+from seqdedupe.client.connection import Backoff, check_not_forked
+from seqdedupe.client.exchange import exchange, publish_call
+from seqdedupe.client.frames import decode_answer, receipt_columns, refusal_error
+from seqdedupe.client.outbox import Frame
+from seqdedupe.client.receipts import BatchResult, Verdict
+from seqdedupe.client.route import Route
+from seqdedupe.client.sidecars import Sidecars
+from seqdedupe.client.spread_by_id import SpreadById
+from seqdedupe.client.stream import ANSWER_TIMEOUT_SECONDS, FULL_MESSAGE_BYTES, MAX_FRAMES
+from seqdedupe.client.waiting import OnWaiting, Waiting
+from seqdedupe.errors import SeqdedupeError, UnavailableError, error
+from seqdedupe.limits import MAX_BATCH_BYTES, NO_SEQUENCE_ID
+from seqdedupe.names import partition_name
+from seqdedupe.v1 import admin_pb2
+
+MAX_PENDING_BYTES = 64 * 1024 * 1024
+"""What waits for receipts; whoever sends more waits until there is room."""
+
+_FIRST_DELAY_SECONDS = 0.02
+_LONGEST_DELAY_SECONDS = 1.0
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    """What one call sends, until all of it has its receipt."""
+
+    batch: Batch
+    size_bytes: int
+    done: "asyncio.Future[BatchResult]"
+    result: BatchResult = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.result = BatchResult.undecided(np.full(len(self.batch), NO_SEQUENCE_ID, np.int64))
+
+
+class Delivery:
+    """To one topic, for one event loop. Its guarantee is that of `Publisher`, which is its face."""
+
+    def __init__(
+        self,
+        sidecars: Sidecars,
+        topic: str,
+        on_waiting: OnWaiting | None,
+        timeout_seconds: float | None,
+        describe: Callable[[], Awaitable[admin_pb2.Topic]] | None = None,
+    ) -> None:
+        self.topic = topic
+        self._describe = describe
+        self._on_waiting = on_waiting
+        self._spread: SpreadById | None = None
+        self._sidecars = sidecars
+        self._route = Route(sidecars, topic)
+        self._backoff = Backoff(_FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS)
+        self._waiting = Waiting(on_waiting)
+        self._timeout_seconds = timeout_seconds
+        self._ready: deque[_Call] = deque()
+        self._out: dict[int, _Call] = {}
+        self._pending_bytes = 0
+        self._frames_ever = 0
+        self._answered_at = 0.0
+        self._delay_until = 0.0
+        self._news = asyncio.Event()
+        self._room = asyncio.Condition()
+        self._task: asyncio.Task[None] | None = None
+        self._failure: SeqdedupeError | None = None
+        self._passed_on: list[asyncio.Task[None]] = []
+        """Those that were made before it was known that the topic is partitioned."""
+        self._last_refusal: UnavailableError | None = None
+        self._is_closed = False
+
+    def open(self) -> None:
+        """From now on it sends."""
+        check_not_forked()
+        self._task = asyncio.create_task(self._run())
+
+    async def close(self) -> None:
+        """Ends it. Calls under way raise OUTCOME_UNKNOWN, later ones INVALID_REQUEST."""
+        self._is_closed = True
+        self._fail(error("OUTCOME_UNKNOWN", f"the publisher of {self.topic} was closed"))
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        if self._spread is not None:
+            await self._spread.close()
+            await asyncio.gather(*self._passed_on)
+
+    def abandon(self) -> None:
+        """Ends its work, from any thread, when nobody can close it any more."""
+        if self._task is not None:
+            self._task.get_loop().call_soon_threadsafe(self._task.cancel)
+        if self._spread is not None:
+            self._spread.abandon()
+
+    async def send(self, batch: Batch) -> BatchResult:
+        """Returns when all of it is in the log. Raises what `Publisher.send_batch` does."""
+        self._check_is_open()
+        size_bytes = BATCH_OVERHEAD_BYTES + sum(map(len, batch.encoded_parts()))
+        if size_bytes > MAX_BATCH_BYTES:
+            raise error("BATCH_TOO_LARGE", f"the batch has {size_bytes} bytes: at most {MAX_BATCH_BYTES} are accepted")
+        try:
+            async with asyncio.timeout(self._timeout_seconds):
+                return await self._deliver(batch, size_bytes)
+        except TimeoutError as e:
+            raise self._given_up() from e
+
+    async def _deliver(self, batch: Batch, size_bytes: int) -> BatchResult:
+        async with self._room:
+            await self._room.wait_for(
+                lambda: not self._pending_bytes or self._pending_bytes + size_bytes <= MAX_PENDING_BYTES
+            )
+        self._check_is_open()
+        if self._spread is not None:
+            return await self._spread.send(batch)
+        call = _Call(batch, size_bytes, asyncio.get_running_loop().create_future())
+        self._pending_bytes += size_bytes
+        self._ready.append(call)
+        self._news.set()
+        try:
+            return await call.done
+        finally:
+            if call.done.cancelled():
+                with suppress(ValueError):  # it is on its way
+                    self._ready.remove(call)
+            self._pending_bytes -= size_bytes
+            async with self._room:
+                self._room.notify_all()
+
+    def _given_up(self) -> SeqdedupeError:
+        why = self._last_refusal
+        because = "" if why is None else f": {why}"
+        return error(
+            "OUTCOME_UNKNOWN",
+            f"no receipt from {self.topic} within {self._timeout_seconds:g} seconds{because}; what was sent may be in "
+            "the log or not",
+            hint="Send it again with the same deduplication ID." if why is None else why.hint,
+        )
+
+    def _check_is_open(self) -> None:
+        if self._is_closed:
+            raise error("INVALID_REQUEST", f"the publisher of {self.topic} was closed: nothing was sent")
+        if self._failure is not None:
+            raise self._failure.with_traceback(None)
+        if self._task is None:
+            raise error("INVALID_REQUEST", "the publisher is not open", hint="`async with client.publisher(topic)`.")
+
+    # -- the stream ----------------------------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        is_partitioned = False
+        while True:
+            await self._until_ready()
+            try:
+                if is_partitioned:
+                    await self._spread_out()
+                    return
+                await self._connect()
+            except UnavailableError as e:
+                moves_on = e.reason == "STREAM_IDLE" or self._route.moves_on(e)
+                if e.reason != "STREAM_IDLE":
+                    self._waits(self._route.told())
+                if not moves_on:
+                    await asyncio.sleep(max(self._backoff.next_seconds(), e.retry_delay_ms / 1000))
+            except SeqdedupeError as failure:
+                if failure.reason == "TOPIC_IS_PARTITIONED" and self._describe is not None and not is_partitioned:
+                    is_partitioned = True
+                    continue
+                doubted = self._route.doubted(failure)
+                if not isinstance(doubted, UnavailableError):
+                    self._fail(failure)
+                    return
+                self._route.moves_on(doubted)
+                await asyncio.sleep(self._backoff.next_seconds())
+            except Exception as e:  # noqa: BLE001 (whatever it is, nobody may wait for answers that nobody reads)
+                self._fail(error("INTERNAL", f"the publisher of {self.topic} has failed: {type(e).__name__}: {e}"))
+                return
+
+    async def _spread_out(self) -> None:
+        """The topic is partitioned: the deliveries to its partitions do the rest."""
+        if self._describe is None:
+            raise error("TOPIC_IS_PARTITIONED", f"{self.topic} is partitioned")
+        found = await self._describe()
+        if not found.deduplication_route:
+            raise error("INVALID_BATCH", f"{self.topic} takes no deduplication IDs")
+        parts = [
+            Delivery(self._sidecars, partition_name(self.topic, k), self._on_waiting, self._timeout_seconds)
+            for k in range(found.partitions)
+        ]
+        for part in parts:
+            part.open()
+        self._spread = spread = SpreadById(parts, found.deduplication_route)
+        self._passed_on = [asyncio.create_task(_pass_on(call, spread)) for call in self._ready]
+        self._ready.clear()
+
+    async def _connect(self) -> None:
+        """Sends and takes answers until the stream ends; what has no receipt by then is sent again."""
+        address = self._route.address
+        channel = self._sidecars.new_channel(address)
+        try:
+            self._answered_at = asyncio.get_running_loop().time()
+            await exchange(
+                publish_call(channel),
+                address,
+                self.topic,
+                frames=self._frames,
+                take=self._take,
+                watch=lambda: self._watch(address),
+            )
+        finally:
+            self._ready.extendleft(call for call in reversed(self._out.values()) if not call.done.done())
+            self._out.clear()
+            with suppress(asyncio.CancelledError):
+                await channel.close()
+
+    async def _until_ready(self) -> None:
+        while not self._ready:
+            self._news.clear()
+            await self._news.wait()
+        if (left_seconds := self._delay_until - asyncio.get_running_loop().time()) > 0:
+            await asyncio.sleep(left_seconds)
+
+    async def _frames(self) -> list[Frame]:
+        await self._until_ready()
+        if not self._out:
+            self._answered_at = asyncio.get_running_loop().time()
+        frames: list[Frame] = []
+        size_bytes = 0
+        while self._ready and size_bytes < FULL_MESSAGE_BYTES and len(frames) < MAX_FRAMES:
+            call = self._ready.popleft()
+            if call.done.done():
+                continue
+            self._frames_ever += 1
+            self._out[self._frames_ever] = call
+            frames.append(Frame(self._frames_ever, call.batch, call.size_bytes))
+            size_bytes += call.size_bytes
+        return frames
+
+    async def _watch(self, address: SidecarAddress) -> None:
+        while True:
+            await asyncio.sleep(ANSWER_TIMEOUT_SECONDS / 10)
+            silence = asyncio.get_running_loop().time() - self._answered_at
+            if self._out and silence > ANSWER_TIMEOUT_SECONDS:
+                raise error("OUTCOME_UNKNOWN", f"{address} has not answered for {silence:.0f} seconds")
+
+    def _take(self, raw: bytes) -> bool:
+        self._answered_at = asyncio.get_running_loop().time()
+        answer = decode_answer(raw, lambda number: len(self._out[number].batch) if number in self._out else None)
+        for receipt in answer.receipts:
+            if (call := self._out.get(receipt.frame)) is not None:
+                # It is out until the receipt is known to be one: nobody would hear of it otherwise.
+                call.result.merge(receipt_columns(receipt))
+                del self._out[receipt.frame]
+                self._decided(call)
+        for refusal in answer.refusals:
+            why = refusal_error(refusal)
+            if (call := self._out.pop(refusal.frame, None)) is not None:
+                self._refused(call, why)
+        return False
+
+    def _waits(self, why: UnavailableError) -> None:
+        self._last_refusal = why
+        self._waiting.waits(why)
+
+    def _decided(self, call: _Call) -> None:
+        self._last_refusal = None
+        self._route.goes_well()
+        self._waiting.goes_on()
+        self._backoff.reset()
+        if (call.result.verdicts >= Verdict.NOT_DUP).all():
+            if not call.done.done():
+                call.done.set_result(call.result)
+        else:
+            # A copy of some is in flight, of this client or of another one.
+            self._again(call, self._backoff.next_seconds())
+
+    def _refused(self, call: _Call, why: SeqdedupeError) -> None:
+        if isinstance(why, UnavailableError):
+            if why.reason in ("NOT_OWNER", "DRAINING"):
+                self._again(call, 0)
+                raise why
+            self._waits(why)
+            self._again(call, max(self._backoff.next_seconds(), why.retry_delay_ms / 1000))
+        elif not call.done.done():
+            call.done.set_exception(why)
+
+    def _again(self, call: _Call, delay_seconds: float) -> None:
+        self._delay_until = max(self._delay_until, asyncio.get_running_loop().time() + delay_seconds)
+        self._ready.append(call)
+        self._news.set()
+
+    def _fail(self, why: SeqdedupeError) -> None:
+        self._failure = self._failure or why
+        for call in (*self._out.values(), *self._ready):
+            if not call.done.done():
+                call.done.set_exception(why)
+        self._out.clear()
+        self._ready.clear()
+
+
+async def _pass_on(call: _Call, spread: SpreadById) -> None:
+    try:
+        result = await spread.send(call.batch)
+    except Exception as e:  # noqa: BLE001 (whatever it is, the call hears of it)
+        if not call.done.done():
+            call.done.set_exception(e)
+    else:
+        if not call.done.done():
+            call.done.set_result(result)
