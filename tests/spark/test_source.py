@@ -25,6 +25,7 @@ from pyspark.sql.types import (
 )
 
 from seqdedupe.client import blocking
+from seqdedupe.client.stored import Message
 from seqdedupe.errors import ConfigurationError, NotFoundError, PositionError, SeqdedupeError
 from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name
@@ -153,37 +154,37 @@ class TestBatch:
     def test_options_cut_what_a_filter_would_drop(self, client: blocking.Client, source: Source, topic: str) -> None:
         """Exactly that, by topic, index and time, in tasks of any size."""
         names = [f"{topic}-{i}" for i in range(3)]
-        messages = {}
+        messages: dict[str, list[Message]] = {}
         for name in names:
             send(client, name, *[b"%s %d" % (name.encode(), i) for i in range(9)])
-            with client.reader(name) as reader:
-                messages[name] = list(reader)
+            with client.reader(name) as there:
+                messages[name] = list(there)
+        what: dict[str, Callable[[Message], int]] = {
+            "Offsets": lambda message: message.index,
+            "Time": lambda message: message.publish_time_ms,
+        }
         for chosen in (random.Random(seed) for seed in range(20)):
             some = chosen.sample(names, chosen.randint(1, 3))
-            given = {"topics": ",".join(some), "minPartitions": chosen.choice([1, 7])}
-            by_index = {name: sorted(chosen.choices(range(10), k=2)) for name in some}
-            by_time = {
-                name: sorted(one.publish_time_ms for one in chosen.choices(messages[name], k=2)) for name in some
+            by = {
+                kind: {name: sorted(map(of, chosen.choices(messages[name], k=2))) for name in some}
+                for kind, of in what.items()
             }
-            start, end = (
-                chosen.choice(["startingOffsets", "startingTime"]),
-                chosen.choice(["endingOffsets", "endingTime"]),
-            )
-            of = {"Offsets": by_index, "Time": by_time}
-            key = {"Offsets": lambda one: one.index, "Time": lambda one: one.publish_time_ms}
-            starts, ends = of[start.removeprefix("starting")], of[end.removeprefix("ending")]
-            given[start] = json.dumps({name: starts[name][0] for name in some})
-            given[end] = json.dumps({name: ends[name][1] for name in some})
-            most = chosen.choice([1, 4, 100])
-            reader = source.batch(**given, maxRecordsPerPartition=most)
+            start, end, most = chosen.choice([*by]), chosen.choice([*by]), chosen.choice([1, 4, 100])
+            options = {
+                "topics": ",".join(some),
+                f"starting{start}": json.dumps({name: by[start][name][0] for name in some}),
+                f"ending{end}": json.dumps({name: by[end][name][1] for name in some}),
+                "minPartitions": chosen.choice([1, 7]),
+                "maxRecordsPerPartition": most,
+            }
+            reader = source.batch(**options)
             partitions = reader.partitions()
             assert all(sum(map(len, partition.value)) <= most for partition in partitions)
             assert sorted(read(reader, partitions)) == sorted(
-                one.payload
+                message.payload or b""
                 for name in some
-                for one in messages[name]
-                if starts[name][0] <= key[start.removeprefix("starting")](one)
-                and key[end.removeprefix("ending")](one) < ends[name][1]
+                for message in messages[name]
+                if by[start][name][0] <= what[start](message) and what[end](message) < by[end][name][1]
             )
 
     def test_a_partitioned_topic_is_read_by_its_name(self, client: blocking.Client, source: Source, topic: str) -> None:
