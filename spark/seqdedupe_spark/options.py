@@ -1,19 +1,19 @@
 """The options of the data source: text from a user, checked, as one value that can be pickled."""
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 from seqdedupe.client.connection import DEFAULT_ADDRESS
 from seqdedupe.client.sidecars import Sidecars
 from seqdedupe.errors import SeqdedupeError, error
-from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name
-from seqdedupe_spark import stock
+from seqdedupe_spark import places
 from seqdedupe_spark.cluster.settings import AUTHENTICATIONS, Cluster, Service
+from seqdedupe_spark.delaying import Least
 from seqdedupe_spark.option_hints import advice
+from seqdedupe_spark.places import End, Place
 from seqdedupe_spark.sidecar import Sidecar, path_of
 
 NAMES = (
@@ -27,7 +27,10 @@ NAMES = (
     "endingTime",
     "maxOffsetsPerTrigger",
     "maxBytesPerTrigger",
+    "minOffsetsPerTrigger",
+    "maxTriggerDelay",
     "minPartitions",
+    "maxRecordsPerPartition",
     "failOnDataLoss",
     "plainColumnNames",
     "readTimeoutSeconds",
@@ -47,11 +50,16 @@ NAMES = (
 _OF_TABLE = "option."
 """What Spark puts before the options of CREATE TABLE, which it gives together with properties of its own."""
 
+_MAX_TRIGGER_DELAY_SECONDS = 15 * 60.0
+"""As in Kafka's connector."""
+
+_DELAY = re.compile(r"(\d{1,9})\s*(ms|s|m|min|h|d)?", re.ASCII)
+_UNIT_SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+
 _CREDENTIALS = "pulsar.client.authParams"
 _BROKERS = re.compile(r"pulsar(\+ssl)?://[^\s/@,]+(,[^\s/@,]+)*/?")
 _ADMIN = re.compile(r"https?://[^\s/@]+/?")
 _AUTHENTICATION = re.compile(r"(?:org\.apache\.pulsar\.client\.impl\.auth\.(?:oauth2\.)?)?(\w+)")
-_MAX_INT64 = 2**63 - 1
 
 T = TypeVar("T")
 
@@ -63,19 +71,6 @@ class Selection:
     option: str
     names: tuple[str, ...] = ()
     pattern: str | None = None
-
-
-@dataclass(frozen=True)
-class Time:
-    """The place of a publish time in each topic: before the first message published then or later."""
-
-    milliseconds: int
-
-
-End = Literal["earliest", "latest"]
-Place = End | Time | Mapping[str, Position | int | End]
-"""Where to start or stop in each topic; topics in the mapping have full names. A number is the index of the first
-message to be read, or of the first one that is not."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +93,9 @@ class Options:
     starting: Place | None = None
     ending: Place | None = None
     limits: Limits = NO_LIMITS
+    least: Least | None = None
     min_partitions: int = 1
+    max_records_per_partition: int | None = None
     fail_on_data_loss: bool = True
     plain_column_names: bool = False
     read_timeout_seconds: int | None = None
@@ -107,13 +104,16 @@ class Options:
 def parse(options: Mapping[str, str]) -> Options:
     """The options, in any case. Raises ConfigurationError (INVALID_OPTION) that names the wrong one."""
     given = Given(options)
+    limits = Limits(given.take("maxOffsetsPerTrigger", _count, None), given.take("maxBytesPerTrigger", _count, None))
     return Options(
         selection=_selection(given),
         service=_service(given),
         starting=_place(given, "startingOffsets", "startingTime", ("earliest", "latest")),
         ending=_place(given, "endingOffsets", "endingTime", ("latest",)),
-        limits=Limits(given.take("maxOffsetsPerTrigger", _count, None), given.take("maxBytesPerTrigger", _count, None)),
+        limits=limits,
+        least=_least(given, limits),
         min_partitions=given.take("minPartitions", _count, 1),
+        max_records_per_partition=given.take("maxRecordsPerPartition", _count, None),
         fail_on_data_loss=given.take("failOnDataLoss", flag, True),
         plain_column_names=given.take("plainColumnNames", flag, False),
         read_timeout_seconds=given.take("readTimeoutSeconds", _count, None),
@@ -248,38 +248,28 @@ def _selection(given: Given) -> Selection:
 
 def _place(given: Given, offsets: str, time: str, words: tuple[End, ...]) -> Place | None:
     if given.one_of(offsets, time) == time:
-        return given.take(time, lambda text: Time(_number(text, 0)), None)
-
-    return given.take(offsets, lambda text: _word(text, words) or _places(text, words), None)
-
-
-def _word(text: str, words: tuple[End, ...]) -> End | None:
-    return next((word for word in words if word == text.lower()), None)
+        return given.take(time, places.times, None)
+    return given.take(offsets, lambda text: places.offsets(text, words), None)
 
 
-def _places(text: str, words: tuple[End, ...]) -> dict[str, Position | int | End]:
-    forms = f'{" or ".join(words)}, or JSON, as {{"topic": "message ID"}} or {{"topic": index}}'
-    try:
-        pairs = json.loads(text, object_pairs_hook=tuple)
-    except (ValueError, RecursionError) as e:
-        raise ValueError(f"it should be {forms}") from e
-    if not isinstance(pairs, tuple) or not pairs:
-        raise ValueError(f"it should be {forms}")
-    places: dict[str, Position | int | End] = {}
-    for topic, value in pairs:
-        name = topic_name(topic)
-        if name in places:
-            raise ValueError(f"{name} is in it twice")
-        places[name] = _place_in(name, value, words)
-    return places
+def _least(given: Given, limits: Limits) -> Least | None:
+    messages = given.take("minOffsetsPerTrigger", _count, None)
+    delay = given.take("maxTriggerDelay", _delay_seconds, None)
+    if messages is None:
+        if delay is not None:
+            raise error("INVALID_OPTION", "maxTriggerDelay is how long minOffsetsPerTrigger is waited for: give both")
+        return None
+    if limits.messages is not None and messages > limits.messages:
+        what = f"minOffsetsPerTrigger is {messages}, more than maxOffsetsPerTrigger, {limits.messages}"
+        raise error("INVALID_OPTION", what)
+    return Least(messages, _MAX_TRIGGER_DELAY_SECONDS if delay is None else delay)
 
 
-def _place_in(name: str, value: object, words: tuple[End, ...]) -> Position | int | End:
-    if isinstance(value, str):
-        return _word(value, words) or stock.parse(value)
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _MAX_INT64:
-        raise ValueError(f"that of {name} is neither an index from 0 up nor a text")
-    return value
+def _delay_seconds(text: str) -> float:
+    found = _DELAY.fullmatch(text.lower())
+    if not found:
+        raise ValueError("it should be like 15m, 90s or 500ms")
+    return int(found[1]) * _UNIT_SECONDS[found[2] or "ms"]
 
 
 def _one_topic(text: str) -> tuple[str, ...]:
@@ -299,13 +289,7 @@ def _pattern(text: str) -> str:
 
 
 def _count(text: str) -> int:
-    return _number(text, 1)
-
-
-def _number(text: str, least: int) -> int:
-    if not re.fullmatch(r"\d{1,19}", text, re.ASCII) or not least <= int(text) <= _MAX_INT64:
-        raise ValueError(f"it should be a whole number from {least} to 2^63 - 1")
-    return int(text)
+    return places.number(text, 1)
 
 
 def flag(text: str) -> bool:

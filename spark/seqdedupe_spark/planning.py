@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, Protocol, Self, TypeVar, runtime_checkable
+from typing import Protocol, Self, TypeVar, runtime_checkable
 
 from seqdedupe.client.client import Located, TopicEnds
 from seqdedupe.client.connection import Backoff
@@ -19,7 +19,8 @@ from seqdedupe_spark import stock
 from seqdedupe_spark.cluster import compiled
 from seqdedupe_spark.cluster.settings import Cluster, Service
 from seqdedupe_spark.losses import Ends, Loss, earliest, find_loss
-from seqdedupe_spark.options import NO_LIMITS, End, Limits, Place, Selection, Time
+from seqdedupe_spark.options import NO_LIMITS, Limits, Selection
+from seqdedupe_spark.places import Place, PlaceInTopic, Time
 from seqdedupe_spark.ranges import NOT_PARTITIONED, Range, partition_of
 from seqdedupe_spark.sharing import cut, shares
 from seqdedupe_spark.sidecar import sidecar_at
@@ -271,16 +272,18 @@ class Listing:
                 raise error("INVALID_OPTION", f"{what}, which is read whole: give ledger:entry")
         return found
 
-    def _spread(self, names: list[str], places: Mapping[str, Position | int | str], option: str) -> Mapping[str, Any]:
+    def _spread(self, names: list[str], places: Mapping[str, PlaceInTopic], option: str) -> Mapping[str, PlaceInTopic]:
         partitions = _partitions(names)
         spread = {part: place for whole, place in places.items() for part in partitions.get(whole, ())}
         spread |= {name: place for name, place in places.items() if name in names or name not in partitions}
         if wrong := spread.keys() ^ set(names):
+            if any(isinstance(place, Time) for place in places.values()):
+                option = option.replace("Offsets", "Time")
             what = "lacks topic" if wrong & set(names) else "has a topic that is not read:"
             raise error("INVALID_OPTION", f"{option} {what} {min(wrong & set(names) or wrong)}")
         return spread
 
-    def _resolve(self, name: str, where: Position | int | End | Time) -> Position:
+    def _resolve(self, name: str, where: PlaceInTopic) -> Position:
         if isinstance(where, Position):
             if isinstance(self._client, Holder) and isinstance(self.ends(name), StockEnds):
                 return stock.given(where)

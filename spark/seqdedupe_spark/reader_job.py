@@ -106,7 +106,7 @@ def _source_options(command: Command) -> Command:
             click.option("--topics-pattern", metavar="REGEX", help="All whose full or short name matches."),
             click.option("--starting-offsets", metavar="earliest|latest|JSON", help="Where the first start begins."),
             click.option(
-                "--starting-time", metavar="MS", help="Or: what was published then or later, in ms since 1970."
+                "--starting-time", metavar="MS|JSON", help="Or: what was published then or later, in ms since 1970."
             ),
             click.option("--max-offsets-per-trigger", metavar="N", help="Messages in a round at most, of all topics."),
             click.option("--max-bytes-per-trigger", metavar="N", help="Bytes in a round at most, about."),
@@ -319,7 +319,11 @@ def positions(job: str, store_url: str, as_json: bool) -> None:
 @_store
 @click.option("--topic", required=True, help="The topic: the full name of one partition.")
 @click.option(
-    "--to", "place", required=True, metavar="earliest|latest|MESSAGE_ID", help="The last message not to read."
+    "--to",
+    "place",
+    required=True,
+    metavar="earliest|latest|INDEX|MESSAGE_ID",
+    help="The index of the first message to read, or the ID of the last one not to.",
 )
 @_service_options
 @_as_json

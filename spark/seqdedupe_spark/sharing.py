@@ -16,15 +16,23 @@ def shares(there: list[int], limit: int) -> list[int]:
     return [1 + rest * (one - 1) // more for one in there]
 
 
-def split(ranges: list[Range], parts: int) -> list[Range]:
-    """The same messages in at least so many ranges, if there are so many messages; each range is cut evenly. One
-    whose entries are counted stays whole."""
+def split(ranges: list[Range], parts: int, most: int | None = None) -> list[Range]:
+    """The same messages in at least so many ranges, if there are so many messages, and at most so many in each; each
+    range is cut evenly. One whose entries are counted stays whole."""
     messages = sum(len(one) for one in ranges)
+
+    def pieces(one: Range) -> int:
+        if one.entries is not None:
+            return 1
+        by_most = -(-len(one) // most) if most else 1
+        return min(max(-(-len(one) * parts // messages), by_most), len(one))
+
     return [
-        cut(one, len(one) * i // pieces, len(one) * (i + 1) // pieces) if pieces > 1 else one
+        cut(one, len(one) * i // count, len(one) * (i + 1) // count) if count > 1 else one
         for one in ranges
-        if (pieces := min(-(-len(one) * parts // messages), len(one)) if one.entries is None else min(len(one), 1))
-        for i in range(pieces)
+        if len(one)
+        for count in [pieces(one)]
+        for i in range(count)
     ]
 
 
@@ -35,10 +43,10 @@ def cut(whole: Range, first: int, stop: int) -> Range:
     return Range(whole.topic, start, end)
 
 
-def packed(messages: list[int], least_parts: int = 1) -> list[range]:
+def packed(messages: list[int], least_parts: int = 1, most: int | None = None) -> list[range]:
     """Neighbours that one task takes: `messages` are those of each range; in at least so many parts, if there are so
-    many ranges with messages enough."""
-    most = max(min(PACKED_MESSAGES, sum(messages) // max(least_parts, 1)), 1)
+    many ranges with messages enough, and of at most so many messages together."""
+    most = max(min(PACKED_MESSAGES, sum(messages) // max(least_parts, 1), most or PACKED_MESSAGES), 1)
     parts: list[range] = []
     first = total = 0
     for number, count in enumerate(messages):

@@ -1,6 +1,7 @@
 """The PySpark data source `seqdedupe`: a topic's messages as a DataFrame, all at once or as a stream; and the sink."""
 
 import logging
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
@@ -12,6 +13,7 @@ from pyspark.sql.streaming.datasource import (
     ReadLimit,
     ReadMaxBytes,
     ReadMaxRows,
+    ReadMinRows,
     SupportsTriggerAvailableNow,
 )
 from pyspark.sql.types import StructType
@@ -20,6 +22,7 @@ from seqdedupe.errors import InvalidRequestError, NotFoundError, PositionError, 
 from seqdedupe.message_id import Position
 from seqdedupe_spark import options as user_options
 from seqdedupe_spark.columns import SCHEMA, plain, to_arrow
+from seqdedupe_spark.delaying import Delaying
 from seqdedupe_spark.losses import Loss
 from seqdedupe_spark.options import NO_LIMITS, Options
 from seqdedupe_spark.planning import Client, Listing, open_client
@@ -66,10 +69,9 @@ class SeqdedupeDataSource(DataSource):
 
     def reader(self, schema: StructType) -> "BatchReader":
         options = self._parsed(schema)
-        if options.limits != NO_LIMITS:
-            raise error(
-                "INVALID_OPTION", "maxOffsetsPerTrigger and maxBytesPerTrigger are for streams: a batch has all"
-            )
+        if options.limits != NO_LIMITS or options.least is not None:
+            names = "maxOffsetsPerTrigger, maxBytesPerTrigger, minOffsetsPerTrigger and maxTriggerDelay"
+            raise error("INVALID_OPTION", f"{names} are for streams: a batch has all")
         return BatchReader(options, wanted_columns(schema, options))
 
     def streamReader(self, schema: StructType) -> "StreamReader":  # noqa: N802
@@ -142,7 +144,7 @@ class _Reading:
                 raise error("POSITION_OF_ANOTHER_INCARNATION", f"{topic} was made anew just now: try again")
             if first.index < last.index:
                 ranges.append(listing.range(topic, first, last))
-        return split(ranges, self.options.min_partitions)
+        return split(ranges, self.options.min_partitions, self.options.max_records_per_partition)
 
     def _left(self, listing: Listing, topic: str, position: Position) -> Position | None:
         """The position, or that of what is left after it if the loss may be accepted; None if nothing is."""
@@ -154,7 +156,8 @@ class _Reading:
 
     def tasks(self, ranges: list[Range]) -> list[InputPartition]:
         """A task for each range; small ones share tasks."""
-        parts = packed([len(one) for one in ranges], self.options.min_partitions)
+        options = self.options
+        parts = packed([len(one) for one in ranges], options.min_partitions, options.max_records_per_partition)
         return [InputPartition([ranges[number] for number in part]) for part in parts]
 
     def accept(self, loss: Loss) -> None:
@@ -216,6 +219,7 @@ class StreamReader(_Reading, DataSourceStreamReader, SupportsTriggerAvailableNow
         self._initial: dict[str, str] | None = None
         self._stops: dict[str, Position] | None = None
         self._ends: dict[str, Position] = {}
+        self._delaying = None if options.least is None else Delaying(options.least)
 
     def initialOffset(self) -> dict[str, str]:  # noqa: N802
         # Spark asks twice, and "latest" must mean the same both times.
@@ -232,7 +236,9 @@ class StreamReader(_Reading, DataSourceStreamReader, SupportsTriggerAvailableNow
         limits = self.options.limits
         if limits.messages is not None:
             return ReadMaxRows(limits.messages)
-        return ReadAllAvailable() if limits.size_bytes is None else ReadMaxBytes(limits.size_bytes)
+        if limits.size_bytes is not None:
+            return ReadMaxBytes(limits.size_bytes)
+        return ReadAllAvailable() if self.options.least is None else ReadMinRows(self.options.least.messages)
 
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
         self._stops = {}
@@ -253,9 +259,18 @@ class StreamReader(_Reading, DataSourceStreamReader, SupportsTriggerAvailableNow
                 self._ends[topic] = found
                 if (stop := self._stop(topic, found)).index > starts[topic].index:
                     ranges.append(listing.range(topic, starts[topic], stop))
-            limits = NO_LIMITS if isinstance(limit, ReadAllAvailable) else self.options.limits
-            ranges = listing.within(ranges, limits)
+            # With the trigger `once` all is read, whatever the options say.
+            is_limited = not isinstance(limit, ReadAllAvailable)
+            if is_limited and self._waits(sum(map(len, ranges))):
+                ranges = []
+            ranges = listing.within(ranges, self.options.limits if is_limited else NO_LIMITS)
         return _offsets(starts | {range.topic: range.end for range in ranges})
+
+    def _waits(self, messages: int) -> bool:
+        """Whether so many are to be left for a later trigger; with `availableNow` there may be none that has more."""
+        if self._delaying is None or self._stops is not None:
+            return False
+        return self._delaying.waits(messages, time.monotonic())
 
     def _stop(self, topic: str, end: Position) -> Position:
         """With the trigger `availableNow`, the end of the topic when it was first seen."""

@@ -14,6 +14,7 @@ from seqdedupe_spark.job.rounds import JobConfig, ReaderJob
 from seqdedupe_spark.session import start_session
 from tests.spark import class_data
 from tests.spark.jobs import select
+from tests.spark.streams import run_stream
 
 QUICK_JVM = f"-XX:TieredStopAtLevel=1 -XX:+UseSerialGC{class_data.options()}"
 """For a JVM that lives for seconds."""
@@ -58,7 +59,7 @@ def run_with_checkpoint(spark: SparkSession, job: ReaderJob, checkpoint: Path) -
     clock = {"service.url": str(source.service), "topics": ",".join(source.selection.names)}
     stream = spark.readStream.format("seqdedupe").options(**clock, startingOffsets="earliest").load()
     writer = stream.writeStream.foreachBatch(job.foreach_batch).option("checkpointLocation", str(checkpoint))
-    writer.trigger(availableNow=True).start().awaitTermination()
+    run_stream(writer.trigger(availableNow=True))
 
 
 def main(file: Path) -> None:

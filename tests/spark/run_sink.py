@@ -21,6 +21,7 @@ from seqdedupe_spark.sink.writers import BatchWriter, StreamWriter
 from seqdedupe_spark.source import SeqdedupeDataSource
 from tests.spark.jobs import Gate
 from tests.spark.run_job import QUICK
+from tests.spark.streams import run_stream
 
 BATCHES = 2
 """After so many a task stops."""
@@ -118,7 +119,7 @@ def main(file: Path) -> None:
     reader = spark.readStream.format("seqdedupe").options(**query.source)
     rows = reader.option("startingOffsets", "earliest").option("maxOffsetsPerTrigger", str(query.rows)).load()
     writer = rows.writeStream.format("gated").options(**query.target).option("gate", str(query.gate))
-    writer.option("checkpointLocation", query.checkpoint).trigger(availableNow=True).start().awaitTermination()
+    run_stream(writer.option("checkpointLocation", query.checkpoint).trigger(availableNow=True))
     spark.stop()
 
 

@@ -38,6 +38,7 @@ from tests.spark.jobs import (
     sqlite_database,
     whole,
 )
+from tests.spark.streams import run_stream
 
 KEPT = "__topic AS topic, __partition AS partition, __index AS index"
 
@@ -261,8 +262,7 @@ def test_a_streaming_query_is_only_the_clock(
     def tick(checkpoint: Path) -> None:
         stream = spark.readStream.format("seqdedupe").options(**options).load()
         writer = stream.writeStream.foreachBatch(ReaderJob(spark, given, select).foreach_batch)
-        query = writer.option("checkpointLocation", str(checkpoint)).trigger(availableNow=True).start()
-        query.awaitTermination()
+        run_stream(writer.option("checkpointLocation", str(checkpoint)).trigger(availableNow=True))
 
     tick(tmp_path / "kept")
     each_once(database.indexes(topic), 20)

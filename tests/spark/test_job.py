@@ -133,6 +133,13 @@ def test_the_first_start_is_resolved_once(
     each_once(database.indexes(full), 10, 20)
 
 
+def test_each_topic_may_start_with_a_time_of_its_own(address: str, database: Database, topic: str) -> None:
+    late, early = publish(address, f"{topic}-a", 5), publish(address, f"{topic}-b", 6)
+    times = json.dumps({late: 4102444800000, early: 0})
+    assert job(address, database, f"{late},{early}", startingTime=times).run().read == 6
+    assert (database.indexes(late), database.indexes(early)) == ([], [*range(6)])
+
+
 def test_a_place_that_the_topic_does_not_have_is_not_stored(address: str, database: Database, topic: str) -> None:
     """Stored, it would hold against the right one."""
     full = publish(address, topic, 5)
@@ -229,8 +236,8 @@ def test_a_reset_to_a_message_id_stores_in_which_history_it_is(address: str, dat
     assert stored(database) == before
 
 
-@pytest.mark.parametrize(("place", "expected"), [("earliest", 20), ("latest", 0)])
-def test_a_reset_to_either_end(address: str, database: Database, topic: str, place: str, expected: int) -> None:
+@pytest.mark.parametrize(("place", "expected"), [("earliest", 20), ("latest", 0), ("0", 20), ("13", 7), ("20", 0)])
+def test_a_reset_to_an_end_or_an_index(address: str, database: Database, topic: str, place: str, expected: int) -> None:
     publish(address, topic, 20)
     job(address, database, topic).run()
     reset_position(database.store, JOB, topic, place, address)
@@ -239,7 +246,13 @@ def test_a_reset_to_either_end(address: str, database: Database, topic: str, pla
 
 @pytest.mark.parametrize(
     ("place", "reason"),
-    [("soon", "INVALID_OPTION"), ("1:1", "POSITION_OF_ANOTHER_INCARNATION"), ("1:2:3:4", "INVALID_OPTION")],
+    [
+        ("soon", "INVALID_OPTION"),
+        ("1:1", "POSITION_OF_ANOTHER_INCARNATION"),
+        ("1:2:3:4", "INVALID_OPTION"),
+        ("6", "POSITION_AFTER_END"),
+        (str(2**63), "INVALID_OPTION"),
+    ],
 )
 def test_a_reset_to_a_wrong_place_changes_nothing(
     address: str, database: Database, topic: str, place: str, reason: str

@@ -11,7 +11,9 @@ from seqdedupe.message_id import MessageId, Position
 from seqdedupe.names import topic_name
 from seqdedupe_spark.cluster.credentials import token_of
 from seqdedupe_spark.cluster.settings import Cluster
-from seqdedupe_spark.options import Limits, Options, Selection, Time, parse
+from seqdedupe_spark.delaying import Least
+from seqdedupe_spark.options import Limits, Options, Selection, parse
+from seqdedupe_spark.places import Time
 from seqdedupe_spark.source import SeqdedupeDataSource
 
 CLUSTER = {"topic": "t", "service.url": "pulsar+ssl://a:6651,b", "admin.url": "https://a"}
@@ -33,7 +35,10 @@ def test_all_options_in_any_case() -> None:
             "endingtime": "1700000000000",
             "maxOffsetsPerTrigger": "7",
             "maxbytespertrigger": " 8 ",
+            "minOffsetsPerTrigger": "5",
+            "maxTriggerDelay": "90 S",
             "minPartitions": "9",
+            "maxRecordsPerPartition": "10",
             "failOnDataLoss": "FALSE",
             "plaincolumnnames": "true",
         }
@@ -44,7 +49,9 @@ def test_all_options_in_any_case() -> None:
         {T: Position(5, MessageId(5, 7), 7), "persistent://a/b/c": Position.start(5)},
         Time(1_700_000_000_000),
         Limits(7, 8),
+        Least(5, 90.0),
         9,
+        10,
         fail_on_data_loss=False,
         plain_column_names=True,
     )
@@ -122,8 +129,9 @@ def test_what_is_no_position(text: str) -> None:
         ({"topic": "t", "predefinedSubscription": "s"}, "no consumer group or subscription keeps any"),
         ({"topic": "t", "includeHeaders": "true"}, "the column __messageProperties is always there"),
         ({"topic": "t", "startingOffsetsByTimestamp": "{}"}, "did you mean startingTime?"),
+        ({"topic": "t", "endingTimestamp": "1"}, "did you mean endingTime?"),
         ({"topic": "t", "startingOffsetsByTimestampStrategy": "error"}, "a time after the end is the end"),
-        ({"topic": "t", "minOffsetsPerTrigger": "5"}, "a trigger takes what there is"),
+        ({"topic": "t", "minOffsetPerTrigger": "5"}, "did you mean minOffsetsPerTrigger?"),
         ({"topic": "t", "waitingForNonExistedTopic": "true"}, "topics have to be there"),
         ({"topic": "t", "allowDifferentTopicSchemas": "true"}, "value is bytes"),
         ({"topic": "t", "kafka.security.protocol": "SSL"}, "it is of Kafka's clients"),
@@ -152,7 +160,11 @@ def test_what_is_no_position(text: str) -> None:
         ({"topic": "t", "startingOffsets": "[" * 100_000}, "startingOffsets is '[[["),
         ({"topic": "t", "startingOffsets": '{"t": -7}'}, "is neither an index from 0 up nor a text"),
         ({"topic": "t", "startingOffsets": '{"t": true}'}, "is neither an index"),
-        ({"topic": "t", "startingOffsets": '{"t": {"a": "5:7"}}'}, "is neither an index"),
+        ({"topic": "t", "startingOffsets": '{"t": -1}'}, 'Kafka\'s -1 is "latest" here, its -2 "earliest"'),
+        ({"topic": "t", "startingOffsets": '{"t": {"a": "5:7"}}'}, "'a' is not the number of a partition of"),
+        ({"topic": "t", "startingOffsets": '{"t": {"0": {"0": 1}}}'}, "is neither an index"),
+        ({"topic": "t", "startingOffsets": '{"t": {}}'}, "is neither an index"),
+        ({"topic": "t", "startingOffsets": '{"t": {"0": 1}, "t-partition-0": 2}'}, "t-partition-0 is in it twice"),
         ({"topic": "t", "startingOffsets": '{"t": "7"}'}, "startingOffsets is '{\"t\": \"7\"}': '7' is neither"),
         ({"topic": "t", "startingOffsets": '{"t": "1:7", "t": "1:8"}'}, "twice"),
         ({"topic": "t", "startingOffsets": f'{{"t": "1:7", "{T}": "1:8"}}'}, "twice"),
@@ -162,8 +174,22 @@ def test_what_is_no_position(text: str) -> None:
         ({"topic": "t", "startingTime": "yesterday"}, "startingTime is 'yesterday'"),
         ({"topic": "t", "startingTime": "-1"}, "startingTime is '-1'"),
         ({"topic": "t", "endingTime": str(2**63)}, "endingTime is"),
+        ({"topic": "t", "endingTime": "[1]"}, 'milliseconds since 1970, or JSON, as {"topic": milliseconds}'),
+        ({"topic": "t", "startingTime": '{"t": -1}'}, "is not a number of milliseconds from 0 up"),
+        ({"topic": "t", "startingTime": '{"t": "latest"}'}, "is not a number of milliseconds"),
+        ({"topic": "t", "startingTime": '{"t": true}'}, "is not a number of milliseconds"),
+        ({"topic": "t", "startingTime": '{"t": 1, "t": 2}'}, "twice"),
         ({"topic": "t", "maxOffsetsPerTrigger": "0"}, "maxOffsetsPerTrigger is '0'"),
         ({"topic": "t", "maxBytesPerTrigger": "1.5"}, "maxBytesPerTrigger is '1.5'"),
+        ({"topic": "t", "minOffsetsPerTrigger": "0"}, "minOffsetsPerTrigger is '0'"),
+        (
+            {"topic": "t", "minOffsetsPerTrigger": "8", "maxOffsetsPerTrigger": "7"},
+            "minOffsetsPerTrigger is 8, more than maxOffsetsPerTrigger, 7",
+        ),
+        ({"topic": "t", "maxTriggerDelay": "5m"}, "maxTriggerDelay is how long minOffsetsPerTrigger is waited for"),
+        ({"topic": "t", "minOffsetsPerTrigger": "1", "maxTriggerDelay": "1w"}, "it should be like 15m, 90s or 500ms"),
+        ({"topic": "t", "minOffsetsPerTrigger": "1", "maxTriggerDelay": "-1s"}, "maxTriggerDelay is '-1s'"),
+        ({"topic": "t", "maxRecordsPerPartition": "0"}, "maxRecordsPerPartition is '0'"),
         ({"topic": "t", "minPartitions": "٣"}, "minPartitions is"),
         ({"topic": "t", "failOnDataLoss": "no"}, "failOnDataLoss is 'no': it should be true or false"),
         ({"topic": "t", "plainColumnNames": ""}, "plainColumnNames is ''"),
@@ -238,6 +264,33 @@ def test_an_index_is_a_place() -> None:
         topic_name("t"): 7,
         topic_name("u"): "latest",
     }
+
+
+def test_places_by_partition_as_kafka_has_them() -> None:
+    given = '{"t": {"0": 23, "11": "earliest"}, "u": "5:7"}'
+    assert parse({"topics": "t,u", "startingOffsets": given}).starting == {
+        topic_name("t-partition-0"): 23,
+        topic_name("t-partition-11"): "earliest",
+        topic_name("u"): Position(5, MessageId(5, 7), 7),
+    }
+    assert parse({"topic": "t", "startingTime": '{"t": {"1": 0}}'}).starting == {topic_name("t-partition-1"): Time(0)}
+
+
+def test_a_time_for_each_topic() -> None:
+    options = parse({"topics": "t,u", "startingTime": '{"t": 5, "u": 1700000000000}', "endingTime": " 7 "})
+    assert options.starting == {topic_name("t"): Time(5), topic_name("u"): Time(1_700_000_000_000)}
+    assert options.ending == Time(7)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [(None, 900), ("15", 0.015), ("0", 0), ("20ms", 0.02), ("2m", 120), ("2min", 120), ("1 D", 86400)],
+)
+def test_delays(text: str | None, seconds: float) -> None:
+    given = {} if text is None else {"maxTriggerDelay": text}
+    least = parse({"topic": "t", "minOffsetsPerTrigger": "5"} | given).least
+    assert least
+    assert least.delay_seconds == pytest.approx(seconds)
 
 
 def test_options_of_a_table_are_taken() -> None:

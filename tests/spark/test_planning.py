@@ -11,8 +11,10 @@ from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name
 from seqdedupe.v1 import admin_pb2
 from seqdedupe_spark import planning
+from seqdedupe_spark.delaying import Delaying, Least
 from seqdedupe_spark.losses import Loss, find_loss
-from seqdedupe_spark.options import Limits, Selection, Time
+from seqdedupe_spark.options import Limits, Selection
+from seqdedupe_spark.places import Time
 from seqdedupe_spark.planning import Listing
 from seqdedupe_spark.ranges import Range
 from seqdedupe_spark.sharing import packed, shares, split
@@ -119,6 +121,8 @@ def test_places(client: blocking.Client, topic: str) -> None:
     assert Listing(client).resolve([name], {name: "latest"}, "o") == {name: last}
     with pytest.raises(SeqdedupeError, match=r"startingOffsets lacks topic .*/other \[INVALID_OPTION\]"):
         Listing(client).resolve([name, topic_name("other")], given, "startingOffsets")
+    with pytest.raises(SeqdedupeError, match=r"startingTime lacks topic .*/other \[INVALID_OPTION\]"):
+        Listing(client).resolve([name, topic_name("other")], {name: Time(0)}, "startingOffsets")
     with pytest.raises(SeqdedupeError, match=r"startingOffsets has a topic that is not read: .*/other"):
         Listing(client).resolve([name], given | {topic_name("other"): "latest"}, "startingOffsets")
 
@@ -132,6 +136,18 @@ def test_an_index_is_a_place_and_a_whole_topic_stands_for_its_partitions(client:
     found = listing.resolve(parts, {topic_name(topic): 2, parts[1]: "earliest"}, "o")
     assert found == {parts[0]: Position.before(starts[parts[0]].incarnation, 2), parts[1]: starts[parts[1]]}
     assert listing.resolve(parts, {topic_name(topic): "earliest"}, "o") == starts
+
+
+def test_each_topic_has_a_time_of_its_own(client: blocking.Client, topic: str) -> None:
+    """A time after the last message is the end."""
+    parts = full(f"{topic}-partition-0", f"{topic}-partition-1", f"{topic}-partition-2")
+    for name in parts:
+        send(client, name, 2)
+    last = {name: client.ends(name).last for name in parts}
+    times = {topic_name(topic): Time(0), parts[1]: Time(2**63 - 1), parts[2]: Time(1)}
+    found = Listing(client).resolve(parts, times, "startingOffsets")
+    assert [found[name].index for name in parts] == [-1, 1, -1]
+    assert [found[name].incarnation for name in parts] == [last[name].incarnation for name in parts]
 
 
 class TestListing:
@@ -304,24 +320,57 @@ class TestLimits:
 
 @pytest.mark.parametrize("seed", range(300))
 def test_splits_have_the_same_messages(seed: int) -> None:
+    """Whatever is asked for, each message is in one task: as a list of single messages says it."""
     chosen = random.Random(seed)
     ranges = []
     for i in range(chosen.randint(0, 5)):
         first = chosen.choice([0, 3, 1000])
         count = chosen.choice([1, 2, 7, 1000])
         ranges.append(Range(f"t-partition-{i}", Position.before(i, first), Position.before(i, first + count)))
-    parts = chosen.choice([1, 2, 5, 16, 100])
-    pieces = split(ranges, parts)
+    parts, most = chosen.choice([1, 2, 5, 16, 100]), chosen.choice([None, 1, 3, 64, 999, 1000, 10**9])
+    pieces = split(ranges, parts, most)
     assert len(pieces) >= min(parts, sum(map(len, ranges)))
-    assert all(len(piece) for piece in pieces)
+    assert all(0 < len(piece) <= (most or 10**9) for piece in pieces)
     expected = [(one.topic, index) for one in ranges for index in range(one.first_index, one.stop_index)]
     assert [(one.topic, index) for one in pieces for index in range(one.first_index, one.stop_index)] == expected
     for one in ranges:
         sizes = [len(piece) for piece in pieces if piece.topic == one.topic]
         assert max(sizes) - min(sizes) <= 1
         assert [piece.end for piece in pieces if piece.topic == one.topic][-1] == one.end
-    if parts == 1:
+    if parts == 1 and (most is None or most >= 1000):
         assert pieces == ranges
+    tasks = packed([len(piece) for piece in pieces], parts, most)
+    assert [number for task in tasks for number in task] == list(range(len(pieces)))
+    assert all(sum(len(pieces[number]) for number in task) <= (most or 10**9) for task in tasks)
+
+
+def test_what_is_counted_by_entries_is_not_cut() -> None:
+    stock = Range("t", Position.before(0, 5), Position.before(0, 5000), entries=70)
+    none = Range("t", Position.before(0, 5), Position.before(0, 5000), entries=0)
+    assert split([stock, none], 16, 7) == [stock]
+
+
+class TestDelaying:
+    def test_it_waits_for_so_many_but_not_for_ever(self) -> None:
+        delaying = Delaying(Least(10, 60.0))
+        seen = [
+            (1, 100.0),
+            (9, 101.0),
+            (10, 102.0),
+            (9, 161.9),
+            (9, 162.0),
+            (9, 221.9),
+            (0, 222.0),
+            (1, 223.0),
+            (9, 224.0),
+        ]
+        assert [delaying.waits(*one) for one in seen] == [False, True, False, True, False, True, False, False, True]
+
+    def test_one_that_is_started_again_takes_what_there_is(self) -> None:
+        delaying = Delaying(Least(10, 60.0))
+        assert not delaying.waits(9, 5.0)
+        assert delaying.waits(9, 5.0)
+        assert not Delaying(delaying.least).waits(9, 5.0)
 
 
 class TestPatience:

@@ -24,6 +24,7 @@ from tests.spark.jobs import Gate
 from tests.spark.jobs import publish as fill
 from tests.spark.killing import wake
 from tests.spark.run_sink import Driver, GatedSink, SinkQuery
+from tests.spark.streams import run_stream
 
 Load = Callable[[str], DataFrame]
 
@@ -54,9 +55,10 @@ def stream(spark: SparkSession, client: blocking.Client, source: str, **more: An
     return spark.readStream.format("seqdedupe").options(**given).load()
 
 
-def start(frame: DataFrame, client: blocking.Client, topic: str, checkpoint: Path, **more: Any) -> StreamingQuery:
-    writer = frame.writeStream.format("seqdedupe").options(**options(client, topic), **more)
-    return writer.option("checkpointLocation", str(checkpoint)).trigger(availableNow=True).start()
+def copy(frame: DataFrame, client: blocking.Client, topic: str, checkpoint: Path) -> StreamingQuery:
+    """All that there is now, by a query that is over then."""
+    writer = frame.writeStream.format("seqdedupe").options(**options(client, topic))
+    return run_stream(writer.option("checkpointLocation", str(checkpoint)).trigger(availableNow=True))
 
 
 def counted(client: blocking.Client, topic: str) -> Counter[bytes | None]:
@@ -130,8 +132,7 @@ def test_a_stream_goes_from_topic_to_topic(
 
     def run(checkpoint: str) -> None:
         rows = stream(spark, client, topic, maxOffsetsPerTrigger=120)
-        query = start(rows, client, target, tmp_path / checkpoint)
-        query.awaitTermination()
+        query = copy(rows, client, target, tmp_path / checkpoint)
         assert query.exception() is None
 
     run("first")
@@ -229,8 +230,7 @@ def test_a_driver_is_killed_in_mid_write(
     zombie = gate.wait()
     driver.kill()
     assert 0 < sum(counted(client, target).values()) < 600
-    query = start(stream(spark, client, topic, maxOffsetsPerTrigger=110), client, target, checkpoint)
-    query.awaitTermination()
+    copy(stream(spark, client, topic, maxOffsetsPerTrigger=110), client, target, checkpoint)
     assert counted(client, target) == once(600)
     wake([(gate, zombie)])
     assert counted(client, target) == once(600)

@@ -1,5 +1,6 @@
 """The data source's readers, called as Spark calls them, without Spark."""
 
+import json
 import logging
 import pickle
 import random
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 from pyspark import cloudpickle
 from pyspark.sql.datasource import InputPartition
-from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxBytes, ReadMaxRows
+from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxBytes, ReadMaxRows, ReadMinRows
 from pyspark.sql.types import (
     BinaryType,
     DataType,
@@ -24,6 +25,7 @@ from pyspark.sql.types import (
 )
 
 from seqdedupe.client import blocking
+from seqdedupe.client.stored import Message
 from seqdedupe.errors import ConfigurationError, NotFoundError, PositionError, SeqdedupeError
 from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name
@@ -149,6 +151,42 @@ class TestBatch:
         assert len(partitions) >= 4
         assert read(reader, partitions) == numbers(0, 12)
 
+    def test_options_cut_what_a_filter_would_drop(self, client: blocking.Client, source: Source, topic: str) -> None:
+        """Exactly that, by topic, index and time, in tasks of any size."""
+        names = [f"{topic}-{i}" for i in range(3)]
+        messages: dict[str, list[Message]] = {}
+        for name in names:
+            send(client, name, *[b"%s %d" % (name.encode(), i) for i in range(9)])
+            with client.reader(name) as there:
+                messages[name] = list(there)
+        what: dict[str, Callable[[Message], int]] = {
+            "Offsets": lambda message: message.index,
+            "Time": lambda message: message.publish_time_ms,
+        }
+        for chosen in (random.Random(seed) for seed in range(20)):
+            some = chosen.sample(names, chosen.randint(1, 3))
+            by = {
+                kind: {name: sorted(map(of, chosen.choices(messages[name], k=2))) for name in some}
+                for kind, of in what.items()
+            }
+            start, end, most = chosen.choice([*by]), chosen.choice([*by]), chosen.choice([1, 4, 100])
+            options = {
+                "topics": ",".join(some),
+                f"starting{start}": json.dumps({name: by[start][name][0] for name in some}),
+                f"ending{end}": json.dumps({name: by[end][name][1] for name in some}),
+                "minPartitions": chosen.choice([1, 7]),
+                "maxRecordsPerPartition": most,
+            }
+            reader = source.batch(**options)
+            partitions = reader.partitions()
+            assert all(sum(map(len, partition.value)) <= most for partition in partitions)
+            assert sorted(read(reader, partitions)) == sorted(
+                message.payload or b""
+                for name in some
+                for message in messages[name]
+                if by[start][name][0] <= what[start](message) and what[end](message) < by[end][name][1]
+            )
+
     def test_a_partitioned_topic_is_read_by_its_name(self, client: blocking.Client, source: Source, topic: str) -> None:
         """Once, each partition with a range of its own; also as it grows."""
         client.admin.create_topic(topic, partitions=3)
@@ -181,7 +219,7 @@ class TestBatch:
                 source.rows(topic=topic, **{option: f'{{"{topic}": "{incarnation}:0", "o": "{incarnation}:0"}}'})
 
     def test_what_only_the_other_kind_has(self, source: Source) -> None:
-        for name in ("maxOffsetsPerTrigger", "maxBytesPerTrigger"):
+        for name in ("maxOffsetsPerTrigger", "maxBytesPerTrigger", "minOffsetsPerTrigger"):
             with pytest.raises(ConfigurationError, match=name):
                 source.batch(topic="t", **{name: 5})
         for options in ({"endingOffsets": "latest"}, {"endingTime": 5}):
@@ -253,6 +291,58 @@ class TestStream:
         assert stream.reader.reportLatestOffset() is None
         found = list(stream.rest())
         assert list(chain(*found)) == [bytes(10_000)] * 20
+
+    def test_it_waits_for_the_least_that_is_worth_a_trigger(
+        self, client: blocking.Client, source: Source, topic: str
+    ) -> None:
+        send(client, topic, *numbers(0, 3))
+        options = {"topic": topic, "startingOffsets": "earliest", "minOffsetsPerTrigger": 5}
+        stream = source.stream(**options, maxTriggerDelay="1h")
+        assert stream.reader.getDefaultReadLimit() == ReadMinRows(5)
+        assert stream.trigger() == numbers(0, 3), "the first one waits for nothing"
+        send(client, topic, *numbers(3, 7))
+        assert stream.trigger() is None
+        assert stream.reader.reportLatestOffset() != stream.offset, "what is there is known all the same"
+        send(client, topic, b"7")
+        assert stream.trigger() == numbers(3, 8)
+        send(client, topic, b"8")
+        assert stream.trigger() is None
+        # What a query that is started again, or another trigger, makes of the same place.
+        again = Stream(source.stream(**options, maxTriggerDelay="1h").reader, stream.offset)
+        assert again.trigger() == [b"8"]
+        once = stream.reader.latestOffset(dict(stream.offset or {}), ReadAllAvailable())
+        assert once == again.offset
+        send(client, topic, b"9")
+        assert again.trigger() is None
+        hasty = Stream(source.stream(**options, maxTriggerDelay="0").reader, again.offset)
+        assert hasty.trigger() == [b"9"]
+        send(client, topic, b"10")
+        assert hasty.trigger() == [b"10"], "the delay is over"
+        again.reader.prepareForTriggerAvailableNow()
+        assert list(again.rest()) == [numbers(9, 11)], "nothing is left that nobody comes back for"
+
+    def test_it_waits_for_less_than_a_trigger_takes(self, client: blocking.Client, source: Source, topic: str) -> None:
+        send(client, topic, *numbers(0, 25))
+        stream = source.stream(
+            topic=topic, startingOffsets="earliest", minOffsetsPerTrigger=10, maxOffsetsPerTrigger=10, minPartitions=2
+        )
+        assert stream.reader.getDefaultReadLimit() == ReadMaxRows(10)
+        assert list(stream.rest()) == [numbers(0, 10), numbers(10, 20)]
+        stream.reader.prepareForTriggerAvailableNow()
+        assert list(stream.rest()) == [numbers(20, 25)]
+
+    def test_a_loss_is_accepted_while_it_waits(self, client: blocking.Client, source: Source, topic: str) -> None:
+        send(client, topic, *numbers(0, 4))
+        stream = source.stream(
+            topic=topic, startingOffsets="earliest", minOffsetsPerTrigger=2, maxTriggerDelay="1h", failOnDataLoss=False
+        )
+        assert stream.trigger() == numbers(0, 4)
+        client.admin.delete_topic(topic)
+        send(client, topic, b"new")
+        assert stream.trigger() == []
+        assert stream.trigger() is None
+        send(client, topic, b"newer")
+        assert stream.trigger() == [b"new", b"newer"]
 
     def test_topics_found_later_start_at_their_earliest(
         self, client: blocking.Client, source: Source, topic: str

@@ -1,16 +1,24 @@
 """The data source in Spark: found by its name, read as a batch and as a stream."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql.datasource import Filter, GreaterThanOrEqual, InputPartition, LessThan
+from pyspark.sql.streaming.query import StreamingQuery
+from pyspark.sql.streaming.readwriter import DataStreamWriter
+from pyspark.sql.types import StructType
 
 from seqdedupe.client import blocking
 from seqdedupe.names import topic_name
 from seqdedupe_spark.columns import SCHEMA
+from seqdedupe_spark.ranges import Range
+from seqdedupe_spark.sharing import cut
+from seqdedupe_spark.source import BatchReader, SeqdedupeDataSource
+from tests.spark.streams import run_stream
 
 Load = Callable[..., DataFrame]
 
@@ -117,6 +125,134 @@ def test_what_is_wrong_is_said(load: Load, options: dict[str, Any], said: str) -
     assert said in str(failure.value)
 
 
+FILTERS: dict[str, Callable[[int, int], bool]] = {
+    "__index < 3": lambda index, part: index < 3,
+    "__index <= 3": lambda index, part: index <= 3,
+    "__index = 3": lambda index, part: index == 3,
+    "__index >= 3": lambda index, part: index >= 3,
+    "__index > 3": lambda index, part: index > 3,
+    "__index != 3": lambda index, part: index != 3,
+    "__index <=> 3": lambda index, part: index == 3,
+    "NOT __index <=> 3": lambda index, part: index != 3,
+    "__index <=> NULL": lambda index, part: False,
+    "NOT __index <=> NULL": lambda index, part: True,
+    "__index IN (1, 4, 99, NULL)": lambda index, part: index in (1, 4),
+    "__index NOT IN (1, 4)": lambda index, part: index not in (1, 4),
+    "__index NOT IN (1, NULL)": lambda index, part: False,
+    "__index IS NULL": lambda index, part: False,
+    "__index IS NOT NULL": lambda index, part: True,
+    "__index >= 2 AND __index < 5": lambda index, part: 2 <= index < 5,
+    "__index < 2 OR __index > 4": lambda index, part: not 2 <= index <= 4,
+    "NOT (__index < 2 OR __topic LIKE '%-1')": lambda index, part: index >= 2 and part != 1,
+    "__topic LIKE '%-partition-0' AND __index > 1": lambda index, part: part == 0 and index > 1,
+    "__publishTime >= timestamp'2001-01-01' AND __index < 3": lambda index, part: index < 3,
+    "__publishTime < timestamp'2001-01-01'": lambda index, part: False,
+    "true": lambda index, part: True,
+}
+"""What SQL says, and what it means for a message of a partition."""
+
+
+class PushingReader(BatchReader):
+    """The planted fault: cuts its ranges by two filters, exactly, and keeps them from Spark, as the API wants it."""
+
+    first, stop = 0, 2**63
+
+    def pushFilters(self, filters: list[Filter]) -> Iterator[Filter]:
+        for one in filters:
+            match one:
+                case GreaterThanOrEqual(("__index",), value):
+                    self.first = max(self.first, value)
+                case LessThan(("__index",), value):
+                    self.stop = min(self.stop, value)
+                case _:
+                    yield one
+
+    def tasks(self, ranges: list[Range]) -> list[InputPartition]:
+        places = [
+            (one, max(self.first - one.first_index, 0), min(self.stop, one.stop_index) - one.first_index)
+            for one in ranges
+        ]
+        return super().tasks([cut(*place) for place in places if place[1] < place[2]])
+
+
+class PushingDataSource(SeqdedupeDataSource):
+    @classmethod
+    def name(cls) -> str:
+        return "pushing"
+
+    def reader(self, schema: StructType) -> BatchReader:
+        reader = super().reader(schema)
+        return PushingReader(reader.options, reader.schema)
+
+
+@pytest.fixture
+def pushdown(spark: SparkSession) -> Iterator[None]:
+    """Spark offers a source its filters, which it does not do by default."""
+    key = "spark.sql.python.filterPushdown.enabled"
+    spark.conf.set(key, "true")
+    try:
+        yield
+    finally:
+        spark.conf.unset(key)
+
+
+@pytest.mark.usefixtures("pushdown")
+def test_filters_find_what_they_say(spark: SparkSession, client: blocking.Client, topic: str) -> None:
+    """In a query with all of them at once: Spark mixes the scans of a table up in which a source takes its filters.
+
+    Where the control arm finds the right rows Spark does so no more: the source may begin to take them.
+    """
+    for part in range(2):
+        send(client, f"{topic}-partition-{part}", 0, 7)
+
+    def expected(*texts: str) -> list[tuple[Any, ...]]:
+        places = [(part, index) for part in range(2) for index in range(7)]
+        return sorted((text, part, index) for text in texts for part, index in places if FILTERS[text](index, part))
+
+    def found(source: str, *texts: str) -> list[tuple[Any, ...]]:
+        frame = spark.read.format(source).option("service.url", client.address).option("topic", topic).load()
+        frame.createOrReplaceTempView("filtered")
+        queries = [f'SELECT "{text}" AS text, __partition, __index FROM filtered WHERE {text}' for text in texts]
+        return sorted(map(tuple, spark.sql(" UNION ALL ".join(queries)).collect()))
+
+    assert found("seqdedupe", *FILTERS) == expected(*FILTERS)
+    spark.dataSource.register(PushingDataSource)
+    assert found("pushing", "__index < 3") == expected("__index < 3")
+    assert found("pushing", "__index < 3", "true") != expected("__index < 3", "true")
+
+
+def test_a_stream_waits_for_the_least_that_is_worth_a_trigger(
+    load: Load, spark: SparkSession, client: blocking.Client, topic: str, tmp_path: Path
+) -> None:
+    name = topic.replace("-", "_")
+    options = {"topic": topic, "startingOffsets": "earliest", "minOffsetsPerTrigger": 10, "maxRecordsPerPartition": 4}
+    send(client, topic, 0, 5)
+
+    def writer() -> DataStreamWriter:
+        stream = load(stream=True, **options, maxTriggerDelay="10h").writeStream.format("parquet")
+        return stream.option("checkpointLocation", str(tmp_path / "checkpoint")).option("path", str(tmp_path / name))
+
+    def rows() -> int:
+        return spark.read.parquet(str(tmp_path / name)).count()
+
+    query = run_stream(writer(), StreamingQuery.processAllAvailable)
+    try:
+        assert rows() == 5, "the first trigger waits for nothing"
+        send(client, topic, 5, 12)
+        query.processAllAvailable()
+        assert rows() == 5
+        send(client, topic, 12, 15)
+        query.processAllAvailable()
+        assert rows() == 15
+        send(client, topic, 15, 16)
+        query.processAllAvailable()
+        assert rows() == 15
+    finally:
+        query.stop()
+    run_stream(writer().trigger(availableNow=True))
+    assert rows() == 16, "and that with which a query ends neither"
+
+
 def test_a_stream_goes_on_from_its_checkpoint(
     load: Load, spark: SparkSession, client: blocking.Client, topic: str, tmp_path: Path
 ) -> None:
@@ -125,8 +261,7 @@ def test_a_stream_goes_on_from_its_checkpoint(
     def run() -> list[dict[str, Any]]:
         stream = load(stream=True, topicsPattern=f"{topic}.*", startingOffsets="earliest", maxOffsetsPerTrigger=30)
         writer = stream.writeStream.format("parquet").option("checkpointLocation", str(tmp_path / "checkpoint"))
-        query = writer.trigger(availableNow=True).start(str(tmp_path / name))
-        query.awaitTermination()
+        query = run_stream(writer.trigger(availableNow=True).option("path", str(tmp_path / name)))
         return [progress["sources"][0] | {"rows": progress["numInputRows"]} for progress in query.recentProgress]
 
     send(client, topic, 0, 50)

@@ -3,10 +3,10 @@
 from seqdedupe.errors import ConfigurationError, DamagedError, InvalidRequestError, PositionError, error
 from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name
-from seqdedupe_spark import planning, stock
+from seqdedupe_spark import places, planning, stock
 from seqdedupe_spark.cluster.settings import Service
 from seqdedupe_spark.job.positions import FIRST_START
-from seqdedupe_spark.losses import earliest, find_loss
+from seqdedupe_spark.losses import Ends, earliest, find_loss
 from seqdedupe_spark.options import Selection
 from seqdedupe_spark.stock import StockEnds
 from seqdedupe_spark.stores.contract import OutputStore, Stored, StoreFactory, check_name
@@ -37,9 +37,10 @@ def reset_position(
 ) -> tuple[Stored | None, Stored]:
     """Stores a topic's position anew, in the next epoch, and drops its watermarks; what was stored, and what is now.
 
-    `place` is earliest, latest, or a message ID or position: the last message that is not to be read. A run that was
-    planned before it commits nothing any more. Raises INVALID_OPTION, also for a job that the store does not know,
-    NotFoundError, or PositionError if the topic cannot be read on from there.
+    `place` is earliest, latest, a number, the index of the first message to be read, or a message ID or position, that
+    of the last message that is not to be read. A run that was planned before it commits nothing any more. Raises
+    INVALID_OPTION, also for a job that the store does not know, NotFoundError, or PositionError if the topic cannot be
+    read on from there.
     """
     topic = topic_name(topic)
     with planning.open_client(planning.of_job(service, job), Selection("topic", (topic,))) as client, store() as opened:
@@ -60,15 +61,27 @@ def _position(client: planning.Client, topic: str, place: str) -> Position:
     ends = client.ends(topic)
     if place in ("earliest", "latest"):
         return earliest(ends) if place == "earliest" else ends.last
-    try:
-        position = stock.parse(place)
-    except InvalidRequestError as e:
-        raise error("INVALID_OPTION", f"to: {e.message}") from e
+    if place.isascii() and place.isdigit():
+        position = _before_index(topic, place, ends)
+    else:
+        try:
+            position = stock.parse(place)
+        except InvalidRequestError as e:
+            raise error("INVALID_OPTION", f"to: {e.message}") from e
     if isinstance(ends, StockEnds):
         position = stock.given(position)
     if loss := find_loss(topic, position, ends):
         raise error(loss.reason, loss.message, topic=topic)
     return position if isinstance(ends, StockEnds) else _completed(client, topic, position)
+
+
+def _before_index(topic: str, text: str, ends: Ends) -> Position:
+    if isinstance(ends, StockEnds):
+        raise error("INVALID_OPTION", f"to: no sidecar writes {topic}, it has no indexes: give a message ID")
+    try:
+        return Position.before(ends.last.incarnation, places.number(text, 0))
+    except ValueError as e:
+        raise error("INVALID_OPTION", f"to: {e}") from e
 
 
 def _completed(client: planning.Client, topic: str, position: Position) -> Position:
