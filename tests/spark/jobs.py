@@ -11,6 +11,8 @@ from pathlib import Path
 
 import psycopg
 import pyarrow as pa
+import pyarrow.compute as pc
+from deltalake import DeltaTable
 
 from seqdedupe.client.blocking import Client
 from seqdedupe.message_id import Position
@@ -22,6 +24,7 @@ from seqdedupe_spark.ranges import Range
 from seqdedupe_spark.stores.contract import Advance, Beside, Binding, OutputStore, Stored, StoreFactory
 from seqdedupe_spark.stores.postgres import PostgresStore
 from seqdedupe_spark.stores.sqlite import SqliteStore
+from seqdedupe_spark.stores.urls import from_url
 
 JOB = "job"
 TABLE = "rows"
@@ -111,6 +114,20 @@ def postgres_database(url: str) -> Database:
             return connection.execute(text.encode()).fetchall()
 
     return Database(partial(PostgresStore, url), url, query)
+
+
+class DeltaDatabase(Database):
+    """A table of Delta Lake."""
+
+    def indexes(self, topic: str) -> list[int]:
+        rows = DeltaTable(self.url.removeprefix("delta+")).to_pyarrow_table()
+        return sorted(rows.filter(pc.equal(rows["topic"], topic))["index"].to_pylist())
+
+
+def delta_database(folder: str) -> Database:
+    """In a folder of a bucket."""
+    url = f"delta+s3://{folder}/{TABLE}"
+    return DeltaDatabase(from_url(url), url, lambda _: [])
 
 
 def each_once(indexes: Sequence[int], count: int, first: int = 0) -> None:

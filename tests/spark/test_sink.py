@@ -322,6 +322,18 @@ def test_frames_are_small_and_whole() -> None:
     assert [frame.size_bytes // 1_000_000 for frame in frames[-3:]] == [4, 4, 4]
 
 
+@pytest.mark.parametrize(("is_idle", "counts"), [(True, [1000] * 10 + [1]), (False, [4000, 4000, 2001])])
+def test_small_batches_are_joined_while_others_are_under_way(is_idle: bool, counts: list[int]) -> None:
+    whole = pa.record_batch({"value": range(10_001)})
+    small = [whole.slice(first, 1000) for first in range(0, 10_001, 1000)]
+    found = list(rows.joined(small, lambda: is_idle))
+    assert [len(batch) for batch in found] == counts
+    assert pa.Table.from_batches(found) == pa.Table.from_batches([whole])
+    # What is large already waits for nobody, and takes nobody with it.
+    large = pa.record_batch({"value": [bytes(rows.FRAME_BYTES)]})
+    assert [len(batch) for batch in rows.joined([large] * 3, lambda: False)] == [1, 1, 1]
+
+
 # -- once, however often ---------------------------------------------------------------------------------------------
 
 

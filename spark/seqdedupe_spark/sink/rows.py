@@ -1,6 +1,6 @@
 """Rows of Arrow to the columns of a batch, topic by topic, in pieces that fit into a frame."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -34,6 +34,23 @@ class Frame(NamedTuple):
 
     def __len__(self) -> int:
         return len(self.payloads.offsets) - 1
+
+
+def joined(batches: Iterable[pa.RecordBatch], is_idle: Callable[[], bool]) -> Iterator[pa.RecordBatch]:
+    """The same rows in batches of about a frame: as many are joined as fit, unless nothing is under way."""
+    held: list[pa.RecordBatch] = []
+    rows = size_bytes = 0
+    for batch in batches:
+        if held and (rows + len(batch) > FRAME_ROWS or size_bytes + batch.nbytes > FRAME_BYTES):
+            yield pa.concat_batches(held)
+            held, rows, size_bytes = [], 0, 0
+        held.append(batch)
+        rows, size_bytes = rows + len(batch), size_bytes + batch.nbytes
+        if is_idle():
+            yield pa.concat_batches(held)
+            held, rows, size_bytes = [], 0, 0
+    if held:
+        yield pa.concat_batches(held)
 
 
 def frames_of(batch: pa.RecordBatch, layout: Layout, seen: Seen) -> Iterator[tuple[str, Frame]]:

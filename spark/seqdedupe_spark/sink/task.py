@@ -22,7 +22,7 @@ from seqdedupe_spark.planning import patiently
 from seqdedupe_spark.sidecar import Sidecar, sidecar_at
 from seqdedupe_spark.sink.identity import Seen, Source
 from seqdedupe_spark.sink.layout import Layout
-from seqdedupe_spark.sink.rows import Frame, frames_of
+from seqdedupe_spark.sink.rows import Frame, frames_of, joined
 from seqdedupe_spark.sink.window import Began
 
 MAX_IN_FLIGHT_BYTES = 16 * 1024 * 1024
@@ -74,7 +74,7 @@ class SinkTask:
         with sidecar_at(self.service).connect() as client, _Targets(client, self.began, check) as targets:
             if self.layout.topic is not None:
                 targets.open(self.layout.topic)
-            for batch in batches:
+            for batch in joined(batches, targets.is_idle):
                 rows += len(batch)
                 for topic, frame in list(frames_of(batch, self.layout, seen)):
                     targets.send(topic, frame)
@@ -144,6 +144,10 @@ class _Targets:
             _Sent(asyncio.run_coroutine_threadsafe(sending, event_loop()), frame.size_bytes, self._ends[topic])
         )
         self._size_bytes += frame.size_bytes
+
+    def is_idle(self) -> bool:
+        """Whether nothing is under way: whoever has rows need not wait for more of them."""
+        return not self._under_way or self._under_way[-1].future.done()
 
     def flush(self) -> None:
         """Until all is durable."""

@@ -2,13 +2,11 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import PurePosixPath
 from urllib.parse import quote
 
 import pyarrow as pa
-import pyarrow.compute as pc
-from deltalake import CommitProperties, DeltaTable, Transaction, write_deltalake
+from deltalake import CommitProperties, DeltaTable, Field, Transaction, write_deltalake
 from deltalake.exceptions import (
     CommitFailedError,
     DeltaError,
@@ -29,18 +27,9 @@ from seqdedupe_spark.stores.contract import (
     check_format,
     check_replacement,
 )
-from seqdedupe_spark.stores.kinds import (
-    BAD_VALUES,
-    Column,
-    Kind,
-    bad_value,
-    check_schema,
-    check_table,
-    first_bad,
-    in_batch,
-    kind_of,
-    one_line,
-)
+from seqdedupe_spark.stores.delta_columns import check_columns, check_partitions, declared, to_table
+from seqdedupe_spark.stores.kinds import check_schema, in_batch
+from seqdedupe_spark.stores.object_store import options_of, plain
 
 _NO_MESSAGE = MessageId(-1, -1)
 """For no message ID: at a topic's start, or because it is not known. The ledgers of messages are not negative."""
@@ -61,13 +50,20 @@ class DeltaStore(OutputStore):
     the same ones, and merges those of other topics.
 
     `write` holds all rows of a transaction in memory. Columns that the rows do not have are null.
+
+    On S3 (`s3://bucket/folder`) a commit is a conditional PUT: it needs a server that has those, and that nobody
+    commits to the table in another way. `partition_by` are the columns that a table is partitioned by when it is made;
+    with `merge_schema` one that is there gets the columns that it lacks.
     """
 
     keeps_watermarks = False
     keeps_dead_letters = False
 
-    def __init__(self, uri: str) -> None:
+    def __init__(self, uri: str, *, partition_by: Sequence[str] = (), merge_schema: bool = False) -> None:
         self._uri = uri
+        self._options = options_of(uri)
+        self._partition_by = list(partition_by)
+        self._merge_schema = merge_schema
 
     def close(self) -> None:
         pass
@@ -83,27 +79,54 @@ class DeltaStore(OutputStore):
     def has_table(self, table: str) -> bool:
         self._check_name(table)
         with self._errors():
-            return bool(DeltaTable.is_deltatable(self._uri))
+            return self._find() is not None
 
     def prepare(self, table: str, schema: pa.Schema) -> None:
         self._check_name(table)
         check_schema(schema)
-        declared = pa.schema([pa.field(field.name, _declared(field)) for field in schema])
+        wanted = pa.schema([declared(field) for field in schema])
         with self._errors():
-            try:
-                DeltaTable.create(self._uri, declared, mode="ignore")
-            except DeltaError:
-                # Others may have made it at this moment.
-                if not DeltaTable.is_deltatable(self._uri):
-                    raise
-            found = _arrow_schema(DeltaTable(self._uri))
-        check_table(table, schema, _columns_of(found), lambda field, _: _fits(field, found.field(field.name)))
+            found = self._find() or self._create(table, wanted)
+        partitions, columns = found.metadata().partition_columns, _arrow_schema(found)
+        if self._partition_by and sorted(self._partition_by) != sorted(partitions):
+            by = f"partitioned by {', '.join(partitions)}" if partitions else "not partitioned"
+            what = f"partitionBy is {','.join(self._partition_by)}, and the table {table} is there, {by}"
+            raise error("INVALID_OUTPUT", what, hint="A table is partitioned when it is made: leave the option out.")
+        check_partitions(table, partitions, columns)
+        missing = [field for field in wanted if field.name not in columns.names]
+        if missing and self._merge_schema:
+            check_columns(table, schema, pa.schema([*columns, *missing]))
+            with self._errors():
+                self._add_columns(found, missing)
+        else:
+            hint = "mergeSchema=true in the store's URL adds the columns that are missing." if missing else None
+            check_columns(table, schema, columns, hint)
+
+    def _create(self, table: str, columns: pa.Schema) -> DeltaTable:
+        check_partitions(table, self._partition_by, columns)
+        try:
+            DeltaTable.create(
+                self._uri, columns, mode="ignore", partition_by=self._partition_by, storage_options=self._options
+            )
+        except DeltaError:
+            # Others may have made it at this moment.
+            if self._find() is None:
+                raise
+        return self._found()
+
+    def _add_columns(self, found: DeltaTable, missing: Sequence[pa.Field]) -> None:
+        try:
+            found.alter.add_columns([Field.from_arrow(field) for field in missing])
+        except CommitFailedError:
+            # Others may have added them at this moment.
+            there = _arrow_schema(self._found())
+            if not all(field in there for field in missing):
+                raise
 
     def positions(self, job: str) -> dict[str, Stored]:
         with self._errors():
-            if not DeltaTable.is_deltatable(self._uri):
+            if (found := self._find()) is None:
                 return {}
-            found = DeltaTable(self._uri)
             prefix = _PROPERTY + _prefix(job, "")
             topics = [name[len(prefix) :] for name in found.metadata().configuration if name.startswith(prefix)]
             stored = {topic: self._stored(found, job, topic) for topic in topics}
@@ -115,7 +138,7 @@ class DeltaStore(OutputStore):
     def replace(self, job: str, topic: str, expected: Stored | None, new: Stored) -> bool:
         check_replacement(topic, expected, new)
         with self._errors():
-            found = DeltaTable(self._uri)
+            found = self._found()
             if self._stored(found, job, topic) != expected:
                 return False
             try:
@@ -128,7 +151,7 @@ class DeltaStore(OutputStore):
                     commit_properties=CommitProperties(app_transactions=_transactions(job, topic, new.position)),
                 )
             except CommitFailedError:
-                if self._stored(DeltaTable(self._uri), job, topic) != expected:
+                if self._stored(self._found(), job, topic) != expected:
                     return False
                 raise
         return True
@@ -145,13 +168,14 @@ class DeltaStore(OutputStore):
         if beside is not None:
             raise error("UNSUPPORTED_STORE", "a Delta table is one table: it cannot keep dead letters beside its rows")
         with self._errors():
-            found = DeltaTable(self._uri)
-            schema = _arrow_schema(found)
+            found = self._found()
+            schema, partitions = _arrow_schema(found), found.metadata().partition_columns
         cast = []
         for number, batch in enumerate(batches):
             if len(batch):
                 with in_batch(number):
-                    cast.append(self._cast(table, batch, schema))
+                    check_columns(table, batch.schema, schema)
+                    cast.append(to_table(batch, schema, partitions))
         rows = pa.Table.from_batches(cast, schema)
         if any(advance.changed_watermarks() for advance in advances):
             raise error("UNSUPPORTED_STORE", "a Delta table cannot keep the watermarks of a job that drops duplicates")
@@ -159,10 +183,12 @@ class DeltaStore(OutputStore):
         with self._errors():
             found.update_incremental()
             self._check(found, job, advances)
+            if _arrow_schema(found) != schema:
+                raise error("OUTPUT_UNAVAILABLE", f"the Delta table {self._uri} has got other columns meanwhile")
             try:
                 write_deltalake(found, rows, mode="append", commit_properties=CommitProperties(app_transactions=moves))
             except CommitFailedError:
-                self._check(DeltaTable(self._uri), job, advances)
+                self._check(self._found(), job, advances)
                 raise
         return len(rows)
 
@@ -184,25 +210,15 @@ class DeltaStore(OutputStore):
         # Positions that were stored when they had no ownership have none here either.
         return Stored(Position(incarnation, message_id, whole[0], (ownership or 0) % 2**64), epoch)
 
-    def _cast(self, table: str, batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
-        """The batch with the table's columns."""
-        check_schema(batch.schema)
-        check_table(table, batch.schema, _columns_of(schema), lambda field, _: _fits(field, schema.field(field.name)))
-        columns = []
-        for field in schema:
-            if field.name not in batch.schema.names:
-                columns.append(pa.nulls(len(batch), field.type))
-                continue
-            given, cast = batch.column(field.name), partial(_cast, field.type)
-            try:
-                column = cast(given)
-            except BAD_VALUES as e:
-                raise bad_value(field.name, first_bad(cast, given), e) from e
-            if column.null_count and not field.nullable:
-                row = pc.index(column.is_null(), True).as_py()
-                raise error("INVALID_OUTPUT", f"column {field.name!r} takes no null", row=row)
-            columns.append(column)
-        return pa.record_batch(columns, schema=schema)
+    def _find(self) -> DeltaTable | None:
+        # `DeltaTable.is_deltatable` would let no other thread of this process run while it waits for the server.
+        try:
+            return self._found()
+        except TableNotFoundError:
+            return None
+
+    def _found(self) -> DeltaTable:
+        return DeltaTable(self._uri, storage_options=self._options)
 
     def _check_name(self, table: str) -> None:
         name = PurePosixPath(self._uri).name
@@ -218,15 +234,9 @@ class DeltaStore(OutputStore):
         except TableNotFoundError as e:
             raise error("INVALID_OUTPUT", f"there is no Delta table at {self._uri}") from e
         except (SchemaMismatchError, DeltaProtocolError) as e:
-            raise error("INVALID_OUTPUT", f"the Delta table {self._uri} refuses: {one_line(e)}") from e
+            raise error("INVALID_OUTPUT", f"the Delta table {self._uri} refuses: {plain(e)}") from e
         except (DeltaError, OSError) as e:
-            raise error("OUTPUT_UNAVAILABLE", f"the Delta table {self._uri} cannot be used: {one_line(e)}") from e
-
-
-def _cast(kind: pa.DataType, column: pa.Array) -> pa.Array:
-    cast = column.cast(kind)
-    cast.validate(full=True)
-    return cast
+            raise error("OUTPUT_UNAVAILABLE", f"the Delta table {self._uri} cannot be used: {plain(e)}") from e
 
 
 def _prefix(job: str, topic: str) -> str:
@@ -249,34 +259,3 @@ def _transactions(job: str, topic: str, position: Position) -> list[Transaction]
 
 def _arrow_schema(found: DeltaTable) -> pa.Schema:
     return pa.schema(found.schema().to_arrow())
-
-
-def _columns_of(schema: pa.Schema) -> dict[str, Column]:
-    return {field.name: Column(str(field.type), not field.nullable) for field in schema}
-
-
-def _fits(field: pa.Field, column: pa.Field) -> bool:
-    kind, there = kind_of(field), kind_of(column)
-    if kind is Kind.FLOAT and there is Kind.FLOAT:
-        return bool(field.type.bit_width <= column.type.bit_width)
-    return kind is there or (kind is Kind.INTEGER and there is Kind.DECIMAL)
-
-
-_DECLARED = {
-    pa.uint8(): pa.int16(),
-    pa.uint16(): pa.int32(),
-    pa.uint32(): pa.int64(),
-    pa.uint64(): pa.decimal128(20, 0),
-    pa.float16(): pa.float32(),
-    pa.null(): pa.string(),
-}
-
-
-def _declared(field: pa.Field) -> pa.DataType:
-    """The type of a new column: Delta knows no unsigned numbers, and microseconds only."""
-    kind = kind_of(field)
-    if kind is Kind.TIMESTAMP:
-        return pa.timestamp("us", "UTC")
-    if kind is Kind.LOCAL_TIMESTAMP:
-        return pa.timestamp("us")
-    return _DECLARED.get(field.type, field.type)

@@ -108,7 +108,11 @@ def check_schema(schema: pa.Schema) -> None:
 
 
 def check_table(
-    table: str, schema: pa.Schema, columns: Mapping[str, Column], fits: Callable[[pa.Field, str], bool]
+    table: str,
+    schema: pa.Schema,
+    columns: Mapping[str, Column],
+    fits: Callable[[pa.Field, str], bool],
+    hint: str | None = None,
 ) -> None:
     """Raises INVALID_OUTPUT, naming all columns that are the reason, if the table does not take rows of the schema."""
     problems = []
@@ -124,7 +128,7 @@ def check_table(
         if column.is_required and name not in schema.names
     ]
     if problems:
-        raise error("INVALID_OUTPUT", f"table {table} does not fit the rows: {'; '.join(problems)}")
+        raise error("INVALID_OUTPUT", f"table {table} does not fit the rows: {'; '.join(problems)}", hint=hint)
 
 
 BAD_VALUES = (pa.ArrowException, KeyError, TypeError, ValueError)

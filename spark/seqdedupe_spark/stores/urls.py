@@ -2,16 +2,19 @@
 
 from functools import partial
 from pathlib import Path
+from urllib.parse import parse_qsl
 
 from seqdedupe.errors import error
+from seqdedupe_spark.options import Given, flag
 from seqdedupe_spark.stores.contract import StoreFactory
 from seqdedupe_spark.stores.delta import DeltaStore
+from seqdedupe_spark.stores.object_store import SCHEME, is_table_url
 from seqdedupe_spark.stores.postgres import PostgresStore
 from seqdedupe_spark.stores.sqlite import SqliteStore
 
 _FORMS = (
-    "sqlite:///file.db, sqlite:////folder/file.db, postgresql://user@host/database, delta:///folder/table "
-    "or mysql+pymysql://user@host/database, with the name of the driver"
+    "sqlite:///file.db, sqlite:////folder/file.db, postgresql://user@host/database, delta:///folder/table, "
+    "delta+s3://bucket/folder/table or mysql+pymysql://user@host/database, with the name of the driver"
 )
 
 
@@ -19,15 +22,16 @@ def from_url(url: str, *, create: bool = True) -> StoreFactory:
     """What opens the store of this URL; nothing is opened yet. With `create` off a SQLite file has to be there then.
 
     `sqlite:///file.db` (from the folder that the job is started in) or `sqlite:////folder/file.db`;
-    `postgresql://user:password@host:port/database?…`, as libpq has it; `delta:///folder/table`, where the output
-    table's name has to be `table`; and `database+driver://…` for all others, as SQLAlchemy has it. Raises
+    `postgresql://user:password@host:port/database?…`, as libpq has it; `delta:///folder/table` or
+    `delta+s3://bucket/folder/table`, where the output table's name has to be `table`, with the options
+    `?partitionBy=column,…&mergeSchema=true`; and `database+driver://…` for all others, as SQLAlchemy has it. Raises
     ConfigurationError (INVALID_OPTION, UNSUPPORTED_STORE), which never quotes a password.
     """
     scheme, _, rest = url.partition("://")
     if scheme == "sqlite" and rest.startswith("/") and rest.strip("/"):
         return partial(SqliteStore, str(Path(rest[1:]).absolute()), create=create)
-    if scheme == "delta" and rest.startswith("/") and rest.strip("/"):
-        return partial(DeltaStore, str(Path(rest)))
+    if scheme in ("delta", "delta+s3"):
+        return _delta(scheme, *rest.partition("?")[::2])
     if scheme in ("postgresql", "postgres"):
         # Made here once, since it reads the URL; it connects when it is used.
         PostgresStore(url)
@@ -39,3 +43,26 @@ def from_url(url: str, *, create: bool = True) -> StoreFactory:
         SqlStore(url).close()
         return partial(SqlStore, url)
     raise error("INVALID_OPTION", f"the store's URL is none of {_FORMS}")
+
+
+def _delta(scheme: str, place: str, query: str) -> StoreFactory:
+    said = parse_qsl(query, keep_blank_values=True)
+    if len(dict(said)) < len(said):
+        raise error("INVALID_OPTION", "an option of the store's URL is there twice")
+    given = Given(dict(said), ("partitionBy", "mergeSchema"))
+    nothing: tuple[str, ...] = ()
+    partition_by, merge_schema = given.take("partitionBy", _names, nothing), given.take("mergeSchema", flag, False)
+    if scheme == "delta" and place.startswith("/") and place.strip("/"):
+        uri = str(Path(place))
+    elif scheme == "delta+s3" and is_table_url(SCHEME + place.rstrip("/")):
+        uri = SCHEME + place.rstrip("/")
+    else:
+        raise error("INVALID_OPTION", f"the store's URL is none of {_FORMS}")
+    return partial(DeltaStore, uri, partition_by=partition_by, merge_schema=merge_schema)
+
+
+def _names(text: str) -> tuple[str, ...]:
+    names = tuple(text.split(","))
+    if not all(names):
+        raise ValueError("it should be names of columns, with commas between")
+    return names

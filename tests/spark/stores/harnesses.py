@@ -66,8 +66,8 @@ class PostgresHarness(StoreHarness):
 class DeltaHarness(StoreHarness):
     types = (*StoreHarness.types, pa.uint64())
 
-    def __init__(self, folder: Path) -> None:
-        self.uri = str(folder / self.table)
+    def __init__(self, folder: Path | str) -> None:
+        self.uri = f"{folder}/{self.table}"
 
     @property
     def factory(self) -> StoreFactory:

@@ -26,6 +26,12 @@ class TestDelta(StoreConformance):
         return DeltaHarness(tmp_path)
 
 
+class TestDeltaOnS3(StoreConformance):
+    @pytest.fixture
+    def harness(self, lake: str) -> StoreHarness:
+        return DeltaHarness(f"s3://{lake}")
+
+
 class TestMariaDB(StoreConformance):
     @pytest.fixture
     def harness(self, mariadb_url: str) -> StoreHarness:

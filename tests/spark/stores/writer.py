@@ -36,7 +36,7 @@ def main(place: str, store: OutputStore, table: str = "flights") -> None:
 
     def changed() -> dict[str, int]:
         reach("watermarks")
-        return {"a": index + BATCHES * ROWS}
+        return {"a": index + BATCHES * ROWS} if store.keeps_watermarks else {}
 
     if isinstance(store, SqliteStore):
         store._connection.set_trace_callback(lambda statement: reach(statement.split("(")[0].strip()))

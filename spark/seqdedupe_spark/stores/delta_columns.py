@@ -1,0 +1,117 @@
+"""The columns of a Delta table: the types that it has, batches cast to them, and columns that partition it."""
+
+from collections.abc import Sequence
+from functools import partial
+from urllib.parse import quote
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from seqdedupe.errors import error
+from seqdedupe_spark.stores.kinds import (
+    BAD_VALUES,
+    Column,
+    Kind,
+    bad_value,
+    check_schema,
+    check_table,
+    first_bad,
+    kind_of,
+)
+
+MAX_PARTITION_TEXT_BYTES = 200
+"""Of a text in a column that partitions the table, as the name of its folder spells it: names have 255 with the
+column's."""
+
+_NULLS = ("", "__HIVE_DEFAULT_PARTITION__")
+"""Texts that stand for null there."""
+
+_PARTITIONS = (Kind.BOOLEAN, Kind.INTEGER, Kind.TEXT, Kind.DATE, Kind.TIMESTAMP, Kind.LOCAL_TIMESTAMP)
+"""What is read from the names of folders as it was written."""
+
+_DECLARED = {
+    pa.uint8(): pa.int16(),
+    pa.uint16(): pa.int32(),
+    pa.uint32(): pa.int64(),
+    pa.uint64(): pa.decimal128(20, 0),
+    pa.float16(): pa.float32(),
+    pa.null(): pa.string(),
+}
+
+
+def declared(field: pa.Field) -> pa.Field:
+    """A new column, which can be null: Delta knows no unsigned numbers, and microseconds only."""
+    kind = kind_of(field)
+    if kind is Kind.TIMESTAMP:
+        return pa.field(field.name, pa.timestamp("us", "UTC"))
+    if kind is Kind.LOCAL_TIMESTAMP:
+        return pa.field(field.name, pa.timestamp("us"))
+    return pa.field(field.name, _DECLARED.get(field.type, field.type))
+
+
+def check_columns(table: str, schema: pa.Schema, there: pa.Schema, hint: str | None = None) -> None:
+    """Raises INVALID_OUTPUT, naming all columns that are the reason, if the table does not take rows of the schema."""
+    check_schema(schema)
+    columns = {field.name: Column(str(field.type), not field.nullable) for field in there}
+    check_table(table, schema, columns, lambda field, _: _fits(field, there.field(field.name)), hint)
+
+
+def check_partitions(table: str, names: Sequence[str], columns: pa.Schema) -> None:
+    """Raises INVALID_OUTPUT unless these can be the columns that partition a table which has those."""
+    what = f"table {table} cannot be partitioned by {', '.join(names)}"
+    if len(set(names)) < len(names):
+        raise error("INVALID_OUTPUT", f"{what}: one of them is there twice")
+    for name in names:
+        if name not in columns.names:
+            raise error("INVALID_OUTPUT", f"{what}: the rows have no column {name!r}")
+        field = columns.field(name)
+        if kind_of(field) not in _PARTITIONS:
+            why = f"{name} is {field.type}, and folders are named after booleans, integers, texts, dates and times"
+            raise error("INVALID_OUTPUT", f"{what}: {why}")
+    if len(names) == len(columns):
+        raise error("INVALID_OUTPUT", f"{what}: one column has to be left for the files")
+
+
+def to_table(batch: pa.RecordBatch, there: pa.Schema, partitions: Sequence[str]) -> pa.RecordBatch:
+    """The batch with the table's columns; those that it does not have are null. Raises INVALID_OUTPUT that names the
+    row."""
+    columns = []
+    for field in there:
+        if field.name not in batch.schema.names:
+            columns.append(pa.nulls(len(batch), field.type))
+            continue
+        given, cast = batch.column(field.name), partial(_cast, field.type)
+        try:
+            column = cast(given)
+        except BAD_VALUES as e:
+            raise bad_value(field.name, first_bad(cast, given), e) from e
+        if column.null_count and not field.nullable:
+            row = pc.index(column.is_null(), True).as_py()
+            raise error("INVALID_OUTPUT", f"column {field.name!r} takes no null", row=row)
+        if field.name in partitions and kind_of(field) is Kind.TEXT:
+            _check_names_a_folder(field.name, column)
+        columns.append(column)
+    return pa.record_batch(columns, schema=there)
+
+
+def _check_names_a_folder(name: str, column: pa.Array) -> None:
+    for text in column.unique().to_pylist():
+        if text is None or (text not in _NULLS and len(quote(text, safe="")) <= MAX_PARTITION_TEXT_BYTES):
+            continue
+        row = pc.index(column, pa.scalar(text, column.type)).as_py()
+        why = "would be null" if text in _NULLS else f"has more than {MAX_PARTITION_TEXT_BYTES} bytes"
+        what = f"column {name!r} partitions the table, and as the name of a folder {text[:80]!r} {why}"
+        raise error("INVALID_OUTPUT", what, row=row)
+
+
+def _cast(kind: pa.DataType, column: pa.Array) -> pa.Array:
+    cast = column.cast(kind)
+    cast.validate(full=True)
+    return cast
+
+
+def _fits(field: pa.Field, column: pa.Field) -> bool:
+    kind, there = kind_of(field), kind_of(column)
+    if kind is Kind.FLOAT and there is Kind.FLOAT:
+        return bool(field.type.bit_width <= column.type.bit_width)
+    return kind is there or (kind is Kind.INTEGER and there is Kind.DECIMAL)

@@ -1,0 +1,177 @@
+"""Columns that partition a Delta table, and those that it gets later."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from deltalake import DeltaTable, Field
+
+from seqdedupe.errors import ConfigurationError
+from seqdedupe_spark.stores.contract import OutputStore, Stored
+from seqdedupe_spark.stores.delta import DeltaStore
+from seqdedupe_spark.stores.urls import from_url
+from tests.spark.stores.conformance import JOB, SCHEMA, TOPIC, at, ns, numbers, over, refused, samples
+from tests.spark.stores.harnesses import DeltaHarness
+
+MORE = pa.schema([*SCHEMA, pa.field("more", pa.uint64()), pa.field("tags", pa.map_(pa.string(), pa.string()))])
+
+
+@pytest.fixture
+def harness(tmp_path: Path) -> DeltaHarness:
+    return DeltaHarness(tmp_path)
+
+
+def opened(harness: DeltaHarness, options: str) -> OutputStore:
+    return from_url(f"delta://{harness.uri}?{options}")()
+
+
+def begin(harness: DeltaHarness, store: OutputStore, schema: pa.Schema = SCHEMA) -> None:
+    store.prepare(harness.table, schema)
+    assert store.replace(JOB, TOPIC, None, Stored(at(-1), 0))
+
+
+PARTITIONING = [
+    pa.bool_(),
+    pa.int16(),
+    pa.int64(),
+    pa.string(),
+    pa.large_string(),
+    pa.date32(),
+    pa.timestamp("us", "UTC"),
+    pa.timestamp("us"),
+]
+
+
+@pytest.mark.parametrize("kind", PARTITIONING, ids=str)
+def test_a_table_is_partitioned_when_it_is_made(harness: DeltaHarness, kind: pa.DataType) -> None:
+    schema = pa.schema({"n": pa.int64(), "p": kind})
+    values = [value for value in samples(kind) if value != ""]
+    if pa.types.is_string(kind):
+        values += ["a/b=c", "%41", " ", ".", "..", "null"]
+    with opened(harness, "partitionBy=p") as store:
+        begin(harness, store, schema)
+        rows = pa.record_batch([range(len(values)), pa.array(values, kind)], schema=schema)
+        store.write(JOB, harness.table, iter([rows]), [over(-1, 5)])
+        assert store.positions(JOB) == {TOPIC: Stored(at(5), 0)}
+    found = sorted(harness.rows(), key=lambda row: row["n"])
+    assert [row["p"] for row in found] == values
+    assert DeltaTable(harness.uri).metadata().partition_columns == ["p"]
+    # Another job may leave it out, or name the same.
+    for options in ("", "partitionBy=p"):
+        with opened(harness, options) as store:
+            store.prepare(harness.table, schema)
+
+
+@pytest.mark.parametrize("text", ["", "x" * 201, "é" * 40, "__HIVE_DEFAULT_PARTITION__"])
+def test_a_text_that_cannot_name_a_folder_names_its_row(harness: DeltaHarness, text: str) -> None:
+    with opened(harness, "partitionBy=text") as store:
+        begin(harness, store)
+        rows = [numbers(1), pa.record_batch({"n": [2, 3], "text": ["b", text]}, SCHEMA)]
+        with pytest.raises(ConfigurationError, match="INVALID_OUTPUT") as caught:
+            store.write(JOB, harness.table, iter(rows), [over(-1, 0)])
+        assert "partitions the table" in str(caught.value)
+        assert (caught.value.numbers["batch"], caught.value.numbers["row"]) == ("1", "1")
+    assert ns(harness) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("partitionBy=m", ("partitioned by m", "no column")),
+        ("partitionBy=n,n", ("twice",)),
+        ("partitionBy=n,text", ("one column has to be left",)),
+    ],
+)
+def test_columns_that_cannot_partition(harness: DeltaHarness, options: str, said: tuple[str, ...]) -> None:
+    with opened(harness, options) as store, refused("INVALID_OUTPUT", *said):
+        store.prepare(harness.table, SCHEMA)
+    assert not Path(harness.uri).exists()
+
+
+@pytest.mark.parametrize(
+    "kind", [pa.float64(), pa.binary(), pa.decimal128(9, 2), pa.uint64(), pa.list_(pa.int64())], ids=str
+)
+def test_types_that_do_not_come_back_from_the_name_of_a_folder(harness: DeltaHarness, kind: pa.DataType) -> None:
+    schema = pa.schema({"n": pa.int64(), "p": kind})
+    with opened(harness, "partitionBy=p") as store, refused("INVALID_OUTPUT", "partitioned by p"):
+        store.prepare(harness.table, schema)
+    assert not Path(harness.uri).exists()
+
+
+def test_a_table_that_others_have_partitioned_so_is_refused(harness: DeltaHarness) -> None:
+    DeltaTable.create(harness.uri, pa.schema({"n": pa.int64(), "p": pa.binary()}), partition_by=["p"])
+    with harness.factory() as store, refused("INVALID_OUTPUT", "partitioned by p"):
+        store.prepare(harness.table, pa.schema({"n": pa.int64()}))
+
+
+def test_a_table_that_is_there_keeps_its_partitions(harness: DeltaHarness) -> None:
+    with harness.factory() as store:
+        store.prepare(harness.table, SCHEMA)
+    with (
+        opened(harness, "partitionBy=text") as store,
+        refused("INVALID_OUTPUT", "partitionBy is text", "not partitioned"),
+    ):
+        store.prepare(harness.table, SCHEMA)
+
+
+def test_new_columns_are_added(harness: DeltaHarness) -> None:
+    with harness.factory() as store:
+        begin(harness, store)
+        store.write(JOB, harness.table, iter([numbers(0)]), [over(-1, 0)])
+        with pytest.raises(ConfigurationError, match=r"more \(uint64\) is missing; tags .* is missing") as caught:
+            store.prepare(harness.table, MORE)
+        assert "mergeSchema=true" in caught.value.hint
+        version = DeltaTable(harness.uri).version()
+        with opened(harness, "mergeSchema=true") as merging:
+            for _ in range(2):
+                merging.prepare(harness.table, MORE)
+            assert DeltaTable(harness.uri).version() == version + 1
+            more: dict[str, Any] = {"n": 1, "text": "1", "more": 2**64 - 1, "tags": {"a": "b"}}
+            merging.write(JOB, harness.table, iter([pa.RecordBatch.from_pylist([more], MORE)]), [over(0, 1)])
+        # A job that does not have them goes on.
+        store.write(JOB, harness.table, iter([numbers(2)]), [over(1, 2)])
+        assert store.positions(JOB) == {TOPIC: Stored(at(2), 0)}
+    found = sorted(harness.rows(), key=lambda row: row["n"])
+    assert [(row["more"], row["tags"]) for row in found] == [(None, None), (2**64 - 1, {"a": "b"}), (None, None)]
+
+
+def test_a_type_that_does_not_fit_adds_no_column(harness: DeltaHarness) -> None:
+    with opened(harness, "mergeSchema=true") as store:
+        begin(harness, store)
+        with refused("INVALID_OUTPUT", "n is int64, which does not take string"):
+            store.prepare(harness.table, pa.schema({"n": pa.string(), "new": pa.int64()}))
+    assert DeltaTable(harness.uri).schema().to_arrow().names == ["n", "text"]
+
+
+def test_a_column_comes_in_the_middle_of_a_write(harness: DeltaHarness) -> None:
+    with harness.factory() as store:
+        begin(harness, store)
+
+        def rows(before: bool) -> Iterator[pa.RecordBatch]:
+            if before:
+                with opened(harness, "mergeSchema=true") as merging:
+                    merging.prepare(harness.table, MORE)
+            yield numbers(0)
+
+        with refused("OUTPUT_UNAVAILABLE", "other columns"):
+            store.write(JOB, harness.table, rows(before=True), [over(-1, 0)])
+        assert ns(harness) == []
+        store.write(JOB, harness.table, rows(before=False), [over(-1, 0)])
+    assert ns(harness) == [0]
+
+
+def test_two_add_the_same_columns(harness: DeltaHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+    with harness.factory() as store:
+        begin(harness, store)
+    add = DeltaStore._add_columns
+
+    def second(self: DeltaStore, found: DeltaTable, missing: list[pa.Field]) -> None:
+        self._found().alter.add_columns([Field.from_arrow(field) for field in missing])
+        add(self, found, missing)
+
+    monkeypatch.setattr(DeltaStore, "_add_columns", second)
+    with opened(harness, "mergeSchema=true") as store:
+        store.prepare(harness.table, MORE)
+    assert DeltaTable(harness.uri).schema().to_arrow().names == MORE.names
