@@ -48,8 +48,9 @@ def _database(url: str) -> Iterator["Engine"]:
     try:
         yield engine
     except SQLAlchemyError as e:
-        cause = getattr(e, "orig", None) or e
-        what = f"the consumer's tables cannot be used: {' '.join(str(cause).split())}"
+        from seqdedupe.databases.failures import told
+
+        what = f"the consumer's tables cannot be used: {told(e)}"
         raise error("OUTPUT_UNAVAILABLE", what, hint="Is it the consumer's database?") from e
     finally:
         engine.dispose()

@@ -10,11 +10,12 @@ from sqlalchemy import Connection, Engine, Row, delete, insert, select, update
 from sqlalchemy.dialects import mysql, postgresql, sqlite
 
 from seqdedupe.client.stored import Message
+from seqdedupe.databases.failures import passes_by_itself
+from seqdedupe.databases.tables import make_tables
 from seqdedupe.errors import error
 from seqdedupe.services.consumer.consumer import purpose_of
-from seqdedupe.services.consumer.database import Away, passes_by_itself, reaching
+from seqdedupe.services.consumer.database import Away, reaching
 from seqdedupe.services.consumer.set_aside import content, message_of, why
-from seqdedupe.services.consumer.tables import make_tables
 from seqdedupe.services.inbox.rule import MAX_VERSION, Order, Verdict, checked, decide
 from seqdedupe.services.inbox.tables import KEYS, METADATA, PARKED
 from seqdedupe.services.inbox.waiting import Waiting, in_cycles
