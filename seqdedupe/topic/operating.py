@@ -146,8 +146,8 @@ async def reset_producer(topic: Topic, name: str, persisted: int) -> int:
     """Sets a producer's persisted ID, and fences its sessions; durable and in force on return. Returns what it was.
 
     What it has in flight settles first. Raises INVALID_NAME, PRODUCER_NOT_FOUND; INVALID_REQUEST if it has not sent
-    that ID, or in a topic of deduplication IDs; why the topic takes nothing now, or LOG_REFUSED: then nothing has changed, and nobody is fenced. Whoever is
-    cancelled here does not know.
+    that ID, or in a topic of deduplication IDs; why the topic takes nothing now, or LOG_REFUSED: then nothing has
+    changed, and nobody is fenced. Whoever is cancelled here does not know.
     """
     encoded = producer_name(name)
     topic.check_serving()
