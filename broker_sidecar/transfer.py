@@ -53,7 +53,9 @@ class Transfer:
 
     async def _export_watermarks(self, data: bytes, _context: Context, stream: Stream) -> None:
         request = parse_small(admin_pb2.ExportWatermarksRequest, data)
-        for names, persisted in watermarks(await find(self._topics, request.topic)):
+        topic = await find(self._topics, request.topic)
+        _check_has_producers(topic)
+        for names, persisted in watermarks(topic):
             column = Binary.of_all(names)
             answer = wire.ExportWatermarksResponse(
                 producer_name_offsets=column.offsets.tobytes(),

@@ -14,6 +14,7 @@ from seqdedupe.cli.bench import bench
 from seqdedupe.cli.consumer import consumer
 from seqdedupe.cli.cursors import cursors
 from seqdedupe.cli.doctor import doctor
+from seqdedupe.cli.inbox import inbox
 from seqdedupe.cli.job import job
 from seqdedupe.cli.operate import in_flight, message_state, reset_producer
 from seqdedupe.cli.outbox import outbox
@@ -60,6 +61,7 @@ for _command in (
     pipe,
     job,
     consumer,
+    inbox,
     outbox,
     backup,
     verify,

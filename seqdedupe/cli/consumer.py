@@ -1,58 +1,15 @@
 """`seqdedupe consumer`: what consumers have set aside."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-from seqdedupe.cli.options import as_json_option, print_json, print_table
-from seqdedupe.command import Command, echo, printable
-from seqdedupe.errors import error
-
-if TYPE_CHECKING:
-    from sqlalchemy import Engine
+from seqdedupe.cli.database import database_options, opened
+from seqdedupe.cli.options import print_json, print_table
+from seqdedupe.command import echo, printable
 
 _SHOWN = 80
 """Characters of an error in the table."""
-
-
-def _options(command: Command) -> Command:
-    database = click.option(
-        "--database",
-        envvar="SEQDEDUPE_DATABASE",
-        show_envvar=True,
-        required=True,
-        metavar="URL",
-        help="The consumer's database, as SQLAlchemy names it.",
-    )
-    return database(as_json_option(command))
-
-
-@contextmanager
-def _database(url: str) -> Iterator["Engine"]:
-    """An engine. Raises INVALID_CONFIGURATION, INVALID_OPTION and OUTPUT_UNAVAILABLE, which quote no password."""
-    try:
-        from sqlalchemy import create_engine
-        from sqlalchemy.exc import ArgumentError, SQLAlchemyError
-    except ModuleNotFoundError as e:
-        hint = "Install it: pip install 'seqdedupe[services]'"
-        raise error("INVALID_CONFIGURATION", f"consumers need {e.name}, which is not installed", hint=hint) from e
-    hint = "Give the URL that the consumer's create_engine is given, and install its driver."
-    try:
-        engine = create_engine(url)
-    except ArgumentError:
-        raise error("INVALID_OPTION", "the database's URL cannot be read", hint=hint) from None
-    except ModuleNotFoundError as e:
-        raise error("INVALID_OPTION", f"the database's URL needs {e.name}, which is not installed", hint=hint) from e
-    try:
-        yield engine
-    except SQLAlchemyError as e:
-        cause = getattr(e, "orig", None) or e
-        what = f"the consumer's tables cannot be used: {' '.join(str(cause).split())}"
-        raise error("OUTPUT_UNAVAILABLE", what, hint="Is it the consumer's database?") from e
-    finally:
-        engine.dispose()
 
 
 @click.group(short_help="Look after messages that consumers have set aside.")
@@ -63,10 +20,10 @@ def consumer() -> None:
 @consumer.command(short_help="List the messages that are parked, and the dead letters.")
 @click.argument("name")
 @click.option("--limit", type=click.IntRange(1), default=100, show_default=True, help="At most so many of each.")
-@_options
+@database_options
 def parked(name: str, limit: int, database: str, as_json: bool) -> None:
     """List what the consumer NAME has parked and given up, with the error of the last attempt."""
-    with _database(database) as engine:
+    with opened(database, "consumer") as engine:
         from seqdedupe.services.consumer.operating import set_aside
 
         found = set_aside(engine, name, limit)
@@ -109,11 +66,11 @@ def _json(kind: str, row: Any) -> dict[str, Any]:
 @consumer.command(short_help="Let messages be tried again now.")
 @click.argument("name")
 @click.argument("indexes", nargs=-1, type=click.IntRange(0, 2**63 - 1), metavar="[INDEX]...")
-@_options
+@database_options
 def retry(name: str, indexes: tuple[int, ...], database: str, as_json: bool) -> None:
     """Let the consumer NAME try the messages with these indexes again, or all that are parked; dead letters only where
     their index is given."""
-    with _database(database) as engine:
+    with opened(database, "consumer") as engine:
         from seqdedupe.services.consumer import operating
 
         found = operating.retry(engine, name, indexes)
@@ -130,10 +87,10 @@ def retry(name: str, indexes: tuple[int, ...], database: str, as_json: bool) -> 
 @consumer.command(short_help="Give messages up for good.")
 @click.argument("name")
 @click.argument("indexes", nargs=-1, required=True, type=click.IntRange(0, 2**63 - 1), metavar="INDEX...")
-@_options
+@database_options
 def drop(name: str, indexes: tuple[int, ...], database: str, as_json: bool) -> None:
     """Remove the messages with these indexes from what the consumer NAME has parked, and from its dead letters."""
-    with _database(database) as engine:
+    with opened(database, "consumer") as engine:
         from seqdedupe.services.consumer import operating
 
         count = operating.drop(engine, name, indexes)

@@ -1,44 +1,29 @@
 """`seqdedupe pipe`: a Python function from topic to topic."""
 
-import importlib
-import os
-import sys
 from typing import Any
 
 import click
 
 from seqdedupe.cli.options import common, connect, print_json
+from seqdedupe.cli.python_object import PythonObject
 from seqdedupe.client.blocking import Client
 from seqdedupe.command import echo, told_credentials
 from seqdedupe.services.pipe.blocking import Pipe
-
-
-class _FunctionType(click.ParamType[Any]):
-    name = "function"
-
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        module, _, name = str(value).partition(":")
-        sys.path.insert(0, os.getcwd())  # as `python -m` does
-        try:
-            function = getattr(importlib.import_module(module), name)
-        except (ImportError, AttributeError, ValueError) as e:
-            raise click.BadParameter(f"{value} cannot be imported: {e}", ctx, param) from e
-        if not callable(function):
-            raise click.BadParameter(f"{value} is no function.", ctx, param)
-        return function
 
 
 @click.command(short_help="Bring a topic's messages through a Python function to another topic, exactly once.")
 @click.argument("source")
 @click.argument("target")
 @click.option(
-    "--function", type=_FunctionType(), required=True, metavar="MODULE:NAME", help="What each message goes to."
+    "--function", type=PythonObject(), required=True, metavar="MODULE:NAME", help="What each message goes to."
 )
 @click.option("--name", required=True, help="The pipe's name, always the same: its outputs are known by it.")
 @click.option("--follow", is_flag=True, help="At the end wait for new messages instead of ending.")
 @common
 def pipe(source: str, target: str, function: Any, name: str, follow: bool, address: str, as_json: bool) -> None:
     """Call a Python function for each message of SOURCE, and publish what it gives to TARGET, exactly once."""
+    if not callable(function):
+        raise click.BadParameter("it is no function.", param_hint="'--function'")
     with Client(address, told_credentials()) if follow else connect(address) as client:
         one = Pipe(client, source, target, function, name=name)
         one.run(follow=follow)

@@ -256,6 +256,7 @@ class LoggedTopic(TopicBase):
     async def _purge(self, numbers: Int64s) -> int:
         names = self.producers.names_of(numbers)
         await self.append_change(Purge(names))
+        self.sessions.forget(names)
         return len(names)
 
     def _renumber(self, new_numbers: Int64s) -> None:

@@ -49,13 +49,17 @@ async def open_sessions(topic: Topic, names: list[str], epochs: list[int] | None
         await topic.all_settled()
     answer = topic.sessions.opened(opening, len(names))
     if opening.is_resume and topic.producers.has_forgotten:
-        columns = zip(opening.places.tolist(), (durable_epochs == NO_EPOCH).tolist(), strict=True)
+        had_nothing = np.flatnonzero(durable_epochs == NO_EPOCH)
+        gone = [opening.names[k] for k in had_nothing]
+        topic.resumed_after_purge(gone)
+        topic.sessions.begin_anew(gone, opening.epochs[had_nothing])
+        columns = zip(opening.places.tolist(), opening.names, opening.epochs.tolist(), strict=True)
         answer.forgotten.extend(
             place
-            for place, had_nothing in columns
-            if place not in answer.refusals and (had_nothing or answer.persisted[place] == NO_SEQUENCE_ID)
+            for place, name, epoch in columns
+            if place not in answer.refusals
+            and (answer.persisted[place] == NO_SEQUENCE_ID or topic.sessions.has_begun_anew(name, epoch))
         )
-        topic.resumed_after_purge([opening.names[k] for k in np.flatnonzero(durable_epochs == NO_EPOCH)])
     for place, name in list(zip(opening.places.tolist(), opening.names, strict=True))[:MAX_LOOKED_UP]:
         if answer.indexes[place] < 0 and place not in answer.refusals:
             number = topic.producers.add(name)

@@ -61,12 +61,14 @@ class ProducerInFlight(NamedTuple):
 async def message_state(topic: Topic, name: str, sequence_id: int) -> Message:
     """What is known of a message. One that the ring has forgotten is looked for at the log's end (`originals`).
 
-    Raises INVALID_NAME, INVALID_SEQUENCE_ID; RECOVERING or LOG_DAMAGED while it is not certain.
+    Raises INVALID_NAME, INVALID_SEQUENCE_ID; INVALID_REQUEST in a topic of deduplication IDs; RECOVERING or LOG_DAMAGED
+    while it is not certain.
     """
     encoded = producer_name(name)
     if sequence_id < 0:
         raise error("INVALID_SEQUENCE_ID", f"the sequence ID is {sequence_id}: they begin with 0")
     topic.check_knows_its_end()
+    _check_has_producers(topic)
     if topic.state is State.RECOVERING:
         raise error("RECOVERING", f"what topic {topic.name} holds is being found out: {topic.why}")
     number = topic.producers.number(encoded)
@@ -92,6 +94,13 @@ async def message_state(topic: Topic, name: str, sequence_id: int) -> Message:
         position=await _position_of(topic, index),
         publish_time_ms=await publish_time_ms(topic.log, index),
     )
+
+
+def _check_has_producers(topic: Topic) -> None:
+    """Raises INVALID_REQUEST if there is nothing to say of any."""
+    if topic.window is not None:
+        why = f"topic {topic.name} is one of deduplication IDs, and knows neither producers nor sequence IDs"
+        raise error("INVALID_REQUEST", why, hint="`seqdedupe topics show` says of which messages it knows the IDs.")
 
 
 async def _position_of(topic: Topic, index: int) -> Position:
@@ -137,11 +146,12 @@ async def reset_producer(topic: Topic, name: str, persisted: int) -> int:
     """Sets a producer's persisted ID, and fences its sessions; durable and in force on return. Returns what it was.
 
     What it has in flight settles first. Raises INVALID_NAME, PRODUCER_NOT_FOUND; INVALID_REQUEST if it has not sent
-    that ID; why the topic takes nothing now, or LOG_REFUSED: then nothing has changed, and nobody is fenced. Whoever is
-    cancelled here does not know.
+    that ID, or in a topic of deduplication IDs; why the topic takes nothing now, or LOG_REFUSED: then nothing has
+    changed, and nobody is fenced. Whoever is cancelled here does not know.
     """
     encoded = producer_name(name)
     topic.check_serving()
+    _check_has_producers(topic)
     number = topic.producers.number(encoded)
     if number is None or not topic.producers.is_known(number):
         raise error("PRODUCER_NOT_FOUND", f"topic {topic.name} knows no producer {name!r}", topic=topic.name)

@@ -74,7 +74,8 @@ class Opened:
     refusals: dict[int, SeqdedupeError] = field(default_factory=dict)
     """By place: FENCED, INVALID_EPOCH."""
     forgotten: list[int] = field(default_factory=list)
-    """The places of resumed names of which there is nothing, where names were ever forgotten."""
+    """The places of resumed names of which there is nothing, or was nothing when their session was resumed before,
+    where names were ever forgotten."""
     fenced_epochs: dict[int, int] = field(default_factory=dict)
     """By place, of names that another session had before."""
 
@@ -98,6 +99,8 @@ class Sessions:
         self._producers = producers
         self._term = 0
         self._opens = 0
+        self._begun_anew: dict[bytes, int] = {}
+        """By name the epoch of a session that was resumed after the name was forgotten."""
 
     def begin_term(self, term: int, random: bytes) -> None:
         """The topic has a new owner. Where its opens begin to count is of RANDOM_BYTES."""
@@ -129,6 +132,8 @@ class Sessions:
         given = np.array([epochs[place] for place in places], np.int64)
         earlier = self._producers.numbers[numbers, EPOCH]
         self._producers.open(numbers, given)
+        if not is_resume:
+            self.forget(accepted)
         return Opening(np.array(places, np.int64), accepted, numbers, given, earlier, refusals, is_resume)
 
     def opened(self, opening: Opening, names: int) -> Opened:
@@ -154,6 +159,21 @@ class Sessions:
             answer.persisted[place] = last
             answer.indexes[place] = self._producers.index_of(number, last) if last >= 0 else -1
         return answer
+
+    def begin_anew(self, names: list[bytes], epochs: Int64s) -> None:
+        """These sessions were resumed after their names had been forgotten. Whether their clients hear that is not
+        known: as long as this process knows them, each resume is told."""
+        self._begun_anew.update(zip(names, epochs.tolist(), strict=True))
+
+    def has_begun_anew(self, name: bytes, epoch: int) -> bool:
+        """Whether this session was resumed after its name had been forgotten."""
+        return self._begun_anew.get(name) == epoch
+
+    def forget(self, names: list[bytes]) -> None:
+        """The sessions of these names are over."""
+        if self._begun_anew:
+            for name in names:
+                self._begun_anew.pop(name, None)
 
     def _next_epoch(self) -> int:
         if self._opens >= LAST_OPEN:

@@ -309,7 +309,7 @@ class AdminServiceServicer(object):
 
     def GetMessageState(self, request, context):
         """What is known of one message of a producer. Only for topics on the sidecar's own log. Errors: `TOPIC_NOT_FOUND`,
-        `RECOVERING` while that is not certain.
+        `RECOVERING` while that is not certain, `INVALID_REQUEST` for a topic of deduplication IDs.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -327,8 +327,8 @@ class AdminServiceServicer(object):
         """Sets a producer's highest persisted sequence ID to a lower one: IDs above it are new again, also those that the log
         holds. It fences the producer's sessions at once, waits for what they have in flight, and is durable when it is
         answered. Whoever goes on under the name opens a new session, which learns the new number. Only for topics on the
-        sidecar's own log. Errors: `PRODUCER_NOT_FOUND`, `INVALID_REQUEST` if the number is not lower; `LOG_REFUSED`: then
-        nothing has changed, and nobody is fenced.
+        sidecar's own log. Errors: `PRODUCER_NOT_FOUND`, `INVALID_REQUEST` if the number is not lower, or for a topic of
+        deduplication IDs; `LOG_REFUSED`: then nothing has changed, and nobody is fenced.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -365,7 +365,8 @@ class AdminServiceServicer(object):
 
     def ExportWatermarks(self, request, context):
         """The highest persisted sequence ID of every producer of a topic that has one, as of one moment, for a topic that
-        these producers move to. Error: `RECOVERING` while that is not certain.
+        these producers move to. Errors: `RECOVERING` while that is not certain, `INVALID_REQUEST` for a topic of
+        deduplication IDs.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -384,7 +385,7 @@ class AdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ExportSnapshot(self, request, context):
-        """A topic's snapshot as of one moment, to be saved elsewhere. Error: `RECOVERING` while that is not certain.
+        """A topic's snapshot as of one moment, to be saved elsewhere. Errors: as those of `ExportWatermarks`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

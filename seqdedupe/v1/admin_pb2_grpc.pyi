@@ -76,7 +76,7 @@ class AdminServiceStub:
     """One producer. Error: `PRODUCER_NOT_FOUND`."""
     GetMessageState: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetMessageStateRequest, _admin_pb2.GetMessageStateResponse]
     """What is known of one message of a producer. Only for topics on the sidecar's own log. Errors: `TOPIC_NOT_FOUND`,
-    `RECOVERING` while that is not certain.
+    `RECOVERING` while that is not certain, `INVALID_REQUEST` for a topic of deduplication IDs.
     """
     ListInFlight: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListInFlightRequest, _admin_pb2.ListInFlightResponse]
     """The producers that have messages in flight for long, the longest first: at most 1,000 of them. Only for topics on
@@ -86,8 +86,8 @@ class AdminServiceStub:
     """Sets a producer's highest persisted sequence ID to a lower one: IDs above it are new again, also those that the log
     holds. It fences the producer's sessions at once, waits for what they have in flight, and is durable when it is
     answered. Whoever goes on under the name opens a new session, which learns the new number. Only for topics on the
-    sidecar's own log. Errors: `PRODUCER_NOT_FOUND`, `INVALID_REQUEST` if the number is not lower; `LOG_REFUSED`: then
-    nothing has changed, and nobody is fenced.
+    sidecar's own log. Errors: `PRODUCER_NOT_FOUND`, `INVALID_REQUEST` if the number is not lower, or for a topic of
+    deduplication IDs; `LOG_REFUSED`: then nothing has changed, and nobody is fenced.
     """
     ListCursors: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListCursorsRequest, _admin_pb2.ListCursorsResponse]
     """The named cursors of a topic, by name. Only for topics on the sidecar's own log, as the next two."""
@@ -101,7 +101,8 @@ class AdminServiceStub:
     """Takes a snapshot of a topic now and answers when it is durable."""
     ExportWatermarks: _grpc.UnaryStreamMultiCallable[_admin_pb2.ExportWatermarksRequest, _admin_pb2.ExportWatermarksResponse]
     """The highest persisted sequence ID of every producer of a topic that has one, as of one moment, for a topic that
-    these producers move to. Error: `RECOVERING` while that is not certain.
+    these producers move to. Errors: `RECOVERING` while that is not certain, `INVALID_REQUEST` for a topic of
+    deduplication IDs.
     """
     ImportWatermarks: _grpc.StreamUnaryMultiCallable[_admin_pb2.ImportWatermarksRequest, _admin_pb2.ImportWatermarksResponse]
     """Takes watermarks over into a topic that nobody has used yet: it has no message, and no producer has ever opened it
@@ -112,7 +113,7 @@ class AdminServiceStub:
     takes nothing now.
     """
     ExportSnapshot: _grpc.UnaryStreamMultiCallable[_admin_pb2.ExportSnapshotRequest, _admin_pb2.ExportSnapshotResponse]
-    """A topic's snapshot as of one moment, to be saved elsewhere. Error: `RECOVERING` while that is not certain."""
+    """A topic's snapshot as of one moment, to be saved elsewhere. Errors: as those of `ExportWatermarks`."""
     ImportSnapshot: _grpc.StreamUnaryMultiCallable[_admin_pb2.ImportSnapshotRequest, _admin_pb2.ImportSnapshotResponse]
     """Puts a saved snapshot in the place of the one in the store, and opens the topic from it: its log is replayed from
     there, so that all that came later counts, resets among it. The topic may be in any state, `TOPIC_STATE_DAMAGED`
@@ -229,7 +230,7 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """One producer. Error: `PRODUCER_NOT_FOUND`."""
     GetMessageState: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetMessageStateRequest, _admin_pb2.GetMessageStateResponse]  # type: ignore[assignment]
     """What is known of one message of a producer. Only for topics on the sidecar's own log. Errors: `TOPIC_NOT_FOUND`,
-    `RECOVERING` while that is not certain.
+    `RECOVERING` while that is not certain, `INVALID_REQUEST` for a topic of deduplication IDs.
     """
     ListInFlight: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListInFlightRequest, _admin_pb2.ListInFlightResponse]  # type: ignore[assignment]
     """The producers that have messages in flight for long, the longest first: at most 1,000 of them. Only for topics on
@@ -239,8 +240,8 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """Sets a producer's highest persisted sequence ID to a lower one: IDs above it are new again, also those that the log
     holds. It fences the producer's sessions at once, waits for what they have in flight, and is durable when it is
     answered. Whoever goes on under the name opens a new session, which learns the new number. Only for topics on the
-    sidecar's own log. Errors: `PRODUCER_NOT_FOUND`, `INVALID_REQUEST` if the number is not lower; `LOG_REFUSED`: then
-    nothing has changed, and nobody is fenced.
+    sidecar's own log. Errors: `PRODUCER_NOT_FOUND`, `INVALID_REQUEST` if the number is not lower, or for a topic of
+    deduplication IDs; `LOG_REFUSED`: then nothing has changed, and nobody is fenced.
     """
     ListCursors: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListCursorsRequest, _admin_pb2.ListCursorsResponse]  # type: ignore[assignment]
     """The named cursors of a topic, by name. Only for topics on the sidecar's own log, as the next two."""
@@ -254,7 +255,8 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """Takes a snapshot of a topic now and answers when it is durable."""
     ExportWatermarks: _aio.UnaryStreamMultiCallable[_admin_pb2.ExportWatermarksRequest, _admin_pb2.ExportWatermarksResponse]  # type: ignore[assignment]
     """The highest persisted sequence ID of every producer of a topic that has one, as of one moment, for a topic that
-    these producers move to. Error: `RECOVERING` while that is not certain.
+    these producers move to. Errors: `RECOVERING` while that is not certain, `INVALID_REQUEST` for a topic of
+    deduplication IDs.
     """
     ImportWatermarks: _aio.StreamUnaryMultiCallable[_admin_pb2.ImportWatermarksRequest, _admin_pb2.ImportWatermarksResponse]  # type: ignore[assignment]
     """Takes watermarks over into a topic that nobody has used yet: it has no message, and no producer has ever opened it
@@ -265,7 +267,7 @@ class AdminServiceAsyncStub(AdminServiceStub):
     takes nothing now.
     """
     ExportSnapshot: _aio.UnaryStreamMultiCallable[_admin_pb2.ExportSnapshotRequest, _admin_pb2.ExportSnapshotResponse]  # type: ignore[assignment]
-    """A topic's snapshot as of one moment, to be saved elsewhere. Error: `RECOVERING` while that is not certain."""
+    """A topic's snapshot as of one moment, to be saved elsewhere. Errors: as those of `ExportWatermarks`."""
     ImportSnapshot: _aio.StreamUnaryMultiCallable[_admin_pb2.ImportSnapshotRequest, _admin_pb2.ImportSnapshotResponse]  # type: ignore[assignment]
     """Puts a saved snapshot in the place of the one in the store, and opens the topic from it: its log is replayed from
     there, so that all that came later counts, resets among it. The topic may be in any state, `TOPIC_STATE_DAMAGED`
@@ -457,7 +459,7 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.GetMessageStateResponse, _abc.Awaitable[_admin_pb2.GetMessageStateResponse]]:
         """What is known of one message of a producer. Only for topics on the sidecar's own log. Errors: `TOPIC_NOT_FOUND`,
-        `RECOVERING` while that is not certain.
+        `RECOVERING` while that is not certain, `INVALID_REQUEST` for a topic of deduplication IDs.
         """
 
     @_abc_1.abstractmethod
@@ -479,8 +481,8 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         """Sets a producer's highest persisted sequence ID to a lower one: IDs above it are new again, also those that the log
         holds. It fences the producer's sessions at once, waits for what they have in flight, and is durable when it is
         answered. Whoever goes on under the name opens a new session, which learns the new number. Only for topics on the
-        sidecar's own log. Errors: `PRODUCER_NOT_FOUND`, `INVALID_REQUEST` if the number is not lower; `LOG_REFUSED`: then
-        nothing has changed, and nobody is fenced.
+        sidecar's own log. Errors: `PRODUCER_NOT_FOUND`, `INVALID_REQUEST` if the number is not lower, or for a topic of
+        deduplication IDs; `LOG_REFUSED`: then nothing has changed, and nobody is fenced.
         """
 
     @_abc_1.abstractmethod
@@ -524,7 +526,8 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_admin_pb2.ExportWatermarksResponse], _abc.AsyncIterator[_admin_pb2.ExportWatermarksResponse]]:
         """The highest persisted sequence ID of every producer of a topic that has one, as of one moment, for a topic that
-        these producers move to. Error: `RECOVERING` while that is not certain.
+        these producers move to. Errors: `RECOVERING` while that is not certain, `INVALID_REQUEST` for a topic of
+        deduplication IDs.
         """
 
     @_abc_1.abstractmethod
@@ -547,7 +550,7 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.ExportSnapshotRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_admin_pb2.ExportSnapshotResponse], _abc.AsyncIterator[_admin_pb2.ExportSnapshotResponse]]:
-        """A topic's snapshot as of one moment, to be saved elsewhere. Error: `RECOVERING` while that is not certain."""
+        """A topic's snapshot as of one moment, to be saved elsewhere. Errors: as those of `ExportWatermarks`."""
 
     @_abc_1.abstractmethod
     def ImportSnapshot(

@@ -135,7 +135,8 @@ class OpenResponse(_message.Message):
     @_builtins.property
     def forgotten(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Of a resume: the places in the request of the names of which the topic has nothing, where it has ever forgotten
-        producers that nobody used (`deduplication_producer_inactivity_timeout_minutes`). See duty 6.
+        producers that nobody used (`deduplication_producer_inactivity_timeout_minutes`). A session that was resumed so is
+        told again at later resumes: its client need not have heard it. See duty 6.
         """
 
     def __init__(

@@ -44,8 +44,8 @@ class PublishServiceStub(object):
     6. A resume that answers a `persisted` below one answered before, or below an ID that has a receipt, another
     incarnation, or from all addresses a lower term: acknowledged data is gone. Stop and say so. A name in `forgotten`
     is no such case: the topic's policy has forgotten it. Warn and go on from nothing: links count from `persisted`,
-    which is -1, as if nothing had been sent before; receipts of frames that were sent before this answer and come after
-    the question say nothing; and what is sent again is new.
+    which is -1 (or above that, where old frames came late), as if nothing had been sent before; receipts of frames
+    that were sent before this answer and come after the question say nothing; and what is sent again is new.
     7. After a resume the link is as before: it counts from what this session has sent or `Open` answered, whichever is
     higher below the batch's first ID. Where a resume answered a lower `persisted` than was sent (and none of 6),
     messages were lost on the way: they are resent, and the links of what follows do not change.
@@ -130,8 +130,8 @@ class PublishServiceServicer(object):
     6. A resume that answers a `persisted` below one answered before, or below an ID that has a receipt, another
     incarnation, or from all addresses a lower term: acknowledged data is gone. Stop and say so. A name in `forgotten`
     is no such case: the topic's policy has forgotten it. Warn and go on from nothing: links count from `persisted`,
-    which is -1, as if nothing had been sent before; receipts of frames that were sent before this answer and come after
-    the question say nothing; and what is sent again is new.
+    which is -1 (or above that, where old frames came late), as if nothing had been sent before; receipts of frames
+    that were sent before this answer and come after the question say nothing; and what is sent again is new.
     7. After a resume the link is as before: it counts from what this session has sent or `Open` answered, whichever is
     higher below the batch's first ID. Where a resume answered a lower `persisted` than was sent (and none of 6),
     messages were lost on the way: they are resent, and the links of what follows do not change.
@@ -253,8 +253,8 @@ class PublishService(object):
     6. A resume that answers a `persisted` below one answered before, or below an ID that has a receipt, another
     incarnation, or from all addresses a lower term: acknowledged data is gone. Stop and say so. A name in `forgotten`
     is no such case: the topic's policy has forgotten it. Warn and go on from nothing: links count from `persisted`,
-    which is -1, as if nothing had been sent before; receipts of frames that were sent before this answer and come after
-    the question say nothing; and what is sent again is new.
+    which is -1 (or above that, where old frames came late), as if nothing had been sent before; receipts of frames
+    that were sent before this answer and come after the question say nothing; and what is sent again is new.
     7. After a resume the link is as before: it counts from what this session has sent or `Open` answered, whichever is
     higher below the batch's first ID. Where a resume answered a lower `persisted` than was sent (and none of 6),
     messages were lost on the way: they are resent, and the links of what follows do not change.

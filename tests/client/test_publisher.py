@@ -103,8 +103,12 @@ async def test_bad_input(shared_sidecar: Sidecar, topic: str, tmp_path: Path) ->
             with pytest.raises(InvalidRequestError, match="INVALID_BATCH"):
                 await publisher.send_batch([b"x", b"y"], [b"a"])
             assert (await publisher.send(b"x", deduplication_id=b"a")).verdict is Verdict.NOT_DUP
-        with pytest.raises(InvalidRequestError, match="by backups alone"):
-            await client.admin.export_snapshot(topic, tmp_path / "snapshot")
+        for export in (client.admin.export_snapshot, client.admin.export_watermarks):
+            with pytest.raises(InvalidRequestError, match="by backups alone"):
+                await export(topic, tmp_path / "exported")
+        for asked in (client.admin.message_state(topic, "a", 0), client.admin.reset_producer(topic, "a", -1)):
+            with pytest.raises(InvalidRequestError, match="neither producers nor sequence IDs"):
+                await asked
         await client.admin.remove_policy(topic)
         kept = await client.admin.topic(topic)
         assert kept.deduplication_mode == admin_pb2.DEDUPLICATION_MODE_DEDUPLICATION_ID

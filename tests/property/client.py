@@ -55,7 +55,9 @@ class Session:
     acked_before: int = 0
     """So many messages had a receipt when it was forgotten."""
     missed_that_forgotten: bool = False
-    """It has not heard the answer that said so. What the next one says looks like lost data, which is a false alarm."""
+    """It has not heard the answer that said so."""
+    is_told_no_more: bool = False
+    """Nor does anybody know that any more. What the next one says looks like lost data, which is a false alarm."""
     may_be_forgotten: bool = False
     lives: int = 0
     """Receipts of frames that were sent before a resume was asked for, or answered, say nothing after it: it may have
@@ -122,8 +124,8 @@ class Session:
     def opened(self, epoch: int, persisted: int, *, is_forgotten: bool) -> None:
         """Open has answered. What is not above `persisted` is in the log, as a Dup would say."""
         self.lives += self.may_be_forgotten
-        is_forgotten |= self.missed_that_forgotten
-        self.missed_that_forgotten = False
+        is_forgotten |= self.is_told_no_more
+        self.missed_that_forgotten = self.is_told_no_more = False
         if is_forgotten and persisted < self.confirmed_before:
             # It begins anew, from nothing: links do not reach over this.
             self.answered, self.sent, self.last_sent = [], [], NO_SEQUENCE_ID

@@ -115,9 +115,13 @@ class World:
         for stream in list(self.streams):
             self.break_stream(stream)
         self.opens = [request for request in self.opens if self.random.random() < 0.3]
-        # An Open that was under way is given up.
+        # An Open that was under way is given up, and so is what was answered to one.
+        for request, answer in self.open_answers:
+            for place in answer.forgotten if isinstance(answer, Opened) else ():
+                request.sessions[place].missed_that_forgotten = True
         for session in self.sessions.values():
             session.request = None
+            session.is_told_no_more |= session.missed_that_forgotten
             if session.state is State.OPEN:
                 session.state = State.CLOSED
 

@@ -3,7 +3,7 @@
 import pytest
 from sqlalchemy.exc import DatabaseError, InterfaceError, OperationalError
 
-from seqdedupe.services.consumer.database import codes_of, passes_by_itself
+from seqdedupe.databases.failures import codes_of, passes_by_itself, told, was_ended
 
 BY_ARGUMENT = [
     ({"S": "ERROR", "C": "40P01", "M": "deadlock detected"}, True),
@@ -30,3 +30,28 @@ def test_a_number_that_is_an_attribute(number: int, passes: bool) -> None:
 def test_a_driver_that_could_not_connect_has_no_code() -> None:
     assert passes_by_itself(InterfaceError("SELECT", {}, Exception("Can't create a connection to host")))
     assert not passes_by_itself(ValueError("no error of a database"))
+
+
+def test_a_deadlock_that_took_the_savepoint_along_passes() -> None:
+    """What is told then is that there is no savepoint; and where a handler says something of its own, that counts."""
+    deadlock = OperationalError("UPDATE", {}, Exception(1213, "Deadlock found"))
+    no_savepoint = OperationalError("ROLLBACK TO SAVEPOINT", {}, Exception(1305, "SAVEPOINT does not exist"))
+    assert not passes_by_itself(no_savepoint)
+    no_savepoint.__context__ = deadlock
+    assert passes_by_itself(no_savepoint)
+    its_own = ValueError("not booked")
+    its_own.__context__ = deadlock
+    assert not passes_by_itself(its_own)
+
+
+def test_a_statement_that_took_too_long_does_not_pass_but_was_ended() -> None:
+    cause = Exception("canceling statement due to statement timeout")
+    cause.sqlstate = "57014"  # type: ignore[attr-defined]
+    for failure in (OperationalError("SELECT", {}, cause), OperationalError("S", {}, Exception(1969, "max_statement"))):
+        assert was_ended(failure)
+        assert not passes_by_itself(failure)
+    assert not was_ended(OperationalError("UPDATE", {}, Exception(1213, "Deadlock found")))
+
+
+def test_what_the_driver_says_is_one_line() -> None:
+    assert told(OperationalError("SELECT", {}, Exception("no\n  such table"))) == "no such table"

@@ -2,6 +2,9 @@
 
 import json
 import random
+import re
+import subprocess
+import sys
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,6 +22,8 @@ from seqdedupe.services.inbox.rule import Verdict, checked, decide
 from seqdedupe.services.inbox.tables import KEYS, PARKED
 from seqdedupe.services.inbox.waiting import in_cycles
 from tests.services.effects import make_table, places_as_written, write
+
+COMMAND = str(Path(sys.executable).with_name("seqdedupe"))
 
 QUICK = ConsumerConfig(max_attempts=2, first_backoff_ms=1, poison="dead letter")
 
@@ -197,6 +202,54 @@ def test_a_parked_message_that_fails_is_not_the_fault_of_what_wakes_it(
     bad.clear()
     assert front.sweep() == 2
     assert sorted(written(engine)) == ["A1", "A2", "A3"]
+
+
+CODE = """
+from sqlalchemy import create_engine
+from seqdedupe.services.inbox import Inbox
+
+inbox = Inbox("i", create_engine({url!r}), lambda connection, message: None, key=lambda m: m.key, version=lambda m: 1)
+"""
+
+
+def test_the_command(sqlite: Engine, sqlite_url: str, client: Client, topic: str, tmp_path: Path) -> None:
+    def command(*words: str, status: int = 0) -> str:
+        command = [COMMAND, "inbox", *words]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120, check=False)
+        assert done.returncode == status, done.stderr
+        assert "Traceback" not in done.stderr
+        return done.stdout + done.stderr
+
+    where = ("--database", sqlite_url)
+    assert "no such table" in command("waiting", "i", *where, status=1)
+    publish(client, topic, "X1", "X4", "Y2 Z1", "Y1 Z2", "X2", "X3")
+
+    def refusing(_connection: Connection, message: Message) -> None:
+        if message.payload == b"X4":
+            raise ValueError("no\x1b")
+
+    consume(client, topic, sqlite, Inbox("i", sqlite, refusing, versions=versions_of))
+    shown = command("waiting", "i", *where).splitlines()
+    assert shown[0].split() == ["INDEX", "VERSIONS", "WAITS", "FOR", "SECONDS", "ERROR"]
+    # Those that were parked in the same millisecond come in any order.
+    rows = sorted(re.split("  +", line.strip()) for line in shown[1:])
+    assert [(row[:3], row[4:]) for row in rows] == [
+        (["1", "X 4", "-"], [r"ValueError: no\x1b"]),
+        (["2", "Y 2, Z 1", "Y 1 (a cycle)"], []),
+        (["3", "Y 1, Z 2", "Z 1 (a cycle)"], []),
+    ]
+    listed = {one["index"]: one for one in json.loads(command("waiting", "i", *where, "--json"))}
+    assert [(one["missing"], one["in_cycle"]) for _, one in sorted(listed.items())] == [
+        ({}, False),
+        ({"Y": 1}, True),
+        ({"Z": 1}, True),
+    ]
+    assert json.loads(command("waiting", "i", *where, "--json", "--longer-than", "3600")) == []
+    (tmp_path / "booking.py").write_text(CODE.format(url=sqlite_url))
+    assert json.loads(command("sweep", "booking:inbox", "--json")) == {"handled": 1, "parked": 2}
+    assert command("sweep", "booking:inbox") == "0 messages are parked no more in i, 2 still\n"
+    for wrong in ("booking", "booking:Inbox", "nowhere:inbox"):
+        command("sweep", wrong, status=2)
 
 
 def test_the_rule() -> None:

@@ -14,13 +14,14 @@ from sqlalchemy import Connection, Engine, create_engine, func, insert, select, 
 from seqdedupe.client.blocking import Client
 from seqdedupe.client.partitioned_reader import PartitionedPosition
 from seqdedupe.client.stored import Message
+from seqdedupe.databases.tables import make_tables
 from seqdedupe.errors import ConfigurationError
 from seqdedupe.message_id import Position
 from seqdedupe.services.consumer import Consumer, ConsumerConfig, ownership
 from seqdedupe.services.consumer.operating import drop, retry, set_aside
 from seqdedupe.services.consumer.processes import PartOwnership, Processes, fair_share
 from seqdedupe.services.consumer.sharing import row_name
-from seqdedupe.services.consumer.tables import CONSUMERS, PROCESSES, make_tables
+from seqdedupe.services.consumer.tables import CONSUMERS, METADATA, PROCESSES
 from seqdedupe.services.consumer.transaction import step
 from seqdedupe.testing import Sidecar
 from tests.processes import running
@@ -53,7 +54,7 @@ def publishing(client: Client, topic: str) -> Callable[[int, int], None]:
 
 
 def make_table(engine: Engine) -> None:
-    make_tables(engine)
+    make_tables(engine, METADATA)
     with engine.begin() as connection:
         connection.execute(text("CREATE TABLE effects (place BIGINT, what VARCHAR(100))"))
 
@@ -204,7 +205,7 @@ def test_who_is_within_a_transaction_lives(url: str, monkeypatch: pytest.MonkeyP
     """However long that takes. Who says nothing otherwise loses its row, and then its transactions."""
     monkeypatch.setattr(ownership, "TAKE_OVER_SECONDS", 0.0)
     engine = create_engine(url)
-    make_tables(engine)
+    make_tables(engine, METADATA)
     one, other = Processes(engine, "c"), Processes(engine, "c")
     one.beat()
     if engine.dialect.name != "sqlite":  # where it holds off all who would write
@@ -235,7 +236,7 @@ def test_who_was_taken_for_dead_commits_nothing(
         monkeypatch.setattr(ownership.Ownership, "_set", _always)
         monkeypatch.setattr(Processes, "hold", lambda self, connection: None)
     make_table(sqlite)
-    make_tables(sqlite)
+    make_tables(sqlite, METADATA)
     start = Position.before(7, 0)
     holds = []
     for _ in range(2):

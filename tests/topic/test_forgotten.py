@@ -76,8 +76,12 @@ async def test_a_topic_that_never_forgot_says_nothing_of_it_whatever_its_policy(
     assert (await scene.resume("a")).forgotten == []
 
 
-async def test_a_first_frame_from_before_is_new_and_the_next_resume_does_not_tell(scene: Scene) -> None:
-    """The limit that the documentation names: an answer was lost, and a copy of the session's first frame came late."""
+@pytest.mark.parametrize("dies", [False, True])
+async def test_a_resume_is_told_until_its_session_is_over_though_a_first_frame_came_late(
+    scene: Scene, dies: bool
+) -> None:
+    """The answer that told it was lost, and a copy of the session's first frame came before the next resume. With the
+    process ends what it knows of that: the limit that the documentation names."""
     await scene.publish("a")
     await scene.pass_timeout()
     assert (await scene.resume("a")).forgotten == [0]
@@ -86,5 +90,9 @@ async def test_a_first_frame_from_before_is_new_and_the_next_resume_does_not_tel
     assert isinstance(refusal, Refusal)
     assert refusal.error.reason == "PREDECESSOR_MISSING"
     assert isinstance(await scene.send(("a", 0)), Receipt)
+    if dies:
+        await scene.restart()
     opened = await scene.resume("a")
-    assert (opened.persisted, opened.forgotten) == ([0], [])
+    assert (opened.persisted, opened.forgotten) == ([0], [] if dies else [0])
+    await scene.open("a")
+    assert (await scene.resume("a")).forgotten == []

@@ -475,7 +475,8 @@ async def test_a_session_resumes_and_is_told(scene: Scene) -> None:
     assert isinstance(refusal, Refusal)
     assert refusal.error.reason == "PREDECESSOR_MISSING"
     assert isinstance(await scene.send(("a", 8)), Receipt)
-    assert (await scene.resume("a")).forgotten == []
+    # Whether its sender had heard that, or sent it long before, nobody knows.
+    assert (await scene.resume("a")).forgotten == [0]
 
 
 async def test_without_the_policy_nothing_is_said_to_be_forgotten(store: Store) -> None:

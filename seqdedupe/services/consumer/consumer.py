@@ -18,6 +18,7 @@ from seqdedupe.client.blocking.loop import run as run_on_loop
 from seqdedupe.client.connection import Backoff
 from seqdedupe.client.partitioned_reader import PartitionedPosition
 from seqdedupe.client.waiting import OnWaiting
+from seqdedupe.databases.tables import make_tables
 from seqdedupe.errors import InvalidRequestError, SeqdedupeError, UnavailableError, error
 from seqdedupe.limits import MAX_NAME_BYTES
 from seqdedupe.message_id import Position
@@ -27,7 +28,7 @@ from seqdedupe.services.consumer.config import ConsumerConfig
 from seqdedupe.services.consumer.letters import DeadLetters, check_topic
 from seqdedupe.services.consumer.ownership import NOBODY, Lost, Ownership, Seen, check_transactions, is_there
 from seqdedupe.services.consumer.sharing import Part, Shares, row_name
-from seqdedupe.services.consumer.tables import METADATA, make_tables
+from seqdedupe.services.consumer.tables import METADATA
 from seqdedupe.services.consumer.waiting import Arrivals, Stop, Stopped, wait_for_any
 from seqdedupe.services.consumer.work import KEEP_UP_SECONDS, Work
 from seqdedupe.services.standing_by import Stillness
@@ -266,7 +267,7 @@ class Consumer:
     def _prepare(self, register: Callable[[], None]) -> None:
         try:
             with database.reaching():
-                make_tables(self._engine)
+                make_tables(self._engine, METADATA)
                 self._refused = database.without_transactions(self._engine)
                 ours = sorted(self._refused.intersection(METADATA.tables))
                 if ours:

@@ -1,57 +1,17 @@
-"""What differs between databases: which errors pass by themselves, and which tables have no transactions."""
+"""The consumer's database: what it is told when that cannot be used, and which tables have no transactions."""
 
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import cast
 
 from sqlalchemy import Connection, Engine, event, text
-from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError, SQLAlchemyError
-from sqlalchemy.exc import TimeoutError as PoolTimeoutError
+from sqlalchemy.exc import SQLAlchemyError
 
+from seqdedupe.databases.failures import passes_by_itself, told
 from seqdedupe.errors import SeqdedupeError, UnavailableError, error
 
-_PASSING_STATES = ("08", "40", "53", "55P03", "57P")
-"""SQLSTATEs, or how they begin: connection, serialization and deadlock, resources, a lock not had, a shut-down."""
-
-_PASSING_NUMBERS = frozenset((1040, 1053, 1205, 1213, 2002, 2003, 2006, 2013, 2055))
-"""Of MariaDB: too many connections, a shut-down, a lock not had, a deadlock, a connection broken or not to be had."""
-
-_SQLITE_PASSING = frozenset((5, 6))
-"""SQLITE_BUSY and SQLITE_LOCKED."""
-
 _WRITES = re.compile(r"\s*(?:insert|update|delete|replace|load|with|call)\b", re.IGNORECASE)
-
-
-def passes_by_itself(failure: BaseException) -> bool:
-    """Whether the database, and not what it was asked, is why: unreachable, busy, a deadlock."""
-    if isinstance(failure, PoolTimeoutError):
-        return True
-    if not isinstance(failure, DBAPIError):
-        return False
-    if failure.connection_invalidated:
-        return True
-    sqlite_code = getattr(failure.orig, "sqlite_errorcode", None)
-    if isinstance(sqlite_code, int):
-        return sqlite_code & 0xFF in _SQLITE_PASSING
-    state, number = codes_of(failure)
-    if number in _PASSING_NUMBERS:
-        return True
-    if state is not None:
-        return state.startswith(_PASSING_STATES)
-    # A driver that could not connect has no code from a server.
-    return number is None and isinstance(failure, OperationalError | InterfaceError)
-
-
-def codes_of(failure: DBAPIError) -> tuple[str | None, int | None]:
-    """The SQLSTATE and MariaDB's number of an error, as far as its driver gives them."""
-    cause: Any = failure.orig
-    first = cause.args[0] if getattr(cause, "args", None) else None
-    state = getattr(cause, "sqlstate", None) or getattr(cause, "pgcode", None)
-    if isinstance(first, dict):  # pg8000's
-        state = first.get("C")
-    number = first if isinstance(first, int) else getattr(cause, "errno", None)
-    return state if isinstance(state, str) else None, number if isinstance(number, int) else None
 
 
 class Away(Exception):
@@ -61,7 +21,7 @@ class Away(Exception):
         super().__init__(cause)
         made = error(
             "OUTPUT_UNAVAILABLE",
-            f"the consumer's database cannot be used now: {_line(cause)}",
+            f"the consumer's database cannot be used now: {told(cause)}",
             hint="It is tried again.",
         )
         self.failure = cast(UnavailableError, made)
@@ -76,11 +36,7 @@ def reaching() -> Iterator[None]:
         if passes_by_itself(e):
             raise Away(e) from e
         hint = "See why, and whether the user of the database may do it."
-        raise error("INVALID_OUTPUT", f"the consumer's tables cannot be used: {_line(e)}", hint=hint) from e
-
-
-def _line(failure: BaseException) -> str:
-    return " ".join(str(getattr(failure, "orig", None) or failure).split())
+        raise error("INVALID_OUTPUT", f"the consumer's tables cannot be used: {told(e)}", hint=hint) from e
 
 
 def without_transactions(engine: Engine) -> frozenset[str]:

@@ -2,60 +2,11 @@
 
 from typing import Any
 
-from sqlalchemy import BigInteger, Column, Dialect, Engine, Integer, LargeBinary, MetaData, String, Table, Text, inspect
-from sqlalchemy.dialects import mysql
-from sqlalchemy.exc import DBAPIError
-from sqlalchemy.types import TypeDecorator, TypeEngine
+from sqlalchemy import BigInteger, Column, Integer, MetaData, String
 
-from seqdedupe.errors import error
+from seqdedupe.databases.tables import bytes_type, name_type, table, text_type
 
 FORMAT_VERSION = 1
-
-_MARIADB = ("mysql", "mariadb")
-_UTF8_BYTES = 4
-"""Of a character, at most."""
-
-_CREATE_ATTEMPTS = 3
-"""Of two processes that make the same table at once one fails, and finds it there when it looks again."""
-
-
-class name_type(TypeDecorator[str]):  # noqa: N801 (a type, named as SQLAlchemy names its functions for them)
-    """Text that is compared byte by byte. In MariaDB and MySQL it is stored as its UTF-8: otherwise they take `a`, `A`
-    and `a ` for the same, the last one also with a binary collation."""
-
-    impl = String
-    cache_ok = True
-
-    def __init__(self, length: int = 255) -> None:
-        super().__init__(length)
-        self.length = length
-
-    def load_dialect_impl(self, dialect: Dialect) -> TypeEngine[Any]:
-        if dialect.name in _MARIADB:
-            return dialect.type_descriptor(mysql.VARBINARY(_UTF8_BYTES * self.length))
-        return dialect.type_descriptor(String(self.length))
-
-    def process_bind_param(self, value: str | None, dialect: Dialect) -> Any:
-        return value.encode() if value is not None and dialect.name in _MARIADB else value
-
-    def process_result_value(self, value: Any | None, dialect: Dialect) -> str | None:
-        return value.decode() if isinstance(value, bytes) else value
-
-
-def bytes_type() -> TypeEngine[bytes]:
-    """Bytes of any length."""
-    return LargeBinary().with_variant(mysql.LONGBLOB(), *_MARIADB)
-
-
-def text_type() -> TypeEngine[str]:
-    """Text of any length."""
-    return Text().with_variant(mysql.LONGTEXT(charset="utf8mb4"), *_MARIADB)
-
-
-def table(name: str, metadata: MetaData, *columns: Column[Any]) -> Table:
-    """A table with transactions."""
-    return Table(name, metadata, *columns, mysql_engine="InnoDB", mariadb_engine="InnoDB")
-
 
 METADATA = MetaData()
 
@@ -129,24 +80,3 @@ PARKED = table(
 )
 """What is tried again later. Of one key (its SHA-256 is here: long keys cannot be indexed) only the first one has a
 time for it, the others wait behind it."""
-
-
-def make_tables(engine: Engine, metadata: MetaData = METADATA) -> None:
-    """Makes those that are not there. Raises INVALID_OUTPUT if one of that name has not all columns."""
-    for attempt in range(1, _CREATE_ATTEMPTS + 1):
-        try:
-            metadata.create_all(engine)
-            break
-        except DBAPIError:
-            if attempt == _CREATE_ATTEMPTS:
-                raise
-    found = inspect(engine)
-    for wanted in metadata.sorted_tables:
-        names = {column["name"] for column in found.get_columns(wanted.name)}
-        missing = sorted(set(wanted.columns.keys()) - names)
-        if missing:
-            raise error(
-                "INVALID_OUTPUT",
-                f"the table {wanted.name} has no column {', '.join(missing)}",
-                hint="It is of another program or version: rename it, or use another database or schema.",
-            )

@@ -6,8 +6,9 @@ from contextlib import contextmanager
 from sqlalchemy import Connection, Engine, text
 from sqlalchemy.exc import DBAPIError
 
+from seqdedupe.databases.failures import codes_of
 from seqdedupe.errors import error
-from seqdedupe.services.consumer.database import codes_of, refusing_writes
+from seqdedupe.services.consumer.database import refusing_writes
 from seqdedupe.services.consumer.ownership import Ownership
 
 _MARK = text("SAVEPOINT seqdedupe_begun")

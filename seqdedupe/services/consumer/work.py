@@ -8,6 +8,7 @@ from typing import Any
 from sqlalchemy import Connection, Engine, Row
 
 from seqdedupe.client.stored import Message
+from seqdedupe.databases.failures import passes_by_itself
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.names import topic_name
 from seqdedupe.services.consumer import database
@@ -94,7 +95,7 @@ class Work:
         except Exception as e:
             if isinstance(e, SeqdedupeError) and e.reason in _FATAL:
                 raise
-            if database.passes_by_itself(e):
+            if passes_by_itself(e):
                 raise database.Away(e) from e
             return e
         self.position = to

@@ -10,14 +10,16 @@ from sqlalchemy import Connection, Engine, Row, delete, insert, select, update
 from sqlalchemy.dialects import mysql, postgresql, sqlite
 
 from seqdedupe.client.stored import Message
+from seqdedupe.databases.failures import passes_by_itself
+from seqdedupe.databases.tables import make_tables
 from seqdedupe.errors import error
 from seqdedupe.services.consumer.consumer import purpose_of
-from seqdedupe.services.consumer.database import Away, passes_by_itself, reaching
+from seqdedupe.services.consumer.database import Away, reaching
 from seqdedupe.services.consumer.set_aside import content, message_of, why
-from seqdedupe.services.consumer.tables import make_tables
+from seqdedupe.services.inbox import operating
 from seqdedupe.services.inbox.rule import MAX_VERSION, Order, Verdict, checked, decide
 from seqdedupe.services.inbox.tables import KEYS, METADATA, PARKED
-from seqdedupe.services.inbox.waiting import Waiting, in_cycles
+from seqdedupe.services.inbox.waiting import Waiting
 
 Handle = Callable[[Connection, Message], object]
 
@@ -208,22 +210,7 @@ class Inbox:
 
     def waiting(self, longer_than_seconds: float = 0.0) -> list[Waiting]:
         """What has been parked for so long, the longest first: what it waits for, and whether that is a cycle."""
-        with self._engine.begin() as connection:
-            mine = select(PARKED).where(PARKED.c.inbox == self.name).order_by(PARKED.c.parked_ms, PARKED.c.id)
-            rows = connection.execute(mine).all()
-            names = select(KEYS.c.name, KEYS.c.version).where(KEYS.c.inbox == self.name)
-            applied = {row.name: row.version for row in connection.execute(names)}
-        parked = []
-        for row in rows:
-            versions: dict[str, int] = json.loads(row.versions)
-            missing = {key: version - 1 for key, version in versions.items() if applied.get(key, -1) < version - 1}
-            parked.append((versions, missing))
-        now_ms = _now_ms()
-        found = [
-            Waiting(message_of(row), versions, missing, (now_ms - row.parked_ms) / 1000, row.error, is_in_cycle)
-            for row, (versions, missing), is_in_cycle in zip(rows, parked, in_cycles(parked), strict=True)
-        ]
-        return [one for one in found if one.seconds >= longer_than_seconds]
+        return operating.waiting(self._engine, self.name, longer_than_seconds)
 
 
 def _insert_if_missing(dialect: str) -> Any:

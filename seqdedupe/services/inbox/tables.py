@@ -2,7 +2,8 @@
 
 from sqlalchemy import BigInteger, Column, Index, MetaData, String
 
-from seqdedupe.services.consumer.tables import content_columns, name_type, table, text_type
+from seqdedupe.databases.tables import name_type, table, text_type
+from seqdedupe.services.consumer.tables import content_columns
 
 METADATA = MetaData()
 

@@ -32,9 +32,9 @@ from sqlalchemy import (
 from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, NoSuchModuleError, SQLAlchemyError
 from sqlalchemy.sql import quoted_name
 
+from seqdedupe.databases import tables
+from seqdedupe.databases.failures import passes_by_itself, told, was_ended
 from seqdedupe.errors import error
-from seqdedupe.services.consumer import tables
-from seqdedupe.services.consumer.database import passes_by_itself
 from seqdedupe_spark.stores import kinds
 from seqdedupe_spark.stores.contract import (
     FORMAT_VERSION,
@@ -74,10 +74,6 @@ _MYSQL_TRANSACTIONS = text(
     "LEFT JOIN information_schema.engines e ON t.engine = e.engine "
     "WHERE t.table_schema = COALESCE(:schema, DATABASE()) AND t.table_name = :name"
 )
-
-_CANCELED = "57014"
-_TIMED_OUT = frozenset((1317, 1969, 3024))
-"""How PostgreSQL, MariaDB and MySQL say that a statement took too long, or that somebody has ended it."""
 
 _CREATE_ATTEMPTS = 5
 """Of those who make the same table at once one does, and the others find it there when they look again."""
@@ -268,9 +264,9 @@ class SqlStore(OutputStore):
         try:
             yield
         except SQLAlchemyError as e:
-            if _passes(e):
-                raise error("OUTPUT_UNAVAILABLE", f"the database {self._place} cannot be used: {_cause(e)}") from e
-            raise error("INVALID_OUTPUT", f"the database refuses: {_cause(e)}") from e
+            if passes_by_itself(e) or was_ended(e):
+                raise error("OUTPUT_UNAVAILABLE", f"the database {self._place} cannot be used: {told(e)}") from e
+            raise error("INVALID_OUTPUT", f"the database refuses: {told(e)}") from e
 
 
 def _begin_session(connection: Any, _record: object) -> None:
@@ -328,7 +324,7 @@ def _insert(connection: Connection, name: str, batch: pa.RecordBatch) -> None:
             with connection.begin_nested():
                 connection.execute(statement, some)
         except DBAPIError as e:
-            if _passes(e):
+            if passes_by_itself(e) or was_ended(e):
                 raise
             return e
         return None
@@ -337,8 +333,8 @@ def _insert(connection: Connection, name: str, batch: pa.RecordBatch) -> None:
     if failure is not None:
         row = _first_refused(rows, take)
         if take(rows[row : row + 1]) is None:
-            raise error("OUTPUT_UNAVAILABLE", f"the database takes what it has just refused: {_cause(failure)}")
-        raise error("INVALID_OUTPUT", f"the database refuses: {_cause(failure)}", row=row) from failure
+            raise error("OUTPUT_UNAVAILABLE", f"the database takes what it has just refused: {told(failure)}")
+        raise error("INVALID_OUTPUT", f"the database refuses: {told(failure)}", row=row) from failure
 
 
 def _first_refused(rows: Sequence[dict[str, Any]], take: Callable[[Sequence[dict[str, Any]]], object]) -> int:
@@ -352,26 +348,6 @@ def _first_refused(rows: Sequence[dict[str, Any]], take: Callable[[Sequence[dict
         else:
             count = half
     return first
-
-
-def _passes(failure: BaseException | None) -> bool:
-    """Whether the database is why, and not what it was asked. A deadlock takes the savepoint along, so that what is
-    told is that there is none: what it came of counts."""
-    while failure is not None:
-        cause: Any = getattr(failure, "orig", None)
-        numbers = cause.args[:1] if cause is not None else ()
-        if (
-            passes_by_itself(failure)
-            or getattr(cause, "sqlstate", None) == _CANCELED
-            or _TIMED_OUT.intersection(numbers)
-        ):
-            return True
-        failure = failure.__context__
-    return False
-
-
-def _cause(failure: SQLAlchemyError) -> str:
-    return kinds.one_line(getattr(failure, "orig", None) or failure)
 
 
 def _columns(batch: pa.RecordBatch) -> list[list[object]]:

@@ -8,7 +8,7 @@ import sqlalchemy as sa
 from sqlalchemy.dialects import mysql
 from sqlalchemy.types import TypeEngine
 
-from seqdedupe.services.consumer.tables import bytes_type, text_type
+from seqdedupe.databases.tables import bytes_type, text_type
 from seqdedupe_spark.stores.kinds import Kind, json_texts, kind_of
 
 MYSQL = ("mysql", "mariadb")
