@@ -38,6 +38,16 @@ def frame(ids: list[bytes]) -> tuple[Any, Any]:
     return view, places
 
 
+def pieces_of(window: Any, index: int) -> list[Any]:
+    """What a snapshot has of a window from this index on."""
+    found = []
+    while (piece := window.piece(index, window.confirmed_index)) is not None:
+        found.append(piece)
+        index = piece.end_index
+    assert index == window.confirmed_index
+    return found
+
+
 class Model:
     """What has to come of it: a list of the IDs of all messages, and where the window begins."""
 
@@ -103,7 +113,7 @@ class Model:
     def restart(self, core: ModuleType) -> None:
         """From a snapshot up to here."""
         self.fail()
-        pieces = self.window.pieces(self.window.first_index)
+        pieces = pieces_of(self.window, self.window.first_index)
         assert all(piece.fits() for piece in pieces)
         self.window, before = core.IdWindow(KEY, self.window.first_index), self.window
         self.window.load(pieces)
