@@ -2,7 +2,7 @@
 
 That has a key an ID under a bloom filter, a second key by number for expiry, a multi-get and one write batch a frame.
 Frames of 1,000 IDs of 16 bytes, 1 % of them copies, in one process; expiry is part of it. Then a window of as many IDs
-is taken from its pieces, as at a start. SEQDEDUPE_BENCH_WINDOW is another number of IDs.
+is taken from its pieces, as at a start; and one grows from nothing on. SEQDEDUPE_BENCH_WINDOW is another number of IDs.
 """
 
 import os
@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 from rocksdict import AccessType, BlockBasedOptions, Cache, Options, Rdict, WriteBatch
 
-from bench.figure import Figure, Ratio, over, shown
+from bench.figure import Figure, Ratio, over, percentiles_ms, shown
 from seqdedupe.batch import Binary, without_producers
-from seqdedupe.core.id_chunks import WindowLimits
+from seqdedupe.core.id_chunks import Piece, WindowLimits
 from seqdedupe.core.id_window import IdWindow
 from seqdedupe.format import layout
 from seqdedupe.format.columns import PLACES
@@ -55,6 +55,16 @@ def frames(first: int) -> list[bytes]:
     """New IDs from this number on, and copies of some that came shortly before."""
     new = ROWS - COPIES
     return [ids_from(first + k * new, new) + ids_from(first + k * new - 50_000, COPIES) for k in range(FRAMES)]
+
+
+def pieces_of(window: IdWindow) -> list[Piece]:
+    """What a snapshot has of it."""
+    found: list[Piece] = []
+    index = window.first_index
+    while (piece := window.piece(index, window.confirmed_index)) is not None:
+        found.append(piece)
+        index = piece.end_index
+    return found
 
 
 class Rocks:
@@ -128,17 +138,32 @@ def figure(folder: Path) -> Iterator[Figure]:
         return {"IDs/s": FRAMES * ROWS / (time.perf_counter() - began)}
 
     def recovered() -> dict[str, float]:
-        pieces = window.pieces(window.first_index)
+        pieces = pieces_of(window)
         began = time.perf_counter()
         IdWindow(KEY, window.first_index).load(pieces)
         return {"seconds": time.perf_counter() - began}
 
+    def growing() -> dict[str, float]:
+        new_one, (view, places) = IdWindow(KEY, 0), frame(ids_from(0))
+        view = view.copy()
+        ids = view[bytes(view).index(ids_from(0)) :][: ROWS * _ID_BYTES]
+        each = []
+        for first in range(0, IDS, ROWS):
+            ids[:] = np.frombuffer(ids_from(first), np.uint8)
+            # Not what other processes take in between: it is the longest one that counts.
+            began = time.thread_time()
+            new, *_ = new_one.decide(view, places, True, limits, 0)
+            each.append(time.thread_time() - began)
+            new_one.confirm(new)
+        return percentiles_ms(each) | {"longest": max(each) * 1000}
+
     try:
         yield Figure(
-            {"window": ours, "RocksDB": rocksdb, "recovery": recovered},
+            {"window": ours, "RocksDB": rocksdb, "recovery": recovered, "growing": growing},
             ratios=[
                 Ratio("decided ÷ the RocksDB way", over("window, IDs/s", "RocksDB, IDs/s"), at_least=12),
                 Ratio("a frame of 1,000, p99", lambda m: m["window, p99"], at_most=5, unit="ms"),
+                Ratio("the longest of a window that grows", lambda m: m["growing, longest"], at_most=5, unit="ms"),
                 Ratio("memory an ID", lambda m: m["window, bytes"], at_most=45, unit="B"),
                 Ratio("recovery from pieces", lambda m: m["recovery, seconds"], at_most=2, unit="s"),
                 shown("RocksDB, IDs/s", unit="IDs/s"),

@@ -1,7 +1,8 @@
 """Decisions by deduplication IDs with a full window five times as large as the memory for it, beside RocksDB.
 
 As in `window`, but copies are of any message in the window, and RocksDB has a cache as large as the window's memory.
-Runs are built, merged and dropped meanwhile; how long that keeps the event loop is measured beside. In one process.
+Runs are built, merged and dropped meanwhile, and snapshots taken; how long that keeps the event loop is measured
+beside. In one process.
 SEQDEDUPE_BENCH_WINDOW_ON_DISK is another number of IDs.
 """
 
@@ -101,6 +102,7 @@ class _Window:
         for one in made:
             if await self.take(one) != ROWS - COPIES:
                 raise ValueError("a copy was not known, or something new was")
+            self.snapshotter.stored(1)
             await asyncio.sleep(0)
         seconds = time.perf_counter() - began
         watching.cancel()

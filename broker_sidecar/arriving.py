@@ -28,7 +28,7 @@ from seqdedupe.log.embedded.log import EmbeddedLog
 from seqdedupe.log.embedded.logs import EmbeddedLogs
 from seqdedupe.names import topic_name
 from seqdedupe.store import records
-from seqdedupe.store.snapshots import batches_of
+from seqdedupe.store.copy import batches_of
 from seqdedupe.store.topics import TopicRecord, TopicState
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.publishing import Topic

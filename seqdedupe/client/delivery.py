@@ -4,7 +4,7 @@ import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from seqdedupe.client.connection import Backoff, check_not_forked
 from seqdedupe.client.exchange import exchange, publish_call
 from seqdedupe.client.frames import decode_answer, receipt_columns, refusal_error
 from seqdedupe.client.outbox import Frame
-from seqdedupe.client.receipts import BatchResult, Verdict
+from seqdedupe.client.receipts import BatchResult, ReceiptColumns
 from seqdedupe.client.route import Route
 from seqdedupe.client.sidecars import Sidecars
 from seqdedupe.client.spread_by_id import SpreadById
@@ -40,10 +40,15 @@ class _Call:
     batch: Batch
     size_bytes: int
     done: "asyncio.Future[BatchResult]"
-    result: BatchResult = field(init=False)
+    result: BatchResult | None = None
 
-    def __post_init__(self) -> None:
-        self.result = BatchResult.undecided(np.full(len(self.batch), NO_SEQUENCE_ID, np.int64))
+    def record(self, receipt: ReceiptColumns) -> BatchResult:
+        """What is known with this receipt. Raises what `BatchResult.merge` raises."""
+        if self.result is None:
+            self.result = BatchResult.of(np.full(len(self.batch), NO_SEQUENCE_ID, np.int64), receipt)
+        else:
+            self.result.merge(receipt)
+        return self.result
 
 
 class Delivery:
@@ -260,9 +265,9 @@ class Delivery:
         for receipt in answer.receipts:
             if (call := self._out.get(receipt.frame)) is not None:
                 # It is out until the receipt is known to be one: nobody would hear of it otherwise.
-                call.result.merge(receipt_columns(receipt))
+                result = call.record(receipt_columns(receipt))
                 del self._out[receipt.frame]
-                self._decided(call)
+                self._decided(call, result)
         for refusal in answer.refusals:
             why = refusal_error(refusal)
             if (call := self._out.pop(refusal.frame, None)) is not None:
@@ -273,14 +278,14 @@ class Delivery:
         self._last_refusal = why
         self._waiting.waits(why)
 
-    def _decided(self, call: _Call) -> None:
+    def _decided(self, call: _Call, result: BatchResult) -> None:
         self._last_refusal = None
         self._route.goes_well()
         self._waiting.goes_on()
         self._backoff.reset()
-        if (call.result.verdicts >= Verdict.NOT_DUP).all():
+        if result.verdicts.all():
             if not call.done.done():
-                call.done.set_result(call.result)
+                call.done.set_result(result)
         else:
             # A copy of some is in flight, of this client or of another one.
             self._again(call, self._backoff.next_seconds())

@@ -3,7 +3,6 @@
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
 from datetime import datetime
 from types import TracebackType
 from typing import Self
@@ -119,15 +118,9 @@ class Publisher:
         copy of an ID in one batch is DUP of the first. Raises BATCH_TOO_LARGE.
         """
         rows = len(payloads.offsets) - 1 if isinstance(payloads, Binary) else len(payloads)
-        checked = self._checks.check_columns(payloads, np.arange(rows), keys, event_times_ms, properties)
-        batch = replace(
-            checked,
-            producer_names=Binary(),
-            epochs=NO_INT64S,
-            previous_sequence_ids=NO_INT64S,
-            sequence_ids=NO_INT64S,
-            deduplication_ids=_column(deduplication_ids, rows),
-        )
+        batch = self._checks.check_columns(payloads, np.arange(rows), keys, event_times_ms, properties)
+        batch.producer_names, batch.deduplication_ids = Binary(), _column(deduplication_ids, rows)
+        batch.epochs = batch.previous_sequence_ids = batch.sequence_ids = NO_INT64S
         return await self._delivery.send(batch)
 
 

@@ -11,6 +11,9 @@ NO_LIMIT = -1
 PARTS = 16
 """A window moves forward by one in so many parts of it, or less."""
 
+PIECE_BYTES = 64 * 1024
+"""Of IDs with their lengths, that a snapshot writes at once: what writes them holds the whole process."""
+
 
 @dataclass(frozen=True, slots=True)
 class WindowLimits:

@@ -4,19 +4,21 @@ What lies at a place stays there until the place is given back to `free`: the ta
 has been forgotten.
 """
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator
 
 import numpy as np
 
 from seqdedupe.core.growing import Growing
-from seqdedupe.core.id_chunks import NO_LIMIT, PARTS, Chunk, Piece, WindowLimits
+from seqdedupe.core.id_chunks import NO_LIMIT, PARTS, PIECE_BYTES, Chunk, Piece, WindowLimits
 from seqdedupe.core.id_table import (
     CHUNK_BYTES,
     CHUNK_OFFSETS,
     CHUNK_ROWS,
     COLUMNS,
     CURRENT,
+    FIRST_INDEX,
     LAST_TIME_MS,
     NEXT,
     ROWS,
@@ -66,6 +68,19 @@ class Newer:
         sizes = np.diff(offsets).astype(np.uint8)
         ids = self.ids.rows[place, int(offsets[0]) : int(offsets[-1])].copy()
         return Piece(chunk_index, chunk_index + first, first_time_ms, last_time_ms, sizes, ids)
+
+    def piece_from(self, index: int, end_index: int) -> Piece | None:
+        """A copy from one index on and below the other, of one chunk, PIECE_BYTES at most; None if that is nothing."""
+        before = bisect_right(self.order, index, key=lambda place: int(self.chunks[place, FIRST_INDEX]))
+        if not before:
+            return None
+        place = self.order[before - 1]
+        first_index, rows = self.chunks[place, [FIRST_INDEX, ROWS]].tolist()
+        first = index - first_index
+        offsets, begin = self.offsets.rows[place], int(self.offsets.rows[place, min(first, rows)])
+        more = range(first + 2, min(rows, end_index - first_index) + 1)
+        fit = 1 + bisect_right(more, PIECE_BYTES, key=lambda row: int(offsets[row]) - begin + row - first)
+        return self.piece(place, index, min(index + fit, end_index))
 
     # -- the chunk that fills up -----------------------------------------------------------------------------------
 

@@ -35,8 +35,10 @@ _HOME_BITS = 13
 _HOME = (1 << _HOME_BITS) - 1
 _MORE = (1 << 14) - 1
 
-_HASHED = 512
+_HASHED = 128
 """So many IDs are hashed before the first of them is looked up."""
+_FARTHER = 5
+"""Whoever looks for an ID comes about so many slots far from its home, which may be in the next line of memory."""
 
 # Columns of `chunks`, one row a place.
 FIRST_INDEX = 0
@@ -133,6 +135,7 @@ def _hash_ids(raw: Bytes, offsets: int, blob: int, first_row: int, end_row: int,
         hashed = siphash(raw, blob + begin, blob + end, key)
         hashes[row - first_row] = hashed
         prefetch(slots, hashed & mask)
+        prefetch(slots, (hashed + _FARTHER) & mask)
     return end_row - first_row
 
 
@@ -147,6 +150,7 @@ def _hash_rows(place: int, first_row: int, end_row: int, key: Int64s, slots: Int
         hashed = siphash(ids, begin, begin + _size(offsets, lies), key)
         hashes[row - first_row] = hashed
         prefetch(slots, hashed & mask)
+        prefetch(slots, (hashed + _FARTHER) & mask)
     return end_row - first_row
 
 

@@ -257,10 +257,10 @@ class IdWindow:
 
     # -- snapshots -----------------------------------------------------------------------------------------------
 
-    def pieces(self, from_index: int) -> list[Piece]:
-        """Copies of what is persisted from this index on."""
-        newer, end_index = self._newer, self.confirmed_index
-        return [piece for place in newer.order if (piece := newer.piece(place, from_index, end_index)) is not None]
+    def piece(self, index: int, end_index: int) -> Piece | None:
+        """A copy of what is in memory of the messages from this index on and before the other, at most PIECE_BYTES of
+        one chunk; None if that is nothing."""
+        return self._newer.piece_from(index, end_index)
 
     def load(self, pieces: Iterable[Piece], runs: tuple[Run, ...] = ()) -> None:
         """Takes over the runs and the pieces of a snapshot, which follow each other from `first_index` on. Only before

@@ -13,7 +13,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -220,12 +220,16 @@ class Store:
         with self._failures(opening):
             return opening.db[keys]  # type: ignore[index, return-value]
 
-    def write(self, batch: WriteBatch) -> int:
+    def write(self, batch: WriteBatch, only_in: int | None = None) -> int:
         """Writes a batch whole, unsynced; `await flush()` with the number returned makes it durable.
 
-        Batches become durable in the order in which they were written. Holds the GIL: give it little at once.
+        Batches become durable in the order in which they were written. Holds the GIL: give it little at once. With
+        `only_in` it raises STORE_UNAVAILABLE if RocksDB was opened again since that opening: what it builds on may be
+        lost.
         """
         opening = self._current()
+        if only_in is not None and opening.number != only_in:
+            raise error("STORE_UNAVAILABLE", "the store was opened again: what was written may be lost")
         with self._failures(opening):
             opening.check_writable()
             rocksdb.write(opening.db, batch)
@@ -236,16 +240,21 @@ class Store:
         await self.wait_until_idle()
         return self.write(batch)
 
-    async def wait_until_idle(self) -> None:
-        """Returns when RocksDB has worked off what was written before: what can wait is to be written now."""
-        while True:
-            opening = self._current()
-            with self._failures(opening):
-                is_behind = rocksdb.is_behind(opening.db)
-            if not is_behind:
-                return
-            # RocksDB tells nobody when it is done.
-            await asyncio.sleep(BEHIND_SECONDS)
+    async def wait_until_idle(self, at_most_seconds: float | None = None) -> None:
+        """Returns when RocksDB has worked off what was written before: what can wait is to be written now.
+
+        With `at_most_seconds` it returns then at the latest: a write that fails has RocksDB opened again.
+        """
+        with suppress(TimeoutError):
+            async with asyncio.timeout(at_most_seconds):
+                while True:
+                    opening = self._current()
+                    with self._failures(opening):
+                        is_behind = rocksdb.is_behind(opening.db)
+                    if not is_behind:
+                        return
+                    # RocksDB tells nobody when it is done.
+                    await asyncio.sleep(BEHIND_SECONDS)
 
     async def flush(self, opening: int) -> None:
         """All that was written before, in this opening of RocksDB, is durable on return.

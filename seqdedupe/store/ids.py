@@ -1,13 +1,13 @@
 """The window of deduplication IDs in a snapshot: a record of its own, and the IDs in pieces. docs/formats-store.md.
 
-All of them are written in the one write of the snapshot that they belong to: pieces that have come to the window since
-the one before, and that those are gone which lie before the window or in runs. Runs are there before (`id_runs`), and
-count once the record names them.
+The record says up to which index pieces count, and which runs. It is written in the one write of its snapshot, and with
+it that pieces are gone which lie before the window or in runs. Pieces that have come to the window are written before,
+one after the other, as runs are (`id_runs`): what there is of them that no record names is left over, and goes.
 """
 
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from rocksdict import WriteBatch
@@ -15,6 +15,7 @@ from rocksdict import WriteBatch
 from seqdedupe.core.id_chunks import Piece
 from seqdedupe.core.id_runs import Run
 from seqdedupe.core.id_window import IdWindow
+from seqdedupe.errors import error
 from seqdedupe.format.tag import SECRET_BYTES
 from seqdedupe.store import id_runs
 from seqdedupe.store.db import Store
@@ -47,7 +48,7 @@ _PIECE = struct.Struct("<BQqqI")
 class StoredIds:
     """A window as of a snapshot: from `first_index` up to, not including, `next_index`.
 
-    `runs` have the oldest, and pieces what follows. `pieces` are those that the durable snapshot before it lacks.
+    `runs` have the oldest, and pieces what follows. `last` is the last one of these, if it is not written yet.
     `moved_from` is where the pieces of that one began; None if they began where those of this one do.
     """
 
@@ -55,7 +56,7 @@ class StoredIds:
     first_index: int
     next_index: int
     runs: tuple[Run, ...] = ()
-    pieces: list[Piece] = field(default_factory=list)
+    last: Piece | None = None
     moved_from: int | None = None
 
     @property
@@ -64,23 +65,49 @@ class StoredIds:
         return max(self.first_index, self.runs[-1].end_index if self.runs else 0)
 
 
-def put(batch: WriteBatch, incarnation: int, ids: StoredIds) -> int:
-    """Adds a window to what a snapshot writes. Returns the bytes of its pieces."""
+class WrittenPieces:
+    """How far the pieces of a topic's window are written: each begins where the one before it ends, or later, where
+    what is between is forgotten. It belongs to the store's event loop."""
+
+    def __init__(self, incarnation: int, end_index: int) -> None:
+        """As it is found: up to where a snapshot names them."""
+        self.end_index = end_index
+        self._incarnation = incarnation
+        self._has_left_over = True
+        """Whether there may be more of an earlier attempt, which was cut otherwise."""
+
+    def check_follows(self, ids: StoredIds) -> None:
+        """Raises STORE_UNAVAILABLE if pieces before the last one of a window are to be written again."""
+        index = max(self.end_index, ids.pieces_index)
+        if index != (ids.next_index if ids.last is None else ids.last.first_index):
+            raise error("STORE_UNAVAILABLE", f"the IDs from index {index} on were not written, or may be lost")
+
+    def put(self, batch: WriteBatch, piece: Piece) -> None:
+        """Adds the next one to a write, or the first one to what is there already."""
+        if self._has_left_over:
+            key = part_key(self._incarnation, IDS, self.end_index)
+            batch.delete_range(key, part_key(self._incarnation, IDS, MAX_NUMBER))
+        key = part_key(self._incarnation, IDS, piece.first_index)
+        fixed = _PIECE.pack(
+            FORMAT_VERSION, piece.chunk_index, piece.first_time_ms, piece.last_time_ms, len(piece.sizes)
+        )
+        batch.put(key, seal(key, fixed + piece.sizes.tobytes() + piece.ids.tobytes()))
+
+    def written(self, piece: Piece) -> None:
+        """That was written."""
+        self.end_index = piece.end_index
+        self._has_left_over = False
+
+
+def put(batch: WriteBatch, incarnation: int, ids: StoredIds, pieces: WrittenPieces) -> None:
+    """Adds a window to what a snapshot writes."""
     if ids.moved_from is not None:
         batch.delete_range(part_key(incarnation, IDS, ids.moved_from), part_key(incarnation, IDS, ids.pieces_index))
     key = part_key(incarnation, WINDOW, 0)
     fixed = _WINDOW.pack(FORMAT_VERSION, ids.key, ids.first_index, ids.next_index, len(ids.runs))
     batch.put(key, seal(key, fixed + b"".join(run.number.to_bytes(_NUMBER_BYTES, "little") for run in ids.runs)))
-    size_bytes = 0
-    for piece in ids.pieces:
-        key = part_key(incarnation, IDS, piece.first_index)
-        fixed = _PIECE.pack(
-            FORMAT_VERSION, piece.chunk_index, piece.first_time_ms, piece.last_time_ms, len(piece.sizes)
-        )
-        value = seal(key, fixed + piece.sizes.tobytes() + piece.ids.tobytes())
-        batch.put(key, value)
-        size_bytes += len(value)
-    return size_bytes
+    if ids.last is not None:
+        pieces.put(batch, ids.last)
 
 
 async def copy(old: Store, new: Store, incarnation: int) -> None:
@@ -98,6 +125,15 @@ async def copy(old: Store, new: Store, incarnation: int) -> None:
                 batch = WriteBatch(raw_mode=True)
     await new.write_when_idle(batch)
     await new.flush(opening)
+
+
+def end_index(store: Store, incarnation: int) -> int:
+    """Up to where the stored snapshot of a topic names IDs; 0 if it has no window. Blocks. Raises as `load`."""
+    at = part_key(incarnation, WINDOW, 0)
+    for key, value in store.scan(at, at + b"\0"):
+        _, _, _, index, _ = _WINDOW.unpack_from(_checked(key, value, _WINDOW))
+        return int(index)
+    return 0
 
 
 def load(store: Store, incarnation: int, next_index: int) -> IdWindow | None:
@@ -140,8 +176,7 @@ def _checked_end(key: bytes, runs: tuple[Run, ...], first_index: int, end_index:
 def _pieces(store: Store, incarnation: int, first_index: int, end_index: int) -> Iterator[Piece]:
     """All of them, which have to follow each other from the first index up to the end."""
     index = first_index
-    first_key = part_key(incarnation, IDS, first_index)
-    for key, value in store.scan(first_key, part_key(incarnation, IDS, MAX_NUMBER)):
+    for key, value in store.scan(part_key(incarnation, IDS, first_index), part_key(incarnation, IDS, end_index)):
         piece = _piece(key, value)
         if piece.first_index != index or piece.end_index > end_index:
             raise damaged(key, f"the IDs from index {index} on, up to {end_index}, should be there")

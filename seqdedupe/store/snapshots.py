@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from rocksdict import WriteBatch
 
+from seqdedupe.core.id_chunks import Piece
 from seqdedupe.core.id_window import IdWindow
 from seqdedupe.core.names import Names
 from seqdedupe.errors import SeqdedupeError, error
@@ -22,7 +23,7 @@ from seqdedupe.message_id import MessageId
 from seqdedupe.store import id_runs, ids
 from seqdedupe.store.compaction import compact
 from seqdedupe.store.db import Store
-from seqdedupe.store.ids import StoredIds
+from seqdedupe.store.ids import StoredIds, WrittenPieces
 from seqdedupe.store.parts import (
     NOT_STATED,
     PAGE_PRODUCERS,
@@ -55,9 +56,6 @@ logger = logging.getLogger("seqdedupe.snapshots")
 
 MAX_DELTAS = 1024
 """More of them since the last compaction, and the next one is due."""
-
-BATCH_BYTES = 1024 * 1024
-"""What is written at once, about, of a snapshot that comes from elsewhere."""
 
 MAX_DELTA_BYTES = 4 * 1024 * 1024
 """The same for their size."""
@@ -132,23 +130,6 @@ class Loaded:
         )
 
 
-def batches_of(incarnation: int, rows: Iterator[tuple[bytes, bytes]]) -> Iterator[WriteBatch]:
-    """Writes that put a topic's snapshot, as another store has it, in the place of all that is stored of it here.
-    Nobody may look at it before all are made. Raises INVALID_REQUEST for what is no part of it."""
-    start, stop = snapshot_range(incarnation)
-    batch, size_bytes = WriteBatch(raw_mode=True), 0
-    batch.delete_range(start, stop)
-    for key, value in rows:
-        if not (start <= key < stop):
-            raise error("INVALID_REQUEST", f"a record {key.hex()[:100]} is no part of a snapshot of {incarnation}")
-        if size_bytes > BATCH_BYTES:
-            yield batch
-            batch, size_bytes = WriteBatch(raw_mode=True), 0
-        batch.put(key, value)
-        size_bytes += len(key) + len(value)
-    yield batch
-
-
 class Snapshots:
     """The snapshots of one topic. Writing and compacting belong to the store's event loop."""
 
@@ -161,6 +142,7 @@ class Snapshots:
         self._last_delta = 0
         self._position = START.position
         self._delta_bytes = 0
+        self._pieces = WrittenPieces(incarnation, 0)
         self._compacting = False
 
     def load(self) -> Loaded | None:
@@ -200,8 +182,9 @@ class Snapshots:
             delta_bytes += len(value)
         if position.producers != len(names):
             raise damaged(self._key(NAMES, position.producers), "no snapshot knows of the names there")
+        pieces = WrittenPieces(self._incarnation, ids.end_index(self._store, self._incarnation))
         self._opening, self._header, self._last_delta = opening, header, last_delta
-        self._position, self._delta_bytes = position, delta_bytes
+        self._position, self._delta_bytes, self._pieces = position, delta_bytes, pieces
         if last_delta == 0:
             return None
         return Loaded(
@@ -218,6 +201,22 @@ class Snapshots:
             position.has_forgotten,
             ids.load(self._store, self._incarnation, position.next_index),
         )
+
+    @property
+    def pieces_index(self) -> int:
+        """The IDs below this index are written, whether a snapshot names them or not. Raises STORE_UNAVAILABLE."""
+        self._catch_up()
+        return self._pieces.end_index
+
+    def write_piece(self, piece: Piece) -> None:
+        """Writes the IDs from `pieces_index` on, or from where the window has its first ones in memory, unsynced.
+
+        They count once a snapshot names them. Raises STORE_UNAVAILABLE.
+        """
+        batch = WriteBatch(raw_mode=True)
+        self._pieces.put(batch, piece)
+        self._store.write(batch, self._opening)
+        self._pieces.written(piece)
 
     def write_delta(self, delta: Delta) -> int:
         """Writes a snapshot, whole or not at all, unsynced; `await store.flush()` with the number returned.
@@ -238,32 +237,36 @@ class Snapshots:
             at = first - delta.first_name
             self._put(batch, NAMES, first, encode_names(delta.names[at : at + PAGE_PRODUCERS]))
         if delta.ids is not None:
-            ids.put(batch, self._incarnation, delta.ids)
+            self._pieces.check_follows(delta.ids)
+            ids.put(batch, self._incarnation, delta.ids, self._pieces)
         size_bytes = self._put(batch, DELTA, self._last_delta + 1, stored.encode())
-        opening = self._store.write(batch)
+        # What it builds on was written in this opening, or is durable.
+        opening = self._store.write(batch, self._opening)
+        if delta.ids is not None and delta.ids.last is not None:
+            self._pieces.written(delta.ids.last)
         self._last_delta += 1
         self._position = stored.position
         self._delta_bytes += size_bytes
         return opening
 
     async def write_anew(self, delta: Delta) -> int:
-        """Writes a snapshot that holds all: nothing that was stored before counts, not even what cannot be read.
+        """Writes a snapshot that holds all, without a window: nothing that was stored before counts, not even what
+        cannot be read.
 
         It is one write, unsynced, as of `write_delta`. Nothing else may be written meanwhile. What is to be written is
         made in a thread; the write itself holds the event loop, some 50 ms for a million producers. Raises
         STORE_UNAVAILABLE.
         """
         stored = _stored(delta)
-        if delta.first_name or not stored.is_sound() or self._compacting:
+        if delta.first_name or delta.ids is not None or not stored.is_sound() or self._compacting:
             raise error("INTERNAL", f"the snapshot {stored.position} cannot take the place of {self._position}")
         producers = stored.position.producers
         header = Header(1, max(producers - 1, 0) // PAGE_PRODUCERS * PAGE_PRODUCERS, stored.position)
         batch = await asyncio.to_thread(self._replacement, header, delta.names, stored)
-        if delta.ids is not None:
-            ids.put(batch, self._incarnation, delta.ids)
         opening = self._store.write(batch)
         self._opening, self._header, self._last_delta = opening, header, header.through
         self._position, self._delta_bytes = stored.position, 0
+        self._pieces = WrittenPieces(self._incarnation, 0)
         return opening
 
     def has_left_over(self, window: IdWindow) -> bool:
@@ -339,8 +342,9 @@ class Snapshots:
             position = StoredDelta.decode(key, value).position
             last_delta = part_number(key)
             delta_bytes += len(value)
+        pieces = WrittenPieces(self._incarnation, ids.end_index(self._store, self._incarnation))
         self._opening, self._header, self._last_delta = opening, header, last_delta
-        self._position, self._delta_bytes = position, delta_bytes
+        self._position, self._delta_bytes, self._pieces = position, delta_bytes, pieces
 
     def _merge_pages(self, header: Header, columns: tuple[Numbers, ...]) -> None:
         """Merges the pages; those after the header's producers are of a compaction that did not end."""

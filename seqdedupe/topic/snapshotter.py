@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 from seqdedupe.core.id_runs import Run
 from seqdedupe.core.id_window import IdWindow
@@ -17,6 +18,10 @@ from seqdedupe.store.snapshots import Delta, Snapshots
 from seqdedupe.topic.policy import Applied
 
 logger = logging.getLogger("seqdedupe.snapshots")
+
+
+IDLE_SECONDS = 10.0
+"""So long a snapshot waits until RocksDB has worked off what was written before."""
 
 
 class Snapshotter:
@@ -57,10 +62,8 @@ class Snapshotter:
         self._on_durable = on_durable
         self._window = window
         loaded = window()
-        self._ids_stored = loaded.confirmed_index if loaded is not None else 0
-        """The IDs of messages below this index are in the last durable snapshot, those that are still known."""
         self._pieces_stored = loaded.memory_index if loaded is not None else 0
-        """And begin there, but for those in runs."""
+        """The IDs in the last durable snapshot begin there, but for those in runs."""
         self.on_stored: Callable[[], None] = lambda: None
         """Is told when the window may have grown, and when a snapshot is durable."""
         self._names_stored = len(producers)
@@ -170,8 +173,6 @@ class Snapshotter:
         changed, persisted, epochs, stated = self._producers.collect_dirty(forgotten)
         known = len(self._producers)
         forgets = forgotten is not None and len(forgotten) > 0
-        has_forgotten = self._producers.has_forgotten or forgets
-        ids = self._ids()
         window = self._window()
         clears = window.older.clears if window is not None else 0
         try:
@@ -188,9 +189,10 @@ class Snapshotter:
                 stated=stated,
                 policy=policy,
                 opaque=opaque,
-                has_forgotten=has_forgotten,
-                ids=ids,
+                has_forgotten=self._producers.has_forgotten or forgets,
             )
+            if window is not None:
+                delta = replace(delta, ids=await self._ids(window, delta.next_index))
             if self._is_renumbered:
                 opening = await self._snapshots.write_anew(delta)
             else:
@@ -204,10 +206,10 @@ class Snapshotter:
             raise
         self._names_stored = known
         self._is_renumbered = False
-        if ids is not None:
-            self._ids_stored, self._pieces_stored = ids.next_index, ids.pieces_index
-            if window is not None and window.older.clears == clears:
-                self._named(window, ids.runs)
+        if window is not None and delta.ids is not None:
+            self._pieces_stored = delta.ids.pieces_index
+            if window.older.clears == clears:
+                self._named(window, delta.ids.runs)
         self.next_index, self.opaque = position.index + 1, opaque
         self.taken += 1
         self.durable_at = asyncio.get_running_loop().time()
@@ -216,16 +218,23 @@ class Snapshotter:
         if self._compaction is None or self._compaction.done():
             self._compaction = asyncio.ensure_future(self._compact())
 
-    def _ids(self) -> StoredIds | None:
-        """What has come to the window since the last durable snapshot, and what has gone."""
-        if (window := self._window()) is None:
-            return None
-        stored = 0 if self._is_renumbered else self._ids_stored
-        first_index, next_index = window.first_index, window.confirmed_index
-        ids = StoredIds(window.key, first_index, next_index, window.older.to_name(first_index))
+    async def _ids(self, window: IdWindow, next_index: int) -> StoredIds:
+        """The window as of this index, where the log ends now. On return its pieces are written, but for the last one;
+        others were served meanwhile."""
+        runs = window.older.to_name(window.first_index)
+        while True:
+            # What is forgotten meanwhile need not be written.
+            first_index = min(window.first_index, next_index)
+            named = tuple(run for run in runs if run.end_index > first_index)
+            ids = StoredIds(window.key, first_index, next_index, named)
+            ids.last = window.piece(max(self._snapshots.pieces_index, ids.pieces_index), next_index)
+            if ids.last is None or ids.last.end_index == next_index:
+                break
+            self._snapshots.write_piece(ids.last)
+            await asyncio.sleep(0)
+            await self._store.wait_until_idle(IDLE_SECONDS)
         if ids.pieces_index > self._pieces_stored:
             ids.moved_from = self._pieces_stored
-        ids.pieces = window.pieces(max(stored, ids.pieces_index))
         return ids
 
     def _named(self, window: IdWindow, runs: tuple[Run, ...]) -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from seqdedupe.core import id_older, id_runs, id_window
 from seqdedupe.core.id_chunks import NO_LIMIT, WindowLimits
 from seqdedupe.core.rule import DUP, NOT_DUP
-from tests.core.test_id_window import HASHES, ID_POOL, KEY, Model, frame
+from tests.core.test_id_window import HASHES, ID_POOL, KEY, Model, frame, pieces_of
 from tests.plain import PLAIN
 
 MOST_RUNS = 1
@@ -135,7 +135,7 @@ class ModelWithRuns(Model):
         before = self.window
         runs = before.older.to_name(before.first_index)
         pieces_index = max(before.first_index, runs[-1].end_index if runs else 0)
-        pieces = before.pieces(pieces_index)
+        pieces = pieces_of(before, pieces_index)
         window = self.core.window.IdWindow(KEY, before.first_index)
         window.load(pieces, runs)
         assert window.first_time_ms == before.first_time_ms

@@ -1,7 +1,9 @@
 """The window of deduplication IDs against a plain set of them. About 25 s, one process; the first time it compiles."""
 
 import random
+import resource
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -36,6 +38,16 @@ def frame(ids: list[bytes]) -> tuple[Any, Any]:
     view, places = np.frombuffer(encoded, np.uint8), np.empty(PLACES, np.int64)
     assert layout.layout(view, 0, len(encoded), places) == layout.CANONICAL
     return view, places
+
+
+def pieces_of(window: Any, index: int) -> list[Any]:
+    """What a snapshot has of a window from this index on."""
+    found = []
+    while (piece := window.piece(index, window.confirmed_index)) is not None:
+        found.append(piece)
+        index = piece.end_index
+    assert index == window.confirmed_index
+    return found
 
 
 class Model:
@@ -103,7 +115,7 @@ class Model:
     def restart(self, core: ModuleType) -> None:
         """From a snapshot up to here."""
         self.fail()
-        pieces = self.window.pieces(self.window.first_index)
+        pieces = pieces_of(self.window, self.window.first_index)
         assert all(piece.fits() for piece in pieces)
         self.window, before = core.IdWindow(KEY, self.window.first_index), self.window
         self.window.load(pieces)
@@ -350,6 +362,36 @@ def test_it_grows_and_forgets_bit_by_bit(counted: list[int]) -> None:
     assert new == 0
     assert originals.tolist() == list(range(first, first + 1000))
     assert window.decide(*frame(_many(1000, window.first_index - 1000)), True, limits, 0)[0] == 1000
+
+
+def _most_faults_of_a_frame() -> int:
+    """Pages that the system had to give at once while the table grew to 16 MiB and the one before it went."""
+    window, limits = id_window.IdWindow(KEY, 0), WindowLimits(10_000_000)
+    columns = frame(_many(1000))
+    ids = columns[0].copy(), columns[1]
+    at = bytes(ids[0]).index(_many(2)[1]) - 16
+    numbers = ids[0][at : at + 16_000].view(">u8").reshape(1000, 2)
+    faults = []
+    for start in range(0, 900_000, 1000):
+        numbers[:, 1] = np.arange(start, start + 1000)
+        before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+        new, *_ = window.decide(*ids, True, limits, 0)
+        faults.append(resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before)
+        assert new == 1000
+        window.confirm(new)
+    assert window.memory_bytes > 1 << 24
+    return max(faults)
+
+
+def test_a_frame_does_not_wait_for_the_memory_of_a_larger_table() -> None:
+    assert _most_faults_of_a_frame() < 500
+
+
+def test_control_a_frame_that_gets_all_of_it_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    if "[always]" in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text():
+        pytest.skip("pages are too large to be counted")
+    monkeypatch.setattr(id_slots, "_TOUCHED_A_ROW", 1 << 20)
+    assert _most_faults_of_a_frame() > 1000
 
 
 def test_the_largest_ids_and_frames_fit() -> None:

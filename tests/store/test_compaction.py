@@ -98,8 +98,8 @@ def copy_at_every_write(
     copies: list[Path] = []
     write = store.write
 
-    def copying(batch: WriteBatch) -> int:
-        opening = write(batch)
+    def copying(batch: WriteBatch, *more: int) -> int:
+        opening = write(batch, *more)
         copies.append(copy_of_live(folder, folder.with_name(f"copy{len(copies)}")))
         also(len(copies))
         return opening

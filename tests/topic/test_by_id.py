@@ -16,6 +16,7 @@ from rocksdict import WriteBatch
 
 from seqdedupe import batch as batches
 from seqdedupe.batch import Binary
+from seqdedupe.core import id_newer
 from seqdedupe.core.id_window import IdWindow
 from seqdedupe.core.rule import DUP, NOT_DUP, UNKNOWN
 from seqdedupe.errors import SeqdedupeError
@@ -38,6 +39,11 @@ from tests.log.faulty import FaultyLog, Storage
 
 INCARNATION = 5
 APPLIED = Applied(deduplication_snapshot_interval_seconds=0)
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(id_newer, "PIECE_BYTES", 32)
 
 
 @pytest.fixture
@@ -415,13 +421,6 @@ def _nothing(*arguments: Any, **more: Any) -> None:
     return None
 
 
-def _without_ids(real: Callable[..., Any]) -> Callable[..., Any]:
-    def pieces(self: IdWindow, from_index: int) -> Any:
-        return real(self, from_index)[:-1]
-
-    return pieces
-
-
 def _confirmed_at_once(real: Callable[..., Any]) -> Callable[..., Any]:
     def decide(self: IdWindow, *arguments: Any) -> Any:
         answer = real(self, *arguments)
@@ -442,7 +441,7 @@ def _without_deduplication(real: Callable[..., Any]) -> Callable[..., Any]:
 PLANTED: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
     "what fails is still known": (IdWindow, "fail", lambda real: _nothing),
     "replay leaves IDs out": (logged.LoggedTopic, "_replay_ids", lambda real: _nothing),
-    "snapshots lack the newest IDs": (IdWindow, "pieces", _without_ids),
+    "snapshots lack IDs": (stored_ids.WrittenPieces, "put", lambda real: _nothing),
     "it counts before it is stored": (IdWindow, "decide", _confirmed_at_once),
     "snapshots have no window": (stored_ids, "put", lambda real: lambda *a: 0),
     "deduplication is off": (IdWindow, "decide", _without_deduplication),

@@ -584,12 +584,12 @@ async def _cut_after(place: SmallPlace, store: Store, writes: int, monkeypatch: 
     """Moves all to runs, of which the store gets so many writes; whether that was all."""
     left = writes
 
-    def write(self: Store, batch: WriteBatch) -> int:
+    def write(self: Store, batch: WriteBatch, *more: Any) -> int:
         nonlocal left
         if left <= 0:
             raise error("STORE_UNAVAILABLE", "the power is gone")
         left -= 1
-        return real(self, batch)
+        return real(self, batch, *more)
 
     real = Store.write
     with monkeypatch.context() as patched:
