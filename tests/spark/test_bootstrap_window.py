@@ -56,7 +56,7 @@ def test_years_of_parquet_files_are_known_in_a_new_topic(
     }
     files = [
         {"value": pa.array([b""] * 1000)}
-        | {"__producerName": no_names, "__sequenceId": no_ids}
+        | nothing
         | {
             "__deduplicationId": [one for one, _ in part],
             "__publishTime": pa.array([1000 * t for _, t in part], pa.timestamp("us", "UTC")),

@@ -290,7 +290,7 @@ async def test_each_id_expires_by_its_time_and_all_of_it_for_good(store: Store, 
     await place.bring(OLD, tmp_path / "window")
     place.now_ms = HOUR_MS + HOUR_MS + 1000 * 4
     assert place.new(*(b"old %d" % k for k in range(10))) == [NOT_DUP] * 5 + [DUP] * 5, "known for 60 minutes, not more"
-    assert place.topic.policy.imported is not None
+    assert place.topic.imported.in_force is not None
     place.now_ms += 5000
     assert place.new(b"old 7") == [NOT_DUP]
     await asyncio.sleep(0)
@@ -491,3 +491,34 @@ async def test_control_a_planted_bug_is_noticed(
     monkeypatch.setattr(*PLANTED[bug])
     with pytest.raises((AssertionError, ValueError)):
         await histories(store, tmp_path)
+
+
+def _as_if_put(store: Store, incarnation: int, imported: Any) -> Any:
+    return asyncio.sleep(0)
+
+
+def _never(self: WindowImported) -> bool:
+    return False
+
+
+CONTROLS: dict[str, tuple[Any, str, Any, Callable[..., Any]]] = {
+    "the log is told before the store has it": (
+        stored_import, "put", _as_if_put, test_what_was_imported_is_dup_without_an_index_over_restarts
+    ),
+    "what is missing is taken for nothing": (
+        WindowImported, "is_missing", property(_never), test_damage_is_as_good_as_missing_and_the_file_mends_it
+    ),
+    "what could not be read stays": (
+        stored_import, "remove", lambda *a: None, test_what_could_not_be_read_never_passes_for_whole
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("bug", CONTROLS)
+async def test_control_what_a_crash_or_a_loss_leaves(
+    place: ImportPlace, tmp_path: Path, bug: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where, name, planted, test = CONTROLS[bug]
+    monkeypatch.setattr(where, name, planted)
+    with pytest.raises((AssertionError, ValueError)):
+        await test(place, tmp_path)
