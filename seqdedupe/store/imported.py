@@ -29,13 +29,14 @@ def _key(incarnation: int) -> bytes:
     return part_key(incarnation, IMPORTED, 0)
 
 
-async def put(store: Store, incarnation: int, imported: Imported) -> None:
-    """This is what was imported, durable on return. Raises STORE_UNAVAILABLE: then it is this or what was before."""
+def put(store: Store, incarnation: int, imported: Imported) -> int:
+    """This is what was imported: one write, unsynced; `await store.flush()` with the number returned. Raises
+    STORE_UNAVAILABLE."""
     key = _key(incarnation)
     body = _IMPORTED.pack(FORMAT_VERSION, imported.run.number, imported.key, imported.checksum)
     batch = WriteBatch(raw_mode=True)
     batch.put(key, seal(key, body))
-    await store.flush(await store.write_when_idle(batch))
+    return store.write(batch)
 
 
 def remove(store: Store, incarnation: int) -> None:

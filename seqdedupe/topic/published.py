@@ -68,7 +68,8 @@ class PublishedTopics:
         window = loaded.window if loaded is not None else None
         if window is not None and await asyncio.to_thread(snapshots.has_left_over, window):
             snapshots.drop_left_over(window)
-        imported = await self._imported(record)
+        may_have_import = loaded is None or loaded.window is not None
+        imported = await self._imported(record) if may_have_import else None
         covered_index, place = (loaded.next_index, loaded.opaque) if loaded else (0, b"")
         log = await self._logs.open(record.incarnation, covered_index, record.secret or None, place)
         if loaded is None and log.first_index > 0 and not (self._rebuild_store or without_snapshot):

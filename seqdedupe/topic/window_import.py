@@ -77,8 +77,9 @@ class WindowImport:
         imported = Imported(run, self._key, self._checksum)
         topic = self._topic
         async with topic.imported.changing:
+            await topic.store.wait_until_idle()
             self._check()
-            await stored_import.put(topic.store, topic.incarnation, imported)
+            await topic.store.flush(stored_import.put(topic.store, topic.incarnation, imported))
             self._check()
             topic.imported.there = imported
             self._remove_other_runs()
