@@ -124,8 +124,9 @@ class WindowRuns:
             looked_up = LookedUp(window.older.generation, imported, *found)
         if imported is None:
             return looked_up.indexes
-        counts = (looked_up.seconds * MILLISECONDS_A_SECOND > since_ms) & (looked_up.indexes < window.first_index)
-        return np.where(counts, IMPORTED, looked_up.indexes)
+        seconds = looked_up.seconds
+        counts = (seconds != NOWHERE) & (seconds * MILLISECONDS_A_SECOND > since_ms)
+        return np.where(counts & (looked_up.indexes < window.first_index), IMPORTED, looked_up.indexes)
 
     def _candidates(self, window: IdWindow, frame: Frame) -> list[tuple[Run, int, int]]:
         """Rows that a filter lets through: in which run, and in which of its pages."""

@@ -308,6 +308,16 @@ async def test_each_id_expires_by_its_time_and_all_of_it_for_good(store: Store, 
     await place.topic.close("")
 
 
+async def test_a_window_of_more_years_than_there_are_holds_what_was_imported_alone(
+    store: Store, tmp_path: Path
+) -> None:
+    place = ImportPlace(store, deduplication_window_max_minutes=2**31 - 1)
+    await place.start()
+    await place.bring([Known(b"first", 0), *OLD], tmp_path / "window")
+    assert place.new(b"first", b"never", b"old 1") == [DUP, NOT_DUP, DUP]
+    await place.topic.close("")
+
+
 async def test_a_window_that_the_store_has_lost_is_missed_loudly(
     place: ImportPlace, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
