@@ -460,7 +460,7 @@ def check(place: ImportPlace, ids: list[bytes], before: list[bytes], alive: set[
 
 
 async def histories(store: Store, tmp_path: Path) -> None:
-    for seed in range(25):
+    for seed in range(12):
         minutes = random.Random(seed).choice([-1, 60])
         place = ImportPlace(store, deduplication_window_max_minutes=minutes, deduplication_window_max_messages=20)
         await history(place, seed, tmp_path / "window")
