@@ -24,8 +24,9 @@ from seqdedupe.message_id import MessageId, Position
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Snapshots
 from seqdedupe.topic.frame import check_by_id
-from seqdedupe.topic.policy import Applied
+from seqdedupe.topic.policy import Applied, Policy
 from seqdedupe.topic.snapshotter import Snapshotter
+from seqdedupe.topic.window_imported import WindowImported
 from seqdedupe.topic.window_memory import WindowMemory
 from seqdedupe.topic.window_runs import WindowRuns
 
@@ -67,7 +68,8 @@ class _Window:
             on_durable=lambda: None,
             window=lambda: self.window,
         )
-        self.runs = WindowRuns(self.store, _INCARNATION, lambda: self.window, self.snapshotter.take)
+        nothing = WindowImported("", None, Policy, lambda: None)
+        self.runs = WindowRuns(self.store, _INCARNATION, lambda: self.window, nothing, self.snapshotter.take)
         self.memory = WindowMemory(MEMORY_BYTES)
         self.snapshotter.on_stored = lambda: self.memory.measure(self.runs, self.window)
         self.limits = WindowLimits(IDS)
@@ -81,7 +83,7 @@ class _Window:
         await self.memory.room()
         looked_up = await self.runs.look_up(encoded)
         checked = check_by_id(encoded)
-        older = self.runs.older(checked, looked_up)
+        older = self.runs.older(checked, -1, looked_up)
         new, *_ = self.window.decide(checked.view, checked.places, True, self.limits, 0, older)
         self.window.confirm(new)
         if self.window.chunks_opened != self._opened:

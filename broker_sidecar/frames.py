@@ -129,6 +129,8 @@ def _receipt_message(topic: Topic, receipt: Receipt) -> Any:
         message.run_ledger_ids = np.array(ledger_ids, np.int64).tobytes()
         message.run_entry_ids = np.array(entry_ids, np.int64).tobytes()
         message.run_batch_indexes = np.array(places, np.int32).tobytes()
+    if len(receipt.imported_rows):
+        message.imported_rows = receipt.imported_rows.astype(np.uint32).tobytes()
     if len(receipt.known_rows):
         ledgers, entries, batch_indexes = topic.log.known_message_ids(receipt.known_indexes)
         message.known_rows = receipt.known_rows.astype(np.uint32).tobytes()

@@ -18,6 +18,7 @@ from seqdedupe.log.embedded.logs import EmbeddedLogs
 from seqdedupe.store import records
 from seqdedupe.store.db import Store
 from seqdedupe.store.topics import TopicRecord
+from seqdedupe.topic.imported_window import ImportedWindow
 from seqdedupe.topic.publishing import Topic
 from seqdedupe.v1 import admin_pb2
 
@@ -49,6 +50,8 @@ class Giving:
         """Of each segment, by its first index."""
         self._slowed: Topic | None = None
         self._why = giving_away(record.name)
+        self._imported: ImportedWindow | None = None
+        """What the store had when its records were sent."""
 
     async def begin(self) -> str:
         """Which data directory takes it, and by which move. Raises what that one refuses it for."""
@@ -72,6 +75,7 @@ class Giving:
         copied."""
         await self._catch_up(topic)
         await topic.snapshot()
+        self._imported = topic.policy.imported
         rows = self._store.scan(*records.snapshot_range(self._record.incarnation))
         pieces = _pieces(row_bytes(key, value) for key, value in rows)
         while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
@@ -91,10 +95,12 @@ class Giving:
             raise error("MOVE_FAILED", f"its log grows faster than it is copied: {size_bytes} bytes came meanwhile")
 
     async def copy_rest(self, topic: Topic) -> None:
-        """What is in flight settles, and follows. Raises MOVE_FAILED if that takes long."""
+        """What is in flight settles, and follows. Raises MOVE_FAILED if that takes long, or a window was imported."""
         try:
             async with asyncio.timeout(REST_SECONDS):
                 await topic.all_settled()
+                if topic.policy.imported not in (None, self._imported):
+                    raise error("MOVE_FAILED", "a window was imported meanwhile")
                 await self._copy_log()
         except TimeoutError as e:
             why = f"what was in flight was not stored there within {REST_SECONDS:.0f} s"

@@ -44,7 +44,10 @@ class Operate:
 
     async def _message_state(self, request: admin_pb2.GetMessageStateRequest) -> admin_pb2.GetMessageStateResponse:
         topic = await self._topic(request.topic)
-        found = await operating.message_state(topic, request.producer_name, request.sequence_id)
+        if request.deduplication_id:
+            found = await operating.state_by_id(topic, request.deduplication_id)
+        else:
+            found = await operating.message_state(topic, request.producer_name, request.sequence_id)
         return admin_pb2.GetMessageStateResponse(
             state=found.state.value,  # type: ignore[arg-type]
             in_flight_ms=found.in_flight_ms,

@@ -9,6 +9,7 @@ from seqdedupe.names import whole_of
 from seqdedupe.store.topics import LogKind
 from seqdedupe.topic.base import TopicBase
 from seqdedupe.topic.closed import Closed
+from seqdedupe.topic.logged import LoggedTopic
 from seqdedupe.topic.policy import Applied, Policy, Route
 from seqdedupe.topic.state import State
 from seqdedupe.v1 import admin_pb2
@@ -99,6 +100,7 @@ _SUMMED = (
     "window_messages",
     "window_forgotten",
     "window_memory_bytes",
+    "window_imported",
 )
 """Fields that a partitioned topic has as sums of those of its partitions."""
 
@@ -123,6 +125,7 @@ def partitioned_to_proto(whole: str, partitions: Sequence[TopicBase | Closed | N
     message.window_first_publish_time_ms = max(
         (part.window_first_publish_time_ms for part in parts if part.window_forgotten), default=0
     )
+    message.window_imported_missing = any(part.window_imported_missing for part in parts)
     message.may_lose_ms = max((part.may_lose_ms for part in parts), default=0)
     message.entry_format = max((part.entry_format for part in parts), default=0)  # type: ignore[assignment]
     for state in WORST_FIRST:
@@ -206,6 +209,11 @@ def _fill_window(message: admin_pb2.Topic, topic: TopicBase) -> None:
         message.window_first_publish_time_ms = time.time_ns() // 1_000_000
     message.window_messages = len(window)
     message.window_memory_bytes = window.memory_bytes
+    if topic.policy.imported is not None:
+        message.window_imported = topic.policy.imported.ids
+    if isinstance(topic, LoggedTopic):
+        message.window_memory_bytes += topic.imported.memory_bytes
+        message.window_imported_missing = topic.imported.is_missing
     message.window_messages_on_disk = window.on_disk
 
 

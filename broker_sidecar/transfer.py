@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from broker_sidecar.rpc import Context, columns, parse_small, unary
+from broker_sidecar.rpc import Context, columns, parse, parse_small, unary
 from broker_sidecar.security.permissions import Permissions
 from broker_sidecar.security.rules import Action
 from broker_sidecar.security.trail import Trail
@@ -23,8 +23,10 @@ from seqdedupe.names import topic_name
 from seqdedupe.topic.base import TopicBase
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.finding import find, look_for
+from seqdedupe.topic.publishing import Topic
 from seqdedupe.topic.renewing import renew
 from seqdedupe.topic.watermarks import WatermarksImport, begin_import, watermarks
+from seqdedupe.topic.window_import import WindowImport
 from seqdedupe.v1 import admin_pb2
 
 SILENT_SECONDS = 2.0
@@ -49,6 +51,7 @@ class Transfer:
             "ImportSnapshot": grpc.stream_stream_rpc_method_handler(self._streams.handler(self._import_snapshot)),
             "RebuildTopic": unary(admin_pb2.RebuildTopicRequest, self._rebuild),
             "ImportWatermarks": grpc.stream_stream_rpc_method_handler(self._streams.handler(self._import_watermarks)),
+            "ImportWindow": grpc.stream_stream_rpc_method_handler(self._streams.handler(self._import_window)),
         }
 
     async def _export_watermarks(self, data: bytes, _context: Context, stream: Stream) -> None:
@@ -124,6 +127,39 @@ class Transfer:
                         await importing.finish()
                     return producers
         raise error("INVALID_REQUEST", "the import ended without the number of its producers: nothing is in force")
+
+    async def _import_window(self, _requests: object, _context: Context, stream: Stream) -> None:
+        async with _read_to_its_end(stream):
+            with ExitStack() as ended:
+                ids = await self._imported_window(stream, ended)
+        await stream.write(admin_pb2.ImportWindowResponse(ids=ids).SerializeToString())
+
+    async def _imported_window(self, stream: Stream, ended: ExitStack) -> int:
+        """Reads and carries out an import; returns how many IDs it has."""
+        importing: WindowImport | None = None
+        name = ""
+        async for data in messages(stream):
+            request = parse(admin_pb2.ImportWindowRequest, data)
+            if importing is None:
+                name = topic_name(request.topic)
+                self._permissions.check_topic(Action.ADMINISTER, name)
+                importing = WindowImport(_with_window(await find(self._topics, name)), request.checksum)
+                ended.callback(importing.close)
+            with _writing(stream):
+                if request.block:
+                    await importing.add(request.block)
+                if request.HasField("ids"):
+                    async with self._trail.change("ImportWindow", f"topic: {name}"):
+                        await importing.finish(request.ids)
+                    return request.ids
+        raise error("INVALID_REQUEST", "the import ended without the number of its IDs: nothing is in force")
+
+
+def _with_window(topic: TopicBase) -> Topic:
+    """Raises INVALID_REQUEST for a topic on a broker's own log."""
+    if not isinstance(topic, Topic):
+        raise error("INVALID_REQUEST", f"topic {topic.name} takes no deduplication IDs: its log is a broker's own")
+    return topic
 
 
 def _check_has_producers(topic: TopicBase) -> None:

@@ -144,7 +144,7 @@ REASONS: dict[str, Reason] = {
     "TOPIC_IN_USE": Reason(
         InvalidRequestError,
         "FAILED_PRECONDITION",
-        "Import watermarks into a topic that was just created, before its producers open it.",
+        "Import into a topic that was just created, before its producers open it or anything is published.",
     ),
     "LOG_INCOMPLETE": Reason(
         InvalidRequestError,
@@ -266,6 +266,13 @@ REASONS: dict[str, Reason] = {
         "UNAVAILABLE",
         "See why the store refuses writes (is the disk full?); retries go on.",
         250,
+    ),
+    "WINDOW_MISSING": Reason(
+        UnavailableError,
+        "UNAVAILABLE",
+        "Import the same file again (seqdedupe import); or let what was imported expire: set "
+        "deduplication_window_max_minutes to less than the time since its last message. Copies of it are new then.",
+        1_000,
     ),
     "AUDIT_UNAVAILABLE": Reason(
         UnavailableError,

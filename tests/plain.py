@@ -20,6 +20,7 @@ MODULES = {
         "id_older",
         "id_newer",
         "id_slots",
+        "id_imported",
         "id_window",
     ),
 }

@@ -178,6 +178,8 @@ def _look_at(topic: TopicBase, now: Now) -> None:
         now.window_bytes += window.memory_bytes
         age_seconds = time.time() - window.first_time_ms / 1000 if len(window) else 0.0
         now.max_window_age_seconds = max(now.max_window_age_seconds, age_seconds)
+    if isinstance(topic, LoggedTopic):
+        now.window_bytes += topic.imported.memory_bytes
     if isinstance(topic, LoggedTopic) and (frames := len(topic.flight)):
         now.in_flight_frames += frames
         now.in_flight_bytes += topic.flight.bytes

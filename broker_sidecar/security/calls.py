@@ -103,6 +103,7 @@ CALLS: dict[str, Need | Other] = {
         Snapshot=_topic(_ADMINISTER),
         ExportWatermarks=_topic(_OBSERVE),
         ImportWatermarks=Other.IN_ITS_HANDLER,
+        ImportWindow=Other.IN_ITS_HANDLER,
         ExportSnapshot=_topic(_OBSERVE),
         ImportSnapshot=Other.IN_ITS_HANDLER,
         RebuildTopic=_topic(_ADMINISTER),

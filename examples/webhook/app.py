@@ -62,8 +62,8 @@ async def receive(request: Request) -> Response:
         return JSONResponse({"error": e.message}, 400) if e.reason in NEVER else _later(e.message)
     finally:
         state.waiting -= 1
-    # Not whether it was new: a copy gets the answer of its original.
-    return JSONResponse({"index": published.index, "message_id": str(published.message_id)})
+    # Not whether it was new: a copy gets the answer of its original. One that was imported has none of both.
+    return JSONResponse({"index": published.index, "message_id": str(published.message_id or "")})
 
 
 def _later(why: str) -> Response:

@@ -119,6 +119,9 @@ def _print_topic(topic: "TopicFindings") -> None:
     for missing in topic.missing[:SHOWN]:
         _say(f"  missing: {_missing(missing)}")
     _say_more(len(topic.missing), "producers' missing messages")
+    if topic.imported_ids:
+        why = f" are NOT there: {topic.imported_why}" if topic.imported_why else ""
+        _say(f"  {topic.imported_ids:,} imported deduplication IDs{why}")
     for why in topic.disagreements:
         _say(f"  wrong: {why}")
     if (torn := topic.torn_end) is not None:

@@ -19,13 +19,21 @@ _NEGATIVE_NUMBERS = {"ignore_unknown_options": True}
 
 @click.command("message-state", context_settings=_NEGATIVE_NUMBERS, short_help="Show what is known of one message.")
 @click.argument("topic")
-@click.argument("producer")
-@click.argument("sequence_id", type=click.IntRange(0, 2**63 - 1))
+@click.argument("producer", required=False)
+@click.argument("sequence_id", type=click.IntRange(0, 2**63 - 1), required=False)
+@click.option("--deduplication-id", metavar="ID", help="Instead, in a topic of deduplication IDs: the message's ID.")
 @common
-def message_state(topic: str, producer: str, sequence_id: int, address: str, as_json: bool) -> None:
+def message_state(
+    topic: str, producer: str | None, sequence_id: int | None, deduplication_id: str | None, address: str, as_json: bool
+) -> None:
     """Show what is known of the message with this sequence ID: whether it is stored, and where."""
+    by_id = bool(deduplication_id)
+    if by_id != (producer is None) or by_id != (sequence_id is None):
+        raise click.UsageError("Say PRODUCER and SEQUENCE_ID, or --deduplication-id.")
     with connect_to(address, topic) as client:
-        found = client.admin.message_state(topic, producer, sequence_id)
+        found = client.admin.message_state(
+            topic, producer or "", sequence_id or 0, deduplication_id=deduplication_id or ""
+        )
     known = found.state in admin_pb2.MessageState.values()  # a newer sidecar may say more
     state = admin_pb2.MessageState.Name(found.state).removeprefix(_PREFIX) if known else str(found.state)
     position = Position.from_proto(found.position) if found.HasField("position") else None
@@ -51,7 +59,8 @@ def message_state(topic: str, producer: str, sequence_id: int, address: str, as_
     numbers = f"persisted {found.persisted}, pushed {found.pushed}"
     if found.pushed < 0:
         numbers = f"no sequence ID of it counts in this topic: {numbers}"
-    lines.append(("producer", numbers))
+    if not by_id:
+        lines.append(("producer", numbers))
     for name, value in lines:
         echo(f"{name:<14}{printable(str(value))}")
 

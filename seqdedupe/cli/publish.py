@@ -149,7 +149,8 @@ def _publish_by_id(source: Source, topic: str, address: str, *, as_json: bool) -
     if as_json:
         print_json(summary)
     else:
-        echo(f"{summary['read']:,} records read: {summary['not_dup']:,} NotDup, {summary['dup']:,} Dup")
+        imported = f", {summary['imported']:,} of them imported" if summary["imported"] else ""
+        echo(f"{summary['read']:,} records read: {summary['not_dup']:,} NotDup, {summary['dup']:,} Dup{imported}")
     if source.unfinished_line:
         raise source.incomplete()
 

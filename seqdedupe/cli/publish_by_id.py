@@ -20,16 +20,19 @@ def publish_by_id(publisher: Publisher, source: Source) -> dict[str, object]:
     is published again.
     """
     counts = {Verdict.NOT_DUP: 0, Verdict.DUP: 0}
+    imported = 0
     for some in _batches(source):
         ids = [record.key or b"" for record in some]
         result = publisher.send_batch([record.payload for record in some], ids)
         for verdict in counts:
             counts[verdict] += int((result.verdicts == verdict).sum())
+        imported += int(result.imported.sum())
     return {
         "topic": publisher.topic,
         "read": sum(counts.values()),
         "not_dup": counts[Verdict.NOT_DUP],
         "dup": counts[Verdict.DUP],
+        "imported": imported,
     }
 
 

@@ -163,6 +163,8 @@ def _window_json(topic: admin_pb2.Topic) -> dict[str, Any] | None:
         "messages_on_disk": topic.window_messages_on_disk,
         "forgotten": topic.window_forgotten,
         "memory_bytes": topic.window_memory_bytes,
+        "imported": topic.window_imported,
+        "imported_missing": topic.window_imported_missing,
     }
 
 
@@ -176,7 +178,11 @@ def _window(topic: admin_pb2.Topic) -> list[tuple[str, object]]:
     reach = f"{topic.window_messages:,} IDs, from index {topic.window_first_index} on{since}"
     on_disk = f", {topic.window_messages_on_disk:,} on disk" if topic.window_messages_on_disk else ""
     memory = f"{topic.window_memory_bytes:,} bytes"
-    return [("window", f"{reach}{on_disk}; {topic.window_forgotten:,} forgotten; {memory}")]
+    lines: list[tuple[str, object]] = [("window", f"{reach}{on_disk}; {topic.window_forgotten:,} forgotten; {memory}")]
+    if topic.window_imported or topic.window_imported_missing:
+        missing = ", which are MISSING: import the same file again" if topic.window_imported_missing else ""
+        lines.append(("imported", f"{topic.window_imported:,} IDs{missing}"))
+    return lines
 
 
 def _entry_format(topic: admin_pb2.Topic) -> str:

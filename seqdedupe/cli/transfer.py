@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from seqdedupe import sealed, snapshot_file, watermarks
+from seqdedupe import sealed, snapshot_file, watermarks, windows
 from seqdedupe.cli.options import common, connect_to, print_json
 from seqdedupe.cli.topics import position_json
 from seqdedupe.command import echo, printable
@@ -38,22 +38,27 @@ def export_file(topic: str, file: Path, only_watermarks: bool, address: str, as_
     _say(values | {"producers": head.producers, "position": position_json(position)}, text, as_json)
 
 
-@click.command("import", short_help="Take a file that export wrote over into a topic.")
+@click.command("import", short_help="Take a file of export or bootstrap over into a topic.")
 @click.argument("topic")
 @click.argument("file", type=_FILE)
 @common
 def import_file(topic: str, file: Path, address: str, as_json: bool) -> None:
-    """Take a file that `export` wrote over into a topic; durable when this returns.
+    """Take a file that `export` or `job bootstrap` wrote over into a topic; durable when this returns.
 
     A snapshot goes into the topic that it was taken of. Watermarks go into one that was created, and that no producer
-    has opened yet.
+    has opened yet; a window of deduplication IDs into one of these without messages.
     """
     magic = sealed.magic_of(file)
-    if magic not in (snapshot_file.MAGIC, watermarks.MAGIC):
-        raise sealed.damaged(file, "it begins neither as a snapshot nor as a file of watermarks does")
+    if magic not in (snapshot_file.MAGIC, watermarks.MAGIC, windows.MAGIC):
+        raise sealed.damaged(file, "it begins neither as a snapshot nor as a file of watermarks or of a window does")
     with connect_to(address, topic) as client:
         if magic == snapshot_file.MAGIC:
             _say_opened(client.admin.import_snapshot(topic, file), "snapshot", "from the snapshot", as_json)
+            return
+        if magic == windows.MAGIC:
+            ids = client.admin.import_window(topic, file)
+            values = {"topic": topic_name(topic), "kind": "window", "ids": ids}
+            _say(values, f"a window of {ids:,} deduplication IDs is in force", as_json)
             return
         producers = client.admin.import_watermarks(topic, file)
     values = {"topic": topic_name(topic), "kind": "watermarks", "producers": producers}

@@ -192,12 +192,13 @@ class Admin:
         return (await self._calls.call(lambda sidecar: sidecar.admin.GetProducer, request)).producer
 
     async def message_state(
-        self, topic: str, producer_name: str, sequence_id: int
+        self, topic: str, producer_name: str = "", sequence_id: int = 0, *, deduplication_id: bytes | str = b""
     ) -> admin_pb2.GetMessageStateResponse:
-        """What is known of one message. Raises NotFoundError."""
+        """What is known of one message: of this producer, or with this deduplication ID. Raises NotFoundError."""
+        one = deduplication_id.encode() if isinstance(deduplication_id, str) else deduplication_id
         with _making_a_request():
             request = admin_pb2.GetMessageStateRequest(
-                topic=topic_name(topic), producer_name=producer_name, sequence_id=sequence_id
+                topic=topic_name(topic), producer_name=producer_name, sequence_id=sequence_id, deduplication_id=one
             )
         return await self._calls.call(lambda sidecar: sidecar.admin.GetMessageState, request)
 
@@ -259,6 +260,15 @@ class Admin:
         UnavailableError: then nothing is in force, but after OutcomeUnknownError perhaps all. Repeating it is harmless.
         """
         return await self._transfer(transfer.import_watermarks, topic, path, is_look=False)
+
+    async def import_window(self, topic: str, path: Path) -> int:
+        """Takes a file of deduplication IDs over into a topic of these that has no messages. In force, and durable,
+        when it returns how many there were.
+
+        Raises INVALID_SOURCE, NEWER_FORMAT, OSError, InvalidRequestError (TOPIC_IN_USE), NotFoundError,
+        UnavailableError: then nothing is in force, but after OutcomeUnknownError perhaps all. Repeating it is harmless.
+        """
+        return await self._transfer(transfer.import_window, topic, path, is_look=False)
 
     async def export_snapshot(self, topic: str, path: Path) -> admin_pb2.SnapshotHead:
         """Writes the topic's snapshot, as of one moment, to a file; returns of which position it is.

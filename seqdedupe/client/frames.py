@@ -45,6 +45,7 @@ def _is_plain(receipt: Any, rows: int | None) -> bool:
         and len(receipt.known_batch_indexes) in (0, 4 * known)
         and len(receipt.run_ledger_ids) == len(receipt.run_entry_ids) == 8 * runs
         and len(receipt.run_batch_indexes) == 4 * runs
+        and len(receipt.imported_rows) % 4 == 0
         and not len(UnknownFieldSet(receipt))
     )
 
@@ -76,6 +77,7 @@ def receipt_columns(receipt: Any) -> ReceiptColumns:
         np.frombuffer(receipt.run_entry_ids, "<i8"),
         np.frombuffer(receipt.run_batch_indexes, "<i4"),
         receipt.durable_at,
+        np.frombuffer(receipt.imported_rows, "<u4"),
     )
 
 

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from enum import IntEnum
 
 import numpy as np
@@ -18,6 +18,8 @@ UNDECIDED = 0
 
 NO_INDEX = -1
 """In a column of indexes: not known."""
+
+NO_ROWS: npt.NDArray[np.uint32] = np.zeros(0, np.uint32)
 
 NO_PARTITION = -1
 """That of a message in a topic without partitions."""
@@ -55,6 +57,9 @@ class Published:
     sequence_id: int
     partition: int = NO_PARTITION
     """Of a partitioned topic, in which both count; -1 if it is none."""
+    is_imported: bool = False
+    """With DUP in a topic of deduplication IDs: the ID came with an imported window. The system before this one had the
+    message; there is no index and no message ID."""
 
 
 @dataclass(slots=True)
@@ -77,6 +82,7 @@ class ReceiptColumns:
     run_batch_indexes: Int32s
     durable_at: int = 0
     """0: the rows are durable. Else they are when the topic is durable up to this index."""
+    imported_rows: npt.NDArray[np.uint32] = field(default_factory=lambda: NO_ROWS)
 
     @staticmethod
     def all_stored(first_index: int, first_message_id: MessageId, durable_at: int = 0) -> "ReceiptColumns":
@@ -125,6 +131,7 @@ class ReceiptColumns:
             self.known_batch_indexes[there] if len(self.known_batch_indexes) else self.known_batch_indexes,
             *runs,
             self.durable_at,
+            self.imported_rows[(self.imported_rows >= first) & (self.imported_rows < stop)] - np.uint32(first),
         )
 
     def _runs(self) -> MessageIds:
@@ -133,9 +140,8 @@ class ReceiptColumns:
 
 
 _NO_VERDICTS = np.zeros(0, np.uint8)
-_NO_ROWS = np.zeros(0, np.uint32)
-_NOTHING_KNOWN = _NO_ROWS, NO_INT64S, NO_INT64S, NO_INT64S, NO_INT32S
-_ONE_RUN = _NO_ROWS, NO_INT64S, NO_INT64S, NO_INT32S
+_NOTHING_KNOWN = NO_ROWS, NO_INT64S, NO_INT64S, NO_INT64S, NO_INT32S
+_ONE_RUN = NO_ROWS, NO_INT64S, NO_INT64S, NO_INT32S
 
 
 def _later(message_id: MessageId, rows: int) -> MessageId:
@@ -167,6 +173,8 @@ class BatchResult:
     batch_indexes: Int32s
     partitions: Int32s
     """-1 in a topic without partitions."""
+    imported: npt.NDArray[np.bool_]
+    """Which came with an imported window: see `Published.is_imported`."""
 
     @staticmethod
     def undecided(sequence_ids: Int64s, partition: int = NO_PARTITION) -> "BatchResult":
@@ -179,6 +187,7 @@ class BatchResult:
             np.full(rows, NO_INDEX, np.int64),
             np.full(rows, NO_INDEX, np.int32),
             np.full(rows, partition, np.int32),
+            np.zeros(rows, np.bool_),
         )
 
     @staticmethod
@@ -194,6 +203,7 @@ class BatchResult:
             first_index + steps,
             *_one_run(first_message_id, steps),
             np.full(rows, partition, np.int32),
+            np.zeros(rows, np.bool_),
         )
 
     @staticmethod
@@ -225,6 +235,7 @@ class BatchResult:
             (self.ledger_ids, new.ledger_ids),
             (self.entry_ids, new.entry_ids),
             (self.batch_indexes, new.batch_indexes),
+            (self.imported, new.imported),
         ):
             mine[decided] = theirs[decided]
 
@@ -249,6 +260,7 @@ class BatchResult:
             self.entry_ids[receipt.known_rows] = receipt.known_entry_ids
             if len(receipt.known_batch_indexes):
                 self.batch_indexes[receipt.known_rows] = receipt.known_batch_indexes
+        self.imported[receipt.imported_rows] = True
 
     def __getitem__(self, row: int) -> Published:
         index = int(self.indexes[row])
@@ -256,7 +268,7 @@ class BatchResult:
         if index != NO_INDEX:
             message_id = MessageId(int(self.ledger_ids[row]), int(self.entry_ids[row]), int(self.batch_indexes[row]))
         verdict, partition = Verdict(self.verdicts[row]), int(self.partitions[row])
-        return Published(verdict, message_id, index, int(self.sequence_ids[row]), partition)
+        return Published(verdict, message_id, index, int(self.sequence_ids[row]), partition, bool(self.imported[row]))
 
 
 class PendingBatch:

@@ -7,7 +7,7 @@ from itertools import accumulate, chain, pairwise
 from pathlib import Path
 from typing import Any
 
-from seqdedupe import snapshot_file, watermarks
+from seqdedupe import snapshot_file, watermarks, windows
 from seqdedupe.address import SidecarAddress
 from seqdedupe.client.connection import check_not_forked, typed_errors
 from seqdedupe.errors import error
@@ -40,6 +40,25 @@ async def import_watermarks(address: SidecarAddress, stub: Any, topic: str, path
         with typed_errors(address):
             answer = await stub.ImportWatermarks(_requests(topic, chain([first] if first else [], marks)))
     return int(answer.producers)
+
+
+async def import_window(address: SidecarAddress, stub: Any, topic: str, path: Path) -> int:
+    """See `Admin.import_window`."""
+    check_not_forked()
+    with closing(windows.read(path)) as parts:
+        checksum = await asyncio.to_thread(next, parts)
+        with typed_errors(address):
+            answer = await stub.ImportWindow(_window_requests(topic, checksum, parts))
+    return int(answer.ids)
+
+
+def _window_requests(topic: str, checksum: bytes, blocks: Iterable[bytes]) -> Iterator[admin_pb2.ImportWindowRequest]:
+    ids = 0
+    yield admin_pb2.ImportWindowRequest(topic=topic, checksum=checksum)
+    for block in blocks:
+        ids += len(windows.parse(block).sizes)
+        yield admin_pb2.ImportWindowRequest(block=block)
+    yield admin_pb2.ImportWindowRequest(ids=ids)
 
 
 async def export_snapshot(address: SidecarAddress, stub: Any, topic: str, path: Path) -> admin_pb2.SnapshotHead:

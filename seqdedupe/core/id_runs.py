@@ -103,7 +103,7 @@ def entries_of(pieces: list[Piece], first_index: int, key: Int64s) -> Entries:
     """The IDs of pieces that follow one another. Takes long, in any thread."""
     sizes = np.concatenate([piece.sizes for piece in pieces])
     deltas = np.arange(len(sizes), dtype=np.int64) + (pieces[0].first_index - first_index)
-    return _entries(sizes, deltas, np.concatenate([piece.ids for piece in pieces]), key)
+    return entries_with(sizes, deltas, np.concatenate([piece.ids for piece in pieces]), key)
 
 
 def entries_in(pages: list[tuple[bytes, int]], key: Int64s) -> Entries:
@@ -114,10 +114,11 @@ def entries_in(pages: list[tuple[bytes, int]], key: Int64s) -> Entries:
         deltas.append(np.frombuffer(page, "<u4", rows, PAGE_HEAD).astype(np.int64) + base)
         sizes.append(np.frombuffer(page, np.uint8, rows, PAGE_HEAD + 4 * rows))
         ids.append(np.frombuffer(page, np.uint8, -1, PAGE_HEAD + _OF_AN_ID * rows))
-    return _entries(np.concatenate(sizes), np.concatenate(deltas), np.concatenate(ids), key)
+    return entries_with(np.concatenate(sizes), np.concatenate(deltas), np.concatenate(ids), key)
 
 
-def _entries(sizes: Uint8s, deltas: Int64s, ids: Uint8s, key: Int64s) -> Entries:
+def entries_with(sizes: Uint8s, deltas: Int64s, ids: Uint8s, key: Int64s) -> Entries:
+    """IDs that lie one after the other. Takes long, in any thread."""
     offsets = np.zeros(len(sizes) + 1, np.int64)
     np.cumsum(sizes, dtype=np.int64, out=offsets[1:])
     hashes = np.empty(len(sizes), np.int64)

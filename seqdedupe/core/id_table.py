@@ -27,6 +27,8 @@ EMPTY = 0
 """A slot that has no ID."""
 NOWHERE = -1
 """No row of a place."""
+IMPORTED = -2
+"""Where an ID lies that was imported: no message of this log has it."""
 
 _TAKEN = -(1 << 63)
 _PLACE_BITS = 36
@@ -189,8 +191,8 @@ def decide(
     `frame_index` is the index that the first new row of the whole frame has got: a copy of such a row is DUP, since
     the receipt comes when both have settled. `found` gets the index of each DUP's original. With `deduplicate` off
     every row is new; for one whose ID was known `replaced` gets where it lies now, and where it did (else NOWHERE).
-    `older` has the index of each row's ID in what lies elsewhere (else NOWHERE), all of it in the log and before what
-    the table has; it is empty where there is nothing elsewhere. Returns how many rows are new.
+    `older` has the index of each row's ID in what lies elsewhere (else IMPORTED or NOWHERE), all of it in the log and
+    before what the table has; it is empty where there is nothing elsewhere. Returns how many rows are new.
     """
     row_offsets = start(places, DEDUPLICATION_ID_OFFSETS)
     blob = start(places, DEDUPLICATION_IDS)
@@ -219,7 +221,12 @@ def decide(
                 else:
                     verdicts[row] = UNKNOWN
                 continue
-        if deduplicate and before == NOWHERE and len(older) > 0 and older[row] >= state[WINDOW]:
+        if (
+            deduplicate
+            and before == NOWHERE
+            and len(older) > 0
+            and (older[row] >= state[WINDOW] or older[row] == IMPORTED)
+        ):
             verdicts[row] = DUP
             found[row] = older[row]
             continue
@@ -237,6 +244,22 @@ def decide(
     chunks[current, ROWS] = here
     state[NEXT] += new
     return new
+
+
+@kernel()
+def index_of(raw: Bytes, places: Int64s, key: Int64s, slots: Int64s, ids: Uint8s, offsets: Int32s, chunks: Int64s2,
+             state: Int64s) -> int:  # fmt: skip
+    """The index of the message with the ID of a batch's first row, in the log or in flight; NOWHERE if the table has
+    none."""
+    row_offsets = start(places, DEDUPLICATION_ID_OFFSETS)
+    begin = start(places, DEDUPLICATION_IDS) + load32(raw, row_offsets)
+    size = load32(raw, row_offsets + 4) - load32(raw, row_offsets)
+    at = _find(slots, siphash(raw, begin, begin + size, key), raw, begin, size, ids, offsets)
+    if slots[at] == EMPTY:
+        return NOWHERE
+    lies = int(slots[at]) & _PLACE
+    index = int(chunks[lies >> ROW_BITS, FIRST_INDEX]) + (lies & (CHUNK_ROWS - 1))
+    return index if index >= state[WINDOW] else NOWHERE
 
 
 @kernel()

@@ -36,6 +36,7 @@ from seqdedupe.core.id_table import (
     STATES,
     WINDOW,
     decide,
+    index_of,
 )
 from seqdedupe.core.rule import DUP
 from seqdedupe.format.columns import ROWS as ROWS_OF_BATCH
@@ -117,6 +118,12 @@ class IdWindow:
     def needed_bytes(self) -> int:
         """The same, with the larger table that will soon be needed."""
         return self.memory_bytes + self._slots.soon_needed_bytes
+
+    def index_of(self, view: Uint8s, places: Int64s) -> int:
+        """The index of the message with the ID of a batch's first row, as far as it is in memory; else NOWHERE."""
+        newer = self._newer
+        ids, offsets = newer.ids.rows.reshape(-1), newer.offsets.rows.reshape(-1)
+        return index_of(view, places, self.hash_key, self._slots.rows, ids, offsets, newer.chunks, self._state)
 
     # -- frames --------------------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from seqdedupe.doctor.findings import Findings, StoreState, TopicFindings
+from seqdedupe.doctor.imported import examine_imported
 from seqdedupe.doctor.log import examine_log
 from seqdedupe.doctor.tally import Tally
 from seqdedupe.errors import REASONS, DamagedError, error
@@ -185,7 +186,9 @@ def _topic(
     if not found.is_whole and not found.cures:
         found.cures.append(RESTORE)
     by_id = tally is not None and tally.policy is not None and tally.policy.by_deduplication_id
-    if by_id and not found.is_whole:
+    if tally is not None and tally.policy is not None and tally.policy.imported is not None:
+        examine_imported(found, stored.store, tally.policy.imported)
+    if by_id and not found.has_whole_log:
         found.notes.append(
             "its messages have deduplication IDs: a salvage knows those of the messages that are left, and takes "
             "copies of all others, also of those that retention has dropped, for new"

@@ -58,12 +58,21 @@ class TopicFindings:
     missing: list[Missing] = field(default_factory=list)
     disagreements: list[str] = field(default_factory=list)
     """Why store and log do not belong together, or why one of them is not there."""
+    imported_ids: int = 0
+    """Deduplication IDs that were imported."""
+    imported_why: str = ""
+    """Why these are not all there; empty if they are."""
     notes: list[str] = field(default_factory=list)
     """What is no damage."""
     cures: list[str] = field(default_factory=list)
 
     @property
     def is_whole(self) -> bool:
+        return self.has_whole_log and not self.imported_why
+
+    @property
+    def has_whole_log(self) -> bool:
+        """Whether log and snapshot are whole."""
         return not self.damage and not self.disagreements
 
     def to_json(self) -> dict[str, Any]:
@@ -83,6 +92,8 @@ class TopicFindings:
             "torn_end": None if self.torn_end is None else _torn_json(self.torn_end),
             "missing": [missing.to_json() for missing in self.missing],
             "disagreements": self.disagreements,
+            "imported_ids": self.imported_ids,
+            "imported_why": self.imported_why or None,
             "notes": self.notes,
             "cures": self.cures,
         }

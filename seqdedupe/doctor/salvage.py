@@ -37,7 +37,7 @@ from seqdedupe.log.embedded.rewriting import NewLog
 from seqdedupe.log.embedded.segment import Identity
 from seqdedupe.log.embedded.writer import Append
 from seqdedupe.names import topic_name
-from seqdedupe.store import ids
+from seqdedupe.store import ids, imported
 from seqdedupe.store.copy import opened_copy
 from seqdedupe.store.db import Store
 from seqdedupe.store.directories import read_claim, write
@@ -65,6 +65,8 @@ class SalvagedTopic:
     is_copied: bool
     kept: list[Kept] = field(default_factory=list)
     loaded: Loaded | None = None
+    imported_of: int | None = None
+    """What was imported is there, as that of this incarnation."""
 
     def to_json(self) -> dict[str, Any]:
         """The form is documented: keep it stable."""
@@ -120,13 +122,15 @@ async def _fill(directory: Path, to: Path) -> Salvage:
     def each(examined: Examined) -> None:
         found = examined.findings
         # Without a snapshot a log must begin with index 0.
-        can_be_copied = found.is_whole and (examined.loaded is not None or found.first_index == 0)
+        can_be_copied = found.has_whole_log and (examined.loaded is not None or found.first_index == 0)
         if not can_be_copied and moved.leaving_to(examined.folder) is not None:
             # As another incarnation it would serve beside the one that the other sidecar may have.
             return
         if any(found.name == other.record.name for other in topics):
             found.name = topic_name(f"salvaged-{found.incarnation}")
         topics.append(_copy(examined, to) if can_be_copied else _rewrite(examined, to, topics))
+        if found.imported_ids and not found.imported_why:
+            topics[-1].imported_of = examined.identity.incarnation
 
     findings = examine(directory, each)
     if any(topic.log == "broker" for topic in findings.topics):
@@ -226,8 +230,9 @@ async def _make_store(
 ) -> None:
     store = Store.open(folder)
     has_windows = any(topic.loaded is not None and topic.loaded.window is not None for topic in topics)
+    has_imports = any(topic.imported_of is not None for topic in topics)
     try:
-        with opened_copy(before) if has_windows else nullcontext() as old:
+        with opened_copy(before) if has_windows or has_imports else nullcontext() as old:
             for namespace, policy in policies:
                 await store.put_namespace_policy(namespace, policy)
             for topic in topics:
@@ -236,6 +241,8 @@ async def _make_store(
                     await store.flush(await snapshots.write_anew(topic.loaded.whole()))
                     if old is not None:
                         await ids.copy(old, store, topic.record.incarnation)
+                if old is not None and topic.imported_of is not None:
+                    await imported.copy(old, store, topic.imported_of, topic.record.incarnation)
                 await store.put_topics(topic.record)
     finally:
         store.close()

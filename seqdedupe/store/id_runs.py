@@ -24,9 +24,10 @@ from seqdedupe.core.id_runs import (
 )
 from seqdedupe.format.jit import Int64s, Int64s2
 from seqdedupe.store.db import Store
-from seqdedupe.store.records import RUN, damaged, part_key, seal, unseal
+from seqdedupe.store.records import IMPORTED, RUN, damaged, part_key, seal, unseal
 
-MAX_RUN = 2**32 - 1
+MAX_RUN = 2**31 - 1
+"""Runs from here on are imported ones: a part of the snapshot of their own."""
 
 PAGES_A_WRITE = 16
 """RocksDB holds the whole process while it writes."""
@@ -45,7 +46,7 @@ _RUN = struct.Struct("<QQIQI")
 
 def key_of(incarnation: int, run: int, of_run: int) -> bytes:
     """Where a part of a run is."""
-    return part_key(incarnation, RUN, run << 32 | of_run)
+    return part_key(incarnation, RUN if run <= MAX_RUN else IMPORTED, run << 32 | of_run)
 
 
 def put_gaps(batch: WriteBatch, incarnation: int, named: Iterable[int], end: int) -> None:

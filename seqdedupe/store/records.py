@@ -33,6 +33,8 @@ DELTA = b"D"
 WINDOW = b"W"
 IDS = b"I"
 RUN = b"R"
+IMPORTED = b"X"
+"""After all others in the order of the keys: what makes a snapshot anew leaves it alone."""
 
 MAX_NUMBER = 2**64 - 1
 
@@ -53,7 +55,7 @@ def namespace_key(namespace: str) -> bytes:
 
 def part_key(incarnation: int, part: bytes, number: int) -> bytes:
     """Where a part of a snapshot is: header and window (0), names and pages by producer number, deltas by theirs, IDs
-    by the index of the first, runs by their number and what it is of it."""
+    by the index of the first, runs, imported ones too, by their number and what it is of it."""
     return _PART.pack(b"S", incarnation, part, number)
 
 

@@ -41,6 +41,7 @@ from seqdedupe.store.parts import (
 from seqdedupe.store.records import (
     DELTA,
     HEADER,
+    IMPORTED,
     MAX_NUMBER,
     NAMES,
     PAGE,
@@ -284,9 +285,10 @@ class Snapshots:
             logger.warning("what is left of runs of deduplication IDs cannot be removed now: %s", e)
 
     def remove(self) -> int:
-        """There is no snapshot any more: one write, unsynced, as of `write_delta`. Raises STORE_UNAVAILABLE."""
+        """There is no snapshot any more: one write, unsynced, as of `write_delta`. What was imported stays: the log
+        cannot tell it. Raises STORE_UNAVAILABLE."""
         batch = WriteBatch(raw_mode=True)
-        batch.delete_range(*snapshot_range(self._incarnation))
+        batch.delete_range(snapshot_range(self._incarnation)[0], self._key(IMPORTED, 0))
         self._opening = 0
         return self._store.write(batch)
 
@@ -296,10 +298,9 @@ class Snapshots:
         for column, values in zip(columns, (stored.persisted, stored.epochs, stored.stated), strict=True):
             overwrite(column, stored.slots, values)
         batch = WriteBatch(raw_mode=True)
-        # Runs are whole by themselves: the window that comes with this names them.
-        all_keys = snapshot_range(self._incarnation)
-        batch.delete_range(all_keys[0], self._key(RUN, 0))
-        batch.delete_range(self._key(RUN, MAX_NUMBER), all_keys[1])
+        # Runs are whole by themselves: the window that comes with this names them, or the policy.
+        batch.delete_range(snapshot_range(self._incarnation)[0], self._key(RUN, 0))
+        batch.delete_range(self._key(RUN, MAX_NUMBER), self._key(IMPORTED, 0))
         self._put(batch, HEADER, 0, header.encode())
         for first in range(0, len(names), PAGE_PRODUCERS):
             page = slice(first, first + PAGE_PRODUCERS)

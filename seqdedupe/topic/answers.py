@@ -25,6 +25,8 @@ class Receipt:
     """The message IDs of the rows that are new, once they are stored."""
     known_rows: Int64s = field(default_factory=lambda: _NO_INDEXES)
     known_indexes: Int64s = field(default_factory=lambda: _NO_INDEXES)
+    imported_rows: Int64s = field(default_factory=lambda: _NO_INDEXES)
+    """Those with verdict DUP whose IDs were imported: no message of the topic has them."""
     durable_at: int = 0
     """0: the rows that are new are durable. Else they are only written, until the topic is durable up to this index."""
 

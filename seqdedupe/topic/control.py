@@ -17,7 +17,7 @@ from seqdedupe.format.columns import BASE_INDEX, ROWS, TERM
 from seqdedupe.format.jit import Int64s
 from seqdedupe.format.records import body_of, file_offset_of
 from seqdedupe.limits import MAX_BATCH_BYTES
-from seqdedupe.topic import cursors
+from seqdedupe.topic import cursors, imported_window
 from seqdedupe.topic.policy import Policy, Route
 
 STATED_A_RECORD = 8192
@@ -155,6 +155,8 @@ def encode(change: Change, *, term: int = 0, record_id: int = 0) -> bytes:
         if change.route is not None:
             policy.deduplication_route = change.route.value
         cursors.fill(change.cursors, policy.cursors)
+        if change.imported is not None:
+            change.imported.fill(policy.imported_window)
         policy.SetInParent()
     else:
         columns = getattr(control, _FIELDS[type(change)])
@@ -172,7 +174,8 @@ def encode(change: Change, *, term: int = 0, record_id: int = 0) -> bytes:
 
 def _policy(stored: Any) -> Policy:
     route = Route(stored.deduplication_route) if stored.deduplication_route else None
-    return replace(Policy.of(stored), route=route, cursors=cursors.of(stored.cursors))
+    imported = imported_window.of(stored.imported_window) if stored.HasField("imported_window") else None
+    return replace(Policy.of(stored), route=route, cursors=cursors.of(stored.cursors), imported=imported)
 
 
 def decode(body: bytes) -> tuple[Change, int]:

@@ -4,10 +4,13 @@ import asyncio
 import logging
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from seqdedupe.core.id_imported import Imported
 from seqdedupe.core.id_window import IdWindow
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.format.columns import BASE_INDEX, PRODUCERS, PUBLISH_TIME_MS, ROWS
@@ -16,6 +19,7 @@ from seqdedupe.format.records import ownership
 from seqdedupe.format.tag import SECRET_BYTES
 from seqdedupe.log.contract import DamageFound, Log, Runs, Skipped, last_of
 from seqdedupe.message_id import MessageId, Position
+from seqdedupe.store import imported as stored_import
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Loaded, Snapshots
 from seqdedupe.topic import control
@@ -25,6 +29,7 @@ from seqdedupe.topic.flight import Admitted, Changing, Flight
 from seqdedupe.topic.frame import NumbersCache
 from seqdedupe.topic.policy import Applied, Policy
 from seqdedupe.topic.recovery import RunsOf, Table
+from seqdedupe.topic.window_imported import WindowImported
 from seqdedupe.topic.window_memory import WindowMemory
 from seqdedupe.topic.window_runs import LookedUp, WindowRuns
 
@@ -49,11 +54,15 @@ class LoggedTopic(TopicBase):
         random_bytes: Callable[[int], bytes],
         on_state: Callable[[Any], None],
         window_memory: WindowMemory | None = None,
+        imported: Imported | None = None,
     ) -> None:
         self.log = log
+        self.store = store
         self.window: IdWindow | None = loaded.window if loaded is not None else None
         """Of a topic of deduplication IDs."""
-        self.window_runs = WindowRuns(store, log.incarnation, lambda: self.window, self.snapshot)
+        self.imported = WindowImported(name, imported, lambda: self.policy, self._import_has_expired)
+        self.window_runs = WindowRuns(store, log.incarnation, lambda: self.window, self.imported, self.snapshot)
+        self._forgetting_import: asyncio.Task[None] | None = None
         self._window_memory = window_memory
         self._window_seen = (-1, -1)
         super().__init__(
@@ -182,6 +191,18 @@ class LoggedTopic(TopicBase):
         if seen != self._window_seen:
             self._window_seen = seen
             self._window_memory.measure(self.window_runs, self.window)
+
+    def _import_has_expired(self) -> None:
+        if self._forgetting_import is None or self._forgetting_import.done():
+            self._forgetting_import = self._spawn(self._forget_import())
+
+    async def _forget_import(self) -> None:
+        """Nothing is imported any more. If that cannot be now, the next frame has it tried again."""
+        with suppress(SeqdedupeError):
+            async with self.imported.changing:
+                await self.append_change(replace(self.newest_policy, imported=None))
+                self.imported.there = None
+                stored_import.remove(self.store, self.incarnation)
 
     async def _end_tasks(self) -> None:
         # First: a snapshot that is under way, or an append that settles, would have it measured again.

@@ -1,4 +1,4 @@
-"""What an operator asks and does about a topic's producers: one message, what is in flight, a reset."""
+"""What an operator asks and does about a topic's messages and producers: one message, what is in flight, a reset."""
 
 import asyncio
 import logging
@@ -8,13 +8,17 @@ from typing import NamedTuple
 
 import numpy as np
 
+from seqdedupe.batch import NO_INT64S, Batch, Binary
+from seqdedupe.core.id_table import IMPORTED, NOWHERE
 from seqdedupe.core.rule import PERSISTED, PUSHED
 from seqdedupe.errors import DamagedError, PositionError, error
 from seqdedupe.limits import NO_SEQUENCE_ID
 from seqdedupe.message_id import Position
 from seqdedupe.names import producer_name
+from seqdedupe.topic.by_id import since_ms
 from seqdedupe.topic.control import Reset
 from seqdedupe.topic.flight import InFlight
+from seqdedupe.topic.frame import check_by_id
 from seqdedupe.topic.originals import NOT_KNOWN, find_in_log, publish_time_ms
 from seqdedupe.topic.publishing import Topic
 from seqdedupe.topic.state import State
@@ -34,6 +38,8 @@ class MessageState(Enum):
     STORED = 4
     BELOW_WATERMARK = 5
     """It may have been stored, or never sent."""
+    IMPORTED = 6
+    """Its deduplication ID came with an imported window."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,13 +93,41 @@ async def message_state(topic: Topic, name: str, sequence_id: int) -> Message:
         index = await find_in_log(topic.log, encoded, sequence_id, topic.confirmed_index)
     if index == NOT_KNOWN:
         return Message(MessageState.BELOW_WATERMARK, pushed, persisted)
-    return Message(
-        MessageState.STORED,
-        pushed,
-        persisted,
-        position=await _position_of(topic, index),
-        publish_time_ms=await publish_time_ms(topic.log, index),
-    )
+    return await _stored(topic, index, pushed, persisted)
+
+
+async def state_by_id(topic: Topic, deduplication_id: bytes) -> Message:
+    """What is known of the message with this deduplication ID.
+
+    Raises INVALID_DEDUPLICATION_ID, INVALID_REQUEST in a topic of sequence IDs; RECOVERING, LOG_DAMAGED,
+    STORE_DAMAGED, STORE_UNAVAILABLE or WINDOW_MISSING while it is not certain.
+    """
+    topic.check_knows_its_end()
+    if topic.state is State.RECOVERING:
+        raise error("RECOVERING", f"what topic {topic.name} holds is being found out: {topic.why}")
+    if topic.window is None:
+        raise error("INVALID_REQUEST", f"topic {topic.name} is one of sequence IDs: name producer and sequence ID")
+    payload, one = Binary.of_all([b""]), Binary.of_all([deduplication_id])
+    batch = Batch(Binary(), NO_INT64S, NO_INT64S, NO_INT64S, payload, deduplication_ids=one)
+    frame = check_by_id(batch.encode())
+    looked_up = await topic.window_runs.look_up(frame.encoded)
+    index = topic.window.index_of(frame.view, frame.places)
+    if index >= topic.confirmed_index:
+        return Message(MessageState.IN_FLIGHT, NO_SEQUENCE_ID, NO_SEQUENCE_ID)
+    since = since_ms(topic.applied, topic.now_ms())
+    if index == NOWHERE and len(older := topic.window_runs.older(frame, since, looked_up)):
+        index = int(older[0])
+    if index == IMPORTED:
+        return Message(MessageState.IMPORTED, NO_SEQUENCE_ID, NO_SEQUENCE_ID)
+    if index < topic.window.first_index:
+        return Message(MessageState.NOT_SEEN, NO_SEQUENCE_ID, NO_SEQUENCE_ID)
+    return await _stored(topic, index, NO_SEQUENCE_ID, NO_SEQUENCE_ID)
+
+
+async def _stored(topic: Topic, index: int, pushed: int, persisted: int) -> Message:
+    position = await _position_of(topic, index)
+    time_ms = await publish_time_ms(topic.log, index)
+    return Message(MessageState.STORED, pushed, persisted, position=position, publish_time_ms=time_ms)
 
 
 def _check_has_producers(topic: Topic) -> None:

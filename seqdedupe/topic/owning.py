@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+from seqdedupe.core.id_imported import Imported
 from seqdedupe.errors import DamagedError, SeqdedupeError, UnavailableError, error
 from seqdedupe.format.columns import BASE_INDEX, TERM
 from seqdedupe.format.records import body_of
@@ -50,6 +51,7 @@ class OwnedTopic(SettlingTopic):
         on_state: Callable[[Any], None] = lambda topic: None,
         is_standby: bool = False,
         window_memory: WindowMemory | None = None,
+        imported: Imported | None = None,
     ) -> None:
         super().__init__(
             name,
@@ -61,6 +63,7 @@ class OwnedTopic(SettlingTopic):
             random_bytes=random_bytes,
             on_state=on_state,
             window_memory=window_memory,
+            imported=imported,
         )
         self.now_seconds = asyncio.get_running_loop().time
         self._is_standby = is_standby
@@ -128,6 +131,7 @@ class OwnedTopic(SettlingTopic):
         self._set_state(State.SERVING, "")
         # What was loaded, or read from the log, counts whether anything comes or not.
         self._window_may_have_grown()
+        self.imported.say_if_missing()
         self._tried.tell()
         earlier.state(self)
         return True

@@ -13,6 +13,7 @@ from seqdedupe.errors import error
 from seqdedupe.log.contract import FlushInterval, Retention
 from seqdedupe.store.topics import LogKind
 from seqdedupe.topic.cursors import NamedCursor
+from seqdedupe.topic.imported_window import ImportedWindow
 
 NO_LIMIT = -1
 """As a retention."""
@@ -116,6 +117,8 @@ class Policy:
     """Of a partition of a topic of deduplication IDs; for good, too."""
     cursors: tuple[NamedCursor, ...] = ()
     """By name. No operator sets them as he sets the others (`NAMES`), but they are kept and change with them."""
+    imported: ImportedWindow | None = None
+    """What was imported into a topic of deduplication IDs, until all of it has expired. Kept as the cursors."""
 
     def with_values_of(self, other: "Policy") -> "Policy":
         """This one, but for the values that the other one sets."""
@@ -174,7 +177,8 @@ class Policy:
         return Policy(**values)
 
 
-NAMES = tuple(item.name for item in fields(Policy) if item.name not in ("cursors", "by_deduplication_id", "route"))
+_NO_VALUES = ("cursors", "by_deduplication_id", "route", "imported")
+NAMES = tuple(item.name for item in fields(Policy) if item.name not in _NO_VALUES)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,14 @@
 """Topics with a log that is no attached broker's: opened from their log and their snapshot."""
 
 import asyncio
+import logging
 import secrets
 from collections.abc import Callable, Container
 
-from seqdedupe.errors import PositionError, error
+from seqdedupe.core.id_imported import Imported
+from seqdedupe.errors import DamagedError, PositionError, UnavailableError, error
 from seqdedupe.log.contract import Log, LogName, Logs
+from seqdedupe.store import imported as stored_import
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Loaded, Snapshots
 from seqdedupe.store.topics import LogKind, TopicRecord
@@ -15,6 +18,8 @@ from seqdedupe.topic.policy import Applied, Policy
 from seqdedupe.topic.publishing import Topic
 from seqdedupe.topic.state import State
 from seqdedupe.topic.window_memory import WindowMemory
+
+logger = logging.getLogger("seqdedupe.topic")
 
 
 class PublishedTopics:
@@ -63,6 +68,8 @@ class PublishedTopics:
         window = loaded.window if loaded is not None else None
         if window is not None and await asyncio.to_thread(snapshots.has_left_over, window):
             snapshots.drop_left_over(window)
+        may_have_import = loaded is None or loaded.window is not None
+        imported = await self._imported(record) if may_have_import else None
         covered_index, place = (loaded.next_index, loaded.opaque) if loaded else (0, b"")
         log = await self._logs.open(record.incarnation, covered_index, record.secret or None, place)
         if loaded is None and log.first_index > 0 and not (self._rebuild_store or without_snapshot):
@@ -88,7 +95,23 @@ class PublishedTopics:
             on_state=self._on_state,
             is_standby=self._stands_by(record.name),
             window_memory=self._window_memory,
+            imported=imported,
         )
+
+    async def _imported(self, record: TopicRecord) -> Imported | None:
+        """What the store has of an imported window. What is damaged is as good as missing: the file has it."""
+        incarnation = record.incarnation
+        try:
+            imported = await asyncio.to_thread(stored_import.load, self._store, incarnation)
+        except DamagedError as e:
+            logger.error("topic %s: its imported window cannot be read: %s", record.name, e)
+            return None
+        if await asyncio.to_thread(stored_import.has_other_runs, self._store, incarnation, imported):
+            try:
+                stored_import.remove_runs_but(self._store, incarnation, imported)
+            except UnavailableError as e:
+                logger.warning("topic %s: what is left of an import cannot be removed now: %s", record.name, e)
+        return imported
 
     async def check_snapshot(self, record: TopicRecord, live: TopicBase | None, loaded: Loaded | None) -> None:
         topic = live if isinstance(live, Topic) else None

@@ -28,7 +28,7 @@ class Topic(OwnedTopic):
     """A topic of this process. It takes messages once `recover` has returned.
 
     `on_state` is told each change of state, with one line why. `window_memory` is shared by topics of deduplication
-    IDs; without it their windows stay in memory.
+    IDs; without it their windows stay in memory. `imported` is the window that the store has of an import.
     """
 
     now_ms: Callable[[], int] = staticmethod(_now_ms)
@@ -91,7 +91,7 @@ class Topic(OwnedTopic):
                 wants_keys=self.policy.route is Route.KEY,
                 now_ms=self.now_ms(),
                 check_log=check_log,
-                older=lambda frame: self.window_runs.older(frame, looked_up),
+                older=lambda frame, since_ms: self.window_runs.older(frame, since_ms, looked_up),
             )
         return admission.admit(
             encoded,

@@ -40,7 +40,7 @@ class WindowMemory:
             return
         self._windows[runs] = window
         self._total -= self._bytes.get(runs, 0)
-        self._bytes[runs] = window.needed_bytes
+        self._bytes[runs] = window.needed_bytes + runs.imported.memory_bytes
         self._total += self._bytes[runs]
         if self._total > self.limit_bytes and self._moving is None:
             self._moving = asyncio.ensure_future(self._make_room())
@@ -80,8 +80,9 @@ class WindowMemory:
 
     def _measure_again(self, runs: WindowRuns) -> None:
         if (window := self._windows.get(runs)) is not None:
-            self._total += window.needed_bytes - self._bytes[runs]
-            self._bytes[runs] = window.needed_bytes
+            needed_bytes = window.needed_bytes + runs.imported.memory_bytes
+            self._total += needed_bytes - self._bytes[runs]
+            self._bytes[runs] = needed_bytes
 
     def _moved(self, task: "asyncio.Task[None]") -> None:
         self._moving = None

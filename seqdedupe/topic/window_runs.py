@@ -10,14 +10,17 @@ from dataclasses import dataclass
 import numpy as np
 
 from seqdedupe.core.id_chunks import Piece
+from seqdedupe.core.id_imported import MILLISECONDS_A_SECOND, Imported
 from seqdedupe.core.id_runs import Entries, Run, entries_in, entries_of, find, parts_of
-from seqdedupe.core.id_table import NOWHERE
+from seqdedupe.core.id_table import IMPORTED, NOWHERE
 from seqdedupe.core.id_window import IdWindow
 from seqdedupe.errors import DamagedError, SeqdedupeError, error
 from seqdedupe.format.jit import Int64s
 from seqdedupe.store.db import Store
 from seqdedupe.store.id_runs import RunWriter, read_pages
+from seqdedupe.store.imported import FIRST_RUN
 from seqdedupe.topic.frame import Frame, check_by_id
+from seqdedupe.topic.window_imported import WindowImported
 
 MOVED_PART = 8
 """A run has one in so many of the IDs in memory, or a chunk."""
@@ -33,10 +36,13 @@ TIDIED_AT_ONCE = 4096
 
 @dataclass(frozen=True, slots=True)
 class LookedUp:
-    """Where the IDs of a frame are in the runs of a generation: each one's index, NOWHERE for others."""
+    """Where the IDs of a frame are in the runs of a generation: each one's index, NOWHERE for others. And in what was
+    imported: the second of each."""
 
     generation: int
+    imported: Imported | None
     indexes: Int64s
+    seconds: Int64s
 
 
 class WindowRuns:
@@ -51,8 +57,10 @@ class WindowRuns:
         store: Store,
         incarnation: int,
         window: Callable[[], IdWindow | None],
+        imported: WindowImported,
         take_snapshot: Callable[[], Awaitable[None]],
     ) -> None:
+        self.imported = imported
         self._store = store
         self._incarnation = incarnation
         self._window = window
@@ -78,54 +86,68 @@ class WindowRuns:
         What it answers is for the step of the event loop that follows: later the runs may be others.
         """
         window = self._window()
-        if window is None or not window.older.runs:
+        if window is None or not (window.older.runs or self.imported.in_force):
             return None
         try:
             frame = check_by_id(encoded)
             while True:
-                generation = window.older.generation
+                looked_into = window.older.generation, self.imported.in_force
                 wanted = self._candidates(window, frame)
                 try:
                     found = await asyncio.to_thread(self._found, frame, wanted) if wanted else self._found(frame, ())
                 except SeqdedupeError:
                     # A run that was dropped meanwhile cannot be read.
-                    if window.older.generation == generation:
+                    if (window.older.generation, self.imported.in_force) == looked_into:
                         raise
                     continue
-                if window.older.generation == generation:
-                    return LookedUp(generation, found)
+                if (window.older.generation, self.imported.in_force) == looked_into:
+                    return LookedUp(*looked_into, *found)
         except SeqdedupeError:
             # Whoever decides about the frame finds the same, and says so.
             return None
 
-    def older(self, frame: Frame, looked_up: LookedUp | None) -> Int64s:
-        """The index of each ID of a frame in the runs there are now: as it was looked up, or read at once.
+    def older(self, frame: Frame, since_ms: int, looked_up: LookedUp | None) -> Int64s:
+        """The index of each ID of a frame in the runs there are now, or IMPORTED: as it was looked up, or read at once.
 
-        Raises STORE_DAMAGED, STORE_UNAVAILABLE.
+        Of what was imported that counts which was published after `since_ms`. Raises STORE_DAMAGED, STORE_UNAVAILABLE,
+        and what `WindowImported.to_look_into` raises.
         """
-        window = self._window()
-        if window is None or not window.older.runs:
+        window, imported = self._window(), self.imported.to_look_into(since_ms)
+        if window is None or not (window.older.runs or imported):
             return np.zeros(0, np.int64)
-        if looked_up is not None and looked_up.generation == window.older.generation:
+        if (
+            looked_up is None
+            or looked_up.generation != window.older.generation
+            or looked_up.imported is not self.imported.in_force
+        ):
+            found = self._found(frame, self._candidates(window, frame))
+            looked_up = LookedUp(window.older.generation, imported, *found)
+        if imported is None:
             return looked_up.indexes
-        return self._found(frame, self._candidates(window, frame))
+        seconds = looked_up.seconds
+        counts = (seconds != NOWHERE) & (seconds * MILLISECONDS_A_SECOND > since_ms)
+        return np.where(counts & (looked_up.indexes < window.first_index), IMPORTED, looked_up.indexes)
 
     def _candidates(self, window: IdWindow, frame: Frame) -> list[tuple[Run, int, int]]:
         """Rows that a filter lets through: in which run, and in which of its pages."""
         found = window.older.candidates(frame.view, frame.places, window.hash_key, window.first_index)
+        if (imported := self.imported.in_force) is not None:
+            found += [(imported.run, row, pages) for row, pages in imported.candidates(frame.view, frame.places)]
         return [(run, row, page) for run, row, pages in found for page in pages]
 
-    def _found(self, frame: Frame, wanted: "list[tuple[Run, int, int]] | tuple[()]") -> Int64s:
-        """The highest index of each row, of those that these pages have with its very bytes. Blocks, in any thread."""
-        indexes = np.full(frame.rows, NOWHERE, np.int64)
+    def _found(self, frame: Frame, wanted: "list[tuple[Run, int, int]] | tuple[()]") -> tuple[Int64s, Int64s]:
+        """The highest index of each row, and the highest second, of those that these pages have with its very bytes.
+        Blocks, in any thread."""
+        indexes, seconds = np.full(frame.rows, NOWHERE, np.int64), np.full(frame.rows, NOWHERE, np.int64)
         for at in range(0, len(wanted), READ_AT_ONCE):
             some = wanted[at : at + READ_AT_ONCE]
             pages = read_pages(self._store, self._incarnation, [(run.number, page) for run, _, page in some])
             for (run, row, _), page in zip(some, pages, strict=True):
                 delta = find(np.frombuffer(page, np.uint8), frame.view, frame.places, row)
                 if delta != NOWHERE:
-                    indexes[row] = max(indexes[row], run.first_index + delta)
-        return indexes
+                    found = seconds if run.number >= FIRST_RUN else indexes
+                    found[row] = max(found[row], run.first_index + delta)
+        return indexes, seconds
 
     # -- out of memory -------------------------------------------------------------------------------------------
 

@@ -214,6 +214,8 @@ class _MessageStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_MessageS
     """Its ID is not above the producer's highest persisted one, and it was not found where it was looked for, among the
     last messages of the topic: it may have been stored, or never sent. Sent now, it is `DUP`.
     """
+    MESSAGE_STATE_IMPORTED: _MessageState.ValueType  # 6
+    """Its deduplication ID came with an imported window: the system before this one had it. Sent now, it is `DUP`."""
 
 class MessageState(_MessageState, metaclass=_MessageStateEnumTypeWrapper):
     """What is known of a message."""
@@ -232,6 +234,8 @@ MESSAGE_STATE_BELOW_WATERMARK: MessageState.ValueType  # 5
 """Its ID is not above the producer's highest persisted one, and it was not found where it was looked for, among the
 last messages of the topic: it may have been stored, or never sent. Sent now, it is `DUP`.
 """
+MESSAGE_STATE_IMPORTED: MessageState.ValueType  # 6
+"""Its deduplication ID came with an imported window: the system before this one had it. Sent now, it is `DUP`."""
 Global___MessageState: _TypeAlias = MessageState  # noqa: Y015
 
 class _StatisticsOrder:
@@ -443,6 +447,8 @@ class Topic(_message.Message):
     WINDOW_MEMORY_BYTES_FIELD_NUMBER: _builtins.int
     DEDUPLICATION_ROUTE_FIELD_NUMBER: _builtins.int
     WINDOW_MESSAGES_ON_DISK_FIELD_NUMBER: _builtins.int
+    WINDOW_IMPORTED_FIELD_NUMBER: _builtins.int
+    WINDOW_IMPORTED_MISSING_FIELD_NUMBER: _builtins.int
     PARTITIONS_FIELD_NUMBER: _builtins.int
     PARTITION_OF_FIELD_NUMBER: _builtins.int
     UNUSED_PARTITIONS_FIELD_NUMBER: _builtins.int
@@ -512,6 +518,10 @@ class Topic(_message.Message):
     """By what its messages find their partitions, for good; also of each partition."""
     window_messages_on_disk: _builtins.int
     """So many of the IDs that are known lie on disk, and not in memory."""
+    window_imported: _builtins.int
+    """So many deduplication IDs were imported (`ImportWindow`), until all of them have expired."""
+    window_imported_missing: _builtins.bool
+    """Whether these are not there any more: frames are refused (`WINDOW_MISSING`) until the same window is imported again."""
     partitions: _builtins.int
     """How many partitions it has; 0 if it is not partitioned. Each is a topic of its own, `name-partition-0` and on. What
     stands here of a partitioned topic is its name, the worst state of its partitions with the reason, and the sums of
@@ -588,6 +598,8 @@ class Topic(_message.Message):
         window_memory_bytes: _builtins.int = ...,
         deduplication_route: Global___DeduplicationRoute.ValueType = ...,
         window_messages_on_disk: _builtins.int = ...,
+        window_imported: _builtins.int = ...,
+        window_imported_missing: _builtins.bool = ...,
         partitions: _builtins.int = ...,
         partition_of: _builtins.str = ...,
         unused_partitions: _builtins.int = ...,
@@ -601,7 +613,7 @@ class Topic(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["last", b"last", "policy", b"policy", "set_policy", b"set_policy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["damaged_messages", b"damaged_messages", "damaged_places", b"damaged_places", "deduplication_mode", b"deduplication_mode", "deduplication_route", b"deduplication_route", "dup", b"dup", "entry_format", b"entry_format", "first_index", b"first_index", "incarnation", b"incarnation", "last", b"last", "log_bytes", b"log_bytes", "log_earlier", b"log_earlier", "log_foreign", b"log_foreign", "log_repeats", b"log_repeats", "log_void", b"log_void", "may_lose_messages", b"may_lose_messages", "may_lose_ms", b"may_lose_ms", "name", b"name", "not_dup", b"not_dup", "not_durable_messages", b"not_durable_messages", "partition_of", b"partition_of", "partitions", b"partitions", "policy", b"policy", "producers", b"producers", "purged", b"purged", "refused", b"refused", "resets", b"resets", "resumed_after_purge", b"resumed_after_purge", "set_policy", b"set_policy", "snapshot_index", b"snapshot_index", "state", b"state", "term", b"term", "unknown", b"unknown", "unused_partitions", b"unused_partitions", "why", b"why", "window_first_index", b"window_first_index", "window_first_publish_time_ms", b"window_first_publish_time_ms", "window_forgotten", b"window_forgotten", "window_memory_bytes", b"window_memory_bytes", "window_messages", b"window_messages", "window_messages_on_disk", b"window_messages_on_disk"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["damaged_messages", b"damaged_messages", "damaged_places", b"damaged_places", "deduplication_mode", b"deduplication_mode", "deduplication_route", b"deduplication_route", "dup", b"dup", "entry_format", b"entry_format", "first_index", b"first_index", "incarnation", b"incarnation", "last", b"last", "log_bytes", b"log_bytes", "log_earlier", b"log_earlier", "log_foreign", b"log_foreign", "log_repeats", b"log_repeats", "log_void", b"log_void", "may_lose_messages", b"may_lose_messages", "may_lose_ms", b"may_lose_ms", "name", b"name", "not_dup", b"not_dup", "not_durable_messages", b"not_durable_messages", "partition_of", b"partition_of", "partitions", b"partitions", "policy", b"policy", "producers", b"producers", "purged", b"purged", "refused", b"refused", "resets", b"resets", "resumed_after_purge", b"resumed_after_purge", "set_policy", b"set_policy", "snapshot_index", b"snapshot_index", "state", b"state", "term", b"term", "unknown", b"unknown", "unused_partitions", b"unused_partitions", "why", b"why", "window_first_index", b"window_first_index", "window_first_publish_time_ms", b"window_first_publish_time_ms", "window_forgotten", b"window_forgotten", "window_imported", b"window_imported", "window_imported_missing", b"window_imported_missing", "window_memory_bytes", b"window_memory_bytes", "window_messages", b"window_messages", "window_messages_on_disk", b"window_messages_on_disk"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1305,22 +1317,26 @@ class GetMessageStateRequest(_message.Message):
     TOPIC_FIELD_NUMBER: _builtins.int
     PRODUCER_NAME_FIELD_NUMBER: _builtins.int
     SEQUENCE_ID_FIELD_NUMBER: _builtins.int
+    DEDUPLICATION_ID_FIELD_NUMBER: _builtins.int
     topic: _builtins.str
     """The topic, see `OpenRequest.topic`."""
     producer_name: _builtins.str
     """The producer's name; one that is not known has seen nothing."""
     sequence_id: _builtins.int
     """The sequence ID, 0 or higher."""
+    deduplication_id: _builtins.bytes
+    """In a topic of deduplication IDs the message's ID, instead of the two before."""
     def __init__(
         self,
         *,
         topic: _builtins.str = ...,
         producer_name: _builtins.str = ...,
         sequence_id: _builtins.int = ...,
+        deduplication_id: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["producer_name", b"producer_name", "sequence_id", b"sequence_id", "topic", b"topic"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deduplication_id", b"deduplication_id", "producer_name", b"producer_name", "sequence_id", b"sequence_id", "topic", b"topic"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1685,6 +1701,66 @@ class ImportWatermarksResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ImportWatermarksResponse: _TypeAlias = ImportWatermarksResponse  # noqa: Y015
+
+@_typing.final
+class ImportWindowRequest(_message.Message):
+    """A part of a file of deduplication IDs (`docs/formats-window.md`), whose blocks come as they stand there, in their order,
+    one or none a message.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOPIC_FIELD_NUMBER: _builtins.int
+    CHECKSUM_FIELD_NUMBER: _builtins.int
+    BLOCK_FIELD_NUMBER: _builtins.int
+    IDS_FIELD_NUMBER: _builtins.int
+    topic: _builtins.str
+    """The topic, see `OpenRequest.topic`; in the first message."""
+    checksum: _builtins.bytes
+    """The SHA-256 at the end of the file; in the first message."""
+    block: _builtins.bytes
+    """A block."""
+    ids: _builtins.int
+    """In the last message, how many IDs all blocks have. Without it nothing is taken over."""
+    def __init__(
+        self,
+        *,
+        topic: _builtins.str = ...,
+        checksum: _builtins.bytes = ...,
+        block: _builtins.bytes = ...,
+        ids: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_ids", b"_ids", "ids", b"ids"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_ids", b"_ids", "block", b"block", "checksum", b"checksum", "ids", b"ids", "topic", b"topic"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__ids: _TypeAlias = _typing.Literal["ids"]  # noqa: Y015
+    _WhichOneofArgType__ids: _TypeAlias = _typing.Literal["_ids", b"_ids"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ids) -> _WhichOneofReturnType__ids | None: ...
+
+Global___ImportWindowRequest: _TypeAlias = ImportWindowRequest  # noqa: Y015
+
+@_typing.final
+class ImportWindowResponse(_message.Message):
+    """The window is in force."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    IDS_FIELD_NUMBER: _builtins.int
+    ids: _builtins.int
+    """How many IDs were imported."""
+    def __init__(
+        self,
+        *,
+        ids: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ids", b"ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ImportWindowResponse: _TypeAlias = ImportWindowResponse  # noqa: Y015
 
 @_typing.final
 class SnapshotHead(_message.Message):

@@ -140,6 +140,11 @@ class AdminServiceStub(object):
                 request_serializer=seqdedupe_dot_v1_dot_admin__pb2.ImportWatermarksRequest.SerializeToString,
                 response_deserializer=seqdedupe_dot_v1_dot_admin__pb2.ImportWatermarksResponse.FromString,
                 _registered_method=True)
+        self.ImportWindow = channel.stream_unary(
+                '/seqdedupe.v1.AdminService/ImportWindow',
+                request_serializer=seqdedupe_dot_v1_dot_admin__pb2.ImportWindowRequest.SerializeToString,
+                response_deserializer=seqdedupe_dot_v1_dot_admin__pb2.ImportWindowResponse.FromString,
+                _registered_method=True)
         self.ExportSnapshot = channel.unary_stream(
                 '/seqdedupe.v1.AdminService/ExportSnapshot',
                 request_serializer=seqdedupe_dot_v1_dot_admin__pb2.ExportSnapshotRequest.SerializeToString,
@@ -384,6 +389,17 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ImportWindow(self, request_iterator, context):
+        """Takes a window of deduplication IDs over into a topic of these that has no message yet: from then on they are `DUP`,
+        until `deduplication_window_max_minutes` after they were published. All of it is in force and durable when it is
+        answered, or nothing is. The same window may be imported again, whenever: that mends one of which the store has lost
+        something (`WINDOW_MISSING`). Only for topics on the sidecar's own log. Errors: `TOPIC_IN_USE` if the topic has
+        messages or another window, `INVALID_REQUEST` for one of sequence IDs, and for what is not in order.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ExportSnapshot(self, request, context):
         """A topic's snapshot as of one moment, to be saved elsewhere. Errors: as those of `ExportWatermarks`.
         """
@@ -614,6 +630,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.ImportWatermarks,
                     request_deserializer=seqdedupe_dot_v1_dot_admin__pb2.ImportWatermarksRequest.FromString,
                     response_serializer=seqdedupe_dot_v1_dot_admin__pb2.ImportWatermarksResponse.SerializeToString,
+            ),
+            'ImportWindow': grpc.stream_unary_rpc_method_handler(
+                    servicer.ImportWindow,
+                    request_deserializer=seqdedupe_dot_v1_dot_admin__pb2.ImportWindowRequest.FromString,
+                    response_serializer=seqdedupe_dot_v1_dot_admin__pb2.ImportWindowResponse.SerializeToString,
             ),
             'ExportSnapshot': grpc.unary_stream_rpc_method_handler(
                     servicer.ExportSnapshot,
@@ -1249,6 +1270,33 @@ class AdminService(object):
             '/seqdedupe.v1.AdminService/ImportWatermarks',
             seqdedupe_dot_v1_dot_admin__pb2.ImportWatermarksRequest.SerializeToString,
             seqdedupe_dot_v1_dot_admin__pb2.ImportWatermarksResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ImportWindow(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/seqdedupe.v1.AdminService/ImportWindow',
+            seqdedupe_dot_v1_dot_admin__pb2.ImportWindowRequest.SerializeToString,
+            seqdedupe_dot_v1_dot_admin__pb2.ImportWindowResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -112,6 +112,13 @@ class AdminServiceStub:
     Errors: `TOPIC_IN_USE`, `INVALID_REQUEST`, `INVALID_NAME`, `INVALID_SEQUENCE_ID`, and what a topic answers that
     takes nothing now.
     """
+    ImportWindow: _grpc.StreamUnaryMultiCallable[_admin_pb2.ImportWindowRequest, _admin_pb2.ImportWindowResponse]
+    """Takes a window of deduplication IDs over into a topic of these that has no message yet: from then on they are `DUP`,
+    until `deduplication_window_max_minutes` after they were published. All of it is in force and durable when it is
+    answered, or nothing is. The same window may be imported again, whenever: that mends one of which the store has lost
+    something (`WINDOW_MISSING`). Only for topics on the sidecar's own log. Errors: `TOPIC_IN_USE` if the topic has
+    messages or another window, `INVALID_REQUEST` for one of sequence IDs, and for what is not in order.
+    """
     ExportSnapshot: _grpc.UnaryStreamMultiCallable[_admin_pb2.ExportSnapshotRequest, _admin_pb2.ExportSnapshotResponse]
     """A topic's snapshot as of one moment, to be saved elsewhere. Errors: as those of `ExportWatermarks`."""
     ImportSnapshot: _grpc.StreamUnaryMultiCallable[_admin_pb2.ImportSnapshotRequest, _admin_pb2.ImportSnapshotResponse]
@@ -265,6 +272,13 @@ class AdminServiceAsyncStub(AdminServiceStub):
     answered, none is, or all are: repeating it does no harm. Who opens the topic meanwhile wins, and the import fails.
     Errors: `TOPIC_IN_USE`, `INVALID_REQUEST`, `INVALID_NAME`, `INVALID_SEQUENCE_ID`, and what a topic answers that
     takes nothing now.
+    """
+    ImportWindow: _aio.StreamUnaryMultiCallable[_admin_pb2.ImportWindowRequest, _admin_pb2.ImportWindowResponse]  # type: ignore[assignment]
+    """Takes a window of deduplication IDs over into a topic of these that has no message yet: from then on they are `DUP`,
+    until `deduplication_window_max_minutes` after they were published. All of it is in force and durable when it is
+    answered, or nothing is. The same window may be imported again, whenever: that mends one of which the store has lost
+    something (`WINDOW_MISSING`). Only for topics on the sidecar's own log. Errors: `TOPIC_IN_USE` if the topic has
+    messages or another window, `INVALID_REQUEST` for one of sequence IDs, and for what is not in order.
     """
     ExportSnapshot: _aio.UnaryStreamMultiCallable[_admin_pb2.ExportSnapshotRequest, _admin_pb2.ExportSnapshotResponse]  # type: ignore[assignment]
     """A topic's snapshot as of one moment, to be saved elsewhere. Errors: as those of `ExportWatermarks`."""
@@ -542,6 +556,19 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         answered, none is, or all are: repeating it does no harm. Who opens the topic meanwhile wins, and the import fails.
         Errors: `TOPIC_IN_USE`, `INVALID_REQUEST`, `INVALID_NAME`, `INVALID_SEQUENCE_ID`, and what a topic answers that
         takes nothing now.
+        """
+
+    @_abc_1.abstractmethod
+    def ImportWindow(
+        self,
+        request_iterator: _MaybeAsyncIterator[_admin_pb2.ImportWindowRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.ImportWindowResponse, _abc.Awaitable[_admin_pb2.ImportWindowResponse]]:
+        """Takes a window of deduplication IDs over into a topic of these that has no message yet: from then on they are `DUP`,
+        until `deduplication_window_max_minutes` after they were published. All of it is in force and durable when it is
+        answered, or nothing is. The same window may be imported again, whenever: that mends one of which the store has lost
+        something (`WINDOW_MISSING`). Only for topics on the sidecar's own log. Errors: `TOPIC_IN_USE` if the topic has
+        messages or another window, `INVALID_REQUEST` for one of sequence IDs, and for what is not in order.
         """
 
     @_abc_1.abstractmethod

@@ -476,6 +476,7 @@ class ControlPolicy(_message.Message):
     DEDUPLICATION_WINDOW_MAX_MINUTES_FIELD_NUMBER: _builtins.int
     CURSORS_FIELD_NUMBER: _builtins.int
     DEDUPLICATION_ROUTE_FIELD_NUMBER: _builtins.int
+    IMPORTED_WINDOW_FIELD_NUMBER: _builtins.int
     deduplication_enabled: _builtins.bool
     """Whether `DUP` and `UNKNOWN` rows are left out."""
     overlap: _builtins.int
@@ -508,6 +509,12 @@ class ControlPolicy(_message.Message):
     def cursors(self) -> _containers.RepeatedCompositeFieldContainer[Global___ControlCursor]:
         """All named cursors that the topic keeps, by name."""
 
+    @_builtins.property
+    def imported_window(self) -> Global___ControlImportedWindow:
+        """The window that was imported into a topic of deduplication IDs. It stands before the topic's first message, and goes
+        when all of it has expired.
+        """
+
     def __init__(
         self,
         *,
@@ -526,10 +533,11 @@ class ControlPolicy(_message.Message):
         deduplication_window_max_minutes: _builtins.int | None = ...,
         cursors: _abc.Iterable[Global___ControlCursor] | None = ...,
         deduplication_route: _builtins.int = ...,
+        imported_window: Global___ControlImportedWindow | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_deduplication_enabled", b"_deduplication_enabled", "_deduplication_entries_interval", b"_deduplication_entries_interval", "_deduplication_producer_inactivity_timeout_minutes", b"_deduplication_producer_inactivity_timeout_minutes", "_deduplication_snapshot_interval_seconds", b"_deduplication_snapshot_interval_seconds", "_deduplication_window_max_bytes", b"_deduplication_window_max_bytes", "_deduplication_window_max_messages", b"_deduplication_window_max_messages", "_deduplication_window_max_minutes", b"_deduplication_window_max_minutes", "_gap", b"_gap", "_log_flush_interval_messages", b"_log_flush_interval_messages", "_log_flush_interval_ms", b"_log_flush_interval_ms", "_overlap", b"_overlap", "_retention_size_in_mb", b"_retention_size_in_mb", "_retention_time_in_minutes", b"_retention_time_in_minutes", "deduplication_enabled", b"deduplication_enabled", "deduplication_entries_interval", b"deduplication_entries_interval", "deduplication_producer_inactivity_timeout_minutes", b"deduplication_producer_inactivity_timeout_minutes", "deduplication_snapshot_interval_seconds", b"deduplication_snapshot_interval_seconds", "deduplication_window_max_bytes", b"deduplication_window_max_bytes", "deduplication_window_max_messages", b"deduplication_window_max_messages", "deduplication_window_max_minutes", b"deduplication_window_max_minutes", "gap", b"gap", "log_flush_interval_messages", b"log_flush_interval_messages", "log_flush_interval_ms", b"log_flush_interval_ms", "overlap", b"overlap", "retention_size_in_mb", b"retention_size_in_mb", "retention_time_in_minutes", b"retention_time_in_minutes"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_deduplication_enabled", b"_deduplication_enabled", "_deduplication_entries_interval", b"_deduplication_entries_interval", "_deduplication_producer_inactivity_timeout_minutes", b"_deduplication_producer_inactivity_timeout_minutes", "_deduplication_snapshot_interval_seconds", b"_deduplication_snapshot_interval_seconds", "_deduplication_window_max_bytes", b"_deduplication_window_max_bytes", "_deduplication_window_max_messages", b"_deduplication_window_max_messages", "_deduplication_window_max_minutes", b"_deduplication_window_max_minutes", "_gap", b"_gap", "_log_flush_interval_messages", b"_log_flush_interval_messages", "_log_flush_interval_ms", b"_log_flush_interval_ms", "_overlap", b"_overlap", "_retention_size_in_mb", b"_retention_size_in_mb", "_retention_time_in_minutes", b"_retention_time_in_minutes", "deduplication_enabled", b"deduplication_enabled", "deduplication_entries_interval", b"deduplication_entries_interval", "deduplication_producer_inactivity_timeout_minutes", b"deduplication_producer_inactivity_timeout_minutes", "deduplication_snapshot_interval_seconds", b"deduplication_snapshot_interval_seconds", "deduplication_window_max_bytes", b"deduplication_window_max_bytes", "deduplication_window_max_messages", b"deduplication_window_max_messages", "deduplication_window_max_minutes", b"deduplication_window_max_minutes", "gap", b"gap", "imported_window", b"imported_window", "log_flush_interval_messages", b"log_flush_interval_messages", "log_flush_interval_ms", b"log_flush_interval_ms", "overlap", b"overlap", "retention_size_in_mb", b"retention_size_in_mb", "retention_time_in_minutes", b"retention_time_in_minutes"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deduplication_enabled", b"_deduplication_enabled", "_deduplication_entries_interval", b"_deduplication_entries_interval", "_deduplication_producer_inactivity_timeout_minutes", b"_deduplication_producer_inactivity_timeout_minutes", "_deduplication_snapshot_interval_seconds", b"_deduplication_snapshot_interval_seconds", "_deduplication_window_max_bytes", b"_deduplication_window_max_bytes", "_deduplication_window_max_messages", b"_deduplication_window_max_messages", "_deduplication_window_max_minutes", b"_deduplication_window_max_minutes", "_gap", b"_gap", "_log_flush_interval_messages", b"_log_flush_interval_messages", "_log_flush_interval_ms", b"_log_flush_interval_ms", "_overlap", b"_overlap", "_retention_size_in_mb", b"_retention_size_in_mb", "_retention_time_in_minutes", b"_retention_time_in_minutes", "cursors", b"cursors", "deduplication_enabled", b"deduplication_enabled", "deduplication_entries_interval", b"deduplication_entries_interval", "deduplication_producer_inactivity_timeout_minutes", b"deduplication_producer_inactivity_timeout_minutes", "deduplication_route", b"deduplication_route", "deduplication_snapshot_interval_seconds", b"deduplication_snapshot_interval_seconds", "deduplication_window_max_bytes", b"deduplication_window_max_bytes", "deduplication_window_max_messages", b"deduplication_window_max_messages", "deduplication_window_max_minutes", b"deduplication_window_max_minutes", "gap", b"gap", "log_flush_interval_messages", b"log_flush_interval_messages", "log_flush_interval_ms", b"log_flush_interval_ms", "overlap", b"overlap", "retention_size_in_mb", b"retention_size_in_mb", "retention_time_in_minutes", b"retention_time_in_minutes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deduplication_enabled", b"_deduplication_enabled", "_deduplication_entries_interval", b"_deduplication_entries_interval", "_deduplication_producer_inactivity_timeout_minutes", b"_deduplication_producer_inactivity_timeout_minutes", "_deduplication_snapshot_interval_seconds", b"_deduplication_snapshot_interval_seconds", "_deduplication_window_max_bytes", b"_deduplication_window_max_bytes", "_deduplication_window_max_messages", b"_deduplication_window_max_messages", "_deduplication_window_max_minutes", b"_deduplication_window_max_minutes", "_gap", b"_gap", "_log_flush_interval_messages", b"_log_flush_interval_messages", "_log_flush_interval_ms", b"_log_flush_interval_ms", "_overlap", b"_overlap", "_retention_size_in_mb", b"_retention_size_in_mb", "_retention_time_in_minutes", b"_retention_time_in_minutes", "cursors", b"cursors", "deduplication_enabled", b"deduplication_enabled", "deduplication_entries_interval", b"deduplication_entries_interval", "deduplication_producer_inactivity_timeout_minutes", b"deduplication_producer_inactivity_timeout_minutes", "deduplication_route", b"deduplication_route", "deduplication_snapshot_interval_seconds", b"deduplication_snapshot_interval_seconds", "deduplication_window_max_bytes", b"deduplication_window_max_bytes", "deduplication_window_max_messages", b"deduplication_window_max_messages", "deduplication_window_max_minutes", b"deduplication_window_max_minutes", "gap", b"gap", "imported_window", b"imported_window", "log_flush_interval_messages", b"log_flush_interval_messages", "log_flush_interval_ms", b"log_flush_interval_ms", "overlap", b"overlap", "retention_size_in_mb", b"retention_size_in_mb", "retention_time_in_minutes", b"retention_time_in_minutes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__deduplication_enabled: _TypeAlias = _typing.Literal["deduplication_enabled"]  # noqa: Y015
     _WhichOneofArgType__deduplication_enabled: _TypeAlias = _typing.Literal["_deduplication_enabled", b"_deduplication_enabled"]  # noqa: Y015
@@ -585,6 +593,36 @@ class ControlPolicy(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__retention_time_in_minutes) -> _WhichOneofReturnType__retention_time_in_minutes | None: ...
 
 Global___ControlPolicy: _TypeAlias = ControlPolicy  # noqa: Y015
+
+@_typing.final
+class ControlImportedWindow(_message.Message):
+    """A window of deduplication IDs from elsewhere. The IDs are not in the log: whoever lacks them gives no verdicts."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHECKSUM_FIELD_NUMBER: _builtins.int
+    IDS_FIELD_NUMBER: _builtins.int
+    LAST_PUBLISH_TIME_MS_FIELD_NUMBER: _builtins.int
+    checksum: _builtins.bytes
+    """The SHA-256 at the end of the file that they came in."""
+    ids: _builtins.int
+    """How many there are."""
+    last_publish_time_ms: _builtins.int
+    """When the last of them was published, in milliseconds since 1970."""
+    def __init__(
+        self,
+        *,
+        checksum: _builtins.bytes = ...,
+        ids: _builtins.int = ...,
+        last_publish_time_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "ids", b"ids", "last_publish_time_ms", b"last_publish_time_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ControlImportedWindow: _TypeAlias = ControlImportedWindow  # noqa: Y015
 
 @_typing.final
 class ControlCursor(_message.Message):

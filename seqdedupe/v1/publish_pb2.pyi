@@ -383,6 +383,7 @@ class Receipt(_message.Message):
     RUN_ENTRY_IDS_FIELD_NUMBER: _builtins.int
     RUN_BATCH_INDEXES_FIELD_NUMBER: _builtins.int
     DURABLE_AT_FIELD_NUMBER: _builtins.int
+    IMPORTED_ROWS_FIELD_NUMBER: _builtins.int
     frame: _builtins.int
     """The frame's number."""
     first_index: _builtins.int
@@ -443,6 +444,13 @@ class Receipt(_message.Message):
     def run_batch_indexes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The batch index of each run's first row."""
 
+    @_builtins.property
+    def imported_rows(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """In a topic of deduplication IDs: the rows with verdict `DUP` whose ID came with an imported window
+        (`AdminService.ImportWindow`). The system before this one had the message; this topic has none with that ID, so there
+        is no index and no message ID.
+        """
+
     def __init__(
         self,
         *,
@@ -460,10 +468,11 @@ class Receipt(_message.Message):
         run_entry_ids: _abc.Iterable[_builtins.int] | None = ...,
         run_batch_indexes: _abc.Iterable[_builtins.int] | None = ...,
         durable_at: _builtins.int = ...,
+        imported_rows: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["first_message_id", b"first_message_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["durable_at", b"durable_at", "first_index", b"first_index", "first_message_id", b"first_message_id", "frame", b"frame", "known_batch_indexes", b"known_batch_indexes", "known_entry_ids", b"known_entry_ids", "known_indexes", b"known_indexes", "known_ledger_ids", b"known_ledger_ids", "known_rows", b"known_rows", "run_batch_indexes", b"run_batch_indexes", "run_entry_ids", b"run_entry_ids", "run_ledger_ids", b"run_ledger_ids", "run_rows", b"run_rows", "verdicts", b"verdicts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["durable_at", b"durable_at", "first_index", b"first_index", "first_message_id", b"first_message_id", "frame", b"frame", "imported_rows", b"imported_rows", "known_batch_indexes", b"known_batch_indexes", "known_entry_ids", b"known_entry_ids", "known_indexes", b"known_indexes", "known_ledger_ids", b"known_ledger_ids", "known_rows", b"known_rows", "run_batch_indexes", b"run_batch_indexes", "run_entry_ids", b"run_entry_ids", "run_ledger_ids", b"run_ledger_ids", "run_rows", b"run_rows", "verdicts", b"verdicts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

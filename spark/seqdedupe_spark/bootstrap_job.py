@@ -1,7 +1,8 @@
-"""Where do producers go on? `python -m seqdedupe_spark.bootstrap_job OUTPUT --topic TOPIC`, or `--parquet PATH …`
+"""What was there before? `python -m seqdedupe_spark.bootstrap_job OUTPUT --topic TOPIC`, or `--parquet PATH …`
 
 Writes the highest sequence ID of each producer to a file of watermarks (`docs/formats-watermarks.md`): what an old
-topic, or one that is kept in Parquet files, holds of them. `seqdedupe import` takes it over into a new topic.
+topic, or one that is kept in Parquet files, holds of them. Of a topic of deduplication IDs it writes these, as a window
+(`bootstrap_window`). `seqdedupe import` takes either over into a new topic.
 
 A topic's watermarks come from the sidecar, which knows those of messages too that retention has trimmed; reading the
 log would miss them. Parquet files may be of any size: Spark groups and sorts, and the driver writes the producers as
@@ -14,24 +15,30 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import click
-from pyspark.errors import AnalysisException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as f
-from pyspark.sql.types import BinaryType, DataType, DecimalType, IntegralType, StringType, StructType
+from pyspark.sql.types import BinaryType, DecimalType, IntegralType, StringType
 
 from seqdedupe.client.blocking import Client
 from seqdedupe.command import sidecar_options, told_credentials
 from seqdedupe.errors import error
 from seqdedupe.limits import MAX_NAME_BYTES, MAX_SEQUENCE_ID
+from seqdedupe.v1 import admin_pb2
 from seqdedupe.watermarks import Watermark, write
 from seqdedupe_spark import planning
-from seqdedupe_spark.command import run_command
+from seqdedupe_spark.bootstrap_window import (
+    ID_COLUMN,
+    TIME_COLUMN,
+    bootstrap_window_from_parquet,
+    bootstrap_window_from_topic,
+    has_window,
+)
+from seqdedupe_spark.command import file_options, run_command
+from seqdedupe_spark.history import bad, column_of, names, quoted, read_parquet, topic_column_of
 from seqdedupe_spark.session import start_session
 
 PRODUCER_COLUMN = "__producerName"
 SEQUENCE_ID_COLUMN = "__sequenceId"
-TOPIC_COLUMN = "__topic"
-"""Where files have it, all rows have to say the same."""
 
 
 @dataclass(frozen=True)
@@ -69,43 +76,29 @@ def bootstrap_from_parquet(
     Raises INVALID_SOURCE, and nothing is written, if the files or columns are not there or hold what cannot be a
     producer's name (1 to 255 bytes of UTF-8) or a sequence ID (0 to 2^63 - 1); OSError.
     """
-    try:
-        frame = spark.read.parquet(*paths)
-    except AnalysisException as e:
-        raise error("INVALID_SOURCE", f"--parquet: {str(e).splitlines()[0]}") from e
+    frame = read_parquet(spark, paths)
     columns = Columns(
-        _column(frame.schema, "--producer-column", producer_column, PRODUCER_COLUMN, StringType, BinaryType),
-        _column(
-            frame.schema, "--sequence-id-column", sequence_id_column, SEQUENCE_ID_COLUMN, IntegralType, DecimalType
+        column_of(frame.schema, "--producer-column", producer_column, PRODUCER_COLUMN, "text", StringType, BinaryType),
+        column_of(
+            frame.schema,
+            "--sequence-id-column",
+            sequence_id_column,
+            SEQUENCE_ID_COLUMN,
+            "whole numbers",
+            IntegralType,
+            DecimalType,
         ),
-        next((name for name in _names(TOPIC_COLUMN) if name in frame.columns), None),
+        topic_column_of(frame.schema),
     )
     return write(output, _watermarks(frame, columns))
 
 
-def _names(column: str) -> tuple[str, str]:
-    return column, column.removeprefix("__")
-
-
-def _column(schema: StructType, option: str, given: str | None, usual: str, *types: type[DataType]) -> str:
-    wanted = (given,) if given is not None else _names(usual)
-    name = next((name for name in wanted if name in schema.names), None)
-    if name is None:
-        there = ", ".join(schema.names[:20])
-        raise error("INVALID_SOURCE", f"{option}: the files have no column {' or '.join(wanted)}; they have {there}")
-    kind = schema[name].dataType
-    if not isinstance(kind, types) or (isinstance(kind, DecimalType) and kind.scale):
-        what = "text" if StringType in types else "whole numbers"
-        raise error("INVALID_SOURCE", f"{option}: the column {name} is {kind.simpleString()}, it should be {what}")
-    return name
-
-
 def _watermarks(frame: DataFrame, columns: Columns) -> Iterator[Watermark]:
     """One a producer, by name in bytes. Raises INVALID_SOURCE at the first one that cannot be."""
-    ids = f.col(_quoted(columns.sequence_id))
-    topics = f.col(_quoted(columns.topic)).cast("string") if columns.topic else f.lit(None).cast("string")
+    ids = f.col(quoted(columns.sequence_id))
+    topics = f.col(quoted(columns.topic)).cast("string") if columns.topic else f.lit(None).cast("string")
     found = (
-        frame.groupBy(f.col(_quoted(columns.producer)).cast("binary").alias("producer"))
+        frame.groupBy(f.col(quoted(columns.producer)).cast("binary").alias("producer"))
         .agg(f.min(ids), f.max(ids), f.count("*") - f.count(ids), f.min(topics), f.max(topics))
         .sort("producer")
     )
@@ -114,46 +107,40 @@ def _watermarks(frame: DataFrame, columns: Columns) -> Iterator[Watermark]:
         producer = _checked_name(columns.producer, name)
         shown = producer.decode()[:40]
         if nulls:
-            raise _bad(columns.sequence_id, f"{nulls} nulls, one of producer {shown!r}")
+            raise bad(columns.sequence_id, f"{nulls} nulls, one of producer {shown!r}")
         for wrong in (lowest, highest):
             if not 0 <= wrong <= MAX_SEQUENCE_ID:
-                raise _bad(columns.sequence_id, f"{wrong}, of producer {shown!r}, which is no sequence ID")
+                raise bad(columns.sequence_id, f"{wrong}, of producer {shown!r}, which is no sequence ID")
         topic = topic or first_topic
         for other in (first_topic, last_topic):
             if other != topic:
-                raise _bad(str(columns.topic), f"{topic} and {other}: watermarks are of one topic, select its rows")
+                raise bad(str(columns.topic), f"{topic} and {other}: watermarks are of one topic, select its rows")
         yield Watermark(producer, int(highest))
 
 
 def _checked_name(column: str, name: bytearray | None) -> bytes:
     if name is None:
-        raise _bad(column, "nulls")
+        raise bad(column, "nulls")
     if not 1 <= len(name) <= MAX_NAME_BYTES:
         shown = repr(bytes(name[:40]).decode(errors="replace"))
-        raise _bad(column, f"{shown}, of {len(name)} bytes; a name has 1 to {MAX_NAME_BYTES}")
+        raise bad(column, f"{shown}, of {len(name)} bytes; a name has 1 to {MAX_NAME_BYTES}")
     try:
         name.decode()
     except UnicodeDecodeError as e:
-        raise _bad(column, f"{bytes(name[:40])!r}, which is not UTF-8") from e
+        raise bad(column, f"{bytes(name[:40])!r}, which is not UTF-8") from e
     return bytes(name)
-
-
-def _bad(column: str, what: str) -> Exception:
-    return error("INVALID_SOURCE", f"the column {column} holds {what}")
-
-
-def _quoted(name: str) -> str:
-    return "`" + name.replace("`", "``") + "`"
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("output", type=click.Path(dir_okay=False, path_type=Path))
-@click.option("--topic", help="Take the watermarks of this topic, one partition.")
+@click.option("--topic", help="Take those of this topic, one partition.")
 @click.option("--parquet", multiple=True, metavar="PATH", help="Take them from these files, folders or globs.")
-@click.option("--producer-column", metavar="NAME", help=f"In Parquet; else {' or '.join(_names(PRODUCER_COLUMN))}.")
+@click.option("--producer-column", metavar="NAME", help=f"In Parquet; else {' or '.join(names(PRODUCER_COLUMN))}.")
 @click.option(
-    "--sequence-id-column", metavar="NAME", help=f"In Parquet; else {' or '.join(_names(SEQUENCE_ID_COLUMN))}."
+    "--sequence-id-column", metavar="NAME", help=f"In Parquet; else {' or '.join(names(SEQUENCE_ID_COLUMN))}."
 )
+@click.option("--deduplication-id-column", metavar="NAME", help=f"In Parquet; else {' or '.join(names(ID_COLUMN))}.")
+@click.option("--publish-time-column", metavar="NAME", help=f"In Parquet; else {' or '.join(names(TIME_COLUMN))}.")
 @sidecar_options
 def main(
     output: Path,
@@ -161,23 +148,52 @@ def main(
     parquet: tuple[str, ...],
     producer_column: str | None,
     sequence_id_column: str | None,
+    deduplication_id_column: str | None,
+    publish_time_column: str | None,
     address: str,
 ) -> None:
-    """Write each producer's highest sequence ID to the file OUTPUT."""
+    """Write each producer's highest sequence ID, or all deduplication IDs, to the file OUTPUT.
+
+    It is IDs where the topic is one of these, or the files have such a column, and `seqdedupe import` takes either.
+    """
     if bool(topic) == bool(parquet):
         raise click.UsageError("Say --topic, or --parquet.")
+    of_marks, of_window = (producer_column, sequence_id_column), (deduplication_id_column, publish_time_column)
+    if any(of_marks) and any(of_window):
+        raise click.UsageError("Files have sequence IDs, or deduplication IDs: name the columns of one of them.")
     if not output.absolute().parent.is_dir():
         raise error("INVALID_OPTION", f"OUTPUT: there is no folder {output.parent} for {output.name}")
     try:
         if topic:
-            with Client(address, told_credentials()) as client:
-                count = bootstrap_from_topic(client, topic, output)
+            said = _from_topic(topic, output, address)
         else:
             spark = start_session("seqdedupe bootstrap")
-            count = bootstrap_from_parquet(spark, parquet, output, producer_column, sequence_id_column)
+            if any(of_window) or (not any(of_marks) and has_window(read_parquet(spark, parquet))):
+                said = _of_window(bootstrap_window_from_parquet(spark, parquet, output, *of_window))
+            else:
+                said = _of_marks(bootstrap_from_parquet(spark, parquet, output, *of_marks))
     except OSError as e:
         raise error("INVALID_OPTION", f"OUTPUT: {output} cannot be written: {e.strerror or e}") from e
-    click.echo(f"{output}: watermarks of {count:,} producers")
+    click.echo(f"{output}: {said}")
+
+
+def _from_topic(topic: str, output: Path, address: str) -> str:
+    with Client(address, told_credentials()) as client:
+        mode = planning.patiently(lambda: client.admin.topic(topic)).deduplication_mode
+        if mode != admin_pb2.DEDUPLICATION_MODE_DEDUPLICATION_ID:
+            return _of_marks(bootstrap_from_topic(client, topic, output))
+        options = {"service.url": address} | file_options()
+        return _of_window(
+            bootstrap_window_from_topic(start_session("seqdedupe bootstrap"), client, topic, output, options)
+        )
+
+
+def _of_marks(count: int) -> str:
+    return f"watermarks of {count:,} producers"
+
+
+def _of_window(count: int) -> str:
+    return f"a window of {count:,} deduplication IDs"
 
 
 def run_main(arguments: Sequence[str] | None = None, name: str = "seqdedupe_spark.bootstrap_job") -> int:

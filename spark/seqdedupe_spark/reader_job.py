@@ -3,7 +3,6 @@
 import importlib
 import json
 import logging
-import os
 import signal
 import sys
 import time
@@ -15,11 +14,11 @@ import click
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.streaming.readwriter import DataStreamWriter
 
-from seqdedupe.command import FAILED, say, sidecar_options, told_files
+from seqdedupe.command import FAILED, say, sidecar_options
 from seqdedupe.errors import PositionError, UnavailableError, error
 from seqdedupe.names import topic_name
 from seqdedupe_spark import options
-from seqdedupe_spark.command import run_command
+from seqdedupe_spark.command import FILE_OPTIONS, file_options, run_command
 from seqdedupe_spark.failures import typed_failures
 from seqdedupe_spark.job.dead_letters import MAX_DEAD_LETTERS, SUFFIX
 from seqdedupe_spark.job.operations import positions_of, reset_position
@@ -27,7 +26,6 @@ from seqdedupe_spark.job.progress import Progress, summary, text
 from seqdedupe_spark.job.range_task import Transform
 from seqdedupe_spark.job.rounds import TRIGGER_SECONDS, JobConfig, ReaderJob, Round
 from seqdedupe_spark.session import start_session
-from seqdedupe_spark.sidecar import url_of
 from seqdedupe_spark.source import SeqdedupeDataSource
 from seqdedupe_spark.stores.urls import from_url
 
@@ -57,17 +55,9 @@ _SOURCE_OPTIONS = {
 }
 """The data source's options that a job takes too."""
 
-_FILE_OPTIONS = {
-    "token_file": "authParams",
-    "tls_ca_file": "tlsTrustCertsFilePath",
-    "tls_certificate_file": "tlsCertificateFilePath",
-    "tls_key_file": "tlsKeyFilePath",
-}
-"""The same of the files that a sidecar is shown."""
-
 _CLIENT = "pulsar.client."
 
-_CLOCK_OPTIONS = ("service.url", "admin.url", "topic", "topics", "topicsPattern", *_FILE_OPTIONS.values())
+_CLOCK_OPTIONS = ("service.url", "admin.url", "topic", "topics", "topicsPattern", *FILE_OPTIONS.values())
 
 
 def _service_options(command: Command) -> Command:
@@ -89,8 +79,7 @@ def _service_options(command: Command) -> Command:
 def _given(source: dict[str, Any]) -> dict[str, str]:
     """The options of the data source that were said."""
     given = {name: str(source[key]) for key, name in _SOURCE_OPTIONS.items() if source.get(key) is not None}
-    for name, path in told_files().items():
-        given[_FILE_OPTIONS[name]] = url_of(path) if name == "token_file" else os.path.abspath(path)
+    given |= file_options()
     for one in source["pulsar_client"]:
         name, _, value = one.partition("=")
         given[_CLIENT + name] = value

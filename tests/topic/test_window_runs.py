@@ -617,7 +617,7 @@ PLANTED: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
     "what was looked up before counts": (
         WindowRuns,
         "older",
-        lambda real: lambda self, frame, looked_up: np.full(frame.rows, -1, np.int64),
+        lambda real: lambda self, frame, since_ms, looked_up: np.full(frame.rows, -1, np.int64),
     ),
     "snapshots name no runs": (stored_ids.StoredIds, "pieces_index", lambda real: property(lambda self: 10**6)),
     "a run is named before it is whole": (WindowRuns, "_made", _names_before_it_is_whole),

@@ -83,8 +83,12 @@ class Admin:
     def producer(self, topic: str, name: str) -> admin_pb2.Producer:
         return self._run(lambda admin: admin.producer(topic, name))
 
-    def message_state(self, topic: str, producer_name: str, sequence_id: int) -> admin_pb2.GetMessageStateResponse:
-        return self._run(lambda admin: admin.message_state(topic, producer_name, sequence_id))
+    def message_state(
+        self, topic: str, producer_name: str = "", sequence_id: int = 0, *, deduplication_id: bytes | str = b""
+    ) -> admin_pb2.GetMessageStateResponse:
+        return self._run(
+            lambda admin: admin.message_state(topic, producer_name, sequence_id, deduplication_id=deduplication_id)
+        )
 
     def in_flight(self, topic: str, *, longer_than_ms: int = 0) -> admin_pb2.ListInFlightResponse:
         return self._run(lambda admin: admin.in_flight(topic, longer_than_ms=longer_than_ms))
@@ -109,6 +113,9 @@ class Admin:
 
     def import_watermarks(self, topic: str, path: Path) -> int:
         return self._run(lambda admin: admin.import_watermarks(topic, path))
+
+    def import_window(self, topic: str, path: Path) -> int:
+        return self._run(lambda admin: admin.import_window(topic, path))
 
     def export_snapshot(self, topic: str, path: Path) -> admin_pb2.SnapshotHead:
         return self._run(lambda admin: admin.export_snapshot(topic, path))

@@ -62,6 +62,7 @@ NEEDS = {
     "ResetProducer": {"administer"},
     "Snapshot": {"administer"},
     "ImportWatermarks": {"administer"},
+    "ImportWindow": {"administer"},
     "ImportSnapshot": {"administer"},
     "RebuildTopic": {"administer"},
     "ForgetSidecar": {"administer"},

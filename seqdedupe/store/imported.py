@@ -1,0 +1,102 @@
+"""The imported window of a topic of deduplication IDs in the store: one run, and which file it came in.
+
+It is no part of the snapshots: the log says whether it counts. So it is written before the log says so, and stays
+when a snapshot is made anew, or all of them are removed.
+"""
+
+import struct
+
+from rocksdict import WriteBatch
+
+from seqdedupe.core.id_imported import Imported
+from seqdedupe.core.id_runs import Run
+from seqdedupe.format.tag import SECRET_BYTES
+from seqdedupe.store import id_runs
+from seqdedupe.store.db import Store
+from seqdedupe.store.ids import COPIED_AT_ONCE
+from seqdedupe.store.records import IMPORTED, MAX_NUMBER, damaged, other_format, part_key, part_number, seal, unseal
+from seqdedupe.windows import CHECKSUM_BYTES
+
+FORMAT_VERSION = 1
+
+FIRST_RUN = id_runs.MAX_RUN + 1
+"""Imported runs have numbers from here on."""
+
+_IMPORTED = struct.Struct(f"<BI{SECRET_BYTES}s{CHECKSUM_BYTES}s")
+
+
+def _key(incarnation: int) -> bytes:
+    return part_key(incarnation, IMPORTED, 0)
+
+
+def put(store: Store, incarnation: int, imported: Imported) -> int:
+    """This is what was imported: one write, unsynced; `await store.flush()` with the number returned. Raises
+    STORE_UNAVAILABLE."""
+    key = _key(incarnation)
+    body = _IMPORTED.pack(FORMAT_VERSION, imported.run.number, imported.key, imported.checksum)
+    batch = WriteBatch(raw_mode=True)
+    batch.put(key, seal(key, body))
+    return store.write(batch)
+
+
+def remove(store: Store, incarnation: int) -> None:
+    """Nothing is left of any import. Raises STORE_UNAVAILABLE."""
+    batch = WriteBatch(raw_mode=True)
+    batch.delete_range(_key(incarnation), part_key(incarnation, IMPORTED, MAX_NUMBER))
+    store.write(batch)
+
+
+def remove_runs_but(store: Store, incarnation: int, imported: Imported | None) -> None:
+    """Nothing is left of other runs of imports than this one's. Raises STORE_UNAVAILABLE."""
+    batch = WriteBatch(raw_mode=True)
+    for start, end in _around(incarnation, imported):
+        batch.delete_range(start, end)
+    store.write(batch)
+
+
+def has_other_runs(store: Store, incarnation: int, imported: Imported | None) -> bool:
+    """Whether something is stored of such. Blocks, in any thread."""
+    return any(True for start, end in _around(incarnation, imported) for _ in store.scan(start, end))
+
+
+def _around(incarnation: int, imported: Imported | None) -> list[tuple[bytes, bytes]]:
+    """The keys of all runs of imports but this one."""
+    first, end = id_runs.key_of(incarnation, FIRST_RUN, 0), part_key(incarnation, IMPORTED, MAX_NUMBER)
+    if imported is None:
+        return [(first, end)]
+    number = imported.run.number
+    return [(first, id_runs.key_of(incarnation, number, 0)), (id_runs.key_of(incarnation, number + 1, 0), end)]
+
+
+async def copy(old: Store, new: Store, incarnation: int, as_incarnation: int) -> None:
+    """The new store has what was imported into a topic as the old one has it, as that of another incarnation, or the
+    same; durable on return. Raises STORE_UNAVAILABLE, STORE_DAMAGED."""
+    opening = new.opening
+    batch = WriteBatch(raw_mode=True)
+    for key, value in old.scan(_key(incarnation), part_key(incarnation, IMPORTED, MAX_NUMBER)):
+        as_key = part_key(as_incarnation, IMPORTED, part_number(key))
+        batch.put(as_key, seal(as_key, unseal(key, value)))
+        if batch.size_in_bytes() >= COPIED_AT_ONCE:
+            await new.write_when_idle(batch)
+            batch = WriteBatch(raw_mode=True)
+    await new.write_when_idle(batch)
+    await new.flush(opening)
+
+
+def load(store: Store, incarnation: int) -> Imported | None:
+    """What was imported, whether it counts or not. Blocks, in any thread. Raises STORE_DAMAGED, NEWER_FORMAT,
+    STORE_UNAVAILABLE."""
+    key = _key(incarnation)
+    [value] = store.get([key])
+    if value is None:
+        return None
+    body = unseal(key, value)
+    if body and body[0] != FORMAT_VERSION:
+        raise other_format(f"the record {key.hex()}", body[0], FORMAT_VERSION)
+    if len(body) != _IMPORTED.size:
+        raise damaged(key, f"it is {len(body)} bytes long")
+    _, number, secret, checksum = _IMPORTED.unpack(body)
+    run: Run = id_runs.load(store, incarnation, number)
+    if run.first_index != 0:
+        raise damaged(key, f"the run {number} is none that was imported")
+    return Imported(run, secret, checksum)
