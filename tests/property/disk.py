@@ -45,8 +45,8 @@ class CrashableStore(Store):
         self.states: list[list[tuple[bytes, bytes]]] = [[]]
         self.restart()
 
-    def write(self, batch: WriteBatch) -> int:
-        opening = super().write(batch)
+    def write(self, batch: WriteBatch, only_in: int | None = None) -> int:
+        opening = super().write(batch, only_in)
         self.states.append(list(self.scan(*self._range)))
         return opening
 

@@ -105,12 +105,12 @@ class Case:
         write = self.store.write
         left = writes
 
-        def crashing(batch: WriteBatch) -> int:
+        def crashing(batch: WriteBatch, only_in: int | None = None) -> int:
             nonlocal left
             left -= 1
             if left < 0:
                 raise asyncio.CancelledError
-            return write(batch)
+            return write(batch, only_in)
 
         self.store.write = crashing  # type: ignore[method-assign]
         try:
