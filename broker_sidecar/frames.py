@@ -18,11 +18,7 @@ MAX_FRAMES = 256
 MAX_FIELDS = 2 * MAX_FRAMES
 """In one message of a stream, the topic and fields of newer clients among them."""
 
-# A receipt whose rows are all new, its index and ID known: tag and length in `receipts`, frame, first_index, ID.
-_ALL_NEW = struct.Struct("<BBBQBqBBBqBqBB")
-_ALL_NEW_ID_BYTES = 20
-
-# Of one that is given early, what stands after that.
+# What a receipt has in the end that is given early.
 _DURABLE_AT = struct.Struct("<Bq")
 
 _NO_BATCH_INDEX = b"\xff" * 4
@@ -105,12 +101,13 @@ def encode_receipt(topic: Topic, receipt: Receipt) -> bytes:
     """An element of `PublishStreamResponse.receipts`, or `PublishResponse.receipt`: tag and length included."""
     if receipt.verdicts is None and len(receipt.runs) == 1 and (first := receipt.runs[0]).batch_index == -1:
         durable_at = _DURABLE_AT.pack(14 << 3 | 1, receipt.durable_at) if receipt.durable_at else b""
-        return _ALL_NEW.pack(
-            1 << 3 | 2, _ALL_NEW.size - 2 + len(durable_at),
-            1 << 3 | 1, receipt.frame,
-            3 << 3 | 1, receipt.first_index,
-            4 << 3 | 2, _ALL_NEW_ID_BYTES,
-            1 << 3 | 1, first.ledger_id, 2 << 3 | 1, first.entry_id, 3 << 3, 1,
+        receipts, size, frame, index, message_id, id_size, ledger, entry, place, none = wire.ALL_NEW_TAGS
+        return wire.ALL_NEW.pack(
+            receipts, size + len(durable_at),
+            frame, receipt.frame,
+            index, receipt.first_index,
+            message_id, id_size,
+            ledger, first.ledger_id, entry, first.entry_id, place, none,
         ) + durable_at  # fmt: skip
     return b"".join(wire.length_delimited(1, _receipt_message(topic, receipt).SerializeToString()))
 

@@ -19,6 +19,7 @@ from broker_sidecar.security.rules import Action
 from broker_sidecar.security.subject import caller
 from broker_sidecar.security.trail import Trail
 from broker_sidecar.streams import Stream, Streams
+from seqdedupe import wire
 from seqdedupe.errors import NotFoundError, SeqdedupeError, error
 from seqdedupe.limits import MAX_OPEN_NAMES
 from seqdedupe.message_id import MessageId
@@ -57,7 +58,6 @@ FRAME_BYTES = 2048
 NO_MESSAGE_ID = MessageId(-1, -1, -1)
 
 _STATE_OF_TOPIC = struct.Struct("<BqBq")
-_STATE_OF_STREAM = struct.Struct("<BqBqBq")
 
 
 class _Publishing:
@@ -162,8 +162,9 @@ class _Publishing:
             taken.append(self.unsent.popleft())
             size += len(taken[-1])
         topic = self.topic
-        state = (3 << 3 | 1, topic.incarnation, 4 << 3 | 1, topic.term, 5 << 3 | 1, topic.confirmed_index)
-        taken.append(_STATE_OF_STREAM.pack(*state))
+        incarnation, term, durable_index = wire.STATE_TAGS
+        state = (incarnation, topic.incarnation, term, topic.term, durable_index, topic.confirmed_index)
+        taken.append(wire.STATE.pack(*state))
         return b"".join(taken), size
 
     async def send_all(self) -> None:

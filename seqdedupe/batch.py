@@ -17,7 +17,7 @@ from seqdedupe.v1 import batch_pb2
 Int64s = npt.NDArray[np.int64]
 Int32s = npt.NDArray[np.int32]
 
-_FIELD_NUMBERS = (*range(1, 19), 31, 32, 33)
+_TAGS = tuple(wire.varint(number << 3 | 2) for number in (*range(1, 19), 31, 32, 33))
 """Of the columns, in `Batch` (batch.proto)."""
 
 NO_INT64S: Int64s = np.zeros(0, np.int64)
@@ -47,7 +47,7 @@ class Binary:
     def of_all(values: Sequence[bytes], validity: bytes = b"") -> "Binary":
         """The column of these values, all of them there unless `validity` says otherwise."""
         offsets = np.zeros(len(values) + 1, np.int32)
-        np.cumsum(np.fromiter(map(len, values), np.int32, len(values)), out=offsets[1:])
+        np.fromiter(map(len, values), np.int32, len(values)).cumsum(out=offsets[1:])
         return Binary(offsets, b"".join(values), validity)
 
     def __bool__(self) -> bool:
@@ -100,6 +100,10 @@ def _bitmap(present: Sequence[bool]) -> bytes:
     return np.packbits(np.array(present, np.uint8), bitorder="little").tobytes()
 
 
+_LEFT_OUT = Binary()
+"""Nobody changes a column: all that leave one out may have the same."""
+
+
 @dataclass(slots=True)
 class Batch:
     """A batch: P producers and N rows. The columns are those of `Batch` in `batch.proto`, which defines them.
@@ -114,12 +118,12 @@ class Batch:
     payloads: Binary
     producer_indexes: Int32s = field(default_factory=lambda: NO_INT32S)
     event_times_ms: Int64s = field(default_factory=lambda: NO_INT64S)
-    keys: Binary = field(default_factory=Binary)
+    keys: Binary = field(default_factory=lambda: _LEFT_OUT)
     property_offsets: Int32s = field(default_factory=lambda: NO_INT32S)
-    property_names: Binary = field(default_factory=Binary)
-    property_values: Binary = field(default_factory=Binary)
+    property_names: Binary = field(default_factory=lambda: _LEFT_OUT)
+    property_values: Binary = field(default_factory=lambda: _LEFT_OUT)
     complete_up_to: Int64s = field(default_factory=lambda: NO_INT64S)
-    deduplication_ids: Binary = field(default_factory=Binary)
+    deduplication_ids: Binary = field(default_factory=lambda: _LEFT_OUT)
 
     def __len__(self) -> int:
         return len(self.sequence_ids) or max(len(self.deduplication_ids.offsets) - 1, 0)
@@ -174,9 +178,9 @@ class Batch:
             self.payloads.data,
         )
         parts: list[bytes | memoryview] = []
-        for number, column in zip(_FIELD_NUMBERS, columns, strict=True):
+        for tag, column in zip(_TAGS, columns, strict=True):
             if column:
-                parts += wire.length_delimited(number, column)
+                parts += (tag + wire.varint(len(column)), column)
         return parts
 
     def take(self, rows: Int64s) -> "Batch":

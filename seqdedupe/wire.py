@@ -8,6 +8,7 @@ A legal encoder may split a repeated field or not pack it; the alias then shows 
 checks the lengths, and on a mismatch parses with the published schema.
 """
 
+import struct
 from collections.abc import Sequence
 from typing import Any
 
@@ -88,10 +89,21 @@ NUMBER_TAG = bytes((1 << 3 | 1,))
 BATCH_TAG = bytes((15 << 3 | 2,))
 
 
+# What nearly every answer of a publish stream consists of, in fixed width: receipts of rows that are all new, and after
+# them the state of the topic. Each value stands after its tag.
+ALL_NEW = struct.Struct("<BBBQBqBBBqBqBB")
+ALL_NEW_TAGS = (1 << 3 | 2, ALL_NEW.size - 2, 1 << 3 | 1, 3 << 3 | 1, 4 << 3 | 2, 20, 1 << 3 | 1, 2 << 3 | 1, 3 << 3, 1)
+"""Tags and lengths; last, the tag of `MessageId.batch_index` and -1 in it."""
+STATE = struct.Struct("<BqBqBq")
+STATE_TAGS = (3 << 3 | 1, 4 << 3 | 1, 5 << 3 | 1)
+
+
 def varint(value: int) -> bytes:
     """A protobuf varint of a number from 0 up, in the fewest bytes."""
     if value < 0x80:
         return bytes((value,))
+    if value < 0x4000:
+        return bytes((value & 0x7F | 0x80, value >> 7))
     out = bytearray()
     while value >= 0x80:
         out.append(value & 0x7F | 0x80)

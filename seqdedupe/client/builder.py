@@ -269,6 +269,8 @@ class Builder:
 
 def _id_column(sequence_ids: list[int]) -> Int64s:
     rows = len(sequence_ids)
+    if rows == 1:
+        return np.array(sequence_ids, np.int64)
     if sequence_ids[-1] - sequence_ids[0] == rows - 1:  # they rise, so there is no gap
         return sequence_ids[0] + np.arange(rows, dtype=np.int64)
     return np.array(sequence_ids, np.int64)

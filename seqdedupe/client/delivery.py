@@ -13,7 +13,7 @@ from seqdedupe.batch import Batch
 from seqdedupe.client.builder import BATCH_OVERHEAD_BYTES
 from seqdedupe.client.connection import Backoff, check_not_forked
 from seqdedupe.client.exchange import exchange, publish_call
-from seqdedupe.client.frames import decode_answer, receipt_columns, refusal_error
+from seqdedupe.client.frames import decode_answer, refusal_error
 from seqdedupe.client.outbox import Frame
 from seqdedupe.client.receipts import BatchResult, ReceiptColumns
 from seqdedupe.client.route import Route
@@ -262,11 +262,11 @@ class Delivery:
     def _take(self, raw: bytes) -> bool:
         self._answered_at = asyncio.get_running_loop().time()
         answer = decode_answer(raw, lambda number: len(self._out[number].batch) if number in self._out else None)
-        for receipt in answer.receipts:
-            if (call := self._out.get(receipt.frame)) is not None:
+        for number, receipt in answer.receipts:
+            if (call := self._out.get(number)) is not None:
                 # It is out until the receipt is known to be one: nobody would hear of it otherwise.
-                result = call.record(receipt_columns(receipt))
-                del self._out[receipt.frame]
+                result = call.record(receipt)
+                del self._out[number]
                 self._decided(call, result)
         for refusal in answer.refusals:
             why = refusal_error(refusal)

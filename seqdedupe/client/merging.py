@@ -31,6 +31,8 @@ class Part(Generic[S]):
 
 def parts_of(parts: Sequence[Part[S]]) -> list[list[Part[S]]]:
     """The frames to be sent, in this order: parts that stand together may be one, no producer twice in it."""
+    if len(parts) == 1:
+        return [[*parts]]
     frames: list[list[Part[S]]] = []
     names: set[bytes] = set()
     rows = 0

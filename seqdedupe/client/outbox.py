@@ -288,7 +288,10 @@ class Outbox:
         self._let_go()
 
     def _count(self, receipt: ReceiptColumns, rows: int) -> None:
-        by_verdict = np.bincount(receipt.verdicts, minlength=4) if len(receipt.verdicts) else (0, rows, 0, 0)
+        if not len(receipt.verdicts):
+            self.counters.not_dup += rows
+            return
+        by_verdict = np.bincount(receipt.verdicts, minlength=4)
         self.counters.not_dup += int(by_verdict[Verdict.NOT_DUP])
         self.counters.dup += int(by_verdict[Verdict.DUP])
         self.counters.unknown += int(by_verdict[Verdict.UNKNOWN])

@@ -330,6 +330,12 @@ class Producer(ProducerBase):
 
     async def _pause(self) -> None:
         self._session.check_loop()
+        if self._waiting or self._session.outbox.has_unsent or not self._session.has_room.is_set():
+            await self._wait_for_room()
+        self._check_open()
+        self._must_pause = self._waiting > 0
+
+    async def _wait_for_room(self) -> None:
         self._waiting += 1
         try:
             async with self._turn:  # in the order of the calls
@@ -339,5 +345,3 @@ class Producer(ProducerBase):
                     await self._session.has_room.wait()
         finally:
             self._waiting -= 1
-        self._check_open()
-        self._must_pause = self._waiting > 0

@@ -78,9 +78,10 @@ class Route:
 
     def goes_well(self) -> None:
         """It does with `address`; if that changes, all may be asked."""
-        self._said.clear()
-        self._unknown_to.clear()
-        self._begin_round()
+        if self._said or self._unknown_to:
+            self._said.clear()
+            self._unknown_to.clear()
+            self._begin_round()
 
     def _begin_round(self) -> None:
         self._said = {address: why for address, why in self._said.items() if address in self._order}

@@ -10,7 +10,7 @@ import grpc.aio
 from seqdedupe.address import SidecarAddress
 from seqdedupe.client.connection import CALL_TIMEOUT_SECONDS, typed_errors
 from seqdedupe.client.exchange import exchange, publish_call
-from seqdedupe.client.frames import decode_answer, receipt_columns, refusal_error
+from seqdedupe.client.frames import decode_answer, refusal_error
 from seqdedupe.client.merging import Part, parts_of, whole
 from seqdedupe.client.openings import Openings
 from seqdedupe.client.outbox import Frame
@@ -224,12 +224,12 @@ class PublishStream:
         durable_index = 0
         if answer.term < self._term:
             # An `Open` of one of them was faster. This says nothing, and nothing else will be said of these frames.
-            for old in (*answer.receipts, *answer.refusals):
-                _put_back(self._out.pop(old.frame, []), told)
+            for number in (*(frame for frame, _ in answer.receipts), *(old.frame for old in answer.refusals)):
+                _put_back(self._out.pop(number, []), told)
         else:
             durable_index = answer.durable_index
-            for receipt in answer.receipts:
-                self._take_receipt(self._out.pop(receipt.frame, []), receipt_columns(receipt), told)
+            for number, receipt in answer.receipts:
+                self._take_receipt(self._out.pop(number, []), receipt, told)
             for refusal in answer.refusals:
                 self._take_refusal(self._out.pop(refusal.frame, []), refusal, told)
             if durable_index != self._durable_index:
@@ -240,7 +240,8 @@ class PublishStream:
             if not self._is_here(sender):
                 continue
             try:
-                if sender.take(answer.incarnation, self._term, answers._replace(durable_index=durable_index)):
+                new = Answers(answers.receipts, answers.refusals, durable_index)
+                if sender.take(answer.incarnation, self._term, new):
                     self._senders[sender].set_result(None)
             except Exception as e:  # noqa: BLE001 (whatever it is, it is this one's)
                 _send_away(self._senders[sender], e)

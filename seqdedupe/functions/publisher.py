@@ -9,8 +9,6 @@ import random
 import time
 from typing import Any
 
-import numpy as np
-
 from seqdedupe.client.connection import CALL_TIMEOUT_SECONDS, Backoff, error_of_reason, typed_errors
 from seqdedupe.client.exchange import exchange, publish_call
 from seqdedupe.client.frames import decode_answer, refusal_error
@@ -183,8 +181,8 @@ class Publisher:
         """Never the last answer."""
         self._answered_at = time.monotonic()
         answer = decode_answer(raw, self.backlog.rows_of)
-        for receipt in answer.receipts:
-            if not self.backlog.receipt(receipt.frame, np.frombuffer(receipt.verdicts, np.uint8)):
+        for number, receipt in answer.receipts:
+            if not self.backlog.receipt(number, receipt.verdicts):
                 self.unknown += 1
                 raise error("RECOVERING", "a copy of an output is under way, and its outcome not known yet")
             self._backoff.reset()

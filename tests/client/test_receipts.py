@@ -1,17 +1,22 @@
 """Receipts made by hand, as a log may give them whose message IDs do not follow from the indexes."""
 
+import itertools
 from dataclasses import fields
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
+from broker_sidecar.frames import encode_receipt
+from seqdedupe import wire
 from seqdedupe.batch import Binary, single_producer
-from seqdedupe.client import awaited, blocking
-from seqdedupe.client.frames import decode_answer, receipt_columns
+from seqdedupe.client import awaited, blocking, frames
+from seqdedupe.client.frames import Answer, decode_answer
 from seqdedupe.client.receipts import BatchResult, PendingBatch, Verdict
 from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.log.contract import Run
 from seqdedupe.message_id import MessageId
+from seqdedupe.topic.answers import Receipt
 from seqdedupe.v1 import batch_pb2, publish_pb2
 
 NOT_DUP, DUP = Verdict.NOT_DUP, Verdict.DUP
@@ -38,8 +43,8 @@ def pending_batch(rows: int) -> PendingBatch:
 def answered(rows: int, raw: bytes) -> PendingBatch:
     """A batch of so many rows after the answer with its receipt."""
     pending = pending_batch(rows)
-    [receipt] = decode_answer(raw, lambda _: rows).receipts
-    pending.record(receipt_columns(receipt))
+    [(_, receipt)] = decode_answer(raw, lambda _: rows).receipts
+    pending.record(receipt)
     return pending
 
 
@@ -155,3 +160,45 @@ def test_what_fails_after_its_early_receipt_is_never_durable(of: Any, of_batch: 
     for pending in (lost, of_all):
         with pytest.raises(SeqdedupeError, match="given up"):
             pending.durable_result()
+
+
+def usual(*receipts: Receipt) -> bytes:
+    """An answer as the sidecar makes it."""
+    state = [value for pair in zip(wire.STATE_TAGS, (2**40, 3, 2**33), strict=True) for value in pair]
+    return b"".join(encode_receipt(cast(Any, None), receipt) for receipt in receipts) + wire.STATE.pack(*state)
+
+
+def read(answer: Answer) -> Any:
+    """What the client takes from an answer of frames of which all rows are new."""
+    receipts = [(frame, it.first_index, it.first_message_id, it.durable_at) for frame, it in answer.receipts]
+    return receipts, list(answer.refusals), answer.incarnation, answer.term, answer.durable_index
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_the_answer_of_fixed_width_is_read_as_protobuf_reads_it(count: int) -> None:
+    runs = [(Run(2, 2**40, 2**33 + frame),) for frame in range(count)]
+    raw = usual(*(Receipt(frame, None, 2**33 + frame, runs[frame]) for frame in range(count)))
+    # Fields may come in any order: in this one it is not the usual answer.
+    other_order = raw[-wire.STATE.size :] + raw[: -wire.STATE.size]
+    assert read(decode_answer(raw, lambda _: 2)) == read(decode_answer(other_order, lambda _: 2))
+    assert count == 0 or frames._usual_answer(other_order) is None
+
+
+def test_one_byte_that_differs_makes_no_answer_that_protobuf_would_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = usual(Receipt(1, None, 100, (Run(2, 7, 41),)), Receipt(2, None, 102, (Run(2, 7, 43),)))
+    found = 0
+    for at, bit in itertools.product(range(len(raw)), range(8)):
+        changed = raw[:at] + bytes((raw[at] ^ 1 << bit,)) + raw[at + 1 :]
+        if (answer := frames._usual_answer(changed)) is not None:
+            found += 1
+            with monkeypatch.context() as patch:
+                patch.setattr(frames, "_usual_answer", lambda _: None)
+                assert read(answer) == read(decode_answer(changed, lambda _: 2))
+    # The bits of the numbers: the others are tags and lengths.
+    assert found == 8 * 8 * (2 * 4 + 3)
+
+
+def test_an_early_receipt_says_up_to_which_index_it_waits() -> None:
+    raw = usual(Receipt(1, None, 100, (Run(2, 7, 41),), durable_at=102))
+    [(frame, receipt)] = decode_answer(raw, lambda _: 2).receipts
+    assert (frame, receipt.first_index, receipt.durable_at) == (1, 100, 102)
