@@ -5,6 +5,7 @@ import difflib
 import os
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 from broker_sidecar import event_engine
 
@@ -15,7 +16,14 @@ event_engine.turn_off()
 from broker_sidecar.config import KEYS  # noqa: E402
 from broker_sidecar.keys import flag_of  # noqa: E402
 from broker_sidecar.loading import from_process  # noqa: E402
+from seqdedupe.address import SidecarAddress  # noqa: E402
 from seqdedupe.errors import SeqdedupeError  # noqa: E402
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        # One line, as every error: the usage would be a screen of flags above it.
+        self.exit(2, f"seqdedupe: {message}{'' if message.endswith('?') else '.'} See {self.prog} --help.\n")
 
 
 def arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -49,7 +57,7 @@ def main(argv: list[str] | None = None, *, prog: str = "broker_sidecar") -> int:
     """Serves; returns the exit status."""
     about = "Runs the sidecar. Every key of the configuration is a flag too."
     # An abbreviation means something else, or nothing, as soon as there is another key.
-    parser = arguments(argparse.ArgumentParser(prog=prog, description=about, allow_abbrev=False))
+    parser = arguments(_Parser(prog=prog, description=about, allow_abbrev=False))
     found, unknown = parser.parse_known_args(argv)
     if unknown:
         flags = [flag_of(name) for name, item in KEYS.items() if not item.metadata["is_secret"]]
@@ -64,7 +72,8 @@ def main(argv: list[str] | None = None, *, prog: str = "broker_sidecar") -> int:
     except SeqdedupeError as e:
         print(f"seqdedupe: {e} {e.hint}", file=sys.stderr)
         return 2
-    from broker_sidecar import kernels, workers
+    from broker_sidecar import directory, kernels, workers
+    from broker_sidecar.listening import check_nobody_listens
     from broker_sidecar.supervising import EXIT_ERROR
 
     try:
@@ -72,12 +81,19 @@ def main(argv: list[str] | None = None, *, prog: str = "broker_sidecar") -> int:
         workers.divide(config, count)
         if count > 1:
             return workers.run(config, count, sys.argv[1:] if argv is None else argv)
+        for key in ("listen", "metrics_listen"):
+            if text := getattr(config, key):
+                check_nobody_listens(SidecarAddress.parse(text), key)
     except (SeqdedupeError, OSError) as e:
-        print(f"seqdedupe: {e} {getattr(e, 'hint', '')}".rstrip(), file=sys.stderr)
+        failure = e if isinstance(e, SeqdedupeError) else directory.failed(Path(config.data_directory), e)
+        print(f"seqdedupe: {failure} {failure.hint}", file=sys.stderr)
         return EXIT_ERROR
-    if kernels.prepare(config.data_directory):
-        print("seqdedupe: compiling for this machine, which can take a minute", file=sys.stderr, flush=True)
+    if has_to_compile := kernels.prepare(config.data_directory):
+        kernels.say_compiling()
     from broker_sidecar.server import run
+
+    if has_to_compile:
+        kernels.compiled(config.data_directory)
 
     return run(config, rebuild_store=rebuild_store, gives_up_journal=gives_up)
 

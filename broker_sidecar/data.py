@@ -79,7 +79,7 @@ class Data:
         self.leaving: Leaving | None = None
         self.cluster: Cluster | None = None
         self._is_standby = config.standby
-        self._is_advertised = bool(config.advertised_address)
+        self._advertised_address = config.advertised_address and str(SidecarAddress.parse(config.advertised_address))
         self._scrub_bytes_per_second = config.scrub_bytes_per_second
         self.topics: Topics[Topic] | None = None
         self.brokers_topics: Topics[AttachedTopic] | None = None
@@ -167,8 +167,11 @@ class Data:
 
     def listens(self, address: SidecarAddress) -> None:
         """Where, which is what the sidecar advertises unless it was told something else."""
-        if self.cluster is not None and not self._is_advertised:
-            self.cluster.shared.address = str(address)
+        reached_at = self._advertised_address or str(address)
+        if self.cluster is not None and not self._advertised_address:
+            self.cluster.shared.address = reached_at
+        if self.leaving is not None:
+            self.leaving.address = reached_at
         if self.peers is not None:
             self.all_topics.in_background(self.peers.keep_looking(fatal))
 

@@ -34,6 +34,15 @@ def prepare(folder: Path) -> None:
         raise _unusable(folder, errno.EACCES, f"it belongs to {owner}, and this process runs as {user}")
 
 
+def failed(folder: Path, e: OSError) -> SeqdedupeError:
+    """What a sidecar on this directory says that an error of the system has ended. A full disk names no file."""
+    number, why = e.errno or 0, os.strerror(e.errno) if e.errno else str(e)
+    if e.filename is None and number in _HINTS:
+        return _unusable(folder, number, why)
+    place = "" if e.filename is None else f"{e.filename}: "
+    return error("INVALID_CONFIGURATION", f"the sidecar cannot run: {place}{why}", hint=_HINTS.get(number))
+
+
 def _unusable(folder: Path, number: int, why: str) -> SeqdedupeError:
     message = f"data_directory = {str(folder)!r} cannot be used: {why}"
     return error("INVALID_CONFIGURATION", message, hint=_HINTS.get(number), key="data_directory")

@@ -7,13 +7,18 @@ this process. Compiling takes seconds, which every restart after a crash would p
 import hashlib
 import os
 import stat
+import sys
 from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 
 import seqdedupe
 from seqdedupe.format import jit
+
+_COMPLETE = "complete"
+"""A file beside what is kept: all that the sidecar needs was compiled once. A first start may have been broken off."""
 
 MAX_LINKS = 40
 """Symbolic links on the way to a folder, as for the kernel."""
@@ -29,7 +34,21 @@ def prepare(data_directory: str = "") -> bool:
     if folder is None:
         return True
     jit.keep_compiled(folder)
-    return next(folder.rglob("*.nbi"), None) is None
+    return not (folder / _COMPLETE).exists()
+
+
+def say_compiling() -> None:
+    """Why nothing else happens for a while."""
+    print("seqdedupe: compiling for this machine, which can take a minute", file=sys.stderr, flush=True)
+
+
+def compiled(data_directory: str = "") -> None:
+    """To be called after `prepare`, once all of the sidecar is imported: later starts need not compile."""
+    folder = _folder(data_directory)
+    # A full disk keeps less, and is no reason not to start.
+    with suppress(OSError):
+        if folder is not None:
+            (folder / _COMPLETE).touch()
 
 
 def _folder(data_directory: str) -> Path | None:

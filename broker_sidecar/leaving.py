@@ -15,6 +15,7 @@ import grpc.aio
 
 from broker_sidecar.giving import Giving, giving_away
 from broker_sidecar.neighbours import TAKE_SECONDS, Neighbours
+from seqdedupe.address import SidecarAddress
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.log.embedded import moved
 from seqdedupe.log.embedded.logs import EmbeddedLogs
@@ -37,6 +38,8 @@ class Leaving:
     """Moves that are under way, and those of which it is still to be found out what became of them."""
 
     def __init__(self, logs: EmbeddedLogs, topics: Topics[Topic], others: Neighbours) -> None:
+        self.address = ""
+        """Where this sidecar is reached, once it listens."""
         self._logs = logs
         self._topics = topics
         self._others = others
@@ -62,7 +65,8 @@ class Leaving:
         return found
 
     async def move(self, name: str, to: str) -> str:
-        """Gives the topic to the sidecar at this address, which serves it on return. Goes on if the caller does not.
+        """Gives the topic to the sidecar at this address, which serves it on return; to this one: it has it already.
+        Goes on if the caller does not.
 
         Raises INVALID_ADDRESS, INVALID_REQUEST, DRAINING, MOVE_FAILED, and why the topic does not serve.
         """
@@ -76,6 +80,12 @@ class Leaving:
                 return to
             raise
         topic.check_serving()
+        if not to:
+            why = f"to which sidecar topic {topic.name} is to go was not said"
+            hint = "Say it (`--to ADDRESS`). Only in a cluster whoever takes it may have it."
+            raise error("INVALID_ADDRESS", why, hint=hint)
+        if str(SidecarAddress.parse(to)) == self.address:
+            return to
         if self._logs.has_arrived(topic.incarnation):
             # That one asks here whether it came, and is told no where it has gone on.
             why = f"the sidecar that topic {topic.name} came from does not know yet that it is here"
@@ -145,7 +155,7 @@ class Leaving:
 
     async def _let_go(self, topic: Topic, record: TopicRecord, to: To) -> None:
         """Whoever uses the topic here comes again, and is told where it is."""
-        why = moved.not_here(self._logs.folder_of(record.incarnation), to, "has it, or is asked whether it has it")
+        why = moved.not_here(to, "has it, or is asked whether it has it")
         async with self._topics.lives.opening[record.name]:
             self._topics.live.pop(record.name, None)
             self._topics.closed[record.name] = Closed(record, why, State.STANDBY)

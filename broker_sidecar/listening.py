@@ -28,5 +28,19 @@ def cannot_listen(address: SidecarAddress, e: Exception, key: str = "listen") ->
     return error("INVALID_CONFIGURATION", f"{key} = {str(address)!r}: cannot listen there: {why}", hint=hint)
 
 
+def check_nobody_listens(address: SidecarAddress, key: str) -> None:
+    """To be called before what takes long. Raises INVALID_CONFIGURATION if the port is taken; what else is wrong with
+    an address turns out when it is listened at."""
+    if address.path:
+        return
+    with socket.socket(family_of(address.host)) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((address.host.strip("[]"), address.port))
+        except OSError as e:
+            if e.errno == errno.EADDRINUSE:
+                raise cannot_listen(address, e, key) from e
+
+
 def family_of(host: str) -> int:
     return socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -72,6 +72,9 @@ def run(config: Config, **repairs: bool) -> int:
     `repairs` are those of `Data`, for this start alone.
     """
     logs.configure(config.log_level, config.log_format)
+    if config.backup_directory and not Path(config.backup_directory).is_dir():
+        # It may be a disk that is not mounted yet, and serving does not need it.
+        logger.warning("no backup can be made before backup_directory is there: %s", config.backup_directory)
     os.umask(directory.PRIVATE)
     give_back_freed_memory()
     try:
@@ -96,7 +99,8 @@ async def _served(config: Config, repairs: dict[str, bool]) -> int:
             file=sys.stderr,
         )
     except OSError as e:
-        print(f"seqdedupe: {e}", file=sys.stderr)
+        failure = directory.failed(Path(config.data_directory), e)
+        print(f"seqdedupe: {failure} {failure.hint}", file=sys.stderr)
     if config.log == "pulsar":
         # Threads that still wait for a cluster would hold the process up, and abort it once the loop is closed.
         logging.shutdown()

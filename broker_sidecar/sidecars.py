@@ -56,7 +56,8 @@ class Sidecars:
             raise error(
                 "INVALID_REQUEST",
                 "this is only for sidecars in front of a cluster, and here the log is not a cluster's",
-                hint="Where log = 'broker', or topics are spread over processes, a topic stays where it is.",
+                hint="Nothing has to be listed, forgotten or taken here: this sidecar has all of its topics itself. "
+                "Where log = 'broker', or topics are spread over processes, a topic stays where it is.",
             )
         return self._known_cluster
 

@@ -16,6 +16,9 @@ logger = logging.getLogger("seqdedupe.workers")
 
 EXIT_ERROR = 1
 
+_BEFORE_IT_SERVED = (-signal.SIGTERM, -signal.SIGINT)
+"""How a worker ends that is told to stop before it has a handler for it: it has not opened anything yet."""
+
 FIRST_DELAY_SECONDS = 0.1
 LONGEST_DELAY_SECONDS = 10.0
 """Before a worker that has ended is started again: twice as long each time, until one has run for so long."""
@@ -60,7 +63,7 @@ class Worker:
                 self._process.kill()
 
     async def run(self, stopping: asyncio.Event) -> int:
-        """Until it has ended by itself after `stopping`; the exit status."""
+        """Until it has ended by itself after `stopping`; its exit status, 0 if there was nothing to drain."""
         delay_seconds = FIRST_DELAY_SECONDS
         while True:
             began = asyncio.get_running_loop().time()
@@ -71,7 +74,7 @@ class Worker:
                 logger.error("worker not started: %s", e, extra={"worker": self._number})
                 status = EXIT_ERROR
             if stopping.is_set():
-                return status
+                return 0 if status in _BEFORE_IT_SERVED else status
             if asyncio.get_running_loop().time() - began > LONGEST_DELAY_SECONDS:
                 delay_seconds = FIRST_DELAY_SECONDS
             told = {"worker": self._number, "status": status, "delay_seconds": delay_seconds}
@@ -121,8 +124,8 @@ async def run_all(workers: Sequence[Worker]) -> int:
     with _managed(manager, workers):
         statuses = await asyncio.gather(*(worker.run(stopping) for worker in workers))
     logger.info("stopped")
-    # Of one that was killed it is negative.
-    return max(abs(status) for status in statuses)
+    # Of one that was killed it is negative: it has not drained.
+    return max(EXIT_ERROR if status < 0 else status for status in statuses)
 
 
 @contextlib.contextmanager

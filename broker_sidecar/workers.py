@@ -81,7 +81,8 @@ def divide(config: Config, count: int) -> None:
     if is_due:
         logs.configure(config.log_level, config.log_format)
         os.umask(directory.PRIVATE)
-        kernels.prepare(config.data_directory)
+        if kernels.prepare(config.data_directory):
+            kernels.say_compiling()
         # Not before: it imports what is compiled.
         from broker_sidecar import dividing
 

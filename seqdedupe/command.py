@@ -1,5 +1,6 @@
 """What all command lines share: where the sidecar is, and what becomes of output and errors."""
 
+import errno
 import json
 import os
 import re
@@ -36,6 +37,16 @@ _CREDENTIALS = {
     "--tls-key-file": (credentials.TLS_KEY_FILE, "Its key."),
 }
 """No option takes a token itself: all users of a machine see the command lines of its processes."""
+
+_OS_HINTS = {
+    errno.ENOSPC: "Make room on the disk, or choose a place on another one.",
+    errno.EDQUOT: "Make room within the quota, or choose a place on another disk.",
+    errno.EROFS: "Mount the file system for writing, or choose a place on another one.",
+    errno.EACCES: "Run the command as a user who may use that file or folder.",
+    errno.EPERM: "Run the command as a user who may use that file or folder.",
+    errno.ENOENT: "Is that its name, and is its folder there?",
+}
+"""What to do about an error of the system."""
 
 _TOLD = "seqdedupe.credentials"
 
@@ -105,9 +116,9 @@ def run_command(
         path = e.ctx.command_path if isinstance(e, click.UsageError) and e.ctx else name
         hint = f"See {path} --help."
         if as_json:
-            _say_json(reason="WRONG_USAGE", message=e.format_message(), hint=hint)
+            _say_json(reason="WRONG_USAGE", message=_plain(e.format_message()), hint=hint)
         else:
-            message = e.format_message()
+            message = _plain(e.format_message())
             say(name, f"{message}{'' if message.endswith(('.', '?', '!')) else '.'} {hint}")
         return e.exit_code
     except SeqdedupeError as e:
@@ -115,8 +126,15 @@ def run_command(
         return INTERRUPTED if e.reason == "INTERRUPTED" else failed
     except OSError as e:
         message = f"{e.filename}: {e.strerror}" if e.filename and e.strerror else str(e)
-        say_foreign(name, "OS_ERROR", message, as_json=as_json)
+        say_foreign(name, "OS_ERROR", message, as_json=as_json, hint=_OS_HINTS.get(e.errno or 0, ""))
         return failed
+
+
+def _plain(usage: str) -> str:
+    """What click says, without the names that its types have in its own code."""
+    for name, word in {"integer range": "whole number", "integer": "whole number", "float range": "number"}.items():
+        usage = usage.replace(f"is not a valid {name}.", f"is not a {word}.")
+    return usage
 
 
 def says_json(arguments: Sequence[str]) -> bool:
@@ -138,12 +156,12 @@ def say_failure(name: str, failure: SeqdedupeError, *, as_json: bool) -> None:
     )
 
 
-def say_foreign(name: str, reason: str, message: str, *, as_json: bool) -> None:
+def say_foreign(name: str, reason: str, message: str, *, as_json: bool, hint: str = "") -> None:
     """The same of an error that is not of our tree: `reason` says whose it is."""
     if as_json:
-        _say_json(reason=reason, message=message, hint="")
+        _say_json(reason=reason, message=message, hint=hint)
     else:
-        say(name, f"{message} [{reason}]")
+        say(name, f"{message} [{reason}] {hint}")
 
 
 def _say_json(**values: Any) -> None:

@@ -19,6 +19,7 @@ from tests import warm
 # Before any test imports what is compiled; and once, not in each worker.
 if kernels.prepare() and "PYTEST_XDIST_WORKER" not in os.environ:
     importlib.import_module("broker_sidecar.server")
+    kernels.compiled()
 
 warm.install()
 

@@ -345,7 +345,8 @@ def options_of(description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--topic", default="example", help="its name at the sidecar")
     parser.add_argument("--listen", default="127.0.0.1:7070", metavar="HOST:PORT", help="for producers")
-    parser.add_argument("--sidecar", default="127.0.0.1:6660", metavar="HOST:PORT", help="seqdedupe serve --log broker")
+    address = os.environ.get("SEQDEDUPE_ADDRESS", "127.0.0.1:6660")
+    parser.add_argument("--sidecar", default=address, metavar="HOST:PORT", help="seqdedupe serve --log broker")
     return parser
 
 

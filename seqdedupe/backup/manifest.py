@@ -74,6 +74,8 @@ def read(folder: Path) -> Manifest:
             size = sealed.check(path, file, _HEAD, 1, "a backup's manifest")
             said: dict[str, Any] = json.loads(file.read(size))
     except FileNotFoundError as e:
+        if not folder.exists():
+            raise error("BACKUP_DAMAGED", f"{folder} is not there", hint="Is that the backup's name, and place?") from e
         what = f"{folder} is no backup, or one that was never finished: it has no file {MANIFEST_FILE}"
         raise error("BACKUP_DAMAGED", what) from e
     except SeqdedupeError as e:

@@ -1,5 +1,6 @@
 """The operators' commands about single messages and producers."""
 
+from datetime import UTC, datetime
 from typing import Any
 
 import click
@@ -55,7 +56,8 @@ def message_state(
     if position is not None:
         lines += [("index", position.index), ("message ID", position.message_id)]
     if found.publish_time_ms:
-        lines.append(("published", f"{found.publish_time_ms} ms since 1970"))
+        published = datetime.fromtimestamp(found.publish_time_ms / 1000, UTC)
+        lines.append(("published", f"{published.isoformat(sep=' ', timespec='milliseconds')}"))
     numbers = f"persisted {found.persisted}, pushed {found.pushed}"
     if found.pushed < 0:
         numbers = f"no sequence ID of it counts in this topic: {numbers}"

@@ -1,6 +1,7 @@
 """What the commands share: where the sidecar is, the form of the output, a hint for a topic that is not there."""
 
 import difflib
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -8,6 +9,8 @@ from typing import Any
 import click
 
 from seqdedupe.client.blocking import Client
+from seqdedupe.client.session import OPEN_TIMEOUT_SECONDS
+from seqdedupe.client.waiting import OnWaiting
 from seqdedupe.command import (
     CREDENTIAL_PARAMETERS,
     Command,
@@ -18,10 +21,20 @@ from seqdedupe.command import (
     sidecar_options,
     told_credentials,
 )
-from seqdedupe.errors import NotFoundError, OutcomeUnknownError, SeqdedupeError, UnavailableError, error
+from seqdedupe.errors import (
+    InvalidRequestError,
+    NotFoundError,
+    OutcomeUnknownError,
+    SeqdedupeError,
+    UnavailableError,
+    error,
+)
 from seqdedupe.names import topic_name
+from seqdedupe.v1 import admin_pb2
 
 _SHORT_NAMES = "persistent://public/default/"
+
+_POLL_SECONDS = 0.2
 
 _SHORTEST_NEAR_NAME = 4
 """A shorter name is near to too many."""
@@ -46,30 +59,73 @@ def is_alone(context: click.Context) -> bool:
     return False
 
 
-def connect(address: str) -> Client:
-    """A client of a sidecar that answers. Raises UNREACHABLE if it does not: at once, or after CALL_TIMEOUT_SECONDS."""
+def connect(address: str, on_waiting: OnWaiting | None = None) -> Client:
+    """A client of a sidecar that answers. Raises UNREACHABLE if it does not: at once, or after CALL_TIMEOUT_SECONDS.
+    With `on_waiting`, which is told why, one that is not up yet is waited for as long as a producer waits for it."""
     client = Client(address, told_credentials())
-    try:
-        client.admin.version()
-    except OutcomeUnknownError as e:  # nothing was asked for whose outcome could matter
-        raise error("UNREACHABLE", f"no answer from the sidecar at {address}: {e.message}") from e
-    return client
+    give_up_at = None if on_waiting is None else time.monotonic() + OPEN_TIMEOUT_SECONDS
+    while True:
+        try:
+            client.admin.version()
+            return client
+        except OutcomeUnknownError as e:  # nothing was asked for whose outcome could matter
+            raise error("UNREACHABLE", f"no answer from the sidecar at {address}: {e.message}") from e
+        except UnavailableError as e:
+            if on_waiting is None or give_up_at is None or time.monotonic() > give_up_at:
+                raise
+            on_waiting(e)
+            on_waiting = _told_already
+        time.sleep(_POLL_SECONDS)
+
+
+def _told_already(_why: UnavailableError) -> None:
+    pass
 
 
 @contextmanager
-def connect_to(address: str, topic: str) -> Iterator[Client]:
-    """As `connect`; if the topic is not there, the error names the one that may be meant."""
-    with connect(address) as client:
-        try:
-            yield client
-        except NotFoundError as e:
-            near = None
-            if e.reason == "TOPIC_NOT_FOUND" and "was deleted" not in e.message:
-                with suppress(SeqdedupeError):
-                    near = _near_name(topic, client)
-            if near is None:
-                raise
-            raise error(e.reason, e.message, hint=f"Do you mean {near}?") from e
+def connect_to(
+    address: str, topic: str, *, makes: bool = False, on_waiting: OnWaiting | None = None
+) -> Iterator[Client]:
+    """As `connect`; if the topic is not there, the error is that of `naming_near`."""
+    with connect(address, on_waiting) as client, naming_near(client, topic, makes=makes):
+        yield client
+
+
+@contextmanager
+def naming_near(client: Client, topic: str, *, makes: bool = False) -> Iterator[None]:
+    """If the topic is not there, the error names the one that may be meant; how it could be made it says only where the
+    block `makes` topics."""
+    try:
+        yield
+    except NotFoundError as e:
+        if e.reason != "TOPIC_NOT_FOUND" or "was deleted" in e.message:
+            raise
+        near = None
+        with suppress(SeqdedupeError):
+            near = _near_name(topic, client)
+        if near is None and makes:
+            raise
+        hint = f"Do you mean {near}?" if near else "Is the name mistyped? `seqdedupe topics` lists the topics."
+        raise error(e.reason, e.message, hint=hint) from e
+
+
+@contextmanager
+def right_kind(client: Client, topic: str, *, by_id: bool) -> Iterator[None]:
+    """What cannot be published in the block because the topic is of the other kind says with which options it can."""
+    try:
+        yield
+    except InvalidRequestError as e:
+        found = None
+        with suppress(SeqdedupeError):
+            found = client.admin.topic(topic).deduplication_mode
+        if by_id and found == admin_pb2.DEDUPLICATION_MODE_SEQUENCE_ID:
+            what, hint = "sequence IDs", "Say --producer, and no deduplication IDs."
+        elif not by_id and found == admin_pb2.DEDUPLICATION_MODE_DEDUPLICATION_ID:
+            what = "deduplication IDs"
+            hint = "Say --deduplication-id-column or --deduplication-id-path, and no producer."
+        else:
+            raise
+        raise error(e.reason, f"{topic_name(topic)} is a topic of {what}", hint=hint) from e
 
 
 def _near_name(topic: str, client: Client) -> str | None:

@@ -4,7 +4,7 @@ from typing import Any
 
 import click
 
-from seqdedupe.cli.options import common, connect, print_json
+from seqdedupe.cli.options import common, connect, naming_near, print_json
 from seqdedupe.cli.python_object import PythonObject
 from seqdedupe.client.blocking import Client
 from seqdedupe.command import echo, told_credentials
@@ -26,8 +26,10 @@ def pipe(source: str, target: str, function: Any, name: str, follow: bool, addre
         raise click.BadParameter("it is no function.", param_hint="'--function'")
     with Client(address, told_credentials()) if follow else connect(address) as client:
         one = Pipe(client, source, target, function, name=name)
-        one.run(follow=follow)
+        with naming_near(client, source):
+            one.run(follow=follow)
     if as_json:
         print_json(one.counts)
     else:
-        echo(f"{one.counts['inputs']:,} messages read, {one.counts['outputs']:,} outputs sent")
+        again = f", {one.counts['outputs_again']:,} of them held already" if one.counts["outputs_again"] else ""
+        echo(f"{one.counts['inputs']:,} messages read, {one.counts['outputs']:,} outputs sent{again}")

@@ -11,14 +11,14 @@ from typing import get_args
 import click
 
 from seqdedupe.cli.json_lines import JsonPath
-from seqdedupe.cli.options import common, connect_to, print_json, tell_waiting
+from seqdedupe.cli.options import common, connect_to, print_json, right_kind, tell_waiting
 from seqdedupe.cli.publish_by_id import publish_by_id
 from seqdedupe.cli.resume import RECORD_PROPERTY, Resume
 from seqdedupe.cli.source import STANDARD_INPUT, Form, Source
 from seqdedupe.cli.verify import verify
 from seqdedupe.client import Verdict
-from seqdedupe.client.blocking import Producer, Receipt
-from seqdedupe.command import echo
+from seqdedupe.client.blocking import Client, Producer, Receipt
+from seqdedupe.command import echo, say
 from seqdedupe.errors import DataLossError, NotFoundError, SeqdedupeError, error
 
 _PROGRESS_RECORDS = 500
@@ -90,8 +90,9 @@ def publish(
 
     A payload is the record's text. The sequence ID is the record's number from 0, after a CSV header. Each record is
     published once: started again, the command goes on after the last ID that the topic has of this producer, if the
-    file still has the same record there. To a topic of deduplication IDs no producer is named, and each record is
-    published once by its own ID: started again, the command sends all of them, and those that are known are Dup.
+    file still has the same record there. A topic that is not there is made, where the sidecar allows that. To a topic
+    of deduplication IDs no producer is named, and each record is published once by its own ID: started again, the
+    command sends all of them, and those that are known are Dup.
     """
     by_id = deduplication_id_column is not None or deduplication_id_path is not None
     if by_id and (name, sequence_id_column, sequence_id_path, key_column, key_path) != (None,) * 5:
@@ -130,10 +131,15 @@ def publish(
             _verify(source, topic, name, address, as_json=as_json)
             return
         waiting = partial(tell_waiting, topic, as_json)
-        with connect_to(address, topic) as client, client.producer(topic, name, on_waiting=waiting) as producer:
-            resume = Resume(client, producer, numbers_are_ids=source.numbers_are_ids, trust_source=trust_source)
-            run = _Publishing(producer, source, resume, with_numbers=not source.numbers_are_ids)
-            run.publish()
+        with connect_to(address, topic, makes=True, on_waiting=waiting if follow else None) as client:
+            makes_topic = _is_missing(client, topic)
+            with right_kind(client, topic, by_id=False), client.producer(topic, name, on_waiting=waiting) as producer:
+                if makes_topic and follow and not as_json:  # which ends without a summary
+                    say("seqdedupe", f"made the topic {producer.topic}")
+                resume = Resume(client, producer, numbers_are_ids=source.numbers_are_ids, trust_source=trust_source)
+                with_numbers = not source.numbers_are_ids
+                run = _Publishing(producer, source, resume, with_numbers=with_numbers, makes_topic=makes_topic)
+                run.publish()
         if as_json:
             print_json(run.summary())
         else:
@@ -142,9 +148,22 @@ def publish(
             raise source.incomplete()
 
 
+def _is_missing(client: Client, topic: str) -> bool:
+    """Whether the topic will be made. No: also where the sidecar does not tell."""
+    try:
+        client.ends(topic)
+    except SeqdedupeError as e:
+        return e.reason == "TOPIC_NOT_FOUND"
+    return False
+
+
 def _publish_by_id(source: Source, topic: str, address: str, *, as_json: bool) -> None:
     waiting = partial(tell_waiting, topic, as_json)
-    with connect_to(address, topic) as client, client.publisher(topic, on_waiting=waiting) as publisher:
+    with (
+        connect_to(address, topic, makes=True) as client,
+        right_kind(client, topic, by_id=True),
+        client.publisher(topic, on_waiting=waiting) as publisher,
+    ):
         summary = publish_by_id(publisher, source)
     if as_json:
         print_json(summary)
@@ -169,11 +188,14 @@ def _verify(source: Source, topic: str, name: str, address: str, *, as_json: boo
 
 
 class _Publishing:
-    def __init__(self, producer: Producer, source: Source, resume: Resume, *, with_numbers: bool) -> None:
+    def __init__(
+        self, producer: Producer, source: Source, resume: Resume, *, with_numbers: bool, makes_topic: bool
+    ) -> None:
         self._producer = producer
         self._source = source
         self._resume = resume
         self._with_numbers = with_numbers
+        self._makes_topic = makes_topic
         self._verdicts = {Verdict.NOT_DUP: 0, Verdict.DUP: 0}
         self._receipts: deque[Receipt] = deque()
         source.before_waiting = self._wait_for_more
@@ -250,12 +272,14 @@ class _Publishing:
             "not_dup": self._verdicts[Verdict.NOT_DUP],
             "dup": self._verdicts[Verdict.DUP],
             "resumed_after": None if self._resume.after < 0 else self._resume.after,
+            "topic_made": self._makes_topic,
         }
 
     def text(self) -> str:
         resumed = f", resumed after sequence ID {self._resume.after}" if self._resume.after >= 0 else ""
         records = "record" if self._resume.records_read == 1 else "records"
+        made = f"; made the topic {self._producer.topic}" if self._makes_topic else ""
         return (
             f"{self._resume.records_read:,} {records} read{resumed}: {self._verdicts[Verdict.NOT_DUP]:,} NotDup, "
-            f"{self._verdicts[Verdict.DUP]:,} Dup"
+            f"{self._verdicts[Verdict.DUP]:,} Dup{made}"
         )

@@ -95,14 +95,14 @@ def read(
     with standard_output():
         out = sys.stdout.buffer
     form = json_line if as_json else _escaped_line if sys.stdout.isatty() else _payload_line
-    with connect_to(address, topic) as client:
+    waiting = partial(tell_waiting, topic, as_json)
+    with connect_to(address, topic, on_waiting=waiting if follow else None) as client:
         partitions = client.admin.topic(topic).partitions
         names = [partition_name(topic_name(topic), k) for k in range(partitions)] or [topic]
         if not follow and limit is None:
             for name in names:
                 client.ends(name)  # a topic that does not know its end says so in time
         left = limit
-        waiting = partial(tell_waiting, topic, as_json)
         with _reader(
             client, topic, start, partitions, follow=follow, skip_damaged=skip_damaged, on_waiting=waiting
         ) as reader:

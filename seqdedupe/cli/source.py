@@ -52,6 +52,14 @@ _HINT_CHANGED = (
     "Start the command again with the file as it was, under its new name if it was moved: it goes on after what is "
     "durable. What is only in the new file publish from a file of its own, under another producer name."
 )
+_HINTS_NO_PLACES = {
+    "csv": "In JSON lines places are named by --sequence-id-path, --key-path and --deduplication-id-path. If it is CSV "
+    "by another name, say --format csv.",
+    "jsonl": "In CSV places are named by --sequence-id-column, --key-column and --deduplication-id-column. If it is "
+    "JSON lines by another name, say --format jsonl.",
+}
+_HINT_DELIMITER = "Only commas separate fields here: write the file with commas, or publish its lines (--format lines)."
+_OTHER_DELIMITERS = re.compile("[;\t|]")
 _HINT_ZIP = "Unpack it, and publish each file under a producer name of its own."
 _HINT_DAMAGED = "Get the file anew: this copy is damaged, or not complete."
 _HINTS_UNREADABLE = {
@@ -131,18 +139,18 @@ class Source:
         self._file, name = self._unpacked()
         if self._follow and self._file is not self._raw:
             raise self._bad("is compressed, and cannot be followed")
-        form = self._form or self._told_form(name)
+        form = self._form or _FORMS_BY_SUFFIX.get(Path(name.lower()).suffix) or self._told_form()
         for wanted, places, what in (("csv", self._columns, "columns"), ("jsonl", self._paths, "paths")):
             if places != (None, None) and form != wanted:
-                raise self._bad(f"has no {what}: it is read as {_FORM_NAMES[form]}")
+                raise self._bad(f"has no {what}: it is read as {_FORM_NAMES[form]}", hint=_HINTS_NO_PLACES[wanted])
         records = {"lines": self._line_records, "csv": self._csv_records, "jsonl": self._json_records}
         self._records = records[form]()
 
-    def _told_form(self, name: str) -> Form:
-        """The form that the options or else the file's name tell."""
+    def _told_form(self) -> Form:
+        """The form of a file whose name tells none."""
         if self._columns != (None, None):
             return "csv"
-        return "jsonl" if self._paths != (None, None) else _FORMS_BY_SUFFIX.get(Path(name.lower()).suffix, "lines")
+        return "jsonl" if self._paths != (None, None) else "lines"
 
     @property
     def numbers_are_ids(self) -> bool:
@@ -333,6 +341,9 @@ class Source:
 
     def _place(self, header: list[str], name: str) -> int:
         if name not in header:
+            if len(header) == 1 and (other := _OTHER_DELIMITERS.search(header[0])):
+                what = f"has no column {name!r}: its header has no comma, but {other[0]!r}"
+                raise self._bad(what, hint=_HINT_DELIMITER)
             near = difflib.get_close_matches(name, header, 1) or difflib.get_close_matches(
                 name.lower(), [known.lower() for known in header], 1
             )

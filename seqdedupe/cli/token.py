@@ -13,7 +13,7 @@ import click
 
 from seqdedupe.cli.options import as_json_option, print_json
 from seqdedupe.command import echo, printable
-from seqdedupe.errors import error
+from seqdedupe.errors import AccessDeniedError, error
 
 MAX_READ_BYTES = 64 * 1024
 """Of what may be a token."""
@@ -91,7 +91,11 @@ def validate(keys_file: Path, audience: str, token_file: IO[bytes], as_json: boo
     with _needs_the_sidecar():
         from broker_sidecar.security.signed_tokens import LEEWAY_SECONDS, read_keys, verify
     shown = token_file.read(MAX_READ_BYTES)
-    claims = verify(shown.strip(), read_keys(keys_file), audience)
+    try:
+        claims = verify(shown.strip(), read_keys(keys_file), audience)
+    except AccessDeniedError as e:
+        hint = "A token of these keys and this audience is valid: is it another sidecar's, or was it not all copied?"
+        raise error(e.reason, e.message, hint=hint) from e
     expires_at_seconds = int(claims.expires_at_seconds) - LEEWAY_SECONDS
     if as_json:
         print_json({"subject": claims.subject, "expires_at_seconds": expires_at_seconds})

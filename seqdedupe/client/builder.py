@@ -173,7 +173,10 @@ class Builder:
 
     def next_id(self, sequence_id: int | None) -> int:
         """The ID of a message for which this one is given, or none. Raises INVALID_SEQUENCE_ID, NOT_ASCENDING."""
-        sequence_id = self.last_sequence_id + 1 if sequence_id is None else operator.index(sequence_id)
+        try:
+            sequence_id = self.last_sequence_id + 1 if sequence_id is None else operator.index(sequence_id)
+        except TypeError as e:
+            raise error("INVALID_SEQUENCE_ID", f"a sequence ID is an int, not {type(sequence_id).__name__}") from e
         if not self._last_sent < sequence_id <= MAX_SEQUENCE_ID:
             raise self._bad_sequence_id(sequence_id)
         return sequence_id

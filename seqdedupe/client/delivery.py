@@ -198,7 +198,8 @@ class Delivery:
             raise error("TOPIC_IS_PARTITIONED", f"{self.topic} is partitioned")
         found = await self._describe()
         if not found.deduplication_route:
-            raise error("INVALID_BATCH", f"{self.topic} takes no deduplication IDs")
+            hint = "Publish with a producer: `client.producer(topic, name)`."
+            raise error("INVALID_BATCH", f"{self.topic} takes no deduplication IDs", hint=hint)
         parts = [
             Delivery(self._sidecars, partition_name(self.topic, k), self._on_waiting, self._timeout_seconds)
             for k in range(found.partitions)

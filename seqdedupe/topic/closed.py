@@ -27,7 +27,8 @@ class Closed:
     def error(self) -> SeqdedupeError:
         """What whoever asks for the topic is told."""
         if self.why.reason == "NOT_OWNER":
-            return error("NOT_OWNER", self.why.message, owner_address=self.why.numbers.get("owner_address", ""))
+            why, owner = f"topic {self.record.name}: {self.why.message}", self.why.numbers.get("owner_address", "")
+            return error("NOT_OWNER", why, hint=self.why.hint, owner_address=owner)
         if self.owner_address:
             why = f"the sidecar at {self.owner_address} owns topic {self.record.name}, of which this one has no state"
             return error("NOT_OWNER", why, owner_address=self.owner_address)

@@ -159,7 +159,8 @@ def check(encoded: bytes, producers: Producers, cache: NumbersCache) -> Frame:
     # Plain numbers: each look into an array of numpy costs as much as ten into a list.
     at: list[int] = places.tolist()
     if size(at, DEDUPLICATION_ID_OFFSETS):
-        raise error("INVALID_BATCH", "the batch is not valid: this topic takes no deduplication IDs")
+        why = "this topic takes no deduplication IDs, but producers with sequence IDs (`client.producer`)"
+        raise error("INVALID_BATCH", f"the batch is not valid: {why}")
     if size(at, PROPERTY_OFFSETS):
         _check_properties(view, places)
     names = encoded[start(at, NAME_OFFSETS) : start(at, NAMES) + size(at, NAMES)]

@@ -84,8 +84,10 @@ class OwnedTopic(SettlingTopic):
             # In a task of the topic's own, which ends when the topic is closed meanwhile.
             await asyncio.wait({self._spawn(self._recover())})
 
-    async def _recover(self) -> None:
+    async def _recover(self, rest_seconds: float = 0.0) -> None:
         self._is_recovering = True
+        if rest_seconds:
+            await asyncio.sleep(rest_seconds)
         if not await self._has_recovered():
             self._spawn(again_until(self._has_recovered, self._pause))
 

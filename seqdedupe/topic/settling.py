@@ -16,6 +16,9 @@ from seqdedupe.topic.state import State
 
 logger = logging.getLogger("seqdedupe.topic")
 
+FIRST_REST_SECONDS = 0.25
+LONGEST_REST_SECONDS = 4.0
+
 
 class SettlingTopic(LoggedTopic):
     """A topic on a log of ours, with what is in flight. Why it may append, and when again, is for `owning` to know."""
@@ -26,10 +29,12 @@ class SettlingTopic(LoggedTopic):
     """The outcomes of earlier openings of the log are not heard any more."""
     _is_recovering = False
     _failed_meanwhile = False
+    _rest_seconds = 0.0
+    """Before a log that has refused is opened again: more each time that it takes no message in between."""
 
     @abstractmethod
-    async def _recover(self) -> None:
-        """Opens the log for writing again, and finds out what became of what is in flight."""
+    async def _recover(self, rest_seconds: float = 0.0) -> None:
+        """Opens the log for writing again after so long, and finds out what became of what is in flight."""
 
     # -- handing over ------------------------------------------------------------------------------------------
 
@@ -83,6 +88,7 @@ class SettlingTopic(LoggedTopic):
         for _ in confirmed:
             self.flight.take()
         if last:
+            self._rest_seconds = 0.0
             self.last_ownership = self._own_ownership
             self.last_message_id = last_of(last)
             self.confirmed.tell()
@@ -122,8 +128,11 @@ class SettlingTopic(LoggedTopic):
         if failure is Failure.REFUSED:
             self._fail_in_flight(self._not_appended("LOG_REFUSED", why))
             self._set_state(State.READ_ONLY, why)
-        else:
-            self._set_state(State.RECOVERING, f"what became of the last appends is being found out: {why}")
+            # A full disk often has room for what opening the log writes: it would serve, and refuse, again and again.
+            self._spawn(self._recover(self._rest_seconds))
+            self._rest_seconds = min(max(2 * self._rest_seconds, FIRST_REST_SECONDS), LONGEST_REST_SECONDS)
+            return
+        self._set_state(State.RECOVERING, f"what became of the last appends is being found out: {why}")
         self._spawn(self._recover())
 
     def _not_appended(self, reason: str, why: str) -> SeqdedupeError:

@@ -115,6 +115,11 @@ async def test_to_and_fro_under_load_with_readers_that_follow(two: Pair) -> None
         # Nothing of it takes room where it was, and it is not in the way there.
         assert (owner.segments(made), incarnation(other)) == ([], made)
         assert await reason_of(owner.client.admin.create_topic(TOPIC)) == "NOT_OWNER"
+        # Whoever knows the old one alone is told how to find it, and no path of the server.
+        with pytest.raises(SeqdedupeError) as told:
+            await owner.client.ends(TOPIC)
+        assert f"topic {TOPIC}: it was moved: the sidecar at {other.address} has it" in told.value.message
+        assert told.value.hint.endswith(f"…,{other.address}")
         assert not leftovers(other)
     stopping.set()
     await asyncio.wait_for(sending, LIMIT_SECONDS)

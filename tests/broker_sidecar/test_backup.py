@@ -310,6 +310,9 @@ def test_without_a_folder_for_them_there_are_none(start_sidecar: StartSidecar, t
     answer = refused(lambda: list(client.admin.Backup(admin_pb2.BackupRequest(name="b"))))
     assert (answer.reason, "backup_directory" in answer.numbers["hint"]) == ("INVALID_REQUEST", True)
     client.close()
+    # Serving does not need it, so it is no reason not to start.
+    warned = [entry for entry in sidecar.log if "backup_directory" in entry["event"]]
+    assert len(warned) == (1 if folder else 0)
 
 
 def test_no_sidecar_starts_on_a_backup(usual: At, tmp_path: Path) -> None:

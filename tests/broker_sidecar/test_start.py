@@ -7,6 +7,7 @@ import struct
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import google_crc32c
@@ -257,11 +258,10 @@ def test_an_address_in_use_and_a_directory_that_cannot_be(copied: Sidecar, tmp_p
     other.address = copied.address
     other.spawn()
     assert other.wait() == 1
-    # gRPC's C library may have its say before.
-    assert other.errors[-1].startswith(
-        f"seqdedupe: listen = {copied.address!r}: cannot listen there: Address already in"
-    )
-    assert "Stop the process that listens there" in other.errors[-1]
+    [line] = other.errors  # found before gRPC listens, which would have its say, and before anything is opened
+    assert not (other.data / "store").exists()
+    assert line.startswith(f"seqdedupe: listen = {copied.address!r}: cannot listen there: Address already in")
+    assert "Stop the process that listens there" in line
     elsewhere = Sidecar(tmp_path / "elsewhere", listen="192.0.2.1:1", allow_insecure_listen=True)
     elsewhere.spawn()
     assert elsewhere.wait() == 1
@@ -282,6 +282,22 @@ def test_an_address_in_use_and_a_directory_that_cannot_be(copied: Sidecar, tmp_p
     assert third.wait() == 1
     assert third.errors[0].startswith(f"seqdedupe: data_directory = '{file}/data' cannot be used: Not a directory")
     assert "a part of the path is a file" in third.errors[0]
+
+
+def test_a_disk_that_is_full_at_the_start(small_disk: Callable[[Path], None], tmp_path: Path) -> None:
+    """The system names no file: the line says of which directory it is, and what to do."""
+    small_disk(tmp_path / "data")
+    sidecar = Sidecar(tmp_path, authentication="token")
+    sidecar.start()
+    sidecar.kill()
+    sidecar.token_file.unlink()
+    with suppress(OSError), (tmp_path / "data" / "ballast").open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+    sidecar.spawn()
+    assert sidecar.wait() == 1
+    said = f"data_directory = '{sidecar.data}' cannot be used: No space left on device [INVALID_CONFIGURATION]"
+    assert sidecar.errors[-1] == f"seqdedupe: {said} Make room on the disk."
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")

@@ -13,7 +13,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2
 
-from broker_sidecar.supervising import Worker
+from broker_sidecar.supervising import Worker, run_all
 from seqdedupe.client import Client, NotFoundError, SeqdedupeError
 from seqdedupe.shards import SHARDS, from_text, shard_of, shards_of_worker
 from seqdedupe.store.directories import SHARDS_FILE, of_worker
@@ -301,6 +301,23 @@ async def test_a_worker_of_which_there_can_be_no_process_is_tried_again(
     new.chmod(0o700)
     new.rename(program)
     await until(lambda: worker._process is not None)
+    # It has no handler for signals yet, as a sidecar that is still importing what it needs.
     stopping.set()
     worker.send(signal.SIGTERM)
-    assert await running == -signal.SIGTERM
+    assert await running == 0
+
+
+async def test_a_worker_that_is_killed_while_all_are_to_stop_has_not_drained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The status of all is one that the documentation has."""
+    program = tmp_path / "python"
+    program.write_text("#!/bin/sh\nexec sleep 600\n")
+    program.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(program))
+    workers = [Worker(0, []), Worker(1, [])]
+    running = asyncio.ensure_future(run_all(workers))
+    await until(lambda: all(worker._process is not None for worker in workers))
+    monkeypatch.setattr(workers[1], "send", lambda _: Worker.send(workers[1], signal.SIGKILL))
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert await running == 1

@@ -54,6 +54,12 @@ def test_made_checked_and_restored(sidecar: Sidecar, tmp_path: Path) -> None:
         assert len(list(client.reader("orders"))) == 100
 
 
+def test_a_backup_that_is_not_there(sidecar: Sidecar, tmp_path: Path) -> None:
+    for command in (("verify", tmp_path / "nodir"), ("restore", tmp_path / "nodir", tmp_path / "to")):
+        said = run(sidecar, *command, status=1)
+        assert said.endswith("nodir is not there [BACKUP_DAMAGED] Is that the backup's name, and place?\n")
+
+
 def test_damage_has_a_status(sidecar: Sidecar, tmp_path: Path) -> None:
     file = segments(sidecar.data)[0]
     raw = bytearray(file.read_bytes())

@@ -94,6 +94,23 @@ def test_reading_says_once_that_the_sidecar_is_lost(tmp_path: Path, as_json: boo
         assert sidecar.address.encode() in said
 
 
+def test_with_follow_a_sidecar_that_is_not_up_yet_is_waited_for(tmp_path: Path) -> None:
+    """As by a program of one's own; without `--follow` it is an error at once."""
+    with Sidecar(tmp_path) as sidecar:
+        with Client(sidecar.address) as client, client.producer("t", "p") as producer:
+            producer.send(b"1")
+        sidecar.kill()
+        command = [COMMAND, "read", "t", "--follow", "--address", sidecar.address]
+        with running(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+            assert process.stdout is not None
+            assert process.stderr is not None
+            said = process.stderr.readline()
+            assert said.startswith(b"seqdedupe: waiting: ")
+            assert b"[UNREACHABLE]" in said
+            sidecar.start()
+            assert process.stdout.readline() == b"1\n"
+
+
 @pytest.mark.parametrize("as_json", [False, True])
 def test_a_command_waits_on_where_nobody_reads_what_for(monkeypatch: pytest.MonkeyPatch, as_json: bool) -> None:
     """It is said on the client's event loop: what ended there would end the producer with it."""
@@ -353,9 +370,13 @@ def test_names_and_payloads_do_nothing_to_a_terminal(
 
 def test_a_mistyped_topic_is_told_what_may_be_meant(run: Run) -> None:
     run("topics", "create", "departures")
-    for command in (("read", "depatures"), ("topics", "show", "persistent://public/default/depatures")):
+    pipe = ("pipe", "depatures", "boarding", "--function", "json:dumps", "--name", "p")
+    commands = (("read", "depatures"), ("topics", "show", "persistent://public/default/depatures"), pipe)
+    for command in (*commands, ("topics", "delete", "depatures")):
         assert run(*command, status=1).stderr.endswith(b"[TOPIC_NOT_FOUND] Do you mean departures?\n")
-    assert b"Do you mean" not in run("read", "zzzzzzzz", status=1).stderr
+    # Nobody who reads, moves or deletes is told how to create one.
+    said = b"[TOPIC_NOT_FOUND] Is the name mistyped? `seqdedupe topics` lists the topics.\n"
+    assert run("topics", "move", "zzzzzzzz", "--to", "h:1", status=1).stderr.endswith(said)
     for short, other in (("k", "k2"), ("arrivals", "arrangers")):
         run("topics", "create", short)
         assert b"Do you mean" not in run("read", other, status=1).stderr
@@ -386,6 +407,7 @@ def test_a_producer_is_reset_to_none(run: Run, tmp_path: Path) -> None:
         said = run("message-state", "reset-to-none", name, "0").stdout
         assert b"no sequence ID of it counts in this topic: persisted -1, pushed -1" in said
     assert b"1 NotDup" in run(*publish).stdout
+    assert b"'x' is not a whole number." in run("message-state", "reset-to-none", "p", "x", status=2).stderr
     assert b"-1 is not in the range" in run("message-state", "reset-to-none", "p", "-1", status=2).stderr
 
 
@@ -398,8 +420,26 @@ def test_what_is_no_file_to_import_is_refused(run: Run, tmp_path: Path) -> None:
     assert b"`seqdedupe export`" in refused
     nowhere = tmp_path / "nowhere" / "file"
     told = run("export", "imports", str(nowhere), status=1).stderr
-    assert told.endswith(b"No such file or directory [OS_ERROR]\n")
+    said = "No such file or directory [OS_ERROR] Is that its name, and is its folder there?\n"
+    assert told.endswith(said.encode())
     missing = tmp_path / "missing"
-    assert run("import", "imports", str(missing), status=1).stderr == (
-        f"seqdedupe: {missing}: No such file or directory [OS_ERROR]\n".encode()
+    assert run("import", "imports", str(missing), status=1).stderr == f"seqdedupe: {missing}: {said}".encode()
+
+
+def test_a_topic_is_moved_to_another_sidecar_that_is_named(run: Run, shared_sidecar: Sidecar) -> None:
+    run("topics", "create", "stays")
+    nowhere = run("topics", "move", "stays", status=1).stderr
+    assert b"was not said [INVALID_ADDRESS] Say it (`--to ADDRESS`)" in nowhere
+    elsewhere = run("topics", "move", "stays", "--to", "127.0.0.1:1", status=1).stderr
+    assert b"'127.0.0.1:1' is none of the sidecars that a topic may be given to [INVALID_ADDRESS]" in elsewhere
+    here = run("topics", "move", "stays", "--to", shared_sidecar.address).stdout
+    assert here == f"persistent://public/default/stays is served by the sidecar at {shared_sidecar.address}\n".encode()
+    assert b"SERVING" in run("topics", "show", "stays").stdout
+    assert b"this sidecar has all of its topics itself" in run("sidecars", status=1).stderr
+
+
+def test_a_flag_of_the_sidecar_that_is_mistyped_is_one_line(run: Run) -> None:
+    said = run("serve", "--data-directori", "d", status=2).stderr
+    assert (
+        said == b"seqdedupe: there is no --data-directori: do you mean --data-directory? See seqdedupe serve --help.\n"
     )

@@ -163,6 +163,8 @@ def test_what_is_no_path(text: str) -> None:
         ({"form": "csv", "key_path": "id"}, "has no paths: it is read as CSV"),
         ({"form": "lines", "sequence_id_path": "id"}, "has no paths: it is read as lines"),
         ({"form": "jsonl", "key_column": "id"}, "has no columns: it is read as JSON lines"),
+        ({"name": "a.jsonl", "key_column": "id"}, "has no columns: it is read as JSON lines"),
+        ({"name": "a.csv", "key_path": "id"}, "has no paths: it is read as CSV"),
     ],
 )
 def test_paths_need_json_and_columns_csv(tmp_path: Path, options: dict[str, str], what: str) -> None:
@@ -173,7 +175,9 @@ def test_paths_need_json_and_columns_csv(tmp_path: Path, options: dict[str, str]
 def test_published_read_and_gone_on_with(run: Run, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(CHANGES)
     publish = ("publish", "a.jsonl", "--topic", "changes", "--producer", "p", *PATHS)
-    assert run(*publish).stdout == b"2 records read: 2 NotDup, 0 Dup\n"
+    assert (
+        run(*publish).stdout == b"2 records read: 2 NotDup, 0 Dup; made the topic persistent://public/default/changes\n"
+    )
     messages = [json.loads(line) for line in run("read", "changes", "--json").stdout.splitlines()]
     assert [(m["sequence_id"], m["key"], m["properties"]) for m in messages] == [
         (5, "a", {"seqdedupe.record": "0"}),

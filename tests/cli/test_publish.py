@@ -47,6 +47,7 @@ def test_a_file_published_and_read_is_the_same(run: Run, tmp_path: Path) -> None
         "not_dup": 3003,
         "dup": 0,
         "resumed_after": None,
+        "topic_made": True,
     }
     assert run("read", "same").stdout == data
     assert run("read", "same", "--from", "3", "--limit", "1500").stdout == lines(1500)
@@ -440,7 +441,7 @@ def test_what_had_an_early_receipt_and_was_lost_is_not_counted_as_durable() -> N
     producer: Any = SimpleNamespace(durable_sequence_id=0)
     source: Any = SimpleNamespace()
     resume: Any = None
-    publishing = _Publishing(producer, source, resume, with_numbers=False)
+    publishing = _Publishing(producer, source, resume, with_numbers=False, makes_topic=False)
     publishing._receipts.extend(Receipt(pending, 0) for pending in batches)
     assert publishing._durable() == "0 of the 2 records sent are durable"
     batches[0].become_durable()

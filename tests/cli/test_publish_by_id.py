@@ -21,6 +21,7 @@ def test_a_file_is_published_once_by_its_ids(run: Run, tmp_path: Path) -> None:
     assert (shown["window"]["messages"], shown["window"]["forgotten"]) == (41, 0)
     found = [json.loads(line) for line in run("read", "t", "--json").stdout.splitlines()]
     assert [one["deduplication_id"] for one in found] == [f"e{k}" for k in range(40)] + ["new"]
+    assert {(one["producer_name"], one["sequence_id"]) for one in found} == {(None, None)}
     assert run("read", "t", "--where", "deduplication_id=new").stdout == b"new,y\n"
 
 
@@ -41,6 +42,13 @@ def test_what_cannot_be_is_refused(run: Run, tmp_path: Path) -> None:
     run("topics", "create", "u", "--deduplication-mode", "deduplication-id", "--json")
     (tmp_path / "a.csv").write_text("id,v\na,x\n,y\n")
     by_id = ("publish", "a.csv", "--topic", "u", "--deduplication-id-column", "id")
+    with_producer = ("publish", "a.csv", "--topic", "u", "--producer", "p")
+    wrong = run(*with_producer, status=1).stderr
+    assert b"is a topic of deduplication IDs [INVALID_REQUEST] Say --deduplication-id-column" in wrong
+    run("topics", "create", "s", "--json")
+    (tmp_path / "good.csv").write_text("id,v\na,x\n")
+    wrong = run("publish", "good.csv", "--topic", "s", "--deduplication-id-column", "id", status=1).stderr
+    assert b"s is a topic of sequence IDs [INVALID_BATCH] Say --producer" in wrong
     assert b"INVALID_DEDUPLICATION_ID" in run(*by_id, status=1).stderr
     assert b"1 NotDup" not in run("read", "u").stdout
     assert run("read", "u").stdout == b"a,x\n"

@@ -240,6 +240,15 @@ def test_what_is_wrong_with_a_file(tmp_path: Path, make: Callable[[Path], Path],
     assert caught.value.reason == "INVALID_SOURCE"
 
 
+@pytest.mark.parametrize("delimiter", [";", "\t", "|"])
+def test_a_header_with_another_delimiter_is_told_from_one_without_the_column(tmp_path: Path, delimiter: str) -> None:
+    with pytest.raises(SeqdedupeError, match="has no column 'id': its header has no comma, but") as caught:
+        _records(_write(tmp_path / "a.csv", f"id{delimiter}x\n".encode()), key_column="id")
+    assert "--format lines" in caught.value.hint
+    with pytest.raises(SeqdedupeError, match="did you mean 'id'"):
+        _records(_write(tmp_path / "a.csv", f"id,x{delimiter}\n".encode()), key_column="ID")
+
+
 def test_columns_need_csv(tmp_path: Path) -> None:
     with pytest.raises(SeqdedupeError, match="has no columns"):
         _records(_write(tmp_path / "a.csv", CSV), form="lines", key_column="id")

@@ -178,6 +178,7 @@ def binary(offsets: list[int], data: bytes, validity: bytes = b"") -> Binary:
     [
         (one(sequence_id=-1), "INVALID_SEQUENCE_ID"),
         (one(sequence_id=2**63), "INVALID_SEQUENCE_ID"),
+        (one(sequence_id="5"), "INVALID_SEQUENCE_ID"),
         (one(sequence_id=7), "NOT_ASCENDING"),
         (one(sequence_id=3), "NOT_ASCENDING"),
         (one("text"), "INVALID_REQUEST"),

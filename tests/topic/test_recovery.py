@@ -16,6 +16,7 @@ from seqdedupe.log.contract import Entries
 from seqdedupe.message_id import Position
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Snapshots
+from seqdedupe.topic import settling
 from seqdedupe.topic.answers import Receipt, Refusal
 from seqdedupe.topic.broadcast import Broadcast
 from seqdedupe.topic.following import read_on
@@ -203,6 +204,33 @@ async def test_after_an_owner_of_a_higher_term_a_still_higher_one_is_taken(
     log.settle()
     assert [type(answer) for answer in answers] == [Receipt]
     assert end_index(topic) == 2
+    await topic.close("")
+
+
+async def test_a_log_that_refuses_again_and_again_is_opened_ever_more_seldom(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes a marker and no message, as a disk with a little room left: the topic says READ_ONLY meanwhile."""
+    monkeypatch.setattr(settling, "FIRST_REST_SECONDS", 3600.0)
+    monkeypatch.setattr(settling, "LONGEST_REST_SECONDS", 3600.0)
+    log = FaultyLog(Storage(INCARNATION))
+    topic = make_topic(store, log)
+    await topic.recover()
+    for sequence_id in (1, 2):
+        # Whenever it has taken a message, it is opened again at once.
+        await publish(topic, sequence_id)
+        log.settle()
+        await publish(topic, 10 + sequence_id)
+        log.refuse()
+        await until(lambda: topic.state is State.SERVING)
+    opened, term = log.opened, topic.term
+    answers = await publish(topic, 20)
+    log.refuse()
+    for _ in range(100):
+        await asyncio.sleep(0)
+        assert topic.state is State.READ_ONLY
+    assert [answer.error.reason for answer in answers if isinstance(answer, Refusal)] == ["LOG_REFUSED"]
+    assert (log.opened, topic.term) == (opened, term)
     await topic.close("")
 
 

@@ -30,15 +30,15 @@ class To(NamedTuple):
 def check_stays(folder: Path) -> None:
     """Raises NOT_OWNER with the address of who has the topic, or may have it; OSError."""
     if (to := moved_to(folder)) is not None:
-        raise not_here(folder, to, "has it")
+        raise not_here(to, "has it")
     if (to := leaving_to(folder)) is not None:
-        raise not_here(folder, to, "has it, or is asked whether it has it")
+        raise not_here(to, "has it, or is asked whether it has it")
 
 
-def not_here(folder: Path, to: To, what: str) -> SeqdedupeError:
-    """NOT_OWNER, of a log in this folder."""
-    why = f"the topic of the log {folder} was moved: the sidecar at {to.address} {what}"
-    return error("NOT_OWNER", why, owner_address=to.address)
+def not_here(to: To, what: str) -> SeqdedupeError:
+    """NOT_OWNER, of a topic whose log was given to that sidecar."""
+    hint = f"Name both sidecars to clients, this one and that one, with a comma between them: …,{to.address}"
+    return error("NOT_OWNER", f"it was moved: the sidecar at {to.address} {what}", hint=hint, owner_address=to.address)
 
 
 def leaving_to(folder: Path) -> To | None:

@@ -36,8 +36,9 @@ class Lane:
         self.target = target
         self.producer_name = ""
         """That of the outputs; known once `run` has looked at the source."""
-        self.counts = {"inputs": 0, "outputs": 0}
-        """Of all runs: messages that the function was called for, and outputs that were sent."""
+        self.counts = {"inputs": 0, "outputs": 0, "outputs_again": 0}
+        """Of all runs: messages that the function was called for, outputs that were sent, and those among them of which
+        it was known that the target holds them."""
         self._client = client
         self._function = function
         self._name = name
@@ -95,6 +96,7 @@ class Lane:
         if (frame := calling.frame()) is not None:
             payloads, sequence_ids, keys, times, properties = frame
             self.counts["outputs"] += len(sequence_ids)
+            self.counts["outputs_again"] += int((sequence_ids <= producer.persisted_sequence_id).sum())
             await producer.send_batch(payloads, sequence_ids, keys=keys, event_times_ms=times, properties=properties)
 
     async def _next_batches(self, reader: Reader, producer: Producer, wait_seconds: float | None) -> list[StoredBatch]:

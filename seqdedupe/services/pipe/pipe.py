@@ -71,9 +71,10 @@ class Pipe:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Of the last run: messages that were read (`inputs`) and outputs that were sent (`outputs`), those that the
-        target held already too."""
-        return {what: sum(lane.counts[what] for lane in self._lanes) for what in ("inputs", "outputs")}
+        """Of the last run: messages that were read (`inputs`), outputs that were sent (`outputs`), and those among them
+        that the target was known to hold already (`outputs_again`): those of its last message, to find it."""
+        counted = ("inputs", "outputs", "outputs_again")
+        return {what: sum(lane.counts[what] for lane in self._lanes) for what in counted}
 
     async def run(self, *, follow: bool = False, executor: Executor | None = None) -> None:
         """Pipes what the source holds now: when this returns all outputs of it are durable. With `follow`, for ever.

@@ -35,7 +35,7 @@ async def test_it_goes_on_from_what_the_target_holds(shared_sidecar: Sidecar, to
         pipe = Pipe(client, source, target, function, name="pipe")
         await pipe.run()
         assert await found(client, target) == expected(200)
-        assert pipe.counts == {"inputs": 200, "outputs": len(expected(200))}
+        assert pipe.counts == {"inputs": 200, "outputs": len(expected(200)), "outputs_again": 0}
         # Another object, as in another process: nothing is kept but the target. The last input is asked for again.
         again = Pipe(client, source, target, function, name="pipe")
         await again.run()
@@ -54,7 +54,7 @@ async def test_a_source_without_messages_and_names_that_cannot_be(shared_sidecar
         await client.admin.create_topic(topic)
         pipe = Pipe(client, topic, f"{topic}-out", function, name="pipe")
         await pipe.run()
-        assert pipe.counts == {"inputs": 0, "outputs": 0}
+        assert pipe.counts == {"inputs": 0, "outputs": 0, "outputs_again": 0}
         for source, name, reason in (
             ("nobody-made-it", "pipe", "TOPIC_NOT_FOUND"),
             (topic, "", "INVALID_NAME"),
