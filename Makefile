@@ -58,10 +58,9 @@ bench: $(READY)
 bench-peers: $(READY)
 	$(BIN)/python -m bench.compare
 
-# What the suite has a small fixed share of: random histories of a topic, mutated bytes, kills in the middle of imports,
-# backups under load, webhooks through gateways that are killed, kills of services and their databases, and faults of a
-# real Pulsar broker, and of three sidecars
-# in front of one.
+# What the suite has a small fixed share of: random histories of a topic, mutated bytes, kills in the middle of imports, and while such runs are made, backups under load, webhooks through
+# gateways that are killed, kills of services and their databases, and faults of a real Pulsar broker, and of three
+# sidecars in front of one.
 CASES ?= 100000
 KILLS ?= 300
 BACKUPS ?= 100
@@ -76,6 +75,7 @@ campaign: $(READY)
 	$(BIN)/python -m tests.kernels tests.format.fuzz batches --cases $(CASES)00 --seed $(SEED)
 	$(BIN)/python -m tests.kernels tests.format.fuzz records --cases $(CASES)0 --seed $(SEED)
 	$(BIN)/python -m tests.broker_sidecar.kill_transfers --kills $(KILLS) --seed $(SEED)
+	$(BIN)/python -m tests.kernels tests.broker_sidecar.kill_windows --kills $(KILLS) --seed $(SEED)
 	$(BIN)/python -m tests.kernels tests.broker_sidecar.backup_campaign --backups $(BACKUPS) --seed $(SEED)
 	$(BIN)/python -m tests.broker_sidecar.bad_company --seconds $(BAD_SECONDS) --seed $(SEED)
 	$(BIN)/python -m tests.examples.webhooks --events $(EVENTS) --seed $(SEED)

@@ -112,9 +112,7 @@ class Config:
     deduplication_window_max_bytes: int = _key(
         1_073_741_824, "Or until the IDs that came after it have so many bytes together. -1: no limit."
     )
-    deduplication_window_max_minutes: int = _key(
-        -1, "Or until so many minutes after its original was published. -1: no limit."
-    )
+    deduplication_window_max_minutes: int = _key(-1, "Or until so many minutes after its original came. -1: no limit.")
     deduplication_window_memory_in_mb: int = _key(
         1024, "Of all topics of deduplication IDs together: memory for IDs. What is more lies on disk, and is slower."
     )

@@ -27,12 +27,17 @@ from broker_sidecar import kernels
 ROOT = Path(__file__).parents[1]
 COMMAND = str(Path(sys.executable).with_name("seqdedupe"))
 SIDECAR = [sys.executable, "-m", "broker_sidecar"]
-MODULES = {"broker_sidecar": "sidecar", "tests.broker_sidecar.dying_moving": "dying"}
+MODULES = {
+    "broker_sidecar": "sidecar",
+    "tests.broker_sidecar.dying_moving": "dying",
+    "tests.broker_sidecar.small_windows": "windows",
+}
 """What `python -m` starts warm."""
 MAINS = {
     "command": "seqdedupe.cli.main",
     "sidecar": "broker_sidecar.__main__",
     "dying": "tests.broker_sidecar.dying_moving",
+    "windows": "tests.broker_sidecar.small_windows",
 }
 """What can start warm: the modules of their functions `main`."""
 

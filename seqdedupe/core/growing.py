@@ -45,6 +45,14 @@ class Growing:
         """Has room for no more than these, the first ones."""
         self._resize(rows)
 
+    def release(self, row: int) -> None:
+        """Gives the memory of one row back, as far as no other row has a part of it: what the row has is not needed."""
+        if self._memory is not None:
+            first = -(-row * self._row_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+            end = (row + 1) * self._row_bytes // mmap.PAGESIZE * mmap.PAGESIZE
+            if first < end:
+                self._memory.madvise(mmap.MADV_DONTNEED, first, end - first)
+
     def clear(self) -> Iterator[None]:
         """Gives all of it back, some at each step."""
         while len(self.rows):

@@ -1,6 +1,6 @@
 """The newer part of a window of deduplication IDs: chunks in memory, each at a place (`id_table`), which fill up.
 
-What lies at a place stays there until the place is given back to `free`: the table may lead to it, long after the chunk
+What lies at a place stays there until the place is given back: the table may lead to it, long after the chunk
 has been forgotten.
 """
 
@@ -38,7 +38,7 @@ class Newer:
         self.order: deque[int] = deque()
         """The places of the chunks."""
         self.free: list[int] = []
-        """Places that nothing leads to."""
+        """Places that nothing leads to. All but the last one, which is taken next, have no memory."""
         self.is_sealed = True
         """Whether the newest chunk takes no more."""
         self.opened = 0
@@ -104,6 +104,17 @@ class Newer:
         self.opened += 1
         self._state[CURRENT] = place
         self.is_sealed = False
+
+    def give_back(self, place: int) -> None:
+        """Nothing leads to this place any more."""
+        self.release()
+        self.free.append(place)
+
+    def release(self) -> None:
+        """No free place has memory."""
+        if self.free:
+            self.ids.release(self.free[-1])
+            self.offsets.release(self.free[-1])
 
     def room_for(
         self, view: Uint8s, places: Int64s, first: int, rows: int, limits: WindowLimits, now_ms: int

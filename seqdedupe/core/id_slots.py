@@ -123,11 +123,13 @@ class Slots:
         self._grow(_TOUCHED_A_ROW * rows, _MOVED_A_ROW * rows)
 
     def tidy(self, rows: int) -> bool:
-        """Clears away so many rows of what is forgotten or lies in runs; makes a table smaller that is nearly empty.
+        """Clears away so many rows of what is forgotten or lies in runs, and gives their memory back; makes a table
+        smaller that is nearly empty.
 
         Whether there is more to do.
         """
         self._clear(rows)
+        self._newer.release()
         is_sparse = len(self.rows) > _AT_ONCE and self._state[USED] < _SPARSE * len(self.rows)
         if is_sparse and self._larger is None and not self._forgotten:
             self._begin_larger(2 * int(self._state[USED]))
@@ -159,7 +161,7 @@ class Slots:
             if end < chunks[place, ROWS]:
                 self._forgotten.appendleft((place, end))
             else:
-                self._newer.free.append(place)
+                self._newer.give_back(place)
 
     def _grow(self, slots: int, ids: int) -> None:
         """So many slots of the larger table get memory; when all have, so many IDs more go into it. What is not needed

@@ -200,7 +200,7 @@ class IdWindow:
         while order and (left := self.confirmed_index - int(chunks[order[-1], FIRST_INDEX])) <= 0:
             place = order.pop()
             self._slots.take_out(place, 0, int(chunks[place, ROWS]))
-            self._newer.free.append(place)
+            self._newer.give_back(place)
             self._newer.is_sealed = True
         if order and left < chunks[order[-1], ROWS]:
             self._slots.take_out(order[-1], left, int(chunks[order[-1], ROWS]))

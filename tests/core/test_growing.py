@@ -46,6 +46,15 @@ def test_what_is_there_stays_and_the_rest_is_zero(rows: int) -> None:
     assert not table.rows.any()
 
 
+def test_the_memory_of_a_row_goes_and_others_are_as_they_were() -> None:
+    table = Growing(MAPPED_BYTES // 5000, (15001,), np.uint8)
+    for at, row in enumerate(range(1, len(table.rows) - 1, 7)):
+        table.rows[row - 1 : row + 2] = at + 1
+        table.release(row)
+        assert not table.rows[row, 4096:-4096].any()
+        assert (table.rows[[row - 1, row + 1]] == at + 1).all()
+
+
 def test_of_rows_of_several_numbers_and_kinds() -> None:
     table, pairs = Growing(10, (6,), np.int64), Growing(10, (), ROW)
     for rows in (LARGE, 3 * LARGE):

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from seqdedupe.batch import NO_INT64S, Batch, Binary
 from seqdedupe.core import id_slots, id_window
+from seqdedupe.core.growing import Growing
 from seqdedupe.core.id_chunks import NO_LIMIT, WindowLimits
 from seqdedupe.core.id_table import CONFIRMED
 from seqdedupe.core.rule import DUP, NOT_DUP, UNKNOWN
@@ -357,11 +358,41 @@ def test_it_grows_and_forgets_bit_by_bit(counted: list[int]) -> None:
     assert most <= id_slots._AT_ONCE
     assert 100_000 <= len(window) <= 100_000 * 17 // 16 + 1000
     assert window.memory_bytes / len(window) < 45
+    assert _free_with_memory(window) <= 1
     first = window.first_index + 10_000
     new, _, _, originals = window.decide(*frame(_many(1000, first)), True, limits, 0)
     assert new == 0
     assert originals.tolist() == list(range(first, first + 1000))
     assert window.decide(*frame(_many(1000, window.first_index - 1000)), True, limits, 0)[0] == 1000
+
+
+def _free_with_memory(window: Any) -> int:
+    """How many places that are free have something in their pages."""
+    newer = window._newer
+    assert newer.free
+    return sum(newer.ids.rows[place].any() or newer.offsets.rows[place, 1024:-1024].any() for place in newer.free)
+
+
+def _tidied() -> Any:
+    """A window of which nearly all was forgotten at once."""
+    window = id_window.IdWindow(KEY, 0)
+    for start in range(0, 300_000, 10_000):
+        window.decide(*frame(_many(10_000, start)), True, WindowLimits(10**7), 0)
+        window.confirm(10_000)
+    window.move(WindowLimits(16), 0)
+    while window.tidy(10_000):
+        pass
+    assert len(window._newer.free) > 3
+    return window
+
+
+def test_memory_of_what_is_forgotten_is_given_back() -> None:
+    assert _free_with_memory(_tidied()) == 0
+
+
+def test_control_memory_that_is_kept_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Growing, "release", lambda self, row: None)
+    assert _free_with_memory(_tidied()) > 3
 
 
 def _most_faults_of_a_frame() -> int:
