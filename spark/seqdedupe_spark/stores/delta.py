@@ -231,12 +231,13 @@ class DeltaStore(OutputStore):
     def _errors(self) -> Iterator[None]:
         try:
             yield
-        except TableNotFoundError as e:
-            raise error("INVALID_OUTPUT", f"there is no Delta table at {self._uri}") from e
+        except TableNotFoundError:
+            raise error("INVALID_OUTPUT", f"there is no Delta table at {self._uri}") from None
+        # A traceback, as Spark logs it, would show what `plain` leaves out.
         except (SchemaMismatchError, DeltaProtocolError) as e:
-            raise error("INVALID_OUTPUT", f"the Delta table {self._uri} refuses: {plain(e)}") from e
+            raise error("INVALID_OUTPUT", f"the Delta table {self._uri} refuses: {plain(e)}") from None
         except (DeltaError, OSError) as e:
-            raise error("OUTPUT_UNAVAILABLE", f"the Delta table {self._uri} cannot be used: {plain(e)}") from e
+            raise error("OUTPUT_UNAVAILABLE", f"the Delta table {self._uri} cannot be used: {plain(e)}") from None
 
 
 def _prefix(job: str, topic: str) -> str:

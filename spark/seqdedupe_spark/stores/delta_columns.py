@@ -23,6 +23,9 @@ MAX_PARTITION_TEXT_BYTES = 200
 """Of a text in a column that partitions the table, as the name of its folder spells it: names have 255 with the
 column's."""
 
+MAX_PARTITION_NAME_BYTES = 255 - 1 - MAX_PARTITION_TEXT_BYTES
+"""Of such a column's own name, which stands before the text and a `=`."""
+
 _NULLS = ("", "__HIVE_DEFAULT_PARTITION__")
 """Texts that stand for null there."""
 
@@ -67,6 +70,9 @@ def check_partitions(table: str, names: Sequence[str], columns: pa.Schema) -> No
         field = columns.field(name)
         if kind_of(field) not in _PARTITIONS:
             why = f"{name} is {field.type}, and folders are named after booleans, integers, texts, dates and times"
+            raise error("INVALID_OUTPUT", f"{what}: {why}")
+        if len(name.encode()) > MAX_PARTITION_NAME_BYTES:
+            why = f"{name[:80]!r} has more than {MAX_PARTITION_NAME_BYTES} bytes as the name of a folder"
             raise error("INVALID_OUTPUT", f"{what}: {why}")
     if len(names) == len(columns):
         raise error("INVALID_OUTPUT", f"{what}: one column has to be left for the files")

@@ -18,7 +18,8 @@ _OTHER_WAYS = ("AWS_COPY_IF_NOT_EXISTS", "AWS_S3_LOCKING_PROVIDER")
 """Of the environment: who commits in another way does not notice those who commit as we do."""
 
 _COLOURS = re.compile(r"\x1b\[\d*m|↳")
-_BODY = re.compile(r"<(?:\?xml|Error)\b.*", re.DOTALL)
+_BODY = re.compile(r"<(?:\?xml|Error|!doctype|html)\b.*", re.DOTALL | re.IGNORECASE)
+_USER = re.compile(r"(?<=://)[^/\s@]+@")
 _CODE = re.compile(r"<Code>(\w+)</Code>")
 
 
@@ -42,7 +43,8 @@ def is_table_url(uri: str) -> bool:
 
 
 def plain(cause: object) -> str:
-    """What went wrong, on one line. Of a server's answer only the code: the rest may have the ID of the key."""
-    text = _COLOURS.sub(" ", str(cause))
+    """What went wrong, on one line. Of a server's answer only the code: the rest may have the ID of the key. Of its URL
+    not who asks."""
+    text = _USER.sub("", _COLOURS.sub(" ", str(cause)))
     code = _CODE.search(text)
     return " ".join(_BODY.sub(code[1] if code else "", text).split())

@@ -90,6 +90,21 @@ def test_columns_that_cannot_partition(harness: DeltaHarness, options: str, said
     assert not Path(harness.uri).exists()
 
 
+def test_a_column_whose_name_leaves_no_room_for_its_texts(harness: DeltaHarness) -> None:
+    """A folder's name has 255 bytes: the column's, a `=`, and up to 200 of the text."""
+    for length, fits in ((55, False), (54, True)):
+        name = "n" * length
+        schema = pa.schema([("v", pa.int64()), (name, pa.string())])
+        with opened(harness, f"partitionBy={name}") as store:
+            if not fits:
+                with refused("INVALID_OUTPUT", "more than 54 bytes"):
+                    store.prepare(harness.table, schema)
+                continue
+            begin(harness, store, schema)
+            rows = pa.record_batch([pa.array([1]), pa.array(["y" * 200])], schema=schema)
+            assert store.write(JOB, harness.table, iter([rows]), [over(-1, 0)]) == 1
+
+
 @pytest.mark.parametrize(
     "kind", [pa.float64(), pa.binary(), pa.decimal128(9, 2), pa.uint64(), pa.list_(pa.int64())], ids=str
 )

@@ -3,6 +3,7 @@
 import contextlib
 import pickle
 import threading
+import traceback
 from concurrent.futures import ThreadPoolExecutor
 from random import Random
 
@@ -153,7 +154,7 @@ def test_keys_are_in_no_error_and_in_nothing_that_travels(
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "another-secret")
     with harness.factory() as store, pytest.raises(UnavailableError, match="SignatureDoesNotMatch") as caught:
         store.positions(JOB)
-    said = str(caught.value).encode()
+    said = "".join(traceback.format_exception(caught.value)).encode()
     for secret in (KEY, s3.secret, "another-secret"):
         assert secret.encode() not in said + travels
     # As some servers answer.
@@ -161,6 +162,8 @@ def test_keys_are_in_no_error_and_in_nothing_that_travels(
         f"403 Forbidden\n \x1b[31m↳\x1b[0m <Error><Code>NotYours</Code><AWSAccessKeyId>{KEY}</AWSAccessKeyId></Error>"
     )
     assert plain(answer) == "403 Forbidden NotYours"
+    assert plain(f"403 Forbidden <!DOCTYPE html><p>Credential={KEY}</p>") == "403 Forbidden"
+    assert plain("GET http://user:password@host:8333/lake failed") == "GET http://host:8333/lake failed"
 
 
 def test_a_server_that_is_away_is_said(harness: DeltaHarness, monkeypatch: pytest.MonkeyPatch) -> None:
