@@ -25,7 +25,7 @@ from seqdedupe.log.embedded.secret import secret_of
 from seqdedupe.log.embedded.segment import Identity
 from seqdedupe.log.embedded.tail import open_segments
 from seqdedupe.shards import ALL_SHARDS, shard_of, shards_of_worker
-from seqdedupe.store import directories, ids
+from seqdedupe.store import directories, ids, imported
 from seqdedupe.store.db import Store
 from seqdedupe.store.directories import SHARDS_FILE, WORKERS_FILE, Claim, Split, of_worker
 from seqdedupe.store.snapshots import Snapshots
@@ -218,12 +218,13 @@ async def _fill(new: Store, shards: frozenset[int], old: Sequence[_Part]) -> Non
 
 async def _copy(old: Store, new: Store, incarnation: int) -> None:
     loaded = Snapshots(old, incarnation).load()
-    if loaded is None:
-        return
     for left in reversed(range(TRIES)):
         try:
-            await new.flush(await Snapshots(new, incarnation).write_anew(loaded.whole()))
-            await ids.copy(old, new, incarnation)
+            if loaded is not None:
+                await new.flush(await Snapshots(new, incarnation).write_anew(loaded.whole()))
+                await ids.copy(old, new, incarnation)
+            # It may be there before any snapshot is.
+            await imported.copy(old, new, incarnation, incarnation)
             return
         except UnavailableError:
             # The store takes nothing while its background work has too much before it.

@@ -32,11 +32,15 @@ def _key(incarnation: int) -> bytes:
 def put(store: Store, incarnation: int, imported: Imported) -> int:
     """This is what was imported: one write, unsynced; `await store.flush()` with the number returned. Raises
     STORE_UNAVAILABLE."""
+    batch = WriteBatch(raw_mode=True)
+    _put(batch, incarnation, imported)
+    return store.write(batch)
+
+
+def _put(batch: WriteBatch, incarnation: int, imported: Imported) -> None:
     key = _key(incarnation)
     body = _IMPORTED.pack(FORMAT_VERSION, imported.run.number, imported.key, imported.checksum)
-    batch = WriteBatch(raw_mode=True)
     batch.put(key, seal(key, body))
-    return store.write(batch)
 
 
 def remove(store: Store, incarnation: int) -> None:
@@ -46,11 +50,16 @@ def remove(store: Store, incarnation: int) -> None:
     store.write(batch)
 
 
-def remove_runs_but(store: Store, incarnation: int, imported: Imported | None) -> None:
-    """Nothing is left of other runs of imports than this one's. Raises STORE_UNAVAILABLE."""
+def keep_only(store: Store, incarnation: int, imported: Imported | None) -> None:
+    """This is what was imported, whatever was put since, and nothing is left of other runs of imports: one write.
+    Raises STORE_UNAVAILABLE."""
     batch = WriteBatch(raw_mode=True)
     for start, end in _around(incarnation, imported):
         batch.delete_range(start, end)
+    if imported is None:
+        batch.delete(_key(incarnation))
+    else:
+        _put(batch, incarnation, imported)
     store.write(batch)
 
 
@@ -73,6 +82,8 @@ async def copy(old: Store, new: Store, incarnation: int, as_incarnation: int) ->
     same; durable on return. Raises STORE_UNAVAILABLE, STORE_DAMAGED."""
     opening = new.opening
     batch = WriteBatch(raw_mode=True)
+    if old.get([_key(incarnation)]) == [None]:
+        return
     for key, value in old.scan(_key(incarnation), part_key(incarnation, IMPORTED, MAX_NUMBER)):
         as_key = part_key(as_incarnation, IMPORTED, part_number(key))
         batch.put(as_key, seal(as_key, unseal(key, value)))

@@ -202,6 +202,8 @@ class LoggedTopic(TopicBase):
             async with self.imported.changing:
                 await self.append_change(replace(self.newest_policy, imported=None))
                 self.imported.there = None
+                # One that is under way may have written runs, of which something would be missing.
+                self.newest_import = None
                 stored_import.remove(self.store, self.incarnation)
 
     async def _end_tasks(self) -> None:

@@ -108,7 +108,7 @@ class PublishedTopics:
             return None
         if await asyncio.to_thread(stored_import.has_other_runs, self._store, incarnation, imported):
             try:
-                stored_import.remove_runs_but(self._store, incarnation, imported)
+                stored_import.keep_only(self._store, incarnation, imported)
             except UnavailableError as e:
                 logger.warning("topic %s: what is left of an import cannot be removed now: %s", record.name, e)
         return imported

@@ -44,10 +44,7 @@ class WindowImport:
         self._check_takes()
         topic.newest_import = self
         self._key = secrets.token_bytes(SECRET_BYTES)
-        self._next_run = stored_import.FIRST_RUN
-        if (there := topic.imported.there) is not None:
-            self._next_run = there.run.number + 1
-        else:
+        if topic.imported.there is None:
             # What could not be read may name a run that is written anew now, and would pass for whole.
             stored_import.remove(topic.store, topic.incarnation)
         self._digest = Checksum()
@@ -93,9 +90,9 @@ class WindowImport:
                 self._remove_other_runs()
 
     def _remove_other_runs(self) -> None:
-        """Nothing is left of runs that were made on the way."""
+        """Nothing is left of runs that were made on the way, nor what names one that never came to count."""
         try:
-            stored_import.remove_runs_but(self._topic.store, self._topic.incarnation, self._topic.imported.there)
+            stored_import.keep_only(self._topic.store, self._topic.incarnation, self._topic.imported.there)
         except UnavailableError as e:
             logger.warning("what is left of an import goes at the next start: %s", e)
 
@@ -179,8 +176,8 @@ class WindowImport:
         return entries_in([(page, 0) for page in pages], key_of(self._key))
 
     async def _begun(self, ids: int) -> RunWriter:
-        writer = RunWriter(self._topic.store, self._topic.incarnation, self._next_run, 0, ids, self._check)
-        self._next_run += 1
+        number = self._topic.imported.take_number()
+        writer = RunWriter(self._topic.store, self._topic.incarnation, number, 0, ids, self._check)
         await writer.begin()
         return writer
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from seqdedupe.core.id_imported import Imported
 from seqdedupe.errors import error
+from seqdedupe.store.imported import FIRST_RUN
 from seqdedupe.topic.policy import Policy
 
 logger = logging.getLogger("seqdedupe.topic")
@@ -30,6 +31,13 @@ class WindowImported:
         self._topic = topic
         self._policy = policy
         self._on_expired = on_expired
+        self._next_number = FIRST_RUN if there is None else there.run.number + 1
+
+    def take_number(self) -> int:
+        """That of a run that is begun now. None has it twice: what names the first one would be taken for naming the
+        second, whose IDs are hashed with another key."""
+        self._next_number += 1
+        return self._next_number - 1
 
     @property
     def in_force(self) -> Imported | None:

@@ -3,6 +3,7 @@
 Spark groups and sorts, and the driver writes the IDs as they come, one Spark partition of them at a time.
 """
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -29,14 +30,20 @@ def bootstrap_window_from_topic(
     """Writes the deduplication IDs of all messages that a topic's log has; returns how many there are.
 
     `options` are those of the data source that name the sidecar. Raises LOG_INCOMPLETE, and nothing is written, if the
-    topic knows more IDs than its log tells; INVALID_SOURCE, OSError, and what the data source raises.
+    topic knows more IDs than its log tells, POSITION_TRIMMED if it does so meanwhile; INVALID_REQUEST for a partitioned
+    topic, INVALID_SOURCE, OSError, and what the data source raises.
     """
-    _check_log_tells_all(client.admin.topic(topic))
-    reader = spark.read.format("seqdedupe").options(**options).option("topic", topic)
-    return write(output, _known(reader.option("startingOffsets", "earliest").load(), ID_COLUMN, TIME_COLUMN, None))
+    found = client.admin.topic(topic)
+    _check_log_tells_all(found)
+    first = json.dumps({found.name: found.first_index})
+    reader = spark.read.format("seqdedupe").options(**options).option("topic", found.name)
+    return write(output, _known(reader.option("startingOffsets", first).load(), ID_COLUMN, TIME_COLUMN, None))
 
 
 def _check_log_tells_all(topic: admin_pb2.Topic) -> None:
+    if topic.partitions:
+        why = f"topic {topic.name} is partitioned, and each partition has a window of its own"
+        raise error("INVALID_REQUEST", why, hint=f"Name one: --topic {topic.name}-partition-0, and so on.")
     what = ""
     if topic.window_imported:
         what = f"{topic.window_imported} IDs that were imported into it"

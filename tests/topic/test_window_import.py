@@ -62,7 +62,7 @@ class ImportPlace(SmallPlace):
             imported = stored_import.load(self.store, INCARNATION)
         except DamagedError:
             return super().topic_of(snapshots, loaded, **more)
-        stored_import.remove_runs_but(self.store, INCARNATION, imported)
+        stored_import.keep_only(self.store, INCARNATION, imported)
         return super().topic_of(snapshots, loaded, imported=imported, **more)
 
     async def bring(self, known: list[Known], path: Path, *, settles: bool = True) -> None:
