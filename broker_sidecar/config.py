@@ -19,8 +19,8 @@ class Config:
     data_directory: str = _key("", "Folder for the store and the logs. Required. One sidecar owns it.")
     backup_directory: str = _key(
         "",
-        "Folder in which `seqdedupe backup` makes backups; it has to be there, also later: it is never made, for a disk "
-        "that is not mounted. A sidecar that starts without it serves, and warns. Left out: none can be made.",
+        "Folder in which `seqdedupe backup` makes backups; it has to be there, also later: it is never made, for a "
+        "disk that is not mounted. A sidecar that starts without it serves, and warns. Left out: none can be made.",
     )
     listen: str = _key("127.0.0.1:6660", "Where to serve gRPC: `host:port` (port 0: a free one) or `unix:/path`.")
     allow_insecure_listen: bool = _key(
