@@ -43,7 +43,7 @@ MAINS = {
 
 # gRPC's own are what a start of sidecar or command says: any process that has imported their modules has them.
 _READ_LATE = ("SEQDEDUPE_", "NOTIFY_SOCKET", "WATCHDOG_", "PYTHONUNBUFFERED", "PYTEST_CURRENT_TEST", "GRPC_")
-_SPARKS = ("SPARK_", "PYSPARK_")
+_SPARKS = ("SPARK_", "PYSPARK_", "AWS_")
 """What a session in the tests' process leaves in its environment, beside folders of this repository in PYTHONPATH."""
 _MAX_REQUEST_BYTES = 1 << 20
 _PR_SET_CHILD_SUBREAPER = 36

@@ -87,7 +87,7 @@ def test_every_unary_call_works_from_json_through_reflection(reflected: Reflecte
         "DeleteTopic": lambda: {"topic": topic},
     }
     by_name = {method.name: method for method in methods(reflected)}
-    transfers = {"ExportWatermarks", "ImportWatermarks", "ExportSnapshot", "ImportSnapshot"}
+    transfers = {"ExportWatermarks", "ImportWatermarks", "ImportWindow", "ExportSnapshot", "ImportSnapshot"}
     streams = {"PublishStream", "ReadStream", "Backup", *transfers}
     assert set(by_name) == set(requests) | streams | OF_CLUSTERS | OF_TWO
     answers: dict[str, Any] = {}
