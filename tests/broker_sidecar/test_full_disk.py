@@ -81,6 +81,10 @@ def health(client: Client, topic: str) -> int:
     return health_of(client.channel).Check(request).status
 
 
+AT_ONCE = {with_constants.VARIABLE: json.dumps({"seqdedupe.topic.settling.LONGEST_REST_SECONDS": 0.0})}
+"""Each marker takes some of the last room, which is gone soon only if the log is opened again and again."""
+
+
 def until_it_stays_read_only(client: Client, producer: Producer) -> None:
     """A marker is small: the last free bytes take some of them before the log is full for these too."""
     until = time.monotonic() + WAIT_SECONDS
@@ -101,9 +105,7 @@ def test_full_and_room_again(
     """The disk of the logs is full, that of the store is not; also over kill -9 and start."""
     data = tmp_path / "data"
     small_disk(data / "logs")
-    # Each marker takes some of the last room, which is gone soon only if the log is opened again and again.
-    at_once = {with_constants.VARIABLE: json.dumps({"seqdedupe.topic.settling.LONGEST_REST_SECONDS": 0.0})}
-    sidecar = start_sidecar(data_directory=data, module=with_constants.MODULE, environment=at_once)
+    sidecar = start_sidecar(data_directory=data, module=with_constants.MODULE, environment=AT_ONCE)
     client = Client(sidecar.address)
     client.open("other", "q")
     producer = Producer(client, "t")
@@ -188,7 +190,8 @@ def test_the_whole_disk_is_full(
     """Store and logs: all goes on as above, also over kill -9 and start."""
     disk = tmp_path / "disk"
     small_disk(disk)
-    sidecar = start_sidecar(data_directory=disk / "data", deduplication_entries_interval=2)
+    keys = {"data_directory": disk / "data", "deduplication_entries_interval": 2}
+    sidecar = start_sidecar(**keys, module=with_constants.MODULE, environment=AT_ONCE)
     client = Client(sidecar.address)
     producer = Producer(client, "t")
     assert producer.send(20) is None
