@@ -113,11 +113,9 @@ class Peers(Ownership):
 
     async def _ask(self) -> dict[str, admin_pb2.GetShardsResponse | SeqdedupeError]:
         """What the others answer, by address, each of them once; this process is not among them."""
-        asked = await asyncio.gather(
-            *(self._neighbours.shards(address) for address in self._addresses if address != self.own_address),
-            return_exceptions=True,
-        )
+        # Somebody else who asks may find this process's own address meanwhile.
         others = [address for address in self._addresses if address != self.own_address]
+        asked = await asyncio.gather(*map(self._neighbours.shards, others), return_exceptions=True)
         found: dict[str, admin_pb2.GetShardsResponse | SeqdedupeError] = {}
         processes = {self.process_id}
         for address, answer in zip(others, asked, strict=True):
