@@ -63,7 +63,7 @@ def connect(address: str, on_waiting: OnWaiting | None = None) -> Client:
     """A client of a sidecar that answers. Raises UNREACHABLE if it does not: at once, or after CALL_TIMEOUT_SECONDS.
     With `on_waiting`, which is told why, one that is not up yet is waited for as long as a producer waits for it."""
     client = Client(address, told_credentials())
-    give_up_at = None if on_waiting is None else time.monotonic() + OPEN_TIMEOUT_SECONDS
+    give_up_at = time.monotonic() + OPEN_TIMEOUT_SECONDS
     while True:
         try:
             client.admin.version()
@@ -71,7 +71,7 @@ def connect(address: str, on_waiting: OnWaiting | None = None) -> Client:
         except OutcomeUnknownError as e:  # nothing was asked for whose outcome could matter
             raise error("UNREACHABLE", f"no answer from the sidecar at {address}: {e.message}") from e
         except UnavailableError as e:
-            if on_waiting is None or give_up_at is None or time.monotonic() > give_up_at:
+            if on_waiting is None or time.monotonic() > give_up_at:
                 raise
             on_waiting(e)
             on_waiting = _told_already

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from seqdedupe.core.id_runs import CHUNK_FIRST_TIME_MS, CHUNK_LAST_TIME_MS, Run, hash_rows, probe
-from seqdedupe.core.id_table import same
 from seqdedupe.format.columns import ROWS
 from seqdedupe.format.jit import Bytes, Int64s, Uint8s, kernel
 from seqdedupe.format.tag import key_of
@@ -53,13 +52,10 @@ def first_not_above(ids: Bytes, offsets: Int64s) -> int:
     for row in range(1, len(offsets) - 1):
         before, here, end = int(offsets[row - 1]), int(offsets[row]), int(offsets[row + 1])
         size = min(here - before, end - here)
-        if same(ids, before, ids, here, size):
-            if end - here <= here - before:
-                return row
-            continue
         at = 0
-        while ids[before + at] == ids[here + at]:
+        while at < size and ids[before + at] == ids[here + at]:
             at += 1
-        if ids[before + at] > ids[here + at]:
+        is_above = end - here > here - before if at == size else ids[before + at] < ids[here + at]
+        if not is_above:
             return row
     return -1

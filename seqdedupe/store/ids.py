@@ -113,18 +113,28 @@ def put(batch: WriteBatch, incarnation: int, ids: StoredIds, pieces: WrittenPiec
 async def copy(old: Store, new: Store, incarnation: int) -> None:
     """The new store has the topic's window as the old one has it, durable on return. Raises STORE_UNAVAILABLE, and
     STORE_DAMAGED for a record that is not what was written."""
-    # All of it is to go to one opening of RocksDB: what is written before another one may be lost.
-    opening = new.opening
-    batch = WriteBatch(raw_mode=True)
+    await write_all(new, _whole(old, incarnation))
+
+
+def _whole(store: Store, incarnation: int) -> Iterator[tuple[bytes, bytes]]:
     for part in (RUN, IDS, WINDOW):
-        for key, value in old.scan(part_key(incarnation, part, 0), part_key(incarnation, part, MAX_NUMBER)):
+        for key, value in store.scan(part_key(incarnation, part, 0), part_key(incarnation, part, MAX_NUMBER)):
             unseal(key, value)
-            batch.put(key, value)
-            if batch.size_in_bytes() >= COPIED_AT_ONCE:
-                await new.write_when_idle(batch)
-                batch = WriteBatch(raw_mode=True)
-    await new.write_when_idle(batch)
-    await new.flush(opening)
+            yield key, value
+
+
+async def write_all(store: Store, records: Iterator[tuple[bytes, bytes]]) -> None:
+    """Writes these bit by bit, durable on return. Raises STORE_UNAVAILABLE, and what `records` raises."""
+    # All of it is to go to one opening of RocksDB: what is written before another one may be lost.
+    opening = store.opening
+    batch = WriteBatch(raw_mode=True)
+    for key, value in records:
+        batch.put(key, value)
+        if batch.size_in_bytes() >= COPIED_AT_ONCE:
+            await store.write_when_idle(batch)
+            batch = WriteBatch(raw_mode=True)
+    await store.write_when_idle(batch)
+    await store.flush(opening)
 
 
 def end_index(store: Store, incarnation: int) -> int:

@@ -5,6 +5,7 @@ when a snapshot is made anew, or all of them are removed.
 """
 
 import struct
+from collections.abc import Iterator
 
 from rocksdict import WriteBatch
 
@@ -13,7 +14,7 @@ from seqdedupe.core.id_runs import Run
 from seqdedupe.format.tag import SECRET_BYTES
 from seqdedupe.store import id_runs
 from seqdedupe.store.db import Store
-from seqdedupe.store.ids import COPIED_AT_ONCE
+from seqdedupe.store.ids import write_all
 from seqdedupe.store.records import IMPORTED, MAX_NUMBER, damaged, other_format, part_key, part_number, seal, unseal
 from seqdedupe.windows import CHECKSUM_BYTES
 
@@ -53,13 +54,13 @@ def remove(store: Store, incarnation: int) -> None:
 def keep_only(store: Store, incarnation: int, imported: Imported | None) -> None:
     """This is what was imported, whatever was put since, and nothing is left of other runs of imports: one write.
     Raises STORE_UNAVAILABLE."""
+    if imported is None:
+        remove(store, incarnation)
+        return
     batch = WriteBatch(raw_mode=True)
     for start, end in _around(incarnation, imported):
         batch.delete_range(start, end)
-    if imported is None:
-        batch.delete(_key(incarnation))
-    else:
-        _put(batch, incarnation, imported)
+    _put(batch, incarnation, imported)
     store.write(batch)
 
 
@@ -80,18 +81,14 @@ def _around(incarnation: int, imported: Imported | None) -> list[tuple[bytes, by
 async def copy(old: Store, new: Store, incarnation: int, as_incarnation: int) -> None:
     """The new store has what was imported into a topic as the old one has it, as that of another incarnation, or the
     same; durable on return. Raises STORE_UNAVAILABLE, STORE_DAMAGED."""
-    opening = new.opening
-    batch = WriteBatch(raw_mode=True)
-    if old.get([_key(incarnation)]) == [None]:
-        return
-    for key, value in old.scan(_key(incarnation), part_key(incarnation, IMPORTED, MAX_NUMBER)):
+    if old.get([_key(incarnation)]) != [None]:
+        await write_all(new, _all_of(old, incarnation, as_incarnation))
+
+
+def _all_of(store: Store, incarnation: int, as_incarnation: int) -> Iterator[tuple[bytes, bytes]]:
+    for key, value in store.scan(_key(incarnation), part_key(incarnation, IMPORTED, MAX_NUMBER)):
         as_key = part_key(as_incarnation, IMPORTED, part_number(key))
-        batch.put(as_key, seal(as_key, unseal(key, value)))
-        if batch.size_in_bytes() >= COPIED_AT_ONCE:
-            await new.write_when_idle(batch)
-            batch = WriteBatch(raw_mode=True)
-    await new.write_when_idle(batch)
-    await new.flush(opening)
+        yield as_key, seal(as_key, unseal(key, value))
 
 
 def load(store: Store, incarnation: int) -> Imported | None:

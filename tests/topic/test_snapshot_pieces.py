@@ -16,12 +16,11 @@ from seqdedupe.core import id_newer
 from seqdedupe.core.id_chunks import PIECE_BYTES
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.store import ids as stored_ids
-from seqdedupe.store import rocksdb
 from seqdedupe.store.db import Store
 from seqdedupe.store.records import IDS, part_key, part_number
 from seqdedupe.store.snapshots import Snapshots
-from tests.store.test_failure import until_open
 from tests.topic.test_by_id import INCARNATION, Place, originals
+from tests.topic.test_window_runs import fail_a_sync
 
 SMALL = 24
 """Bytes of a piece: some IDs of six."""
@@ -139,16 +138,7 @@ async def test_a_store_that_fails_at_any_piece_has_all_in_the_next_snapshot(
 
 async def opened_again(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Somebody's sync fails; RocksDB is opened again, and has lost all pieces that no snapshot names."""
-
-    def cannot(_: Any) -> int:
-        raise OSError(5, "Input/output error")
-
-    before = store.opening
-    with monkeypatch.context() as patched:
-        patched.setattr(rocksdb, "sync", cannot)
-        with pytest.raises(SeqdedupeError):
-            await store.flush(before)
-    await until_open(store)
+    await fail_a_sync(store, monkeypatch)
     lost = WriteBatch(raw_mode=True)
     named = named_index(store, INCARNATION)
     lost.delete_range(part_key(INCARNATION, IDS, named), part_key(INCARNATION, IDS, 2**64 - 1))

@@ -347,7 +347,7 @@ async def test_runs_beside_a_damaged_one_are_merged(place: SmallPlace, store: St
     assert isinstance(refusal, Refusal)
 
 
-async def _opened_again(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+async def fail_a_sync(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Somebody's flush fails, and RocksDB is opened again: what was not durable may be lost."""
 
     def cannot(_: Any) -> int:
@@ -369,7 +369,7 @@ async def test_a_run_that_began_before_the_store_was_opened_again_does_not_count
     real = stored_runs.RunWriter.finish
 
     async def finish(*arguments: Any) -> Any:
-        await _opened_again(store, monkeypatch)
+        await fail_a_sync(store, monkeypatch)
         return await real(*arguments)
 
     with monkeypatch.context() as patched:
@@ -397,7 +397,7 @@ async def test_a_copy_that_began_before_the_store_was_opened_again_does_not_coun
         nonlocal writes
         writes += 1
         if writes == 3:
-            await _opened_again(other, monkeypatch)
+            await fail_a_sync(other, monkeypatch)
         return await real(self, batch)
 
     with monkeypatch.context() as patched:
