@@ -30,6 +30,7 @@ EPOCHS = np.array([1 << 32])
 """For frames that nobody decides about."""
 
 _frames = itertools.count(1)
+_runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
 
 
 @contextmanager
@@ -51,8 +52,11 @@ T = TypeVar("T")
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
-    """Runs a coroutine in a loop of its own, as the sidecar does."""
-    return uvloop.run(work)
+    """Runs a coroutine in the loop that all of them share, of the sidecar's kind.
+
+    gRPC tells every loop that was ever used of what happens, and complains of those that are closed.
+    """
+    return _runner.run(work)
 
 
 Metadata = tuple[tuple[str, str], ...]
