@@ -56,8 +56,8 @@ def write(path: Path, known: Iterable[Known]) -> int:
     """Writes the file and returns how many IDs there are; when it returns, the file is durable.
 
     They have to rise, compared as bytes, none twice. They are taken one by one, so there may be any number of them.
-    Raises INVALID_DEDUPLICATION_ID, INVALID_REQUEST for a time that cannot be, OSError, and what `known` raises; then a
-    file that was there before is as it was.
+    Raises INVALID_DEDUPLICATION_ID, INVALID_REQUEST for a time that cannot be, INTERNAL for an ID that does not rise,
+    OSError, and what `known` raises; then a file that was there before is as it was.
     """
     count = 0
     before = b""
@@ -96,7 +96,7 @@ def _encoded(times: list[int], ids: list[bytes]) -> bytes:
 def read(path: Path) -> Generator[bytes, None, None]:
     """The file's checksum, and then its blocks as they stand there. The whole file is checked before anything is given.
 
-    Raises INVALID_SOURCE if any byte of it is not as it was written, NEWER_FORMAT, OSError.
+    Raises INVALID_SOURCE for a file that is not as `write` has written it, NEWER_FORMAT, OSError.
     """
     with path.open("rb") as file:
         left = sealed.check(path, file, _HEAD, _END.size, "deduplication IDs") - _END.size

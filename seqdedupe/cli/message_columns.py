@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from seqdedupe.client import Message
-from seqdedupe.client.receipts import NO_PARTITION
+from seqdedupe.client.results import NO_PARTITION
 from seqdedupe.command import json_text
 
 _PROPERTY = "property."

@@ -15,7 +15,8 @@ from seqdedupe.client.partitioned_reader import PartitionedPosition, Partitioned
 from seqdedupe.client.producer import Producer
 from seqdedupe.client.publisher import Publisher
 from seqdedupe.client.reader import Reader
-from seqdedupe.client.receipts import BatchResult, Published, Verdict
+from seqdedupe.client.receipts import Verdict
+from seqdedupe.client.results import BatchResult, Published
 from seqdedupe.client.resuming import Persisted
 from seqdedupe.client.stored import Message, StoredBatch
 from seqdedupe.errors import (

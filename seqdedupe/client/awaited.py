@@ -4,7 +4,8 @@ from collections.abc import Callable, Generator
 from typing import Any
 
 from seqdedupe.batch import Int64s
-from seqdedupe.client.receipts import BatchResult, PendingBatch, Published
+from seqdedupe.client.pending import PendingBatch
+from seqdedupe.client.results import BatchResult, Published
 from seqdedupe.errors import SeqdedupeError
 
 

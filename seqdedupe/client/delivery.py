@@ -15,7 +15,8 @@ from seqdedupe.client.connection import Backoff, check_not_forked
 from seqdedupe.client.exchange import exchange, publish_call
 from seqdedupe.client.frames import decode_answer, refusal_error
 from seqdedupe.client.outbox import Frame
-from seqdedupe.client.receipts import BatchResult, ReceiptColumns
+from seqdedupe.client.receipts import ReceiptColumns
+from seqdedupe.client.results import BatchResult
 from seqdedupe.client.route import Route
 from seqdedupe.client.sidecars import Sidecars
 from seqdedupe.client.spread_by_id import SpreadById

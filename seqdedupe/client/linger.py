@@ -1,6 +1,6 @@
 """How long a batch that is not full waits for more messages."""
 
-from seqdedupe.client.receipts import PendingBatch
+from seqdedupe.client.pending import PendingBatch
 
 MANY_A_SECOND = 5_000
 """While so many messages come, a batch waits for more of them: each frame costs both sides as much as a hundred."""

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from seqdedupe.batch import Batch
 from seqdedupe.client.awaited import BatchReceipt, Receipt, SpreadBatch
 from seqdedupe.client.builder import Keys, Numbers, Payloads, Properties, PropertyRows, key_bytes
-from seqdedupe.client.receipts import PendingBatch
+from seqdedupe.client.pending import PendingBatch
 from seqdedupe.client.spread import Numbering
 
 

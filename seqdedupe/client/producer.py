@@ -15,7 +15,7 @@ from seqdedupe.client.connections import Connections
 from seqdedupe.client.linger import Linger
 from seqdedupe.client.outbox import Counters
 from seqdedupe.client.partitioned import Spread
-from seqdedupe.client.receipts import PendingBatch
+from seqdedupe.client.pending import PendingBatch
 from seqdedupe.client.resuming import Persisted, complete_up_to
 from seqdedupe.client.session import Session
 from seqdedupe.client.spread import Numbering, Partition

@@ -13,7 +13,7 @@ from seqdedupe.batch import NO_INT64S, Binary
 from seqdedupe.client.builder import Builder, Keys, Numbers, Payloads, Properties, PropertyRows, milliseconds
 from seqdedupe.client.config import DELIVERY_TIMEOUT_SECONDS, ProducerConfig
 from seqdedupe.client.delivery import Delivery
-from seqdedupe.client.receipts import BatchResult, Published
+from seqdedupe.client.results import BatchResult, Published
 from seqdedupe.client.sidecars import Sidecars
 from seqdedupe.client.waiting import OnWaiting
 from seqdedupe.errors import error

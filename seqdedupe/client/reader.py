@@ -10,7 +10,7 @@ from seqdedupe.batch import decode
 from seqdedupe.client.connection import CALL_TIMEOUT_SECONDS, Backoff, check_not_forked, typed_errors
 from seqdedupe.client.cursor import Cursor, Kept
 from seqdedupe.client.messages import Messages
-from seqdedupe.client.receipts import NO_PARTITION
+from seqdedupe.client.results import NO_PARTITION
 from seqdedupe.client.route import Route
 from seqdedupe.client.sidecars import Sidecars
 from seqdedupe.client.stored import Message, StoredBatch

@@ -11,7 +11,7 @@ from seqdedupe.client.connection import Backoff
 from seqdedupe.client.connections import Connections
 from seqdedupe.client.openings import Openings
 from seqdedupe.client.outbox import Frame, Outbox
-from seqdedupe.client.receipts import PendingBatch
+from seqdedupe.client.pending import PendingBatch
 from seqdedupe.client.route import Route
 from seqdedupe.client.stream import Answers, PublishStream
 from seqdedupe.client.waiting import OnWaiting, Waiting

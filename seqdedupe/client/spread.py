@@ -14,7 +14,7 @@ import numpy as np
 from seqdedupe.batch import Batch, Int64s
 from seqdedupe.client.builder import Builder
 from seqdedupe.client.config import ProducerConfig
-from seqdedupe.client.receipts import PendingBatch
+from seqdedupe.client.pending import PendingBatch
 from seqdedupe.errors import error
 from seqdedupe.limits import NO_SEQUENCE_ID
 from seqdedupe.routing import partition_of

@@ -7,7 +7,7 @@ from typing import Protocol
 import numpy as np
 
 from seqdedupe.batch import Batch, Int64s
-from seqdedupe.client.receipts import BatchResult
+from seqdedupe.client.results import BatchResult
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.limits import NO_SEQUENCE_ID
 from seqdedupe.routing import partition_of

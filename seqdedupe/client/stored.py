@@ -6,7 +6,7 @@ from datetime import UTC, datetime, timedelta
 import numpy as np
 
 from seqdedupe.batch import Batch
-from seqdedupe.client.receipts import NO_PARTITION
+from seqdedupe.client.results import NO_PARTITION
 from seqdedupe.limits import NO_SEQUENCE_ID
 from seqdedupe.message_id import MessageId, Position
 from seqdedupe.message_ids import MessageIds

@@ -13,7 +13,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -243,9 +243,10 @@ class Store:
     async def wait_until_idle(self, at_most_seconds: float | None = None) -> None:
         """Returns when RocksDB has worked off what was written before: what can wait is to be written now.
 
-        With `at_most_seconds` it returns then at the latest: a write that fails has RocksDB opened again.
+        Raises STORE_UNAVAILABLE if that takes longer than `at_most_seconds`: a write might fail then, and have RocksDB
+        opened again.
         """
-        with suppress(TimeoutError):
+        try:
             async with asyncio.timeout(at_most_seconds):
                 while True:
                     opening = self._current()
@@ -255,6 +256,8 @@ class Store:
                         return
                     # RocksDB tells nobody when it is done.
                     await asyncio.sleep(BEHIND_SECONDS)
+        except TimeoutError:
+            raise error("STORE_UNAVAILABLE", "the store has not worked off in time what was written before") from None
 
     async def flush(self, opening: int) -> None:
         """All that was written before, in this opening of RocksDB, is durable on return.

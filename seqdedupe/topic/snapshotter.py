@@ -21,7 +21,7 @@ logger = logging.getLogger("seqdedupe.snapshots")
 
 
 IDLE_SECONDS = 10.0
-"""So long a snapshot waits until RocksDB has worked off what was written before."""
+"""So long a snapshot waits in all for RocksDB to work off what was written before. Then it is given up."""
 
 
 class Snapshotter:
@@ -220,7 +220,10 @@ class Snapshotter:
 
     async def _ids(self, window: IdWindow, next_index: int) -> StoredIds:
         """The window as of this index, where the log ends now. On return its pieces are written, but for the last one;
-        others were served meanwhile."""
+        others were served meanwhile. Raises STORE_UNAVAILABLE if the store does not keep up: the next one goes on after
+        what is written."""
+        now = asyncio.get_running_loop().time
+        left_seconds = IDLE_SECONDS
         runs = window.older.to_name(window.first_index)
         while True:
             # What is forgotten meanwhile need not be written.
@@ -232,7 +235,9 @@ class Snapshotter:
                 break
             self._snapshots.write_piece(ids.last)
             await asyncio.sleep(0)
-            await self._store.wait_until_idle(IDLE_SECONDS)
+            began = now()
+            await self._store.wait_until_idle(left_seconds)
+            left_seconds -= now() - began
         if ids.pieces_index > self._pieces_stored:
             ids.moved_from = self._pieces_stored
         return ids

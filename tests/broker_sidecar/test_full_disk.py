@@ -15,7 +15,6 @@ from tests.broker_sidecar import with_constants
 from tests.broker_sidecar.calls import Client, batch, payload_of, refused, verdicts
 from tests.broker_sidecar.health import health_of
 
-BALLAST_BYTES = 16 * 1024 * 1024
 PAYLOAD_BYTES = 200_000
 WAIT_SECONDS = 120.0
 

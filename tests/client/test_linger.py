@@ -3,7 +3,7 @@
 import pytest
 
 from seqdedupe.client.linger import LONGEST_LINGERS, MANY_A_SECOND, Linger
-from seqdedupe.client.receipts import PendingBatch
+from seqdedupe.client.pending import PendingBatch
 
 MANY = MANY_A_SECOND // 1000  # in the millisecond of the default
 

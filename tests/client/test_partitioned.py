@@ -24,7 +24,7 @@ from seqdedupe.client import (
     Verdict,
     blocking,
 )
-from seqdedupe.client.receipts import PendingBatch
+from seqdedupe.client.pending import PendingBatch
 from seqdedupe.client.spread import Numbering, Settled
 from seqdedupe.errors import error
 from seqdedupe.routing import partition_of

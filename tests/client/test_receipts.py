@@ -12,7 +12,9 @@ from seqdedupe import wire
 from seqdedupe.batch import Binary, single_producer
 from seqdedupe.client import awaited, blocking, frames
 from seqdedupe.client.frames import Answer, decode_answer
-from seqdedupe.client.receipts import BatchResult, PendingBatch, Verdict
+from seqdedupe.client.pending import PendingBatch
+from seqdedupe.client.receipts import Verdict
+from seqdedupe.client.results import BatchResult
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.log.contract import Run
 from seqdedupe.message_id import MessageId

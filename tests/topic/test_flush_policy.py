@@ -18,7 +18,8 @@ from seqdedupe import wire
 from seqdedupe.batch import Binary, single_producer
 from seqdedupe.client.frames import receipt_columns
 from seqdedupe.client.outbox import Outbox
-from seqdedupe.client.receipts import PendingBatch, ReceiptColumns
+from seqdedupe.client.pending import PendingBatch
+from seqdedupe.client.receipts import ReceiptColumns
 from seqdedupe.errors import DataLossError
 from seqdedupe.log.contract import Retention
 from seqdedupe.log.embedded import commit

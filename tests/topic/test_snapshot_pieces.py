@@ -6,6 +6,7 @@ About 12 s, one process.
 import asyncio
 import itertools
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,11 @@ from seqdedupe.core import id_newer
 from seqdedupe.core.id_chunks import PIECE_BYTES
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.store import ids as stored_ids
+from seqdedupe.store import rocksdb
 from seqdedupe.store.db import Store
 from seqdedupe.store.records import IDS, part_key, part_number
 from seqdedupe.store.snapshots import Snapshots
+from seqdedupe.topic import snapshotter
 from tests.topic.test_by_id import INCARNATION, Place, originals
 from tests.topic.test_window_runs import fail_a_sync
 
@@ -236,6 +239,91 @@ async def test_what_is_forgotten_while_a_snapshot_is_written_is_not_missed(
     await place.topic.snapshot()
     assert min(pieces(store), default=0) >= min(place.topic.window.first_index, len(place.stored()))
     await place.topic.close("")
+
+
+# -- a store that does not keep up -----------------------------------------------------------------------------------
+
+
+async def test_a_store_that_stays_behind_has_the_snapshot_given_up_and_made_later(
+    store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not after the time for each piece: one was written when it began to wait."""
+    place = await begun(store)
+    topic = place.topic
+    with monkeypatch.context() as patched:
+        patched.setattr(snapshotter, "IDLE_SECONDS", 0.1)
+        patched.setattr(rocksdb, "BEHIND_MEMTABLES", 0)
+        await topic.snapshot_in_background()
+        assert (topic.snapshotter.failed, named_index(store, INCARNATION)) == (1, 9)
+        written = [index for index in pieces(store) if index >= 9]
+        assert len(written) == 1
+        assert "no snapshot of topic t: the store has not worked off in time" in caplog.text
+    await topic.snapshot()
+    assert (topic.snapshotter.failed, named_index(store, INCARNATION)) == (1, 26)
+    assert written[0] in pieces(store)
+    await all_is_known(place)
+    await place.topic.close("")
+
+
+async def test_a_drain_ends_although_the_store_stays_behind(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a snapshot is being written when it begins; the next start finds all in the log."""
+    place = await begun(store)
+    with monkeypatch.context() as patched:
+        patched.setattr(snapshotter, "IDLE_SECONDS", 0.1)
+        patched.setattr(rocksdb, "BEHIND_MEMTABLES", 0)
+        running = asyncio.ensure_future(place.topic.snapshot_in_background())
+        while not any(index >= 9 for index in pieces(store)):  # noqa: ASYNC110 (nobody tells)
+            await asyncio.sleep(0)
+        await place.topic.drain()
+        await running
+    assert place.topic.snapshotter.failed == 2
+    assert sum(index >= 9 for index in pieces(store)) == 2
+    assert named_index(store, INCARNATION) == 9
+    await place.crash(None)
+    await all_is_known(place)
+    await place.topic.close("")
+
+
+async def _a_little_behind_at_each_piece(store: Store, monkeypatch: pytest.MonkeyPatch, wait_seconds: float) -> int:
+    """A store that is behind for 20 ms at each of the pieces; how many of them were written."""
+    place = await begun(store)
+    asked = itertools.count(1)
+    with monkeypatch.context() as patched:
+        patched.setattr(snapshotter, "IDLE_SECONDS", wait_seconds)
+        patched.setattr(rocksdb, "is_behind", lambda db: bool(next(asked) % 3))
+        await place.topic.snapshot_in_background()
+    await place.topic.close("")
+    assert place.topic.snapshotter.failed == (named_index(store, INCARNATION) == 9)
+    return sum(index >= 9 for index in pieces(store))
+
+
+async def test_what_a_snapshot_waits_for_the_store_is_counted_over_all_pieces(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert 1 <= await _a_little_behind_at_each_piece(store, monkeypatch, 0.045) <= 3
+    assert named_index(store, INCARNATION) == 9
+
+
+async def test_a_store_that_keeps_up_in_time_gets_the_whole_snapshot(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert await _a_little_behind_at_each_piece(store, monkeypatch, 1000) >= 5
+    assert named_index(store, INCARNATION) == 26
+
+
+async def test_control_each_piece_waits_for_itself(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Store.wait_until_idle
+
+    async def wait_until_idle(self: Store, at_most_seconds: float) -> None:
+        with suppress(SeqdedupeError):
+            await real(self, snapshotter.IDLE_SECONDS)
+
+    monkeypatch.setattr(Store, "wait_until_idle", wait_until_idle)
+    with pytest.raises(AssertionError):
+        await test_what_a_snapshot_waits_for_the_store_is_counted_over_all_pieces(store, monkeypatch)
+
+
+# -- how large the pieces are ----------------------------------------------------------------------------------------
 
 
 async def test_pieces_are_small_and_others_are_served_between(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from seqdedupe.client.awaited import SpreadBatch
 from seqdedupe.client.blocking.loop import run
 from seqdedupe.client.blocking.receipts import BatchReceipt, Receipt
 from seqdedupe.client.builder import Keys, Numbers, Payloads, Properties, PropertyRows, key_bytes
-from seqdedupe.client.receipts import PendingBatch
+from seqdedupe.client.pending import PendingBatch
 from seqdedupe.client.session import Session
 from seqdedupe.client.spread import Numbering
 from seqdedupe.errors import error

@@ -15,8 +15,8 @@ from seqdedupe.client.blocking.receipts import BatchReceipt, Receipt
 from seqdedupe.client.builder import Builder, Keys, Numbers, Payloads, Properties, PropertyRows
 from seqdedupe.client.config import ProducerConfig
 from seqdedupe.client.connections import Connections
+from seqdedupe.client.pending import PendingBatch
 from seqdedupe.client.producer import ProducerBase
-from seqdedupe.client.receipts import PendingBatch
 from seqdedupe.client.spread import Numbering, Partition
 from seqdedupe.client.waiting import OnWaiting
 

@@ -11,7 +11,7 @@ from seqdedupe.client.blocking.loop import run
 from seqdedupe.client.builder import Keys, Numbers, Payloads, Properties, PropertyRows
 from seqdedupe.client.config import DELIVERY_TIMEOUT_SECONDS
 from seqdedupe.client.publisher import Ids
-from seqdedupe.client.receipts import BatchResult, Published
+from seqdedupe.client.results import BatchResult, Published
 from seqdedupe.client.waiting import OnWaiting
 
 

@@ -14,6 +14,7 @@ from psycopg import Connection, sql
 from sqlalchemy.engine import URL
 
 from seqdedupe.batch import Int64s
+from seqdedupe.databases.postgres import CONNECTION
 from seqdedupe.limits import MAX_PAYLOAD_BYTES
 from seqdedupe.services.outbox.ddl import CHANNEL, POSTGRES_TRIGGERS, RELAY_SETTING
 from seqdedupe.services.outbox.rows import (
@@ -41,16 +42,7 @@ from seqdedupe.services.outbox.store import (
 LOCK_TIMEOUT_SECONDS = 30
 """How long to wait for another transaction."""
 
-_CONNECTION: dict[str, Any] = {
-    "connect_timeout": 10,
-    "keepalives_idle": 30,
-    "keepalives_interval": 10,
-    "keepalives_count": 3,
-    "tcp_user_timeout": 60_000,
-    "application_name": "seqdedupe outbox relay",
-    "client_encoding": "UTF8",
-}
-"""What a URL may say otherwise: without these a write into a network that swallows all would never end."""
+_APPLICATION = {"application_name": "seqdedupe outbox relay"}
 
 # The order of the index is the order of the rows; a plan that sorts the whole table would be made for tables whose
 # statistics are old.
@@ -131,7 +123,7 @@ class PostgresStore(Store):
         self.close()
         with self._read_lock, self._lock, _errors():
             given = psycopg.conninfo.conninfo_to_dict(self._dsn)
-            dsn = psycopg.conninfo.make_conninfo("", **(_CONNECTION | given))
+            dsn = psycopg.conninfo.make_conninfo("", **(CONNECTION | _APPLICATION | given))
             self._reading = psycopg.connect(dsn, autocommit=True)
             self._removing = psycopg.connect(dsn, autocommit=True)
             for connection in (self._reading, self._removing):

@@ -15,7 +15,8 @@ import pyarrow as pa
 from seqdedupe.client import blocking
 from seqdedupe.client.blocking.loop import event_loop, run
 from seqdedupe.client.publisher import Publisher
-from seqdedupe.client.receipts import BatchResult, Verdict
+from seqdedupe.client.receipts import Verdict
+from seqdedupe.client.results import BatchResult
 from seqdedupe.errors import UnavailableError, error
 from seqdedupe.v1 import admin_pb2
 from seqdedupe_spark.planning import patiently

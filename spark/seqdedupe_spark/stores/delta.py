@@ -27,7 +27,7 @@ from seqdedupe_spark.stores.contract import (
     check_format,
     check_replacement,
 )
-from seqdedupe_spark.stores.delta_columns import check_columns, check_partitions, declared, to_table
+from seqdedupe_spark.stores.delta_columns import check_columns, check_names, check_partitions, declared, to_table
 from seqdedupe_spark.stores.kinds import check_schema, in_batch
 from seqdedupe_spark.stores.object_store import options_of, plain
 
@@ -84,6 +84,7 @@ class DeltaStore(OutputStore):
     def prepare(self, table: str, schema: pa.Schema) -> None:
         self._check_name(table)
         check_schema(schema)
+        check_names(table, schema)
         wanted = pa.schema([declared(field) for field in schema])
         with self._errors():
             found = self._find() or self._create(table, wanted)
@@ -94,6 +95,7 @@ class DeltaStore(OutputStore):
             raise error("INVALID_OUTPUT", what, hint="A table is partitioned when it is made: leave the option out.")
         check_partitions(table, partitions, columns)
         missing = [field for field in wanted if field.name not in columns.names]
+        check_names(table, [*columns, *missing])
         if missing and self._merge_schema:
             check_columns(table, schema, pa.schema([*columns, *missing]))
             with self._errors():

@@ -1,6 +1,7 @@
 """The columns of a Delta table: the types that it has, batches cast to them, and columns that partition it."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from functools import partial
 from urllib.parse import quote
 
@@ -25,6 +26,9 @@ column's."""
 
 MAX_PARTITION_NAME_BYTES = 255 - 1 - MAX_PARTITION_TEXT_BYTES
 """Of such a column's own name, which stands before the text and a `=`."""
+
+_NO_FOLDER = re.compile(r"[\x00-\x1f\x7f/]")
+"""What such a name cannot have: folders are named after it as it is."""
 
 _NULLS = ("", "__HIVE_DEFAULT_PARTITION__")
 """Texts that stand for null there."""
@@ -52,6 +56,19 @@ def declared(field: pa.Field) -> pa.Field:
     return pa.field(field.name, _DECLARED.get(field.type, field.type))
 
 
+def check_names(table: str, fields: Iterable[pa.Field]) -> None:
+    """Raises INVALID_OUTPUT if a table cannot tell these columns apart, or the fields of one of their structs: Delta
+    takes upper and lower case for the same, and ends a name at a NUL."""
+    known: dict[str, str] = {}
+    for field in fields:
+        if "\0" in field.name:
+            raise error("INVALID_OUTPUT", f"table {table} cannot have {field.name!r}: Delta has no name with a NUL")
+        if (other := known.setdefault(field.name.lower(), field.name)) != field.name:
+            what = f"table {table} cannot have both {other!r} and {field.name!r}: to Delta they are the same name"
+            raise error("INVALID_OUTPUT", what, hint="Give one of them another name in the transformation.")
+        check_names(table, [field.type.field(k) for k in range(field.type.num_fields)])
+
+
 def check_columns(table: str, schema: pa.Schema, there: pa.Schema, hint: str | None = None) -> None:
     """Raises INVALID_OUTPUT, naming all columns that are the reason, if the table does not take rows of the schema."""
     check_schema(schema)
@@ -61,8 +78,13 @@ def check_columns(table: str, schema: pa.Schema, there: pa.Schema, hint: str | N
 
 def check_partitions(table: str, names: Sequence[str], columns: pa.Schema) -> None:
     """Raises INVALID_OUTPUT unless these can be the columns that partition a table which has those."""
+    for name in names:
+        if _NO_FOLDER.search(name):
+            why = f"no name of a folder has control characters or slashes, and {name[:80]!r} has"
+            what = f"table {table} cannot be partitioned so: {why}"
+            raise error("INVALID_OUTPUT", what, hint="Give the column another name, or leave it out of partitionBy.")
     what = f"table {table} cannot be partitioned by {', '.join(names)}"
-    if len(set(names)) < len(names):
+    if len({name.lower() for name in names}) < len(names):
         raise error("INVALID_OUTPUT", f"{what}: one of them is there twice")
     for name in names:
         if name not in columns.names:

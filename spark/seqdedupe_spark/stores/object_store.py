@@ -38,8 +38,8 @@ def options_of(uri: str) -> dict[str, str] | None:
 
 
 def is_table_url(uri: str) -> bool:
-    """Whether it is one of a folder in a bucket."""
-    return bool(_URL.fullmatch(uri)) and ".." not in uri
+    """Whether it is one of a folder in a bucket, and its only name: not `a/./b`, which is `a/b` to the server."""
+    return bool(_URL.fullmatch(uri)) and not {".", ".."} & set(uri.split("/"))
 
 
 def plain(cause: object) -> str:

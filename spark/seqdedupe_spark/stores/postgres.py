@@ -11,6 +11,7 @@ from psycopg import Connection
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.pq import TransactionStatus
 
+from seqdedupe.databases.postgres import CONNECTION
 from seqdedupe.errors import error
 from seqdedupe_spark.stores.contract import (
     FORMAT_VERSION,
@@ -42,16 +43,7 @@ IDLE_TIMEOUT_SECONDS = 60
 LOCK_TIMEOUT_SECONDS = 30
 """How long to wait for another transaction, such as one that moves the same position."""
 
-_CONNECTION: dict[str, Any] = {
-    "connect_timeout": 10,
-    "keepalives_idle": 30,
-    "keepalives_interval": 10,
-    "keepalives_count": 3,
-    "tcp_user_timeout": 60_000,
-    "application_name": "seqdedupe",
-    "client_encoding": "UTF8",
-}
-"""What a DSN may say otherwise: without these a write into a network that swallows all would never end."""
+_APPLICATION = {"application_name": "seqdedupe"}
 
 _SESSION = (
     # With it a statement that has waited for another transaction looks at what that has made.
@@ -115,7 +107,7 @@ class PostgresStore(OutputStore):
     def __init__(self, dsn: str) -> None:
         """Raises ConfigurationError (INVALID_OPTION), which does not quote the password."""
         try:
-            self._dsn = make_conninfo("", **(_CONNECTION | conninfo_to_dict(dsn)))
+            self._dsn = make_conninfo("", **(CONNECTION | _APPLICATION | conninfo_to_dict(dsn)))
         except psycopg.ProgrammingError:
             # What libpq says here may quote it.
             raise error("INVALID_OPTION", "the store's PostgreSQL URL cannot be read") from None

@@ -54,8 +54,8 @@ def _delta(scheme: str, place: str, query: str) -> StoreFactory:
     partition_by, merge_schema = given.take("partitionBy", _names, nothing), given.take("mergeSchema", flag, False)
     if scheme == "delta" and place.startswith("/") and place.strip("/"):
         uri = str(Path(place))
-    elif scheme == "delta+s3" and is_table_url(SCHEME + place.rstrip("/")):
-        uri = SCHEME + place.rstrip("/")
+    elif scheme == "delta+s3" and is_table_url(SCHEME + place.removesuffix("/")):
+        uri = SCHEME + place.removesuffix("/")
     else:
         raise error("INVALID_OPTION", f"the store's URL is none of {_FORMS}")
     return partial(DeltaStore, uri, partition_by=partition_by, merge_schema=merge_schema)

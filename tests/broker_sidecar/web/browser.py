@@ -1,6 +1,5 @@
 """A real browser without a screen: Chromium, by its driver's own protocol (WebDriver), which is JSON over HTTP."""
 
-import base64
 import json
 import subprocess
 import time
@@ -80,11 +79,6 @@ class Browser:
         """Clicks the first such element where a person would, which must be visible."""
         self._ask("POST", f"/element/{self._find(selector)}/click", {})
 
-    def click_link(self, text: str) -> None:
-        """Clicks the link of this text."""
-        [element] = self._ask("POST", "/elements", {"using": "link text", "value": text})
-        self._ask("POST", f"/element/{element[_ELEMENT]}/click", {})
-
     def type(self, selector: str, text: str) -> None:
         self._ask("POST", f"/element/{self._find(selector)}/value", {"text": text})
 
@@ -100,11 +94,6 @@ class Browser:
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
         self.command("Emulation.setDeviceMetricsOverride", **size)
         self.command("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
-
-    def screenshot(self, path: Path, *, whole: bool = False) -> None:
-        """What is to be seen, or the whole page, as PNG."""
-        shot = self.command("Page.captureScreenshot", captureBeyondViewport=whole)
-        path.write_bytes(base64.b64decode(shot["data"]))
 
     def problems(self) -> list[str]:
         """What the page's console has told since this was asked last: errors, refused scripts."""

@@ -129,7 +129,7 @@ async def test_a_relay_by_serial_number_loses_messages(
             return outbox_steps.Found(np.arange(len(page)), np.zeros(0, np.int64))  # type: ignore[arg-type]
 
         monkeypatch.setattr(outbox_postgres, "_XMIN", str(2**62))
-        monkeypatch.setattr("seqdedupe.services.outbox.relay.find", all_there)
+        monkeypatch.setattr("seqdedupe.services.outbox.work.find", all_there)
     with postgres.engine.connect() as slow:
         Outbox(slow).add("order", "7", "OrderPlaced", b"six")
         postgres.add(b"seven")

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pyarrow as pa
 import pytest
@@ -103,6 +104,63 @@ def test_a_column_whose_name_leaves_no_room_for_its_texts(harness: DeltaHarness)
             begin(harness, store, schema)
             rows = pa.record_batch([pa.array([1]), pa.array(["y" * 200])], schema=schema)
             assert store.write(JOB, harness.table, iter([rows]), [over(-1, 0)]) == 1
+
+
+@pytest.mark.parametrize("character", [*map(chr, range(32)), "\x7f", "/"])
+def test_a_column_whose_name_no_folder_can_have(harness: DeltaHarness, character: str) -> None:
+    name = f"a{character}b"
+    schema = pa.schema([("v", pa.int64()), (name, pa.string())])
+    said = "NUL" if character == "\0" else "control characters or slashes"
+    with opened(harness, f"partitionBy={quote(name)}") as store, refused("INVALID_OUTPUT", said):
+        store.prepare(harness.table, schema)
+    assert not Path(harness.uri).exists()
+
+
+def test_any_other_character_names_a_folder(harness: DeltaHarness) -> None:
+    """And whatever a column is called that does not partition, line feeds and slashes among it."""
+    others = [chr(code) for code in range(32, 127) if chr(code) not in "/,"]
+    names = [f"a{''.join(others[k : k + 20])}z" for k in range(0, len(others), 20)]
+    for k, name in enumerate([*names, "..", "é\x85é", "="]):
+        schema = pa.schema([("v\n/\t", pa.int64()), (name, pa.string())])
+        one = DeltaHarness(f"{harness.uri}-{k}")
+        with opened(one, f"partitionBy={quote(name)}") as store:
+            begin(one, store, schema)
+            store.write(JOB, one.table, iter([pa.record_batch([[1], ["x"]], schema=schema)]), [over(-1, 0)])
+        assert one.rows() == [{"v\n/\t": 1, name: "x"}]
+
+
+@pytest.mark.parametrize("options", ["", "partitionBy=text", "mergeSchema=true"])
+def test_names_that_differ_by_case_alone(harness: DeltaHarness, options: str) -> None:
+    schema = pa.schema([*SCHEMA, pa.field("Text", pa.string())])
+    said = ("both", "text", "Text")
+    with opened(harness, options) as store:
+        with refused("INVALID_OUTPUT", *said):
+            store.prepare(harness.table, schema)
+        assert not Path(harness.uri).exists()
+        store.prepare(harness.table, SCHEMA)
+        with refused("INVALID_OUTPUT", *said):
+            store.prepare(harness.table, pa.schema([schema.field("n"), schema.field("Text")]))
+    assert DeltaTable(harness.uri).version() == 0
+
+
+def test_a_partition_named_twice_by_another_case(harness: DeltaHarness) -> None:
+    with opened(harness, "partitionBy=text,TEXT") as store, refused("INVALID_OUTPUT", "twice"):
+        store.prepare(harness.table, SCHEMA)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pa.struct({"a": pa.int64(), "A": pa.int64()}),
+        pa.list_(pa.struct({"é": pa.int64(), "É": pa.int64()})),
+        pa.map_(pa.string(), pa.struct({"a\0b": pa.int64()})),
+    ],
+    ids=str,
+)
+def test_fields_of_a_struct_that_have_one_name(harness: DeltaHarness, kind: pa.DataType) -> None:
+    with harness.factory() as store, refused("INVALID_OUTPUT", "cannot have"):
+        store.prepare(harness.table, pa.schema({"n": pa.int64(), "s": kind}))
+    assert not Path(harness.uri).exists()
 
 
 @pytest.mark.parametrize(
