@@ -38,7 +38,8 @@ async def import_window(
     """Imports it into a partitioned topic; returns how many IDs it has. A partition that none belongs to is left alone.
 
     `look` gives a topic as it is, `bring` imports a file into one. Raises as `Admin.import_window`, and then says how
-    many partitions have their part; INVALID_REQUEST for a topic to whose partitions no ID leads.
+    many partitions have their part; INVALID_REQUEST for a topic to whose partitions no ID leads, RECOVERING while that
+    is not known.
     """
     _check_id_leads(whole)
     ids = done = 0
@@ -58,6 +59,8 @@ async def import_window(
 
 
 def _check_id_leads(whole: admin_pb2.Topic) -> None:
+    if whole.deduplication_mode == admin_pb2.DEDUPLICATION_MODE_UNSPECIFIED:
+        raise error("RECOVERING", f"by what messages of topic {whole.name} find their partitions is not known yet")
     if whole.deduplication_mode != admin_pb2.DEDUPLICATION_MODE_DEDUPLICATION_ID:
         why = f"topic {whole.name} is one of sequence IDs: no window of deduplication IDs goes into it"
         raise error("INVALID_REQUEST", why)

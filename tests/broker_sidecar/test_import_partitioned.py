@@ -10,10 +10,11 @@ from click.testing import CliRunner
 from seqdedupe import windows
 from seqdedupe.cli.transfer import import_file
 from seqdedupe.client import Client, Verdict, dealing
-from seqdedupe.errors import InvalidRequestError, SeqdedupeError, error
+from seqdedupe.errors import InvalidRequestError, SeqdedupeError, UnavailableError, error
 from seqdedupe.names import partition_name, topic_name
 from seqdedupe.routing import partition_of
 from seqdedupe.testing import Sidecar
+from seqdedupe.v1 import admin_pb2
 from seqdedupe.windows import Known
 
 IDS = [b"%04d" % k for k in range(600)]
@@ -166,6 +167,14 @@ async def test_into_a_topic_of_sequence_ids_nothing_goes(client: Client, topic: 
     await client.admin.create_topic(topic, partitions=PARTITIONS)
     with pytest.raises(InvalidRequestError, match="is one of sequence IDs"):
         await client.admin.import_window(topic, window)
+
+
+async def test_while_it_is_not_known_whether_ids_lead_to_partitions_it_waits(client: Client, window: Path) -> None:
+    """As long as its partitions have not read their logs."""
+    recovering = admin_pb2.Topic(name=topic_name("t"), partitions=PARTITIONS)
+    with pytest.raises(UnavailableError) as raised:
+        await dealing.import_window(recovering, window, client.admin.topic, client.admin.import_window)
+    assert raised.value.reason == "RECOVERING"
 
 
 async def test_control_ids_that_go_elsewhere_are_missed(
