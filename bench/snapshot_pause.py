@@ -15,6 +15,7 @@ from bench.figure import Figure, Ratio
 from bench.window import KEY, frame, ids_from
 from seqdedupe.core.id_chunks import WindowLimits
 from seqdedupe.core.id_window import IdWindow
+from seqdedupe.core.moment import Moment
 from seqdedupe.core.names import Names
 from seqdedupe.core.producers import Producers
 from seqdedupe.message_id import MessageId, Position
@@ -105,7 +106,7 @@ async def _of_ids(folder: Path) -> float:
     async with _taking(folder, Producers(), window) as taking:
         for _ in range(SNAPSHOTS_OF_IDS):
             for _ in range(IDS // IDS_AT_ONCE):
-                new, *_ = window.decide(*frame(ids_from(window.next_index, IDS_AT_ONCE)), True, limits, 0)
+                new, *_ = window.decide(*frame(ids_from(window.next_index, IDS_AT_ONCE)), True, limits, Moment(0, 0))
                 window.confirm(new)
                 taking.index += new
             await taking.take()

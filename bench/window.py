@@ -19,6 +19,7 @@ from bench.figure import Figure, Ratio, over, percentiles_ms, shown
 from seqdedupe.batch import Binary, without_producers
 from seqdedupe.core.id_chunks import Piece, WindowLimits
 from seqdedupe.core.id_window import IdWindow
+from seqdedupe.core.moment import Moment
 from seqdedupe.format import layout
 from seqdedupe.format.columns import PLACES
 from seqdedupe.format.jit import Int64s, Uint8s
@@ -112,7 +113,7 @@ def figure(folder: Path) -> Iterator[Figure]:
     limits = WindowLimits(IDS)
     window, rocks = IdWindow(KEY, 0), Rocks(folder / "rocks", IDS)
     for first in range(0, IDS, 50_000):
-        new, *_ = window.decide(*frame(ids_from(first, 50_000)), True, limits, 0)
+        new, *_ = window.decide(*frame(ids_from(first, 50_000)), True, limits, Moment(0, 0))
         window.confirm(new)
         rocks.take(ids_from(first, 50_000))
     begins = [IDS, IDS]
@@ -123,7 +124,7 @@ def figure(folder: Path) -> Iterator[Figure]:
         each = []
         for one in made:
             began = time.perf_counter()
-            new, *_ = window.decide(*one, True, limits, 0)
+            new, *_ = window.decide(*one, True, limits, Moment(0, 0))
             window.confirm(new)
             each.append(time.perf_counter() - began)
         p99_ms = float(np.percentile(each, 99)) * 1000
@@ -152,7 +153,7 @@ def figure(folder: Path) -> Iterator[Figure]:
             ids[:] = np.frombuffer(ids_from(first), np.uint8)
             # Not what other processes take in between: it is the longest one that counts.
             began = time.thread_time()
-            new, *_ = new_one.decide(view, places, True, limits, 0)
+            new, *_ = new_one.decide(view, places, True, limits, Moment(0, 0))
             each.append(time.thread_time() - began)
             new_one.confirm(new)
         return percentiles_ms(each) | {"longest": max(each) * 1000}

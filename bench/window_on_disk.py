@@ -19,6 +19,7 @@ from bench.figure import Figure, Ratio, over, percentiles_ms, shown
 from bench.window import COPIES, FRAMES, KEY, ROWS, Rocks, frame, ids_from
 from seqdedupe.core.id_chunks import WindowLimits
 from seqdedupe.core.id_window import IdWindow
+from seqdedupe.core.moment import Moment
 from seqdedupe.core.producers import Producers
 from seqdedupe.message_id import MessageId, Position
 from seqdedupe.store.db import Store
@@ -84,7 +85,7 @@ class _Window:
         looked_up = await self.runs.look_up(encoded)
         checked = check_by_id(encoded)
         older = self.runs.older(checked, -1, looked_up)
-        new, *_ = self.window.decide(checked.view, checked.places, True, self.limits, 0, older)
+        new, *_ = self.window.decide(checked.view, checked.places, True, self.limits, Moment(0, 0), older)
         self.window.confirm(new)
         if self.window.chunks_opened != self._opened:
             self._opened = self.window.chunks_opened

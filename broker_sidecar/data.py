@@ -22,6 +22,7 @@ from seqdedupe.store import directories
 from seqdedupe.store.db import Store
 from seqdedupe.store.topics import LogKind, TopicRecord
 from seqdedupe.topic.attached import AttachedTopic
+from seqdedupe.topic.clock import Clock
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.fetching import Fetching
 from seqdedupe.topic.of_brokers import BrokersTopics
@@ -81,6 +82,7 @@ class Data:
         self._is_standby = config.standby
         self._advertised_address = config.advertised_address and str(SidecarAddress.parse(config.advertised_address))
         self._scrub_bytes_per_second = config.scrub_bytes_per_second
+        self._clock = Clock()
         self.topics: Topics[Topic] | None = None
         self.brokers_topics: Topics[AttachedTopic] | None = None
         limits: dict[str, Any] = {
@@ -125,6 +127,7 @@ class Data:
                 rebuild_store=rebuild_store,
                 stands_by=self._stands_by,
                 window_memory=WindowMemory(config.deduplication_window_memory_in_mb * BYTES_A_MB),
+                clock=self._clock,
             ),
             on_state=on_state,
             rebuild_store=rebuild_store,
@@ -156,8 +159,9 @@ class Data:
         return self.logs is not None and self.logs.has_moved(record.incarnation)
 
     def begin_looking(self) -> None:
-        """From now on looks in the background: for damage if the configuration says so, in a cluster for new topics
-        and for the state of those of which there is none here."""
+        """From now on looks in the background: at the clock; for damage if the configuration says so; in a cluster for
+        new topics and for the state of those of which there is none here."""
+        self.all_topics.in_background(self._clock.keep_looking())
         if self.logs is not None and self._scrub_bytes_per_second:
             self.logs.scrub(self._scrub_bytes_per_second)
         if self.cluster is not None:

@@ -271,7 +271,8 @@ REASONS: dict[str, Reason] = {
         UnavailableError,
         "UNAVAILABLE",
         "Import the same file again (seqdedupe import); or let what was imported expire: set "
-        "deduplication_window_max_minutes to less than the time since its last message. Copies of it are new then.",
+        "deduplication_window_max_minutes to less than the time since its last message. Copies of it are new then, "
+        "once the sidecar has run for 40 minutes.",
         1_000,
     ),
     "AUDIT_UNAVAILABLE": Reason(

@@ -6,7 +6,9 @@
 import hashlib
 import os
 import struct
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -52,6 +54,63 @@ class Block(NamedTuple):
     """One after the other."""
 
 
+class Writer:
+    """What takes the IDs of a file, as `writing` gives it."""
+
+    def __init__(self, put: Callable[[bytes], None]) -> None:
+        self.ids = 0
+        """So many have come."""
+        self._put = put
+        self._before = b""
+        self._begin_block()
+
+    def add(self, one: bytes, time_ms: int) -> None:
+        """The next ID, and when its message was published. Raises INVALID_DEDUPLICATION_ID, INVALID_REQUEST for a time
+        that cannot be."""
+        if not 1 <= len(one) <= MAX_DEDUPLICATION_ID_BYTES:
+            why = f"the deduplication ID {one[:40]!r} has {len(one)} bytes"
+            raise error("INVALID_DEDUPLICATION_ID", f"{why}: it should have 1 to {MAX_DEDUPLICATION_ID_BYTES}")
+        if not 0 <= time_ms <= LATEST_MS:
+            raise error("INVALID_REQUEST", f"{time_ms}, of the ID {one!r}, is no publish time: 0 to {LATEST_MS}")
+        if one <= self._before:
+            raise error("INTERNAL", f"the ID {one!r} comes after {self._before!r}")
+        self._before = one
+        self.ids += 1
+        self._block.append(one)
+        self._times.append(time_ms)
+        self._block_bytes += _TIME_BYTES + 1 + len(one)
+        if self._block_bytes >= BLOCK_BYTES:
+            self._end_block()
+
+    def finish(self) -> None:
+        """That was all."""
+        if self._block:
+            self._end_block()
+        self._put(_END.pack(0, self.ids))
+
+    def _begin_block(self) -> None:
+        self._times: list[int] = []
+        self._block: list[bytes] = []
+        self._block_bytes = _COUNT.size
+
+    def _end_block(self) -> None:
+        self._put(_encoded(self._times, self._block))
+        self._begin_block()
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[Writer]:
+    """Gives what takes the IDs of a file one by one, at most a block of them in memory. After the block the file is
+    durable; if the block raises, a file that was there before is as it was. Raises OSError.
+
+    They have to rise, compared as bytes, none twice.
+    """
+    with sealed.writing(path, _HEAD) as put:
+        writer = Writer(put)
+        yield writer
+        writer.finish()
+
+
 def write(path: Path, known: Iterable[Known]) -> int:
     """Writes the file and returns how many IDs there are; when it returns, the file is durable.
 
@@ -59,33 +118,10 @@ def write(path: Path, known: Iterable[Known]) -> int:
     Raises INVALID_DEDUPLICATION_ID, INVALID_REQUEST for a time that cannot be, INTERNAL for an ID that does not rise,
     OSError, and what `known` raises; then a file that was there before is as it was.
     """
-    count = 0
-    before = b""
-    with sealed.writing(path, _HEAD) as put:
-        times: list[int] = []
-        ids: list[bytes] = []
-        size_bytes = _COUNT.size
+    with writing(path) as writer:
         for one, time_ms in known:
-            if not 1 <= len(one) <= MAX_DEDUPLICATION_ID_BYTES:
-                why = f"the deduplication ID {one[:40]!r} has {len(one)} bytes"
-                raise error("INVALID_DEDUPLICATION_ID", f"{why}: it should have 1 to {MAX_DEDUPLICATION_ID_BYTES}")
-            if not 0 <= time_ms <= LATEST_MS:
-                raise error("INVALID_REQUEST", f"{time_ms}, of the ID {one!r}, is no publish time: 0 to {LATEST_MS}")
-            if one <= before:
-                raise error("INTERNAL", f"the ID {one!r} comes after {before!r}")
-            before = one
-            ids.append(one)
-            times.append(time_ms)
-            size_bytes += _TIME_BYTES + 1 + len(one)
-            if size_bytes >= BLOCK_BYTES:
-                put(_encoded(times, ids))
-                count += len(ids)
-                times, ids, size_bytes = [], [], _COUNT.size
-        if ids:
-            put(_encoded(times, ids))
-            count += len(ids)
-        put(_END.pack(0, count))
-    return count
+            writer.add(one, time_ms)
+    return writer.ids
 
 
 def _encoded(times: list[int], ids: list[bytes]) -> bytes:
@@ -130,6 +166,14 @@ def parse(block: bytes) -> Block:
     if times.min() < 0 or times.max() > LATEST_MS:
         raise error("INVALID_REQUEST", f"a block has publish times that cannot be: 0 to {LATEST_MS} are")
     return Block(times, sizes, ids)
+
+
+def known_in(block: bytes) -> Iterator[Known]:
+    """The IDs of a block, in order. Raises as `parse`."""
+    columns = parse(block)
+    ids, ends = columns.ids.tobytes(), accumulate(columns.sizes.tolist(), initial=0)
+    for (begin, end), time_ms in zip(pairwise(ends), columns.times_ms.tolist(), strict=True):
+        yield Known(ids[begin:end], time_ms)
 
 
 class Checksum:

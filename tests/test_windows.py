@@ -25,7 +25,9 @@ def known_in(path: Path) -> list[Known]:
         digest.add(raw, len(block.sizes))
         ends = [0, *block.sizes.astype(int).cumsum().tolist()]
         ids = block.ids.tobytes()
-        found += [Known(ids[a:b], t) for (a, b), t in zip(pairwise(ends), block.times_ms.tolist(), strict=True)]
+        some = [Known(ids[a:b], t) for (a, b), t in zip(pairwise(ends), block.times_ms.tolist(), strict=True)]
+        assert list(windows.known_in(raw)) == some
+        found += some
     assert checksum == digest.finish() == path.read_bytes()[-32:]
     return found
 

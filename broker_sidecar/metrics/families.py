@@ -46,6 +46,11 @@ _NOW_BY_TOPIC = {
         "seqdedupe_window_age_seconds",
         "How long ago the oldest message was published whose deduplication ID is known; the most of any.",
     ),
+    "window_imported": ("seqdedupe_window_imported", "Deduplication IDs that were imported, until all have expired."),
+    "window_imported_missing": (
+        "seqdedupe_window_imported_missing",
+        "Topics that take no messages, because what was imported into them is not in the store.",
+    ),
     "max_snapshot_distance_messages": (
         "seqdedupe_snapshot_distance_messages",
         "Messages after the last durable snapshot of a topic, which a recovery would read; the most of any.",

@@ -78,6 +78,8 @@ class Now:
     window_forgotten: int = 0
     window_bytes: int = 0
     max_window_age_seconds: float = 0.0
+    window_imported: int = 0
+    window_imported_missing: int = 0
 
 
 @dataclass(slots=True)
@@ -180,6 +182,8 @@ def _look_at(topic: TopicBase, now: Now) -> None:
         now.max_window_age_seconds = max(now.max_window_age_seconds, age_seconds)
     if isinstance(topic, LoggedTopic):
         now.window_bytes += topic.imported.memory_bytes
+        now.window_imported += topic.policy.imported.ids if topic.policy.imported is not None else 0
+        now.window_imported_missing += topic.imported.is_missing
     if isinstance(topic, LoggedTopic) and (frames := len(topic.flight)):
         now.in_flight_frames += frames
         now.in_flight_bytes += topic.flight.bytes

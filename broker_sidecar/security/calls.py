@@ -84,8 +84,8 @@ CALLS: dict[str, Need | Other] = {
         DeleteTopic=_topic(_ADMINISTER),
         # All of them or none: half of the topics would look like all.
         ListTopics=Need(On.EVERYTHING, (_OBSERVE,)),
-        # Whoever publishes or reads asks for the number of partitions.
-        GetTopic=_topic(_OBSERVE, _PUBLISH, _READ),
+        # Whoever publishes, reads or imports asks for the number of partitions.
+        GetTopic=_topic(_OBSERVE, _PUBLISH, _READ, _ADMINISTER),
         SetTopicPolicy=_topic(_ADMINISTER),
         GetTopicPolicy=_topic(_OBSERVE),
         RemoveTopicPolicy=_topic(_ADMINISTER),

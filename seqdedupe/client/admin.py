@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from seqdedupe.address import SidecarAddress
-from seqdedupe.client import backup, transfer
+from seqdedupe.client import backup, dealing, transfer
 from seqdedupe.client.calls import Calls, Connection
 from seqdedupe.client.connection import call
 from seqdedupe.errors import InvalidRequestError, error
@@ -263,12 +263,21 @@ class Admin:
 
     async def import_window(self, topic: str, path: Path) -> int:
         """Takes a file of deduplication IDs over into a topic of these that has no messages. In force, and durable,
-        when it returns how many there were.
+        when it returns how many there were. The partitions of a partitioned topic get those that belong there, one
+        after the other; the folder for temporary files needs room for another copy.
 
         Raises INVALID_SOURCE, NEWER_FORMAT, OSError, InvalidRequestError (TOPIC_IN_USE), NotFoundError,
-        UnavailableError: then nothing is in force, but after OutcomeUnknownError perhaps all. Repeating it is harmless.
+        UnavailableError: then nothing is in force, but after OutcomeUnknownError perhaps all; of a partitioned topic
+        what the error says. Repeating it is harmless.
         """
-        return await self._transfer(transfer.import_window, topic, path, is_look=False)
+
+        def bring(one: str, part: Path) -> Awaitable[int]:
+            return self._transfer(transfer.import_window, one, part, is_look=False)
+
+        found = await self.topic(topic)
+        if found.partitions:
+            return await dealing.import_window(found, path, self.topic, bring)
+        return await bring(topic, path)
 
     async def export_snapshot(self, topic: str, path: Path) -> admin_pb2.SnapshotHead:
         """Writes the topic's snapshot, as of one moment, to a file; returns of which position it is.

@@ -38,6 +38,7 @@ from seqdedupe.core.id_table import (
     decide,
     index_of,
 )
+from seqdedupe.core.moment import Moment
 from seqdedupe.core.rule import DUP
 from seqdedupe.format.columns import ROWS as ROWS_OF_BATCH
 from seqdedupe.format.jit import Int64s, Int64s2, Uint8s
@@ -133,26 +134,25 @@ class IdWindow:
         places: Int64s,
         deduplicate: bool,
         limits: WindowLimits,
-        now_ms: int,
+        now: Moment,
         older: Int64s = NONE_OLDER,
     ) -> Decision:
         """What each row of a batch is; new ones are in flight from now on, with the indexes from `next_index` on.
 
-        Forgets before that what lies beyond the limits. `now_ms` is the time, in milliseconds since 1970. `older` has
-        the index of each row's ID in the runs (else NOWHERE); it may be left out if there are none, or with
-        `deduplicate` off.
+        Forgets before that what lies beyond the limits. `older` has the index of each row's ID in the runs (else
+        NOWHERE); it may be left out if there are none, or with `deduplicate` off.
         """
         rows, newer = int(places[ROWS_OF_BATCH]), self._newer
         if deduplicate and self.older.runs and len(older) != rows:
             raise ValueError("nobody has looked into the runs")
-        self.move(limits, now_ms)
+        self.move(limits, now.earliest_ms)
         self._slots.make_room(rows)
         frame_index = self.next_index
         verdicts, found = np.empty(rows, np.uint8), np.empty(rows, np.int64)
         replaced = _NONE_REPLACED if deduplicate else np.empty((rows, 2), np.int64)
         new = first = 0
         while first < rows:
-            place, end = newer.room_for(view, places, first, rows, limits, now_ms)
+            place, end = newer.room_for(view, places, first, rows, limits, now.latest_ms)
             before = newer.bytes_of(place)
             of_part = decide(
                 view,
@@ -174,7 +174,7 @@ class IdWindow:
             )
             if of_part:
                 self._id_bytes += newer.bytes_of(place) - before
-                newer.chunks[place, LAST_TIME_MS] = max(int(newer.chunks[place, LAST_TIME_MS]), now_ms)
+                newer.chunks[place, LAST_TIME_MS] = max(int(newer.chunks[place, LAST_TIME_MS]), now.latest_ms)
             new += of_part
             first = end
         if not deduplicate and (known := replaced[replaced[:, 1] != NOWHERE]).size:
@@ -212,14 +212,14 @@ class IdWindow:
     def replay(self, view: Uint8s, places: Int64s, index: int, time_ms: int, limits: WindowLimits) -> None:
         """The rows of a batch are in the log from this index on, published at that time. Nothing is in flight.
 
-        Of what is known already nothing changes.
+        Of what is known already nothing changes. Nothing is forgotten for its age: the clock may have been wrong then.
         """
         rows = int(places[ROWS_OF_BATCH])
         if index + rows <= self.confirmed_index:
             return
         if index != self.confirmed_index:
             self._begin_at(index)
-        self.decide(view, places, False, limits, time_ms)
+        self.decide(view, places, False, limits, Moment(0, time_ms))
         self._state[CONFIRMED] = self._state[NEXT]
         self._replaced.clear()
 
@@ -288,7 +288,8 @@ class IdWindow:
     # -- forgetting ----------------------------------------------------------------------------------------------
 
     def move(self, limits: WindowLimits, now_ms: int) -> None:
-        """Forgets chunks that lie beyond the limits, the oldest first, none with anything in flight."""
+        """Forgets chunks that lie beyond the limits, the oldest first, none with anything in flight. It is `now_ms` or
+        later."""
         order = self._newer.order
         self._newer.seal_if_due(limits, now_ms)
         while self.older.chunks or (order and (len(order) > 1 or self._newer.is_sealed)):

@@ -10,6 +10,7 @@ import numpy as np
 from seqdedupe.core.id_chunks import NO_LIMIT
 from seqdedupe.core.id_table import IMPORTED
 from seqdedupe.core.id_window import NONE_OLDER, IdWindow
+from seqdedupe.core.moment import Moment
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.format.columns import BASE_INDEX
 from seqdedupe.format.jit import Int64s, Uint8s
@@ -25,7 +26,7 @@ def admit(
     *,
     applied: Applied,
     wants_keys: bool,
-    now_ms: int,
+    now: Moment,
     check_log: Callable[[bytes], None],
     older: Callable[[Frame, int], Int64s],
 ) -> tuple[Frame | None, Receipt | Refusal]:
@@ -42,14 +43,14 @@ def admit(
         in_runs = NONE_OLDER
         if applied.deduplication_enabled:
             # What is forgotten now is looked for in what was imported.
-            window.move(applied.window, now_ms)
-            in_runs = older(frame, since_ms(applied, now_ms))
+            window.move(applied.window, now.earliest_ms)
+            in_runs = older(frame, since_ms(applied, now))
     except SeqdedupeError as e:
         return None, Refusal(number, e)
     next_index = window.next_index
     try:
         new, verdicts, dups, originals = window.decide(
-            frame.view, frame.places, applied.deduplication_enabled, applied.window, now_ms, in_runs
+            frame.view, frame.places, applied.deduplication_enabled, applied.window, now, in_runs
         )
         if not new:
             return None, _receipt(number, verdicts, -1, dups, originals)
@@ -63,10 +64,10 @@ def admit(
         raise OutOfStepError from e
 
 
-def since_ms(applied: Applied, now_ms: int) -> int:
+def since_ms(applied: Applied, now: Moment) -> int:
     """What was published up to this time is too old to be known; below 0: nothing is."""
     milliseconds = applied.window.milliseconds
-    return -1 if milliseconds == NO_LIMIT else now_ms - milliseconds
+    return -1 if milliseconds == NO_LIMIT else now.earliest_ms - milliseconds
 
 
 def _receipt(number: int, verdicts: Uint8s, first_index: int, dups: Int64s, originals: Int64s) -> Receipt:

@@ -114,7 +114,7 @@ async def state_by_id(topic: Topic, deduplication_id: bytes) -> Message:
     index = topic.window.index_of(frame.view, frame.places)
     if index >= topic.confirmed_index:
         return Message(MessageState.IN_FLIGHT, NO_SEQUENCE_ID, NO_SEQUENCE_ID)
-    since = since_ms(topic.applied, topic.now_ms())
+    since = since_ms(topic.applied, topic.now())
     if index == NOWHERE and len(older := topic.window_runs.older(frame, since, looked_up)):
         index = int(older[0])
     if index == IMPORTED:

@@ -13,6 +13,7 @@ from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Loaded, Snapshots
 from seqdedupe.store.topics import LogKind, TopicRecord
 from seqdedupe.topic.base import TopicBase
+from seqdedupe.topic.clock import Clock
 from seqdedupe.topic.control import decode_policy
 from seqdedupe.topic.policy import Applied, Policy
 from seqdedupe.topic.publishing import Topic
@@ -25,7 +26,8 @@ logger = logging.getLogger("seqdedupe.topic")
 class PublishedTopics:
     """A `TopicKind`. `on_state` is told each change of a topic's state; `rebuild_store`: snapshots may be missing.
 
-    `stands_by` says of a topic whether it is followed, and taken over by itself, while another sidecar owns it."""
+    `stands_by` says of a topic whether it is followed, and taken over by itself, while another sidecar owns it.
+    `clock` is for topics of deduplication IDs; without it they forget nothing by time."""
 
     def __init__(
         self,
@@ -37,6 +39,7 @@ class PublishedTopics:
         rebuild_store: bool = False,
         stands_by: Callable[[str], bool] = lambda topic: False,
         window_memory: WindowMemory | None = None,
+        clock: Clock | None = None,
     ) -> None:
         self.log = log
         self._store = store
@@ -45,6 +48,7 @@ class PublishedTopics:
         self._rebuild_store = rebuild_store
         self._stands_by = stands_by
         self._window_memory = window_memory
+        self._clock = clock or Clock()
 
     async def list(self, without: Container[str] = ()) -> list[LogName]:
         return await self._logs.list(without)
@@ -84,7 +88,7 @@ class PublishedTopics:
                 topic=record.name,
                 first_index=log.first_index,
             )
-        return Topic(
+        topic = Topic(
             record.name,
             log,
             self._store,
@@ -97,6 +101,8 @@ class PublishedTopics:
             window_memory=self._window_memory,
             imported=imported,
         )
+        topic.now = self._clock.now
+        return topic
 
     async def _imported(self, record: TopicRecord) -> Imported | None:
         """What the store has of an imported window. What is damaged is as good as missing: the file has it."""

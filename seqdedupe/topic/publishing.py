@@ -6,22 +6,19 @@ the log may be appended to.
 """
 
 import asyncio
-import time
 from collections.abc import Callable
 
+from seqdedupe.core.moment import Moment
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.topic import admission, by_id, trimming
 from seqdedupe.topic.answers import OutOfStepError, Receipt, Refusal, Reply
+from seqdedupe.topic.clock import Clock
 from seqdedupe.topic.flight import Admitted
 from seqdedupe.topic.frame import Frame, NumbersCache
 from seqdedupe.topic.owning import OwnedTopic
 from seqdedupe.topic.policy import Policy, Route
 from seqdedupe.topic.state import State
 from seqdedupe.topic.window_runs import LookedUp
-
-
-def _now_ms() -> int:
-    return time.time_ns() // 1_000_000
 
 
 class Topic(OwnedTopic):
@@ -31,8 +28,8 @@ class Topic(OwnedTopic):
     IDs; without it their windows stay in memory. `imported` is the window that the store has of an import.
     """
 
-    now_ms: Callable[[], int] = staticmethod(_now_ms)
-    """When messages of a topic of deduplication IDs are published."""
+    now: Callable[[], Moment] = Clock().now
+    """When messages of a topic of deduplication IDs are published, and how old others are."""
     _trimming: asyncio.Task[None] | None = None
 
     def admit(
@@ -89,7 +86,7 @@ class Topic(OwnedTopic):
                 self.window,
                 applied=self.applied,
                 wants_keys=self.policy.route is Route.KEY,
-                now_ms=self.now_ms(),
+                now=self.now(),
                 check_log=check_log,
                 older=lambda frame, since_ms: self.window_runs.older(frame, since_ms, looked_up),
             )

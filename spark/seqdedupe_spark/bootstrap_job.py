@@ -133,7 +133,7 @@ def _checked_name(column: str, name: bytearray | None) -> bytes:
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("output", type=click.Path(dir_okay=False, path_type=Path))
-@click.option("--topic", help="Take those of this topic, one partition.")
+@click.option("--topic", help="Take those of this topic; of sequence IDs, of one partition.")
 @click.option("--parquet", multiple=True, metavar="PATH", help="Take them from these files, folders or globs.")
 @click.option("--producer-column", metavar="NAME", help=f"In Parquet; else {' or '.join(names(PRODUCER_COLUMN))}.")
 @click.option(

@@ -14,6 +14,7 @@ from pyspark.sql.types import BinaryType, DecimalType, IntegralType, StringType,
 from seqdedupe.client.blocking import Client
 from seqdedupe.errors import error
 from seqdedupe.limits import MAX_DEDUPLICATION_ID_BYTES
+from seqdedupe.names import partition_name
 from seqdedupe.v1 import admin_pb2
 from seqdedupe.windows import LATEST_MS, Known, write
 from seqdedupe_spark.history import bad, column_of, quoted, read_parquet, topic_column_of
@@ -23,27 +24,30 @@ TIME_COLUMN = "__publishTime"
 
 MICROSECONDS_A_MILLISECOND = 1000
 
+_PARTITION = "-partition-[0-9]+$"
+"""Of a topic's name."""
+
 
 def bootstrap_window_from_topic(
     spark: SparkSession, client: Client, topic: str, output: Path, options: Mapping[str, str]
 ) -> int:
-    """Writes the deduplication IDs of all messages that a topic's log has; returns how many there are.
+    """Writes the deduplication IDs of all messages that a topic's log has, or the logs of its partitions; returns how
+    many there are.
 
     `options` are those of the data source that name the sidecar. Raises LOG_INCOMPLETE, and nothing is written, if the
-    topic knows more IDs than its log tells, POSITION_TRIMMED if it does so meanwhile; INVALID_REQUEST for a partitioned
-    topic, INVALID_SOURCE, OSError, and what the data source raises.
+    topic knows more IDs than its log tells, POSITION_TRIMMED if it does so meanwhile; INVALID_SOURCE, OSError, and what
+    the data source raises.
     """
     found = client.admin.topic(topic)
-    _check_log_tells_all(found)
-    first = json.dumps({found.name: found.first_index})
+    partitions = [client.admin.topic(partition_name(found.name, k)) for k in range(found.partitions)]
+    for one in partitions or [found]:
+        _check_log_tells_all(one)
+    first = json.dumps({one.name: one.first_index for one in partitions or [found]})
     reader = spark.read.format("seqdedupe").options(**options).option("topic", found.name)
     return write(output, _known(reader.option("startingOffsets", first).load(), ID_COLUMN, TIME_COLUMN, None))
 
 
 def _check_log_tells_all(topic: admin_pb2.Topic) -> None:
-    if topic.partitions:
-        why = f"topic {topic.name} is partitioned, and each partition has a window of its own"
-        raise error("INVALID_REQUEST", why, hint=f"Name one: --topic {topic.name}-partition-0, and so on.")
     what = ""
     if topic.window_imported:
         what = f"{topic.window_imported} IDs that were imported into it"
@@ -68,7 +72,7 @@ def bootstrap_window_from_parquet(
 
     `paths` are files, folders or globs. Columns that are not named are those of the data source, with or without the
     leading `__`: IDs are bytes or text, times are timestamps or whole milliseconds since 1970. The files are to be of
-    one topic (partition): if they say otherwise, that is an error.
+    one topic, whichever of its partitions: if they say otherwise, that is an error.
 
     Raises INVALID_SOURCE, and nothing is written, if the files or columns are not there, or hold an ID that has not 1
     to 255 bytes, or a time that cannot be; OSError.
@@ -99,6 +103,8 @@ def _known(frame: DataFrame, id_column: str, time_column: str, topic_column: str
     """One an ID, in the order of their bytes. Raises INVALID_SOURCE at the first one that cannot be."""
     times = _milliseconds(frame, time_column)
     topics = f.col(quoted(topic_column)).cast("string") if topic_column else f.lit(None).cast("string")
+    # Partitions are of one topic.
+    topics = f.regexp_replace(topics, _PARTITION, "")
     found = (
         frame.groupBy(f.col(quoted(id_column)).cast("binary").alias("id"))
         .agg(f.min(times), f.max(times), f.count("*") - f.count(times), f.min(topics), f.max(topics))

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from seqdedupe.core import id_older, id_runs, id_window
 from seqdedupe.core.id_chunks import NO_LIMIT, WindowLimits
+from seqdedupe.core.moment import Moment
 from seqdedupe.core.rule import DUP, NOT_DUP
 from tests.core.test_id_window import HASHES, ID_POOL, KEY, Model, frame, pieces_of
 from tests.plain import PLAIN
@@ -43,13 +44,13 @@ class WithRuns:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
-    def decide(self, view: Any, places: Any, deduplicate: bool, limits: WindowLimits, now_ms: int) -> Any:
+    def decide(self, view: Any, places: Any, deduplicate: bool, limits: WindowLimits, now: Moment) -> Any:
         older = np.zeros(0, np.int64)
         if deduplicate and self.inner.older.runs:
             known = self.looked_up
             is_current = known is not None and known[:2] == (view.tobytes(), self.inner.older.generation)
             older = known[2] if known is not None and is_current else self.found(view, places)
-        return self.inner.decide(view, places, deduplicate, limits, now_ms, older)
+        return self.inner.decide(view, places, deduplicate, limits, now, older)
 
     def look_up(self, ids: list[bytes]) -> None:
         view, places = frame(ids)
@@ -297,7 +298,7 @@ def test_many_pages_and_runs_are_looked_through_and_merged() -> None:
     numbers = [k.to_bytes(16, "big") + b"x" * (k % 100) for k in range(30_000)]
     for first in range(0, len(numbers), 1000):
         view, places = frame(numbers[first : first + 1000])
-        assert model.window.decide(view, places, True, limits, 0)[0] == 1000
+        assert model.window.decide(view, places, True, limits, Moment(0, 0))[0] == 1000
         model.window.confirm(1000)
         for step in (model.window.move_out, model.window.name, model.window.merge, model.window.name):
             step()
@@ -312,8 +313,10 @@ def test_many_pages_and_runs_are_looked_through_and_merged() -> None:
     assert first >= 30_000 - 20_000 * 17 // 16 - 1000
     for begin in range(first, 30_000, 1000):
         ids = numbers[begin : begin + 1000]
-        assert window.decide(*frame(ids), True, limits, 0)[3].tolist() == list(range(begin, begin + len(ids)))
-    assert window.decide(*frame(numbers[first - 1000 : first]), True, limits, 0)[0] == 1000
+        assert window.decide(*frame(ids), True, limits, Moment(0, 0))[3].tolist() == list(
+            range(begin, begin + len(ids))
+        )
+    assert window.decide(*frame(numbers[first - 1000 : first]), True, limits, Moment(0, 0))[0] == 1000
 
 
 def test_filters_are_small_and_let_little_through() -> None:
@@ -336,7 +339,7 @@ def test_nothing_is_decided_without_a_look_into_the_runs() -> None:
     model.window.move_out()
     model.window.name()
     with pytest.raises(ValueError, match="runs"):
-        model.window.inner.decide(*frame([b"a"]), True, limits, 0)
+        model.window.inner.decide(*frame([b"a"]), True, limits, Moment(0, 0))
 
 
 def _failing(history: Any) -> bool:
@@ -358,11 +361,11 @@ def _oldest_only(real: Any) -> Any:
 
 
 def _whatever_generation(self: Any, *arguments: Any) -> Any:
-    view, places, deduplicate, limits, now_ms = arguments
+    view, places, deduplicate, limits, now = arguments
     known = self.looked_up
     is_of_it = known is not None and known[0] == view.tobytes()
     older = known[2] if known is not None and is_of_it else self.found(view, places)
-    return self.inner.decide(view, places, deduplicate, limits, now_ms, older)
+    return self.inner.decide(view, places, deduplicate, limits, now, older)
 
 
 def _beyond_the_window(real: Any) -> Any:

@@ -3,6 +3,7 @@
 import random
 import resource
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,6 +18,7 @@ from seqdedupe.core import id_slots, id_window
 from seqdedupe.core.growing import Growing
 from seqdedupe.core.id_chunks import NO_LIMIT, WindowLimits
 from seqdedupe.core.id_table import CONFIRMED
+from seqdedupe.core.moment import Moment
 from seqdedupe.core.rule import DUP, NOT_DUP, UNKNOWN
 from seqdedupe.format import layout
 from seqdedupe.format.columns import PLACES
@@ -61,10 +63,17 @@ class Model:
         self.confirmed = 0
         self.frames: list[int] = []
         self.now_ms = 0
+        self.doubt_ms = (0, 0)
+        """So much earlier and later than it is it may be, as far as the window is told."""
+
+    @property
+    def now(self) -> Moment:
+        before_ms, after_ms = self.doubt_ms
+        return Moment(self.now_ms - before_ms, self.now_ms + after_ms)
 
     def decide(self, ids: list[bytes], deduplicate: bool, limits: WindowLimits) -> None:
         before = self.window.first_index
-        new, verdicts, dups, originals = self.window.decide(*frame(ids), deduplicate, limits, self.now_ms)
+        new, verdicts, dups, originals = self.window.decide(*frame(ids), deduplicate, limits, self.now)
         first = self.window.first_index
         assert before <= first <= self.confirmed
         if first > before:
@@ -126,11 +135,14 @@ class Model:
     def replay(self, ids: list[bytes], limits: WindowLimits) -> None:
         """Read from the log. What is known already says nothing."""
         self.fail()
-        self.window.replay(*frame(ids), self.confirmed, self.now_ms, limits)
+        before = self.window.first_index
+        self.window.replay(*frame(ids), self.confirmed, self.now.latest_ms, limits)
+        if self.window.first_index > before:
+            self.check_reach(replace(limits, milliseconds=NO_LIMIT))
         self.ids += ids
         self.times += [self.now_ms] * len(ids)
         self.confirmed += len(ids)
-        self.window.replay(*frame(ids), self.confirmed - len(ids), self.now_ms, limits)
+        self.window.replay(*frame(ids), self.confirmed - len(ids), self.now.latest_ms, limits)
         self.check()
 
     def check(self) -> None:
@@ -155,6 +167,7 @@ ACTIONS = st.lists(
         st.tuples(st.just("restart"), st.none()),
         st.tuples(st.just("replay"), IDS),
         st.tuples(st.just("wait"), st.integers(1, 60)),
+        st.tuples(st.just("doubt"), st.sampled_from([(0, 0), (0, 0), (50, 0), (0, 50), (1000, 1000)])),
     ),
     max_size=30,
 )
@@ -180,6 +193,8 @@ def run(history: tuple[WindowLimits, list[tuple[str, Any]]], core: ModuleType) -
                 model.replay(argument, limits)
             case "wait":
                 model.now_ms += argument
+            case "doubt":
+                model.doubt_ms = argument
 
 
 @given(HISTORIES)
@@ -263,6 +278,23 @@ PLANTED: dict[str, tuple[str, str, Callable[[Any], Any]]] = {
         "confirm",
         lambda real: lambda self, rows: real(self, self.next_index - self.confirmed_index),
     ),
+    "forgets by the latest time": (
+        "id_window.IdWindow",
+        "decide",
+        lambda real: lambda self, *args: real(self, *args[:4], Moment(args[4].latest_ms, args[4].latest_ms), *args[5:]),
+    ),
+    "what comes has the earliest time": (
+        "id_window.IdWindow",
+        "decide",
+        lambda real: (
+            lambda self, *args: real(self, *args[:4], Moment(args[4].earliest_ms, args[4].earliest_ms), *args[5:])
+        ),
+    ),
+    "what is read from the log is forgotten by its time": (
+        "id_window",
+        "Moment",
+        lambda real: lambda earliest_ms, latest_ms: real(latest_ms, latest_ms),
+    ),
     "never forgets, and says so": (
         "id_window.IdWindow",
         "_is_beyond",
@@ -318,9 +350,9 @@ def _never_empty(seed: int) -> None:
 def test_what_was_known_of_messages_in_the_log_is_not_kept() -> None:
     window, limits = id_window.IdWindow(KEY, 0), WindowLimits(10_000_000)
     ids = _many(100)
-    window.decide(*frame(ids), False, limits, 0)
+    window.decide(*frame(ids), False, limits, Moment(0, 0))
     for _ in range(50):
-        window.decide(*frame(ids), False, limits, 0)
+        window.decide(*frame(ids), False, limits, Moment(0, 0))
         window.confirm(100)
     assert [end for end, _ in window._replaced] == [window.next_index]
     window.confirm(100)
@@ -351,7 +383,7 @@ def test_it_grows_and_forgets_bit_by_bit(counted: list[int]) -> None:
     most = 0
     for start in range(0, 400_000, 1000):
         counted.clear()
-        new, *_ = window.decide(*frame(_many(1000, start)), True, limits, 0)
+        new, *_ = window.decide(*frame(_many(1000, start)), True, limits, Moment(0, 0))
         window.confirm(new)
         most = max(most, sum(counted))
         assert new == 1000
@@ -360,10 +392,10 @@ def test_it_grows_and_forgets_bit_by_bit(counted: list[int]) -> None:
     assert window.memory_bytes / len(window) < 45
     assert _free_with_memory(window) <= 1
     first = window.first_index + 10_000
-    new, _, _, originals = window.decide(*frame(_many(1000, first)), True, limits, 0)
+    new, _, _, originals = window.decide(*frame(_many(1000, first)), True, limits, Moment(0, 0))
     assert new == 0
     assert originals.tolist() == list(range(first, first + 1000))
-    assert window.decide(*frame(_many(1000, window.first_index - 1000)), True, limits, 0)[0] == 1000
+    assert window.decide(*frame(_many(1000, window.first_index - 1000)), True, limits, Moment(0, 0))[0] == 1000
 
 
 def _free_with_memory(window: Any) -> int:
@@ -377,7 +409,7 @@ def _tidied() -> Any:
     """A window of which nearly all was forgotten at once."""
     window = id_window.IdWindow(KEY, 0)
     for start in range(0, 300_000, 10_000):
-        window.decide(*frame(_many(10_000, start)), True, WindowLimits(10**7), 0)
+        window.decide(*frame(_many(10_000, start)), True, WindowLimits(10**7), Moment(0, 0))
         window.confirm(10_000)
     window.move(WindowLimits(16), 0)
     while window.tidy(10_000):
@@ -406,7 +438,7 @@ def _most_faults_of_a_frame() -> int:
     for start in range(0, 900_000, 1000):
         numbers[:, 1] = np.arange(start, start + 1000)
         before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
-        new, *_ = window.decide(*ids, True, limits, 0)
+        new, *_ = window.decide(*ids, True, limits, Moment(0, 0))
         faults.append(resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before)
         assert new == 1000
         window.confirm(new)
@@ -428,8 +460,10 @@ def test_control_a_frame_that_gets_all_of_it_is_seen(monkeypatch: pytest.MonkeyP
 def test_the_largest_ids_and_frames_fit() -> None:
     window, limits = id_window.IdWindow(KEY, 7), WindowLimits(1_000_000)
     longest = [k.to_bytes(255, "big") for k in range(30_000)]
-    new, *_ = window.decide(*frame(longest), True, limits, 0)
+    new, *_ = window.decide(*frame(longest), True, limits, Moment(0, 0))
     assert new == 30_000
-    assert window.decide(*frame([b"a", *longest[:10]]), True, limits, 0)[1].tolist() == [NOT_DUP] + 10 * [UNKNOWN]
+    assert window.decide(*frame([b"a", *longest[:10]]), True, limits, Moment(0, 0))[1].tolist() == [NOT_DUP] + 10 * [
+        UNKNOWN
+    ]
     window.confirm(30_000)
-    assert window.decide(*frame(longest), True, limits, 0)[3].tolist() == list(range(7, 30_007))
+    assert window.decide(*frame(longest), True, limits, Moment(0, 0))[3].tolist() == list(range(7, 30_007))

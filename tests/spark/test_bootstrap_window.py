@@ -107,6 +107,41 @@ def test_a_topic_of_deduplication_ids_gives_these(
         client.admin.import_window(f"{topic}-by-sequence", output)
 
 
+def test_all_partitions_of_a_topic_go_into_all_of_another_one(
+    spark: SparkSession,
+    client: Client,
+    topic: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """By key an ID may be in several partitions: it counts from its latest message on."""
+    output, new = tmp_path / "window", f"{topic}-new"
+    by_id: dict[str, Any] = {"deduplication_mode": "deduplication-id"}
+    client.admin.create_topic(topic, partitions=3, deduplication_route="key", **by_id)
+    ids = [b"%d" % k for k in range(100)]
+    with client.publisher(topic) as publisher:
+        publisher.send_batch([b""] * 200, ids + ids, keys=[b"%d" % (k % 37) for k in range(200)])
+    assert run(spark, monkeypatch, str(output), "--topic", topic, "--address", client.address) == 0
+    assert capsys.readouterr().out == f"{output}: a window of 100 deduplication IDs\n"
+    assert set(known_in(output)) == set(ids)
+    client.admin.create_topic(new, partitions=2, **by_id)
+    assert client.admin.import_window(new, output) == 100
+    with client.publisher(new) as publisher:
+        result = publisher.send_batch([b""] * 101, [*ids, b"new"])
+    assert result.verdicts.tolist() == [Verdict.DUP] * 100 + [Verdict.NOT_DUP]
+    assert run(spark, monkeypatch, str(tmp_path / "again"), "--topic", new, "--address", client.address) == 1
+    assert "LOG_INCOMPLETE" in capsys.readouterr().err
+    assert not (tmp_path / "again").exists()
+
+
+def test_files_of_partitions_are_of_one_topic(spark: SparkSession, tmp_path: Path) -> None:
+    names = ["t-partition-0", "t-partition-11", "t"]
+    columns = {"deduplicationId": ["a", "b", "c"], "publishTime": pa.array([1, 2, 3], pa.int64()), "topic": names}
+    folder = history(tmp_path / "history", columns)
+    assert bootstrap_window_from_parquet(spark, [folder], tmp_path / "window") == 3
+
+
 GOOD = {"deduplicationId": ["a", "b"], "publishTime": pa.array([1, 2], pa.int64())}
 
 

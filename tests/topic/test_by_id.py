@@ -18,6 +18,7 @@ from seqdedupe import batch as batches
 from seqdedupe.batch import Binary
 from seqdedupe.core import id_newer
 from seqdedupe.core.id_window import IdWindow
+from seqdedupe.core.moment import Moment
 from seqdedupe.core.rule import DUP, NOT_DUP, UNKNOWN
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.format.columns import ROWS
@@ -66,7 +67,7 @@ class Place:
 
     async def start(self) -> Topic:
         self.topic = self.opened(Snapshots(self.store, INCARNATION))
-        self.topic.now_ms = lambda: self.now_ms
+        self.topic.now = self.now
         await self.topic.recover()
         if self.topic.window is None:
             setting = asyncio.ensure_future(self.topic.set_policy(self.policy))
@@ -74,6 +75,9 @@ class Place:
             self.log.settle()
             await setting
         return self.topic
+
+    def now(self) -> Moment:
+        return Moment(self.now_ms, self.now_ms)
 
     def opened(self, snapshots: Snapshots) -> Topic:
         return self.topic_of(snapshots, snapshots.load())

@@ -483,7 +483,7 @@ def _not_stated(self: ImportedWindow, message: Any) -> None:
 
 PLANTED: dict[str, tuple[Any, str, Any]] = {
     "what was imported does not count": (WindowImported, "to_look_into", _not_looked_into),
-    "it never expires": (by_id, "since_ms", lambda applied, now_ms: -1),
+    "it never expires": (by_id, "since_ms", lambda applied, now: -1),
     "the log does not say what was imported": (ImportedWindow, "fill", _not_stated),
     "the times are cut, and not rounded up": (window_import, "seconds_of", lambda times: times // 1000 - 1),
     "a part of the import is left out": (window_import, "entries_with", lambda *a: _without_the_last(*a)),

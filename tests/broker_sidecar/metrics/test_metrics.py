@@ -1,5 +1,6 @@
 """What a real sidecar shows of what was done to it, number by number."""
 
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -8,8 +9,11 @@ import grpc
 import pytest
 
 from broker_sidecar.metrics.topics import MAX_NAMED, OTHER
+from seqdedupe import windows
+from seqdedupe.client.blocking import Client as BlockingClient
 from seqdedupe.testing import Sidecar
 from seqdedupe.v1 import admin_pb2, read_pb2
+from seqdedupe.windows import Known
 from tests.broker_sidecar import with_constants
 from tests.broker_sidecar.calls import TIMEOUT_SECONDS, Client, batch
 from tests.broker_sidecar.metrics.scraping import SHORT, WAIT_SECONDS, Page, address_of, metrics_of, scrape
@@ -194,6 +198,38 @@ def test_after_a_crash_it_says_what_was_replayed(tmp_path: Path) -> None:
         assert page.value("seqdedupe_replayed_messages_total") == 7
         assert page.value("seqdedupe_recovery_seconds_total") > 0
         assert page.value("seqdedupe_topics", state="serving") == 1
+
+
+def imported(sidecar: Sidecar) -> tuple[float, float]:
+    """How many IDs, and whether they are missing, of topic `t`; in the sum of all topics that is all there is."""
+    page = scrape(sidecar)
+    of_topic = [page.value(f"seqdedupe_window_{name}", topic=SHORT + "t") for name in ("imported", "imported_missing")]
+    assert of_topic == [page.sum(f"seqdedupe_window_{name}") for name in ("imported", "imported_missing")]
+    return of_topic[0], of_topic[1]
+
+
+def test_imported_ids_and_that_they_are_missing(tmp_path: Path) -> None:
+    window = tmp_path / "window"
+    windows.write(window, [Known(b"%d" % k, 1) for k in range(7)])
+    up_to_date = with_constants.environment(metrics__exposition__FRESH_SECONDS=0)
+    with (
+        Sidecar(
+            tmp_path / "one", module=with_constants.MODULE, environment=up_to_date, metrics_listen="127.0.0.1:0"
+        ) as sidecar,
+        BlockingClient(sidecar.address) as client,
+    ):
+        client.admin.create_topic("t", deduplication_mode="deduplication-id")
+        client.admin.create_topic("other", deduplication_mode="deduplication-id")
+        assert imported(sidecar) == (0, 0)
+        client.admin.import_window("t", window)
+        assert imported(sidecar) == (7, 0)
+        sidecar.stop()
+        shutil.rmtree(sidecar.data / "store")
+        sidecar.keys["rebuild_store"] = True
+        sidecar.start()
+        assert imported(sidecar) == (7, 1)
+        client.admin.import_window("t", window)
+        assert imported(sidecar) == (7, 0)
 
 
 def test_without_the_key_nothing_is_served(sidecar: Sidecar) -> None:

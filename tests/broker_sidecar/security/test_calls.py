@@ -38,7 +38,7 @@ NEEDS = {
     "SetCursorHold": {"administer"},
     "DeleteCursor": {"administer"},
     "CreateTopic": {"create"},
-    "GetTopic": {"observe", "publish", "read"},
+    "GetTopic": {"observe", "publish", "read", "administer"},
     "ListTopics": {"observe"},
     "GetTopicPolicy": {"observe"},
     "GetNamespacePolicy": {"observe"},

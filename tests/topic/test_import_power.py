@@ -1,0 +1,245 @@
+"""Power cuts at every step of an import, and of another one of the same file: see `tests.store.power`.
+
+What the log says was imported is wholly in force after any of them; what it does not say is as if it had never been
+begun, and the same file brings it. About 30 s, one process.
+"""
+
+import asyncio
+import random
+import shutil
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rocksdict import WriteBatch
+
+from seqdedupe import windows
+from seqdedupe.core.rule import DUP, NOT_DUP
+from seqdedupe.store import id_runs, rocksdb
+from seqdedupe.store import imported as stored_import
+from seqdedupe.store.db import Store
+from seqdedupe.topic import window_import
+from seqdedupe.topic.operating import MessageState, state_by_id
+from seqdedupe.topic.window_import import WindowImport
+from seqdedupe.windows import Known
+from tests.log.faulty import FaultyLog, Storage
+from tests.store.model import fast_folder
+from tests.store.power import Files, Machine, Moment
+from tests.store.test_power_cut import settled
+from tests.topic.test_window_import import HOUR_MS, ImportPlace
+from tests.topic.test_window_power import as_of_now
+
+SEED = 20_27
+CUTS = 1
+"""At each moment."""
+
+FIRST = [Known(b"%03d-" % k + b"x" * (k * 7 % 250), HOUR_MS + k) for k in range(150)]
+OTHER = [Known(b"other %03d" % k, HOUR_MS + k) for k in range(60)]
+"""Of another file, which is never all there."""
+IDS = [known.deduplication_id for known in FIRST]
+MESSAGES = [b"a", b"b"]
+
+
+@pytest.fixture
+def memory() -> Iterator[Path]:
+    with fast_folder() as folder:
+        yield folder
+
+
+@pytest.fixture(autouse=True)
+def many_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An import has several parts, which are merged; a run has several writes."""
+    monkeypatch.setattr(windows, "BLOCK_BYTES", 4096)
+    monkeypatch.setattr(window_import, "PART_BYTES", 8192)
+    monkeypatch.setattr(id_runs, "PAGES_A_WRITE", 1)
+    monkeypatch.setattr(rocksdb, "MEMTABLE_BYTES", 1024 * 1024)
+
+
+class Life(Machine):
+    """A topic into which a window is imported again and again; `logs_then` has its log as it was at each moment."""
+
+    place: ImportPlace
+
+    async def live(self, patch: pytest.MonkeyPatch, window: Path) -> None:
+        self.patch = patch
+        self.logs_then: list[Storage] = []
+        self.answered: list[bool] = []
+        self.is_answered = False
+        self.plug_in(patch)
+        self.store = Store.open(self.folder)
+        self._synced = self.logs()
+        self._mark = (self.folder / "DURABLE").read_bytes()
+        self._watch(patch)
+        self.place = ImportPlace(self.store)
+        await self.place.start()
+        await self.broken_off(OTHER, window, after_put=True)
+        await self.broken_off(FIRST, window, after_put=False)
+        await self.place.crash()
+        await self.broken_off(OTHER, window, after_put=True)
+        await self.place.bring(FIRST, window)
+        self.is_answered = True
+        self.keep("answered")
+        assert self.place.new(*MESSAGES) == [NOT_DUP] * len(MESSAGES)
+        await self.place.topic.snapshot()
+        await self.broken_off(FIRST, window, after_put=False)
+        await self.broken_off(FIRST, window, after_put=True)
+        await self.place.bring(FIRST, window)
+        await self.place.crash()
+        await self.place.bring(FIRST, window)
+        self.keep("answered again")
+        await self.place.topic.close("")
+        self.store.close()
+
+    def _watch(self, patch: pytest.MonkeyPatch) -> None:
+        flush, settle = Store.flush, FaultyLog.settle
+
+        async def flushed(store: Store, opening: int) -> None:
+            await flush(store, opening)
+            self.marked()
+
+        def in_the_log(log: FaultyLog, *arguments: Any) -> None:
+            had = log.in_flight
+            settle(log, *arguments)
+            if had:
+                self.keep("in the log")
+
+        patch.setattr(Store, "flush", flushed)
+        patch.setattr(FaultyLog, "settle", in_the_log)
+
+    async def broken_off(self, known: list[Known], path: Path, *, after_put: bool) -> None:
+        """In mid-way, or when the store's record is written and nobody has synced it."""
+        windows.write(path, known)
+        checksum, *blocks = windows.read(path)
+        importing = WindowImport(self.place.topic, checksum)
+        for block in blocks if after_put else blocks[: len(blocks) // 2 + 1]:
+            await importing.add(block)
+        if after_put:
+            was_put = asyncio.Event()
+            put = stored_import.put
+
+            def seen(*arguments: Any) -> int:
+                was_put.set()
+                return put(*arguments)
+
+            with self.patch.context() as patched:
+                patched.setattr(stored_import, "put", seen)
+                finishing = asyncio.ensure_future(importing.finish(len(known)))
+                await was_put.wait()
+                finishing.cancel()
+                with suppress(asyncio.CancelledError):
+                    await finishing
+        importing.close()
+
+    def keep(self, what: str) -> None:
+        if not hasattr(self, "place"):
+            return
+        written = settled(self.folder)
+        self.moments.append(Moment(what, written | self._synced, written, {self._mark, written["DURABLE"]}, []))
+        self.logs_then.append(as_of_now(self.place.storage))
+        self.answered.append(self.is_answered)
+
+
+async def check_all(life: Life, memory: Path, window: Path) -> int:
+    """Cuts the power at every moment; how often something was found in force."""
+    rng = random.Random(SEED)
+    in_force = 0
+    for moment, log_then, answered in zip(life.moments, life.logs_then, life.answered, strict=True):
+        for _ in range(CUTS):
+            in_force += await check(with_files(memory / "cut", moment.cut(rng)), as_of_now(log_then), answered, window)
+    return in_force
+
+
+def with_files(folder: Path, files: Files) -> Path:
+    folder.mkdir()
+    for name, body in files.items():
+        (folder / name).write_bytes(body)
+    return folder
+
+
+async def check(folder: Path, log_then: Storage, answered: bool, window: Path) -> bool:
+    """A topic that recovers from this. Whether the window was in force."""
+    store = Store.open(folder)
+    place = ImportPlace(store)
+    place.storage, place.log = log_then, FaultyLog(log_then)
+    try:
+        await place.start()
+        topic = place.topic
+        in_force = topic.policy.imported is not None
+        assert in_force or not answered
+        assert not topic.imported.is_missing
+        assert place.import_runs() == ({topic.imported.there.run.number} if topic.imported.there else set())
+        if in_force:
+            known_to_all(place)
+        else:
+            # Of what was begun nothing counts, whatever of it is there.
+            states = [(await state_by_id(topic, one)).state for one in (*IDS[::9], OTHER[0].deduplication_id)]
+            assert set(states) == {MessageState.NOT_SEEN}
+        await place.bring(FIRST, window)
+        known_to_all(place)
+        assert len(place.import_runs()) == 1
+        await place.crash()
+        known_to_all(place)
+        return in_force
+    finally:
+        await place.topic.close("")
+        store.close()
+        shutil.rmtree(folder)
+
+
+def known_to_all(place: ImportPlace) -> None:
+    """What was imported, and what is in the log."""
+    ids = IDS + place.stored()
+    assert place.new(*ids) == [DUP] * len(ids)
+
+
+async def lived(memory: Path, monkeypatch: pytest.MonkeyPatch) -> Life:
+    life = Life(memory / "store")
+    with monkeypatch.context() as patched:
+        await life.live(patched, memory / "window")
+    return life
+
+
+async def test_a_power_cut_at_every_step(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    life = await lived(memory, monkeypatch)
+    in_force = await check_all(life, memory, memory / "window")
+    assert 30 < in_force < CUTS * len(life.moments) - 30
+    assert {"written", "before the sync", "synced, but not marked", "marked", "in the log", "answered"} <= {
+        moment.what for moment in life.moments
+    }
+
+
+def the_log_is_told_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was imported is written, and nobody waits until it is durable."""
+
+    async def not_flushed(store: Store, opening: int) -> None:
+        for _ in range(10):
+            await asyncio.sleep(0)
+
+    monkeypatch.setattr(Store, "flush", not_flushed)
+
+
+def the_old_one_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the record that names the new one."""
+    put = stored_import.put
+
+    def put_after_all_has_gone(store: Store, incarnation: int, imported: Any) -> int:
+        batch = WriteBatch(raw_mode=True)
+        batch.delete_range(
+            id_runs.key_of(incarnation, stored_import.FIRST_RUN, 0),
+            id_runs.key_of(incarnation, imported.run.number, 0),
+        )
+        store.write(batch)
+        return put(store, incarnation, imported)
+
+    monkeypatch.setattr(stored_import, "put", put_after_all_has_gone)
+
+
+@pytest.mark.parametrize("plant", [the_log_is_told_first, the_old_one_goes_first])
+async def test_control_a_planted_bug_is_noticed(memory: Path, monkeypatch: pytest.MonkeyPatch, plant: Any) -> None:
+    with monkeypatch.context() as patched:
+        plant(patched)
+        life = await lived(memory, monkeypatch)
+    with pytest.raises(AssertionError):
+        await check_all(life, memory, memory / "window")
