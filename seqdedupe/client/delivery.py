@@ -198,6 +198,8 @@ class Delivery:
         if self._describe is None:
             raise error("TOPIC_IS_PARTITIONED", f"{self.topic} is partitioned")
         found = await self._describe()
+        if found.deduplication_mode == admin_pb2.DEDUPLICATION_MODE_UNSPECIFIED:
+            raise error("RECOVERING", f"by what messages of {self.topic} find their partitions is not known yet")
         if not found.deduplication_route:
             hint = "Publish with a producer: `client.producer(topic, name)`."
             raise error("INVALID_BATCH", f"{self.topic} takes no deduplication IDs", hint=hint)

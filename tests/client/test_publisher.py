@@ -254,6 +254,28 @@ async def test_by_its_key_a_copy_meets_its_original_if_it_has_that(shared_sideca
                 await publisher.send(b"x")
 
 
+async def test_it_waits_until_a_sidecar_knows_what_leads_to_the_partitions(
+    shared_sidecar: Sidecar, topic: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before a partition's log is read that is not known of it."""
+    answered: list[admin_pb2.Topic] = []
+    async with Client(shared_sidecar.address) as client:
+        await client.admin.create_topic(topic, deduplication_mode=MODE, partitions=2)
+        describe = client.admin.topic
+
+        async def recovering(name: str) -> admin_pb2.Topic:
+            answered.append(await describe(name))
+            if len(answered) < 3:
+                answered[-1].ClearField("deduplication_mode")
+                answered[-1].ClearField("deduplication_route")
+            return answered[-1]
+
+        monkeypatch.setattr(client.admin, "topic", recovering)
+        async with client.publisher(topic) as publisher:
+            assert (await publisher.send(b"1", deduplication_id="x")).verdict is Verdict.NOT_DUP
+        assert len(answered) == 3
+
+
 async def test_the_route_is_for_good(sidecar: Sidecar, topic: str) -> None:
     async with Client(sidecar.address) as client:
         await client.admin.create_topic(topic, deduplication_mode=MODE, partitions=2, deduplication_route="key")
