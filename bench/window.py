@@ -1,7 +1,8 @@
 """Decisions by deduplication IDs with a full window of 10 million, beside RocksDB used as the known pipeline does.
 
 That has a key an ID under a bloom filter, a second key by number for expiry, a multi-get and one write batch a frame.
-Frames of 1,000 IDs of 16 bytes, 1 % of them copies, in one process; expiry is part of it. Then a window of as many IDs
+Frames of 1,000 IDs of 16 bytes, 1 % of them copies, in one process; expiry is part of it. It is filled from sorted
+files (`Rocks.fill`). Then a window of as many IDs
 is taken from its pieces, as at a start; and one grows from nothing on. SEQDEDUPE_BENCH_WINDOW is another number of IDs.
 """
 
@@ -160,7 +161,7 @@ def figure(folder: Path) -> Iterator[Figure]:
     for first in range(0, IDS, 50_000):
         new, *_ = window.decide(*frame(ids_from(first, 50_000)), True, limits, 0)
         window.confirm(new)
-        rocks.take(ids_from(first, 50_000))
+    rocks.fill()
     begins = [IDS, IDS]
 
     def ours() -> dict[str, float]:

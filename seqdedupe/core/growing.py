@@ -2,7 +2,6 @@
 
 import mmap
 from collections.abc import Iterator
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -53,14 +52,6 @@ class Growing:
             end = (row + 1) * self._row_bytes // mmap.PAGESIZE * mmap.PAGESIZE
             if first < end:
                 self._memory.madvise(mmap.MADV_DONTNEED, first, end - first)
-
-    def settle(self) -> None:
-        """All of it has memory, and is looked at here and there from now on: the system may move it to larger pages, by
-        and by. Earlier whoever touched one of these first would have to wait for all of it."""
-        if self._memory is not None and hasattr(mmap, "MADV_HUGEPAGE"):
-            # A system that has none goes on as before.
-            with suppress(OSError):
-                self._memory.madvise(mmap.MADV_HUGEPAGE)
 
     def clear(self) -> Iterator[None]:
         """Gives all of it back, some at each step."""

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from seqdedupe.core.growing import Growing
+from seqdedupe.core.id_beside import sweep
 from seqdedupe.core.id_newer import Newer
 from seqdedupe.core.id_table import (
     EMPTY,
@@ -24,7 +25,6 @@ from seqdedupe.core.id_table import (
     USED,
     WINDOW,
     put,
-    sweep,
     take_out,
 )
 from seqdedupe.format.jit import Int64s
@@ -51,6 +51,8 @@ _SWEPT_A_ROW = 16
 """So many slots are swept with each row that comes, while there is anything to be taken out: all of the table before
 more than a tenth of a window is forgotten anew."""
 _SWEPT_A_FRAME = 64
+_SWEPT_AT_ONCE = 512
+"""So many or more: a call takes as long as a thousand slots."""
 
 
 class Slots:
@@ -74,6 +76,8 @@ class Slots:
         """Places of chunks that are forgotten or lie in runs, and how many slots are swept when none leads there."""
         self._swept = 0
         """So many are, all of them over and over."""
+        self._owed = 0
+        """So many should be, for the frames that came."""
         self._given_back: deque[Iterator[None]] = deque()
         """Tables that are not needed any more: it takes the system long to take one back, too."""
 
@@ -119,7 +123,6 @@ class Slots:
         self._table = _table(_slots_for(ids))
         for place in self._newer.order:
             self.put(place, 0, int(self._newer.chunks[place, ROWS]))
-        self._table.settle()
 
     # -- bit by bit ------------------------------------------------------------------------------------------------
 
@@ -145,7 +148,11 @@ class Slots:
 
     def go_on(self, rows: int) -> None:
         """The share of a frame with so many rows in what is done bit by bit."""
-        self._sweep(_SWEPT_A_ROW * rows + _SWEPT_A_FRAME)
+        if self._forgotten:
+            self._owed += _SWEPT_A_ROW * rows + _SWEPT_A_FRAME
+            if self._owed >= _SWEPT_AT_ONCE:
+                self._sweep(self._owed)
+                self._owed = 0
         self._grow(_TOUCHED_A_ROW * rows, _MOVED_A_ROW * rows)
 
     def tidy(self, rows: int) -> bool:
@@ -231,7 +238,6 @@ class Slots:
                 return
         self._given_back.append(self._table.clear())
         self._table, self._larger = larger, None
-        self._table.settle()
         self._state[USED:] = self._larger_state[USED:]
         self._sweep_anew()
 

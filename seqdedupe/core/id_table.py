@@ -201,7 +201,7 @@ def bad_id(raw: Bytes, places: Int64s, rows: int) -> int:
     return -1
 
 
-@kernel(nogil=True, bare=True)
+@kernel(bare=True)
 def decide(
     raw: Bytes,
     places: Int64s,
@@ -336,7 +336,7 @@ def take_out(place: int, first_row: int, end_row: int, key: Int64s, slots: Int64
     return gone
 
 
-@kernel(nogil=True, bare=True)
+@kernel(bare=True)
 def sweep(first: int, end: int, key: Int64s, slots: Int64s, ids: Uint8s, offsets: Int32s, chunks: Int64s2,
           state: Int64s) -> int:  # fmt: skip
     """Takes out what leads to chunks that are GONE, of the slots from `first` to before `end`. How many went."""

@@ -19,6 +19,7 @@ from itertools import islice
 
 import numpy as np
 
+from seqdedupe.core.id_beside import decide
 from seqdedupe.core.id_chunks import NO_LIMIT, Chunk, Piece, WindowLimits
 from seqdedupe.core.id_newer import Newer
 from seqdedupe.core.id_older import Older
@@ -35,7 +36,6 @@ from seqdedupe.core.id_table import (
     ROWS,
     STATES,
     WINDOW,
-    decide,
     index_of,
 )
 from seqdedupe.core.rule import DUP

@@ -1,8 +1,5 @@
 """Arrays that grow: large ones keep their pages."""
 
-import mmap
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -99,32 +96,3 @@ def test_without_memory_it_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None
     del view
     table.reserve(2 * LARGE)
     assert table.rows[:LARGE].tolist() == list(range(LARGE))
-
-
-def _may_be_on_larger_pages(table: Growing) -> bool:
-    """Whether the system was told so of the pages that the rows lie on."""
-    at = table.rows.__array_interface__["data"][0]
-    is_there = False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        first = line.split()[0]
-        if not first.endswith(":"):
-            begin, end = (int(bound, 16) for bound in first.split("-"))
-            is_there = begin <= at < end
-        elif is_there and first == "VmFlags:":
-            return "hg" in line.split()
-    raise AssertionError("the rows lie nowhere")
-
-
-@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="this system has no larger pages")
-def test_what_has_settled_may_be_moved_to_larger_pages_and_stays_as_it_is() -> None:
-    table = filled(8 * LARGE)
-    assert not _may_be_on_larger_pages(table)
-    table.settle()
-    assert _may_be_on_larger_pages(table)
-    assert (table.rows == np.arange(8 * LARGE)).all()
-
-
-def test_what_is_small_settles_where_it_is() -> None:
-    table = filled(100)
-    table.settle()
-    assert (table.rows == np.arange(100)).all()
