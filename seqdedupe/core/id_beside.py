@@ -9,12 +9,12 @@ from typing import Any
 from seqdedupe.core import id_table
 from seqdedupe.format.jit import Bytes, Int32s, Int64s, Int64s2, Uint8s, kernel
 
-_MANY_ROWS = 256
+MANY_ROWS = 256
 _MANY_SLOTS = 4096
 
 
 @kernel(nogil=True, bare=True)
-def _decide(
+def decide(
     raw: Bytes,
     places: Int64s,
     first_row: int,
@@ -32,6 +32,7 @@ def _decide(
     replaced: Int64s2,
     older: Int64s,
 ) -> int:
+    """As `id_table.decide`, for MANY_ROWS or more."""
     return id_table.decide(
         raw, places, first_row, end_row, frame_index, deduplicate, key, slots, ids, offsets, chunks, state, verdicts,
         found, replaced, older,
@@ -42,11 +43,6 @@ def _decide(
 def _sweep(first: int, end: int, key: Int64s, slots: Int64s, ids: Uint8s, offsets: Int32s, chunks: Int64s2,
            state: Int64s) -> int:  # fmt: skip
     return id_table.sweep(first, end, key, slots, ids, offsets, chunks, state)
-
-
-def decide(raw: Uint8s, places: Int64s, first_row: int, end_row: int, *rest: Any) -> int:
-    """As `id_table.decide`."""
-    return (_decide if end_row - first_row >= _MANY_ROWS else id_table.decide)(raw, places, first_row, end_row, *rest)
 
 
 def sweep(first: int, end: int, *rest: Any) -> int:

@@ -128,14 +128,17 @@ class Slots:
 
     def make_room(self, rows: int) -> None:
         """There is room for so many more IDs."""
+        used, slots = int(self._state[USED]) + rows, len(self.rows)
+        if self._larger is None and used <= _LOAD * slots:
+            return
         needed = self._needed + rows
         if self._larger is not None and needed > _LOAD * len(self._larger.rows):
             # It was to be a smaller one.
             self.give_up_larger()
-        is_full = self._state[USED] + rows > _FULL * len(self.rows)
-        if needed <= _LOAD * len(self.rows) and not is_full:
+        is_full = used > _FULL * slots
+        if needed <= _LOAD * slots and not is_full:
             return
-        if len(self.rows) <= _AT_ONCE or is_full:
+        if slots <= _AT_ONCE or is_full:
             self._begin_larger(needed)
             self._move_on(int(self._state[NEXT] - self._state[WINDOW]))
         elif self._larger is None:
