@@ -48,8 +48,8 @@ _TOUCHED_A_ROW = 64
 """So many slots of the larger table get their memory with each row that comes, before the first ID is put there: IDs go
 everywhere in it, and it takes the system microseconds for each page that is written to for the first time."""
 _SWEPT_A_ROW = 16
-"""So many slots are swept with each row that comes, while there is anything to be taken out: all of the table before
-more than a tenth of a window is forgotten anew."""
+"""So many slots are swept with each row that comes, while there is anything to be taken out: all of them before a
+sixteenth as many IDs are forgotten anew."""
 _SWEPT_A_FRAME = 64
 _SWEPT_AT_ONCE = 512
 """So many or more: a call takes as long as a thousand slots."""
