@@ -2,7 +2,7 @@
 
 As in `window`, but copies are of any message in the window, and RocksDB has a cache as large as the window's memory.
 Runs are built, merged and dropped meanwhile, and snapshots taken; how long that keeps the event loop is measured
-beside. In one process.
+beside. In one process. RocksDB is filled from sorted files (`Rocks.fill`), the window by frames of 50,000.
 SEQDEDUPE_BENCH_WINDOW_ON_DISK is another number of IDs.
 """
 
@@ -33,7 +33,7 @@ from seqdedupe.topic.window_runs import WindowRuns
 
 IDS = int(os.environ.get("SEQDEDUPE_BENCH_WINDOW_ON_DISK", "50000000"))
 MEMORY_BYTES = IDS // 5 * 45
-FILLED_AT_ONCE = 10_000
+FILLED_AT_ONCE = 50_000
 PAUSE_SECONDS = 0.001
 """Between two looks at how long the event loop was kept."""
 
@@ -137,8 +137,7 @@ def figure(folder: Path) -> Iterator[Figure]:
     window = loop.run_until_complete(made())
     rocks = Rocks(folder / "rocks", IDS, MEMORY_BYTES)
     loop.run_until_complete(window.fill())
-    for first in range(0, IDS, FILLED_AT_ONCE):
-        rocks.take(ids_from(first, FILLED_AT_ONCE))
+    rocks.fill()
     begins = [IDS, IDS]
 
     def ours() -> dict[str, float]:

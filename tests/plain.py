@@ -16,6 +16,7 @@ MODULES = {
         "producers",
         "patterns",
         "id_table",
+        "id_beside",
         "id_runs",
         "id_older",
         "id_newer",

@@ -129,13 +129,16 @@ def _column(ids: Ids | None, rows: int) -> Binary:
     if ids is None:
         ids = [new_id() for _ in range(rows)]
     column = ids if isinstance(ids, Binary) else Binary.of_all([_encoded(one) for one in ids])
-    if column.validity or not column.cuts_into(rows):
-        raise error("INVALID_BATCH", f"deduplication_ids has not one value a row, of which there are {rows}")
-    sizes = np.diff(column.offsets)
-    if len(bad := np.flatnonzero((sizes < 1) | (sizes > MAX_DEDUPLICATION_ID_BYTES))):
-        why = f"the deduplication ID of row {bad[0]} has {sizes[bad[0]]} bytes"
-        raise error("INVALID_DEDUPLICATION_ID", f"{why}: it should have 1 to {MAX_DEDUPLICATION_ID_BYTES}")
-    return column
+    offsets = column.offsets
+    sizes = offsets[1:] - offsets[:-1]
+    if not column.validity and len(sizes) == rows and offsets[0] == 0 and offsets[-1] == len(column.data):
+        if sizes.min() >= 1 and sizes.max() <= MAX_DEDUPLICATION_ID_BYTES:
+            return column
+        if sizes.min() >= 0:
+            bad = np.flatnonzero((sizes < 1) | (sizes > MAX_DEDUPLICATION_ID_BYTES))[0]
+            why = f"the deduplication ID of row {bad} has {sizes[bad]} bytes"
+            raise error("INVALID_DEDUPLICATION_ID", f"{why}: it should have 1 to {MAX_DEDUPLICATION_ID_BYTES}")
+    raise error("INVALID_BATCH", f"deduplication_ids has not one value a row, of which there are {rows}")
 
 
 def _encoded(one: object) -> bytes:

@@ -90,6 +90,8 @@ class BatchResult:
     def of(sequence_ids: Int64s, receipt: ReceiptColumns, partition: int = NO_PARTITION) -> "BatchResult":
         """What the first receipt of these rows decides. Raises INTERNAL, IndexError, ValueError for one that is not of
         them."""
+        if receipt.is_one_run:
+            return BatchResult.all_stored(sequence_ids, receipt.first_index, receipt.first_message_id, partition)
         result = BatchResult.undecided(sequence_ids, partition)
         result._put(receipt)
         return result

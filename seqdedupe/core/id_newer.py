@@ -48,6 +48,11 @@ class Newer:
     def __iter__(self) -> Iterator[Chunk]:
         return map(self.chunk, self.order)
 
+    @property
+    def rows(self) -> int:
+        """How many IDs they have together."""
+        return int(self._state[NEXT]) - int(self.chunks[self.order[0], FIRST_INDEX]) if self.order else 0
+
     def bytes_of(self, place: int) -> int:
         """How many bytes the IDs have that lie there."""
         return int(self.offsets.rows[place, self.chunks[place, ROWS]])

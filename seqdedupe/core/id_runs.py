@@ -135,7 +135,7 @@ def page_fits(page: bytes) -> bool:
     return bool(sizes.min() > 0) and len(page) == PAGE_HEAD + _OF_AN_ID * rows + int(sizes.sum(dtype=np.int64))
 
 
-@kernel(nogil=True)
+@kernel(nogil=True, bare=True)
 def hash_all(ids: Uint8s, offsets: Int64s, key: Int64s, hashes: Int64s) -> int:
     """The hashes of all IDs."""
     for row in range(len(hashes)):
@@ -149,7 +149,7 @@ def _block(hashed: int, words: int) -> int:
     return (((hashed >> 32) & 0xFFFFFFFF) * (words // FILTER_WORDS) >> 32) * FILTER_WORDS
 
 
-@kernel(nogil=True)
+@kernel(nogil=True, bare=True)
 def add_to_filter(hashes: Int64s, words: Int64s) -> int:
     """The filter lets these through from now on."""
     for row in range(len(hashes)):
@@ -160,7 +160,7 @@ def add_to_filter(hashes: Int64s, words: Int64s) -> int:
     return len(hashes)
 
 
-@kernel(nogil=True)
+@kernel(nogil=True, bare=True)
 def fill_pages(
     order: Int64s,
     first: int,
@@ -212,7 +212,7 @@ def fill_pages(
     return at
 
 
-@kernel()
+@kernel(bare=True)
 def hash_rows(raw: Bytes, places: Int64s, key: Int64s, hashes: Int64s) -> int:
     """The hashes of the IDs of a batch."""
     offsets = start(places, DEDUPLICATION_ID_OFFSETS)
@@ -223,7 +223,7 @@ def hash_rows(raw: Bytes, places: Int64s, key: Int64s, hashes: Int64s) -> int:
     return len(hashes)
 
 
-@kernel()
+@kernel(bare=True)
 def probe(hashes: Int64s, words: Int64s, rows: Int64s) -> int:
     """The rows of a batch that a filter lets through; how many."""
     count = 0
@@ -239,7 +239,7 @@ def probe(hashes: Int64s, words: Int64s, rows: Int64s) -> int:
     return count
 
 
-@kernel()
+@kernel(bare=True)
 def find(page: Bytes, raw: Bytes, places: Int64s, row: int) -> int:
     """How far the index of this row's ID is from the run's first one, the highest in this page; NOWHERE if it has none
     with these very bytes."""

@@ -1,8 +1,9 @@
 """The table of a window of deduplication IDs, with the work that is done on it bit by bit: it grows, and is cleared.
 
 It leads to all IDs of the chunks in memory, and to some of those that are forgotten or lie in runs, which is harmless:
-whoever finds one sees by its index that it does not count. With the frames that come a share of these is taken out, and
-a share of all IDs put into a larger table, if one is needed, so that no frame waits for all of it.
+whoever finds one sees that its chunk is gone. With the frames that come a share of the slots is swept clear of these,
+one slot after the other, which is quicker than looking for each of them; and a share of all IDs is put into a larger
+table, if one is needed, so that no frame waits for all of it.
 """
 
 from collections import deque
@@ -11,8 +12,21 @@ from collections.abc import Iterator
 import numpy as np
 
 from seqdedupe.core.growing import Growing
+from seqdedupe.core.id_beside import sweep
 from seqdedupe.core.id_newer import Newer
-from seqdedupe.core.id_table import EMPTY, FIRST_INDEX, NEXT, ROWS, STATES, USED, WINDOW, put, take_out
+from seqdedupe.core.id_table import (
+    EMPTY,
+    FIRST_INDEX,
+    GONE,
+    HASHED,
+    NEXT,
+    ROWS,
+    STATES,
+    USED,
+    WINDOW,
+    put,
+    take_out,
+)
 from seqdedupe.format.jit import Int64s
 
 _FIRST_SLOTS = 1024
@@ -33,9 +47,12 @@ _PAGE_SLOTS = 512
 _TOUCHED_A_ROW = 64
 """So many slots of the larger table get their memory with each row that comes, before the first ID is put there: IDs go
 everywhere in it, and it takes the system microseconds for each page that is written to for the first time."""
-_CLEARED_A_ROW = 2
-"""So many that are forgotten are taken out of the table with each row that comes."""
-_CLEARED_A_FRAME = 64
+_SWEPT_A_ROW = 16
+"""So many slots are swept with each row that comes, while there is anything to be taken out: all of them before a
+sixteenth as many IDs are forgotten anew."""
+_SWEPT_A_FRAME = 64
+_SWEPT_AT_ONCE = 512
+"""So many or more: a call takes as long as a thousand slots."""
 
 
 class Slots:
@@ -46,6 +63,8 @@ class Slots:
         self._hash_key = hash_key
         self._newer = newer
         self._state = state
+        self._hashes = np.empty(HASHED, np.int64)
+        """For `put` and `take_out`."""
         self._larger: Growing | None = None
         """The table that is to take the place of the one in use, with all IDs below `_moved`."""
         self._touched = 0
@@ -54,8 +73,11 @@ class Slots:
         self._moved = (0, 0)
         """Of the chunk with this first index so many rows, and all before it."""
         self._forgotten: deque[tuple[int, int]] = deque()
-        """Places of chunks that are forgotten or lie in runs, and how many of their rows are cleared away."""
-
+        """Places of chunks that are forgotten or lie in runs, and how many slots are swept when none leads there."""
+        self._swept = 0
+        """So many are, all of them over and over."""
+        self._owed = 0
+        """So many should be, for the frames that came."""
         self._given_back: deque[Iterator[None]] = deque()
         """Tables that are not needed any more: it takes the system long to take one back, too."""
 
@@ -77,7 +99,7 @@ class Slots:
     @property
     def soon_needed_bytes(self) -> int:
         """What a larger table will take, if one is soon needed."""
-        is_near = self._larger is None and self._state[USED] > _NEAR * len(self.rows)
+        is_near = self._larger is None and self._needed > _NEAR * len(self.rows)
         return 2 * self.rows.nbytes if is_near else 0
 
     def put(self, place: int, first: int, end: int) -> None:
@@ -85,15 +107,16 @@ class Slots:
         self._put(self.rows, self._state, place, first, end)
 
     def take_out(self, place: int, first: int, end: int) -> None:
-        """These rows of a place are found no more."""
+        """These rows of a place are found no more. Only while no larger table is being filled."""
         ids, offsets = self._newer.ids.rows.reshape(-1), self._newer.offsets.rows.reshape(-1)
-        take_out(place, first, end, self._hash_key, self.rows, ids, offsets, self._state)
-        if self._larger is not None and self._touched >= len(self._larger.rows):
-            take_out(place, first, end, self._hash_key, self._larger.rows, ids, offsets, self._larger_state)
+        take_out(place, first, end, self._hash_key, self.rows, ids, offsets, self._state, self._hashes)
+        # Others may have been moved up to where it was swept already.
+        self._sweep_anew()
 
     def forget(self, place: int) -> None:
         """The chunk at this place is not among the others any more: its IDs are taken out by and by."""
-        self._forgotten.append((place, 0))
+        self._newer.chunks[place, FIRST_INDEX] = GONE
+        self._forgotten.append((place, self._swept + len(self.rows)))
 
     def load(self, ids: int) -> None:
         """A table of all IDs of all chunks, so many."""
@@ -105,30 +128,43 @@ class Slots:
 
     def make_room(self, rows: int) -> None:
         """There is room for so many more IDs."""
-        needed = int(self._state[USED]) + rows
+        used, slots = int(self._state[USED]) + rows, len(self.rows)
+        if self._larger is None and used <= _LOAD * slots:
+            return
+        needed = self._needed + rows
         if self._larger is not None and needed > _LOAD * len(self._larger.rows):
             # It was to be a smaller one.
             self.give_up_larger()
-        if needed <= _LOAD * len(self.rows):
+        is_full = used > _FULL * slots
+        if needed <= _LOAD * slots and not is_full:
             return
-        if len(self.rows) <= _AT_ONCE or needed > _FULL * len(self.rows):
+        if slots <= _AT_ONCE or is_full:
             self._begin_larger(needed)
             self._move_on(int(self._state[NEXT] - self._state[WINDOW]))
         elif self._larger is None:
             self._begin_larger(needed)
 
+    @property
+    def _needed(self) -> int:
+        """The slots that it needs, but for what is to be swept out."""
+        return min(int(self._state[USED]), self._newer.rows)
+
     def go_on(self, rows: int) -> None:
         """The share of a frame with so many rows in what is done bit by bit."""
-        self._clear(_CLEARED_A_ROW * rows + _CLEARED_A_FRAME)
+        if self._forgotten:
+            self._owed += _SWEPT_A_ROW * rows + _SWEPT_A_FRAME
+            if self._owed >= _SWEPT_AT_ONCE:
+                self._sweep(self._owed)
+                self._owed = 0
         self._grow(_TOUCHED_A_ROW * rows, _MOVED_A_ROW * rows)
 
     def tidy(self, rows: int) -> bool:
-        """Clears away so many rows of what is forgotten or lies in runs, and gives their memory back; makes a table
-        smaller that is nearly empty.
+        """The share of so many rows in sweeping out what is forgotten or lies in runs, whose memory is given back;
+        makes a table smaller that is nearly empty.
 
         Whether there is more to do.
         """
-        self._clear(rows)
+        self._sweep(_SWEPT_A_ROW * rows)
         self._newer.release()
         is_sparse = len(self.rows) > _AT_ONCE and self._state[USED] < _SPARSE * len(self.rows)
         if is_sparse and self._larger is None and not self._forgotten:
@@ -150,18 +186,24 @@ class Slots:
             self._larger_state = np.zeros(STATES, np.int64)
             self._moved = (int(self._state[WINDOW]), 0)
 
-    def _clear(self, left: int) -> None:
-        """Takes so many rows out of the table that are no more to be found there."""
-        chunks = self._newer.chunks
-        while self._forgotten and left > 0:
-            place, cleared = self._forgotten.popleft()
-            end = min(cleared + left, int(chunks[place, ROWS]))
-            self.take_out(place, cleared, end)
-            left -= end - cleared
-            if end < chunks[place, ROWS]:
-                self._forgotten.appendleft((place, end))
-            else:
-                self._newer.give_back(place)
+    def _sweep(self, slots: int) -> None:
+        """Sweeps so many slots, if there is anything to be taken out, and gives places back to which none leads."""
+        newer = self._newer
+        while self._forgotten and slots > 0:
+            first = self._swept % len(self.rows)
+            end = min(first + slots, len(self.rows))
+            ids, offsets = newer.ids.rows.reshape(-1), newer.offsets.rows.reshape(-1)
+            sweep(first, end, self._hash_key, self.rows, ids, offsets, newer.chunks, self._state)
+            self._swept += end - first
+            slots -= end - first
+            # The larger table may lead there, too.
+            while self._larger is None and self._forgotten and self._forgotten[0][1] <= self._swept:
+                newer.give_back(self._forgotten.popleft()[0])
+
+    def _sweep_anew(self) -> None:
+        """None of the slots counts as swept."""
+        until = self._swept + len(self.rows)
+        self._forgotten = deque((place, until) for place, _ in self._forgotten)
 
     def _grow(self, slots: int, ids: int) -> None:
         """So many slots of the larger table get memory; when all have, so many IDs more go into it. What is not needed
@@ -200,10 +242,11 @@ class Slots:
         self._given_back.append(self._table.clear())
         self._table, self._larger = larger, None
         self._state[USED:] = self._larger_state[USED:]
+        self._sweep_anew()
 
     def _put(self, slots: Int64s, state: Int64s, place: int, first: int, end: int) -> None:
         ids, offsets = self._newer.ids.rows.reshape(-1), self._newer.offsets.rows.reshape(-1)
-        put(place, first, end, self._hash_key, slots, ids, offsets, state)
+        put(place, first, end, self._hash_key, slots, ids, offsets, state, self._hashes)
 
 
 def _table(slots: int) -> Growing:

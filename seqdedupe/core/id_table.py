@@ -9,11 +9,9 @@ size is made at once. An ID stands at or after its home, the first slot that its
 hash points to, without an empty one between; taking one out moves others up, so that nothing is left behind.
 """
 
-import numpy as np
-
 from seqdedupe.core.rule import DUP, NOT_DUP, UNKNOWN
 from seqdedupe.format.columns import DEDUPLICATION_ID_OFFSETS, DEDUPLICATION_IDS, load32, load64, start
-from seqdedupe.format.jit import Bytes, Int32s, Int64s, Int64s2, Uint8s, copy, for_kernels, kernel, prefetch
+from seqdedupe.format.jit import Bytes, Int32s, Int64s, Int64s2, Uint8s, copy, element, for_kernels, kernel, prefetch
 from seqdedupe.format.tag import siphash
 from seqdedupe.limits import MAX_DEDUPLICATION_ID_BYTES
 
@@ -37,7 +35,7 @@ _HOME_BITS = 13
 _HOME = (1 << _HOME_BITS) - 1
 _MORE = (1 << 14) - 1
 
-_HASHED = 128
+HASHED = 128
 """So many IDs are hashed before the first of them is looked up."""
 _FARTHER = 5
 """Whoever looks for an ID comes about so many slots far from its home, which may be in the next line of memory."""
@@ -49,9 +47,12 @@ FIRST_TIME_MS = 2
 LAST_TIME_MS = 3
 COLUMNS = 4
 
+GONE = -(1 << 62)
+"""The FIRST_INDEX of a chunk that is forgotten or lies in runs: whatever still leads there does not count."""
+
 # The elements of `state`.
 WINDOW = 0
-"""The index from which on IDs count. What the table has of earlier ones is not cleared away yet."""
+"""The index from which on IDs count. What the table has of earlier ones is not swept out yet."""
 CONFIRMED = 1
 """Below it all messages are in the log."""
 NEXT = 2
@@ -103,13 +104,14 @@ def _find(slots: Int64s, hashed: int, raw: Bytes, begin: int, size: int, ids: Ui
     mask = len(slots) - 1
     tag = _slot(hashed, 0)
     at = hashed & mask
-    while slots[at] != EMPTY:
-        found = int(slots[at])
+    found = int(element(slots, at))
+    while found != EMPTY:
         if found & ~_PLACE == tag:
             row = found & _PLACE
             if _size(offsets, row) == size and same(raw, begin, ids, _begin(offsets, row), size):
                 return at
         at = (at + 1) & mask
+        found = int(element(slots, at))
     return at
 
 
@@ -124,10 +126,42 @@ def _fill(slots: Int64s, at: int, hashed: int, row: int, state: Int64s) -> None:
     slots[at] = _slot(hashed, row)
 
 
-@kernel()
+@for_kernels
+def _close(slots: Int64s, hole: int) -> None:
+    """Empties a slot, and moves up those behind it that would not be found any more: none is far from its home."""
+    mask = slots.shape[0] - 1
+    at = (hole + 1) & mask
+    slot = int(element(slots, at))
+    while slot != EMPTY:
+        if ((at - (slot >> _PLACE_BITS)) & _HOME & mask) >= ((at - hole) & mask):
+            slots[hole] = slot
+            hole = at
+        at = (at + 1) & mask
+        slot = int(element(slots, at))
+    slots[hole] = EMPTY
+
+
+@for_kernels
+def _close_far(slots: Int64s, hole: int, key: Int64s, ids: Uint8s, offsets: Int32s) -> None:
+    """The same where slots may not tell how far that is. Apart, since it makes the other one slow."""
+    mask = slots.shape[0] - 1
+    at = (hole + 1) & mask
+    slot = int(slots[at])
+    while slot != EMPTY:
+        begin = _begin(offsets, slot & _PLACE)
+        home = siphash(ids, begin, begin + _size(offsets, slot & _PLACE), key) & mask
+        if ((at - home) & mask) >= ((at - hole) & mask):
+            slots[hole] = slot
+            hole = at
+        at = (at + 1) & mask
+        slot = int(slots[at])
+    slots[hole] = EMPTY
+
+
+@kernel(bare=True)
 def _hash_ids(raw: Bytes, offsets: int, blob: int, first_row: int, end_row: int, key: Int64s, slots: Int64s,
               hashes: Int64s) -> int:  # fmt: skip
-    """The hashes of IDs that stand at `blob` and have their offsets at `offsets`, of these rows.
+    """The hashes of IDs that stand at `blob` and have their offsets at `offsets`, of these rows, each in its own place.
 
     Their homes are on the way from memory then: looked up one after the other, each would be waited for.
     """
@@ -135,16 +169,16 @@ def _hash_ids(raw: Bytes, offsets: int, blob: int, first_row: int, end_row: int,
     for row in range(first_row, end_row):
         begin, end = load32(raw, offsets + 4 * row), load32(raw, offsets + 4 * row + 4)
         hashed = siphash(raw, blob + begin, blob + end, key)
-        hashes[row - first_row] = hashed
+        hashes[row] = hashed
         prefetch(slots, hashed & mask)
         prefetch(slots, (hashed + _FARTHER) & mask)
     return end_row - first_row
 
 
-@kernel()
+@kernel(bare=True)
 def _hash_rows(place: int, first_row: int, end_row: int, key: Int64s, slots: Int64s, ids: Uint8s, offsets: Int32s,
                hashes: Int64s) -> int:  # fmt: skip
-    """The same of rows of a place."""
+    """The same of at most HASHED rows of a place, one after the other."""
     mask = slots.shape[0] - 1
     for row in range(first_row, end_row):
         lies = (place << ROW_BITS) | row
@@ -156,7 +190,7 @@ def _hash_rows(place: int, first_row: int, end_row: int, key: Int64s, slots: Int
     return end_row - first_row
 
 
-@kernel()
+@kernel(bare=True)
 def bad_id(raw: Bytes, places: Int64s, rows: int) -> int:
     """The first row of a batch whose ID has not 1 to MAX_DEDUPLICATION_ID_BYTES bytes; -1 if there is none."""
     offsets = start(places, DEDUPLICATION_ID_OFFSETS)
@@ -167,7 +201,7 @@ def bad_id(raw: Bytes, places: Int64s, rows: int) -> int:
     return -1
 
 
-@kernel()
+@kernel(bare=True)
 def decide(
     raw: Bytes,
     places: Int64s,
@@ -199,14 +233,14 @@ def decide(
     current = int(state[CURRENT])
     base = current * CHUNK_OFFSETS
     here = int(chunks[current, ROWS])
-    hashes = np.empty(_HASHED, np.int64)
     new = 0
     for row in range(first_row, end_row):
-        if (row - first_row) % _HASHED == 0:
-            _hash_ids(raw, row_offsets, blob, row, min(row + _HASHED, end_row), key, slots, hashes)
+        if (row - first_row) % HASHED == 0:
+            _hash_ids(raw, row_offsets, blob, row, min(row + HASHED, end_row), key, slots, found)
         begin = blob + load32(raw, row_offsets + 4 * row)
         size = blob + load32(raw, row_offsets + 4 * row + 4) - begin
-        hashed = int(hashes[(row - first_row) % _HASHED])
+        # Until it is overwritten by what is found.
+        hashed = int(found[row])
         at = _find(slots, hashed, raw, begin, size, ids, offsets)
         before = NOWHERE
         if slots[at] != EMPTY:
@@ -246,7 +280,7 @@ def decide(
     return new
 
 
-@kernel()
+@kernel(bare=True)
 def index_of(raw: Bytes, places: Int64s, key: Int64s, slots: Int64s, ids: Uint8s, offsets: Int32s, chunks: Int64s2,
              state: Int64s) -> int:  # fmt: skip
     """The index of the message with the ID of a batch's first row, in the log or in flight; NOWHERE if the table has
@@ -262,52 +296,64 @@ def index_of(raw: Bytes, places: Int64s, key: Int64s, slots: Int64s, ids: Uint8s
     return index if index >= state[WINDOW] else NOWHERE
 
 
-@kernel()
+@kernel(bare=True)
 def put(place: int, first_row: int, end_row: int, key: Int64s, slots: Int64s, ids: Uint8s, offsets: Int32s,
-        state: Int64s) -> int:  # fmt: skip
-    """The IDs of these rows of a place are in the table from now on, each before all that are put in later."""
-    hashes = np.empty(_HASHED, np.int64)
+        state: Int64s, hashes: Int64s) -> int:  # fmt: skip
+    """The IDs of these rows of a place are in the table from now on, each before all that are put in later. `hashes`
+    has room for HASHED."""
     for row in range(first_row, end_row):
-        if (row - first_row) % _HASHED == 0:
-            _hash_rows(place, row, min(row + _HASHED, end_row), key, slots, ids, offsets, hashes)
+        if (row - first_row) % HASHED == 0:
+            _hash_rows(place, row, min(row + HASHED, end_row), key, slots, ids, offsets, hashes)
         lies = (place << ROW_BITS) | row
         begin, size = _begin(offsets, lies), _size(offsets, lies)
-        hashed = int(hashes[(row - first_row) % _HASHED])
+        hashed = int(hashes[(row - first_row) % HASHED])
         _fill(slots, _find(slots, hashed, ids, begin, size, ids, offsets), hashed, lies, state)
     return end_row - first_row
 
 
-@kernel()
+@kernel(bare=True)
 def take_out(place: int, first_row: int, end_row: int, key: Int64s, slots: Int64s, ids: Uint8s, offsets: Int32s,
-             state: Int64s) -> int:  # fmt: skip
-    """These rows of a place are in the table no more; an ID that lies in another row by now stays. How many went."""
+             state: Int64s, hashes: Int64s) -> int:  # fmt: skip
+    """These rows of a place are in the table no more; an ID that lies in another row by now stays. `hashes` has
+    room for HASHED. How many went."""
     mask = slots.shape[0] - 1
-    hashes = np.empty(_HASHED, np.int64)
+    is_far = state[IS_FAR] != 0
     gone = 0
     for row in range(first_row, end_row):
-        if (row - first_row) % _HASHED == 0:
-            _hash_rows(place, row, min(row + _HASHED, end_row), key, slots, ids, offsets, hashes)
+        if (row - first_row) % HASHED == 0:
+            _hash_rows(place, row, min(row + HASHED, end_row), key, slots, ids, offsets, hashes)
         lies = (place << ROW_BITS) | row
-        at = int(hashes[(row - first_row) % _HASHED]) & mask
+        at = int(hashes[(row - first_row) % HASHED]) & mask
         while slots[at] != EMPTY and slots[at] & _PLACE != lies:
             at = (at + 1) & mask
-        if slots[at] == EMPTY:
-            continue
-        gone += 1
-        hole = at
-        while True:
-            at = (at + 1) & mask
-            slot = int(slots[at])
-            if slot == EMPTY:
-                break
-            if state[IS_FAR] != 0:
-                other = _begin(offsets, slot & _PLACE)
-                home = siphash(ids, other, other + _size(offsets, slot & _PLACE), key) & mask
+        if slots[at] != EMPTY:
+            if is_far:
+                _close_far(slots, at, key, ids, offsets)
             else:
-                home = (at - ((at - (slot >> _PLACE_BITS)) & _HOME & mask)) & mask
-            if ((at - home) & mask) >= ((at - hole) & mask):
-                slots[hole] = slot
-                hole = at
-        slots[hole] = EMPTY
+                _close(slots, at)
+            gone += 1
+    state[USED] -= gone
+    return gone
+
+
+@kernel(bare=True)
+def sweep(first: int, end: int, key: Int64s, slots: Int64s, ids: Uint8s, offsets: Int32s, chunks: Int64s2,
+          state: Int64s) -> int:  # fmt: skip
+    """Takes out what leads to chunks that are GONE, of the slots from `first` to before `end`. How many went."""
+    is_far = state[IS_FAR] != 0
+    gone = 0
+    at = first
+    while at < end:
+        slot = int(element(slots, at))
+        # Both below zero: an empty slot is not. One branch, seldom taken, is quicker than two that cannot be guessed.
+        if slot & int(chunks[(slot & _PLACE) >> ROW_BITS, FIRST_INDEX]) < 0:
+            # Whatever is moved up to here is looked at next.
+            if is_far:
+                _close_far(slots, at, key, ids, offsets)
+            else:
+                _close(slots, at)
+            gone += 1
+        else:
+            at += 1
     state[USED] -= gone
     return gone

@@ -19,6 +19,7 @@ from itertools import islice
 
 import numpy as np
 
+from seqdedupe.core import id_beside
 from seqdedupe.core.id_chunks import NO_LIMIT, Chunk, Piece, WindowLimits
 from seqdedupe.core.id_newer import Newer
 from seqdedupe.core.id_older import Older
@@ -154,7 +155,7 @@ class IdWindow:
         while first < rows:
             place, end = newer.room_for(view, places, first, rows, limits, now.latest_ms)
             before = newer.bytes_of(place)
-            of_part = decide(
+            of_part = (decide if end - first < id_beside.MANY_ROWS else id_beside.decide)(
                 view,
                 places,
                 first,

@@ -39,7 +39,7 @@ except ImportError:
     def keep_compiled(folder: Path) -> None:
         """Nothing is compiled."""
 
-    def kernel(*, inline: bool = False, nogil: bool = False) -> Callable[[F], F]:
+    def kernel(*, inline: bool = False, nogil: bool = False, bare: bool = False) -> Callable[[F], F]:
         """Leaves the function as it is."""
         return lambda function: function
 
@@ -66,6 +66,10 @@ except ImportError:
     def copy(target: Any, at: int, raw: Any, begin: int, count: int) -> None:
         """Copies so many bytes from this place of a buffer to that place of another one."""
         target[at : at + count] = raw[begin : begin + count]
+
+    def element(array: Any, at: int) -> Any:
+        """This element of an array of numbers, whose place is not negative."""
+        return array[at]
 
     def prefetch(array: Any, at: int) -> None:
         """This element of an array of numbers will be wanted soon."""
@@ -114,9 +118,11 @@ else:
         numba.config.CACHE_DIR = str(folder)  # type: ignore[attr-defined]
         _is_kept = True
 
-    def kernel(*, inline: bool = False, nogil: bool = False) -> Callable[[F], F]:
+    def kernel(*, inline: bool = False, nogil: bool = False, bare: bool = False) -> Callable[[F], F]:
         """Compiles the function for the types in its annotations.
 
+        `bare`: it neither makes nor returns arrays, and counts no references to those that it is given. Else each one
+        that a function in a loop is given can cost two locked instructions a turn.
         `inline` puts it into the kernels that call it: for a part of a short one, where a call would be felt.
         `nogil` lets other threads run meanwhile: for what takes long, and is called in a thread.
         """
@@ -125,9 +131,8 @@ else:
             hints = get_type_hints(function, include_extras=True)
             result = _TYPES[hints.pop("return")]
             signature = result(*(_TYPES[hint] for hint in hints.values()))
-            dispatcher: Any = njit(signature, cache=_is_kept, error_model="numpy", forceinline=inline, nogil=nogil)(
-                function
-            )
+            options: Any = {"forceinline": inline, "nogil": nogil, "_nrt": not bare}
+            dispatcher: Any = njit(signature, cache=_is_kept, error_model="numpy", **options)(function)
             return cast(F, dispatcher)
 
         return compiled
@@ -190,6 +195,16 @@ else:
 
     # A loop over bytes looks at each index for whether it is negative, which takes ten times as long.
     copy = intrinsic(_copy)  # type: ignore[assignment]
+
+    def _element(typing_context, array, at):  # type: ignore[no-untyped-def]
+        def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+            of = context.make_array(signature.args[0])(context, builder, arguments[0])
+            return builder.load(builder.gep(of.data, [arguments[1]]))
+
+        return array.dtype(array, types.int64), generate
+
+    # An index is looked at for whether it is negative, too.
+    element = intrinsic(_element)  # type: ignore[assignment]
 
     def _prefetch(typing_context, array, at):  # type: ignore[no-untyped-def]
         def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]

@@ -14,10 +14,10 @@ from hypothesis import HealthCheck, Phase, find, given, settings
 from hypothesis import strategies as st
 
 from seqdedupe.batch import NO_INT64S, Batch, Binary
-from seqdedupe.core import id_slots, id_window
+from seqdedupe.core import id_slots, id_table, id_window
 from seqdedupe.core.growing import Growing
 from seqdedupe.core.id_chunks import NO_LIMIT, WindowLimits
-from seqdedupe.core.id_table import CONFIRMED
+from seqdedupe.core.id_table import CONFIRMED, USED
 from seqdedupe.core.moment import Moment
 from seqdedupe.core.rule import DUP, NOT_DUP, UNKNOWN
 from seqdedupe.format import layout
@@ -25,6 +25,8 @@ from seqdedupe.format.columns import PLACES
 from tests.plain import PLAIN
 
 KEY = bytes(range(16))
+ALL = 1000
+"""Rows, whose share of tidying goes over all slots of a small table."""
 
 ID_POOL = [
     b"a", b"a\0", b"a\0\0", b"ab", b"abc", b"\0", b"\0\0", bytes(16), bytes(15), bytes(17), b"x" * 16, b"x" * 17,
@@ -145,8 +147,23 @@ class Model:
         self.window.replay(*frame(ids), self.confirmed - len(ids), self.now.latest_ms, limits)
         self.check()
 
+    def tidy(self, rows: int) -> None:
+        """Bit by bit, or until nothing is left to be done: then the table has what counts, and nothing else."""
+        is_more = self.window.tidy(rows)
+        if rows < ALL:
+            return
+        for _ in range(100):
+            is_more = is_more and self.window.tidy(rows)
+        assert not is_more
+        state = self.window._state
+        used = np.count_nonzero(self.window._slots.rows)
+        assert used == state[USED] == len(set(self.ids[self.window.first_index :]))
+
     def check(self) -> None:
         assert (self.window.confirmed_index, self.window.next_index) == (self.confirmed, len(self.ids))
+        slots = self.window._slots.rows
+        places = (slots[slots != 0] & (1 << 36) - 1) >> 16
+        assert not set(places.tolist()) & set(self.window._newer.free), "a place was given back that a slot leads to"
 
 
 LIMITS = st.builds(
@@ -168,6 +185,7 @@ ACTIONS = st.lists(
         st.tuples(st.just("replay"), IDS),
         st.tuples(st.just("wait"), st.integers(1, 60)),
         st.tuples(st.just("doubt"), st.sampled_from([(0, 0), (0, 0), (50, 0), (0, 50), (1000, 1000)])),
+        st.tuples(st.just("tidy"), st.sampled_from([1, 10, ALL])),
     ),
     max_size=30,
 )
@@ -195,6 +213,8 @@ def run(history: tuple[WindowLimits, list[tuple[str, Any]]], core: ModuleType) -
                 model.now_ms += argument
             case "doubt":
                 model.doubt_ms = argument
+            case "tidy":
+                model.tidy(argument)
 
 
 @given(HISTORIES)
@@ -211,11 +231,22 @@ HASHES: dict[str, Callable[..., int]] = {
 }
 
 
-@pytest.fixture(params=[None, *HASHES])
+FAR = "slots do not tell where homes are"
+
+
+@pytest.fixture(params=[None, *HASHES, FAR])
 def plain(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    if request.param is not None:
+    if request.param == FAR:
+        _is_far(monkeypatch)
+    elif request.param is not None:
         monkeypatch.setattr(PLAIN["id_table"], "siphash", HASHES[request.param])
     return PLAIN["id_window"]
+
+
+def _is_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every ID counts as one that stands too far from its home, and many meet."""
+    monkeypatch.setattr(PLAIN["id_table"], "_HOME", 0)
+    monkeypatch.setattr(PLAIN["id_table"], "siphash", HASHES["by length"])
 
 
 @given(HISTORIES)
@@ -234,26 +265,39 @@ def _failing(history: Any) -> bool:
     return False
 
 
-def _taken_out_whatever_lies_there(real: Any) -> Any:
-    def take_out(place: int, first: int, end: int, key: Any, slots: Any, ids: Any, offsets: Any, state: Any) -> int:
-        table = PLAIN["id_table"]
-        for row in range(first, end):
-            lies = place << table.ROW_BITS | row
-            begin, size = table._begin(offsets, lies), table._size(offsets, lies)
-            at = table._find(slots, table.siphash(ids, begin, begin + size, key), ids, begin, size, ids, offsets)
-            if slots[at] != table.EMPTY:
-                other = int(slots[at]) & table._PLACE
-                real(other >> table.ROW_BITS, other & 0xFFFF, (other & 0xFFFF) + 1, key, slots, ids, offsets, state)
-        return 0
-
-    return take_out
-
-
-def _hole_is_left(place: int, first: int, end: int, key: Any, slots: Any, ids: Any, offsets: Any, state: Any) -> int:
+def _goes_on(first: int, end: int, key: Any, slots: Any, ids: Any, offsets: Any, chunks: Any, state: Any) -> int:
+    """As the sweep, but it does not look at what it has just moved up."""
     table = PLAIN["id_table"]
-    for row in range(first, end):
-        slots[(slots & table._PLACE) == (place << table.ROW_BITS | row)] = table.EMPTY
-    return 0
+    gone = 0
+    for at in range(first, end):
+        slot = int(slots[at])
+        if slot and chunks[(slot & table._PLACE) >> table.ROW_BITS, table.FIRST_INDEX] < 0:
+            table._close_far(slots, at, key, ids, offsets)
+            gone += 1
+    state[USED] -= gone
+    return gone
+
+
+def _sweeps_all(first: int, end: int, key: Any, slots: Any, ids: Any, offsets: Any, chunks: Any, state: Any) -> int:
+    """Takes out what lies in the oldest chunk, too."""
+    table = PLAIN["id_table"]
+    lives = chunks[:, table.FIRST_INDEX] >= 0
+    before = chunks[:, table.FIRST_INDEX].copy()
+    if lives.any():
+        chunks[np.argmax(lives), table.FIRST_INDEX] = table.GONE
+    gone = table.__dict__["sweep"](first, end, key, slots, ids, offsets, chunks, state)
+    chunks[:, table.FIRST_INDEX] = before
+    return int(gone)
+
+
+def _holes_are_left(slots: Any, hole: int, *_: Any) -> None:
+    slots[hole] = 0
+
+
+def _too_soon(self: Any, place: int) -> None:
+    """Before the table was swept once."""
+    self._newer.chunks[place, 0] = PLAIN["id_table"].GONE
+    self._forgotten.append((place, self._swept + 1))
 
 
 def _at_once_beyond(self: Any, limits: WindowLimits, now_ms: int) -> None:
@@ -261,15 +305,18 @@ def _at_once_beyond(self: Any, limits: WindowLimits, now_ms: int) -> None:
     newer = self._newer
     while len(newer.order) > 1 and self.next_index - self.first_index > limits.messages:
         place = newer.order.popleft()
-        self._slots.forget(place)
         self._state[0] = newer.chunks[place, 0] + newer.chunks[place, 1]
+        self._slots.forget(place)
 
 
 PLANTED: dict[str, tuple[str, str, Callable[[Any], Any]]] = {
     "a hash that meets is a copy": ("id_table", "same", lambda real: lambda *arguments: True),
     "a prefix is a copy": ("id_table", "_size", lambda real: lambda offsets, at: min(real(offsets, at), 2)),
-    "what is accepted again goes with its old chunk": ("id_slots", "take_out", _taken_out_whatever_lies_there),
-    "clearing leaves holes": ("id_slots", "take_out", lambda real: _hole_is_left),
+    "what counts is swept out": ("id_slots", "sweep", lambda real: _sweeps_all),
+    "a slot to which one was moved is left out": ("id_slots", "sweep", lambda real: _goes_on),
+    "sweeping leaves holes": ("id_table", "_close", lambda real: _holes_are_left),
+    "sweeping leaves holes where slots do not tell": ("id_table", "_close_far", lambda real: _holes_are_left),
+    "a place is given back before all slots were swept": ("id_slots.Slots", "forget", lambda real: _too_soon),
     "what fails stays": ("id_slots", "take_out", lambda real: lambda *arguments: 0),
     "what failed takes the one before it along": ("id_window.IdWindow", "_restore", lambda real: lambda self: None),
     "forgets what is in flight": ("id_window.IdWindow", "move", lambda real: _at_once_beyond),
@@ -303,19 +350,65 @@ PLANTED: dict[str, tuple[str, str, Callable[[Any], Any]]] = {
 }
 
 
+MEETING = {
+    "a hash that meets is a copy": "all meet",
+    "a prefix is a copy": "all meet",
+    "a slot to which one was moved is left out": "all meet",
+    "sweeping leaves holes": "all meet",
+}
+"""The hashes with which some bugs show themselves."""
+
+
 @pytest.mark.parametrize("bug", PLANTED)
 def test_control_a_planted_bug_is_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     where, name, planted = PLANTED[bug]
     module, _, inner = where.partition(".")
     target = getattr(PLAIN[module], inner) if inner else PLAIN[module]
     monkeypatch.setattr(target, name, planted(getattr(target, name)))
-    if bug in ("a hash that meets is a copy", "clearing leaves holes", "a prefix is a copy"):
-        monkeypatch.setattr(PLAIN["id_table"], "siphash", HASHES["all meet"])
+    if bug.endswith("where slots do not tell"):
+        _is_far(monkeypatch)
+    if bug in MEETING:
+        monkeypatch.setattr(PLAIN["id_table"], "siphash", HASHES[MEETING[bug]])
     find(
         HISTORIES,
         _failing,
         settings=settings(max_examples=3000, deadline=None, database=None, phases=[Phase.generate]),
     )
+
+
+def _failed_before_the_sweep_has_gone_round(monkeypatch: pytest.MonkeyPatch) -> set[int]:
+    """Places that were given back, and that slots lead to. Taking out what failed moves a forgotten ID up, past where
+    the sweep is."""
+    monkeypatch.setattr(PLAIN["id_table"], "siphash", HASHES["all meet"])
+    model, limits = Model(PLAIN["id_window"].IdWindow(KEY, 0)), WindowLimits(16)
+    ids = [b"%d" % k for k in range(8)]
+    for one in ids:  # each in a chunk of its own, in the slots from 5 on
+        model.decide([one], True, limits)
+        model.confirm()
+    window = model.window
+    window.move(WindowLimits(4), 0)
+    monkeypatch.setattr(PLAIN["id_slots"], "_SWEPT_A_ROW", 0)
+    monkeypatch.setattr(PLAIN["id_slots"], "_SWEPT_A_FRAME", 0)
+    window.decide(*frame([ids[2]]), True, limits, Moment(0, 0))
+    window.confirm(1)
+    window.decide(*frame([ids[0]]), True, limits, Moment(0, 0))
+    # Of those from slot 5 on: 0 in flight, 1 forgotten, 2 anew, 3 forgotten. 1 goes, and 3 is next.
+    window._slots._sweep(7)
+    assert window._slots.rows[:12].astype(bool).sum() == 7
+    window.fail()
+    while window._slots._forgotten:
+        window._slots._sweep(100)
+    slots = window._slots.rows
+    return set(((slots[slots != 0] & (1 << 36) - 1) >> 16).tolist()) & set(window._newer.free)
+
+
+def test_what_a_failure_moves_up_is_swept_out_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not _failed_before_the_sweep_has_gone_round(monkeypatch)
+
+
+def test_control_it_is_not_where_the_sweep_goes_on_as_if_nothing_had_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PLAIN["id_slots"].Slots, "_sweep_anew", lambda self: None)
+    assert _failed_before_the_sweep_has_gone_round(monkeypatch)
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -364,30 +457,34 @@ def _many(count: int, start: int = 0) -> list[bytes]:
 
 
 @pytest.fixture
-def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many rows each call cleared away, or put into a larger table."""
-    rows: list[int] = []
-    for name in ("put", "take_out"):
-        real = getattr(id_slots, name)
+def counted(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """How many slots were swept, and how many rows put into a larger table."""
+    counts = {"put": 0, "sweep": 0}
 
-        def call(place: int, first: int, end: int, *rest: Any, real: Any = real) -> Any:
-            rows.append(end - first)
-            return real(place, first, end, *rest)
+    def put(place: int, first: int, end: int, *rest: Any, real: Any = id_table.put) -> Any:
+        counts["put"] += end - first
+        return real(place, first, end, *rest)
 
-        monkeypatch.setattr(id_slots, name, call)
-    return rows
+    def sweep(first: int, end: int, *rest: Any, real: Any = id_table.sweep) -> Any:
+        counts["sweep"] += end - first
+        return real(first, end, *rest)
+
+    monkeypatch.setattr(id_slots, "put", put)
+    monkeypatch.setattr(id_slots, "sweep", sweep)
+    return counts
 
 
-def test_it_grows_and_forgets_bit_by_bit(counted: list[int]) -> None:
+def test_it_grows_and_forgets_bit_by_bit(counted: dict[str, int]) -> None:
     window, limits = id_window.IdWindow(KEY, 0), WindowLimits(100_000)
-    most = 0
+    most_put = most_swept = 0
     for start in range(0, 400_000, 1000):
-        counted.clear()
+        counted.update(put=0, sweep=0)
         new, *_ = window.decide(*frame(_many(1000, start)), True, limits, Moment(0, 0))
         window.confirm(new)
-        most = max(most, sum(counted))
+        most_put, most_swept = max(most_put, counted["put"]), max(most_swept, counted["sweep"])
         assert new == 1000
-    assert most <= id_slots._AT_ONCE
+    assert 0 < most_put <= id_slots._AT_ONCE
+    assert 0 < most_swept <= id_slots._SWEPT_A_ROW * 1000 + id_slots._SWEPT_A_FRAME
     assert 100_000 <= len(window) <= 100_000 * 17 // 16 + 1000
     assert window.memory_bytes / len(window) < 45
     assert _free_with_memory(window) <= 1
