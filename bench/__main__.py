@@ -42,6 +42,7 @@ FIGURES = (
     "snapshot_pause",
     "start",
     "opening",
+    "move",
     "tag",
     "doctor",
     "backup",

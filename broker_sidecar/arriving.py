@@ -1,19 +1,19 @@
 """Topics that other sidecars give to this one: AdminService's ReceiveTopic and SettleMove.
 
-All of it is written beside the logs, where no start looks. The topic is this sidecar's from the moment that its record
-says so, and not before.
+The log is written beside the logs, where no start looks, and the snapshot into the store, of an incarnation that is no
+topic of this sidecar. It is read before the other one stops taking messages: what came after it is read from the log.
+The topic is this sidecar's from the moment that its record says so, and not before.
 """
 
 import asyncio
 import secrets
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from dataclasses import replace
+from typing import Any
 
 import grpc
 import grpc.aio
 
+from broker_sidecar.coming import Coming
 from broker_sidecar.rpc import Context, parse_small, unary
 from broker_sidecar.security.permissions import Permissions
 from broker_sidecar.security.rules import Action
@@ -23,49 +23,22 @@ from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.format import headers
 from seqdedupe.format.tag import SECRET_BYTES
 from seqdedupe.log.embedded import moved
-from seqdedupe.log.embedded.arrival import MOVE_BYTES, RECEIVER_BYTES, Arrival
+from seqdedupe.log.embedded.arrival import MOVE_BYTES, RECEIVER_BYTES
 from seqdedupe.log.embedded.log import EmbeddedLog
 from seqdedupe.log.embedded.logs import EmbeddedLogs
 from seqdedupe.names import topic_name
 from seqdedupe.store import records
-from seqdedupe.store.copy import batches_of
+from seqdedupe.store.incoming import IncomingSnapshot
 from seqdedupe.store.topics import TopicRecord, TopicState
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.publishing import Topic
 from seqdedupe.topic.shielded import shielded
 from seqdedupe.topic.state import State
+from seqdedupe.topic.stored import Stored
 from seqdedupe.v1 import admin_pb2
 
 SILENT_SECONDS = 60.0
 """So long the other sidecar may say nothing: it may wait for its disk, and copies while its clients leave it time."""
-
-T = TypeVar("T")
-
-
-@dataclass(eq=False)
-class _UnderWay:
-    """One that comes. What writes it is done by one thread, in order, whoever waits for it."""
-
-    record: TopicRecord
-    arrival: Arrival
-    stream: Stream
-    receiver: bytes = b""
-    """What whoever gives it was answered: which data directory this is, and which move."""
-    is_taken: bool = False
-    """It is being made this sidecar's, whatever becomes of the call."""
-    _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "seqdedupe-arriving"))
-
-    async def run(self, work: Callable[..., T], *arguments: Any) -> T:
-        """Raises MOVE_FAILED where that raises OSError: the disk is full, for example."""
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
-        except OSError as e:
-            raise error("MOVE_FAILED", f"topic {self.record.name} cannot be written here: {e}") from e
-
-    def end(self) -> None:
-        """Removes what is left of it, unless it is a log by now."""
-        self._thread.submit(self.arrival.remove)
-        self._thread.shutdown(wait=False)
 
 
 class Arriving:
@@ -84,7 +57,7 @@ class Arriving:
         self._streams = streams
         self._permissions = permissions
         self._trail = trail
-        self._under_way: dict[str, _UnderWay] = {}
+        self._under_way: dict[str, Coming] = {}
 
     def methods(self) -> "dict[str, grpc.RpcMethodHandler[Any, Any]]":
         """By the name of the call."""
@@ -115,24 +88,32 @@ class Arriving:
         try:
             coming.receiver = bytes.fromhex(await coming.run(logs.receiver)) + secrets.token_bytes(MOVE_BYTES)
             await coming.run(coming.arrival.begin, coming.record.name, coming.record.secret)
-            answer = admin_pb2.ReceiveTopicResponse(receiver=coming.receiver).SerializeToString()
+            await _keep_from_who_had_it(topics, coming.record)
+            answer = admin_pb2.ReceiveTopicResponse(receiver=coming.receiver, reads_snapshot=True).SerializeToString()
             await stream.write(answer)
             while not (request := await _next(stream)).HasField("end"):
                 if request.HasField("log"):
                     part = request.log
                     await coming.run(coming.arrival.write, part.base_index, part.offset, part.data)
+                elif request.snapshot_end:
+                    await coming.read(topics.kind)
+                    await stream.write(answer)
+                elif coming.stored is not None:
+                    raise error("INVALID_REQUEST", "a part of the snapshot came after its end")
                 else:
-                    await coming.run(coming.arrival.add_rows, request.snapshot)
+                    await coming.snapshot.add(request.snapshot)
+            # One of an earlier version has not said that the snapshot has ended.
+            stored = await coming.read(topics.kind)
             async with self._trail.change("ReceiveTopic", f"topic: {coming.record.name}"):
-                await self._finish(logs, topics, coming, request.end.next_index)
+                await self._finish(logs, topics, coming, stored, request.end.next_index)
             await stream.write(answer)
         finally:
             if self._under_way.get(coming.record.name) is coming:
                 del self._under_way[coming.record.name]
             if not coming.is_taken:
-                coming.end()
+                coming.end(topics)
 
-    def _begun(self, logs: EmbeddedLogs, topics: Topics[Topic], head: Any, stream: Stream) -> _UnderWay:
+    def _begun(self, logs: EmbeddedLogs, topics: Topics[Topic], head: Any, stream: Stream) -> Coming:
         """Nobody else gives this one a topic of that name from now on. Raises TOPIC_EXISTS, TOO_MANY_TOPICS,
         NEWER_FORMAT, OLDER_FORMAT, INVALID_REQUEST; MOVE_FAILED if it is coming already."""
         name = topic_name(head.topic)
@@ -148,17 +129,26 @@ class Arriving:
             raise error("MOVE_FAILED", f"topic {name} is being moved here already")
         record = TopicRecord(name, head.incarnation, TopicState.CREATING, head.secret)
         _check_is_free(logs, topics, record)
-        coming = self._under_way[name] = _UnderWay(record, logs.arrival(record.incarnation), stream)
+        snapshot = IncomingSnapshot(topics.store, record.incarnation)
+        coming = self._under_way[name] = Coming(record, logs.arrival(record.incarnation), snapshot, stream)
         return coming
 
-    async def _finish(self, logs: EmbeddedLogs, topics: Topics[Topic], coming: _UnderWay, next_index: int) -> None:
+    async def _finish(
+        self, logs: EmbeddedLogs, topics: Topics[Topic], coming: Coming, stored: Stored, next_index: int
+    ) -> None:
         name = coming.record.name
         # Who asks what became of it has taken it out, and it never comes to be; or finds it among those being made.
         if self._under_way.pop(name, None) is not coming:
             raise error("MOVE_FAILED", f"topic {name} is not taken any more: it was asked what became of it")
         _check_is_free(logs, topics, coming.record)
         coming.is_taken = True
-        await shielded(topics.creating, name, _take(topics, coming, next_index))
+        await shielded(topics.creating, name, self._taken(topics, coming, stored, next_index))
+
+    async def _taken(self, topics: Topics[Topic], coming: Coming, stored: Stored, next_index: int) -> Topic:
+        try:
+            return await _take(topics, coming, stored, next_index)
+        finally:
+            coming.end(topics)
 
     async def _settle(self, request: admin_pb2.SettleMoveRequest) -> admin_pb2.SettleMoveResponse:
         logs, topics = self._own()
@@ -200,6 +190,17 @@ async def _next(stream: Stream) -> admin_pb2.ReceiveTopicRequest:
     return parse_small(admin_pb2.ReceiveTopicRequest, data)
 
 
+async def _keep_from_who_had_it(topics: Topics[Topic], record: TopicRecord) -> None:
+    """Whoever removes what is left here of a topic that was given away, once all know where it is, removes nothing from
+    now on: it comes back."""
+    # One that nobody has used since the start says by then where it went.
+    await topics.waiting.use(record.name)
+    async with topics.lives.opening[record.name]:
+        former = topics.records.get(record.name)
+        if former is not None and former.incarnation == record.incarnation:
+            topics.records[record.name] = replace(former)
+
+
 def _check_is_free(logs: EmbeddedLogs, topics: Topics[Topic], record: TopicRecord) -> None:
     """Raises TOPIC_EXISTS and so on if the topic cannot be taken. One that was here before, and was moved, is free."""
     name = record.name
@@ -215,18 +216,8 @@ def _check_is_free(logs: EmbeddedLogs, topics: Topics[Topic], record: TopicRecor
     topics.check_room()
 
 
-async def _take(topics: Topics[Topic], coming: _UnderWay, next_index: int) -> Topic:
+async def _take(topics: Topics[Topic], coming: Coming, stored: Stored, next_index: int) -> Topic:
     """Makes the topic this sidecar's, which serves it on return."""
-
-    async def put() -> None:
-        batches = batches_of(coming.record.incarnation, coming.arrival.rows())
-        opening = topics.store.opening
-        while (batch := await coming.run(next, batches, None)) is not None:
-            # All of the sidecar's topics share the store: it is given no more than it works off.
-            await topics.store.write_when_idle(batch)
-        # Not if it was opened again meanwhile: then some of them may be lost.
-        await topics.store.flush(opening)
-        await coming.run(coming.arrival.finish, coming.receiver.hex())
 
     def check_is_whole(topic: Topic) -> None:
         # What a crash may leave half-written nobody has sent.
@@ -238,19 +229,33 @@ async def _take(topics: Topics[Topic], coming: _UnderWay, next_index: int) -> To
     name = coming.record.name
     try:
         async with topics.lives.opening[name]:
-            if (former := topics.records.get(name)) is not None:
-                # It was here before, and has nothing left but where it went. Nobody is told any more that it is.
-                del topics.records[name]
-                topics.closed.pop(name, None)
-                topics.on_state(name, None)
-                await _remove(topics, former)
-            return await topics.lives.take_in(coming.record, put, check_is_whole)
+            former = await _forgotten(topics, coming.record)
+
+            async def put() -> None:
+                if former:
+                    # Where it went. Its record is another one by now.
+                    await topics.kind.delete(coming.record.incarnation)
+                await coming.run(coming.arrival.finish, coming.receiver.hex())
+
+            return await topics.lives.take_in(coming.record, stored, put, check_is_whole)
     except SeqdedupeError:
         raise
     except Exception as e:
         raise error("MOVE_FAILED", f"topic {name} was not taken: {type(e).__name__}: {e}") from e
-    finally:
-        coming.end()
+
+
+async def _forgotten(topics: Topics[Topic], record: TopicRecord) -> bool:
+    """One of this name that was here before, and has nothing left but where it went, is not known any more. Whether it
+    was of this incarnation: then that is still to be removed."""
+    former = topics.records.pop(record.name, None)
+    if former is None:
+        return False
+    topics.closed.pop(record.name, None)
+    topics.on_state(record.name, None)
+    if former.incarnation == record.incarnation:
+        return True
+    await _remove(topics, former)
+    return False
 
 
 async def _remove(topics: Topics[Topic], former: TopicRecord) -> None:

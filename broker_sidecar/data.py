@@ -20,7 +20,7 @@ from seqdedupe.log.embedded.commit import Committer
 from seqdedupe.log.embedded.logs import EmbeddedLogs, incarnations
 from seqdedupe.store import directories
 from seqdedupe.store.db import Store
-from seqdedupe.store.topics import LogKind, TopicRecord
+from seqdedupe.store.topics import LogKind, TopicRecord, TopicState
 from seqdedupe.topic.attached import AttachedTopic
 from seqdedupe.topic.clock import Clock
 from seqdedupe.topic.directory import Topics
@@ -135,7 +135,7 @@ class Data:
             **limits,
         )
         if self.logs is not None:
-            self.logs.remove_arrivals()
+            _remove_arrivals(store, self.logs)
             self.leaving = Leaving(self.logs, self.topics, Neighbours(listed(config, config.peers)))
 
     def _stands_by(self, topic: str) -> bool:
@@ -186,6 +186,21 @@ class Data:
         if self.cluster is not None:
             await self.cluster.close()
         await asyncio.to_thread(self.store.close)
+
+
+def _remove_arrivals(store: Store, logs: EmbeddedLogs) -> None:
+    """What was coming from other sidecars when the process ended does not come on. What cannot be removed now is by a
+    later start: the folders go last, for they say what the store has of it."""
+    try:
+        coming = logs.empty_arrivals()
+        # No more is needed of one that was here before, and has not come back.
+        here = {one.incarnation for one in store.topics() if one.state is TopicState.ACTIVE}
+        coming -= {one for one in here & coming if not logs.has_moved(one)}
+        if coming:
+            store.remove_snapshots(sorted(coming))
+        logs.remove_arrivals()
+    except (SeqdedupeError, OSError) as e:
+        logger.warning("what was coming from other sidecars cannot be removed now: %s", e)
 
 
 async def _keep_looking(topics: Topics[Any]) -> None:

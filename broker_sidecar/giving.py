@@ -12,11 +12,12 @@ import grpc.aio
 from broker_sidecar.neighbours import SILENT_SECONDS, TAKE_SECONDS
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.format import headers
-from seqdedupe.log.embedded.arrival import MOVE_BYTES, RECEIVER_BYTES, row_bytes
+from seqdedupe.log.embedded.arrival import MOVE_BYTES, RECEIVER_BYTES
 from seqdedupe.log.embedded.inspection import Damage, DurablePart, inspect_part
 from seqdedupe.log.embedded.logs import EmbeddedLogs
 from seqdedupe.store import records
 from seqdedupe.store.db import Store
+from seqdedupe.store.incoming import row_bytes
 from seqdedupe.store.topics import TopicRecord
 from seqdedupe.topic.imported_window import ImportedWindow
 from seqdedupe.topic.publishing import Topic
@@ -30,6 +31,8 @@ SLOW_ROUND = 3
 """From this one on those who publish wait every other TURN_SECONDS: where they take all that the machine has, what is
 copied would never catch up."""
 TURN_SECONDS = 0.25
+READ_SECONDS = 600.0
+"""For the other sidecar to read the snapshot, while the topic serves here."""
 REST_BYTES = 4 * 1024 * 1024
 """So much is little."""
 MAX_REST_BYTES = 64 * 1024 * 1024
@@ -50,6 +53,8 @@ class Giving:
         """Of each segment, by its first index."""
         self._slowed: Topic | None = None
         self._why = giving_away(record.name)
+        self._reads_snapshot = False
+        """Whether the other one says when it has read the snapshot: an earlier version reads it at the end."""
         self._imported: ImportedWindow | None = None
         """What the store had when its records were sent."""
 
@@ -65,14 +70,16 @@ class Giving:
             store_format_version=records.FORMAT_VERSION,
         )
         await self._send(head=head)
-        receiver: str = (await self._answer(SILENT_SECONDS)).receiver.hex()
+        answer = await self._answer(SILENT_SECONDS)
+        self._reads_snapshot = answer.reads_snapshot
+        receiver: str = answer.receiver.hex()
         if len(receiver) != 2 * (RECEIVER_BYTES + MOVE_BYTES):
             raise error("MOVE_FAILED", "the other sidecar does not say who it is")
         return receiver
 
     async def copy_while_it_serves(self, topic: Topic) -> None:
-        """Log and snapshot, until little of the log is left. Raises MOVE_FAILED if it grows faster than it is
-        copied."""
+        """Log and snapshot, until the other one has read that, and little of the log is left. Raises MOVE_FAILED if
+        that grows faster than it is copied."""
         await self._catch_up(topic)
         await topic.snapshot()
         self._imported = topic.policy.imported
@@ -80,6 +87,9 @@ class Giving:
         pieces = _pieces(row_bytes(key, value) for key, value in rows)
         while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
             await self._send(snapshot=piece)
+        if self._reads_snapshot:
+            await self._send(snapshot_end=True)
+            await self._answer(READ_SECONDS)
         await self._catch_up(topic)
 
     async def _catch_up(self, topic: Topic) -> None:

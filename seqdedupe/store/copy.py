@@ -1,5 +1,5 @@
-"""Copies of a store: one to be looked at, since opening a store cuts what is torn, and RocksDB always writes; one that
-is kept, of records that are read while the store is in use; and that of a topic's snapshot that comes from another."""
+"""Copies of a store: one to be looked at, since opening a store cuts what is torn, and RocksDB always writes; and one
+that is kept, of records that are read while the store is in use."""
 
 import re
 import shutil
@@ -14,7 +14,7 @@ from rocksdict import Rdict, WriteBatch
 from seqdedupe.errors import error
 from seqdedupe.store.db import Store
 from seqdedupe.store.mark import Mark
-from seqdedupe.store.records import snapshot_range, unseal
+from seqdedupe.store.records import unseal
 from seqdedupe.store.rocksdb import close_rocksdb, create_rocksdb, open_rocksdb, sync, write
 
 _PREFIX = "seqdedupe-store-"
@@ -25,23 +25,6 @@ BATCH_BYTES = 256 * 1024
 TRIES = 1200
 PAUSE_SECONDS = 0.05
 _STALLED = "Write stall"
-
-
-def batches_of(incarnation: int, rows: Iterator[tuple[bytes, bytes]]) -> Iterator[WriteBatch]:
-    """Writes that put a topic's snapshot, as another store has it, in the place of all that is stored of it here.
-    Nobody may look at it before all are made. Raises INVALID_REQUEST for what is no part of it."""
-    start, stop = snapshot_range(incarnation)
-    batch, size_bytes = WriteBatch(raw_mode=True), 0
-    batch.delete_range(start, stop)
-    for key, value in rows:
-        if not (start <= key < stop):
-            raise error("INVALID_REQUEST", f"a record {key.hex()[:100]} is no part of a snapshot of {incarnation}")
-        if size_bytes > BATCH_BYTES:
-            yield batch
-            batch, size_bytes = WriteBatch(raw_mode=True), 0
-        batch.put(key, value)
-        size_bytes += len(key) + len(value)
-    yield batch
 
 
 @contextmanager

@@ -170,6 +170,21 @@ class Store:
         batch.delete_range(*snapshot_range(incarnation))
         await self.flush(self.write(batch))
 
+    async def remove_snapshot(self, incarnation: int) -> None:
+        """Removes what is stored of a topic but its record, durable on return. Nothing of it may be under way."""
+        await self.flush(self._without_snapshots([incarnation]))
+
+    def remove_snapshots(self, incarnations: list[int]) -> None:
+        """The same of several. Blocks, before the store is used."""
+        self._without_snapshots(incarnations)
+        self._sync(self._current())
+
+    def _without_snapshots(self, incarnations: list[int]) -> int:
+        batch = WriteBatch(raw_mode=True)
+        for incarnation in incarnations:
+            batch.delete_range(*snapshot_range(incarnation))
+        return self.write(batch)
+
     # Namespaces.
 
     def namespace_policies(self) -> list[tuple[str, bytes]]:

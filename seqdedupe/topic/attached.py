@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from seqdedupe.core.producers import Producers
 from seqdedupe.core.rule import PERSISTED, PUSHED
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.format.jit import Int64s
@@ -48,8 +49,19 @@ class AttachedTopic(TopicBase):
         admission_timeout_seconds: float,
         now_seconds: Callable[[], float],
         on_state: Callable[["AttachedTopic"], None],
+        producers: Producers | None = None,
     ) -> None:
-        super().__init__(name, incarnation, store, snapshots, loaded, first_index=0, applied=applied, on_state=on_state)
+        super().__init__(
+            name,
+            incarnation,
+            store,
+            snapshots,
+            loaded,
+            first_index=0,
+            applied=applied,
+            on_state=on_state,
+            producers=producers,
+        )
         self.position = loaded.opaque if loaded else b""
         """Of the last entry that is known to be in the log; empty: none."""
         self.trim_position = self.position

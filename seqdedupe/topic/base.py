@@ -28,6 +28,7 @@ from seqdedupe.topic.policy import Applied, Policy
 from seqdedupe.topic.sessions import Sessions
 from seqdedupe.topic.snapshotter import Snapshotter
 from seqdedupe.topic.state import Serving, State
+from seqdedupe.topic.stored import producers_of
 
 logger = logging.getLogger("seqdedupe.topic")
 
@@ -40,7 +41,8 @@ class TopicBase(Serving):
 
     `window` is what it knows of deduplication IDs; None in a topic of sequence IDs.
 
-    `loaded` is its newest snapshot; without one it begins at `first_index`. `applied` is the policy that it inherits.
+    `loaded` is its newest snapshot; without one it begins at `first_index`. `producers` are those of the snapshot, if
+    they were made already. `applied` is the policy that it inherits.
     """
 
     window: IdWindow | None = None
@@ -56,6 +58,7 @@ class TopicBase(Serving):
         first_index: int,
         applied: Applied,
         on_state: Callable[[Any], None],
+        producers: Producers | None = None,
     ) -> None:
         super().__init__(name, on_state)
         self.incarnation = incarnation
@@ -66,7 +69,7 @@ class TopicBase(Serving):
         self._inherited = applied
         self.counters = Counters()
         self.term = 0
-        self.producers = Producers()
+        self.producers = producers_of(loaded) if producers is None else producers
         self.confirmed_index = first_index
         """All messages below it are in the log for good, and in the producers' numbers."""
         self.last_message_id: MessageId | None = None
@@ -76,8 +79,6 @@ class TopicBase(Serving):
         self.newest_import: object = None
         """The one that was begun last: it alone may go on."""
         if loaded is not None:
-            self.producers.load(loaded.names, loaded.persisted, loaded.epochs, loaded.stated)
-            self.producers.has_forgotten = loaded.has_forgotten
             self.term = loaded.term
             self.confirmed_index = loaded.next_index
             self.last_message_id = loaded.message_id

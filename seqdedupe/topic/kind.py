@@ -8,6 +8,7 @@ from seqdedupe.store.snapshots import Loaded
 from seqdedupe.store.topics import LogKind, TopicRecord
 from seqdedupe.topic.base import TopicBase
 from seqdedupe.topic.policy import Applied
+from seqdedupe.topic.stored import Stored
 
 T_co = TypeVar("T_co", bound=TopicBase, covariant=True)
 
@@ -26,8 +27,15 @@ class TopicKind(Protocol[T_co]):
         Raises why there is none; then the log is `delete`d.
         """
 
-    async def open(self, record: TopicRecord, applied: Applied, *, without_snapshot: bool = False) -> T_co:
+    async def load(self, record: TopicRecord) -> Stored:
+        """What the store has of a topic, which takes long where that is much. Raises what is damaged,
+        STORE_UNAVAILABLE."""
+
+    async def open(
+        self, record: TopicRecord, applied: Applied, *, without_snapshot: bool = False, stored: Stored | None = None
+    ) -> T_co:
         """A topic on the log that is there, which inherits this policy. `without_snapshot`: it need not have one.
+        `stored` is what `load` has answered, if it was asked before.
 
         Raises what is damaged, or why it cannot be opened now.
         """

@@ -22,6 +22,7 @@ from seqdedupe.topic.policy import Applied, Policy
 from seqdedupe.topic.records import Records
 from seqdedupe.topic.retry import again_until
 from seqdedupe.topic.state import State
+from seqdedupe.topic.stored import Stored
 
 logger = logging.getLogger("seqdedupe.topics")
 
@@ -150,14 +151,17 @@ class Lives(Generic[T]):
             self._begins(record, made[record.name])
         return [made[record.name] for record in records]
 
-    async def take_in(self, record: TopicRecord, put: Callable[[], Awaitable[None]], check: Callable[[T], None]) -> T:
-        """Makes a topic of a log and a snapshot, which `put` puts where they belong: it serves, or nothing of it is
-        there. `check` is given it before it counts. Raises why it does not, and what these raise."""
+    async def take_in(
+        self, record: TopicRecord, stored: Stored, put: Callable[[], Awaitable[None]], check: Callable[[T], None]
+    ) -> T:
+        """Makes a topic of a snapshot that is stored by now, and of a log that `put` puts where it belongs: it serves,
+        or nothing of it is there. `check` is given it before it counts. Raises why it does not, and what these
+        raise."""
         topic: T | None = None
         try:
             await self._store.put_topics(record)
             await put()
-            topic = await self._kind.open(record, self._inherited(record.name))
+            topic = await self._kind.open(record, self._inherited(record.name), stored=stored)
             await topic.recover()
             topic.check_serving()
             check(topic)

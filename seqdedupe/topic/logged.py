@@ -12,6 +12,7 @@ import numpy as np
 
 from seqdedupe.core.id_imported import Imported
 from seqdedupe.core.id_window import IdWindow
+from seqdedupe.core.producers import Producers
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.format.columns import BASE_INDEX, PRODUCERS, PUBLISH_TIME_MS, ROWS
 from seqdedupe.format.jit import Int64s
@@ -55,6 +56,7 @@ class LoggedTopic(TopicBase):
         on_state: Callable[[Any], None],
         window_memory: WindowMemory | None = None,
         imported: Imported | None = None,
+        producers: Producers | None = None,
     ) -> None:
         self.log = log
         self.store = store
@@ -75,6 +77,7 @@ class LoggedTopic(TopicBase):
             first_index=log.first_index,
             applied=applied,
             on_state=on_state,
+            producers=producers,
         )
         self.snapshotter.on_stored = self._window_may_have_grown
         self.flight = Flight()

@@ -12,6 +12,7 @@ from seqdedupe.store.topics import LogKind, TopicRecord
 from seqdedupe.topic.attached import AttachedTopic
 from seqdedupe.topic.base import TopicBase
 from seqdedupe.topic.policy import Applied
+from seqdedupe.topic.stored import Stored
 
 
 class BrokersTopics:
@@ -36,18 +37,24 @@ class BrokersTopics:
     async def make(self, record: TopicRecord, applied: Applied, entry_format: str = "") -> AttachedTopic:
         return await self.open(record, applied)
 
-    async def open(self, record: TopicRecord, applied: Applied, *, without_snapshot: bool = False) -> AttachedTopic:
-        snapshots = Snapshots(self._store, record.incarnation)
+    async def load(self, record: TopicRecord) -> Stored:
+        return await asyncio.to_thread(Stored.load, Snapshots(self._store, record.incarnation))
+
+    async def open(
+        self, record: TopicRecord, applied: Applied, *, without_snapshot: bool = False, stored: Stored | None = None
+    ) -> AttachedTopic:
+        stored = stored or await self.load(record)
         return AttachedTopic(
             record.name,
             record.incarnation,
             self._store,
-            snapshots,
-            await asyncio.to_thread(snapshots.load),
+            stored.snapshots,
+            stored.loaded,
             applied=applied,
             admission_timeout_seconds=self._admission_timeout_seconds,
             now_seconds=time.monotonic,
             on_state=self._on_state,
+            producers=stored.producers,
         )
 
     async def check_snapshot(self, record: TopicRecord, live: TopicBase | None, loaded: Loaded | None) -> None:

@@ -7,6 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 from seqdedupe.core.id_imported import Imported
+from seqdedupe.core.producers import Producers
 from seqdedupe.errors import DamagedError, SeqdedupeError, UnavailableError, error
 from seqdedupe.format.columns import BASE_INDEX, TERM
 from seqdedupe.format.records import body_of
@@ -52,6 +53,7 @@ class OwnedTopic(SettlingTopic):
         is_standby: bool = False,
         window_memory: WindowMemory | None = None,
         imported: Imported | None = None,
+        producers: Producers | None = None,
     ) -> None:
         super().__init__(
             name,
@@ -64,6 +66,7 @@ class OwnedTopic(SettlingTopic):
             on_state=on_state,
             window_memory=window_memory,
             imported=imported,
+            producers=producers,
         )
         self.now_seconds = asyncio.get_running_loop().time
         self._is_standby = is_standby

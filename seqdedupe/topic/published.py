@@ -4,6 +4,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable, Container
+from dataclasses import replace
 
 from seqdedupe.core.id_imported import Imported
 from seqdedupe.errors import DamagedError, PositionError, UnavailableError, error
@@ -18,6 +19,7 @@ from seqdedupe.topic.control import decode_policy
 from seqdedupe.topic.policy import Applied, Policy
 from seqdedupe.topic.publishing import Topic
 from seqdedupe.topic.state import State
+from seqdedupe.topic.stored import Stored
 from seqdedupe.topic.window_memory import WindowMemory
 
 logger = logging.getLogger("seqdedupe.topic")
@@ -64,16 +66,23 @@ class PublishedTopics:
             raise
         return topic
 
-    async def open(self, record: TopicRecord, applied: Applied, *, without_snapshot: bool = False) -> Topic:
+    async def load(self, record: TopicRecord) -> Stored:
         snapshots = Snapshots(self._store, record.incarnation)
-        loaded = await asyncio.to_thread(snapshots.load)
+        stored = await asyncio.to_thread(Stored.load, snapshots)
+        loaded = stored.loaded
         if loaded is not None and loaded.window is None and loaded.policy:
             _check_needs_none(record, decode_policy(loaded.policy))
         window = loaded.window if loaded is not None else None
         if window is not None and await asyncio.to_thread(snapshots.has_left_over, window):
             snapshots.drop_left_over(window)
         may_have_import = loaded is None or loaded.window is not None
-        imported = await self._imported(record) if may_have_import else None
+        return replace(stored, imported=await self._imported(record) if may_have_import else None)
+
+    async def open(
+        self, record: TopicRecord, applied: Applied, *, without_snapshot: bool = False, stored: Stored | None = None
+    ) -> Topic:
+        stored = stored or await self.load(record)
+        loaded = stored.loaded
         covered_index, place = (loaded.next_index, loaded.opaque) if loaded else (0, b"")
         log = await self._logs.open(record.incarnation, covered_index, record.secret or None, place)
         if loaded is None and log.first_index > 0 and not (self._rebuild_store or without_snapshot):
@@ -92,14 +101,15 @@ class PublishedTopics:
             record.name,
             log,
             self._store,
-            snapshots,
+            stored.snapshots,
             loaded,
             applied=applied,
             random_bytes=secrets.token_bytes,
             on_state=self._on_state,
             is_standby=self._stands_by(record.name),
             window_memory=self._window_memory,
-            imported=imported,
+            imported=stored.imported,
+            producers=stored.producers,
         )
         topic.now = self._clock.now
         return topic

@@ -29,6 +29,8 @@ class Records:
         self._store = store
         self._delete_logs = delete_logs
         self._in_background = in_background
+        self._cleaning: set[int] = set()
+        """Incarnations of which what is left is being removed."""
         self._unwritten: dict[str, SeqdedupeError] = {}
         """Names whose record could not be written: the store may have it all the same, and it is being put right."""
 
@@ -38,7 +40,7 @@ class Records:
             raise error("STORE_UNAVAILABLE", f"what was begun with topic {name} is still being undone: {why.message}")
 
     def check_is_free(self, incarnation: int, known: Iterable[TopicRecord]) -> None:
-        """Raises INVALID_REQUEST, TOPIC_EXISTS if no topic can be made anew as this incarnation.
+        """Raises INVALID_REQUEST, TOPIC_EXISTS, STORE_UNAVAILABLE if no topic can be made anew as this incarnation.
 
         `known` are records that the store may not have yet.
         """
@@ -46,6 +48,9 @@ class Records:
             raise error("INVALID_REQUEST", f"no topic can have been made at {incarnation}, the snapshot's incarnation")
         if other := next((r for r in chain(self._store.topics(), known) if r.incarnation == incarnation), None):
             raise error("TOPIC_EXISTS", f"the topic {other.name} has the incarnation {incarnation} of the snapshot")
+        if incarnation in self._cleaning:
+            # What comes now would go with what was there before.
+            raise error("STORE_UNAVAILABLE", f"what is left of the incarnation {incarnation} is still being removed")
 
     async def write(
         self, topics: Sequence[TopicBase], records: Sequence[TopicRecord], in_force: Sequence[TopicRecord]
@@ -108,6 +113,7 @@ class Records:
 
         What cannot be removed now is tried again.
         """
+        self._cleaning.update(record.incarnation for record in records)
         if not await self._cleaned_up(records):
             self._in_background(again_until(lambda: self._cleaned_up(records)))
 
@@ -119,4 +125,5 @@ class Records:
         except SeqdedupeError as e:
             logger.warning("what is left of topic %s cannot be removed now: %s", records[0].name, e)
             return False
+        self._cleaning.difference_update(record.incarnation for record in records)
         return True

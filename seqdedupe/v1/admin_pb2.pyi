@@ -2324,10 +2324,15 @@ class ReceiveTopicRequest(_message.Message):
     LOG_FIELD_NUMBER: _builtins.int
     SNAPSHOT_FIELD_NUMBER: _builtins.int
     END_FIELD_NUMBER: _builtins.int
+    SNAPSHOT_END_FIELD_NUMBER: _builtins.int
     snapshot: _builtins.bytes
     """Of a durable snapshot, which the log goes on from: all its records in the store, one after the other, in pieces of
     any size. Of each record the lengths of key and value, as 32 bits (little-endian), then key and value as they are in
     the store.
+    """
+    snapshot_end: _builtins.bool
+    """All of the snapshot has come, which is answered when the asked sidecar has read it. Only to one whose first answer
+    `reads_snapshot`; any other one reads it at the end.
     """
     @_builtins.property
     def head(self) -> Global___MovedTopic:
@@ -2348,10 +2353,11 @@ class ReceiveTopicRequest(_message.Message):
         log: Global___LogPart | None = ...,
         snapshot: _builtins.bytes = ...,
         end: Global___MovedEnd | None = ...,
+        snapshot_end: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "head", b"head", "log", b"log"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "head", b"head", "log", b"log", "snapshot", b"snapshot"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "head", b"head", "log", b"log", "snapshot", b"snapshot", "snapshot_end", b"snapshot_end"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2381,21 +2387,25 @@ Global___MovedEnd: _TypeAlias = MovedEnd  # noqa: Y015
 
 @_typing.final
 class ReceiveTopicResponse(_message.Message):
-    """At first: it takes the topic. At the second time: it has it."""
+    """At first: it takes the topic. After `snapshot_end`: it has read the snapshot. At last: it has the topic."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     RECEIVER_FIELD_NUMBER: _builtins.int
+    READS_SNAPSHOT_FIELD_NUMBER: _builtins.int
     receiver: _builtins.bytes
     """Which data directory takes it, 16 bytes, and by which move, 16 bytes."""
+    reads_snapshot: _builtins.bool
+    """Whether it answers `snapshot_end`."""
     def __init__(
         self,
         *,
         receiver: _builtins.bytes = ...,
+        reads_snapshot: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["receiver", b"receiver"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reads_snapshot", b"reads_snapshot", "receiver", b"receiver"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -468,8 +468,8 @@ class AdminServiceServicer(object):
 
     def ReceiveTopic(self, request_iterator, context):
         """Takes in a topic of another sidecar with a log of its own, which has it until this one says that it has: the head,
-        which is answered, then the log from its beginning and a snapshot, in parts, then the end, which is answered when
-        the topic is this sidecar's, durably, and is served. Sidecars call each other so. Errors: `TOPIC_EXISTS`,
+        which is answered, then the log from its beginning and a snapshot, in parts, whose end may be answered, then the
+        end of all, which is answered when the topic is this sidecar's, durably, and is served. Sidecars call each other so. Errors: `TOPIC_EXISTS`,
         `TOO_MANY_TOPICS`, `NEWER_FORMAT`, `OLDER_FORMAT`, `STREAM_IDLE`, `MOVE_FAILED`, and why else it cannot serve it: then
         nothing of it is here. What came of a call that breaks `SettleMove` says.
         """

@@ -30,10 +30,15 @@ STEPS = (
     "seqdedupe.log.embedded.moved.remove_messages",
     "seqdedupe.log.embedded.moved.is_known",
     "broker_sidecar.arriving._check_is_free",
+    "broker_sidecar.coming.Coming.read",
+    "broker_sidecar.arriving._keep_from_who_had_it",
     "broker_sidecar.arriving._take",
     "seqdedupe.log.embedded.arrival.Arrival.begin",
     "seqdedupe.log.embedded.arrival.Arrival.finish",
+    "seqdedupe.store.incoming.IncomingSnapshot.add",
+    "seqdedupe.store.incoming.IncomingSnapshot.finish",
     "seqdedupe.store.db.Store.put_topics",
+    "seqdedupe.topic.published.PublishedTopics.delete",
     "seqdedupe.topic.lives.Lives._begins",
 )
 
@@ -103,8 +108,11 @@ def main() -> int:
     kernels.prepare()
     from broker_sidecar.__main__ import main
     from seqdedupe.log.embedded.logs import EmbeddedLogs
+    from seqdedupe.store import incoming
 
     EmbeddedLogs.__init__ = partialmethod(EmbeddedLogs.__init__, segment_bytes=SEGMENT_BYTES)  # type: ignore[assignment]
+    # Each record of the snapshot is written by itself.
+    incoming.BATCH_BYTES = 0
     # What begins so is a key of the configuration.
     file = Path(os.environ.pop(FILE))
     for step in STEPS:

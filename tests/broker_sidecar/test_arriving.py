@@ -27,12 +27,15 @@ from seqdedupe.format import headers
 from seqdedupe.format.tag import SECRET_BYTES
 from seqdedupe.log.contract import Failure
 from seqdedupe.log.embedded import moved
-from seqdedupe.log.embedded.arrival import ARRIVING, MOVE_BYTES, RECEIVER_BYTES, Arrival, receiver, row_bytes
+from seqdedupe.log.embedded.arrival import ARRIVING, MOVE_BYTES, RECEIVER_BYTES, Arrival, receiver
 from seqdedupe.message_id import Position
 from seqdedupe.store import records, rocksdb
+from seqdedupe.store.incoming import IncomingSnapshot, row_bytes
 from seqdedupe.topic.publishing import Topic
+from seqdedupe.topic.stored import Stored
 from seqdedupe.v1 import admin_pb2
 from seqdedupe.v1.admin_pb2_grpc import AdminServiceStub
+from tests.broker_sidecar.moving_messages import rows_in_store
 from tests.broker_sidecar.moving_pair import LIMIT_SECONDS, TOPIC, One, Pair, pair
 
 BEFORE = 200
@@ -337,26 +340,26 @@ def in_opening(m: pytest.MonkeyPatch, two: Pair) -> None:
 
 
 def opened_again(m: pytest.MonkeyPatch, two: Pair) -> None:
-    """The new one's store fails and is there again, before the snapshot is written: what it had may be lost."""
+    """The new one's store fails and is there again, before all of the snapshot has come: what it had may be lost."""
     store = two.new.topics.store
-    put = store.write_when_idle
+    add = IncomingSnapshot.add
 
-    async def broken(batch: Any) -> int:
+    async def broken(self: IncomingSnapshot, data: bytes) -> None:
+        await add(self, data)
         store._opening = replace(store._opening, number=store.opening + 1)
-        number: int = await put(batch)
-        return number
 
-    m.setattr(store, "write_when_idle", broken)
+    m.setattr(IncomingSnapshot, "add", broken)
 
 
 FAILURES: dict[str, Callable[[pytest.MonkeyPatch, Pair], None]] = {
     "the new disk at the beginning": lambda m, two: m.setattr(Arrival, "begin", full),
     "the new disk in the log": lambda m, two: m.setattr(Arrival, "write", at_call(Arrival.write, 2, full)),
-    "the new disk in the snapshot": lambda m, two: m.setattr(Arrival, "add_rows", full),
     "the new disk at the end": lambda m, two: m.setattr(Arrival, "finish", full),
     "the new store at the beginning": in_store("put_topics", 1),
-    "the new store in the snapshot": in_store("write", 2),
+    "the new store in the snapshot": in_store("write", 1),
+    "the new store at the snapshot's end": in_store("flush", 1),
     "the new store is opened again": opened_again,
+    "the new store's reading": lambda m, two: m.setattr(Stored, "load", lost),
     "the new store at the end": in_store("put_topics", 2),
     "the new log's opening": in_opening,
     "the old disk": lambda m, two: m.setattr(moved, "leave", full),
@@ -403,6 +406,7 @@ async def test_whatever_fails_the_old_one_goes_on_and_it_can_be_moved_afterwards
         assert not two.new.arriving._under_way, what
         assert TOPIC not in two.new.topics.records, what
         assert not two.new.topics.store.topics(), what
+        assert not rows_in_store(two.new, incarnation(two.old)), what
     await two.old.client.admin.move_topic(TOPIC, two.new.address)
     assert await two.stored(two.new) == list(range(BEFORE + len(FAILURES)))
 
@@ -418,13 +422,7 @@ def removed_half(m: pytest.MonkeyPatch, two: Pair) -> None:
     m.setattr(shutil, "rmtree", cut_short)
 
 
-BACK = {
-    **FAILURES,
-    "the new store at the real end": in_store("put_topics", 3),
-    "the new store in the removal": in_store("write", 2),
-    "the new store in the real snapshot": in_store("write", 4),
-    "what was here is removed half": removed_half,
-}
+BACK = {**FAILURES, "what was here is removed half": removed_half}
 """Of one that comes back, what is left of it goes first."""
 
 
@@ -475,14 +473,14 @@ async def test_one_that_comes_back_is_in_doubt_and_both_start_again(
         else:
             # Nothing is put right before the process ends.
             m.setattr(two.old.topics.stored, "undo", nothing)
-            removed = two.old.topics.stored._delete_logs
+            removed = two.old.topics.kind.delete
 
             async def cut_short(*incarnations: int) -> None:
                 (two.old.log_folder(*incarnations) / moved.MOVED_FILE).unlink()
                 await nothing()
                 await removed(*incarnations)
 
-            m.setattr(two.old.topics.stored, "_delete_logs", cut_short)
+            m.setattr(two.old.topics.kind, "delete", cut_short)
         assert await reason_of(two.new.client.admin.move_topic(TOPIC, two.old.address)) == "MOVE_FAILED"
         assert not two.new.serves()
         for one in (two.old, two.new):
@@ -791,7 +789,8 @@ async def test_another_data_directory_at_that_address_says_nothing(
 
 
 async def test_the_doctor_names_what_was_on_its_way(two: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Arrival, "remove", lambda self: None)
+    for removal in ("remove", "remove_messages"):
+        monkeypatch.setattr(Arrival, removal, lambda self: None)
     with monkeypatch.context() as m:
         m.setattr(Giving, "end", at_await(Giving.end, 1, lost))
         await reason_of(two.old.client.admin.move_topic(TOPIC, two.new.address))

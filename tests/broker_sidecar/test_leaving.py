@@ -25,10 +25,13 @@ LIMIT_SECONDS = 120
 OLD_STEPS = [
     ("broker_sidecar.giving.Giving._answer", "before", 1),
     ("broker_sidecar.giving.Giving._answer", "after", 1),
-    ("seqdedupe.log.embedded.moved.leave", "before", 1),
-    ("seqdedupe.log.embedded.moved.leave", "after", 1),
+    # While the snapshot is read.
     ("broker_sidecar.giving.Giving._answer", "before", 2),
     ("broker_sidecar.giving.Giving._answer", "after", 2),
+    ("seqdedupe.log.embedded.moved.leave", "before", 1),
+    ("seqdedupe.log.embedded.moved.leave", "after", 1),
+    ("broker_sidecar.giving.Giving._answer", "before", 3),
+    ("broker_sidecar.giving.Giving._answer", "after", 3),
     ("broker_sidecar.leaving.Leaving._let_go", "after", 1),
     ("seqdedupe.log.embedded.moved.has_left", "before", 1),
     ("seqdedupe.log.embedded.moved.has_left", "after", 1),
@@ -37,6 +40,10 @@ OLD_STEPS = [
 ]
 NEW_STEPS = [
     ("seqdedupe.log.embedded.arrival.Arrival.begin", "after", 1),
+    ("seqdedupe.store.incoming.IncomingSnapshot.add", "after", 1),
+    ("seqdedupe.store.incoming.IncomingSnapshot.finish", "before", 1),
+    ("seqdedupe.store.incoming.IncomingSnapshot.finish", "after", 1),
+    ("broker_sidecar.coming.Coming.read", "after", 1),
     ("broker_sidecar.arriving._check_is_free", "before", 2),
     ("broker_sidecar.arriving._take", "before", 1),
     ("seqdedupe.store.db.Store.put_topics", "after", 1),
@@ -49,6 +56,18 @@ NEW_STEPS = [
     ("seqdedupe.log.embedded.moved.is_known", "before", 1),
     ("seqdedupe.log.embedded.moved.is_known", "after", 1),
 ]
+BACK_STEPS = [
+    ("broker_sidecar.arriving._keep_from_who_had_it", "after", 1),
+    ("seqdedupe.store.incoming.IncomingSnapshot.add", "after", 1),
+    ("seqdedupe.store.incoming.IncomingSnapshot.finish", "after", 1),
+    ("broker_sidecar.arriving._take", "before", 1),
+    ("seqdedupe.store.db.Store.put_topics", "after", 1),
+    ("seqdedupe.topic.published.PublishedTopics.delete", "after", 1),
+    ("seqdedupe.log.embedded.arrival.Arrival.finish", "after", 1),
+    ("seqdedupe.store.db.Store.put_topics", "before", 2),
+    ("seqdedupe.store.db.Store.put_topics", "after", 2),
+]
+"""Of one that takes a topic back."""
 
 
 class Two:
@@ -56,7 +75,7 @@ class Two:
 
     def __init__(self, folder: Path) -> None:
         self.old, self.new = (self._made(folder / name) for name in ("old", "new"))
-        self.old.keys["peers"] = self.new.address
+        self.old.keys["peers"], self.new.keys["peers"] = self.new.address, self.old.address
         self.topic = ""
 
     def _made(self, folder: Path) -> Sidecar:
@@ -133,18 +152,20 @@ def revive(dies: Sidecar | None) -> None:
 
 
 async def moved(
-    two: Two, topic: str, dies: Sidecar | None = None, seconds: float = LIMIT_SECONDS
+    two: Two, topic: str, dies: Sidecar | None = None, seconds: float = LIMIT_SECONDS, *, is_back: bool = False
 ) -> tuple[int, SeqdedupeError | None]:
-    """Moves it under load; how many messages there are in all, and why the call failed. Who dies is started again."""
+    """Moves it under load, there or back; how many messages are sent meanwhile and before, and why the call failed. Who
+    dies is started again."""
     two.topic = topic
+    here, there = (two.new, two.old) if is_back else (two.old, two.new)
     stopping = asyncio.Event()
     why: SeqdedupeError | None = None
     async with Client(two.addresses) as client, client.producer(topic, "p") as producer:
         sending = asyncio.create_task(load(producer, stopping))
         reviving = asyncio.create_task(asyncio.to_thread(revive, dies))
-        async with Client(two.old.address) as operator:
+        async with Client(here.address) as operator:
             try:
-                await asyncio.wait_for(operator.admin.move_topic(topic, two.new.address), LIMIT_SECONDS)
+                await asyncio.wait_for(operator.admin.move_topic(topic, there.address), LIMIT_SECONDS)
             except SeqdedupeError as e:
                 why = e
         await reviving
@@ -183,11 +204,36 @@ async def test_whoever_is_killed_one_has_it_and_nothing_is_lost_or_doubled(two: 
         assert not [path for path in (sidecar.data / "logs" / "arriving").rglob("*") if path.is_file()]
 
 
+async def test_one_that_comes_back_has_what_was_there_before_in_its_way(two: Two) -> None:
+    two.start()
+    ends: dict[str, int] = {}
+    for number, (step, when, count) in enumerate(BACK_STEPS):
+        topic = f"back-{number}"
+        await made(two, topic)
+        total, why = await moved(two, topic)
+        assert why is None
+        dying_moving.say(two.old.folder / "dies-at", step, when, count)
+        more, _ = await moved(two, topic, two.old, is_back=True)
+        ends[topic] = total + more - BEFORE
+        # Wherever it is, it can be moved.
+        if await the_owner(two) is two.new:
+            more, why = await moved(two, topic, is_back=True)
+            assert why is None, (step, when)
+            ends[topic] += more - BEFORE
+        assert await the_owner(two) is two.old
+        assert await ids_in_log(two.old, topic) == list(range(ends[topic])), (step, when)
+    two.old.restart()
+    two.new.restart()
+    for two.topic, total in ends.items():
+        assert await the_owner(two) is two.old
+        assert await ids_in_log(two.old, two.topic) == list(range(total))
+
+
 async def test_both_would_serve_if_nothing_said_that_it_leaves(two: Two) -> None:
     two.plant("nothing says that it leaves")
     two.start()
     await made(two, "t")
-    dying_moving.say(two.old.folder / "dies-at", "broker_sidecar.giving.Giving._answer", "after", 2)
+    dying_moving.say(two.old.folder / "dies-at", "broker_sidecar.giving.Giving._answer", "after", 3)
     with pytest.raises(AssertionError, match="both serve it"):
         await moved(two, "t", two.old)
 

@@ -114,6 +114,15 @@ class EmbeddedLogs:
         """See `arrival.receiver`. Blocks. Raises OSError."""
         return arrival.receiver(self._folder)
 
+    def empty_arrivals(self) -> set[int]:
+        """Of those that were coming when the process ended what takes room goes; their incarnations. Blocks. Raises
+        OSError."""
+        folder = self._folder / arrival.ARRIVING
+        coming = incarnations(folder) if folder.is_dir() else []
+        for incarnation in coming:
+            moved.remove_messages(folder / str(incarnation))
+        return set(coming)
+
     def remove_arrivals(self) -> None:
         """See `arrival.remove_all`. Blocks."""
         arrival.remove_all(self._folder)
