@@ -58,7 +58,8 @@ bench: $(READY)
 bench-peers: $(READY)
 	$(BIN)/python -m bench.compare
 
-# What the suite has a small fixed share of: random histories of a topic, mutated bytes, kills in the middle of imports, and while such runs are made, backups under load, webhooks through
+# What the suite has a small fixed share of: random histories of a topic, of windows of deduplication IDs with runs on
+# disk, mutated bytes, kills in the middle of imports, and while such runs are made, backups under load, webhooks through
 # gateways that are killed, kills of services and their databases, and faults of a real Pulsar broker, and of three
 # sidecars in front of one.
 CASES ?= 100000
@@ -72,6 +73,7 @@ EVENTS ?= 1000000
 SEED ?= $(shell date +%s)
 campaign: $(READY)
 	$(BIN)/python -m tests.kernels tests.property.run --cases $(CASES) --seed $(SEED)
+	$(BIN)/python -m tests.kernels tests.property.run --windows --cases $$(($(CASES) / 10)) --seed $(SEED)
 	$(BIN)/python -m tests.kernels tests.format.fuzz batches --cases $(CASES)00 --seed $(SEED)
 	$(BIN)/python -m tests.kernels tests.format.fuzz records --cases $(CASES)0 --seed $(SEED)
 	$(BIN)/python -m tests.broker_sidecar.kill_transfers --kills $(KILLS) --seed $(SEED)

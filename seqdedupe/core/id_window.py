@@ -65,8 +65,8 @@ class IdWindow:
         self._newer = Newer(self._state)
         self._slots = Slots(self.hash_key, self._newer, self._state)
         self._replaced: deque[tuple[int, Int64s2]] = deque()
-        """Of each frame in flight with IDs that were known before: the index after it, and where they lie and did, as
-        `id_table.decide` says it. Nothing of what is in the log: its places are those of other IDs by and by."""
+        """Of each part of a frame in flight with IDs that were known before: the index after it, and where they lie and
+        did, as `id_table.decide` says it. Nothing of what is in the log: its places are other IDs' by and by."""
         self._id_bytes = 0
         """Of all chunks that are not forgotten, wherever they lie."""
 
@@ -176,10 +176,11 @@ class IdWindow:
             if of_part:
                 self._id_bytes += newer.bytes_of(place) - before
                 newer.chunks[place, LAST_TIME_MS] = max(int(newer.chunks[place, LAST_TIME_MS]), now.latest_ms)
+            if not deduplicate:
+                # At once: the next part may find no memory, and this one fails.
+                self._remember(replaced[first:end])
             new += of_part
             first = end
-        if not deduplicate and (known := replaced[replaced[:, 1] != NOWHERE]).size:
-            self._replaced.append((self.next_index, known))
         self._slots.go_on(rows)
         if new == rows:
             return new, verdicts, _NO_ROWS, _NO_ROWS
@@ -342,6 +343,11 @@ class IdWindow:
         self._id_bytes = 0
         self._newer.is_sealed = True
         self._state[[WINDOW, CONFIRMED, NEXT]] = index
+
+    def _remember(self, replaced: Int64s2) -> None:
+        """The newest rows lie there, and their IDs did."""
+        if (known := replaced[replaced[:, 1] != NOWHERE]).size:
+            self._replaced.append((self.next_index, known))
 
     def _restore(self) -> None:
         """IDs that were accepted again, and have failed, count where they did before."""

@@ -57,7 +57,8 @@ class WindowMemory:
     async def _make_room(self) -> None:
         failed: set[WindowRuns] = set()
         while self._total > self.limit_bytes:
-            for runs in sorted(self._bytes.keys() - failed, key=lambda runs: self._bytes[runs], reverse=True):
+            left = [runs for runs in self._bytes if runs not in failed]
+            for runs in sorted(left, key=lambda runs: self._bytes[runs], reverse=True):
                 try:
                     if await runs.move_out():
                         break

@@ -1,5 +1,7 @@
 """What outlives a process: the store with power cuts, and the log's storage, which checks what it is given."""
 
+import asyncio
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -11,7 +13,7 @@ from seqdedupe import batch as batches
 from seqdedupe.errors import error
 from seqdedupe.limits import MAX_SEQUENCE_ID
 from seqdedupe.log.contract import Runs
-from seqdedupe.store.db import Store, _Opening
+from seqdedupe.store.db import BEHIND_SECONDS, Store, _Opening
 from seqdedupe.store.records import snapshot_range
 from seqdedupe.topic import control
 from seqdedupe.topic.policy import Policy
@@ -22,10 +24,25 @@ class Violation(AssertionError):
     """Something that was promised does not hold."""
 
 
-class CrashableStore(Store):
-    """The real store, of which a power cut loses what was not synced: in one topic, as if it were alone in it.
+Rows = list[tuple[bytes, bytes]]
 
-    `states` are what a power cut may leave: what is durable, and what was written since, in order.
+
+class Left:
+    """What a power cut may leave of a store, to be read as one."""
+
+    opening = 1
+
+    def __init__(self, rows: Rows) -> None:
+        self._rows = rows
+
+    def scan(self, start: bytes, stop: bytes) -> Iterator[tuple[bytes, bytes]]:
+        return (row for row in self._rows if start <= row[0] < stop)
+
+
+class CrashableStore(Store):
+    """The real store, of which a power cut loses what was not synced: in some topics, as if they were alone in it.
+
+    `states` are what it may leave: what is durable, and what each write since then made of it.
     """
 
     @staticmethod
@@ -39,50 +56,99 @@ class CrashableStore(Store):
     fails: int | None = None
     """Set: the next sync fails, and so many of the writes that it would have synced are there all the same."""
 
-    def watch(self, incarnation: int) -> None:
-        """This topic's records are those that matter from now on; it has none yet."""
-        self._range = snapshot_range(incarnation)
-        self.states: list[list[tuple[bytes, bytes]]] = [[]]
+    calls_left: int | None = None
+    """Set: so many calls of any kind succeed, and all others fail."""
+
+    @staticmethod
+    def is_behind() -> bool:
+        """Whether RocksDB has more to do than it should before the next write."""
+        return False
+
+    def watch(self, *incarnations: int) -> None:
+        """These topics' records are those that matter from now on; they have none yet."""
+        self._ranges = [snapshot_range(incarnation) for incarnation in incarnations]
+        self.states: list[Rows] = [[]]
         self.restart()
 
+    def watch_instead(self, incarnation: int, other: int) -> None:
+        """The other topic's records matter from now on and not this one's, which are gone."""
+        self._ranges = [snapshot_range(other) if r == snapshot_range(incarnation) else r for r in self._ranges]
+
     def write(self, batch: WriteBatch, only_in: int | None = None) -> int:
+        self._called()
         opening = super().write(batch, only_in)
-        self.states.append(list(self.scan(*self._range)))
+        self.states.append([row for bounds in self._ranges for row in super(CrashableStore, self).scan(*bounds)])
         return opening
+
+    def get(self, keys: list[bytes]) -> list[bytes | None]:
+        self._called()
+        return super().get(keys)
+
+    def scan(self, start: bytes, stop: bytes) -> Iterator[tuple[bytes, bytes]]:
+        self._called()
+        return super().scan(start, stop)
+
+    async def wait_until_idle(self, at_most_seconds: float | None = None) -> None:
+        """What RocksDB's threads have before them is a matter of the case's seed here."""
+        self._current()
+        if self.is_behind():
+            await asyncio.sleep(BEHIND_SECONDS)
 
     def fail_next_sync(self, survives: int) -> None:
         """The next sync fails, and RocksDB is opened again, as after a failure of the disk."""
         self.fails = survives
 
+    def fail_after(self, calls: int, survives: int) -> None:
+        """So many calls succeed, whatever they are; then all fail, and RocksDB has been opened again when they do not
+        (`restart`)."""
+        self.calls_left, self._survives = calls, survives
+
+    def _called(self) -> None:
+        if self.calls_left is None:
+            return
+        if self.calls_left == 0:
+            self._opened_again(self._survives)
+        self.calls_left -= 1
+        if self.calls_left < 0:
+            raise error("STORE_UNAVAILABLE", "a planned failure")
+
+    def _opened_again(self, survives: int) -> None:
+        self.cut_power(survives)
+        self._openings += 1
+        self._opening = _Opening(self._openings, self._current().db)
+
     def _sync(self, opening: _Opening) -> None:
+        self._called()
         if self.fails is not None:
             survives, self.fails = self.fails, None
-            self.cut_power(survives)
-            self._openings += 1
-            self._opening = _Opening(self._openings, opening.db)
+            self._opened_again(survives)
             raise error("STORE_UNAVAILABLE", "a planned failure")
+        if opening.number != self._openings:
+            raise error("STORE_UNAVAILABLE", "it was opened again meanwhile")
         super()._sync(opening)
         self.states = self.states[-1:]
 
     def cut_power(self, survives: int) -> None:
         """All is lost that was written after the first so many unsynced writes."""
-        left = self.states[min(survives, len(self.states) - 1)]
-        batch = WriteBatch(raw_mode=True)
-        batch.delete_range(*self._range)
-        for key, value in left:
-            batch.put(key, value)
-        super().write(batch)
-        self.states = [left]
+        self._put_back(self.states[min(survives, len(self.states) - 1)])
 
     def lose(self) -> None:
-        """All that the store knew of the topic is gone."""
-        self.states = [[]]
-        self.cut_power(0)
+        """All that the store knew of the topics is gone."""
+        self._put_back([])
+
+    def _put_back(self, rows: Rows) -> None:
+        batch = WriteBatch(raw_mode=True)
+        for bounds in self._ranges:
+            batch.delete_range(*bounds)
+        for key, value in rows:
+            batch.put(key, value)
+        super().write(batch)
+        self.states = [rows]
 
     def restart(self) -> None:
         """The process ended: what it had written and still finds is durable once RocksDB is open again."""
         self._this_flush = self._next_flush = None
-        self.fails = None
+        self.fails = self.calls_left = None
         self.states = self.states[-1:]
 
 

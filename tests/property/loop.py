@@ -42,9 +42,10 @@ class StepLoop(asyncio.AbstractEventLoop):
             if steps is not None:
                 steps -= 1
 
-    def run_job(self) -> None:
-        """The oldest job is done, in its thread; whoever waits for it will go on in the next step."""
-        executor, work, future = self.jobs.popleft()
+    def run_job(self, at: int = 0) -> None:
+        """The oldest job is done, or another one, in its thread; whoever waits for it will go on in the next step."""
+        executor, work, future = self.jobs[at]
+        del self.jobs[at]
         try:
             # What any thread may do can be done here.
             result = executor.submit(work).result() if self._with_threads and executor is not None else work()

@@ -1,6 +1,5 @@
-"""Cases by hand: `python -m tests.kernels tests.property.run --cases 100000 --seed 1`.
-
-A failure prints its seed and its trace."""
+"""Cases by hand: `python -m tests.kernels tests.property.run --cases 100000 --seed 1`; with `--windows` those of
+deduplication IDs. A failure prints its seed and its trace."""
 
 import argparse
 import logging
@@ -8,15 +7,20 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
+from typing import NamedTuple
 
-from seqdedupe.store import compaction, parts, snapshots
+from seqdedupe.core import id_newer
+from seqdedupe.store import compaction, id_runs, parts, snapshots
+from seqdedupe.topic import window_runs
+from tests.property import cases
 from tests.property.actions import Case
-from tests.property.cases import Step, steps_of
+from tests.property.cases import Step
 from tests.property.disk import CrashableStore
+from tests.property.windows import actions as of_windows
 
 MEMORY = Path("/dev/shm")
 
@@ -28,6 +32,9 @@ def many_cases() -> Iterator[CrashableStore]:
         (module, "PAGE_PRODUCERS", 2) for module in (parts, snapshots, compaction)
     ]
     small += [(snapshots, "MAX_DELTAS", 3), (compaction, "DELTAS_A_STEP", 2), (compaction, "PAGES_A_FLUSH", 1)]
+    small += [(window_runs, "MAX_RUNS", 2), (window_runs, "PAGES_A_PART", 1), (window_runs, "READ_AT_ONCE", 2)]
+    small += [(id_runs, "PAGES_A_WRITE", 1), (id_runs, "PAGES_AT_ONCE", 2), (window_runs, "TIDIED_AT_ONCE", 3)]
+    small += [(id_newer, "PIECE_BYTES", 60)]
     before = [(module, name, getattr(module, name)) for module, name, _ in small]
     logger = logging.getLogger("seqdedupe")
     level = logger.level
@@ -52,22 +59,34 @@ def run_steps(store: CrashableStore, seed: int, steps: list[Step], trace: list[s
     Case(store, store.next_incarnation(1), seed, trace).run(steps)
 
 
-def failure_of(store: CrashableStore, seed: int, steps: list[Step]) -> BaseException | None:
+class Arm(NamedTuple):
+    """Cases of a kind: the steps of each seed, and what runs them."""
+
+    steps_of: Callable[[int], list[Step]]
+    run: Callable[[CrashableStore, int, list[Step], list[str] | None], None]
+    option: str = ""
+
+
+SEQUENCE_IDS = Arm(cases.steps_of, run_steps)
+WINDOWS = Arm(of_windows.steps_of, of_windows.run_case, "--windows ")
+
+
+def failure_of(store: CrashableStore, seed: int, steps: list[Step], arm: Arm = SEQUENCE_IDS) -> BaseException | None:
     try:
-        run_steps(store, seed, steps)
+        arm.run(store, seed, steps, None)
     except Exception as e:  # noqa: BLE001 (whatever it is: the case has failed)
         return e
     return None
 
 
-def shrunk(store: CrashableStore, seed: int, steps: list[Step]) -> list[Step]:
+def shrunk(store: CrashableStore, seed: int, steps: list[Step], arm: Arm = SEQUENCE_IDS) -> list[Step]:
     """Fewer steps that still fail: pieces are left out, smaller and smaller ones."""
     size = len(steps)
     while size:
         at = 0
         while at < len(steps):
             fewer = steps[:at] + steps[at + size :]
-            if failure_of(store, seed, fewer) is not None:
+            if failure_of(store, seed, fewer, arm) is not None:
                 steps = fewer
             else:
                 at += size
@@ -75,25 +94,27 @@ def shrunk(store: CrashableStore, seed: int, steps: list[Step]) -> list[Step]:
     return steps
 
 
-def first_failure(store: CrashableStore, first_seed: int, cases: int) -> tuple[int, BaseException] | None:
+def first_failure(
+    store: CrashableStore, first_seed: int, cases: int, arm: Arm = SEQUENCE_IDS
+) -> tuple[int, BaseException] | None:
     """The seed of the first case that fails, and how."""
     for seed in range(first_seed, first_seed + cases):
-        failure = failure_of(store, seed, steps_of(seed))
+        failure = failure_of(store, seed, arm.steps_of(seed), arm)
         if failure is not None:
             return seed, failure
     return None
 
 
-def report(store: CrashableStore, seed: int) -> str:
+def report(store: CrashableStore, seed: int, arm: Arm = SEQUENCE_IDS) -> str:
     """What a person needs of a case that fails: seed, the fewest steps, what happened in them."""
-    steps = shrunk(store, seed, steps_of(seed))
+    steps = shrunk(store, seed, arm.steps_of(seed), arm)
     trace: list[str] = []
     failure = "it does not fail any more"
     try:
-        run_steps(store, seed, steps, trace)
+        arm.run(store, seed, steps, trace)
     except Exception as e:  # noqa: BLE001 (whatever it is: the case has failed)
         failure = f"{type(e).__name__}: {e}"
-    again = f"python -m tests.kernels tests.property.run --seed {seed} --cases 1"
+    again = f"python -m tests.kernels tests.property.run {arm.option}--seed {seed} --cases 1"
     return "\n".join([f"seed {seed}, {len(steps)} steps ({again})", *trace, failure])
 
 
@@ -101,12 +122,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Runs random cases and prints the first that fails.")
     parser.add_argument("--cases", type=int, default=5000)
     parser.add_argument("--seed", type=int, default=0, help="of the first case; each next one has the next seed")
+    parser.add_argument("--windows", action="store_true", help="cases of topics of deduplication IDs")
     options = parser.parse_args()
+    arm = WINDOWS if options.windows else SEQUENCE_IDS
     start = time.monotonic()
     with many_cases() as store:
-        found = first_failure(store, options.seed, options.cases)
+        found = first_failure(store, options.seed, options.cases, arm)
         if found is not None:
-            print(report(store, found[0]))
+            print(report(store, found[0], arm))
             return 1
     seconds = time.monotonic() - start
     print(f"{options.cases} cases from seed {options.seed}: none failed, {options.cases / seconds:.0f} a second")
