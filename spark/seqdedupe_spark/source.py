@@ -82,7 +82,8 @@ class SeqdedupeDataSource(DataSource):
 
     def writer(self, schema: StructType, overwrite: bool) -> BatchWriter:
         options = sink_options.parse(self.options)
-        return BatchWriter(_sink_task(options, schema, overwrite, window.now()))
+        began = window.now() if options.checkpoint is None else checkpoint.began(options.checkpoint)
+        return BatchWriter(_sink_task(options, schema, overwrite, began))
 
     def streamWriter(self, schema: StructType, overwrite: bool) -> StreamWriter:  # noqa: N802
         # Spark calls it for every batch, and once more to commit it.
