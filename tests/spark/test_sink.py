@@ -313,6 +313,17 @@ def test_topics_by_row(client: blocking.Client, topic: str) -> None:
         assert sorted(ids_in(client, name)) == sorted(b"%d-%d" % (n, i) for n in range(3) for i in range(k, 60, 3))
 
 
+def test_no_row_of_a_batch_is_sent_if_one_of_its_topics_is_refused(client: blocking.Client, target: str) -> None:
+    client.admin.create_topic(f"{target}-sequence")
+    ddl = f"{OWN}, __topic string"
+    for refused, said in [("missing", "TOPIC_NOT_FOUND"), ("sequence", "has sequence IDs")]:
+        topics = [target] * 5000 + [f"{target}-{refused}"]
+        batch = own([str(n) for n in range(5001)]).append_column("__topic", pa.array(topics))
+        with pytest.raises(SeqdedupeError, match=said):
+            task(client, None, ddl).run([batch])
+        assert client.ends(target).last.index == -1
+
+
 def test_frames_are_small_and_whole() -> None:
     layout = layout_of(schema(OWN), SOURCE)
     many = pa.record_batch({"value": [b"x" * 1000] * 9000, "deduplicationId": [str(i) for i in range(9000)]})
