@@ -48,7 +48,7 @@ from seqdedupe_spark.sink import checkpoint, identity, rows, window
 from seqdedupe_spark.sink.identity import Seen, check_apart
 from seqdedupe_spark.sink.layout import layout_of
 from seqdedupe_spark.sink.options import parse
-from seqdedupe_spark.sink.task import SinkTask, Written
+from seqdedupe_spark.sink.task import MAX_IN_FLIGHT_BYTES, SinkTask, Written
 from seqdedupe_spark.sink.window import Began
 from seqdedupe_spark.sink.writers import BatchWriter, Committed
 from seqdedupe_spark.source import SeqdedupeDataSource
@@ -316,11 +316,13 @@ def test_topics_by_row(client: blocking.Client, topic: str) -> None:
 def test_no_row_of_a_batch_is_sent_if_one_of_its_topics_is_refused(client: blocking.Client, target: str) -> None:
     client.admin.create_topic(f"{target}-sequence")
     ddl = f"{OWN}, __topic string"
+    # More than a task has under way: it would wait until some of it is stored.
+    rows_of_target = 2 * MAX_IN_FLIGHT_BYTES // 2**20
+    ids: list[str | None] = [str(n) for n in range(rows_of_target + 1)]
     for refused, said in [("missing", "TOPIC_NOT_FOUND"), ("sequence", "has sequence IDs")]:
-        topics = [target] * 5000 + [f"{target}-{refused}"]
-        batch = own([str(n) for n in range(5001)]).append_column("__topic", pa.array(topics))
+        topics = pa.array([target] * rows_of_target + [f"{target}-{refused}"])
         with pytest.raises(SeqdedupeError, match=said):
-            task(client, None, ddl).run([batch])
+            task(client, None, ddl).run([own(ids, b"v" * 2**20).append_column("__topic", topics)])
         assert client.ends(target).last.index == -1
 
 
