@@ -29,8 +29,8 @@ from seqdedupe_spark.planning import Client, Listing, open_client
 from seqdedupe_spark.ranges import Range
 from seqdedupe_spark.reading import joined, read_range, read_stored
 from seqdedupe_spark.sharing import packed, split
+from seqdedupe_spark.sink import checkpoint, window
 from seqdedupe_spark.sink import options as sink_options
-from seqdedupe_spark.sink import window
 from seqdedupe_spark.sink.layout import layout_of
 from seqdedupe_spark.sink.task import SinkTask
 from seqdedupe_spark.sink.writers import BatchWriter, StreamWriter
@@ -82,12 +82,13 @@ class SeqdedupeDataSource(DataSource):
 
     def writer(self, schema: StructType, overwrite: bool) -> BatchWriter:
         options = sink_options.parse(self.options)
-        return BatchWriter(_sink_task(options, schema, overwrite, window.now()))
+        began = window.now() if options.checkpoint is None else checkpoint.began(options.checkpoint)
+        return BatchWriter(_sink_task(options, schema, overwrite, began))
 
     def streamWriter(self, schema: StructType, overwrite: bool) -> StreamWriter:  # noqa: N802
         # Spark calls it for every batch, and once more to commit it.
         options = sink_options.parse(self.options)
-        return StreamWriter(_sink_task(options, schema, overwrite, window.of_checkpoint(options.checkpoint)))
+        return StreamWriter(_sink_task(options, schema, overwrite, checkpoint.began(options.checkpoint)))
 
 
 def _sink_task(options: sink_options.SinkOptions, schema: StructType, overwrite: bool, began: window.Began) -> SinkTask:

@@ -5,9 +5,11 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from itertools import pairwise
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +44,11 @@ from seqdedupe.v1 import admin_pb2
 from seqdedupe_spark.columns import SCHEMA
 from seqdedupe_spark.ranges import Range
 from seqdedupe_spark.reading import read_range
-from seqdedupe_spark.sink import identity, rows, window
+from seqdedupe_spark.sink import checkpoint, identity, rows, window
 from seqdedupe_spark.sink.identity import Seen, check_apart
 from seqdedupe_spark.sink.layout import layout_of
 from seqdedupe_spark.sink.options import parse
-from seqdedupe_spark.sink.task import SinkTask, Written
+from seqdedupe_spark.sink.task import MAX_IN_FLIGHT_BYTES, SinkTask, Written
 from seqdedupe_spark.sink.window import Began
 from seqdedupe_spark.sink.writers import BatchWriter, Committed
 from seqdedupe_spark.source import SeqdedupeDataSource
@@ -311,6 +313,19 @@ def test_topics_by_row(client: blocking.Client, topic: str) -> None:
         assert sorted(ids_in(client, name)) == sorted(b"%d-%d" % (n, i) for n in range(3) for i in range(k, 60, 3))
 
 
+def test_no_row_of_a_batch_is_sent_if_one_of_its_topics_is_refused(client: blocking.Client, target: str) -> None:
+    client.admin.create_topic(f"{target}-sequence")
+    ddl = f"{OWN}, __topic string"
+    # More than a task has under way: it would wait until some of it is stored.
+    rows_of_target = 2 * MAX_IN_FLIGHT_BYTES // 2**20
+    ids: list[str | None] = [str(n) for n in range(rows_of_target + 1)]
+    for refused, said in [("missing", "TOPIC_NOT_FOUND"), ("sequence", "has sequence IDs")]:
+        topics = pa.array([target] * rows_of_target + [f"{target}-{refused}"])
+        with pytest.raises(SeqdedupeError, match=said):
+            task(client, None, ddl).run([own(ids, b"v" * 2**20).append_column("__topic", topics)])
+        assert client.ends(target).last.index == -1
+
+
 def test_frames_are_small_and_whole() -> None:
     layout = layout_of(schema(OWN), SOURCE)
     many = pa.record_batch({"value": [b"x" * 1000] * 9000, "deduplicationId": [str(i) for i in range(9000)]})
@@ -557,27 +572,65 @@ def test_partitions_know_together_what_each_of_them_knows(client: blocking.Clien
     assert task(client, whole, ddl, began=began(client, whole, 0, may_repeat=True)).run([again]).copies == 1
 
 
-def test_the_age_of_a_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.fixture
+def logged(tmp_path: Path) -> Path:
+    """A checkpoint whose last batch is 10."""
     offsets = tmp_path / "check point" / "offsets"
     offsets.mkdir(parents=True)
     for number, seconds in ((9, 5000), (10, 4000), (2, 9000)):
         (offsets / str(number)).touch()
         os.utime(offsets / str(number), (seconds, seconds))
     (offsets / ".10.crc").touch()
-    location = offsets.parent.as_uri()
-    assert window.of_checkpoint(location) == Began(4_000_000, may_repeat=True)
-    # Asked again it may be tried again; the next one is planned by a query that has written the last.
-    assert window.of_checkpoint(str(offsets.parent)).may_repeat
-    (offsets / "11").touch()
-    after = window.of_checkpoint(location)
-    assert not after.may_repeat
-    assert abs(after.at_ms - time.time() * 1000) < 3_600_000
-    assert not caplog.records
-    window._say_once.cache_clear()
-    for elsewhere in ("hdfs://name/check", str(tmp_path / "none"), None):
+    return offsets.parent
+
+
+def plan(location: Path | str) -> Began:
+    """In a process of its own: Spark deals what is planned over several, and ends them when it likes."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        return pool.submit(checkpoint.began, str(location)).result()
+
+
+def test_a_batch_is_new_if_it_is_the_first_after_one_that_was_planned(logged: Path) -> None:
+    # Who ran the queries before is not known.
+    assert plan(logged) == Began(4_000_000, may_repeat=True, batch=10)
+    (logged / "offsets" / "11").touch()
+    first, second = checkpoint.began(str(logged)), plan(logged)
+    assert not first.may_repeat
+    assert second == first._replace(may_repeat=True)
+    assert abs(first.at_ms - time.time() * 1000) < 3_600_000
+    # Other processes plan what comes next, and this one the repetition of a batch that it knows nothing of.
+    (logged / "offsets" / "12").touch()
+    assert not plan(logged).may_repeat
+    assert checkpoint.began(str(logged)).may_repeat
+    # Something else ran batch 13.
+    for number in ("13", "14"):
+        (logged / "offsets" / number).touch()
+    assert checkpoint.began(str(logged)).may_repeat
+    assert os.listdir(logged / checkpoint.PLANNED) == ["14"]
+    # The checkpoint is put back by one batch.
+    (logged / "offsets" / "14").unlink()
+    assert checkpoint.began(str(logged)).may_repeat
+
+
+def test_where_no_mark_can_be_made_every_batch_may_repeat(logged: Path) -> None:
+    (logged / checkpoint.PLANNED).touch()
+    for number in ("11", "12"):
+        (logged / "offsets" / number).touch()
+        assert checkpoint.began(str(logged)).may_repeat
+
+
+@pytest.mark.parametrize("name", ["plain", "with space", "with%20escape", "a#b", "a?b", "c:d"])
+@pytest.mark.parametrize("scheme", ["", "file:", "file://"])
+def test_a_checkpoint_is_where_spark_makes_it(tmp_path: Path, scheme: str, name: str) -> None:
+    assert checkpoint.folder_of(f"{scheme}{tmp_path}/{name}") == tmp_path / name
+
+
+def test_a_checkpoint_that_cannot_be_looked_at(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    checkpoint._say_once.cache_clear()
+    for elsewhere in ("hdfs://name/check", "file://host/check", "//host/check", str(tmp_path / "none"), None):
         for _ in range(2):
-            assert not window.of_checkpoint(elsewhere).may_repeat
-    assert len(caplog.records) == 3
+            assert not checkpoint.began(elsewhere).may_repeat
+    assert len(caplog.records) == 5
     assert "hdfs://name/check cannot be looked at" in caplog.text
 
 

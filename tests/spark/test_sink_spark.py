@@ -19,6 +19,7 @@ from pyspark.sql.streaming.query import StreamingQuery
 from seqdedupe.client import blocking
 from seqdedupe.errors import ConfigurationError, InvalidRequestError
 from seqdedupe.names import topic_name
+from seqdedupe.v1 import admin_pb2
 from seqdedupe_spark.publish import publish
 from tests.spark.jobs import Gate
 from tests.spark.jobs import publish as fill
@@ -234,6 +235,104 @@ def test_a_driver_is_killed_in_mid_write(
     assert counted(client, target) == once(600)
     wake([(gate, zombie)])
     assert counted(client, target) == once(600)
+
+
+# -- a batch that is replayed ------------------------------------------------------------------------------------------
+
+
+def each_batch(writing: dict[str, str]) -> Callable[[DataFrame, int], None]:
+    def write_batch(frame: DataFrame, number: int) -> None:
+        frame.write.format("seqdedupe").options(**writing).mode("append").save()
+
+    return write_batch
+
+
+@pytest.fixture(params=["stream", "foreachBatch"])
+def run(
+    request: pytest.FixtureRequest, spark: SparkSession, client: blocking.Client, topic: str, tmp_path: Path
+) -> Callable[..., None]:
+    """Writes what is new in the topic to the target, with more options of the sink."""
+
+    def run(target: str, checkpoint: str | None = str(tmp_path / "ck 1%20#"), **more: str) -> None:
+        rows = stream(spark, client, topic).writeStream
+        given = options(client, target) | more
+        if request.param == "stream":
+            rows = rows.format("seqdedupe").options(**given)
+        else:
+            named = {} if checkpoint is None else {"checkpointLocation": checkpoint}
+            rows = rows.foreachBatch(each_batch(given | named))
+        run_stream(rows.option("checkpointLocation", f"file://{tmp_path}/ck 1%20#").trigger(availableNow=True))
+
+    return run
+
+
+@pytest.fixture
+def replay(client: blocking.Client, topic: str, tmp_path: Path) -> Callable[[str], None]:
+    """Has the last batch replayed, as after a kill before its commit, while others write to the target."""
+
+    def replay(target: str) -> None:
+        commits = tmp_path / "ck 1%20#" / "commits"
+        last = max(int(path.name) for path in commits.iterdir() if path.name.isdecimal())
+        for name in (f"{last}", f".{last}.crc"):
+            (commits / name).unlink(missing_ok=True)
+        with client.publisher(target) as publisher:
+            for n in range(10):
+                publisher.send_batch([b"other"] * 10, [f"{last}-{n}-{i}" for i in range(10)])
+
+    return replay
+
+
+def test_a_batch_whose_ids_are_forgotten_is_not_replayed(
+    client: blocking.Client, topic: str, run: Callable[..., None], replay: Callable[[str], None]
+) -> None:
+    policy = admin_pb2.TopicPolicy(deduplication_window_max_messages=16)
+    by_id: dict[str, Any] = {"deduplication_mode": "deduplication-id"}
+    target = client.admin.create_topic(f"{topic}-target", policy=policy, **by_id).name
+    for number in range(2):
+        fill(client.address, topic, 40, first=40 * number)
+        run(target)
+    replay(target)
+    with pytest.raises(PySparkException, match="IDS_FORGOTTEN"):
+        run(target)
+    found = counted(client, target)
+    assert found.pop(b"other") == 100
+    assert found == once(80)
+    # The control arm.
+    run(target, failOnForgottenIds="false")
+    assert counted(client, target)[b"value 40"] == 2
+
+
+@pytest.mark.parametrize("run", ["foreachBatch"], indirect=True)
+def test_a_batch_whose_ids_are_known_is_replayed(
+    client: blocking.Client, topic: str, target: str, run: Callable[..., None], replay: Callable[[str], None]
+) -> None:
+    fill(client.address, topic, 40)
+    run(target)
+    replay(target)
+    run(target)
+    found = counted(client, target)
+    assert found.pop(b"other") == 100
+    assert found == once(40)
+
+
+@pytest.mark.parametrize("run", ["foreachBatch"], indirect=True)
+def test_foreach_batch_needs_its_checkpoint(
+    client: blocking.Client, topic: str, target: str, tmp_path: Path, run: Callable[..., None]
+) -> None:
+    fill(client.address, topic, 5)
+    another = tmp_path / "another"
+    (another / "offsets").mkdir(parents=True)
+    (another / "offsets" / "7").touch()
+    for checkpoint, said in [
+        (None, "none is named that can be looked at"),
+        ("hdfs://name/check", "none is named that can be looked at"),
+        (str(another), "the one named has 7"),
+    ]:
+        with pytest.raises(PySparkException, match=rf"{said} \[INVALID_OPTION\]"):
+            run(target, checkpoint)
+        assert client.ends(target).last.index == -1
+    run(target, None, failOnForgottenIds="false")
+    assert counted(client, target) == once(5)
 
 
 # -- sequence IDs ------------------------------------------------------------------------------------------------------

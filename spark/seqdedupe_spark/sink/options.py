@@ -18,7 +18,8 @@ NAMES = (
     "tlsCertificateFilePath",
     "tlsKeyFilePath",
 )
-"""All options. The checkpoint's is Spark's own, which shows it to sinks where a query gives it."""
+"""All options. The checkpoint's is Spark's own, which shows it to sinks where a query gives it; a write in
+`foreachBatch` is given it by hand."""
 
 _SPARK = ("queryName", "asyncProgressTrackingEnabled", "asyncProgressTrackingCheckpointIntervalMs")
 """What a query says to Spark, which passes it on to the sink."""

@@ -77,7 +77,11 @@ class SinkTask:
                 targets.open(self.layout.topic)
             for batch in joined(batches, targets.is_idle):
                 rows += len(batch)
-                for topic, frame in list(frames_of(batch, self.layout, seen)):
+                frames = list(frames_of(batch, self.layout, seen))
+                # Rows of one topic are not sent if another one of theirs is refused.
+                for topic in dict.fromkeys(topic for topic, _ in frames):
+                    targets.open(topic)
+                for topic, frame in frames:
                     targets.send(topic, frame)
             targets.flush()
             taken = 0 if may_repeat or not self.layout.by_source else targets.there_before
@@ -92,7 +96,7 @@ class _Sent(NamedTuple):
 
 
 class _Targets:
-    """The topics that a task writes to, each opened when its first row comes."""
+    """The topics that a task writes to, each opened when its first rows come."""
 
     def __init__(self, client: blocking.Client, began: Began, check: bool) -> None:
         self.copies = 0
@@ -115,7 +119,10 @@ class _Targets:
         for publisher in self._publishers.values():
             run(publisher.close)
 
-    def open(self, topic: str) -> Publisher:
+    def open(self, topic: str) -> None:
+        """Does nothing for a topic that is open."""
+        if topic in self._publishers:
+            return
         found = look(self._client, topic)
         if self._check:
             self._began.check(found)
@@ -127,14 +134,12 @@ class _Targets:
                 topic, on_waiting=_say, delivery_timeout_seconds=None
             ).__aenter__()
 
-        publisher = self._publishers[topic] = run(opened)
-        return publisher
+        self._publishers[topic] = run(opened)
 
     def send(self, topic: str, frame: Frame) -> None:
-        publisher = self._publishers.get(topic) or self.open(topic)
         while self._under_way and self._size_bytes + frame.size_bytes > MAX_IN_FLIGHT_BYTES:
             self._take()
-        sending = publisher.send_batch(
+        sending = self._publishers[topic].send_batch(
             frame.payloads,
             frame.deduplication_ids,
             keys=frame.keys,

@@ -8,8 +8,12 @@ import pyarrow as pa
 from pyspark import TaskContext
 from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamArrowWriter, WriterCommitMessage
 
+from seqdedupe.errors import error
 from seqdedupe_spark.sink.identity import check_apart
 from seqdedupe_spark.sink.task import SinkTask, Written
+
+_BATCH = "streaming.sql.batchId"
+"""What Spark calls the number of a stream's batch in the properties of all tasks that it runs for it."""
 
 _log = logging.getLogger(__name__)
 
@@ -55,6 +59,14 @@ class _Writing:
 class BatchWriter(_Writing, DataSourceArrowWriter):
     """Appends a DataFrame."""
 
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
+        """Raises INVALID_OPTION before anything is written in `foreachBatch` whose checkpoint nobody named."""
+        context = TaskContext.get()
+        batch = context.getLocalProperty(_BATCH) if context else None
+        if batch is not None and self.task.fail_on_forgotten_ids:
+            _check_batch(int(batch), self.task.began.batch)
+        return super().write(iterator)
+
     def commit(self, messages: list[WriterCommitMessage | None]) -> None:
         self._sum_up("the write", messages)
 
@@ -70,3 +82,17 @@ class StreamWriter(_Writing, DataSourceStreamArrowWriter):
 
     def abort(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
         """As of a batch."""
+
+
+def _check_batch(batch: int, of_checkpoint: int | None) -> None:
+    """A stream replays a batch that it was killed in: whether that may be this one, only its checkpoint says."""
+    if batch != of_checkpoint:
+        found = "none is named that can be looked at" if of_checkpoint is None else f"the one named has {of_checkpoint}"
+        raise error(
+            "INVALID_OPTION",
+            f"checkpointLocation: batch {batch} of a stream is written, as in foreachBatch, which its checkpoint says "
+            f"more about: {found}",
+            hint="Write the stream itself: writeStream.format('seqdedupe'). Or give the write in foreachBatch the "
+            "option checkpointLocation, as the query has it. failOnForgottenIds = false writes without: rows of a "
+            "batch that is replayed when the topic has forgotten their IDs are doubled.",
+        )
