@@ -31,10 +31,9 @@ from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name
 from seqdedupe.testing import Sidecar
 from seqdedupe_spark.columns import SCHEMA
+from seqdedupe_spark.offsets import NOTHING_YET, Offsets, as_texts, offset_after, positions_in
 from seqdedupe_spark.ranges import Range
 from seqdedupe_spark.source import BatchReader, SeqdedupeDataSource, StreamReader
-
-Offsets = dict[str, str]
 
 
 @pytest.fixture
@@ -85,19 +84,30 @@ class Stream:
 
     def trigger(self) -> list[bytes] | None:
         """What a micro-batch reads; None where Spark would run none."""
-        if self.offset is None:
-            self.offset = self.reader.initialOffset()
-        end = self.reader.latestOffset(dict(self.offset), self.reader.getDefaultReadLimit())
-        if end == self.offset:
+        start = self.reader.initialOffset() if self.offset is None else self.offset
+        end = as_logged(self.reader.latestOffset(as_logged(start), self.reader.getDefaultReadLimit()))
+        if json.dumps(end) == json.dumps(start):
+            assert self.offset is not None, "Spark always runs the first batch"
             return None
-        partitions = self.reader.partitions(dict(self.offset), dict(end))
-        assert all(len(partition.value) for partition in partitions)
+        found = self.replayed(end)
         self.offset = end
+        return found
+
+    def replayed(self, end: Offsets) -> list[bytes]:
+        """What a micro-batch reads whose end is logged already: Spark asks for the start of the first one anew."""
+        start = self.reader.initialOffset() if self.offset is None else self.offset
+        partitions = self.reader.partitions(as_logged(start), as_logged(end))
+        assert all(len(partition.value) for partition in partitions)
         return read(self.reader, partitions)
 
     def rest(self) -> Iterator[list[bytes]]:
         while (found := self.trigger()) is not None:
             yield found
+
+
+def as_logged(offset: Offsets) -> Offsets:
+    found: Offsets = json.loads(json.dumps(offset))
+    return found
 
 
 def send(client: blocking.Client, topic: str, *values: bytes) -> None:
@@ -191,7 +201,7 @@ class TestBatch:
         """Once, each partition with a range of its own; also as it grows."""
         client.admin.create_topic(topic, partitions=3)
         stream = source.stream(topic=topic, startingOffsets="earliest")
-        assert stream.trigger() is None
+        assert stream.trigger() == []
         with client.producer(topic, "p") as producer:
             for number in numbers(0, 40):
                 producer.send(number, key=number)
@@ -259,15 +269,12 @@ class TestSchemas:
 
 
 class TestStream:
-    def test_latest_is_decided_once(self, client: blocking.Client, source: Source, topic: str) -> None:
+    def test_latest_is_decided_by_the_first_batch(self, client: blocking.Client, source: Source, topic: str) -> None:
         send(client, topic, b"0")
         stream = source.stream(topic=topic)
-        first = stream.reader.initialOffset()
+        assert stream.trigger() == [], "the first batch says where it starts"
         send(client, topic, b"1")
-        assert stream.reader.initialOffset() == first
         assert list(stream.rest()) == [[b"1"]]
-        # The control: decided again, it is another one.
-        assert source.stream(topic=topic).reader.initialOffset() != first
 
     def test_each_message_comes_once_within_the_limit(
         self, client: blocking.Client, source: Source, topic: str
@@ -279,9 +286,8 @@ class TestStream:
         found = list(stream.rest())
         assert [len(one) for one in found] == [20] * 4
         assert sorted(chain(*found)) == sorted(numbers(0, 40) + numbers(100, 140))
-        offset = stream.reader.initialOffset()
-        everything = stream.reader.latestOffset(offset, ReadAllAvailable())
-        assert everything == stream.reader.reportLatestOffset() == stream.offset
+        everything = positions_in(stream.reader.latestOffset(stream.reader.initialOffset(), ReadAllAvailable()))
+        assert as_texts(everything) == stream.reader.reportLatestOffset() == stream.offset
 
     def test_limits(self, client: blocking.Client, source: Source, topic: str) -> None:
         send(client, topic, *[bytes(10_000)] * 20)
@@ -348,7 +354,7 @@ class TestStream:
         self, client: blocking.Client, source: Source, topic: str
     ) -> None:
         stream = source.stream(topicsPattern=f"{topic}-.*")
-        assert stream.trigger() is None
+        assert [stream.trigger(), stream.trigger()] == [[], None]
         send(client, f"{topic}-a", b"a")
         assert stream.trigger() == [b"a"]
         send(client, f"{topic}-b-partition-3", b"b")
@@ -384,7 +390,72 @@ class TestStream:
 
     def test_a_missing_topic_is_named(self, source: Source, topic: str) -> None:
         with pytest.raises(NotFoundError, match=f"no topic .*{topic}"):
-            source.stream(topic=topic).reader.initialOffset()
+            source.stream(topic=topic).trigger()
+
+
+class TestReplay:
+    """A batch that was planned and not completed, when it is read by a query that is started again."""
+
+    @pytest.mark.parametrize("latest", [{}, {"startingTime": 2**62}])
+    def test_the_first_batch_is_what_was_planned(
+        self, client: blocking.Client, source: Source, topic: str, latest: dict[str, Any]
+    ) -> None:
+        """Wherever the starting options lead to by then."""
+        send(client, topic, *numbers(0, 5))
+        planned = source.stream(topic=topic, startingOffsets=json.dumps({topic: 2}))
+        assert planned.trigger() == numbers(2, 5)
+        end = planned.offset or {}
+        send(client, topic, *numbers(5, 9))
+        for _ in range(2):
+            again = source.stream(topic=topic, **latest)
+            assert again.replayed(end) == numbers(2, 5)
+        again.offset = end
+        assert list(again.rest()) == [numbers(5, 9)]
+
+    def test_the_first_batch_may_be_empty(self, client: blocking.Client, source: Source, topic: str) -> None:
+        """As that of `latest` is; what came since is of the next one."""
+        names = [f"{topic}-0", f"{topic}-1"]
+        for name in names:
+            send(client, name, *numbers(0, 5))
+        planned = source.stream(topics=",".join(names))
+        assert planned.trigger() == []
+        end = planned.offset or {}
+        for name in names:
+            send(client, name, *numbers(5, 9))
+        again = source.stream(topics=",".join(names), startingOffsets="earliest")
+        assert again.replayed(end) == []
+        again.offset = end
+        assert list(again.rest()) == [2 * numbers(5, 9)]
+
+    def test_a_topic_that_is_found_later_is_read_from_where_it_was_planned(
+        self, client: blocking.Client, source: Source, topic: str
+    ) -> None:
+        pattern = f"{topic}-.*"
+        stream = source.stream(topicsPattern=pattern)
+        assert stream.trigger() == []
+        send(client, f"{topic}-a", *numbers(0, 3))
+        start = dict(stream.offset or {})
+        assert stream.trigger() == numbers(0, 3)
+        end = stream.offset or {}
+        assert Stream(source.stream(topicsPattern=pattern).reader, start).replayed(end) == numbers(0, 3)
+        # It is said once: the next offset has positions alone, and there is none while nothing is new.
+        assert stream.trigger() is None
+        send(client, f"{topic}-a", *numbers(3, 5))
+        assert stream.trigger() == numbers(3, 5)
+        assert [*(stream.offset or {})] == [topic_name(f"{topic}-a")]
+
+    def test_checkpoints_of_older_versions(self, client: blocking.Client, source: Source, topic: str) -> None:
+        """Their offsets have positions alone. Where the first batch started at `latest` nobody knows any more."""
+        send(client, topic, *numbers(0, 5))
+        incarnation = client.ends(topic).last.incarnation
+        start, end = ({topic_name(topic): str(Position.before(incarnation, index))} for index in (1, 4))
+        assert Stream(source.stream(topic=topic).reader, start).replayed(end) == numbers(1, 4)
+        assert Stream(source.stream(topicsPattern=topic).reader, {}).replayed(end) == numbers(0, 4)
+        assert source.stream(topic=topic, startingOffsets="earliest").replayed(end) == numbers(0, 4)
+        for options in ({}, {"startingTime": 5}, {"startingOffsets": json.dumps({topic: 2})}):
+            with pytest.raises(SeqdedupeError, match="does not say where its first batch starts") as failure:
+                source.stream(topic=topic, **options).replayed(end)
+            assert "another one" in failure.value.hint
 
 
 class TestLoss:
@@ -521,6 +592,19 @@ class TestRetention:
         assert len(source.rows(topic="t")) == MESSAGES - first
         new = Stream(source.stream(topicsPattern="t").reader, {})
         assert len(new.trigger() or []) == MESSAGES - first
+
+    @pytest.mark.parametrize("before", [NOTHING_YET, {}], ids=["first batch", "found later"])
+    def test_what_is_trimmed_before_a_batch_is_repeated(
+        self, trimmed: tuple[Source, Position, int], before: Offsets
+    ) -> None:
+        source, last, first = trimmed
+        name = topic_name("t")
+        end = offset_after(before, {name: last}, {name: Position.start(last.incarnation)})
+        options = {"topicsPattern": "t", "startingOffsets": "earliest"}
+        with pytest.raises(PositionError, match=f"has lost {first} messages to retention: indexes 0 to"):
+            Stream(source.stream(**options).reader, before).replayed(end)
+        again = Stream(source.stream(**options, failOnDataLoss=False).reader, before)
+        assert len(again.replayed(end)) == MESSAGES - first
 
     @pytest.mark.parametrize("fails", [True, False])
     def test_what_is_trimmed_after_planning(self, trimmed: tuple[Source, Position, int], fails: bool) -> None:
