@@ -362,6 +362,19 @@ class TestStream:
         assert sorted(stream.trigger() or []) == [b"aa", b"b"]
         assert stream.trigger() is None
 
+    def test_partitions_are_read_on_when_a_topic_of_their_name_comes(
+        self, client: blocking.Client, source: Source, topic: str
+    ) -> None:
+        for part in range(2):
+            send(client, f"{topic}-partition-{part}", b"%d" % part)
+        stream = source.stream(topic=topic, startingOffsets="earliest")
+        assert sorted(stream.trigger() or []) == numbers(0, 2)
+        send(client, topic, b"whole")
+        for part in range(3):
+            send(client, f"{topic}-partition-{part}", b"later")
+        assert sorted(stream.trigger() or []) == [b"later"] * 3 + [b"whole"]
+        assert stream.trigger() is None
+
     def test_available_now_ends_with_what_was_there(self, client: blocking.Client, source: Source, topic: str) -> None:
         send(client, topic, *numbers(0, 5))
         stream = source.stream(topic=topic, startingOffsets="earliest", maxOffsetsPerTrigger=2)
