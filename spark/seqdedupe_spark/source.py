@@ -26,6 +26,7 @@ from seqdedupe_spark.delaying import Delaying
 from seqdedupe_spark.losses import Loss
 from seqdedupe_spark.offsets import NOTHING_YET, Offsets, as_texts, offset_after, positions_in, starts_in
 from seqdedupe_spark.options import NO_LIMITS, Options
+from seqdedupe_spark.places import TURNED_ROUND
 from seqdedupe_spark.planning import Client, Listing, open_client
 from seqdedupe_spark.ranges import Range
 from seqdedupe_spark.reading import joined, read_range, read_stored
@@ -145,6 +146,9 @@ class _Reading:
                 raise error("POSITION_OF_ANOTHER_INCARNATION", f"{topic} was made anew just now: try again")
             if first.index < last.index:
                 ranges.append(listing.range(topic, first, last))
+            elif (first, last) == (start, end) and len(listing.range(topic, end, start)):
+                what = f"in {topic} it would start after {start} and stop after {end}, which stands before that"
+                raise error("INVALID_OPTION", f"there is nothing to read: {what}", hint=TURNED_ROUND)
         return split(ranges, self.options.min_partitions, self.options.max_records_per_partition)
 
     def _left(self, listing: Listing, topic: str, position: Position) -> Position | None:

@@ -144,12 +144,38 @@ class TestBatch:
                 name: f'{{"{topic}": "{text}"}}'
                 for name, text in zip(("startingOffsets", "endingOffsets"), forms, strict=True)
             }
+            if start > end:
+                with pytest.raises(ConfigurationError, match=r"nothing to read: .* which stands before that"):
+                    source.rows(topic=topic, **given)
+                continue
             # After the one, up to and with the other.
             assert source.rows(topic=topic, **given) == numbers(start + 1, end + 1)
             first, last = messages[start].publish_time_ms, messages[end].publish_time_ms
             assert source.rows(topic=topic, startingTime=first, endingTime=last) == [
                 message.payload for message in messages if first <= message.publish_time_ms < last
             ]
+
+    def test_places_that_are_turned_round(self, client: blocking.Client, source: Source, topic: str) -> None:
+        """Nobody takes them for a topic that has nothing."""
+        send(client, topic, *numbers(0, 9))
+        cases: list[dict[str, Any]] = [
+            {"startingOffsets": f'{{"{topic}": 8}}', "endingOffsets": f'{{"{topic}": 3}}'},
+            {"startingOffsets": "latest", "endingOffsets": f'{{"{topic}": 8}}'},
+            {"startingOffsets": f'{{"{topic}": 1}}', "endingTime": 1},
+        ]
+        for places in cases:
+            for accepts in ({}, {"failOnDataLoss": False}):
+                with pytest.raises(ConfigurationError, match=rf"in .*/{topic} it would start after .* \[INVALID_OPT"):
+                    source.rows(topic=topic, **places, **accepts)
+        with pytest.raises(ConfigurationError, match="startingTime 2 is after endingTime 1"):
+            source.rows(topic=topic, startingTime=2, endingTime=1)
+        # The same place is none of that, nor is a time after the end.
+        for places in (
+            {"startingOffsets": f'{{"{topic}": 3}}', "endingOffsets": f'{{"{topic}": 3}}'},
+            {"startingOffsets": "latest", "endingOffsets": "latest"},
+            {"startingTime": 2**62},
+        ):
+            assert source.rows(topic=topic, **places) == []
 
     def test_min_partitions_splits_what_is_there(self, client: blocking.Client, source: Source, topic: str) -> None:
         send(client, f"{topic}-partition-0", *numbers(0, 10))
@@ -173,6 +199,12 @@ class TestBatch:
             "Offsets": lambda message: message.index,
             "Time": lambda message: message.publish_time_ms,
         }
+
+        def places(name: str, kind: str, which: int) -> int:
+            """The index of the first message to be read, or not to be."""
+            given = by[kind][name][which]
+            return next((one.index for one in messages[name] if what[kind](one) >= given), len(messages[name]))
+
         for chosen in (random.Random(seed) for seed in range(20)):
             some = chosen.sample(names, chosen.randint(1, 3))
             by = {
@@ -188,6 +220,10 @@ class TestBatch:
                 "maxRecordsPerPartition": most,
             }
             reader = source.batch(**options)
+            if any(places(name, start, 0) > places(name, end, 1) for name in some):
+                with pytest.raises(ConfigurationError, match="nothing to read"):
+                    reader.partitions()
+                continue
             partitions = reader.partitions()
             assert all(sum(map(len, partition.value)) <= most for partition in partitions)
             assert sorted(read(reader, partitions)) == sorted(
@@ -589,6 +625,10 @@ class TestRetention:
                 Stream(source.stream(topic="t").reader, offset).trigger()
         with pytest.raises(PositionError, match="retention"):
             source.rows(topic="t", startingOffsets=f'{{"t": "{Position.start(last.incarnation)}"}}')
+        # An end before what is left is not taken for one that is turned round.
+        with pytest.raises(PositionError, match="retention"):
+            source.rows(topic="t", endingOffsets='{"t": 1}')
+        assert source.rows(topic="t", endingOffsets='{"t": 1}', failOnDataLoss=False) == []
 
     def test_it_goes_on_where_that_is_allowed(
         self, trimmed: tuple[Source, Position, int], caplog: pytest.LogCaptureFixture
