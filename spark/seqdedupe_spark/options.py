@@ -105,11 +105,14 @@ def parse(options: Mapping[str, str]) -> Options:
     """The options, in any case. Raises ConfigurationError (INVALID_OPTION) that names the wrong one."""
     given = Given(options)
     limits = Limits(given.take("maxOffsetsPerTrigger", _count, None), given.take("maxBytesPerTrigger", _count, None))
+    starting = _place(given, "startingOffsets", "startingTime", ("earliest", "latest"))
+    ending = _place(given, "endingOffsets", "endingTime", ("latest",))
+    places.check_order(starting, ending)
     return Options(
         selection=_selection(given),
         service=_service(given),
-        starting=_place(given, "startingOffsets", "startingTime", ("earliest", "latest")),
-        ending=_place(given, "endingOffsets", "endingTime", ("latest",)),
+        starting=starting,
+        ending=ending,
         limits=limits,
         least=_least(given, limits),
         min_partitions=given.take("minPartitions", _count, 1),

@@ -2,13 +2,17 @@
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeGuard, TypeVar
 
+from seqdedupe.errors import error
 from seqdedupe.message_id import Position
 from seqdedupe.names import partition_name, topic_name
 from seqdedupe_spark import stock
+
+TURNED_ROUND = "Let startingOffsets or startingTime name a place before that of endingOffsets or endingTime."
+"""What to do where reading would start after its end."""
 
 _MAX_INT64 = 2**63 - 1
 
@@ -43,6 +47,23 @@ def times(text: str) -> Place:
     if re.fullmatch(r"[-+\w.]+", text):
         return Time(number(text, 0))
     return _by_topic(text, 'milliseconds since 1970, or JSON, as {"topic": milliseconds}', _time)
+
+
+def check_order(starting: Place | None, ending: Place | None) -> None:
+    """Raises INVALID_OPTION where a time is after that of the end. Of other places the topics tell."""
+    for name in {*_names(starting), *_names(ending)} or {""}:
+        first, last = _in_topic(starting, name), _in_topic(ending, name)
+        if isinstance(first, Time) and isinstance(last, Time) and first.milliseconds > last.milliseconds:
+            what = f"startingTime {first.milliseconds} is after endingTime {last.milliseconds}"
+            raise error("INVALID_OPTION", what + (f" in {name}" if name else ""), hint=TURNED_ROUND)
+
+
+def _names(place: Place | None) -> Iterable[str]:
+    return place if isinstance(place, Mapping) else ()
+
+
+def _in_topic(place: Place | None, name: str) -> PlaceInTopic | None:
+    return place.get(name) if isinstance(place, Mapping) else place
 
 
 def number(text: str, least: int) -> int:

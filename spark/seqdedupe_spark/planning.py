@@ -171,18 +171,24 @@ class Listing:
         """The full names of the topics there are; those of the partitions for a name that has no topic of its own.
 
         A pattern matches whole names, full or short, with or without `-partition-3`; it may match none. Topics that are
-        `known` count as there. Raises NotFoundError where a named topic is missing, or a partition of one.
+        `known`, since they are read already, count as there, and a name that stood for such partitions goes on to when
+        a topic of that name comes. Raises NotFoundError where a named topic is missing, or a partition of one.
         """
-        there = self._topics.keys() | set(known)
+        known = set(known)
+        there = self._topics.keys() | known
         self._check_whole(selection, there)
         if selection.pattern is not None:
             return _in_order(name for name in there if _matches(selection.pattern, name))
         partitions = _partitions(there)
         found: list[str] = []
         for name in selection.names:
-            if name not in there and name not in partitions:
+            parts = partitions.get(name, [])
+            if name in there:
+                found.append(name)
+            elif not parts:
                 raise error("TOPIC_NOT_FOUND", f"there is no topic {name}", topic=name)
-            found += [name] if name in there else partitions[name]
+            if name not in there or known.intersection(parts).difference(selection.names):
+                found += parts
         return _in_order(found)
 
     def _check_whole(self, selection: Selection, there: Iterable[str]) -> None:

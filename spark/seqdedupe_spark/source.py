@@ -18,13 +18,15 @@ from pyspark.sql.streaming.datasource import (
 )
 from pyspark.sql.types import StructType
 
-from seqdedupe.errors import InvalidRequestError, NotFoundError, PositionError, error
+from seqdedupe.errors import NotFoundError, PositionError, error
 from seqdedupe.message_id import Position
 from seqdedupe_spark import options as user_options
 from seqdedupe_spark.columns import SCHEMA, plain, to_arrow
 from seqdedupe_spark.delaying import Delaying
 from seqdedupe_spark.losses import Loss
+from seqdedupe_spark.offsets import NOTHING_YET, Offsets, as_texts, offset_after, positions_in, starts_in
 from seqdedupe_spark.options import NO_LIMITS, Options
+from seqdedupe_spark.places import TURNED_ROUND
 from seqdedupe_spark.planning import Client, Listing, open_client
 from seqdedupe_spark.ranges import Range
 from seqdedupe_spark.reading import joined, read_range, read_stored
@@ -145,6 +147,9 @@ class _Reading:
                 raise error("POSITION_OF_ANOTHER_INCARNATION", f"{topic} was made anew just now: try again")
             if first.index < last.index:
                 ranges.append(listing.range(topic, first, last))
+            elif (first, last) == (start, end) and len(listing.range(topic, end, start)):
+                what = f"in {topic} it would start after {start} and stop after {end}, which stands before that"
+                raise error("INVALID_OPTION", f"there is nothing to read: {what}", hint=TURNED_ROUND)
         return split(ranges, self.options.min_partitions, self.options.max_records_per_partition)
 
     def _left(self, listing: Listing, topic: str, position: Position) -> Position | None:
@@ -213,25 +218,16 @@ class BatchReader(_Reading, DataSourceReader):
 
 
 class StreamReader(_Reading, DataSourceStreamReader, SupportsTriggerAvailableNow):
-    """Reads from where it is to the end, again and again. Its offsets are positions, by topic."""
+    """Reads from where it is to the end, again and again. Its offsets are those of `seqdedupe_spark.offsets`."""
 
     def __init__(self, options: Options, schema: pa.Schema) -> None:
         super().__init__(options, schema)
-        self._initial: dict[str, str] | None = None
         self._stops: dict[str, Position] | None = None
         self._ends: dict[str, Position] = {}
         self._delaying = None if options.least is None else Delaying(options.least)
 
-    def initialOffset(self) -> dict[str, str]:  # noqa: N802
-        # Spark asks twice, and "latest" must mean the same both times.
-        if self._initial is None:
-            options = self.options
-            with self.client() as client:
-                listing = Listing(client)
-                names = listing.select(options.selection)
-                place = options.starting or "latest"
-                self._initial = _offsets(listing.resolve(names, place, "startingOffsets"))
-        return self._initial
+    def initialOffset(self) -> Offsets:  # noqa: N802
+        return NOTHING_YET
 
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802
         limits = self.options.limits
@@ -244,28 +240,35 @@ class StreamReader(_Reading, DataSourceStreamReader, SupportsTriggerAvailableNow
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
         self._stops = {}
 
-    def latestOffset(self, start: dict[str, str], limit: ReadLimit) -> dict[str, str]:  # noqa: N802
-        starts = _positions(start)
+    def latestOffset(self, start: Offsets, limit: ReadLimit) -> Offsets:  # noqa: N802
+        before = positions_in(start)
         ranges = []
         with self.client() as client:
             listing = Listing(client)
-            names = listing.select(self.options.selection, known=starts)
-            starts |= listing.resolve([name for name in names if name not in starts], "earliest", "")
+            names = listing.select(self.options.selection, known=before)
+            new = self._starts_of_new(listing, [name for name in names if name not in before], start)
+            ends = before | new
             for topic in names:
-                found = listing.look(topic, starts[topic])
+                found = listing.look(topic, ends[topic])
                 if isinstance(found, Loss):
                     self.accept(found)
-                    starts[topic] = found.next or starts[topic]
+                    ends[topic] = found.next or ends[topic]
                     continue
                 self._ends[topic] = found
-                if (stop := self._stop(topic, found)).index > starts[topic].index:
-                    ranges.append(listing.range(topic, starts[topic], stop))
+                if (stop := self._stop(topic, found)).index > ends[topic].index:
+                    ranges.append(listing.range(topic, ends[topic], stop))
             # With the trigger `once` all is read, whatever the options say.
             is_limited = not isinstance(limit, ReadAllAvailable)
             if is_limited and self._waits(sum(map(len, ranges))):
                 ranges = []
             ranges = listing.within(ranges, self.options.limits if is_limited else NO_LIMITS)
-        return _offsets(starts | {range.topic: range.end for range in ranges})
+        return offset_after(start, ends | {range.topic: range.end for range in ranges}, new)
+
+    def _starts_of_new(self, listing: Listing, names: list[str], start: Offsets) -> dict[str, Position]:
+        """Where to start in topics that the query has not read yet; a topic that is found later begins at its
+        earliest."""
+        place = (self.options.starting or "latest") if start == NOTHING_YET else "earliest"
+        return listing.resolve(names, place, "startingOffsets")
 
     def _waits(self, messages: int) -> bool:
         """Whether so many are to be left for a later trigger; with `availableNow` there may be none that has more."""
@@ -283,31 +286,23 @@ class StreamReader(_Reading, DataSourceStreamReader, SupportsTriggerAvailableNow
         return stop
 
     def reportLatestOffset(self) -> dict[str, str] | None:  # noqa: N802
-        return _offsets(self._ends) or None
+        return as_texts(self._ends) or None
 
-    def partitions(self, start: dict[str, str], end: dict[str, str]) -> list[InputPartition]:
-        starts, ends = _positions(start), _positions(end)
+    def partitions(self, start: Offsets, end: Offsets) -> list[InputPartition]:
+        starts, ends = starts_in(start, end), positions_in(end)
+        for topic in ends.keys() - starts.keys():
+            starts[topic] = self._unsaid_start(topic, ends[topic].incarnation, start)
         with self.client() as client:
-            listing = Listing(client)
-            for topic in ends.keys() - starts.keys():
-                starts[topic] = self._start_of_new(listing, topic, ends[topic].incarnation)
-            return self.tasks(self.ranges(listing, starts, ends))
+            return self.tasks(self.ranges(Listing(client), starts, ends))
 
-    def _start_of_new(self, listing: Listing, topic: str, incarnation: int) -> Position:
-        """A topic that was found later starts with what is left of it."""
-        start = Position.start(incarnation)
-        found = listing.look(topic, start)
-        if isinstance(found, Loss) and found.reason == "POSITION_TRIMMED" and found.next:
-            return found.next
-        return start
-
-
-def _offsets(positions: Mapping[str, Position]) -> dict[str, str]:
-    return {topic: str(position) for topic, position in sorted(positions.items())}
-
-
-def _positions(offsets: Mapping[str, str]) -> dict[str, Position]:
-    try:
-        return {topic: Position.parse(text) for topic, text in offsets.items()}
-    except InvalidRequestError as e:
-        raise error("INVALID_POSITION", f"the checkpoint's offsets are not this source's: {e.message}") from e
+    def _unsaid_start(self, topic: str, incarnation: int, start: Offsets) -> Position:
+        """The start of a topic in a batch that an older version planned, which did not say so: it was the earliest, or
+        what the options made of it at that moment."""
+        if start == NOTHING_YET and self.options.starting != "earliest":
+            raise error(
+                "INVALID_POSITION",
+                f"the checkpoint does not say where its first batch starts in {topic}: an older version planned it",
+                hint="No batch of this checkpoint is complete: start with another one, and with startingOffsets that "
+                "say where.",
+            )
+        return Position.start(incarnation)

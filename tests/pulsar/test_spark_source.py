@@ -161,8 +161,9 @@ async def test_a_stream_reads_on_where_it_was(
 ) -> None:
     await create(cluster, topic, entry_format)
     log = log_of(cluster, client, topic, entry_format)
-    offset = await asyncio.to_thread(source.stream().initialOffset)
-    assert offset == {topic: f"{OF_LOG}/start@-1"}
+    begun = source.stream()
+    offset = await asyncio.to_thread(begun.latestOffset, begun.initialOffset(), begun.getDefaultReadLimit())
+    assert offset == {topic: f"{OF_LOG}/start@-1", "starts": {topic: f"{OF_LOG}/start@-1"}}
     owner = await Owner(log, 1).open()
     found = []
     for first in range(0, 900, 300):

@@ -332,7 +332,8 @@ async def test_a_job_begins_where_it_is_told(
 
 async def test_a_stream_goes_on_from_its_offset(cluster: Cluster, stock: Stock, source: Source, topic: str) -> None:
     await cluster.admin.create_subscription(topic, SUBSCRIPTION)
-    offset = await asyncio.to_thread(source.stream(failOnDataLoss=False).initialOffset)
+    begun = source.stream(failOnDataLoss=False)
+    offset = await asyncio.to_thread(begun.latestOffset, begun.initialOffset(), begun.getDefaultReadLimit())
     found: list[int] = []
     for _ in range(2):
         await stock.send(50)

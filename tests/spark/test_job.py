@@ -451,6 +451,19 @@ def test_all_partitions_of_a_topic_are_read(address: str, database: Database, to
         each_once(database.indexes(name), 10)
 
 
+def test_partitions_are_read_on_when_a_topic_of_their_name_comes(address: str, database: Database, topic: str) -> None:
+    parts = [publish(address, f"{topic}-partition-{k}", 2) for k in range(2)]
+    assert job(address, database, topic).run().read == 4
+    publish(address, topic, 1)
+    for name in parts:
+        publish(address, name, 3, first=2)
+    parts.append(publish(address, f"{topic}-partition-2", 5))
+    job(address, database, topic).run()
+    each_once(database.indexes(topic_name(topic)), 1)
+    for name in parts:
+        each_once(database.indexes(name), 5)
+
+
 def test_one_transaction_for_all_topics(address: str, database: Database, topic: str) -> None:
     names = [publish(address, f"{topic}-{k}", 10) for k in range(3)]
     given = replace(config(address, database, ",".join(names)), transaction="batch")

@@ -1,6 +1,7 @@
 """The data source's options: what is taken, and what each wrong one is told."""
 
 import pickle
+import re
 from pathlib import Path
 
 import pytest
@@ -277,9 +278,31 @@ def test_places_by_partition_as_kafka_has_them() -> None:
 
 
 def test_a_time_for_each_topic() -> None:
-    options = parse({"topics": "t,u", "startingTime": '{"t": 5, "u": 1700000000000}', "endingTime": " 7 "})
+    options = parse({"topics": "t,u", "startingTime": '{"t": 5, "u": 1700000000000}'})
     assert options.starting == {topic_name("t"): Time(5), topic_name("u"): Time(1_700_000_000_000)}
-    assert options.ending == Time(7)
+    assert parse({"topic": "t", "endingTime": " 7 "}).ending == Time(7)
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "said"),
+    [
+        ("8", "7", "startingTime 8 is after endingTime 7$"),
+        ('{"t": 5, "u": 8}', "7", "startingTime 8 is after endingTime 7 in .*/u$"),
+        ("8", '{"t": 9, "u": 7}', "startingTime 8 is after endingTime 7 in .*/u$"),
+        ('{"t": 5, "u": 8}', '{"t": 6, "u": 7}', "startingTime 8 is after endingTime 7 in .*/u$"),
+        ("7", "7", None),
+        ('{"t": 5, "u": 8}', '{"t": 5, "u": 9}', None),
+    ],
+)
+def test_times_that_are_turned_round(first: str, last: str, said: str | None) -> None:
+    given = {"topics": "t,u", "startingTime": first, "endingTime": last}
+    if said is None:
+        parse(given)
+        return
+    with pytest.raises(ConfigurationError) as failure:
+        parse(given)
+    assert re.search(said, failure.value.message)
+    assert "startingTime name a place before" in failure.value.hint
 
 
 @pytest.mark.parametrize(

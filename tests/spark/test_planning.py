@@ -77,6 +77,21 @@ class TestTopics:
         known = full(f"{topic}-no-partition-0", "other")
         assert Listing(client).select(selected(topic, f"{topic}-no"), known) == full(topic, f"{topic}-no-partition-0")
 
+    def test_partitions_that_are_read_are_read_on_when_a_topic_of_that_name_comes(
+        self, client: blocking.Client, topic: str
+    ) -> None:
+        parts = full(*[f"{topic}-partition-{k}" for k in range(3)])
+        for name in (*parts[:2], topic):
+            client.admin.create_topic(name)
+        assert Listing(client).select(selected(topic), parts[:1]) == full(topic) + parts[:2]
+        client.admin.create_topic(parts[2])
+        assert Listing(client).select(selected(topic), [*parts[:2], topic_name(topic)]) == full(topic) + parts
+        # Nobody has read them by that name.
+        for known in ([], full(topic), full("other-partition-0")):
+            assert Listing(client).select(selected(topic), known) == full(topic)
+        by_themselves = selected(topic, parts[0])
+        assert Listing(client).select(by_themselves, full(topic, parts[0])) == full(topic, parts[0])
+
     @pytest.mark.parametrize(
         ("pattern", "found"),
         [

@@ -31,10 +31,9 @@ from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name
 from seqdedupe.testing import Sidecar
 from seqdedupe_spark.columns import SCHEMA
+from seqdedupe_spark.offsets import NOTHING_YET, Offsets, as_texts, offset_after, positions_in
 from seqdedupe_spark.ranges import Range
 from seqdedupe_spark.source import BatchReader, SeqdedupeDataSource, StreamReader
-
-Offsets = dict[str, str]
 
 
 @pytest.fixture
@@ -85,19 +84,30 @@ class Stream:
 
     def trigger(self) -> list[bytes] | None:
         """What a micro-batch reads; None where Spark would run none."""
-        if self.offset is None:
-            self.offset = self.reader.initialOffset()
-        end = self.reader.latestOffset(dict(self.offset), self.reader.getDefaultReadLimit())
-        if end == self.offset:
+        start = self.reader.initialOffset() if self.offset is None else self.offset
+        end = as_logged(self.reader.latestOffset(as_logged(start), self.reader.getDefaultReadLimit()))
+        if json.dumps(end) == json.dumps(start):
+            assert self.offset is not None, "Spark always runs the first batch"
             return None
-        partitions = self.reader.partitions(dict(self.offset), dict(end))
-        assert all(len(partition.value) for partition in partitions)
+        found = self.replayed(end)
         self.offset = end
+        return found
+
+    def replayed(self, end: Offsets) -> list[bytes]:
+        """What a micro-batch reads whose end is logged already: Spark asks for the start of the first one anew."""
+        start = self.reader.initialOffset() if self.offset is None else self.offset
+        partitions = self.reader.partitions(as_logged(start), as_logged(end))
+        assert all(len(partition.value) for partition in partitions)
         return read(self.reader, partitions)
 
     def rest(self) -> Iterator[list[bytes]]:
         while (found := self.trigger()) is not None:
             yield found
+
+
+def as_logged(offset: Offsets) -> Offsets:
+    found: Offsets = json.loads(json.dumps(offset))
+    return found
 
 
 def send(client: blocking.Client, topic: str, *values: bytes) -> None:
@@ -134,12 +144,38 @@ class TestBatch:
                 name: f'{{"{topic}": "{text}"}}'
                 for name, text in zip(("startingOffsets", "endingOffsets"), forms, strict=True)
             }
+            if start > end:
+                with pytest.raises(ConfigurationError, match=r"nothing to read: .* which stands before that"):
+                    source.rows(topic=topic, **given)
+                continue
             # After the one, up to and with the other.
             assert source.rows(topic=topic, **given) == numbers(start + 1, end + 1)
             first, last = messages[start].publish_time_ms, messages[end].publish_time_ms
             assert source.rows(topic=topic, startingTime=first, endingTime=last) == [
                 message.payload for message in messages if first <= message.publish_time_ms < last
             ]
+
+    def test_places_that_are_turned_round(self, client: blocking.Client, source: Source, topic: str) -> None:
+        """Nobody takes them for a topic that has nothing."""
+        send(client, topic, *numbers(0, 9))
+        cases: list[dict[str, Any]] = [
+            {"startingOffsets": f'{{"{topic}": 8}}', "endingOffsets": f'{{"{topic}": 3}}'},
+            {"startingOffsets": "latest", "endingOffsets": f'{{"{topic}": 8}}'},
+            {"startingOffsets": f'{{"{topic}": 1}}', "endingTime": 1},
+        ]
+        for places in cases:
+            for accepts in ({}, {"failOnDataLoss": False}):
+                with pytest.raises(ConfigurationError, match=rf"in .*/{topic} it would start after .* \[INVALID_OPT"):
+                    source.rows(topic=topic, **places, **accepts)
+        with pytest.raises(ConfigurationError, match="startingTime 2 is after endingTime 1"):
+            source.rows(topic=topic, startingTime=2, endingTime=1)
+        # The same place is none of that, nor is a time after the end.
+        for places in (
+            {"startingOffsets": f'{{"{topic}": 3}}', "endingOffsets": f'{{"{topic}": 3}}'},
+            {"startingOffsets": "latest", "endingOffsets": "latest"},
+            {"startingTime": 2**62},
+        ):
+            assert source.rows(topic=topic, **places) == []
 
     def test_min_partitions_splits_what_is_there(self, client: blocking.Client, source: Source, topic: str) -> None:
         send(client, f"{topic}-partition-0", *numbers(0, 10))
@@ -163,6 +199,12 @@ class TestBatch:
             "Offsets": lambda message: message.index,
             "Time": lambda message: message.publish_time_ms,
         }
+
+        def places(name: str, kind: str, which: int) -> int:
+            """The index of the first message to be read, or not to be."""
+            given = by[kind][name][which]
+            return next((one.index for one in messages[name] if what[kind](one) >= given), len(messages[name]))
+
         for chosen in (random.Random(seed) for seed in range(20)):
             some = chosen.sample(names, chosen.randint(1, 3))
             by = {
@@ -178,6 +220,10 @@ class TestBatch:
                 "maxRecordsPerPartition": most,
             }
             reader = source.batch(**options)
+            if any(places(name, start, 0) > places(name, end, 1) for name in some):
+                with pytest.raises(ConfigurationError, match="nothing to read"):
+                    reader.partitions()
+                continue
             partitions = reader.partitions()
             assert all(sum(map(len, partition.value)) <= most for partition in partitions)
             assert sorted(read(reader, partitions)) == sorted(
@@ -191,7 +237,7 @@ class TestBatch:
         """Once, each partition with a range of its own; also as it grows."""
         client.admin.create_topic(topic, partitions=3)
         stream = source.stream(topic=topic, startingOffsets="earliest")
-        assert stream.trigger() is None
+        assert stream.trigger() == []
         with client.producer(topic, "p") as producer:
             for number in numbers(0, 40):
                 producer.send(number, key=number)
@@ -259,15 +305,12 @@ class TestSchemas:
 
 
 class TestStream:
-    def test_latest_is_decided_once(self, client: blocking.Client, source: Source, topic: str) -> None:
+    def test_latest_is_decided_by_the_first_batch(self, client: blocking.Client, source: Source, topic: str) -> None:
         send(client, topic, b"0")
         stream = source.stream(topic=topic)
-        first = stream.reader.initialOffset()
+        assert stream.trigger() == [], "the first batch says where it starts"
         send(client, topic, b"1")
-        assert stream.reader.initialOffset() == first
         assert list(stream.rest()) == [[b"1"]]
-        # The control: decided again, it is another one.
-        assert source.stream(topic=topic).reader.initialOffset() != first
 
     def test_each_message_comes_once_within_the_limit(
         self, client: blocking.Client, source: Source, topic: str
@@ -279,9 +322,8 @@ class TestStream:
         found = list(stream.rest())
         assert [len(one) for one in found] == [20] * 4
         assert sorted(chain(*found)) == sorted(numbers(0, 40) + numbers(100, 140))
-        offset = stream.reader.initialOffset()
-        everything = stream.reader.latestOffset(offset, ReadAllAvailable())
-        assert everything == stream.reader.reportLatestOffset() == stream.offset
+        everything = positions_in(stream.reader.latestOffset(stream.reader.initialOffset(), ReadAllAvailable()))
+        assert as_texts(everything) == stream.reader.reportLatestOffset() == stream.offset
 
     def test_limits(self, client: blocking.Client, source: Source, topic: str) -> None:
         send(client, topic, *[bytes(10_000)] * 20)
@@ -348,12 +390,25 @@ class TestStream:
         self, client: blocking.Client, source: Source, topic: str
     ) -> None:
         stream = source.stream(topicsPattern=f"{topic}-.*")
-        assert stream.trigger() is None
+        assert [stream.trigger(), stream.trigger()] == [[], None]
         send(client, f"{topic}-a", b"a")
         assert stream.trigger() == [b"a"]
         send(client, f"{topic}-b-partition-3", b"b")
         send(client, f"{topic}-a", b"aa")
         assert sorted(stream.trigger() or []) == [b"aa", b"b"]
+        assert stream.trigger() is None
+
+    def test_partitions_are_read_on_when_a_topic_of_their_name_comes(
+        self, client: blocking.Client, source: Source, topic: str
+    ) -> None:
+        for part in range(2):
+            send(client, f"{topic}-partition-{part}", b"%d" % part)
+        stream = source.stream(topic=topic, startingOffsets="earliest")
+        assert sorted(stream.trigger() or []) == numbers(0, 2)
+        send(client, topic, b"whole")
+        for part in range(3):
+            send(client, f"{topic}-partition-{part}", b"later")
+        assert sorted(stream.trigger() or []) == [b"later"] * 3 + [b"whole"]
         assert stream.trigger() is None
 
     def test_available_now_ends_with_what_was_there(self, client: blocking.Client, source: Source, topic: str) -> None:
@@ -384,7 +439,72 @@ class TestStream:
 
     def test_a_missing_topic_is_named(self, source: Source, topic: str) -> None:
         with pytest.raises(NotFoundError, match=f"no topic .*{topic}"):
-            source.stream(topic=topic).reader.initialOffset()
+            source.stream(topic=topic).trigger()
+
+
+class TestReplay:
+    """A batch that was planned and not completed, when it is read by a query that is started again."""
+
+    @pytest.mark.parametrize("latest", [{}, {"startingTime": 2**62}])
+    def test_the_first_batch_is_what_was_planned(
+        self, client: blocking.Client, source: Source, topic: str, latest: dict[str, Any]
+    ) -> None:
+        """Wherever the starting options lead to by then."""
+        send(client, topic, *numbers(0, 5))
+        planned = source.stream(topic=topic, startingOffsets=json.dumps({topic: 2}))
+        assert planned.trigger() == numbers(2, 5)
+        end = planned.offset or {}
+        send(client, topic, *numbers(5, 9))
+        for _ in range(2):
+            again = source.stream(topic=topic, **latest)
+            assert again.replayed(end) == numbers(2, 5)
+        again.offset = end
+        assert list(again.rest()) == [numbers(5, 9)]
+
+    def test_the_first_batch_may_be_empty(self, client: blocking.Client, source: Source, topic: str) -> None:
+        """As that of `latest` is; what came since is of the next one."""
+        names = [f"{topic}-0", f"{topic}-1"]
+        for name in names:
+            send(client, name, *numbers(0, 5))
+        planned = source.stream(topics=",".join(names))
+        assert planned.trigger() == []
+        end = planned.offset or {}
+        for name in names:
+            send(client, name, *numbers(5, 9))
+        again = source.stream(topics=",".join(names), startingOffsets="earliest")
+        assert again.replayed(end) == []
+        again.offset = end
+        assert list(again.rest()) == [2 * numbers(5, 9)]
+
+    def test_a_topic_that_is_found_later_is_read_from_where_it_was_planned(
+        self, client: blocking.Client, source: Source, topic: str
+    ) -> None:
+        pattern = f"{topic}-.*"
+        stream = source.stream(topicsPattern=pattern)
+        assert stream.trigger() == []
+        send(client, f"{topic}-a", *numbers(0, 3))
+        start = dict(stream.offset or {})
+        assert stream.trigger() == numbers(0, 3)
+        end = stream.offset or {}
+        assert Stream(source.stream(topicsPattern=pattern).reader, start).replayed(end) == numbers(0, 3)
+        # It is said once: the next offset has positions alone, and there is none while nothing is new.
+        assert stream.trigger() is None
+        send(client, f"{topic}-a", *numbers(3, 5))
+        assert stream.trigger() == numbers(3, 5)
+        assert [*(stream.offset or {})] == [topic_name(f"{topic}-a")]
+
+    def test_checkpoints_of_older_versions(self, client: blocking.Client, source: Source, topic: str) -> None:
+        """Their offsets have positions alone. Where the first batch started at `latest` nobody knows any more."""
+        send(client, topic, *numbers(0, 5))
+        incarnation = client.ends(topic).last.incarnation
+        start, end = ({topic_name(topic): str(Position.before(incarnation, index))} for index in (1, 4))
+        assert Stream(source.stream(topic=topic).reader, start).replayed(end) == numbers(1, 4)
+        assert Stream(source.stream(topicsPattern=topic).reader, {}).replayed(end) == numbers(0, 4)
+        assert source.stream(topic=topic, startingOffsets="earliest").replayed(end) == numbers(0, 4)
+        for options in ({}, {"startingTime": 5}, {"startingOffsets": json.dumps({topic: 2})}):
+            with pytest.raises(SeqdedupeError, match="does not say where its first batch starts") as failure:
+                source.stream(topic=topic, **options).replayed(end)
+            assert "another one" in failure.value.hint
 
 
 class TestLoss:
@@ -505,6 +625,10 @@ class TestRetention:
                 Stream(source.stream(topic="t").reader, offset).trigger()
         with pytest.raises(PositionError, match="retention"):
             source.rows(topic="t", startingOffsets=f'{{"t": "{Position.start(last.incarnation)}"}}')
+        # An end before what is left is not taken for one that is turned round.
+        with pytest.raises(PositionError, match="retention"):
+            source.rows(topic="t", endingOffsets='{"t": 1}')
+        assert source.rows(topic="t", endingOffsets='{"t": 1}', failOnDataLoss=False) == []
 
     def test_it_goes_on_where_that_is_allowed(
         self, trimmed: tuple[Source, Position, int], caplog: pytest.LogCaptureFixture
@@ -521,6 +645,19 @@ class TestRetention:
         assert len(source.rows(topic="t")) == MESSAGES - first
         new = Stream(source.stream(topicsPattern="t").reader, {})
         assert len(new.trigger() or []) == MESSAGES - first
+
+    @pytest.mark.parametrize("before", [NOTHING_YET, {}], ids=["first batch", "found later"])
+    def test_what_is_trimmed_before_a_batch_is_repeated(
+        self, trimmed: tuple[Source, Position, int], before: Offsets
+    ) -> None:
+        source, last, first = trimmed
+        name = topic_name("t")
+        end = offset_after(before, {name: last}, {name: Position.start(last.incarnation)})
+        options = {"topicsPattern": "t", "startingOffsets": "earliest"}
+        with pytest.raises(PositionError, match=f"has lost {first} messages to retention: indexes 0 to"):
+            Stream(source.stream(**options).reader, before).replayed(end)
+        again = Stream(source.stream(**options, failOnDataLoss=False).reader, before)
+        assert len(again.replayed(end)) == MESSAGES - first
 
     @pytest.mark.parametrize("fails", [True, False])
     def test_what_is_trimmed_after_planning(self, trimmed: tuple[Source, Position, int], fails: bool) -> None:

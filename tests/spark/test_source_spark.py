@@ -274,3 +274,27 @@ def test_a_stream_goes_on_from_its_checkpoint(
     found = spark.read.parquet(str(tmp_path / name)).select("__topic", "__index").collect()
     expected = [(topic_name(topic), i) for i in range(60)] + [(topic_name(f"{topic}-later"), i) for i in range(5)]
     assert sorted(map(tuple, found)) == sorted(expected)
+
+
+def test_a_first_batch_that_failed_is_read_again(
+    load: Load, client: blocking.Client, topic: str, tmp_path: Path
+) -> None:
+    """From where it started, which Spark does not log: by then the starting options lead elsewhere."""
+    found: list[int] = []
+
+    def fail(_: DataFrame, number: int) -> None:
+        raise RuntimeError(f"batch {number} is lost")
+
+    def keep(batch: DataFrame, _: int) -> None:
+        found.extend(row["__index"] for row in batch.select("__index").collect())
+
+    def writer(each: Callable[[DataFrame, int], None], **starting: str) -> DataStreamWriter:
+        stream = load(stream=True, topic=topic, **starting).writeStream.foreachBatch(each)
+        return stream.option("checkpointLocation", str(tmp_path / "checkpoint")).trigger(availableNow=True)
+
+    send(client, topic, 0, 5)
+    with pytest.raises(PySparkException, match="batch 0 is lost"):
+        run_stream(writer(fail, startingOffsets="earliest"))
+    send(client, topic, 5, 9)
+    run_stream(writer(keep, startingOffsets="latest"))
+    assert sorted(found) == [*range(9)]
