@@ -7,6 +7,7 @@ from urllib.parse import quote
 
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.types as t
 
 from seqdedupe.errors import error
 from seqdedupe_spark.stores.kinds import (
@@ -140,6 +141,33 @@ def _cast(kind: pa.DataType, column: pa.Array) -> pa.Array:
 
 def _fits(field: pa.Field, column: pa.Field) -> bool:
     kind, there = kind_of(field), kind_of(column)
+    if kind is Kind.NULL:
+        return True
     if kind is Kind.FLOAT and there is Kind.FLOAT:
         return bool(field.type.bit_width <= column.type.bit_width)
-    return kind is there or (kind is Kind.INTEGER and there is Kind.DECIMAL)
+    if kind is Kind.JSON:
+        return _nests_alike(field.type, column.type)
+    if kind is Kind.INTEGER and there is Kind.DECIMAL:
+        return _takes_integers(field.type, column.type)
+    return kind is there
+
+
+def _nests_alike(given: pa.DataType, there: pa.DataType) -> bool:
+    """Whether a map, list or struct has room for all that is in the other: a field that it lacks would be dropped."""
+    shapes = (t.is_struct, t.is_map, lambda one: not t.is_struct(one) and not t.is_map(one) and t.is_nested(one))
+    if not any(is_such(given) and is_such(there) for is_such in shapes):
+        return False
+    inner = [given.field(k) for k in range(given.num_fields)]
+    if not t.is_struct(given):
+        return all(_fits(one, there.field(k)) for k, one in enumerate(inner))
+    names = [there.field(k).name for k in range(there.num_fields)]
+    return all(one.name in names and _fits(one, there.field(names.index(one.name))) for one in inner)
+
+
+def _takes_integers(given: pa.DataType, there: pa.DataType) -> bool:
+    """Arrow casts integers to a decimal only if it has room for all that their type has."""
+    try:
+        pa.array([0], given).cast(there)
+    except BAD_VALUES:
+        return False
+    return True
