@@ -24,6 +24,7 @@ from seqdedupe_spark.stores.contract import (
     check_replacement,
 )
 from seqdedupe_spark.stores.delta_columns import check_columns, check_names, check_partitions, declared, to_table
+from seqdedupe_spark.stores.delta_disk import sync
 from seqdedupe_spark.stores.delta_log import DeltaLog
 from seqdedupe_spark.stores.delta_positions import (
     check_not_replaced,
@@ -80,6 +81,7 @@ class DeltaStore(OutputStore):
     def _settle(self, found: DeltaTable, job: str) -> None:
         """Stores the positions of the version that somebody has restored: its rows are those that are there."""
         standing, is_settled = self._standing(found, job)
+        self._sync(found, checked_version(found, job, topics_of(found, job)))
         if is_settled:
             return
         try:
@@ -162,6 +164,7 @@ class DeltaStore(OutputStore):
 
     def _set(self, found: DeltaTable, job: str, positions: dict[str, Stored]) -> None:
         checked = found.version()
+        self._sync(found, checked_version(found, job, topics_of(found, job)))
         moves = [
             move for topic, stored in positions.items() for move in transactions(job, topic, stored.position, checked)
         ]
@@ -170,6 +173,7 @@ class DeltaStore(OutputStore):
             raise_if_not_exists=False,
             commit_properties=CommitProperties(app_transactions=[job_transaction(job, checked), *moves]),
         )
+        self._sync(found, checked)
 
     def write(
         self,
@@ -199,17 +203,27 @@ class DeltaStore(OutputStore):
             self._check(found, job, advances)
             if _arrow_schema(found) != schema:
                 raise error("OUTPUT_UNAVAILABLE", f"the Delta table {self._uri} has got other columns meanwhile")
+            checked, topics = found.version(), [advance.range.topic for advance in advances]
+            self._sync(found, checked_version(found, job, topics))
             moves = [
                 move
                 for advance in advances
-                for move in transactions(job, advance.range.topic, advance.range.end, found.version())
+                for move in transactions(job, advance.range.topic, advance.range.end, checked)
             ]
             try:
                 write_deltalake(found, rows, mode="append", commit_properties=CommitProperties(app_transactions=moves))
             except CommitFailedError:
                 self._check(self._found(), job, advances)
                 raise
+            self._sync(found, checked)
         return len(rows)
+
+    def _sync(self, found: DeltaTable, after: int | None) -> None:
+        """Makes durable what is in the table, but for what was so already in an earlier version. A commit makes that so
+        which is before it, and then itself: no position outlives the rows before it."""
+        if self._options is None:
+            last = found.version()
+            sync(DeltaLog(self._uri, None), last - 1 if after is None else after, last)
 
     def _check(self, found: DeltaTable, job: str, advances: Sequence[Advance]) -> None:
         topics = [advance.range.topic for advance in advances]

@@ -33,7 +33,12 @@ class DeltaLog:
         lines = text.splitlines()
         if len(text) == MAX_COMMIT_BYTES:
             lines.pop()
-        return [json.loads(line) for line in lines if line.strip()]
+        try:
+            return [json.loads(line) for line in lines if line.strip()]
+        except ValueError:
+            what = f"version {version} of the Delta table {self.uri} is not whole"
+            hint = f"Was there a power cut? If it is the last version, take {name} away, and start the job again."
+            raise error("INVALID_OUTPUT", what, hint=hint) from None
 
     def _fetch(self, name: str) -> bytes:
         # Where the size is told it is not asked for, which would let no other thread run; the server knows better.

@@ -3,13 +3,14 @@
 import datetime
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
-from deltalake import DeltaTable, write_deltalake
+from deltalake import DeltaTable, Transaction, write_deltalake
 
 from seqdedupe.errors import DataLossError
-from seqdedupe_spark.stores import delta
+from seqdedupe_spark.stores import delta, delta_positions
 from seqdedupe_spark.stores.contract import Binding, OutputStore, Stored
 from seqdedupe_spark.stores.delta import DeltaStore
 from tests.spark.stores.conformance import JOB, OTHER, SCHEMA, TOPIC, at, at_once, ns, numbers, over, refused
@@ -134,9 +135,9 @@ def while_input_is_read(harness: DeltaHarness, store: OutputStore, monkeypatch: 
 
 
 def while_it_commits(harness: DeltaHarness, store: OutputStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    def restored_first(*arguments: object, **options: object) -> None:
+    def restored_first(*arguments: Any, **options: Any) -> None:
         DeltaTable(harness.uri).restore(3)
-        write_deltalake(*arguments, **options)  # type: ignore[arg-type]
+        write_deltalake(*arguments, **options)
 
     monkeypatch.setattr(delta, "write_deltalake", restored_first)
     store.write(JOB, harness.table, iter([numbers(3)]), [over(2, 3)])
@@ -220,10 +221,10 @@ def test_a_table_of_a_writer_that_did_not_look(
     harness: DeltaHarness, store: OutputStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A RESTORE that it has gone on after is left alone: from the next start on there is a look."""
-    plain = delta.transactions
+    plain = delta_positions.transactions
 
-    def without(*arguments: object) -> object:
-        return plain(*arguments)[:-1]  # type: ignore[arg-type]
+    def without(*arguments: Any) -> list[Transaction]:
+        return plain(*arguments)[:-1]
 
     with monkeypatch.context() as earlier:
         earlier.setattr(delta, "transactions", without)
