@@ -1,5 +1,6 @@
 """A Delta Lake table: positions are application transactions, committed with the rows."""
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import PurePosixPath
@@ -23,7 +24,14 @@ from seqdedupe_spark.stores.contract import (
     Stored,
     check_replacement,
 )
-from seqdedupe_spark.stores.delta_columns import check_columns, check_names, check_partitions, declared, to_table
+from seqdedupe_spark.stores.delta_columns import (
+    check_columns,
+    check_features,
+    check_names,
+    check_partitions,
+    declared,
+    to_table,
+)
 from seqdedupe_spark.stores.delta_disk import sync
 from seqdedupe_spark.stores.delta_log import DeltaLog
 from seqdedupe_spark.stores.delta_positions import (
@@ -37,6 +45,8 @@ from seqdedupe_spark.stores.delta_positions import (
 )
 from seqdedupe_spark.stores.kinds import check_schema, in_batch
 from seqdedupe_spark.stores.object_store import options_of, plain
+
+_VIOLATED = re.compile(r"Invalid data found: (\d+) rows failed validation check")
 
 
 class DeltaStore(OutputStore):
@@ -103,6 +113,7 @@ class DeltaStore(OutputStore):
         wanted = pa.schema([declared(field) for field in schema])
         with self._errors():
             found = self._find() or self._create(table, wanted)
+        check_features(table, found)
         partitions, columns = found.metadata().partition_columns, _arrow_schema(found)
         if self._partition_by and sorted(self._partition_by) != sorted(partitions):
             by = f"partitioned by {', '.join(partitions)}" if partitions else "not partitioned"
@@ -278,6 +289,10 @@ class DeltaStore(OutputStore):
         except (SchemaMismatchError, DeltaProtocolError) as e:
             raise error("INVALID_OUTPUT", f"the Delta table {self._uri} refuses: {plain(e)}") from None
         except (DeltaError, OSError) as e:
+            # Which rows, with their values, it says too: they are no business of a log.
+            if refusal := _VIOLATED.search(str(e)):
+                what = f"the Delta table {self._uri} refuses {refusal[1]} rows: they violate its constraints"
+                raise error("INVALID_OUTPUT", what) from None
             raise error("OUTPUT_UNAVAILABLE", f"the Delta table {self._uri} cannot be used: {plain(e)}") from None
 
 

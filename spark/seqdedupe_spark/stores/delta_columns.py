@@ -1,5 +1,6 @@
 """The columns of a Delta table: the types that it has, batches cast to them, and columns that partition it."""
 
+import json
 import re
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -8,6 +9,7 @@ from urllib.parse import quote
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.types as t
+from deltalake import DeltaTable
 
 from seqdedupe.errors import error
 from seqdedupe_spark.stores.kinds import (
@@ -36,6 +38,28 @@ _NULLS = ("", "__HIVE_DEFAULT_PARTITION__")
 
 _PARTITIONS = (Kind.BOOLEAN, Kind.INTEGER, Kind.TEXT, Kind.DATE, Kind.TIMESTAMP, Kind.LOCAL_TIMESTAMP)
 """What is read from the names of folders as it was written."""
+
+SUPPORTED_FEATURES = frozenset(
+    {
+        "appendOnly",
+        "changeDataFeed",
+        "checkConstraints",
+        "columnMapping",
+        "deletionVectors",
+        "invariants",
+        "timestampNtz",
+        "v2Checkpoint",
+        "vacuumProtocolCheck",
+    }
+)
+"""Of what a table's protocol can ask of who adds rows."""
+
+_MARKS = {
+    "delta.generationExpression": "generatedColumns",
+    "delta.identity.start": "identityColumns",
+    "CURRENT_DEFAULT": "allowColumnDefaults",
+}
+"""The metadata of columns that are filled by the writer, in tables whose protocol does not list features."""
 
 _DECLARED = {
     pa.uint8(): pa.int16(),
@@ -68,6 +92,17 @@ def check_names(table: str, fields: Iterable[pa.Field]) -> None:
             what = f"table {table} cannot have both {other!r} and {field.name!r}: to Delta they are the same name"
             raise error("INVALID_OUTPUT", what, hint="Give one of them another name in the transformation.")
         check_names(table, [field.type.field(k) for k in range(field.type.num_fields)])
+
+
+def check_features(table: str, found: DeltaTable) -> None:
+    """Raises INVALID_OUTPUT if a table has what the writer does not support."""
+    has = set(found.protocol().writer_features or ())
+    fields = json.loads(found.schema().to_json())["fields"]
+    names = {name for field in fields for name in field["metadata"]}
+    lacking = sorted(has - SUPPORTED_FEATURES | {feature for name, feature in _MARKS.items() if name in names})
+    if lacking:
+        what = f"table {table} has features that this writer does not support: {', '.join(lacking)}"
+        raise error("INVALID_OUTPUT", what, hint="Give the job a table without them, or one that it makes itself.")
 
 
 def check_columns(table: str, schema: pa.Schema, there: pa.Schema, hint: str | None = None) -> None:

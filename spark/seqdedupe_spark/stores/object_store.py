@@ -19,6 +19,8 @@ _OTHER_WAYS = ("AWS_COPY_IF_NOT_EXISTS", "AWS_S3_LOCKING_PROVIDER")
 
 _COLOURS = re.compile(r"\x1b\[\d*m|↳")
 _BODY = re.compile(r"<(?:\?xml|Error|!doctype|html)\b.*", re.DOTALL | re.IGNORECASE)
+_ANSWER = re.compile(r"(status code[\s:]*\d{3}[^:\n]*|error response)[:\n].*", re.DOTALL)
+"""What follows the status is the server's, whatever it is written in."""
 _USER = re.compile(r"(?<=://)[^/\s@]+@")
 _CODE = re.compile(r"<Code>(\w+)</Code>")
 
@@ -47,4 +49,5 @@ def plain(cause: object) -> str:
     not who asks."""
     text = _USER.sub("", _COLOURS.sub(" ", str(cause)))
     code = _CODE.search(text)
-    return " ".join(_BODY.sub(code[1] if code else "", text).split())
+    said = code[1] if code else ""
+    return " ".join(_BODY.sub(said, _ANSWER.sub(rf"\1 {said}", text)).split())

@@ -54,7 +54,8 @@ def test_all_of_a_commit_is_durable_when_it_is_said(
 ) -> None:
     if not syncs:
         monkeypatch.setattr(delta, "sync", lambda *_: None)
-    before, _ = parts(harness), synced.clear()
+    before = parts(harness)
+    synced.clear()
     store.write(JOB, harness.table, iter([numbers(0, 1)]), [over(-1, 1)])
     new = parts(harness) - before
     assert len([path for path in new if path.suffix == ".parquet"]) == 2

@@ -166,6 +166,25 @@ def test_keys_are_in_no_error_and_in_nothing_that_travels(
     assert plain("GET http://user:password@host:8333/lake failed") == "GET http://host:8333/lake failed"
 
 
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        (f"Credential={KEY} Signature=x", ""),
+        (f'{{"message": "no: {KEY}",\n "key": "{KEY}"}}', ""),
+        (f"<Refused><Code>NotYours</Code>\n{KEY}</Refused>", " NotYours"),
+        (f"no\n\n{KEY}: 404 Not Found: {KEY}", ""),
+        ("", ""),
+    ],
+)
+def test_of_an_answer_in_any_form_an_error_has_the_code_alone(body: str, code: str) -> None:
+    status = "Error performing PUT http://host:8333/lake in 1ms - Server returned non-2xx status code"
+    arrow = "\n \x1b[31m↳\x1b[0m "
+    nested = arrow.join(["Generic S3 error", status, "403 Forbidden", body]) + "\n"
+    assert plain(nested) == f"Generic S3 error {status} 403 Forbidden{code}"
+    assert plain(f"{status}: 403 Forbidden: {body}") == f"{status}: 403 Forbidden{code}"
+    assert plain(f"Server returned error response: {body}") == f"Server returned error response{code}"
+
+
 def test_a_server_that_is_away_is_said(harness: DeltaHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
     with harness.factory() as store, pytest.raises(SeqdedupeError, match="OUTPUT_UNAVAILABLE"):
