@@ -27,6 +27,7 @@ from seqdedupe_spark.stores.contract import (
 from seqdedupe_spark.stores.delta_columns import (
     check_columns,
     check_features,
+    check_keys,
     check_names,
     check_partitions,
     declared,
@@ -44,7 +45,7 @@ from seqdedupe_spark.stores.delta_positions import (
     transactions,
 )
 from seqdedupe_spark.stores.kinds import check_schema, in_batch
-from seqdedupe_spark.stores.object_store import options_of, plain
+from seqdedupe_spark.stores.object_store import options_of, plain, room_for_folders
 
 _VIOLATED = re.compile(r"Invalid data found: (\d+) rows failed validation check")
 
@@ -206,6 +207,8 @@ class DeltaStore(OutputStore):
                 with in_batch(number):
                     check_columns(table, batch.schema, schema)
                     cast.append(to_table(batch, schema, partitions))
+                    if self._options is not None:
+                        check_keys(cast[-1], partitions, room_for_folders(self._uri))
         rows = pa.Table.from_batches(cast, schema)
         if any(advance.changed_watermarks() for advance in advances):
             raise error("UNSUPPORTED_STORE", "a Delta table cannot keep the watermarks of a job that drops duplicates")
@@ -293,7 +296,8 @@ class DeltaStore(OutputStore):
             if refusal := _VIOLATED.search(str(e)):
                 what = f"the Delta table {self._uri} refuses {refusal[1]} rows: they violate its constraints"
                 raise error("INVALID_OUTPUT", what) from None
-            raise error("OUTPUT_UNAVAILABLE", f"the Delta table {self._uri} cannot be used: {plain(e)}") from None
+            reason = "INVALID_OUTPUT" if "Unsupported table features" in str(e) else "OUTPUT_UNAVAILABLE"
+            raise error(reason, f"the Delta table {self._uri} cannot be used: {plain(e)}") from None
 
 
 def _arrow_schema(found: DeltaTable) -> pa.Schema:

@@ -39,20 +39,21 @@ _NULLS = ("", "__HIVE_DEFAULT_PARTITION__")
 _PARTITIONS = (Kind.BOOLEAN, Kind.INTEGER, Kind.TEXT, Kind.DATE, Kind.TIMESTAMP, Kind.LOCAL_TIMESTAMP)
 """What is read from the names of folders as it was written."""
 
-SUPPORTED_FEATURES = frozenset(
+_UNSUPPORTED = frozenset(
     {
-        "appendOnly",
-        "changeDataFeed",
-        "checkConstraints",
-        "columnMapping",
-        "deletionVectors",
-        "invariants",
-        "timestampNtz",
-        "v2Checkpoint",
-        "vacuumProtocolCheck",
+        "allowColumnDefaults",
+        "clustering",
+        "domainMetadata",
+        "icebergCompatV1",
+        "icebergCompatV2",
+        "identityColumns",
+        "inCommitTimestamp",
+        "rowTracking",
+        "typeWidening",
+        "typeWidening-preview",
     }
 )
-"""Of what a table's protocol can ask of who adds rows."""
+"""Of what a table's protocol can ask of who adds rows: with these delta-rs commits nothing."""
 
 _MARKS = {
     "delta.generationExpression": "generatedColumns",
@@ -99,7 +100,7 @@ def check_features(table: str, found: DeltaTable) -> None:
     has = set(found.protocol().writer_features or ())
     fields = json.loads(found.schema().to_json())["fields"]
     names = {name for field in fields for name in field["metadata"]}
-    lacking = sorted(has - SUPPORTED_FEATURES | {feature for name, feature in _MARKS.items() if name in names})
+    lacking = sorted(has & _UNSUPPORTED | {feature for name, feature in _MARKS.items() if name in names})
     if lacking:
         what = f"table {table} has features that this writer does not support: {', '.join(lacking)}"
         raise error("INVALID_OUTPUT", what, hint="Give the job a table without them, or one that it makes itself.")
@@ -166,6 +167,21 @@ def _check_names_a_folder(name: str, column: pa.Array) -> None:
         why = "would be null" if text in _NULLS else f"has more than {MAX_PARTITION_TEXT_BYTES} bytes"
         what = f"column {name!r} partitions the table, and as the name of a folder {text[:80]!r} {why}"
         raise error("INVALID_OUTPUT", what, row=row)
+
+
+def check_keys(batch: pa.RecordBatch, partitions: Sequence[str], room_bytes: int) -> None:
+    """Raises INVALID_OUTPUT that names the first row whose folders, all together, have more bytes."""
+    most = sum(len(name.encode()) + len("=/") + MAX_PARTITION_TEXT_BYTES for name in partitions)
+    if most <= room_bytes:
+        return
+    columns = [batch.column(name).cast(pa.string()).to_pylist() for name in partitions]
+    for row, values in enumerate(zip(*columns, strict=True)):
+        folders = "/".join(
+            f"{name}={quote(value or _NULLS[1], safe='')}" for name, value in zip(partitions, values, strict=True)
+        )
+        if len(folders.encode()) > room_bytes:
+            what = f"the folders of {', '.join(partitions)} have more than {room_bytes} bytes together"
+            raise error("INVALID_OUTPUT", f"{what}: a key on S3 has no room for that", row=row)
 
 
 def _cast(kind: pa.DataType, column: pa.Array) -> pa.Array:

@@ -202,3 +202,19 @@ def test_a_large_file_goes_in_parts(harness: DeltaHarness, between: Between, mon
     assert [path for method, path, _ in requests if "partNumber=2" in path]
     assert ns(harness) == list(range(40))
     assert DeltaTable(harness.uri).to_pyarrow_table().sort_by("n")["text"].to_pylist() == texts
+
+
+def test_folders_that_a_key_has_no_room_for(lake: str) -> None:
+    """As long as each may be, there are too many of them: trying again would not help."""
+    names = [letter * 50 for letter in "abcdef"]
+    schema = pa.schema([("n", pa.int64()), *((name, pa.string()) for name in names)])
+    harness = DeltaHarness(f"s3://{lake}")
+    store = DeltaStore(harness.uri, partition_by=names)
+    store.prepare(harness.table, schema)
+    assert store.replace(JOB, TOPIC, None, Stored(at(-1), 0))
+    texts = [pa.array([str(n) * 90, str(n) * 200]) for n in range(len(names))]
+    rows = [pa.record_batch([pa.array([0, 1]), *texts], schema=schema)]
+    with pytest.raises(ConfigurationError, match="INVALID_OUTPUT") as caught:
+        store.write(JOB, harness.table, iter(rows), [over(-1, 0)])
+    assert caught.value.numbers["row"] == "1"
+    assert store.write(JOB, harness.table, iter([rows[0].slice(0, 1)]), [over(-1, 0)]) == 1
