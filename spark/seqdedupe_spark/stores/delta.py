@@ -1,12 +1,12 @@
 """A Delta Lake table: positions are application transactions, committed with the rows."""
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import PurePosixPath
-from urllib.parse import quote
 
 import pyarrow as pa
-from deltalake import CommitProperties, DeltaTable, Field, Transaction, write_deltalake
+from deltalake import CommitProperties, DeltaTable, Field, write_deltalake
 from deltalake.exceptions import (
     CommitFailedError,
     DeltaError,
@@ -16,38 +16,49 @@ from deltalake.exceptions import (
 )
 
 from seqdedupe.errors import error
-from seqdedupe.message_id import MessageId, Position
 from seqdedupe_spark.stores.contract import (
-    FORMAT_VERSION,
     Advance,
     Beside,
     Binding,
     OutputStore,
     Stored,
-    check_format,
     check_replacement,
 )
-from seqdedupe_spark.stores.delta_columns import check_columns, check_names, check_partitions, declared, to_table
+from seqdedupe_spark.stores.delta_columns import (
+    check_columns,
+    check_features,
+    check_keys,
+    check_names,
+    check_partitions,
+    declared,
+    to_table,
+)
+from seqdedupe_spark.stores.delta_disk import sync
+from seqdedupe_spark.stores.delta_log import DeltaLog
+from seqdedupe_spark.stores.delta_positions import (
+    check_not_replaced,
+    checked_version,
+    job_transaction,
+    properties,
+    stored_in,
+    topics_of,
+    transactions,
+)
 from seqdedupe_spark.stores.kinds import check_schema, in_batch
-from seqdedupe_spark.stores.object_store import options_of, plain
+from seqdedupe_spark.stores.object_store import options_of, plain, room_for_folders
 
-_NO_MESSAGE = MessageId(-1, -1)
-"""For no message ID: at a topic's start, or because it is not known. The ledgers of messages are not negative."""
-
-_PROPERTY = "seqdedupe."
-
-_FORMAT = "seqdedupe_format_version"
-"""The property of the table that says how the others are to be read."""
+_VIOLATED = re.compile(r"Invalid data found: (\d+) rows failed validation check")
 
 
 class DeltaStore(OutputStore):
     """One Delta table with the positions of the jobs that write to it. The output table's name is its folder's.
 
-    A property of the table, `seqdedupe.<job>/<topic>`, holds epoch and incarnation; application transactions hold the
-    rest: `<job>/<topic>/<incarnation>` the index, those with `/ledger`, `/entry` and `/batch` after it the message ID,
-    and the one with `/ownership` the ownership, as a signed number. They are in the commit that adds the rows, and it
-    is made on the very version of the table in which they were checked: Delta refuses it if a later version has changed
-    the same ones, and merges those of other topics.
+    A property of the table, `seqdedupe.<job>/<topic>`, holds epoch and incarnation, application transactions the rest,
+    see `delta_positions`. They are in the commit that adds the rows, and it is made on the very version of the table in
+    which they were checked: Delta refuses it if a later version has changed the same ones, and merges those of other
+    topics. Rows and positions stay one when the table is restored to an older version: `bind` stores the positions of
+    that one, and until then nothing is written (POSITION_WENT_BACK). In a table that was replaced nothing is
+    (OUTPUT_MISSING).
 
     `write` holds all rows of a transaction in memory. Columns that the rows do not have are null.
 
@@ -73,8 +84,23 @@ class DeltaStore(OutputStore):
         self._check_name(binding.table)
         if binding.deduplicate:
             raise error("UNSUPPORTED_STORE", "a Delta table cannot keep the watermarks of a job that drops duplicates")
-        self.positions(job)
+        with self._errors():
+            if (found := self._find()) is not None:
+                self._settle(found, job)
         return binding
+
+    def _settle(self, found: DeltaTable, job: str) -> None:
+        """Stores the positions of the version that somebody has restored: its rows are those that are there."""
+        standing, is_settled = self._standing(found, job)
+        self._sync(found, checked_version(found, job, topics_of(found, job)))
+        if is_settled:
+            return
+        try:
+            self._set(found, job, standing)
+        except CommitFailedError:
+            # Others may have done it at this moment.
+            if not self._standing(self._found(), job)[1]:
+                raise
 
     def has_table(self, table: str) -> bool:
         self._check_name(table)
@@ -88,6 +114,7 @@ class DeltaStore(OutputStore):
         wanted = pa.schema([declared(field) for field in schema])
         with self._errors():
             found = self._find() or self._create(table, wanted)
+        check_features(table, found)
         partitions, columns = found.metadata().partition_columns, _arrow_schema(found)
         if self._partition_by and sorted(self._partition_by) != sorted(partitions):
             by = f"partitioned by {', '.join(partitions)}" if partitions else "not partitioned"
@@ -127,12 +154,7 @@ class DeltaStore(OutputStore):
 
     def positions(self, job: str) -> dict[str, Stored]:
         with self._errors():
-            if (found := self._find()) is None:
-                return {}
-            prefix = _PROPERTY + _prefix(job, "")
-            topics = [name[len(prefix) :] for name in found.metadata().configuration if name.startswith(prefix)]
-            stored = {topic: self._stored(found, job, topic) for topic in topics}
-        return {topic: known for topic, known in stored.items() if known is not None}
+            return {} if (found := self._find()) is None else self._standing(found, job)[0]
 
     def watermarks(self, job: str, topic: str) -> tuple[Stored | None, dict[str, int]]:
         return self.positions(job).get(topic), {}
@@ -141,22 +163,29 @@ class DeltaStore(OutputStore):
         check_replacement(topic, expected, new)
         with self._errors():
             found = self._found()
-            if self._stored(found, job, topic) != expected:
+            standing, is_settled = self._standing(found, job)
+            if standing.get(topic) != expected:
                 return False
             try:
-                found.alter.set_table_properties(
-                    {
-                        _PROPERTY + _prefix(job, topic): f"{new.epoch} {new.position.incarnation}",
-                        _FORMAT: str(FORMAT_VERSION),
-                    },
-                    raise_if_not_exists=False,
-                    commit_properties=CommitProperties(app_transactions=_transactions(job, topic, new.position)),
-                )
+                self._set(found, job, {topic: new} if is_settled else {**standing, topic: new})
             except CommitFailedError:
-                if self._stored(self._found(), job, topic) != expected:
+                if self._standing(self._found(), job)[0].get(topic) != expected:
                     return False
                 raise
         return True
+
+    def _set(self, found: DeltaTable, job: str, positions: dict[str, Stored]) -> None:
+        checked = found.version()
+        self._sync(found, checked_version(found, job, topics_of(found, job)))
+        moves = [
+            move for topic, stored in positions.items() for move in transactions(job, topic, stored.position, checked)
+        ]
+        found.alter.set_table_properties(
+            properties(job, positions),
+            raise_if_not_exists=False,
+            commit_properties=CommitProperties(app_transactions=[job_transaction(job, checked), *moves]),
+        )
+        self._sync(found, checked)
 
     def write(
         self,
@@ -178,39 +207,63 @@ class DeltaStore(OutputStore):
                 with in_batch(number):
                     check_columns(table, batch.schema, schema)
                     cast.append(to_table(batch, schema, partitions))
+                    if self._options is not None:
+                        check_keys(cast[-1], partitions, room_for_folders(self._uri))
         rows = pa.Table.from_batches(cast, schema)
         if any(advance.changed_watermarks() for advance in advances):
             raise error("UNSUPPORTED_STORE", "a Delta table cannot keep the watermarks of a job that drops duplicates")
-        moves = [move for advance in advances for move in _transactions(job, advance.range.topic, advance.range.end)]
         with self._errors():
             found.update_incremental()
             self._check(found, job, advances)
             if _arrow_schema(found) != schema:
                 raise error("OUTPUT_UNAVAILABLE", f"the Delta table {self._uri} has got other columns meanwhile")
+            checked, topics = found.version(), [advance.range.topic for advance in advances]
+            self._sync(found, checked_version(found, job, topics))
+            moves = [
+                move
+                for advance in advances
+                for move in transactions(job, advance.range.topic, advance.range.end, checked)
+            ]
             try:
                 write_deltalake(found, rows, mode="append", commit_properties=CommitProperties(app_transactions=moves))
             except CommitFailedError:
                 self._check(self._found(), job, advances)
                 raise
+            self._sync(found, checked)
         return len(rows)
 
-    def _check(self, found: DeltaTable, job: str, advances: Sequence[Advance]) -> None:
-        for advance in advances:
-            advance.check(job, self._stored(found, job, advance.range.topic))
+    def _sync(self, found: DeltaTable, after: int | None) -> None:
+        """Makes durable what is in the table, but for what was so already in an earlier version. A commit makes that so
+        which is before it, and then itself: no position outlives the rows before it."""
+        if self._options is None:
+            last = found.version()
+            sync(DeltaLog(self._uri, None), last - 1 if after is None else after, last)
 
-    def _stored(self, found: DeltaTable, job: str, topic: str) -> Stored | None:
-        value = found.metadata().configuration.get(_PROPERTY + _prefix(job, topic))
-        if value is None:
-            return None
-        check_format(int(found.metadata().configuration.get(_FORMAT, "1")), f"the Delta table {self._uri}")
-        epoch, incarnation = map(int, value.split())
-        *numbers, ownership = map(found.transaction_version, _applications(job, topic, incarnation))
-        whole = [number for number in numbers if number is not None]
-        if len(whole) != 1 + len(_NO_MESSAGE):
-            raise error("INVALID_OUTPUT", f"the Delta table {self._uri} has lost the position of {topic}")
-        message_id = None if MessageId(*whole[1:]) == _NO_MESSAGE else MessageId(*whole[1:])
-        # Positions that were stored when they had no ownership have none here either.
-        return Stored(Position(incarnation, message_id, whole[0], (ownership or 0) % 2**64), epoch)
+    def _check(self, found: DeltaTable, job: str, advances: Sequence[Advance]) -> None:
+        topics = [advance.range.topic for advance in advances]
+        if self._restored(found, checked_version(found, job, topics)) is not None:
+            raise error("POSITION_WENT_BACK", f"the Delta table {self._uri} was restored since job {job!r} was started")
+        check_not_replaced(found, job, found)
+        for advance, topic in zip(advances, topics, strict=True):
+            advance.check(job, stored_in(found, job, topic))
+
+    def _standing(self, found: DeltaTable, job: str) -> tuple[dict[str, Stored], bool]:
+        """The positions that belong to the rows of this version, which are those of an older one if somebody has
+        restored that; and whether they are stored as such."""
+        topics = topics_of(found, job)
+        checked = checked_version(found, job, topics)
+        if (restored := self._restored(found, checked)) is not None:
+            older = self._found(restored)
+            check_not_replaced(found, job, older)
+            return self._standing(older, job)[0], False
+        check_not_replaced(found, job, found)
+        stored = {topic: stored_in(found, job, topic) for topic in topics}
+        positions = {topic: known for topic, known in stored.items() if known is not None}
+        return positions, checked is not None or not positions
+
+    def _restored(self, found: DeltaTable, checked: int | None) -> int | None:
+        """The version that somebody has brought back since then."""
+        return DeltaLog(self._uri, self._options).restored_version(checked, found.version())
 
     def _find(self) -> DeltaTable | None:
         # `DeltaTable.is_deltatable` would let no other thread of this process run while it waits for the server.
@@ -219,8 +272,8 @@ class DeltaStore(OutputStore):
         except TableNotFoundError:
             return None
 
-    def _found(self) -> DeltaTable:
-        return DeltaTable(self._uri, storage_options=self._options)
+    def _found(self, version: int | None = None) -> DeltaTable:
+        return DeltaTable(self._uri, version, storage_options=self._options)
 
     def _check_name(self, table: str) -> None:
         name = PurePosixPath(self._uri).name
@@ -239,25 +292,12 @@ class DeltaStore(OutputStore):
         except (SchemaMismatchError, DeltaProtocolError) as e:
             raise error("INVALID_OUTPUT", f"the Delta table {self._uri} refuses: {plain(e)}") from None
         except (DeltaError, OSError) as e:
-            raise error("OUTPUT_UNAVAILABLE", f"the Delta table {self._uri} cannot be used: {plain(e)}") from None
-
-
-def _prefix(job: str, topic: str) -> str:
-    return f"{quote(job, safe='')}/{topic}"
-
-
-def _applications(job: str, topic: str, incarnation: int) -> list[str]:
-    """The application IDs whose versions are a position: index, ledger, entry, batch index, ownership."""
-    name = f"{_prefix(job, topic)}/{incarnation}"
-    return [name, f"{name}/ledger", f"{name}/entry", f"{name}/batch", f"{name}/ownership"]
-
-
-def _transactions(job: str, topic: str, position: Position) -> list[Transaction]:
-    # Versions are signed numbers.
-    ownership = position.ownership - 2**64 if position.ownership >= 2**63 else position.ownership
-    numbers = (position.index, *(position.message_id or _NO_MESSAGE), ownership)
-    names = _applications(job, topic, position.incarnation)
-    return [Transaction(name, number) for name, number in zip(names, numbers, strict=True)]
+            # Which rows, with their values, it says too: they are no business of a log.
+            if refusal := _VIOLATED.search(str(e)):
+                what = f"the Delta table {self._uri} refuses {refusal[1]} rows: they violate its constraints"
+                raise error("INVALID_OUTPUT", what) from None
+            reason = "INVALID_OUTPUT" if "Unsupported table features" in str(e) else "OUTPUT_UNAVAILABLE"
+            raise error(reason, f"the Delta table {self._uri} cannot be used: {plain(e)}") from None
 
 
 def _arrow_schema(found: DeltaTable) -> pa.Schema:

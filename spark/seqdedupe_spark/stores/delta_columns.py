@@ -1,5 +1,6 @@
 """The columns of a Delta table: the types that it has, batches cast to them, and columns that partition it."""
 
+import json
 import re
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -7,6 +8,8 @@ from urllib.parse import quote
 
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.types as t
+from deltalake import DeltaTable
 
 from seqdedupe.errors import error
 from seqdedupe_spark.stores.kinds import (
@@ -35,6 +38,29 @@ _NULLS = ("", "__HIVE_DEFAULT_PARTITION__")
 
 _PARTITIONS = (Kind.BOOLEAN, Kind.INTEGER, Kind.TEXT, Kind.DATE, Kind.TIMESTAMP, Kind.LOCAL_TIMESTAMP)
 """What is read from the names of folders as it was written."""
+
+_UNSUPPORTED = frozenset(
+    {
+        "allowColumnDefaults",
+        "clustering",
+        "domainMetadata",
+        "icebergCompatV1",
+        "icebergCompatV2",
+        "identityColumns",
+        "inCommitTimestamp",
+        "rowTracking",
+        "typeWidening",
+        "typeWidening-preview",
+    }
+)
+"""Of what a table's protocol can ask of who adds rows: with these delta-rs commits nothing."""
+
+_MARKS = {
+    "delta.generationExpression": "generatedColumns",
+    "delta.identity.start": "identityColumns",
+    "CURRENT_DEFAULT": "allowColumnDefaults",
+}
+"""The metadata of columns that are filled by the writer, in tables whose protocol does not list features."""
 
 _DECLARED = {
     pa.uint8(): pa.int16(),
@@ -67,6 +93,17 @@ def check_names(table: str, fields: Iterable[pa.Field]) -> None:
             what = f"table {table} cannot have both {other!r} and {field.name!r}: to Delta they are the same name"
             raise error("INVALID_OUTPUT", what, hint="Give one of them another name in the transformation.")
         check_names(table, [field.type.field(k) for k in range(field.type.num_fields)])
+
+
+def check_features(table: str, found: DeltaTable) -> None:
+    """Raises INVALID_OUTPUT if a table has what the writer does not support."""
+    has = set(found.protocol().writer_features or ())
+    fields = json.loads(found.schema().to_json())["fields"]
+    names = {name for field in fields for name in field["metadata"]}
+    lacking = sorted(has & _UNSUPPORTED | {feature for name, feature in _MARKS.items() if name in names})
+    if lacking:
+        what = f"table {table} has features that this writer does not support: {', '.join(lacking)}"
+        raise error("INVALID_OUTPUT", what, hint="Give the job a table without them, or one that it makes itself.")
 
 
 def check_columns(table: str, schema: pa.Schema, there: pa.Schema, hint: str | None = None) -> None:
@@ -132,6 +169,21 @@ def _check_names_a_folder(name: str, column: pa.Array) -> None:
         raise error("INVALID_OUTPUT", what, row=row)
 
 
+def check_keys(batch: pa.RecordBatch, partitions: Sequence[str], room_bytes: int) -> None:
+    """Raises INVALID_OUTPUT that names the first row whose folders, all together, have more bytes."""
+    most = sum(len(name.encode()) + len("=/") + MAX_PARTITION_TEXT_BYTES for name in partitions)
+    if most <= room_bytes:
+        return
+    columns = [batch.column(name).cast(pa.string()).to_pylist() for name in partitions]
+    for row, values in enumerate(zip(*columns, strict=True)):
+        folders = "/".join(
+            f"{name}={quote(value or _NULLS[1], safe='')}" for name, value in zip(partitions, values, strict=True)
+        )
+        if len(folders.encode()) > room_bytes:
+            what = f"the folders of {', '.join(partitions)} have more than {room_bytes} bytes together"
+            raise error("INVALID_OUTPUT", f"{what}: a key on S3 has no room for that", row=row)
+
+
 def _cast(kind: pa.DataType, column: pa.Array) -> pa.Array:
     cast = column.cast(kind)
     cast.validate(full=True)
@@ -140,6 +192,33 @@ def _cast(kind: pa.DataType, column: pa.Array) -> pa.Array:
 
 def _fits(field: pa.Field, column: pa.Field) -> bool:
     kind, there = kind_of(field), kind_of(column)
+    if kind is Kind.NULL:
+        return True
     if kind is Kind.FLOAT and there is Kind.FLOAT:
         return bool(field.type.bit_width <= column.type.bit_width)
-    return kind is there or (kind is Kind.INTEGER and there is Kind.DECIMAL)
+    if kind is Kind.JSON:
+        return _nests_alike(field.type, column.type)
+    if kind is Kind.INTEGER and there is Kind.DECIMAL:
+        return _takes_integers(field.type, column.type)
+    return kind is there
+
+
+def _nests_alike(given: pa.DataType, there: pa.DataType) -> bool:
+    """Whether a map, list or struct has room for all that is in the other: a field that it lacks would be dropped."""
+    shapes = (t.is_struct, t.is_map, lambda one: not t.is_struct(one) and not t.is_map(one) and t.is_nested(one))
+    if not any(is_such(given) and is_such(there) for is_such in shapes):
+        return False
+    inner = [given.field(k) for k in range(given.num_fields)]
+    if not t.is_struct(given):
+        return all(_fits(one, there.field(k)) for k, one in enumerate(inner))
+    names = [there.field(k).name for k in range(there.num_fields)]
+    return all(one.name in names and _fits(one, there.field(names.index(one.name))) for one in inner)
+
+
+def _takes_integers(given: pa.DataType, there: pa.DataType) -> bool:
+    """Arrow casts integers to a decimal only if it has room for all that their type has."""
+    try:
+        pa.array([0], given).cast(there)
+    except BAD_VALUES:
+        return False
+    return True

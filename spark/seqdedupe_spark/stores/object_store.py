@@ -11,6 +11,12 @@ SCHEME: Final = "s3://"
 _URL = re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[A-Za-z0-9_.=+-]+)+")
 """A bucket, and folders whose names nobody has to encode."""
 
+MAX_KEY_BYTES = 1024
+"""What the name of an object has at most, its folders among it."""
+
+FILE_NAME_BYTES = 80
+"""What of it a data file's own name takes, with room to spare."""
+
 _OPTIONS: Final = {"conditional_put": "etag", "retry_timeout": "30s"}
 """A commit is a PUT that is refused if its version is there (`If-None-Match: *`), whatever the environment says."""
 
@@ -19,6 +25,8 @@ _OTHER_WAYS = ("AWS_COPY_IF_NOT_EXISTS", "AWS_S3_LOCKING_PROVIDER")
 
 _COLOURS = re.compile(r"\x1b\[\d*m|↳")
 _BODY = re.compile(r"<(?:\?xml|Error|!doctype|html)\b.*", re.DOTALL | re.IGNORECASE)
+_ANSWER = re.compile(r"(status code[\s:]*\d{3}[^:\n]*|error response)[:\n].*", re.DOTALL)
+"""What follows the status is the server's, whatever it is written in."""
 _USER = re.compile(r"(?<=://)[^/\s@]+@")
 _CODE = re.compile(r"<Code>(\w+)</Code>")
 
@@ -42,9 +50,16 @@ def is_table_url(uri: str) -> bool:
     return bool(_URL.fullmatch(uri)) and not {".", ".."} & set(uri.split("/"))
 
 
+def room_for_folders(uri: str) -> int:
+    """How many bytes a table's own folders may have there, of a data file's key."""
+    _, _, folder = uri.removeprefix(SCHEME).partition("/")
+    return MAX_KEY_BYTES - FILE_NAME_BYTES - len(folder) - len("//")
+
+
 def plain(cause: object) -> str:
     """What went wrong, on one line. Of a server's answer only the code: the rest may have the ID of the key. Of its URL
     not who asks."""
     text = _USER.sub("", _COLOURS.sub(" ", str(cause)))
     code = _CODE.search(text)
-    return " ".join(_BODY.sub(code[1] if code else "", text).split())
+    said = code[1] if code else ""
+    return " ".join(_BODY.sub(said, _ANSWER.sub(rf"\1 {said}", text)).split())

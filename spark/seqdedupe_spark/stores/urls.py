@@ -1,5 +1,6 @@
 """The store that a URL names."""
 
+import re
 from functools import partial
 from pathlib import Path
 from urllib.parse import parse_qsl
@@ -11,6 +12,8 @@ from seqdedupe_spark.stores.delta import DeltaStore
 from seqdedupe_spark.stores.object_store import SCHEME, is_table_url
 from seqdedupe_spark.stores.postgres import PostgresStore
 from seqdedupe_spark.stores.sqlite import SqliteStore
+
+_ENCODED = re.compile(r"%[0-9A-Fa-f]{2}")
 
 _FORMS = (
     "sqlite:///file.db, sqlite:////folder/file.db, postgresql://user@host/database, delta:///folder/table, "
@@ -52,6 +55,9 @@ def _delta(scheme: str, place: str, query: str) -> StoreFactory:
     given = Given(dict(said), ("partitionBy", "mergeSchema"))
     nothing: tuple[str, ...] = ()
     partition_by, merge_schema = given.take("partitionBy", _names, nothing), given.take("mergeSchema", flag, False)
+    if scheme == "delta" and _ENCODED.search(place):
+        what = f"the folder {place[:200]} has a % with two digits in its name, which delta-rs takes for another letter"
+        raise error("INVALID_OPTION", what, hint="Write the folder's name as it is, or give it another one.")
     if scheme == "delta" and place.startswith("/") and place.strip("/"):
         uri = str(Path(place))
     elif scheme == "delta+s3" and is_table_url(SCHEME + place.removesuffix("/")):

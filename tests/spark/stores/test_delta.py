@@ -1,6 +1,8 @@
 """What is Delta Lake's own."""
 
+import json
 import threading
+import traceback
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -140,3 +142,48 @@ def test_a_table_in_partitions(harness: DeltaHarness) -> None:
         store.write(JOB, harness.table, iter([numbers(1, 2)]), [over(-1, 1)])
     assert ns(harness) == [1, 2]
     assert DeltaTable(harness.uri).transaction_version(f"{JOB}/{TOPIC}/{at(1).incarnation}") == 1
+
+
+def test_rows_that_violate_a_constraint(harness: DeltaHarness, store: OutputStore) -> None:
+    """Trying again would not help, and their values are in no error."""
+    large = 7_654_320
+    DeltaTable(harness.uri).alter.add_constraint({"small": "n < 100"})
+    with refused("INVALID_OUTPUT", "refuses 2 rows") as caught:
+        store.write(JOB, harness.table, iter([numbers(4, large + 1, large + 2)]), [over(-1, 2)])
+    assert "7654321" not in "".join(traceback.format_exception(caught.value))
+    assert ns(harness) == []
+
+
+FEATURES = [
+    ({"minWriterVersion": 4}, {"delta.generationExpression": "n + 1"}, "generatedColumns"),
+    ({"minWriterVersion": 6}, {"delta.identity.start": 1, "delta.identity.step": 1}, "identityColumns"),
+    ({"minWriterVersion": 7, "writerFeatures": ["allowColumnDefaults"]}, {}, "allowColumnDefaults"),
+    ({"minWriterVersion": 7, "writerFeatures": ["rowTracking", "domainMetadata"]}, {}, "rowTracking"),
+    ({"minWriterVersion": 7, "writerFeatures": ["inCommitTimestamp"]}, {}, "inCommitTimestamp"),
+    ({"minWriterVersion": 7, "writerFeatures": ["clustering", "domainMetadata"]}, {}, "clustering"),
+    ({"minWriterVersion": 7, "writerFeatures": ["checkConstraints", "appendOnly", "changeDataFeed"]}, {}, None),
+]
+
+
+@pytest.mark.parametrize(("protocol", "metadata", "said"), FEATURES, ids=lambda one: str(one)[:40])
+def test_a_table_with_features(
+    harness: DeltaHarness, protocol: dict[str, Any], metadata: dict[str, Any], said: str | None
+) -> None:
+    fields = [
+        {"name": "n", "type": "long", "nullable": True, "metadata": {}},
+        {"name": "text", "type": "string", "nullable": True, "metadata": {}},
+        {"name": "more", "type": "long", "nullable": True, "metadata": metadata},
+    ]
+    schema = json.dumps({"type": "struct", "fields": fields})
+    made: dict[str, Any] = {"id": "1", "format": {"provider": "parquet", "options": {}}, "schemaString": schema}
+    made |= {"partitionColumns": [], "configuration": {}, "createdTime": 1}
+    log = Path(harness.uri, "_delta_log")
+    log.mkdir(parents=True)
+    actions = [{"protocol": {"minReaderVersion": 1} | protocol}, {"metaData": made}]
+    (log / f"{0:020}.json").write_text("\n".join(map(json.dumps, actions)))
+    with harness.factory() as store:
+        if said is None:
+            store.prepare(harness.table, SCHEMA)
+            return
+        with refused("INVALID_OUTPUT", said):
+            store.prepare(harness.table, SCHEMA)

@@ -248,3 +248,54 @@ def test_two_add_the_same_columns(harness: DeltaHarness, monkeypatch: pytest.Mon
     with opened(harness, "mergeSchema=true") as store:
         store.prepare(harness.table, MORE)
     assert DeltaTable(harness.uri).schema().to_arrow().names == MORE.names
+
+
+AB = pa.struct({"a": pa.int64(), "b": pa.int64()})
+
+
+@pytest.mark.parametrize("options", ["", "mergeSchema=true"])
+@pytest.mark.parametrize(
+    ("there", "given"),
+    [
+        (pa.struct({"a": pa.int64()}), AB),
+        (pa.list_(pa.struct({"a": pa.int64()})), pa.list_(AB)),
+        (pa.map_(pa.string(), pa.struct({"a": pa.int64()})), pa.map_(pa.string(), AB)),
+        (pa.struct({"s": pa.struct({"a": pa.int64()})}), pa.struct({"s": AB})),
+        (pa.struct({"a": pa.int64(), "b": pa.string()}), AB),
+        (pa.struct({"a": pa.int64()}), pa.list_(pa.int64())),
+        (pa.map_(pa.string(), pa.string()), AB),
+        (pa.decimal128(10, 2), pa.int64()),
+        (pa.decimal128(20, 2), pa.int64()),
+        (pa.decimal128(4, 0), pa.int16()),
+    ],
+    ids=str,
+)
+def test_a_column_that_would_drop_something_is_refused(
+    harness: DeltaHarness, there: pa.DataType, given: pa.DataType, options: str
+) -> None:
+    DeltaTable.create(harness.uri, pa.schema({"n": pa.int64(), "c": there}))
+    with opened(harness, options) as store, refused("INVALID_OUTPUT", "does not take"):
+        store.prepare(harness.table, pa.schema({"n": pa.int64(), "c": given}))
+
+
+@pytest.mark.parametrize(
+    ("there", "given", "value", "found"),
+    [
+        (AB, pa.struct({"b": pa.int64(), "a": pa.int64()}), {"a": 1, "b": 2}, {"a": 1, "b": 2}),
+        (AB, pa.struct({"b": pa.int32()}), {"b": 2}, {"a": None, "b": 2}),
+        (pa.list_(AB), pa.large_list(pa.struct({"b": pa.int64()})), [{"b": 2}], [{"a": None, "b": 2}]),
+        (pa.decimal128(21, 2), pa.int64(), 2**63 - 1, 2**63 - 1),
+        (pa.decimal128(5, 0), pa.int16(), -(2**15), -(2**15)),
+    ],
+    ids=str,
+)
+def test_a_column_that_has_room_for_more(
+    harness: DeltaHarness, there: pa.DataType, given: pa.DataType, value: Any, found: Any
+) -> None:
+    schema = pa.schema({"n": pa.int64(), "c": given})
+    DeltaTable.create(harness.uri, pa.schema({"n": pa.int64(), "c": there}))
+    with harness.factory() as store:
+        begin(harness, store, schema)
+        rows = pa.record_batch([[0], pa.array([value], given)], schema=schema)
+        store.write(JOB, harness.table, iter([rows]), [over(-1, 0)])
+    assert harness.rows() == [{"n": 0, "c": found}]

@@ -166,6 +166,25 @@ def test_keys_are_in_no_error_and_in_nothing_that_travels(
     assert plain("GET http://user:password@host:8333/lake failed") == "GET http://host:8333/lake failed"
 
 
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        (f"Credential={KEY} Signature=x", ""),
+        (f'{{"message": "no: {KEY}",\n "key": "{KEY}"}}', ""),
+        (f"<Refused><Code>NotYours</Code>\n{KEY}</Refused>", " NotYours"),
+        (f"no\n\n{KEY}: 404 Not Found: {KEY}", ""),
+        ("", ""),
+    ],
+)
+def test_of_an_answer_in_any_form_an_error_has_the_code_alone(body: str, code: str) -> None:
+    status = "Error performing PUT http://host:8333/lake in 1ms - Server returned non-2xx status code"
+    arrow = "\n \x1b[31m↳\x1b[0m "
+    nested = arrow.join(["Generic S3 error", status, "403 Forbidden", body]) + "\n"
+    assert plain(nested) == f"Generic S3 error {status} 403 Forbidden{code}"
+    assert plain(f"{status}: 403 Forbidden: {body}") == f"{status}: 403 Forbidden{code}"
+    assert plain(f"Server returned error response: {body}") == f"Server returned error response{code}"
+
+
 def test_a_server_that_is_away_is_said(harness: DeltaHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
     with harness.factory() as store, pytest.raises(SeqdedupeError, match="OUTPUT_UNAVAILABLE"):
@@ -183,3 +202,19 @@ def test_a_large_file_goes_in_parts(harness: DeltaHarness, between: Between, mon
     assert [path for method, path, _ in requests if "partNumber=2" in path]
     assert ns(harness) == list(range(40))
     assert DeltaTable(harness.uri).to_pyarrow_table().sort_by("n")["text"].to_pylist() == texts
+
+
+def test_folders_that_a_key_has_no_room_for(lake: str) -> None:
+    """As long as each may be, there are too many of them: trying again would not help."""
+    names = [letter * 50 for letter in "abcdef"]
+    schema = pa.schema([("n", pa.int64()), *((name, pa.string()) for name in names)])
+    harness = DeltaHarness(f"s3://{lake}")
+    store = DeltaStore(harness.uri, partition_by=names)
+    store.prepare(harness.table, schema)
+    assert store.replace(JOB, TOPIC, None, Stored(at(-1), 0))
+    texts = [pa.array([str(n) * 90, str(n) * 200]) for n in range(len(names))]
+    rows = [pa.record_batch([pa.array([0, 1]), *texts], schema=schema)]
+    with pytest.raises(ConfigurationError, match="INVALID_OUTPUT") as caught:
+        store.write(JOB, harness.table, iter(rows), [over(-1, 0)])
+    assert caught.value.numbers["row"] == "1"
+    assert store.write(JOB, harness.table, iter([rows[0].slice(0, 1)]), [over(-1, 0)]) == 1

@@ -57,6 +57,7 @@ def test_nothing_is_reached_before_it_is_used(url: str, kind: type[OutputStore])
         "sqlite://flights.db",
         "delta://lake",
         "delta:///",
+        "delta:///lake/a%20b/flights",
         "delta:///lake?other=1",
         "delta:///lake?mergeSchema=1",
         "delta:///lake?partitionBy=a,,b",
