@@ -52,6 +52,7 @@ class Giving:
         self._sent: dict[int, int] = {}
         """Of each segment, by its first index."""
         self._slowed: Topic | None = None
+        self._turn: asyncio.TimerHandle | None = None
         self._why = giving_away(record.name)
         self._reads_snapshot = False
         """Whether the other one says when it has read the snapshot: an earlier version reads it at the end."""
@@ -100,7 +101,7 @@ class Giving:
                     return
         finally:
             self._slowed = None
-            topic.release(self._why)
+            self._end_turn(topic)
         if size_bytes > MAX_REST_BYTES:
             raise error("MOVE_FAILED", f"its log grows faster than it is copied: {size_bytes} bytes came meanwhile")
 
@@ -137,12 +138,24 @@ class Giving:
 
     async def _send_log(self, base_index: int, offset: int, data: bytes) -> None:
         if self._slowed is not None:
-            if int(time.monotonic() / TURN_SECONDS) % 2:
-                self._slowed.hold(self._why)
-            else:
-                self._slowed.release(self._why)
+            self._take_turn(self._slowed)
         await self._send(log=admin_pb2.LogPart(base_index=base_index, offset=offset, data=data))
         self._sent[base_index] = offset + len(data)
+
+    def _take_turn(self, topic: Topic) -> None:
+        """Holds the topic until this turn is over, if it is one of those, and no longer whatever the other sidecar
+        does."""
+        self._end_turn(topic)
+        turns = time.monotonic() / TURN_SECONDS
+        if int(turns) % 2:
+            topic.hold(self._why)
+            left_seconds = (1 - turns % 1) * TURN_SECONDS
+            self._turn = asyncio.get_running_loop().call_later(left_seconds, topic.release, self._why)
+
+    def _end_turn(self, topic: Topic) -> None:
+        if self._turn is not None:
+            self._turn.cancel()
+        topic.release(self._why)
 
     async def end(self, next_index: int) -> None:
         """All of it is there: the other one has it, and serves it, on return."""

@@ -11,6 +11,10 @@ logger = logging.getLogger("seqdedupe.client")
 MAX_REDIRECTS = 5
 """So often in a round a sidecar is believed that names the owner; then it is the turn of the next one in the list."""
 
+MAX_RETURNS = 5
+"""So often, until it goes well, one that was asked just now is asked again after a pause since another one names it: a
+topic moves between them. Those that have nothing to do with it may take long to answer, or not answer at all."""
+
 OWNER_ADDRESS = "owner_address"
 """The number of NOT_OWNER that says where the owner can be reached. It may be missing, or empty."""
 
@@ -31,7 +35,8 @@ class Route:
     """The sidecars of a topic, and which one is asked now (`address`).
 
     They are asked in the topic's order, each once in a round, and whoever one of them names as the owner before the
-    next in the list. After a round one waits, and begins again with the first.
+    next in the list. After a round one waits, and begins again with the first; or with the one that was asked already
+    and is named as the owner all the same.
     """
 
     def __init__(self, sidecars: Sidecars, topic: str = "", *, first: SidecarAddress | None = None) -> None:
@@ -44,6 +49,7 @@ class Route:
         self._said: dict[SidecarAddress, UnavailableError] = {}  # last, the latest at the end
         self._unknown_to: set[SidecarAddress] = set()  # since it last went well
         self._redirects = 0
+        self._returns = 0  # since it last went well
         self._is_over = False  # the round
         self._ignored = ""
 
@@ -62,7 +68,12 @@ class Route:
         if why.reason not in _LEADS_ELSEWHERE:
             self._is_over = True
             return False
-        following = self._following(why)
+        owner = self._owner(why)
+        if owner is not None and self._comes_back_to(owner):
+            self._is_over = True
+            self.address = owner
+            return False
+        following = self._following(owner)
         self._is_over = following is None
         self.address = following or self._order[0]
         return not self._is_over
@@ -81,6 +92,7 @@ class Route:
         if self._said or self._unknown_to:
             self._said.clear()
             self._unknown_to.clear()
+            self._returns = 0
             self._begin_round()
 
     def _begin_round(self) -> None:
@@ -103,8 +115,14 @@ class Route:
         whole = "; ".join(said if address in said else f"{address}: {said}" for address, said in by_address)
         return type(last)(last.reason, whole, last.hint, last.retry_delay_ms, last.numbers)
 
-    def _following(self, why: UnavailableError) -> SidecarAddress | None:
-        owner = self._owner(why)
+    def _comes_back_to(self, owner: SidecarAddress) -> bool:
+        """Whether a topic seems to be on its way to this sidecar, which has answered in this round."""
+        if owner == self.address or owner not in self._asked or self._said[owner].reason not in _PASSES:
+            return False
+        self._returns += 1
+        return self._returns <= MAX_RETURNS
+
+    def _following(self, owner: SidecarAddress | None) -> SidecarAddress | None:
         if owner is not None and owner not in self._asked and self._redirects < MAX_REDIRECTS:
             self._redirects += 1
             return owner

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 LOOK_SECONDS = 60.0
 """So long it is between two looks at the clocks."""
 
-LOOKS = 40
-"""So many of them have to agree. Whatever sets clocks right looks at them more often: time services wait for 34 minutes
-at most."""
+LOOKS = 41
+"""So many of them have to agree, over 40 minutes. Whatever sets clocks right looks at them more often: time services
+wait for 34 minutes at most."""
 
 
 @dataclass(frozen=True, slots=True)

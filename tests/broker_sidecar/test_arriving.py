@@ -309,6 +309,31 @@ async def test_one_that_grows_faster_than_it_is_copied_is_never_held(
     assert 0 < len(held) < next(turns)
 
 
+async def test_one_that_does_not_go_on_keeps_nobody_waiting_for_longer_than_a_turn(
+    two: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(giving, "SLOW_ROUND", 0)
+    monkeypatch.setattr(giving, "time", SimpleNamespace(monotonic=lambda: 1.5 * giving.TURN_SECONDS))
+    stuck, go_on = asyncio.Event(), asyncio.Event()
+    send = Giving._send
+
+    async def sending(self: Giving, **fields: Any) -> None:
+        if "log" in fields and not stuck.is_set():
+            assert not two.old.serves()
+            stuck.set()
+            await go_on.wait()
+        await send(self, **fields)
+
+    monkeypatch.setattr(Giving, "_send", sending)
+    moving = asyncio.ensure_future(two.old.client.admin.move_topic(TOPIC, two.new.address))
+    await asyncio.wait({moving, asyncio.ensure_future(stuck.wait())}, return_when=asyncio.FIRST_COMPLETED)
+    await until(two.old.serves)
+    assert not moving.done()
+    go_on.set()
+    await moving
+    assert await two.stored(two.new) == list(range(BEFORE))
+
+
 # -- what fails --------------------------------------------------------------------------------------------------
 
 

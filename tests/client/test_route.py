@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from seqdedupe.client.route import MAX_REDIRECTS, Route
+from seqdedupe.client.route import MAX_REDIRECTS, MAX_RETURNS, Route
 from seqdedupe.client.sidecars import Sidecars
 from seqdedupe.errors import OutcomeUnknownError, UnavailableError, error
 
@@ -63,9 +63,19 @@ def test_the_owner_comes_before_the_list() -> None:
     assert steps(Route(LISTED), owner("C:01"), why("UNREACHABLE")) == ["c:1", "b:1"]
 
 
-def test_two_that_name_each_other_are_asked_once_each() -> None:
+def test_two_that_name_each_other_are_asked_again_before_a_third_one_is() -> None:
+    """A topic moves between them, and the third one may be frozen; but not for ever."""
     route = Route(LISTED)
-    assert steps(route, *[owner("b:1"), owner("a:1"), owner("b:1")] * 2) == ["b:1", "c:1", "a:1*"] * 2
+    both = [owner("b:1"), owner("a:1")]
+    for _ in range(2):
+        assert steps(route, *both * MAX_RETURNS) == ["b:1", "a:1*"] * MAX_RETURNS
+        assert steps(route, *both, why()) == ["b:1", "c:1", "a:1*"]
+        assert steps(route, *both, owner("b:1")) == ["b:1", "c:1", "a:1*"]
+        route.goes_well()
+
+
+def test_one_that_was_asked_and_is_down_is_not_gone_back_to() -> None:
+    assert steps(Route(LISTED), why("UNREACHABLE"), owner("a:1")) == ["b:1", "c:1"]
 
 
 def test_a_dead_owner_that_others_still_name_is_not_asked_again_in_the_round() -> None:
