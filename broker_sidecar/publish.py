@@ -327,6 +327,8 @@ class PublishService:
         topic = publishing.topic
         while True:
             if topic.has_successor:
+                # Raises where it is, if not here.
+                self._topics.get(topic.name)
                 raise error("DRAINING", f"topic {topic.name} was opened again: open the stream again")
             self._permissions.check_disk(publishing.stream.use, self._log_bytes, time.monotonic())
             self._check_unnamed(topic)

@@ -5,6 +5,7 @@ import copy
 import errno
 import itertools
 import shutil
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -21,6 +22,7 @@ from broker_sidecar import arriving, giving, leaving
 from broker_sidecar.giving import Giving
 from seqdedupe.client import Client, Verdict
 from seqdedupe.client.cursor import Kept
+from seqdedupe.client.sidecars import Sidecars
 from seqdedupe.doctor.examine import examine
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.format import headers
@@ -717,6 +719,33 @@ async def test_another_of_that_name_is_made_meanwhile(two: Pair, halfway: tuple[
 
 
 # -- who knows of it ----------------------------------------------------------------------------------------------
+
+
+async def test_whoever_publishes_is_told_where_the_topic_went(two: Pair) -> None:
+    """It need not look for it at a third sidecar, which may not answer."""
+    first, second = (
+        two.old if str(address) == two.old.address else two.new for address in Sidecars.parse(two.both).in_order(TOPIC)
+    )
+    if first is two.new:
+        await two.old.client.admin.move_topic(TOPIC, first.address)
+    folder = Path(two.old.address.removeprefix("unix:")).parent
+    third = next(
+        address
+        for address in (f"unix:{folder}/{number}" for number in range(1000))
+        if [str(one) for one in Sidecars.parse(f"{two.both},{address}").in_order(TOPIC)]
+        == [first.address, address, second.address]
+    )
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.bind(third.removeprefix("unix:"))
+        silent.listen()
+        silent.setblocking(False)
+        async with Client(f"{two.both},{third}") as client, client.producer(TOPIC, "one that stays") as producer:
+            await (await producer.send(b"before"))
+            await first.client.admin.move_topic(TOPIC, second.address)
+            await (await producer.send(b"after"))
+        with pytest.raises(BlockingIOError):
+            silent.accept()
+    assert second.serves()
 
 
 async def test_one_that_has_come_stays_until_the_old_one_has_heard(two: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
