@@ -131,7 +131,8 @@ CALLS: dict[str, Need | Other] = {
 
 
 def _is_change(need: Need | Other) -> bool:
-    return isinstance(need, Need) and not {_CREATE, _ADMINISTER}.isdisjoint(need.actions)
+    """Whether nobody may make the call who does no more than look, publish or read."""
+    return isinstance(need, Need) and {_CREATE, _ADMINISTER}.issuperset(need.actions)
 
 
 CHANGES = frozenset(method for method, need in CALLS.items() if _is_change(need))
