@@ -50,6 +50,11 @@ def ids_of(numbers: npt.NDArray[np.uint64]) -> bytes:
     return columns.tobytes()
 
 
+def _keys(ids: bytes) -> Iterator[bytes]:
+    """RocksDB's, of IDs that stand one after the other."""
+    return (b"i" + ids[at : at + _ID_BYTES] for at in range(0, len(ids), _ID_BYTES))
+
+
 def _big_endian(numbers: npt.NDArray[np.uint64]) -> Iterator[bytes]:
     blob = numbers.astype(">u8").tobytes()
     return (blob[at : at + 8] for at in range(0, len(blob), 8))
@@ -108,13 +113,11 @@ class Rocks:
         for begin in range(0, self._messages, _A_FILE):
             numbers = order[begin : begin + _A_FILE].astype(np.uint64)
             ids = ids_of(numbers)
-            keys = (b"i" + ids[at : at + _ID_BYTES] for at in range(0, len(ids), _ID_BYTES))
-            files.append(self._file(len(files), zip(keys, _big_endian(numbers), strict=True)))
+            files.append(self._file(len(files), zip(_keys(ids), _big_endian(numbers), strict=True)))
         for first in range(0, self._messages, _A_FILE):
             numbers = np.arange(first, min(first + _A_FILE, self._messages), dtype=np.uint64)
             ids = ids_of(numbers)
-            keys = (b"i" + ids[at : at + _ID_BYTES] for at in range(0, len(ids), _ID_BYTES))
-            by_number = ((b"n" + number, key) for number, key in zip(_big_endian(numbers), keys, strict=True))
+            by_number = ((b"n" + number, key) for number, key in zip(_big_endian(numbers), _keys(ids), strict=True))
             files.append(self._file(len(files), by_number))
         self.db.ingest_external_file(files)
         for file in files:
@@ -131,7 +134,7 @@ class Rocks:
         return path
 
     def take(self, ids: bytes) -> int:
-        keys = [b"i" + ids[at : at + _ID_BYTES] for at in range(0, len(ids), _ID_BYTES)]
+        keys = list(_keys(ids))
         batch = WriteBatch(raw_mode=True)
         before = self.next
         for key, found in zip(keys, self.db[keys], strict=True):

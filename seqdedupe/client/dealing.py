@@ -12,6 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 from seqdedupe import windows
+from seqdedupe.client.spread_by_id import check_route_is_known
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.names import partition_name
 from seqdedupe.routing import partition_of
@@ -59,8 +60,7 @@ async def import_window(
 
 
 def _check_id_leads(whole: admin_pb2.Topic) -> None:
-    if whole.deduplication_mode == admin_pb2.DEDUPLICATION_MODE_UNSPECIFIED:
-        raise error("RECOVERING", f"by what messages of topic {whole.name} find their partitions is not known yet")
+    check_route_is_known(whole)
     if whole.deduplication_mode != admin_pb2.DEDUPLICATION_MODE_DEDUPLICATION_ID:
         why = f"topic {whole.name} is one of sequence IDs: no window of deduplication IDs goes into it"
         raise error("INVALID_REQUEST", why)

@@ -19,7 +19,7 @@ from seqdedupe.client.receipts import ReceiptColumns
 from seqdedupe.client.results import BatchResult
 from seqdedupe.client.route import Route
 from seqdedupe.client.sidecars import Sidecars
-from seqdedupe.client.spread_by_id import SpreadById
+from seqdedupe.client.spread_by_id import SpreadById, check_route_is_known
 from seqdedupe.client.stream import ANSWER_TIMEOUT_SECONDS, FULL_MESSAGE_BYTES, MAX_FRAMES
 from seqdedupe.client.waiting import OnWaiting, Waiting
 from seqdedupe.errors import SeqdedupeError, UnavailableError, error
@@ -198,8 +198,7 @@ class Delivery:
         if self._describe is None:
             raise error("TOPIC_IS_PARTITIONED", f"{self.topic} is partitioned")
         found = await self._describe()
-        if found.deduplication_mode == admin_pb2.DEDUPLICATION_MODE_UNSPECIFIED:
-            raise error("RECOVERING", f"by what messages of {self.topic} find their partitions is not known yet")
+        check_route_is_known(found)
         if not found.deduplication_route:
             hint = "Publish with a producer: `client.producer(topic, name)`."
             raise error("INVALID_BATCH", f"{self.topic} takes no deduplication IDs", hint=hint)

@@ -24,6 +24,12 @@ class Part(Protocol):
     async def send(self, batch: Batch) -> BatchResult: ...
 
 
+def check_route_is_known(whole: admin_pb2.Topic) -> None:
+    """Raises RECOVERING while the sidecar does not know by what messages find their partitions."""
+    if whole.deduplication_mode == admin_pb2.DEDUPLICATION_MODE_UNSPECIFIED:
+        raise error("RECOVERING", f"by what messages of topic {whole.name} find their partitions is not known yet")
+
+
 class SpreadById:
     """The batches of a publisher over the deliveries to the partitions, in order, which are open."""
 

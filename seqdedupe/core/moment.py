@@ -33,15 +33,18 @@ class Steadied:
     def __init__(self) -> None:
         self._apart_ms: deque[int] = deque(maxlen=LOOKS)
         """By how much the clock was ahead of the steady one."""
+        self._least_ms = self._most_ms = 0
+        """Of these, once there is one: each frame asks."""
 
     def look(self, clock_ms: int, steady_ms: int) -> None:
         """What the clock says, and the steady one, which begins anywhere and never jumps."""
         self._apart_ms.append(clock_ms - steady_ms)
+        self._least_ms, self._most_ms = min(self._apart_ms), max(self._apart_ms)
 
     def now(self, clock_ms: int, steady_ms: int) -> Moment:
         """What time it is when they say so. Before the last look of so many it is not known how early."""
-        apart_ms = clock_ms - steady_ms
-        latest_ms = steady_ms + max([apart_ms, *self._apart_ms])
-        if len(self._apart_ms) < LOOKS:
-            return Moment(0, latest_ms)
-        return Moment(steady_ms + min([apart_ms, *self._apart_ms]), latest_ms)
+        if not self._apart_ms:
+            return Moment(0, clock_ms)
+        latest_ms = max(clock_ms, steady_ms + self._most_ms)
+        is_known = len(self._apart_ms) == LOOKS
+        return Moment(min(clock_ms, steady_ms + self._least_ms) if is_known else 0, latest_ms)

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import pytest
+
 from broker_sidecar.config import Config
 from broker_sidecar.sidecar import Sidecar
 from seqdedupe.client import Client
@@ -111,6 +113,23 @@ class Pair:
         async with one.client.producer(TOPIC, name) as producer:
             for receipt in [await producer.send(b"%d" % k * 40) for k in range(count)]:
                 await receipt
+
+
+def answers_late(one: One, monkeypatch: pytest.MonkeyPatch) -> tuple[asyncio.Event, asyncio.Event]:
+    """The answers to whether a topic that it gave away is known elsewhere come late: an event that tells that there is
+    one, and one that lets it hear."""
+    answered, heard = asyncio.Event(), asyncio.Event()
+    ask = one.leaving._others.ask
+
+    async def late(address: str, name: str, request: Any, seconds: float) -> Any:
+        answer = await ask(address, name, request, seconds)
+        if request.is_known:
+            answered.set()
+            await heard.wait()
+        return answer
+
+    monkeypatch.setattr(one.leaving._others, "ask", late)
+    return answered, heard
 
 
 @asynccontextmanager

@@ -38,7 +38,7 @@ from seqdedupe.topic.stored import Stored
 from seqdedupe.v1 import admin_pb2
 from seqdedupe.v1.admin_pb2_grpc import AdminServiceStub
 from tests.broker_sidecar.moving_messages import rows_in_store
-from tests.broker_sidecar.moving_pair import LIMIT_SECONDS, TOPIC, One, Pair, pair
+from tests.broker_sidecar.moving_pair import LIMIT_SECONDS, TOPIC, One, Pair, answers_late, pair
 
 BEFORE = 200
 """Messages that are there at first: several segments."""
@@ -524,17 +524,7 @@ async def test_one_that_comes_back_is_in_doubt_and_both_start_again(
 async def test_an_answer_that_comes_when_the_topic_has_come_back_removes_nothing(
     two: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answered, heard = asyncio.Event(), asyncio.Event()
-    ask = two.old.leaving._others.ask
-
-    async def late(address: str, name: str, request: Any, seconds: float) -> Any:
-        answer = await ask(address, name, request, seconds)
-        if request.is_known:
-            answered.set()
-            await heard.wait()
-        return answer
-
-    monkeypatch.setattr(two.old.leaving._others, "ask", late)
+    answered, heard = answers_late(two.old, monkeypatch)
     monkeypatch.setattr(leaving, "TAKE_SECONDS", 0.1)
     await two.old.client.admin.move_topic(TOPIC, two.new.address)
     await answered.wait()

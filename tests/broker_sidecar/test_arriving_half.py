@@ -27,7 +27,7 @@ from tests.broker_sidecar.moving_messages import (
     rows_in_store,
     until,
 )
-from tests.broker_sidecar.moving_pair import LIMIT_SECONDS, TOPIC, Pair, pair
+from tests.broker_sidecar.moving_pair import LIMIT_SECONDS, TOPIC, Pair, answers_late, pair
 
 
 @pytest.fixture
@@ -219,17 +219,7 @@ def without_guard(check: Any) -> Any:
 
 async def moved_there_and_half_back(two: Pair, publishing: Publishing, m: pytest.MonkeyPatch) -> None:
     """The old one hears, while it comes back, that nothing need be left of it there; it removes that at once."""
-    answered, heard = asyncio.Event(), asyncio.Event()
-    ask = two.old.leaving._others.ask
-
-    async def late(address: str, name: str, request: Any, seconds: float) -> Any:
-        answer = await ask(address, name, request, seconds)
-        if request.is_known:
-            answered.set()
-            await heard.wait()
-        return answer
-
-    m.setattr(two.old.leaving._others, "ask", late)
+    answered, heard = answers_late(two.old, m)
     m.setattr(leaving, "TAKE_SECONDS", 0.1)
     await publishing.make()
     await publishing.new("p", range(BEFORE))

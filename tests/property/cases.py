@@ -4,6 +4,7 @@ Each step is an action of `Case` and a number from which it draws all it needs, 
 others do about the same.
 """
 
+from collections.abc import Iterable, Mapping
 from random import Random
 
 Step = tuple[str, int]
@@ -48,15 +49,26 @@ POLICY_SWITCHES = 0.2
 """The share of cases with any: what is doubled in them may be, so they prove less."""
 
 
+def drawn(
+    seed: int,
+    actions: Mapping[str, int],
+    never_left_out: Iterable[str],
+    rare: Mapping[str, float],
+    count: tuple[int, int],
+) -> list[Step]:
+    """Between so many steps and so many, of actions with weights. A case leaves some out and has others twice as often;
+    of the `rare` ones only this share of the cases has any."""
+    random = Random(seed)
+    weights = {action: weight * random.choice((0, 1, 1, 2)) for action, weight in actions.items()}
+    for action in never_left_out:
+        weights[action] = actions[action]
+    for action, share in rare.items():
+        if random.random() >= share:
+            weights[action] = 0
+    names = random.choices(list(weights), list(weights.values()), k=random.randint(*count))
+    return [(name, random.getrandbits(48)) for name in names]
+
+
 def steps_of(seed: int) -> list[Step]:
     """The steps of a case."""
-    random = Random(seed)
-    weights = {action: weight * random.choice((0, 1, 1, 2)) for action, weight in ACTIONS.items()}
-    for action in NEVER_LEFT_OUT:
-        weights[action] = ACTIONS[action]
-    if random.random() >= POLICY_SWITCHES:
-        weights["policy"] = 0
-    if random.random() >= RESETS:
-        weights["reset"] = 0
-    names = random.choices(list(weights), list(weights.values()), k=random.randint(30, 150))
-    return [(name, random.getrandbits(48)) for name in names]
+    return drawn(seed, ACTIONS, NEVER_LEFT_OUT, {"policy": POLICY_SWITCHES, "reset": RESETS}, (30, 150))

@@ -1,13 +1,12 @@
 """The actions that a case is made of, each drawing all it needs from `random`."""
 
 import asyncio
-from random import Random
 
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Snapshots
 from seqdedupe.topic.policy import Policy
 from seqdedupe.topic.state import State
-from tests.property.cases import Step
+from tests.property.cases import Step, drawn
 from tests.property.disk import CrashableStore
 from tests.property.windows.world import MAX_ROWS, SENT, Place, WindowWorld, some_policy
 
@@ -49,16 +48,7 @@ LIMIT_CHANGES = 0.3
 
 def steps_of(seed: int) -> list[Step]:
     """The steps of a case."""
-    random = Random(seed)
-    weights = {action: weight * random.choice((0, 1, 1, 2)) for action, weight in ACTIONS.items()}
-    for action in NEVER_LEFT_OUT:
-        weights[action] = ACTIONS[action]
-    if random.random() >= POLICY_SWITCHES:
-        weights["policy"] = 0
-    if random.random() >= LIMIT_CHANGES:
-        weights["limits"] = 0
-    names = random.choices(list(weights), list(weights.values()), k=random.randint(40, 180))
-    return [(name, random.getrandbits(48)) for name in names]
+    return drawn(seed, ACTIONS, NEVER_LEFT_OUT, {"policy": POLICY_SWITCHES, "limits": LIMIT_CHANGES}, (40, 180))
 
 
 class WindowCase(WindowWorld):
