@@ -18,6 +18,7 @@ from pathlib import Path
 from seqdedupe.errors import UnavailableError, error
 from seqdedupe.files import sync_folder
 from seqdedupe.format.tag import key_of
+from seqdedupe.locks import DIRECTORY_LOCK, locked_directory
 from seqdedupe.log.embedded import moved
 from seqdedupe.log.embedded.logs import incarnations
 from seqdedupe.log.embedded.replaying import Replay
@@ -36,7 +37,7 @@ logger = logging.getLogger("seqdedupe.workers")
 LOGS, STORE = "logs", "store"
 MOVING, MOVED = "moving", "moved"
 _OF_A_PART = (LOGS, STORE, SHARDS_FILE)
-_OF_A_WORKER = {*_OF_A_PART, "kernels", f"{STORE}.creating", f"{SHARDS_FILE}.new"}
+_OF_A_WORKER = {*_OF_A_PART, DIRECTORY_LOCK, "kernels", f"{STORE}.creating", f"{SHARDS_FILE}.new"}
 
 TRIES = 120
 """Of writing a snapshot to a store that takes nothing now."""
@@ -45,7 +46,7 @@ PAUSE_SECONDS = 0.5
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """An old part: nobody else uses it while its store is open."""
+    """An old part, with its store open."""
 
     folder: Path
     shards: frozenset[int]
@@ -66,6 +67,14 @@ def change(folder: Path, count: int) -> None:
     split = directories.read_split(folder) or Split(secrets.token_hex(directories.CLUSTER_ID_BYTES), 1)
     if split == Split(split.cluster_id, count):
         return
+    with ExitStack() as held:
+        for place, _ in places(folder, split.workers):
+            if place != folder and place.exists():
+                held.enter_context(locked_directory(place))
+        _change(folder, split, count)
+
+
+def _change(folder: Path, split: Split, count: int) -> None:
     if (folder / MOVED).exists() and split.to is not None:
         _take_places(folder, split)
         return

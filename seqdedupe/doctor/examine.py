@@ -11,6 +11,7 @@ from seqdedupe.doctor.log import examine_log
 from seqdedupe.doctor.tally import Tally
 from seqdedupe.errors import REASONS, DamagedError, error
 from seqdedupe.format.tag import key_of
+from seqdedupe.locks import kept_unused
 from seqdedupe.log.embedded.arrival import ARRIVING
 from seqdedupe.log.embedded.logs import incarnations, said_by
 from seqdedupe.log.embedded.moved import leaving_to, moved_to
@@ -23,7 +24,6 @@ from seqdedupe.shards import shard_of, to_text
 from seqdedupe.store.copy import check_all, of_original, opened_copy
 from seqdedupe.store.db import Store
 from seqdedupe.store.directories import read_claim
-from seqdedupe.store.mark import kept_unused
 from seqdedupe.store.snapshots import Loaded, Snapshots
 from seqdedupe.store.topics import LogKind, TopicRecord, TopicState
 
@@ -62,7 +62,7 @@ def examine(directory: Path, each: Callable[[Examined], None] = lambda examined:
     if not logs.is_dir() and not (directory / "store").is_dir():
         why = f"{directory} is no data directory: it has neither logs nor a store"
         raise error("INVALID_CONFIGURATION", why, hint="Name the directory that data_directory names.")
-    with kept_unused(directory / "store"), ExitStack() as opened:
+    with kept_unused(directory), ExitStack() as opened:
         found = Findings(str(directory), StoreState.WHOLE)
         store, records = _open_store(directory / "store", found, opened)
         known = {record.incarnation: record for record in records}
