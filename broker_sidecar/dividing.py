@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from seqdedupe.errors import UnavailableError, error
+from seqdedupe.errors import DamagedError, UnavailableError, error
 from seqdedupe.files import sync_folder
 from seqdedupe.format.tag import key_of
 from seqdedupe.locks import DIRECTORY_LOCK, locked_directory
@@ -38,6 +38,8 @@ LOGS, STORE = "logs", "store"
 MOVING, MOVED = "moving", "moved"
 _OF_A_PART = (LOGS, STORE, SHARDS_FILE)
 _OF_A_WORKER = {*_OF_A_PART, DIRECTORY_LOCK, "kernels", f"{STORE}.creating", f"{SHARDS_FILE}.new"}
+
+_NOTHING_MOVED = "Nothing was moved. Start with the number that the data directory has, or see docs/workers.md."
 
 TRIES = 120
 """Of writing a snapshot to a store that takes nothing now."""
@@ -134,7 +136,10 @@ def _check(folder: Path, split: Split, count: int, old: Sequence[_Part]) -> None
             raise error("STORE_MISSING", why)
         replay = Replay(part.folder / LOGS, is_expected=part.store.has_journal)
         for record in part.active():
-            _check_topic(part, record, replay)
+            try:
+                _check_topic(part, record, replay)
+            except DamagedError as e:
+                raise error(e.reason, e.message, hint=_NOTHING_MOVED) from e
 
 
 def _check_files(folder: Path, part: Path) -> None:
@@ -183,7 +188,7 @@ def _refused(why: str) -> Exception:
     return error(
         "INVALID_CONFIGURATION",
         f"{why}: the number of workers is not changed",
-        hint="Nothing was moved. Start with the number that the data directory has, or see docs/workers.md.",
+        hint=_NOTHING_MOVED,
         key="workers",
     )
 

@@ -33,6 +33,8 @@ RESTORE = (
     "with --salvage"
 )
 
+NAME_AGAIN = "start the sidecar: the store knows the topic's name, and the start writes it again"
+
 GIVE_UP = (
     "restore the directory from a backup, the folder logs/journal included; or start once with --give-up-journal: "
     "each log goes on with what stands in its files, and the last messages before a power cut may be gone from them"
@@ -73,7 +75,7 @@ def examine(directory: Path, each: Callable[[Examined], None] = lambda examined:
             found.cures.append(GIVE_UP)
         for incarnation in sorted({*known, *folders}):
             loaded = _Stored(known.get(incarnation), store)
-            topic = _topic(logs / str(incarnation), incarnation, loaded, found.store, replay, each)
+            topic = _topic_or_why(logs / str(incarnation), incarnation, loaded, found.store, replay, each)
             found.topics.append(topic)
         _check_shards(directory, found.topics)
         _check_names(found.topics)
@@ -126,6 +128,27 @@ def _open_store(folder: Path, found: Findings, opened: ExitStack) -> tuple[Store
         return None, []
 
 
+def _topic_or_why(
+    folder: Path,
+    incarnation: int,
+    stored: _Stored,
+    store: StoreState,
+    replay: Replay,
+    each: Callable[[Examined], None],
+) -> TopicFindings:
+    """A file of one topic that the disk does not give keeps no other from being looked at."""
+    try:
+        return _topic(folder, incarnation, stored, store, replay, each)
+    except OSError as e:
+        if e.filename is None or not Path(e.filename).is_relative_to(folder):
+            raise
+        name = stored.record.name if stored.record else topic_name(f"rebuilt-{incarnation}")
+        found = TopicFindings(name, incarnation)
+        found.disagreements.append(f"it cannot be looked at: {e}")
+        found.cures.append(RESTORE)
+        return found
+
+
 def _topic(
     folder: Path,
     incarnation: int,
@@ -162,7 +185,7 @@ def _topic(
         found.cures.append("restore log and store from one backup, or start once with --rebuild-store")
     if name_why or (record is not None and said not in (None, record.name)):
         found.disagreements.append(name_why or f"the file topic of {folder} names another topic, {said}")
-        found.cures.append(RESTORE)
+        found.cures.append(NAME_AGAIN if name_why and record is not None else RESTORE)
     elif said is not None and partitions != found.partitions:
         found.disagreements.append(
             f"the store says that it is one of {found.partitions} partitions, and the file topic of {folder} says one "

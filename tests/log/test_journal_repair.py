@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from seqdedupe.errors import DamagedError
+from seqdedupe.errors import DamagedError, UnavailableError
 from seqdedupe.format.journal import rounds_in
 from seqdedupe.format.tag import key_of
 from seqdedupe.log.embedded import replaying
@@ -19,7 +19,7 @@ from seqdedupe.log.embedded.journal import Journal
 from seqdedupe.log.embedded.replaying import BEGUN_FILE, Replay
 from seqdedupe.log.embedded.syncing import Syncer
 from tests.log.power import Disk
-from tests.log.rounds import Cuts, LosingDisk, Rounds, failing_syncs, found_in, logs_in, put
+from tests.log.rounds import Cuts, LosingDisk, Rounds, failing_syncs, found_in, ids_in, logs_in, put
 from tests.log.test_journal import ALL, a_background_sync_that_fails, cut, files_in, journal_of, killed
 
 WHOLE = {i: [0, 1, 2] for i in ALL}
@@ -500,3 +500,31 @@ async def test_a_deletion_that_a_crash_has_cut_short(
     assert not (folder / "1").exists()
     assert not list((folder / "journal").glob("*.kept"))
     assert await found_in(folder, [2, 3]) == {2: [0, 1, 2, 3], 3: [0, 1, 2, 3]}
+
+
+async def test_what_is_kept_for_one_log_and_cannot_be_read_now_keeps_no_other_from_being_opened(
+    rounds: Rounds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = await killed(rounds, tmp_path / "killed")
+    again = Rounds(folder, monkeypatch)
+    await again.open(2, 3, term=2)
+    await again.together(2, 3)
+    await again.end()
+    cut(folder, 1, to=127)
+    kept = folder / "journal" / "1.kept"
+    kept.rename(folder / "1.kept")
+    # Reading it is an error of the system.
+    kept.mkdir()
+    logs = logs_in(folder)
+    for incarnation in (1, 2, 3, 1, 1):
+        if incarnation == 1:
+            with pytest.raises(UnavailableError, match=r"1\.kept cannot be read"):
+                await logs.open(1, 0)
+        else:
+            await (await logs.open(incarnation, 0)).close()
+    kept.rmdir()
+    (folder / "1.kept").rename(kept)
+    log = await logs.open(1, 0)
+    assert await ids_in(log) == [0, 1, 2]
+    await log.close()
+    await logs.close()

@@ -19,7 +19,16 @@ from seqdedupe.files import sync_folder, write_all
 from seqdedupe.format import journal, records
 from seqdedupe.format.journal import Part, Round
 from seqdedupe.format.tag import NO_KEY, SECRET_BYTES, key_of
-from seqdedupe.log.embedded.segment import END, START, Identity, damaged, read_piece, scan_bytes, segment_path
+from seqdedupe.log.embedded.segment import (
+    END,
+    START,
+    Identity,
+    damaged,
+    read_piece,
+    scan_bytes,
+    segment_path,
+    unreadable,
+)
 from seqdedupe.log.embedded.tail import base_indexes
 
 logger = logging.getLogger("seqdedupe.log")
@@ -107,7 +116,7 @@ class Replay:
             self._read()
             if why := self._why.get(incarnation):
                 # Read again when it is asked for again: one bad read is no damage. But not once more for each log.
-                self._is_read = self._damaged_reads >= DAMAGED_READS
+                self._is_read = isinstance(why, DamagedError) and self._damaged_reads >= DAMAGED_READS
                 raise why
             return list(self._parts.get(incarnation, ()))
 
@@ -238,7 +247,12 @@ class Replay:
             why = f"the newest file is missing or damaged, which began with round {self._begun}"
             self._damage_all(self.folder, why)
         for path in kept:
-            found = journal.round_at(path.read_bytes(), 0, self.key)
+            try:
+                found = journal.round_at(path.read_bytes(), 0, self.key)
+            except OSError as e:
+                # Other logs have nothing in it.
+                self._why[int(path.stem)] = unreadable(path, e)
+                continue
             if found is None or found.damaged:
                 self._damage(int(path.stem), path)
             else:
