@@ -399,7 +399,7 @@ REASONS: dict[str, Reason] = {
     "UNSAFE_TOPIC_POLICY": _configuration(
         "Run the commands that the message names, or let the sidecar do it: pulsar.manage_topic_policies = true."
     ),
-    "DIRECTORY_IN_USE": _configuration("Another sidecar has this data directory. Stop it or choose another directory."),
+    "DIRECTORY_IN_USE": _configuration("Stop that process, or choose another directory. Do not remove the file LOCK."),
     "SHARD_CLAIMED_TWICE": _configuration(
         "A shard has one data directory, for good. Is one of the two a copy, or a backup? Find out which has what was "
         "published last, and move the other one away; do not delete it."

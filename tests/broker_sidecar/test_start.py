@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import pwd
 import shutil
 import struct
 import tempfile
@@ -316,6 +317,46 @@ def test_a_data_directory_of_another_user(tmp_path: Path) -> None:
     assert "Permission denied" in hidden.value.message
     assert "chown" in owned.value.hint
     assert "chown" in hidden.value.hint
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
+def test_root_leaves_nothing_in_a_directory_of_another_user(tmp_path: Path) -> None:
+    service = 65_534
+    sidecar = Sidecar(tmp_path)
+    sidecar.data.mkdir()
+    os.chown(sidecar.data, service, service)
+    sidecar.spawn()
+    assert sidecar.wait() == 1
+    assert os.listdir(sidecar.data) == []
+    [line] = sidecar.errors
+    assert f"belongs to {pwd.getpwuid(service).pw_name}, and this process runs as root [INVALID_CONFIGURATION]" in line
+    assert line.endswith(f"chown -R root {sidecar.data}")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
+def test_a_directory_that_root_has_given_to_a_group_is_nobodys_until_something_is_in_it() -> None:
+    service = 65_534
+    with tempfile.TemporaryDirectory() as folder:
+        os.chown(folder, 0, service)
+        Path(folder).chmod(0o2775)
+        (Path(folder) / "lost+found").mkdir()
+        os.setegid(service)
+        os.seteuid(service)
+        try:
+            prepare(Path(folder))
+        finally:
+            os.seteuid(0)
+            os.setegid(0)
+        (Path(folder) / "store").mkdir()
+        os.setegid(service)
+        os.seteuid(service)
+        try:
+            with pytest.raises(ConfigurationError, match="store belongs to root") as refused:
+                prepare(Path(folder))
+        finally:
+            os.seteuid(0)
+            os.setegid(0)
+    assert f"chown -R {pwd.getpwuid(service).pw_name} {folder}" in refused.value.hint
 
 
 def test_a_new_topic_is_said_to_serve_once(tmp_path: Path) -> None:
