@@ -113,7 +113,7 @@ class Transfer:
                 _check_has_producers(topic)
                 importing = begin_import(topic)
                 ended.callback(importing.close)
-            elif request.topic and self._topics.get(request.topic) is not topic:
+            elif request.topic and (topic is None or topic_name(request.topic) != topic.name):
                 raise error("INVALID_REQUEST", "an import is into one topic")
             with _writing(stream):
                 if request.producer_names or request.persisted:
