@@ -139,6 +139,10 @@ class Streams:
         """How many there may be."""
         return self._limit
 
+    def peers(self) -> Iterator[str]:
+        """From where those came that are open."""
+        return (stream.connection for stream in self._open)
+
     def handler(
         self, serve: Callable[[Any, Context, Stream], Awaitable[None]]
     ) -> Callable[[Any, Context], Awaitable[None]]:

@@ -88,11 +88,11 @@ class _Named(
 
 def _serve() -> int:
     # Here, once it is known where kernels are kept: these have some.
-    from broker_sidecar.security.gate import Gate
+    from broker_sidecar.security.authentication import Authentication
     from broker_sidecar.security.subject import OPERATOR, Subject
     from broker_sidecar.sidecar import Sidecar as Served
 
-    def believe(self: Gate, method: str, request: Any, context: Any) -> Subject:
+    def believe(self: Authentication, context: Any) -> Subject:
         name = dict(context.invocation_metadata()).get("name")
         if name is None:
             raise error("UNAUTHENTICATED", "no name is said")
@@ -108,7 +108,7 @@ def _serve() -> int:
         await recover(self)
 
     recover, Served.recover = Served.recover, recover_and_listen  # type: ignore[method-assign]
-    Gate._subject = believe  # type: ignore[method-assign]
+    Authentication.__call__ = believe  # type: ignore[method-assign]
     return main()
 
 
