@@ -333,6 +333,7 @@ class PublishService:
             self._permissions.check_disk(publishing.stream.use, self._log_bytes, time.monotonic())
             self._check_unnamed(topic)
             for number, batch in frames:
+                publishing.stream.moves()
                 await publishing.take(number, batch)
             if not publishing.has_room(0):
                 await publishing.wait_for_room(0)

@@ -18,6 +18,7 @@ from broker_sidecar.__main__ import main
 from seqdedupe.errors import error
 from seqdedupe.testing import Sidecar
 from seqdedupe.v1 import admin_pb2_grpc, publish_pb2_grpc, read_pb2_grpc
+from tests.broker_sidecar import with_constants
 from tests.broker_sidecar.calls import TIMEOUT_SECONDS, Client
 
 MODULE = __name__ if __name__ != "__main__" else "tests.broker_sidecar.security.by_name"
@@ -107,6 +108,7 @@ def _serve() -> int:
         asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, reload, self)
         await recover(self)
 
+    with_constants.replace()
     recover, Served.recover = Served.recover, recover_and_listen  # type: ignore[method-assign]
     Authentication.__call__ = believe  # type: ignore[method-assign]
     return main()
