@@ -333,6 +333,7 @@ class PublishService:
             self._permissions.check_disk(publishing.stream.use, self._log_bytes, time.monotonic())
             self._check_unnamed(topic)
             for number, batch in frames:
+                publishing.stream.moves()
                 await publishing.take(number, batch)
             if not publishing.has_room(0):
                 await publishing.wait_for_room(0)
@@ -341,7 +342,8 @@ class PublishService:
                 return
             name, frames = parse_frames(data)
             del data  # the frames are copies of it, and may have to wait
-            if name and name != topic.name and self._topics.get(name) is not topic:
+            # Names alone are compared: what is known of another topic is none of this caller's business.
+            if name and topic_name(name) != topic.name:
                 raise error("INVALID_REQUEST", "a stream is for one topic: open another stream for the other one")
 
 

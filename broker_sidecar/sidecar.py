@@ -11,6 +11,7 @@ import grpc.aio
 from broker_sidecar import admin, dedupe, health, publish, read, reflection
 from broker_sidecar.backup import Backup
 from broker_sidecar.config import Config
+from broker_sidecar.connections import Connections
 from broker_sidecar.data import Data
 from broker_sidecar.last_warnings import LastWarnings
 from broker_sidecar.listening import cannot_listen
@@ -53,18 +54,19 @@ class Sidecar:
     """A sidecar in this process."""
 
     def __init__(self, config: Config, *, connections: int, **repairs: bool) -> None:
-        self._connections = connections
         self._config = config
         self._repairs = repairs
         self._warnings = LastWarnings()
         logging.getLogger().addHandler(self._warnings)
         self._guard = Guard(config, self._files_read_again)
         self._streams = Streams(config.max_streams, self._guard.permissions)
+        self._connections = Connections(connections, self._streams.peers)
         self._health = health.Health(
             self._streams,
             lambda name: self._topics.waiting.begin(name),
             check_owner=lambda name: self._topics.ownership.check(name),
             others_serve=self._others_serve,
+            called=self._connections.called,
         )
         self.address: SidecarAddress | None = None
         self._calls = Calls()
@@ -92,7 +94,7 @@ class Sidecar:
             Backup(self._config, self._data, self._streams),
         )
         try:
-            self._guard.begin(self._streams)
+            self._guard.begin(self._streams, self._connections.called)
             if self._data.peers is not None:
                 await self._data.peers.look()
             await self._topics.open_all()
@@ -110,7 +112,13 @@ class Sidecar:
     def _listen_for_http(self, reading: read.ReadService | None) -> None:
         if self._config.metrics_listen:
             sources = Sources(
-                self._config, self._data, self._streams, self._calls, reading, lambda: not self._guard.has_problem
+                self._config,
+                self._data,
+                self._streams,
+                self._connections,
+                self._calls,
+                reading,
+                lambda: not self._guard.has_problem,
             )
             self._metrics = Metrics(sources)
             visitors = Visitors(self._guard.authentication, self._guard.permissions, self._guard.trail)
@@ -134,10 +142,7 @@ class Sidecar:
 
     async def _listen(self) -> None:
         at_once = max(1, self._config.max_streams // CONNECTION_SHARE) + UNARY_CALLS_A_CONNECTION
-        limits = (
-            ("grpc.max_concurrent_streams", at_once),
-            ("grpc.max_allowed_incoming_connections", self._connections),
-        )
+        limits = (("grpc.max_concurrent_streams", at_once), *self._connections.server_options())
         fixed = (_NO_OTHER_LISTENER, _MAX_REQUEST, *_WINDOW, *_PINGS)
         self._server = grpc.aio.server(options=[*fixed, *limits, *self._guard.authentication.server_options()])
         services, reading = self._services()
@@ -154,6 +159,8 @@ class Sidecar:
         self.address = address if address.path else replace(address, port=port)
         self._data.listens(self.address)
         self._topics.in_background(self._guard.keep_looking())
+        if not address.path:
+            self._topics.in_background(self._connections.keep_looking(port))
         await self._server.start()
 
     def _services(self) -> tuple[dict[str, Any], read.ReadService | None]:
