@@ -11,8 +11,9 @@ from typing import NoReturn
 
 from broker_sidecar import event_engine
 
-# Before gRPC is imported, as some of these do. It would write a line for each handshake that fails.
-os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+# Before gRPC is imported, as some of these do. It would write a line for each compressed call, and for each handshake
+# that fails: whoever can connect could fill a disk.
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 event_engine.turn_off()
 
 from broker_sidecar.config import KEYS, Config  # noqa: E402

@@ -43,6 +43,8 @@ UNREAD_BYTES = 1024 * 1024
 connection and then take as much, some 6 MB on a fast one, however many there are and whatever waits for the disk."""
 _WINDOW = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", UNREAD_BYTES))
 _MAX_REQUEST = ("grpc.max_receive_message_length", MAX_REQUEST_BYTES)
+_COMPRESSION = ("grpc.compression_enabled_algorithms_bitset", 1)
+"""None: a few bytes of gzip would become a request of 16 MiB. gRPC ends a compressed call at its headers."""
 _PINGS = (("grpc.keepalive_permit_without_calls", 1), ("grpc.http2.min_ping_interval_without_data_ms", 1_000))
 """A client that waits for messages may ask every second whether the sidecar is still there."""
 
@@ -143,7 +145,7 @@ class Sidecar:
     async def _listen(self) -> None:
         at_once = max(1, self._config.max_streams // CONNECTION_SHARE) + UNARY_CALLS_A_CONNECTION
         limits = (("grpc.max_concurrent_streams", at_once), *self._connections.server_options())
-        fixed = (_NO_OTHER_LISTENER, _MAX_REQUEST, *_WINDOW, *_PINGS)
+        fixed = (_NO_OTHER_LISTENER, _MAX_REQUEST, _COMPRESSION, *_WINDOW, *_PINGS)
         self._server = grpc.aio.server(options=[*fixed, *limits, *self._guard.authentication.server_options()])
         services, reading = self._services()
         self._listen_for_http(reading)
