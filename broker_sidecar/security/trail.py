@@ -39,6 +39,7 @@ class Trail:
                 action=denial.action.value,
                 topic=denial.topic,
                 **_names(denial.producer_names),
+                **({"cursor": denial.cursor} if denial.cursor else {}),
                 rule=denial.rule.name if denial.rule is not None else "",
             )
 
