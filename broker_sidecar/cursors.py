@@ -18,7 +18,6 @@ from seqdedupe.topic.finding import find
 from seqdedupe.topic.publishing import Topic
 from seqdedupe.v1 import admin_pb2, read_pb2
 
-
 RECORD_BYTES = 256
 """What a moved cursor takes in the log beside its name and what it keeps, at most."""
 

@@ -1,5 +1,6 @@
 """What callers may do now: the rules that are in force, asked for every call and every frame."""
 
+import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -13,14 +14,14 @@ from numpy.typing import NDArray
 
 from broker_sidecar.rpc import parse_small
 from broker_sidecar.security.calls import CALLS, HEALTH_OF_THE_WHOLE, Need, On, Other
-from broker_sidecar.security.rules import Action, Decision, Rule
+from broker_sidecar.security.rules import Action, Decision, Rule, Rules
 from broker_sidecar.security.rules_file import RulesFile
 from broker_sidecar.security.shares import DISK_SECONDS, MAX_CURSORS_A_CALLER, Shares, Use
 from broker_sidecar.security.subject import Subject, caller
 from seqdedupe.core.names import joined
 from seqdedupe.core.producers import Producers
 from seqdedupe.errors import SeqdedupeError, error
-from seqdedupe.names import check_name_length, namespace_name, topic_name
+from seqdedupe.names import namespace_name, producer_name, topic_name
 from seqdedupe.topic import moving_cursors
 from seqdedupe.topic.allowing import Allowing, Judge
 
@@ -29,8 +30,13 @@ NO_RULES = RulesFile()
 Again: TypeAlias = Callable[[], object]
 """Judges once more what was allowed; raises NOT_ALLOWED."""
 
+_NAMES_AT_ONCE = 1_000
+
 MAX_NAMES_TOLD = 16
 """Of producers that are denied."""
+
+_CHARACTERS_TOLD = 24
+"""Of each name where there are several."""
 
 _allowed: ContextVar[list[Again]] = ContextVar("allowed")
 _rule: ContextVar[str] = ContextVar("rule", default="")
@@ -165,17 +171,31 @@ class Permissions:
 
     # -- producer names ----------------------------------------------------------------------------------------
 
-    def denied_names(self, topic: str, names: Sequence[bytes], subject: Subject) -> dict[int, SeqdedupeError]:
-        """Of these names those as which the subject may not publish to the topic: by place, each with its error.
+    async def denied_names(self, topic: str, names: Sequence[str]) -> tuple[list[int], SeqdedupeError | None]:
+        """The places of those of these names as which the caller may not publish to the topic, and the one error for
+        all of them. However many names and patterns there are, others are served meanwhile.
 
         Raises INVALID_NAME for one that no producer can have: what is denied is told and written down.
         """
+        subject = caller()
         if subject.is_unrestricted:
-            return {}
-        for name in names:
-            check_name_length(name)
-        places = np.flatnonzero(self.names_judge(subject.name, topic)(*joined(list(names))) == 0).tolist()
-        return {place: self.deny_names(subject, topic, [names[place].decode(errors="replace")]) for place in places}
+            return [], None
+        rules: Rules | None = None
+        while rules is not self._rules:
+            rules, places = self._rules, list[int]()
+            granted = rules.on(subject.name, Action.PUBLISH, topic)
+            first = 0
+            while first < len(names):
+                some: list[bytes] = []
+                size = 0
+                while first + len(some) < len(names) and size < granted.bytes_at_once and len(some) < _NAMES_AT_ONCE:
+                    some.append(producer_name(names[first + len(some)]))
+                    size += len(some[-1])
+                places += (first + np.flatnonzero(granted.are_allowed(*joined(some)) == 0)).tolist()
+                first += len(some)
+                if first < len(names):
+                    await asyncio.sleep(0)
+        return places, self.deny_names(subject, topic, [names[place] for place in places]) if places else None
 
     def check_publishes_unnamed(self, topic: str) -> None:
         """Raises NOT_ALLOWED if the caller may publish to the topic under some producer names alone: in a topic of
@@ -244,6 +264,7 @@ class Permissions:
         return self._rules.on(subject, Action.PUBLISH, topic).are_allowed
 
     def deny_names(self, subject: Subject, topic: str, names: list[str]) -> SeqdedupeError:
+        """The error for these names; it names the first ones."""
         rule = self._rules.decide(subject.name, Action.PUBLISH, topic, names[0]).rule
         return self._denied(subject, Action.PUBLISH, topic, rule, names)
 
@@ -258,7 +279,12 @@ class Permissions:
     ) -> SeqdedupeError:
         self._on_denied(Denial(subject, action, topic, names, rule, cursor))
         where = "every topic" if topic == "*" else topic
-        under = f" as producer {', '.join(map(repr, names))}" if names else f" by cursor {cursor!r}" if cursor else ""
+        under = f" by cursor {cursor!r}" if cursor else ""
+        if names:
+            more = f" and {len(names) - MAX_NAMES_TOLD} others" if len(names) > MAX_NAMES_TOLD else ""
+            # Of one name all is told; of many, as much as a status of gRPC has room for.
+            told = [name[:_CHARACTERS_TOLD] for name in names[:MAX_NAMES_TOLD]] if len(names) > 1 else names
+            under = f" as producer {', '.join(map(repr, told))}{more}"
         numbers: dict[str, Any] = {"subject": subject.name, "action": action.value, "topic": topic}
         if cursor:
             numbers["cursor"] = cursor

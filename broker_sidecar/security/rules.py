@@ -18,6 +18,9 @@ SUBJECT = "sub"
 MAX_REMEMBERED = 4_096
 """Callers and topics of which is remembered which rules are about them."""
 
+_WORK_AT_ONCE = 500_000
+"""Bytes of names, multiplied by what patterns may have to do for each."""
+
 _ANY = b"\xff"
 """Stands for any name: in no pattern and in no name, so that only a `*` matches it."""
 
@@ -83,6 +86,10 @@ class Granted:
         self._is_denied = any(rule.denies and rule.is_of_all_names(action) for rule in rules)
         are_all = any(rule.is_of_all_names(action) for rule in rules)
         self._are_all_allowed = are_all and not any(rule.denies for rule in rules)
+        patterns = {(rule.denies, pattern) for rule in rules for pattern in rule.names(action)}
+        self._patterns = [(denies, Pattern(text, words)) for denies, text in sorted(patterns)]
+        self.bytes_at_once = max(1, _WORK_AT_ONCE // max(1, sum(pattern.work for _, pattern in self._patterns)))
+        """So many bytes of names are judged in some milliseconds at most."""
 
     def under(self, name: bytes) -> Decision:
         """For one producer name, or one cursor."""
@@ -103,9 +110,8 @@ class Granted:
         if self._is_denied or self._are_all_allowed:
             return np.full(len(spans), not self._is_denied, np.uint8)
         denied, allowed = np.zeros(len(spans), np.uint8), np.zeros(len(spans), np.uint8)
-        for rule, patterns in self._rules:
-            for pattern in patterns:
-                pattern.mark(raw, spans, denied if rule.denies else allowed)
+        for denies, pattern in self._patterns:
+            pattern.mark(raw, spans, denied if denies else allowed)
         allowed[denied != 0] = 0
         return allowed
 

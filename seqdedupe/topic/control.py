@@ -157,7 +157,7 @@ def _part(sessions: Sessions, start: int, end: int) -> Sessions:
     return Sessions(sessions.names[start:end], sessions.epochs[start:end], persisted)
 
 
-_FIELDS: dict[type[Sessions | Reset | Purge | Import], str] = {Sessions: "sessions", Reset: "reset", Purge: "purge", Import: "imported"}
+_FIELDS: dict[type[Change], str] = {Sessions: "sessions", Reset: "reset", Purge: "purge", Import: "imported"}
 """Of `Control`, by what each changes."""
 
 

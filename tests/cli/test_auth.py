@@ -81,7 +81,9 @@ def test_as_json(rules: str) -> None:
     }
 
 
-@pytest.mark.parametrize("asked", ["", "--read a --publish b", "--read a --producer p", "--publish a --cursor c", "--read a/b"])
+@pytest.mark.parametrize(
+    "asked", ["", "--read a --publish b", "--read a --producer p", "--publish a --cursor c", "--read a/b"]
+)
 def test_what_cannot_be_asked_is_wrong_usage(rules: str, asked: str) -> None:
     assert explain(rules, "--as", "ann", *asked.split()).returncode == 2
 

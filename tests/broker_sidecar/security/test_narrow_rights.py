@@ -256,4 +256,3 @@ def refused_by(failure: BaseException) -> Refused:
         raise failure
 
     return refused(fail)
-
