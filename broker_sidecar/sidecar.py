@@ -172,7 +172,7 @@ class Sidecar:
         reading: read.ReadService | None = None
         if (topics := self._data.topics) is not None:
             services[publish.SERVICE] = publish.PublishService(topics, streams, permissions, self._guard.trail)
-            services[read.SERVICE] = reading = read.ReadService(topics, streams)
+            services[read.SERVICE] = reading = read.ReadService(topics, streams, permissions)
         if (brokers_topics := self._data.brokers_topics) is not None:
             services[dedupe.SERVICE] = dedupe.DedupeService(brokers_topics, streams, permissions)
         services[reflection.SERVICE] = reflection.Reflection((*services, reflection.SERVICE), streams)

@@ -5,7 +5,7 @@ MAX_OPENS = 100_000
 
 
 class Openers:
-    """Who has opened sessions since the sidecar started. One call of Open gives all its names one epoch."""
+    """Who has opened sessions since the sidecar started. One call of Open gives many names one epoch."""
 
     def __init__(self) -> None:
         self._subjects: dict[tuple[int, int], str] = {}

@@ -39,6 +39,7 @@ class Trail:
                 action=denial.action.value,
                 topic=denial.topic,
                 **_names(denial.producer_names),
+                **({"cursor": denial.cursor} if denial.cursor else {}),
                 rule=denial.rule.name if denial.rule is not None else "",
             )
 
@@ -63,8 +64,8 @@ class Trail:
         except SeqdedupeError as e:
             raise error(e.reason, _AFTERWARDS + e.message) from e
 
-    def opened(self, topic: str, incarnation: int, epoch: int, fenced: Iterable[tuple[str, int]]) -> None:
-        """The caller has opened producer names with this epoch; of each that had one before, that one."""
+    def opened(self, topic: str, incarnation: int, epochs: Iterable[int], fenced: Iterable[tuple[str, int]]) -> None:
+        """The caller has opened producer names with these epochs; of each that had one before, that one."""
         if (audit := self._audit) is None:
             return
         subject = caller()
@@ -74,7 +75,8 @@ class Trail:
                 names_of.setdefault(str(other), []).append(name)
         for other, names in names_of.items():
             audit.tell("producers taken over", **_who(subject), topic=topic, **_names(names), from_subject=other)
-        self._openers.opened(incarnation, epoch, subject.name)
+        for epoch in epochs:
+            self._openers.opened(incarnation, epoch, subject.name)
 
     def begin(self) -> None:
         """The sidecar serves."""

@@ -233,7 +233,8 @@ async def test_a_dup_is_a_use(scene: Scene) -> None:
 async def test_a_connected_stream_keeps_all_that_it_ever_used(scene: Scene) -> None:
     """Ten thousand names, each sent once: what a stream sends afterwards does not matter. It costs nothing more."""
     names = [f"n{i}" for i in range(10_000)]
-    await scene.open(*names, "other")
+    await scene.open(*names)
+    await scene.open("other")
     cache = scene.topic.connect()
     for first in range(0, len(names), 1000):
         await scene.send(*[(name, 1) for name in names[first : first + 1000]], cache=cache)

@@ -152,7 +152,7 @@ async def test_names_that_go_to_somebody_else(tmp_path: Path) -> None:
         ("carol", 5, [("unknown", 99)]),
     ):
         set_caller(Subject(subject, "jwt", None, "ipv6:[::1]:5"))
-        trail.opened("t", 7, epoch, fenced)
+        trail.opened("t", 7, [epoch], fenced)
     await audit.close()
     assert shown(tmp_path / "audit.jsonl", "subject", "from_subject", "producer_names", "address") == [
         ("producers taken over", "bob", "alice", "'a'", "ipv6:[::1]"),
