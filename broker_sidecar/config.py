@@ -36,6 +36,9 @@ class Config:
     token_audience: str = _key(
         "", "What these tokens are for: their `aud` has to have it. Needed with `token_keys_file`."
     )
+    token_max_lifetime_minutes: int = _key(
+        0, "Take only tokens that live at most so many minutes, from their `iat` to their `exp`. 0: no limit."
+    )
     tls_certificate_file: str = _key(
         "", "The sidecar's certificate, and those up to its authority, as PEM: TLS is spoken."
     )

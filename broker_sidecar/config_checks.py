@@ -40,6 +40,7 @@ _LEAST = {
 _NEEDS = (
     ("token_keys_file", "token_audience"),
     ("token_audience", "token_keys_file"),
+    ("token_max_lifetime_minutes", "token_keys_file"),
     ("tls_certificate_file", "tls_key_file"),
     ("tls_key_file", "tls_certificate_file"),
     ("tls_client_ca_file", "tls_certificate_file"),

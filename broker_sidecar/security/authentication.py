@@ -1,5 +1,6 @@
 """Who makes a call, by what it shows."""
 
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -41,7 +42,8 @@ class Authentication:
         self._signed_tokens: SignedTokens | None = None
         if config.token_keys_file:
             keys_file = Path(config.token_keys_file)
-            self._signed_tokens = SignedTokens(keys_file, config.token_audience, self._end("jwt"))
+            most_seconds = 60 * config.token_max_lifetime_minutes or math.inf
+            self._signed_tokens = SignedTokens(keys_file, config.token_audience, self._end("jwt"), most_seconds)
             self.watched.append(self._signed_tokens.watched)
         self._certificates: Certificates | None = None
         if config.tls_certificate_file:
@@ -112,7 +114,8 @@ class Authentication:
 
 def _check_name(subject: Subject) -> Subject:
     if subject.name in RESERVED and subject.kind != "token":
-        raise error("UNAUTHENTICATED", f"nobody else may have the name {subject.name!r}")
+        proven = {"subject": subject.name, "kind": subject.kind}
+        raise error("UNAUTHENTICATED", f"nobody else may have the name {subject.name!r}", **proven)
     return subject
 
 

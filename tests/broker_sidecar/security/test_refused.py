@@ -35,9 +35,11 @@ class Checked:
         self.checks = 0
         verify = signed_tokens.verify
 
-        def counted(token: bytes, keys: signed_tokens.Keys, audience: str) -> signed_tokens.Claims:
+        def counted(
+            token: bytes, keys: signed_tokens.Keys, audience: str, max_lifetime_seconds: float
+        ) -> signed_tokens.Claims:
             self.checks += 1
-            return verify(token, keys, audience)
+            return verify(token, keys, audience, max_lifetime_seconds)
 
         monkeypatch.setattr(signed_tokens, "verify", counted)
 
