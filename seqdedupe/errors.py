@@ -288,6 +288,13 @@ REASONS: dict[str, Reason] = {
         1000,
     ),
     "UNREACHABLE": Reason(UnavailableError, "UNAVAILABLE", "Is the sidecar running, and at this address?", 100),
+    "NOT_A_SIDECAR": Reason(
+        UnavailableError,
+        "UNAVAILABLE",
+        "If there is a proxy on the way, its log says why it answered. Otherwise: is this the address of a sidecar of "
+        "this version? Producers and readers need one with log = embedded or pulsar, brokers one with log = broker.",
+        500,
+    ),
     "TLS_FAILED": Reason(
         UnavailableError,
         "UNAVAILABLE",

@@ -14,6 +14,7 @@ import pytest
 from broker_sidecar.sidecar import MAX_REQUEST_BYTES
 from seqdedupe.batch import Binary, single_producer
 from seqdedupe.client import (
+    AccessDeniedError,
     Client,
     DamagedError,
     DataLossError,
@@ -348,7 +349,8 @@ async def test_a_defect_leaves_nobody_waiting(fake: FakeSidecar) -> None:
         (Refused(grpc.StatusCode.UNAVAILABLE), UnavailableError, "UNREACHABLE", 100),
         (Refused(grpc.StatusCode.INTERNAL), OutcomeUnknownError, "OUTCOME_UNKNOWN", 0),
         (Refused(grpc.StatusCode.CANCELLED), OutcomeUnknownError, "OUTCOME_UNKNOWN", 0),
-        (Refused(grpc.StatusCode.UNIMPLEMENTED), ConfigurationError, "INVALID_ADDRESS", NEVER),
+        (Refused(grpc.StatusCode.UNIMPLEMENTED), UnavailableError, "NOT_A_SIDECAR", 500),
+        (Refused(grpc.StatusCode.UNAUTHENTICATED), AccessDeniedError, "UNAUTHENTICATED", NEVER),
     ],
 )
 async def test_errors_are_typed_by_their_reason(
@@ -629,10 +631,10 @@ async def test_a_producer_with_nothing_to_send_that_is_connected_again_waits_for
     async with (
         Proxy(fake.address) as proxy,
         Client(proxy.address) as client,
-        client.producer("t", "p", on_waiting=lambda why: said.append(why.reason)),
+        client.producer("t", "p", on_waiting=lambda why: said.append(why.reason)) as producer,
     ):
         for streams in (1, 2):
-            await until(lambda: len(fake.messages) == streams)  # noqa: B023
+            await until(lambda: producer.counters.connections == len(fake.messages) == streams)  # noqa: B023
             proxy.refuses = True
             proxy.cut()
             await until(lambda: len(said) == streams)  # noqa: B023
