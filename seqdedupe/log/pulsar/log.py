@@ -90,7 +90,15 @@ class PulsarLog:
         self._topic = topic
         self._settings = settings
         queue_entries = PLAIN_QUEUE_ENTRIES if settings.format is EntryFormat.PLAIN else PACKED_QUEUE_ENTRIES
-        self._content = Content(shared.client, topic, points, queue_entries, lambda: self._limit, self._look_at_ledgers)
+        self._content = Content(
+            shared.client,
+            topic,
+            points,
+            queue_entries,
+            lambda: self._limit,
+            self._look_at_ledgers,
+            partial(shared.admin.ledgers, topic),
+        )
         self._first_ledger_id = NOWHERE.ledger_id
         """Before it all ledgers are gone, as far as was looked."""
         self._moves_at = 0.0

@@ -67,7 +67,7 @@ class Opening:
             entries = min(left, len(sent.sizes_bytes))
             left -= entries
             entry_id += entries
-            _, number, index = end.standing
+            _, number, index, _ = end.standing
             to = end.after(
                 Standing(self.owner, number + entries, index + entries * sent.rows),
                 MessageId(ledger_id, entry_id - 1),

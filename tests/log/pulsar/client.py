@@ -10,6 +10,7 @@ import pulsar.asyncio
 from seqdedupe.errors import error
 from seqdedupe.log.pulsar.admin import Admin, Publisher, TopicStats
 from seqdedupe.log.pulsar.entries import Entry, Message
+from seqdedupe.log.pulsar.ledgers import Ledgers
 from seqdedupe.message_id import MessageId
 from tests.log.pulsar.standin import PulsarTopic
 
@@ -64,6 +65,7 @@ class StandInAdmin(Admin):
     def __init__(self, client: StandInClient) -> None:
         self._client = client
         self.answers = True
+        self.lists_ledgers = True
         self.answers_left = 1_000_000
         """So often it says yet who writes."""
 
@@ -86,6 +88,12 @@ class StandInAdmin(Admin):
         if not self.answers:
             raise error("LOG_UNREADABLE", "no broker answers")
         return self._client.topic.first_ledger
+
+    async def ledgers(self, topic: str) -> Ledgers:
+        await asyncio.sleep(0)
+        if not self.lists_ledgers:
+            raise error("LOG_UNREADABLE", "no broker answers")
+        return self._client.topic.ledgers
 
     async def keep_from(self, topic: str, name: str, message_id: MessageId) -> None:
         await asyncio.sleep(0)
