@@ -32,8 +32,17 @@ class _Sent:
 class Opening:
     """What an owner has under way, from its marker on. `settle` hears of it, until a failure."""
 
-    def __init__(self, owner: Owner, writer: Writer, places: Places, settle: Callable[[Outcome], None]) -> None:
+    def __init__(
+        self,
+        owner: Owner,
+        writer: Writer,
+        places: Places,
+        settle: Callable[[Outcome], None],
+        max_entry_bytes: int,
+    ) -> None:
         self.owner = owner
+        self.max_entry_bytes = max_entry_bytes
+        """The most that its broker and its policies have taken since it began."""
         self.writer = writer
         self.failed = False
         self._settle = settle

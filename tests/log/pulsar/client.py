@@ -66,11 +66,18 @@ class StandInAdmin(Admin):
         self._client = client
         self.answers = True
         self.lists_ledgers = True
+        self.policies: dict[str, Any] = {}
         self.answers_left = 1_000_000
         """So often it says yet who writes."""
 
     async def properties(self, topic: str) -> dict[str, str]:
         return {}
+
+    async def policy(self, topic: str, name: str) -> Any:
+        await asyncio.sleep(0)
+        if not self.answers:
+            raise error("LOG_UNREADABLE", "no broker answers")
+        return self.policies.get(name)
 
     async def stats(self, topic: str) -> TopicStats:
         await asyncio.sleep(0)
