@@ -72,7 +72,8 @@ def read(service_url: str, topic: str) -> list[Result]:
         state, found = Topic(), []
         while reader.has_message_available():
             message = reader.read_next(int(LIMIT_SECONDS * 1000))
-            if state.counts(message.properties()):
+            place = message.message_id()
+            if state.counts(message.properties(), place.ledger_id(), place.entry_id()):
                 found.append(Result(message.partition_key(), message.data().decode()))
         return found
     finally:

@@ -258,9 +258,9 @@ def _with(found: Found, decoder: Decoder, entry: Any) -> Found:
     kind = properties.get("seqdedupe.kind")
     if kind is None:
         found.payloads.append(entry.data())
-    if not decoder.counts(properties):
-        return found._replace(void=found.void + (kind in (None, "batch") and "seqdedupe.entry" in properties))
     place = entry.message_id()
+    if not decoder.counts(properties, place.ledger_id(), place.entry_id()):
+        return found._replace(void=found.void + (kind in (None, "batch") and "seqdedupe.entry" in properties))
     of_entry = messages(entry.data(), properties, entry.partition_key(), entry.event_timestamp())
     for row, message in enumerate(of_entry):
         row = row if kind == "batch" else -1

@@ -13,6 +13,7 @@ from pulsar_broker.standalone import START_TIMEOUT_SECONDS
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.log.contract import Failure, Log, LogName
 from seqdedupe.log.pulsar.entries import EntryFormat, Settings
+from seqdedupe.log.pulsar.limits import Brokers
 from seqdedupe.log.pulsar.log import PulsarLog, Shared
 from seqdedupe.log.pulsar.logs import PulsarLogs
 from seqdedupe.names import namespace_of
@@ -28,7 +29,7 @@ INCARNATION = 1_700_000_000_000_000
 _openings = itertools.count(1)
 
 
-def shared(client: pulsar.asyncio.Client, cluster: Cluster) -> Shared:
+def shared(client: pulsar.asyncio.Client, cluster: Cluster, brokers: Brokers | None = None) -> Shared:
     async def claim(_: str, known: int) -> int:
         return next(number for number in _openings if number > known)
 
@@ -41,6 +42,7 @@ def shared(client: pulsar.asyncio.Client, cluster: Cluster) -> Shared:
         cluster.admin,
         cluster.connect,
         cluster.answers,
+        brokers,
     )
 
 

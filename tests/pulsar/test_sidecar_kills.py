@@ -96,7 +96,8 @@ def stored(service_url: str, topic: str) -> list[bytes | None]:
         found: list[Received] = []
         while True:
             entry = consumer.receive(timeout_millis=30_000)
-            if counts.counts(entry.properties()):
+            place = entry.message_id()
+            if counts.counts(entry.properties(), place.ledger_id(), place.entry_id()):
                 payload = None if entry.has_null_value() else entry.data()
                 found += messages(payload, entry.properties(), entry.partition_key(), entry.event_timestamp())
             if entry.message_id() >= last:
