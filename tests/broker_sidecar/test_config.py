@@ -15,7 +15,7 @@ from broker_sidecar.loading import load
 from seqdedupe.client.credentials import VARIABLES
 from seqdedupe.command import ADDRESS_VARIABLE
 from seqdedupe.errors import ConfigurationError
-from seqdedupe.testing import Sidecar
+from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from seqdedupe.topic.policy import LARGEST, LEAST
 from seqdedupe.v1 import admin_pb2
 from tests.broker_sidecar.calls import Client, batch, refused, verdicts
@@ -216,7 +216,9 @@ def test_every_key_has_a_default_of_its_type_and_a_meaning() -> None:
 
 def run(*arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-m", "broker_sidecar", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=120)
+    return subprocess.run(
+        command, capture_output=True, text=True, env=environment, check=False, timeout=LAST_RESORT_SECONDS
+    )
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from seqdedupe.store import directories
 from seqdedupe.store.db import Store
 from seqdedupe.store.directories import SHARDS_FILE, WORKERS_FILE, of_worker, parts_of, read_claim
 from seqdedupe.store.topics import TopicRecord, TopicState
-from seqdedupe.testing import Sidecar
+from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from seqdedupe.topic.control import encode
 from seqdedupe.topic.policy import Policy
 from tests.broker_sidecar.test_workers import Resending, topics_of
@@ -182,7 +182,7 @@ def test_killed_again_and_again_it_gets_there(made: tuple[Path, dict[str, Held]]
     data = shutil.copytree(folder / "2", tmp_path / "data")
     for end in (3, 8, 16, 20):
         command = [sys.executable, "-c", KILLED, str(data), "3", str(end)]
-        assert subprocess.run(command, timeout=120).returncode == -signal.SIGKILL
+        assert subprocess.run(command, timeout=LAST_RESORT_SECONDS).returncode == -signal.SIGKILL
     change(data, 3)
     assert held(data) == before
 

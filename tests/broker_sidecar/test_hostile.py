@@ -21,7 +21,7 @@ from broker_sidecar.rpc import MAX_CALL_BYTES, unary
 from seqdedupe.client import Client as SidecarClient
 from seqdedupe.errors import UnavailableError
 from seqdedupe.limits import MAX_BATCH_ROWS, MAX_OPEN_NAMES
-from seqdedupe.testing import Sidecar
+from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from seqdedupe.v1 import publish_pb2, read_pb2, read_pb2_grpc
 from tests.broker_sidecar import with_constants
 from tests.broker_sidecar.calls import (
@@ -39,7 +39,7 @@ from tests.broker_sidecar.calls import (
 
 MIB = 1024 * 1024
 LARGEST = 16 * MIB - 64 * 1024
-WAIT_SECONDS = 120.0
+WAIT_SECONDS = LAST_RESORT_SECONDS
 
 
 @contextmanager

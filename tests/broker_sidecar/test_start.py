@@ -19,7 +19,7 @@ from broker_sidecar.directory import prepare
 from seqdedupe.errors import REASONS, ConfigurationError
 from seqdedupe.log.embedded.logs import incarnations
 from seqdedupe.store.db import Store
-from seqdedupe.testing import Sidecar
+from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from seqdedupe.v1 import admin_pb2
 from tests.broker_sidecar.calls import DUP, NOT_DUP, Client, batch, refused
 from tests.broker_sidecar.health import health_of
@@ -146,7 +146,7 @@ def test_one_damaged_topic_does_not_keep_the_others_down(copied: Sidecar, case: 
     before = contents(folder) if folder else {}
     copied.start()
     client = Client(copied.address)
-    until = time.monotonic() + 120
+    until = time.monotonic() + LAST_RESORT_SECONDS
     while client.topic("t").state != admin_pb2.TOPIC_STATE_DAMAGED:
         assert time.monotonic() < until
     assert "[LOG_DAMAGED]" in client.topic("t").why
@@ -377,7 +377,7 @@ def test_a_lost_journal_is_damage_until_it_is_given_up(copied: Sidecar) -> None:
     shutil.rmtree(copied.data / "logs" / "journal", ignore_errors=True)
     copied.start()
     client = Client(copied.address)
-    until = time.monotonic() + 120
+    until = time.monotonic() + LAST_RESORT_SECONDS
     for name in ("t", "u"):
         while client.topic(name).state != admin_pb2.TOPIC_STATE_DAMAGED:
             assert time.monotonic() < until

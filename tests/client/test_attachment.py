@@ -11,10 +11,10 @@ from seqdedupe.client import Attachment, BrokerClient, Entry, Range
 from seqdedupe.client.receipts import Verdict
 from seqdedupe.errors import SeqdedupeError, UnavailableError
 from seqdedupe.limits import MAX_BATCH_ROWS
-from seqdedupe.testing import Sidecar
+from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from tests.client.proxy import Proxy
 
-HANG_SECONDS = 120.0
+HANG_SECONDS = LAST_RESORT_SECONDS
 
 
 @pytest.fixture(scope="module")

@@ -34,6 +34,7 @@ from seqdedupe.client.builder import BATCH_OVERHEAD_BYTES, ROW_OVERHEAD_BYTES, _
 from seqdedupe.client.stream import FULL_MESSAGE_BYTES
 from seqdedupe.errors import NEVER, ConfigurationError
 from seqdedupe.limits import MAX_BATCH_BYTES
+from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe.v1 import batch_pb2, publish_pb2, read_pb2
 from tests.client.fake_sidecar import INCARNATION, FakeSidecar, Refused, fake_sidecar
 from tests.client.helpers import until
@@ -390,7 +391,7 @@ async def test_wait_ready_waits_for_serving(fake: FakeSidecar) -> None:
 
     fake.on_unary = on_unary
     async with Client(fake.address) as client:
-        await client.wait_ready(30)
+        await client.wait_ready(LAST_RESORT_SECONDS)
         assert asked == ["/grpc.health.v1.Health/Check"] * 3
         fake.on_unary = lambda _: b"\x08\x02"
         with pytest.raises(UnavailableError, match="NOT_SERVING"):

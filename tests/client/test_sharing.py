@@ -25,7 +25,7 @@ from seqdedupe.client import (
 from seqdedupe.client.frames import refusal_error
 from seqdedupe.client.openings import MAX_NEW_NAMES, Openings
 from seqdedupe.client.stream import Answers, PublishStream
-from seqdedupe.testing import Sidecar
+from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from seqdedupe.v1 import batch_pb2, publish_pb2
 from tests.broker_sidecar import with_constants
 from tests.client.fake_sidecar import FakeSidecar, Refused, fake_sidecar
@@ -260,7 +260,7 @@ async def test_the_others_do_not_wait_for_the_cause_of_a_refusal(fake: FakeSidec
     async with Client(fake.address) as client:
         producers = await opened(client, "t", 4)
         receipts = await asyncio.gather(*(producer.send(b"x") for producer in producers))
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(LAST_RESORT_SECONDS):
             for k in (0, 2, 3):
                 assert (await receipts[k]).sequence_id == 0
                 assert (await (await producers[k].send(b"x"))).sequence_id == 1
@@ -574,7 +574,7 @@ class LateAnswer:
 async def test_an_answer_of_an_earlier_term_leaves_nobody_without_one(fake: FakeSidecar) -> None:
     async with Client(fake.address) as client:
         first, second, receipt = await LateAnswer(fake, client).comes()
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(LAST_RESORT_SECONDS):
             assert (await receipt).sequence_id == 0
         assert (first.counters.connections, first.counters.rows_sent) == (1, 2)
         await first.close()

@@ -12,7 +12,7 @@ from seqdedupe.errors import ConfigurationError
 from seqdedupe.functions import DedupeFunction, function
 from seqdedupe.functions.owners import Owners
 from seqdedupe.functions.settings import check_deployment
-from seqdedupe.testing import Sidecar
+from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from tests.functions import examples
 from tests.functions.awkward import CallsBackForever, Untold
 from tests.functions.runtime import (
@@ -152,7 +152,7 @@ def test_told_to_stop_it_does_not_call_it_a_failure_that_nothing_can_be_acknowle
 
     runtime.acknowledged = closed  # type: ignore[method-assign]
     runtime.give(inputs(1))
-    assert runtime.process.ended.wait(60)
+    assert runtime.process.ended.wait(LAST_RESORT_SECONDS)
     assert not runtime.process.failed
     assert "told to stop" in runtime.process.why
 
@@ -167,7 +167,7 @@ def test_metrics_are_recorded_while_it_waits_too(start: Start) -> None:
 
     runtime.on_metric = record
     runtime.give(inputs(1))
-    assert recorded.wait(60)
+    assert recorded.wait(LAST_RESORT_SECONDS)
 
 
 # -- inputs --------------------------------------------------------------------------------------------------------

@@ -11,9 +11,10 @@ import pulsar
 
 from demo.flights import ORIGINS, departures
 from examples.pulsar.messages import Topic
+from seqdedupe.testing import LAST_RESORT_SECONDS
 from tests.pulsar.owners import quiet
 
-LIMIT_SECONDS = 240.0
+LIMIT_SECONDS = LAST_RESORT_SECONDS
 """For whatever is waited for."""
 LOOK_SECONDS = 0.05
 MAX_BATCH_ROWS = 500

@@ -9,7 +9,6 @@ import pulsar
 import pulsar.asyncio
 import pytest
 
-from pulsar_broker.standalone import START_TIMEOUT_SECONDS
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.log.contract import Failure, Log, LogName
 from seqdedupe.log.pulsar.entries import EntryFormat, Settings
@@ -20,8 +19,6 @@ from seqdedupe.names import namespace_of
 from tests.log.conformance import LogConformance, LogHarness, replayed
 from tests.log.conformance import Owner as OwnerOfLog
 from tests.pulsar.owners import Cluster, quiet
-
-pytestmark = pytest.mark.timeout(START_TIMEOUT_SECONDS * 4)
 
 INCARNATION = 1_700_000_000_000_000
 

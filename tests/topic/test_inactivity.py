@@ -19,6 +19,7 @@ from seqdedupe.format.jit import Int64s
 from seqdedupe.log.embedded.logs import EmbeddedLogs
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Snapshots
+from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe.topic import control, inactivity
 from seqdedupe.topic.answers import Receipt, Refusal
 from seqdedupe.topic.frame import NumbersCache
@@ -85,7 +86,7 @@ class Scene:
             await self.topic.inactivity.look()
 
     async def until(self, holds: Callable[[], bool]) -> None:
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(LAST_RESORT_SECONDS):
             while not holds():  # noqa: ASYNC110 (the topic's tasks go on beside)
                 await asyncio.sleep(0.001)
 
@@ -679,7 +680,7 @@ async def test_retention_states_again_what_is_in_force_and_nothing_that_was_forg
     for part in range(4):
         await send("filler", filler, 1 + 10 * part, 10, stream)
         await topic.snapshot()
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(LAST_RESORT_SECONDS):
             while topic.log.first_index < 10 * part:  # noqa: ASYNC110 (retention goes on beside the snapshot)
                 await asyncio.sleep(0.01)
         expected = {"filler": 10 * part + 10, "old": 2, "again": 1}

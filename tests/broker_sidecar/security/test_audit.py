@@ -17,6 +17,7 @@ from broker_sidecar.security.audit import Audit
 from broker_sidecar.security.repeats import MOST_CALLERS, MOST_OF_CALLER, Repeats
 from seqdedupe.audit_trail import verify
 from seqdedupe.errors import DamagedError, UnavailableError
+from seqdedupe.testing import LAST_RESORT_SECONDS
 
 
 @pytest.fixture
@@ -189,7 +190,7 @@ async def test_what_was_counted_is_told_in_time(path: Path, monkeypatch: pytest.
     audit = Audit(path)
     audit.refused("denied", HOST, subject="s")
     audit.refused("denied", HOST, subject="s")
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(LAST_RESORT_SECONDS):
         while len(events(path)) < 2:  # noqa: ASYNC110 (a file tells nobody that it has grown)
             await asyncio.sleep(0.01)
     audit.refused("denied", HOST, subject="s")
