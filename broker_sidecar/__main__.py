@@ -81,7 +81,7 @@ def main(argv: list[str] | None = None, *, prog: str = "broker_sidecar") -> int:
         workers.divide(config, count)
         if count > 1:
             return workers.run(config, count, sys.argv[1:] if argv is None else argv)
-        for key in ("listen", "metrics_listen"):
+        for key in ("listen", "also_listen", "metrics_listen"):
             if text := getattr(config, key):
                 check_nobody_listens(SidecarAddress.parse(text), key)
     except (SeqdedupeError, OSError) as e:

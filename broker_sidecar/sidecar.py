@@ -53,7 +53,8 @@ class Sidecar:
     """A sidecar in this process."""
 
     def __init__(self, config: Config, *, connections: int, **repairs: bool) -> None:
-        self._connections = connections
+        # gRPC counts those of each address by itself.
+        self._connections = connections // (2 if config.also_listen else 1)
         self._config = config
         self._repairs = repairs
         self._warnings = LastWarnings()
@@ -144,17 +145,24 @@ class Sidecar:
         self._listen_for_http(reading)
         guarded = (self._guard.guarded(self._traces.traced(one.handlers())) for one in services.values())
         self._server.add_generic_rpc_handlers([self._calls.counted(handler) for handler in guarded])
-        address = SidecarAddress.parse(self._config.listen)
+        self.address = self._add_port("listen")
+        if self._config.also_listen:
+            self._add_port("also_listen")
+        self._data.listens(self.address)
+        self._topics.in_background(self._guard.keep_looking())
+        await self._server.start()
+
+    def _add_port(self, key: str) -> SidecarAddress:
+        """Has the server listen at the address that this key says; with the port, if that was to be any. Raises
+        INVALID_CONFIGURATION."""
+        address = SidecarAddress.parse(getattr(self._config, key))
         try:
             port = self._guard.authentication.add_port(self._server, address)
             if address.path:
                 os.chmod(address.path, int(self._config.socket_mode, 8))
         except (RuntimeError, OSError) as e:
-            raise cannot_listen(address, e) from e
-        self.address = address if address.path else replace(address, port=port)
-        self._data.listens(self.address)
-        self._topics.in_background(self._guard.keep_looking())
-        await self._server.start()
+            raise cannot_listen(address, e, key) from e
+        return address if address.path else replace(address, port=port)
 
     def _services(self) -> tuple[dict[str, Any], read.ReadService | None]:
         """By their names; and that for readers, if there is one."""
