@@ -23,6 +23,11 @@ class Config:
         "disk that is not mounted. A sidecar that starts without it serves, and warns. Left out: none can be made.",
     )
     listen: str = _key("127.0.0.1:6660", "Where to serve gRPC: `host:port` (port 0: a free one) or `unix:/path`.")
+    also_listen: str = _key(
+        "",
+        "Where to serve gRPC as well: `host:port` where `listen` is a Unix socket, or `unix:/path`. It is advertised "
+        "nowhere. Left out: nowhere.",
+    )
     allow_insecure_listen: bool = _key(
         False,
         "Listen on an address that is not loopback, though nothing is encrypted, or nobody is asked who they are.",

@@ -18,7 +18,7 @@ import socket
 import stat
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass
 from functools import lru_cache
 from ipaddress import IPv6Address, ip_address
@@ -112,7 +112,7 @@ class Connection:
 
 
 class Connections:
-    """The TCP connections to one port, of which there may be `limit`. `streaming` tells which peers have a stream."""
+    """The TCP connections to the sidecar's ports, of which there may be `limit`. `streaming` tells which peers have a stream."""
 
     def __init__(self, limit: int, streaming: Callable[[], Iterable[str]]) -> None:
         self._limit = limit
@@ -154,15 +154,15 @@ class Connections:
         else:
             self._asked[place] = self._now
 
-    async def keep_looking(self, port: int) -> None:
-        """Looks at the connections to this port again and again, and ends those that have to go."""
+    async def keep_looking(self, ports: Set[int]) -> None:
+        """Looks at the connections to these ports again and again, and ends those that have to go."""
         pause_seconds = LOOK_SECONDS
         while True:
             began = time.monotonic()
             await asyncio.sleep(pause_seconds)
             self._now += min(time.monotonic() - began, pause_seconds + LOOK_SECONDS)
             try:
-                work_seconds = await self._look(port)
+                work_seconds = await self._look(ports)
             except OSError as e:
                 # Of descriptors that have run out the log is full already.
                 if e.errno not in (errno.EMFILE, errno.ENFILE):
@@ -171,7 +171,7 @@ class Connections:
             ended = self._end(choose(self._open.values(), self._limit, self._now))
             pause_seconds = max(LOOK_SOON_SECONDS if ended else LOOK_SECONDS, LOOK_PART * work_seconds)
 
-    async def _look(self, port: int) -> float:
+    async def _look(self, ports: Set[int]) -> float:
         """Finds the connections that are open, and what is known of them; returns how long it worked."""
         self._looks += 1
         found: dict[int, Connection] = {}
@@ -190,7 +190,7 @@ class Connections:
                 inode = status.st_ino
                 one = self._open.get(inode)
                 if one is None and inode not in self._others:
-                    one = self._new(descriptor, inode, port)
+                    one = self._new(descriptor, inode, ports)
             except OSError:
                 # It has been closed meanwhile, or is connected to nobody, or there is no descriptor left.
                 continue
@@ -203,13 +203,13 @@ class Connections:
         self._learn()
         return work_seconds + time.perf_counter() - began
 
-    def _new(self, descriptor: int, inode: int, port: int) -> Connection | None:
-        """The connection with this descriptor; None if it is none to this port. Raises OSError."""
+    def _new(self, descriptor: int, inode: int, ports: Set[int]) -> Connection | None:
+        """The connection with this descriptor; None if it is none to these ports. Raises OSError."""
         with _duplicate(descriptor, inode) as duplicate:
             if duplicate.family not in (socket.AF_INET, socket.AF_INET6):
                 return None
             own, peer = _place_of(duplicate.getsockname()), _place_of(duplicate.getpeername())
-        if own.port != port:
+        if own.port not in ports:
             return None
         address = _LOCAL if peer.address == own.address else address_that_counts(peer.address)
         return Connection(inode, descriptor, peer, address, self._looks, self._now, self._now + CALL_SECONDS)

@@ -62,7 +62,9 @@ class Sidecar:
         logging.getLogger().addHandler(self._warnings)
         self._guard = Guard(config, self._files_read_again)
         self._streams = Streams(config.max_streams, self._guard.permissions)
-        self._connections = Connections(connections, self._streams.peers)
+        # gRPC counts those of each address by itself.
+        places = connections // (2 if config.also_listen else 1)
+        self._connections = Connections(places, self._streams.peers)
         self._health = health.Health(
             self._streams,
             lambda name: self._topics.waiting.begin(name),
@@ -151,19 +153,25 @@ class Sidecar:
         self._listen_for_http(reading)
         guarded = (self._guard.guarded(self._traces.traced(one.handlers())) for one in services.values())
         self._server.add_generic_rpc_handlers([self._calls.counted(handler) for handler in guarded])
-        address = SidecarAddress.parse(self._config.listen)
+        self.address = self._add_port("listen")
+        addresses = [self.address, *([self._add_port("also_listen")] if self._config.also_listen else [])]
+        self._data.listens(self.address)
+        self._topics.in_background(self._guard.keep_looking())
+        if ports := {address.port for address in addresses if not address.path}:
+            self._topics.in_background(self._connections.keep_looking(ports))
+        await self._server.start()
+
+    def _add_port(self, key: str) -> SidecarAddress:
+        """Has the server listen at the address that this key says; with the port, if that was to be any. Raises
+        INVALID_CONFIGURATION."""
+        address = SidecarAddress.parse(getattr(self._config, key))
         try:
             port = self._guard.authentication.add_port(self._server, address)
             if address.path:
                 os.chmod(address.path, int(self._config.socket_mode, 8))
         except (RuntimeError, OSError) as e:
-            raise cannot_listen(address, e) from e
-        self.address = address if address.path else replace(address, port=port)
-        self._data.listens(self.address)
-        self._topics.in_background(self._guard.keep_looking())
-        if not address.path:
-            self._topics.in_background(self._connections.keep_looking(port))
-        await self._server.start()
+            raise cannot_listen(address, e, key) from e
+        return address if address.path else replace(address, port=port)
 
     def _services(self) -> tuple[dict[str, Any], read.ReadService | None]:
         """By their names; and that for readers, if there is one."""

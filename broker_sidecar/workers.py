@@ -97,11 +97,13 @@ def run(config: Config, count: int, flags: Sequence[str], lock: Lock) -> int:
         if config.authentication == "token":
             own_token.tell(own_token.make(folder), config.log_format)
         listen = [held.enter_context(_reserved(address)) for address in _addresses(config.listen, count)]
-        advertised = _addresses(config.advertised_address, count) if config.advertised_address else listen
-        metrics = _addresses(config.metrics_listen, count) if config.metrics_listen else []
+        advertised = _addresses(config.advertised_address, count) or listen
+        also = [held.enter_context(_reserved(address)) for address in _addresses(config.also_listen, count)]
+        metrics = _addresses(config.metrics_listen, count)
         logger.info("workers", extra={"addresses": ",".join(map(str, advertised)), "cluster_id": split.cluster_id})
         workers = [
-            Worker(k, [*flags, *_flags(k, split, config, listen[k], advertised, metrics)]) for k in range(split.workers)
+            Worker(k, [*flags, *_flags(k, split, config, listen[k], advertised, also, metrics)])
+            for k in range(split.workers)
         ]
         return asyncio.run(run_all(workers, lock))
 
@@ -112,6 +114,7 @@ def _flags(
     config: Config,
     listen: SidecarAddress,
     advertised: Sequence[SidecarAddress],
+    also: Sequence[SidecarAddress],
     metrics: Sequence[SidecarAddress],
 ) -> list[str]:
     """What a worker is told beside what the parent was told; the last flag counts."""
@@ -124,6 +127,8 @@ def _flags(
         "peers": ",".join(map(str, advertised)),
         "cluster-id": split.cluster_id,
     }
+    if also:
+        keys["also-listen"] = also[worker]
     if metrics:
         keys["metrics-listen"] = metrics[worker]
     if config.audit_file:
@@ -148,7 +153,10 @@ def make(folder: Path, count: int) -> Split:
 
 
 def _addresses(first: str, count: int) -> list[SidecarAddress]:
-    """Those of the workers: the ports that follow, free ones (port 0), or a socket's path with a number after it."""
+    """Those of the workers: the ports that follow, free ones (port 0), or a socket's path with a number after it. None,
+    if there is no first."""
+    if not first:
+        return []
     address = SidecarAddress.parse(first)
     if address.path:
         return [replace(address, path=f"{address.path}.{worker}") for worker in range(count)]

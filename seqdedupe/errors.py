@@ -307,6 +307,13 @@ REASONS: dict[str, Reason] = {
         "See why the token or the TLS files cannot be had; it is tried again.",
         500,
     ),
+    "UNTRUSTED_LISTENER": Reason(
+        UnavailableError,
+        "UNAUTHENTICATED",
+        "Is that the sidecar? Then name the user that it runs as: SEQDEDUPE_SIDECAR_USER, sidecar_user. Better, let it "
+        "listen on a Unix socket. If it is not, find out who listens there in its place; it is tried again.",
+        1000,
+    ),
     "OUTCOME_UNKNOWN": Reason(
         OutcomeUnknownError,
         "UNAVAILABLE",

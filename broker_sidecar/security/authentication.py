@@ -65,11 +65,16 @@ class Authentication:
             self._revoked.check(context.auth_context())
         if (token := _token_in(context)) is not None:
             subject = self._by_token(self._token, token, address)
-        elif self._certificates is not None and self._certificates.takes_clients:
+        elif self._takes_certificate_of(context):
             subject = Subject(name_in(context.auth_context()), "certificate", None, address)
         else:
             raise error("UNAUTHENTICATED", "the call shows no token")
         return _check_name(subject)
+
+    def _takes_certificate_of(self, context: Context) -> bool:
+        """Whether the connection needed a certificate: one over a Unix socket does not."""
+        is_wanted = self._certificates is not None and self._certificates.takes_clients
+        return is_wanted and "x509_pem_cert" in context.auth_context()
 
     def of_token(self, token: bytes | None, address: str) -> Subject:
         """Who shows this token otherwise than in a call of gRPC. Raises as a call."""
@@ -89,7 +94,7 @@ class Authentication:
 
     def add_port(self, server: grpc.aio.Server, address: SidecarAddress) -> int:
         """Has the server listen there, with TLS where that is configured; returns the port. Raises RuntimeError."""
-        if self._certificates is None:
+        if self._certificates is None or address.path:
             return server.add_insecure_port(str(address))
         return server.add_secure_port(str(address), self._certificates.credentials())
 

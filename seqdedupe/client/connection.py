@@ -16,6 +16,7 @@ from grpc_status import rpc_status
 from seqdedupe.address import SidecarAddress
 from seqdedupe.client.channel import AuthorizedChannel
 from seqdedupe.client.credentials import NO_CREDENTIALS, Credentials
+from seqdedupe.client.listeners import check_listener
 from seqdedupe.client.unreachable import is_of_another_host, unreachable
 from seqdedupe.errors import NEVER, REASONS, SeqdedupeError, UnavailableError, error
 
@@ -119,7 +120,8 @@ def new_channel(
     """A channel with a connection of its own. `is_one`: there is no other sidecar that could be asked. `is_brief`: the
     connection ends when nothing was called over it for some seconds, and is made again by the next call.
 
-    Raises INSECURE_ADDRESS where a token would go over a network as it is, CREDENTIALS_UNAVAILABLE.
+    Raises INSECURE_ADDRESS where a token would go over a network as it is, CREDENTIALS_UNAVAILABLE. Where it goes as it is
+    to a port of this machine, calls raise as `check_listener`.
     """
     global _used
     check_not_forked()
@@ -132,7 +134,14 @@ def new_channel(
         raise error("INSECURE_ADDRESS", f"there is a token, and no TLS to the sidecar at {address}: nothing was sent")
     else:
         channel = grpc.aio.insecure_channel(str(address), options=options)
-    return AuthorizedChannel(channel, credentials) if credentials.has_token else channel
+    if not credentials.has_token:
+        return channel
+
+    def check() -> None:
+        if tls is None and address.is_local and not address.path:
+            check_listener(address, credentials.trusted_users())
+
+    return AuthorizedChannel(channel, credentials, check)
 
 
 async def call(
