@@ -207,9 +207,17 @@ class PublishService:
         if denied:
             names = [name for place, name in enumerate(names) if place not in denied]
             epochs = [epoch for place, epoch in enumerate(epochs) if place not in denied]
+        # Held for as long as names are counted.
+        judged = await self._permissions.judge_known_names(topic.name, topic.producers)
+
+        def check_new(some: list[str]) -> None:
+            self._permissions.check_new_names(topic.name, topic.producers, [name.encode() for name in some])
+
         # Resuming makes names known too: the epoch of another one is as good as its own.
-        self._permissions.check_new_names(topic.name, topic.producers, [name.encode() for name in names])
-        opened = await open_sessions(topic, names, epochs or None)
+        check_new(names)
+        # Others may open names while it does that in parts.
+        opened = await open_sessions(topic, names, epochs or None, check_new)
+        del judged
         if not epochs:
             fenced = ((names[place], epoch) for place, epoch in opened.fenced_epochs.items())
             self._trail.opened(topic.name, topic.log.incarnation, set(opened.epochs), fenced)

@@ -155,8 +155,9 @@ CALLS: dict[str, Need | Other] = {
 
 def _is_change(need: Need | Other) -> bool:
     """Whether nobody may make the call who does no more than look, publish or read."""
-    is_judged_here = isinstance(need, Need) and not need.is_judged_by_handler
-    return is_judged_here and {_CREATE, _ADMINISTER}.issuperset(need.actions)
+    if isinstance(need, Other) or need.is_judged_by_handler:
+        return False
+    return {_CREATE, _ADMINISTER}.issuperset(need.actions)
 
 
 CHANGES = frozenset(method for method, need in CALLS.items() if _is_change(need))

@@ -231,6 +231,18 @@ class Permissions:
                 its = producers.known_count() if are_all_its else self._count_names(topic, producers)
                 use.check("producer_names", its + new)
 
+    async def judge_known_names(self, topic: str, producers: Producers) -> Allowing | None:
+        """What `check_new_names` counts: each name that the topic knows is judged, if it has not been, some at once.
+
+        It is forgotten when nobody holds what this returns.
+        """
+        allowing = self.allowing(topic, producers)
+        if allowing is not None and self.shares.of(caller().name).limits.producer_names is not None:
+            for first in range(0, len(producers), _NAMES_AT_ONCE):
+                allowing.forbidden(np.arange(first, min(first + _NAMES_AT_ONCE, len(producers))))
+                await asyncio.sleep(0)
+        return allowing
+
     def _count_names(self, topic: str, producers: Producers) -> int:
         """As how many of the topic's producers the caller may publish."""
         if (allowing := self.allowing(topic, producers)) is None:

@@ -1,6 +1,7 @@
 """Open: sessions of a topic with a log are started and resumed, each name by itself, some with one control record."""
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,8 +33,14 @@ class _Begun:
     """From before."""
 
 
-async def open_sessions(topic: Topic, names: list[str], epochs: list[int] | None) -> Opened:
-    """Starts sessions (`epochs` None), or resumes these, each name by itself. Older ones are fenced at once.
+async def open_sessions(
+    topic: Topic,
+    names: list[str],
+    epochs: list[int] | None,
+    check: Callable[[list[str]], None] = lambda names: None,
+) -> Opened:
+    """Starts sessions (`epochs` None), or resumes these, each name by itself. Older ones are fenced at once. `check` is
+    called with some names right before these are opened, and may raise.
 
     Returns when what the names have in flight has settled and their epochs are durable. Raises what
     `Sessions.open` raises, or why the topic takes nothing now, or LOG_REFUSED: then nobody was fenced, or of more than
@@ -58,7 +65,7 @@ async def open_sessions(topic: Topic, names: list[str], epochs: list[int] | None
     for part in parts:
         if begun:
             await asyncio.sleep(0)
-        begun.append(await _begin(topic, names[part], None if epochs is None else epochs[part], changes))
+        begun.append(await _begin(topic, names[part], None if epochs is None else epochs[part], check, changes))
     await asyncio.gather(*changes)
     if len(changes) < len(begun):
         await topic.all_settled()
@@ -84,7 +91,11 @@ async def check_names(names: list[str], known: Producers | None = None) -> None:
 
 
 async def _begin(
-    topic: Topic, names: list[str], epochs: list[int] | None, changes: "list[asyncio.Future[None]]"
+    topic: Topic,
+    names: list[str],
+    epochs: list[int] | None,
+    check: Callable[[list[str]], None],
+    changes: "list[asyncio.Future[None]]",
 ) -> _Begun:
     """The sessions of some names are in force. What the log has to say for that to be durable is added to `changes`."""
     topic.check_serving()
@@ -97,6 +108,7 @@ async def _begin(
         # Whether these sessions have been fenced is not known before that has settled.
         await topic.all_settled()
         topic.check_serving()
+    check(names)
     opening = topic.sessions.open(names, epochs)
     durable_epochs = topic.producers.numbers[opening.numbers, DURABLE_EPOCH]
     if (durable_epochs < opening.epochs).any():

@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 
@@ -13,10 +13,11 @@ from broker_sidecar.publish import PublishService
 from broker_sidecar.security import permissions as permissions_module
 from broker_sidecar.security import rules, rules_file
 from broker_sidecar.security.permissions import MAX_NAMES_TOLD, Denial, Permissions
+from broker_sidecar.security.rules import Granted
 from broker_sidecar.security.subject import OPERATOR, Subject, set_caller
 from broker_sidecar.security.trail import Trail
 from broker_sidecar.streams import Streams
-from seqdedupe.errors import AccessDeniedError
+from seqdedupe.errors import AccessDeniedError, SeqdedupeError
 from seqdedupe.limits import MAX_OPEN_NAMES
 from seqdedupe.store.db import Store
 from seqdedupe.topic import opening
@@ -39,6 +40,12 @@ subjects = ["mallory"]
 actions = ["publish"]
 topics = ["*"]
 producers = ["${sub}", "${sub}/*", "m*/a*/b*/c*"]
+"""
+
+SHARE = """
+[[share]]
+subjects = ["mallory"]
+producer_names = 8_000
 """
 
 MALLORY = Subject("mallory", "jwt", None, "ipv4:127.0.0.1:1")
@@ -76,8 +83,8 @@ class Served:
 
 
 @pytest.fixture
-async def served(tmp_path: Path) -> AsyncIterator[Served]:
-    (tmp_path / "rules.toml").write_text(RULES)
+async def served(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Served]:
+    (tmp_path / "rules.toml").write_text(RULES + getattr(request, "param", ""))
     store = Store.open(tmp_path / "store")
     served = Served(store, rules_file.read(tmp_path / "rules.toml"))
     await served.topics.open_all()
@@ -160,6 +167,38 @@ async def test_a_name_that_cannot_be_is_refused_before_any_is_opened(served: Ser
             with pytest.raises(Exception, match=r"INVALID_NAME|NOT_ALLOWED"):
                 await served.open(caller, names)
     assert len(topic.producers) == before
+
+
+@pytest.mark.parametrize("served", [SHARE], indirect=True)
+async def test_opens_that_come_together_are_no_more_names_than_a_share(served: Served) -> None:
+    opens = [served.open(MALLORY, ITS[first : first + 5_000]) for first in (0, 5_000)]
+    answers = await asyncio.gather(*opens, return_exceptions=True)
+    failed = [answer for answer in answers if isinstance(answer, SeqdedupeError)]
+    assert [e.reason for e in failed] in (["SHARE_EXCEEDED"], ["SHARE_EXCEEDED"] * 2)
+    assert 3_000 <= served.topics.get("orders").producers.known_count() - 1 <= 8_000
+    # Alone, a call with too many opens nothing.
+    known = served.topics.get("orders").producers.known_count()
+    with pytest.raises(SeqdedupeError, match="SHARE_EXCEEDED"):
+        await served.open(MALLORY, [f"{name}x" for name in ITS])
+    assert served.topics.get("orders").producers.known_count() == known
+
+
+@pytest.mark.parametrize("served", [SHARE], indirect=True)
+async def test_a_topics_names_are_judged_some_at_once(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that a topic has already, for a caller whose share counts its own."""
+    for first in "ab":
+        await served.open(ALL, [f"{first}{name}" for name in OTHERS])
+    judged = []
+    really = Granted.are_allowed
+
+    def are_allowed(self: Granted, raw: Any, spans: Any) -> Any:
+        judged.append(len(spans))
+        return really(self, raw, spans)
+
+    monkeypatch.setattr(Granted, "are_allowed", are_allowed)
+    await served.open(MALLORY, ITS[:1])
+    assert sum(judged) > 2 * MAX_OPEN_NAMES
+    assert max(judged) <= MAX_OPEN_NAMES / 10
 
 
 async def test_a_later_open_of_a_name_wins_over_one_that_is_under_way(served: Served) -> None:

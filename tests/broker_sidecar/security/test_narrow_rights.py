@@ -216,7 +216,7 @@ def test_each_topic_and_caller_has_ten_moves_a_second() -> None:
     assert use.move("b", 100, 50.0) == 0.0
     assert Use("bob", NO_LIMITS).move("a", 100, 50.0) == 0.0
     # What would wait for too long is refused, and is told when to come again.
-    refusals = []
+    refusals: list[SeqdedupeError] = []
     while not refusals:
         try:
             waits = use.move("a", 100, 50.0)
