@@ -112,7 +112,7 @@ class Connection:
 
 
 class Connections:
-    """The TCP connections to the sidecar's ports, of which there may be `limit`. `streaming` tells which peers have a stream."""
+    """The TCP connections to the sidecar's ports, at most `limit`. `streaming` tells which peers have a stream."""
 
     def __init__(self, limit: int, streaming: Callable[[], Iterable[str]]) -> None:
         self._limit = limit

@@ -120,8 +120,8 @@ def new_channel(
     """A channel with a connection of its own. `is_one`: there is no other sidecar that could be asked. `is_brief`: the
     connection ends when nothing was called over it for some seconds, and is made again by the next call.
 
-    Raises INSECURE_ADDRESS where a token would go over a network as it is, CREDENTIALS_UNAVAILABLE. Where it goes as it is
-    to a port of this machine, calls raise as `check_listener`.
+    Raises INSECURE_ADDRESS where a token would go over a network as it is, CREDENTIALS_UNAVAILABLE. Where it goes as it
+    is to a port of this machine, calls raise as `check_listener`.
     """
     global _used
     check_not_forked()
