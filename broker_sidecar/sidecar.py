@@ -4,6 +4,7 @@ import asyncio
 import logging
 import os
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import grpc.aio
@@ -13,7 +14,7 @@ from broker_sidecar.backup import Backup
 from broker_sidecar.config import Config
 from broker_sidecar.data import Data
 from broker_sidecar.last_warnings import LastWarnings
-from broker_sidecar.listening import cannot_listen
+from broker_sidecar.listening import SocketPath, cannot_listen
 from broker_sidecar.metrics.calls import Calls
 from broker_sidecar.metrics.exposition import Metrics, Sources
 from broker_sidecar.security.calls import CONFIGURATION
@@ -25,6 +26,7 @@ from broker_sidecar.web.pages import Pages
 from broker_sidecar.web.server import Route, WebServer
 from broker_sidecar.web.visitors import Visitors
 from seqdedupe.address import SidecarAddress
+from seqdedupe.errors import SeqdedupeError
 from seqdedupe.topic.state import State
 
 logger = logging.getLogger("seqdedupe.server")
@@ -44,6 +46,9 @@ _WINDOW = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", UNREAD_BY
 _MAX_REQUEST = ("grpc.max_receive_message_length", MAX_REQUEST_BYTES)
 _PINGS = (("grpc.keepalive_permit_without_calls", 1), ("grpc.http2.min_ping_interval_without_data_ms", 1_000))
 """A client that waits for messages may ask every second whether the sidecar is still there."""
+
+LOOK_SECONDS = 1.0
+"""So often it is looked whether the path of the Unix socket still leads here."""
 
 UNARY_CALLS_A_CONNECTION = 100
 """At once, beside its streams; more wait in the client."""
@@ -67,6 +72,10 @@ class Sidecar:
             others_serve=self._others_serve,
         )
         self.address: SidecarAddress | None = None
+        self._path: SocketPath | None = None
+        """Of the Unix socket, if it listens at one."""
+        self._servers: list[grpc.aio.Server] = []
+        """The last one listens. Others may have open streams."""
         self._calls = Calls()
         self._traces = Traces(os.environ)
         self._metrics: Metrics | None = None
@@ -99,6 +108,8 @@ class Sidecar:
             await self._listen()
         except BaseException:
             self._close_web()
+            if self._path is not None:
+                self._path.close()
             await self._data.close()
             raise
         if self._web is not None:
@@ -133,28 +144,59 @@ class Sidecar:
         self._health.set("", health.SERVING)
 
     async def _listen(self) -> None:
+        services, reading = self._services()
+        self._listen_for_http(reading)
+        guarded = (self._guard.guarded(self._traces.traced(one.handlers())) for one in services.values())
+        self._handlers = [self._calls.counted(handler) for handler in guarded]
+        address = SidecarAddress.parse(self._config.listen)
+        if address.path:
+            try:
+                self._path = SocketPath(address, int(self._config.socket_mode, 8))
+            except OSError as e:
+                raise cannot_listen(address, e) from e
+        self.address = await self._serve_at(address)
+        self._data.listens(self.address)
+        self._topics.in_background(self._guard.keep_looking())
+        if self._path is not None:
+            self._topics.in_background(self._keep_listening(address, self._path))
+
+    async def _serve_at(self, address: SidecarAddress) -> SidecarAddress:
+        """Has one more server listen there; where it does. Raises INVALID_CONFIGURATION."""
         at_once = max(1, self._config.max_streams // CONNECTION_SHARE) + UNARY_CALLS_A_CONNECTION
         limits = (
             ("grpc.max_concurrent_streams", at_once),
             ("grpc.max_allowed_incoming_connections", self._connections),
         )
         fixed = (_NO_OTHER_LISTENER, _MAX_REQUEST, *_WINDOW, *_PINGS)
-        self._server = grpc.aio.server(options=[*fixed, *limits, *self._guard.authentication.server_options()])
-        services, reading = self._services()
-        self._listen_for_http(reading)
-        guarded = (self._guard.guarded(self._traces.traced(one.handlers())) for one in services.values())
-        self._server.add_generic_rpc_handlers([self._calls.counted(handler) for handler in guarded])
-        address = SidecarAddress.parse(self._config.listen)
+        server = grpc.aio.server(options=[*fixed, *limits, *self._guard.authentication.server_options()])
+        server.add_generic_rpc_handlers(self._handlers)
         try:
-            port = self._guard.authentication.add_port(self._server, address)
-            if address.path:
-                os.chmod(address.path, int(self._config.socket_mode, 8))
+            if self._path is not None:
+                self._path.listen(partial(self._guard.authentication.add_port, server))
+            else:
+                address = replace(address, port=self._guard.authentication.add_port(server, address))
         except (RuntimeError, OSError) as e:
             raise cannot_listen(address, e) from e
-        self.address = address if address.path else replace(address, port=port)
-        self._data.listens(self.address)
-        self._topics.in_background(self._guard.keep_looking())
-        await self._server.start()
+        self._servers.append(server)
+        await server.start()
+        return address
+
+    async def _keep_listening(self, address: SidecarAddress, path: SocketPath) -> None:
+        """The path of a Unix socket is anybody's who may write to its folder. Streams of clients that have come over
+        an earlier socket go on."""
+        told = ""
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            if path.is_there():
+                continue
+            try:
+                await self._serve_at(address)
+                logger.warning("%s was removed or replaced: the sidecar listens there again", address)
+                told = ""
+            except SeqdedupeError as e:
+                # It is tried again.
+                if told != (told := str(e)):
+                    logger.error("%s was removed or replaced, and nobody reaches the sidecar there: %s", address, e)
 
     def _services(self) -> tuple[dict[str, Any], read.ReadService | None]:
         """By their names; and that for readers, if there is one."""
@@ -198,7 +240,9 @@ class Sidecar:
                 await self._topics.drain()
         finally:
             self._streams.drain()
-            await self._server.stop(STOP_GRACE_SECONDS)
+            if self._path is not None:
+                self._path.close()
+            await asyncio.gather(*(server.stop(STOP_GRACE_SECONDS) for server in self._servers))
             self._close_web()
         await self._data.close()
         await self._guard.trail.close()
