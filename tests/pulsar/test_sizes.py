@@ -144,5 +144,5 @@ async def test_a_topics_own_limit_that_is_set_while_it_is_written(
     again.append(log.certain_index, 1)
     await again.until_stored(1)
     await cluster.url.call("DELETE", topic.replace("://", "/") + "/maxMessageSize")
-    await log._learn_limits()
+    await log._learn_limits(cluster.admin)
     log.check(large)
