@@ -29,12 +29,12 @@ from broker_sidecar.connections import (
 from broker_sidecar.descriptors import connections_within
 from broker_sidecar.security.subject import Subject
 from seqdedupe.address import SidecarAddress
-from seqdedupe.testing import Sidecar
+from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from tests.broker_sidecar import with_constants
 from tests.broker_sidecar.calls import NOT_DUP, Client, batch, verdicts
 from tests.broker_sidecar.security.showing import bearer, token_of, unary
 
-WAIT_SECONDS = 120.0
+WAIT_SECONDS = LAST_RESORT_SECONDS
 NEVER = 1e9
 DESCRIPTORS = 1024
 PLACES = connections_within(DESCRIPTORS)
