@@ -145,6 +145,11 @@ class Metrics(Collector):
         )
 
     def _of_the_machine(self) -> Iterator[Metric]:
+        yield gauge_of(
+            "seqdedupe_clock_ahead_seconds",
+            "How far the clock was ahead of the last believed time at the start, where that is over a day; else 0.",
+            self._from.data.clock_ahead_ms / 1000,
+        )
         yield histogram_of(
             "seqdedupe_event_loop_delay_seconds",
             "How late the event loop came to what was due.",
