@@ -199,6 +199,9 @@ class PublishService:
     async def _open(self, request: publish_pb2.OpenRequest) -> publish_pb2.OpenResponse:
         if len(request.producer_names) > MAX_OPEN_NAMES:  # before they become objects of Python
             raise error("INVALID_NAME", f"Open takes 1 to {MAX_OPEN_NAMES} producer names, each once")
+        # The log gets a record of them.
+        shares = self._permissions.shares
+        shares.check_rate(shares.of(caller().name), request.ByteSize(), time.monotonic())
         names, epochs = list(request.producer_names), list(request.epochs)
         denied = await self._denied(topic_name(request.topic), names)
         topic = await self._topic_of(request, names)
