@@ -49,7 +49,6 @@ class Stream:
         self.writing_bytes = 0
         """Of what is being written gRPC has a copy. When the stream has ended, it has that until the client takes it,
         or goes away."""
-        context.add_done_callback(self._written)  # type: ignore[arg-type]
         self._method = method_of_call()
         self.frames_in_flight = 0
         self.moved_at = time.monotonic()
@@ -68,6 +67,7 @@ class Stream:
         would go out again with the status, and the client would never see the call's end. So they go by themselves,
         and are waited for.
         """
+        self._context.add_done_callback(self._written)  # type: ignore[arg-type]
         await self._context.send_initial_metadata(())
         if self.ended_because is not None:
             raise self.ended_because
