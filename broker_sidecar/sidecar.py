@@ -66,7 +66,7 @@ class Sidecar:
         self._warnings = LastWarnings()
         logging.getLogger().addHandler(self._warnings)
         self._guard = Guard(config, self._files_read_again)
-        self._streams = Streams(config.max_streams, self._guard.permissions)
+        self._streams = Streams(config.max_streams, self._guard.permissions, lambda peer: self._connections.end(peer))
         # gRPC counts those of each address by itself.
         places = connections // (2 if config.also_listen else 1)
         self._connections = Connections(places, self._streams.peers)
