@@ -6,6 +6,7 @@ import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -33,7 +34,7 @@ def publish(address: str, *payloads: bytes) -> None:
 
 def payloads(address: str) -> list[bytes]:
     with Client(address) as client, client.reader("t") as reader:
-        return [bytes(message.payload) for message in reader]
+        return [bytes(message.payload or b"") for message in reader]
 
 
 def listening(path: Path) -> socket.socket:
@@ -92,8 +93,10 @@ def removed_with_its_lock(path: Path) -> None:
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_path_that_is_lost_is_listened_at_again(tmp_path: Path, workers: int, path: Path) -> None:
-    keys = {"listen": f"unix:{path}"} if workers == 1 else {}
-    with Sidecar(tmp_path, workers=workers, **keys) as sidecar:
+    keys: dict[str, object] = {"listen": f"unix:{path}"} if workers == 1 else {}
+    sidecar = Sidecar(tmp_path, workers=workers)
+    sidecar.keys |= keys
+    with sidecar:
         where = [Path(address.removeprefix("unix:")) for address in sidecar.address.split(",")]
         with Client(sidecar.address) as client, client.producer("t", "p") as producer:
             producer.send(b"0").result()
@@ -102,7 +105,7 @@ def test_a_path_that_is_lost_is_listened_at_again(tmp_path: Path, workers: int, 
                 said = len(again(sidecar))
                 for one in where if lose is not removed_with_its_lock else where[:1]:
                     lose(one)
-                wait(sidecar, lambda said=said: len(again(sidecar)) >= said + len(where))
+                wait(sidecar, partial(has_said, sidecar, said + len(where)))
                 # Over the connection that it has.
                 producer.send(b"%d" % number).result()
                 assert len(payloads(sidecar.address)) == number + 1
@@ -118,6 +121,10 @@ def wait(sidecar: Sidecar, until: Callable[[], object]) -> None:
 
 def unreached(sidecar: Sidecar) -> list[str]:
     return [entry["event"] for entry in sidecar.log if "nobody reaches the sidecar there" in entry["event"]]
+
+
+def has_said(sidecar: Sidecar, count: int) -> bool:
+    return len(again(sidecar)) >= count
 
 
 def again(sidecar: Sidecar) -> list[str]:
