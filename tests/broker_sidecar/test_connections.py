@@ -162,7 +162,8 @@ def test_who_calls_or_watches_the_health_stays(tmp_path: Path) -> None:
         channels = [grpc.insecure_channel(sidecar.address, [("grpc.use_local_subchannel_pool", 1)]) for _ in range(4)]
         unary(channels[0], LIST_TOPICS)(b"", metadata=bearer(token_of(sidecar)))
         watching, asking = (unknown_health(channel) for channel in channels[1:3])
-        next(watching.Watch(health_pb2.HealthCheckRequest()))
+        watched = watching.Watch(health_pb2.HealthCheckRequest())
+        next(watched)
         asking.Check(health_pb2.HealthCheckRequest())
         stay = own_ports(sidecar.address)
         assert len(stay) == 3
@@ -172,6 +173,7 @@ def test_who_calls_or_watches_the_health_stays(tmp_path: Path) -> None:
             with silent(sidecar.address, 1) as [other]:
                 wait_until(lambda: has_been_ended(other), "a silent connection stays")
         wait_until(lambda: own_ports(sidecar.address) == stay, "others stay than those that call")
+        assert watched.is_active()
         for channel in channels:
             channel.close()
 
@@ -218,7 +220,7 @@ async def test_who_has_called_is_found_by_address_and_port(
     own = Connections(100, lambda: ())
     pairs = [connect(listening, host) for _ in range(2)]
     own.called(Subject("ann", "jwt", None, peer.format(pairs[0][0].getsockname()[1])))
-    looking = asyncio.ensure_future(own.keep_looking(listening.getsockname()[1]))
+    looking = asyncio.ensure_future(own.keep_looking({listening.getsockname()[1]}))
     assert await asyncio.to_thread(pairs[1][0].recv, 1) == b""
     looking.cancel()
     assert (own.count(), own.ended) == ((1, 1), {"silent": 1, "crowded": 0, "unread": 0})
