@@ -134,7 +134,9 @@ async def test_what_starts_names_a_proxy(tmp_path: Path, code: grpc.StatusCode) 
             await refused(client.admin.topic("t"))
             publisher = await client.publisher("ids", delivery_timeout_seconds=None).__aenter__()
             await refused(publisher.send(b"1", deduplication_id="1"))
-            assert calls == {"PublishStream": 2, "GetLastMessageId": 1, "GetTopic": 1}
+            # A publisher writes at once, and gRPC hides the status of a call that ends meanwhile: then it tries again.
+            assert calls.pop("PublishStream") >= 2
+            assert calls == {"GetLastMessageId": 1, "GetTopic": 1}
         await asyncio.to_thread(sidecar.start)
         try:
             # A call that was made too early has not ended it.
