@@ -41,6 +41,7 @@ async def create(cluster: Cluster, topic: str, entry_format: EntryFormat, incarn
     properties = {INCARNATION: str(incarnation), FORMAT: entry_format.value, MODE: "SEQUENCE_ID", PARTITIONS: "0"}
     await cluster.admin.create_topic(topic, properties)
     await cluster.admin.set_policy(topic, "retention", {"retentionTimeInMinutes": -1, "retentionSizeInMB": -1})
+    await cluster.admin.set_policy(topic, "deduplicationSnapshotInterval", 0)
     await cluster.admin.set_policy(topic, "deduplicationEnabled", True)
 
 
