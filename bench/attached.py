@@ -23,7 +23,7 @@ from broker_sidecar.data import Data
 from seqdedupe import wire
 from seqdedupe.batch import Binary
 from seqdedupe.client.attachment import ATTACH
-from seqdedupe.limits import MAX_OPEN_NAMES
+from seqdedupe.limits import MAX_NAMES_AT_ONCE
 from seqdedupe.testing import Sidecar
 from seqdedupe.topic.attachment import Columns
 from seqdedupe.topic.policy import LARGEST
@@ -36,8 +36,8 @@ SNAPSHOT = b"snapshot"
 def _names(producers: int) -> list[tuple[int, list[bytes]]]:
     """As they are registered: the first handle, and names."""
     return [
-        (first, [b"producer-%07d" % i for i in range(first, min(first + MAX_OPEN_NAMES, producers))])
-        for first in range(0, producers, MAX_OPEN_NAMES)
+        (first, [b"producer-%07d" % i for i in range(first, min(first + MAX_NAMES_AT_ONCE, producers))])
+        for first in range(0, producers, MAX_NAMES_AT_ONCE)
     ]
 
 

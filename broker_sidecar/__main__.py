@@ -4,16 +4,19 @@ import argparse
 import difflib
 import os
 import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import NoReturn
 
 from broker_sidecar import event_engine
 
-# Before gRPC is imported, as some of these do. It would write a line for each handshake that fails.
-os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+# Before gRPC is imported, as some of these do. It would write a line for each compressed call, and for each handshake
+# that fails: whoever can connect could fill a disk.
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 event_engine.turn_off()
 
-from broker_sidecar.config import KEYS  # noqa: E402
+from broker_sidecar.config import KEYS, Config  # noqa: E402
 from broker_sidecar.keys import flag_of  # noqa: E402
 from broker_sidecar.loading import from_process  # noqa: E402
 from seqdedupe.address import SidecarAddress  # noqa: E402
@@ -72,20 +75,28 @@ def main(argv: list[str] | None = None, *, prog: str = "broker_sidecar") -> int:
     except SeqdedupeError as e:
         print(f"seqdedupe: {e} {e.hint}", file=sys.stderr)
         return 2
+    with ExitStack() as held:
+        return _run(config, held, sys.argv[1:] if argv is None else argv, rebuild_store, gives_up)
+
+
+def _run(config: Config, held: ExitStack, flags: Sequence[str], rebuild_store: bool, gives_up_journal: bool) -> int:
     from broker_sidecar import directory, kernels, workers
     from broker_sidecar.listening import check_nobody_listens
     from broker_sidecar.supervising import EXIT_ERROR
 
+    folder = Path(config.data_directory)
     try:
+        workers.check_is_no_backup(folder)
+        lock = held.enter_context(directory.taken(folder))
         count = workers.count_of(config)
         workers.divide(config, count)
         if count > 1:
-            return workers.run(config, count, sys.argv[1:] if argv is None else argv)
-        for key in ("listen", "metrics_listen"):
+            return workers.run(config, count, flags, lock)
+        for key in ("listen", "also_listen", "metrics_listen"):
             if text := getattr(config, key):
                 check_nobody_listens(SidecarAddress.parse(text), key)
     except (SeqdedupeError, OSError) as e:
-        failure = e if isinstance(e, SeqdedupeError) else directory.failed(Path(config.data_directory), e)
+        failure = e if isinstance(e, SeqdedupeError) else directory.failed(folder, e)
         print(f"seqdedupe: {failure} {failure.hint}", file=sys.stderr)
         return EXIT_ERROR
     if has_to_compile := kernels.prepare(config.data_directory):
@@ -95,7 +106,7 @@ def main(argv: list[str] | None = None, *, prog: str = "broker_sidecar") -> int:
     if has_to_compile:
         kernels.compiled(config.data_directory)
 
-    return run(config, rebuild_store=rebuild_store, gives_up_journal=gives_up)
+    return run(config, lock, rebuild_store=rebuild_store, gives_up_journal=gives_up_journal)
 
 
 if __name__ == "__main__":

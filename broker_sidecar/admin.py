@@ -71,7 +71,7 @@ class AdminService:
         self._permissions = permissions
         self._transfer = Transfer(topics, streams, permissions, trail)
         self._operate = Operate(own)
-        self._cursors = Cursors(own)
+        self._cursors = Cursors(own, permissions)
         self._backup = backup
         self._peers = peers
         self._policies = Policies(topics, peers)

@@ -21,6 +21,7 @@ from seqdedupe.log.pulsar.client_log import client_logger
 from seqdedupe.log.pulsar.credentials import OAuth2, Token, from_file, never_raises
 from seqdedupe.log.pulsar.entries import EntryFormat
 from seqdedupe.log.pulsar.http import AdminUrl
+from seqdedupe.log.pulsar.limits import Brokers
 from seqdedupe.log.pulsar.log import Shared
 from seqdedupe.log.pulsar.logs import PulsarLogs
 from seqdedupe.log.pulsar.owner import owner_of
@@ -55,6 +56,7 @@ class Cluster:
             Admin(AdminUrl(asked.admin_url, self._token, tls)),
             self._connect,
             self.neighbours.answers,
+            Brokers(asked.service_url, self._token, tls),
         )
         self.namespaces = asked.namespace_names
         self.logs = PulsarLogs(

@@ -23,6 +23,11 @@ class Config:
         "disk that is not mounted. A sidecar that starts without it serves, and warns. Left out: none can be made.",
     )
     listen: str = _key("127.0.0.1:6660", "Where to serve gRPC: `host:port` (port 0: a free one) or `unix:/path`.")
+    also_listen: str = _key(
+        "",
+        "Where to serve gRPC as well: `host:port` where `listen` is a Unix socket, or `unix:/path`. It is advertised "
+        "nowhere. Left out: nowhere.",
+    )
     allow_insecure_listen: bool = _key(
         False,
         "Listen on an address that is not loopback, though nothing is encrypted, or nobody is asked who they are.",
@@ -35,6 +40,9 @@ class Config:
     token_keys_file: str = _key("", "Public keys (JWKS) whose holders sign tokens for others, JSON Web Tokens.")
     token_audience: str = _key(
         "", "What these tokens are for: their `aud` has to have it. Needed with `token_keys_file`."
+    )
+    token_max_lifetime_minutes: int = _key(
+        0, "Take only tokens that live at most so many minutes, from their `iat` to their `exp`. 0: no limit."
     )
     tls_certificate_file: str = _key(
         "", "The sidecar's certificate, and those up to its authority, as PEM: TLS is spoken."

@@ -40,6 +40,7 @@ _LEAST = {
 _NEEDS = (
     ("token_keys_file", "token_audience"),
     ("token_audience", "token_keys_file"),
+    ("token_max_lifetime_minutes", "token_keys_file"),
     ("tls_certificate_file", "tls_key_file"),
     ("tls_key_file", "tls_certificate_file"),
     ("tls_client_ca_file", "tls_certificate_file"),
@@ -106,13 +107,16 @@ def _check_authentication(config: Config) -> None:
 
 
 def _check_listen(config: Config) -> None:
-    address = _address(config, "listen")
-    if address.path and config.tls_certificate_file:
+    addresses = {name: _address(config, name) for name in ("listen", "also_listen") if getattr(config, name)}
+    if config.tls_certificate_file and all(address.path for address in addresses.values()):
         raise invalid("tls_certificate_file", f"has no use with listen = {config.listen!r}: sockets are not encrypted")
-    if not config.tls_certificate_file:
-        _check_reach(config, "listen", address, "nothing is encrypted")
-    elif config.authentication == "none":
-        _check_reach(config, "listen", address, "nobody is asked who they are")
+    if len(addresses) > 1 and len({address.path for address in addresses.values()}) == 1:
+        raise invalid("also_listen", f"is {config.also_listen!r}: one of both addresses has to be another Unix socket")
+    for name, address in addresses.items():
+        if not config.tls_certificate_file:
+            _check_reach(config, name, address, "nothing is encrypted")
+        elif config.authentication == "none":
+            _check_reach(config, name, address, "nobody is asked who they are")
 
 
 def _check_metrics_listen(config: Config) -> None:

@@ -1,24 +1,33 @@
 """The calls about named cursors: those of ReadService, for who reads, and those of AdminService."""
 
+import asyncio
+import time
 from typing import Any
 
 import grpc
 
 from broker_sidecar.rpc import unary
+from broker_sidecar.security.permissions import Permissions
+from broker_sidecar.security.subject import caller
 from seqdedupe.errors import error
 from seqdedupe.message_id import Position
+from seqdedupe.names import topic_name
 from seqdedupe.topic import cursors, moving_cursors
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.finding import find
 from seqdedupe.topic.publishing import Topic
 from seqdedupe.v1 import admin_pb2, read_pb2
 
+RECORD_BYTES = 256
+"""What a moved cursor takes in the log beside its name and what it keeps, at most."""
+
 
 class Cursors:
     """The handlers. `topics` are those on the sidecar's own log; None if it has none."""
 
-    def __init__(self, topics: Topics[Topic] | None) -> None:
+    def __init__(self, topics: Topics[Topic] | None, permissions: Permissions) -> None:
         self._topics = topics
+        self._permissions = permissions
 
     def reading(self) -> "dict[str, grpc.RpcMethodHandler[Any, Any]]":
         """Those of ReadService, by the name of the call."""
@@ -49,12 +58,28 @@ class Cursors:
         return read_pb2.GetCursorResponse(kept=read_pb2.CursorValue(position=position.to_proto(), note=note))
 
     async def _move(self, request: read_pb2.MoveCursorRequest) -> read_pb2.MoveCursorResponse:
-        topic = await self._topic(request.topic)
         if not request.HasField("new"):
             raise error("INVALID_REQUEST", "new is missing: what the cursor is to keep")
         expected = _kept(request.expected) if request.HasField("expected") else None
+        await self._wait_for_turn(request)
+        topic = await self._topic(request.topic)
+        # From here on in one step: of moves that come together each one counts what the others make.
+        there = [cursor.name for cursor in topic.newest_policy.cursors]
+        if request.name not in there:
+            self._permissions.check_new_cursor(topic.name, there)
         await moving_cursors.move(topic, request.name, expected, _kept(request.new))
         return read_pb2.MoveCursorResponse()
+
+    async def _wait_for_turn(self, request: read_pb2.MoveCursorRequest) -> None:
+        """Who may do no more than read must not fill the topic's log. Raises SHARE_EXCEEDED."""
+        shares, now_seconds = self._permissions.shares, time.monotonic()
+        use = shares.of(caller().name)
+        if not caller().is_unrestricted:
+            size = RECORD_BYTES + len(request.name.encode()) + request.new.ByteSize()
+            wait_seconds = use.move(topic_name(request.topic), size, now_seconds)
+            if wait_seconds:
+                await asyncio.sleep(wait_seconds)
+        shares.check_rate(use, request.ByteSize(), time.monotonic())
 
     async def _list(self, request: admin_pb2.ListCursorsRequest) -> admin_pb2.ListCursorsResponse:
         answer = admin_pb2.ListCursorsResponse()

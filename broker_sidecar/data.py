@@ -115,6 +115,7 @@ class Data:
                 has_journal=store.has_journal,
                 tell_journal=store.tell_journal,
                 gives_up_journal=gives_up_journal,
+                known_names=lambda: _names(store),
             )
             kind, logs = LogKind.EMBEDDED, self.logs
         self.topics = Topics(
@@ -186,6 +187,12 @@ class Data:
         if self.cluster is not None:
             await self.cluster.close()
         await asyncio.to_thread(self.store.close)
+
+
+def _names(store: Store) -> dict[int, tuple[str, int]]:
+    """The topics that are there, with their numbers of partitions, by incarnation."""
+    active = (record for record in store.topics() if record.state is TopicState.ACTIVE)
+    return {record.incarnation: (record.name, record.partitions) for record in active}
 
 
 def _remove_arrivals(store: Store, logs: EmbeddedLogs) -> None:

@@ -76,7 +76,8 @@ class DedupeService:
 
     async def _topic_of(self, name: str) -> AttachedTopic:
         """The topic to attach, made if need be."""
-        self._permissions.check_topic(Action.PUBLISH, name)
+        # What it replays and reports is the truth of the whole topic, whatever names it says.
+        self._permissions.check_topic(Action.ATTACH, name)
         await self._topics.waiting.use(name)
         if name not in self._topics.live and name not in self._topics.closed:
             self._permissions.check_creates(name, self._topics.taken_names())
@@ -94,7 +95,6 @@ class _Hold:
         self._topic = topic
         self._stream = stream
         self._permissions = permissions
-        stream.allowed.append(self._judge_names_again)
         self._token = secrets.randbelow(MAX_TOKEN) + 1
         self._held_bytes = 0
         """For admissions in flight, of the memory that all clients share."""
@@ -146,8 +146,7 @@ class _Hold:
         topic, attachment = self._topic, self._attachment
         if request.HasField("register"):
             names = names_of(request.register)
-            self._permissions.check_names(topic.name, names, self._stream.subject)
-            self._permissions.check_new_names(topic.name, topic.producers, names)
+            self._permissions.check_new_names(topic.name, topic.producers, names, are_all_its=True)
             attachment.register(request.register.first_handle, names)
         if request.HasField("release"):
             attachment.release(values(request.release.handles, INT32, "handles"))
@@ -162,12 +161,6 @@ class _Hold:
             topic.report(attachment, report.first_admission, report.persisted, report.position, report.failed)
         if request.HasField("reset"):
             attachment.reset()
-
-    def _judge_names_again(self) -> None:
-        """Raises NOT_ALLOWED for a name that is in use and may be no more."""
-        for numbers in self._attachment.in_use():
-            names = self._topic.producers.names_of(numbers[numbers >= 0])
-            self._permissions.check_names(self._topic.name, names, self._stream.subject)
 
     def _replay(self, replay: Any) -> None:
         columns = columns_of(replay)

@@ -1,14 +1,23 @@
-"""The data directory: made if need be, and looked at before anything is opened in it."""
+"""The data directory: made if need be, locked, and looked at before anything is opened in it."""
 
+import asyncio
 import errno
 import os
 import pwd
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.locks import DIRECTORY_LOCK, Lock, locked_directory
+from seqdedupe.store.directories import SHARDS_FILE, WORKERS_FILE
 
 PRIVATE = 0o077
 """The umask: nobody but the user that the sidecar runs as may read what it writes."""
+
+LOOK_SECONDS = 1.0
+"""The lock's file is looked at so often."""
 
 _HINTS = {
     errno.EROFS: "Mount the file system for writing, or choose a directory on another one.",
@@ -20,8 +29,13 @@ _HINTS = {
 }
 
 
+_OWN = (DIRECTORY_LOCK, "store", "logs", SHARDS_FILE, WORKERS_FILE)
+"""What a sidecar makes in its directory, which nobody but its user may read."""
+
+
 def prepare(folder: Path) -> None:
-    """Makes it if it is not there. Raises INVALID_CONFIGURATION if it cannot be made or written to."""
+    """Makes it if it is not there. Raises INVALID_CONFIGURATION if it cannot be made or written to, or is another
+    user's."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         is_read_only = bool(os.statvfs(folder).f_flag & os.ST_RDONLY)
@@ -32,6 +46,52 @@ def prepare(folder: Path) -> None:
     if not os.access(folder, os.R_OK | os.W_OK | os.X_OK, effective_ids=True):
         owner, user = (_user(uid) for uid in (folder.stat().st_uid, os.geteuid()))
         raise _unusable(folder, errno.EACCES, f"it belongs to {owner}, and this process runs as {user}")
+    _check_owner(folder)
+
+
+def _check_owner(folder: Path) -> None:
+    """One start as root would leave files that the service's user cannot open. Raises INVALID_CONFIGURATION."""
+    there = [folder / name for name in _OWN if (folder / name).exists()]
+    owners = [(path, path.stat().st_uid) for path in there or [folder]]
+    path, owner = next((one for one in owners if one[1] != os.geteuid()), (folder, os.geteuid()))
+    # An empty volume may be root's and its group's, whose member this process is.
+    if owner == os.geteuid() or (not there and owner == 0) or owner == _owner_of_new_files(folder):
+        return
+    name, user = _user(owner), _user(os.geteuid())
+    raise error(
+        "INVALID_CONFIGURATION",
+        f"data_directory = {str(folder)!r}: {path} belongs to {name}, and this process runs as {user}",
+        hint=f"Run the sidecar as {name}, or give the directory to {user}: chown -R {user} {folder}",
+        key="data_directory",
+    )
+
+
+def _owner_of_new_files(folder: Path) -> int:
+    """Not always this process's user: a file system of another machine may know one user alone."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            return os.fstat(file.fileno()).st_uid
+    except OSError:
+        return os.geteuid()
+
+
+@contextmanager
+def taken(folder: Path) -> Iterator[Lock]:
+    """The directory, which no other process has during the block. Raises as `prepare`; DIRECTORY_IN_USE; OSError."""
+    os.umask(PRIVATE)
+    prepare(folder)
+    with locked_directory(folder) as lock:
+        yield lock
+
+
+async def lost(lock: Lock) -> str:
+    """Returns when another process may have taken the directory, and says why."""
+    while True:
+        await asyncio.sleep(LOOK_SECONDS)
+        # A disk that answers with an error now may answer later.
+        with suppress(OSError):
+            if not await asyncio.to_thread(lock.is_held):
+                return f"{lock.path} is not the file that this process has locked: it was moved or removed"
 
 
 def failed(folder: Path, e: OSError) -> SeqdedupeError:

@@ -15,9 +15,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from seqdedupe.errors import UnavailableError, error
+from seqdedupe.errors import DamagedError, UnavailableError, error
 from seqdedupe.files import sync_folder
 from seqdedupe.format.tag import key_of
+from seqdedupe.locks import DIRECTORY_LOCK, locked_directory
 from seqdedupe.log.embedded import moved
 from seqdedupe.log.embedded.logs import incarnations
 from seqdedupe.log.embedded.replaying import Replay
@@ -36,7 +37,9 @@ logger = logging.getLogger("seqdedupe.workers")
 LOGS, STORE = "logs", "store"
 MOVING, MOVED = "moving", "moved"
 _OF_A_PART = (LOGS, STORE, SHARDS_FILE)
-_OF_A_WORKER = {*_OF_A_PART, "kernels", f"{STORE}.creating", f"{SHARDS_FILE}.new"}
+_OF_A_WORKER = {*_OF_A_PART, DIRECTORY_LOCK, "kernels", f"{STORE}.creating", f"{SHARDS_FILE}.new"}
+
+_NOTHING_MOVED = "Nothing was moved. Start with the number that the data directory has, or see docs/workers.md."
 
 TRIES = 120
 """Of writing a snapshot to a store that takes nothing now."""
@@ -45,7 +48,7 @@ PAUSE_SECONDS = 0.5
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """An old part: nobody else uses it while its store is open."""
+    """An old part, with its store open."""
 
     folder: Path
     shards: frozenset[int]
@@ -66,6 +69,14 @@ def change(folder: Path, count: int) -> None:
     split = directories.read_split(folder) or Split(secrets.token_hex(directories.CLUSTER_ID_BYTES), 1)
     if split == Split(split.cluster_id, count):
         return
+    with ExitStack() as held:
+        for place, _ in places(folder, split.workers):
+            if place != folder and place.exists():
+                held.enter_context(locked_directory(place))
+        _change(folder, split, count)
+
+
+def _change(folder: Path, split: Split, count: int) -> None:
     if (folder / MOVED).exists() and split.to is not None:
         _take_places(folder, split)
         return
@@ -125,7 +136,10 @@ def _check(folder: Path, split: Split, count: int, old: Sequence[_Part]) -> None
             raise error("STORE_MISSING", why)
         replay = Replay(part.folder / LOGS, is_expected=part.store.has_journal)
         for record in part.active():
-            _check_topic(part, record, replay)
+            try:
+                _check_topic(part, record, replay)
+            except DamagedError as e:
+                raise error(e.reason, e.message, hint=_NOTHING_MOVED) from e
 
 
 def _check_files(folder: Path, part: Path) -> None:
@@ -174,7 +188,7 @@ def _refused(why: str) -> Exception:
     return error(
         "INVALID_CONFIGURATION",
         f"{why}: the number of workers is not changed",
-        hint="Nothing was moved. Start with the number that the data directory has, or see docs/workers.md.",
+        hint=_NOTHING_MOVED,
         key="workers",
     )
 

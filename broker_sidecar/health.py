@@ -12,6 +12,7 @@ from grpc_health.v1 import health_pb2
 
 from broker_sidecar.rpc import Context, abort, parse_small
 from broker_sidecar.security.calls import ALL_SHARDS, CONFIGURATION
+from broker_sidecar.security.subject import Subject, caller
 from broker_sidecar.streams import Stream, Streams
 
 SERVICE = "grpc.health.v1.Health"
@@ -23,7 +24,8 @@ SERVICE_UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 
 class Health:
     """What is told, and the handlers of those who ask or watch. `asked` is told the name of a topic that one asks
-    for, which is to use it. `check_owner` raises NOT_OWNER for one that another process has."""
+    for, which is to use it. `check_owner` raises NOT_OWNER for one that another process has. `called` is told who asks:
+    a connection may be there for that alone."""
 
     def __init__(
         self,
@@ -32,10 +34,12 @@ class Health:
         *,
         check_owner: Callable[[str], None],
         others_serve: Callable[[], Awaitable[bool]],
+        called: Callable[[Subject], None],
     ) -> None:
         self._streams = streams
         self._check_owner = check_owner
         self._others_serve = others_serve
+        self._called = called
         self._asked = asked
         self._statuses: dict[str, Any] = {"": NOT_SERVING, CONFIGURATION: SERVING}
         self._watching: dict[str, set[asyncio.Event]] = {}
@@ -77,6 +81,7 @@ class Health:
         return grpc.method_handlers_generic_handler(SERVICE, methods)
 
     async def _check(self, data: bytes, context: Context) -> bytes:
+        self._called(caller())
         try:
             name = _name_in(data)
             if name == ALL_SHARDS:

@@ -29,10 +29,9 @@ from seqdedupe.topic.answers import Receipt, Refusal
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.finding import find, find_or_create
 from seqdedupe.topic.frame import NumbersCache
-from seqdedupe.topic.opening import open_sessions
+from seqdedupe.topic.opening import NAMES_A_STEP, check_names, open_sessions
 from seqdedupe.topic.partitioned import check_gap_policy
 from seqdedupe.topic.publishing import Topic
-from seqdedupe.topic.sessions import encoded_names
 from seqdedupe.topic.state import State
 from seqdedupe.topic.window_runs import LookedUp
 from seqdedupe.v1 import publish_pb2
@@ -55,7 +54,7 @@ batch has at least 12."""
 FRAME_BYTES = 2048
 """What a frame in flight takes beside its batch: objects of Python and numpy. Of small batches it is nearly all."""
 
-NO_MESSAGE_ID = MessageId(-1, -1, -1)
+NO_MESSAGE_ID = MessageId(-1, -1, -1).to_proto()
 
 _STATE_OF_TOPIC = struct.Struct("<BqBq")
 
@@ -201,19 +200,27 @@ class PublishService:
         if len(request.producer_names) > MAX_OPEN_NAMES:  # before they become objects of Python
             raise error("INVALID_NAME", f"Open takes 1 to {MAX_OPEN_NAMES} producer names, each once")
         names, epochs = list(request.producer_names), list(request.epochs)
-        denied = self._denied(topic_name(request.topic), names)
+        denied = await self._denied(topic_name(request.topic), names)
         topic = await self._topic_of(request, names)
         if self._topics.partitions_beside(topic.name):
             check_gap_policy(topic.name, topic.applied.gap)
         if denied:
             names = [name for place, name in enumerate(names) if place not in denied]
             epochs = [epoch for place, epoch in enumerate(epochs) if place not in denied]
+        # Held for as long as names are counted.
+        judged = await self._permissions.judge_known_names(topic.name, topic.producers)
+
+        def check_new(some: list[str]) -> None:
+            self._permissions.check_new_names(topic.name, topic.producers, [name.encode() for name in some])
+
         # Resuming makes names known too: the epoch of another one is as good as its own.
-        self._permissions.check_new_names(topic.name, topic.producers, [name.encode() for name in names])
-        opened = await open_sessions(topic, names, epochs or None)
+        check_new(names)
+        # Others may open names while it does that in parts.
+        opened = await open_sessions(topic, names, epochs or None, check_new)
+        del judged
         if not epochs:
             fenced = ((names[place], epoch) for place, epoch in opened.fenced_epochs.items())
-            self._trail.opened(topic.name, topic.log.incarnation, max(opened.epochs), fenced)
+            self._trail.opened(topic.name, topic.log.incarnation, set(opened.epochs), fenced)
         opened = opened.among(len(request.producer_names), denied)
         response = publish_pb2.OpenResponse(
             incarnation=topic.log.incarnation,
@@ -223,23 +230,33 @@ class PublishService:
             persisted_indexes=opened.indexes,
             forgotten=opened.forgotten,
         )
-        for place, e in sorted(opened.refusals.items()):
+        for k, (place, e) in enumerate(sorted(opened.refusals.items())):
+            if k % NAMES_A_STEP == NAMES_A_STEP - 1:
+                await asyncio.sleep(0)
             refusals[e.reason] += 1
             current = int(e.numbers.get("current_epoch", "0"))
             response.refusals.add(index=place, reason=e.reason, message=e.message, current_epoch=current)
-        for one in zip(*topic.log.known_message_ids(np.array(opened.indexes, np.int64)), opened.indexes, strict=True):
-            ledger_id, entry_id, batch_index, index = one
-            message_id = MessageId(int(ledger_id), int(entry_id), int(batch_index)) if index >= 0 else NO_MESSAGE_ID
-            response.persisted_message_ids.append(message_id.to_proto())
+        for first in range(0, len(opened.indexes), NAMES_A_STEP):
+            if first:
+                await asyncio.sleep(0)
+            indexes = np.array(opened.indexes[first : first + NAMES_A_STEP], np.int64)
+            columns = [column.tolist() for column in (*topic.log.known_message_ids(indexes), indexes)]
+            response.persisted_message_ids.extend(
+                MessageId(*message_id).to_proto() if index >= 0 else NO_MESSAGE_ID
+                for *message_id, index in zip(*columns, strict=True)
+            )
         return response
 
-    def _denied(self, topic: str, names: list[str]) -> dict[int, SeqdedupeError]:
-        """Those of the names as which the caller may not publish, by place. Raises NOT_ALLOWED if none is left."""
+    async def _denied(self, topic: str, names: list[str]) -> dict[int, SeqdedupeError]:
+        """Those of the names as which the caller may not publish, by place. Raises NOT_ALLOWED, which names the first
+        ones, if none is left."""
         self._permissions.check_topic(Action.PUBLISH, topic)
-        denied = self._permissions.denied_names(topic, [name.encode() for name in names], caller())
-        if denied and len(denied) == len(names):
-            raise denied[0]
-        return denied
+        places, denial = await self._permissions.denied_names(topic, names)
+        if denial is not None and len(places) == len(names):
+            raise denial
+        # Whoever sent the name knows the rest; 10,000 answers that tell it would be too long for one message.
+        short = error("NOT_ALLOWED", "the caller may not publish as this producer")
+        return dict.fromkeys(places, short)
 
     async def _topic_of(self, request: publish_pb2.OpenRequest, names: list[str]) -> Topic:
         """The topic that an Open is for, made if need be; not for one that will be refused."""
@@ -249,7 +266,7 @@ class PublishService:
         except NotFoundError:
             if request.epochs:
                 return await find(self._topics, request.topic)
-        encoded_names(names)
+        await check_names(names)
         self._permissions.check_creates(topic_name(request.topic), self._topics.taken_names())
         return await find_or_create(self._topics, request.topic)
 
@@ -333,6 +350,7 @@ class PublishService:
             self._permissions.check_disk(publishing.stream.use, self._log_bytes, time.monotonic())
             self._check_unnamed(topic)
             for number, batch in frames:
+                publishing.stream.moves()
                 await publishing.take(number, batch)
             if not publishing.has_room(0):
                 await publishing.wait_for_room(0)
@@ -341,7 +359,8 @@ class PublishService:
                 return
             name, frames = parse_frames(data)
             del data  # the frames are copies of it, and may have to wait
-            if name and name != topic.name and self._topics.get(name) is not topic:
+            # Names alone are compared: what is known of another topic is none of this caller's business.
+            if name and topic_name(name) != topic.name:
                 raise error("INVALID_REQUEST", "a stream is for one topic: open another stream for the other one")
 
 

@@ -9,6 +9,7 @@ import grpc
 from broker_sidecar.budget import Share
 from broker_sidecar.cursors import Cursors
 from broker_sidecar.rpc import Context, abort, parse_small, unary
+from broker_sidecar.security.permissions import Permissions
 from broker_sidecar.security.subject import caller
 from broker_sidecar.streams import Stream, Streams
 from seqdedupe.errors import error
@@ -77,8 +78,9 @@ class Reading:
 class ReadService:
     """The handlers of ReadService."""
 
-    def __init__(self, topics: Topics[Topic], streams: Streams) -> None:
+    def __init__(self, topics: Topics[Topic], streams: Streams, permissions: Permissions) -> None:
         self._topics = topics
+        self._permissions = permissions
         self._streams = streams
         self._followers = Followers(_encode)
         self.readings: set[Reading] = set()
@@ -91,7 +93,7 @@ class ReadService:
             "ReadStream": grpc.unary_stream_rpc_method_handler(self._streams.handler(self._stream)),
             "Locate": unary(read_pb2.LocateRequest, self._locate),
             "GetLastMessageId": unary(read_pb2.GetLastMessageIdRequest, self._last),
-            **Cursors(self._topics).reading(),
+            **Cursors(self._topics, self._permissions).reading(),
         }
         return grpc.method_handlers_generic_handler(SERVICE, methods)
 

@@ -21,6 +21,7 @@ from broker_sidecar.security import own_token
 from broker_sidecar.sidecar import Sidecar
 from broker_sidecar.watchdog import Watchdog
 from seqdedupe.errors import SeqdedupeError
+from seqdedupe.locks import Lock
 from seqdedupe.store.directories import whole_of
 
 logger = logging.getLogger("seqdedupe.server")
@@ -28,7 +29,7 @@ logger = logging.getLogger("seqdedupe.server")
 EXIT_ERROR = 1
 
 
-async def _serve(config: Config, repairs: dict[str, bool]) -> None:
+async def _serve(config: Config, lock: Lock, repairs: dict[str, bool]) -> None:
     loop = asyncio.get_running_loop()
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -36,6 +37,7 @@ async def _serve(config: Config, repairs: dict[str, bool]) -> None:
     sidecar = Sidecar(config, connections=connections_within(raise_limit()), **repairs)
     if config.log == "pulsar":
         Watchdog(fatal)
+    watching = asyncio.ensure_future(_end_without(lock))
     manager = Manager(os.environ)
     telling = asyncio.ensure_future(manager.keep_telling(sidecar.status))
     await sidecar.listen()
@@ -63,33 +65,36 @@ async def _serve(config: Config, repairs: dict[str, bool]) -> None:
     manager.tell(STOPPING="1", STATUS="Draining")
     await sidecar.stop()
     telling.cancel()
+    watching.cancel()
     logger.info("stopped")
 
 
-def run(config: Config, **repairs: bool) -> int:
+async def _end_without(lock: Lock) -> None:
+    fatal(await directory.lost(lock))
+
+
+def run(config: Config, lock: Lock, **repairs: bool) -> int:
     """Serves until SIGTERM or SIGINT; returns the exit status. An error at the start is one clear line.
 
-    `repairs` are those of `Data`, for this start alone.
+    `lock` is the data directory's. `repairs` are those of `Data`, for this start alone.
     """
     logs.configure(config.log_level, config.log_format)
     if config.backup_directory and not Path(config.backup_directory).is_dir():
         # It may be a disk that is not mounted yet, and serving does not need it.
         logger.warning("no backup can be made before backup_directory is there: %s", config.backup_directory)
-    os.umask(directory.PRIVATE)
     give_back_freed_memory()
     try:
         import uvloop
     except ImportError:
-        return asyncio.run(_served(config, repairs))
-    return uvloop.run(_served(config, repairs))
+        return asyncio.run(_served(config, lock, repairs))
+    return uvloop.run(_served(config, lock, repairs))
 
 
-async def _served(config: Config, repairs: dict[str, bool]) -> int:
+async def _served(config: Config, lock: Lock, repairs: dict[str, bool]) -> int:
     """Serves; the exit status. What is wrong is said in one line."""
     status = EXIT_ERROR
     try:
-        directory.prepare(Path(config.data_directory))
-        await _serve(config, repairs)
+        await _serve(config, lock, repairs)
         status = 0
     except SeqdedupeError as e:
         print(f"seqdedupe: {e} {e.hint}", file=sys.stderr)

@@ -11,6 +11,7 @@ import grpc.aio
 from broker_sidecar import admin, dedupe, health, publish, read, reflection
 from broker_sidecar.backup import Backup
 from broker_sidecar.config import Config
+from broker_sidecar.connections import Connections
 from broker_sidecar.data import Data
 from broker_sidecar.last_warnings import LastWarnings
 from broker_sidecar.listening import cannot_listen
@@ -42,6 +43,8 @@ UNREAD_BYTES = 1024 * 1024
 connection and then take as much, some 6 MB on a fast one, however many there are and whatever waits for the disk."""
 _WINDOW = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", UNREAD_BYTES))
 _MAX_REQUEST = ("grpc.max_receive_message_length", MAX_REQUEST_BYTES)
+_COMPRESSION = ("grpc.compression_enabled_algorithms_bitset", 1)
+"""None: a few bytes of gzip would become a request of 16 MiB. gRPC ends a compressed call at its headers."""
 _PINGS = (("grpc.keepalive_permit_without_calls", 1), ("grpc.http2.min_ping_interval_without_data_ms", 1_000))
 """A client that waits for messages may ask every second whether the sidecar is still there."""
 
@@ -53,18 +56,21 @@ class Sidecar:
     """A sidecar in this process."""
 
     def __init__(self, config: Config, *, connections: int, **repairs: bool) -> None:
-        self._connections = connections
         self._config = config
         self._repairs = repairs
         self._warnings = LastWarnings()
         logging.getLogger().addHandler(self._warnings)
         self._guard = Guard(config, self._files_read_again)
         self._streams = Streams(config.max_streams, self._guard.permissions)
+        # gRPC counts those of each address by itself.
+        places = connections // (2 if config.also_listen else 1)
+        self._connections = Connections(places, self._streams.peers)
         self._health = health.Health(
             self._streams,
             lambda name: self._topics.waiting.begin(name),
             check_owner=lambda name: self._topics.ownership.check(name),
             others_serve=self._others_serve,
+            called=self._connections.called,
         )
         self.address: SidecarAddress | None = None
         self._calls = Calls()
@@ -92,7 +98,7 @@ class Sidecar:
             Backup(self._config, self._data, self._streams),
         )
         try:
-            self._guard.begin(self._streams)
+            self._guard.begin(self._streams, self._connections.called)
             if self._data.peers is not None:
                 await self._data.peers.look()
             await self._topics.open_all()
@@ -110,7 +116,13 @@ class Sidecar:
     def _listen_for_http(self, reading: read.ReadService | None) -> None:
         if self._config.metrics_listen:
             sources = Sources(
-                self._config, self._data, self._streams, self._calls, reading, lambda: not self._guard.has_problem
+                self._config,
+                self._data,
+                self._streams,
+                self._connections,
+                self._calls,
+                reading,
+                lambda: not self._guard.has_problem,
             )
             self._metrics = Metrics(sources)
             visitors = Visitors(self._guard.authentication, self._guard.permissions, self._guard.trail)
@@ -134,27 +146,32 @@ class Sidecar:
 
     async def _listen(self) -> None:
         at_once = max(1, self._config.max_streams // CONNECTION_SHARE) + UNARY_CALLS_A_CONNECTION
-        limits = (
-            ("grpc.max_concurrent_streams", at_once),
-            ("grpc.max_allowed_incoming_connections", self._connections),
-        )
-        fixed = (_NO_OTHER_LISTENER, _MAX_REQUEST, *_WINDOW, *_PINGS)
+        limits = (("grpc.max_concurrent_streams", at_once), *self._connections.server_options())
+        fixed = (_NO_OTHER_LISTENER, _MAX_REQUEST, _COMPRESSION, *_WINDOW, *_PINGS)
         self._server = grpc.aio.server(options=[*fixed, *limits, *self._guard.authentication.server_options()])
         services, reading = self._services()
         self._listen_for_http(reading)
         guarded = (self._guard.guarded(self._traces.traced(one.handlers())) for one in services.values())
         self._server.add_generic_rpc_handlers([self._calls.counted(handler) for handler in guarded])
-        address = SidecarAddress.parse(self._config.listen)
+        self.address = self._add_port("listen")
+        addresses = [self.address, *([self._add_port("also_listen")] if self._config.also_listen else [])]
+        self._data.listens(self.address)
+        self._topics.in_background(self._guard.keep_looking())
+        if ports := {address.port for address in addresses if not address.path}:
+            self._topics.in_background(self._connections.keep_looking(ports))
+        await self._server.start()
+
+    def _add_port(self, key: str) -> SidecarAddress:
+        """Has the server listen at the address that this key says; with the port, if that was to be any. Raises
+        INVALID_CONFIGURATION."""
+        address = SidecarAddress.parse(getattr(self._config, key))
         try:
             port = self._guard.authentication.add_port(self._server, address)
             if address.path:
                 os.chmod(address.path, int(self._config.socket_mode, 8))
         except (RuntimeError, OSError) as e:
-            raise cannot_listen(address, e) from e
-        self.address = address if address.path else replace(address, port=port)
-        self._data.listens(self.address)
-        self._topics.in_background(self._guard.keep_looking())
-        await self._server.start()
+            raise cannot_listen(address, e, key) from e
+        return address if address.path else replace(address, port=port)
 
     def _services(self) -> tuple[dict[str, Any], read.ReadService | None]:
         """By their names; and that for readers, if there is one."""
@@ -163,7 +180,7 @@ class Sidecar:
         reading: read.ReadService | None = None
         if (topics := self._data.topics) is not None:
             services[publish.SERVICE] = publish.PublishService(topics, streams, permissions, self._guard.trail)
-            services[read.SERVICE] = reading = read.ReadService(topics, streams)
+            services[read.SERVICE] = reading = read.ReadService(topics, streams, permissions)
         if (brokers_topics := self._data.brokers_topics) is not None:
             services[dedupe.SERVICE] = dedupe.DedupeService(brokers_topics, streams, permissions)
         services[reflection.SERVICE] = reflection.Reflection((*services, reflection.SERVICE), streams)

@@ -8,7 +8,7 @@ from broker_sidecar.rpc import parse_columns
 from seqdedupe import wire
 from seqdedupe.batch import Binary
 from seqdedupe.errors import error
-from seqdedupe.limits import MAX_BATCH_ROWS, MAX_OPEN_NAMES
+from seqdedupe.limits import MAX_BATCH_ROWS, MAX_NAMES_AT_ONCE
 from seqdedupe.topic.attachment import Columns
 from seqdedupe.v1 import dedupe_pb2
 
@@ -79,8 +79,8 @@ def names_of(message: Any) -> list[bytes]:
     """The names in a message's columns, not checked. Raises INVALID_REQUEST."""
     names = binary(message.producer_name_offsets, message.producer_names, "producer_name_offsets")
     count = len(names.offsets) - 1
-    if not 1 <= count <= MAX_OPEN_NAMES:
-        raise error("INVALID_REQUEST", f"producer_names takes 1 to {MAX_OPEN_NAMES} names at once")
+    if not 1 <= count <= MAX_NAMES_AT_ONCE:
+        raise error("INVALID_REQUEST", f"producer_names takes 1 to {MAX_NAMES_AT_ONCE} names at once")
     if not names.cuts_into(count):
         raise error("INVALID_REQUEST", "the offsets of producer_names do not fit")
     return names.values()

@@ -12,7 +12,7 @@ from broker_sidecar.budget import MAX_HELD_BYTES, Budget, Share
 from broker_sidecar.metrics.calls import method_of_call
 from broker_sidecar.rpc import Context, abort
 from broker_sidecar.security.permissions import Permissions, allowed_so_far
-from broker_sidecar.security.shares import Shares
+from broker_sidecar.security.shares import Shares, Use
 from broker_sidecar.security.subject import Subject, caller
 from seqdedupe.errors import SeqdedupeError, error
 
@@ -28,6 +28,9 @@ UNREAD_SECONDS = 5.0
 CONNECTION_SHARE = 2
 """One TCP connection may have the n-th part of all streams. (Of Unix sockets nobody says which connection it is.)"""
 
+CALLER_SHARE = 2
+"""One caller may have the n-th part of all streams, and more only while no other caller needs a place."""
+
 
 class Stream:
     """One stream that is being served, by a task of its own."""
@@ -42,7 +45,7 @@ class Stream:
         self._method = method_of_call()
         self.frames_in_flight = 0
         self.moved_at = time.monotonic()
-        """When a message last came or went."""
+        """When a message last went, or one came that had to do with what the stream is for."""
         self.writing_since: float | None = None
         self.ended_because: SeqdedupeError | None = None
         self._context = context
@@ -73,11 +76,14 @@ class Stream:
 
     async def _read(self) -> Any:
         data = await self._context.read()
-        self.moved_at = time.monotonic()
         if data is not grpc.aio.EOF:
             self._method.received += 1
-            self._shares.spend(self.use, len(data), self.moved_at)
+            self._shares.spend(self.use, len(data), time.monotonic())
         return data
+
+    def moves(self) -> None:
+        """What the client said last has to do with what the stream is for. One that says nothing is a silent one."""
+        self.moved_at = time.monotonic()
 
     async def read_first(self) -> Any:
         """`read`, for the first message. Raises STREAM_IDLE if it does not come in time."""
@@ -139,6 +145,10 @@ class Streams:
         """How many there may be."""
         return self._limit
 
+    def peers(self) -> Iterator[str]:
+        """From where those came that are open."""
+        return (stream.connection for stream in self._open)
+
     def handler(
         self, serve: Callable[[Any, Context, Stream], Awaitable[None]]
     ) -> Callable[[Any, Context], Awaitable[None]]:
@@ -158,7 +168,7 @@ class Streams:
     def _serving(self, context: Context) -> Iterator[Stream]:
         stream = Stream(context, self.budget, caller(), self.shares)
         self._make_room_in_share(stream)
-        self._make_room(stream.connection)
+        self._make_room(stream)
         self._open.add(stream)
         expiry = _at_expiry(stream)
         try:
@@ -177,19 +187,41 @@ class Streams:
         if (limit := new.use.limits.streams) is not None and len(own) >= limit and not self._gives_way(own, limit):
             raise new.use.exceeded("streams", f"{len(own)} streams are open")
 
-    def _make_room(self, connection: str) -> None:
+    def _make_room(self, new: Stream) -> None:
         """Lets another stream give way if need be. Raises TOO_MANY_STREAMS."""
-        most = self._limit
-        among: Iterable[Stream] = self._open
-        if not connection.startswith("unix:"):
+        if not new.connection.startswith("unix:"):
             share = max(1, self._limit // CONNECTION_SHARE)
-            own = [stream for stream in self._open if stream.connection == connection]
-            if len(own) >= share:
-                most, among = share, own
-        if len(self._open) < self._limit and most == self._limit:
-            return
-        if not self._gives_way(among, most):
-            raise error("TOO_MANY_STREAMS", f"{most} streams are open: that is the limit", limit=most)
+            own = [stream for stream in self._open if stream.connection == new.connection]
+            if len(own) >= share and not self._gives_way(own, share):
+                raise _too_many(share)
+        if len(self._open) >= self._limit and not self._another_gives_way(new):
+            raise _too_many(self._limit)
+
+    def _another_gives_way(self, new: Stream) -> bool:
+        """Ends a stream for a new one while there are as many as there may be. Whether one could be.
+
+        It is the one that was silent for longest, but two things come before that. A caller with more than its share
+        gives way to one with less, by a stream that is in use if need be. And a caller that would have more than its
+        share leaves the others theirs, other than those of callers who are not known.
+        """
+        share = max(1, self._limit // CALLER_SHARE)
+        by_caller: dict[Use, list[Stream]] = {}
+        for stream in self._open:
+            by_caller.setdefault(stream.use, []).append(stream)
+        own = by_caller.get(new.use, [])
+        if own and len(own) >= share:
+            among = [stream for stream in self._open if stream.use is new.use or not stream.subject.name]
+            return self._gives_way(among, self._limit)
+        most = max(by_caller.values(), key=len)
+        if len(most) <= share or not new.subject.name:
+            return self._gives_way(self._open, self._limit)
+        if not self._gives_way(most, self._limit):
+            self.gave_way += 1
+            longest = min(most, key=lambda stream: (stream.frames_in_flight > 0, stream.moved_at))
+            self._end(
+                longest, f"this stream gave way to another caller's: {len(most)} of {self._limit} are its caller's"
+            )
+        return True
 
     def _gives_way(self, among: Iterable[Stream], most: int) -> bool:
         """Ends the one of these that was silent for longest. Whether one could be."""
@@ -236,6 +268,10 @@ class Streams:
         self.is_draining = True
         for stream in self._open:
             stream.end(error("DRAINING", "the sidecar is shutting down"))
+
+
+def _too_many(limit: int) -> SeqdedupeError:
+    return error("TOO_MANY_STREAMS", f"{limit} streams are open: that is the limit", limit=limit)
 
 
 def _at_expiry(stream: Stream) -> asyncio.TimerHandle | None:

@@ -10,7 +10,9 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
+from broker_sidecar import directory
 from broker_sidecar.notify import BEATS_WITHIN_PATIENCE, PROCESS_VARIABLE, Listener, Manager, patience_seconds
+from seqdedupe.locks import Lock
 
 logger = logging.getLogger("seqdedupe.workers")
 
@@ -103,9 +105,9 @@ class Worker:
             self._process.send_signal(number)
 
 
-async def run_all(workers: Sequence[Worker]) -> int:
+async def run_all(workers: Sequence[Worker], lock: Lock) -> int:
     """Runs them until SIGTERM or SIGINT, and tells the service manager how they are; the exit status, 0 if all have
-    drained."""
+    drained. They are stopped too when the directory's lock is lost."""
     stopping = asyncio.Event()
     manager = Manager(os.environ)
 
@@ -118,12 +120,20 @@ async def run_all(workers: Sequence[Worker]) -> int:
         for worker in workers:
             worker.send(number)
 
+    async def stop_without_lock() -> None:
+        logger.critical("the workers are stopped: %s", await directory.lost(lock))
+        stop()
+
+    watching = asyncio.ensure_future(stop_without_lock())
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, send, signal.SIGHUP)
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop)
     with _managed(manager, workers):
         statuses = await asyncio.gather(*(worker.run(stopping) for worker in workers))
     logger.info("stopped")
+    if watching.done():
+        return EXIT_ERROR
+    watching.cancel()
     # Of one that was killed it is negative: it has not drained.
     return max(EXIT_ERROR if status < 0 else status for status in statuses)
 

@@ -82,6 +82,8 @@ class Transfer:
                 if name is None:
                     name = topic_name(request.topic)
                     self._permissions.check_topic(Action.ADMINISTER, name)
+                if request.part.ByteSize():
+                    stream.moves()
                 taking.add(request.part)
             head, loaded = taking.finish()
             with _writing(stream):
@@ -113,10 +115,11 @@ class Transfer:
                 _check_has_producers(topic)
                 importing = begin_import(topic)
                 ended.callback(importing.close)
-            elif request.topic and self._topics.get(request.topic) is not topic:
+            elif request.topic and (topic is None or topic_name(request.topic) != topic.name):
                 raise error("INVALID_REQUEST", "an import is into one topic")
             with _writing(stream):
                 if request.producer_names or request.persisted:
+                    stream.moves()
                     names = names_of(request)
                     await importing.add(names, values(request.persisted, INT64, "persisted"))
                     producers += len(names)
@@ -147,6 +150,7 @@ class Transfer:
                 ended.callback(importing.close)
             with _writing(stream):
                 if request.block:
+                    stream.moves()
                     await importing.add(request.block)
                 if request.HasField("ids"):
                     async with self._trail.change("ImportWindow", f"topic: {name}"):

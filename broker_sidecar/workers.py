@@ -2,16 +2,14 @@
 
 import asyncio
 import contextlib
-import fcntl
 import logging
-import os
 import secrets
 import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from broker_sidecar import directory, kernels, logs
+from broker_sidecar import kernels, logs
 from broker_sidecar.config import Config
 from broker_sidecar.listening import cannot_listen, family_of
 from broker_sidecar.security import own_token
@@ -19,23 +17,21 @@ from broker_sidecar.supervising import Worker, run_all
 from seqdedupe.address import SidecarAddress
 from seqdedupe.backup.manifest import MANIFEST_FILE
 from seqdedupe.errors import error
+from seqdedupe.locks import Lock
 from seqdedupe.shards import shards_of_worker, to_text
 from seqdedupe.store import directories
 from seqdedupe.store.directories import Claim, Split, of_worker
 
 logger = logging.getLogger("seqdedupe.workers")
 
-_LOCK_FILE = "WORKERS.lock"
-
 
 def count_of(config: Config) -> int:
     """How many workers are to run. 1: the process that asks is the sidecar, as without workers.
 
     Raises INVALID_CONFIGURATION if the data directory is on its way to another number, or is a worker's of one that
-    is, or its topics are on another log, or it is a backup; and what `read_split` raises.
+    is, or its topics are on another log; and what `read_split` raises.
     """
     folder = Path(config.data_directory)
-    _check_is_no_backup(folder)
     if (whole := directories.whole_of(folder)) is not None:
         directories.check_stays(whole)
     split = directories.read_split(folder)
@@ -55,7 +51,7 @@ def count_of(config: Config) -> int:
     return config.workers or split.to or split.workers
 
 
-def _check_is_no_backup(folder: Path) -> None:
+def check_is_no_backup(folder: Path) -> None:
     """Other backups share its files, which a sidecar would append to. Raises INVALID_CONFIGURATION."""
     for part in (folder, *folder.glob("worker-*")):
         if (part / MANIFEST_FILE).exists():
@@ -70,7 +66,7 @@ def _check_is_no_backup(folder: Path) -> None:
 def divide(config: Config, count: int) -> None:
     """The data directory has so many workers from now on, also if it had another number. Blocks.
 
-    Raises DIRECTORY_IN_USE, and as `dividing.change`.
+    The caller has the directory's lock. Raises as `dividing.change`.
     """
     folder = Path(config.data_directory)
     split = directories.read_split(folder)
@@ -80,39 +76,36 @@ def divide(config: Config, count: int) -> None:
         is_due = split.workers > 0 and (split.to or split.workers, split.to is None) != (count, True)
     if is_due:
         logs.configure(config.log_level, config.log_format)
-        os.umask(directory.PRIVATE)
         if kernels.prepare(config.data_directory):
             kernels.say_compiling()
         # Not before: it imports what is compiled.
         from broker_sidecar import dividing
 
-        with _locked(folder):
-            dividing.change(folder, count)
+        dividing.change(folder, count)
 
 
-def run(config: Config, count: int, flags: Sequence[str]) -> int:
+def run(config: Config, count: int, flags: Sequence[str], lock: Lock) -> int:
     """Runs so many workers with these flags, until SIGTERM or SIGINT, and those that end again; returns the exit
-    status, which is 0 if all of them have drained.
+    status, which is 0 if all of them have drained. `lock` is the directory's.
 
-    Raises DIRECTORY_IN_USE, INVALID_CONFIGURATION if it cannot listen, and what `make` raises; OSError.
+    Raises INVALID_CONFIGURATION if it cannot listen, and what `make` raises; OSError.
     """
     logs.configure(config.log_level, config.log_format)
-    os.umask(directory.PRIVATE)
     with contextlib.ExitStack() as held:
         folder = Path(config.data_directory)
-        directory.prepare(folder)
-        held.enter_context(_locked(folder))
         split = make(folder, count)
         if config.authentication == "token":
             own_token.tell(own_token.make(folder), config.log_format)
         listen = [held.enter_context(_reserved(address)) for address in _addresses(config.listen, count)]
-        advertised = _addresses(config.advertised_address, count) if config.advertised_address else listen
-        metrics = _addresses(config.metrics_listen, count) if config.metrics_listen else []
+        advertised = _addresses(config.advertised_address, count) or listen
+        also = [held.enter_context(_reserved(address)) for address in _addresses(config.also_listen, count)]
+        metrics = _addresses(config.metrics_listen, count)
         logger.info("workers", extra={"addresses": ",".join(map(str, advertised)), "cluster_id": split.cluster_id})
         workers = [
-            Worker(k, [*flags, *_flags(k, split, config, listen[k], advertised, metrics)]) for k in range(split.workers)
+            Worker(k, [*flags, *_flags(k, split, config, listen[k], advertised, also, metrics)])
+            for k in range(split.workers)
         ]
-        return asyncio.run(run_all(workers))
+        return asyncio.run(run_all(workers, lock))
 
 
 def _flags(
@@ -121,6 +114,7 @@ def _flags(
     config: Config,
     listen: SidecarAddress,
     advertised: Sequence[SidecarAddress],
+    also: Sequence[SidecarAddress],
     metrics: Sequence[SidecarAddress],
 ) -> list[str]:
     """What a worker is told beside what the parent was told; the last flag counts."""
@@ -133,24 +127,13 @@ def _flags(
         "peers": ",".join(map(str, advertised)),
         "cluster-id": split.cluster_id,
     }
+    if also:
+        keys["also-listen"] = also[worker]
     if metrics:
         keys["metrics-listen"] = metrics[worker]
     if config.audit_file:
         keys["audit-file"] = f"{config.audit_file}.{worker}"
     return [text for name, value in keys.items() for text in (f"--{name}", str(value))]
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """While the block runs no other parent uses this directory. Raises DIRECTORY_IN_USE; OSError."""
-    file = os.open(folder / _LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    except BlockingIOError as e:
-        raise error("DIRECTORY_IN_USE", f"another process uses the data directory {folder}") from e
-    finally:
-        os.close(file)
 
 
 def make(folder: Path, count: int) -> Split:
@@ -170,7 +153,10 @@ def make(folder: Path, count: int) -> Split:
 
 
 def _addresses(first: str, count: int) -> list[SidecarAddress]:
-    """Those of the workers: the ports that follow, free ones (port 0), or a socket's path with a number after it."""
+    """Those of the workers: the ports that follow, free ones (port 0), or a socket's path with a number after it. None,
+    if there is no first."""
+    if not first:
+        return []
     address = SidecarAddress.parse(first)
     if address.path:
         return [replace(address, path=f"{address.path}.{worker}") for worker in range(count)]

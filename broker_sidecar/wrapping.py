@@ -15,6 +15,9 @@ Handle = Callable[[Any, Context], Awaitable[Any]]
 class Wrapping(grpc.GenericRpcHandler, ABC):
     """A service as `handler` serves it, each call by what `wrap` makes of its handler."""
 
+    reads_itself = False
+    """Whether gRPC leaves the requests of all calls to what `wrap` makes, also where a request is one message."""
+
     def __init__(self, handler: grpc.GenericRpcHandler) -> None:
         self._handler = handler
         self._wrapped: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
@@ -34,10 +37,10 @@ class Wrapping(grpc.GenericRpcHandler, ABC):
         return self._wrapped[method]
 
     def _around(self, method: str, found: Any) -> "grpc.RpcMethodHandler[Any, Any]":
-        shape = shape_of(found)
-        handle = getattr(found, shape)
+        handle = getattr(found, _shape(found.request_streaming, found.response_streaming))
         if not iscoroutinefunction(handle):
             raise TypeError(f"the handler of {method} is no coroutine function")
+        shape = _shape(self.reads_itself or found.request_streaming, found.response_streaming)
         make: Any = getattr(grpc, f"{shape}_rpc_method_handler")
         wrapped: grpc.RpcMethodHandler[Any, Any] = make(
             self.wrap(method, handle, found), found.request_deserializer, found.response_serializer
@@ -45,6 +48,6 @@ class Wrapping(grpc.GenericRpcHandler, ABC):
         return wrapped
 
 
-def shape_of(found: Any) -> str:
-    """`unary_unary`, `unary_stream`, `stream_unary` or `stream_stream`: what comes, and what goes."""
-    return "_".join("stream" if streams else "unary" for streams in (found.request_streaming, found.response_streaming))
+def _shape(*streaming: bool) -> str:
+    """gRPC's word for a handler, by whether the requests and the responses are streams."""
+    return "_".join("stream" if streams else "unary" for streams in streaming)

@@ -24,9 +24,8 @@ from pulsar_broker.distribution import Unavailable, get
 from pulsar_broker.standalone import Broker
 from seqdedupe.client.blocking import Client
 from seqdedupe.errors import SeqdedupeError
+from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe_spark.session import check_java
-
-READY_TIMEOUT_SECONDS = 30.0
 
 NEXT = """\
 To try next:
@@ -51,6 +50,7 @@ def main() -> int:
     arguments = _arguments()
     flights = max(1, min(arguments.flights, TOTAL))
     signal.signal(signal.SIGTERM, _end)
+    os.environ.setdefault("PYTHONFAULTHANDLER", "1")  # of processes that do not end
     check_java()
     began = time.monotonic()
     with (
@@ -61,11 +61,11 @@ def main() -> int:
         print(f"{flights:,} flights, three producers ({', '.join(ORIGINS)}), one topic. Starting the sidecar.")
         run.start_sidecar()
         with Client(run.sidecar.address) as client:
-            client.wait_ready(READY_TIMEOUT_SECONDS)
+            client.wait_ready(LAST_RESORT_SECONDS)
             client.admin.create_topic(TOPIC, deduplication_enabled=not arguments.no_deduplication)
             run.publish()
             print("Reading the topic and comparing it with the CSV file, field by field.", flush=True)
-            client.wait_ready(READY_TIMEOUT_SECONDS)
+            client.wait_ready(LAST_RESORT_SECONDS)
             with client.reader(TOPIC) as reader:
                 topic = check(reader, flights)
         with ReaderJob(Path(folder), run.sidecar.address, flights, deduplicate=arguments.no_deduplication) as job:

@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Self
 
 from demo.producer import TOPIC
+from seqdedupe.testing import Patience
 
 TABLE = "flights"
 KILL_AT = (0.25, 0.6)
@@ -22,7 +23,6 @@ KILL_AT = (0.25, 0.6)
 ROUNDS = 20
 """The flights are read in about so many transactions."""
 
-TIMEOUT_SECONDS = 300.0
 POLL_SECONDS = 0.01
 LINE_SECONDS = 2.0
 
@@ -52,11 +52,13 @@ class ReaderJob:
     def read(self, say: Callable[[str], None], *, kill_at: tuple[float, ...] = KILL_AT) -> None:
         """Reads the topic into the table, killed at these parts of it. Raises RuntimeError if that fails."""
         parts = list(kill_at)
-        began = said = time.monotonic()
+        said = time.monotonic()
         told = 0
         self._start()
+        patience = Patience("the reader job")
         while (status := self._poll()) is None:
             rows = self._rows()
+            patience.check(rows, self._log.stat().st_size)
             if parts and rows >= parts[0] * self._flights:
                 parts.pop(0)
                 self._kill()
@@ -67,11 +69,10 @@ class ReaderJob:
                 told = rows
                 say(f"killed the reader job (-9) with {rows:,} rows in the table, {checkpoint}and started it again")
                 self._start()
+                patience = Patience(f"the reader job, killed {self.kills} times")
             elif rows > told and time.monotonic() > said + LINE_SECONDS:
                 said, told = time.monotonic(), rows
                 say(f"{rows:,} rows in the table")
-            if time.monotonic() - began > TIMEOUT_SECONDS:
-                raise RuntimeError(f"the reader job has not ended after {TIMEOUT_SECONDS:.0f} s")
             time.sleep(POLL_SECONDS)
         if status:
             raise RuntimeError(f"the reader job ended with {status}:\n{self._tail()}")
@@ -118,5 +119,5 @@ class ReaderJob:
 def audit(address: str) -> tuple[int, str]:
     """Runs the audit; returns its exit status and its report, or why there is none."""
     command = [sys.executable, "-m", "seqdedupe_spark.audit_job", "--address", address, TOPIC]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = Patience("the audit").run(command)
     return done.returncode, done.stdout or done.stderr

@@ -7,9 +7,12 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+from seqdedupe.testing import Patience, Stalled
+
 VERSION = "4.0.8"
 OLDEST_JAVA = 17
-GET_TIMEOUT_SECONDS = 600.0
+GET_SECONDS = 3600.0
+"""The longest that Maven takes: what it has fetched by then cannot be seen."""
 FOLDER = Path(__file__).parents[1] / ".pulsar"
 """Where it is unpacked; version control ignores it."""
 
@@ -64,17 +67,10 @@ def _run(*command: str) -> str:
     if shutil.which(command[0]) is None:
         raise Unavailable(f"there is no {command[0]}")
     try:
-        done = subprocess.run(
-            command,
-            cwd=tempfile.gettempdir(),  # Maven looks for a project where it runs
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=GET_TIMEOUT_SECONDS,
-        )
-    except subprocess.TimeoutExpired as e:
-        raise Unavailable(f"{command[0]} has taken more than {GET_TIMEOUT_SECONDS:.0f} s") from e
+        # Maven looks for a project where it runs.
+        done = Patience(command[0], GET_SECONDS).run(command, cwd=tempfile.gettempdir(), stderr=subprocess.STDOUT)
+    except Stalled as e:
+        raise Unavailable(str(e)) from e
     if done.returncode:
         first = (done.stdout.strip().splitlines() or ["nothing printed"])[0]
         raise Unavailable(f"{command[0]} ended with {done.returncode}: {first}")

@@ -17,14 +17,12 @@ from typing import Any, Self
 
 from pulsar_broker import quick
 from pulsar_broker.distribution import Unavailable
-from seqdedupe.testing import reserved_port
+from seqdedupe.testing import Patience, reserved_port
 
 WORKER = "functions_worker.yml"
 WORKER_HTTP_THREADS = 16
 """A functions worker calls its own broker while it answers a call."""
-START_TIMEOUT_SECONDS = 90.0
-STOP_TIMEOUT_SECONDS = 30.0
-_HEALTH_TIMEOUT_SECONDS = 10.0
+_HEALTH_TIMEOUT_SECONDS = 60.0
 _POLL_SECONDS = 0.05
 _CHARACTERS_SHOWN = 400
 
@@ -172,7 +170,7 @@ class Broker:
         self.close()
 
     def start(self) -> None:
-        """Returns when it is healthy. Raises Unavailable if it ends instead, or takes too long."""
+        """Returns when it is healthy. Raises Unavailable if it ends instead, and Stalled."""
         self.spawn()
         self.wait_until_healthy()
 
@@ -192,11 +190,10 @@ class Broker:
 
     def wait_until_healthy(self) -> None:
         """The second half of `start`, which may wait in any thread."""
-        limit = time.monotonic() + START_TIMEOUT_SECONDS
+        patience = Patience("the start of the broker")
         while not is_healthy(self.admin_url, self._token):
             self.check_running()
-            if time.monotonic() > limit:
-                raise Unavailable(f"the broker is not healthy after {START_TIMEOUT_SECONDS:.0f} s: {self._printed()}")
+            patience.check()
             time.sleep(_POLL_SECONDS)
 
     def check_running(self) -> None:
@@ -211,9 +208,9 @@ class Broker:
         """kill -9."""
         self._end(signal.SIGKILL)
 
-    def stop(self, timeout_seconds: float = STOP_TIMEOUT_SECONDS) -> None:
+    def stop(self) -> None:
         """SIGTERM: it closes its ledgers."""
-        self._end(signal.SIGTERM, timeout_seconds)
+        self._end(signal.SIGTERM)
 
     def freeze(self) -> None:
         """SIGSTOP: its connections stay, and nothing is answered until `thaw`."""
@@ -234,7 +231,7 @@ class Broker:
         if self._process is not None and self._process.poll() is None:
             self._process.send_signal(number)
 
-    def _end(self, number: int, timeout_seconds: float = STOP_TIMEOUT_SECONDS) -> None:
+    def _end(self, number: int) -> None:
         if self._process is not None:
             self._signal(number)
-            self._process.wait(timeout_seconds)
+            Patience("the end of the broker").wait(self._process)

@@ -8,6 +8,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -18,8 +19,11 @@ FORMAT_VERSION = 1
 MAX_LINE_BYTES = 64 * 1024
 """With its end. So far from a file's end its last line begins at most."""
 
-MAX_TEXT_CHARACTERS = 512
-"""Of a text in a line: what is longer is cut."""
+MAX_TEXT_BYTES = 2048
+"""Of a text in a line, as it is written there: what is longer is cut. A request that names a topic is shorter."""
+
+_CUT = "…"
+"""The end of a text that was cut."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +74,22 @@ def encode(after: Link, time: str, event: str, fields: Mapping[str, object]) -> 
         "event": event,
     }
     for name, value in fields.items():
-        values[name] = value[:MAX_TEXT_CHARACTERS] if isinstance(value, str) else value
+        values[name] = cut(value, MAX_TEXT_BYTES) if isinstance(value, str) else value
     line = json.dumps(values, separators=(",", ":")).encode()
     return line + b"\n", _link_of(after.number + 1, line)
+
+
+def cut(text: str, most_bytes: int) -> str:
+    """The text if it takes at most so many bytes in a line; else its beginning, with a sign that there was more."""
+    if len(text) <= most_bytes and _written_bytes(text) <= most_bytes:
+        return text
+    room = most_bytes - _written_bytes(_CUT)
+    ends = accumulate(map(_written_bytes, text[:most_bytes]))
+    return text[: sum(end <= room for end in ends)] + _CUT
+
+
+def _written_bytes(text: str) -> int:
+    return len(json.dumps(text)) - len('""')
 
 
 def last_link(file: BinaryIO) -> tuple[Link, int]:

@@ -288,6 +288,13 @@ REASONS: dict[str, Reason] = {
         1000,
     ),
     "UNREACHABLE": Reason(UnavailableError, "UNAVAILABLE", "Is the sidecar running, and at this address?", 100),
+    "NOT_A_SIDECAR": Reason(
+        UnavailableError,
+        "UNAVAILABLE",
+        "If there is a proxy on the way, its log says why it answered. Otherwise: is this the address of a sidecar of "
+        "this version? Producers and readers need one with log = embedded or pulsar, brokers one with log = broker.",
+        500,
+    ),
     "TLS_FAILED": Reason(
         UnavailableError,
         "UNAVAILABLE",
@@ -299,6 +306,13 @@ REASONS: dict[str, Reason] = {
         "UNAUTHENTICATED",
         "See why the token or the TLS files cannot be had; it is tried again.",
         500,
+    ),
+    "UNTRUSTED_LISTENER": Reason(
+        UnavailableError,
+        "UNAUTHENTICATED",
+        "Is that the sidecar? Then name the user that it runs as: SEQDEDUPE_SIDECAR_USER, sidecar_user. Better, let it "
+        "listen on a Unix socket. If it is not, find out who listens there in its place; it is tried again.",
+        1000,
     ),
     "OUTCOME_UNKNOWN": Reason(
         OutcomeUnknownError,
@@ -399,7 +413,7 @@ REASONS: dict[str, Reason] = {
     "UNSAFE_TOPIC_POLICY": _configuration(
         "Run the commands that the message names, or let the sidecar do it: pulsar.manage_topic_policies = true."
     ),
-    "DIRECTORY_IN_USE": _configuration("Another sidecar has this data directory. Stop it or choose another directory."),
+    "DIRECTORY_IN_USE": _configuration("Stop that process, or choose another directory. Do not remove the file LOCK."),
     "SHARD_CLAIMED_TWICE": _configuration(
         "A shard has one data directory, for good. Is one of the two a copy, or a backup? Find out which has what was "
         "published last, and move the other one away; do not delete it."

@@ -33,8 +33,10 @@ MAX_PAYLOAD_BYTES = 5 * 1024 * 1024
 """Pulsar's `maxMessageSize`."""
 MAX_PARTITIONS = 1024
 """Of a partitioned topic."""
-MAX_OPEN_NAMES = 65_536
-"""Names in one `Open` or `Register`."""
+MAX_OPEN_NAMES = 10_000
+"""Names in one `Open`."""
+MAX_NAMES_AT_ONCE = 65_536
+"""Names in one `Register`, or in a part of what is imported."""
 MAX_POSITION_BYTES = 255
 """A position in a broker's own log, which is the broker's own bytes."""
 MAX_PLACE_BYTES = 8192

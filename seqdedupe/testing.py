@@ -1,25 +1,227 @@
-"""A real sidecar for tests: a process of its own, for the length of a block, to be killed and started again at will."""
+"""A real sidecar for tests: a process of its own, for the length of a block, to be killed and started again at will.
 
+And limits for what waits: `Patience` measures progress, so that a slow machine changes no result.
+"""
+
+import asyncio
 import contextlib
+import faulthandler
+import fcntl
 import json
 import os
+import re
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
+import termios
 import threading
+import time
 import weakref
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
 
-START_TIMEOUT_SECONDS = 240.0
-"""The first start on a machine compiles: a minute, or several beside much else. One that ends is noticed at once."""
-STOP_TIMEOUT_SECONDS = 240.0
+STALL_SECONDS = 600.0
+"""The time without anything new after which a wait has failed. A Spark job that starts on a busy machine is silent for
+minutes."""
+LAST_RESORT_SECONDS = 900.0
+"""The longest wait, whatever is new: 15 minutes, or ten times what it takes on two quiet cores if that is more."""
+STACKS_SIGNAL = signal.SIGUSR2
+"""A Python process that has registered it with `faulthandler` prints its stacks and goes on. One that has only enabled
+that prints them at SIGABRT, and ends."""
 _POLL_SECONDS = 0.05
 _LINES_SHOWN = 20
+_CHARACTERS_SHOWN = 20_000
+_QUIET_SECONDS = 1.0
+_MOST_SECONDS = 30.0
+
+_sidecars: "weakref.WeakSet[Sidecar]"
+
+
+class Stalled(RuntimeError):
+    """A wait has failed: its message names it, says what was seen last, and has the stacks of all processes."""
+
+
+class Patience:
+    """The limit of one wait.
+
+        patience = Patience("the reader job")
+        while process.poll() is None:
+            patience.check(rows_in_the_table(), log.stat().st_size)
+            time.sleep(0.01)
+
+    A wait that sees nothing, because there is nothing to see, has the last resort alone.
+    """
+
+    def __init__(self, what: str, last_resort_seconds: float = LAST_RESORT_SECONDS) -> None:
+        self._what = what
+        self._last_resort_seconds = last_resort_seconds
+        self._began = self._changed_at = time.monotonic()
+        self._seen: tuple[object, ...] = ()
+
+    def check(self, *seen: object) -> None:
+        """Raises Stalled if this has not changed for STALL_SECONDS, or the wait has lasted for its last resort."""
+        now = time.monotonic()
+        if seen != self._seen:
+            self._seen, self._changed_at = seen, now
+        if seen and now - self._changed_at > STALL_SECONDS:
+            why = f"has shown nothing new for {STALL_SECONDS:g} s"
+        elif now - self._began > self._last_resort_seconds:
+            why = f"has not ended after {self._last_resort_seconds:g} s"
+        else:
+            return
+        last = f", seen last: {', '.join(map(str, seen))}" if seen else ""
+        raise Stalled(f"{self._what} {why}{last}\n{all_stacks()}")
+
+    def wait(self, process: "subprocess.Popen[Any]", seen: Callable[[], object] | None = None) -> int:
+        """Waits for a process to end; returns its exit status. Raises Stalled as `check` does."""
+        while True:
+            try:
+                return process.wait(_POLL_SECONDS)
+            except subprocess.TimeoutExpired:
+                self.check(*(() if seen is None else (seen(),)))
+
+    def run(self, command: Sequence[str], **options: Any) -> "subprocess.CompletedProcess[str]":
+        """`subprocess.run`, with what it prints as text. Raises Stalled as `check` does; the process is killed then."""
+        with tempfile.TemporaryFile("w+") as printed, tempfile.TemporaryFile("w+") as errors:
+            given: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": printed, "stderr": errors} | options
+            with subprocess.Popen(command, **given) as process:
+                try:
+                    status = self.wait(process)
+                finally:
+                    process.kill()
+            printed.seek(0)
+            errors.seek(0)
+            return subprocess.CompletedProcess(command, status, printed.read(), errors.read())
+
+
+def all_stacks() -> str:
+    """The stacks of this process: of its threads, and of the tasks of its running event loop. And those that processes
+    below it print when asked, which Python with a faulthandler does, and Java; on Linux alone."""
+    pids = _below(os.getpid())
+    names = [f"{pid}: {' '.join(_command(pid))[:200]}" for pid in pids]
+    said = [_own_stacks(), "\n".join(["The processes below it:", *names])]
+    printed = {sidecar: len(sidecar.errors) for sidecar in _sidecars if sidecar.is_running}
+    said += [f"The sidecar at {sidecar.address} printed last:\n{sidecar.last_lines()}" for sidecar in printed]
+    with contextlib.ExitStack() as open_files:
+        files, pipes = _outputs(pids)
+        for file in files:
+            open_files.enter_context(file)
+        asked = [(pid, number) for pid in pids if (number := _ask(pid))]
+        _wait_until_quiet(
+            lambda: (
+                sum(_has_signal(pid, "ShdPnd", number) for pid, number in asked),
+                [len(sidecar.errors) for sidecar in printed],
+                [os.fstat(file.fileno()).st_size for file in files],
+                [_unread_bytes(pipe) for pipe in pipes],
+            )
+        )
+        said += ["\n".join(sidecar.errors[begin:]) for sidecar, begin in printed.items()]
+        said += [file.read()[-_CHARACTERS_SHOWN:].decode(errors="replace") for file in files]
+        # What nobody has read by now is for this reader alone.
+        unread = [os.read(pipe, size) for pipe in pipes if (size := _unread_bytes(pipe))]
+        said += [text[-_CHARACTERS_SHOWN:].decode(errors="replace") for text in unread]
+    return "\n\n".join(text.strip() for text in said if text.strip())
+
+
+def _own_stacks() -> str:
+    with tempfile.TemporaryFile("w+", errors="replace") as file:
+        faulthandler.dump_traceback(file)
+        with contextlib.suppress(RuntimeError):  # no loop runs in this thread
+            for task in asyncio.all_tasks(asyncio.get_running_loop()):
+                print(f"\nTask {task.get_name()}, outermost call first:", *_awaits(task), sep="\n  ", file=file)
+        file.seek(0)
+        return file.read()
+
+
+def _awaits(task: "asyncio.Task[Any]") -> Iterator[str]:
+    coroutine: Any = task.get_coro()
+    while (frame := getattr(coroutine, "cr_frame", None)) is not None:
+        yield f'File "{frame.f_code.co_filename}", line {frame.f_lineno} in {frame.f_code.co_name}'
+        coroutine = coroutine.cr_await
+
+
+def _below(pid: int) -> list[int]:
+    """The processes that this one has started, and that those have."""
+    children: defaultdict[int, list[int]] = defaultdict(list)
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            # What is in brackets is a name, which may hold anything.
+            children[int(path.read_text(errors="replace").rpartition(")")[2].split()[1])].append(int(path.parent.name))
+    found = [pid]
+    for parent in found:
+        found += children[parent]
+    return found[1:]
+
+
+def _command(pid: int) -> list[str]:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_text(errors="replace").rstrip("\0").split("\0")
+    return ["(ended)"]
+
+
+def _ask(pid: int) -> int:
+    """Has a process print its stacks, if it handles a signal for that; which one, or 0."""
+    with contextlib.suppress(OSError):
+        program = Path(f"/proc/{pid}/exe").readlink().name
+        signals = {"java": [signal.SIGQUIT]}.get(
+            program, [STACKS_SIGNAL, signal.SIGABRT] if "python" in program else []
+        )
+        for number in signals:
+            if _has_signal(pid, "SigCgt", number):
+                os.kill(pid, number)
+                return number
+    return 0
+
+
+def _has_signal(pid: int, which: str, number: int) -> bool:
+    """Whether a process handles a signal (SigCgt), or is yet to receive it (ShdPnd)."""
+    with contextlib.suppress(OSError):
+        status = Path(f"/proc/{pid}/status").read_text(errors="replace")
+        if found := re.search(rf"^{which}:\s*(\w+)", status, re.MULTILINE):
+            return bool(int(found[1], 16) >> (number - 1) & 1)
+    return False
+
+
+def _outputs(pids: list[int]) -> tuple[list[BinaryIO], list[int]]:
+    """The files to which these processes print, each open at its end, and the pipes whose other end this one has."""
+    ours: dict[tuple[int, int], int] = {}
+    for fd in map(int, os.listdir("/proc/self/fd") if pids else []):
+        with contextlib.suppress(OSError):
+            if (
+                stat.S_ISFIFO((found := os.fstat(fd)).st_mode)
+                and fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
+            ):
+                ours[found.st_dev, found.st_ino] = fd
+    files: dict[tuple[int, int], BinaryIO] = {}
+    pipes: dict[tuple[int, int], int] = {}
+    for path in (f"/proc/{pid}/fd/{fd}" for pid in pids for fd in (1, 2)):
+        with contextlib.suppress(OSError):
+            key = (found := os.stat(path)).st_dev, found.st_ino
+            if stat.S_ISREG(found.st_mode) and key not in files:
+                files[key] = Path(path).open("rb")  # noqa: SIM115, the caller closes it
+                files[key].seek(0, os.SEEK_END)
+            elif key in ours:
+                pipes[key] = ours[key]
+    return list(files.values()), list(pipes.values())
+
+
+def _unread_bytes(pipe: int) -> int:
+    return int.from_bytes(fcntl.ioctl(pipe, termios.FIONREAD, b"\0" * 4), sys.byteorder)
+
+
+def _wait_until_quiet(look: Callable[[], tuple[object, ...]]) -> None:
+    """Waits until nothing changes any more, and no signal is under way: the first of what is looked at."""
+    ends = time.monotonic() + _MOST_SECONDS
+    before: tuple[object, ...] = ()
+    while ((now := look()) != before or now[0]) and time.monotonic() < ends:
+        before = now
+        time.sleep(_QUIET_SECONDS)
 
 
 def reserved_port() -> socket.socket:
@@ -84,6 +286,7 @@ class Sidecar:
         self._process: subprocess.Popen[str] | None = None
         self._serving = threading.Event()
         self._reader: threading.Thread | None = None
+        _sidecars.add(self)
 
     @property
     def data(self) -> Path:
@@ -130,7 +333,7 @@ class Sidecar:
             [sys.executable, "-m", self._module, *self._flags()],
             stderr=subprocess.PIPE,
             text=True,
-            env=os.environ | {"PYTHONUNBUFFERED": "1"} | self._environment,
+            env=os.environ | {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"} | self._environment,
         )
         self._reader = threading.Thread(target=self._read, args=(process,), daemon=True)
         self._reader.start()
@@ -147,26 +350,23 @@ class Sidecar:
                 flags += [f"--{flag}", str(value)]
         return flags
 
-    def wait_until_serving(self, timeout_seconds: float | None = None) -> None:
-        """Until it serves; left out: START_TIMEOUT_SECONDS for each of its processes. Raises RuntimeError with
-        what it printed if it ends instead, or does not in time."""
-        if timeout_seconds is None:
-            timeout_seconds = START_TIMEOUT_SECONDS * (self.address.count(",") + 1)
-        waited = 0.0
+    def wait_until_serving(self) -> None:
+        """Waits until it serves. Raises RuntimeError with what it printed if it ends instead, and Stalled."""
+        # The first start on a machine compiles, and prints nothing for a minute or several.
+        patience = Patience("the start of the sidecar", LAST_RESORT_SECONDS * (self.address.count(",") + 1))
         while not self._serving.wait(_POLL_SECONDS):
             self.check_running()
-            waited += _POLL_SECONDS
-            if waited > timeout_seconds:
-                raise RuntimeError(f"the sidecar does not serve after {timeout_seconds:.0f} s: {self._last_lines()}")
+            patience.check()
 
     def check_running(self) -> None:
         """Raises RuntimeError with the end of what it printed if the process has ended by itself."""
         process = self._process
         if process is not None and process.poll() is not None:
             self._join()
-            raise RuntimeError(f"the sidecar ended with {process.returncode}: {self._last_lines()}")
+            raise RuntimeError(f"the sidecar ended with {process.returncode}: {self.last_lines()}")
 
-    def _last_lines(self) -> str:
+    def last_lines(self) -> str:
+        """The end of what it has logged and printed."""
         events = [str(entry.get("event")) for entry in self.log]
         return "\n".join((events + self.errors)[-_LINES_SHOWN:])
 
@@ -205,7 +405,7 @@ class Sidecar:
         """kill -9."""
         self.signal(signal.SIGKILL)
         if self._process is not None:
-            self._process.wait(STOP_TIMEOUT_SECONDS)
+            Patience("the end of the sidecar that was killed").wait(self._process)
         for pid in self.worker_pids.values():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -234,9 +434,12 @@ class Sidecar:
             self._process.send_signal(number)
 
     def wait(self) -> int:
-        """Waits for the process to end; returns the exit status. Raises subprocess.TimeoutExpired."""
+        """Waits for the process to end; returns the exit status. Raises Stalled."""
         if self._process is None:
             return 0
-        status = self._process.wait(STOP_TIMEOUT_SECONDS)
+        status = Patience("the end of the sidecar").wait(self._process, lambda: len(self.log) + len(self.errors))
         self._join()
         return status
+
+
+_sidecars = weakref.WeakSet()

@@ -37,7 +37,7 @@ class SchemaClient:
     def _open(self, channel: grpc.Channel) -> None:
         """Starts the session, or resumes it: never without its epochs again."""
         request = publish_pb2.OpenRequest(topic=self.topic, producer_names=[self.name], epochs=self.epochs)
-        answer = publish_pb2_grpc.PublishServiceStub(channel).Open(request, wait_for_ready=True, timeout=60)
+        answer = publish_pb2_grpc.PublishServiceStub(channel).Open(request, wait_for_ready=True, timeout=900)
         if answer.refusals or answer.persisted[0] < self.persisted or self.incarnation not in (0, answer.incarnation):
             raise RuntimeError("".join(one.message for one in answer.refusals) or "acknowledged data is gone")
         self.epochs, self.incarnation, self.persisted = list(answer.epochs), answer.incarnation, answer.persisted[0]

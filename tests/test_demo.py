@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from seqdedupe.testing import LAST_RESORT_SECONDS
 from tests.spark.run_job import QUICK
 
 FLIGHTS = 2000
-TIMEOUT_SECONDS = 600.0
+TIMEOUT_SECONDS = 2 * LAST_RESORT_SECONDS
 
-pytestmark = pytest.mark.timeout(TIMEOUT_SECONDS + 10)
+pytestmark = pytest.mark.timeout(TIMEOUT_SECONDS)  # two demos side by side
 
 Ended = tuple[int, str]
 """The exit status and what it printed."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from seqdedupe.testing import Sidecar
+from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from tests import warm
 from tests.conftest import StartSidecar
 from tests.processes import running
@@ -50,7 +50,9 @@ def test_the_program_publishes_and_reads_back(closed: Sidecar) -> None:
     program = program.replace("127.0.0.1:6660", closed.address)
     command, environment = [sys.executable, "-c", program], environment_of(closed)
     for first in (0, 100):
-        ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+        ran = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=LAST_RESORT_SECONDS, check=False
+        )
         assert ran.returncode == 0, ran.stderr
         assert ran.stdout.count("NOT_DUP") == 100
         assert f"{first + 99} order-service {first + 99} b'order {first + 99}'" in ran.stdout
@@ -72,7 +74,7 @@ def test_the_commands_do_what_they_are_shown_for(closed: Sidecar, tmp_path: Path
             env=environment,
             capture_output=True,
             text=True,
-            timeout=240,
+            timeout=LAST_RESORT_SECONDS,
             check=False,
         )
         assert ran.returncode == 0, ran.stderr
@@ -95,7 +97,7 @@ def test_the_sidecar_starts_as_shown(tmp_path: Path) -> None:
             pytest.fail("it never served")
         process.terminate()
         process.stderr.read()
-        assert process.wait(120) == 0
+        assert process.wait(LAST_RESORT_SECONDS) == 0
     assert (tmp_path / "data" / "store").is_dir()
     assert (tmp_path / "data" / "token").is_file()
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from seqdedupe.testing import Sidecar
+from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from tests import schema_broker
 from tests.schema_broker import Log, Message, SchemaBroker
 
@@ -127,7 +127,7 @@ def run(brokers: Callable[..., SchemaBroker], log: Log, rng: random.Random) -> l
             sidecar.restart()
     stopping.set()
     for thread in threads:
-        thread.join(120)
+        thread.join(LAST_RESORT_SECONDS)
     assert not failures, failures
     return sent
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from seqdedupe.testing import Sidecar
+from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from tests import schema_client
 from tests.schema_client import SchemaClient
 
@@ -83,7 +83,7 @@ def test_kill_9_under_load(sidecar: Sidecar, pytestconfig: pytest.Config) -> Non
         sidecar.restart()
     stopping.set()
     for thread in threads:
-        thread.join(120)
+        thread.join(LAST_RESORT_SECONDS)
     assert not failures
     found: dict[str, list[tuple[int, bytes]]] = {f"p{k}": [] for k in range(PRODUCERS)}
     for position, (index, name, sequence_id, payload) in enumerate(clients[0].read()):

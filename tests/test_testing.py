@@ -1,17 +1,30 @@
 """`seqdedupe.testing.Sidecar`, as its documentation shows it."""
 
+import asyncio
 import re
 import signal
 import socket
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from seqdedupe import testing
 from seqdedupe.client.blocking import Client
-from seqdedupe.testing import Sidecar
+from seqdedupe.testing import Patience, Sidecar, Stalled, all_stacks
+from tests.processes import running
 
-PAGE = Path(__file__).parent.parent / "docs" / "testing.md"
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "testing.md"
+
+# One ends when it has printed its stacks, and one goes on.
+HANG = "import time\ndef hang():\n    print('here', flush=True)\n    time.sleep(1e6)\n"
+ENABLED = "import faulthandler\nfaulthandler.enable()\n" + HANG + "hang()"
+REGISTERED = f"import faulthandler\nfaulthandler.register({testing.STACKS_SIGNAL:d})\n" + HANG + "hang()"
+UNPREPARED = HANG + "hang()"
 
 
 def test_the_example() -> None:
@@ -62,3 +75,98 @@ def test_what_runs_is_not_started_again_and_a_key_that_is_none_is_refused(tmp_pa
         assert (sidecar.pid, sidecar.is_running) == (pid, True)
     with pytest.raises(RuntimeError, match="--log-form"):
         Sidecar(tmp_path / "abbreviated", log_form="json").start()
+
+
+def check_for_ever(patience: Patience, *seen: object) -> None:
+    while True:
+        patience.check(*seen)
+        time.sleep(0.01)
+
+
+def test_who_shows_nothing_new_is_named_with_the_stacks_of_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(testing, "STALL_SECONDS", 0.2)
+    with (
+        (tmp_path / "printed").open("w+") as printed,
+        running([sys.executable, "-c", ENABLED], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as to_pipe,
+        running([sys.executable, "-c", ENABLED], stdout=subprocess.PIPE, stderr=printed) as to_file,
+        running([sys.executable, "-c", REGISTERED], stdout=subprocess.PIPE, stderr=printed) as going_on,
+        running([sys.executable, "-E", "-c", UNPREPARED], stdout=subprocess.PIPE, stderr=printed) as unprepared,
+    ):
+        for process in (to_pipe, to_file, going_on, unprepared):
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"here\n"
+        patience = Patience("the reader job")
+        with pytest.raises(Stalled) as e:
+            check_for_ever(patience, 1234, "rows")
+        said = str(e.value)
+        assert said.startswith("the reader job has shown nothing new for 0.2 s, seen last: 1234, rows\n")
+        assert "in test_who_shows_nothing_new_is_named_with_the_stacks_of_all" in said
+        assert said.count("in hang") == 3, said
+        assert all(f"\n{process.pid}: {sys.executable}" in said for process in (to_pipe, to_file, going_on, unprepared))
+        assert to_pipe.wait() == to_file.wait() == -signal.SIGABRT
+        assert going_on.poll() is unprepared.poll() is None
+
+
+def test_who_is_slow_goes_on_until_the_last_resort(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(testing, "STALL_SECONDS", 0.05)
+    patience, began, rows = Patience("the reader job"), time.monotonic(), 0
+    while time.monotonic() < began + 0.5:
+        time.sleep(0.1)
+        patience.check(rows := rows + 1)
+    monkeypatch.undo()
+    patience = Patience("the reader job", 0.2)
+    with pytest.raises(Stalled, match=rf"^the reader job has not ended after 0\.2 s, seen last: {rows}\n"):
+        check_for_ever(patience, rows)
+    patience = Patience("the audit", 0.2)
+    with pytest.raises(Stalled, match=r"^the audit has not ended after 0\.2 s\n"):
+        patience.run([sys.executable, "-c", HANG + "hang()"])
+
+
+def test_what_a_process_prints_and_how_it_ends_is_returned() -> None:
+    program = "import sys; print(1); print(2, file=sys.stderr); sys.exit(3)"
+    done = Patience("it").run([sys.executable, "-c", program])
+    assert (done.returncode, done.stdout, done.stderr) == (3, "1\n", "2\n")
+
+
+def test_a_sidecar_says_where_it_is_and_goes_on(tmp_path: Path) -> None:
+    with Sidecar(tmp_path) as sidecar:
+        said = all_stacks()
+        assert "asyncio" in said[said.index("The processes below it") :]
+        assert sidecar.is_running
+
+
+async def test_what_a_task_waits_for_is_told_from_the_outermost_call() -> None:
+    async def inner() -> None:
+        await asyncio.Event().wait()
+
+    async def outer() -> None:
+        await inner()
+
+    task = asyncio.create_task(outer(), name="the one that waits")
+    await asyncio.sleep(0)
+    told = all_stacks()
+    task.cancel()
+    assert re.search(r"Task the one that waits.*\n.* in outer\n.* in inner\n.* in wait\n", told), told
+
+
+HANGING_TEST = f"""
+import asyncio, signal, subprocess, sys
+
+async def test_that_hangs():
+    command = [sys.executable, "-c", {ENABLED!r}]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    child.stdout.readline()
+    signal.setitimer(signal.ITIMER_REAL, 0.1)
+    await asyncio.Event().wait()
+"""
+
+
+def test_a_test_that_is_not_over_says_where_it_and_its_processes_wait(tmp_path: Path) -> None:
+    (tmp_path / "test_hanging.py").write_text(HANGING_TEST)
+    (tmp_path / "pytest.ini").write_text("[pytest]\nasyncio_mode = auto\ntimeout = 900\n")
+    command = [sys.executable, "-m", "pytest", "-p", "tests.last_resort", "-p", "no:xdist", "-p", "no:cacheprovider"]
+    done = subprocess.run([*command, tmp_path], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stdout
+    assert "test_that_hangs is not over after 900 s" in done.stdout
+    assert re.search(r"Task Task-\d.*\n.* in test_that_hangs\n", done.stdout), done.stdout
+    assert "in hang" in done.stdout, done.stdout

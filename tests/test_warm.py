@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from seqdedupe.testing import LAST_RESORT_SECONDS
 from tests import warm
 from tests.processes import running
 
-TIMEOUT_SECONDS = 120.0
+TIMEOUT_SECONDS = LAST_RESORT_SECONDS
 SERVE = [*warm.SIDECAR, "--listen", "127.0.0.1:0", "--data-directory", "data"]
 
 

@@ -8,6 +8,7 @@ arguments, a child of the tests' process, to be killed at will. What is started 
 
 import atexit
 import ctypes
+import faulthandler
 import gc
 import importlib
 import json
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from broker_sidecar import kernels
+from seqdedupe.testing import STACKS_SIGNAL
 
 ROOT = Path(__file__).parents[1]
 COMMAND = str(Path(sys.executable).with_name("seqdedupe"))
@@ -42,7 +44,15 @@ MAINS = {
 """What can start warm: the modules of their functions `main`."""
 
 # gRPC's own are what a start of sidecar or command says: any process that has imported their modules has them.
-_READ_LATE = ("SEQDEDUPE_", "NOTIFY_SOCKET", "WATCHDOG_", "PYTHONUNBUFFERED", "PYTEST_CURRENT_TEST", "GRPC_")
+_READ_LATE = (
+    "SEQDEDUPE_",
+    "NOTIFY_SOCKET",
+    "WATCHDOG_",
+    "PYTHONUNBUFFERED",
+    "PYTHONFAULTHANDLER",
+    "PYTEST_CURRENT_TEST",
+    "GRPC_",
+)
 _SPARKS = ("SPARK_", "PYSPARK_", "AWS_")
 """What a session in the tests' process leaves in its environment, beside folders of this repository in PYTHONPATH."""
 _MAX_REQUEST_BYTES = 1 << 20
@@ -185,6 +195,9 @@ def _become(request: Any, streams: list[int]) -> Sequence[str]:
 
 def _main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # All that is forked from here has both: who hangs says where.
+    faulthandler.enable()
+    faulthandler.register(STACKS_SIGNAL)
     kernels.prepare()
     # The sidecar's first: it has a word with gRPC before that is imported.
     for name in (MAINS["sidecar"], "broker_sidecar.server", "seqdedupe.cli.commands", MAINS["command"]):

@@ -8,9 +8,10 @@ from typing import Any
 
 import grpc
 import grpc.aio
+from google.protobuf import descriptor_pool
 
 from broker_sidecar.rpc import Context, known_code
-from broker_sidecar.wrapping import Handle, Wrapping, shape_of
+from broker_sidecar.wrapping import Handle, Wrapping
 from seqdedupe.buckets import Buckets
 
 HANDLING_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
@@ -22,11 +23,12 @@ _WORDS = {
 """As Go writes them, and everybody's dashboards: those that are not just their words in one."""
 
 _KINDS = {
-    "unary_unary": "unary",
-    "stream_unary": "client_stream",
-    "unary_stream": "server_stream",
-    "stream_stream": "bidi_stream",
+    (False, False): "unary",
+    (True, False): "client_stream",
+    (False, True): "server_stream",
+    (True, True): "bidi_stream",
 }
+"""By whether the requests and the responses are streams in the schema."""
 
 
 class Method:
@@ -66,7 +68,8 @@ class Calls:
 
 
 class Counted(Wrapping):
-    """A service whose calls are counted. Of streams, who reads and writes counts the messages (`Stream`)."""
+    """A service whose calls are counted. The reader of a request counts its messages (`Gate`, `Stream`), and the writer
+    of a stream counts the responses."""
 
     def __init__(self, handler: grpc.GenericRpcHandler, calls: Calls) -> None:
         super().__init__(handler)
@@ -74,18 +77,18 @@ class Counted(Wrapping):
 
     def wrap(self, method: str, handle: Handle, found: "grpc.RpcMethodHandler[Any, Any]") -> Handle:
         service, _, name = method.removeprefix("/").rpartition("/")
-        counts = self._calls.methods[method] = Method(service, name, _KINDS[shape_of(found)])
-        one_comes, one_goes = not found.request_streaming, not found.response_streaming
+        schema: Any = descriptor_pool.Default().FindMethodByName(f"{service}.{name}")  # type: ignore[no-untyped-call]
+        kind = _KINDS[schema.client_streaming, schema.server_streaming]
+        counts = self._calls.methods[method] = Method(service, name, kind)
 
         async def counted(request: Any, context: Context) -> Any:
             _method.set(counts)
             counts.started += 1
-            counts.received += one_comes
             began = time.perf_counter()
             code = "Unknown"
             try:
                 response = await handle(request, context)
-                counts.sent += one_goes
+                counts.sent += not found.response_streaming
                 code = _word(context.code(), "OK")
                 return response
             except asyncio.CancelledError:

@@ -16,6 +16,7 @@ from prometheus_client.registry import Collector
 
 from broker_sidecar import rpc
 from broker_sidecar.config import Config
+from broker_sidecar.connections import Connections
 from broker_sidecar.data import Data
 from broker_sidecar.metrics import families
 from broker_sidecar.metrics.calls import Calls
@@ -38,6 +39,7 @@ class Sources:
     config: Config
     data: Data
     streams: Streams
+    connections: Connections
     calls: Calls
     reading: ReadService | None
     """None where a broker's own log holds the messages."""
@@ -110,6 +112,12 @@ class Metrics(Collector):
         yield gauge_of("seqdedupe_streams_limit", "Streams that may be open.", streams.limit)
         ended = CounterMetricFamily("seqdedupe_evicted_streams", "Streams ended for others' sake.", labels=("why",))
         yield by_label(ended, (("idle", streams.gave_way), ("unread", streams.unread)))
+        connections = self._from.connections
+        open_now = GaugeMetricFamily("seqdedupe_connections", "TCP connections that are open.", labels=("caller",))
+        yield by_label(open_now, zip(("known", "unknown"), connections.count(), strict=True))
+        about = "Connections ended, for a lack of authenticated calls or of places."
+        ended = CounterMetricFamily("seqdedupe_ended_connections", about, labels=("why",))
+        yield by_label(ended, connections.ended.items())
         budget = streams.budget
         yield gauge_of("seqdedupe_budget_bytes", "Memory held for clients: frames, answers, pages.", budget.held_bytes)
         yield gauge_of("seqdedupe_budget_limit_bytes", "Memory that may be held for clients.", budget.limit_bytes)

@@ -4,10 +4,12 @@ import asyncio
 import fcntl
 import logging
 import os
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import NamedTuple
 
 from broker_sidecar.security.repeats import Repeats
 from seqdedupe.audit_trail import NO_LINE, encode, last_link
@@ -20,7 +22,10 @@ REPEATS_SECONDS = 10.0
 """Of refusals that are alike the first is written at once, and after so long how many more there were."""
 
 MAX_WAITING = 10_000
-"""Lines that wait to be written. Beyond that whoever asks for one is refused, and refusals are not written."""
+"""Lines that wait to be written. Beyond that, whoever asks for one is refused, and what is told is lost."""
+
+MAX_WAITING_REFUSALS = MAX_WAITING // 2
+"""The same for refusals: they leave room for all else."""
 
 
 @dataclass
@@ -29,6 +34,11 @@ class _Line:
     fields: Mapping[str, object]
     time: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="microseconds"))
     written: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+
+class _Caller(NamedTuple):
+    subject: str
+    network: str
 
 
 class Audit:
@@ -46,7 +56,8 @@ class Audit:
         self._is_moved = False
         self._waiting: list[_Line] = []
         self._writing: asyncio.Task[None] | None = None
-        self._repeats: Repeats[tuple[str, frozenset[tuple[str, object]]]] = Repeats()
+        # Callers without a token have their own places: they cannot take those of callers with one.
+        self._repeats: defaultdict[str, Repeats[_Caller, frozenset[tuple[str, object]]]] = defaultdict(Repeats)
         self._counted: asyncio.TimerHandle | None = None
         try:
             self._open()
@@ -60,11 +71,17 @@ class Audit:
         await self._put(event, fields).written
 
     def tell(self, event: str, **fields: object) -> None:
-        """A line that is written soon; of those that are alike the first, and then how many more there were."""
+        """A line that is written soon, however many others there are."""
+        self._put_untold(event, fields, MAX_WAITING)
+
+    def refused(self, event: str, network: str, **fields: object) -> None:
+        """A line about a caller (its `subject`, if it is known) in this network, which is written soon. Of a caller's
+        lines that are alike only the first is written, and then how many more there were."""
         if self._counted is None:
             self._counted = asyncio.get_running_loop().call_later(REPEATS_SECONDS, self._tell_counts)
-        if self._repeats.is_first((event, frozenset(fields.items()))):
-            self._put_untold(event, fields)
+        caller = _Caller(str(fields.get("subject", "")), network)
+        if self._repeats[event].is_first(caller, frozenset(fields.items())):
+            self._put_untold(event, fields, MAX_WAITING_REFUSALS)
 
     def reopen(self) -> None:
         """The file may have been moved away: what comes goes to the one that has its name, in the same chain."""
@@ -81,16 +98,20 @@ class Audit:
 
     def _tell_counts(self) -> None:
         self._counted = None
-        for told, count in self._repeats.take():
-            event, fields = told or ("others refused", frozenset())
-            self._put_untold(event, dict(fields) | {"repeats": count})
+        for event, repeats in self._repeats.items():
+            for caller, told, count in repeats.take():
+                if told is not None:
+                    self._put_untold(event, dict(told) | {"repeats": count}, MAX_WAITING_REFUSALS)
+                    continue
+                who = {"subject": caller.subject, "address": caller.network} if caller is not None else {}
+                self._put_untold("others refused", {**who, "refused": event, "repeats": count}, MAX_WAITING_REFUSALS)
 
-    def _put_untold(self, event: str, fields: Mapping[str, object]) -> None:
+    def _put_untold(self, event: str, fields: Mapping[str, object], most_waiting: int) -> None:
         """Nobody waits for this line: that it cannot be written is logged."""
-        if len(self._waiting) < MAX_WAITING:
-            self._put(event, fields).written.add_done_callback(
-                lambda written: written.cancelled() or written.exception()
-            )
+        if len(self._waiting) >= most_waiting:
+            logger.error("a line of the audit trail is lost: too many wait to be written", extra={"line": event})
+            return
+        self._put(event, fields).written.add_done_callback(lambda written: written.cancelled() or written.exception())
 
     def _put(self, event: str, fields: Mapping[str, object]) -> _Line:
         line = _Line(event, fields)

@@ -1,5 +1,6 @@
 """Who makes a call, by what it shows."""
 
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -41,7 +42,8 @@ class Authentication:
         self._signed_tokens: SignedTokens | None = None
         if config.token_keys_file:
             keys_file = Path(config.token_keys_file)
-            self._signed_tokens = SignedTokens(keys_file, config.token_audience, self._end("jwt"))
+            most_seconds = 60 * config.token_max_lifetime_minutes or math.inf
+            self._signed_tokens = SignedTokens(keys_file, config.token_audience, self._end("jwt"), most_seconds)
             self.watched.append(self._signed_tokens.watched)
         self._certificates: Certificates | None = None
         if config.tls_certificate_file:
@@ -63,11 +65,16 @@ class Authentication:
             self._revoked.check(context.auth_context())
         if (token := _token_in(context)) is not None:
             subject = self._by_token(self._token, token, address)
-        elif self._certificates is not None and self._certificates.takes_clients:
+        elif self._takes_certificate_of(context):
             subject = Subject(name_in(context.auth_context()), "certificate", None, address)
         else:
             raise error("UNAUTHENTICATED", "the call shows no token")
         return _check_name(subject)
+
+    def _takes_certificate_of(self, context: Context) -> bool:
+        """Whether the connection needed a certificate: one over a Unix socket does not."""
+        is_wanted = self._certificates is not None and self._certificates.takes_clients
+        return is_wanted and "x509_pem_cert" in context.auth_context()
 
     def of_token(self, token: bytes | None, address: str) -> Subject:
         """Who shows this token otherwise than in a call of gRPC. Raises as a call."""
@@ -87,7 +94,7 @@ class Authentication:
 
     def add_port(self, server: grpc.aio.Server, address: SidecarAddress) -> int:
         """Has the server listen there, with TLS where that is configured; returns the port. Raises RuntimeError."""
-        if self._certificates is None:
+        if self._certificates is None or address.path:
             return server.add_insecure_port(str(address))
         return server.add_secure_port(str(address), self._certificates.credentials())
 
@@ -112,7 +119,8 @@ class Authentication:
 
 def _check_name(subject: Subject) -> Subject:
     if subject.name in RESERVED and subject.kind != "token":
-        raise error("UNAUTHENTICATED", f"nobody else may have the name {subject.name!r}")
+        proven = {"subject": subject.name, "kind": subject.kind}
+        raise error("UNAUTHENTICATED", f"nobody else may have the name {subject.name!r}", **proven)
     return subject
 
 

@@ -18,12 +18,26 @@ class On(Enum):
 
     TOPIC = auto()
     """The topic that the request names."""
+    CURSOR = auto()
+    """The topic and the cursor, under its `name`, that the request names."""
     NAMESPACE = auto()
     """Every topic of the namespace that the request names."""
     EVERYTHING = auto()
     """Every topic."""
     ANYTHING = auto()
     """Some topic."""
+
+
+class Effect(Enum):
+    """The widest that a call may change. What is wider than a name needs a right on all of it."""
+
+    NOTHING = "nothing"
+    OWN_NAMES = "own producer names"
+    """Under which the caller may publish: their sessions, watermarks and messages."""
+    OWN_CURSOR = "own cursor"
+    TOPIC = "topic"
+    NAMESPACE = "namespace"
+    SIDECAR = "sidecar"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,23 +48,32 @@ class Need:
     actions: tuple[Action, ...]
     field: str = "topic"
     """Of the request, where it names what it is about."""
+    effect: Effect = Effect.NOTHING
+    is_judged_by_handler: bool = False
+    """By the first message of the stream, or by the producer names."""
 
 
 class Other(Enum):
     """Calls that need something else."""
 
     IS_KNOWN = auto()
-    """Anybody who is known may make it."""
-    IN_ITS_HANDLER = auto()
-    """Its handler judges, by the first message of the stream or by the producer names."""
+    """Anybody who is known may make it. It changes nothing."""
 
 
-def _topic(*actions: Action, field: str = "topic") -> Need:
+def _looks(*actions: Action, field: str = "topic") -> Need:
     return Need(On.TOPIC, actions, field)
 
 
-_PUBLISH, _READ, _CREATE, _OBSERVE, _ADMINISTER = Action
-_HEALTH = _topic(_OBSERVE, field="service")
+def _changes(action: Action, effect: Effect = Effect.TOPIC, *, by_handler: bool = False) -> Need:
+    return Need(On.TOPIC, (action,), effect=effect, is_judged_by_handler=by_handler)
+
+
+_PUBLISH, _READ, _CREATE, _OBSERVE, _ADMINISTER, _ATTACH = Action
+_HEALTH = _looks(_OBSERVE, field="service")
+_PUBLISHES = _changes(_PUBLISH, Effect.OWN_NAMES, by_handler=True)
+_LOOKS_AT_ALL = Need(On.EVERYTHING, (_OBSERVE,))
+_CHANGES_NAMESPACE = Need(On.NAMESPACE, (_ADMINISTER,), "namespace", Effect.NAMESPACE)
+_CHANGES_ALL = Need(On.EVERYTHING, (_ADMINISTER,), effect=Effect.SIDECAR)
 
 
 def _of(service: str, **calls: Need | Other) -> dict[str, Need | Other]:
@@ -60,62 +83,62 @@ def _of(service: str, **calls: Need | Other) -> dict[str, Need | Other]:
 CALLS: dict[str, Need | Other] = {
     **_of(
         "seqdedupe.v1.PublishService",
-        Open=Other.IN_ITS_HANDLER,
-        Publish=Other.IN_ITS_HANDLER,
-        PublishStream=Other.IN_ITS_HANDLER,
+        Open=_PUBLISHES,
+        Publish=_PUBLISHES,
+        PublishStream=_PUBLISHES,
     ),
     **_of(
         "seqdedupe.v1.ReadService",
-        Read=_topic(_READ),
-        ReadStream=_topic(_READ),
-        Locate=_topic(_READ),
-        GetLastMessageId=_topic(_READ),
-        GetCursor=_topic(_READ),
-        MoveCursor=_topic(_READ),
+        Read=_looks(_READ),
+        ReadStream=_looks(_READ),
+        Locate=_looks(_READ),
+        GetLastMessageId=_looks(_READ),
+        GetCursor=Need(On.CURSOR, (_READ,)),
+        MoveCursor=Need(On.CURSOR, (_READ,), effect=Effect.OWN_CURSOR),
     ),
     **_of(
         "seqdedupe.v1.DedupeService",
-        Attach=Other.IN_ITS_HANDLER,
-        GetProducer=_topic(_OBSERVE),
+        Attach=_changes(_ATTACH, by_handler=True),
+        GetProducer=_looks(_OBSERVE, _ATTACH),
     ),
     **_of(
         "seqdedupe.v1.AdminService",
-        CreateTopic=_topic(_CREATE),
-        DeleteTopic=_topic(_ADMINISTER),
+        CreateTopic=_changes(_CREATE),
+        DeleteTopic=_changes(_ADMINISTER),
         # All of them or none: half of the topics would look like all.
-        ListTopics=Need(On.EVERYTHING, (_OBSERVE,)),
-        # Whoever publishes, reads or imports asks for the number of partitions.
-        GetTopic=_topic(_OBSERVE, _PUBLISH, _READ, _ADMINISTER),
-        SetTopicPolicy=_topic(_ADMINISTER),
-        GetTopicPolicy=_topic(_OBSERVE),
-        RemoveTopicPolicy=_topic(_ADMINISTER),
-        SetNamespacePolicy=Need(On.NAMESPACE, (_ADMINISTER,), "namespace"),
+        ListTopics=_LOOKS_AT_ALL,
+        # Whoever publishes, reads, attaches or imports asks for the number of partitions.
+        GetTopic=_looks(_OBSERVE, _PUBLISH, _READ, _ADMINISTER, _ATTACH),
+        SetTopicPolicy=_changes(_ADMINISTER),
+        GetTopicPolicy=_looks(_OBSERVE),
+        RemoveTopicPolicy=_changes(_ADMINISTER),
+        SetNamespacePolicy=_CHANGES_NAMESPACE,
         GetNamespacePolicy=Need(On.NAMESPACE, (_OBSERVE,), "namespace"),
-        RemoveNamespacePolicy=Need(On.NAMESPACE, (_ADMINISTER,), "namespace"),
-        ListProducers=_topic(_OBSERVE),
-        GetProducer=_topic(_OBSERVE),
-        GetMessageState=_topic(_OBSERVE),
-        ListInFlight=_topic(_OBSERVE),
-        ResetProducer=_topic(_ADMINISTER),
-        ListCursors=_topic(_OBSERVE),
-        SetCursorHold=_topic(_ADMINISTER),
-        DeleteCursor=_topic(_ADMINISTER),
-        Snapshot=_topic(_ADMINISTER),
-        ExportWatermarks=_topic(_OBSERVE),
-        ImportWatermarks=Other.IN_ITS_HANDLER,
-        ImportWindow=Other.IN_ITS_HANDLER,
-        ExportSnapshot=_topic(_OBSERVE),
-        ImportSnapshot=Other.IN_ITS_HANDLER,
-        RebuildTopic=_topic(_ADMINISTER),
-        ListSidecars=Need(On.EVERYTHING, (_OBSERVE,)),
-        ForgetSidecar=Need(On.EVERYTHING, (_ADMINISTER,)),
-        MoveTopic=_topic(_ADMINISTER),
-        TakeTopic=_topic(_ADMINISTER),
-        ReceiveTopic=Other.IN_ITS_HANDLER,
-        SettleMove=_topic(_ADMINISTER),
-        GetShards=Need(On.EVERYTHING, (_OBSERVE,)),
-        Backup=Need(On.EVERYTHING, (_ADMINISTER,)),
-        GetStatistics=Need(On.EVERYTHING, (_OBSERVE,)),
+        RemoveNamespacePolicy=_CHANGES_NAMESPACE,
+        ListProducers=_looks(_OBSERVE),
+        GetProducer=_looks(_OBSERVE),
+        GetMessageState=_looks(_OBSERVE),
+        ListInFlight=_looks(_OBSERVE),
+        ResetProducer=_changes(_ADMINISTER),
+        ListCursors=_looks(_OBSERVE),
+        SetCursorHold=_changes(_ADMINISTER),
+        DeleteCursor=_changes(_ADMINISTER),
+        Snapshot=_changes(_ADMINISTER),
+        ExportWatermarks=_looks(_OBSERVE),
+        ImportWatermarks=_changes(_ADMINISTER, by_handler=True),
+        ImportWindow=_changes(_ADMINISTER, by_handler=True),
+        ExportSnapshot=_looks(_OBSERVE),
+        ImportSnapshot=_changes(_ADMINISTER, by_handler=True),
+        RebuildTopic=_changes(_ADMINISTER),
+        ListSidecars=_LOOKS_AT_ALL,
+        ForgetSidecar=_CHANGES_ALL,
+        MoveTopic=_changes(_ADMINISTER),
+        TakeTopic=_changes(_ADMINISTER),
+        ReceiveTopic=_changes(_ADMINISTER, by_handler=True),
+        SettleMove=_changes(_ADMINISTER),
+        GetShards=_LOOKS_AT_ALL,
+        Backup=_CHANGES_ALL,
+        GetStatistics=_LOOKS_AT_ALL,
         GetVersion=Other.IS_KNOWN,
     ),
     **_of(
@@ -132,7 +155,9 @@ CALLS: dict[str, Need | Other] = {
 
 def _is_change(need: Need | Other) -> bool:
     """Whether nobody may make the call who does no more than look, publish or read."""
-    return isinstance(need, Need) and {_CREATE, _ADMINISTER}.issuperset(need.actions)
+    if isinstance(need, Other) or need.is_judged_by_handler:
+        return False
+    return {_CREATE, _ADMINISTER}.issuperset(need.actions)
 
 
 CHANGES = frozenset(method for method, need in CALLS.items() if _is_change(need))

@@ -1,21 +1,33 @@
-"""The one place that every call passes before its handler: who makes it is found out, or the call ends."""
+"""The one place that every call passes before its handler: it finds out who makes the call, or ends it."""
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
 import grpc
+import grpc.aio
 from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2
 
+from broker_sidecar.metrics.calls import method_of_call
 from broker_sidecar.rpc import Context, abort, parse_small
 from broker_sidecar.security.calls import CHANGES, HEALTH_OF_THE_WHOLE
 from broker_sidecar.security.permissions import Permissions, request_class
 from broker_sidecar.security.subject import ANONYMOUS, Subject, set_caller
 from broker_sidecar.security.trail import Trail
 from broker_sidecar.wrapping import Handle, Wrapping
-from seqdedupe.errors import SeqdedupeError
+from seqdedupe.errors import SeqdedupeError, error
 
 _HEALTH = frozenset({"/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"})
+
+UNKNOWN_AT_ONCE = 2
+"""Requests of unknown callers that are received at once. gRPC may hold 16 MiB of each."""
+UNKNOWN_WAITING = 8
+"""Calls of unknown callers that wait for that. gRPC may hold 1 MiB of each."""
+UNKNOWN_SECONDS = 1.0
+"""An unknown caller's request is there after this time."""
+UNKNOWN_HURRY_SECONDS = 0.1
+"""The same while others wait. The request of a probe comes together with its headers."""
 
 Authenticate = Callable[[Context], Subject]
 """Who makes a call. Raises UNAUTHENTICATED, TOKEN_EXPIRED."""
@@ -30,8 +42,14 @@ class Gate(Wrapping):
     """A service as `handler` serves it, for callers who are known and may make the call. `caller` is theirs within its
     handlers.
 
-    The health of the whole is told to everybody: what asks for it, such as a probe, has no token.
+    The gate finds out who calls before it receives anything. gRPC itself receives a request that is one message before
+    it asks any handler. So to gRPC every call here is a stream, which is the same on the wire. Of a stream that nobody
+    reads, gRPC takes no more than `UNREAD_BYTES`.
+
+    The gate tells everybody the health of the whole: what asks for it, such as a probe, has no token.
     """
+
+    reads_itself = True
 
     def __init__(
         self, handler: grpc.GenericRpcHandler, authenticate: Authenticate, permissions: Permissions, trail: Trail
@@ -40,11 +58,18 @@ class Gate(Wrapping):
         self._authenticate = authenticate
         self._permissions = permissions
         self._trail = trail
+        self._unknown = _Unknown()
 
     def wrap(self, method: str, handle: Handle, found: "grpc.RpcMethodHandler[Any, Any]") -> Handle:
         async def guarded(request: Any, context: Context) -> Any:
             try:
-                set_caller(self._subject(method, request, context))
+                try:
+                    set_caller(self._authenticate(context))
+                except SeqdedupeError as e:
+                    request = await self._of_the_whole(method, context, e)
+                else:
+                    if not found.request_streaming:
+                        request = await _receive(context)
                 self._permissions.check_call(method, request)
                 if method in CHANGES:
                     async with self._trail.change(method, parse_small(request_class(method), request)):
@@ -55,14 +80,64 @@ class Gate(Wrapping):
 
         return guarded
 
-    def _subject(self, method: str, request: Any, context: Context) -> Subject:
+    async def _of_the_whole(self, method: str, context: Context, why_unknown: SeqdedupeError) -> bytes:
+        """The request of an unknown caller, if it asks for the health of the whole. Else raises why it is unknown."""
+        if method in _HEALTH:
+            request = await self._unknown.receive(context)
+            if _is_of_the_whole(request):
+                set_caller(Subject("", "nobody", None, context.peer()))
+                return request
+        self._trail.unauthenticated(method, context.peer(), why_unknown)
+        raise why_unknown
+
+
+class _Unknown:
+    """Receives the requests of unknown callers: few at once, and none for long."""
+
+    def __init__(self) -> None:
+        self._free = asyncio.Semaphore(UNKNOWN_AT_ONCE)
+        self._limits: set[asyncio.Timeout] = set()
+        """Of the requests that are being received."""
+        self._waiting = 0
+
+    async def receive(self, context: Context) -> bytes:
+        """The request. Raises QUEUE_FULL, STREAM_IDLE, MALFORMED_MESSAGE."""
+        if self._waiting >= UNKNOWN_WAITING:
+            raise error("QUEUE_FULL", f"{self._waiting} calls without a valid token wait to be received: call again")
+        if self._free.locked():
+            self._hurry()
+        self._waiting += 1
         try:
-            return self._authenticate(context)
-        except SeqdedupeError as e:
-            if method in _HEALTH and _is_of_the_whole(request):
-                return Subject("", "nobody", None, context.peer())
-            self._trail.unauthenticated(method, context.peer(), e)
-            raise
+            await self._free.acquire()
+        finally:
+            self._waiting -= 1
+        seconds = UNKNOWN_HURRY_SECONDS if self._waiting else UNKNOWN_SECONDS
+        limit = asyncio.timeout(seconds)
+        self._limits.add(limit)
+        try:
+            async with limit:
+                return await _receive(context)
+        except TimeoutError as e:
+            raise error("STREAM_IDLE", "the request of a call without a valid token did not come in time") from e
+        finally:
+            self._limits.discard(limit)
+            self._free.release()
+
+    def _hurry(self) -> None:
+        """Somebody waits: requests that come slowly end soon."""
+        until = asyncio.get_running_loop().time() + UNKNOWN_HURRY_SECONDS
+        for limit in self._limits:
+            if not limit.expired() and (ends := limit.when()) is not None and until < ends:
+                limit.reschedule(until)
+
+
+async def _receive(context: Context) -> bytes:
+    """The request of a call that has one message. Raises MALFORMED_MESSAGE if there is none."""
+    data: Any = await context.read()
+    if data is grpc.aio.EOF:
+        raise error("MALFORMED_MESSAGE", "the call has no request")
+    method_of_call().received += 1
+    return bytes(data)
 
 
 def _is_of_the_whole(request: bytes) -> bool:

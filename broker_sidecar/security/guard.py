@@ -7,12 +7,14 @@ from typing import Any
 import grpc
 
 from broker_sidecar.config import Config
+from broker_sidecar.rpc import Context
 from broker_sidecar.security import rules_file
 from broker_sidecar.security.audit import Audit
 from broker_sidecar.security.authentication import Authentication
 from broker_sidecar.security.gate import Gate
 from broker_sidecar.security.permissions import NO_RULES, Permissions
 from broker_sidecar.security.rules_file import RulesFile
+from broker_sidecar.security.subject import Subject
 from broker_sidecar.security.trail import Trail
 from broker_sidecar.security.watching import Watched, Watching
 from broker_sidecar.streams import Streams
@@ -32,18 +34,24 @@ class Guard:
         self._rules = self._watched_rules()
         self.permissions = Permissions(self._rules.value if self._rules else NO_RULES, self.trail.denied)
 
-    def begin(self, streams: Streams) -> None:
-        """Finds out from now on who calls. Makes the data directory's token if there is none.
+    def begin(self, streams: Streams, called: Callable[[Subject], None]) -> None:
+        """Finds out from now on who calls, and tells `called`. Makes the data directory's token if there is none.
 
         Raises INVALID_CONFIGURATION; OSError.
         """
         self.authentication = Authentication(self._config, streams)
+        self._called = called
         rules = [self._rules] if self._rules else []
         self._watching = Watching([*self.authentication.watched, *rules], self._was_read_again)
 
     def guarded(self, handler: grpc.GenericRpcHandler) -> Gate:
         """The handler's calls, for those who may make them."""
-        return Gate(handler, self.authentication, self.permissions, self.trail)
+        return Gate(handler, self._authenticate, self.permissions, self.trail)
+
+    def _authenticate(self, context: Context) -> Subject:
+        subject = self.authentication(context)
+        self._called(subject)
+        return subject
 
     @property
     def has_problem(self) -> bool:

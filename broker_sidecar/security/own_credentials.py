@@ -1,10 +1,11 @@
 """What this sidecar shows to others."""
 
+import os
 from pathlib import Path
 
 from broker_sidecar.config import Config
 from broker_sidecar.security import own_token
-from seqdedupe.client.credentials import Credentials
+from seqdedupe.client.credentials import SIDECAR_USER, Credentials
 from seqdedupe.client.sidecars import Sidecars
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.store.directories import whole_of
@@ -34,4 +35,5 @@ def _credentials(config: Config) -> Credentials:
         tls_certificate_file=config.tls_certificate_file or None,
         tls_key_file=config.tls_key_file or None,
         allow_insecure_token=config.allow_insecure_listen,
+        sidecar_user=os.environ.get(SIDECAR_USER) or None,
     )

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from broker_sidecar.security.subject import OPERATOR
 from broker_sidecar.security.watching import Watched
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.files import sync_folder, write_synced
@@ -103,5 +104,6 @@ class OwnToken:
         if hmac.compare_digest(token, self._now):
             return True
         if self._former and hmac.compare_digest(token, self._former):
-            raise error("TOKEN_EXPIRED", "the sidecar has another token now", hint="Read its file again.")
+            what, hint = "the sidecar has another token now", "Read its file again."
+            raise error("TOKEN_EXPIRED", what, hint=hint, subject=OPERATOR, kind="token")
         return False

@@ -1,5 +1,6 @@
 """What callers may do now: the rules that are in force, asked for every call and every frame."""
 
+import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -13,14 +14,15 @@ from numpy.typing import NDArray
 
 from broker_sidecar.rpc import parse_small
 from broker_sidecar.security.calls import CALLS, HEALTH_OF_THE_WHOLE, Need, On, Other
-from broker_sidecar.security.rules import Action, Decision, Rule
+from broker_sidecar.security.rules import Action, Decision, Rule, Rules
 from broker_sidecar.security.rules_file import RulesFile
-from broker_sidecar.security.shares import DISK_SECONDS, Shares, Use
+from broker_sidecar.security.shares import DISK_SECONDS, MAX_CURSORS_A_CALLER, Shares, Use
 from broker_sidecar.security.subject import Subject, caller
 from seqdedupe.core.names import joined
 from seqdedupe.core.producers import Producers
 from seqdedupe.errors import SeqdedupeError, error
-from seqdedupe.names import check_name_length, namespace_name, topic_name
+from seqdedupe.names import namespace_name, producer_name, topic_name
+from seqdedupe.topic import moving_cursors
 from seqdedupe.topic.allowing import Allowing, Judge
 
 NO_RULES = RulesFile()
@@ -28,8 +30,13 @@ NO_RULES = RulesFile()
 Again: TypeAlias = Callable[[], object]
 """Judges once more what was allowed; raises NOT_ALLOWED."""
 
+_NAMES_AT_ONCE = 1_000
+
 MAX_NAMES_TOLD = 16
 """Of producers that are denied."""
+
+_CHARACTERS_TOLD = 24
+"""Of each name where there are several."""
 
 _allowed: ContextVar[list[Again]] = ContextVar("allowed")
 _rule: ContextVar[str] = ContextVar("rule", default="")
@@ -45,6 +52,8 @@ class Denial:
     """By its full name, or a namespace, or `*`: all topics."""
     producer_names: Sequence[str]
     rule: Rule | None
+    cursor: str = ""
+    """The name of one that is not the caller's."""
 
 
 def allowed_so_far() -> list[Again]:
@@ -89,11 +98,16 @@ class Permissions:
             return
         if need is None:
             raise self._denied(caller(), Action.ADMINISTER, "*", None)
-        if need.on in (On.TOPIC, On.NAMESPACE):
-            name = getattr(parse_small(request_class(method), request), need.field)
+        if need.is_judged_by_handler:
+            return
+        if need.on in (On.TOPIC, On.CURSOR, On.NAMESPACE):
+            parsed = parse_small(request_class(method), request)
+            name = getattr(parsed, need.field)
             if need.field == "service" and name in HEALTH_OF_THE_WHOLE:
                 return
-            self.check(need, topic_name(name) if need.on is On.TOPIC else namespace_name(name))
+            self.check(need, namespace_name(name) if need.on is On.NAMESPACE else topic_name(name))
+            if need.on is On.CURSOR:
+                self._check_cursor(topic_name(name), parsed.name)
         else:
             self.check(need, "*")
 
@@ -119,7 +133,7 @@ class Permissions:
         if not subject:
             return Decision(False, None)
         match on:
-            case On.TOPIC:
+            case On.TOPIC | On.CURSOR:
                 return self._rules.decide(subject, action, name)
             case On.NAMESPACE:
                 return self._rules.decide_namespace(subject, action, name)
@@ -157,22 +171,31 @@ class Permissions:
 
     # -- producer names ----------------------------------------------------------------------------------------
 
-    def denied_names(self, topic: str, names: Sequence[bytes], subject: Subject) -> dict[int, SeqdedupeError]:
-        """Of these names those as which the subject may not publish to the topic: by place, each with its error.
+    async def denied_names(self, topic: str, names: Sequence[str]) -> tuple[list[int], SeqdedupeError | None]:
+        """The places of those of these names as which the caller may not publish to the topic, and the one error for
+        all of them. However many names and patterns there are, others are served meanwhile.
 
         Raises INVALID_NAME for one that no producer can have: what is denied is told and written down.
         """
+        subject = caller()
         if subject.is_unrestricted:
-            return {}
-        for name in names:
-            check_name_length(name)
-        places = np.flatnonzero(self.names_judge(subject.name, topic)(*joined(list(names))) == 0).tolist()
-        return {place: self.deny_names(subject, topic, [names[place].decode(errors="replace")]) for place in places}
-
-    def check_names(self, topic: str, names: Sequence[bytes], subject: Subject) -> None:
-        """Raises NOT_ALLOWED if the subject may not publish to the topic under one of these names."""
-        for e in self.denied_names(topic, names, subject).values():
-            raise e
+            return [], None
+        rules: Rules | None = None
+        while rules is not self._rules:
+            rules, places = self._rules, list[int]()
+            granted = rules.on(subject.name, Action.PUBLISH, topic)
+            first = 0
+            while first < len(names):
+                some: list[bytes] = []
+                size = 0
+                while first + len(some) < len(names) and size < granted.bytes_at_once and len(some) < _NAMES_AT_ONCE:
+                    some.append(producer_name(names[first + len(some)]))
+                    size += len(some[-1])
+                places += (first + np.flatnonzero(granted.are_allowed(*joined(some)) == 0)).tolist()
+                first += len(some)
+                if first < len(names):
+                    await asyncio.sleep(0)
+        return places, self.deny_names(subject, topic, [names[place] for place in places]) if places else None
 
     def check_publishes_unnamed(self, topic: str) -> None:
         """Raises NOT_ALLOWED if the caller may publish to the topic under some producer names alone: in a topic of
@@ -192,15 +215,33 @@ class Permissions:
             found = self._allowing[key] = _Allowing(self, subject.name, topic, producers)
         return found
 
-    def check_new_names(self, topic: str, producers: Producers, names: Sequence[bytes]) -> None:
-        """Raises SHARE_EXCEEDED if the topic would know too many names with those of these that are new to it."""
+    def check_new_names(
+        self, topic: str, producers: Producers, names: Sequence[bytes], *, are_all_its: bool = False
+    ) -> None:
+        """Raises SHARE_EXCEEDED if the topic would know too many names with those of these that are new to it.
+
+        With `are_all_its` all names of the topic are the caller's, whatever the rules for publishing say.
+        """
         use = self.shares.of(caller().name)
         if use.limits.producer_names is None and self.shares.in_all.limits.producer_names is None:
             return
         if new := int(np.count_nonzero(producers.find_all(list(names)) < 0)):
             self.shares.in_all.check("producer_names", producers.known_count() + new)
             if use.limits.producer_names is not None:
-                use.check("producer_names", self._count_names(topic, producers) + new)
+                its = producers.known_count() if are_all_its else self._count_names(topic, producers)
+                use.check("producer_names", its + new)
+
+    async def judge_known_names(self, topic: str, producers: Producers) -> Allowing | None:
+        """What `check_new_names` counts: each name that the topic knows is judged, if it has not been, some at once.
+
+        It is forgotten when nobody holds what this returns.
+        """
+        allowing = self.allowing(topic, producers)
+        if allowing is not None and self.shares.of(caller().name).limits.producer_names is not None:
+            for first in range(0, len(producers), _NAMES_AT_ONCE):
+                allowing.forbidden(np.arange(first, min(first + _NAMES_AT_ONCE, len(producers))))
+                await asyncio.sleep(0)
+        return allowing
 
     def _count_names(self, topic: str, producers: Producers) -> int:
         """As how many of the topic's producers the caller may publish."""
@@ -208,21 +249,57 @@ class Permissions:
             return producers.known_count()
         return len(producers) - len(allowing.forbidden(np.arange(len(producers))))
 
+    # -- cursors -----------------------------------------------------------------------------------------------
+
+    def _check_cursor(self, topic: str, name: str) -> None:
+        """Raises NOT_ALLOWED if the cursor is not the caller's; INVALID_NAME for a name that none can have."""
+        subject = caller()
+        moving_cursors.check_name(name)
+        decision = self._rules.decide(subject.name, Action.READ, topic, name)
+        if not decision.is_allowed:
+            raise self._denied(subject, Action.READ, topic, decision.rule, cursor=name)
+
+    def check_new_cursor(self, topic: str, there: Sequence[str]) -> None:
+        """Raises SHARE_EXCEEDED if the topic, which has these cursors, would have too many of the caller's with one
+        more."""
+        subject = caller()
+        use = self.shares.of(subject.name)
+        if subject.is_unrestricted:
+            use.check("cursors", len(there) + 1)
+        else:
+            names = joined([name.encode() for name in there])
+            is_its = self._rules.on(subject.name, Action.READ, topic).are_allowed(*names)
+            use.check("cursors", int(np.count_nonzero(is_its)) + 1, otherwise=MAX_CURSORS_A_CALLER)
+
     def names_judge(self, subject: str, topic: str) -> Judge:
         """Judges names under which somebody would publish to the topic."""
         return self._rules.on(subject, Action.PUBLISH, topic).are_allowed
 
     def deny_names(self, subject: Subject, topic: str, names: list[str]) -> SeqdedupeError:
+        """The error for these names; it names the first ones."""
         rule = self._rules.decide(subject.name, Action.PUBLISH, topic, names[0]).rule
         return self._denied(subject, Action.PUBLISH, topic, rule, names)
 
     def _denied(
-        self, subject: Subject, action: Action, topic: str, rule: Rule | None, names: Sequence[str] = ()
+        self,
+        subject: Subject,
+        action: Action,
+        topic: str,
+        rule: Rule | None,
+        names: Sequence[str] = (),
+        cursor: str = "",
     ) -> SeqdedupeError:
-        self._on_denied(Denial(subject, action, topic, names, rule))
+        self._on_denied(Denial(subject, action, topic, names, rule, cursor))
         where = "every topic" if topic == "*" else topic
-        under = f" as producer {', '.join(map(repr, names))}" if names else ""
+        under = f" by cursor {cursor!r}" if cursor else ""
+        if names:
+            more = f" and {len(names) - MAX_NAMES_TOLD} others" if len(names) > MAX_NAMES_TOLD else ""
+            # Of one name all is told; of many, as much as a status of gRPC has room for.
+            told = [name[:_CHARACTERS_TOLD] for name in names[:MAX_NAMES_TOLD]] if len(names) > 1 else names
+            under = f" as producer {', '.join(map(repr, told))}{more}"
         numbers: dict[str, Any] = {"subject": subject.name, "action": action.value, "topic": topic}
+        if cursor:
+            numbers["cursor"] = cursor
         if names:
             numbers["producer_name"] = names[0]
         return error("NOT_ALLOWED", f"{subject.name!r} may not {action.value} {where}{under}", **numbers)

@@ -2,11 +2,9 @@
 
 import hashlib
 from collections import OrderedDict
-from ipaddress import AddressValueError, IPv6Address
 from typing import NamedTuple
-from urllib.parse import unquote
 
-from broker_sidecar.security.subject import host_of
+from broker_sidecar.security.subject import network_of
 from seqdedupe.errors import SeqdedupeError, error
 
 MAX_HOSTS = 1_024
@@ -18,15 +16,13 @@ MAX_TOKENS = 16
 MAX_WHY_LETTERS = 200
 """Kept of why a token was refused: some of it is what the token says."""
 
-_NETWORK_BYTES = 8
-"""Of an IPv6 address: who has one has all that begin so."""
-
 
 class _Refusal(NamedTuple):
     """Numbers and text alone. An error would hold, by its traceback, all that the refused call had."""
 
     reason: str
     why: str
+    numbers: dict[str, str]
     since_seconds: float
     until_seconds: float
 
@@ -40,7 +36,7 @@ class RefusedTokens:
     def check(self, token: bytes, address: str, now_seconds: float) -> None:
         """Raises what this token was refused with, when it was shown from there."""
         # Nearly always there is nothing: a digest is for those who have shown something bad.
-        if (tokens := self._of_hosts.get(host := _network(address))) is None:
+        if (tokens := self._of_hosts.get(host := network_of(address))) is None:
             return
         if (refusal := tokens.get(digest := _digest(token))) is None:
             return
@@ -49,16 +45,17 @@ class RefusedTokens:
             return
         tokens.move_to_end(digest)
         self._of_hosts.move_to_end(host)
-        raise error(refusal.reason, refusal.why)
+        raise error(refusal.reason, refusal.why, **refusal.numbers)
 
     def add(self, token: bytes, address: str, e: SeqdedupeError, since_seconds: float, until_seconds: float) -> None:
         """From now on it is refused so. Where the clock says an earlier or a later time, it is looked at anew."""
-        host = _network(address)
+        host = network_of(address)
         tokens = self._of_hosts.setdefault(host, OrderedDict())
         self._of_hosts.move_to_end(host)
         if len(self._of_hosts) > MAX_HOSTS:
             self._of_hosts.popitem(last=False)
-        tokens[_digest(token)] = _Refusal(e.reason, e.message[:MAX_WHY_LETTERS], since_seconds, until_seconds)
+        why = e.message[:MAX_WHY_LETTERS]
+        tokens[_digest(token)] = _Refusal(e.reason, why, e.numbers, since_seconds, until_seconds)
         if len(tokens) > MAX_TOKENS:
             tokens.popitem(last=False)
 
@@ -69,16 +66,3 @@ class RefusedTokens:
 
 def _digest(token: bytes) -> bytes:
     return hashlib.sha256(token).digest()
-
-
-def _network(address: str) -> str:
-    """The host, or of IPv6 the network that it can have any address of."""
-    host = host_of(address)
-    if not host.startswith("ipv6:"):
-        return host
-    text = unquote(host.removeprefix("ipv6:")).strip("[]").partition("%")[0]
-    try:
-        found = IPv6Address(text)
-    except AddressValueError:
-        return host
-    return str(found) if found.ipv4_mapped else found.packed[:_NETWORK_BYTES].hex()

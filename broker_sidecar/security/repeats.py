@@ -1,34 +1,58 @@
-"""What happens again and again is told once, and then counted."""
+"""What happens again and again is told once, and then counted, for each caller apart."""
 
 from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 T = TypeVar("T", bound=Hashable)
+C = TypeVar("C", bound=Hashable)
 
-MOST = 1_000
-"""Different ones that are kept apart; the rest is counted together."""
+MOST_OF_CALLER = 20
+"""Different ones that are told of one caller; the rest is counted together."""
+
+MOST_CALLERS = 1_000
+"""That are kept apart; what the rest does is counted together."""
 
 
-class Repeats(Generic[T]):
-    """What was told since the last `take`, and how often it came again. Bounded, whatever comes."""
+@dataclass(slots=True)
+class _Caller(Generic[T]):
+    counts: dict[T, int] = field(default_factory=dict)
+    others: int = 0
+
+
+class Repeats(Generic[C, T]):
+    """What callers did since the last `take`, and how often it came again. Bounded, whatever comes.
+
+    No caller can hide what another one does, unless there are more than `MOST_CALLERS`.
+    """
 
     def __init__(self) -> None:
-        self._counts: dict[T, int] = {}
+        self._callers: dict[C, _Caller[T]] = {}
         self._others = 0
 
-    def is_first(self, told: T) -> bool:
+    def is_first(self, who: C, told: T) -> bool:
         """Whether this is to be told now; else it is counted."""
-        count = self._counts.get(told)
-        if count is None and len(self._counts) == MOST:
-            self._others += 1
+        caller = self._callers.get(who)
+        if caller is None:
+            if len(self._callers) == MOST_CALLERS:
+                self._others += 1
+                return False
+            caller = self._callers[who] = _Caller()
+        count = caller.counts.get(told)
+        if count is None and len(caller.counts) == MOST_OF_CALLER:
+            caller.others += 1
             return False
-        self._counts[told] = 0 if count is None else count + 1
+        caller.counts[told] = 0 if count is None else count + 1
         return count is None
 
-    def take(self) -> Iterator[tuple[T | None, int]]:
-        """Each that came again, and how often; then None, and how many others were not told at all. Forgets them."""
-        counts, others = self._counts, self._others
-        self._counts, self._others = {}, 0
-        yield from ((told, count) for told, count in counts.items() if count)
+    def take(self) -> Iterator[tuple[C | None, T | None, int]]:
+        """Each that came again, of whom, and how often; with None, how many others of that caller were not told at
+        all; and with None twice, how many of other callers. Forgets them."""
+        callers, others = self._callers, self._others
+        self._callers, self._others = {}, 0
+        for who, caller in callers.items():
+            yield from ((who, told, count) for told, count in caller.counts.items() if count)
+            if caller.others:
+                yield who, None, caller.others
         if others:
-            yield None, others
+            yield None, None, others

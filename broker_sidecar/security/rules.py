@@ -18,6 +18,9 @@ SUBJECT = "sub"
 MAX_REMEMBERED = 4_096
 """Callers and topics of which is remembered which rules are about them."""
 
+_WORK_AT_ONCE = 500_000
+"""Bytes of names, multiplied by what patterns may have to do for each."""
+
 _ANY = b"\xff"
 """Stands for any name: in no pattern and in no name, so that only a `*` matches it."""
 
@@ -32,11 +35,14 @@ class Action(Enum):
     CREATE = "create"
     OBSERVE = "observe"
     ADMINISTER = "administer"
+    ATTACH = "attach"
+    """To be the broker whose log the topic's is: all producer names of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Allows or denies the actions to the subjects, on the topics, under the producer names."""
+    """Allows or denies the actions to the subjects, on the topics: publishing under some producer names, moving some
+    cursors."""
 
     name: str
     """As an operator finds it: what it is called, or its kind and place in the file."""
@@ -46,10 +52,20 @@ class Rule:
     topics: tuple[str, ...]
     producers: tuple[str, ...] = ("*",)
     """It counts for publishing alone."""
+    cursors: tuple[str, ...] = ("*",)
+    """It counts for reading alone: those that may be moved by who may read."""
 
-    @property
-    def is_of_all_names(self) -> bool:
-        return not {"*", "**"}.isdisjoint(self.producers)
+    def names(self, action: Action) -> tuple[str, ...]:
+        """The patterns of names under which it is about this action."""
+        match action:
+            case Action.PUBLISH:
+                return self.producers
+            case Action.READ:
+                return self.cursors
+        return ("*",)
+
+    def is_of_all_names(self, action: Action) -> bool:
+        return not {"*", "**"}.isdisjoint(self.names(action))
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +79,20 @@ class Decision:
 class Granted:
     """What the rules say of one caller and action on one topic: those that match, denials first."""
 
-    def __init__(self, rules: Sequence[Rule], subject: str) -> None:
+    def __init__(self, rules: Sequence[Rule], subject: str, action: Action) -> None:
         words = {SUBJECT: subject}
-        self._rules = [(rule, [Pattern(text, words) for text in rule.producers]) for rule in rules]
-        self._is_denied = any(rule.denies and rule.is_of_all_names for rule in rules)
-        self._are_all_allowed = any(rule.is_of_all_names for rule in rules) and not any(rule.denies for rule in rules)
+        self._action = action
+        self._rules = [(rule, [Pattern(text, words) for text in rule.names(action)]) for rule in rules]
+        self._is_denied = any(rule.denies and rule.is_of_all_names(action) for rule in rules)
+        are_all = any(rule.is_of_all_names(action) for rule in rules)
+        self._are_all_allowed = are_all and not any(rule.denies for rule in rules)
+        patterns = {(rule.denies, pattern) for rule in rules for pattern in rule.names(action)}
+        self._patterns = [(denies, Pattern(text, words)) for denies, text in sorted(patterns)]
+        self.bytes_at_once = max(1, _WORK_AT_ONCE // max(1, sum(pattern.work for _, pattern in self._patterns)))
+        """So many bytes of names are judged in some milliseconds at most."""
 
     def under(self, name: bytes) -> Decision:
-        """For one producer name."""
+        """For one producer name, or one cursor."""
         for rule, patterns in self._rules:
             if any(pattern.matches(name) for pattern in patterns):
                 return Decision(not rule.denies, rule)
@@ -79,7 +101,7 @@ class Granted:
     def under_any(self) -> Decision:
         """Under some name, which is still to be judged."""
         for rule, _ in self._rules:
-            if not rule.denies or rule.is_of_all_names:
+            if not rule.denies or rule.is_of_all_names(self._action):
                 return Decision(not rule.denies, rule)
         return Decision(False, None)
 
@@ -88,9 +110,8 @@ class Granted:
         if self._is_denied or self._are_all_allowed:
             return np.full(len(spans), not self._is_denied, np.uint8)
         denied, allowed = np.zeros(len(spans), np.uint8), np.zeros(len(spans), np.uint8)
-        for rule, patterns in self._rules:
-            for pattern in patterns:
-                pattern.mark(raw, spans, denied if rule.denies else allowed)
+        for denies, pattern in self._patterns:
+            pattern.mark(raw, spans, denied if denies else allowed)
         allowed[denied != 0] = 0
         return allowed
 
@@ -112,13 +133,13 @@ class Rules:
                 self._granted.clear()
             name = (whole_of(topic) or topic).encode()
             about = [rule for rule in self._about(subject, action) if _matches(rule.topics, name, subject)]
-            granted = self._granted[key] = Granted(about, subject)
+            granted = self._granted[key] = Granted(about, subject, action)
         return granted
 
-    def decide(self, subject: str, action: Action, topic: str, producer: str | None = None) -> Decision:
-        """Whether it is allowed under this producer name; None: under some name."""
+    def decide(self, subject: str, action: Action, topic: str, name: str | None = None) -> Decision:
+        """Whether it is allowed under this producer name, or for this cursor; None: under some name."""
         granted = self.on(subject, action, topic)
-        return granted.under_any() if producer is None else granted.under(producer.encode())
+        return granted.under_any() if name is None else granted.under(name.encode())
 
     def allows(self, subject: str, action: Action, topics: Sequence[str]) -> NDArray[np.bool_]:
         """On which of these topics, by full names, it is allowed."""

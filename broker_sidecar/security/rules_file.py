@@ -16,7 +16,10 @@ from seqdedupe.errors import error
 from seqdedupe.names import whole_of
 
 _ALL = "all"
-_OF_RULES = ("name", "subjects", "actions", "topics", "producers")
+_OF_RULES = ("name", "subjects", "actions", "topics", "producers", "cursors")
+_OF_NAMES = {"producers": Action.PUBLISH, "cursors": Action.READ}
+"""Keys of rules that have this action alone."""
+_OWN_NAMES = ("${sub}", "${sub}/*")
 _LIMITS = tuple(one.name for one in fields(Limits))
 _KEYS = {"allow": _OF_RULES, "deny": _OF_RULES, "share": ("name", "subjects", *_LIMITS)}
 
@@ -87,15 +90,19 @@ def _rule(kind: str, table: Mapping[str, Any], where: str) -> Rule:
     with _within(where):
         _check_keys(table, _OF_RULES)
         actions = _actions(table)
-        if "producers" in table and actions != {Action.PUBLISH}:
-            raise _Wrong("producers is for rules whose actions are publish alone: make two of it")
+        for key, action in _OF_NAMES.items():
+            if key in table and actions != {action}:
+                raise _Wrong(f"{key} is for rules whose actions are {action.value} alone: make two of it")
+        every = ("*",)
         return Rule(
             _name(table, where),
             kind == "deny",
             _patterns(table, "subjects"),
             actions,
             tuple(_topic(text) for text in _patterns(table, "topics", SUBJECT)),
-            _patterns(table, "producers", SUBJECT) if "producers" in table else ("*",),
+            _patterns(table, "producers", SUBJECT) if "producers" in table else every,
+            # Who may read is to move nobody else's, unless the rule says so.
+            _patterns(table, "cursors", SUBJECT) if "cursors" in table else every if kind == "deny" else _OWN_NAMES,
         )
 
 

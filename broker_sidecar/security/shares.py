@@ -10,6 +10,18 @@ from seqdedupe.errors import SeqdedupeError, error
 BURST_SECONDS = 1.0
 """Who was silent for so long may send as much at once as in this time."""
 
+MAX_CURSORS_A_CALLER = 8
+"""In one topic, of callers for whom rules count, where their share says nothing else: a quarter of all of a topic's."""
+
+MOVES_PER_SECOND = 10
+MOVED_BYTES_PER_SECOND = 2_500
+"""Moving cursors of a topic, for one caller: in an hour these are 9 MB of its log, whatever the notes hold."""
+
+MAX_MOVE_WAIT_SECONDS = 5.0
+"""A move that would have to wait for longer is refused."""
+
+_MAX_MOVED_TOPICS = 1_000
+"""Of which is remembered when a caller may move cursors again; more, as long as it may not yet."""
 
 DISK_SECONDS = 1.0
 """What logs hold is looked at so often: so long a caller may go on that is over its share."""
@@ -32,6 +44,8 @@ class Limits:
     """That it may create: those that are there count, whoever has made them."""
     bytes_on_disk: int | None = None
     """In the logs of those topics, whoever has published to them."""
+    cursors: int | None = None
+    """In any one topic, with names that are its own: those that are there count, whoever has made them."""
 
 
 NO_LIMITS = Limits()
@@ -64,6 +78,8 @@ class Use:
         self.disk_counted_at = -math.inf
         self._paid_until = 0.0
         """When what has come will have been as much as may come."""
+        self._moves_paid_until: dict[str, float] = {}
+        """The same of moved cursors, by topic."""
 
     def fits(self, size: int) -> bool:
         """Whether so many more bytes may be in flight. One thing may always, or it never could."""
@@ -79,15 +95,33 @@ class Use:
         """For how long nothing more is taken."""
         return max(0.0, self._paid_until - now_seconds) if self.limits.bytes_per_second is not None else 0.0
 
-    def check(self, what: str, count: int) -> None:
-        """Raises SHARE_EXCEEDED if so many are more than it may have of this, one of the limits."""
-        limit = getattr(self.limits, what)
-        if limit is not None and count > limit:
-            raise self.exceeded(what, f"{what.replace('_', ' ')} would be {count}")
+    def move(self, topic: str, size: int, now_seconds: float) -> float:
+        """A cursor of the topic is to be moved, which adds so many bytes to its log. Returns for how long that has to
+        wait. Raises SHARE_EXCEEDED, and nothing has come, if that is too long."""
+        paid_until = self._moves_paid_until
+        if len(paid_until) >= _MAX_MOVED_TOPICS:
+            self._moves_paid_until = paid_until = {t: at for t, at in paid_until.items() if at > now_seconds}
+        begins = max(paid_until.get(topic, -math.inf), now_seconds - BURST_SECONDS)
+        wait_seconds = max(0.0, begins - now_seconds)
+        if wait_seconds > MAX_MOVE_WAIT_SECONDS:
+            delay_ms = int(wait_seconds * 1000) + 1
+            raise self.exceeded("cursor_moves", "more cursor moves a second have come", delay_ms, MOVES_PER_SECOND)
+        paid_until[topic] = begins + max(1 / MOVES_PER_SECOND, size / MOVED_BYTES_PER_SECOND)
+        return wait_seconds
 
-    def exceeded(self, what: str, message: str, retry_delay_ms: int | None = None) -> SeqdedupeError:
-        """The error for this limit."""
+    def check(self, what: str, count: int, *, otherwise: int | None = None) -> None:
+        """Raises SHARE_EXCEEDED if so many are more than it may have of this, one of the limits; `otherwise` is in
+        force where it is not limited."""
         limit = getattr(self.limits, what)
+        limit = otherwise if limit is None else limit
+        if limit is not None and count > limit:
+            raise self.exceeded(what, f"{what.replace('_', ' ')} would be {count}", limit=limit)
+
+    def exceeded(
+        self, what: str, message: str, retry_delay_ms: int | None = None, limit: int | None = None
+    ) -> SeqdedupeError:
+        """The error for this limit; `limit` where it is not one of its own."""
+        limit = getattr(self.limits, what) if limit is None else limit
         why = f"the share of {self.name}: {message}, and {limit} is the limit"
         return error("SHARE_EXCEEDED", why, retry_delay_ms=retry_delay_ms, share=what, limit=limit)
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -91,10 +92,11 @@ def _unusable(path: Path, why: str) -> SeqdedupeError:
     return error("INVALID_CONFIGURATION", f"the file {path} {why}", hint=hint, key="token_keys_file")
 
 
-def verify(token: bytes, keys: Keys, audience: str) -> Claims:
-    """What the token says, if it is signed by one of the keys, for this audience, and valid now.
+def verify(token: bytes, keys: Keys, audience: str, max_lifetime_seconds: float = math.inf) -> Claims:
+    """What the token says, if it is signed by one of the keys, for this audience, and valid now and for no longer in
+    all than that.
 
-    Raises UNAUTHENTICATED, TOKEN_EXPIRED.
+    Raises UNAUTHENTICATED, TOKEN_EXPIRED. Of a token that is signed and for this audience, the error names the subject.
     """
     try:
         key = keys.get(jwt.get_unverified_header(token).get("kid", ""))
@@ -106,24 +108,44 @@ def verify(token: bytes, keys: Keys, audience: str) -> Claims:
             algorithms=[key.algorithm_name],
             audience=audience,
             leeway=LEEWAY_SECONDS,
-            options={"require": ["exp", "aud", "sub"]},
+            options={"require": ["exp", "aud", "sub"], "verify_exp": False},
         )
-    except jwt.ExpiredSignatureError as e:
-        raise error("TOKEN_EXPIRED", "the token has expired") from e
     except jwt.PyJWTError as e:
         raise error("UNAUTHENTICATED", f"the token is not valid here: {e}") from e
     subject = claims["sub"]
     if not can_be_name(subject):
         raise error("UNAUTHENTICATED", f"the token's `sub` is not 1 to {MAX_NAME_BYTES} bytes that can be printed")
-    return Claims(subject, min(int(claims["exp"]), _LATEST_SECONDS) + LEEWAY_SECONDS)
+    proven = {"subject": subject, "kind": "jwt"}
+    times = {name: claims[name] for name in ("exp", "iat", "nbf") if name in claims}
+    for name, value in times.items():
+        if type(value) not in (int, float) or not -math.inf < value < math.inf:
+            raise error("UNAUTHENTICATED", f"the token's `{name}` is not a finite number", **proven)
+        times[name] = max(-_LATEST_SECONDS, min(value, _LATEST_SECONDS))
+    ends_at_seconds = times["exp"] + LEEWAY_SECONDS
+    if ends_at_seconds <= time.time():
+        raise error("TOKEN_EXPIRED", "the token has expired", **proven)
+    if max_lifetime_seconds < math.inf:
+        if "iat" not in times:
+            raise error("UNAUTHENTICATED", "the token has no `iat`: it is not known how long it lives", **proven)
+        if (lifetime_seconds := times["exp"] - times["iat"]) > max_lifetime_seconds:
+            lives = f"the token lives {lifetime_seconds:.0f} s, from `iat` to `exp`"
+            raise error("UNAUTHENTICATED", f"{lives}: at most {max_lifetime_seconds:.0f} are taken here", **proven)
+    return Claims(subject, ends_at_seconds)
 
 
 class SignedTokens:
     """Checks tokens against the keys as they are now."""
 
-    def __init__(self, keys_file: Path, audience: str, on_change: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        keys_file: Path,
+        audience: str,
+        on_change: Callable[[], None],
+        max_lifetime_seconds: float = math.inf,
+    ) -> None:
         """Raises INVALID_CONFIGURATION."""
         self._audience = audience
+        self._max_lifetime_seconds = max_lifetime_seconds
         self._verified: dict[bytes, Claims] = {}
         self._refused = RefusedTokens()
         self._on_change = on_change
@@ -143,7 +165,7 @@ class SignedTokens:
         self.watched.look(at_once=True)
         self._refused.check(token, address, now_seconds)
         try:
-            claims = verify(token, self.watched.value, self._audience)
+            claims = verify(token, self.watched.value, self._audience, self._max_lifetime_seconds)
         except SeqdedupeError as e:
             is_early = isinstance(e.__cause__, jwt.ImmatureSignatureError)
             until_seconds = now_seconds + EARLY_SECONDS if is_early else math.inf

@@ -2,7 +2,9 @@
 
 from contextvars import ContextVar
 from dataclasses import dataclass
+from ipaddress import AddressValueError, IPv6Address
 from typing import Literal
+from urllib.parse import unquote
 
 OPERATOR = "operator"
 """The subject of the data directory's own token."""
@@ -13,6 +15,9 @@ RESERVED = frozenset({OPERATOR, ANONYMOUS})
 
 MAX_NAME_BYTES = 255
 
+_NETWORK_BYTES = 8
+"""Of an IPv6 address: who has one has all that begin so."""
+
 
 def can_be_name(name: str) -> bool:
     """Whether somebody may be called so: 1 to 255 bytes that can be printed."""
@@ -22,6 +27,21 @@ def can_be_name(name: str) -> bool:
 def host_of(address: str) -> str:
     """A peer's address, as gRPC writes it, without its port: another connection of the same client is no other one."""
     return address.rpartition(":")[0] if address.startswith("ipv") else address.partition(":")[0]
+
+
+def network_of(address: str) -> str:
+    """The host, or of IPv6 the network that it can have any address of."""
+    host = host_of(address)
+    if not host.startswith("ipv6:"):
+        return host
+    text = unquote(host.removeprefix("ipv6:")).strip("[]").partition("%")[0]
+    try:
+        found = IPv6Address(text)
+    except AddressValueError:
+        return host
+    if found.ipv4_mapped:
+        return f"ipv4:{found.ipv4_mapped}"
+    return f"ipv6:{IPv6Address(found.packed[:_NETWORK_BYTES].ljust(16, bytes(1)))}/64"
 
 
 @dataclass(frozen=True, slots=True)

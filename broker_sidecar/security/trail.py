@@ -10,9 +10,14 @@ from google.protobuf.message import Message
 
 from broker_sidecar.security.audit import Audit
 from broker_sidecar.security.permissions import MAX_NAMES_TOLD, Denial, deciding_rule
-from broker_sidecar.security.subject import Subject, caller, host_of
+from broker_sidecar.security.subject import Subject, caller, host_of, network_of
 from broker_sidecar.security.takeovers import Openers
+from seqdedupe.audit_trail import cut
 from seqdedupe.errors import SeqdedupeError, error
+
+MAX_NAME_BYTES_TOLD = 64
+MAX_NAMES_BYTES_TOLD = 512
+"""Of a producer name, and of all names in a line: what is longer is cut. Who is refused may choose them."""
 
 _AFTERWARDS = "it was carried out, but "
 """Before why that could not be written."""
@@ -26,19 +31,23 @@ class Trail:
         self._openers = Openers()
 
     def unauthenticated(self, call: str, address: str, e: SeqdedupeError) -> None:
-        """Somebody has shown nothing, or nothing that is valid."""
+        """Somebody has shown nothing, or nothing that is valid. The error says whose it was, where that is proven."""
         if self._audit is not None:
-            self._audit.tell("unauthenticated", address=host_of(address), call=_short(call), reason=e.reason)
+            who = {name: e.numbers[name] for name in ("subject", "kind") if name in e.numbers}
+            what = {**who, "address": host_of(address), "call": _short(call), "reason": e.reason}
+            self._audit.refused("unauthenticated", network_of(address), **what)
 
     def denied(self, denial: Denial) -> None:
         """The rules do not allow it."""
         if self._audit is not None:
-            self._audit.tell(
+            self._audit.refused(
                 "denied",
+                network_of(denial.subject.address),
                 **_who(denial.subject),
                 action=denial.action.value,
                 topic=denial.topic,
                 **_names(denial.producer_names),
+                **({"cursor": denial.cursor} if denial.cursor else {}),
                 rule=denial.rule.name if denial.rule is not None else "",
             )
 
@@ -63,8 +72,8 @@ class Trail:
         except SeqdedupeError as e:
             raise error(e.reason, _AFTERWARDS + e.message) from e
 
-    def opened(self, topic: str, incarnation: int, epoch: int, fenced: Iterable[tuple[str, int]]) -> None:
-        """The caller has opened producer names with this epoch; of each that had one before, that one."""
+    def opened(self, topic: str, incarnation: int, epochs: Iterable[int], fenced: Iterable[tuple[str, int]]) -> None:
+        """The caller has opened producer names with these epochs; of each that had one before, that one."""
         if (audit := self._audit) is None:
             return
         subject = caller()
@@ -74,7 +83,8 @@ class Trail:
                 names_of.setdefault(str(other), []).append(name)
         for other, names in names_of.items():
             audit.tell("producers taken over", **_who(subject), topic=topic, **_names(names), from_subject=other)
-        self._openers.opened(incarnation, epoch, subject.name)
+        for epoch in epochs:
+            self._openers.opened(incarnation, epoch, subject.name)
 
     def begin(self) -> None:
         """The sidecar serves."""
@@ -116,8 +126,10 @@ def _who(subject: Subject) -> dict[str, Any]:
 
 
 def _names(names: Iterable[str]) -> dict[str, Any]:
+    """The first names, as far as there is room; and how many there are."""
     listed = list(names)
-    return {"producer_names": " ".join(map(repr, listed[:MAX_NAMES_TOLD])), "producers": len(listed)} if listed else {}
+    told = " ".join(repr(cut(name, MAX_NAME_BYTES_TOLD)) for name in listed[:MAX_NAMES_TOLD])
+    return {"producer_names": cut(told, MAX_NAMES_BYTES_TOLD), "producers": len(listed)} if listed else {}
 
 
 def _short(call: str) -> str:

@@ -34,9 +34,16 @@ class Topic:
         self._owner = ""
         self._term = 0
         self._next = -1
+        self._last = (-1, -1)
+        self._is_whole = False
+        """Whether every position was read since the owner's last entry that counts."""
+        self._has_hole = False
 
-    def counts(self, properties: dict[str, str]) -> bool:
-        """Whether the entry holds messages that count. Raises ValueError where entries before it are missing."""
+    def counts(self, properties: dict[str, str], ledger_id: int, entry_id: int) -> bool:
+        """Whether the entry at this position holds messages that count. Raises ValueError where entries before it may
+        be missing."""
+        (last_ledger, last_entry), self._last = self._last, (ledger_id, entry_id)
+        self._is_whole = self._is_whole and ledger_id == last_ledger and entry_id <= last_entry + 1
         place, kind = properties.get("seqdedupe.entry"), properties.get("seqdedupe.kind")
         if place is None:
             return False
@@ -46,12 +53,17 @@ class Topic:
             raise ValueError(f"an entry has format version {version}")
         entry = int(number)
         if (kind == "marker" and int(term) > self._term) or not self._owner:
-            self._owner, self._term, self._next = owner, int(term), entry
-        if owner != self._owner or entry < self._next:
+            self._owner, self._term, self._next, self._has_hole = owner, int(term), entry, False
+        if owner != self._owner or entry < self._next or self._has_hole:
             return False
         if entry > self._next:
-            raise ValueError(f"entry {self._next} of term {term} is missing")
+            # Pulsar has refused an entry alone: its owner has confirmed nothing after it, and sends it again.
+            self._has_hole = self._is_whole
+            if not self._has_hole:
+                raise ValueError(f"entry {self._next} of term {term} is missing")
+            return False
         self._next += 1
+        self._is_whole = True
         return kind in (None, "batch")
 
 

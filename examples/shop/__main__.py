@@ -1,6 +1,7 @@
 """`python -m examples.shop`: kills each of the services while they work, and compares the two databases at the end."""
 
 import argparse
+import os
 import sys
 import tempfile
 import time
@@ -23,6 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         what = f"an empty database for {which}, sqlite:///path or postgresql+psycopg://…; left out: SQLite"
         parser.add_argument(f"--{which}-database", metavar="URL", help=what)
     told = parser.parse_args(arguments)
+    os.environ.setdefault("PYTHONFAULTHANDLER", "1")  # of processes that do not end
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="seqdedupe-shop-") as name:
         folder = Path(name)

@@ -14,10 +14,9 @@ from sqlalchemy.exc import OperationalError
 from examples.shop.payments import TOPICS
 from examples.shop.tables import BOOKINGS, ORDERS, connect, make_orders_database, make_payments_database
 from seqdedupe.client.blocking import Client
-from seqdedupe.testing import Sidecar
+from seqdedupe.testing import Patience, Sidecar
 
 PYTHON = sys.executable
-TIMEOUT_SECONDS = 600.0
 POLL_SECONDS = 0.02
 BROKEN = 1
 """Of all messages, so many are booked by nobody."""
@@ -108,10 +107,10 @@ class Shop:
             self._start(name)
         faults = self._faults(kills, random.Random(seed))
         self._began = time.monotonic()
+        patience = Patience("booking all")
         while faults or self._progress.booked < self._count - BROKEN:
             self._look()
-            if time.monotonic() - self._began > TIMEOUT_SECONDS:
-                raise RuntimeError(f"not all is booked after {TIMEOUT_SECONDS:.0f} s, {len(faults)} kills to go")
+            patience.check(*self._progress, len(faults))
             for fault in [fault for fault in faults if fault.is_due(self._progress)]:
                 faults.remove(fault)
                 self._kill(fault.victim)

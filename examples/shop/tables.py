@@ -5,8 +5,9 @@ from typing import Any
 from sqlalchemy import BigInteger, Column, Engine, Integer, MetaData, String, Table, create_engine, event, insert
 
 from seqdedupe.services.outbox import ddl
+from seqdedupe.testing import LAST_RESORT_SECONDS
 
-BUSY_TIMEOUT_SECONDS = 120
+BUSY_TIMEOUT_SECONDS = LAST_RESORT_SECONDS
 
 CUSTOMERS = ("ada", "ben", "cleo", "dora", "emil", "fay", "gus")
 

@@ -13,7 +13,7 @@ from seqdedupe.names import is_namespace, namespace_name, producer_name, topic_n
 if TYPE_CHECKING:
     from broker_sidecar.security.rules import Decision
 
-ACTIONS = ("publish", "read", "create", "observe", "administer")
+ACTIONS = ("publish", "read", "create", "observe", "administer", "attach")
 _ALSO_OF_SEVERAL = ("observe", "administer")
 """There are calls that need it on a whole namespace, or on everything."""
 
@@ -46,8 +46,11 @@ def _of_actions(command: click.decorators.FC) -> click.decorators.FC:
     "--producer",
     help="With --publish: under this producer name; '': without one, by deduplication ID. Left out: under some name.",
 )
+@click.option("--cursor", help="With --read: whether it may move this cursor. Left out: whether it may read messages.")
 @as_json_option
-def explain(file: Path, subject: str, producer: str | None, as_json: bool, **asked: str | None) -> int:
+def explain(
+    file: Path, subject: str, producer: str | None, cursor: str | None, as_json: bool, **asked: str | None
+) -> int:
     """Say which rule of a file decides, without a sidecar. It reads the file alone: the data directory's own token may
     do everything.
 
@@ -59,21 +62,25 @@ def explain(file: Path, subject: str, producer: str | None, as_json: bool, **ask
     [(action, what)] = given
     if producer is not None and action != "publish":
         raise click.UsageError("--producer goes with --publish.")
+    if cursor is not None and action != "read":
+        raise click.UsageError("--cursor goes with --read.")
     try:
-        name, decision = _decide(file, subject, action, what, producer)
+        name, decision = _decide(file, subject, action, what, producer, cursor)
     except SeqdedupeError as e:
         say_failure("seqdedupe", e, as_json=as_json)
         return WRONG_USAGE
     rule = decision.rule and decision.rule.name
     if as_json:
-        asked_for = {"subject": subject, "action": action, "name": name, "producer_name": producer}
+        asked_for = {"subject": subject, "action": action, "name": name, "producer_name": producer, "cursor": cursor}
         print_json(asked_for | {"is_allowed": decision.is_allowed, "rule": rule})
     else:
         echo(f"{'allowed' if decision.is_allowed else 'denied'}: {printable(rule or 'no rule allows it')}")
     return 0 if decision.is_allowed else FAILED
 
 
-def _decide(file: Path, subject: str, action: str, what: str, producer: str | None) -> "tuple[str, Decision]":
+def _decide(
+    file: Path, subject: str, action: str, what: str, producer: str | None, cursor: str | None
+) -> "tuple[str, Decision]":
     """The full name of what it is about, and the decision. Raises INVALID_CONFIGURATION, and what the names are."""
     from broker_sidecar import kernels
 
@@ -89,4 +96,4 @@ def _decide(file: Path, subject: str, action: str, what: str, producer: str | No
     topic = topic_name(what)
     if producer:
         producer_name(producer)
-    return topic, rules.decide(subject, Action(action), topic, producer)
+    return topic, rules.decide(subject, Action(action), topic, producer if cursor is None else cursor)

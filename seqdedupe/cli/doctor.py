@@ -65,19 +65,21 @@ def _run(directory: Path, to: Path | None, as_json: bool) -> int:
     prepare()
     from seqdedupe.doctor.examine import examine
     from seqdedupe.doctor.salvage import salvage
+    from seqdedupe.locks import kept_unused
     from seqdedupe.store.directories import parts_of
 
-    parts = parts_of(directory)
-    if parts != [directory]:
-        return _run_on_workers(directory, [examine(part) for part in parts] if to is None else None, as_json)
-    if to is None:
-        findings = examine(directory)
-        print_json(findings.to_json()) if as_json else print_findings(findings)
-    else:
-        made = salvage(directory, to)
-        findings = made.findings
-        print_json(made.to_json()) if as_json else _print_salvage(made, to)
-    return 0 if findings.is_whole else FAILED
+    with kept_unused(directory):
+        parts = parts_of(directory)
+        if parts != [directory]:
+            return _run_on_workers(directory, [examine(part) for part in parts] if to is None else None, as_json)
+        if to is None:
+            findings = examine(directory)
+            print_json(findings.to_json()) if as_json else print_findings(findings)
+        else:
+            made = salvage(directory, to)
+            findings = made.findings
+            print_json(made.to_json()) if as_json else _print_salvage(made, to)
+        return 0 if findings.is_whole else FAILED
 
 
 def _run_on_workers(directory: Path, each: "list[Findings] | None", as_json: bool) -> int:

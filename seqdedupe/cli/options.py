@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from seqdedupe.client.blocking import Client
+from seqdedupe.client.connection import NOT_A_SIDECAR
 from seqdedupe.client.session import OPEN_TIMEOUT_SECONDS
 from seqdedupe.client.waiting import OnWaiting
 from seqdedupe.command import (
@@ -60,7 +61,8 @@ def is_alone(context: click.Context) -> bool:
 
 
 def connect(address: str, on_waiting: OnWaiting | None = None) -> Client:
-    """A client of a sidecar that answers. Raises UNREACHABLE if it does not: at once, or after CALL_TIMEOUT_SECONDS.
+    """A client of a sidecar that answers. Raises UNREACHABLE if it does not: at once, or after CALL_TIMEOUT_SECONDS;
+    NOT_A_SIDECAR if something else does.
     With `on_waiting`, which is told why, one that is not up yet is waited for as long as a producer waits for it."""
     client = Client(address, told_credentials())
     give_up_at = time.monotonic() + OPEN_TIMEOUT_SECONDS
@@ -71,7 +73,7 @@ def connect(address: str, on_waiting: OnWaiting | None = None) -> Client:
         except OutcomeUnknownError as e:  # nothing was asked for whose outcome could matter
             raise error("UNREACHABLE", f"no answer from the sidecar at {address}: {e.message}") from e
         except UnavailableError as e:
-            if on_waiting is None or time.monotonic() > give_up_at:
+            if on_waiting is None or e.reason == NOT_A_SIDECAR or time.monotonic() > give_up_at:
                 raise
             on_waiting(e)
             on_waiting = _told_already

@@ -29,7 +29,7 @@ MAX_REMEMBERED = 10_000
 CHANGED_NOTHING = {"NOT_OWNER", "DRAINING"}
 """A call that is refused so has changed nothing."""
 
-_CONNECTION_IS_LOST = {"UNREACHABLE", "TLS_FAILED"}
+_CONNECTION_IS_LOST = {"UNREACHABLE", "TLS_FAILED", "NOT_A_SIDECAR"}
 
 _LOOKS = ("Get", "List", "Locate", "Read", "Export")
 """How requests are called that change nothing."""

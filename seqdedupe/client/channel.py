@@ -17,12 +17,13 @@ class AuthorizedChannel(grpc.aio.Channel):
     """A channel over which each call and stream carries the token as it is when that begins.
 
     gRPC's own call credentials take no connection without TLS, and its interceptors have every message of a stream pass
-    them. Making a call raises CREDENTIALS_UNAVAILABLE.
+    them. Making a call raises CREDENTIALS_UNAVAILABLE, and what `check` raises, which is called just before.
     """
 
-    def __init__(self, channel: grpc.aio.Channel, credentials: Credentials) -> None:
+    def __init__(self, channel: grpc.aio.Channel, credentials: Credentials, check: Callable[[], None]) -> None:
         self._channel = channel
         self._credentials = credentials
+        self._check = check
 
     def unary_unary(self, *args: Any, **options: Any) -> Any:
         return self._with_token(self._channel.unary_unary(*args, **options))
@@ -38,7 +39,9 @@ class AuthorizedChannel(grpc.aio.Channel):
 
     def _with_token(self, make: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **options: Any) -> Any:
-            return make(*args, metadata=((AUTHORIZATION, f"Bearer {self._credentials.token_now()}"),), **options)
+            shown = ((AUTHORIZATION, f"Bearer {self._credentials.token_now()}"),)
+            self._check()
+            return make(*args, metadata=shown, **options)
 
         return call
 

@@ -16,6 +16,7 @@ from grpc_status import rpc_status
 from seqdedupe.address import SidecarAddress
 from seqdedupe.client.channel import AuthorizedChannel
 from seqdedupe.client.credentials import NO_CREDENTIALS, Credentials
+from seqdedupe.client.listeners import check_listener
 from seqdedupe.client.unreachable import is_of_another_host, unreachable
 from seqdedupe.errors import NEVER, REASONS, SeqdedupeError, UnavailableError, error
 
@@ -59,8 +60,20 @@ _IMPATIENT = (
     ("grpc.min_reconnect_backoff_ms", IMPATIENT_SECONDS * 1000),
 )
 
+_BRIEF = (("grpc.client_idle_timeout_ms", 10_000),)
+
 _DOMAIN = "seqdedupe"
 """Of the ErrorInfos that count."""
+
+NOT_A_SIDECAR = "NOT_A_SIDECAR"
+"""The reason of an answer that is not the sidecar's own. It is final for what starts: the address may be wrong. Once
+the sidecar has answered, the connection counts as broken."""
+
+BREAKS_STREAM = {NOT_A_SIDECAR, "OUTCOME_UNKNOWN"}
+"""The reasons with which a stream ends when something on the way ends it."""
+
+_OWN_LIMIT = "CLIENT: "
+"""With this gRPC begins what it says of a message that is larger than this side takes or sends."""
 
 _SHORTEST_DELAY_SECONDS = 0.01
 
@@ -102,16 +115,18 @@ def check_not_forked() -> None:
 
 
 def new_channel(
-    address: SidecarAddress, credentials: Credentials = NO_CREDENTIALS, *, is_one: bool = True
+    address: SidecarAddress, credentials: Credentials = NO_CREDENTIALS, *, is_one: bool = True, is_brief: bool = False
 ) -> grpc.aio.Channel:
-    """A channel with a connection of its own. `is_one`: there is no other sidecar that could be asked.
+    """A channel with a connection of its own. `is_one`: there is no other sidecar that could be asked. `is_brief`: the
+    connection ends when nothing was called over it for some seconds, and is made again by the next call.
 
-    Raises INSECURE_ADDRESS where a token would go over a network as it is, CREDENTIALS_UNAVAILABLE.
+    Raises INSECURE_ADDRESS where a token would go over a network as it is, CREDENTIALS_UNAVAILABLE. Where it goes as it
+    is to a port of this machine, calls raise as `check_listener`.
     """
     global _used
     check_not_forked()
     _used = True
-    options = _OPTIONS + (_PATIENT if is_one else _IMPATIENT)
+    options = _OPTIONS + (_PATIENT if is_one else _IMPATIENT) + (_BRIEF if is_brief else ())
     tls = None if address.path else credentials.channel_credentials()
     if tls is not None:
         channel = grpc.aio.secure_channel(str(address), tls, options=options)
@@ -119,7 +134,14 @@ def new_channel(
         raise error("INSECURE_ADDRESS", f"there is a token, and no TLS to the sidecar at {address}: nothing was sent")
     else:
         channel = grpc.aio.insecure_channel(str(address), options=options)
-    return AuthorizedChannel(channel, credentials) if credentials.has_token else channel
+    if not credentials.has_token:
+        return channel
+
+    def check() -> None:
+        if tls is None and address.is_local and not address.path:
+            check_listener(address, credentials.trusted_users())
+
+    return AuthorizedChannel(channel, credentials, check)
 
 
 async def call(
@@ -190,13 +212,11 @@ def _error_of_call(failure: grpc.aio.AioRpcError, address: SidecarAddress) -> Se
         if failure.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
             what = f"the sidecar at {address} has not answered in time"
         return error("OUTCOME_UNKNOWN", what, hint=_HINT_OF_LOST)
-    if failure.code() is grpc.StatusCode.UNIMPLEMENTED:
-        hint = (
-            "Is this the address of a sidecar, and is it of this version? Producers and readers need one with "
-            "log = embedded or pulsar, brokers one with log = broker."
-        )
-        return error("INVALID_ADDRESS", f"{address} does not know this call: {details}", hint=hint)
-    return error("INTERNAL", f"{address} answered {failure.code().name}: {details}")
+    if failure.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and _OWN_LIMIT in details:
+        hint = "Send less in one message. A batch has at most 8 MiB."
+        return error("MESSAGE_TOO_LARGE", f"a message to or from {address} was not taken: {details}", hint=hint)
+    what = f"{address} answered {failure.code().name} without the error details that a sidecar sends"
+    return error(NOT_A_SIDECAR, f"{what}; the likely cause is a proxy on the way: {details}")
 
 
 def _details(failure: grpc.aio.AioRpcError) -> tuple[error_details_pb2.ErrorInfo | None, int]:

@@ -1,28 +1,32 @@
-"""What the producers of a client share: a connection to each sidecar, and over it a stream for each topic."""
+"""What the producers of a client share: a connection to each sidecar, and over it a stream for each topic.
+
+Sessions are opened over a second connection, which ends when nothing was called over it for some seconds. Proxies limit
+the streams of a connection, and publish streams may have taken all of them.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-import grpc.aio
-
 from seqdedupe.address import SidecarAddress
 from seqdedupe.client.sidecars import Sidecars
-from seqdedupe.client.stream import PublishStream
+from seqdedupe.client.stream import Link, PublishStream
 from seqdedupe.errors import UnavailableError
 
-_CONNECTION_IS_LOST = {"UNREACHABLE", "TLS_FAILED", "OUTCOME_UNKNOWN"}
-"""With these a stream ends when its connection does, or when nothing comes over it any more."""
+_CONNECTION_IS_LOST = {"UNREACHABLE", "TLS_FAILED", "NOT_A_SIDECAR", "OUTCOME_UNKNOWN"}
+"""With these a stream ends when its connection does, when nothing comes over it any more, or when something on the way
+has ended it: another connection may lead past that."""
 
 _Place = tuple[asyncio.AbstractEventLoop, SidecarAddress]
 
 
 @dataclass(slots=True, eq=False)
 class _Shared:
-    """A connection, and its streams by topic."""
+    """Two connections to a sidecar, and the streams by topic."""
 
-    channel: grpc.aio.Channel
+    first: Link
+    second: Link
     streams: dict[str, PublishStream] = field(default_factory=dict)
     users: int = 0
 
@@ -43,12 +47,13 @@ class Connections:
         place = asyncio.get_running_loop(), address
         shared = self._shared.get(place)
         if shared is None:
-            shared = self._shared[place] = _Shared(self.sidecars.new_channel(address))
+            first, second = (Link(self.sidecars.new_channel(address, is_brief=brief)) for brief in (False, True))
+            shared = self._shared[place] = _Shared(first, second)
         shared.users += 1
         try:
             stream = shared.streams.get(topic)
             if stream is None or stream.has_ended:
-                stream = shared.streams[topic] = PublishStream(shared.channel, address, topic)
+                stream = shared.streams[topic] = PublishStream(shared.first, shared.second, address, topic)
             stream.users += 1
             try:
                 yield stream
@@ -66,7 +71,8 @@ class Connections:
             shared.users -= 1
             if not shared.users:
                 self._forget(place, shared)
-                await shared.channel.close()
+                await shared.first.channel.close()
+                await shared.second.channel.close()
 
     def _forget(self, place: _Place, shared: _Shared) -> None:
         if self._shared.get(place) is shared:

@@ -2,12 +2,14 @@
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from stat import S_ISREG
 from typing import Self
 
 import grpc
 
+from seqdedupe.client.listeners import user_of
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.limits import MAX_TOKEN_BYTES
 
@@ -17,7 +19,10 @@ TLS_CA_FILE = "SEQDEDUPE_TLS_CA_FILE"
 TLS_CERTIFICATE_FILE = "SEQDEDUPE_TLS_CERTIFICATE_FILE"
 TLS_KEY_FILE = "SEQDEDUPE_TLS_KEY_FILE"
 ALLOW_INSECURE_TOKEN = "SEQDEDUPE_ALLOW_INSECURE_TOKEN"
-VARIABLES = frozenset((TOKEN, TOKEN_FILE, TLS_CA_FILE, TLS_CERTIFICATE_FILE, TLS_KEY_FILE, ALLOW_INSECURE_TOKEN))
+SIDECAR_USER = "SEQDEDUPE_SIDECAR_USER"
+VARIABLES = frozenset(
+    (TOKEN, TOKEN_FILE, TLS_CA_FILE, TLS_CERTIFICATE_FILE, TLS_KEY_FILE, ALLOW_INSECURE_TOKEN, SIDECAR_USER)
+)
 """Of the environment."""
 
 USUAL_TOKEN_FILE = "~/.config/seqdedupe/token"
@@ -64,6 +69,9 @@ class Credentials:
     """The token may go to other hosts as it is, for whoever listens on the way: something else encrypts, such as a mesh
     of proxies."""
 
+    sidecar_user: str | None = None
+    """The user of this machine that the sidecar runs as, by name or number."""
+
     def __post_init__(self) -> None:
         if self.token is not None and self.token_file is not None:
             raise _invalid("both a token and a token file are given", "Give one of them.")
@@ -73,6 +81,7 @@ class Credentials:
             if not callable(self.token):
                 self.token_now()
             self._channel_credentials()
+            self.trusted_users()
         except SeqdedupeError as e:
             raise _invalid(e.message) from e
 
@@ -88,8 +97,8 @@ class Credentials:
     ) -> Self:
         """What is given here, and for the rest what the environment says: `SEQDEDUPE_TOKEN`, or `SEQDEDUPE_TOKEN_FILE`,
         or else `~/.config/seqdedupe/token` if that is there; and `SEQDEDUPE_TLS_CA_FILE`,
-        `SEQDEDUPE_TLS_CERTIFICATE_FILE`, `SEQDEDUPE_TLS_KEY_FILE`, `SEQDEDUPE_ALLOW_INSECURE_TOKEN=true`. What is empty
-        counts as not said. Raises INVALID_CREDENTIALS."""
+        `SEQDEDUPE_TLS_CERTIFICATE_FILE`, `SEQDEDUPE_TLS_KEY_FILE`, `SEQDEDUPE_ALLOW_INSECURE_TOKEN=true`,
+        `SEQDEDUPE_SIDECAR_USER`. What is empty counts as not said. Raises INVALID_CREDENTIALS."""
         if not token and not token_file:
             token = os.environ.get(TOKEN)
         if not token and not token_file:
@@ -101,6 +110,7 @@ class Credentials:
             tls_certificate_file=tls_certificate_file or os.environ.get(TLS_CERTIFICATE_FILE) or None,
             tls_key_file=tls_key_file or os.environ.get(TLS_KEY_FILE) or None,
             allow_insecure_token=os.environ.get(ALLOW_INSECURE_TOKEN, "").lower() == "true",
+            sidecar_user=os.environ.get(SIDECAR_USER) or None,
         )
 
     @property
@@ -122,6 +132,15 @@ class Credentials:
         except Exception as e:
             raise error("CREDENTIALS_UNAVAILABLE", f"the function for the token raised {type(e).__name__}") from e
         return _checked(token, "what the function for the token answers")
+
+    def trusted_users(self) -> frozenset[int]:
+        """The users of this machine, by number, who may be shown the token: of its file the owner has it anyway. Raises
+        INVALID_CREDENTIALS."""
+        users = set() if self.sidecar_user is None else {user_of(self.sidecar_user)}
+        if self.token_file is not None:
+            with suppress(OSError):
+                users.add(os.stat(self.token_file).st_uid)
+        return frozenset(users)
 
     def channel_credentials(self) -> grpc.ChannelCredentials | None:
         """For a new connection; None: without TLS. Raises CREDENTIALS_UNAVAILABLE."""

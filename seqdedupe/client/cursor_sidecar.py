@@ -9,10 +9,11 @@ from seqdedupe.v1 import read_pb2
 
 
 class SidecarCursor(Cursor):
-    """A named cursor of a topic. Made by `Client.cursor`; whoever may read the topic may move it.
+    """A named cursor of a topic. Made by `Client.cursor`; who may read the topic moves those whose names are its own
+    (docs/rules.md).
 
     Its calls wait for up to 30 seconds for a topic that recovers, or moves. Raises NotFoundError if there is no topic,
-    INVALID_NAME, TOO_MANY_CURSORS, UnavailableError (LOG_REFUSED: nothing was moved).
+    INVALID_NAME, TOO_MANY_CURSORS, AccessDeniedError, UnavailableError (LOG_REFUSED, SHARE_EXCEEDED: it did not move).
     """
 
     def __init__(self, calls: Calls, topic: str, name: str) -> None:

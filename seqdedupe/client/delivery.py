@@ -11,16 +11,16 @@ import numpy as np
 from seqdedupe.address import SidecarAddress
 from seqdedupe.batch import Batch
 from seqdedupe.client.builder import BATCH_OVERHEAD_BYTES
-from seqdedupe.client.connection import Backoff, check_not_forked
+from seqdedupe.client.connection import BREAKS_STREAM, NOT_A_SIDECAR, Backoff, check_not_forked
 from seqdedupe.client.exchange import exchange, publish_call
 from seqdedupe.client.frames import decode_answer, refusal_error
-from seqdedupe.client.outbox import Frame
+from seqdedupe.client.outbox import HINT_OF_BREAKS, MAX_BREAKS, SUSPECT_BREAKS, Frame, broke_alone
 from seqdedupe.client.receipts import ReceiptColumns
 from seqdedupe.client.results import BatchResult
 from seqdedupe.client.route import Route
 from seqdedupe.client.sidecars import Sidecars
 from seqdedupe.client.spread_by_id import SpreadById, check_route_is_known
-from seqdedupe.client.stream import ANSWER_TIMEOUT_SECONDS, FULL_MESSAGE_BYTES, MAX_FRAMES
+from seqdedupe.client.stream import ANSWER_TIMEOUT_SECONDS, FULL_MESSAGE_BYTES, MAX_FRAMES, SOON_SECONDS
 from seqdedupe.client.waiting import OnWaiting, Waiting
 from seqdedupe.errors import SeqdedupeError, UnavailableError, error
 from seqdedupe.limits import MAX_BATCH_BYTES, NO_SEQUENCE_ID
@@ -42,6 +42,15 @@ class _Call:
     size_bytes: int
     done: "asyncio.Future[BatchResult]"
     result: BatchResult | None = None
+    breaks: int = 0
+    """So many connections in a row broke while it was out."""
+    breaks_alone: int = 0
+    """The same, of the last ones on which nothing else was out."""
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether it goes when nothing else is out: it may be what breaks connections."""
+        return self.breaks >= SUSPECT_BREAKS
 
     def record(self, receipt: ReceiptColumns) -> BatchResult:
         """What is known with this receipt. Raises what `BatchResult.merge` raises."""
@@ -76,6 +85,8 @@ class Delivery:
         self._out: dict[int, _Call] = {}
         self._pending_bytes = 0
         self._frames_ever = 0
+        self._waits_for_lone = False
+        """While a suspect is out: nothing else goes."""
         self._answered_at = 0.0
         self._delay_until = 0.0
         self._news = asyncio.Event()
@@ -86,6 +97,7 @@ class Delivery:
         """Those that were made before it was known that the topic is partitioned."""
         self._last_refusal: UnavailableError | None = None
         self._is_closed = False
+        self._has_begun = False  # a sidecar has answered
 
     def open(self) -> None:
         """From now on it sends."""
@@ -175,11 +187,15 @@ class Delivery:
                 await self._connect()
             except UnavailableError as e:
                 moves_on = e.reason == "STREAM_IDLE" or self._route.moves_on(e)
+                if e.reason == NOT_A_SIDECAR and not (moves_on or self._has_begun):
+                    self._end_calls(e)
+                    continue
                 if e.reason != "STREAM_IDLE":
                     self._waits(self._route.told())
                 if not moves_on:
                     await asyncio.sleep(max(self._backoff.next_seconds(), e.retry_delay_ms / 1000))
             except SeqdedupeError as failure:
+                self._has_begun = True
                 if failure.reason == "TOPIC_IS_PARTITIONED" and self._describe is not None and not is_partitioned:
                     is_partitioned = True
                     continue
@@ -207,6 +223,7 @@ class Delivery:
             for k in range(found.partitions)
         ]
         for part in parts:
+            part._has_begun = True
             part.open()
         self._spread = spread = SpreadById(parts, found.deduplication_route)
         self._passed_on = [asyncio.create_task(_pass_on(call, spread)) for call in self._ready]
@@ -226,14 +243,29 @@ class Delivery:
                 take=self._take,
                 watch=lambda: self._watch(address),
             )
+        except UnavailableError as e:
+            if e.reason in BREAKS_STREAM:
+                self._broke(e)
+            raise
         finally:
             self._ready.extendleft(call for call in reversed(self._out.values()) if not call.done.done())
             self._out.clear()
             with suppress(asyncio.CancelledError):
                 await channel.close()
 
+    def _broke(self, why: SeqdedupeError) -> None:
+        """Counts what was out when the connection broke. A call that was alone on too many of them ends."""
+        silence = asyncio.get_running_loop().time() - self._answered_at
+        is_alone = len(self._out) == 1 and silence < SOON_SECONDS
+        for call in self._out.values():
+            call.breaks += 1
+            call.breaks_alone = call.breaks_alone + 1 if is_alone else 0
+            if call.breaks_alone >= MAX_BREAKS and not call.done.done():
+                what = broke_alone(f"a batch of {len(call.batch):,} messages", call.size_bytes)
+                call.done.set_exception(error("OUTCOME_UNKNOWN", f"{what}: {why}", hint=HINT_OF_BREAKS))
+
     async def _until_ready(self) -> None:
-        while not self._ready:
+        while not self._ready or (self._out and (self._ready[0].is_suspect or self._waits_for_lone)):
             self._news.clear()
             await self._news.wait()
         if (left_seconds := self._delay_until - asyncio.get_running_loop().time()) > 0:
@@ -246,6 +278,8 @@ class Delivery:
         frames: list[Frame] = []
         size_bytes = 0
         while self._ready and size_bytes < FULL_MESSAGE_BYTES and len(frames) < MAX_FRAMES:
+            if frames and self._ready[0].is_suspect:
+                break
             call = self._ready.popleft()
             if call.done.done():
                 continue
@@ -253,6 +287,9 @@ class Delivery:
             self._out[self._frames_ever] = call
             frames.append(Frame(self._frames_ever, call.batch, call.size_bytes))
             size_bytes += call.size_bytes
+            self._waits_for_lone = call.is_suspect
+            if call.is_suspect:
+                break
         return frames
 
     async def _watch(self, address: SidecarAddress) -> None:
@@ -264,17 +301,21 @@ class Delivery:
 
     def _take(self, raw: bytes) -> bool:
         self._answered_at = asyncio.get_running_loop().time()
+        self._has_begun = True
         answer = decode_answer(raw, lambda number: len(self._out[number].batch) if number in self._out else None)
         for number, receipt in answer.receipts:
             if (call := self._out.get(number)) is not None:
                 # It is out until the receipt is known to be one: nobody would hear of it otherwise.
                 result = call.record(receipt)
+                call.breaks = call.breaks_alone = 0
                 del self._out[number]
                 self._decided(call, result)
         for refusal in answer.refusals:
             why = refusal_error(refusal)
             if (call := self._out.pop(refusal.frame, None)) is not None:
                 self._refused(call, why)
+        if not self._out:
+            self._news.set()  # a suspect may wait for that, or others for its answer
         return False
 
     def _waits(self, why: UnavailableError) -> None:
@@ -310,6 +351,10 @@ class Delivery:
 
     def _fail(self, why: SeqdedupeError) -> None:
         self._failure = self._failure or why
+        self._end_calls(why)
+
+    def _end_calls(self, why: SeqdedupeError) -> None:
+        """Ends those that were made. Later ones are tried."""
         for call in (*self._out.values(), *self._ready):
             if not call.done.done():
                 call.done.set_exception(why)

@@ -19,6 +19,18 @@ from seqdedupe.client.receipts import ReceiptColumns, Verdict
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.limits import NO_SEQUENCE_ID
 
+MAX_BREAKS = 10
+"""A frame that was alone on so many connections in a row, each of which broke, is given up: something on the way does
+not let it pass."""
+
+HINT_OF_BREAKS = (
+    "A proxy on the way may limit how large a request may be (nginx: client_max_body_size): its log says so. What was "
+    "sent may be in the log or not: send it again with the same IDs."
+)
+
+SUSPECT_BREAKS = 2
+"""After so many connections in a row broke, frames go alone: else nobody knows which one it was."""
+
 FRAME_NUMBERS = itertools.count(1)
 """Unique in the process, as the contract wants them: whoever sends frames takes the next one."""
 
@@ -61,6 +73,10 @@ class Outbox:
         """With `must_rewind`: only because others were refused, with whom a frame was shared."""
         self.last_refusal: SeqdedupeError | None = None
         """Why nothing has become durable lately; None as soon as something does."""
+        self.breaks = 0
+        """So many connections in a row broke while frames were out, and none of these had a receipt."""
+        self._breaks_alone = 0
+        """The same, of the last ones on which there was one frame alone."""
         self.size_bytes = 0
         self.without_receipt = 0
         """So many batches wait for theirs."""
@@ -263,6 +279,7 @@ class Outbox:
         pending = self._unanswered.pop(frame, None)
         if pending is None:
             return
+        self.breaks = self._breaks_alone = 0
         self._count(receipt, len(pending.sequence_ids))
         pending.record(receipt)
         if pending.durable_at <= self._durable_index:
@@ -326,6 +343,21 @@ class Outbox:
             return
         self.fail(refusal, pending)
 
+    def broke(self, why: SeqdedupeError, *, is_alone: bool) -> None:
+        """The connection broke, with nothing out but one frame of this producer if `is_alone`. The frame that has
+        broken MAX_BREAKS so fails, and all after it."""
+        if not self._unanswered:
+            return
+        self.breaks += 1
+        self._breaks_alone = self._breaks_alone + 1 if is_alone else 0
+        if self._breaks_alone >= MAX_BREAKS:
+            (pending,) = self._unanswered.values()
+            self.held_up(why)
+            what = f"the frame with sequence IDs {pending.first_sequence_id} to {pending.last_sequence_id}"
+            given_up = self.outcome_unknown(broke_alone(what, pending.size_bytes))
+            given_up.hint = HINT_OF_BREAKS
+            self.fail(given_up, pending)
+
     def put_back(self, frame: int) -> None:
         """Takes the news that a frame was not admitted because of others. One of a frame that is not out changes
         nothing."""
@@ -382,3 +414,8 @@ class Outbox:
             if not self._gave_up:
                 self._settled_up_to = pending.last_sequence_id
             self._out = max(0, self._out - 1)
+
+
+def broke_alone(what: str, size_bytes: int) -> str:
+    """Why a frame is given up."""
+    return f"{what}, of {size_bytes:,} bytes, was alone on {MAX_BREAKS} connections in a row, and each of them broke"

@@ -7,7 +7,7 @@ import grpc.aio
 
 from seqdedupe import wire
 from seqdedupe.batch import decode
-from seqdedupe.client.connection import CALL_TIMEOUT_SECONDS, Backoff, check_not_forked, typed_errors
+from seqdedupe.client.connection import CALL_TIMEOUT_SECONDS, NOT_A_SIDECAR, Backoff, check_not_forked, typed_errors
 from seqdedupe.client.cursor import Cursor, Kept
 from seqdedupe.client.messages import Messages
 from seqdedupe.client.results import NO_PARTITION
@@ -95,6 +95,7 @@ class Reader(Messages):
         self._stored: StoredBatch | None = None  # the batch in hand, and the next row of it
         self._row = 0
         self._closed = False
+        self._has_begun = False  # a sidecar has answered
         self._backoff = Backoff(_FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS)
         if isinstance(start, Position):
             self._read_on_after(start)
@@ -170,6 +171,8 @@ class Reader(Messages):
                 if not isinstance(e, UnavailableError):
                     raise
                 moves_on = self._route.moves_on(e)
+                if e.reason == NOT_A_SIDECAR and not (moves_on or self._has_begun):
+                    raise
                 self._waiting.waits(self._route.told())
                 if not moves_on:
                     await asyncio.sleep(max(self._backoff.next_seconds(), e.retry_delay_ms / 1000))
@@ -218,6 +221,8 @@ class Reader(Messages):
             request_serializer=read_pb2.ReadStreamRequest.SerializeToString,
             response_deserializer=wire.ReadStreamResponse.FromString,
         )(request)
+        await self._call.initial_metadata()
+        self._has_begun |= not self._call.done()
         return True
 
     @property

@@ -18,7 +18,7 @@ topic moves between them. Those that have nothing to do with it may take long to
 OWNER_ADDRESS = "owner_address"
 """The number of NOT_OWNER that says where the owner can be reached. It may be missing, or empty."""
 
-_LEADS_ELSEWHERE = {"NOT_OWNER", "DRAINING", "UNREACHABLE", "TLS_FAILED", "OUTCOME_UNKNOWN"}
+_LEADS_ELSEWHERE = {"NOT_OWNER", "DRAINING", "UNREACHABLE", "TLS_FAILED", "NOT_A_SIDECAR", "OUTCOME_UNKNOWN"}
 """With these another sidecar is asked; with all others the same one again, later."""
 
 _IS_DOUBTED = {"TOPIC_NOT_FOUND", "NO_STATE"}

@@ -7,10 +7,10 @@ from typing import Any
 
 from seqdedupe.address import SidecarAddress
 from seqdedupe.client.config import ProducerConfig
-from seqdedupe.client.connection import Backoff
+from seqdedupe.client.connection import BREAKS_STREAM, NOT_A_SIDECAR, Backoff
 from seqdedupe.client.connections import Connections
 from seqdedupe.client.openings import Openings
-from seqdedupe.client.outbox import Frame, Outbox
+from seqdedupe.client.outbox import SUSPECT_BREAKS, Frame, Outbox
 from seqdedupe.client.pending import PendingBatch
 from seqdedupe.client.route import Route
 from seqdedupe.client.stream import Answers, PublishStream
@@ -80,7 +80,8 @@ class Session:
         return not self.outbox.without_receipt
 
     async def start(self) -> None:
-        """Opens the session. Raises what keeps it from that; UnavailableError after OPEN_TIMEOUT_SECONDS."""
+        """Opens the session. Raises what keeps it from that; UnavailableError after OPEN_TIMEOUT_SECONDS, or at once
+        if what answers is not a sidecar."""
         self._loop = asyncio.get_running_loop()
         self._started = self._loop.create_future()
         self._run_task(self._run())
@@ -217,7 +218,8 @@ class Session:
                 why = self._route.told()
                 self.outbox.held_up(why)
                 self._waiting.waits(why)
-                if self._is_starting and loop.time() > give_up_at:
+                is_final = loop.time() > give_up_at or (e.reason == NOT_A_SIDECAR and not moves_on)
+                if self._is_starting and is_final:
                     self._fail(why)
                     return
                 if not moves_on:
@@ -243,7 +245,7 @@ class Session:
     async def _connect(self) -> None:
         """Opens or resumes, then sends and takes answers until the stream ends."""
         async with self._connections.stream(self._route.address, self._topic) as stream:
-            await stream.begin()
+            await stream.begin(has_topic=self._epoch is not None)
             await self._open(stream.openings)
             await stream.check()
             if self._is_starting and self._started is not None:
@@ -254,6 +256,11 @@ class Session:
             self._stream = stream
             try:
                 await stream.serve(self)
+            except UnavailableError as e:
+                if stream.has_ended and e.reason in BREAKS_STREAM:
+                    self.outbox.broke(e, is_alone=stream.ended_alone)
+                    self._update_room()
+                raise
             finally:
                 self._stream = None
                 if self._rewinding is not None:
@@ -309,6 +316,10 @@ class Session:
     @property
     def waits_until_durable(self) -> bool:
         return not self.outbox.is_all_durable
+
+    @property
+    def is_suspect(self) -> bool:
+        return self.outbox.breaks >= SUSPECT_BREAKS
 
     def next_frame(self) -> Frame | None:
         """The next one to send, if there is any to be sent now."""

@@ -64,9 +64,9 @@ class Sidecars:
         by_text = {str(address): address for address in self.addresses}
         return tuple(by_text[text] for text in in_order(topic, by_text))
 
-    def new_channel(self, address: SidecarAddress) -> grpc.aio.Channel:
-        """A channel to one of them, with a connection of its own. Raises as `connection.new_channel`."""
-        return new_channel(address, self.credentials, is_one=self.is_one)
+    def new_channel(self, address: SidecarAddress, *, is_brief: bool = False) -> grpc.aio.Channel:
+        """A channel to one of them, with a connection of its own. See `connection.new_channel`."""
+        return new_channel(address, self.credentials, is_one=self.is_one, is_brief=is_brief)
 
     def allowed(self, text: str) -> SidecarAddress | None:
         """The address, if a client may be sent there: it is listed, or a host in one of the domains. Else None."""

@@ -3,6 +3,7 @@
 import asyncio
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import grpc.aio
@@ -30,6 +31,12 @@ SMALL_MESSAGE_BYTES = FULL_MESSAGE_BYTES // 2
 MAX_FRAMES = 256
 """In one message."""
 
+SLOT_SECONDS = 1.0
+"""A stream that is not taken by then goes over another connection: this one may have all that it is allowed to have."""
+
+SOON_SECONDS = 10.0
+"""What ends a stream because of a frame does so by then. Later it is a time-out, which says nothing of the frame."""
+
 
 class Answers(NamedTuple):
     """Those to frames of one producer, by their numbers."""
@@ -54,11 +61,23 @@ class Sender(Protocol):
     def waits_until_durable(self) -> bool:
         """Whether it has a receipt of what is not durable yet."""
 
+    @property
+    def is_suspect(self) -> bool:
+        """Whether its next frame may be what breaks connections: then it goes when nothing else is out."""
+
     def next_frame(self) -> Frame | None:
         """Its next one, if there is any to be sent now."""
 
     def take(self, incarnation: int, term: int, answers: Answers) -> bool:
         """Takes answers; whether these were the last ones that matter to it. What it raises ends it alone."""
+
+
+@dataclass(slots=True, eq=False)
+class Link:
+    """A connection, and how many publish streams are open over it."""
+
+    channel: grpc.aio.Channel
+    streams: int = 0
 
 
 class PublishStream:
@@ -67,17 +86,25 @@ class PublishStream:
     A sender that leaves, or is sent away, leaves the others alone. When the stream ends all of them are told why.
     """
 
-    def __init__(self, channel: grpc.aio.Channel, address: SidecarAddress, topic: str) -> None:
+    def __init__(self, first: Link, second: Link, address: SidecarAddress, topic: str) -> None:
+        """It goes over the first connection, or the second one if that has no place for it; `Open` over the second one.
+        So streams that take all places of a connection do not keep `Open` from being called."""
         self.users = 0
         """How many hold it; counted by whoever hands it out."""
-        self.openings = Openings(channel, address, topic)
+        self.openings = Openings(second.channel, address, topic)
+        self.ended_alone = False
+        """Whether it has ended soon after a frame of one sender, with nothing else out."""
+        self._first, self._second = first, second
+        self._link: Link | None = None  # that counts it
         self._address = address
         self._topic = topic
-        self._call = publish_call(channel)
+        self._call = publish_call(first.channel)
         self._senders: dict[Sender, asyncio.Future[None]] = {}
         """Each with what tells it to leave."""
         self._ready: deque[Sender] = deque()
         self._is_ready: set[Sender] = set()
+        self._waits_for_lone = False
+        """While the frame of a suspect is out: nothing else goes."""
         self._goes_alone: set[Sender] = set()
         """Whose frames share none with others until one has its receipt."""
         self._out: dict[int, list[Part[Sender]]] = {}
@@ -104,14 +131,19 @@ class PublishStream:
         self._task.cancel()
         await asyncio.gather(self._task, self.openings.close(), return_exceptions=True)
 
-    async def begin(self) -> None:
-        """Waits for the sidecar to take the stream. Raises what it is refused for, if that is known by then."""
+    async def begin(self, *, has_topic: bool) -> None:
+        """Waits for the sidecar to take the stream. Raises what it is refused for, if that is known by then.
+
+        If the topic is known to be there the stream says at once what it is for: the sidecar waits for that only for
+        seconds, and the `Open` that comes next may take longer."""
         await self._begun.wait()
+        if has_topic:
+            self._is_used.set()
         await self.check()
 
     async def check(self) -> None:
-        """Raises what the stream has ended with. After another answer over its connection it is certain whether it was
-        refused."""
+        """Raises what the stream has ended with. After the answer to a call that was made since `begin`, a stream that
+        was refused has ended."""
         if self._call.done():
             self._is_used.set()
             await self._over.wait()
@@ -143,11 +175,7 @@ class PublishStream:
     async def _run(self) -> None:
         try:
             with typed_errors(self._address):
-                try:
-                    async with asyncio.timeout(CALL_TIMEOUT_SECONDS):
-                        await self._call.initial_metadata()
-                except TimeoutError as e:
-                    raise error("UNREACHABLE", f"the sidecar at {self._address} does not take a stream") from e
+                await self._until_taken()
             self._begun.set()
             # Before its first Open there need be no topic.
             await self._is_used.wait()
@@ -158,11 +186,53 @@ class PublishStream:
             self._end = e
         finally:
             self._call.cancel()
+            silence = asyncio.get_running_loop().time() - self._answered_at
+            self.ended_alone = [len(parts) for parts in self._out.values()] == [1] and silence < SOON_SECONDS
             self._end = self._end or error("UNREACHABLE", f"the stream to {self._address} was closed")
             self._begun.set()
+            if self._link is not None:
+                self._link.streams -= 1
             self._over.set()
             for leaving in self._senders.values():
                 _send_away(leaving, self._end)
+
+    async def _until_taken(self) -> None:
+        """Until the sidecar has taken the stream. Raises TOO_MANY_STREAMS if others are open over the connection, else
+        UNREACHABLE."""
+        first, second = self._first, self._second
+        if await self._is_taken(SLOT_SECONDS):
+            self._count(first)
+            return
+        # So many as the first one has it may be allowed too, and one is for `Open`.
+        if second.streams + 1 < first.streams:
+            self._count(second)
+            self._call.cancel()
+            self._call = publish_call(second.channel)
+        if not await self._is_taken(CALL_TIMEOUT_SECONDS - SLOT_SECONDS):
+            others = first.streams + second.streams - (self._link is not None)
+            if not others:
+                raise error("UNREACHABLE", f"the sidecar at {self._address} does not take a stream")
+            raise error(
+                "TOO_MANY_STREAMS",
+                f"the connection to {self._address} has no free stream: {others} are open, and the sidecar, or a proxy "
+                "on the way, seems to allow no more",
+                hint="Let the proxy allow more streams a connection (nginx: http2_max_concurrent_streams), or publish "
+                "to fewer topics with one client.",
+            )
+        if self._link is None:
+            self._count(first)
+
+    def _count(self, link: Link) -> None:
+        self._link = link
+        link.streams += 1
+
+    async def _is_taken(self, seconds: float) -> bool:
+        try:
+            async with asyncio.timeout(seconds):
+                await self._call.initial_metadata()
+        except TimeoutError:
+            return False
+        return True
 
     # -- out ---------------------------------------------------------------------------------------------------
 
@@ -188,7 +258,10 @@ class PublishStream:
             self._answered_at = asyncio.get_running_loop().time()
         before = len(parts)
         size_bytes = _size_bytes(parts)
-        while self._ready and size_bytes < FULL_MESSAGE_BYTES and len(parts) < MAX_FRAMES:
+        self._waits_for_lone = self._waits_for_lone and bool(self._out)
+        while self._ready and not self._waits_for_lone and size_bytes < FULL_MESSAGE_BYTES and len(parts) < MAX_FRAMES:
+            if self._ready[0].is_suspect and (parts or self._out):
+                break
             sender = self._ready.popleft()
             self._is_ready.discard(sender)
             frame = sender.next_frame() if self._is_here(sender) else None
@@ -196,6 +269,7 @@ class PublishStream:
                 parts.append(Part(sender, frame, sender in self._goes_alone))
                 size_bytes += frame.size_bytes
                 self.ready(sender)
+                self._waits_for_lone = sender.is_suspect
         return len(parts) > before
 
     def _frame_of(self, parts: list[Part[Sender]]) -> Frame:
@@ -236,6 +310,8 @@ class PublishStream:
                 self._durable_index = durable_index
                 for sender in self._not_durable:
                     _of(sender, told)
+        if not self._out:
+            self._work.set()  # a suspect's frame may wait for that, or others for its answer
         for sender, answers in told.items():
             if not self._is_here(sender):
                 continue

@@ -65,4 +65,4 @@ def was_never_sent(failure: SeqdedupeError) -> bool:
     """Whether it is certain that the call did not reach a sidecar."""
     if failure.reason == "UNREACHABLE":
         return any(sign in failure.message for sign in _NEVER_CONNECTED)
-    return failure.reason in ("TLS_FAILED", "CREDENTIALS_UNAVAILABLE")
+    return failure.reason in ("TLS_FAILED", "CREDENTIALS_UNAVAILABLE", "UNTRUSTED_LISTENER")

@@ -67,6 +67,8 @@ class Pattern:
         self._columns = np.frombuffer(bytes(literal) + b"\0", np.uint8)[:-1], np.array(gaps, np.uint8)
         self.prefix = self._literal[: next((i for i, gap in enumerate(gaps) if gap), len(literal))]
         """What all names that it matches begin with."""
+        self.work = len(literal) + 1
+        """How much each byte of a name may take, at most."""
 
     def matches(self, name: bytes) -> bool:
         """Whether it matches all of this name."""

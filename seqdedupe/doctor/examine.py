@@ -11,6 +11,7 @@ from seqdedupe.doctor.log import examine_log
 from seqdedupe.doctor.tally import Tally
 from seqdedupe.errors import REASONS, DamagedError, error
 from seqdedupe.format.tag import key_of
+from seqdedupe.locks import kept_unused
 from seqdedupe.log.embedded.arrival import ARRIVING
 from seqdedupe.log.embedded.logs import incarnations, said_by
 from seqdedupe.log.embedded.moved import leaving_to, moved_to
@@ -23,7 +24,6 @@ from seqdedupe.shards import shard_of, to_text
 from seqdedupe.store.copy import check_all, of_original, opened_copy
 from seqdedupe.store.db import Store
 from seqdedupe.store.directories import read_claim
-from seqdedupe.store.mark import kept_unused
 from seqdedupe.store.snapshots import Loaded, Snapshots
 from seqdedupe.store.topics import LogKind, TopicRecord, TopicState
 
@@ -32,6 +32,8 @@ RESTORE = (
     "restore the topic's log together with the store from one backup, or write what can be read into a new directory "
     "with --salvage"
 )
+
+NAME_AGAIN = "start the sidecar: the store knows the topic's name, and the start writes it again"
 
 GIVE_UP = (
     "restore the directory from a backup, the folder logs/journal included; or start once with --give-up-journal: "
@@ -62,7 +64,7 @@ def examine(directory: Path, each: Callable[[Examined], None] = lambda examined:
     if not logs.is_dir() and not (directory / "store").is_dir():
         why = f"{directory} is no data directory: it has neither logs nor a store"
         raise error("INVALID_CONFIGURATION", why, hint="Name the directory that data_directory names.")
-    with kept_unused(directory / "store"), ExitStack() as opened:
+    with kept_unused(directory), ExitStack() as opened:
         found = Findings(str(directory), StoreState.WHOLE)
         store, records = _open_store(directory / "store", found, opened)
         known = {record.incarnation: record for record in records}
@@ -73,7 +75,7 @@ def examine(directory: Path, each: Callable[[Examined], None] = lambda examined:
             found.cures.append(GIVE_UP)
         for incarnation in sorted({*known, *folders}):
             loaded = _Stored(known.get(incarnation), store)
-            topic = _topic(logs / str(incarnation), incarnation, loaded, found.store, replay, each)
+            topic = _topic_or_why(logs / str(incarnation), incarnation, loaded, found.store, replay, each)
             found.topics.append(topic)
         _check_shards(directory, found.topics)
         _check_names(found.topics)
@@ -126,6 +128,27 @@ def _open_store(folder: Path, found: Findings, opened: ExitStack) -> tuple[Store
         return None, []
 
 
+def _topic_or_why(
+    folder: Path,
+    incarnation: int,
+    stored: _Stored,
+    store: StoreState,
+    replay: Replay,
+    each: Callable[[Examined], None],
+) -> TopicFindings:
+    """A file of one topic that the disk does not give keeps no other from being looked at."""
+    try:
+        return _topic(folder, incarnation, stored, store, replay, each)
+    except OSError as e:
+        if e.filename is None or not Path(e.filename).is_relative_to(folder):
+            raise
+        name = stored.record.name if stored.record else topic_name(f"rebuilt-{incarnation}")
+        found = TopicFindings(name, incarnation)
+        found.disagreements.append(f"it cannot be looked at: {e}")
+        found.cures.append(RESTORE)
+        return found
+
+
 def _topic(
     folder: Path,
     incarnation: int,
@@ -162,7 +185,7 @@ def _topic(
         found.cures.append("restore log and store from one backup, or start once with --rebuild-store")
     if name_why or (record is not None and said not in (None, record.name)):
         found.disagreements.append(name_why or f"the file topic of {folder} names another topic, {said}")
-        found.cures.append(RESTORE)
+        found.cures.append(NAME_AGAIN if name_why and record is not None else RESTORE)
     elif said is not None and partitions != found.partitions:
         found.disagreements.append(
             f"the store says that it is one of {found.partitions} partitions, and the file topic of {folder} says one "

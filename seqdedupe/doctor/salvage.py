@@ -29,6 +29,7 @@ from seqdedupe.format.headers import HEADER_BYTES, TOKEN_BYTES
 from seqdedupe.format.records import body_of
 from seqdedupe.format.tag import SECRET_BYTES, key_of
 from seqdedupe.limits import NO_SEQUENCE_ID
+from seqdedupe.locks import kept_unused
 from seqdedupe.log.embedded import moved
 from seqdedupe.log.embedded.inspection import Intact, inspect
 from seqdedupe.log.embedded.logs import create_log
@@ -109,7 +110,7 @@ def salvage(directory: Path, to: Path) -> Salvage:
     Raises DIRECTORY_NOT_EMPTY, LOG_REFUSED, INVALID_CONFIGURATION if the topics are on a broker's own log, and what
     `examine` raises; OSError. Then nothing is left; a power cut leaves what is named `.unfinished`.
     """
-    with becoming(to, directory) as unfinished:
+    with kept_unused(directory), becoming(to, directory) as unfinished:
         if claim := read_claim(directory):
             write(unfinished, claim)
         return asyncio.run(_fill(directory, unfinished))

@@ -56,6 +56,9 @@ class Tally:
         if isinstance(change, Policy):
             self.policy = change
             return
+        if isinstance(change, control.CursorChange):
+            self.policy = change.applied_to(self.policy or Policy())
+            return
         if isinstance(change, control.Reset | control.Purge):
             # A snapshot may know a name of which the log says no more than this.
             self.reset_at |= dict.fromkeys(self.producers.add_all(change.names).tolist(), index)

@@ -114,11 +114,9 @@ class Instance:
 
     def _counts_for_nobody(self, source: Source, message_id: Any) -> bool:
         """Whether it is no message of a producer's, in a topic that a sidecar writes: these are acknowledged unseen."""
-        if source.place is None:
-            return False
         if self._lanes[source.topic].is_void(source.place, message_id.ledger_id(), message_id.entry_id()):
             self._counts["void"] += 1
-            logger.warning("%s of %s counts for nobody: its sidecar had lost the topic", message_id, source.topic)
+            logger.warning("%s of %s counts for nobody: it was never acknowledged", message_id, source.topic)
             return True
         if source.kind == BATCH:
             raise error(

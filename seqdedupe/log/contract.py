@@ -26,6 +26,7 @@ from collections.abc import AsyncGenerator, Callable, Container, Mapping
 from typing import NamedTuple, Protocol
 
 from seqdedupe.batch import Int32s, Int64s
+from seqdedupe.errors import SeqdedupeError
 from seqdedupe.log.entries import Entries, Failure, Location, Outcome, Records, Run, Runs, last_of
 
 __all__ = [
@@ -291,6 +292,9 @@ class LogName(NamedTuple):
 
     is_unfinished: bool = False
     """A crash has left what its opening will put into it."""
+
+    why: SeqdedupeError | None = None
+    """Why the topic is None although the log has once said it: its file is damaged, or cannot be read now."""
 
 
 class Logs(Protocol):

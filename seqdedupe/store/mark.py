@@ -1,4 +1,4 @@
-"""The file DURABLE: the store's lock, its format version, up to where its writes were durable, and whether there is
+"""The file DURABLE: the store's own lock, its format version, up to where its writes were durable, and whether there is
 a journal.
 
 A write-ahead log that is torn, cut short or missing may be what a power cut left of it, or damage. The number of
@@ -13,8 +13,6 @@ import fcntl
 import os
 import struct
 import threading
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import google_crc32c
@@ -91,25 +89,6 @@ class Mark:
     def close(self) -> None:
         """Lets go of the lock."""
         os.close(self._descriptor)
-
-
-@contextmanager
-def kept_unused(folder: Path) -> Iterator[None]:
-    """While the block runs no sidecar uses this store, or makes one there if there is none. Changes nothing.
-
-    Raises DIRECTORY_IN_USE.
-    """
-    with ExitStack() as held:
-        # Whoever makes a store locks the folder above it; whoever has one open, its mark.
-        for path in (folder.parent, folder / FILE_NAME):
-            if path.exists():
-                descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-                held.callback(os.close, descriptor)
-                try:
-                    fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                except BlockingIOError as e:
-                    raise error("DIRECTORY_IN_USE", f"another process uses the store {folder}") from e
-        yield
 
 
 def _encoded(sequence: int, *, has_journal: bool) -> bytes:

@@ -108,7 +108,22 @@ class ImportParts:
         return complete
 
 
-Change = Sessions | Reset | Purge | Import | Policy
+@dataclass(frozen=True, slots=True)
+class CursorChange:
+    """A named cursor keeps something else, or (None) is gone. The others stay as they are."""
+
+    name: str
+    kept: cursors.NamedCursor | None
+
+    def applied_to(self, policy: Policy) -> Policy:
+        """The policy with it: cursors are kept there."""
+        others = {one.name: one for one in policy.cursors if one.name != self.name}
+        if self.kept is not None:
+            others[self.name] = self.kept
+        return replace(policy, cursors=tuple(others[name] for name in sorted(others)))
+
+
+Change = Sessions | Reset | Purge | Import | Policy | CursorChange
 
 
 def parts(sessions: Sessions) -> Iterator[Sessions]:
@@ -158,6 +173,10 @@ def encode(change: Change, *, term: int = 0, record_id: int = 0) -> bytes:
         if change.imported is not None:
             change.imported.fill(policy.imported_window)
         policy.SetInParent()
+    elif isinstance(change, CursorChange):
+        control.cursor.name = change.name
+        if change.kept is not None:
+            cursors.fill_one(change.kept, control.cursor)
     else:
         columns = getattr(control, _FIELDS[type(change)])
         names = Binary.of_all(change.names)
@@ -195,6 +214,9 @@ def decode(body: bytes) -> tuple[Change, int]:
                 return Purge(_names(control.purge)), control.term
             case "imported":
                 return _import(control.imported), control.term
+            case "cursor":
+                kept = cursors.of([control.cursor])[0] if control.cursor.HasField("position") else None
+                return CursorChange(control.cursor.name, kept), control.term
     except (DecodeError, ValueError) as e:
         raise error("LOG_DAMAGED", f"a control record is damaged: {e}") from e
     raise error("NEWER_FORMAT", "the log has a control record of a kind that this version does not know")

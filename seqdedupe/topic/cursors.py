@@ -1,4 +1,4 @@
-"""Named cursors: how far somebody has read a topic. They are kept, and change, with the topic's policy."""
+"""Named cursors: how far somebody has read a topic. They are kept with the topic's policy, and change one by one."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Any
 from seqdedupe.message_id import Position
 
 MAX_CURSORS = 32
-"""Of a topic. All of them are written whenever one is moved, and stand in each snapshot."""
+"""Of a topic. All of them are in its policy, and so in each snapshot."""
 
 MAX_NOTE_BYTES = 1024
 
@@ -25,8 +25,15 @@ class NamedCursor:
 def fill(cursors: Iterable[NamedCursor], messages: Any) -> None:
     """Adds them to the `ControlCursor`s, or `TopicCursor`s, of a message."""
     for cursor in cursors:
-        message = messages.add(name=cursor.name, note=cursor.note, hold_retention_in_mb=cursor.hold_retention_in_mb)
-        message.position.ParseFromString(cursor.position.to_bytes())
+        fill_one(cursor, messages.add())
+
+
+def fill_one(cursor: NamedCursor, message: Any) -> None:
+    """Sets the fields of a `ControlCursor` or `TopicCursor`."""
+    message.name, message.note = cursor.name, cursor.note
+    message.hold_retention_in_mb = cursor.hold_retention_in_mb
+    message.position.SetInParent()
+    message.position.ParseFromString(cursor.position.to_bytes())
 
 
 def of(messages: Iterable[Any]) -> tuple[NamedCursor, ...]:

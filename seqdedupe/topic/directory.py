@@ -105,7 +105,7 @@ class Topics(Generic[T]):
 
         Where there are very many, some wait until they are used (`waiting`). Those of a cluster, which may not answer
         now, are opened by `recover_all`, and RECOVERING until then. Raises STORE_MISSING if there is a log without a
-        record, and what `Logs.list` raises.
+        record, LOG_DAMAGED or LOG_UNREADABLE if that log does not say its topic either, and what `Logs.list` raises.
         """
         self.namespaces.load()
         records = self.store.topics()

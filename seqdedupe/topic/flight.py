@@ -13,7 +13,7 @@ from seqdedupe.format.columns import PRODUCER_INDEXES, SEQUENCE_IDS, size, start
 from seqdedupe.format.jit import Int64s
 from seqdedupe.topic.answers import Receipt, Reply
 from seqdedupe.topic.broadcast import Broadcast
-from seqdedupe.topic.control import Change, Purge, Reset
+from seqdedupe.topic.control import Change, CursorChange, Purge, Reset
 from seqdedupe.topic.frame import Frame
 from seqdedupe.topic.policy import Policy
 
@@ -114,11 +114,16 @@ class Flight:
             self._changes[type(admitted.change)] += 1
         self._ever += 1
 
-    @property
-    def newest_policy(self) -> Policy | None:
-        """The one that will be set when all of these have settled; None if none of them sets it."""
-        changes = (item.change for item in reversed(self._admitted) if isinstance(item, Changing))
-        return next((change for change in changes if isinstance(change, Policy)), None)
+    def newest_policy(self, policy: Policy) -> Policy:
+        """The one that will be set when all of these have settled, where this one is set now."""
+        if self._changes[Policy] or self._changes[CursorChange]:
+            for item in self._admitted:
+                if isinstance(item, Changing):
+                    if isinstance(item.change, Policy):
+                        policy = item.change
+                    elif isinstance(item.change, CursorChange):
+                        policy = item.change.applied_to(policy)
+        return policy
 
     @property
     def oldest(self) -> Admitted | Changing | None:

@@ -87,6 +87,8 @@ async def look_again(topics: "Topics[Any]") -> None:
 
 async def _record(topics: "Topics[Any]", log: LogName) -> TopicRecord:
     """Makes the record of a log of which the store knows nothing."""
+    if log.why is not None:
+        raise log.why
     name = log.topic or topic_name(f"rebuilt-{log.incarnation}")
     topics.ownership.check_found([name])
     # In a cluster others make logs too.

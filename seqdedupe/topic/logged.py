@@ -25,7 +25,7 @@ from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Loaded, Snapshots
 from seqdedupe.topic import control
 from seqdedupe.topic.base import TopicBase
-from seqdedupe.topic.control import Change, Purge
+from seqdedupe.topic.control import Change, CursorChange, Purge
 from seqdedupe.topic.flight import Admitted, Changing, Flight
 from seqdedupe.topic.frame import NumbersCache
 from seqdedupe.topic.policy import Applied, Policy
@@ -240,6 +240,9 @@ class LoggedTopic(TopicBase):
             self._put_in_force(change)
             # It may stand at the end of a segment that is dropped with the message before it.
             self.policy_stated = index - 1
+        elif isinstance(change, CursorChange):
+            # Nothing else of the policy is another one.
+            self.policy = change.applied_to(self.policy)
         else:
             control.apply(change, self.import_parts, self.producers, index)
 
@@ -274,7 +277,7 @@ class LoggedTopic(TopicBase):
 
     @property
     def newest_policy(self) -> Policy:
-        return self.flight.newest_policy or self.policy
+        return self.flight.newest_policy(self.policy)
 
     def _in_use(self) -> list[Int64s]:
         return self.flight.producer_rows()

@@ -5,6 +5,7 @@ from dataclasses import replace
 from seqdedupe.errors import InvalidRequestError, error
 from seqdedupe.message_id import Position
 from seqdedupe.names import new_producer_name
+from seqdedupe.topic.control import CursorChange
 from seqdedupe.topic.cursors import MAX_CURSORS, MAX_NOTE_BYTES, NamedCursor
 from seqdedupe.topic.logged import LoggedTopic
 from seqdedupe.topic.policy import LARGEST
@@ -24,19 +25,19 @@ def all_of(topic: LoggedTopic) -> tuple[NamedCursor, ...]:
 
 def kept(topic: LoggedTopic, name: str) -> Kept | None:
     """What a cursor keeps. Raises as `all_of`, INVALID_NAME."""
-    _check_name(name)
+    check_name(name)
     found = next((one for one in all_of(topic) if one.name == name), None)
     return None if found is None else (found.position, found.note)
 
 
 async def move(topic: LoggedTopic, name: str, expected: Kept | None, new: Kept) -> None:
-    """Has it keep something else, if it keeps this: durable on return.
+    """Has it keep something else, if it keeps this: durable on return. Where that is what it keeps, nothing is written.
 
     What is under way counts as if it were done: if it fails, this fails with it. Raises CURSOR_MOVED, INVALID_NAME,
     INVALID_POSITION, TOO_MANY_CURSORS; why the topic takes nothing now, or LOG_REFUSED: then it is as it was. Whoever
     is cancelled here does not know.
     """
-    _check_name(name)
+    check_name(name)
     position, note = new
     if not position.is_whole() or min(position.incarnation, position.index + 1) < 0:
         raise error("INVALID_POSITION", f"{position} is no position: its parts do not fit together")
@@ -54,8 +55,9 @@ async def move(topic: LoggedTopic, name: str, expected: Kept | None, new: Kept) 
         )
     if found is None and len(cursors) >= MAX_CURSORS:
         raise error("TOO_MANY_CURSORS", f"topic {topic.name} has {len(cursors)} cursors: that is the most")
-    cursors[name] = NamedCursor(name, position, note, 0 if found is None else found.hold_retention_in_mb)
-    await _set(topic, cursors)
+    moved = NamedCursor(name, position, note, 0 if found is None else found.hold_retention_in_mb)
+    if moved != found or moved not in topic.policy.cursors:
+        await topic.append_change(CursorChange(name, moved))
 
 
 async def hold(topic: LoggedTopic, name: str, mb: int) -> None:
@@ -63,32 +65,24 @@ async def hold(topic: LoggedTopic, name: str, mb: int) -> None:
     INVALID_REQUEST, and as `move`."""
     if not 0 <= mb <= LARGEST:
         raise error("INVALID_REQUEST", f"hold_retention_in_mb is {mb}: it should be 0 to {LARGEST}")
-    cursors = _with(topic, name)
-    cursors[name] = replace(cursors[name], hold_retention_in_mb=mb)
-    await _set(topic, cursors)
+    await topic.append_change(CursorChange(name, replace(_found(topic, name), hold_retention_in_mb=mb)))
 
 
 async def remove(topic: LoggedTopic, name: str) -> None:
     """It keeps nothing any more. Raises CURSOR_NOT_FOUND, and as `move`."""
-    cursors = _with(topic, name)
-    del cursors[name]
-    await _set(topic, cursors)
+    await topic.append_change(CursorChange(_found(topic, name).name, None))
 
 
-def _with(topic: LoggedTopic, name: str) -> dict[str, NamedCursor]:
+def _found(topic: LoggedTopic, name: str) -> NamedCursor:
     topic.check_serving()
-    cursors = {one.name: one for one in topic.newest_policy.cursors}
-    if name not in cursors:
-        raise error("CURSOR_NOT_FOUND", f"topic {topic.name} has no cursor {name!r}", topic=topic.name)
-    return cursors
+    for one in topic.newest_policy.cursors:
+        if one.name == name:
+            return one
+    raise error("CURSOR_NOT_FOUND", f"topic {topic.name} has no cursor {name!r}", topic=topic.name)
 
 
-async def _set(topic: LoggedTopic, cursors: dict[str, NamedCursor]) -> None:
-    in_order = tuple(cursors[name] for name in sorted(cursors))
-    await topic.set_policy(replace(topic.newest_policy, cursors=in_order))
-
-
-def _check_name(name: str) -> None:
+def check_name(name: str) -> None:
+    """Raises INVALID_NAME if no cursor can have this name."""
     try:
         new_producer_name(name)
     except InvalidRequestError as e:

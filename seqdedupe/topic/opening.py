@@ -1,27 +1,50 @@
-"""Open: sessions of a topic with a log are started and resumed, each name by itself, by one control record."""
+"""Open: sessions of a topic with a log are started and resumed, each name by itself, some with one control record."""
 
 import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
+from seqdedupe.core.producers import Producers
 from seqdedupe.core.rule import DURABLE_EPOCH
 from seqdedupe.errors import error
+from seqdedupe.format.jit import Int64s
 from seqdedupe.limits import NO_EPOCH, NO_SEQUENCE_ID
-from seqdedupe.topic import control
 from seqdedupe.topic.control import Purge, Sessions
 from seqdedupe.topic.originals import index_in_log
 from seqdedupe.topic.publishing import Topic
-from seqdedupe.topic.sessions import Opened
+from seqdedupe.topic.sessions import Opened, Opening, check_count, encoded_names
+
+NAMES_A_STEP = 1_000
+"""The event loop does so many in one step, a millisecond or two. With more it does others' work in between."""
 
 MAX_LOOKED_UP = 64
 """Of so many names at most `Open` answers where their last message stands: that may take a read each."""
 
 
-async def open_sessions(topic: Topic, names: list[str], epochs: list[int] | None) -> Opened:
-    """Starts sessions (`epochs` None), or resumes these, each name by itself. Older ones are fenced at once.
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """Some names of a call, whose sessions are in force and may not be durable yet."""
+
+    opening: Opening
+    names: int
+    durable_epochs: Int64s
+    """From before."""
+
+
+async def open_sessions(
+    topic: Topic,
+    names: list[str],
+    epochs: list[int] | None,
+    check: Callable[[list[str]], None] = lambda names: None,
+) -> Opened:
+    """Starts sessions (`epochs` None), or resumes these, each name by itself. Older ones are fenced at once. `check` is
+    called with some names right before these are opened, and may raise.
 
     Returns when what the names have in flight has settled and their epochs are durable. Raises what
-    `Sessions.open` raises, or why the topic takes nothing now, or LOG_REFUSED: then nobody was fenced.
+    `Sessions.open` raises, or why the topic takes nothing now, or LOG_REFUSED: then nobody was fenced, or of more than
+    NAMES_A_STEP names perhaps some were.
     """
     topic.check_serving()
     if topic.window is not None:
@@ -30,6 +53,52 @@ async def open_sessions(topic: Topic, names: list[str], epochs: list[int] | None
             f"topic {topic.name} is one of deduplication IDs, and has no producers: nothing has to be opened",
             hint="Publish without a session, every message with a deduplication ID: `client.publisher(topic)`.",
         )
+    check_count(names)
+    if len(names) > NAMES_A_STEP:
+        # Before any of them is opened. What is opened in one step is looked at there.
+        await check_names(names, topic.producers)
+    if epochs is not None and len(epochs) != len(names):
+        raise error("INVALID_REQUEST", f"epochs has {len(epochs)} values for {len(names)} producer names")
+    parts = [slice(first, first + NAMES_A_STEP) for first in range(0, len(names), NAMES_A_STEP)]
+    begun: list[_Begun] = []
+    changes: list[asyncio.Future[None]] = []
+    for part in parts:
+        if begun:
+            await asyncio.sleep(0)
+        begun.append(await _begin(topic, names[part], None if epochs is None else epochs[part], check, changes))
+    await asyncio.gather(*changes)
+    if len(changes) < len(begun):
+        await topic.all_settled()
+    answer = Opened([], [], [])
+    for one in begun:
+        if answer.epochs:
+            await asyncio.sleep(0)
+        answer.extend(_opened(topic, one))
+    places = [place for place in range(len(names)) if place not in answer.refusals]
+    for place in places[:MAX_LOOKED_UP]:
+        if answer.indexes[place] < 0:
+            number = topic.producers.add(names[place].encode())
+            answer.indexes[place] = await index_in_log(topic.producers, number, topic.log)
+    return answer
+
+
+async def check_names(names: list[str], known: Producers | None = None) -> None:
+    """Raises INVALID_NAME for what an Open cannot take, as `check_count` and `encoded_names`, some at once."""
+    check_count(names)
+    for first in range(0, len(names), NAMES_A_STEP):
+        encoded_names(names[first : first + NAMES_A_STEP], known)
+        await asyncio.sleep(0)
+
+
+async def _begin(
+    topic: Topic,
+    names: list[str],
+    epochs: list[int] | None,
+    check: Callable[[list[str]], None],
+    changes: "list[asyncio.Future[None]]",
+) -> _Begun:
+    """The sessions of some names are in force. What the log has to say for that to be durable is added to `changes`."""
+    topic.check_serving()
     if topic.flight.has(Purge):
         # Whether the names are being forgotten is not known before that has settled; no other one will name them.
         topic.sessions.use(names)
@@ -39,17 +108,21 @@ async def open_sessions(topic: Topic, names: list[str], epochs: list[int] | None
         # Whether these sessions have been fenced is not known before that has settled.
         await topic.all_settled()
         topic.check_serving()
+    check(names)
     opening = topic.sessions.open(names, epochs)
     durable_epochs = topic.producers.numbers[opening.numbers, DURABLE_EPOCH]
     if (durable_epochs < opening.epochs).any():
         # All that is in flight stands before it, and has settled when it has.
-        parts = control.parts(Sessions(opening.names, opening.epochs))
-        await asyncio.gather(*[topic.append_change(part) for part in parts])
-    else:
-        await topic.all_settled()
-    answer = topic.sessions.opened(opening, len(names))
+        changes.append(topic.append_change(Sessions(opening.names, opening.epochs)))
+    return _Begun(opening, len(names), durable_epochs)
+
+
+def _opened(topic: Topic, begun: _Begun) -> Opened:
+    """What is answered of some names, once all that they wait for has settled."""
+    opening = begun.opening
+    answer = topic.sessions.opened(opening, begun.names)
     if opening.is_resume and topic.producers.has_forgotten:
-        had_nothing = np.flatnonzero(durable_epochs == NO_EPOCH)
+        had_nothing = np.flatnonzero(begun.durable_epochs == NO_EPOCH)
         gone = [opening.names[k] for k in had_nothing]
         topic.resumed_after_purge(gone)
         topic.sessions.begin_anew(gone, opening.epochs[had_nothing])
@@ -60,8 +133,4 @@ async def open_sessions(topic: Topic, names: list[str], epochs: list[int] | None
             if place not in answer.refusals
             and (answer.persisted[place] == NO_SEQUENCE_ID or topic.sessions.has_begun_anew(name, epoch))
         )
-    for place, name in list(zip(opening.places.tolist(), opening.names, strict=True))[:MAX_LOOKED_UP]:
-        if answer.indexes[place] < 0 and place not in answer.refusals:
-            number = topic.producers.add(name)
-            answer.indexes[place] = await index_in_log(topic.producers, number, topic.log)
     return answer

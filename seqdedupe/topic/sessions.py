@@ -33,12 +33,16 @@ def can_have_been_given(epoch: int) -> bool:
     return epoch > 1 << _TERM_SHIFT
 
 
-def encoded_names(names: list[str], known: Producers | None = None) -> list[bytes]:
-    """The names of an Open in UTF-8. Raises INVALID_NAME for too many, for one that comes twice or cannot be one, and
-    for one that is not known and cannot be new."""
-    encoded = [producer_name(name) for name in names]
-    if not 1 <= len(names) <= MAX_OPEN_NAMES or len(set(encoded)) < len(names):
+def check_count(names: list[str]) -> None:
+    """Raises INVALID_NAME for an Open of too many names, or of one that comes twice."""
+    if not 1 <= len(names) <= MAX_OPEN_NAMES or len(set(names)) < len(names):
         raise error("INVALID_NAME", f"Open takes 1 to {MAX_OPEN_NAMES} producer names, each once")
+
+
+def encoded_names(names: list[str], known: Producers | None = None) -> list[bytes]:
+    """The names of an Open, or some of them, in UTF-8. Raises INVALID_NAME for one that cannot be one, and for one that
+    is not known and cannot be new."""
+    encoded = [producer_name(name) for name in names]
     are_new = [True] * len(names) if known is None else (known.find_all(encoded) < 0).tolist()
     for shown, is_new in zip(names, are_new, strict=True):
         if is_new:
@@ -79,6 +83,16 @@ class Opened:
     fenced_epochs: dict[int, int] = field(default_factory=dict)
     """By place, of names that another session had before."""
 
+    def extend(self, other: "Opened") -> None:
+        """What is answered of the names after these."""
+        first = len(self.epochs)
+        self.epochs.extend(other.epochs)
+        self.persisted.extend(other.persisted)
+        self.indexes.extend(other.indexes)
+        self.refusals.update((first + place, e) for place, e in other.refusals.items())
+        self.forgotten.extend(first + place for place in other.forgotten)
+        self.fenced_epochs.update((first + place, epoch) for place, epoch in other.fenced_epochs.items())
+
     def among(self, names: int, refusals: dict[int, SeqdedupeError]) -> "Opened":
         """The same, as the answer to so many names, of which those at these places were refused before."""
         if not refusals:
@@ -111,7 +125,7 @@ class Sessions:
 
         Where names were forgotten, an earlier session may have gone on under one before the newest did: that one is
         fenced then, or it would take the other one's messages for its own.
-        Raises INVALID_NAME, INVALID_REQUEST for the whole call.
+        Raises INVALID_NAME: then none of them is.
         """
         encoded = encoded_names(names, self._producers)
         refusals: dict[int, SeqdedupeError] = {}
@@ -119,8 +133,6 @@ class Sessions:
         if epochs is None:
             epochs = [self._next_epoch()] * len(names)
         else:
-            if len(epochs) != len(names):
-                raise error("INVALID_REQUEST", f"epochs has {len(epochs)} values for {len(names)} producer names")
             numbers = self._producers.find_all(encoded)
             current = np.where(numbers >= 0, self._producers.numbers[numbers, EPOCH], 0).tolist()
             for place, columns in enumerate(zip(encoded, epochs, current, strict=True)):

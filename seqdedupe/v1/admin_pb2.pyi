@@ -304,7 +304,7 @@ class TopicPolicy(_message.Message):
     deduplication_snapshot_interval_seconds: _builtins.int
     """A snapshot is taken so many seconds after the first news since the last one; 0: not by time."""
     retention_size_in_mb: _builtins.int
-    """At most so many MB of the log are kept; -1: no limit. Where the log is a broker's own, its retention is the
+    """At most so many MB of messages are kept; control records do not count. -1: no limit. Where the log is a broker's own, its retention is the
     broker's, and this cannot be set.
     """
     retention_time_in_minutes: _builtins.int

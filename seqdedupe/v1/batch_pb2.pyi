@@ -248,6 +248,7 @@ class Control(_message.Message):
     RESET_FIELD_NUMBER: _builtins.int
     IMPORTED_FIELD_NUMBER: _builtins.int
     POLICY_OF_DEDUPLICATION_IDS_FIELD_NUMBER: _builtins.int
+    CURSOR_FIELD_NUMBER: _builtins.int
     TERM_FIELD_NUMBER: _builtins.int
     ID_FIELD_NUMBER: _builtins.int
     term: _builtins.int
@@ -278,6 +279,12 @@ class Control(_message.Message):
     def policy_of_deduplication_ids(self) -> Global___ControlPolicy:
         """What is set for a topic of deduplication IDs from here on, as `policy`; and that it is one, for good."""
 
+    @_builtins.property
+    def cursor(self) -> Global___ControlCursor:
+        """One named cursor as it is from here on; without a position: the topic has no cursor of this name. The others stay
+        as they are. A policy that comes later says all of them.
+        """
+
     def __init__(
         self,
         *,
@@ -287,14 +294,15 @@ class Control(_message.Message):
         reset: Global___ControlReset | None = ...,
         imported: Global___ControlImport | None = ...,
         policy_of_deduplication_ids: Global___ControlPolicy | None = ...,
+        cursor: Global___ControlCursor | None = ...,
         term: _builtins.int = ...,
         id: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["imported", b"imported", "kind", b"kind", "policy", b"policy", "policy_of_deduplication_ids", b"policy_of_deduplication_ids", "purge", b"purge", "reset", b"reset", "sessions", b"sessions"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cursor", b"cursor", "imported", b"imported", "kind", b"kind", "policy", b"policy", "policy_of_deduplication_ids", b"policy_of_deduplication_ids", "purge", b"purge", "reset", b"reset", "sessions", b"sessions"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "imported", b"imported", "kind", b"kind", "policy", b"policy", "policy_of_deduplication_ids", b"policy_of_deduplication_ids", "purge", b"purge", "reset", b"reset", "sessions", b"sessions", "term", b"term"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cursor", b"cursor", "id", b"id", "imported", b"imported", "kind", b"kind", "policy", b"policy", "policy_of_deduplication_ids", b"policy_of_deduplication_ids", "purge", b"purge", "reset", b"reset", "sessions", b"sessions", "term", b"term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["sessions", "policy", "purge", "reset", "imported", "policy_of_deduplication_ids"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["sessions", "policy", "purge", "reset", "imported", "policy_of_deduplication_ids", "cursor"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 

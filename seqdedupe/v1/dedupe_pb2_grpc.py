@@ -156,7 +156,8 @@ class DedupeServiceServicer(object):
     """
 
     def Attach(self, request_iterator, context):
-        """Attaches a topic to the broker that sends this stream, for as long as it lasts. The topic is made if it is not there
+        """Attaches a topic to the broker that sends this stream, for as long as it lasts. It needs the right to `attach` the
+        whole topic. The topic is made if it is not there
         and `allow_auto_topic_creation` says so. Errors that end it: `NOT_ATTACHED` (a newer attachment, an old token, a
         report that was due or out of order), `REPLAY_GAP` (an entry is missing, or the replay begins or ends elsewhere),
         `INVALID_NAME`, `INVALID_REQUEST`, `TOPIC_NOT_FOUND`, `DRAINING`, …

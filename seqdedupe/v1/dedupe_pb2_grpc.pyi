@@ -87,7 +87,8 @@ class DedupeServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> DedupeServiceAsyncStub: ...
     Attach: _grpc.StreamStreamMultiCallable[_dedupe_pb2.AttachRequest, _dedupe_pb2.AttachResponse]
-    """Attaches a topic to the broker that sends this stream, for as long as it lasts. The topic is made if it is not there
+    """Attaches a topic to the broker that sends this stream, for as long as it lasts. It needs the right to `attach` the
+    whole topic. The topic is made if it is not there
     and `allow_auto_topic_creation` says so. Errors that end it: `NOT_ATTACHED` (a newer attachment, an old token, a
     report that was due or out of order), `REPLAY_GAP` (an entry is missing, or the replay begins or ends elsewhere),
     `INVALID_NAME`, `INVALID_REQUEST`, `TOPIC_NOT_FOUND`, `DRAINING`, …
@@ -157,7 +158,8 @@ class DedupeServiceAsyncStub(DedupeServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Attach: _aio.StreamStreamMultiCallable[_dedupe_pb2.AttachRequest, _dedupe_pb2.AttachResponse]  # type: ignore[assignment]
-    """Attaches a topic to the broker that sends this stream, for as long as it lasts. The topic is made if it is not there
+    """Attaches a topic to the broker that sends this stream, for as long as it lasts. It needs the right to `attach` the
+    whole topic. The topic is made if it is not there
     and `allow_auto_topic_creation` says so. Errors that end it: `NOT_ATTACHED` (a newer attachment, an old token, a
     report that was due or out of order), `REPLAY_GAP` (an entry is missing, or the replay begins or ends elsewhere),
     `INVALID_NAME`, `INVALID_REQUEST`, `TOPIC_NOT_FOUND`, `DRAINING`, …
@@ -230,7 +232,8 @@ class DedupeServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_dedupe_pb2.AttachRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_dedupe_pb2.AttachResponse], _abc.AsyncIterator[_dedupe_pb2.AttachResponse]]:
-        """Attaches a topic to the broker that sends this stream, for as long as it lasts. The topic is made if it is not there
+        """Attaches a topic to the broker that sends this stream, for as long as it lasts. It needs the right to `attach` the
+        whole topic. The topic is made if it is not there
         and `allow_auto_topic_creation` says so. Errors that end it: `NOT_ATTACHED` (a newer attachment, an old token, a
         report that was due or out of order), `REPLAY_GAP` (an entry is missing, or the replay begins or ends elsewhere),
         `INVALID_NAME`, `INVALID_REQUEST`, `TOPIC_NOT_FOUND`, `DRAINING`, …

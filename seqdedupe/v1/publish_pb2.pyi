@@ -69,7 +69,7 @@ class OpenRequest(_message.Message):
     """
     @_builtins.property
     def producer_names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """The producer names, 1 to 65,536, UTF-8, 1 to 255 bytes each, none twice."""
+        """The producer names, 1 to 10,000, UTF-8, 1 to 255 bytes each, none twice."""
 
     @_builtins.property
     def epochs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:

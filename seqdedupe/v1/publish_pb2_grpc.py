@@ -175,11 +175,12 @@ class PublishServiceServicer(object):
     """
 
     def Open(self, request, context):
-        """Starts sessions, or resumes them, for up to 65,536 names of one topic (a request has 1 MiB at most). A new session fences the older ones
-        of its name at once; the answer comes when everything those names had in flight has settled and their
-        epochs are durable in the topic's log. Each name is answered by itself: those that are fenced, or name an epoch
-        that was never given, stand in `refusals`, and the others are open. If the call fails nobody was fenced. Errors of
-        the call as a whole: `INVALID_NAME`, `TOPIC_NOT_FOUND`, `RECOVERING`, `LOG_REFUSED`, …
+        """Starts sessions, or resumes them, for up to 10,000 names of one topic (a request has 1 MiB at most). A new session
+        fences the older ones of its name at once; the answer comes when everything those names had in flight has settled and
+        their epochs are durable in the topic's log. Each name is answered by itself: those that are fenced, name an epoch
+        that was never given, or are not the caller's to use, stand in `refusals`, and the others are open. If the call fails
+        nobody was fenced; of more than 1,000 names, which the log takes in parts, some may have been. Errors of the call as
+        a whole: `NOT_ALLOWED` if the caller may use none of the names, `INVALID_NAME`, `TOPIC_NOT_FOUND`, `RECOVERING`, `LOG_REFUSED`, …
         `TOPIC_IS_PARTITIONED`, with the number of `partitions`: open each partition by its name; see batch.proto for the
         route and the rules.
         A topic that is not there may be made for new sessions (`allow_auto_topic_creation`), never for one that is resumed.

@@ -94,11 +94,12 @@ class PublishServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> PublishServiceAsyncStub: ...
     Open: _grpc.UnaryUnaryMultiCallable[_publish_pb2.OpenRequest, _publish_pb2.OpenResponse]
-    """Starts sessions, or resumes them, for up to 65,536 names of one topic (a request has 1 MiB at most). A new session fences the older ones
-    of its name at once; the answer comes when everything those names had in flight has settled and their
-    epochs are durable in the topic's log. Each name is answered by itself: those that are fenced, or name an epoch
-    that was never given, stand in `refusals`, and the others are open. If the call fails nobody was fenced. Errors of
-    the call as a whole: `INVALID_NAME`, `TOPIC_NOT_FOUND`, `RECOVERING`, `LOG_REFUSED`, …
+    """Starts sessions, or resumes them, for up to 10,000 names of one topic (a request has 1 MiB at most). A new session
+    fences the older ones of its name at once; the answer comes when everything those names had in flight has settled and
+    their epochs are durable in the topic's log. Each name is answered by itself: those that are fenced, name an epoch
+    that was never given, or are not the caller's to use, stand in `refusals`, and the others are open. If the call fails
+    nobody was fenced; of more than 1,000 names, which the log takes in parts, some may have been. Errors of the call as
+    a whole: `NOT_ALLOWED` if the caller may use none of the names, `INVALID_NAME`, `TOPIC_NOT_FOUND`, `RECOVERING`, `LOG_REFUSED`, …
     `TOPIC_IS_PARTITIONED`, with the number of `partitions`: open each partition by its name; see batch.proto for the
     route and the rules.
     A topic that is not there may be made for new sessions (`allow_auto_topic_creation`), never for one that is resumed.
@@ -182,11 +183,12 @@ class PublishServiceAsyncStub(PublishServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Open: _aio.UnaryUnaryMultiCallable[_publish_pb2.OpenRequest, _publish_pb2.OpenResponse]  # type: ignore[assignment]
-    """Starts sessions, or resumes them, for up to 65,536 names of one topic (a request has 1 MiB at most). A new session fences the older ones
-    of its name at once; the answer comes when everything those names had in flight has settled and their
-    epochs are durable in the topic's log. Each name is answered by itself: those that are fenced, or name an epoch
-    that was never given, stand in `refusals`, and the others are open. If the call fails nobody was fenced. Errors of
-    the call as a whole: `INVALID_NAME`, `TOPIC_NOT_FOUND`, `RECOVERING`, `LOG_REFUSED`, …
+    """Starts sessions, or resumes them, for up to 10,000 names of one topic (a request has 1 MiB at most). A new session
+    fences the older ones of its name at once; the answer comes when everything those names had in flight has settled and
+    their epochs are durable in the topic's log. Each name is answered by itself: those that are fenced, name an epoch
+    that was never given, or are not the caller's to use, stand in `refusals`, and the others are open. If the call fails
+    nobody was fenced; of more than 1,000 names, which the log takes in parts, some may have been. Errors of the call as
+    a whole: `NOT_ALLOWED` if the caller may use none of the names, `INVALID_NAME`, `TOPIC_NOT_FOUND`, `RECOVERING`, `LOG_REFUSED`, …
     `TOPIC_IS_PARTITIONED`, with the number of `partitions`: open each partition by its name; see batch.proto for the
     route and the rules.
     A topic that is not there may be made for new sessions (`allow_auto_topic_creation`), never for one that is resumed.
@@ -273,11 +275,12 @@ class PublishServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _publish_pb2.OpenRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_publish_pb2.OpenResponse, _abc.Awaitable[_publish_pb2.OpenResponse]]:
-        """Starts sessions, or resumes them, for up to 65,536 names of one topic (a request has 1 MiB at most). A new session fences the older ones
-        of its name at once; the answer comes when everything those names had in flight has settled and their
-        epochs are durable in the topic's log. Each name is answered by itself: those that are fenced, or name an epoch
-        that was never given, stand in `refusals`, and the others are open. If the call fails nobody was fenced. Errors of
-        the call as a whole: `INVALID_NAME`, `TOPIC_NOT_FOUND`, `RECOVERING`, `LOG_REFUSED`, …
+        """Starts sessions, or resumes them, for up to 10,000 names of one topic (a request has 1 MiB at most). A new session
+        fences the older ones of its name at once; the answer comes when everything those names had in flight has settled and
+        their epochs are durable in the topic's log. Each name is answered by itself: those that are fenced, name an epoch
+        that was never given, or are not the caller's to use, stand in `refusals`, and the others are open. If the call fails
+        nobody was fenced; of more than 1,000 names, which the log takes in parts, some may have been. Errors of the call as
+        a whole: `NOT_ALLOWED` if the caller may use none of the names, `INVALID_NAME`, `TOPIC_NOT_FOUND`, `RECOVERING`, `LOG_REFUSED`, …
         `TOPIC_IS_PARTITIONED`, with the number of `partitions`: open each partition by its name; see batch.proto for the
         route and the rules.
         A topic that is not there may be made for new sessions (`allow_auto_topic_creation`), never for one that is resumed.

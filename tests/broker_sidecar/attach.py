@@ -10,10 +10,11 @@ import grpc
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
+from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe.v1 import dedupe_pb2 as pb
 from seqdedupe.v1.dedupe_pb2_grpc import DedupeServiceStub
 
-TIMEOUT_SECONDS = 120.0
+TIMEOUT_SECONDS = LAST_RESORT_SECONDS
 NOT_DUP, DUP, UNKNOWN = 1, 2, 3
 
 

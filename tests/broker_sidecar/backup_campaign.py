@@ -16,7 +16,7 @@ from typing import Any
 
 from seqdedupe.backup.restoring import restore
 from seqdedupe.client.blocking import Client as Operator
-from seqdedupe.testing import Sidecar
+from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from seqdedupe.v1 import admin_pb2
 from tests.broker_sidecar import pausing
 from tests.broker_sidecar.calls import DUP, NOT_DUP, Client, batch, names_of, record_rows, verdicts
@@ -61,7 +61,7 @@ class Churn(threading.Thread):
 
     def finish(self) -> None:
         self._stopping.set()
-        self.join(120)
+        self.join(LAST_RESORT_SECONDS)
         assert not self.is_alive()
 
 

@@ -17,7 +17,7 @@ from seqdedupe.batch import Binary
 from seqdedupe.client.blocking import Client
 from seqdedupe.client.credentials import Credentials
 from seqdedupe.errors import SeqdedupeError
-from seqdedupe.testing import Sidecar
+from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from seqdedupe.v1 import read_pb2
 from tests.broker_sidecar.security.signing import AUDIENCE, Issuer, write_keys
 
@@ -38,7 +38,7 @@ bytes_in_flight = 4_000_000
 STREAMS = 40
 """Twice what a share has."""
 FRAME_ROWS = 1_000
-READ_TIMEOUT_SECONDS = 120.0
+READ_TIMEOUT_SECONDS = LAST_RESORT_SECONDS
 FOLLOW = read_pb2.ReadStreamRequest(topic="deaf", follow=True).SerializeToString()
 PUBLISH_STREAM = "/seqdedupe.v1.PublishService/PublishStream"
 
@@ -112,7 +112,7 @@ class Company:
             content = b"\n" + bytes([len(topic)]) + topic + self.random.randbytes(self.random.randrange(2_000))
             shown = self.random.choice([token, token[:-4] + "AAAA", "x"])
             try:
-                call(content, metadata=(("authorization", f"Bearer {shown}"),), timeout=60)
+                call(content, metadata=(("authorization", f"Bearer {shown}"),), timeout=LAST_RESORT_SECONDS)
             except grpc.RpcError:
                 continue
         channel.close()

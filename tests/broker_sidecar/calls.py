@@ -12,9 +12,10 @@ from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
 from seqdedupe import wire
+from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe.v1 import admin_pb2, admin_pb2_grpc, batch_pb2, publish_pb2, publish_pb2_grpc, read_pb2, read_pb2_grpc
 
-TIMEOUT_SECONDS = 120.0
+TIMEOUT_SECONDS = LAST_RESORT_SECONDS
 SOON_AGAIN = (("grpc.initial_reconnect_backoff_ms", 50), ("grpc.max_reconnect_backoff_ms", 200))
 NOT_DUP, DUP, UNKNOWN = 1, 2, 3
 

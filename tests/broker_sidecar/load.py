@@ -8,7 +8,7 @@ from collections import defaultdict
 
 import grpc
 
-from seqdedupe.testing import Sidecar
+from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from seqdedupe.v1 import publish_pb2
 from tests.broker_sidecar.calls import UNKNOWN, Client, batch, names_of, record_rows, verdicts
 
@@ -62,7 +62,7 @@ class Publisher(threading.Thread):
     def finish(self) -> None:
         """Makes nothing new; returns when all has a receipt."""
         self._stopping.set()
-        self.join(120)
+        self.join(LAST_RESORT_SECONDS)
         assert not self.is_alive()
         assert self.failure is None, self.failure
 

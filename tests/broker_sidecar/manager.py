@@ -6,7 +6,9 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-TIMEOUT_SECONDS = 120.0
+from seqdedupe.testing import LAST_RESORT_SECONDS
+
+TIMEOUT_SECONDS = LAST_RESORT_SECONDS
 _MAX_NOTICE_BYTES = 65_536
 
 

@@ -18,10 +18,11 @@ from broker_sidecar.sidecar import Sidecar
 from seqdedupe.client import Client
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.log.embedded.logs import EmbeddedLogs
+from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe.topic.state import State
 
 TOPIC = "persistent://public/default/moved"
-LIMIT_SECONDS = 120
+LIMIT_SECONDS = LAST_RESORT_SECONDS
 SEGMENT_BYTES = 8192
 _CONNECTIONS = 1000
 

@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from broker_sidecar import kernels
+from seqdedupe.testing import LAST_RESORT_SECONDS
 
 MODULE = __name__ if __name__ != "__main__" else "tests.broker_sidecar.pausing"
 FOLDER, BUG = "PAUSES_IN", "BACKUP_BUG"
 """In the environment: where the files are, and which bug is planted."""
 
 SEGMENT_BYTES = 8192
-WAIT_SECONDS = 120.0
+WAIT_SECONDS = LAST_RESORT_SECONDS
 
 
 def environment(folder: Path, bug: str = "") -> dict[str, str]:

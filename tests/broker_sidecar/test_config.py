@@ -1,6 +1,7 @@
 """Configuration: where a key may be given, what wins, and one clear line for what cannot be."""
 
 import os
+import socket
 import stat
 import subprocess
 import sys
@@ -14,8 +15,8 @@ from broker_sidecar.config import KEYS, Config
 from broker_sidecar.loading import load
 from seqdedupe.client.credentials import VARIABLES
 from seqdedupe.command import ADDRESS_VARIABLE
-from seqdedupe.errors import ConfigurationError
-from seqdedupe.testing import Sidecar
+from seqdedupe.errors import ConfigurationError, SeqdedupeError
+from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from seqdedupe.topic.policy import LARGEST, LEAST
 from seqdedupe.v1 import admin_pb2
 from tests.broker_sidecar.calls import Client, batch, refused, verdicts
@@ -80,6 +81,10 @@ BAD: dict[str, tuple[str, dict[str, Any]]] = {
         "rules_file",
         {"authentication": "token", "token_keys_file": "keys.json", "token_audience": "seqdedupe"},
     ),
+    "TLS on two sockets": ("tls_certificate_file", TLS | {"listen": "unix:/run/x.sock", "also_listen": "unix:/run/y"}),
+    "two ports": ("also_listen", {"also_listen": "127.0.0.1:6661"}),
+    "the same socket twice": ("also_listen", {"listen": "unix:/run/x.sock", "also_listen": "unix:/run/x.sock"}),
+    "no address as well": ("also_listen", {"also_listen": "6661"}),
     "no port": ("listen", {"listen": "127.0.0.1"}),
     "no host": ("listen", {"listen": ":6660"}),
     "port of letters": ("listen", {"listen": "127.0.0.1:http"}),
@@ -197,6 +202,11 @@ def test_other_addresses_only_if_that_is_wanted(listen: str) -> None:
     assert e.value.reason == "INSECURE_LISTEN"
     assert "(given by a flag)" in e.value.message
     assert load(None, {}, flags | {"allow_insecure_listen": True}).listen == listen
+    flags = {"data_directory": "a", "listen": "unix:/run/x.sock", "also_listen": listen}
+    with pytest.raises(SeqdedupeError, match="also_listen = ") as e:
+        load(None, {}, flags)
+    assert e.value.reason == "INSECURE_LISTEN"
+    assert load(None, {}, flags | TLS).also_listen == listen
 
 
 @pytest.mark.parametrize("listen", REACHABLE)
@@ -216,7 +226,9 @@ def test_every_key_has_a_default_of_its_type_and_a_meaning() -> None:
 
 def run(*arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-m", "broker_sidecar", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=120)
+    return subprocess.run(
+        command, capture_output=True, text=True, env=environment, check=False, timeout=LAST_RESORT_SECONDS
+    )
 
 
 @pytest.mark.parametrize(
@@ -283,6 +295,28 @@ def test_only_the_sidecars_user_may_use_its_socket_and_read_its_files(
     written = [sidecar.data, *sidecar.data.rglob("*")]
     assert len(written) > 5
     assert not [entry for entry in written if entry.stat().st_mode & 0o077]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_another_address_as_well(start_sidecar: StartSidecar, tmp_path: Path, workers: int) -> None:
+    """One process listens on a port, several of the tests on Unix sockets; and all of them on more of those."""
+    also = f"unix:{tmp_path}/s"
+    sidecar = start_sidecar(also_listen=also, workers=workers)
+    sockets = [also] if workers == 1 else [f"{also}.{worker}" for worker in range(workers)]
+    for address in (*sidecar.address.split(","), *sockets):
+        client = Client(address)
+        client.admin.GetVersion(admin_pb2.GetVersionRequest())
+        client.close()
+    assert sidecar.stop() == 0
+
+
+def test_a_port_that_is_taken_is_named_by_its_key(start_sidecar: StartSidecar, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        taken = f"127.0.0.1:{other.getsockname()[1]}"
+        sidecar = Sidecar(tmp_path / "a", listen=f"unix:{tmp_path}/s", also_listen=taken)
+        sidecar.spawn()
+        assert sidecar.wait() == 1
+        assert f"also_listen = '{taken}'" in sidecar.errors[-1]
 
 
 def test_limits_and_an_address_that_is_wanted(start_sidecar: StartSidecar) -> None:

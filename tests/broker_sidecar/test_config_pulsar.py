@@ -10,6 +10,7 @@ import pytest
 
 from broker_sidecar.loading import load
 from seqdedupe.errors import ConfigurationError
+from seqdedupe.testing import LAST_RESORT_SECONDS
 
 GIVEN = {
     "data_directory": "a",
@@ -109,7 +110,9 @@ def test_an_error_says_where_a_key_was_given_and_no_secret(tmp_path: Path, conte
 def test_a_token_is_no_argument_and_is_not_repeated() -> None:
     """Everybody on a machine can read the arguments of a process."""
     command = [sys.executable, "-m", "broker_sidecar", "--data-directory", "a", f"--pulsar-token={SECRET}"]
-    ended = subprocess.run(command, capture_output=True, text=True, env=dict(os.environ), check=False, timeout=120)
+    ended = subprocess.run(
+        command, capture_output=True, text=True, env=dict(os.environ), check=False, timeout=LAST_RESORT_SECONDS
+    )
     assert ended.returncode == 2
     assert "there is no --pulsar-token: do you mean --pulsar-token-file?" in ended.stderr
     assert SECRET not in ended.stdout + ended.stderr

@@ -11,7 +11,7 @@ import pytest
 from broker_sidecar.sidecar import MAX_REQUEST_BYTES
 from broker_sidecar.steps import MAX_CHECKS, SMALL_BYTES
 from seqdedupe import wire
-from seqdedupe.limits import MAX_BATCH_ROWS, MAX_NAME_BYTES, MAX_OPEN_NAMES, MAX_POSITION_BYTES, MAX_SEQUENCE_ID
+from seqdedupe.limits import MAX_BATCH_ROWS, MAX_NAME_BYTES, MAX_NAMES_AT_ONCE, MAX_POSITION_BYTES, MAX_SEQUENCE_ID
 from seqdedupe.testing import Sidecar
 from seqdedupe.v1 import admin_pb2, dedupe_pb2
 from tests.broker_sidecar.attaching import (
@@ -289,7 +289,7 @@ BAD_STEPS: list[tuple[str, dict[str, Any] | bytes, str]] = [
     ),
     (
         "too many names",
-        {"register": register(*map(str, range(MAX_OPEN_NAMES + 1)), first=2)},
+        {"register": register(*map(str, range(MAX_NAMES_AT_ONCE + 1)), first=2)},
         "INVALID_REQUEST",
     ),
     ("too many released", {"release": dedupe_pb2.Release(handles=[0] * (MAX_BATCH_ROWS + 2))}, "INVALID_REQUEST"),

@@ -18,7 +18,7 @@ from broker_sidecar.budget import MAX_SHARE_BYTES
 from seqdedupe.client import BrokerClient, Entry, InvalidRequestError, SeqdedupeError
 from seqdedupe.client import Client as ProducerClient
 from seqdedupe.limits import MAX_BATCH_ROWS
-from seqdedupe.testing import Sidecar
+from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from seqdedupe.topic.attachment import ADMISSION_BYTES, CHECK_BYTES
 from seqdedupe.v1 import admin_pb2
 from tests.broker_sidecar.attaching import Attaching, attached, check, numbers
@@ -137,7 +137,7 @@ def test_draining_ends_attachments_after_a_last_snapshot(for_brokers: Sidecar) -
         stopping = threading.Thread(target=lambda: status.append(for_brokers.stop()))
         stopping.start()
         assert broker.ended().reason == "DRAINING"
-        stopping.join(120)
+        stopping.join(LAST_RESORT_SECONDS)
     assert status == [0]
     for_brokers.start()
     with attached(for_brokers.address, "t", "a") as broker:
@@ -302,7 +302,7 @@ def test_the_command_shows_topics_and_producers(for_brokers: Sidecar, tmp_path: 
             capture_output=True,
             text=True,
             check=True,
-            timeout=120,
+            timeout=LAST_RESORT_SECONDS,
             cwd=tmp_path,
         ).stdout
 

@@ -19,6 +19,7 @@ from broker_sidecar.dividing import MOVED, MOVING, change
 from broker_sidecar.workers import count_of, divide
 from seqdedupe.client import Client
 from seqdedupe.errors import ConfigurationError, SeqdedupeError
+from seqdedupe.locks import locked_directory
 from seqdedupe.log.embedded import moved
 from seqdedupe.log.embedded.replaying import Replay
 from seqdedupe.shards import shard_of
@@ -26,7 +27,7 @@ from seqdedupe.store import directories
 from seqdedupe.store.db import Store
 from seqdedupe.store.directories import SHARDS_FILE, WORKERS_FILE, of_worker, parts_of, read_claim
 from seqdedupe.store.topics import TopicRecord, TopicState
-from seqdedupe.testing import Sidecar
+from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from seqdedupe.topic.control import encode
 from seqdedupe.topic.policy import Policy
 from tests.broker_sidecar.test_workers import Resending, topics_of
@@ -181,7 +182,7 @@ def test_killed_again_and_again_it_gets_there(made: tuple[Path, dict[str, Held]]
     data = shutil.copytree(folder / "2", tmp_path / "data")
     for end in (3, 8, 16, 20):
         command = [sys.executable, "-c", KILLED, str(data), "3", str(end)]
-        assert subprocess.run(command, timeout=120).returncode == -signal.SIGKILL
+        assert subprocess.run(command, timeout=LAST_RESORT_SECONDS).returncode == -signal.SIGKILL
     change(data, 3)
     assert held(data) == before
 
@@ -316,9 +317,20 @@ def test_one_that_another_sidecar_has_goes_along(made: tuple[Path, dict[str, Hel
     assert asyncio.run(refused()) == "NOT_OWNER elsewhere:6660"
 
 
-def test_while_a_worker_runs_nothing_is_moved(made: tuple[Path, dict[str, Held]], tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_store", [True, False])
+def test_while_a_worker_runs_nothing_is_moved(
+    made: tuple[Path, dict[str, Held]], tmp_path: Path, has_store: bool
+) -> None:
     data = shutil.copytree(made[0] / "2", tmp_path / "data")
-    store = Store.open(of_worker(data, 1) / "store")
+    worker = of_worker(data, 1)
+    with locked_directory(worker):
+        if not has_store:
+            (worker / "store").rename(worker / "broken")
+        with pytest.raises(SeqdedupeError, match="DIRECTORY_IN_USE"):
+            change(data, 3)
+        if not has_store:
+            (worker / "broken").rename(worker / "store")
+    store = Store.open(worker / "store")
     with pytest.raises(SeqdedupeError, match="DIRECTORY_IN_USE"):
         change(data, 3)
     assert directories.read_split(data) == directories.check_stays(data)

@@ -11,14 +11,14 @@ import pytest
 from seqdedupe.client import Client, Producer, ProducerConfig
 from seqdedupe.client.blocking import Client as BlockingClient
 from seqdedupe.errors import InvalidRequestError
-from seqdedupe.testing import Sidecar
+from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from seqdedupe.v1 import admin_pb2
 from tests.broker_sidecar import with_constants
 from tests.broker_sidecar.calls import Client as Caller
 from tests.broker_sidecar.calls import batch, receipt_of
 
 NEVER_BY_ITSELF: dict[str, Any] = {"log_flush_interval_messages": 2**31 - 1, "log_flush_interval_ms": 2**31 - 1}
-TIMEOUT_SECONDS = 120
+TIMEOUT_SECONDS = LAST_RESORT_SECONDS
 ONE_BY_ONE = ProducerConfig(max_batch_rows=1)
 
 

@@ -9,14 +9,14 @@ import grpc
 from grpc_health.v1 import health_pb2
 
 from seqdedupe.log.embedded.logs import incarnations
-from seqdedupe.testing import Sidecar
+from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from seqdedupe.v1 import admin_pb2, batch_pb2, publish_pb2, read_pb2
 from tests.broker_sidecar import with_constants
 from tests.broker_sidecar.calls import Client, batch, payload_of, refused, verdicts
 from tests.broker_sidecar.health import health_of
 
 PAYLOAD_BYTES = 200_000
-WAIT_SECONDS = 120.0
+WAIT_SECONDS = LAST_RESORT_SECONDS
 
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 SERVING = health_pb2.HealthCheckResponse.SERVING

@@ -21,7 +21,7 @@ from broker_sidecar.rpc import MAX_CALL_BYTES, unary
 from seqdedupe.client import Client as SidecarClient
 from seqdedupe.errors import UnavailableError
 from seqdedupe.limits import MAX_BATCH_ROWS, MAX_OPEN_NAMES
-from seqdedupe.testing import Sidecar
+from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from seqdedupe.v1 import publish_pb2, read_pb2, read_pb2_grpc
 from tests.broker_sidecar import with_constants
 from tests.broker_sidecar.calls import (
@@ -33,12 +33,13 @@ from tests.broker_sidecar.calls import (
     receipt_of,
     refused,
     status,
+    topic_bytes,
     verdicts,
 )
 
 MIB = 1024 * 1024
 LARGEST = 16 * MIB - 64 * 1024
-WAIT_SECONDS = 120.0
+WAIT_SECONDS = LAST_RESORT_SECONDS
 
 
 @contextmanager
@@ -206,6 +207,33 @@ async def test_the_control_silent_streams_that_do_not_give_way_shut_everybody_ou
     with sidecar_with(tmp_path, keys, streams__IDLE_SECONDS=NEVER, streams__FIRST_MESSAGE_SECONDS=NEVER) as sidecar:
         async with silent_streams(sidecar.address, 4, 40, kind):
             assert not await publishes(sidecar.address, "t", 5.0)
+
+
+NOTHING = {"empty": b"", "its topic alone": topic_bytes("t"), "what nobody knows": b"\x28\x01"}
+
+
+@pytest.mark.parametrize("said", NOTHING.values(), ids=list(NOTHING))
+async def test_who_says_nothing_again_and_again_is_silent(tmp_path: Path, said: bytes) -> None:
+    with sidecar_with(tmp_path, {"max_streams": 4}) as sidecar:
+        async with SidecarClient(sidecar.address) as client:
+            await client.admin.create_topic("t")
+        async with silent_streams(sidecar.address, 2, 2, "publish") as calls:
+            saying = [asyncio.ensure_future(say_again_and_again(call, topic_bytes("t"), said)) for call in calls]
+            assert await publishes(sidecar.address, "good", WAIT_SECONDS)
+            assert not all(one.done() for one in saying)
+            for one in saying:
+                one.cancel()
+
+
+async def say_again_and_again(call: Any, first: bytes, others: bytes) -> None:
+    """Until the call ends."""
+    try:
+        await call.write(first)
+        while True:
+            await asyncio.sleep(0.05)
+            await call.write(others)
+    except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+        return
 
 
 async def test_the_first_message_has_a_deadline(tmp_path: Path) -> None:

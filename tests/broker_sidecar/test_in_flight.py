@@ -19,6 +19,7 @@ from broker_sidecar.security.shares import NO_LIMITS, Shares
 from broker_sidecar.streams import Stream
 from seqdedupe.store import id_runs
 from seqdedupe.store.db import Store
+from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe.topic import window_runs
 from tests.batches import batch
 from tests.topic.test_by_id import frame
@@ -27,7 +28,7 @@ from tests.topic.test_window_runs import SmallPlace
 
 STREAMS = 20
 MIB = 1024 * 1024
-LIMIT_SECONDS = 120
+LIMIT_SECONDS = LAST_RESORT_SECONDS
 
 
 @pytest.fixture

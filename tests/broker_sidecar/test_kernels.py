@@ -13,7 +13,7 @@ import pytest
 from broker_sidecar import kernels
 from broker_sidecar.kernels import is_ours_alone
 from seqdedupe.format import jit
-from seqdedupe.testing import Sidecar
+from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from tests.first_imports import ROOT, RUNNER, Imports, sources
 
 SOMEBODY = 54_321
@@ -158,7 +158,7 @@ def test_importing_the_core_writes_nothing(tmp_path: Path) -> None:
     home.mkdir()
     environment = os.environ | {"HOME": str(home), "XDG_CACHE_HOME": str(home), "TMPDIR": str(home)}
     program = "import seqdedupe.format.jit as jit, seqdedupe.core.rule as rule; assert rule.decide.signatures"
-    subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=240)
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=LAST_RESORT_SECONDS)
     assert list(home.rglob("*")) == []
 
 

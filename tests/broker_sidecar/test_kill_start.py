@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from seqdedupe.testing import Sidecar
+from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from tests.broker_sidecar.calls import DUP, NOT_DUP, Client, batch
 
 KILLS = 14
@@ -40,10 +40,10 @@ def test_kill_during_start_and_recovery(start_sidecar: Callable[..., Sidecar], p
         if kill % 3 == 0:
             time.sleep(rng.uniform(0.0, LONGEST_START_SECONDS))
         elif kill % 3 == 1:
-            wait_for(sidecar, begin, "is RECOVERING", 30)
+            wait_for(sidecar, begin, "is RECOVERING", LAST_RESORT_SECONDS)
             time.sleep(rng.uniform(0.0, 0.03))
         else:
-            wait_for(sidecar, begin, "is SERVING", 30)
+            wait_for(sidecar, begin, "is SERVING", LAST_RESORT_SECONDS)
         sidecar.kill()
     sidecar.start()
     after = client.topic("t")

@@ -12,7 +12,7 @@ import pytest
 
 from seqdedupe.client import Client, Producer
 from seqdedupe.errors import SeqdedupeError
-from seqdedupe.testing import Sidecar
+from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from seqdedupe.v1 import admin_pb2
 from tests.broker_sidecar import dying_moving
 from tests.client.helpers import ids_in_log
@@ -20,7 +20,7 @@ from tests.client.helpers import ids_in_log
 BEFORE = 120
 """Messages that are there when the move begins: several segments."""
 
-LIMIT_SECONDS = 120
+LIMIT_SECONDS = LAST_RESORT_SECONDS
 
 OLD_STEPS = [
     ("broker_sidecar.giving.Giving._answer", "before", 1),

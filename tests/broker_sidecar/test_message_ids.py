@@ -59,7 +59,7 @@ async def served(folder: Path, packed: bool = False) -> AsyncIterator[str]:
     permissions, trail = Permissions(), Trail(None)
     streams = Streams(10, permissions)
     server = grpc.aio.server()
-    services = PublishService(topics, streams, permissions, trail), ReadService(topics, streams)
+    services = PublishService(topics, streams, permissions, trail), ReadService(topics, streams, permissions)
     server.add_generic_rpc_handlers([Gate(service.handlers(), anybody, permissions, trail) for service in services])
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()

@@ -15,7 +15,7 @@ from broker_sidecar.neighbours import Neighbours
 from seqdedupe.client.sidecars import Sidecars
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.names import topic_name
-from seqdedupe.testing import Sidecar, reserved_port
+from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar, reserved_port
 from seqdedupe.v1 import admin_pb2
 from tests.broker_sidecar.calls import Client, batch
 
@@ -38,7 +38,7 @@ async def test_one_that_is_stopped_as_a_whole_does_not(sidecar: Sidecar, monkeyp
 
 async def _will_answer(address: str) -> bool:
     """One that was stopped takes its time."""
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(LAST_RESORT_SECONDS):
         while not await Neighbours().answers(address):
             pass
     return True

@@ -13,7 +13,7 @@ from seqdedupe.client.blocking import Client
 from seqdedupe.core.id_window import IdWindow
 from seqdedupe.errors import InvalidRequestError, NotFoundError
 from seqdedupe.log.embedded.logs import incarnations
-from seqdedupe.testing import Sidecar
+from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from seqdedupe.topic.base import TopicBase
 from seqdedupe.topic.policy import Policy
 from seqdedupe.v1 import admin_pb2, admin_pb2_grpc
@@ -110,7 +110,7 @@ def test_a_process_that_is_killed_leaves_all_partitions_or_none(start_sidecar: C
     expected: dict[str, bool] = {}
     for turn in range(KILLS):
         with Client(sidecar.address) as client:
-            client.wait_ready(60)
+            client.wait_ready(LAST_RESORT_SECONDS)
             for i in range(3):
                 client.admin.create_topic(f"w{turn}-{i}", partitions=4)
                 expected[f"w{turn}-{i}"] = True

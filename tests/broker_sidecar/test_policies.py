@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
-from seqdedupe.testing import Sidecar
+from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from seqdedupe.v1 import admin_pb2
 from tests.broker_sidecar.calls import DUP, NOT_DUP, TIMEOUT_SECONDS, Client, batch, refused, verdicts
 
@@ -115,9 +115,9 @@ def test_what_was_answered_survives_kill_9_at_any_moment(start_sidecar: Callable
 
         thread = threading.Thread(target=change)
         thread.start()
-        assert begun.wait(120)
+        assert begun.wait(LAST_RESORT_SECONDS)
         sidecar.kill()
-        thread.join(120)
+        thread.join(LAST_RESORT_SECONDS)
         assert not thread.is_alive()
         sidecar.start()
         found = applied(client)
@@ -241,7 +241,7 @@ def test_switched_off_and_on_under_traffic_no_message_passes_unseen(client: Clie
         other.close()
     finally:
         stop.set()
-        thread.join(120)
+        thread.join(LAST_RESORT_SECONDS)
     assert not failures, failures
     rows = [sequence_id for _, sequence_id in client.rows(name)]
     assert set(rows) == set(range(sent[-1]))

@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from seqdedupe.limits import LINK_LEFT_OUT, MAX_BATCH_ROWS
-from seqdedupe.testing import Sidecar
+from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from seqdedupe.v1 import admin_pb2, publish_pb2
 from tests.broker_sidecar.calls import (
     DUP,
@@ -25,7 +25,7 @@ from tests.broker_sidecar.calls import (
 from tests.broker_sidecar.gate import Gate
 
 LARGE_PAYLOAD_BYTES = 1_900_000
-WAIT_SECONDS = 120.0
+WAIT_SECONDS = LAST_RESORT_SECONDS
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 
 from seqdedupe.store.db import Store
-from seqdedupe.testing import Sidecar
+from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from seqdedupe.v1 import admin_pb2, read_pb2
 from tests.broker_sidecar.calls import DUP, NOT_DUP, Client, batch, refused, verdicts
 
@@ -36,7 +36,7 @@ def test_a_trimmed_position_is_said_to_be_trimmed(start_sidecar: Callable[..., S
     # The control: nothing is trimmed before a snapshot covers it.
     assert client.topic("t").first_index == 0
     client.admin.Snapshot(admin_pb2.SnapshotRequest(topic="t"))
-    until = time.monotonic() + 120
+    until = time.monotonic() + LAST_RESORT_SECONDS
     while not (first := client.topic("t").first_index):
         assert time.monotonic() < until
         time.sleep(0.01)
@@ -67,7 +67,7 @@ def test_a_trimmed_position_is_said_to_be_trimmed(start_sidecar: Callable[..., S
     sidecar.kill()
     asyncio.run(forget_snapshot(sidecar))
     sidecar.start()
-    until = time.monotonic() + 120
+    until = time.monotonic() + LAST_RESORT_SECONDS
     while client.topic("t").state != admin_pb2.TOPIC_STATE_DAMAGED:
         assert time.monotonic() < until
         time.sleep(0.01)

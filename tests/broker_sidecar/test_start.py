@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import pwd
 import shutil
 import struct
 import tempfile
@@ -18,7 +19,7 @@ from broker_sidecar.directory import prepare
 from seqdedupe.errors import REASONS, ConfigurationError
 from seqdedupe.log.embedded.logs import incarnations
 from seqdedupe.store.db import Store
-from seqdedupe.testing import Sidecar
+from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from seqdedupe.v1 import admin_pb2
 from tests.broker_sidecar.calls import DUP, NOT_DUP, Client, batch, refused
 from tests.broker_sidecar.health import health_of
@@ -145,7 +146,7 @@ def test_one_damaged_topic_does_not_keep_the_others_down(copied: Sidecar, case: 
     before = contents(folder) if folder else {}
     copied.start()
     client = Client(copied.address)
-    until = time.monotonic() + 120
+    until = time.monotonic() + LAST_RESORT_SECONDS
     while client.topic("t").state != admin_pb2.TOPIC_STATE_DAMAGED:
         assert time.monotonic() < until
     assert "[LOG_DAMAGED]" in client.topic("t").why
@@ -318,6 +319,46 @@ def test_a_data_directory_of_another_user(tmp_path: Path) -> None:
     assert "chown" in hidden.value.hint
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
+def test_root_leaves_nothing_in_a_directory_of_another_user(tmp_path: Path) -> None:
+    service = 65_534
+    sidecar = Sidecar(tmp_path)
+    sidecar.data.mkdir()
+    os.chown(sidecar.data, service, service)
+    sidecar.spawn()
+    assert sidecar.wait() == 1
+    assert os.listdir(sidecar.data) == []
+    [line] = sidecar.errors
+    assert f"belongs to {pwd.getpwuid(service).pw_name}, and this process runs as root [INVALID_CONFIGURATION]" in line
+    assert line.endswith(f"chown -R root {sidecar.data}")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
+def test_a_directory_that_root_has_given_to_a_group_is_nobodys_until_something_is_in_it() -> None:
+    service = 65_534
+    with tempfile.TemporaryDirectory() as folder:
+        os.chown(folder, 0, service)
+        Path(folder).chmod(0o2775)
+        (Path(folder) / "lost+found").mkdir()
+        os.setegid(service)
+        os.seteuid(service)
+        try:
+            prepare(Path(folder))
+        finally:
+            os.seteuid(0)
+            os.setegid(0)
+        (Path(folder) / "store").mkdir()
+        os.setegid(service)
+        os.seteuid(service)
+        try:
+            with pytest.raises(ConfigurationError, match="store belongs to root") as refused:
+                prepare(Path(folder))
+        finally:
+            os.seteuid(0)
+            os.setegid(0)
+    assert f"chown -R {pwd.getpwuid(service).pw_name} {folder}" in refused.value.hint
+
+
 def test_a_new_topic_is_said_to_serve_once(tmp_path: Path) -> None:
     with Sidecar(tmp_path) as sidecar:
         client = Client(sidecar.address)
@@ -336,7 +377,7 @@ def test_a_lost_journal_is_damage_until_it_is_given_up(copied: Sidecar) -> None:
     shutil.rmtree(copied.data / "logs" / "journal", ignore_errors=True)
     copied.start()
     client = Client(copied.address)
-    until = time.monotonic() + 120
+    until = time.monotonic() + LAST_RESORT_SECONDS
     for name in ("t", "u"):
         while client.topic(name).state != admin_pb2.TOPIC_STATE_DAMAGED:
             assert time.monotonic() < until

@@ -13,9 +13,10 @@ from broker_sidecar.security.permissions import Permissions
 from broker_sidecar.security.subject import Subject, set_caller
 from broker_sidecar.streams import Stream, Streams
 from seqdedupe.errors import error
+from seqdedupe.testing import LAST_RESORT_SECONDS
 
 METHOD = "/test.Service/Stream"
-TIMEOUT_SECONDS = 60.0
+TIMEOUT_SECONDS = LAST_RESORT_SECONDS
 LOST_SECONDS = 1.0
 """So long a control arm waits for what never comes."""
 

@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from seqdedupe.limits import MAX_BATCH_ROWS
-from seqdedupe.testing import Sidecar
+from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from seqdedupe.v1 import read_pb2
 from tests.broker_sidecar.calls import (
     DUP,
@@ -96,7 +96,7 @@ def test_a_slow_reader_holds_up_nobody_and_gets_everything(client: Client, share
         stream.send(batch([("p", i)], epochs, payloads=[payload]))
     stream.end()
     request = read_pb2.ReadStreamRequest(topic=topic, follow=True)
-    slow = [client.reading.ReadStream(request, timeout=120) for _ in range(4)]
+    slow = [client.reading.ReadStream(request, timeout=LAST_RESORT_SECONDS) for _ in range(4)]
     heads = [next(reader) for reader in slow]
     assert [head.end_index for head in heads] == [40] * 4
     before = resident_bytes(shared)
@@ -176,7 +176,7 @@ def test_a_stream_without_a_word_and_one_that_only_names_its_topic(client: Clien
     client.open(topic, "p")
     silent: grpc.StreamStreamMultiCallable[bytes, bytes]
     silent = client.channel.stream_stream("/seqdedupe.v1.PublishService/PublishStream")
-    assert list(silent(iter([]), timeout=120)) == []
+    assert list(silent(iter([]), timeout=LAST_RESORT_SECONDS)) == []
     polite = client.stream(topic)
     polite.end()
     assert polite.arrived == []
@@ -184,8 +184,12 @@ def test_a_stream_without_a_word_and_one_that_only_names_its_topic(client: Clien
 
 def test_follow_and_stop_index_wait_for_what_is_not_there_yet(client: Client, topic: str) -> None:
     epochs = client.epochs(topic, "p")
-    follower = client.reading.ReadStream(read_pb2.ReadStreamRequest(topic=topic, follow=True), timeout=120)
-    stopper = client.reading.ReadStream(read_pb2.ReadStreamRequest(topic=topic, stop_index=3), timeout=120)
+    follower = client.reading.ReadStream(
+        read_pb2.ReadStreamRequest(topic=topic, follow=True), timeout=LAST_RESORT_SECONDS
+    )
+    stopper = client.reading.ReadStream(
+        read_pb2.ReadStreamRequest(topic=topic, stop_index=3), timeout=LAST_RESORT_SECONDS
+    )
     assert next(follower).end_index == next(stopper).end_index == 0
     for i in range(0, 6, 2):
         client.publish_unary(topic, batch([("p", i), ("p", i + 1)], epochs))

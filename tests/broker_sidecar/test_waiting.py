@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from grpc_health.v1 import health_pb2
 
-from seqdedupe.testing import Sidecar
+from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from seqdedupe.v1 import admin_pb2
 from tests.broker_sidecar import with_constants
 from tests.broker_sidecar.calls import DUP, NOT_DUP, Client, batch, verdicts
@@ -17,7 +17,7 @@ from tests.broker_sidecar.health import health_of
 
 TOPICS = ("a", "b", "c", "d", "e")
 SERVING = health_pb2.HealthCheckResponse.SERVING
-WAIT_SECONDS = 120.0
+WAIT_SECONDS = LAST_RESORT_SECONDS
 
 
 def full(topic: str) -> str:

@@ -7,10 +7,11 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from seqdedupe.testing import LAST_RESORT_SECONDS
 from tests.processes import running
 
 LIMIT_SECONDS = 0.5
-TIMEOUT_SECONDS = 120.0
+TIMEOUT_SECONDS = LAST_RESORT_SECONDS
 
 SCRIPT = """
 import asyncio, os, sys, threading, time

@@ -15,6 +15,7 @@ from grpc_health.v1 import health_pb2
 
 from broker_sidecar.supervising import Worker, run_all
 from seqdedupe.client import Client, NotFoundError, SeqdedupeError
+from seqdedupe.locks import DIRECTORY_LOCK, Lock
 from seqdedupe.shards import SHARDS, from_text, shard_of, shards_of_worker
 from seqdedupe.store.directories import SHARDS_FILE, of_worker
 from seqdedupe.testing import Sidecar
@@ -316,8 +317,10 @@ async def test_a_worker_that_is_killed_while_all_are_to_stop_has_not_drained(
     program.chmod(0o700)
     monkeypatch.setattr(sys, "executable", str(program))
     workers = [Worker(0, []), Worker(1, [])]
-    running = asyncio.ensure_future(run_all(workers))
+    lock = Lock.take(tmp_path / DIRECTORY_LOCK)
+    running = asyncio.ensure_future(run_all(workers, lock))
     await until(lambda: all(worker._process is not None for worker in workers))
     monkeypatch.setattr(workers[1], "send", lambda _: Worker.send(workers[1], signal.SIGKILL))
     os.kill(os.getpid(), signal.SIGTERM)
     assert await running == 1
+    lock.close()

@@ -23,14 +23,19 @@ def environment(**constants: object) -> dict[str, str]:
     return {VARIABLE: json.dumps({f"broker_sidecar.{k.replace('__', '.')}": v for k, v in constants.items()})}
 
 
-if __name__ == "__main__":
-    if FILES in os.environ:
-        soft, hard = os.environ[FILES].split()
-        resource.setrlimit(resource.RLIMIT_NOFILE, (int(soft), int(hard)))
-    kernels.prepare()
+def replace() -> None:
+    """Replaces what the environment says."""
     for path, value in json.loads(os.environ.get(VARIABLE, "{}")).items():
         module, _, name = path.rpartition(".")
         if not hasattr(importlib.import_module(module), name):
             raise AttributeError(path)
         setattr(importlib.import_module(module), name, value)
+
+
+if __name__ == "__main__":
+    if FILES in os.environ:
+        soft, hard = os.environ[FILES].split()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (int(soft), int(hard)))
+    kernels.prepare()
+    replace()
     sys.exit(main())

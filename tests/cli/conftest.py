@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from seqdedupe.testing import Sidecar
+from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 
 COMMAND = str(Path(sys.executable).with_name("seqdedupe"))
-TIMEOUT_SECONDS = 120.0
+TIMEOUT_SECONDS = LAST_RESORT_SECONDS
 
 Run = Callable[..., "subprocess.CompletedProcess[bytes]"]
 

@@ -25,6 +25,11 @@ topics = ["persistent://public/default/*"]
 subjects = ["shop-9"]
 actions = ["publish"]
 topics = ["*"]
+
+[[allow]]
+subjects = ["billing"]
+actions = ["read", "attach"]
+topics = ["orders"]
 """
 
 
@@ -51,6 +56,10 @@ def rules(tmp_path: Path) -> str:
         ("--as ann --observe orders-partition-3", 0, "allowed: allow 2 (line 9)"),
         ("--as ann --administer public/default", 0, "allowed: allow 2 (line 9)"),
         ("--as ann --observe *", 1, "denied: no rule allows it"),
+        ("--as billing --read orders", 0, "allowed: allow 3 (line 19)"),
+        ("--as billing --read orders --cursor billing/2", 0, "allowed: allow 3 (line 19)"),
+        ("--as billing --read orders --cursor shop", 1, "denied: no rule allows it"),
+        ("--as billing --attach orders", 0, "allowed: allow 3 (line 19)"),
     ],
 )
 def test_it_names_the_rule_that_decides(rules: str, asked: str, status: int, said: str) -> None:
@@ -66,12 +75,15 @@ def test_as_json(rules: str) -> None:
         "action": "publish",
         "name": "persistent://public/default/orders",
         "producer_name": None,
+        "cursor": None,
         "is_allowed": False,
         "rule": "deny 1 (line 14)",
     }
 
 
-@pytest.mark.parametrize("asked", ["", "--read a --publish b", "--read a --producer p", "--read a/b"])
+@pytest.mark.parametrize(
+    "asked", ["", "--read a --publish b", "--read a --producer p", "--publish a --cursor c", "--read a/b"]
+)
 def test_what_cannot_be_asked_is_wrong_usage(rules: str, asked: str) -> None:
     assert explain(rules, "--as", "ann", *asked.split()).returncode == 2
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from seqdedupe.client import Client, Kept, MessageId, Position
-from seqdedupe.testing import Sidecar
+from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from tests.client.proxy import Proxy
 
 MAIN = "from seqdedupe.cli.main import main; main()"
@@ -29,7 +29,7 @@ def run(sidecar: Sidecar, folder: Path, *arguments: str) -> "subprocess.Complete
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=LAST_RESORT_SECONDS,
         env=os.environ | {"PYTHONPATH": os.getcwd()},
         check=False,
     )
@@ -74,7 +74,7 @@ async def test_with_follow_it_waits_for_a_sidecar_that_is_not_there_yet(
         env=os.environ | {"PYTHONPATH": os.getcwd()},
     )
     try:
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(LAST_RESORT_SECONDS):
             assert process.stderr is not None
             assert b"the pipe waits to go on" in await process.stderr.readline()
             async with Client(shared_sidecar.address) as client:

@@ -16,6 +16,7 @@ import pytest
 from seqdedupe.cli.source import Record, Source
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.limits import MAX_PAYLOAD_BYTES, MAX_SEQUENCE_ID
+from seqdedupe.testing import LAST_RESORT_SECONDS
 
 CSV = b'id,name,note\r\n1,a,"two\r\nlines, ""quoted"""\r\n\r\n3,b,x\n7,\xff\xfe,end'
 CSV_PAYLOADS = [b'1,a,"two\r\nlines, ""quoted"""', b"3,b,x", b"7,\xff\xfe,end"]
@@ -100,7 +101,7 @@ for record in Source(STANDARD_INPUT):
     if record.number == 0:
         threading.Timer(0.5, write_the_rest).start()
 """
-    assert subprocess.check_output([sys.executable, "-c", program], timeout=120) == b"one\ntwo\n"
+    assert subprocess.check_output([sys.executable, "-c", program], timeout=LAST_RESORT_SECONDS) == b"one\ntwo\n"
 
 
 def test_no_lines_are_no_records_and_a_header_alone_none_either(tmp_path: Path) -> None:

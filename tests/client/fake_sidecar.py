@@ -64,6 +64,8 @@ class FakeSidecar:
         self.was_idle = asyncio.Event()
         self.unread_topics: set[str] = set()
         """Streams for these are not read any more once they have said so."""
+        self.peers: set[str] = set()
+        """The connections over which publish streams and `Open` came."""
         self.open_streams = 0
         """Publish streams that have neither ended nor been cancelled."""
         self.opens: list[publish_pb2.OpenRequest] = []
@@ -98,6 +100,7 @@ class FakeSidecar:
     async def _open(self, data: bytes, context: Any) -> bytes:
         request = publish_pb2.OpenRequest.FromString(data)
         self.opens.append(request)
+        self.peers.add(context.peer())
         return await _or_abort(context, lambda: self.on_open(request).SerializeToString())
 
     def _answers(self, frame: publish_pb2.Frame) -> list[publish_pb2.PublishStreamResponse | bytes]:
@@ -105,6 +108,7 @@ class FakeSidecar:
 
     async def _publish(self, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
         self.open_streams += 1
+        self.peers.add(context.peer())
         try:
             await context.send_initial_metadata(())
             async for answer in self._answered(requests, context):
@@ -157,9 +161,14 @@ async def _or_abort(context: "grpc.aio.ServicerContext[Any, Any]", act: Callable
 
 
 @asynccontextmanager
-async def fake_sidecar() -> AsyncIterator[FakeSidecar]:
+async def fake_sidecar(max_concurrent_streams: int = 1000) -> AsyncIterator[FakeSidecar]:
+    """A connection may have so many streams at a time."""
     fake = FakeSidecar()
-    server = grpc.aio.server(options=[("grpc.max_receive_message_length", 16 * 1024 * 1024)])
+    limits = (
+        ("grpc.max_receive_message_length", 16 * 1024 * 1024),
+        ("grpc.max_concurrent_streams", max_concurrent_streams),
+    )
+    server = grpc.aio.server(options=limits)
 
     class Handler(grpc.GenericRpcHandler):
         def service(self, handler_call_details: Any) -> Any:

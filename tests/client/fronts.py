@@ -55,6 +55,8 @@ class Front:
         """Which frames get the verdict Unknown, and reach nobody."""
         self.doubted = 0
         """Such frames."""
+        self.breaks_on = b""
+        """A publish stream over which this comes ends at once, with a status that no sidecar sends. Empty: none."""
         self.refuses_frames = False
         """It answers frames of topics that it has lost one by one, and leaves the streams open."""
         self._target = target
@@ -151,10 +153,16 @@ class Front:
         call: grpc.aio.StreamStreamCall[bytes, bytes] = self._channel.stream_stream(method)()
         is_publishing = method.endswith("/PublishStream")
         turn = asyncio.Lock()  # two write
+        is_broken = False
 
         async def ask() -> None:
+            nonlocal is_broken
             await call.write(first)
             async for request in requests:
+                if is_publishing and self.breaks_on and self.breaks_on in request:
+                    is_broken = True
+                    call.cancel()
+                    return
                 if is_publishing and (why := self.not_owner(topic)) is not None:
                     async with turn:
                         await context.write(_refusals(request, why, self._opened[topic]))
@@ -180,6 +188,11 @@ class Front:
                 raise grpc.aio.AioRpcError(
                     code, await call.initial_metadata(), await call.trailing_metadata(), await call.details()
                 )
+        except asyncio.CancelledError:
+            if is_broken:
+                nothing = grpc.aio.Metadata()
+                raise grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, nothing, nothing, "broken") from None
+            raise
         finally:
             asking.cancel()
             call.cancel()

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable
 
 from seqdedupe.client import Client, Message, Receipt
-from seqdedupe.testing import Sidecar
+from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 
 
 async def read_all(sidecar: Sidecar, topic: str) -> list[Message]:
@@ -16,7 +16,7 @@ async def ids_in_log(sidecar: Sidecar, topic: str) -> list[int]:
     return [message.sequence_id for message in await read_all(sidecar, topic)]
 
 
-async def until(condition: Callable[[], bool], timeout_seconds: float = 120) -> None:
+async def until(condition: Callable[[], bool], timeout_seconds: float = LAST_RESORT_SECONDS) -> None:
     """Waits for what no event tells of."""
     async with asyncio.timeout(timeout_seconds):
         while not condition():  # noqa: ASYNC110
@@ -29,6 +29,6 @@ async def wait_for(receipt: Receipt) -> None:
 
 async def until_stored(client: Client, topic: str, messages: int) -> None:
     """Waits until the topic has so many messages."""
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(LAST_RESORT_SECONDS):
         while (await client.admin.topic(topic)).last.index + 1 < messages:  # noqa: ASYNC110
             await asyncio.sleep(0.005)

@@ -45,6 +45,11 @@ class Proxy:
         assert self._server is not None
         return f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
 
+    @property
+    def open_connections(self) -> int:
+        """How many clients have now."""
+        return len(self._writers) // 2
+
     def cut(self) -> None:
         """Resets all connections. What is on the way is lost."""
         for writer in list(self._writers):

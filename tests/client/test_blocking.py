@@ -18,7 +18,7 @@ from seqdedupe.client import (
     Verdict,
     blocking,
 )
-from seqdedupe.testing import Sidecar
+from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from seqdedupe.v1 import admin_pb2
 
 
@@ -29,13 +29,13 @@ def read_ids(client: blocking.Client, topic: str) -> list[int]:
 
 def test_what_is_sent_is_read_back(shared_sidecar: Sidecar, topic: str) -> None:
     with blocking.Client(shared_sidecar.address) as client:
-        client.wait_ready(30)
+        client.wait_ready(LAST_RESORT_SECONDS)
         with client.producer(topic, "p") as producer:
             receipts = [
                 producer.send(b"%d" % i, key=f"k{i}", event_time=i + 1, properties={"i": str(i)}) for i in range(2500)
             ]
-            result = producer.send_batch([b"a", None], [9000, 9001]).result(120)
-            published = [receipt.result(120) for receipt in receipts]
+            result = producer.send_batch([b"a", None], [9000, 9001]).result(LAST_RESORT_SECONDS)
+            published = [receipt.result(LAST_RESORT_SECONDS) for receipt in receipts]
             assert all(receipt.done() for receipt in receipts)
             assert producer.last_sequence_id == 9001
             assert result.indexes.tolist() == [2500, 2501]
@@ -62,7 +62,7 @@ def test_threads_share_a_producer(shared_sidecar: Sidecar, topic: str) -> None:
 
         def send(thread: int) -> None:
             receipts = [producer.send(b"%d" % thread) for _ in range(500)]
-            sent[thread] = [receipt.result(60).sequence_id for receipt in receipts]
+            sent[thread] = [receipt.result(LAST_RESORT_SECONDS).sequence_id for receipt in receipts]
 
         threads = [threading.Thread(target=send, args=(thread,)) for thread in range(4)]
         for thread in threads:
@@ -81,7 +81,7 @@ def test_a_batch_that_lingers_goes_by_itself(shared_sidecar: Sidecar, topic: str
         for _ in range(30):
             receipts = [producer.send(b"") for _ in range(5)]
             for receipt in receipts:
-                receipt.result(120)
+                receipt.result(LAST_RESORT_SECONDS)
 
 
 def test_kill_9_in_mid_flow(sidecar: Sidecar) -> None:
@@ -96,7 +96,7 @@ def test_kill_9_in_mid_flow(sidecar: Sidecar) -> None:
                 receipts.append(producer.send(b"%d" % len(receipts)))
             restarting.join()
             assert producer.counters.connections >= kill + 1
-        published = [receipt.result(60) for receipt in receipts]
+        published = [receipt.result(LAST_RESORT_SECONDS) for receipt in receipts]
         assert [p.sequence_id for p in published] == list(range(4500))
         assert producer.counters.connections == 4
         assert read_ids(client, "t") == list(range(4500))
@@ -106,10 +106,10 @@ def test_failures_come_as_typed_errors(shared_sidecar: Sidecar, topic: str) -> N
     with blocking.Client(shared_sidecar.address) as client:
         older = client.producer(topic, "p")
         older.open()
-        older.send(b"").result(120)
+        older.send(b"").result(LAST_RESORT_SECONDS)
         with client.producer(topic, "p"):
             with pytest.raises(FencedError):
-                older.send(b"").result(120)
+                older.send(b"").result(LAST_RESORT_SECONDS)
             with pytest.raises(FencedError):
                 older.send(b"")
         with pytest.raises(FencedError):
@@ -133,7 +133,7 @@ def test_an_abort_ends_the_waiting(sidecar: Sidecar) -> None:
     with blocking.Client(sidecar.address) as client:
         producer = client.producer("t", "p", ProducerConfig(max_batch_rows=1, max_in_flight_batches=2))
         producer.open()
-        producer.send(b"").result(120)
+        producer.send(b"").result(LAST_RESORT_SECONDS)
         sidecar.kill()
         receipts = [producer.send(b"") for _ in range(2)]
         ends: list[type[BaseException]] = []
@@ -151,11 +151,11 @@ def test_an_abort_ends_the_waiting(sidecar: Sidecar) -> None:
         with pytest.raises(OutcomeUnknownError, match=r"0\.05 seconds"):
             receipts[0].result(0.05)
         producer.abort()
-        stuck.join(120)
+        stuck.join(LAST_RESORT_SECONDS)
         assert len(ends) == 1
         for receipt in receipts:
             with pytest.raises(OutcomeUnknownError):
-                receipt.result(120)
+                receipt.result(LAST_RESORT_SECONDS)
 
 
 def test_closing_a_reader_ends_the_wait_of_another_thread(shared_sidecar: Sidecar, topic: str) -> None:
@@ -173,9 +173,9 @@ def test_closing_a_reader_ends_the_wait_of_another_thread(shared_sidecar: Sideca
 
         thread = threading.Thread(target=read)
         thread.start()
-        assert first.wait(120)
+        assert first.wait(LAST_RESORT_SECONDS)
         reader.close()
-        thread.join(120)
+        thread.join(LAST_RESORT_SECONDS)
         assert not thread.is_alive()
         assert seen == [0]
 
@@ -185,11 +185,11 @@ def test_a_gap_ends_the_producer(shared_sidecar: Sidecar, topic: str) -> None:
         client.admin.create_topic(topic)
         ended = client.producer(topic, "p")
         ended.open()
-        ended.send(b"", 5).result(120)
+        ended.send(b"", 5).result(LAST_RESORT_SECONDS)
         client.admin.set_policy(topic, admin_pb2.TopicPolicy(gap=admin_pb2.GAP_POLICY_REJECT))
-        ended.send(b"", 6).result(120)
+        ended.send(b"", 6).result(LAST_RESORT_SECONDS)
         with pytest.raises(InvalidRequestError, match="leaves sequence ID 7 out") as gap:
-            ended.send(b"", 8).result(120)
+            ended.send(b"", 8).result(LAST_RESORT_SECONDS)
         assert (gap.value.reason, gap.value.numbers["expected_sequence_id"]) == ("GAP", "7")
         with pytest.raises(InvalidRequestError, match="GAP"):
             ended.send(b"", 9)
@@ -198,7 +198,7 @@ def test_a_gap_ends_the_producer(shared_sidecar: Sidecar, topic: str) -> None:
         assert client.admin.producer(topic, "p").persisted == 6
         # Opened again it goes on where it was.
         with client.producer(topic, "p") as producer:
-            producer.send(b"", 7).result(120)
+            producer.send(b"", 7).result(LAST_RESORT_SECONDS)
 
 
 def test_admin(shared_sidecar: Sidecar, topic: str) -> None:
@@ -231,10 +231,13 @@ def test_a_process_ends_quietly_with_everything_left_open(shared_sidecar: Sideca
     program = (
         "import sys; from seqdedupe.client import blocking\n"
         "client = blocking.Client(sys.argv[1]); producer = client.producer(sys.argv[2], 'p'); producer.open()\n"
-        "producer.send(b'').result(120); next(iter(client.reader(sys.argv[2], follow=True)))\n"
+        "producer.send(b'').result(); next(iter(client.reader(sys.argv[2], follow=True)))\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program, shared_sidecar.address, topic], capture_output=True, text=True, timeout=240
+        [sys.executable, "-c", program, shared_sidecar.address, topic],
+        capture_output=True,
+        text=True,
+        timeout=LAST_RESORT_SECONDS,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
@@ -277,7 +280,7 @@ assert os.waitstatus_to_exitcode(os.waitpid(before, 0)[1]) == 0
 client = Client(sys.argv[1])
 producer = client.producer("forks", "p")
 producer.open()
-producer.send(b"first").result(120)
+producer.send(b"first").result()
 receipt = producer.send(b"parent")
 reader = client.reader("forks")
 next(reader)
@@ -289,7 +292,7 @@ if not child:
     )
     os._exit(sum(not refused(act) for act in acts))
 status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-receipt.result(120)
+receipt.result()
 producer.close()
 sys.exit(status)
 """
@@ -301,7 +304,7 @@ def test_a_forked_process_says_so_at_the_first_call(shared_sidecar: Sidecar) -> 
         [sys.executable, "-W", "ignore", "-c", FORKS, shared_sidecar.address],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=LAST_RESORT_SECONDS,
     )
     assert done.returncode == 0, done.stderr
 
@@ -316,7 +319,7 @@ stopping = threading.Event()
 
 def publish():
     while not stopping.is_set():
-        producer.send(b"x").result(60)
+        producer.send(b"x").result()
 
 threads = [threading.Thread(target=publish) for _ in range(2)]
 for thread in threads:
@@ -346,6 +349,6 @@ def test_programs_are_started_while_messages_are_under_way(
         env=kept | environment,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=LAST_RESORT_SECONDS,
     )
     assert done.returncode == status, done.stderr

@@ -7,7 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from seqdedupe.client import ProducerConfig
-from seqdedupe.testing import Sidecar
+from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 
 PAGE = (Path(__file__).parents[2] / "docs" / "client.md").read_text()
 PROGRAMS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
@@ -18,7 +18,9 @@ def test_the_programs_run(sidecar: Sidecar) -> None:
     for program in PROGRAMS:
         assert "127.0.0.1:6660" in program
         program = program.replace("127.0.0.1:6660", sidecar.address)
-        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240)
+        done = subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, timeout=LAST_RESORT_SECONDS
+        )
         assert done.returncode == 0, done.stderr
         printed.append(done.stdout.splitlines())
     publish, read, threads = printed

@@ -10,6 +10,7 @@ import pytest
 
 import seqdedupe.client
 from seqdedupe.client import ProducerConfig, blocking
+from seqdedupe.testing import LAST_RESORT_SECONDS
 
 PUBLIC = [
     "AccessDeniedError", "Admin", "Batch", "BatchReceipt", "BatchResult", "Binary", "Client", "Counters",
@@ -72,5 +73,7 @@ def test_it_imports_with_the_dependencies_of_a_client_alone(module: str) -> None
         "sys.exit(' '.join(bad) or 0)"
     )
     root = Path(__file__).parents[2]
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=root, timeout=240)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=root, timeout=LAST_RESORT_SECONDS
+    )
     assert (done.returncode, done.stderr) == (0, "")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from seqdedupe.client import Client, DataLossError, InvalidRequestError, ProducerConfig, Verdict
-from seqdedupe.testing import Sidecar
+from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from seqdedupe.v1 import publish_pb2
 from tests.broker_sidecar import with_constants
 from tests.client.fake_sidecar import FakeSidecar, fake_sidecar
@@ -44,7 +44,7 @@ async def test_a_live_session_that_was_idle_goes_on(tmp_path: Path, caplog: pyte
         async def is_forgotten() -> bool:
             return not await direct.admin.producers(TOPIC)
 
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(LAST_RESORT_SECONDS):
             while not await is_forgotten():
                 pass
         receipts = [await producer.send(b"after") for _ in range(2)]

@@ -16,9 +16,9 @@ from seqdedupe.client.blocking import Client, Producer, ProducerConfig, Receipt
 from seqdedupe.client.blocking import producer as blocking_producer
 from seqdedupe.client.blocking.loop import event_loop
 from seqdedupe.errors import SeqdedupeError
-from seqdedupe.testing import Sidecar
+from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 
-LONG_SECONDS = 120.0
+LONG_SECONDS = LAST_RESORT_SECONDS
 STEPS_FROM_ONE_TO_THE_NEXT = 5
 """Of the steps of a send, so many are passed over: the first is another one in each kind of send."""
 

@@ -6,7 +6,7 @@ import pytest
 
 from seqdedupe.client import Client, Producer, ProducerConfig, Receipt
 from seqdedupe.errors import InvalidRequestError, OutcomeUnknownError
-from seqdedupe.testing import Sidecar
+from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from tests.client.helpers import read_all
 
 MANY = 3000
@@ -39,7 +39,7 @@ async def opened(address: str, topic: str) -> Producer:
 
 def test_a_producer_on_another_event_loop_than_its_own_is_refused(shared_sidecar: Sidecar, topic: str) -> None:
     async def elsewhere() -> None:
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(LAST_RESORT_SECONDS):
             receipt = await producer.send(b"elsewhere")
             with pytest.raises(InvalidRequestError, match="another event loop"):
                 await producer.flush()
@@ -65,7 +65,7 @@ def test_receipts_do_not_outlive_their_event_loop(shared_sidecar: Sidecar, topic
         return receipt
 
     async def late(receipt: Receipt) -> None:
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(LAST_RESORT_SECONDS):
             with pytest.raises(OutcomeUnknownError, match="its event loop"):
                 await receipt
 

@@ -17,7 +17,7 @@ from seqdedupe.client import (
     connection,
 )
 from seqdedupe.client.route import Route
-from seqdedupe.testing import Sidecar
+from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from tests.client.fake_sidecar import fake_sidecar
 from tests.client.fronts import Front, addresses, fronts, in_order, move
 from tests.client.helpers import ids_in_log, read_all, until
@@ -204,7 +204,7 @@ async def unanswered_then_moved(three: list[Front], sidecar: Sidecar, topic: str
 
 
 async def until_index(client: Client, topic: str, index: int) -> None:
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(LAST_RESORT_SECONDS):
         while (await client.ends(topic)).last.index < index:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
 
@@ -336,7 +336,7 @@ async def test_when_all_are_away_it_is_as_with_one(
         receipt, message = await producer.send(b""), asyncio.create_task(anext(reader))
         await three[-1].start()
         assert (await receipt).index == (await message).index == 1
-        await client.wait_ready(30)
+        await client.wait_ready(LAST_RESORT_SECONDS)
         await reader.close()
 
 

@@ -28,7 +28,7 @@ from seqdedupe.client.pending import PendingBatch
 from seqdedupe.client.spread import Numbering, Settled
 from seqdedupe.errors import error
 from seqdedupe.routing import partition_of
-from seqdedupe.testing import Sidecar
+from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from seqdedupe.v1 import admin_pb2
 from tests.client.helpers import read_all
 
@@ -371,8 +371,8 @@ class TestThreads:
                 columns = producer.send_batch(
                     [b"%d" % i for i in range(50, 100)], keys=[key(i) for i in range(50, 100)]
                 )
-                assert [r.result(30).partition for r in receipts] == [of_key(i) for i in range(50)]
-                result = columns.result(30)
+                assert [r.result(LAST_RESORT_SECONDS).partition for r in receipts] == [of_key(i) for i in range(50)]
+                result = columns.result(LAST_RESORT_SECONDS)
                 assert result.partitions.tolist() == [of_key(i) for i in range(50, 100)]
                 assert columns.done()
                 producer.flush()
@@ -396,7 +396,9 @@ class TestThreads:
                     for i in range(100):
                         text = b"%d-%d" % (seed, i)
                         receipt = producer.send(text, key=b"%d" % random.Random(i).randrange(30))
-                        sent.append((receipt.result(30).sequence_id, text) if i % 20 == 0 else (-1, text))
+                        sent.append(
+                            (receipt.result(LAST_RESORT_SECONDS).sequence_id, text) if i % 20 == 0 else (-1, text)
+                        )
 
                 threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
                 for thread in threads:
@@ -429,5 +431,5 @@ class TestThreads:
                     producer.send(b"1", key=key(1))
             with pytest.raises(OutcomeUnknownError, match="interrupted in mid-send"):
                 producer.send(b"2", key=key(2))
-            assert first.result(30).verdict.name == "NOT_DUP"
+            assert first.result(LAST_RESORT_SECONDS).verdict.name == "NOT_DUP"
             producer.close()

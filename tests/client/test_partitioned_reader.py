@@ -17,7 +17,7 @@ from seqdedupe.client import (
     blocking,
 )
 from seqdedupe.client.partitioned_reader import PartitionedStart
-from seqdedupe.testing import Sidecar
+from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 
 PARTITIONS = 3
 
@@ -108,11 +108,11 @@ async def test_it_follows(start_sidecar: Callable[..., Sidecar], topic: str) -> 
         async with client.partitioned_reader(topic, follow=True) as reader:
             reading = asyncio.ensure_future(read(60))
             await publish(client, topic, 0, 60)
-            await asyncio.wait_for(reading, 120)
+            await asyncio.wait_for(reading, LAST_RESORT_SECONDS)
             await asyncio.to_thread(sidecar.restart)
             reading = asyncio.ensure_future(read(100))
             await publish(client, topic, 60, 40)
-            await asyncio.wait_for(reading, 120)
+            await asyncio.wait_for(reading, LAST_RESORT_SECONDS)
             position = reader.position
         check(messages, 100)
         # What was published before is not the latest.

@@ -19,7 +19,7 @@ from seqdedupe.client import (
     Verdict,
 )
 from seqdedupe.message_id import Position
-from seqdedupe.testing import Sidecar
+from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from tests.client.helpers import ids_in_log, read_all, until, until_stored, wait_for
 from tests.client.proxy import Proxy
 
@@ -120,7 +120,7 @@ async def test_flush_and_linger(shared_sidecar: Sidecar, topic: str) -> None:
         async with client.producer(topic, "q", ProducerConfig(linger_ms=1)) as producer:
             receipts = [await producer.send(b"") for _ in range(3)]
             for receipt in receipts:  # nobody flushes
-                await asyncio.wait_for(wait_for(receipt), 120)
+                await asyncio.wait_for(wait_for(receipt), LAST_RESORT_SECONDS)
 
 
 async def test_a_sender_that_never_waits_does_not_keep_the_loop(shared_sidecar: Sidecar, topic: str) -> None:
@@ -320,7 +320,7 @@ async def test_nor_does_a_cancelled_abort(shared_sidecar: Sidecar, topic: str) -
         with pytest.raises(asyncio.CancelledError):
             await aborting
         with pytest.raises(OutcomeUnknownError):
-            await asyncio.wait_for(receipt, 120)
+            await asyncio.wait_for(receipt, LAST_RESORT_SECONDS)
 
 
 async def test_the_delivery_timeout_ends_the_waiting(shared_sidecar: Sidecar, topic: str) -> None:
@@ -383,7 +383,7 @@ async def test_a_client_that_does_not_read_its_receipts_disturbs_nobody(shared_s
         proxy.stall()
         for _ in range(1000):
             await deaf.send(b"x" * 1000)
-        async with asyncio.timeout(120), direct.producer(topic, "other") as other:
+        async with asyncio.timeout(LAST_RESORT_SECONDS), direct.producer(topic, "other") as other:
             for _ in range(20):
                 assert (await (await other.send(b""))).verdict is Verdict.NOT_DUP
         proxy.go_on()

@@ -22,7 +22,7 @@ from seqdedupe.client import (
 from seqdedupe.client.publisher import new_id
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.routing import partition_of
-from seqdedupe.testing import Sidecar
+from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from seqdedupe.v1 import admin_pb2, publish_pb2
 from tests.client.fake_sidecar import fake_sidecar
 from tests.client.helpers import read_all
@@ -171,7 +171,7 @@ gc.collect()
 def test_one_for_threads_that_nobody_closes_ends_quietly(what: str) -> None:
     """ "lost" is the control: its work is not ended."""
     command = [sys.executable, "-c", NOT_CLOSED, what]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LAST_RESORT_SECONDS, check=True)
     assert ("Task was destroyed" in done.stderr) is (what == "lost"), done.stderr
     assert what == "lost" or done.stderr == ""
 
@@ -197,7 +197,7 @@ async def test_an_answer_that_is_none_ends_the_call(receipt: dict[str, list[int]
         fake.on_frame = answers
         async with Client(fake.address) as client, client.publisher("t") as publisher:
             with pytest.raises(SeqdedupeError, match="INTERNAL"):
-                await asyncio.wait_for(publisher.send_batch([b"x", b"y"], [b"a", b"b"]), 120)
+                await asyncio.wait_for(publisher.send_batch([b"x", b"y"], [b"a", b"b"]), LAST_RESORT_SECONDS)
 
 
 async def test_a_copy_meets_its_original_in_its_partition(shared_sidecar: Sidecar, topic: str) -> None:

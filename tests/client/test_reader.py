@@ -18,7 +18,7 @@ from seqdedupe.client import (
 from seqdedupe.client.reader import Reader, Start
 from seqdedupe.client.sidecars import Sidecars
 from seqdedupe.errors import SeqdedupeError
-from seqdedupe.testing import Sidecar
+from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from tests.client.helpers import until
 from tests.client.proxy import Proxy
 
@@ -157,7 +157,7 @@ async def test_an_end_that_is_gone_is_not_waited_for(sidecar: Sidecar, restored:
     await asyncio.to_thread(shutil.copytree, sidecar.data, copy)
     await asyncio.to_thread(sidecar.start)
     await publish(sidecar, "t", 58, size_bytes=1_000_000, batch_rows=1)
-    async with Client(sidecar.address) as client, client.reader("t") as reader, asyncio.timeout(120):
+    async with Client(sidecar.address) as client, client.reader("t") as reader, asyncio.timeout(LAST_RESORT_SECONDS):
         await take(reader, 1)
         await asyncio.to_thread(sidecar.kill)
         if restored:
@@ -376,7 +376,7 @@ async def test_a_slow_reader_holds_up_nobody(shared_sidecar: Sidecar, topic: str
     await publish(shared_sidecar, topic, 100, size_bytes=10_000)
     async with Client(shared_sidecar.address) as client, client.reader(topic, follow=True) as slow:
         assert (await anext(slow)).index == 0
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(LAST_RESORT_SECONDS):
             await publish(shared_sidecar, topic, 1900, size_bytes=10_000)
             async with client.reader(topic) as quick:
                 assert [m.index async for m in quick] == list(range(2000))
@@ -409,4 +409,4 @@ async def test_closing_ends_a_wait(shared_sidecar: Sidecar, topic: str) -> None:
         counting = asyncio.create_task(count())
         await until(lambda: reader.position is not None)
         await reader.close()
-        assert await asyncio.wait_for(counting, 120) == 1
+        assert await asyncio.wait_for(counting, LAST_RESORT_SECONDS) == 1

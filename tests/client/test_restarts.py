@@ -16,7 +16,7 @@ from seqdedupe.client import (
     Receipt,
     UnavailableError,
 )
-from seqdedupe.testing import Sidecar
+from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from tests.client.helpers import ids_in_log, read_all, until
 from tests.client.proxy import Proxy
 from tests.conftest import StartSidecar
@@ -145,7 +145,7 @@ async def test_a_unix_socket_does_as_well(start_sidecar: StartSidecar) -> None:
     with tempfile.TemporaryDirectory() as folder:
         sidecar = start_sidecar(listen=f"unix:{folder}/s")
         async with Client(f"unix:{folder}/s") as client:
-            await client.wait_ready(30)
+            await client.wait_ready(LAST_RESORT_SECONDS)
             async with client.producer(TOPIC, "p") as producer:
                 assert (await (await producer.send(b""))).index == 0
         assert sidecar.stop() == 0

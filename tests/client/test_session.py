@@ -14,6 +14,7 @@ import pytest
 from broker_sidecar.sidecar import MAX_REQUEST_BYTES
 from seqdedupe.batch import Binary, single_producer
 from seqdedupe.client import (
+    AccessDeniedError,
     Client,
     DamagedError,
     DataLossError,
@@ -33,6 +34,7 @@ from seqdedupe.client.builder import BATCH_OVERHEAD_BYTES, ROW_OVERHEAD_BYTES, _
 from seqdedupe.client.stream import FULL_MESSAGE_BYTES
 from seqdedupe.errors import NEVER, ConfigurationError
 from seqdedupe.limits import MAX_BATCH_BYTES
+from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe.v1 import batch_pb2, publish_pb2, read_pb2
 from tests.client.fake_sidecar import INCARNATION, FakeSidecar, Refused, fake_sidecar
 from tests.client.helpers import until
@@ -348,7 +350,8 @@ async def test_a_defect_leaves_nobody_waiting(fake: FakeSidecar) -> None:
         (Refused(grpc.StatusCode.UNAVAILABLE), UnavailableError, "UNREACHABLE", 100),
         (Refused(grpc.StatusCode.INTERNAL), OutcomeUnknownError, "OUTCOME_UNKNOWN", 0),
         (Refused(grpc.StatusCode.CANCELLED), OutcomeUnknownError, "OUTCOME_UNKNOWN", 0),
-        (Refused(grpc.StatusCode.UNIMPLEMENTED), ConfigurationError, "INVALID_ADDRESS", NEVER),
+        (Refused(grpc.StatusCode.UNIMPLEMENTED), UnavailableError, "NOT_A_SIDECAR", 500),
+        (Refused(grpc.StatusCode.UNAUTHENTICATED), AccessDeniedError, "UNAUTHENTICATED", NEVER),
     ],
 )
 async def test_errors_are_typed_by_their_reason(
@@ -388,7 +391,7 @@ async def test_wait_ready_waits_for_serving(fake: FakeSidecar) -> None:
 
     fake.on_unary = on_unary
     async with Client(fake.address) as client:
-        await client.wait_ready(30)
+        await client.wait_ready(LAST_RESORT_SECONDS)
         assert asked == ["/grpc.health.v1.Health/Check"] * 3
         fake.on_unary = lambda _: b"\x08\x02"
         with pytest.raises(UnavailableError, match="NOT_SERVING"):
@@ -629,10 +632,10 @@ async def test_a_producer_with_nothing_to_send_that_is_connected_again_waits_for
     async with (
         Proxy(fake.address) as proxy,
         Client(proxy.address) as client,
-        client.producer("t", "p", on_waiting=lambda why: said.append(why.reason)),
+        client.producer("t", "p", on_waiting=lambda why: said.append(why.reason)) as producer,
     ):
         for streams in (1, 2):
-            await until(lambda: len(fake.messages) == streams)  # noqa: B023
+            await until(lambda: producer.counters.connections == len(fake.messages) == streams)  # noqa: B023
             proxy.refuses = True
             proxy.cut()
             await until(lambda: len(said) == streams)  # noqa: B023

@@ -19,7 +19,7 @@ from seqdedupe.client import (
     blocking,
 )
 from seqdedupe.errors import error
-from seqdedupe.testing import Sidecar
+from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from tests.client.fronts import Front, fronts
 from tests.client.helpers import ids_in_log, until
 
@@ -214,7 +214,7 @@ async def test_who_is_not_known_does_not_get_in(front: Front, issuer: Issuer, to
 
 
 async def until_it_fails(producer: Producer) -> None:
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(LAST_RESORT_SECONDS):
         while True:
             await producer.flush()
             await asyncio.sleep(0.005)

@@ -115,6 +115,16 @@ def test_it_is_killed_only_after_it_has_drained(root: Path, unit: dict[str, dict
     assert "MemoryDenyWriteExecute" not in service
 
 
+def test_nobody_else_can_make_a_socket_where_it_listens(root: Path, unit: dict[str, dict[str, str]]) -> None:
+    """Who could would be shown the tokens of clients while the service is away. Its group may connect."""
+    service = unit["Service"]
+    config = load(root / CONFIGURATION, {}, {})
+    assert Path(config.listen.removeprefix("unix:")).parent == Path("/run", service["RuntimeDirectory"])
+    assert int(service["RuntimeDirectoryMode"], 8) & 0o022 == 0
+    assert config.also_listen == ""
+    assert (config.socket_mode, service["Group"]) == ("660", "seqdedupe")
+
+
 def test_systemd_understands_the_unit_and_finds_it_closed(root: Path, systemd_analyze: str, tmp_path: Path) -> None:
     here = tmp_path / "seqdedupe.service"
     here.write_text((root / UNIT).read_text().replace("/usr/local", str(root / "usr/local")))

@@ -19,6 +19,7 @@ from seqdedupe.files import UNFINISHED
 from seqdedupe.format.headers import VERSION_AT
 from seqdedupe.log.embedded import moved
 from seqdedupe.store.db import Store
+from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe.topic import control
 from seqdedupe.topic.operating import reset_producer
 from seqdedupe.topic.policy import GapPolicy, Policy
@@ -99,7 +100,7 @@ async def test_it_knows_what_retention_has_dropped(tmp_path: Path) -> None:
         await publish(data, 30)
         topic = data.topics.get(TOPIC)
         await topic.snapshot()
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(LAST_RESORT_SECONDS):
             while topic.log.first_index < 3 * ROWS:  # noqa: ASYNC110 (retention goes on beside the snapshot)
                 await asyncio.sleep(0.01)
         await publish(data, 2)

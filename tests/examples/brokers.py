@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 import redis
 
-from seqdedupe.testing import reserved_port
+from seqdedupe.testing import LAST_RESORT_SECONDS, reserved_port
 
 ROOT = Path(__file__).parent.parent.parent
-START_SECONDS = 120.0
+START_SECONDS = LAST_RESORT_SECONDS
 WINDOW = 200
 """Messages that a producer sends without an answer."""
 

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from seqdedupe.testing import Sidecar
+from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from tests.conftest import StartSidecar
 from tests.examples.brokers import ROOT, BrokerProcess
 
@@ -18,7 +18,7 @@ def test_the_program_runs(start_sidecar: StartSidecar) -> None:
     sidecar = start_sidecar(log="broker")
     [program] = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     program = program.replace("127.0.0.1:6660", sidecar.address)
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=LAST_RESORT_SECONDS)
     assert done.stdout.splitlines() == [
         "shop 1 NOT_DUP",
         "shop 2 NOT_DUP",
@@ -33,7 +33,7 @@ async def test_the_dialogue(start_sidecar: StartSidecar, tmp_path: Path) -> None
     broker = BrokerProcess("examples.broker.broker", str(tmp_path / "log"), "--sidecar", sidecar.address)
     try:
         broker.start()
-        assert await asyncio.to_thread(broker.attached.acquire, timeout=240)
+        assert await asyncio.to_thread(broker.attached.acquire, timeout=LAST_RESORT_SECONDS)
         host, _, port = broker.address.rpartition(":")
         dialogues = re.findall(r"^\$ printf '(.*)' \| send\n((?:\d.*\n)+)", README.read_text(), re.MULTILINE)
         assert len(dialogues) == 2
@@ -45,7 +45,9 @@ async def test_the_dialogue(start_sidecar: StartSidecar, tmp_path: Path) -> None
             writer.close()
         broker.kill()
         show = [sys.executable, "-m", "examples.broker.broker", str(tmp_path / "log"), "--print"]
-        shown = (await asyncio.to_thread(subprocess.check_output, show, text=True, cwd=ROOT, timeout=240)).strip()
+        shown = (
+            await asyncio.to_thread(subprocess.check_output, show, text=True, cwd=ROOT, timeout=LAST_RESORT_SECONDS)
+        ).strip()
         assert shown in README.read_text()
         assert len(shown.splitlines()) == 3
     finally:

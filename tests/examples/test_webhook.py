@@ -13,7 +13,7 @@ import uvicorn
 
 from examples.webhook import app as webhook
 from seqdedupe.client import Client
-from seqdedupe.testing import Sidecar
+from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from tests.examples.webhooks import post, run
 
 
@@ -37,7 +37,7 @@ async def port(shared_sidecar: Sidecar, topic: str, monkeypatch: pytest.MonkeyPa
         await client.admin.create_topic(topic, deduplication_mode="deduplication-id")
     server = uvicorn.Server(uvicorn.Config(webhook.app, port=0, log_level="critical"))
     serving = asyncio.create_task(server.serve())
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(LAST_RESORT_SECONDS):
         while not server.started:  # noqa: ASYNC110 (it tells nobody)
             await asyncio.sleep(0.01)
     yield server.servers[0].sockets[0].getsockname()[1]
@@ -48,7 +48,7 @@ async def port(shared_sidecar: Sidecar, topic: str, monkeypatch: pytest.MonkeyPa
 async def answer(port: int, webhook_id: str, body: bytes = b"{}") -> tuple[int, bytes]:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
-        return await asyncio.wait_for(post(reader, writer, webhook_id, body), 120)
+        return await asyncio.wait_for(post(reader, writer, webhook_id, body), LAST_RESORT_SECONDS)
     finally:
         writer.close()
 
@@ -81,7 +81,7 @@ async def test_what_has_to_wait_is_sent_away(port: int, monkeypatch: pytest.Monk
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     monkeypatch.setattr(webhook, "MAX_WAITING", 0)
     writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nwebhook-id: a\r\nContent-Length: 0\r\n\r\n")
-    head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 120)
+    head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), LAST_RESORT_SECONDS)
     writer.close()
     assert head.startswith(b"HTTP/1.1 503 ")
     assert b"\r\nretry-after: 2\r\n" in head

@@ -9,6 +9,7 @@ import google_crc32c
 import numpy as np
 
 from seqdedupe.format.crc import crc32c
+from seqdedupe.testing import LAST_RESORT_SECONDS
 
 PROGRAM = """
 import random, google_crc32c, numpy as np
@@ -40,5 +41,7 @@ def test_it_goes_on_from_what_came_before() -> None:
 
 def test_it_is_the_same_without_the_processors_instruction() -> None:
     environment = os.environ | {"NUMBA_CPU_NAME": "generic"}
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, env=environment, timeout=240)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, env=environment, timeout=LAST_RESORT_SECONDS
+    )
     assert (done.returncode, done.stderr) == (0, "")

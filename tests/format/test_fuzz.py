@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from seqdedupe.format import layout, records
+from seqdedupe.testing import LAST_RESORT_SECONDS
 
 ROOT = Path(__file__).parents[2]
 
@@ -18,10 +19,12 @@ STOPS = {records.END, records.INCOMPLETE, records.DAMAGED, records.NOT_CONTIGUOU
 
 def fuzz(kind: str, *arguments: object) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-m", "tests.kernels", "tests.format.fuzz", kind, *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=550, check=False)
+    return subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=2 * LAST_RESORT_SECONDS, check=False
+    )
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(2 * LAST_RESORT_SECONDS)
 @pytest.mark.parametrize(
     ("kind", "cases", "seed", "expected"),
     [

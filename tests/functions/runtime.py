@@ -12,9 +12,10 @@ import pulsar
 
 from seqdedupe.entry_properties import ENTRY, KIND
 from seqdedupe.functions.instance import Instance
+from seqdedupe.testing import LAST_RESORT_SECONDS
 
 TOPIC = "persistent://public/default/in"
-TIMEOUT_SECONDS = 120.0
+TIMEOUT_SECONDS = LAST_RESORT_SECONDS
 
 MANUAL = 3
 

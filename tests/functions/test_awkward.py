@@ -12,7 +12,7 @@ from seqdedupe.errors import ConfigurationError
 from seqdedupe.functions import DedupeFunction, function
 from seqdedupe.functions.owners import Owners
 from seqdedupe.functions.settings import check_deployment
-from seqdedupe.testing import Sidecar
+from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from tests.functions import examples
 from tests.functions.awkward import CallsBackForever, Untold
 from tests.functions.runtime import (
@@ -152,7 +152,7 @@ def test_told_to_stop_it_does_not_call_it_a_failure_that_nothing_can_be_acknowle
 
     runtime.acknowledged = closed  # type: ignore[method-assign]
     runtime.give(inputs(1))
-    assert runtime.process.ended.wait(60)
+    assert runtime.process.ended.wait(LAST_RESORT_SECONDS)
     assert not runtime.process.failed
     assert "told to stop" in runtime.process.why
 
@@ -167,7 +167,7 @@ def test_metrics_are_recorded_while_it_waits_too(start: Start) -> None:
 
     runtime.on_metric = record
     runtime.give(inputs(1))
-    assert recorded.wait(60)
+    assert recorded.wait(LAST_RESORT_SECONDS)
 
 
 # -- inputs --------------------------------------------------------------------------------------------------------
@@ -239,6 +239,50 @@ def test_what_an_owner_wrote_when_another_one_had_taken_over_counts_for_nobody(
     runtime.give(given)  # all come again
     runtime.until_acknowledged(12)
     assert payloads(shared_sidecar, topic) == [b"a", b"b", b"c"]
+
+
+@pytest.mark.parametrize("identity", ["index", "message_id"])
+def test_what_follows_a_refused_entry_counts_for_nobody(
+    start: Start, shared_sidecar: Sidecar, topic: str, identity: str
+) -> None:
+    """It comes again at other indexes. Whoever had taken it would take those for duplicates, and lose them."""
+    given = [
+        Message(b"", Id(0), properties=written(-1, "marker")),
+        Message(b"a", Id(1), properties=written(1)),
+        Message(b"lost", Id(2), properties=written(3)),
+        Message(b"of a stranger", Id(3)),
+        Message(b"lost", Id(4), properties=written(4)),
+        Message(b"", Id(5), properties=written(-1, "marker", term=4)),
+        Message(b"b", Id(6), properties={ENTRY: f"1:99:4:{4:016x}:1:2"}),
+    ]
+    if identity == "index":
+        del given[3]
+    runtime = start(identity=identity)
+    runtime.give(given)
+    runtime.give(given)  # all come again
+    runtime.until_acknowledged(2 * len(given))
+    others = [b"of a stranger"] if identity == "message_id" else []
+    assert payloads(shared_sidecar, topic) == [b"a", *others, b"b"]
+
+
+def verdicts(*places: tuple[dict[str, str] | None, int, int]) -> list[bool]:
+    owners = Owners()
+    return [
+        owners.is_void(None if properties is None else Place.parse(properties[ENTRY], TOPIC), *at)
+        for properties, *at in places
+    ]
+
+
+def test_a_hole_needs_every_position() -> None:
+    begins = (written(1), 7, 1), (written(2), 7, 2)
+    assert verdicts(*begins, (written(4), 7, 3), (written(3), 7, 4)) == [False, False, True, True]
+    assert verdicts(*begins, (None, 7, 3), (written(4), 7, 4)) == [False, False, False, True]
+    for at in ((7, 4), (8, 0)):
+        # Somebody has skipped an input, perhaps.
+        assert not any(verdicts(*begins, (written(4), *at)))
+    # What comes again is judged as before, also when there is another owner.
+    again = [(written(2), 7, 2), (written(4), 7, 3), (written(0, "marker", term=4), 7, 5), (written(4), 7, 3)]
+    assert verdicts(*begins, (written(4), 7, 3), *again) == [False, False, True, False, True, False, True]
 
 
 def test_a_topic_that_was_made_anew_begins_with_any_term() -> None:

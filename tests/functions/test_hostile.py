@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import pytest
 
-from seqdedupe.testing import Sidecar
+from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from tests.functions.runtime import TIMEOUT_SECONDS, Ended, Id, Message, details, inputs
 from tests.functions.test_instance import Start, payloads, start
 
@@ -74,6 +74,6 @@ def test_a_process_ends_though_nobody_reads_its_output() -> None:
             stdout=nobody,
             stderr=subprocess.PIPE,
             env={**os.environ, "PYTHONUNBUFFERED": ""},
-            timeout=400,
+            timeout=LAST_RESORT_SECONDS,
         )
     assert done.returncode == 1, done.stderr

@@ -12,7 +12,7 @@ from seqdedupe.client import blocking
 from seqdedupe.client.blocking import Message as Stored
 from seqdedupe.entry_properties import ENTRY
 from seqdedupe.functions import publisher
-from seqdedupe.testing import Sidecar
+from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from tests.client.fronts import addresses, fronts, move
 from tests.client.proxy import Proxy
 from tests.conftest import StartSidecar
@@ -170,7 +170,7 @@ def test_publishing_after_the_return_raises_in_the_function(start: Start) -> Non
     runtime = start("Late")
     runtime.give(inputs(1))
     runtime.until_acknowledged(1)
-    assert examples.Late.done.wait(120)
+    assert examples.Late.done.wait(LAST_RESORT_SECONDS)
     assert "after process()" in str(examples.Late.raised)
 
 
@@ -343,7 +343,7 @@ def test_data_loss_ends_the_process(start: Start, start_sidecar: StartSidecar, t
     with blocking.Client(sidecar.address) as client:
         client.admin.delete_topic(topic)
     runtime.give(inputs(1, first=5))
-    assert runtime.process.ended.wait(120)
+    assert runtime.process.ended.wait(LAST_RESORT_SECONDS)
     assert runtime.process.failed
     assert runtime.process.why
     assert len(runtime.acks) == 5
@@ -352,7 +352,7 @@ def test_data_loss_ends_the_process(start: Start, start_sidecar: StartSidecar, t
 def test_it_waits_for_a_sidecar_and_gives_up_by_ending_the_process(start: Start) -> None:
     runtime = start(address="127.0.0.1:1", give_up_after_seconds=1.0)
     runtime.give(inputs(1))
-    assert runtime.process.ended.wait(120)
+    assert runtime.process.ended.wait(LAST_RESORT_SECONDS)
     assert runtime.process.failed
     assert "has waited for 1 seconds" in runtime.process.why
     assert "UNREACHABLE" in runtime.process.why
@@ -388,4 +388,4 @@ def test_metrics_are_recorded(start: Start) -> None:
 
     runtime.on_metric = record
     runtime.give(inputs(3))
-    assert recorded.wait(60)
+    assert recorded.wait(LAST_RESORT_SECONDS)

@@ -9,6 +9,7 @@ import pytest
 
 from seqdedupe.errors import ConfigurationError
 from seqdedupe.functions.wheel import build
+from seqdedupe.testing import LAST_RESORT_SECONDS
 
 # What a worker's environment lacks: nothing of it may be needed.
 _BLOCK = """
@@ -35,7 +36,9 @@ def unpacked(folder: Path) -> Path:
 
 def run(folder: Path, script: str, *more: str) -> "subprocess.CompletedProcess[str]":
     whole = _BLOCK.format(unpacked=str(unpacked(folder)), more=more) + script
-    return subprocess.run([sys.executable, "-c", whole], capture_output=True, text=True, cwd=folder, timeout=400)
+    return subprocess.run(
+        [sys.executable, "-c", whole], capture_output=True, text=True, cwd=folder, timeout=LAST_RESORT_SECONDS
+    )
 
 
 def test_the_wrapper_needs_nothing_but_the_wheel_and_what_the_documentation_lists(tmp_path: Path) -> None:

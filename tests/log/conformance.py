@@ -21,10 +21,11 @@ from seqdedupe.format.headers import ownership_of
 from seqdedupe.format.records import body_of, ownership
 from seqdedupe.log.contract import REPLAY_STEP_ENTRIES, Failure, Log, Outcome, Records, Retention, Runs
 from seqdedupe.message_id import MessageId
+from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe.v1 import batch_pb2, read_pb2
 from tests.log.batches import encoded_batch
 
-LIMIT_SECONDS = 120
+LIMIT_SECONDS = LAST_RESORT_SECONDS
 """Nothing here takes so long."""
 
 

@@ -473,6 +473,31 @@ async def test_retention_by_size(make_logs: MakeLogs, tmp_path: Path) -> None:
     await log.close()
 
 
+async def test_retention_by_size_drops_no_message_for_control_records(make_logs: MakeLogs) -> None:
+    """However many somebody has written: before the log is opened again and after, when it has to look."""
+    logs = make_logs(segment_bytes=10_000)
+    log = await new_log(logs)
+    owner = await Owner(log, 1).open()
+    for i in range(40):
+        owner.append(i, 1, 1_000)
+        for k in range(30):
+            owner.append_control(1 + k, 50)
+        await owner.until_stored(31 * (i + 1))
+    assert log.size_bytes > 20 * 40_000
+    messages = 40 * 1_300
+    assert await log.may_trim_to(40, Retention(messages)) == 0
+    few = await log.may_trim_to(40, Retention(10_000))
+    assert 40 - 14 <= few <= 40 - 9
+    await log.close()
+    log = await logs.open(INCARNATION, 40)
+    assert await log.may_trim_to(40, Retention(messages)) == 0
+    assert await log.may_trim_to(40, Retention(10_000)) == few
+    await log.trim(few)
+    assert await ids_in(log) == list(range(few, 40))
+    assert await log.may_trim_to(40, Retention(10_000)) == few
+    await log.close()
+
+
 async def test_retention_by_age(make_logs: MakeLogs) -> None:
     now_ms = 1_000_000
     logs = make_logs(segment_bytes=10_000, clock_ms=lambda: now_ms)

@@ -275,6 +275,7 @@ async def a_lost_journal(rounds: Rounds, to: Path) -> dict[int, list[int]]:
     """Of two rounds a segment has the second one only, and the journal is gone."""
     folder = await killed(rounds, to, count=2)
     shutil.rmtree(folder / "journal")
+    (folder / replaying.BEGUN_FILE).unlink()
     path = segment_path(folder / "1", 0)
     raw = path.read_bytes()
     # After the marker stand two records of one size.
@@ -352,7 +353,7 @@ async def a_refused_round_that_survives(
     """The sync of the second round failed; it stands in the journal all the same, and what it says was undone."""
     await rounds.begin()
     with monkeypatch.context() as patch:
-        patch.setattr(journal, "forget", lambda *arguments: (_ for _ in ()).throw(OSError("not now")))
+        patch.setattr(Replay, "forget", lambda *arguments: (_ for _ in ()).throw(OSError("not now")))
         with patch.context() as failing:
             failing_syncs(failing, lambda path: "/journal/" in path)
             await rounds.together(1, 2)

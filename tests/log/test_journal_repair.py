@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
-from seqdedupe.errors import DamagedError
+from seqdedupe.errors import DamagedError, UnavailableError
 from seqdedupe.format.journal import rounds_in
 from seqdedupe.format.tag import key_of
 from seqdedupe.log.embedded import replaying
 from seqdedupe.log.embedded.commit import Committer
 from seqdedupe.log.embedded.journal import Journal
-from seqdedupe.log.embedded.replaying import Replay
+from seqdedupe.log.embedded.replaying import BEGUN_FILE, Replay
 from seqdedupe.log.embedded.syncing import Syncer
 from tests.log.power import Disk
-from tests.log.rounds import Cuts, LosingDisk, Rounds, failing_syncs, found_in, logs_in, put
+from tests.log.rounds import Cuts, LosingDisk, Rounds, failing_syncs, found_in, ids_in, logs_in, put
 from tests.log.test_journal import ALL, a_background_sync_that_fails, cut, files_in, journal_of, killed
 
 WHOLE = {i: [0, 1, 2] for i in ALL}
@@ -54,7 +54,92 @@ async def test_control_nobody_said_that_there_was_one(rounds: Rounds, tmp_path: 
     folder = await killed(rounds, tmp_path / "killed")
     cut(folder, *ALL, to=127)
     shutil.rmtree(folder / "journal")
+    (folder / BEGUN_FILE).unlink()
     assert await found_in(folder, ALL) == {i: [] for i in ALL}
+
+
+def removed(path: Path) -> None:
+    path.unlink()
+
+
+def emptied(path: Path) -> None:
+    os.truncate(path, 0)
+
+
+def torn_at_its_first_round(path: Path) -> None:
+    os.truncate(path, 100)
+
+
+async def without_the_newest_file(rounds: Rounds, to: Path, damage: Callable[[Path], None], *, is_second: bool) -> Path:
+    """Its rounds were the last ones, and stand in no segment."""
+    await rounds.begin()
+    if is_second:
+        await rounds.together(*ALL)
+        rounds.logs.committer._journal.end_file()
+    await rounds.together(*ALL)
+    shutil.copytree(rounds.folder, to)
+    await rounds.end()
+    cut(to, *ALL, to=127)
+    damage(max((to / "journal").glob("*.journal")))
+    return to
+
+
+@pytest.mark.parametrize("damage", [removed, emptied, torn_at_its_first_round])
+@pytest.mark.parametrize("is_second", [False, True])
+@pytest.mark.parametrize("has_journal", [False, True])
+async def test_the_newest_file_is_missed(
+    rounds: Rounds, tmp_path: Path, damage: Callable[[Path], None], is_second: bool, has_journal: bool
+) -> None:
+    """Also where the store that knew of a journal is lost."""
+    folder = await without_the_newest_file(rounds, tmp_path / "killed", damage, is_second=is_second)
+    for incarnation in ALL:
+        with pytest.raises(DamagedError, match="newest file is missing or damaged") as raised:
+            await found_in(folder, [incarnation], has_journal=has_journal)
+        assert "--give-up-journal" in raised.value.hint
+    kept = [0] if is_second else []
+    assert await found_in(folder, ALL, gives_up_journal=True) == dict.fromkeys(ALL, kept)
+
+
+@pytest.mark.parametrize("damage", [removed, emptied, torn_at_its_first_round])
+async def test_control_nobody_said_that_there_was_a_newest_file(
+    rounds: Rounds, tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
+    folder = await without_the_newest_file(rounds, tmp_path / "killed", damage, is_second=True)
+    (folder / BEGUN_FILE).unlink()
+    assert await found_in(folder, ALL, has_journal=True) == {i: [0] for i in ALL}
+
+
+async def test_no_file_that_was_forgotten_is_missed(
+    rounds: Rounds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where an earlier version has forgotten it, which says nothing of it elsewhere, and after it was given up."""
+    folder = await without_the_newest_file(rounds, tmp_path / "killed", removed, is_second=True)
+    before = (folder / BEGUN_FILE).read_bytes()
+    for gives_up in (True, False):
+        again = Rounds(folder, monkeypatch, has_journal=True, gives_up_journal=gives_up)
+        await again.open(*ALL, term=2)
+        await again.together(*ALL)
+        await again.end()
+        (folder / BEGUN_FILE).write_bytes(before)
+    assert await found_in(folder, ALL, has_journal=True) == {i: [0, 1, 2] for i in ALL}
+
+
+async def test_a_round_is_refused_whose_file_nobody_can_be_told_of(
+    rounds: Rounds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        failing_syncs(patch, lambda path: path.endswith(BEGUN_FILE))
+        await rounds.begin()
+        await rounds.together(*ALL)
+        journal = rounds.logs.committer._journal
+        assert journal._confirmed < journal._number
+    journal.wake()
+    await rounds.together(*ALL)
+    assert journal._confirmed == journal._number
+    shutil.copytree(rounds.folder, tmp_path / "killed")
+    assert await found_in(tmp_path / "killed", ALL) == {i: [0, 1] for i in ALL}
+    await rounds.end()
+    assert rounds.fatal == []
 
 
 async def test_it_is_told_before_the_first_round_and_no_more_at_the_end(
@@ -415,3 +500,31 @@ async def test_a_deletion_that_a_crash_has_cut_short(
     assert not (folder / "1").exists()
     assert not list((folder / "journal").glob("*.kept"))
     assert await found_in(folder, [2, 3]) == {2: [0, 1, 2, 3], 3: [0, 1, 2, 3]}
+
+
+async def test_what_is_kept_for_one_log_and_cannot_be_read_now_keeps_no_other_from_being_opened(
+    rounds: Rounds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = await killed(rounds, tmp_path / "killed")
+    again = Rounds(folder, monkeypatch)
+    await again.open(2, 3, term=2)
+    await again.together(2, 3)
+    await again.end()
+    cut(folder, 1, to=127)
+    kept = folder / "journal" / "1.kept"
+    kept.rename(folder / "1.kept")
+    # Reading it is an error of the system.
+    kept.mkdir()
+    logs = logs_in(folder)
+    for incarnation in (1, 2, 3, 1, 1):
+        if incarnation == 1:
+            with pytest.raises(UnavailableError, match=r"1\.kept cannot be read"):
+                await logs.open(1, 0)
+        else:
+            await (await logs.open(incarnation, 0)).close()
+    kept.rmdir()
+    (folder / "1.kept").rename(kept)
+    log = await logs.open(1, 0)
+    assert await ids_in(log) == [0, 1, 2]
+    await log.close()
+    await logs.close()

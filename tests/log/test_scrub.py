@@ -18,6 +18,7 @@ from seqdedupe.log.embedded.inspection import Damage, inspect_part
 from seqdedupe.log.embedded.log import EmbeddedLog
 from seqdedupe.log.embedded.logs import EmbeddedLogs, topic_of
 from seqdedupe.log.embedded.scrub import FILE_BYTES, PASS_SECONDS, Scrub
+from seqdedupe.testing import LAST_RESORT_SECONDS
 from tests.log.batches import TOPIC
 from tests.log.conformance import Owner
 from tests.log.test_damage import INCARNATION, put, small_file
@@ -414,7 +415,7 @@ async def test_passes_are_a_day_apart_and_closing_ends_at_once(logs: EmbeddedLog
     sleeps = Forever()
     scrub = make_scrub(log, sleeps=sleeps)
     scrub.begin()
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(LAST_RESORT_SECONDS):
         await slept.wait()
         assert sleeps.seconds == pytest.approx(PASS_SECONDS)
         await scrub.close()
@@ -425,7 +426,7 @@ async def test_it_ends_at_once_in_the_midst_of_a_segment(logs: EmbeddedLogs, mon
     log, _ = await written(logs, 20)
     logs.scrub(1)  # it would take hours
     disk = Disk(monkeypatch)
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(LAST_RESORT_SECONDS):
         while not disk.reads:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
         await log.close()

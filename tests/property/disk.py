@@ -234,6 +234,9 @@ class CheckedStorage(Storage):
         if isinstance(change, Policy):
             self.policy = change
             return runs
+        if isinstance(change, control.CursorChange):
+            self.policy = change.applied_to(self.policy)
+            return runs
         if isinstance(change, control.Purge):
             for name in change.names:
                 self._purged(name.decode())

@@ -5,8 +5,9 @@ import urllib.request
 from typing import Any
 
 from pulsar_broker.standalone import Broker
+from seqdedupe.testing import LAST_RESORT_SECONDS
 
-TIMEOUT_SECONDS = 60.0
+TIMEOUT_SECONDS = LAST_RESORT_SECONDS
 
 
 def call(

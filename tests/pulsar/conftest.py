@@ -12,6 +12,7 @@ import pytest
 
 from pulsar_broker.distribution import Unavailable, home
 from pulsar_broker.standalone import Broker
+from seqdedupe.testing import LAST_RESORT_SECONDS
 from tests.pulsar.members import MakeMember, Member, safe_namespace
 from tests.pulsar.owners import Cluster, quiet
 
@@ -86,7 +87,9 @@ def cluster(broker: Broker) -> Cluster:
 
 @pytest.fixture
 async def client(cluster: Cluster) -> AsyncIterator[pulsar.asyncio.Client]:
-    client = pulsar.asyncio.Client(cluster.service_url, operation_timeout_seconds=10, logger=quiet())
+    client = pulsar.asyncio.Client(
+        cluster.service_url, operation_timeout_seconds=int(LAST_RESORT_SECONDS), logger=quiet()
+    )
     yield client
     await client.close()
 

@@ -25,7 +25,7 @@ from pulsar_broker.standalone import Broker
 from seqdedupe.client import Client, ProducerConfig, Verdict
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.log.pulsar.owner import ADDRESS
-from seqdedupe.testing import Sidecar
+from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from tests.pulsar.owners import Cluster, kill_and_start, until
 from tests.pulsar.producing import FORGETS
 from tests.pulsar.publishers import Found, Publisher, check, found_by_a_stock_client
@@ -34,7 +34,7 @@ KEEP_ALIVE_SECONDS = 5
 """The broker's own: one that answers nothing is out after twice as long."""
 SIDECARS = 3
 PRODUCERS = ("a", "b")
-LIMIT_SECONDS = 300.0
+LIMIT_SECONDS = LAST_RESORT_SECONDS
 FAULTS_A_SCENE = 15
 SHORTER_THAN_KEEP_ALIVE_SECONDS = 1.0
 
@@ -275,7 +275,7 @@ def start(*sidecars: Sidecar) -> None:
     for sidecar in sidecars:
         sidecar.spawn()
     for sidecar in sidecars:
-        sidecar.wait_until_serving(LIMIT_SECONDS)
+        sidecar.wait_until_serving()
 
 
 class Faults:

@@ -11,9 +11,10 @@ import pulsar
 
 from demo.flights import ORIGINS, departures
 from examples.pulsar.messages import Topic
+from seqdedupe.testing import LAST_RESORT_SECONDS
 from tests.pulsar.owners import quiet
 
-LIMIT_SECONDS = 240.0
+LIMIT_SECONDS = LAST_RESORT_SECONDS
 """For whatever is waited for."""
 LOOK_SECONDS = 0.05
 MAX_BATCH_ROWS = 500
@@ -72,7 +73,8 @@ def read(service_url: str, topic: str) -> list[Result]:
         state, found = Topic(), []
         while reader.has_message_available():
             message = reader.read_next(int(LIMIT_SECONDS * 1000))
-            if state.counts(message.properties()):
+            place = message.message_id()
+            if state.counts(message.properties(), place.ledger_id(), place.entry_id()):
                 found.append(Result(message.partition_key(), message.data().decode()))
         return found
     finally:

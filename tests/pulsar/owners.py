@@ -16,8 +16,9 @@ from seqdedupe.log.pulsar.entries import Message
 from seqdedupe.log.pulsar.http import AdminUrl
 from seqdedupe.log.pulsar.writer import COUNTER_BITS, Settled, Writer, open_writer
 from seqdedupe.message_id import MessageId
+from seqdedupe.testing import LAST_RESORT_SECONDS
 
-LIMIT_SECONDS = 90.0
+LIMIT_SECONDS = LAST_RESORT_SECONDS
 
 _openings = itertools.count(1000)
 
@@ -117,7 +118,7 @@ class Cluster:
             reader = client.create_reader(topic, pulsar.MessageId.earliest)
             stored = []
             while reader.has_message_available():
-                stored.append(_stored(reader.read_next(timeout_millis=30_000)))
+                stored.append(_stored(reader.read_next(timeout_millis=int(LAST_RESORT_SECONDS * 1000))))
             return stored
         finally:
             client.close()

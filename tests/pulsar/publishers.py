@@ -22,6 +22,7 @@ from seqdedupe.log.pulsar.log import PulsarLog, Shared
 from seqdedupe.message_id import MessageId
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Loaded, Snapshots
+from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe.topic.answers import Receipt, Refusal
 from seqdedupe.topic.frame import NumbersCache
 from seqdedupe.topic.opening import open_sessions
@@ -247,7 +248,7 @@ def _found(service_url: str, topic: str) -> Found:
         reader = client.create_reader(topic, pulsar.MessageId.earliest, receiver_queue_size=5_000)
         found, decoder = Found([], [], 0), Decoder()
         while reader.has_message_available():
-            found = _with(found, decoder, reader.read_next(timeout_millis=30_000))
+            found = _with(found, decoder, reader.read_next(timeout_millis=int(LAST_RESORT_SECONDS * 1000)))
         return found
     finally:
         client.close()
@@ -258,9 +259,9 @@ def _with(found: Found, decoder: Decoder, entry: Any) -> Found:
     kind = properties.get("seqdedupe.kind")
     if kind is None:
         found.payloads.append(entry.data())
-    if not decoder.counts(properties):
-        return found._replace(void=found.void + (kind in (None, "batch") and "seqdedupe.entry" in properties))
     place = entry.message_id()
+    if not decoder.counts(properties, place.ledger_id(), place.entry_id()):
+        return found._replace(void=found.void + (kind in (None, "batch") and "seqdedupe.entry" in properties))
     of_entry = messages(entry.data(), properties, entry.partition_key(), entry.event_timestamp())
     for row, message in enumerate(of_entry):
         row = row if kind == "batch" else -1

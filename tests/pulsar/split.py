@@ -9,6 +9,7 @@ import pulsar.asyncio
 import pytest
 
 from seqdedupe.log.pulsar import log, writer
+from seqdedupe.testing import LAST_RESORT_SECONDS
 
 RACES = 200
 """About every second one lets both in."""
@@ -26,7 +27,7 @@ async def split(
     Client k gets it `openings[k]` times, else as often as it likes; after that it opens as it would. In the mode
     `Shared` they live for certain, with fencing after some races. Returns how often each client still gets it.
     """
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(LAST_RESORT_SECONDS):
         producers = await _living(topic, clients, mode)
     kept = {client: _Kept(producer) for client, producer in zip(clients, producers, strict=True)}
     left = dict(zip(clients, openings or [2**30] * len(clients), strict=True))
@@ -74,7 +75,7 @@ async def _open(client: pulsar.asyncio.Client, topic: str, name: str, mode: puls
 async def _take(producers: list[Any]) -> bool:
     """Whether each is answered that its message is stored, after all have been let in, and twice."""
     try:
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(LAST_RESORT_SECONDS):
             for producer in producers * 2:
                 await producer.send(b"who lives?")
     except (pulsar.asyncio.PulsarException, TimeoutError):

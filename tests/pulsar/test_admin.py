@@ -8,15 +8,14 @@ import pulsar
 import pulsar.asyncio
 import pytest
 
-from pulsar_broker.standalone import START_TIMEOUT_SECONDS, Broker
+from pulsar_broker.standalone import Broker
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.log.pulsar.admin import Admin, Publisher, TopicStats
 from seqdedupe.log.pulsar.http import AdminUrl
 from seqdedupe.log.pulsar.policies import ensure_safe
+from seqdedupe.testing import LAST_RESORT_SECONDS
 
-pytestmark = pytest.mark.timeout(START_TIMEOUT_SECONDS * 4)
-
-LIMIT_SECONDS = 120
+LIMIT_SECONDS = LAST_RESORT_SECONDS
 
 UNSAFE = [
     ("deduplicationEnabled", False, "set-deduplication --enable"),

@@ -12,12 +12,11 @@ import pytest
 
 from pulsar_broker import distribution
 from pulsar_broker.distribution import Unavailable
-from pulsar_broker.standalone import START_TIMEOUT_SECONDS, Broker, is_healthy
+from pulsar_broker.standalone import Broker, is_healthy
+from seqdedupe.testing import LAST_RESORT_SECONDS
 from tests.processes import running
 
-pytestmark = pytest.mark.timeout(START_TIMEOUT_SECONDS * 4)
-
-LIMIT_SECONDS = 100.0
+LIMIT_SECONDS = LAST_RESORT_SECONDS
 
 
 @pytest.mark.usefixtures("pulsar_home")

@@ -4,7 +4,6 @@ from collections.abc import Container
 
 import pytest
 
-from pulsar_broker.standalone import START_TIMEOUT_SECONDS
 from seqdedupe.errors import UnavailableError
 from seqdedupe.log.pulsar import guarding, kept, wholes
 from seqdedupe.log.pulsar.admin import Admin
@@ -13,8 +12,6 @@ from seqdedupe.topic.policy import Policy
 from seqdedupe.topic.state import State
 from tests.pulsar.members import MakeMember, Member
 from tests.pulsar.owners import Cluster, until
-
-pytestmark = pytest.mark.timeout(START_TIMEOUT_SECONDS * 4)
 
 
 @pytest.fixture

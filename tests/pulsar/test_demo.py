@@ -2,18 +2,13 @@
 
 from pathlib import Path
 
-import pytest
-
 from demo.__main__ import log_keys
 from demo.check import check
 from demo.producer import TOPIC
 from demo.run import KILL_PRODUCER_AT, KILL_SIDECAR_AT, Run
-from pulsar_broker.standalone import START_TIMEOUT_SECONDS
 from seqdedupe.client.blocking import Client
 
 FLIGHTS = 1000
-
-pytestmark = pytest.mark.timeout(START_TIMEOUT_SECONDS * 6)
 
 
 def test_over_a_broker_every_flight_is_there_once(pulsar_home: Path, tmp_path: Path) -> None:

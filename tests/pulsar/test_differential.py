@@ -11,14 +11,12 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from pulsar_broker.standalone import START_TIMEOUT_SECONDS, Broker
+from pulsar_broker.standalone import Broker
 from seqdedupe.log.pulsar.entries import EntryFormat
 from tests.conformance.cases import DIFFERENTIAL, SIDECARS_LOG, compare, hold_against_the_page
 from tests.pulsar.drivers import OfPulsar, OfTopic
 from tests.pulsar.owners import Cluster, kill_and_start
 from tests.pulsar.publishers import Process
-
-pytestmark = pytest.mark.timeout(START_TIMEOUT_SECONDS * 4)
 
 RESTART = "restart_broker"
 

@@ -14,6 +14,7 @@ from seqdedupe.log.pulsar import entries
 from seqdedupe.log.pulsar.entries import MAX_ENTRY_BYTES, Entry, Message
 from seqdedupe.log.pulsar.writer import built
 from seqdedupe.message_id import MessageId
+from seqdedupe.testing import LAST_RESORT_SECONDS
 from tests.batches import batch
 from tests.log.pulsar.topics import (
     all_rows,
@@ -26,7 +27,7 @@ from tests.log.pulsar.topics import (
     rows,
 )
 
-READ_TIMEOUT_MILLIS = 30_000
+READ_TIMEOUT_MILLIS = int(LAST_RESORT_SECONDS * 1000)
 
 HISTORY = [
     batch(
@@ -91,7 +92,7 @@ def test_what_was_handed_over_comes_back(client: pulsar.Client, topic: str, is_p
     received = [
         message
         for entry in there
-        if stock.counts(entry.message.properties)
+        if stock.counts(entry.message.properties, *entry.message_id[:2])
         for message in example.messages(
             entry.message.payload, entry.message.properties, entry.message.key, entry.message.event_time_ms
         )

@@ -19,14 +19,14 @@ from pulsar_broker.instance import FULL_NAME, Instance, details
 from pulsar_broker.standalone import Broker
 from seqdedupe.client import blocking
 from seqdedupe.errors import SeqdedupeError
-from seqdedupe.testing import Sidecar
+from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from tests.pulsar.admin import call
 from tests.pulsar.deployed import arrival
 from tests.pulsar.flights import LIMIT_SECONDS, Result, flights, give, read
 from tests.pulsar.functions import Case, Work, pulsar_keys, stored, until, wheel_in
 from tests.pulsar.owners import quiet
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(2 * LAST_RESORT_SECONDS)
 
 
 @pytest.fixture(scope="module")

@@ -17,8 +17,6 @@ from tests.pulsar.deployed import arrival
 from tests.pulsar.flights import LIMIT_SECONDS, Result, differences, flights, give
 from tests.pulsar.functions import left, path_of, stored, until, wheel_in
 
-pytestmark = pytest.mark.timeout(600)
-
 FLIGHTS = 200
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pulsar
 import pytest
 
-from pulsar_broker.standalone import START_TIMEOUT_SECONDS, Broker
+from pulsar_broker.standalone import Broker
 from seqdedupe.core.rule import NOT_DUP
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.log.pulsar import writer
@@ -24,8 +24,6 @@ from tests.pulsar.drivers import OfPulsar, OfTopic
 from tests.pulsar.owners import Cluster, kill_and_start, quiet, until
 from tests.pulsar.publishers import Process
 from tests.pulsar.wire import Publish, open_producer
-
-pytestmark = pytest.mark.timeout(START_TIMEOUT_SECONDS * 4)
 
 HEADING = "What was shown on a broker"
 CLIENTS_BATCHES, REFUSED_WRITE = "batches_of_pythons_client", "refused_write"

@@ -9,10 +9,10 @@ import pulsar
 import pulsar.asyncio
 import pytest
 
-from pulsar_broker.standalone import START_TIMEOUT_SECONDS
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.log.contract import Failure, Log, LogName
 from seqdedupe.log.pulsar.entries import EntryFormat, Settings
+from seqdedupe.log.pulsar.limits import Brokers
 from seqdedupe.log.pulsar.log import PulsarLog, Shared
 from seqdedupe.log.pulsar.logs import PulsarLogs
 from seqdedupe.names import namespace_of
@@ -20,15 +20,13 @@ from tests.log.conformance import LogConformance, LogHarness, replayed
 from tests.log.conformance import Owner as OwnerOfLog
 from tests.pulsar.owners import Cluster, quiet
 
-pytestmark = pytest.mark.timeout(START_TIMEOUT_SECONDS * 4)
-
 INCARNATION = 1_700_000_000_000_000
 
 
 _openings = itertools.count(1)
 
 
-def shared(client: pulsar.asyncio.Client, cluster: Cluster) -> Shared:
+def shared(client: pulsar.asyncio.Client, cluster: Cluster, brokers: Brokers | None = None) -> Shared:
     async def claim(_: str, known: int) -> int:
         return next(number for number in _openings if number > known)
 
@@ -41,6 +39,7 @@ def shared(client: pulsar.asyncio.Client, cluster: Cluster) -> Shared:
         cluster.admin,
         cluster.connect,
         cluster.answers,
+        brokers,
     )
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pulsar_broker.standalone import START_TIMEOUT_SECONDS, Broker
+from pulsar_broker.standalone import Broker
 from seqdedupe.client import Client, Verdict
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.message_id import MessageId
@@ -16,8 +16,6 @@ from seqdedupe.testing import Sidecar
 from seqdedupe.v1 import admin_pb2
 from tests.pulsar.crashes import make_namespace, sidecar_of
 from tests.pulsar.owners import Cluster, until
-
-pytestmark = pytest.mark.timeout(START_TIMEOUT_SECONDS * 6)
 
 _namespaces = itertools.count()
 

@@ -8,19 +8,17 @@ from types import SimpleNamespace
 import pulsar
 import pytest
 
-from pulsar_broker.standalone import START_TIMEOUT_SECONDS
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.log.pulsar import wholes
 from seqdedupe.log.pulsar.admin import Admin
 from seqdedupe.log.pulsar.wholes import Whole
 from seqdedupe.names import partition_name
+from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe.topic import partitioned
 from seqdedupe.topic.policy import Policy
 from seqdedupe.topic.state import State
 from tests.pulsar.members import Kill, MakeMember, Member, reason_of
 from tests.pulsar.owners import Cluster, quiet, until
-
-pytestmark = pytest.mark.timeout(START_TIMEOUT_SECONDS * 4)
 
 PARTITIONS = 2
 CHANGES_OF_A_CREATION = 8
@@ -64,7 +62,7 @@ def said_by_markers(service_url: str, topic: str) -> list[str]:
     try:
         reader, found = client.create_reader(topic, pulsar.MessageId.earliest), list[str]()
         while reader.has_message_available():
-            properties = reader.read_next(timeout_millis=30_000).properties()
+            properties = reader.read_next(timeout_millis=int(LAST_RESORT_SECONDS * 1000)).properties()
             found += [properties["seqdedupe.partitions"]] if properties["seqdedupe.kind"] == "marker" else []
         return found
     finally:

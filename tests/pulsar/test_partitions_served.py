@@ -11,15 +11,13 @@ from typing import Any
 import pulsar
 import pytest
 
-from pulsar_broker.standalone import START_TIMEOUT_SECONDS, Broker
+from pulsar_broker.standalone import Broker
 from seqdedupe.client import Client, ProducerConfig, Verdict
 from seqdedupe.names import partition_name
 from seqdedupe.routing import partition_of
-from seqdedupe.testing import Sidecar
+from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from tests import warm
 from tests.pulsar.owners import Cluster, quiet
-
-pytestmark = pytest.mark.timeout(START_TIMEOUT_SECONDS * 4)
 
 PARTITIONS = 3
 MESSAGES = 60
@@ -46,7 +44,9 @@ def key_of(number: int) -> str:
 
 
 def command(*arguments: str) -> str:
-    ended = subprocess.run((warm.COMMAND, *arguments), capture_output=True, text=True, check=False, timeout=90)
+    ended = subprocess.run(
+        (warm.COMMAND, *arguments), capture_output=True, text=True, check=False, timeout=LAST_RESORT_SECONDS
+    )
     assert ended.returncode == 0, ended.stderr
     return ended.stdout
 
@@ -60,7 +60,7 @@ def stock_keys(service_url: str, whole: str) -> list[list[str]]:
             reader = client.create_reader(partition_name(whole, k), pulsar.MessageId.earliest)
             found.append([])
             while reader.has_message_available():
-                entry = reader.read_next(timeout_millis=30_000)
+                entry = reader.read_next(timeout_millis=int(LAST_RESORT_SECONDS * 1000))
                 if "seqdedupe.kind" not in entry.properties():
                     found[-1].append(entry.partition_key())
         return found

@@ -8,15 +8,13 @@ import pulsar
 import pulsar.asyncio
 import pytest
 
-from pulsar_broker.standalone import START_TIMEOUT_SECONDS
 from seqdedupe.errors import DamagedError, PositionError
 from seqdedupe.log.pulsar import kept
 from seqdedupe.log.pulsar.entries import EntryFormat, Settings
 from seqdedupe.log.pulsar.log import PulsarLog, Shared
+from seqdedupe.testing import LAST_RESORT_SECONDS
 from tests.log.conformance import Owner, parsed
 from tests.pulsar.owners import Cluster, quiet, until
-
-pytestmark = pytest.mark.timeout(START_TIMEOUT_SECONDS * 4)
 
 INCARNATION = 1_700_000_000_000_000
 LEDGER_ROWS = 1_200
@@ -32,7 +30,9 @@ async def shared(cluster: Cluster) -> AsyncIterator[Shared]:
         return next(number for number in _openings if number > known)
 
     clock, connect, answers = lambda: time.time_ns() // 1_000_000, cluster.connect, cluster.answers
-    client = pulsar.asyncio.Client(cluster.service_url, operation_timeout_seconds=10, logger=quiet())
+    client = pulsar.asyncio.Client(
+        cluster.service_url, operation_timeout_seconds=int(LAST_RESORT_SECONDS), logger=quiet()
+    )
     yield Shared(client, "one", "host:6680", clock, claim, cluster.admin, connect, answers)
     await client.close()
 

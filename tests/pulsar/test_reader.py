@@ -10,7 +10,7 @@ import pulsar
 import pulsar.asyncio
 import pytest
 
-from pulsar_broker.standalone import START_TIMEOUT_SECONDS, Broker, free_port
+from pulsar_broker.standalone import Broker, free_port
 from seqdedupe.entry_properties import ENTRY
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.log.pulsar.client import PulsarClient
@@ -19,8 +19,6 @@ from seqdedupe.log.pulsar.reader import READ_STEP_ENTRIES, Reader, open_reader
 from seqdedupe.message_id import MessageId
 from tests.pulsar.line import Line
 from tests.pulsar.owners import LIMIT_SECONDS, Cluster, Owner, quiet, until
-
-pytestmark = pytest.mark.timeout(START_TIMEOUT_SECONDS * 4)
 
 QUEUE_ENTRIES = 100
 

@@ -10,15 +10,13 @@ from pathlib import Path
 import pulsar.asyncio
 import pytest
 
-from pulsar_broker.standalone import START_TIMEOUT_SECONDS, Broker
+from pulsar_broker.standalone import Broker
 from seqdedupe.log.pulsar import log, writer
 from seqdedupe.log.pulsar.entries import EntryFormat
 from tests.pulsar.faults import SEND_TIMEOUT_SECONDS, Faults, Load, check_all
 from tests.pulsar.line import Line
 from tests.pulsar.owners import Cluster, kill_and_start, quiet
 from tests.pulsar.publishers import Process, check, found_by_a_stock_client
-
-pytestmark = pytest.mark.timeout(START_TIMEOUT_SECONDS * 4)
 
 BOTH = pytest.mark.parametrize("entry_format", EntryFormat, ids=lambda entry_format: entry_format.value)
 MARKER_AND_SESSION = 2

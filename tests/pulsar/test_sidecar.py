@@ -7,18 +7,16 @@ from typing import Any
 
 import pytest
 
-from pulsar_broker.standalone import START_TIMEOUT_SECONDS, Broker
+from pulsar_broker.standalone import Broker
 from seqdedupe.client import blocking
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.log.pulsar.http import AdminUrl
-from seqdedupe.testing import Sidecar, reserved_port
+from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar, reserved_port
 from seqdedupe.v1 import admin_pb2
 from tests.broker_sidecar.calls import Client as RawClient
 from tests.broker_sidecar.calls import refused
 from tests.pulsar import secured
 from tests.pulsar.owners import until
-
-pytestmark = pytest.mark.timeout(START_TIMEOUT_SECONDS * 4)
 
 
 @pytest.fixture(scope="module")
@@ -178,11 +176,11 @@ def test_a_client_with_both_addresses_goes_where_the_topic_is(
         other.start()  # and finds the topic
     with blocking.Client([other.address, one.address]) as client, client.producer(topic, "p") as producer:
         receipts = [producer.send(b"%d" % number) for number in range(50)]
-        receipts[0].result(60)
+        receipts[0].result(LAST_RESORT_SECONDS)
         ends(one)
         receipts += [producer.send(b"%d" % number) for number in range(50, 100)]
         for receipt in receipts:
-            receipt.result(60)
+            receipt.result(LAST_RESORT_SECONDS)
         assert [message.payload for message in client.reader(topic)] == [b"%d" % number for number in range(100)]
         assert {producer.name for producer in client.admin.producers(topic)} == {"first", "p"}
     assert other.stop() == 0

@@ -13,9 +13,9 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from examples.pulsar.messages import Received, Topic, messages
-from pulsar_broker.standalone import START_TIMEOUT_SECONDS, Broker
+from pulsar_broker.standalone import Broker
 from seqdedupe.client import Client, Producer, ProducerConfig, blocking
-from seqdedupe.testing import Sidecar
+from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from seqdedupe.v1 import admin_pb2
 from tests import warm
 from tests.broker_sidecar.calls import Client as RawClient
@@ -28,8 +28,6 @@ from tests.pulsar.test_sidecar import made as made
 from tests.pulsar.test_sidecar import namespace as namespace
 from tests.pulsar.test_sidecar import ports as ports
 from tests.pulsar.test_sidecar import topic as topic
-
-pytestmark = pytest.mark.timeout(START_TIMEOUT_SECONDS * 4)
 
 MESSAGES = 1_500
 TOPICS = ("plain", "packed", "control")
@@ -69,7 +67,7 @@ class Load:
 
 
 def run(*command: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=LAST_RESORT_SECONDS)
 
 
 def restart(broker: Broker) -> None:
@@ -95,8 +93,9 @@ def stored(service_url: str, topic: str) -> list[bytes | None]:
         counts = Topic()
         found: list[Received] = []
         while True:
-            entry = consumer.receive(timeout_millis=30_000)
-            if counts.counts(entry.properties()):
+            entry = consumer.receive(timeout_millis=int(LAST_RESORT_SECONDS * 1000))
+            place = entry.message_id()
+            if counts.counts(entry.properties(), place.ledger_id(), place.entry_id()):
                 payload = None if entry.has_null_value() else entry.data()
                 found += messages(payload, entry.properties(), entry.partition_key(), entry.event_timestamp())
             if entry.message_id() >= last:
@@ -112,7 +111,7 @@ def plainly_stored(service_url: str, topic: str) -> list[bytes]:
         reader = client.create_reader(topic, pulsar.MessageId.earliest)
         found = []
         while reader.has_message_available():
-            entry = reader.read_next(timeout_millis=30_000)
+            entry = reader.read_next(timeout_millis=int(LAST_RESORT_SECONDS * 1000))
             if "seqdedupe.kind" not in entry.properties():
                 found.append(entry.data())
         return found
@@ -183,7 +182,7 @@ async def test_every_message_is_there_once_whatever_is_killed(made: Start, broke
 def health(address: str, topic: str = "") -> str:
     with grpc.insecure_channel(address) as channel:
         request = health_pb2.HealthCheckRequest(service=topic)
-        found = health_pb2_grpc.HealthStub(channel).Check(request, timeout=120)  # type: ignore[attr-defined]
+        found = health_pb2_grpc.HealthStub(channel).Check(request, timeout=LAST_RESORT_SECONDS)  # type: ignore[attr-defined]
     return str(health_pb2.HealthCheckResponse.ServingStatus.Name(found.status))
 
 
@@ -239,7 +238,7 @@ async def test_without_a_cluster_it_starts_says_so_and_stops_and_comes_back_with
     raw.close()
     assert health(sidecar.address) == "NOT_SERVING"
     broker.start()
-    sidecar.wait_until_serving(START_TIMEOUT_SECONDS)
+    sidecar.wait_until_serving()
     assert health(sidecar.address) == health(sidecar.address, topic) == "SERVING"
     with blocking.Client(sidecar.address) as client, client.reader(topic) as reader:
         assert next(iter(reader)).payload == b"one"

@@ -11,19 +11,17 @@ from typing import Any
 
 import pytest
 
-from pulsar_broker.standalone import START_TIMEOUT_SECONDS, Broker
+from pulsar_broker.standalone import Broker
 from seqdedupe.client import Client
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.log.pulsar.admin import Admin
 from seqdedupe.log.pulsar.http import AdminUrl
-from seqdedupe.testing import Sidecar
+from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from seqdedupe.v1 import admin_pb2
 from tests.cli.conftest import COMMAND
 from tests.pulsar.owners import until
 
-pytestmark = pytest.mark.timeout(START_TIMEOUT_SECONDS * 4)
-
-LIMIT_SECONDS = 120.0
+LIMIT_SECONDS = LAST_RESORT_SECONDS
 MESSAGES_BETWEEN = 200
 """At least, from one move to the next."""
 BURST, BURST_SECONDS = 10, 0.01

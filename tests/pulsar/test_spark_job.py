@@ -16,13 +16,13 @@ import pytest
 from click.testing import CliRunner
 from pyspark.sql import SparkSession
 
-from pulsar_broker.standalone import START_TIMEOUT_SECONDS, Broker
+from pulsar_broker.standalone import Broker
 from seqdedupe.client import blocking
 from seqdedupe.errors import ConfigurationError
 from seqdedupe.log.pulsar.admin import Admin
 from seqdedupe.log.pulsar.http import AdminUrl
 from seqdedupe.names import partition_name, topic_name
-from seqdedupe.testing import Sidecar
+from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from seqdedupe_spark import reader_job
 from seqdedupe_spark.audit.report import TopicReport
 from seqdedupe_spark.audit_job import audit, selection_of
@@ -48,8 +48,6 @@ from tests.spark.jobs import (
     source,
     sqlite_database,
 )
-
-pytestmark = pytest.mark.timeout(START_TIMEOUT_SECONDS * 4)
 
 
 @pytest.fixture(scope="module")
@@ -176,7 +174,7 @@ def test_partitions_that_hold_messages_twice_are_read_once_and_audited(
 
 def kill_who_comes(gate: Gate, first: Callable[[], None]) -> threading.Thread:
     def kill() -> None:
-        pid = gate.wait(START_TIMEOUT_SECONDS)
+        pid = gate.wait(LAST_RESORT_SECONDS)
         first()
         os.kill(pid, signal.SIGKILL)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pulsar_broker.standalone import START_TIMEOUT_SECONDS, Broker
+from pulsar_broker.standalone import Broker
 from seqdedupe.client import blocking
 from seqdedupe.entry_properties import PARTITIONS as COUNT
 from seqdedupe.errors import ConfigurationError, NotFoundError
@@ -19,8 +19,6 @@ from seqdedupe.names import partition_name
 from seqdedupe.testing import Sidecar
 from seqdedupe_spark.source import SeqdedupeDataSource
 from tests.pulsar.owners import Cluster
-
-pytestmark = pytest.mark.timeout(START_TIMEOUT_SECONDS * 4)
 
 PARTITIONS = 2
 MESSAGES = 40

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pytest
 from pyspark import cloudpickle
 
-from pulsar_broker.standalone import START_TIMEOUT_SECONDS, Broker
+from pulsar_broker.standalone import Broker
 from seqdedupe import entry_properties
 from seqdedupe.entry_properties import FORMAT, INCARNATION, MODE, PARTITIONS
 from seqdedupe.errors import NotFoundError, PositionError, SeqdedupeError
@@ -29,8 +29,6 @@ from tests.batches import batch
 from tests.log.batches import encoded_batch
 from tests.log.conformance import Owner
 from tests.pulsar.owners import Cluster, until
-
-pytestmark = pytest.mark.timeout(START_TIMEOUT_SECONDS * 4)
 
 OF_LOG = 1_700_000_000_000_000
 BOTH = pytest.mark.parametrize("entry_format", EntryFormat, ids=lambda entry_format: entry_format.value)

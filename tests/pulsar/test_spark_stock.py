@@ -10,7 +10,7 @@ from pathlib import Path
 import pulsar.asyncio
 import pytest
 
-from pulsar_broker.standalone import START_TIMEOUT_SECONDS, Broker
+from pulsar_broker.standalone import Broker
 from seqdedupe.errors import ConfigurationError, PositionError
 from seqdedupe.message_id import MessageId
 from seqdedupe_spark.cluster import connection
@@ -28,8 +28,6 @@ from tests.pulsar.test_spark_source import in_small_steps as in_small_steps
 from tests.pulsar.test_spark_source import source as source
 from tests.pulsar.wire import Chunk, Publish, encoded, open_producer
 from tests.spark.jobs import JOB, TABLE, Database, sqlite_database
-
-pytestmark = pytest.mark.timeout(START_TIMEOUT_SECONDS * 2)
 
 SUBSCRIPTION = SUBSCRIPTION_PREFIX + JOB
 

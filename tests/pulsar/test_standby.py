@@ -10,7 +10,7 @@ from typing import Any
 import pulsar
 import pytest
 
-from pulsar_broker.standalone import START_TIMEOUT_SECONDS, Broker
+from pulsar_broker.standalone import Broker
 from seqdedupe.log.pulsar import evicting, guarding, waiting
 from seqdedupe.log.pulsar.admin import Admin, TopicStats
 from seqdedupe.log.pulsar.entries import EntryFormat
@@ -21,8 +21,6 @@ from tests.pulsar.owners import Cluster, until
 from tests.pulsar.producing import FORGETS
 from tests.pulsar.publishers import Process
 from tests.topic.publisher import Publisher, stored
-
-pytestmark = pytest.mark.timeout(START_TIMEOUT_SECONDS * 4)
 
 BOTH = pytest.mark.parametrize("entry_format", EntryFormat, ids=lambda entry_format: entry_format.value)
 
@@ -245,7 +243,6 @@ async def _left(_: Any) -> None:
     pass
 
 
-@pytest.mark.timeout(600)
 async def test_three_processes_and_what_ends_or_stops_them(
     broker: Broker, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pulsar
 import pytest
 
-from pulsar_broker.standalone import START_TIMEOUT_SECONDS, Broker
+from pulsar_broker.standalone import Broker
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.log.pulsar import terms
 from seqdedupe.log.pulsar.entries import EntryFormat
@@ -25,8 +25,6 @@ from tests.pulsar.line import Line
 from tests.pulsar.owners import Cluster, until
 from tests.pulsar.publishers import INCARNATION, Process, Publisher, check, found_by_a_stock_client, lost
 from tests.pulsar.split import split
-
-pytestmark = pytest.mark.timeout(START_TIMEOUT_SECONDS * 4)
 
 BOTH = pytest.mark.parametrize("entry_format", EntryFormat, ids=lambda entry_format: entry_format.value)
 SHARED = pulsar.ProducerAccessMode.Shared

@@ -8,7 +8,7 @@ import pulsar
 import pulsar.asyncio
 import pytest
 
-from pulsar_broker.standalone import START_TIMEOUT_SECONDS, Broker
+from pulsar_broker.standalone import Broker
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.log.pulsar import writer as writers
 from seqdedupe.log.pulsar.client_thread import keep_state
@@ -17,8 +17,6 @@ from seqdedupe.log.pulsar.writer import PRODUCER_NAMES, open_writer
 from seqdedupe.message_id import MessageId
 from tests.pulsar.line import Line
 from tests.pulsar.owners import Cluster, Owner, quiet, until
-
-pytestmark = pytest.mark.timeout(START_TIMEOUT_SECONDS * 4)
 
 NO_PLACE = MessageId(-1, -1)
 

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from sqlalchemy import Connection, Engine, text
 
 from seqdedupe.client.stored import Message
+from seqdedupe.testing import LAST_RESORT_SECONDS
 
-TIMEOUT_SECONDS = 120.0
+TIMEOUT_SECONDS = LAST_RESORT_SECONDS
 
 
 def make_table(engine: Engine, more: str = "") -> None:

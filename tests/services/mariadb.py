@@ -18,7 +18,9 @@ from pathlib import Path
 import pytest
 from sqlalchemy import Engine, NullPool, create_engine, text
 
-START_TIMEOUT_SECONDS = 120.0
+from seqdedupe.testing import LAST_RESORT_SECONDS
+
+START_TIMEOUT_SECONDS = LAST_RESORT_SECONDS
 
 
 class MariaDBServer:

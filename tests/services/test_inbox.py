@@ -21,6 +21,7 @@ from seqdedupe.services.inbox import Inbox
 from seqdedupe.services.inbox.rule import Verdict, checked, decide
 from seqdedupe.services.inbox.tables import KEYS, PARKED
 from seqdedupe.services.inbox.waiting import in_cycles
+from seqdedupe.testing import LAST_RESORT_SECONDS
 from tests.services.effects import make_table, places_as_written, write
 
 COMMAND = str(Path(sys.executable).with_name("seqdedupe"))
@@ -215,7 +216,9 @@ inbox = Inbox("i", create_engine({url!r}), lambda connection, message: None, key
 def test_the_command(sqlite: Engine, sqlite_url: str, client: Client, topic: str, tmp_path: Path) -> None:
     def command(*words: str, status: int = 0) -> str:
         command = [COMMAND, "inbox", *words]
-        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, cwd=tmp_path, timeout=LAST_RESORT_SECONDS, check=False
+        )
         assert done.returncode == status, done.stderr
         assert "Traceback" not in done.stderr
         return done.stdout + done.stderr

@@ -9,9 +9,10 @@ from pathlib import Path
 import pyspark
 
 from pulsar_broker.archive import Archive
+from seqdedupe.testing import LAST_RESORT_SECONDS
 
 ARCHIVE = Archive(Path(pyspark.__file__).parent / "jars")
-TIMEOUT_SECONDS = 300.0
+TIMEOUT_SECONDS = LAST_RESORT_SECONDS
 
 SESSION = """
 import tempfile

@@ -17,6 +17,7 @@ from deltalake import DeltaTable
 from seqdedupe.client.blocking import Client
 from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name
+from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe_spark.columns import SCHEMA
 from seqdedupe_spark.job.range_task import Output, RangeTask, Step, Transform
 from seqdedupe_spark.options import Options, parse
@@ -158,7 +159,7 @@ class Gate:
             return
         self.stop_here()
 
-    def wait(self, seconds: float = 240.0) -> int:
+    def wait(self, seconds: float = LAST_RESORT_SECONDS) -> int:
         """Until somebody has stopped; the ID of the process."""
         deadline = time.monotonic() + seconds
         while not (self.folder / "reached").exists():

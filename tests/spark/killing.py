@@ -9,7 +9,7 @@ import psutil
 import pytest
 from pyspark.sql import SparkSession
 
-from seqdedupe.testing import Sidecar
+from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from seqdedupe_spark.job.rounds import JobConfig, ReaderJob
 from tests.spark.jobs import JOB, TABLE, Database, Gate, GatedStore, each_once, publish, select, source
 from tests.spark.run_job import Driver, run_with_checkpoint
@@ -88,4 +88,4 @@ def wake(zombies: Sequence[tuple[Gate, int]]) -> None:
     for gate, pid in zombies:
         gate.open()
         if psutil.pid_exists(pid):
-            assert psutil.wait_procs([psutil.Process(pid)], timeout=120)[0]
+            assert psutil.wait_procs([psutil.Process(pid)], timeout=LAST_RESORT_SECONDS)[0]

@@ -20,7 +20,9 @@ from urllib.parse import urlsplit, urlunsplit
 import psycopg
 import pytest
 
-START_TIMEOUT_SECONDS = 120.0
+from seqdedupe.testing import LAST_RESORT_SECONDS
+
+START_TIMEOUT_SECONDS = LAST_RESORT_SECONDS
 _VARIABLE = "TEST_POSTGRES"
 
 

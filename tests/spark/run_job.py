@@ -10,6 +10,7 @@ from pathlib import Path
 from pyspark.sql import SparkSession
 
 from seqdedupe.errors import SeqdedupeError
+from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe_spark.job.rounds import JobConfig, ReaderJob
 from seqdedupe_spark.session import start_session
 from tests.spark import class_data
@@ -50,7 +51,7 @@ class Driver:
 
     def wait(self) -> str:
         """What it has printed when it has ended: how many messages it read and rows it wrote, or an error's reason."""
-        return self.process.communicate(timeout=240)[0].strip()
+        return self.process.communicate(timeout=LAST_RESORT_SECONDS)[0].strip()
 
 
 def run_with_checkpoint(spark: SparkSession, job: ReaderJob, checkpoint: Path) -> None:

@@ -22,9 +22,9 @@ from threading import Thread
 
 import pytest
 
-from seqdedupe.testing import reserved_port
+from seqdedupe.testing import LAST_RESORT_SECONDS, reserved_port
 
-START_TIMEOUT_SECONDS = 120.0
+START_TIMEOUT_SECONDS = LAST_RESORT_SECONDS
 BUCKET = "lake"
 KEY = "theaccesskeyoftests"
 _PARTS = ("master", "volume", "filer", "s3")

@@ -21,7 +21,7 @@ from seqdedupe.log.embedded.logs import EmbeddedLogs
 from seqdedupe.message_id import MessageId, Position
 from seqdedupe.message_ids import MessageIds
 from seqdedupe.names import topic_name
-from seqdedupe.testing import Sidecar
+from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from seqdedupe_spark import audit_job
 from seqdedupe_spark.audit.ranges import EXAMPLES
 from seqdedupe_spark.audit.report import TopicReport
@@ -163,7 +163,7 @@ async def write_logs(folder: Path, histories: dict[int, list[Told]]) -> None:
         for told in history:
             one = batch(told.rows, links=told.links)
             log.append(one.encode(), len(one), len(replace(one, payloads=Binary()).encode()))
-        await asyncio.wait_for(done.wait(), 120)
+        await asyncio.wait_for(done.wait(), LAST_RESORT_SECONDS)
     await logs.close()
 
 

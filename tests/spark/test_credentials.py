@@ -13,7 +13,7 @@ from pyspark.sql import SparkSession
 from seqdedupe.client import Credentials
 from seqdedupe.client.blocking import Client
 from seqdedupe.errors import ConfigurationError
-from seqdedupe.testing import Sidecar
+from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from seqdedupe_spark import audit_job, bootstrap_job
 from seqdedupe_spark.command import run_command
 from seqdedupe_spark.options import parse
@@ -134,7 +134,7 @@ def test_a_job_leaves_the_token_nowhere(guarded: Sidecar, authority: Authority, 
         env=os.environ | QUICK | environment,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=LAST_RESORT_SECONDS,
     )
     assert done.returncode == 0, done.stderr
     assert token not in done.stdout + done.stderr

@@ -28,7 +28,7 @@ from seqdedupe.errors import (
 )
 from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name
-from seqdedupe.testing import Sidecar
+from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from seqdedupe_spark import planning
 from seqdedupe_spark.job import rounds
 from seqdedupe_spark.job.operations import positions_of, reset_position
@@ -556,7 +556,7 @@ def test_trimmed_messages_are_an_error_or_skipped(
         given = replace(config(address, database, topic, maxOffsetsPerTrigger=5), deduplicate=True)
         assert ReaderJob(SESSION, given, without_value).run_round().read == 5
         client.admin.snapshot(topic)
-        until = time.monotonic() + 120
+        until = time.monotonic() + LAST_RESORT_SECONDS
         while not (first := client.ends(topic).first_index):
             assert time.monotonic() < until
             time.sleep(0.01)

@@ -12,6 +12,7 @@ import psutil
 import pyspark
 import pytest
 
+from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe_spark.session import workers_path
 from tests.processes import running
 from tests.spark.jobs import Gate, postgres_database
@@ -85,6 +86,6 @@ def test_an_executor_is_lost_and_each_message_is_written_once(
     assert read == written == sum(BOTH.values())
     all_are_there(database)
     gate.open()
-    assert psutil.wait_procs([stalled], timeout=120)[0]
+    assert psutil.wait_procs([stalled], timeout=LAST_RESORT_SECONDS)[0]
     all_are_there(database)
     assert all(list((tmp_path / str(number)).glob("app-*/*")) for number in range(2))

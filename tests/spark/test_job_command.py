@@ -16,7 +16,7 @@ from pyspark.errors import PySparkException
 from seqdedupe.cli.job import job
 from seqdedupe.client.blocking import Client
 from seqdedupe.errors import SeqdedupeError
-from seqdedupe.testing import Sidecar
+from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from seqdedupe_spark import reader_job
 from seqdedupe_spark.command import run_command
 from seqdedupe_spark.job.positions import Positions
@@ -118,7 +118,7 @@ def test_follows_as_a_streaming_query_until_it_is_told_to_stop(
         assert process.poll() is None
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=240)
+    out, err = process.communicate(timeout=LAST_RESORT_SECONDS)
     assert process.returncode == 0, err
     found = json.loads(out)
     assert (found["read"], found["written"], found["lag"], list(found["topics"])) == (150, 150, 0, [topic])
@@ -137,7 +137,7 @@ def test_sigterm_ends_a_job_whose_sidecar_is_away(sidecar: Sidecar, tmp_path: Pa
         if "waiting: no connection to the sidecar" in line:
             break
     process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=240)
+    out, err = process.communicate(timeout=LAST_RESORT_SECONDS)
     assert process.returncode == 0, err
     assert json.loads(out)["written"] == 10
 
@@ -256,7 +256,7 @@ def test_sigterm_before_the_sidecar_was_reached(tmp_path: Path) -> None:
         if "waiting: no connection to the sidecar" in line:
             break
     process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=240)
+    out, err = process.communicate(timeout=LAST_RESORT_SECONDS)
     assert process.returncode == 1, err
     assert (json.loads(out)["lag"], json.loads(out)["read"]) == (None, 0)
 

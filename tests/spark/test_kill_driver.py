@@ -6,12 +6,13 @@ from pathlib import Path
 import pytest
 from pyspark.sql import SparkSession
 
+from seqdedupe.testing import LAST_RESORT_SECONDS
 from tests.spark.jobs import Gate, sqlite_database
 from tests.spark.killing import a_successor_finishes, kill_drivers
 from tests.spark.killing import address as address
 from tests.spark.killing import gates as gates
 
-pytestmark = pytest.mark.timeout(1200)  # several drivers start one after the other
+pytestmark = pytest.mark.timeout(2 * LAST_RESORT_SECONDS)  # several drivers start one after the other
 
 
 def test_killed_with_a_checkpoint_and_started_again_with_it(

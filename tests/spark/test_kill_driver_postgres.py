@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from pyspark.sql import SparkSession
 
+from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe_spark.job.rounds import ReaderJob
 from tests.spark.jobs import Gate, postgres_database, select
 from tests.spark.killing import a_successor_finishes, all_are_there, config, gated, kill_drivers
@@ -18,7 +19,7 @@ from tests.spark.killing import gates as gates
 from tests.spark.postgres import postgres_url as postgres_url
 from tests.spark.run_job import Driver
 
-pytestmark = pytest.mark.timeout(1200)  # several drivers start one after the other
+pytestmark = pytest.mark.timeout(2 * LAST_RESORT_SECONDS)  # several drivers start one after the other
 
 
 def test_killed_without_a_checkpoint_and_with_one_that_is_deleted(

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from pyspark.sql import SparkSession
 
+from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe_spark.job.rounds import ReaderJob
 from tests.spark.jobs import delta_database, select
 from tests.spark.killing import BOTH, all_are_there, config
@@ -16,7 +17,7 @@ from tests.spark.s3 import between as between
 from tests.spark.s3 import lake as lake
 from tests.spark.s3 import s3 as s3
 
-LIMIT_SECONDS = 240
+LIMIT_SECONDS = LAST_RESORT_SECONDS
 
 
 def test_a_commit_of_a_killed_driver_comes_behind_its_successor(

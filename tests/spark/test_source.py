@@ -29,7 +29,7 @@ from seqdedupe.client.stored import Message
 from seqdedupe.errors import ConfigurationError, NotFoundError, PositionError, SeqdedupeError
 from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name
-from seqdedupe.testing import Sidecar
+from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from seqdedupe_spark.columns import SCHEMA
 from seqdedupe_spark.offsets import NOTHING_YET, Offsets, as_texts, offset_after, positions_in
 from seqdedupe_spark.ranges import Range
@@ -608,7 +608,7 @@ def trimmed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Source, 
                     producer.flush()  # a segment is left behind between two writes
                 producer.send_batch([value + bytes(PAYLOAD_BYTES) for value in numbers(first, first + 2)])
         client.admin.snapshot("t")
-        until = time.monotonic() + 120
+        until = time.monotonic() + LAST_RESORT_SECONDS
         while not client.ends("t").first_index:
             assert time.monotonic() < until
             time.sleep(0.01)

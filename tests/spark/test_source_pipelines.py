@@ -20,7 +20,7 @@ from pyspark.errors import PySparkException
 from pyspark.sql.connect.session import SparkSession
 
 from seqdedupe.client import Credentials, blocking
-from seqdedupe.testing import Sidecar, reserved_port
+from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar, reserved_port
 from seqdedupe_spark.session import workers_path
 from tests.certificates import Authority
 from tests.processes import running
@@ -29,7 +29,7 @@ from tests.spark.run_job import QUICK_JVM
 from tests.spark.test_credentials import authority as authority
 from tests.spark.test_credentials import guarded as guarded
 
-TIMEOUT_SECONDS = 400
+TIMEOUT_SECONDS = LAST_RESORT_SECONDS
 COUNT = 100
 PAYLOADS = [b"%d" % i for i in range(COUNT)]
 ONCE: Counter[bytes | None] = Counter(PAYLOADS)

@@ -15,6 +15,7 @@ from seqdedupe.store.db import Store
 from seqdedupe.store.records import FORMAT_VERSION, LAST_INCARNATION, seal, topic_key
 from seqdedupe.store.snapshots import Snapshots
 from seqdedupe.store.topics import TopicRecord, TopicState
+from seqdedupe.testing import LAST_RESORT_SECONDS
 from tests.processes import running
 from tests.store.model import INCARNATION, State, delta, load, save, state_of, topic
 
@@ -159,7 +160,9 @@ for number in (1, 2):
 
 
 def test_under_a_narrow_umask_nobody_else_can_read_the_store(folder: Path) -> None:
-    subprocess.run([sys.executable, "-c", UMASK_077, str(folder / "made" / "store")], check=True, timeout=100)
+    subprocess.run(
+        [sys.executable, "-c", UMASK_077, str(folder / "made" / "store")], check=True, timeout=LAST_RESORT_SECONDS
+    )
     made = [folder, *folder.rglob("*")]
     assert len(made) > 8
     assert {str(path): path.stat().st_mode & 0o077 for path in made if path.stat().st_mode & 0o077} == {}

@@ -15,6 +15,7 @@ from seqdedupe.store.db import Store
 from seqdedupe.store.mark import Mark
 from seqdedupe.store.rocksdb import open_rocksdb
 from seqdedupe.store.snapshots import Snapshots
+from seqdedupe.testing import LAST_RESORT_SECONDS
 from tests.store.model import INCARNATION, State, delta, load, save, state_of, topic
 
 # Each script runs in a process of its own: the limit is the process's. A write beyond it fails with EFBIG.
@@ -24,6 +25,7 @@ from pathlib import Path
 from seqdedupe.errors import SeqdedupeError, UnavailableError
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Snapshots
+from seqdedupe.testing import LAST_RESORT_SECONDS
 from tests.store.model import INCARNATION, State, delta, save, state_of, topic
 
 FOLDER = Path(sys.argv[1])
@@ -32,7 +34,7 @@ def limit_files(size_bytes):
     resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, resource.RLIM_INFINITY))
 
 async def until_open(store):
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + LAST_RESORT_SECONDS
     while time.monotonic() < deadline:
         try:
             return store.opening
@@ -60,7 +62,7 @@ def run(script: str, folder: Path) -> str:
         [sys.executable, "-c", PRELUDE + textwrap.dedent(script), str(folder)],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=LAST_RESORT_SECONDS,
     )
     assert result.returncode == 0, result.stderr
     return result.stdout
@@ -162,7 +164,7 @@ class SyncFailsOnce:
 
 
 async def until_open(store: Store) -> None:
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(LAST_RESORT_SECONDS):
         while True:
             try:
                 store.topics()
@@ -233,7 +235,7 @@ async def test_a_store_that_turns_out_damaged_when_opened_again_says_so(
     (folder / "CURRENT").unlink()
     with pytest.raises(UnavailableError):
         store.topics()
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(LAST_RESORT_SECONDS):
         while True:
             try:
                 store.topics()

@@ -18,6 +18,7 @@ from seqdedupe.core.rule import DUP, NOT_DUP, UNKNOWN
 from seqdedupe.errors import SeqdedupeError, UnavailableError, error
 from seqdedupe.store.db import _Opening
 from seqdedupe.store.snapshots import Snapshots
+from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe.topic import attached
 from seqdedupe.topic.attached import AttachedTopic
 from seqdedupe.topic.attachment import Attachment, Columns
@@ -230,7 +231,7 @@ async def test_a_policy_that_could_not_be_stored_is_stored_when_the_store_is_bac
     with pytest.raises(UnavailableError):
         await topic.set_policy(REJECT)
     store.fail_at = 0
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(LAST_RESORT_SECONDS):
         while (loaded := Snapshots(store, incarnation).load()) is None or not loaded.policy:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     assert start(store, incarnation).policy == REJECT
@@ -291,7 +292,7 @@ class Process:
 
     async def until_attached(self, broker: Broker) -> None:
         """What cannot be written now is tried again in the background."""
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(LAST_RESORT_SECONDS):
             while True:
                 try:
                     broker.attach(await self.topics.get_or_create(NAME))

@@ -28,6 +28,7 @@ from seqdedupe.store import ids as stored_ids
 from seqdedupe.store.db import Store
 from seqdedupe.store.records import IDS, part_key
 from seqdedupe.store.snapshots import Loaded, Snapshots
+from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe.topic import logged
 from seqdedupe.topic.answers import Receipt, Refusal
 from seqdedupe.topic.frame import NumbersCache, check_by_id
@@ -202,7 +203,7 @@ async def test_originals_have_the_indexes_at_which_they_stand(place: Place) -> N
 
 
 async def until_serving(topic: Topic) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(LAST_RESORT_SECONDS):
         while topic.state is not State.SERVING:
             assert topic.state is not State.DAMAGED, topic.damage
             await topic.confirmed.wait()
@@ -462,5 +463,5 @@ async def test_control_a_planted_bug_doubles_or_loses(store: Store, bug: str, mo
 
 async def _histories(store: Store) -> None:
     for seed in range(20):
-        await asyncio.wait_for(history(Place(store), seed), 30)
+        await asyncio.wait_for(history(Place(store), seed), LAST_RESORT_SECONDS)
         await store.flush(Snapshots(store, INCARNATION).remove())

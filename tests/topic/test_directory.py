@@ -14,6 +14,7 @@ import pytest
 from seqdedupe.errors import SeqdedupeError, UnavailableError, error
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Delta, Snapshots
+from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe.topic.answers import Receipt, Refusal
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.frame import NumbersCache
@@ -101,7 +102,7 @@ class Process:
         return isinstance(answers[0], Receipt)
 
     async def until_published(self, sequence_id: int) -> None:
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(LAST_RESORT_SECONDS):
             while not await self.publish(sequence_id):  # noqa: ASYNC110
                 # Until the next try of what is tried again in the background.
                 await asyncio.sleep(0.01)
@@ -234,7 +235,7 @@ async def test_a_creation_whose_store_fails(process: Process, call: int) -> None
     assert (process.end is not None) == is_there
     process.store.is_broken = False
     process.store.fail_at = 0
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(LAST_RESORT_SECONDS):
         while True:
             try:
                 await process.topics.create(NAME, exists_ok=True)

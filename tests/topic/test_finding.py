@@ -11,6 +11,7 @@ from seqdedupe.errors import DamagedError, NotFoundError, UnavailableError, erro
 from seqdedupe.log.contract import LogName
 from seqdedupe.store.db import Store
 from seqdedupe.store.topics import LogKind
+from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe.topic import finding, partitioned
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.looking import Looking
@@ -22,7 +23,7 @@ from tests.log.faulty import FaultyLog, Storage
 from tests.topic.logs import MemoryLogs
 from tests.topic.publisher import Publisher, stored
 
-LIMIT_SECONDS = 60
+LIMIT_SECONDS = LAST_RESORT_SECONDS
 NAME = "persistent://public/default/t"
 
 Storages = dict[int, tuple[str, Storage]]

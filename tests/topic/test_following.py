@@ -10,6 +10,7 @@ import pytest
 from seqdedupe.errors import DamagedError
 from seqdedupe.log.contract import Records
 from seqdedupe.store.db import Store
+from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe.topic import following
 from seqdedupe.topic.following import TURNS_AT_ONCE, Followers, Turns, read_on
 from seqdedupe.topic.logged import LoggedTopic
@@ -24,7 +25,7 @@ from tests.topic.test_skip_damaged import damage
 
 __all__ = ["store"]
 
-WAIT_SECONDS = 120
+WAIT_SECONDS = LAST_RESORT_SECONDS
 ROWS = 3
 FOLLOWERS = 20
 

@@ -19,6 +19,7 @@ from seqdedupe.format.jit import Int64s
 from seqdedupe.log.embedded.logs import EmbeddedLogs
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Snapshots
+from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe.topic import control, inactivity
 from seqdedupe.topic.answers import Receipt, Refusal
 from seqdedupe.topic.frame import NumbersCache
@@ -85,7 +86,7 @@ class Scene:
             await self.topic.inactivity.look()
 
     async def until(self, holds: Callable[[], bool]) -> None:
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(LAST_RESORT_SECONDS):
             while not holds():  # noqa: ASYNC110 (the topic's tasks go on beside)
                 await asyncio.sleep(0.001)
 
@@ -233,7 +234,8 @@ async def test_a_dup_is_a_use(scene: Scene) -> None:
 async def test_a_connected_stream_keeps_all_that_it_ever_used(scene: Scene) -> None:
     """Ten thousand names, each sent once: what a stream sends afterwards does not matter. It costs nothing more."""
     names = [f"n{i}" for i in range(10_000)]
-    await scene.open(*names, "other")
+    await scene.open(*names)
+    await scene.open("other")
     cache = scene.topic.connect()
     for first in range(0, len(names), 1000):
         await scene.send(*[(name, 1) for name in names[first : first + 1000]], cache=cache)
@@ -678,7 +680,7 @@ async def test_retention_states_again_what_is_in_force_and_nothing_that_was_forg
     for part in range(4):
         await send("filler", filler, 1 + 10 * part, 10, stream)
         await topic.snapshot()
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(LAST_RESORT_SECONDS):
             while topic.log.first_index < 10 * part:  # noqa: ASYNC110 (retention goes on beside the snapshot)
                 await asyncio.sleep(0.01)
         expected = {"filler": 10 * part + 10, "old": 2, "again": 1}

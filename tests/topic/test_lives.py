@@ -9,6 +9,7 @@ import pytest
 
 from seqdedupe.errors import UnavailableError, error
 from seqdedupe.store.topics import LogKind
+from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe.topic import lives, partitioned
 from seqdedupe.topic.policy import Policy
 from tests.topic.test_directory import Process
@@ -37,7 +38,7 @@ class Held(Process):
             self.most = max(self.most, self.now)
             if self.begun >= self.at_least:
                 enough.set()
-            async with asyncio.timeout(120):
+            async with asyncio.timeout(LAST_RESORT_SECONDS):
                 await enough.wait()
             try:
                 if number == self.fails:

@@ -11,6 +11,7 @@ from seqdedupe.errors import FencedError, InvalidRequestError, UnavailableError
 from seqdedupe.log.embedded.logs import EmbeddedLogs
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Snapshots
+from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe.topic import control, originals
 from seqdedupe.topic.answers import Receipt, Refusal
 from seqdedupe.topic.flight import LISTED_AT_ONCE, Flight
@@ -125,7 +126,7 @@ async def test_a_reset_that_the_log_refuses_has_done_nothing(scene: Scene) -> No
     scene.log.refuse()
     with pytest.raises(UnavailableError, match="no room"):
         await resetting
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(LAST_RESORT_SECONDS):
         while scene.topic.state is not State.SERVING:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
     answers = scene.send(("a", 10), link=9)

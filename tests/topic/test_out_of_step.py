@@ -17,6 +17,7 @@ from seqdedupe.core.id_window import IdWindow
 from seqdedupe.core.producers import Producers
 from seqdedupe.core.rule import DUP
 from seqdedupe.store.db import Store
+from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe.topic import admission, by_id, publishing
 from seqdedupe.topic.answers import Receipt, Refusal
 from seqdedupe.topic.counters import Counters
@@ -73,7 +74,7 @@ BY_ID = {
 
 
 async def until_serving(topic: Topic) -> None:
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(LAST_RESORT_SECONDS):
         while topic.state is not State.SERVING:
             assert topic.state is not State.DAMAGED, topic.damage
             await topic.confirmed.wait()
@@ -116,7 +117,7 @@ async def test_no_id_is_in_flight_for_ever(
 
 async def settled(log: FaultyLog, topic: Topic) -> None:
     """All that was handed over is in the log, and the topic serves."""
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(LAST_RESORT_SECONDS):
         for _ in range(3):
             log.settle()
             await asyncio.sleep(0)

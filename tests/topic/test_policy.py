@@ -14,6 +14,7 @@ from seqdedupe.log.contract import Retention
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Snapshots
 from seqdedupe.store.topics import LogKind
+from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe.topic.answers import Receipt, Refusal
 from seqdedupe.topic.frame import NumbersCache
 from seqdedupe.topic.namespaces import Namespaces
@@ -97,7 +98,7 @@ def one(name: str, value: Any) -> Policy:
 
 
 async def until(condition: Any) -> None:
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(LAST_RESORT_SECONDS):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.001)
 

@@ -14,6 +14,7 @@ from seqdedupe.log.embedded.logs import EmbeddedLogs
 from seqdedupe.message_id import MessageId, Position
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Snapshots
+from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe.topic.answers import Receipt, Refusal
 from seqdedupe.topic.control import Purge, Sessions, decode, encode, runs
 from seqdedupe.topic.cursors import NamedCursor
@@ -86,7 +87,7 @@ async def test_a_rebuilt_store_knows_all_that_was_in_force(logs: EmbeddedLogs, t
         assert isinstance(await publish(topic, "filler", filler, i, i - 1), Receipt)
     term = topic.term
     await topic.snapshot()
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(LAST_RESORT_SECONDS):
         while topic.log.first_index < 20:  # noqa: ASYNC110 (retention goes on beside the snapshot)
             await asyncio.sleep(0.01)
     await topic.close("")
@@ -155,7 +156,7 @@ async def test_open_works_while_the_store_is_down_and_a_failed_one_fences_nobody
         await opening
     with pytest.raises(UnavailableError):
         await resuming
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(LAST_RESORT_SECONDS):
         while topic.state is not State.SERVING:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
     assert (await open_sessions(topic, ["p"], [epoch])).refusals == {}

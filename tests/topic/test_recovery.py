@@ -16,6 +16,7 @@ from seqdedupe.log.contract import Entries
 from seqdedupe.message_id import Position
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Snapshots
+from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe.topic import settling
 from seqdedupe.topic.answers import Receipt, Refusal
 from seqdedupe.topic.broadcast import Broadcast
@@ -89,7 +90,7 @@ async def publish(topic: Topic, *ids: int) -> list[Receipt | Refusal]:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(LAST_RESORT_SECONDS):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.001)
 

@@ -10,6 +10,7 @@ import pytest
 
 from seqdedupe.errors import SeqdedupeError, UnavailableError
 from seqdedupe.store.snapshots import Snapshots
+from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe.topic import renewing
 from seqdedupe.topic.saved import saved
 from seqdedupe.topic.state import State
@@ -29,7 +30,7 @@ async def process(tmp_path: Path) -> AsyncIterator[Process]:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(LAST_RESORT_SECONDS):
         while not condition():  # noqa: ASYNC110 (until the next try of what is tried again in the background)
             await asyncio.sleep(0.01)
 
@@ -184,7 +185,7 @@ async def test_a_brokers_topic_whose_record_cannot_be_written(tmp_path: Path, fa
             await retry
     store.is_broken = False
     reasons = {""}
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(LAST_RESORT_SECONDS):
         while topics.all() == []:
             # TOPIC_EXISTS: the record says DELETING, and is just being removed.
             reasons |= set(await outcomes(renewing.renew(topics, "t", incarnation, snapshot)))

@@ -16,6 +16,7 @@ from seqdedupe.limits import MAX_PLACE_BYTES
 from seqdedupe.message_id import MessageId, Position
 from seqdedupe.store.records import DELTA, part_key
 from seqdedupe.store.snapshots import Loaded
+from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe.topic import renewing
 from seqdedupe.topic.answers import Receipt, Refusal
 from seqdedupe.topic.attached import AttachedTopic
@@ -180,7 +181,7 @@ async def test_a_topic_whose_records_are_damaged_is_mended(
     damage(process)
     await process.restart()
     if is_given_up:
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(LAST_RESORT_SECONDS):
             while process.topics.look_at(NAME).state is not State.DAMAGED:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
     with pytest.raises(SeqdedupeError):
@@ -289,7 +290,7 @@ async def test_a_store_that_fails(process: Process, fail_at: int, from_log: bool
         # It was durable; the snapshot after it was not.
         await renew(process, snapshot)
     process.store.fail_at, process.store.is_broken = 0, False
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(LAST_RESORT_SECONDS):
         while process.topics.look_at(NAME).state is not State.SERVING:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     assert known(process) == before

@@ -14,6 +14,7 @@ from seqdedupe.errors import OutcomeUnknownError, SeqdedupeError, UnavailableErr
 from seqdedupe.format.headers import TOKEN_BYTES
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Snapshots
+from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe.topic import recovery, standby, trimming
 from seqdedupe.topic.following import read_on
 from seqdedupe.topic.keeping_away import FIRST_SECONDS, LONGEST_SECONDS, KeepingAway
@@ -29,7 +30,7 @@ from tests.log.faulty import FaultyLog, Storage
 from tests.topic.publisher import FRAME_ROWS, Publisher, stored
 
 INCARNATION = 5
-LIMIT_SECONDS = 120
+LIMIT_SECONDS = LAST_RESORT_SECONDS
 ENTRIES_INTERVAL = 5
 
 

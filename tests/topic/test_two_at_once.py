@@ -10,6 +10,7 @@ import pytest
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Loaded
+from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe.topic import renewing
 from seqdedupe.topic.saved import saved
 from seqdedupe.topic.state import State
@@ -96,7 +97,7 @@ async def test_retention_goes_on_while_a_snapshot_is_imported(
     await topic.snapshot()
     with pytest.raises(SeqdedupeError, match="POSITION_TRIMMED"):
         await renewing.renew(process.topics, NAME, topic.incarnation, snapshot)
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(LAST_RESORT_SECONDS):
         while process.topics.look_at(NAME).state is not State.SERVING:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     assert known(process) == before
@@ -113,7 +114,7 @@ async def test_a_lost_topic_whose_import_fails_leaves_nothing(tmp_path: Path, fa
     with pytest.raises(SeqdedupeError, match="STORE_UNAVAILABLE"):
         await renewing.renew(topics, "t", incarnation, snapshot)
     store.fail_at, store.is_broken = 0, False
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(LAST_RESORT_SECONDS):
         while store.topics():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     assert topics.all() == []

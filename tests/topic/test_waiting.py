@@ -10,6 +10,7 @@ import pytest
 
 from seqdedupe.errors import DamagedError, InvalidRequestError, SeqdedupeError, UnavailableError, error
 from seqdedupe.names import partition_name
+from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe.topic import partitioned, waiting
 from seqdedupe.topic.answers import Receipt
 from seqdedupe.topic.closed import Closed
@@ -106,7 +107,7 @@ async def process(tmp_path: Path, patient: None) -> AsyncIterator[Counted]:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(LAST_RESORT_SECONDS):
         while not condition():  # noqa: ASYNC110 (until others have had their turn)
             await asyncio.sleep(0.01)
 

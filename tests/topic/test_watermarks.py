@@ -21,6 +21,7 @@ from seqdedupe.log.embedded.inspection import Intact
 from seqdedupe.log.embedded.logs import EmbeddedLogs
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Snapshots
+from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe.topic import control
 from seqdedupe.topic.answers import Receipt, Refusal
 from seqdedupe.topic.attached import AttachedTopic
@@ -226,7 +227,7 @@ async def test_a_log_that_fails_at_any_record(stores: Callable[[], Store], at: i
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(LAST_RESORT_SECONDS):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0)
 

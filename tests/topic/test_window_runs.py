@@ -23,6 +23,7 @@ from seqdedupe.store import rocksdb
 from seqdedupe.store.db import Store
 from seqdedupe.store.records import RUN, part_key
 from seqdedupe.store.snapshots import Snapshots
+from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe.topic import window_runs
 from seqdedupe.topic.answers import Receipt, Refusal
 from seqdedupe.topic.frame import NumbersCache
@@ -159,7 +160,7 @@ async def test_runs_that_go_while_they_are_read_are_looked_up_again(
 
     def read_pages(*arguments: Any) -> Any:
         monkeypatch.setattr(window_runs, "read_pages", real)
-        asyncio.run_coroutine_threadsafe(merged(), loop).result(60)
+        asyncio.run_coroutine_threadsafe(merged(), loop).result(LAST_RESORT_SECONDS)
         return real(*arguments)
 
     async def merged() -> None:
@@ -266,7 +267,7 @@ async def test_the_largest_window_gives_way(store: Store) -> None:
         place.send(*ids[first : first + 1000])
         place.log.settle()
     window = window_of(place)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(LAST_RESORT_SECONDS):
         await place.topic.snapshot()
         while place.memory._moving is not None:
             await asyncio.wait({place.memory._moving})
@@ -480,7 +481,7 @@ async def _close_while_a_run_is_built(
 
     def waits(*arguments: Any) -> Any:
         loop.call_soon_threadsafe(reached.set)
-        closed.wait(120)
+        closed.wait(LAST_RESORT_SECONDS)
         return real(*arguments)
 
     with monkeypatch.context() as patched:
@@ -640,5 +641,5 @@ async def test_control_a_planted_bug_doubles_or_loses(store: Store, bug: str, mo
 
 async def _histories(store: Store) -> None:
     for seed in range(12):
-        await asyncio.wait_for(history(SmallPlace(store), seed), 60)
+        await asyncio.wait_for(history(SmallPlace(store), seed), LAST_RESORT_SECONDS)
         await store.flush(Snapshots(store, INCARNATION).remove())

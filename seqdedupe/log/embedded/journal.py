@@ -15,7 +15,7 @@ from seqdedupe.errors import SeqdedupeError
 from seqdedupe.files import sync_folder, write_all
 from seqdedupe.format import journal
 from seqdedupe.format.journal import Part
-from seqdedupe.log.embedded.replaying import Replay, forget, journal_path
+from seqdedupe.log.embedded.replaying import Replay, journal_path
 from seqdedupe.log.embedded.writer import Written
 
 logger = logging.getLogger("seqdedupe.log")
@@ -46,6 +46,8 @@ class Journal:
         self._rests = False
         self._file: int | None = None
         self._path = Path()
+        self._is_begun = False
+        """Whether it is said elsewhere that there is such a file."""
         self._end = 0
         self._number = 0
         """That of the last round, also if it was refused."""
@@ -87,6 +89,9 @@ class Journal:
             )
             write_all(file, raw, self._end)
             os.fdatasync(file)
+            if not self._is_begun:
+                self._replay.begun(self._number)
+                self._is_begun = True
         except (OSError, SeqdedupeError) as e:
             logger.warning("the journal %s rests, and each segment is synced by itself: %s", self._folder, e)
             self._rests = True
@@ -118,7 +123,7 @@ class Journal:
         try:
             while self._to_forget and self._to_forget[0][0] <= number:
                 last, path = self._to_forget[0]
-                forget(self._folder, last, [path])
+                self._replay.forget(last, [path])
                 self._forgotten = last
                 self._to_forget.popleft()
         except OSError as e:
@@ -152,7 +157,7 @@ class Journal:
             except OSError:
                 os.close(file)
                 raise
-            self._file, self._path, self._end = file, path, 0
+            self._file, self._path, self._end, self._is_begun = file, path, 0, False
         return self._file
 
 

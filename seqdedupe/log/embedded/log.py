@@ -201,7 +201,7 @@ class EmbeddedLog:
         segments = self._reader.segments
         if news.base_index != segments[-1].base_index:
             segments.append(Segment(self._folder, self.identity, news.base_index, 0))
-        segments[-1].grow(news.end, news.points)
+        segments[-1].grow(news.end, news.points, news.control_bytes)
         self._reader.next_index = news.next_index
         opening = news.opening
         if opening.opened:
@@ -265,15 +265,31 @@ class EmbeddedLog:
     async def may_trim_to(self, covered_index: int, retention: Retention) -> int:
         segments = list(self._reader.segments)
         size_bytes, age_ms = retention
-        left = sum(segment.end for segment in segments)
+        too_many = 0 if size_bytes is None else await self._too_many(segments, size_bytes)
         count = 0
         while count + 1 < len(segments) and segments[count + 1].base_index < covered_index:
-            left -= segments[count].end
-            is_too_much = size_bytes is not None and left >= size_bytes
+            is_too_much = count < too_many
             if not is_too_much and not (age_ms is not None and await self._is_older(segments[count + 1], age_ms)):
                 break
             count += 1
         return segments[count].base_index
+
+    async def _too_many(self, segments: list[Segment], size_bytes: int) -> int:
+        """How many of the oldest segments may go, so that the messages of the others take so many bytes.
+
+        Messages alone count: whoever may have control records written, by moving a cursor, must not have messages go.
+        """
+        if sum(segment.end for segment in segments[1:]) < size_bytes:
+            return 0
+        left = 0
+        try:
+            for count in range(len(segments) - 1, 0, -1):
+                left += await self._reader.message_bytes(segments[count])
+                if left >= size_bytes:
+                    return count
+        except SeqdedupeError as e:
+            logger.warning("%s: retention by size has stopped: %s", self._folder, e)
+        return 0
 
     async def _is_older(self, following: Segment, age_ms: int) -> bool:
         """Whether all before a segment is older than that: the segment's own first message is."""

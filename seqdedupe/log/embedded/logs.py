@@ -1,10 +1,11 @@
 """All embedded logs of a sidecar: one folder, in which each log has a folder of its own."""
 
 import asyncio
+import logging
 import os
 import re
 import shutil
-from collections.abc import AsyncIterator, Callable, Container, Sequence
+from collections.abc import AsyncIterator, Callable, Container, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -27,6 +28,8 @@ from seqdedupe.log.embedded.tail import Tail, base_indexes, open_segments
 from seqdedupe.log.embedded.window import ReadAhead
 from seqdedupe.names import topic_name
 
+logger = logging.getLogger("seqdedupe.log")
+
 DEFAULT_SEGMENT_BYTES = 128 * 1024 * 1024
 READ_THREADS = 4
 
@@ -41,7 +44,8 @@ class EmbeddedLogs:
     `clock_ms` gives publish times. `fatal` is called, in a thread, with a reason when what is on the disk is not
     known any more: it must end the process. A new segment is begun when the last one exceeds `segment_bytes`; retention
     drops whole ones. `tell_journal` is given, in a thread, what the next process has to be given as `has_journal`: with
-    it a journal that is missing is damage. `gives_up_journal`: damage in the journal is passed over.
+    it a journal that is missing is damage. `gives_up_journal`: damage in the journal is passed over. `known_names` are
+    the topics, with their numbers of partitions, of logs that somebody else knows too: in a thread.
     """
 
     def __init__(
@@ -54,8 +58,10 @@ class EmbeddedLogs:
         has_journal: bool = False,
         tell_journal: Callable[[bool], None] = lambda has_journal: None,
         gives_up_journal: bool = False,
+        known_names: Callable[[], Mapping[int, tuple[str, int]]] = dict,
     ) -> None:
         self._folder = folder
+        self._known_names = known_names
         self._fatal = fatal
         self._committer: Committer | None = None
         self._open: dict[int, EmbeddedLog] = {}
@@ -86,9 +92,9 @@ class EmbeddedLogs:
         return self._committer
 
     async def list(self, without: Container[str] = ()) -> list[LogName]:
-        """See `Logs.list`."""
+        """See `Logs.list`. A log that does not say its topic any more says it again if somebody else knows it."""
         try:
-            return await self._in_thread(_names, self._folder, self._replay)
+            return await self._in_thread(_names, self._folder, self._replay, self._known_names())
         except OSError as e:
             raise unreadable(self._folder, e) from e
 
@@ -249,24 +255,57 @@ def create_log(folder: Path, topic: str, secret: bytes, partitions: int = 0) -> 
     folder.mkdir(parents=True, exist_ok=True)
     if not base_indexes(folder):
         write_synced(folder / SECRET_FILE, secret)
-        said = f"{topic}\n{partitions} partitions\n" if partitions else topic
-        write_synced(folder / TOPIC_FILE, said.encode())
+        write_synced(folder / TOPIC_FILE, _saying(topic, partitions))
         # Last: a log with a segment has all that it needs.
         os.close(os.open(segment_path(folder, 0), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644))
     for made in (folder, folder.parent, folder.parent.parent):
         sync_folder(made)
 
 
-def _names(folder: Path, replay: Replay) -> list[LogName]:
+def _names(folder: Path, replay: Replay, known: Mapping[int, tuple[str, int]]) -> list[LogName]:
     if not folder.exists():
         return []
     unfinished = set[int]()
     with suppress(OSError):  # whoever is opened meets it too, and is tried again
         unfinished = replay.left()
-    return [
-        LogName(incarnation, *said_by(folder / str(incarnation)), is_unfinished=incarnation in unfinished)
-        for incarnation in incarnations(folder)
-    ]
+    return [_name(folder, incarnation, incarnation in unfinished, known) for incarnation in incarnations(folder)]
+
+
+def _name(folder: Path, incarnation: int, is_unfinished: bool, known: Mapping[int, tuple[str, int]]) -> LogName:
+    """One log of which nothing can be read keeps no other from being used."""
+    path = folder / str(incarnation) / TOPIC_FILE
+    topic, partitions, why = None, 0, None
+    try:
+        topic, partitions = said_by(path.parent)
+    except DamagedError as e:
+        why = e
+    except OSError as e:
+        # Written again it might be two files: the disk may only fail for a moment.
+        return LogName(incarnation, None, is_unfinished=is_unfinished, why=_without_name(path, unreadable(path, e)))
+    if topic is None and incarnation in known:
+        topic, partitions = known[incarnation]
+        is_lost = why or "it is missing or empty"
+        logger.warning("%s is written again, as the store knows it, %s: %s", path, topic, is_lost)
+        with suppress(OSError):
+            write_synced(path, _saying(topic, partitions))
+    elif why is not None:
+        why = _without_name(path, why)
+    return LogName(incarnation, topic, partitions, is_unfinished=is_unfinished, why=None if topic else why)
+
+
+def _without_name(path: Path, why: SeqdedupeError) -> SeqdedupeError:
+    """For the case that the store does not know the name either."""
+    log, logs = path.parent, path.parent.parent
+    hint = (
+        "The sidecar does not start, and nothing was changed. Put the file back from a backup; or set this log aside, "
+        f"and start again without its topic: mv {log} {logs.parent / f'set-aside-{log.name}'}"
+    )
+    return error(why.reason, why.message, hint=hint, file=path)
+
+
+def _saying(topic: str, partitions: int) -> bytes:
+    """The bytes of TOPIC_FILE."""
+    return (f"{topic}\n{partitions} partitions\n" if partitions else topic).encode()
 
 
 def incarnations(folder: Path) -> list[int]:

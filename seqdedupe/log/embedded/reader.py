@@ -22,6 +22,7 @@ from seqdedupe.log.embedded.segment import (
     INLINE_BYTES,
     OWNER,
     POINT_INTERVAL_BYTES,
+    SCAN_BYTES,
     START,
     TIME_MS,
     Identity,
@@ -240,6 +241,16 @@ class Reader:
             if one.points:
                 return one.points[0].publish_time_ms < publish_time_ms
         return False
+
+    async def message_bytes(self, segment: Segment) -> int:
+        """What a segment holds but for control records and markers. One that was not read since the log was opened is
+        read, once."""
+        offset, index = segment.before_offset(segment.indexed_end)
+        while segment.indexed_end < segment.end:
+            if (piece := await self._piece(segment, offset, index, SCAN_BYTES, past=ANYWHERE)) is None:
+                break
+            offset, index = piece.end, piece.next_index(index)
+        return segment.end - segment.control_bytes
 
     async def _find(
         self,

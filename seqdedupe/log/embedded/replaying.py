@@ -19,7 +19,16 @@ from seqdedupe.files import sync_folder, write_all
 from seqdedupe.format import journal, records
 from seqdedupe.format.journal import Part, Round
 from seqdedupe.format.tag import NO_KEY, SECRET_BYTES, key_of
-from seqdedupe.log.embedded.segment import END, START, Identity, damaged, read_piece, scan_bytes, segment_path
+from seqdedupe.log.embedded.segment import (
+    END,
+    START,
+    Identity,
+    damaged,
+    read_piece,
+    scan_bytes,
+    segment_path,
+    unreadable,
+)
 from seqdedupe.log.embedded.tail import base_indexes
 
 logger = logging.getLogger("seqdedupe.log")
@@ -30,6 +39,9 @@ SUFFIX = ".journal"
 KEPT_SUFFIX = ".kept"
 SECRET_FILE = "secret"
 FORGOTTEN_FILE = "forgotten"
+BEGUN_FILE = "journal-begun"
+"""In the folder of the logs: the number of the first confirmed round in the journal's newest file, which has to be
+there. Later rounds tell of any other file that is lost."""
 DAMAGED_READS = 2
 """So many in a row are believed."""
 _NUMBER_BYTES, _CRC_BYTES = 8, 4
@@ -42,13 +54,6 @@ _HINT = (
 def journal_path(folder: Path, number: int) -> Path:
     """The file whose first round has this number."""
     return folder / f"{number:020d}{SUFFIX}"
-
-
-def forget(folder: Path, number: int, files: list[Path]) -> None:
-    """Rounds up to this number count no more, durable before the files go. Raises OSError."""
-    _write_in_place(folder / FORGOTTEN_FILE, _sealed(number))
-    for path in files:
-        path.unlink(missing_ok=True)
 
 
 class Replay:
@@ -69,6 +74,9 @@ class Replay:
         self.highest = 0
         """No round so far had a higher number."""
         self._lock = threading.Lock()
+        self._begun = 0
+        """What stands in BEGUN_FILE; 0 if no file needs to be there."""
+        self._begun_lock = threading.Lock()
         self._is_read = False
         self._damaged_reads = 0
         """In a row."""
@@ -108,7 +116,7 @@ class Replay:
             self._read()
             if why := self._why.get(incarnation):
                 # Read again when it is asked for again: one bad read is no damage. But not once more for each log.
-                self._is_read = self._damaged_reads >= DAMAGED_READS
+                self._is_read = isinstance(why, DamagedError) and self._damaged_reads >= DAMAGED_READS
                 raise why
             return list(self._parts.get(incarnation, ()))
 
@@ -151,9 +159,32 @@ class Replay:
             sync_folder(self.folder)
             # A round that a power cut has torn, or that was refused, has a number too.
             self.highest += 1
-            forget(self.folder, self.highest, self._files)
+            self.forget(self.highest, self._files)
             self._files = []
             return True
+
+    def begun(self, number: int) -> None:
+        """The newest file has its first confirmed round, which is missed from now on if it is lost. Durable on return.
+        Raises OSError."""
+        with self._begun_lock:
+            self._tell_begun(number)
+
+    def forget(self, number: int, files: list[Path]) -> None:
+        """Rounds up to this number count no more, durable before the files go. Raises OSError."""
+        _write_in_place(self.folder / FORGOTTEN_FILE, _sealed(number))
+        with self._begun_lock:
+            if 0 < self._begun <= number:
+                self._tell_begun(0)
+        for path in files:
+            path.unlink(missing_ok=True)
+
+    def _tell_begun(self, number: int) -> None:
+        path = self._logs_folder / BEGUN_FILE
+        is_new = not path.exists()
+        _write_in_place(path, _sealed(number))
+        if is_new:
+            sync_folder(self._logs_folder)
+        self._begun = number
 
     def _forget_log(self, incarnation: int) -> None:
         self._done.add(incarnation)
@@ -186,9 +217,10 @@ class Replay:
         self._parts.clear()
         self._why.clear()
         self.given_up.clear()
+        self.highest = self._begun = self._read_begun()
         if self.folder.exists():
             self._read_all()
-        elif self._is_expected:
+        elif self._is_expected or self._begun:
             self._damage_all(self.folder, "the journal is missing")
         for what in self.given_up:
             logger.error("%s: given up", what)
@@ -202,15 +234,25 @@ class Replay:
         kept = sorted(path for path in self.folder.glob(f"*{KEPT_SUFFIX}") if path.stem.isdecimal())
         if len(secret) == SECRET_BYTES:
             self.key = key_of(secret)
-        elif self._files or kept or self._is_expected:
+        elif self._files or kept or self._is_expected or self._begun:
             self._damage_all(secret_path, "without it nothing in the journal can be believed")
             self._files += kept
             return
         rounds = [found for path in self._files for found in journal.rounds_in(path.read_bytes(), self.key)]
         forgotten = max([self._forgotten(), *(found.forgotten for found in rounds)])
-        self.highest = max([forgotten, *(found.number for found in rounds)])
+        numbers = {found.number for found in rounds}
+        self.highest = max(forgotten, self._begun, *numbers)
+        # An earlier version forgets rounds and does not say that their file need not be there.
+        if self._begun > forgotten and self._begun not in numbers:
+            why = f"the newest file is missing or damaged, which began with round {self._begun}"
+            self._damage_all(self.folder, why)
         for path in kept:
-            found = journal.round_at(path.read_bytes(), 0, self.key)
+            try:
+                found = journal.round_at(path.read_bytes(), 0, self.key)
+            except OSError as e:
+                # Other logs have nothing in it.
+                self._why[int(path.stem)] = unreadable(path, e)
+                continue
             if found is None or found.damaged:
                 self._damage(int(path.stem), path)
             else:
@@ -249,11 +291,16 @@ class Replay:
         for incarnation in set(map(int, names)) - self._done:
             self._why[incarnation] = _why(path, what, reason)
 
+    def _read_begun(self) -> int:
+        path = self._logs_folder / BEGUN_FILE
+        number = _number_in(path)
+        if number is None and path.exists():
+            logger.warning("%s is damaged: a newest file of the journal that is missing would not be noticed", path)
+        return number or 0
+
     def _forgotten(self) -> int:
         path = self.folder / FORGOTTEN_FILE
-        raw = path.read_bytes() if path.exists() else b""
-        number = int.from_bytes(raw[:_NUMBER_BYTES], "little")
-        if raw == _sealed(number):
+        if (number := _number_in(path)) is not None:
             return number
         # Then more is written back than is needed, at the place where it stands already.
         logger.warning("%s is missing or damaged: the whole journal is taken back", path)
@@ -345,6 +392,13 @@ def _write_in_place(path: Path, data: bytes) -> None:
 
 def _kept_path(folder: Path, incarnation: int) -> Path:
     return folder / f"{incarnation}{KEPT_SUFFIX}"
+
+
+def _number_in(path: Path) -> int | None:
+    """What `_sealed` has written there; None if nothing, or something else, stands there. Raises OSError."""
+    raw = path.read_bytes() if path.exists() else b""
+    number = int.from_bytes(raw[:_NUMBER_BYTES], "little")
+    return number if raw == _sealed(number) else None
 
 
 def _sealed(number: int) -> bytes:

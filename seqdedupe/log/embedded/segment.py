@@ -294,6 +294,8 @@ class Segment:
         self.points: list[Point] = []
         self.indexed_end = 0
         """Up to here the file was scanned and `points` are complete."""
+        self.control_bytes = 0
+        """So much of that is control records and markers."""
 
     def read(
         self, offset: int, end: int, next_index: int, size: int, payloads_from: int | None, read: Read = os.pread
@@ -347,6 +349,8 @@ class Segment:
         if not len(piece.table) or not piece.offset <= self.indexed_end < piece.end:
             return
         starts = piece.table[:, START] + piece.offset
+        is_control = (piece.table[:, COUNT] == 0) & (starts >= self.indexed_end)
+        self.control_bytes += int((piece.table[is_control, END] - piece.table[is_control, START]).sum())
         while True:
             wanted = self.points[-1].offset + POINT_INTERVAL_BYTES if self.points else 0
             i = int(np.searchsorted(starts, wanted))
@@ -361,9 +365,10 @@ class Segment:
         if offset <= self.indexed_end < end:
             self.indexed_end = end
 
-    def grow(self, end: int, points: list[Point]) -> None:
-        """What was appended is durable up to `end`."""
+    def grow(self, end: int, points: list[Point], control_bytes: int) -> None:
+        """What was appended is durable up to `end`; so much of it is no messages."""
         self.points += points
+        self.control_bytes += control_bytes
         self.end = self.indexed_end = end
 
     def before_index(self, index: int) -> tuple[int, int]:

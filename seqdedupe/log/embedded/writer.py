@@ -116,6 +116,9 @@ class Written(NamedTuple):
     points: list[Point]
     """What the sparse index gets."""
 
+    control_bytes: int = 0
+    """How much of it is a marker or control records."""
+
     buffers: Sequence[bytes | memoryview] = ()
     """What was written."""
 
@@ -314,7 +317,7 @@ class Writer:
     def _refused(self, opening: Opening, why: str) -> Written:
         opening.failed = True
         end = self._end
-        return Written(opening, [], self._base_index, end, end, self._next_index, [], (), Failure.REFUSED, why)
+        return Written(opening, [], self._base_index, end, end, self._next_index, [], failure=Failure.REFUSED, why=why)
 
     def _path(self) -> Path:
         return segment_path(self._folder, self._base_index)
@@ -353,6 +356,7 @@ class Writer:
         runs: list[Runs] = []
         points: list[Point] = []
         end, next_index, last_point = self._end, self._next_index, self._last_point
+        control_bytes = 0
         # One tag is made with its header, several with one call.
         key = self._key if len(appends) == 1 else NO_KEY
         for body, rows, column_bytes in appends:
@@ -375,12 +379,13 @@ class Writer:
             made.append(header)
             runs.append((Run(rows, self.incarnation, next_index),) if rows else ())
             end += len(header) + len(body)
+            control_bytes += 0 if rows else len(header) + len(body)
             next_index += rows
         tagged: Sequence[bytes | memoryview] = made if len(key) else headers.with_tags(made, self._key)
         buffers: list[bytes | memoryview] = []
         for one, (body, _, _) in zip(tagged, appends, strict=True):
             buffers += (one, body)
-        return Written(opening, runs, self._base_index, self._end, end, next_index, points, buffers)
+        return Written(opening, runs, self._base_index, self._end, end, next_index, points, control_bytes, buffers)
 
     def _pack_marker(self, opening: Opening) -> Written:
         points: list[Point] = []
@@ -397,4 +402,5 @@ class Writer:
             key=self._key,
         )
         start, end = self._end, self._end + len(record)
-        return Written(opening, [], self._base_index, start, end, self._next_index, points, [record])
+        size = end - start
+        return Written(opening, [], self._base_index, start, end, self._next_index, points, size, [record])

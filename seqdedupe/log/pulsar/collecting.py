@@ -1,15 +1,18 @@
 """From a Pulsar topic's entries to stored records: what everything else here reads."""
 
+from collections.abc import Awaitable, Callable
 from itertools import accumulate
 
 import numpy as np
 
 from seqdedupe.entry_properties import BATCH, CONTROL, KIND
+from seqdedupe.errors import DamagedError
 from seqdedupe.format import columns, records
 from seqdedupe.format.headers import BATCH_TAG, CONTROL_TAG, MARKER_BYTES, MARKER_TAG, header, marker_body
 from seqdedupe.format.tag import NO_KEY
 from seqdedupe.log.contract import Entries, Run, Runs
 from seqdedupe.log.pulsar.entries import Entry, damaged, encoded, read_marker
+from seqdedupe.log.pulsar.ledgers import Ledgers
 from seqdedupe.log.pulsar.plain import Rows
 from seqdedupe.log.pulsar.terms import Terms, Verdict
 
@@ -41,7 +44,7 @@ class Collector:
 
     def add(self, entry: Entry) -> Verdict:
         """Judges the next entry, and collects it if it is valid. Raises what `Terms.judge` does."""
-        verdict = self.terms.judge(entry.message)
+        verdict = self.terms.judge(entry.message, entry.message_id)
         if verdict is Verdict.VALID:
             kind = entry.message.properties.get(KIND)
             if kind is None:
@@ -54,6 +57,20 @@ class Collector:
             highest = self.earlier.get(entry.producer_name, entry.sequence_id)
             self.earlier[entry.producer_name] = max(highest, entry.sequence_id)
         return verdict
+
+    async def add_over_borders(self, entry: Entry, ledgers: Callable[[], Awaitable[Ledgers]]) -> Verdict:
+        """As `add`. Where something seems to be missing, the topic's ledgers say whether every position was read."""
+        try:
+            return self.add(entry)
+        except DamagedError as e:
+            borders = self.terms.borders
+            if e.reason != "LOG_GAP" or not borders:
+                raise
+            there = await ledgers()
+            if not all(there.are_neighbours(*border) for border in borders):
+                raise
+            borders.clear()
+        return self.add(entry)
 
     def take(self) -> Entries | None:
         """What was collected since the last time; None if that is nothing. Raises LOG_DAMAGED, NEWER_FORMAT."""

@@ -1,6 +1,7 @@
 """What stands in a topic: read on at its end, and wherever somebody wants to read."""
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import NamedTuple
 
@@ -16,9 +17,12 @@ from seqdedupe.log.contract import Entries, Location, Records, Runs
 from seqdedupe.log.pulsar.cursor import Step
 from seqdedupe.log.pulsar.entries import NOWHERE, Entry
 from seqdedupe.log.pulsar.kept import Kept
+from seqdedupe.log.pulsar.ledgers import Ledgers
 from seqdedupe.log.pulsar.places import Places, Point, begins_record, is_batch
 from seqdedupe.log.pulsar.terms import Counts, Verdict
 from seqdedupe.message_id import MessageId
+
+logger = logging.getLogger("seqdedupe.log")
 
 QUEUE_BYTES = 4 * 1024 * 1024
 """A reader fetches about so many ahead at most."""
@@ -52,6 +56,7 @@ class Content:
         queue_entries: int,
         limit: Callable[[], Point],
         first_ledger: Callable[[], Awaitable[int]],
+        ledgers: Callable[[], Awaitable[Ledgers]],
     ) -> None:
         """It begins at the first of the points, and is known up to the last one."""
         self.places = Places(points)
@@ -68,7 +73,7 @@ class Content:
         self.needed = points[-1]
         """What stands before this point is nothing but old messages."""
         self._most_queued = queue_entries
-        self._kept = Kept(client, topic, self._queue_entries)
+        self._kept = Kept(client, topic, self._queue_entries, ledgers)
         self._reading_on = asyncio.Lock()
         self._covered_index = points[-1].next_index
 
@@ -84,7 +89,7 @@ class Content:
             pass
         if self.places.end.next_index < covered_index:
             raise error(
-                "LOG_DAMAGED",
+                "LOG_GAP" if self.counts.holes else "LOG_DAMAGED",
                 f"{self._topic} ends before index {self.places.end.next_index}, but a snapshot covers it up to "
                 f"{covered_index}: its end is gone",
                 index=self.places.end.next_index,
@@ -116,7 +121,17 @@ class Content:
             start = self.places.end
             try:
                 async with self._kept.cursor(start, keeps=keeps) as cursor:
+                    counts = cursor.collector.terms.counts
+                    holes = counts.holes
                     step = await cursor.step_on(up_to, hear)
+                    if counts.holes > holes:
+                        self.counts.holes += counts.holes - holes
+                        logger.warning(
+                            "%s: before index %d Pulsar has refused an entry of its owner and stored later ones, which "
+                            "are void: none of them was acknowledged",
+                            self._topic,
+                            self.places.end.next_index,
+                        )
                     if (marker := cursor.collector.terms.marker) is not None:
                         self.marked_address = marker.settings.address
                     if not start.standing.owner.term:

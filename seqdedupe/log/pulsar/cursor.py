@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
 from seqdedupe.entry_properties import KIND
@@ -10,6 +10,7 @@ from seqdedupe.errors import error
 from seqdedupe.log.contract import Entries
 from seqdedupe.log.pulsar.collecting import Collector
 from seqdedupe.log.pulsar.entries import NOWHERE, Entry
+from seqdedupe.log.pulsar.ledgers import Ledgers
 from seqdedupe.log.pulsar.places import STEP_BYTES, Point, begins_record, size_of
 from seqdedupe.log.pulsar.reader import Reader
 from seqdedupe.log.pulsar.terms import Terms, Verdict, gap
@@ -44,15 +45,16 @@ class Cursor:
     The valid entry before the point must still be there: else what follows it may be gone too, and it is LOG_GAP.
     """
 
-    def __init__(self, reader: Reader, topic: str, start: Point) -> None:
-        """`reader` begins with the valid entry before the point."""
+    def __init__(self, reader: Reader, topic: str, start: Point, ledgers: Callable[[], Awaitable[Ledgers]]) -> None:
+        """`reader` begins with the valid entry before the point. `ledgers` answers those of the topic now."""
         self.here = start
         """Where the next step begins."""
-        self.collector = Collector(Terms(start.standing), start.publish_time_ms)
+        self.collector = Collector(Terms(start.standing, start.message_id), start.publish_time_ms)
         self.timeout_seconds = READ_TIMEOUT_SECONDS
         self.idle_since = 0.0
         self._reader = reader
         self._topic = topic
+        self._ledgers = ledgers
         self._due = start.message_id if start.message_id.entry_id >= 0 else None
         self._last = NOWHERE
         """The entry that was judged last."""
@@ -69,7 +71,7 @@ class Cursor:
             if self._is_full(start, entry):
                 return Step(start, self.here, self.collector.take())
             if entry.message_id <= limit.message_id:
-                self._judge(entry)
+                await self._judge(entry)
             else:
                 break
         if self.here.standing != limit.standing:
@@ -85,7 +87,7 @@ class Cursor:
             entry = await self._peek()
             if self._is_full(start, entry):
                 break
-            verdict = self._judge(entry)
+            verdict = await self._judge(entry)
             if verdict is not None:
                 hear(entry, verdict, self.here)
         return Step(start, self.here, self.collector.take())
@@ -112,7 +114,7 @@ class Cursor:
                 raise error("LOG_UNREADABLE", f"{self._topic}: {why}") from e
         return self._left[0]
 
-    def _judge(self, entry: Entry) -> Verdict | None:
+    async def _judge(self, entry: Entry) -> Verdict | None:
         """The verdict on the next entry; None for the one before the point where this began."""
         self._left.popleft()
         self._last = entry.message_id
@@ -121,7 +123,7 @@ class Cursor:
             if entry.message_id != due:
                 raise gap(f"the entry at {due}, after which it goes on, is not there any more", self.here.next_index)
             return None
-        verdict = self.collector.add(entry)
+        verdict = await self.collector.add_over_borders(entry, self._ledgers)
         if verdict is Verdict.VALID:
             message = entry.message
             time_ms = (KIND in message.properties and message.event_time_ms) or entry.publish_time_ms

@@ -33,11 +33,14 @@ from seqdedupe.format.tag import NO_KEY
 from seqdedupe.message_id import MessageId
 
 MAX_ENTRY_BYTES = 5 * 1024 * 1024
-"""The `maxMessageSize` of a broker, as it is delivered: of payload, key, properties and all that the client adds."""
+"""The `maxMessageSize` of a broker, as it is delivered: of payload, key, properties and all that the client adds.
+What a broker and a topic really take, `limits` finds out."""
 _CLIENT_BYTES = 1024
 """What the client adds to an entry at most: the name of its producer, IDs, times."""
 _PROPERTY_BYTES = 16
 """What it adds to a property."""
+_SLACK_BYTES = 16 * 1024
+"""More than our own properties have, if the producer's name is left out."""
 
 NOWHERE = MessageId(-1, -1)
 """Of no entry, and before them all: what a receipt says that proves nothing."""
@@ -124,13 +127,15 @@ def marker(incarnation: int, term: int, token: bytes, settings: Settings, known_
     )
 
 
-def control(owner: Owner, number: int, next_index: int, body: bytes) -> Message:
+def control(owner: Owner, number: int, next_index: int, body: bytes, limit_bytes: int = MAX_ENTRY_BYTES) -> Message:
     """The entry of a control record, an encoded `Control`. Raises MESSAGE_TOO_LARGE."""
     properties = {ENTRY: str(Place(owner, number, next_index)), KIND: CONTROL}
-    return checked(Message(body, properties))
+    return checked(Message(body, properties), limit_bytes)
 
 
-def packed(owner: Owner, number: int, index: int, publish_time_ms: int, part: Part) -> Message:
+def packed(
+    owner: Owner, number: int, index: int, publish_time_ms: int, part: Part, limit_bytes: int = MAX_ENTRY_BYTES
+) -> Message:
     """The entry of a batch: a stored record, whose first message has this index. Raises MESSAGE_TOO_LARGE."""
     record = header(
         part.encoded,
@@ -150,17 +155,17 @@ def packed(owner: Owner, number: int, index: int, publish_time_ms: int, part: Pa
         KIND: BATCH,
         ROWS: str(part.rows),
     }
-    return checked(Message(record + part.encoded, properties))
+    return checked(Message(record + part.encoded, properties), limit_bytes)
 
 
-def split(part: Part) -> list[Part]:
+def split(part: Part, limit_bytes: int = MAX_ENTRY_BYTES) -> list[Part]:
     """The same rows in batches that fit into an entry each, if they are not too large by themselves."""
-    if HEADER_BYTES + len(part.encoded) + 2 * _CLIENT_BYTES <= MAX_ENTRY_BYTES or part.rows == 1:
+    if HEADER_BYTES + len(part.encoded) + 2 * _CLIENT_BYTES <= limit_bytes or part.rows == 1:
         return [part]
     whole = batches.decode(part.encoded)
     middle = part.rows // 2
     halves = (whole.take(np.arange(middle)), whole.take(np.arange(middle, part.rows)))
-    return [small for half in halves for small in split(encoded(half))]
+    return [small for half in halves for small in split(encoded(half), limit_bytes)]
 
 
 def encoded(batch: Batch) -> Part:
@@ -171,15 +176,21 @@ def encoded(batch: Batch) -> Part:
     return Part(raw, len(batch), int(places[COLUMNS_END]))
 
 
-def checked(message: Message) -> Message:
+def surely_taken_bytes(limit_bytes: int) -> int:
+    """A payload and a key, or all rows of a batch, of so many bytes are taken, whatever our own properties say."""
+    return max(0, limit_bytes // 5 - _SLACK_BYTES)
+
+
+def checked(message: Message, limit_bytes: int = MAX_ENTRY_BYTES) -> Message:
     """The message, if a broker takes it. Raises MESSAGE_TOO_LARGE."""
     size = len(message.payload or b"") + len(message.key.encode()) + _CLIENT_BYTES
     for name, value in message.properties.items():
         size += len(name.encode()) + len(value.encode()) + _PROPERTY_BYTES
-    if size > MAX_ENTRY_BYTES:
+    if size > limit_bytes:
         raise error(
             "MESSAGE_TOO_LARGE",
-            f"an entry of the Pulsar topic takes {size} bytes with key and properties: at most {MAX_ENTRY_BYTES}",
+            f"an entry of the Pulsar topic takes {size} bytes with key and properties: its brokers and policies allow "
+            f"{limit_bytes}",
         )
     return message
 

@@ -7,6 +7,9 @@ The rule of terms judges entries in their order. What is valid can be told witho
 - An owner's entries are numbered without gaps. If as many entries stand between two of them as their numbers say, then
   nothing else does, no other owner's marker either: all of them are valid.
 
+After a hole its owner's numbers are ahead of the places, so those entries are read one by one. A hole does not show
+where exactly as many entries of others stand among those of its owner as are missing.
+
 An entry that is valid stays so, whatever comes after it.
 """
 
@@ -75,10 +78,13 @@ class Finder:
                 place = _place(entry)
                 if place is None or (marker and place.owner.term < marker.owner.term):
                     continue
-                if place.number:
+                if marker is None and place.number:
+                    return Standing(*place)
+                if place.number == 1:
                     # Which index is the next a marker says only as far as its writer knew: what follows it knows.
-                    return nothing._replace(next_index=place.index) if marker else Standing(*place)
-                marker = place
+                    return nothing._replace(next_index=place.index)
+                # What stands after a hole is void, and knows nothing.
+                marker = marker if place.number else place
             first, count = first + count, min(2 * count, STEP_ENTRIES)
         return nothing._replace(next_index=max(marker.index, 0)) if marker else nothing
 
@@ -182,8 +188,10 @@ class Finder:
         """After this entry, if it and its owner's entries fill all that stands between."""
         entry = await self._entry(at)
         place = entry and _place(entry)
-        owner, number, index = known.standing
-        if entry is None or place is None or place.owner != owner or place.number - number + 1 != at - known.at:
+        owner, number, index, has_hole = known.standing
+        if entry is None or place is None or has_hole or place.owner != owner:
+            return None
+        if place.number - number + 1 != at - known.at:
             return None
         found = _after_valid(entry, place, at)
         is_last = found.last is None and found.standing.next_index == index
@@ -191,12 +199,14 @@ class Finder:
 
     async def _judged(self, known: Known, last: int) -> list[Known]:
         """After each of the entries up to this one that is valid, and after the last of all."""
-        terms, found = Terms(known.standing), list[Known]()
+        # Where each entry stands among all that are left: over the end of a ledger too nothing is between two of them.
+        terms, found = Terms(known.standing, MessageId(0, known.at)), list[Known]()
         for entry in await self._entries(known.at + 1, last):
-            if terms.judge(entry.message) is Verdict.VALID:
-                known = Known(self._at(entry), terms.standing, last_of(entry, terms.standing) or known.last)
+            at = self._at(entry)
+            if terms.judge(entry.message, MessageId(0, at)) is Verdict.VALID:
+                known = Known(at, terms.standing, last_of(entry, terms.standing) or known.last)
                 found.append(known)
-        return [*found, known._replace(at=last)]
+        return [*found, known._replace(at=last, standing=terms.standing)]
 
     def _at(self, entry: Entry) -> int:
         at = self.ledgers.ordinal(entry.message_id)
@@ -235,7 +245,7 @@ def _time_ms(entry: Entry) -> int:
 
 def _after_valid(entry: Entry, place: Place, at: int) -> Known:
     terms = Terms(Standing(*place))
-    terms.judge(entry.message)
+    terms.judge(entry.message, entry.message_id)
     return Known(at, terms.standing, last_of(entry, terms.standing))
 
 

@@ -1,6 +1,7 @@
 """What is looked at while a topic is owned: that nobody else writes to it or deletes it, and that it deduplicates."""
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
 from seqdedupe.entry_properties import INCARNATION
@@ -47,14 +48,15 @@ async def check_stays(topic: str, incarnation: int, admin: Admin) -> None:
         raise error("NOT_OWNER", f"{topic} was deleted and made anew: it is {now}, not {incarnation}")
 
 
-async def guard(topic: str, admin: Admin, opening: Opening) -> None:
+async def guard(topic: str, admin: Admin, opening: Opening, look: Callable[[], Awaitable[None]]) -> None:
     """Ends an opening when its producer is not connected any more, so that somebody else may have the topic, which one
     that sends nothing would not notice; when somebody deletes the topic; or when Pulsar's deduplication is off.
+    `look` is called at the same intervals.
     """
-    opening.fail(await _why_lost(topic, admin, opening.writer))
+    opening.fail(await _why_lost(topic, admin, opening.writer, look))
 
 
-async def _why_lost(topic: str, admin: Admin, writer: Writer) -> str:
+async def _why_lost(topic: str, admin: Admin, writer: Writer, look: Callable[[], Awaitable[None]]) -> str:
     now = asyncio.get_running_loop().time
     connected_at, looked_at = now(), now()
     while True:
@@ -67,6 +69,7 @@ async def _why_lost(topic: str, admin: Admin, writer: Writer) -> str:
             looked_at = now()
             if why := await _why_not(topic, admin):
                 return why
+            await look()
 
 
 async def _why_not(topic: str, admin: Admin) -> str:

@@ -2,13 +2,14 @@
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 import pulsar.asyncio
 
 from seqdedupe.errors import UnavailableError
 from seqdedupe.log.pulsar.cursor import KEPT_TIMEOUT_SECONDS, Cursor, Step
+from seqdedupe.log.pulsar.ledgers import Ledgers
 from seqdedupe.log.pulsar.places import Point
 from seqdedupe.log.pulsar.reader import open_reader
 
@@ -26,10 +27,17 @@ KEPT_BYTES = 4 * 1024 * 1024
 class Kept:
     """The readers of one topic. So many entries are fetched ahead by each."""
 
-    def __init__(self, client: pulsar.asyncio.Client, topic: str, queue_entries: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        client: pulsar.asyncio.Client,
+        topic: str,
+        queue_entries: Callable[[], int],
+        ledgers: Callable[[], Awaitable[Ledgers]],
+    ) -> None:
         self._client = client
         self._topic = topic
         self._queue_entries = queue_entries
+        self._ledgers = ledgers
         self._idle: deque[Cursor] = deque()
         self._steps: deque[Step] = deque(maxlen=KEPT_STEPS)
         self._reading = asyncio.Semaphore(MAX_READING)
@@ -95,7 +103,7 @@ class Kept:
             return cursor
         start = here.message_id if here.message_id.entry_id >= 0 else None
         reader = await open_reader(self._client, self._topic, start, self._queue_entries())
-        return Cursor(reader, self._topic, here)
+        return Cursor(reader, self._topic, here, self._ledgers)
 
     async def wait_for_more(self, here: Point) -> None:
         """Returns when an entry stands after this place. Whoever is cancelled leaves the reader to the next one.

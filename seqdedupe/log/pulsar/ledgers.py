@@ -45,6 +45,16 @@ class Ledgers:
             return None
         return self._starts[at] + message_id.entry_id
 
+    def are_neighbours(self, before: MessageId, after: MessageId) -> bool:
+        """Whether both are there, and no entry stands between."""
+        first, second = self.ordinal(before), self.ordinal(after)
+        return first is not None and second is not None and second - first <= 1
+
+    def before(self, message_id: MessageId) -> MessageId:
+        """The entry before one; -1, -1 if none is left, or that one is not there."""
+        at = self.ordinal(message_id)
+        return self.message_id(at - 1) if at else MessageId(-1, -1)
+
     def entries_before(self, ledger_id: int) -> int:
         """How many there are in older ledgers than this one, which may be gone."""
         return self._starts[bisect_left(self._ids, ledger_id)]

@@ -8,6 +8,7 @@ remove, by its own retention.
 """
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,15 +24,18 @@ from seqdedupe.log.contract import DamageFound, Entries, FlushInterval, Location
 from seqdedupe.log.pulsar import entries, place_bytes, recording
 from seqdedupe.log.pulsar.admin import Admin
 from seqdedupe.log.pulsar.content import Content
-from seqdedupe.log.pulsar.entries import NOWHERE, EntryFormat, Part, Settings
+from seqdedupe.log.pulsar.entries import MAX_ENTRY_BYTES, NOWHERE, EntryFormat, Part, Settings
 from seqdedupe.log.pulsar.evicting import Answers, evicting
 from seqdedupe.log.pulsar.guarding import check_alone, check_deduplicates, check_stays, guard
+from seqdedupe.log.pulsar.limits import Brokers, max_entry_bytes
 from seqdedupe.log.pulsar.opening import Opening
 from seqdedupe.log.pulsar.owner import ADDRESS, not_owner
 from seqdedupe.log.pulsar.places import Point
 from seqdedupe.log.pulsar.waiting import Connect, wait_until_free
 from seqdedupe.log.pulsar.writer import Settled, Writer, open_writer
 from seqdedupe.message_id import MessageId
+
+logger = logging.getLogger("seqdedupe.log")
 
 PLAIN_QUEUE_ENTRIES = 500
 PACKED_QUEUE_ENTRIES = 10
@@ -57,6 +61,8 @@ class Shared:
     admin: Admin
     connect: Connect
     answers: Answers
+    brokers: Brokers | None = None
+    """Who says how large an entry may be; without them it is what brokers take as they are delivered."""
 
     @property
     def subscription(self) -> str:
@@ -90,12 +96,22 @@ class PulsarLog:
         self._topic = topic
         self._settings = settings
         queue_entries = PLAIN_QUEUE_ENTRIES if settings.format is EntryFormat.PLAIN else PACKED_QUEUE_ENTRIES
-        self._content = Content(shared.client, topic, points, queue_entries, lambda: self._limit, self._look_at_ledgers)
+        self._content = Content(
+            shared.client,
+            topic,
+            points,
+            queue_entries,
+            lambda: self._limit,
+            self._look_at_ledgers,
+            partial(shared.admin.ledgers, topic),
+        )
         self._first_ledger_id = NOWHERE.ledger_id
         """Before it all ledgers are gone, as far as was looked."""
         self._moves_at = 0.0
         """The subscription, at the earliest."""
         self._last_ms = 0
+        self._max_entry_bytes = MAX_ENTRY_BYTES
+        """As it was last found out."""
         self._name_number = 0
         self._writer: Writer | None = None
         self._opening: Opening | None = None
@@ -148,21 +164,21 @@ class PulsarLog:
     # Writing.
 
     def check(self, batch: bytes) -> None:
-        recording.check(self._settings.format, batch)
+        recording.check(self._settings.format, batch, self._max_entry_bytes)
 
     def append(self, batch: bytes, rows: int, column_bytes: int) -> None:
         if (opening := self._open_now()).failed:
             return
         now_ms, part = self._now_ms(), Part(batch, rows, column_bytes)
         at = opening.owner, opening.next_number, opening.next_index, now_ms
-        opening.append(recording.of_batch(self._settings.format, *at, part), now_ms)
+        opening.append(recording.of_batch(self._settings.format, *at, part, opening.max_entry_bytes), now_ms)
 
     def append_control(self, body: bytes) -> None:
         if (opening := self._open_now()).failed:
             return
         now_ms = self._now_ms()
         at = opening.owner, opening.next_number, opening.next_index, now_ms
-        opening.append(recording.of_control(*at, body), now_ms)
+        opening.append(recording.of_control(*at, body, opening.max_entry_bytes), now_ms)
 
     def _open_now(self) -> Opening:
         if self._opening is None:
@@ -199,6 +215,7 @@ class PulsarLog:
         try:
             await check_stays(self._topic, self.incarnation, self._shared.admin)
             await check_deduplicates(self._topic, self._shared.admin)
+            await self._learn_limits()
             self._writer = writer = await self._open_writer(hear)
             self._name_number = writer.name_number + 1
             marker = entries.marker(self.incarnation, term, token, self._settings, self._end.next_index)
@@ -217,9 +234,10 @@ class PulsarLog:
         except BaseException:
             await self.let_go()
             raise
-        self._opening = opening = Opening(owner, writer, self._content.places, settle)
+        self._opening = opening = Opening(owner, writer, self._content.places, settle, self._max_entry_bytes)
         writer.was_read([self._end.message_id])
-        self._guarding = asyncio.get_running_loop().create_task(guard(self._topic, self._shared.admin, opening))
+        guarding = guard(self._topic, self._shared.admin, opening, self._learn_limits)
+        self._guarding = asyncio.get_running_loop().create_task(guarding)
         return 0
 
     async def _open_writer(self, hear: Callable[[Settled], None]) -> Writer:
@@ -239,6 +257,16 @@ class PulsarLog:
                 raise
             marked = self._content.marked_address
             raise await not_owner(e, shared.admin, self._topic, shared.address, shared.instance_name, marked) from e
+
+    async def _learn_limits(self) -> None:
+        """How large an entry may be now. What is not answered stays as it was."""
+        try:
+            self._max_entry_bytes = await max_entry_bytes(self._topic, self._shared.admin, self._shared.brokers)
+        except SeqdedupeError as e:
+            logger.warning("how large an entry of %s may be is not known now: %s", self._topic, e)
+        if self._opening is not None:
+            # What was checked when more was taken is still under way. If it is refused, the opening ends.
+            self._opening.max_entry_bytes = max(self._opening.max_entry_bytes, self._max_entry_bytes)
 
     async def let_go(self) -> None:
         """See `Log.let_go`."""

@@ -32,8 +32,17 @@ class _Sent:
 class Opening:
     """What an owner has under way, from its marker on. `settle` hears of it, until a failure."""
 
-    def __init__(self, owner: Owner, writer: Writer, places: Places, settle: Callable[[Outcome], None]) -> None:
+    def __init__(
+        self,
+        owner: Owner,
+        writer: Writer,
+        places: Places,
+        settle: Callable[[Outcome], None],
+        max_entry_bytes: int,
+    ) -> None:
         self.owner = owner
+        self.max_entry_bytes = max_entry_bytes
+        """The most that its broker and its policies have taken since it began."""
         self.writer = writer
         self.failed = False
         self._settle = settle
@@ -67,7 +76,7 @@ class Opening:
             entries = min(left, len(sent.sizes_bytes))
             left -= entries
             entry_id += entries
-            _, number, index = end.standing
+            _, number, index, _ = end.standing
             to = end.after(
                 Standing(self.owner, number + entries, index + entries * sent.rows),
                 MessageId(ledger_id, entry_id - 1),

@@ -23,7 +23,7 @@ def encode(incarnation: int, points: Sequence[Point]) -> bytes:
 
 
 def _encode(point: Point) -> bytes:
-    (_, term, ownership), number, index = point.standing
+    (_, term, ownership), number, index, _ = point.standing
     ledger_id, entry_id, _ = point.message_id
     times = point.publish_time_ms, point.at_latest_ms
     return _POINT.pack(term, ownership, number, index, ledger_id, entry_id, *times, point.size_bytes)

@@ -14,13 +14,12 @@ from seqdedupe import batch as batches
 from seqdedupe.batch import NO_INT32S, NO_INT64S, Batch, Binary, Int64s
 from seqdedupe.entry_properties import ENTRY, EVENT_TIME_MS, KEY_BASE64, MESSAGE, PREFIX, USER, Owner
 from seqdedupe.limits import NO_SEQUENCE_ID
-from seqdedupe.log.pulsar.entries import Message, checked, damaged
-
-_SURELY_TAKEN_BYTES = 1024 * 1024
-"""A payload and a key of so many are taken with our own properties, whatever these say."""
+from seqdedupe.log.pulsar.entries import MAX_ENTRY_BYTES, Message, checked, damaged, surely_taken_bytes
 
 
-def messages_of(owner: Owner, number: int, index: int, encoded: bytes) -> Iterator[Message]:
+def messages_of(
+    owner: Owner, number: int, index: int, encoded: bytes, limit_bytes: int = MAX_ENTRY_BYTES
+) -> Iterator[Message]:
     """The entries of a batch's rows; the first one gets this number and index, the others count on from there.
 
     `encoded` was checked: its names and properties are UTF-8, and no row has two properties of one name. Raises
@@ -36,6 +35,7 @@ def messages_of(owner: Owner, number: int, index: int, encoded: bytes) -> Iterat
     payloads, keys = _values(batch.payloads, rows), _values(batch.keys, rows)
     times = batch.event_times_ms.tolist() or [0] * rows
     of_users = _properties(batch)
+    surely_taken = surely_taken_bytes(limit_bytes)
     for row, (producer, sequence_id) in enumerate(zip(producers, batch.sequence_ids.tolist(), strict=True)):
         properties = {
             ENTRY: f"{owner_text}{number + row}:{index + row}",
@@ -52,8 +52,8 @@ def messages_of(owner: Owner, number: int, index: int, encoded: bytes) -> Iterat
             for name, value in of_users[row]:
                 properties[USER + name if name.startswith(PREFIX) else name] = value
         message = Message(payload := payloads[row], properties, key, event_time_ms)
-        if of_users or len(key) + len(payload or b"") > _SURELY_TAKEN_BYTES:
-            checked(message)
+        if of_users or len(key) + len(payload or b"") > surely_taken:
+            checked(message, limit_bytes)
         yield message
 
 

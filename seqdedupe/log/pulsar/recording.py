@@ -6,10 +6,7 @@ from typing import NamedTuple
 from seqdedupe import batch as batches
 from seqdedupe.entry_properties import Owner
 from seqdedupe.log.pulsar import entries, plain
-from seqdedupe.log.pulsar.entries import EntryFormat, Message, Part
-
-SURELY_TAKEN_BYTES = 1024 * 1024
-"""A batch of so many has no row that is too large, whatever it consists of."""
+from seqdedupe.log.pulsar.entries import EntryFormat, Message, Part, surely_taken_bytes
 
 _WIDEST_NUMBER = 2**62
 _WIDEST_OWNER = Owner(_WIDEST_NUMBER, _WIDEST_NUMBER, 2**64 - 1)
@@ -24,26 +21,29 @@ class Record(NamedTuple):
     is_batch: bool
 
 
-def of_batch(entry_format: EntryFormat, owner: Owner, number: int, index: int, now_ms: int, part: Part) -> list[Record]:
-    """Those of a batch; its first entry gets this number, its first row this index. Raises MESSAGE_TOO_LARGE."""
+def of_batch(
+    entry_format: EntryFormat, owner: Owner, number: int, index: int, now_ms: int, part: Part, limit_bytes: int
+) -> list[Record]:
+    """Those of a batch; its first entry gets this number, its first row this index. Raises MESSAGE_TOO_LARGE for what
+    does not fit into an entry of so many bytes."""
     if entry_format is EntryFormat.PLAIN:
-        return [Record(list(plain.messages_of(owner, number, index, part.encoded)), 1, is_batch=False)]
+        return [Record(list(plain.messages_of(owner, number, index, part.encoded, limit_bytes)), 1, is_batch=False)]
     records: list[Record] = []
-    for one in entries.split(part):
-        message = entries.packed(owner, number + len(records), index, now_ms, one)
+    for one in entries.split(part, limit_bytes):
+        message = entries.packed(owner, number + len(records), index, now_ms, one, limit_bytes)
         records.append(Record([message._replace(event_time_ms=now_ms)], one.rows, is_batch=True))
         index += one.rows
     return records
 
 
-def of_control(owner: Owner, number: int, next_index: int, now_ms: int, body: bytes) -> list[Record]:
+def of_control(owner: Owner, number: int, next_index: int, now_ms: int, body: bytes, limit_bytes: int) -> list[Record]:
     """That of a control record. Raises MESSAGE_TOO_LARGE."""
-    message = entries.control(owner, number, next_index, body)
+    message = entries.control(owner, number, next_index, body, limit_bytes)
     return [Record([message._replace(event_time_ms=now_ms)], 0, is_batch=False)]
 
 
-def check(entry_format: EntryFormat, batch: bytes) -> None:
+def check(entry_format: EntryFormat, batch: bytes, limit_bytes: int) -> None:
     """Raises MESSAGE_TOO_LARGE for a batch that a broker would not take, whoever owns the topic then."""
-    if len(batch) > SURELY_TAKEN_BYTES:
+    if len(batch) > surely_taken_bytes(limit_bytes):
         part = entries.encoded(batches.decode(batch))
-        of_batch(entry_format, _WIDEST_OWNER, _WIDEST_NUMBER, _WIDEST_NUMBER, 0, part)
+        of_batch(entry_format, _WIDEST_OWNER, _WIDEST_NUMBER, _WIDEST_NUMBER, 0, part, limit_bytes)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from seqdedupe.entry_properties import BATCH, CONTROL, ENTRY, KIND, MARKER, ROWS, Owner, Place
 from seqdedupe.errors import SeqdedupeError, error
-from seqdedupe.log.pulsar.entries import Marker, Message, damaged, read_marker
+from seqdedupe.log.pulsar.entries import NOWHERE, Marker, Message, damaged, read_marker
 from seqdedupe.message_id import MessageId
 
 REMEMBERED_ENTRIES = 16_384
@@ -51,6 +51,8 @@ class Standing(NamedTuple):
     next_number: int = 0
     """That of the owner's next entry."""
     next_index: int = 0
+    has_hole: bool = False
+    """Whether the owner has left one after that: nothing more of it counts."""
 
     @staticmethod
     def start(incarnation: int) -> "Standing":
@@ -66,6 +68,8 @@ class Counts:
     repeats: int = 0
     earlier: int = 0
     foreign: int = 0
+    holes: int = 0
+    """Of owners, after which what they wrote is void."""
 
     def add(self, verdict: Verdict) -> None:
         """One more was met."""
@@ -80,35 +84,57 @@ class Counts:
                 self.foreign += 1
 
 
+class Border(NamedTuple):
+    """Two entries that came one after the other although others may stand between them."""
+
+    before: MessageId
+    after: MessageId
+
+
 class Terms:
     """Judges the entries of a topic, which are given in the topic's order and without leaving any out.
 
     An owner numbers its entries from 0, its marker, and messages have indexes without gaps over all owners; so what is
-    missing is noticed. After an error nothing more may be asked: `standing` is that of the last valid entry.
+    missing is noticed. A refused entry, after which others were stored, leaves a *hole*: a number is missing although
+    every position was read. Its owner confirms nothing after that, so what follows of it is void. Where a position was
+    not read, a missing number is LOG_GAP.
+
+    After an error `standing` is that of the last valid entry. Nothing more may be asked, except the same entry after
+    LOG_GAP, once `borders` are cleared because nothing stands between.
     """
 
-    def __init__(self, standing: Standing) -> None:
+    def __init__(self, standing: Standing, after: MessageId = NOWHERE) -> None:
+        """`after`: where the last entry before stands, as far as that is known."""
         self.counts = Counts()
         self.marker: Marker | None = None
         """The last that took ownership, if it was met here."""
-        self.owner, self._next_number, self.next_index = standing
+        self.owner, self._next_number, self.next_index, self._has_hole = standing
         self._text = str(self.owner) if self.owner.term else _NOTHING
         self._unseen_below = self._next_number
         self._remembered: deque[int] = deque(maxlen=REMEMBERED_ENTRIES)
+        self.borders: list[Border] = []
+        """Since the last valid entry."""
+        self._last = after
 
     @property
     def standing(self) -> Standing:
         """What is needed to read on after the last entry."""
-        return Standing(self.owner, self._next_number, self.next_index)
+        return Standing(self.owner, self._next_number, self.next_index, self._has_hole)
 
-    def judge(self, message: Message) -> Verdict:
+    def judge(self, message: Message, message_id: MessageId) -> Verdict:
         """The verdict on the next entry, which is counted.
 
         Raises `DamagedError`: LOG_GAP where something is missing before this entry, LOG_DAMAGED where it is none that
         can stand here, NEWER_FORMAT.
         """
+        if message_id != self._last:
+            if not _follows(self._last, message_id):
+                self.borders.append(Border(self._last, message_id))
+            self._last = message_id
         verdict = self._judge(message)
         self.counts.add(verdict)
+        if verdict is Verdict.VALID:
+            self.borders.clear()
         return verdict
 
     def _judge(self, message: Message) -> Verdict:
@@ -122,8 +148,14 @@ class Terms:
             rows = 1 if kind is None else int(properties[ROWS]) if kind == BATCH else 0
         except (KeyError, ValueError) as e:
             raise damaged(f"an entry of term {self.owner.term} does not say what it should: {e}") from e
+        if self._has_hole:
+            return Verdict.VOID
         if number < self._next_number:
             return self._repeat(number, message)
+        if number > self._next_number and not self.borders:
+            self._has_hole = True
+            self.counts.holes += 1
+            return Verdict.VOID
         if number > self._next_number or index > self.next_index:
             raise gap(
                 f"in term {self.owner.term} entry {self._next_number} with index {self.next_index} should be where "
@@ -158,7 +190,7 @@ class Terms:
             raise gap(f"who wrote the marker of term {owner.term} knew of {place.index} messages", self.next_index)
         self.marker = read_marker(message, owner)
         self.owner, self._text = owner, str(owner)
-        self._next_number, self._unseen_below = 1, 0
+        self._next_number, self._unseen_below, self._has_hole = 1, 0, False
         self._remembered.append(_fingerprint(message))
         return Verdict.VALID
 
@@ -201,6 +233,11 @@ class Receipts:
     def was_read(self, message_id: MessageId) -> None:
         """The topic was read and judged up to the append after the last one confirmed: it is valid, and stands here."""
         self._confirmed = message_id
+
+
+def _follows(before: MessageId, after: MessageId) -> bool:
+    """Whether no other entry can stand between, messages of one batch aside."""
+    return before.ledger_id == after.ledger_id and after.entry_id - before.entry_id <= 1
 
 
 def _fingerprint(message: Message) -> int:

@@ -15,7 +15,7 @@ from seqdedupe.client import Client as AsyncClient
 from seqdedupe.client import TopicEnds
 from seqdedupe.client.blocking import Client
 from seqdedupe.client.blocking.loop import run as run_on_loop
-from seqdedupe.client.connection import Backoff
+from seqdedupe.client.connection import NOT_A_SIDECAR, Backoff
 from seqdedupe.client.partitioned_reader import PartitionedPosition
 from seqdedupe.client.waiting import OnWaiting
 from seqdedupe.databases.tables import make_tables
@@ -180,7 +180,7 @@ class Consumer:
         ended.result()
 
     async def _find(self, client: AsyncClient) -> Found:
-        """Waits for a sidecar that is not there, as a reader does. Raises Stopped, NotFoundError."""
+        """Waits for a sidecar that is not there, as a reader does. Raises Stopped, NotFoundError, NOT_A_SIDECAR."""
         backoff = Backoff(_FIRST_AWAY_SECONDS, LOOK_SECONDS)
         while True:
             if self._stop.is_told:
@@ -190,6 +190,8 @@ class Consumer:
                     await check_topic(client, self._config.dead_letter_topic)
                 return await self._look_up(client)
             except UnavailableError as e:
+                if e.reason == NOT_A_SIDECAR:
+                    raise
                 self._tell(e)
                 await asyncio.sleep(backoff.next_seconds())
 
@@ -230,7 +232,7 @@ class Consumer:
 
     def _live(self, work: Callable[[], None], letters: DeadLetters, leave: Callable[[], None]) -> None:
         """Until the work has ended or is stopped; again from the stored position when another process was faster, or
-        the database was away."""
+        the database was away, or something else than the sidecar answered."""
         failures = 0
         try:
             while not self._stop.is_told:
@@ -241,9 +243,9 @@ class Consumer:
                     return
                 except Lost:
                     continue
-                except database.Away as e:
+                except (database.Away, UnavailableError) as e:
                     failures = 1 if time.monotonic() - began > _LONGEST_AWAY_SECONDS else failures + 1
-                    self._tell(e.failure)
+                    self._tell(e.failure if isinstance(e, database.Away) else e)
                     self._stop.pause(min(_FIRST_AWAY_SECONDS * 2 ** min(failures, 16), _LONGEST_AWAY_SECONDS))
         except Stopped:
             return

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from seqdedupe.client import Client, Credentials
 from seqdedupe.client.blocking.loop import run
+from seqdedupe.client.connection import NOT_A_SIDECAR
 from seqdedupe.client.sidecars import Addresses
 from seqdedupe.errors import FencedError, UnavailableError
 from seqdedupe.names import producer_name, topic_name
@@ -63,6 +64,7 @@ class Relay:
         self._name = name
         self._store: Store = open_store(database)
         self._standby_seconds = standby_seconds
+        self._has_begun = False  # a sidecar has answered
         self._report = report or _log.warning
 
     async def run(self, *, follow: bool = True) -> None:
@@ -70,8 +72,8 @@ class Relay:
 
         Raises ConfigurationError (INVALID_OUTBOX, OUTBOX_CHANGED) for an outbox that it cannot work with, DataLossError
         if the topic has lost what it acknowledged, NotFoundError if there is no topic, UnavailableError if the database
-        cannot be used when it begins. Without `follow` also FencedError if another relay took over, and any
-        UnavailableError; else it stands by or tries again.
+        cannot be used when it begins, or what answers then is not a sidecar. Without `follow` also FencedError if
+        another relay took over, and any UnavailableError; else it stands by or tries again.
         """
         try:
             await self._blocking(self._open)
@@ -85,7 +87,7 @@ class Relay:
                     self._report(f"another relay works: {e.message}; standing by")
                     await self._stand_by()
                 except UnavailableError as e:
-                    if not follow:
+                    if not follow or (e.reason == NOT_A_SIDECAR and not self._has_begun):
                         raise
                     self._report(f"trying again: {e}")
                     await asyncio.sleep(_RETRY_SECONDS)
@@ -131,7 +133,10 @@ class Relay:
 
     async def _relay(self, *, follow: bool) -> None:
         work = Work(self._client, self._store, self._name, self.counters, self._report)
-        await work.drive(steps.relay(self._topic, self._route, follow=follow), None if self._route else self._topic)
+        try:
+            await work.drive(steps.relay(self._topic, self._route, follow=follow), None if self._route else self._topic)
+        finally:
+            self._has_begun |= work.has_opened
 
     @staticmethod
     async def _blocking(work: Callable[..., T], *arguments: Any) -> T:

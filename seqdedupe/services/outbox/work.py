@@ -65,6 +65,8 @@ class Work:
         self._counters = counters
         self._report = report
         self._producers: dict[str, Producer] = {}
+        self.has_opened = False
+        """Whether a sidecar has answered."""
         self._only_topic: str | None = None
         self._sent: deque[_Sent] = deque()
         self._changed = asyncio.Condition()
@@ -161,6 +163,7 @@ class Work:
             highest = await self._fence(topic, own)
             producer = self._producers[topic] = self._client.producer(topic, own, _CONFIG)
             await producer.open()
+            self.has_opened = True
         except NotFoundError as e:
             if e.reason != "TOPIC_NOT_FOUND" or topic == self._only_topic:
                 raise

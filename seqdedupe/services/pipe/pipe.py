@@ -6,7 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 
 from seqdedupe.client import Client
-from seqdedupe.client.connection import Backoff
+from seqdedupe.client.connection import NOT_A_SIDECAR, Backoff
 from seqdedupe.client.cursor import Cursor
 from seqdedupe.errors import FencedError, InvalidRequestError, SeqdedupeError, UnavailableError, error
 from seqdedupe.limits import MAX_NAME_BYTES, MAX_PARTITIONS
@@ -88,7 +88,8 @@ class Pipe:
         gone (POSITION_TRIMMED, POSITION_AFTER_END, POSITION_DIVERGED), and if the source is deleted meanwhile and made
         anew; NotFoundError, DataLossError if the target is. A pipe that is started again then goes on with what is
         there: a new source from its beginning; into a new target, all that the source still holds.
-        Without `follow` raises UnavailableError for a sidecar that does not answer, or takes nothing, for long.
+        Raises NOT_A_SIDECAR if what answers at the start is something else. Without `follow` raises UnavailableError
+        for a sidecar that does not answer, or takes nothing, for long.
 
         If it is cancelled, outputs that were sent may be in the target or not; a later run finds that out.
         `executor` calls the function; left out, a thread of this run.
@@ -122,7 +123,7 @@ class Pipe:
                     raise
                 return [partition_name(self.source, k) for k in range(int(e.numbers["partitions"]))]
             except UnavailableError as e:
-                if not follow:
+                if not follow or e.reason == NOT_A_SIDECAR:
                     raise
                 await _wait(backoff, self.source, e)
             else:

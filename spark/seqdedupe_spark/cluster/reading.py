@@ -1,6 +1,7 @@
 """Reading a range of a topic from its brokers, in the process that needs its messages."""
 
 from collections.abc import AsyncGenerator, Iterator
+from functools import partial
 
 import numpy as np
 
@@ -65,14 +66,16 @@ class _LogTask(Task):
             while failure is None and (collector is None or collector.terms.next_index < stop_index):
                 for entry in await next_entries(reader, topic):
                     if collector is None:
-                        collector = Collector(Terms(standing or self._standing_before(entry, start)))
-                        if start == self._at == entry.message_id:
+                        is_known = start == self._at == entry.message_id
+                        after = start if is_known else finder.ledgers.before(start)
+                        collector = Collector(Terms(standing or self._standing_before(entry, start), after))
+                        if is_known:
                             continue
                     if size_bytes >= task.STEP_BYTES and begins_record(entry.message):
                         yield self._taken(collector, seen)
                         size_bytes = 0
                     try:
-                        collector.add(entry)
+                        await collector.add_over_borders(entry, partial(connection.admin.ledgers, topic))
                     except DamagedError as e:
                         failure = e
                         break
@@ -129,7 +132,7 @@ class _LogTask(Task):
 def _holds(entry: Entry, place: Place, position: Position) -> bool:
     """Whether an entry, if it is valid, holds the message of a position."""
     terms = Terms(Standing(*place))
-    last = last_of(entry, terms.standing) if terms.judge(entry.message) is Verdict.VALID else None
+    last = last_of(entry, terms.standing) if terms.judge(entry.message, entry.message_id) is Verdict.VALID else None
     return (
         last is not None
         and place.owner.incarnation == position.incarnation

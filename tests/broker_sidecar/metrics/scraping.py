@@ -7,9 +7,9 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
-from seqdedupe.testing import Sidecar
+from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 
-WAIT_SECONDS = 120.0
+WAIT_SECONDS = LAST_RESORT_SECONDS
 SHORT = "persistent://public/default/"
 
 __all__ = ["Page", "address_of", "metrics_of", "scrape"]

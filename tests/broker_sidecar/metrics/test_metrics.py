@@ -125,11 +125,23 @@ def test_calls(shared: Sidecar, client: Client, topic: str) -> None:
     assert risen(handled, before, after, grpc_code="InvalidArgument", **opened) == 1
     assert risen(handled, before, after, grpc_code="NotFound", **read) == 1
     assert risen("grpc_server_handling_seconds_count", before, after, **opened) == 2
+    assert risen("grpc_server_msg_received_total", before, after, **opened) == 2
+    assert risen("grpc_server_msg_sent_total", before, after, **opened) == 1
     assert risen("grpc_server_started_total", before, after, **streamed) == 2
     assert risen(handled, before, after, grpc_code="OK", **streamed) == 1
     # The topic's name goes in a message of its own.
     assert risen("grpc_server_msg_received_total", before, after, **streamed) == 6
     assert "NoSuchCall" not in after.labels("grpc_server_started_total", "grpc_method")
+
+
+def test_calls_have_the_type_of_the_schema(shared: Sidecar, client: Client, topic: str) -> None:
+    """Also where gRPC is told that they are streams, so that callers are known before anything is received."""
+    client.epochs(topic, "a")
+    before = scrape(shared)
+    list(client.reading.ReadStream(read_pb2.ReadStreamRequest(topic=topic), timeout=TIMEOUT_SECONDS))
+    read = {"grpc_service": "seqdedupe.v1.ReadService", "grpc_method": "ReadStream", "grpc_type": "server_stream"}
+    after = until(shared, lambda page: risen("grpc_server_handled_total", before, page, grpc_code="OK", **read) == 1)
+    assert risen("grpc_server_msg_received_total", before, after, **read) == 1
 
 
 def test_a_reader_that_reads_nothing_lags(shared: Sidecar, client: Client, topic: str) -> None:

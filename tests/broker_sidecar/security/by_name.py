@@ -18,6 +18,7 @@ from broker_sidecar.__main__ import main
 from seqdedupe.errors import error
 from seqdedupe.testing import Sidecar
 from seqdedupe.v1 import admin_pb2_grpc, publish_pb2_grpc, read_pb2_grpc
+from tests.broker_sidecar import with_constants
 from tests.broker_sidecar.calls import TIMEOUT_SECONDS, Client
 
 MODULE = __name__ if __name__ != "__main__" else "tests.broker_sidecar.security.by_name"
@@ -88,11 +89,11 @@ class _Named(
 
 def _serve() -> int:
     # Here, once it is known where kernels are kept: these have some.
-    from broker_sidecar.security.gate import Gate
+    from broker_sidecar.security.authentication import Authentication
     from broker_sidecar.security.subject import OPERATOR, Subject
     from broker_sidecar.sidecar import Sidecar as Served
 
-    def believe(self: Gate, method: str, request: Any, context: Any) -> Subject:
+    def believe(self: Authentication, context: Any) -> Subject:
         name = dict(context.invocation_metadata()).get("name")
         if name is None:
             raise error("UNAUTHENTICATED", "no name is said")
@@ -107,8 +108,9 @@ def _serve() -> int:
         asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, reload, self)
         await recover(self)
 
+    with_constants.replace()
     recover, Served.recover = Served.recover, recover_and_listen  # type: ignore[method-assign]
-    Gate._subject = believe  # type: ignore[method-assign]
+    Authentication.__call__ = believe  # type: ignore[method-assign]
     return main()
 
 

@@ -39,8 +39,10 @@ def issue(
     begins: timedelta = timedelta(days=-1),
     ends: timedelta = timedelta(days=1),
     key: ec.EllipticCurvePrivateKey | None = None,
+    issuer: x509.Name | None = None,
 ) -> Issued:
-    """A certificate with these SANs, valid from and to so long from now. The common name says something else."""
+    """A certificate with these SANs, valid from and to so long from now. The common name says something else. `issuer`
+    is the authority's name in another encoding."""
     key = key or ec.generate_private_key(ec.SECP256R1())
     signs = serialization.load_pem_private_key(authority.private_key_pem.bytes(), None)
     assert isinstance(signs, ec.EllipticCurvePrivateKey)
@@ -48,7 +50,7 @@ def issue(
     builder = (
         x509.CertificateBuilder()
         .subject_name(x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "common-name")]))
-        .issuer_name(x509.load_pem_x509_certificate(authority.cert_pem.bytes()).subject)
+        .issuer_name(issuer or subject_of(authority))
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
         .not_valid_before(now + begins)
@@ -64,17 +66,29 @@ def issue(
     )
 
 
-def revoke(authority: trustme.CA, *revoked: Issued, ends: timedelta = timedelta(days=1)) -> bytes:
-    """The authority's list (CRL, as PEM) with these certificates, to be replaced by so long from now."""
+def subject_of(authority: trustme.CA) -> x509.Name:
+    return x509.load_pem_x509_certificate(authority.cert_pem.bytes()).subject
+
+
+def revoke(
+    authority: trustme.CA, *revoked: Issued, ends: timedelta = timedelta(days=1), is_indirect: bool = False
+) -> bytes:
+    """The authority's list (CRL, as PEM) with these certificates, to be replaced by so long from now. `is_indirect`: it
+    may have those of others."""
     signs = serialization.load_pem_private_key(authority.private_key_pem.bytes(), None)
     assert isinstance(signs, ec.EllipticCurvePrivateKey)
     now = datetime.now(UTC)
     builder = (
         x509.CertificateRevocationListBuilder()
-        .issuer_name(x509.load_pem_x509_certificate(authority.cert_pem.bytes()).subject)
+        .issuer_name(subject_of(authority))
         .last_update(min(now, now + ends) - timedelta(hours=1))
         .next_update(now + ends)
     )
+    if is_indirect:
+        point = x509.IssuingDistributionPoint(
+            None, None, False, False, None, indirect_crl=True, only_contains_attribute_certs=False
+        )
+        builder = builder.add_extension(point, critical=True)
     for one in revoked:
         serial = x509.load_pem_x509_certificate(one.certificate).serial_number
         builder = builder.add_revoked_certificate(

@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,11 @@ from typing import Any
 import pytest
 
 from broker_sidecar.security import audit as audit_module
-from broker_sidecar.security import repeats
 from broker_sidecar.security.audit import Audit
-from broker_sidecar.security.repeats import Repeats
+from broker_sidecar.security.repeats import MOST_CALLERS, MOST_OF_CALLER, Repeats
 from seqdedupe.audit_trail import verify
 from seqdedupe.errors import DamagedError, UnavailableError
+from seqdedupe.testing import LAST_RESORT_SECONDS
 
 
 @pytest.fixture
@@ -172,11 +173,14 @@ async def test_whoever_is_cancelled_disturbs_nobody(path: Path) -> None:
     assert [task.cancelled() for task in waiting] == [k % 2 == 0 for k in range(20)]
 
 
+HOST = "ipv4:10.0.0.1"
+
+
 async def test_equal_refusals_are_told_once_and_counted(path: Path) -> None:
     audit = Audit(path)
     for _ in range(1000):
-        audit.tell("denied", subject="s", topic="t")
-    audit.tell("denied", subject="s", topic="u")
+        audit.refused("denied", HOST, subject="s", topic="t")
+    audit.refused("denied", HOST, subject="s", topic="u")
     await audit.close()
     assert [(line["topic"], line.get("repeats")) for line in events(path)] == [("t", None), ("u", None), ("t", 999)]
 
@@ -184,28 +188,56 @@ async def test_equal_refusals_are_told_once_and_counted(path: Path) -> None:
 async def test_what_was_counted_is_told_in_time(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(audit_module, "REPEATS_SECONDS", 0.01)
     audit = Audit(path)
-    audit.tell("denied", subject="s")
-    audit.tell("denied", subject="s")
-    async with asyncio.timeout(60):
+    audit.refused("denied", HOST, subject="s")
+    audit.refused("denied", HOST, subject="s")
+    async with asyncio.timeout(LAST_RESORT_SECONDS):
         while len(events(path)) < 2:  # noqa: ASYNC110 (a file tells nobody that it has grown)
             await asyncio.sleep(0.01)
-    audit.tell("denied", subject="s")
+    audit.refused("denied", HOST, subject="s")
     await audit.close()
     assert [line.get("repeats") for line in events(path)] == [None, 1, None]
 
 
-async def test_a_flood_of_different_refusals_is_bounded(path: Path) -> None:
+async def test_a_flood_of_different_refusals_is_bounded_and_hides_nobody_else(path: Path) -> None:
     audit = Audit(path)
-    for k in range(10 * repeats.MOST):
-        audit.tell("denied", topic=f"t{k}")
+    for k in range(10 * MOST_OF_CALLER):
+        audit.refused("denied", HOST, subject="s", topic=f"t{k}")
+        audit.refused("unauthenticated", HOST, call=f"c{k}")
+    audit.refused("denied", HOST, subject="other", topic="t")
+    audit.refused("denied", "ipv4:10.0.0.2", subject="s", topic="t")
+    for k in range(10 * MOST_OF_CALLER):
+        audit.tell("failed", why=k)
     await audit.close()
     found = events(path)
-    assert len(found) == repeats.MOST + 1
-    assert (found[-1]["event"], found[-1]["repeats"]) == ("others refused", 9 * repeats.MOST)
+    count = Counter((line["event"], line.get("subject")) for line in found)
+    assert count == {
+        ("denied", "s"): MOST_OF_CALLER + 1,
+        ("denied", "other"): 1,
+        ("unauthenticated", None): MOST_OF_CALLER,
+        ("failed", None): 10 * MOST_OF_CALLER,
+        ("others refused", "s"): 1,
+        ("others refused", ""): 1,
+    }
+    assert [(one["refused"], one["address"], one["repeats"]) for one in found[-2:]] == [
+        ("denied", HOST, 9 * MOST_OF_CALLER),
+        ("unauthenticated", HOST, 9 * MOST_OF_CALLER),
+    ]
+
+
+async def test_more_callers_than_are_kept_apart(path: Path) -> None:
+    audit = Audit(path)
+    for k in range(MOST_CALLERS + 10):
+        audit.refused("unauthenticated", f"ipv6:2001:db8::{k:x}/64", call="c", of=k)
+    # Whoever has a token is not crowded out by those who have none.
+    audit.refused("denied", HOST, subject="s")
+    await audit.close()
+    assert [line["event"] for line in events(path)[MOST_CALLERS:]] == ["denied", "others refused"]
+    assert events(path)[-1]["repeats"] == 10
 
 
 async def test_a_disk_that_stands_still_bounds_what_waits(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(audit_module, "MAX_WAITING", 10)
+    monkeypatch.setattr(audit_module, "MAX_WAITING_REFUSALS", 5)
     moves, is_writing = threading.Event(), threading.Event()
     real = os.fdatasync
 
@@ -218,11 +250,16 @@ async def test_a_disk_that_stands_still_bounds_what_waits(path: Path, monkeypatc
     audit = Audit(path)
     waiting = [asyncio.ensure_future(audit.write("call", which=0))]
     await asyncio.to_thread(is_writing.wait)
-    waiting += [asyncio.ensure_future(audit.write("call", which=k)) for k in range(1, 11)]
+    waiting += [asyncio.ensure_future(audit.write("call", which=k)) for k in range(1, 6)]
+    await asyncio.sleep(0)
+    # Refusals leave room for the rest.
+    audit.refused("denied", HOST)
+    audit.tell("failed", which=6)
+    waiting += [asyncio.ensure_future(audit.write("call", which=k)) for k in range(7, 11)]
     await asyncio.sleep(0)
     with pytest.raises(UnavailableError, match="10 lines wait"):
         await audit.write("call", which=11)
-    audit.tell("denied")
+    audit.tell("failed", which=12)
     moves.set()
     await asyncio.gather(*waiting)
     await audit.close()
@@ -230,8 +267,9 @@ async def test_a_disk_that_stands_still_bounds_what_waits(path: Path, monkeypatc
 
 
 def test_repeats() -> None:
-    told: Repeats[str] = Repeats()
-    assert [told.is_first(word) for word in "aabac"] == [True, False, True, False, True]
-    assert list(told.take()) == [("a", 2)]
+    told: Repeats[str, str] = Repeats()
+    assert [told.is_first("x", word) for word in "aabac"] == [True, False, True, False, True]
+    assert told.is_first("y", "a")
+    assert list(told.take()) == [("x", "a", 2)]
     assert list(told.take()) == []
-    assert told.is_first("a")
+    assert told.is_first("x", "a")

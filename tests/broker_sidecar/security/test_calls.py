@@ -1,6 +1,7 @@
 """Every call of every service, for every kind of caller: what it needs, and that nothing less will do."""
 
 import itertools
+import re
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -12,7 +13,7 @@ from google.protobuf import message_factory
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
-from broker_sidecar.security.calls import CALLS
+from broker_sidecar.security.calls import CALLS, Effect, Need, On
 from broker_sidecar.security.rules import Action
 from seqdedupe.testing import Sidecar
 from seqdedupe.v1 import admin_pb2, dedupe_pb2, publish_pb2, read_pb2
@@ -27,7 +28,7 @@ NEEDS = {
     "Open": {"publish"},
     "Publish": {"publish"},
     "PublishStream": {"publish"},
-    "Attach": {"publish"},
+    "Attach": {"attach"},
     "Read": {"read"},
     "ReadStream": {"read"},
     "Locate": {"read"},
@@ -38,7 +39,7 @@ NEEDS = {
     "SetCursorHold": {"administer"},
     "DeleteCursor": {"administer"},
     "CreateTopic": {"create"},
-    "GetTopic": {"observe", "publish", "read", "administer"},
+    "GetTopic": {"observe", "publish", "read", "administer", "attach"},
     "ListTopics": {"observe"},
     "GetTopicPolicy": {"observe"},
     "GetNamespacePolicy": {"observe"},
@@ -75,6 +76,9 @@ NEEDS = {
 }
 """Each of these actions alone is enough."""
 
+OWN_NAMES_ALONE = {"publish", "read"}
+"""What the caller `narrow` may do, under its own producer names and with its own cursors alone."""
+
 TOPIC = "persistent://public/default/secret-"
 """And the name of the call: of one that makes it, or deletes it, no other one learns."""
 
@@ -97,10 +101,50 @@ def test_every_call_has_a_rule_and_no_rule_is_of_nothing() -> None:
     assert {method.name for method in METHODS} == set(NEEDS)
 
 
+def _need(method: Any) -> Need | None:
+    need = CALLS[_path(method)]
+    return need if isinstance(need, Need) else None
+
+
+def test_what_is_wider_than_a_name_needs_a_right_on_all_of_it() -> None:
+    rights = {
+        Effect.OWN_NAMES: (On.TOPIC, {Action.PUBLISH}),
+        Effect.OWN_CURSOR: (On.CURSOR, {Action.READ}),
+        Effect.TOPIC: (On.TOPIC, {Action.CREATE, Action.ADMINISTER, Action.ATTACH}),
+        Effect.NAMESPACE: (On.NAMESPACE, {Action.ADMINISTER}),
+        Effect.SIDECAR: (On.EVERYTHING, {Action.ADMINISTER}),
+    }
+    for need in filter(None, map(_need, METHODS)):
+        if need.effect is not Effect.NOTHING:
+            on, actions = rights[need.effect]
+            assert need.on is on
+            assert set(need.actions) <= actions
+
+
+def test_the_documentation_says_of_each_call_what_it_changes_and_needs() -> None:
+    page = Path("docs/rules.md").read_text()
+    _, _, table = page.partition("| call | the widest that it changes |")
+    rows = [[cell.strip() for cell in row.strip("|").split("|")] for row in table.split("\n\n")[0].splitlines()[2:]]
+    told = {name: (effect, set(re.findall(r"`(\w+)`", needs))) for names, effect, needs in rows for name in
+            re.findall(r"`([\w.]+)`", names)}  # fmt: skip
+    expected = {}
+    for method in METHODS:
+        service, need = method.containing_service.name.removesuffix("Service"), _need(method)
+        actions = {action.value for action in need.actions} if need is not None else set()
+        effect = need.effect.value if need is not None else "nothing"
+        expected[f"{service}.{method.name}"] = effect, actions
+    assert told == expected
+
+
 def _rules(folder: Path) -> Path:
     rules = [
         f'[[allow]]\nname = "of {action}"\nsubjects = ["only-{action}"]\nactions = ["{action}"]\ntopics = ["*"]\n'
+        + ('cursors = ["*"]\n' if action == "read" else "")
         for action in ACTIONS
+    ]
+    rules += [
+        f'[[allow]]\nsubjects = ["narrow"]\nactions = ["{action}"]\ntopics = ["*"]\n{key} = ["${{sub}}"]\n'
+        for action, key in (("publish", "producers"), ("read", "cursors"))
     ]
     rules += [
         f'[[allow]]\nsubjects = ["elsewhere"]\nactions = {ACTIONS}\ntopics = ["persistent://other/**", "secre*-"]\n',
@@ -128,6 +172,8 @@ def _request(method: Any) -> bytes:
     """A request about the topic."""
     request: Any = message_factory.GetMessageClass(method.input_type)()
     names = {field.name for field in request.DESCRIPTOR.fields}
+    if method.name in ("GetCursor", "MoveCursor"):
+        request.name = "somebody's"
     if method.name == "Attach":
         request.begin.topic = TOPIC + method.name
     elif method.name == "ReceiveTopic":
@@ -165,7 +211,8 @@ def test_a_call_is_for_those_who_may_and_for_nobody_else(
     def reason(name: str) -> str:
         return _reason(connect(method.containing_service.name == "DedupeService", name), method)
 
-    needs = {"observe"} if _path(method) == "/seqdedupe.v1.DedupeService/GetProducer" else NEEDS[method.name]
+    is_of_broker = _path(method) == "/seqdedupe.v1.DedupeService/GetProducer"
+    needs = {"observe", "attach"} if is_of_broker else NEEDS[method.name]
     allowed = {action for action in ACTIONS if reason(f"only-{action}") != "NOT_ALLOWED"}
     # Who may publish to a topic that is not there would make it.
     assert allowed == (needs if method.name not in ("Open", "Attach") else set())
@@ -174,3 +221,9 @@ def test_a_call_is_for_those_who_may_and_for_nobody_else(
     for name in ("somebody", "elsewhere", "but-one"):
         may = method.name == "GetVersion" or (method.name == "ServerReflectionInfo" and name != "somebody")
         assert (reason(name) != "NOT_ALLOWED") == may, name
+    # Under its own names alone it may do what concerns nobody else.
+    need = _need(method)
+    concerns_others = need is not None and (need.on is On.CURSOR or need.effect is not Effect.NOTHING)
+    may = method.name == "GetVersion" or (not concerns_others and bool(needs & OWN_NAMES_ALONE))
+    if method.name not in ("Publish", "PublishStream"):  # which are judged by their frames
+        assert (reason("narrow") != "NOT_ALLOWED") == may

@@ -27,7 +27,7 @@ from seqdedupe.testing import Sidecar
 from seqdedupe.v1 import admin_pb2, read_pb2, read_pb2_grpc
 from tests.broker_sidecar.calls import TIMEOUT_SECONDS, refused
 from tests.broker_sidecar.reflected import Reflected
-from tests.broker_sidecar.security.issuing import Issued, issue, of_server
+from tests.broker_sidecar.security.issuing import Issued, issue, of_server, revoke
 from tests.broker_sidecar.security.showing import bearer, rules_for_all, token_of, unary, wait_until
 
 VERSION = "/seqdedupe.v1.AdminService/GetVersion"
@@ -203,6 +203,21 @@ def test_another_certificate_under_open_streams(tmp_path: Path) -> None:
             assert stream.is_active()
             unary(open_channel, VERSION)(b"", **shown)
             stream.cancel()
+
+
+def test_a_unix_socket_beside_tls(tmp_path: Path) -> None:
+    """Over it nobody needs a certificate, but the token all the same."""
+    keys = tls_keys(tmp_path / "tls", of_server(AUTHORITY))
+    OF_CLIENTS.cert_pem.write_to_path(tmp_path / "tls" / "clients.pem")
+    (tmp_path / "tls" / "revoked.pem").write_bytes(revoke(OF_CLIENTS))
+    keys |= {"tls_client_ca_file": tmp_path / "tls" / "clients.pem", "rules_file": rules_for_all(tmp_path)}
+    keys |= {"tls_client_crl_file": tmp_path / "tls" / "revoked.pem", "also_listen": f"unix:{tmp_path}/s"}
+    with Sidecar(tmp_path, authentication="token", **keys) as sidecar:
+        token = token_of(sidecar)
+        assert code_of(channel_to(sidecar, GOOD_CLIENTS["shop.example"]), "") is grpc.StatusCode.OK
+        assert code_of(channel_to(sidecar), token) is grpc.StatusCode.UNAVAILABLE
+        for shown, code in ((token, grpc.StatusCode.OK), ("", grpc.StatusCode.UNAUTHENTICATED)):
+            assert code_of(grpc.insecure_channel(f"unix:{tmp_path}/s"), shown) is code
 
 
 def replace(folder: Path, issued: Issued) -> None:

@@ -1,12 +1,13 @@
-"""Producer names that a caller may not use: in Open, alone and hidden in a frame, and when the rules change."""
+"""Producer names that a caller may not use: in Open, alone and hidden in a frame, and when the rules change. And other
+topics in a stream's later messages."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import grpc
 import pytest
 
-from seqdedupe.v1 import read_pb2
-from tests.broker_sidecar.calls import NOT_DUP, TIMEOUT_SECONDS, batch, refused, status, verdicts
+from seqdedupe.v1 import admin_pb2, read_pb2
+from tests.broker_sidecar.calls import NOT_DUP, TIMEOUT_SECONDS, Refused, batch, refused, status, topic_bytes, verdicts
 from tests.broker_sidecar.security.by_name import Caller, Ruled
 
 RULES = """
@@ -162,3 +163,28 @@ def test_what_makes_a_topic_needs_to_be_allowed_to(ruled: Ruled, ann: Caller, to
         ann.open(topic, "ann-1")
     finally:
         ruled.replace(RULES)
+
+
+def _publishing_on(caller: Caller, own: str, other: str) -> Refused:
+    stream = caller.stream(own)
+    stream.send_raw(topic_bytes(other))
+    return refused(stream.end)
+
+
+def _importing_into(caller: Caller, own: str, other: str) -> Refused:
+    requests = [admin_pb2.ImportWatermarksRequest(topic=name) for name in (own, other)]
+    return refused(lambda: caller.admin.ImportWatermarks(iter(requests), timeout=TIMEOUT_SECONDS))
+
+
+@pytest.mark.parametrize("said", [_publishing_on, _importing_into])
+def test_a_later_message_of_a_stream_does_not_tell_which_other_topics_there_are(
+    ruled: Ruled, topic: str, said: Callable[[Caller, str, str], Refused]
+) -> None:
+    owner = Caller(ruled.address, "operator")
+    others = [f"{topic}-{kind}" for kind in ("there", "missing", "parted")]
+    for name, partitions in ((topic, 0), (others[0], 0), (others[2], 3)):
+        owner.admin.CreateTopic(admin_pb2.CreateTopicRequest(topic=name, partitions=partitions))
+    answers = [said(owner, topic, other) for other in others]
+    assert answers[0].reason == "INVALID_REQUEST"
+    assert answers == answers[:1] * 3
+    owner.close()

@@ -15,12 +15,12 @@ from grpc_health.v1 import health_pb2
 from seqdedupe.client.blocking import Client
 from seqdedupe.client.credentials import Credentials
 from seqdedupe.errors import SeqdedupeError
-from seqdedupe.testing import Sidecar
+from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from tests.broker_sidecar.health import health_of
 from tests.broker_sidecar.metrics.scraping import scrape
 from tests.broker_sidecar.security.signing import AUDIENCE, Issuer, write_keys
 
-TIMEOUT_SECONDS = 120.0
+TIMEOUT_SECONDS = LAST_RESORT_SECONDS
 
 ALLOWED = '[[allow]]\nsubjects = ["shop"]\nactions = ["publish", "create", "read"]\ntopics = ["orders"]\n'
 NOTHING = '[[allow]]\nsubjects = ["else"]\nactions = ["read"]\ntopics = ["orders"]\n'
@@ -53,7 +53,11 @@ class Reloading(Sidecar):
 
     def health(self, service: str = "configuration") -> int:
         with grpc.insecure_channel(self.address) as channel:
-            return health_of(channel).Check(health_pb2.HealthCheckRequest(service=service), timeout=60).status
+            return (
+                health_of(channel)
+                .Check(health_pb2.HealthCheckRequest(service=service), timeout=LAST_RESORT_SECONDS)
+                .status
+            )
 
 
 def until(is_so: Callable[[], bool]) -> None:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from broker_sidecar.security.shares import NO_LIMITS, OF_NOBODY, Limits, Share, 
 from seqdedupe.errors import UnavailableError
 from seqdedupe.testing import Sidecar
 from seqdedupe.v1 import admin_pb2, batch_pb2, publish_pb2
-from tests.broker_sidecar.calls import NOT_DUP, TIMEOUT_SECONDS, batch, refused, status, verdicts
+from tests.broker_sidecar import with_constants
+from tests.broker_sidecar.calls import NOT_DUP, TIMEOUT_SECONDS, Stream, batch, refused, status, verdicts
 from tests.broker_sidecar.security.by_name import Caller, Ruled
 from tests.broker_sidecar.security.showing import bearer, token_of, wait_until
 
@@ -257,3 +259,54 @@ def test_who_is_not_known_leaves_the_streams_to_others(tmp_path: Path) -> None:
         next(watching.Watch(request, metadata=bearer(token_of(sidecar))))
         for channel in channels:
             channel.close()
+
+
+ALL_MAY = """
+[[allow]]
+subjects = ["*"]
+actions = ["create", "publish", "read", "observe"]
+topics = ["*"]
+"""
+PLACES = 8
+
+
+def _opened(ruled: Ruled, name: str, count: int) -> list[Stream]:
+    """Streams that are served, each over a connection of its own."""
+    streams = []
+    for k in range(count):
+        caller = Caller(ruled.address, name)
+        epochs = caller.epochs("t", f"{name}-{k}")
+        stream = caller.stream("t")
+        stream.receipt(batch([(f"{name}-{k}", caller.producer("t", f"{name}-{k}")[1] + 1)], epochs))
+        streams.append(stream)
+    return streams
+
+
+def _is_served(stream: Stream) -> bool:
+    return stream.call.is_active()
+
+
+def test_a_caller_with_more_than_half_of_all_streams_gives_way_to_others(tmp_path: Path) -> None:
+    """None of them is ever silent here: it takes all of them in use."""
+    environment = with_constants.environment(streams__IDLE_SECONDS=1e9)
+    with Ruled(tmp_path, ALL_MAY, environment=environment, max_streams=PLACES) as ruled:
+        greedy = _opened(ruled, "ann", PLACES)
+        assert all(map(_is_served, greedy))
+        assert refused(lambda: _opened(ruled, "ann", 1)).reason == "TOO_MANY_STREAMS"
+        others = _opened(ruled, "bob", PLACES // 2)
+        wait_until(lambda: sum(map(_is_served, greedy)) == PLACES // 2)
+        assert {status(one.call).reason for one in greedy if not _is_served(one)} == {"STREAM_IDLE"}
+        for name in ("ann", "bob", "cid"):
+            assert refused(partial(_opened, ruled, name, 1)).reason == "TOO_MANY_STREAMS"
+        assert all(map(_is_served, others))
+        assert sum(map(_is_served, greedy)) == PLACES // 2
+
+
+def test_who_is_not_known_takes_no_stream_that_is_in_use(tmp_path: Path) -> None:
+    environment = with_constants.environment(streams__IDLE_SECONDS=1e9)
+    with Ruled(tmp_path, ALL_MAY, environment=environment, max_streams=PLACES) as ruled:
+        known = _opened(ruled, "ann", PLACES)
+        watched: Any = health_pb2_grpc.HealthStub(grpc.insecure_channel(ruled.address))
+        answer = refused(lambda: next(watched.Watch(health_pb2.HealthCheckRequest())))
+        assert answer.reason == "TOO_MANY_STREAMS"
+        assert all(map(_is_served, known))

@@ -99,9 +99,13 @@ BAD_CLAIMS: dict[str, dict[str, Any]] = {
     "no audiences": {"aud": []},
     "no end": {"exp": None},
     "an end that is no number": {"exp": "tomorrow"},
+    "a number as text": {"exp": str(int(time.time()) + HOUR)},
+    "a truth as the end": {"exp": True},
     "a list as the end": {"exp": [1]},
     "an end beyond all numbers": {"exp": float("inf")},
     "no number as the end": {"exp": float("nan")},
+    "a text as its begin": {"iat": "1"},
+    "a begin before all numbers": {"iat": float("-inf")},
     "not yet valid": {"nbf": int(time.time()) + HOUR},
     "from the future": {"iat": int(time.time()) + HOUR},
 }
@@ -124,6 +128,38 @@ def test_an_expired_one_is_told_so_and_clocks_may_differ_by_little(keys: signed_
     assert verify(ED.token(nbf=now + 3, iat=now + 3).encode(), keys, AUDIENCE).subject == "shop"
     # An end after all times is one that can be waited for.
     assert verify(ED.token(exp=10**400).encode(), keys, AUDIENCE).expires_at_seconds < 10**12
+
+
+@pytest.mark.parametrize("kid", ISSUERS)
+def test_whose_an_expired_one_was_is_proven_by_its_signature(keys: signed_tokens.Keys, kid: str) -> None:
+    def subject_of(token: str) -> tuple[str, str | None]:
+        with pytest.raises(SeqdedupeError) as raised:
+            verify(token.encode(), keys, AUDIENCE)
+        return raised.value.reason, raised.value.numbers.get("subject")
+
+    assert subject_of(ISSUERS[kid].token(iat=1, exp=2)) == ("TOKEN_EXPIRED", "shop")
+    assert subject_of(FOREIGN[kid].token(iat=1, exp=2)) == ("UNAUTHENTICATED", None)
+    # It says nothing about anybody here.
+    assert subject_of(ISSUERS[kid].token(iat=1, exp=2, aud="other")) == ("UNAUTHENTICATED", None)
+
+
+def test_the_longest_life(keys: signed_tokens.Keys) -> None:
+    now = int(time.time())
+
+    def why_of(**claims: Any) -> str:
+        try:
+            return verify(ED.token(**claims).encode(), keys, AUDIENCE, HOUR).subject
+        except SeqdedupeError as e:
+            return e.message
+
+    assert why_of(iat=now, exp=now + HOUR) == "shop"
+    assert "lives 3601 s, from `iat` to `exp`: at most 3600" in why_of(iat=now, exp=now + HOUR + 1)
+    # One of a long life is not taken near its end either.
+    assert "at most 3600" in why_of(iat=now - 10 * HOUR, exp=now + HOUR)
+    assert "at most 3600" in why_of(iat=now, exp=10**400)
+    assert "at most 3600" in why_of(iat=-(10**400), exp=now + 1)
+    assert "no `iat`" in why_of(iat=None)
+    assert verify(ED.token(iat=None, exp=now + 100 * HOUR).encode(), keys, AUDIENCE).subject == "shop"
 
 
 @pytest.mark.parametrize(

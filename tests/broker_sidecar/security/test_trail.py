@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import resource
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ import grpc
 import pytest
 
 from broker_sidecar.security.audit import Audit
+from broker_sidecar.security.permissions import Denial
+from broker_sidecar.security.rules import Action
 from broker_sidecar.security.subject import Subject, set_caller
 from broker_sidecar.security.takeovers import MAX_OPENS, Openers
 from broker_sidecar.security.trail import Trail
@@ -21,6 +24,8 @@ from seqdedupe.client.credentials import Credentials
 from seqdedupe.errors import SeqdedupeError, UnavailableError
 from seqdedupe.testing import Sidecar
 from seqdedupe.v1 import admin_pb2
+from tests.broker_sidecar.security.showing import bearer, unary, wait_until
+from tests.broker_sidecar.security.signing import AUDIENCE, Issuer, write_keys
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -89,6 +94,70 @@ def test_who_shows_nothing_is_told_once_and_counted(sidecar: Sidecar, path: Path
     ]
 
 
+RULES = """
+[[allow]]
+subjects = ["shop", "thief"]
+actions = ["publish", "create"]
+topics = ["orders"]
+"""
+REFUSALS = 1_100
+"""More different ones than the trail has ever kept apart."""
+
+
+def test_a_flood_of_refusals_hides_nothing_and_stays_small(tmp_path: Path, path: Path) -> None:
+    """One caller is refused again and again, for topics with long names; what others do stands in the trail."""
+    issuer = Issuer("ed")
+    (tmp_path / "rules.toml").write_text(RULES)
+    keys = {
+        "rules_file": tmp_path / "rules.toml",
+        "token_keys_file": write_keys(tmp_path / "keys.json", [issuer.jwk()]),
+        "token_audience": AUDIENCE,
+    }
+    with Sidecar(tmp_path, authentication="token", audit_file=path, **keys) as sidecar:
+        shop, thief = (Client(sidecar.address, Credentials(token=issuer.token(sub=who))) for who in ("shop", "thief"))
+        with shop, thief, connect(sidecar) as operator, grpc.insecure_channel(sidecar.address) as channel:
+            with shop.producer("orders", "till") as producer:
+                producer.send(b"one", 1).result()
+            begin_bytes = path.stat().st_size
+            for k in range(REFUSALS):
+                with pytest.raises(SeqdedupeError, match="NOT_ALLOWED"):
+                    thief.admin.topic("x" * 200 + str(k))
+            with thief.producer("orders", "till") as producer:
+                producer.send(b"two", 2).result()
+            with pytest.raises(SeqdedupeError, match="NOT_ALLOWED"):
+                shop.admin.topic("invoices")
+            with pytest.raises(SeqdedupeError, match="TOPIC_NOT_FOUND"):
+                operator.admin.delete_topic("invoices")
+            version = unary(channel, "/seqdedupe.v1.AdminService/GetVersion")
+            ended = issuer.token(sub="shop", iat=1, exp=int(time.time()) - 60)
+            for shown in ("wrong", ended, ended):
+                with pytest.raises(grpc.RpcError, match="UNAUTHENTICATED"):
+                    version(b"", metadata=bearer(shown))
+            (tmp_path / "rules.toml").write_text(RULES + "# the same\n")
+            wait_until(lambda: any("the rules file was read again" in str(one["event"]) for one in sidecar.log))
+        assert sidecar.stop() == 0
+    found = lines(path)
+    taken = [line for line in found if line["event"] == "producers taken over"]
+    assert [(one["subject"], one["from_subject"], one["producer_names"]) for one in taken] == [
+        ("thief", "shop", "'till'")
+    ]
+    assert [one["why"] for one in found if one["event"] == "failed"] == ["TOPIC_NOT_FOUND"]
+    assert [one["what"] for one in found if one["event"] == "read again"] == ["the rules file"]
+    unknown = [
+        (one["reason"], one.get("subject"), one.get("kind")) for one in found if one["event"] == "unauthenticated"
+    ]
+    assert ("UNAUTHENTICATED", None, None) in unknown
+    assert ("TOKEN_EXPIRED", "shop", "jwt") in unknown
+    denied = [one for one in found if one["event"] == "denied"]
+    assert [one["topic"] for one in denied if one["subject"] == "shop"] == ["persistent://public/default/invoices"]
+    others = [one for one in found if one["event"] == "others refused"]
+    assert {(one["subject"], one["address"]) for one in others} == {("thief", "ipv4:127.0.0.1")}
+    assert sum(one.get("repeats", 1) for one in [*denied, *others] if one["subject"] == "thief") == REFUSALS
+    # Ten seconds are enough for all of it where the machine is not busy.
+    rounds = len({one["time"] for one in others})
+    assert path.stat().st_size - begin_bytes < (rounds + 1) * 64 * 1024
+
+
 def test_starts_and_stops_and_a_chain_over_both(sidecar: Sidecar, path: Path) -> None:
     assert sidecar.stop() == 0
     sidecar.start()
@@ -152,7 +221,7 @@ async def test_names_that_go_to_somebody_else(tmp_path: Path) -> None:
         ("carol", 5, [("unknown", 99)]),
     ):
         set_caller(Subject(subject, "jwt", None, "ipv6:[::1]:5"))
-        trail.opened("t", 7, epoch, fenced)
+        trail.opened("t", 7, [epoch], fenced)
     await audit.close()
     assert shown(tmp_path / "audit.jsonl", "subject", "from_subject", "producer_names", "address") == [
         ("producers taken over", "bob", "alice", "'a'", "ipv6:[::1]"),
@@ -160,8 +229,24 @@ async def test_names_that_go_to_somebody_else(tmp_path: Path) -> None:
     ]
 
 
-def test_openers_are_bounded() -> None:
+async def test_refused_names_are_cut(tmp_path: Path) -> None:
+    """Whoever is refused chooses them, and each of these letters takes twelve bytes of a line."""
+    audit = Audit(tmp_path / "audit.jsonl")
+    subject = Subject("alice", "jwt", None, "unix:")
+    names = [f"{k:02d}" + "\U0001f4a3" * 60 for k in range(99)]
+    Trail(audit).denied(Denial(subject, Action.PUBLISH, "t", ["till", *names], None))
+    await audit.close()
+    [line] = lines(tmp_path / "audit.jsonl")
+    assert line["producers"] == 100
+    assert line["producer_names"].startswith("'till' '00")
+    assert line["producer_names"].endswith("…")
+    assert (tmp_path / "audit.jsonl").stat().st_size < 1024
+
+
+def test_openers_are_bounded_and_each_subject_pushes_out_its_own() -> None:
     openers = Openers()
+    openers.opened(2, 1, "other")
     for epoch in range(MAX_OPENS + 10):
         openers.opened(1, epoch, "s")
-    assert [openers.of(1, epoch) for epoch in (9, 10)] == [None, "s"]
+    assert [openers.of(1, epoch) for epoch in (10, 11)] == [None, "s"]
+    assert openers.of(2, 1) == "other"

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, Self
 from urllib.error import HTTPError, URLError
 
-from seqdedupe.testing import reserved_port
+from seqdedupe.testing import LAST_RESORT_SECONDS, reserved_port
 
-TIMEOUT_SECONDS = 120.0
+TIMEOUT_SECONDS = LAST_RESORT_SECONDS
 POLL_SECONDS = 0.05
 
 _FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars")

@@ -11,11 +11,11 @@ from urllib.error import HTTPError
 
 import pytest
 
-from seqdedupe.testing import Sidecar
+from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from tests.broker_sidecar.metrics.scraping import address_of
 from tests.broker_sidecar.web.browser import Browser
 
-TIMEOUT_SECONDS = 120.0
+TIMEOUT_SECONDS = LAST_RESORT_SECONDS
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

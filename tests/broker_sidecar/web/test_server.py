@@ -13,8 +13,9 @@ from broker_sidecar.web import server
 from broker_sidecar.web.server import MAX_CONNECTIONS, MAX_HEAD_BYTES, MAX_THREADS, Request, Response, WebServer, text
 from seqdedupe.address import SidecarAddress
 from seqdedupe.errors import ConfigurationError
+from seqdedupe.testing import LAST_RESORT_SECONDS
 
-WAIT_SECONDS = 120.0
+WAIT_SECONDS = LAST_RESORT_SECONDS
 LOOPBACK = SidecarAddress("127.0.0.1", 0)
 
 

@@ -10,6 +10,7 @@ import pulsar.asyncio
 from seqdedupe.errors import error
 from seqdedupe.log.pulsar.admin import Admin, Publisher, TopicStats
 from seqdedupe.log.pulsar.entries import Entry, Message
+from seqdedupe.log.pulsar.ledgers import Ledgers
 from seqdedupe.message_id import MessageId
 from tests.log.pulsar.standin import PulsarTopic
 
@@ -64,11 +65,19 @@ class StandInAdmin(Admin):
     def __init__(self, client: StandInClient) -> None:
         self._client = client
         self.answers = True
+        self.lists_ledgers = True
+        self.policies: dict[str, Any] = {}
         self.answers_left = 1_000_000
         """So often it says yet who writes."""
 
     async def properties(self, topic: str) -> dict[str, str]:
         return {}
+
+    async def policy(self, topic: str, name: str) -> Any:
+        await asyncio.sleep(0)
+        if not self.answers:
+            raise error("LOG_UNREADABLE", "no broker answers")
+        return self.policies.get(name)
 
     async def stats(self, topic: str) -> TopicStats:
         await asyncio.sleep(0)
@@ -86,6 +95,12 @@ class StandInAdmin(Admin):
         if not self.answers:
             raise error("LOG_UNREADABLE", "no broker answers")
         return self._client.topic.first_ledger
+
+    async def ledgers(self, topic: str) -> Ledgers:
+        await asyncio.sleep(0)
+        if not self.lists_ledgers:
+            raise error("LOG_UNREADABLE", "no broker answers")
+        return self._client.topic.ledgers
 
     async def keep_from(self, topic: str, name: str, message_id: MessageId) -> None:
         await asyncio.sleep(0)

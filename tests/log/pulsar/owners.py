@@ -64,7 +64,15 @@ class Process:
     def hear(self) -> None:
         """Receipts come. What they do not confirm is looked for in the topic; an owner that has lost stops."""
         for receipt in self.producer.hear():
+            if receipt is None:
+                # What comes after it is void.
+                self.is_open = False
+            if not self.is_open and not self._believes:
+                return
             message = self._under_way[0]
+            if receipt is None:
+                self._under_way.pop(0)
+                continue
             if not self._believes and not self._receipts.confirms(receipt):
                 found = self._place_of(message)
                 if found is None:
@@ -84,17 +92,21 @@ class Process:
         self.confirmed.append((message.payload or b"").decode())
 
     def _read(self) -> Standing:
-        terms = Terms(Standing.start(INCARNATION))
-        for entry in self._topic.read():
-            terms.judge(entry.message)
+        terms, _ = judged(self._topic)
         return terms.standing
 
     def _place_of(self, message: Message) -> MessageId | None:
-        terms = Terms(Standing.start(INCARNATION))
-        for entry in self._topic.read():
-            if terms.judge(entry.message) is Verdict.VALID and entry.message == message:
+        _, verdicts = judged(self._topic)
+        for entry, verdict in zip(self._topic.read(), verdicts, strict=True):
+            if verdict is Verdict.VALID and entry.message == message:
                 return entry.message_id
         return None
+
+
+def judged(topic: PulsarTopic) -> tuple[Terms, list[Verdict]]:
+    """What a reader makes of all entries, none of which is trimmed: over the end of a ledger nothing is between."""
+    terms = Terms(Standing.start(INCARNATION))
+    return terms, [terms.judge(entry.message, MessageId(0, at)) for at, entry in enumerate(topic.read())]
 
 
 def valid_in(topic: PulsarTopic) -> list[tuple[int, Message]]:
@@ -106,13 +118,16 @@ def valid_in(topic: PulsarTopic) -> list[tuple[int, Message]]:
     takes = [at for at, term in enumerate(terms) if term and term > max([0, *terms[:at]])]
     found: list[tuple[int, Message]] = []
     for start, end in pairwise([*takes, len(topic.entries)]):
-        seen = set()
+        next_number = 0
         for at in range(start, end):
             message = topic.entries[at].message
             *of_owner, number, _ = message.properties.get(ENTRY, "::").split(":")
-            if of_owner == topic.entries[start].message.properties[ENTRY].split(":")[:4] and number not in seen:
-                seen.add(number)
-                found.append((at, message))
+            if of_owner == topic.entries[start].message.properties[ENTRY].split(":")[:4]:
+                if int(number) > next_number:
+                    break
+                if int(number) == next_number:
+                    next_number += 1
+                    found.append((at, message))
     return found
 
 

@@ -5,6 +5,7 @@ a, b = topic.producer("a"), topic.producer("b")    both exclusive, at once: a sp
 a.send(message)       it is on its way
 a.store(1)            the broker takes the oldest that is on its way; its receipt is on its way back
 a.hear()              the receipts that have come, in order
+a.lose()              the oldest that is on its way is refused, and nowhere; what comes after it is not
 a.connect_again()     receipts on their way are lost, and all without a receipt is sent again
 a.end(lands=2)        the producer is gone; of what was on its way the two oldest are stored
 topic.roll_over()     a new ledger
@@ -18,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 
 from seqdedupe.log.pulsar.entries import Entry, Message
+from seqdedupe.log.pulsar.ledgers import Ledger, Ledgers
 from seqdedupe.message_id import MessageId
 
 NO_RECEIPT = MessageId(-1, -1)
@@ -31,6 +33,7 @@ class PulsarTopic:
         self.entries: list[Entry] = []
         self._deduplicates = deduplicates
         self._highest: dict[str, int] = {}
+        self._sizes: dict[int, int] = {}
         self._ledger, self._entry, self._now_ms = 10, 0, 1000
         self._clock_ms = clock_ms
         self._stores_nothing = False
@@ -55,6 +58,7 @@ class PulsarTopic:
             self._highest[name] = sequence_id
         message_id = MessageId(self._ledger, self._entry)
         self._entry += 1
+        self._sizes[self._ledger] = self._entry
         self._now_ms = self._clock_ms() if self._clock_ms else self._now_ms + 1
         self.entries.append(Entry(message, message_id, self._now_ms, name, sequence_id))
         return message_id
@@ -75,6 +79,12 @@ class PulsarTopic:
     def first_ledger(self) -> int:
         """That of the first entry left; without one, the current ledger."""
         return self.entries[0].message_id.ledger_id if self.entries else self._ledger
+
+    @property
+    def ledgers(self) -> Ledgers:
+        """As the broker lists them: what was stored counts, whether or not a reader is given it."""
+        left = sorted(one for one in self._sizes.items() if one[0] >= self.first_ledger)
+        return Ledgers([Ledger(ledger, entries, 100 * entries) for ledger, entries in left])
 
     def keep_from(self, message_id: MessageId) -> None:
         assert any(entry.message_id == message_id for entry in self.entries), "what it is to keep is gone already"
@@ -104,8 +114,8 @@ class Producer:
         self._topic = topic
         self._name = name
         self._next_sequence_id = first_sequence_id
-        self._pending: deque[tuple[int, Message]] = deque()
-        self._receipts: deque[MessageId] = deque()
+        self._pending: deque[tuple[int, Message | None]] = deque()
+        self._receipts: deque[MessageId | None] = deque()
 
     def send(self, message: Message) -> None:
         self._pending.append((self._next_sequence_id, message))
@@ -115,12 +125,18 @@ class Producer:
         """The broker takes so many (None: all) of those that it has not answered."""
         on_their_way = list(self._pending)[len(self._receipts) :]
         for sequence_id, message in on_their_way[:count]:
-            self._receipts.append(self._topic.add(message, self._name, sequence_id))
+            self._receipts.append(message and self._topic.add(message, self._name, sequence_id))
+
+    def lose(self) -> None:
+        at = len(self._receipts)
+        if at < len(self._pending):
+            self._pending[at] = self._pending[at][0], None
 
     def connect_again(self) -> None:
         self._receipts.clear()
 
-    def hear(self) -> list[MessageId]:
+    def hear(self) -> list[MessageId | None]:
+        """None of what was refused."""
         heard = list(self._receipts)
         for _ in heard:
             self._pending.popleft()

@@ -38,11 +38,11 @@ def entries_of(term: int, history: list[Batch], index: int, *, is_packed: bool) 
     return found
 
 
-def received(topic: example.Topic, several: list[Message]) -> list[example.Received]:
+def received(topic: example.Topic, several: list[Message], apart: int = 1) -> list[example.Received]:
     return [
         message
-        for entry in several
-        if topic.counts(entry.properties)
+        for at, entry in enumerate(several)
+        if topic.counts(entry.properties, 7, at * apart)
         for message in example.messages(entry.payload, entry.properties, entry.key, entry.event_time_ms)
     ]
 
@@ -68,7 +68,15 @@ def test_what_is_missing_is_an_error(is_packed: bool) -> None:
     whole = entries_of(1, SENT, 0, is_packed=is_packed)
     for at in range(1, len(whole) - 1):
         with pytest.raises(ValueError, match="is missing"):
-            received(example.Topic(), [*whole[:at], *whole[at + 1 :]])
+            received(example.Topic(), [*whole[:at], *whole[at + 1 :]], apart=2)
+
+
+def test_what_follows_a_hole_is_void() -> None:
+    """No position is missing, only a number: it was refused."""
+    first = entries_of(1, SENT, 0, is_packed=False)
+    second = entries_of(2, SENT, 0, is_packed=False)
+    assert received(example.Topic(), [*first[:2], *first[3:], *second]) == received(example.Topic(), second)
+    assert received(example.Topic(), [*first[:2], stock(), *first[3:5]]) == []
 
 
 def test_it_needs_the_published_schema_alone() -> None:

@@ -15,6 +15,7 @@ from seqdedupe.log.pulsar import http
 from seqdedupe.log.pulsar.admin import Admin
 from seqdedupe.log.pulsar.http import AdminUrl
 from seqdedupe.log.pulsar.policies import ensure_safe
+from seqdedupe.testing import LAST_RESORT_SECONDS
 
 TOKEN = "eyJhbGciOi.SECRET.x-_y"
 TOPIC = "persistent://public/default/a:b"
@@ -257,7 +258,7 @@ async def test_calls_do_not_hold_the_event_loop() -> None:
 
     with serving(waits) as server:
         call = asyncio.ensure_future(admin(server).topics("public/default"))
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(LAST_RESORT_SECONDS):
             await asked.wait()
         assert not call.done()
         over.set()

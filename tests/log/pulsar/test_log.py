@@ -172,9 +172,8 @@ async def test_of_two_that_both_write_the_earlier_one_learns_it_from_its_next_re
         await log.close()
 
 
-async def test_a_failed_send_ends_the_opening_and_what_it_leaves_out_is_a_gap() -> None:
-    harness = StandInHarness(EntryFormat.PLAIN)
-    log = await harness.open()
+async def with_hole(harness: StandInHarness, log: PulsarLog) -> Owner:
+    """An owner that has stored message 0; message 1 was refused, while what came after it was stored."""
     owner = await Owner(log, 1).open()
     owner.append(0, 1)
     await owner.until_stored(1)
@@ -185,11 +184,71 @@ async def test_a_failed_send_ends_the_opening_and_what_it_leaves_out_is_a_gap() 
     owner.append(4, 1)
     assert owner.stored == 1
     assert len(harness.topic.entries) == 4, "what comes after it should have been stored all the same"
-    with pytest.raises(DamagedError, match="LOG_GAP"):
-        await Owner(log, 2).open()
-    # What was confirmed is read as ever.
-    assert [record.base_index for record in parsed(await log.read(0, 1, 1))] == [0]
+    harness.client.loses = lambda _: False
+    return owner
+
+
+async def test_what_follows_a_refused_entry_is_void_for_all_who_read() -> None:
+    harness = StandInHarness(EntryFormat.PLAIN)
+    log = await harness.open()
+    await with_hole(harness, log)
+    again = await Owner(log, 2).open()
+    for first_id in (1, 2):
+        again.append(first_id, 1)
+    await again.until_stored(2)
+    expected = [("marker", 1, 0), ("batch", 0, 1), ("marker", 2, 0), ("batch", 1, 1), ("batch", 2, 1)]
+    assert [what(record) for record in await replayed(log)] == expected
+    assert log.skipped.void == 2
+    # A place before it, one behind it, and none.
+    other = await harness.open(3, log.place_at(3))
+    assert [record.base_index for record in parsed(await other.read(2, 3, 1))] == [2]
+    fresh = await harness.open()
+    for each in (other, fresh):
+        assert [what(record) for record in await replayed(each)][-2:] == expected[-2:]
+    for each in (log, other, fresh):
+        await each.close()
+
+
+async def test_a_hole_at_the_end_of_a_ledger() -> None:
+    """What the ledgers say decides. As long as they cannot be looked at, nothing is decided."""
+    harness = StandInHarness(EntryFormat.PLAIN)
+    harness.client.before = lambda message: harness.topic.roll_over() if is_message(message, 1) else None
+    log = await harness.open()
+    await with_hole(harness, log)
+    assert len({entry.message_id.ledger_id for entry in harness.topic.entries}) == 2
+    harness.admin.lists_ledgers = False
+    with pytest.raises(UnavailableError, match="LOG_UNREADABLE"):
+        await harness.open()
+    harness.admin.lists_ledgers = True
+    again = await Owner(log, 2).open()
+    again.append(1, 1)
+    await again.until_stored(1)
+    assert [record.base_index for record in await replayed(log) if record.rows] == [0, 1]
     await log.close()
+
+
+async def test_what_the_broker_has_and_does_not_give_is_a_gap() -> None:
+    harness = StandInHarness(EntryFormat.PLAIN)
+    log = await harness.open()
+    owner = await Owner(log, 1).open()
+    for first_id in range(3):
+        harness.topic.roll_over()
+        owner.append(first_id, 1)
+    await owner.until_stored(3)
+    del harness.topic.entries[2]
+    with pytest.raises(DamagedError, match="LOG_GAP"):
+        await harness.open()
+    await log.close()
+
+
+async def test_a_snapshot_that_covers_more_proves_that_it_was_no_hole() -> None:
+    harness = StandInHarness(EntryFormat.PLAIN)
+    log = await harness.open()
+    await with_hole(harness, log)
+    with pytest.raises(DamagedError, match="LOG_GAP"):
+        await harness.open(2)
+    for each in (log, await harness.open(1)):
+        await each.close()
 
 
 async def test_an_owner_that_ended_within_a_batch_leaves_its_first_rows() -> None:

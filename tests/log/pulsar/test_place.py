@@ -18,6 +18,7 @@ from seqdedupe.log.pulsar.log import PulsarLog
 from seqdedupe.log.pulsar.places import MAX_POINTS, STEP_BYTES, Places, Point, thinned
 from seqdedupe.log.pulsar.terms import Standing
 from seqdedupe.message_id import MessageId
+from seqdedupe.testing import LAST_RESORT_SECONDS
 from tests.log.conformance import Owner as OwnerOfLog
 from tests.log.conformance import parsed, replayed, what
 from tests.log.pulsar.test_log import BOTH, StandInHarness
@@ -269,7 +270,7 @@ async def test_readers_are_few_and_are_closed_when_nobody_uses_them(monkeypatch:
         assert found == list(range(first, 200))
     looking.cancel()
     assert 0 < most <= kept.MAX_READING + kept.KEPT_CURSORS + 1
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(LAST_RESORT_SECONDS):
         while harness.client.open_readers:  # noqa: ASYNC110 (nobody tells)
             await asyncio.sleep(0.01)
     await log.close()

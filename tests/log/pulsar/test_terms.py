@@ -1,6 +1,6 @@
 """The rule of terms: whatever two owners do at once, what either confirms is in the topic once, and valid."""
 
-from itertools import product
+from itertools import count, product
 
 import pytest
 from hypothesis import given, settings
@@ -9,18 +9,19 @@ from hypothesis import strategies as st
 from seqdedupe.entry_properties import ADDRESS, ENTRY, KIND, TOKEN
 from seqdedupe.errors import DamagedError
 from seqdedupe.log.pulsar import entries
-from seqdedupe.log.pulsar.entries import Message
+from seqdedupe.log.pulsar.entries import NOWHERE, Message
 from seqdedupe.log.pulsar.terms import REMEMBERED_ENTRIES, Receipts, Standing, Terms, Verdict
 from seqdedupe.message_id import MessageId
 from tests.batches import batch
-from tests.log.pulsar.owners import Process, payloads_of, valid_in
+from tests.log.pulsar.owners import Process, judged, payloads_of, valid_in
 from tests.log.pulsar.standin import PulsarTopic
 from tests.log.pulsar.topics import INCARNATION, SETTINGS, marker, owner, packed, rows, stock, token
 
-ACTIONS = "aAbBxysS~|fh"
-"""a, b: that owner appends · x, y: the broker takes the oldest that a, or b, has on its way · A, B: it opens; of what
-it had on its way one lands · S: B opens with a term that it read before anything stood there · ~: both clients connect
-again · |: the ledger rolls over · f: a stranger writes · h: receipts come · s: the broker takes all that is sent."""
+ACTIONS = "aAbBxylsS~|fh"
+"""a, b: that owner appends · x, y: the broker takes the oldest that a, or b, has on its way · l: it refuses the oldest
+of a alone · A, B: it opens; of what it had on its way one lands · S: B opens with a term that it read before anything
+stood there · ~: both clients connect again · |: the ledger rolls over · f: a stranger writes · h: receipts come · s:
+the broker takes all that is sent."""
 
 
 def play(actions: str, *, believes: bool = False, deduplicates: bool = False) -> tuple[PulsarTopic, list[Process]]:
@@ -38,6 +39,8 @@ def play(actions: str, *, believes: bool = False, deduplicates: bool = False) ->
             acting.open(lands=1)
         elif action == "S":
             b.open(highest_term=0)
+        elif action == "l":
+            a.producer.lose()
         elif action == "|":
             topic.roll_over()
         elif action == "f":
@@ -46,11 +49,6 @@ def play(actions: str, *, believes: bool = False, deduplicates: bool = False) ->
             for each in owners:
                 {"s": each.producer.store, "~": each.producer.connect_again, "h": each.hear}[action]()
     return topic, owners
-
-
-def judged(topic: PulsarTopic) -> tuple[Terms, list[Verdict]]:
-    terms = Terms(Standing.start(INCARNATION))
-    return terms, [terms.judge(entry.message) for entry in topic.read()]
 
 
 def check(topic: PulsarTopic, owners: list[Process]) -> None:
@@ -152,7 +150,7 @@ def test_what_was_trimmed_is_noticed() -> None:
     standing, last = Standing.start(INCARNATION), None
     for entry in topic.read():
         terms = Terms(standing)
-        terms.judge(entry.message)
+        terms.judge(entry.message, entry.message_id)
         standing, last = terms.standing, entry.message_id
         if standing.next_index == 1:
             break
@@ -173,13 +171,112 @@ def test_receipts_confirm_in_one_ledger_without_a_gap() -> None:
     assert receipts.confirms(MessageId(8, 1))
 
 
+# A hole.
+
+
+def test_what_follows_a_refused_entry_is_void_and_the_topic_goes_on() -> None:
+    """Whoever reads it, and whoever owns it then: what was not acknowledged is sent again, and stored once."""
+    topic, (a, b) = play("AasaaaxlsAaa")
+    terms, verdicts = judged(topic)
+    assert (terms.counts.holes, verdicts.count(Verdict.VOID)) == (1, 1)
+    assert payloads_of(valid_in(topic)) == a.confirmed == ["a1", "a2", "a5", "a6"]
+    check(topic, [a, b])
+    topic, (a, b) = play("AasaaaxlsBb|b")
+    assert payloads_of(valid_in(topic)) == ["a1", "a2", "b1", "b2"]
+    check(topic, [a, b])
+
+
+def test_with_receipts_believed_after_a_hole_something_acknowledged_is_void() -> None:
+    """The control arm: an owner that goes on after a refused entry."""
+    topic, (a, _) = play("Aaaals", believes=True)
+    assert a.confirmed == ["a2", "a3"]
+    assert payloads_of(valid_in(topic)) == []
+
+
+def at(terms: Terms, message: Message, ledger_id: int, entry_id: int, batch_index: int = -1) -> Verdict:
+    return terms.judge(message, MessageId(ledger_id, entry_id, batch_index))
+
+
+def with_first(last_entry: int = 2) -> Terms:
+    terms = Terms(Standing.start(INCARNATION))
+    for entry_id, message in enumerate(FIRST, last_entry - 2):
+        assert at(terms, message, 7, entry_id) is Verdict.VALID
+    return terms
+
+
+def test_a_hole_is_void_up_to_the_next_marker() -> None:
+    terms = with_first()
+    assert at(terms, message_of(2, 4, 3), 7, 3) is Verdict.VOID
+    assert terms.standing == Standing(owner(2), 3, 2, has_hole=True)
+    # Also what would fit, should it come late, and what nobody could write after it.
+    for entry_id, number in enumerate((5, 3, 4, 1), 4):
+        assert at(terms, message_of(2, number, number - 1), 7, entry_id) is Verdict.VOID
+    assert (terms.counts.holes, terms.counts.void) == (1, 5)
+    assert at(terms, marker(3), 7, 8) is Verdict.VALID
+    assert at(terms, message_of(3, 1, 2), 7, 9) is Verdict.VALID
+    assert terms.standing == Standing(owner(3), 2, 3)
+
+
+def test_what_is_read_between_is_no_hole_of_the_reader() -> None:
+    """What is void and what others wrote stand there; a client's batch has several messages in one position."""
+    terms = with_first()
+    for entry_id, batch_index in ((3, 0), (3, 1), (4, -1)):
+        assert at(terms, stock(), 7, entry_id, batch_index) is Verdict.FOREIGN
+    assert at(terms, marker(1), 7, 5) is Verdict.VOID
+    assert at(terms, message_of(2, 4, 3), 7, 6) is Verdict.VOID
+    assert terms.counts.holes == 1
+
+
+@pytest.mark.parametrize("places", [[(7, 4)], [(8, 0)], [(7, 3), (7, 5)], [(7, 4), (7, 5)], [(8, 0), (8, 1)]], ids=str)
+def test_where_a_position_was_not_read_it_is_a_gap(places: list[tuple[int, int]]) -> None:
+    terms = with_first()
+    *others, last = places
+    for place in others:
+        assert at(terms, stock(), *place) is Verdict.FOREIGN
+    for _ in range(2):
+        with pytest.raises(DamagedError, match="LOG_GAP"):
+            at(terms, message_of(2, 4, 3), *last)
+    assert len(terms.borders) == 1
+    # It was found out that nothing stands there.
+    terms.borders.clear()
+    assert at(terms, message_of(2, 4, 3), *last) is Verdict.VOID
+
+
+def test_a_reader_that_begins_after_the_last_valid_entry_comes_to_the_same() -> None:
+    for after, is_hole in ((MessageId(7, 2), True), (MessageId(7, 1), False), (NOWHERE, False)):
+        terms = Terms(with_first().standing, after)
+        if is_hole:
+            assert at(terms, message_of(2, 4, 3), 7, 3) is Verdict.VOID
+        else:
+            with pytest.raises(DamagedError, match="LOG_GAP"):
+                at(terms, message_of(2, 4, 3), 7, 3)
+    # And so does one that begins in the midst of what is void.
+    terms = Terms(Standing(owner(2), 3, 2, has_hole=True), MessageId(7, 4))
+    assert at(terms, NEXT, 7, 5) is Verdict.VOID
+
+
+def test_a_marker_that_knows_of_more_proves_that_it_was_no_hole() -> None:
+    terms = with_first()
+    assert at(terms, message_of(2, 4, 3), 7, 3) is Verdict.VOID
+    knowing = entries.marker(INCARNATION, 3, token(3), SETTINGS, 4)
+    with pytest.raises(DamagedError, match="LOG_GAP"):
+        at(terms, knowing, 7, 4)
+
+
 # What the entries say of themselves.
+
+_ledgers = count()
+
+
+def judge(terms: Terms, message: Message) -> Verdict:
+    """Of an entry before which others may stand that were not read."""
+    return terms.judge(message, MessageId(next(_ledgers), 0))
 
 
 def reading(*messages: Message) -> Terms:
     terms = Terms(Standing.start(INCARNATION))
     for message in messages:
-        assert terms.judge(message) is Verdict.VALID
+        assert judge(terms, message) is Verdict.VALID
     return terms
 
 
@@ -205,7 +302,7 @@ NEXT = message_of(2, 3, 2)
 def refused(terms: Terms, message: Message) -> str:
     before = terms.standing
     with pytest.raises(DamagedError) as error:
-        terms.judge(message)
+        judge(terms, message)
     assert terms.standing == before
     return error.value.reason
 
@@ -262,14 +359,14 @@ def test_others_are_counted_and_passed_over() -> None:
     unreadable = Message(b"", {ENTRY: "hello"})
     no_term = Message(b"", {ENTRY: f"1:{INCARNATION}:0:{'0' * 16}:1:0"})
     for message in (stock(), unreadable, no_term):
-        assert terms.judge(message) is Verdict.EARLIER
+        assert judge(terms, message) is Verdict.EARLIER
     for message in FIRST:
-        assert terms.judge(message) is Verdict.VALID
+        assert judge(terms, message) is Verdict.VALID
     for message in (stock(), unreadable, no_term):
-        assert terms.judge(message) is Verdict.FOREIGN
+        assert judge(terms, message) is Verdict.FOREIGN
     for message in (marker(1), marker(2, "b"), message_of(1, 1, 0), message_of(2, 3, 2, "b")):
-        assert terms.judge(message) is Verdict.VOID
-    assert terms.judge(NEXT) is Verdict.VALID
+        assert judge(terms, message) is Verdict.VOID
+    assert judge(terms, NEXT) is Verdict.VALID
     counts = terms.counts
     assert (counts.earlier, counts.foreign, counts.void, counts.repeats) == (3, 3, 4, 0)
     assert terms.standing == Standing(owner(2), 4, 3)
@@ -280,7 +377,7 @@ def test_a_repeat_is_the_same_or_damage() -> None:
     written = (*FIRST, control, packed(2, 4, 2, batch([("p", 8)])))
     terms = reading(*written)
     for message in (*written, *written):
-        assert terms.judge(message) is Verdict.REPEAT
+        assert judge(terms, message) is Verdict.REPEAT
     assert terms.counts.repeats == 2 * len(written)
     for message in written[1:]:
         for other in (
@@ -294,22 +391,22 @@ def test_a_repeat_is_the_same_or_damage() -> None:
 
 def test_how_far_back_repeats_are_compared() -> None:
     terms = Terms(Standing(owner(1), 1000, 0))
-    assert terms.judge(marker(2)) is Verdict.VALID
+    assert judge(terms, marker(2)) is Verdict.VALID
     sent = [entries.control(owner(2), number, 0, b"%d" % number) for number in range(1, REMEMBERED_ENTRIES + 1)]
     for message in sent:
-        assert terms.judge(message) is Verdict.VALID
-    assert terms.judge(sent[0]) is Verdict.REPEAT
+        assert judge(terms, message) is Verdict.VALID
+    assert judge(terms, sent[0]) is Verdict.REPEAT
     assert refused(terms, marker(2)) == "LOG_DAMAGED"
 
 
 def test_reading_on_from_where_another_stopped() -> None:
     """What stands there again from before cannot be compared: it is passed over. What comes then is judged as ever."""
     terms = Terms(reading(*FIRST).standing)
-    assert terms.judge(FIRST[1]._replace(payload=b"other")) is Verdict.REPEAT
-    assert terms.judge(NEXT) is Verdict.VALID
+    assert judge(terms, FIRST[1]._replace(payload=b"other")) is Verdict.REPEAT
+    assert judge(terms, NEXT) is Verdict.VALID
     assert refused(terms, NEXT._replace(payload=b"other")) == "LOG_DAMAGED"
-    assert terms.judge(marker(3)) is Verdict.VALID
-    assert terms.judge(message_of(3, 1, 3)) is Verdict.VALID
+    assert judge(terms, marker(3)) is Verdict.VALID
+    assert judge(terms, message_of(3, 1, 3)) is Verdict.VALID
 
 
 def test_what_a_marker_says() -> None:

@@ -17,6 +17,7 @@ from seqdedupe.log.pulsar.entries import EntryFormat
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Loaded, Snapshots
 from seqdedupe.store.topics import LogKind, TopicRecord, TopicState
+from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe.topic import fetching, renewing, standby
 from seqdedupe.topic.answers import Receipt, Refusal
 from seqdedupe.topic.closed import Closed
@@ -35,7 +36,7 @@ from tests.log.conformance import Owner, parsed
 from tests.log.pulsar.test_log import BOTH, TOPIC, StandInHarness
 from tests.log.pulsar.topics import INCARNATION, marker, stock
 
-LIMIT_SECONDS = 120
+LIMIT_SECONDS = LAST_RESORT_SECONDS
 
 
 @pytest.fixture

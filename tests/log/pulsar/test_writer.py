@@ -14,10 +14,11 @@ from seqdedupe.log.pulsar.entries import Message
 from seqdedupe.log.pulsar.unsettled import Confirmed
 from seqdedupe.log.pulsar.writer import COUNTER_BITS, PRODUCER_NAMES, Settled, Writer, open_writer
 from seqdedupe.message_id import MessageId
+from seqdedupe.testing import LAST_RESORT_SECONDS
 
 OPENING = 5
 FIRST_ID = OPENING << COUNTER_BITS
-LIMIT_SECONDS = 120
+LIMIT_SECONDS = LAST_RESORT_SECONDS
 
 Answer = Callable[[pulsar.Result, pulsar.MessageId], None]
 

@@ -11,7 +11,7 @@ from sqlalchemy import Engine, create_engine, text
 from seqdedupe.client import Client, Message
 from seqdedupe.services.outbox import Counters, Outbox, Relay, ddl
 from seqdedupe.services.outbox.store import database_url
-from seqdedupe.testing import Sidecar
+from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from tests.spark.postgres import postgres_url as postgres_url
 
 NAME = "shop"
@@ -85,7 +85,7 @@ async def relay_all(sidecar: Sidecar, database: Database, topic: str, name: str 
     """What can be read is published; what the relay says of it."""
     async with Client(sidecar.address) as client:
         relay = Relay(client, database.url, topic, name, report=lambda line: None)
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(LAST_RESORT_SECONDS):
             await relay.run(follow=False)
         return relay.counters
 

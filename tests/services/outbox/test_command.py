@@ -16,13 +16,13 @@ from seqdedupe.errors import InvalidRequestError
 from seqdedupe.services.outbox import Outbox, ddl
 from seqdedupe.services.outbox import postgres as outbox_postgres
 from seqdedupe.services.outbox import steps as outbox_steps
-from seqdedupe.testing import Sidecar
+from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from tests.cli.conftest import COMMAND
 from tests.services.outbox.conftest import NAME, Database, payloads, relay_all
 
 
 def run(*arguments: str, status: int = 0) -> "subprocess.CompletedProcess[str]":
-    done = subprocess.run([COMMAND, "outbox", *arguments], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([COMMAND, "outbox", *arguments], capture_output=True, text=True, timeout=LAST_RESORT_SECONDS)
     assert done.returncode == status, done.stderr
     return done
 

@@ -23,7 +23,7 @@ from seqdedupe.client import Client
 from seqdedupe.services.outbox import Relay, run_relay
 from seqdedupe.services.outbox import steps as outbox_steps
 from seqdedupe.services.outbox.rows import Page
-from seqdedupe.testing import Sidecar
+from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from tests.processes import running
 from tests.services.outbox.conftest import NAME, Database, messages, payloads, relay_all
 from tests.services.restorable import Restorable
@@ -91,7 +91,7 @@ def test_the_relay_is_killed_while_writers_commit(shared_sidecar: Sidecar, topic
 def _until_a_row_goes(database: Database, relay: subprocess.Popen[bytes]) -> None:
     """So that each relay has done something."""
     first = database.value("SELECT coalesce(min(sequence_id), -1) FROM outbox")
-    over_at = time.monotonic() + 120
+    over_at = time.monotonic() + LAST_RESORT_SECONDS
     while database.value("SELECT coalesce(min(sequence_id), -1) FROM outbox") == first:
         assert relay.poll() is None, relay.communicate()
         assert time.monotonic() < over_at
@@ -140,7 +140,7 @@ def _add(database: Database, payload: bytes) -> None:
 
 
 async def _until_empty(database: Database) -> None:
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(LAST_RESORT_SECONDS):
         while await asyncio.to_thread(database.rows):  # noqa: ASYNC110
             await asyncio.sleep(0.05)
 

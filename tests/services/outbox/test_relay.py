@@ -20,7 +20,7 @@ from seqdedupe.services.outbox import Outbox, Relay, run_relay
 from seqdedupe.services.outbox.finding import token_name
 from seqdedupe.services.outbox.rows import Page
 from seqdedupe.services.outbox.store import PAGE_ROWS, open_store
-from seqdedupe.testing import Sidecar
+from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from tests.services.outbox.conftest import NAME, Database, messages, payloads, relay_all
 
 
@@ -419,7 +419,7 @@ async def test_rows_from_elsewhere_alone_are_reason_to_take_over(postgres: Datab
     async with Client(shared_sidecar.address) as client:
         one = Relay(client, postgres.url, "any", NAME, standby_seconds=0.1)
         one._open()
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(LAST_RESORT_SECONDS):
             await one._stand_by()
         one._store.close()
 
@@ -461,7 +461,7 @@ async def test_without_follow_a_relay_that_is_fenced_ends(
             return read(after)
 
         monkeypatch.setattr(one._store, "read", taken_over)
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(LAST_RESORT_SECONDS):
             with pytest.raises(FencedError):
                 await one.run(follow=False)
     await relay_all(shared_sidecar, postgres, topic)
@@ -469,6 +469,6 @@ async def test_without_follow_a_relay_that_is_fenced_ends(
 
 
 async def _until(database: Database, rows: int) -> None:
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(LAST_RESORT_SECONDS):
         while database.rows() != rows:  # noqa: ASYNC110
             await asyncio.sleep(0.01)

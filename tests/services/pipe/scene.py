@@ -12,6 +12,7 @@ from seqdedupe.names import topic_name
 from seqdedupe.services.pipe import Output
 from seqdedupe.services.pipe.lane import Lane
 from seqdedupe.services.pipe.outputs import Function, Given, index_of
+from seqdedupe.testing import LAST_RESORT_SECONDS
 
 
 def outputs_of(payload: bytes) -> list[bytes]:
@@ -109,7 +110,7 @@ async def cancelled_at(k: int, work: Coroutine[Any, Any, None]) -> bool:
     return False
 
 
-async def until(condition: Callable[[], Awaitable[bool]], timeout_seconds: float = 120) -> None:
+async def until(condition: Callable[[], Awaitable[bool]], timeout_seconds: float = LAST_RESORT_SECONDS) -> None:
     """Waits for what no event tells of: `condition` is asked again and again."""
     async with asyncio.timeout(timeout_seconds):
         while not await condition():  # noqa: ASYNC110

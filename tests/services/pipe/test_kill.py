@@ -18,7 +18,6 @@ KILLS = 10
 STEPS = 40
 
 
-@pytest.mark.timeout(300)
 def test_killed_while_it_runs_each_output_is_there_once(start_sidecar: Callable[..., Sidecar]) -> None:
     kill_pipes(start_sidecar(), KILLS)
 

@@ -14,7 +14,7 @@ from seqdedupe.names import topic_name
 from seqdedupe.services.pipe import Output, Pipe
 from seqdedupe.services.pipe import blocking as blocking_pipe
 from seqdedupe.services.pipe import pipe as pipe_module
-from seqdedupe.testing import Sidecar
+from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from tests.services.pipe.scene import (
     cancelled_at,
     expected,
@@ -148,7 +148,7 @@ async def test_of_two_the_later_one_works_and_the_other_ends_or_stands_by(
 
     def waits(message: Message) -> Any:
         opened.set()
-        goes_on.wait(120)
+        goes_on.wait(LAST_RESORT_SECONDS)
         return function(message)
 
     async with Client(shared_sidecar.address) as client:

@@ -24,10 +24,11 @@ import pytest
 
 from seqdedupe.errors import ConfigurationError, InvalidRequestError, SeqdedupeError, UnavailableError
 from seqdedupe.message_id import MessageId, Position
+from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe_spark.ranges import Range
 from seqdedupe_spark.stores.contract import Advance, Binding, OutputStore, Stored, StoreFactory
 
-LIMIT_SECONDS = 120
+LIMIT_SECONDS = LAST_RESORT_SECONDS
 """Nothing here takes so long."""
 
 JOB = "nightly"

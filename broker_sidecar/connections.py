@@ -1,0 +1,306 @@
+"""The TCP connections to this sidecar: those that do not say who they are leave the places to others.
+
+gRPC for Python neither lists its connections nor ends a single one. So this module finds their sockets among the
+process's descriptors, and compares them with the addresses from which calls came. To end a connection it shuts its
+socket down. gRPC then reads the end of the connection, and closes its descriptor as for any client that goes away.
+
+gRPC's threads may close a descriptor at any time, and its number may then be another file's. So everything is done with
+a duplicate, and after a look at it: the inode of a socket is that of no other one. (gRPC may also close its descriptor
+while there is a duplicate. Until that is closed, microseconds later, epoll may report the old socket once more: gRPC
+keeps what such an event refers to, and takes it for one of no use.)
+"""
+
+import asyncio
+import errno
+import logging
+import os
+import socket
+import stat
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Set
+from dataclasses import dataclass
+from functools import lru_cache
+from ipaddress import IPv6Address, ip_address
+from typing import Any, NamedTuple
+from urllib.parse import unquote
+
+from broker_sidecar.security.subject import Subject
+
+logger = logging.getLogger("seqdedupe.server")
+
+CALL_SECONDS = 10.0
+"""By then a connection has made an authenticated call, or asked for the sidecar's health."""
+
+HEALTH_SECONDS = 60.0
+"""For this long a connection that asked for the sidecar's health may be silent."""
+
+IDLE_SECONDS = 300
+"""gRPC ends a connection that has had no call for this long. It is the one rule that holds on a Unix socket too."""
+
+HANDSHAKE_SECONDS = 10
+"""By then the handshake of TLS and the first frame of HTTP/2 have come."""
+
+UNKNOWN_PART = 2
+"""Unknown connections, those without an authenticated call, take at most the n-th part of all places."""
+
+UNKNOWN_PER_ADDRESS = 64
+"""Unknown connections from one address. Where there are more, the oldest ones end."""
+
+NETWORK_BYTES = 8
+"""The part of an IPv6 address that counts: a host can have every address of its network."""
+
+LOCAL_PART = 16
+"""The n-th part of all places is kept for callers on this machine."""
+
+LOOK_SECONDS = 0.5
+"""Between looks at all connections."""
+
+LOOK_SOON_SECONDS = 0.05
+"""The same after a look that has ended some: whoever made them may make new ones at once."""
+
+LOOK_PART = 20
+"""Looks take at most the n-th part of the time, however many connections there are."""
+
+LOOK_STEP = 256
+"""The number of descriptors that are looked at in one step of the event loop."""
+
+WARN_SECONDS = 60.0
+"""Between lines in the log about connections that were ended."""
+
+_LOCAL = b""
+"""The address of all callers on this machine."""
+
+
+class Place(NamedTuple):
+    """A peer's end of a TCP connection."""
+
+    address: bytes
+    port: int
+
+
+@dataclass(slots=True)
+class Connection:
+    """A TCP connection, as the looks have found it. Times are those of the looks' clock."""
+
+    inode: int
+    descriptor: int
+    """Its number at the last look."""
+    place: Place
+    address: bytes
+    """What it counts under: a host, a network, or this machine."""
+    first_look: int
+    heard_at: float
+    """When it began, or last asked for the sidecar's health."""
+    silent_at: float
+    """When it has been silent for too long."""
+    is_known: bool = False
+    """Whether it has made an authenticated call."""
+    has_stream: bool = False
+    """Whether it has one now: that of an unknown caller watches the sidecar's health."""
+    has_ended: bool = False
+
+    def end(self) -> bool:
+        """Ends it, if it is still open: whether it was."""
+        try:
+            with _duplicate(self.descriptor, self.inode) as duplicate:
+                duplicate.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            return False
+        self.has_ended = True
+        return True
+
+
+class Connections:
+    """The TCP connections to the sidecar's ports, at most `limit`. `streaming` tells which peers have a stream."""
+
+    def __init__(self, limit: int, streaming: Callable[[], Iterable[str]]) -> None:
+        self._limit = limit
+        self._streaming = streaming
+        self._open: dict[int, Connection] = {}
+        """By inode. Every look makes another one."""
+        self._others: set[int] = set()
+        """Inodes of sockets that are none of these."""
+        self._known: dict[Place, int] = {}
+        """Where authenticated calls came from, and after which look the last one came."""
+        self._asked: dict[Place, float] = {}
+        """Where questions for the health came from that were not authenticated, and when."""
+        self._looks = 0
+        self._now = 0.0
+        """It does not run while the event loop stands still, with calls waiting in it."""
+        self._warns_at = 0.0
+        self.ended: Counter[str] = Counter(silent=0, crowded=0)
+        """The number of connections that were ended, by reason."""
+
+    def count(self) -> tuple[int, int]:
+        """How many have made an authenticated call, and how many have not."""
+        known = [one.is_known for one in self._open.values()]
+        return sum(known), len(known) - sum(known)
+
+    def server_options(self) -> tuple[tuple[str, int], ...]:
+        """What gRPC does itself, on a Unix socket too. It counts the connections of each port separately."""
+        return (
+            ("grpc.max_allowed_incoming_connections", self._limit),
+            ("grpc.max_connection_idle_ms", int(IDLE_SECONDS * 1000)),
+            ("grpc.server_handshake_timeout_ms", int(HANDSHAKE_SECONDS * 1000)),
+        )
+
+    def called(self, subject: Subject) -> None:
+        """A call came from this caller. One without a name may ask for the sidecar's health alone."""
+        if (place := _place_of_peer(subject.address)) is None:
+            return
+        if subject.name:
+            self._known[place] = self._looks
+        else:
+            self._asked[place] = self._now
+
+    async def keep_looking(self, ports: Set[int]) -> None:
+        """Looks at the connections to these ports again and again, and ends those that have to go."""
+        pause_seconds = LOOK_SECONDS
+        while True:
+            began = time.monotonic()
+            await asyncio.sleep(pause_seconds)
+            self._now += min(time.monotonic() - began, pause_seconds + LOOK_SECONDS)
+            try:
+                work_seconds = await self._look(ports)
+            except OSError as e:
+                # Of descriptors that have run out the log is full already.
+                if e.errno not in (errno.EMFILE, errno.ENFILE):
+                    logger.warning("the connections cannot be looked at: %s", e)
+                continue
+            ended = self._end(choose(self._open.values(), self._limit, self._now))
+            pause_seconds = max(LOOK_SOON_SECONDS if ended else LOOK_SECONDS, LOOK_PART * work_seconds)
+
+    async def _look(self, ports: Set[int]) -> float:
+        """Finds the connections that are open, and what is known of them; returns how long it worked."""
+        self._looks += 1
+        found: dict[int, Connection] = {}
+        others: set[int] = set()
+        work_seconds, began = 0.0, time.perf_counter()
+        for k, name in enumerate(os.listdir("/proc/self/fd"), 1):
+            if k % LOOK_STEP == 0:
+                work_seconds += time.perf_counter() - began
+                await asyncio.sleep(0)
+                began = time.perf_counter()
+            descriptor = int(name)
+            try:
+                status = os.fstat(descriptor)
+                if not stat.S_ISSOCK(status.st_mode):
+                    continue
+                inode = status.st_ino
+                one = self._open.get(inode)
+                if one is None and inode not in self._others:
+                    one = self._new(descriptor, inode, ports)
+            except OSError:
+                # It has been closed meanwhile, or is connected to nobody, or there is no descriptor left.
+                continue
+            if one is None:
+                others.add(inode)
+            else:
+                one.descriptor = descriptor
+                found[inode] = one
+        self._open, self._others = found, others
+        self._learn()
+        return work_seconds + time.perf_counter() - began
+
+    def _new(self, descriptor: int, inode: int, ports: Set[int]) -> Connection | None:
+        """The connection with this descriptor; None if it is none to these ports. Raises OSError."""
+        with _duplicate(descriptor, inode) as duplicate:
+            if duplicate.family not in (socket.AF_INET, socket.AF_INET6):
+                return None
+            own, peer = _place_of(duplicate.getsockname()), _place_of(duplicate.getpeername())
+        if own.port not in ports:
+            return None
+        address = _LOCAL if peer.address == own.address else address_that_counts(peer.address)
+        return Connection(inode, descriptor, peer, address, self._looks, self._now, self._now + CALL_SECONDS)
+
+    def _learn(self) -> None:
+        """Takes over who has called since the look before."""
+        streaming = {_place_of_peer(peer) for peer in self._streaming()}
+        places = set()
+        for one in self._open.values():
+            places.add(one.place)
+            # It began after the look before the one that found it: an older call was another connection's.
+            one.is_known = one.is_known or self._known.get(one.place, -1) >= one.first_look - 1
+            one.has_stream = one.place in streaming
+            if (asked_at := self._asked.get(one.place)) is not None:
+                one.heard_at = max(one.heard_at, asked_at)
+                one.silent_at = max(one.silent_at, asked_at + HEALTH_SECONDS)
+        # The next look may find the connection of a call that has come since this one began.
+        self._known = {place: look for place, look in self._known.items() if place in places or look >= self._looks}
+        self._asked = {place: at for place, at in self._asked.items() if place in places or at >= self._now}
+
+    def _end(self, chosen: Iterable[tuple[Connection, str]]) -> bool:
+        """Ends these, each for a reason. Whether there were any."""
+        before = self.ended.copy()
+        for one, why in chosen:
+            self.ended[why] += one.end()
+        if self.ended["crowded"] > before["crowded"] and time.monotonic() >= self._warns_at:
+            self._warns_at = time.monotonic() + WARN_SECONDS
+            known, unknown = self.count()
+            logger.warning("connections end: too many make no call", extra={"known": known, "unknown": unknown})
+        return self.ended != before
+
+
+def choose(connections: Iterable[Connection], limit: int, now: float) -> Iterator[tuple[Connection, str]]:
+    """Those of the connections that have to end, and why. Of the known ones the oldest stay, which are in use; of the
+    others the newest, which have had the least time to make a call."""
+    open_now = [one for one in connections if not one.has_ended]
+    known = sorted((one for one in open_now if one.is_known or one.has_stream), key=lambda one: one.first_look)
+    unknown = sorted(
+        (one for one in open_now if not (one.is_known or one.has_stream)), key=lambda one: one.heard_at, reverse=True
+    )
+    of_others = limit - limit // LOCAL_PART
+    for one in known:
+        of_others -= one.address != _LOCAL
+        if of_others < 0 and one.address != _LOCAL:
+            yield one, "crowded"
+    left = limit // UNKNOWN_PART
+    left_of: dict[bytes, int] = {}
+    for one in unknown:
+        if one.silent_at <= now:
+            yield one, "silent"
+            continue
+        of_address = left_of.get(one.address, UNKNOWN_PER_ADDRESS)
+        if not left or not of_address or (of_others <= 0 and one.address != _LOCAL):
+            yield one, "crowded"
+            continue
+        left -= 1
+        left_of[one.address] = of_address - 1
+        of_others -= one.address != _LOCAL
+
+
+def address_that_counts(address: bytes) -> bytes:
+    """What a peer's address counts as."""
+    if ip_address(address).is_loopback:
+        return _LOCAL
+    return address[:NETWORK_BYTES]
+
+
+def _duplicate(descriptor: int, inode: int) -> socket.socket:
+    """The socket with this inode, by a descriptor of its own. Raises OSError if it is none, or another one by now."""
+    number = os.dup(descriptor)
+    try:
+        if os.fstat(number).st_ino != inode:
+            raise OSError(errno.EBADF, "the socket has been closed")
+        return socket.socket(fileno=number)
+    except BaseException:
+        os.close(number)
+        raise
+
+
+def _place_of(name: tuple[Any, ...]) -> Place:
+    """The address and port of a socket of TCP. One of IPv4 is the same whichever way the socket has it."""
+    address = ip_address(str(name[0]).partition("%")[0])
+    mapped = address.ipv4_mapped if isinstance(address, IPv6Address) else None
+    return Place((mapped or address).packed, int(name[1]))
+
+
+@lru_cache(1 << 16)
+def _place_of_peer(peer: str) -> Place | None:
+    """The same of a peer as gRPC writes it, such as `ipv6:%5B::1%5D:6650`; None if it is not one of TCP."""
+    family, _, rest = unquote(peer).partition(":")
+    if family not in ("ipv4", "ipv6"):
+        return None
+    host, _, port = rest.rpartition(":")
+    return _place_of((host.strip("[]"), port))

@@ -1,0 +1,207 @@
+"""Whose process listens at a port of this machine: a token goes only to users who are trusted.
+
+While a sidecar is away, any user of the machine may listen at its port. Linux knows the user of every TCP socket, and
+which socket gets what comes from one address to another. It answers that in microseconds over netlink; where that is
+not allowed, `/proc` has a table of all sockets, whose reading may take milliseconds.
+"""
+
+import os
+import pwd
+import socket
+import struct
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import cache
+from ipaddress import IPv4Address, IPv6Address, ip_address
+from stat import S_ISSOCK
+
+from seqdedupe.address import SidecarAddress
+from seqdedupe.client.unreachable import unreachable
+from seqdedupe.errors import error
+
+ROOT = 0
+"""It can read every token anyway."""
+
+Host = IPv4Address | IPv6Address
+Place = tuple[Host, int]
+"""An address and a port."""
+
+Look = Callable[[Place, Place], int | None]
+"""The user, by number, of the socket here that gets what comes from there: it is the end of a connection, or listens.
+None if there is no such socket."""
+
+Looking = Callable[[], AbstractContextManager[Look]]
+
+NO_PORT = 0
+"""From where nothing comes: who gets that listens."""
+
+_STRANGER = 65_534
+"""Stands for all users whom the user namespace of this process does not have."""
+_ALL_USERS = 2**32 - 1
+
+
+def check_listener(address: SidecarAddress, trusted: frozenset[int]) -> None:
+    """To be called just before a token goes to this address of loopback. These users are trusted, root, and that of
+    this process.
+
+    Raises UNTRUSTED_LISTENER if another one listens there, or has the other end of a connection from this process to
+    there; UNREACHABLE if nobody listens; CREDENTIALS_UNAVAILABLE if no descriptor is left to find out. Does nothing
+    where the system does not say it.
+    """
+    places = [(host, address.port) for host in _hosts(address.host)]
+    try:
+        if (looking := _way_to_look()) is None:
+            return
+        with looking() as look:
+            listening = [look(place, (place[0], NO_PORT)) for place in places]
+            # A connection to one who listened before may be open still.
+            ends = [look(there, here) for here, there in _own_connections() if there in places]
+    except OSError as e:
+        why = f"it could not be found out who listens at {address}: {e.strerror}"
+        raise error("CREDENTIALS_UNAVAILABLE", why) from e
+    if all(user is None for user in listening):
+        raise unreachable(address, "failed to connect: refused, since nobody listens there")
+    trusted = (trusted | {ROOT, os.geteuid()}) - _strangers()
+    for user in (*listening, *ends):
+        if user is not None and user not in trusted:
+            what = f"{_name(user)} listens at {address}: the token was not sent there"
+            raise error("UNTRUSTED_LISTENER", what, user=user)
+
+
+@cache
+def user_of(said: str) -> int:
+    """The number of a user that is said by name or number. Raises INVALID_CREDENTIALS."""
+    try:
+        return int(said) if said.isascii() and said.isdecimal() else pwd.getpwnam(said).pw_uid
+    except KeyError as e:
+        hint = "Correct SEQDEDUPE_SIDECAR_USER: the user that the sidecar runs as, by name or number."
+        raise error("INVALID_CREDENTIALS", f"there is no user {said!r}", hint=hint) from e
+
+
+def _hosts(host: str) -> list[Host]:
+    if host == "localhost":
+        return [IPv4Address("127.0.0.1"), IPv6Address("::1")]
+    return [_plain(host.strip("[]"))]
+
+
+def _plain(host: str) -> Host:
+    """One of IPv4 that is written as one of IPv6 is the former."""
+    found = ip_address(host.partition("%")[0])
+    return (found.ipv4_mapped or found) if isinstance(found, IPv6Address) else found
+
+
+def _own_connections() -> Iterator[tuple[Place, Place]]:
+    """Both ends of those that this process has open, its own first."""
+    with suppress(OSError):
+        for name in os.listdir("/proc/self/fd"):
+            # Another thread may have closed it, and what is no connection has no ends.
+            with suppress(OSError, ValueError):
+                if S_ISSOCK(os.fstat(int(name)).st_mode):
+                    with socket.socket(fileno=os.dup(int(name))) as one:
+                        if one.family in (socket.AF_INET, socket.AF_INET6):
+                            here, there = one.getsockname(), one.getpeername()
+                            yield (_plain(here[0]), here[1]), (_plain(there[0]), there[1])
+
+
+@cache
+def _way_to_look() -> Looking | None:
+    """The quickest that finds a socket that is there; None: there is no way."""
+    here = IPv4Address("127.0.0.1")
+    with socket.create_server((str(here), 0)) as known:
+        for looking in (over_netlink, in_tables):
+            with suppress(OSError, AttributeError), looking() as look:  # AttributeError: this is not Linux
+                if look((here, known.getsockname()[1]), (here, NO_PORT)) is not None:
+                    return looking
+    return None
+
+
+# -- netlink (sock_diag(7)) -------------------------------------------------------------------------------------------
+
+_SOCK_DIAG = 4
+_SOCK_DIAG_BY_FAMILY = 20
+_NLM_F_REQUEST = 1
+_NLMSG_ERROR = 2
+_HEADER = struct.Struct("=IHHII")
+_QUESTION = struct.Struct("=BBBxI")
+_ENDS = struct.Struct("!HH16s16s")
+_ANY_DEVICE_AND_COOKIE = struct.pack("=Iq", 0, -1)
+_USER_AT = _HEADER.size + 4 + _ENDS.size + len(_ANY_DEVICE_AND_COOKIE) + 12
+_MAX_ANSWER_BYTES = 8192
+
+
+@contextmanager
+def over_netlink() -> Iterator[Look]:
+    """Raises OSError where it is not allowed. Finds nothing where the kernel has no tcp_diag."""
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _SOCK_DIAG) as kernel:
+        kernel.connect((0, 0))
+
+        def look(here: Place, there: Place) -> int | None:
+            family = socket.AF_INET if here[0].version == 4 else socket.AF_INET6
+            ends = _ENDS.pack(here[1], there[1], here[0].packed, there[0].packed)
+            question = _QUESTION.pack(family, socket.IPPROTO_TCP, 0, 2**32 - 1) + ends + _ANY_DEVICE_AND_COOKIE
+            header = _HEADER.pack(_HEADER.size + len(question), _SOCK_DIAG_BY_FAMILY, _NLM_F_REQUEST, 0, 0)
+            kernel.send(header + question)
+            answer = kernel.recv(_MAX_ANSWER_BYTES)
+            if _HEADER.unpack_from(answer)[1] == _NLMSG_ERROR:
+                return None
+            user: int = struct.unpack_from("=I", answer, _USER_AT)[0]
+            return user
+
+        yield look
+
+
+# -- /proc (proc_pid_net(5)) ------------------------------------------------------------------------------------------
+
+_LISTENS = b"0A"
+
+
+@contextmanager
+def in_tables() -> Iterator[Look]:
+    """Raises OSError where there are none."""
+    users: dict[tuple[bytes, bytes], int] = {}
+    for path in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
+        with open(path, "rb") as table:
+            next(table)
+            for line in table:
+                _, local, remote, state, _, _, _, user, *_ = line.split()
+                users[_unmapped(local), b"" if state == _LISTENS else _unmapped(remote)] = int(user)
+
+    def look(here: Place, there: Place) -> int | None:
+        # Who listens at the address itself comes before who listens at all addresses.
+        hosts = [here[0], *([IPv4Address(0)] if here[0].version == 4 else []), IPv6Address(0)]
+        ends = [(_written(*here), _written(*there)), *((_written(host, here[1]), b"") for host in hosts)]
+        return next((users[one] for one in ends if one in users), None)
+
+    yield look
+
+
+def _written(host: Host, port: int) -> bytes:
+    """As the tables write it: in words of the machine's own order."""
+    words = (host.packed[begin : begin + 4] for begin in range(0, len(host.packed), 4))
+    return b"".join(b"%08X" % int.from_bytes(word, sys.byteorder) for word in words) + b":%04X" % port
+
+
+_MAPPED = _written(IPv6Address("::ffff:0:0"), NO_PORT)[:24]
+
+
+def _unmapped(written: bytes) -> bytes:
+    return written.removeprefix(_MAPPED)
+
+
+# -- users ------------------------------------------------------------------------------------------------------------
+
+
+def _strangers() -> frozenset[int]:
+    """Numbers that may be anybody's here."""
+    with suppress(OSError), open("/proc/self/uid_map", "rb") as known:
+        if sum(int(line.split()[2]) for line in known) < _ALL_USERS:
+            return frozenset((_STRANGER,))
+    return frozenset()
+
+
+def _name(user: int) -> str:
+    try:
+        return f"user {pwd.getpwuid(user).pw_name} ({user})"
+    except KeyError:
+        return f"user {user}"

@@ -1,0 +1,127 @@
+"""Files that are locked while their owner lives, and say who that is.
+
+The lock of a data directory is a file of its own in it. Store and logs are moved away for repairs; a lock among them
+would go along, and a second process would get another one.
+"""
+
+import fcntl
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+from seqdedupe.errors import SeqdedupeError, error
+
+DIRECTORY_LOCK = "LOCK"
+"""In the data directory. No procedure moves or removes it."""
+
+_MAX_OWNER_BYTES = 400
+
+
+class Lock:
+    """A locked file. The system unlocks it when the process ends, however it ends."""
+
+    def __init__(self, path: Path, descriptor: int) -> None:
+        self._path = path
+        self._descriptor = descriptor
+
+    @staticmethod
+    def take(path: Path) -> "Lock":
+        """Locks the file, which is made if it is not there. Raises BlockingIOError, whose `strerror` names the owner;
+        OSError."""
+        while True:
+            lock = Lock(path, os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
+            try:
+                fcntl.flock(lock._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # The earlier owner may have removed it meanwhile.
+                if lock.is_held():
+                    lock._say_owner()
+                    return lock
+            except BlockingIOError as e:
+                owner = lock._owner()
+                lock.close()
+                raise BlockingIOError(e.errno, owner) from e
+            except BaseException:
+                lock.close()
+                raise
+            lock.close()
+
+    @property
+    def path(self) -> Path:
+        """Of the file."""
+        return self._path
+
+    def is_held(self) -> bool:
+        """Whether the file at the path is still the locked one: otherwise another process may lock that one. Raises
+        OSError if nobody can tell now."""
+        try:
+            return os.path.samestat(os.stat(self._path, follow_symlinks=False), os.fstat(self._descriptor))
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+
+    def remove(self) -> None:
+        """Removes the file and unlocks it."""
+        with suppress(OSError):
+            if self.is_held():
+                self._path.unlink()
+        self.close()
+
+    def close(self) -> None:
+        """Unlocks it. The file stays."""
+        os.close(self._descriptor)
+
+    def _say_owner(self) -> None:
+        started = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+        said = f"process {os.getpid()} on {socket.gethostname()}, started {started}\n"
+        # A full disk has no room for it. The file is locked all the same.
+        with suppress(OSError):
+            os.ftruncate(self._descriptor, 0)
+            os.pwrite(self._descriptor, said.encode(), 0)
+
+    def _owner(self) -> str:
+        """Who has locked it, in words."""
+        with suppress(BlockingIOError):
+            # Two that only look do not exclude each other, and say nothing in the file.
+            fcntl.flock(self._descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return "a process that examines it"
+        said = os.pread(self._descriptor, _MAX_OWNER_BYTES, 0).decode("ascii", "replace")
+        return said.partition("\n")[0] or "another process"
+
+
+@contextmanager
+def locked_directory(folder: Path) -> Iterator[Lock]:
+    """A data directory that no other process uses or examines during the block. Raises DIRECTORY_IN_USE; OSError."""
+    try:
+        lock = Lock.take(folder / DIRECTORY_LOCK)
+    except BlockingIOError as e:
+        raise _in_use(folder, e.strerror) from e
+    try:
+        yield lock
+    finally:
+        lock.close()
+
+
+@contextmanager
+def kept_unused(folder: Path) -> Iterator[None]:
+    """While the block runs no sidecar uses this data directory. Changes nothing in it.
+
+    Raises DIRECTORY_IN_USE; OSError.
+    """
+    with ExitStack() as held:
+        # A directory of an earlier version has no lock. There the store's own one keeps a sidecar away; a process that
+        # makes a store locks the folder above it.
+        for path in (folder / DIRECTORY_LOCK, folder, folder / "store" / "DURABLE"):
+            if path.exists():
+                lock = Lock(path, os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+                held.callback(lock.close)
+                try:
+                    fcntl.flock(lock._descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                except BlockingIOError as e:
+                    raise _in_use(folder, lock._owner() if path.name == DIRECTORY_LOCK else "another process") from e
+        yield
+
+
+def _in_use(folder: Path, owner: str) -> SeqdedupeError:
+    return error("DIRECTORY_IN_USE", f"the data directory {folder} is in use: {owner} has it")

@@ -1,0 +1,78 @@
+"""Calls without a token whose requests nobody may receive: parts of messages, compressed ones, other protocols.
+
+`python -m tests.broker_sidecar.security.hostile_calls ADDRESS KIND METHOD...` makes a hundred of them, one method after
+the other, over ten connections at a time. It imports little, so that it begins soon.
+"""
+
+import gzip
+import random
+import sys
+import threading
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from tests.broker_sidecar.raw_http2 import RawConnection, message
+
+CONNECTIONS = 10
+CALLS = 100
+
+LARGEST = bytes(16 * 1024 * 1024 - 64)
+"""As a message of a stream may be."""
+HALF = message(LARGEST)[:-10]
+SMALL_GZIP = gzip.compress(LARGEST)
+
+Call = tuple[bytes, dict[str, str]]
+"""What is sent, and headers."""
+
+
+def _random(seed: int) -> bytes:
+    return random.Random(seed).randbytes(200_000)
+
+
+KINDS: dict[str, Callable[[int], Call]] = {
+    "half messages": lambda k: (HALF, {}),
+    "gzip": lambda k: (message(SMALL_GZIP, compressed=True), {"grpc-encoding": "gzip"}),
+    "deflate": lambda k: (message(zlib.compress(LARGEST), compressed=True), {"grpc-encoding": "deflate"}),
+    "compression without its name": lambda k: (message(SMALL_GZIP, compressed=True), {}),
+    "unknown compression": lambda k: (message(SMALL_GZIP, compressed=True), {"grpc-encoding": "own"}),
+    "half a message of gzip": lambda k: (message(_random(k) * 80, compressed=True)[:-10], {"grpc-encoding": "gzip"}),
+    "no content type": lambda k: (HALF, {"content-type": ""}),
+    "another content type": lambda k: (HALF, {"content-type": "application/json"}),
+    "content type of gRPC for the web": lambda k: (HALF, {"content-type": "application/grpc-web-text"}),
+    "more than a request may have": lambda k: (message(LARGEST, says_bytes=2**32 - 1), {}),
+    "random bytes": lambda k: (_random(k), {}),
+    "many messages": lambda k: (message(b"") * 300_000, {}),
+}
+
+
+@contextmanager
+def connected(address: str, connections: int = CONNECTIONS) -> Iterator[list[RawConnection]]:
+    opened = [RawConnection(address) for _ in range(connections)]
+    try:
+        yield opened
+    finally:
+        for connection in opened:
+            connection.close()
+
+
+def attack(address: str, kind: str, paths: list[str]) -> None:
+    with connected(address) as connections:
+        threads = [
+            threading.Thread(target=_call, args=(connection, kind, paths, range(first, CALLS, CONNECTIONS)))
+            for first, connection in enumerate(connections)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+
+def _call(connection: RawConnection, kind: str, paths: list[str], numbers: range) -> None:
+    for k in numbers:
+        content, headers = KINDS[kind](k)
+        connection.send(connection.begin(paths[k % len(paths)], headers), content)
+
+
+if __name__ == "__main__":
+    attack(sys.argv[1], sys.argv[2], sys.argv[3:])

@@ -1,0 +1,269 @@
+"""Calls without a token: the sidecar holds next to nothing for them, whatever they send and whatever call it is.
+
+A sidecar that asks nobody who they are is the control: it receives the same requests as a whole.
+"""
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2
+
+from broker_sidecar.sidecar import UNREAD_BYTES
+from seqdedupe.client.blocking import Client
+from seqdedupe.client.credentials import Credentials
+from seqdedupe.testing import Sidecar
+from tests.broker_sidecar import with_constants
+from tests.broker_sidecar.calls import TIMEOUT_SECONDS, refused
+from tests.broker_sidecar.health import health_of
+from tests.broker_sidecar.raw_http2 import RawConnection, message
+from tests.broker_sidecar.security import hostile_calls
+from tests.broker_sidecar.security.hostile_calls import HALF, KINDS, LARGEST, SMALL_GZIP, connected
+from tests.broker_sidecar.security.showing import METHODS, bearer, is_served, token_of, unary
+
+MIB = 1024 * 1024
+MOST_GROWTH = 64 * MIB
+WAIT_SECONDS = 120.0
+VERSION = "/seqdedupe.v1.AdminService/GetVersion"
+STREAM = "/seqdedupe.v1.PublishService/PublishStream"
+CHECK = "/grpc.health.v1.Health/Check"
+
+
+PATHS = [f"/{method.containing_service.full_name}/{method.name}" for method in METHODS if is_served(method, "embedded")]
+
+
+@pytest.fixture(scope="module")
+def closed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sidecar]:
+    """A sidecar that wants its token."""
+    with Sidecar(tmp_path_factory.mktemp("closed"), authentication="token") as sidecar:
+        yield sidecar
+
+
+class Peak:
+    """The most memory that a sidecar has had in a block, above what it had before."""
+
+    def __init__(self, sidecar: Sidecar) -> None:
+        self._process = Path(f"/proc/{sidecar.pid}")
+        self._before = self._bytes("VmRSS")
+        (self._process / "clear_refs").write_text("5")
+
+    def growth(self) -> int:
+        return self._bytes("VmHWM") - self._before
+
+    def _bytes(self, name: str) -> int:
+        [line] = [line for line in (self._process / "status").read_text().splitlines() if line.startswith(name)]
+        return int(line.split()[1]) * 1024
+
+
+class Innocent:
+    """A publisher with a token, one message after the other. `seconds` are what each took."""
+
+    def __init__(self, sidecar: Sidecar) -> None:
+        self.seconds: list[float] = []
+        self._sidecar = sidecar
+        self._over = threading.Event()
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> "Innocent":
+        self._thread.start()
+        self.publishes(100)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def publishes(self, messages: int) -> None:
+        """Returns when so many more are stored. Raises what kept it from publishing."""
+        wanted, until = len(self.seconds) + messages, time.monotonic() + WAIT_SECONDS
+        while len(self.seconds) < wanted and self._failure is None:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        if self._failure is not None:
+            raise self._failure
+
+    def _run(self) -> None:
+        try:
+            credentials = Credentials(token=token_of(self._sidecar))
+            with Client(self._sidecar.address, credentials=credentials) as client, client.producer("t", "p") as one:
+                while not self._over.is_set():
+                    began = time.monotonic()
+                    one.send(b"x" * 100).result(WAIT_SECONDS)
+                    self.seconds.append(time.monotonic() - began)
+        except BaseException as e:  # noqa: BLE001 (told by the thread that waits)
+            self._failure = e
+
+
+def p99(seconds: list[float]) -> float:
+    return sorted(seconds)[int(len(seconds) * 0.99)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_unknown_callers_make_the_sidecar_hold_little(
+    closed: Sidecar, kind: str, record_property: Callable[[str, object], None]
+) -> None:
+    """And who publishes meanwhile goes on. How much later its receipts come is only told: it depends on the machine."""
+    with Innocent(closed) as innocent:
+        quiet = len(innocent.seconds)
+        peak = Peak(closed)
+        # In a process of its own: threads of this one would hold up the publisher themselves.
+        subprocess.run([sys.executable, "-m", hostile_calls.__name__, closed.address, kind, *PATHS], check=True)
+        growth = peak.growth()
+        innocent.publishes(10)
+    ratio = p99(innocent.seconds[quiet:]) / p99(innocent.seconds[:quiet])
+    record_property("p99 of the publisher, by that on its own", round(ratio, 2))
+    print(f"{kind}: grew by {growth / MIB:.1f} MiB; the publisher's p99 is {ratio:.1f} times that on its own")
+    assert growth < MOST_GROWTH
+    assert not closed.errors
+    assert closed.is_running
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_of_no_call_more_is_taken_than_a_stream_may_have_unread(closed: Sidecar, path: str) -> None:
+    with connected(closed.address, 1) as [connection]:
+        call = connection.begin(path)
+        sent = connection.send(call, HALF)
+        assert connection.wait_ended([call], WAIT_SECONDS)
+        if "Health" not in path:
+            assert sent <= UNREAD_BYTES
+        # The connection is as good as before.
+        known = connection.begin(VERSION, dict(bearer(token_of(closed))))
+        connection.send(known, message(b""), ends=True)
+        assert connection.wait_ended([known], WAIT_SECONDS)
+        assert not connection.is_closed
+
+
+@pytest.mark.parametrize("path", [VERSION, "/seqdedupe.v1.ReadService/ReadStream"])
+def test_the_control_of_known_callers_all_is_received(tmp_path: Path, path: str) -> None:
+    with Sidecar(tmp_path) as sidecar, connected(sidecar.address, 1) as [connection]:
+        peak = Peak(sidecar)
+        calls = [connection.begin(path) for _ in range(8)]
+        assert sum(connection.send(call, HALF) for call in calls) == 8 * len(HALF)
+        assert peak.growth() > MOST_GROWTH
+
+
+# -- what gRPC would unpack ----------------------------------------------------------------------------------------
+
+
+def growth_by_gzip(sidecar: Sidecar, path: str) -> int:
+    """By how much the sidecar grows with calls of a known caller that are small until they are unpacked."""
+    peak = Peak(sidecar)
+    with connected(sidecar.address, 1) as [connection]:
+        calls = [connection.begin(path, {"grpc-encoding": "gzip"}) for _ in range(8)]
+        for call in calls:
+            connection.send(call, message(SMALL_GZIP, compressed=True), ends=True)
+        assert connection.wait_ended(calls, WAIT_SECONDS)
+    return peak.growth()
+
+
+@pytest.mark.parametrize("path", [VERSION, STREAM])
+def test_nothing_is_unpacked(tmp_path: Path, path: str) -> None:
+    with Sidecar(tmp_path) as sidecar:
+        assert growth_by_gzip(sidecar, path) < len(LARGEST) // 2
+        with grpc.insecure_channel(sidecar.address) as channel, pytest.raises(grpc.RpcError) as e:
+            unary(channel, VERSION)(b"", compression=grpc.Compression.Gzip, timeout=TIMEOUT_SECONDS)
+        assert e.value.code() is grpc.StatusCode.UNIMPLEMENTED
+        assert "gzip" in str(e.value.details())
+
+
+@pytest.mark.parametrize("path", [VERSION, STREAM])
+def test_the_control_where_compression_is_taken_it_is_unpacked(tmp_path: Path, path: str) -> None:
+    environment = with_constants.environment(sidecar___COMPRESSION=["grpc.compression_enabled_algorithms_bitset", 7])
+    with Sidecar(tmp_path, module=with_constants.MODULE, environment=environment) as sidecar:
+        assert growth_by_gzip(sidecar, path) > len(LARGEST)
+
+
+# -- health without a token ----------------------------------------------------------------------------------------
+
+
+@contextmanager
+def half_probes(sidecar: Sidecar) -> Iterator[None]:
+    """Connections that each have a call for the health of the whole that never comes to its end, again and again."""
+    over = threading.Event()
+
+    def keep(connection: RawConnection) -> None:
+        while not over.is_set():
+            call = connection.begin(CHECK)
+            connection.send(call, b"\0")
+            while not over.is_set() and call not in connection.ended:
+                connection.pump(0.05)
+
+    with connected(sidecar.address) as connections:
+        threads = [threading.Thread(target=keep, args=(connection,)) for connection in connections]
+        for thread in threads:
+            thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            for thread in threads:
+                thread.join()
+
+
+def is_answered(sidecar: Sidecar, seconds: float) -> bool:
+    """Whether a probe that calls again when it is refused is answered within so long."""
+    until = time.monotonic() + seconds
+    with grpc.insecure_channel(sidecar.address) as channel:
+        while (left := until - time.monotonic()) > 0:
+            try:
+                status = health_of(channel).Check(health_pb2.HealthCheckRequest(), timeout=left).status
+            except grpc.RpcError:
+                time.sleep(0.01)
+            else:
+                return bool(status == health_pb2.HealthCheckResponse.SERVING)
+    return False
+
+
+def test_a_probe_is_answered_beside_those_that_never_come_to_an_end(closed: Sidecar) -> None:
+    with half_probes(closed):
+        assert is_answered(closed, WAIT_SECONDS)
+
+
+def test_the_control_those_that_may_take_for_ever_shut_it_out(tmp_path: Path) -> None:
+    forever = with_constants.environment(security__gate__UNKNOWN_SECONDS=1e6, security__gate__UNKNOWN_HURRY_SECONDS=1e6)
+    module = with_constants.MODULE
+    with Sidecar(tmp_path, module=module, environment=forever, authentication="token") as sidecar, half_probes(sidecar):
+        assert not is_answered(sidecar, 3.0)
+
+
+def test_many_probes_at_once_are_all_answered(closed: Sidecar) -> None:
+    with grpc.insecure_channel(closed.address) as channel:
+        check: Any = health_of(channel).Check
+        calls = [check.future(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_SECONDS) for _ in range(8)]
+        assert {call.result().status for call in calls} == {health_pb2.HealthCheckResponse.SERVING}
+
+
+def test_one_that_is_slow_is_refused_with_a_reason_and_may_call_again(closed: Sidecar) -> None:
+    with grpc.insecure_channel(closed.address) as channel:
+        hold = threading.Event()
+
+        def nothing() -> Iterator[bytes]:
+            hold.wait()
+            yield from ()
+
+        call: Any = channel.stream_unary(CHECK)
+        answer = refused(lambda: call(nothing(), timeout=TIMEOUT_SECONDS))
+        hold.set()
+    assert answer.reason == "STREAM_IDLE"
+    assert answer.retry_delay_ms > 0
+
+
+# -- a call with one message ---------------------------------------------------------------------------------------
+
+
+def test_a_call_without_a_request_and_one_with_two(closed: Sidecar) -> None:
+    """The first message is the request; what follows it is not received."""
+    with grpc.insecure_channel(closed.address) as channel:
+        call: Any = channel.stream_unary(VERSION)
+        metadata = bearer(token_of(closed))
+        answer = refused(lambda: call(iter([]), metadata=metadata, timeout=TIMEOUT_SECONDS))
+        assert answer.reason == "MALFORMED_MESSAGE"
+        assert call(iter([b"", b"\xff"]), metadata=metadata, timeout=TIMEOUT_SECONDS)

@@ -1,0 +1,302 @@
+"""A status that is not the sidecar's own, as of a proxy on the way: what is open goes on, and what starts says so."""
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from seqdedupe.client import (
+    AccessDeniedError,
+    Client,
+    InvalidRequestError,
+    OutcomeUnknownError,
+    ProducerConfig,
+    UnavailableError,
+)
+from seqdedupe.client.outbox import MAX_BREAKS
+from seqdedupe.testing import Sidecar
+from seqdedupe.v1 import publish_pb2
+from tests.client.fake_sidecar import FakeSidecar, Refused, fake_sidecar
+from tests.client.fronts import Front, fronts
+from tests.client.helpers import ids_in_log, until
+from tests.client.proxy import Proxy
+
+NEVER_GIVES_UP = ProducerConfig(max_batch_rows=1, delivery_timeout_seconds=None)
+
+POISON = b"poison"
+
+CODES = [
+    grpc.StatusCode.UNIMPLEMENTED,
+    grpc.StatusCode.PERMISSION_DENIED,
+    grpc.StatusCode.NOT_FOUND,
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+    grpc.StatusCode.FAILED_PRECONDITION,
+]
+
+
+@asynccontextmanager
+async def answering(address: str, code: grpc.StatusCode) -> AsyncIterator[Counter[str]]:
+    """What listens at this address answers all calls with this status. Yields how often each was called."""
+    calls: Counter[str] = Counter()
+
+    class Foreign(grpc.GenericRpcHandler):
+        def service(self, details: Any) -> Any:
+            async def refuse(_: object, context: Any) -> None:
+                calls[details.method.rpartition("/")[2]] += 1
+                await context.abort(code, "not here")
+
+            return grpc.stream_stream_rpc_method_handler(refuse)
+
+    server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+    server.add_generic_rpc_handlers((Foreign(),))
+    server.add_insecure_port(address)
+    await server.start()
+    try:
+        yield calls
+    finally:
+        await server.stop(None)
+
+
+@pytest.fixture
+async def fake() -> AsyncIterator[FakeSidecar]:
+    async with fake_sidecar() as fake:
+        yield fake
+
+
+@pytest.mark.parametrize("code", CODES, ids=lambda code: code.name)
+async def test_what_is_open_goes_on(tmp_path: Path, code: grpc.StatusCode) -> None:
+    with Sidecar(tmp_path) as sidecar:
+        async with Client(sidecar.address) as client:
+            await client.admin.create_topic("ids", deduplication_mode="deduplication-id")
+            async with (
+                client.producer("t", "p", NEVER_GIVES_UP) as producer,
+                client.publisher("ids", delivery_timeout_seconds=None) as publisher,
+                client.reader("t", follow=True) as reader,
+                client.reader("ids", follow=True) as silent,
+            ):
+                await (await producer.send(b"1"))
+                assert (await anext(reader)).payload == b"1"
+                waits = asyncio.create_task(anext(silent))
+                await publisher.send(b"1", deduplication_id="1")
+                assert (await waits).payload == b"1"
+                reads = [asyncio.create_task(anext(one)) for one in (reader, silent)]
+                sidecar.kill()
+                async with answering(sidecar.address, code) as calls:
+                    receipt = await producer.send(b"2")
+                    sends = asyncio.create_task(publisher.send(b"2", deduplication_id="2"))
+                    # Two readers, and two that publish.
+                    await until(lambda: calls["ReadStream"] >= 6 and calls["PublishStream"] >= 6)
+                await asyncio.to_thread(sidecar.start)
+                assert (await receipt).index == 1
+                assert (await sends).index == 1
+                assert [(await read).payload for read in reads] == [b"2", b"2"]
+                assert (await publisher.send(b"3", deduplication_id="3")).index == 2
+        assert await ids_in_log(sidecar, "t") == [0, 1]
+
+
+async def test_a_reader_that_has_read_nothing_goes_on(tmp_path: Path) -> None:
+    with Sidecar(tmp_path) as sidecar:
+        async with (
+            Client(sidecar.address) as client,
+            client.producer("t", "p", NEVER_GIVES_UP) as producer,
+            client.reader("t", follow=True) as reader,
+        ):
+            reads = asyncio.create_task(anext(reader))
+            await until(lambda: reader._has_begun)
+            sidecar.kill()
+            async with answering(sidecar.address, grpc.StatusCode.UNIMPLEMENTED) as calls:
+                await until(lambda: calls["ReadStream"] >= 3)
+            await asyncio.to_thread(sidecar.start)
+            await (await producer.send(b"1"))
+            assert (await reads).payload == b"1"
+
+
+@pytest.mark.parametrize("code", CODES, ids=lambda code: code.name)
+async def test_what_starts_names_a_proxy(tmp_path: Path, code: grpc.StatusCode) -> None:
+    async def refused(what: Awaitable[object]) -> None:
+        with pytest.raises(UnavailableError, match="a proxy on the way") as caught:
+            await what
+        assert caught.value.reason == "NOT_A_SIDECAR"
+        assert code.name in str(caught.value)
+        assert "not here" in str(caught.value)
+
+    sidecar = Sidecar(tmp_path)
+    async with Client(sidecar.address) as client:
+        async with answering(sidecar.address, code) as calls:
+            await refused(client.producer("t", "p").open())
+            await refused(anext(client.reader("t", follow=True)))
+            await refused(client.admin.topic("t"))
+            publisher = await client.publisher("ids", delivery_timeout_seconds=None).__aenter__()
+            await refused(publisher.send(b"1", deduplication_id="1"))
+            assert calls == {"PublishStream": 2, "GetLastMessageId": 1, "GetTopic": 1}
+        await asyncio.to_thread(sidecar.start)
+        try:
+            # A call that was made too early has not ended it.
+            await client.admin.create_topic("ids", deduplication_mode="deduplication-id")
+            assert (await publisher.send(b"1", deduplication_id="1")).index == 0
+            await publisher.close()
+        finally:
+            sidecar.kill()
+
+
+async def test_another_address_is_tried_first(tmp_path: Path) -> None:
+    with Sidecar(tmp_path) as sidecar:
+        wrong = Sidecar(tmp_path)
+        async with answering(wrong.address, grpc.StatusCode.UNIMPLEMENTED) as calls:
+            for topic in map(str, range(20)):
+                async with Client([wrong.address, sidecar.address]) as client, client.producer(topic, "p") as producer:
+                    await (await producer.send(b""))
+                    assert (await anext(client.reader(topic))).payload == b""
+            assert calls["PublishStream"] > 0
+            assert calls["GetLastMessageId"] > 0
+
+
+async def test_wrong_credentials_are_final(fake: FakeSidecar) -> None:
+    def on_frame(frame: publish_pb2.Frame) -> list[publish_pb2.PublishStreamResponse]:
+        if len(fake.frames) > 1:
+            raise Refused(grpc.StatusCode.UNAUTHENTICATED)
+        return [fake.stored(frame)]
+
+    fake.on_frame = on_frame
+    async with Client(fake.address) as client:
+        producer = client.producer("t", "p", NEVER_GIVES_UP)
+        await producer.open()
+        await (await producer.send(b""))
+        with pytest.raises((AccessDeniedError, OutcomeUnknownError), match="UNAUTHENTICATED"):
+            await (await producer.send(b""))
+        await producer.abort()
+
+
+async def test_a_size_that_gRPC_refuses_here_is_final(fake: FakeSidecar, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("seqdedupe.client.connection._OPTIONS", (("grpc.max_receive_message_length", 1000),))
+    fake.on_unary = lambda _: bytes(2000)
+    async with Client(fake.address) as client:
+        with pytest.raises(InvalidRequestError, match=r"2000 vs\. 1000") as caught:
+            await client.admin.topic("t")
+    assert caught.value.reason == "MESSAGE_TOO_LARGE"
+
+
+@pytest.fixture
+async def front(shared_sidecar: Sidecar) -> AsyncIterator[Front]:
+    """A proxy that ends the streams over which POISON comes."""
+    async with fronts(shared_sidecar.address, 1) as [front]:
+        front.breaks_on = POISON
+        yield front
+
+
+async def test_a_frame_that_breaks_each_connection_is_named(front: Front, topic: str) -> None:
+    async with Client(front.address) as client:
+        producer = client.producer(topic, "p", NEVER_GIVES_UP)
+        await producer.open()
+        async with client.producer(topic, "innocent", NEVER_GIVES_UP) as innocent:
+            first = await producer.send(b"1")
+            poisoned = await producer.send(POISON)
+            behind = await producer.send(b"3")
+            receipts = [await innocent.send(b"") for _ in range(10)]
+            with pytest.raises(OutcomeUnknownError, match="sequence IDs 1 to 1, of") as caught:
+                await poisoned
+            assert f"was alone on {MAX_BREAKS} connections in a row" in str(caught.value)
+            assert "proxy" in caught.value.hint
+            assert (await first).sequence_id == 0
+            assert [(await receipt).sequence_id for receipt in receipts] == list(range(10))
+            with pytest.raises(OutcomeUnknownError):
+                await behind
+            await (await innocent.send(b""))
+        await producer.abort()
+
+
+async def test_what_times_out_is_no_fault_of_the_frame(
+    front: Front, topic: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stream that ends long after its frame was sent: here each end counts as late."""
+    monkeypatch.setattr("seqdedupe.client.stream.SOON_SECONDS", 0)
+    monkeypatch.setattr("seqdedupe.client.session._LONGEST_DELAY_SECONDS", 0.02)
+    async with Client(front.address) as client, client.producer(topic, "p", NEVER_GIVES_UP) as producer:
+        poisoned = await producer.send(POISON)
+        await until(lambda: front.calls.count("PublishStream") > 2 * MAX_BREAKS)
+        front.breaks_on = b""
+        await poisoned
+
+
+async def test_a_publishers_batch_that_breaks_each_connection_is_named(front: Front, topic: str) -> None:
+    async with Client(front.address) as client:
+        await client.admin.create_topic(topic, deduplication_mode="deduplication-id")
+        async with client.publisher(topic, delivery_timeout_seconds=None) as publisher:
+            good = [asyncio.create_task(publisher.send(b"")) for _ in range(10)]
+            with pytest.raises(OutcomeUnknownError, match="a batch of 1 messages, of") as caught:
+                await publisher.send(POISON)
+            assert f"was alone on {MAX_BREAKS} connections in a row" in str(caught.value)
+            assert "proxy" in caught.value.hint
+            await asyncio.gather(*good)
+            await publisher.send(b"")
+
+
+async def test_a_stream_that_is_resumed_says_at_once_what_it_is_for(fake: FakeSidecar) -> None:
+    """The sidecar ends a stream that says nothing, and `Open` may take longer than it waits for that."""
+    async with Client(fake.address) as client, client.producer("t", "p", NEVER_GIVES_UP) as producer:
+        await (await producer.send(b""))
+        said = len(fake.messages)
+
+        def on_open(_: publish_pb2.OpenRequest) -> publish_pb2.OpenResponse:
+            if not any(message.topic for message in fake.messages[said + 1 :]):
+                raise Refused(grpc.StatusCode.UNAVAILABLE, "RECOVERING", 20)
+            return fake.opened(persisted=0)
+
+        fake.on_open = on_open
+        fake.ends_streams = 1
+        await (await producer.send(b""))
+
+
+@pytest.mark.parametrize("topics", [3, 4, 6])
+async def test_a_connection_may_have_few_streams(topics: int) -> None:
+    """As proxies limit them: as many topics as that, and more, are opened, published to and opened again."""
+    async with fake_sidecar(max_concurrent_streams=4) as fake, Client(fake.address) as client:
+        producers = [client.producer(f"t{k}", "p", NEVER_GIVES_UP) for k in range(topics)]
+        await asyncio.gather(*(producer.open() for producer in producers))
+        others = [client.producer(f"t{k}", "another", NEVER_GIVES_UP) for k in range(topics)]
+        await asyncio.gather(*(other.open() for other in others))
+        receipts = [await producer.send(b"") for producer in (*producers, *others)]
+        assert len([await receipt for receipt in receipts]) == 2 * topics
+        assert len(fake.peers) == 2
+        for producer in (*producers, *others):
+            await producer.close()
+
+
+async def test_a_connection_without_a_free_stream_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("seqdedupe.client.stream.CALL_TIMEOUT_SECONDS", 1.5)
+    monkeypatch.setattr("seqdedupe.client.session.OPEN_TIMEOUT_SECONDS", 0)
+    async with fake_sidecar(max_concurrent_streams=2) as fake, Client(fake.address) as client:
+        # Two on the first connection, and one on the second, which keeps a place for `Open`.
+        producers = [client.producer(f"t{k}", "p", NEVER_GIVES_UP) for k in range(3)]
+        for producer in producers:
+            await producer.open()
+        with pytest.raises(UnavailableError, match="has no free stream: 3 are open") as caught:
+            await client.producer("one-more", "p").open()
+        assert caught.value.reason == "TOO_MANY_STREAMS"
+        for producer in producers:
+            await (await producer.send(b""))
+            await producer.close()
+        assert len(fake.peers) == 2
+
+
+async def test_the_second_connection_ends_when_it_is_idle(
+    shared_sidecar: Sidecar, topic: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("seqdedupe.client.connection._BRIEF", (("grpc.client_idle_timeout_ms", 1000),))
+    async with (
+        Proxy(shared_sidecar.address) as proxy,
+        Client(proxy.address) as client,
+        client.producer(topic, "p", NEVER_GIVES_UP) as producer,
+    ):
+        assert proxy.connections == 2
+        await until(lambda: proxy.open_connections == 1)
+        await (await producer.send(b""))
+        async with client.producer(topic, "another", NEVER_GIVES_UP) as another:
+            await (await another.send(b""))
+        assert proxy.connections == 3
