@@ -106,7 +106,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark each test with its tier, omit what is the campaign's, and begin with the longest; other order stays random."""
+    """Mark each test with its tier, omit the campaign's cases, and begin with the longest; other order stays random."""
     for item in items:
         item.add_marker(tiers.tier_of(item.nodeid))
     suite, campaign = tiers.divide(items)
