@@ -33,6 +33,9 @@ OPERATION_TIMEOUT_SECONDS = 30
 CLOSE_TIMEOUT_SECONDS = 5.0
 """A cluster that does not answer is left without a word."""
 
+LOOK_PAUSE_SECONDS = 0.05
+"""Between two calls of the admin URL that look at topics over and over: 20 a second, however many topics there are."""
+
 STANDBYS = 2
 """Sidecars that follow a topic, its owner among them: clients try these first."""
 
@@ -57,6 +60,8 @@ class Cluster:
             self._connect,
             self.neighbours.answers,
             Brokers(asked.service_url, self._token, tls),
+            Admin(AdminUrl(asked.admin_url, self._token, tls, pause_seconds=LOOK_PAUSE_SECONDS)),
+            asked.manage_topic_policies,
         )
         self.namespaces = asked.namespace_names
         self.logs = PulsarLogs(

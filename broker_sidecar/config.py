@@ -111,7 +111,7 @@ class Config:
     deduplication_snapshot_interval_seconds: int = _key(
         120, "Take a snapshot of a topic with news every so many seconds. 0: not by time."
     )
-    default_retention_size_in_mb: int = _key(-1, "Keep at most so many MB of each topic's log. -1: no limit.")
+    default_retention_size_in_mb: int = _key(-1, "Keep at most so many MB of each topic's messages. -1: no limit.")
     default_retention_time_in_minutes: int = _key(-1, "Keep each message so long. -1: no limit.")
     deduplication_producer_inactivity_timeout_minutes: int = _key(
         0, "Forget a producer that nobody has used for so many minutes that the sidecar ran. 0: never."

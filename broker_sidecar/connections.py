@@ -119,6 +119,8 @@ class Connections:
         self._streaming = streaming
         self._open: dict[int, Connection] = {}
         """By inode. Every look makes another one."""
+        self._places: dict[Place | None, Connection] = {}
+        """The same, by the peer's end."""
         self._others: set[int] = set()
         """Inodes of sockets that are none of these."""
         self._known: dict[Place, int] = {}
@@ -129,7 +131,7 @@ class Connections:
         self._now = 0.0
         """It does not run while the event loop stands still, with calls waiting in it."""
         self._warns_at = 0.0
-        self.ended: Counter[str] = Counter(silent=0, crowded=0)
+        self.ended: Counter[str] = Counter(silent=0, crowded=0, unread=0)
         """The number of connections that were ended, by reason."""
 
     def count(self) -> tuple[int, int]:
@@ -153,6 +155,12 @@ class Connections:
             self._known[place] = self._looks
         else:
             self._asked[place] = self._now
+
+    def end(self, peer: str) -> None:
+        """Ends the connection of this peer, if a look has found it: nobody sees which one it is on a Unix socket."""
+        one = self._places.get(_place_of_peer(peer))
+        if one is not None and not one.has_ended:
+            self.ended["unread"] += one.end()
 
     async def keep_looking(self, ports: Set[int]) -> None:
         """Looks at the connections to these ports again and again, and ends those that have to go."""
@@ -217,9 +225,8 @@ class Connections:
     def _learn(self) -> None:
         """Takes over who has called since the look before."""
         streaming = {_place_of_peer(peer) for peer in self._streaming()}
-        places = set()
+        places = self._places = {one.place: one for one in self._open.values()}
         for one in self._open.values():
-            places.add(one.place)
             # It began after the look before the one that found it: an older call was another connection's.
             one.is_known = one.is_known or self._known.get(one.place, -1) >= one.first_look - 1
             one.has_stream = one.place in streaming

@@ -82,7 +82,7 @@ class Data:
         self._is_standby = config.standby
         self._advertised_address = config.advertised_address and str(SidecarAddress.parse(config.advertised_address))
         self._scrub_bytes_per_second = config.scrub_bytes_per_second
-        self._clock = Clock()
+        self._clock = Clock(store)
         self.topics: Topics[Topic] | None = None
         self.brokers_topics: Topics[AttachedTopic] | None = None
         limits: dict[str, Any] = {
@@ -111,6 +111,7 @@ class Data:
             self.logs = EmbeddedLogs(
                 folder / "logs",
                 clock_ms=_clock_ms,
+                earliest_ms=lambda: self._clock.now().earliest_ms,
                 fatal=fatal,
                 has_journal=store.has_journal,
                 tell_journal=store.tell_journal,
@@ -154,6 +155,11 @@ class Data:
     def committer(self) -> Committer | None:
         """The thread that writes the sidecar's own logs, if it runs by now."""
         return self.logs.running_committer if self.logs is not None else None
+
+    @property
+    def clock_ahead_ms(self) -> int:
+        """By how much the clock was ahead of the last believed time at the start, if that is suspicious; else 0."""
+        return self._clock.ahead_ms
 
     def has_moved(self, record: TopicRecord) -> bool:
         """Whether another sidecar has a topic that was this one's. Raises OSError."""

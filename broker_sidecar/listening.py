@@ -1,11 +1,20 @@
-"""What keeps a sidecar from listening at an address."""
+"""Where a sidecar listens: what keeps it from that, and the path of a Unix socket, which one process owns."""
 
 import errno
+import os
 import socket
+import struct
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from seqdedupe.address import SidecarAddress
 from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.locks import Lock
+
+_LOCK_SUFFIX = ".lock"
+_CREDENTIALS = struct.Struct("3i")
 
 
 def cannot_listen(address: SidecarAddress, e: Exception, key: str = "listen") -> SeqdedupeError:
@@ -15,6 +24,8 @@ def cannot_listen(address: SidecarAddress, e: Exception, key: str = "listen") ->
     try:
         with socket.socket(socket.AF_UNIX if address.path else family_of(address.host)) as probe:
             probe.bind(address.path or (address.host.strip("[]"), address.port))
+        if address.path:
+            path.unlink()
     except socket.gaierror:
         why, hint = f"the host name {address.host!r} does not resolve", "Write a name or address of this machine."
     except OSError as found:
@@ -32,6 +43,11 @@ def check_nobody_listens(address: SidecarAddress, key: str) -> None:
     """To be called before what takes long. Raises INVALID_CONFIGURATION if the port is taken; what else is wrong with
     an address turns out when it is listened at."""
     if address.path:
+        path = Path(address.path)
+        if path.exists() and not path.is_socket():
+            raise cannot_listen(address, FileExistsError(), key)
+        if owner := _listener(path):
+            raise _taken(address, owner, key)
         return
     with socket.socket(family_of(address.host)) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -44,3 +60,91 @@ def check_nobody_listens(address: SidecarAddress, key: str) -> None:
 
 def family_of(host: str) -> int:
     return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+class SocketPath:
+    """The path of a Unix socket, which this process owns until `close`.
+
+    gRPC removes what it finds at a path, and at its end what it finds there by then. So it listens at another name in
+    the same folder, and the socket is moved to the path.
+    """
+
+    def __init__(self, address: SidecarAddress, mode: int, key: str) -> None:
+        """Raises INVALID_CONFIGURATION if another process listens there, or is about to; OSError."""
+        self._address = address
+        self._path = Path(address.path)
+        self._mode = mode
+        self._key = key
+        self._lock: Lock | None = None
+        self._socket: tuple[int, int, int] | None = None
+        self._own()
+
+    def _own(self) -> None:
+        if self._lock is None or not self._lock.is_held():
+            try:
+                lock = Lock.take(Path(f"{self._path}{_LOCK_SUFFIX}"))
+            except BlockingIOError as e:
+                raise _taken(self._address, e.strerror, self._key) from e
+            if self._lock is not None:
+                self._lock.close()
+            self._lock = lock
+        try:
+            # A process that knows of no such lock.
+            check_nobody_listens(self._address, self._key)
+        except SeqdedupeError:
+            self.close()
+            raise
+
+    def listen(self, add_port: Callable[[SidecarAddress], int]) -> None:
+        """Has a server listen at the path. Raises INVALID_CONFIGURATION if another process does; RuntimeError;
+        OSError."""
+        self._own()
+        own = self._path.with_name(f".{os.getpid()}")
+        add_port(replace(self._address, path=str(own)))
+        own.chmod(self._mode)
+        made = _identity(own)
+        own.rename(self._path)
+        self._socket = made
+
+    def is_there(self) -> bool:
+        """Whether the path still leads to this process."""
+        try:
+            return self._socket == _identity(self._path)
+        except OSError:
+            return False
+
+    def close(self) -> None:
+        """Removes the socket, unless it is another one by now. May be called again."""
+        if self.is_there():
+            with suppress(OSError):
+                self._path.unlink()
+        self._socket = None
+        if self._lock is not None:
+            self._lock.remove()
+            self._lock = None
+
+
+def _identity(path: Path) -> tuple[int, int, int]:
+    """A file's number is given again; the time at which a socket was made does not change."""
+    found = os.stat(path, follow_symlinks=False)
+    return found.st_dev, found.st_ino, found.st_mtime_ns
+
+
+def _listener(path: Path) -> str:
+    """Who listens at a path, in words; empty if nobody does."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(str(path))
+        except (FileNotFoundError, NotADirectoryError, ConnectionRefusedError):
+            return ""
+        except OSError as e:
+            # It takes no more connections now, or none of this process.
+            return f"something that does not answer ({e.strerror or e})"
+        pid, _, _ = _CREDENTIALS.unpack(probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+        return f"process {pid}"
+
+
+def _taken(address: SidecarAddress, owner: str, key: str) -> SeqdedupeError:
+    what = f"{key} = {str(address)!r}: cannot listen there: {owner} does"
+    return error("INVALID_CONFIGURATION", what, hint="Stop that process, or choose another path.")

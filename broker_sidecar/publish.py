@@ -21,7 +21,7 @@ from broker_sidecar.security.trail import Trail
 from broker_sidecar.streams import Stream, Streams
 from seqdedupe import wire
 from seqdedupe.errors import NotFoundError, SeqdedupeError, error
-from seqdedupe.limits import MAX_OPEN_NAMES
+from seqdedupe.limits import MAX_BATCH_ROWS, MAX_OPEN_NAMES
 from seqdedupe.message_id import MessageId
 from seqdedupe.names import topic_name
 from seqdedupe.topic.allowing import Allowing
@@ -46,10 +46,15 @@ MAX_RESPONSE_BYTES = 2 * 1024 * 1024
 LAST_ANSWERS_SECONDS = 1.0
 """When the sidecar drains, or another one has taken the topic: for a client to read the answers that wait."""
 
-ANSWER_FACTOR = 2
-"""A receipt of old rows is so many times as long as its batch at most, and takes the batch's place:
-33 bytes a row at most (an old one whose place is known; a new one that is a run of its own takes 25), of which the
-batch has at least 12."""
+MAX_ANSWER_FACTOR = 3
+"""A receipt of old rows is at most this many times as long as its batch: 33 bytes a row at most (an old one whose place
+is known; a new one that is a run of its own takes 25), of which the batch has at least 12."""
+
+MAX_ANSWER_BYTES = 33 * MAX_BATCH_ROWS
+"""The longest receipt."""
+
+COPIES = 2
+"""While an answer is written gRPC has it too."""
 
 FRAME_BYTES = 2048
 """What a frame in flight takes beside its batch: objects of Python and numpy. Of small batches it is nearly all."""
@@ -80,6 +85,16 @@ class _Publishing:
         self._tells_durable = False
         """Whether something is durable by now that a receipt was given early of."""
         self.news = asyncio.Event()
+
+    async def take_all(self, frames: list[tuple[int, bytes]]) -> int:
+        """Admits these frames, of which nothing is left then; returns how long the longest one was."""
+        longest = 0
+        for k, (number, batch) in enumerate(frames):
+            frames[k] = 0, b""
+            longest = max(longest, len(batch))
+            self.stream.moves()
+            await self.take(number, batch)
+        return longest
 
     async def take(self, frame: int, batch: bytes) -> None:
         """Admits a frame when there is room for it, in the step that follows on looking up."""
@@ -199,6 +214,9 @@ class PublishService:
     async def _open(self, request: publish_pb2.OpenRequest) -> publish_pb2.OpenResponse:
         if len(request.producer_names) > MAX_OPEN_NAMES:  # before they become objects of Python
             raise error("INVALID_NAME", f"Open takes 1 to {MAX_OPEN_NAMES} producer names, each once")
+        # The log gets a record of them.
+        shares = self._permissions.shares
+        shares.check_rate(shares.of(caller().name), request.ByteSize(), time.monotonic())
         names, epochs = list(request.producer_names), list(request.epochs)
         denied = await self._denied(topic_name(request.topic), names)
         topic = await self._topic_of(request, names)
@@ -285,7 +303,7 @@ class PublishService:
             looked_up = await topic.look_up(batch)
             share = Share(self._streams.budget, use)
             why = f"topic {topic.name}, or all clients together, have too much in flight"
-            share.check((1 + ANSWER_FACTOR) * len(batch), why)
+            share.check(max(len(batch), _answer_bytes(len(batch))), why)
             if not topic.flight.has_room():
                 raise error("QUEUE_FULL", why)
             share.take(len(batch))
@@ -349,21 +367,25 @@ class PublishService:
                 raise error("DRAINING", f"topic {topic.name} was opened again: open the stream again")
             self._permissions.check_disk(publishing.stream.use, self._log_bytes, time.monotonic())
             self._check_unnamed(topic)
-            for number, batch in frames:
-                publishing.stream.moves()
-                await publishing.take(number, batch)
-            if not publishing.has_room(0):
-                await publishing.wait_for_room(0)
+            size = await publishing.take_all(frames)
+            # What comes next is likely to be as large. Once it is read it cannot be left to gRPC any more.
+            if not publishing.has_room(size):
+                await publishing.wait_for_room(size)
             data = await publishing.stream.read()
             if data is grpc.aio.EOF:
                 return
             name, frames = parse_frames(data)
-            del data  # the frames are copies of it, and may have to wait
+            del data  # the frames are copies of it
             # Names alone are compared: what is known of another topic is none of this caller's business.
             if name and topic_name(name) != topic.name:
                 raise error("INVALID_REQUEST", "a stream is for one topic: open another stream for the other one")
 
 
+def _answer_bytes(size: int) -> int:
+    """How long the answer to a batch of so many bytes is at most."""
+    return min(MAX_ANSWER_FACTOR * size, MAX_ANSWER_BYTES)
+
+
 def _room_for(size: int) -> int:
-    """What has to be free for a batch of so many bytes, and the answer that takes its place."""
-    return FRAME_BYTES + (1 + ANSWER_FACTOR) * size
+    """What has to be free on a stream for a batch of so many bytes, and the answer that takes its place."""
+    return FRAME_BYTES + max(size, COPIES * _answer_bytes(size))

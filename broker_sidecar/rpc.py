@@ -60,11 +60,13 @@ async def abort(context: Context, e: Exception) -> NoReturn:
     if not isinstance(e, SeqdedupeError):
         logger.error("a call failed", exc_info=e)
         e = error("INTERNAL", f"the call failed inside the sidecar: {type(e).__name__}")
-    refusals[e.reason] += 1
     try:
         await context.abort_with_status(status_of(e))
     except grpc.aio.InternalError as over:
         raise asyncio.CancelledError from over
+    except grpc.aio.AbortError:
+        refusals[e.reason] += 1
+        raise
     raise AssertionError("abort_with_status raises")
 
 

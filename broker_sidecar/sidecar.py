@@ -4,6 +4,7 @@ import asyncio
 import logging
 import os
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import grpc.aio
@@ -14,7 +15,7 @@ from broker_sidecar.config import Config
 from broker_sidecar.connections import Connections
 from broker_sidecar.data import Data
 from broker_sidecar.last_warnings import LastWarnings
-from broker_sidecar.listening import cannot_listen
+from broker_sidecar.listening import SocketPath, cannot_listen
 from broker_sidecar.metrics.calls import Calls
 from broker_sidecar.metrics.exposition import Metrics, Sources
 from broker_sidecar.security.calls import CONFIGURATION
@@ -26,6 +27,7 @@ from broker_sidecar.web.pages import Pages
 from broker_sidecar.web.server import Route, WebServer
 from broker_sidecar.web.visitors import Visitors
 from seqdedupe.address import SidecarAddress
+from seqdedupe.errors import SeqdedupeError
 from seqdedupe.topic.state import State
 
 logger = logging.getLogger("seqdedupe.server")
@@ -48,6 +50,9 @@ _COMPRESSION = ("grpc.compression_enabled_algorithms_bitset", 1)
 _PINGS = (("grpc.keepalive_permit_without_calls", 1), ("grpc.http2.min_ping_interval_without_data_ms", 1_000))
 """A client that waits for messages may ask every second whether the sidecar is still there."""
 
+LOOK_SECONDS = 1.0
+"""So often it is looked whether the path of the Unix socket still leads here."""
+
 UNARY_CALLS_A_CONNECTION = 100
 """At once, beside its streams; more wait in the client."""
 
@@ -61,7 +66,7 @@ class Sidecar:
         self._warnings = LastWarnings()
         logging.getLogger().addHandler(self._warnings)
         self._guard = Guard(config, self._files_read_again)
-        self._streams = Streams(config.max_streams, self._guard.permissions)
+        self._streams = Streams(config.max_streams, self._guard.permissions, lambda peer: self._connections.end(peer))
         # gRPC counts those of each address by itself.
         places = connections // (2 if config.also_listen else 1)
         self._connections = Connections(places, self._streams.peers)
@@ -73,6 +78,10 @@ class Sidecar:
             called=self._connections.called,
         )
         self.address: SidecarAddress | None = None
+        self._paths: dict[str, SocketPath] = {}
+        """Of the Unix sockets at which it listens, by their keys."""
+        self._servers: list[grpc.aio.Server] = []
+        """The last one listens. Others may have open streams."""
         self._calls = Calls()
         self._traces = Traces(os.environ)
         self._metrics: Metrics | None = None
@@ -105,6 +114,7 @@ class Sidecar:
             await self._listen()
         except BaseException:
             self._close_web()
+            self._close_paths()
             await self._data.close()
             raise
         if self._web is not None:
@@ -145,33 +155,63 @@ class Sidecar:
         self._health.set("", health.SERVING)
 
     async def _listen(self) -> None:
-        at_once = max(1, self._config.max_streams // CONNECTION_SHARE) + UNARY_CALLS_A_CONNECTION
-        limits = (("grpc.max_concurrent_streams", at_once), *self._connections.server_options())
-        fixed = (_NO_OTHER_LISTENER, _MAX_REQUEST, _COMPRESSION, *_WINDOW, *_PINGS)
-        self._server = grpc.aio.server(options=[*fixed, *limits, *self._guard.authentication.server_options()])
         services, reading = self._services()
         self._listen_for_http(reading)
         guarded = (self._guard.guarded(self._traces.traced(one.handlers())) for one in services.values())
-        self._server.add_generic_rpc_handlers([self._calls.counted(handler) for handler in guarded])
-        self.address = self._add_port("listen")
-        addresses = [self.address, *([self._add_port("also_listen")] if self._config.also_listen else [])]
+        self._handlers = [self._calls.counted(handler) for handler in guarded]
+        self.address = await self._serve_at("listen")
+        addresses = [self.address, *([await self._serve_at("also_listen")] if self._config.also_listen else [])]
         self._data.listens(self.address)
         self._topics.in_background(self._guard.keep_looking())
         if ports := {address.port for address in addresses if not address.path}:
             self._topics.in_background(self._connections.keep_looking(ports))
-        await self._server.start()
+        for key in self._paths:
+            self._topics.in_background(self._keep_listening(key))
 
-    def _add_port(self, key: str) -> SidecarAddress:
-        """Has the server listen at the address that this key says; with the port, if that was to be any. Raises
+    def _close_paths(self) -> None:
+        for path in self._paths.values():
+            path.close()
+
+    async def _serve_at(self, key: str) -> SidecarAddress:
+        """Has one more server listen at the address that this key says; with the port, if that was to be any. Raises
         INVALID_CONFIGURATION."""
         address = SidecarAddress.parse(getattr(self._config, key))
+        at_once = max(1, self._config.max_streams // CONNECTION_SHARE) + UNARY_CALLS_A_CONNECTION
+        limits = (("grpc.max_concurrent_streams", at_once), *self._connections.server_options())
+        fixed = (_NO_OTHER_LISTENER, _MAX_REQUEST, _COMPRESSION, *_WINDOW, *_PINGS)
+        server = grpc.aio.server(options=[*fixed, *limits, *self._guard.authentication.server_options()])
+        server.add_generic_rpc_handlers(self._handlers)
+        add_port = partial(self._guard.authentication.add_port, server)
         try:
-            port = self._guard.authentication.add_port(self._server, address)
             if address.path:
-                os.chmod(address.path, int(self._config.socket_mode, 8))
+                if key not in self._paths:
+                    self._paths[key] = SocketPath(address, int(self._config.socket_mode, 8), key)
+                self._paths[key].listen(add_port)
+            else:
+                address = replace(address, port=add_port(address))
         except (RuntimeError, OSError) as e:
             raise cannot_listen(address, e, key) from e
-        return address if address.path else replace(address, port=port)
+        self._servers.append(server)
+        await server.start()
+        return address
+
+    async def _keep_listening(self, key: str) -> None:
+        """The path of a Unix socket is anybody's who may write to its folder. Streams of clients that have come over
+        an earlier socket go on."""
+        told = ""
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            if self._paths[key].is_there():
+                continue
+            address = getattr(self._config, key)
+            try:
+                await self._serve_at(key)
+                logger.warning("%s was removed or replaced: the sidecar listens there again", address)
+                told = ""
+            except SeqdedupeError as e:
+                # It is tried again.
+                if told != (told := str(e)):
+                    logger.error("%s was removed or replaced, and nobody reaches the sidecar there: %s", address, e)
 
     def _services(self) -> tuple[dict[str, Any], read.ReadService | None]:
         """By their names; and that for readers, if there is one."""
@@ -215,7 +255,8 @@ class Sidecar:
                 await self._topics.drain()
         finally:
             self._streams.drain()
-            await self._server.stop(STOP_GRACE_SECONDS)
+            self._close_paths()
+            await asyncio.gather(*(server.stop(STOP_GRACE_SECONDS) for server in self._servers))
             self._close_web()
         await self._data.close()
         await self._guard.trail.close()

@@ -25,6 +25,10 @@ IDLE_SECONDS = 1.0
 UNREAD_SECONDS = 5.0
 """A stream whose client has read nothing for so long can be ended when others wait for memory."""
 
+LEFT_SECONDS = 10.0
+"""By then after the end of a stream its client has taken what was written before. Otherwise its connection ends: in no
+other way gRPC gives up what it has for it."""
+
 CONNECTION_SHARE = 2
 """One TCP connection may have the n-th part of all streams. (Of Unix sockets nobody says which connection it is.)"""
 
@@ -42,6 +46,9 @@ class Stream:
         """Judged again when the rules change."""
         self.connection: str = context.peer()
         self.share = Share(budget, self.use)
+        self.writing_bytes = 0
+        """Of what is being written gRPC has a copy. When the stream has ended, it has that until the client takes it,
+        or goes away."""
         self._method = method_of_call()
         self.frames_in_flight = 0
         self.moved_at = time.monotonic()
@@ -60,6 +67,7 @@ class Stream:
         would go out again with the status, and the client would never see the call's end. So they go by themselves,
         and are waited for.
         """
+        self._context.add_done_callback(self._written)  # type: ignore[arg-type]
         await self._context.send_initial_metadata(())
         if self.ended_because is not None:
             raise self.ended_because
@@ -99,10 +107,18 @@ class Stream:
     async def write(self, data: bytes) -> None:
         """Sends a message; returns when the client has room for it."""
         self.writing_since = time.monotonic()
+        self.writing_bytes = len(data)
+        self.share.take(len(data))
         await self._context.write(data)
+        self._written()
         self.writing_since = None
         self.moved_at = time.monotonic()
         self._method.sent += 1
+
+    def _written(self, _: object = None) -> None:
+        """gRPC has nothing more of this stream."""
+        written, self.writing_bytes = self.writing_bytes, 0
+        self.share.give_back(written)
 
     @contextmanager
     def ending(self) -> Iterator[None]:
@@ -125,9 +141,15 @@ class Stream:
 class Streams:
     """The streams of all services, and the memory that their clients share."""
 
-    def __init__(self, limit: int, permissions: Permissions) -> None:
+    def __init__(
+        self, limit: int, permissions: Permissions, end_connection: Callable[[str], None] = lambda _: None
+    ) -> None:
+        """`end_connection` ends the connection of this peer."""
         self._limit = limit
+        self._end_connection = end_connection
         self._open: set[Stream] = set()
+        self._left: set[Stream] = set()
+        """Those that have ended, and whose clients have not taken what was written."""
         self.shares = permissions.shares
         permissions.on_replaced.append(self._judge_again)
         self.budget = Budget(self._relieve, MAX_HELD_BYTES)
@@ -178,6 +200,20 @@ class Streams:
             if expiry is not None:
                 expiry.cancel()
             self._open.discard(stream)
+            self._leave(stream)
+
+    def _leave(self, stream: Stream) -> None:
+        """What gRPC still has for a stream that has ended it has for a while, if there is memory for that."""
+        if not stream.writing_bytes:
+            return
+        self._left.add(stream)
+        delay_seconds = LEFT_SECONDS if self.budget.free_bytes > 0 else 0.0
+        asyncio.get_running_loop().call_later(delay_seconds, self._give_up, stream)
+
+    def _give_up(self, stream: Stream) -> None:
+        self._left.discard(stream)
+        if stream.writing_bytes:
+            self._end_connection(stream.connection)
 
     def _make_room_in_share(self, new: Stream) -> None:
         """Lets another stream of the caller give way if need be. Raises SHARE_EXCEEDED."""
@@ -247,6 +283,8 @@ class Streams:
             if stream.share.held_bytes and stream.writing_since is not None and stream.writing_since <= until:
                 self.unread += 1
                 self._end(stream, "this stream's client reads nothing, and others wait for the memory")
+        for stream in list(self._left):
+            self._give_up(stream)
 
     def end_where(self, why: Callable[[Subject], SeqdedupeError | None]) -> None:
         """Ends each stream for whose caller there is an error."""

@@ -77,7 +77,7 @@ class Counted(Wrapping):
 
     def wrap(self, method: str, handle: Handle, found: "grpc.RpcMethodHandler[Any, Any]") -> Handle:
         service, _, name = method.removeprefix("/").rpartition("/")
-        schema: Any = descriptor_pool.Default().FindMethodByName(f"{service}.{name}")  # type: ignore[no-untyped-call]
+        schema: Any = descriptor_pool.Default().FindMethodByName(f"{service}.{name}")
         kind = _KINDS[schema.client_streaming, schema.server_streaming]
         counts = self._calls.methods[method] = Method(service, name, kind)
 

@@ -100,6 +100,7 @@ class Metrics(Collector):
         yield by_label(refusals, ((reason, rpc.refusals[reason]) for reason in REASONS))
         yield from self._of_clients()
         yield from self._of_readers()
+        yield from self._of_a_cluster()
         yield from self._of_the_machine()
 
     async def _look(self) -> Looked:
@@ -129,7 +130,26 @@ class Metrics(Collector):
         yield counter_of("seqdedupe_sent_messages", "Messages sent to readers.", reading.sent_messages)
         yield counter_of("seqdedupe_sent_bytes", "Bytes of messages sent to readers.", reading.sent_bytes)
 
+    def _of_a_cluster(self) -> Iterator[Metric]:
+        cluster = self._from.data.cluster
+        looks = cluster.shared.looks if cluster is not None else None
+        yield gauge_of(
+            "seqdedupe_pulsar_unsafe_topics",
+            "Topics that take nothing, because their policies in Pulsar let messages be lost or doubled.",
+            len(looks.unsafe) if looks is not None else 0,
+        )
+        yield gauge_of(
+            "seqdedupe_pulsar_policies_seen_timestamp_seconds",
+            "When the policies of the Pulsar topic seen longest ago were seen; 0 if there is none.",
+            min(list(looks.seen_at.values()), default=0.0) if looks is not None else 0.0,
+        )
+
     def _of_the_machine(self) -> Iterator[Metric]:
+        yield gauge_of(
+            "seqdedupe_clock_ahead_seconds",
+            "How far the clock was ahead of the last believed time at the start, where that is over a day; else 0.",
+            self._from.data.clock_ahead_ms / 1000,
+        )
         yield histogram_of(
             "seqdedupe_event_loop_delay_seconds",
             "How late the event loop came to what was due.",

@@ -60,6 +60,8 @@ class Authentication:
         if self._token is None:
             return anybody(context)
         address = context.peer()
+        if self._certificates is not None and self._certificates.takes_clients:
+            self._certificates.check(context.auth_context())
         if self._revoked is not None:
             # A connection that is open stays so, and a token is shown over one.
             self._revoked.check(context.auth_context())
@@ -119,8 +121,8 @@ class Authentication:
 
 def _check_name(subject: Subject) -> Subject:
     if subject.name in RESERVED and subject.kind != "token":
-        proven = {"subject": subject.name, "kind": subject.kind}
-        raise error("UNAUTHENTICATED", f"nobody else may have the name {subject.name!r}", **proven)
+        why = f"nobody else may have the name {subject.name!r}"
+        raise error("UNAUTHENTICATED", why, subject=subject.name, kind=subject.kind)
     return subject
 
 

@@ -1,7 +1,9 @@
 """TLS: the sidecar's certificate, read again when its files change; and whose a client's certificate is."""
 
+import time
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,12 @@ MAX_CONNECTION_AGE_SECONDS = 3600
 
 CONNECTION_GRACE_SECONDS = 30
 """So long calls and streams may go on after that."""
+
+LONGEST_CONNECTION_SECONDS = 1.1 * MAX_CONNECTION_AGE_SECONDS + CONNECTION_GRACE_SECONDS
+"""No client has shown a certificate for longer, unless it resumes a session of TLS: nobody judges it again then."""
+
+CERTIFICATES_KNOWN = 1024
+"""So many are not read again with each call of their connections."""
 
 _CURVES = ("secp256r1", "secp384r1")
 """Those that gRPC has."""
@@ -57,6 +65,13 @@ class Certificates:
         news, self._news = self._news, None
         return news
 
+    def check(self, peer: Mapping[str, Iterable[bytes]]) -> None:
+        """Given what gRPC says of a connection. Raises UNAUTHENTICATED if its certificate ended before any connection
+        can have begun: a resumed session of TLS would be good for months."""
+        for pem in peer.get("x509_pem_cert", ()):
+            if time.time() >= _end_of(pem) + LONGEST_CONNECTION_SECONDS:
+                raise error("UNAUTHENTICATED", "the client's certificate has expired")
+
     def credentials(self) -> grpc.ServerCredentials:
         """For a port."""
         fetch: Any = self._take_news
@@ -77,6 +92,12 @@ def name_in(peer: Mapping[str, Iterable[bytes]]) -> str:
         why = f"its SAN is not 1 to {MAX_NAME_BYTES} bytes that can be printed"
         raise error("UNAUTHENTICATED", f"the client's certificate names nobody: {why}")
     return name
+
+
+@lru_cache(CERTIFICATES_KNOWN)
+def _end_of(pem: bytes) -> float:
+    """Unix time."""
+    return x509.load_pem_x509_certificate(pem).not_valid_after_utc.timestamp()
 
 
 def _read(certificate: Path, key: Path, authorities: Path | None) -> grpc.ServerCertificateConfiguration:

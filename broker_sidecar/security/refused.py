@@ -45,7 +45,9 @@ class RefusedTokens:
             return
         tokens.move_to_end(digest)
         self._of_hosts.move_to_end(host)
-        raise error(refusal.reason, refusal.why, **refusal.numbers)
+        e = error(refusal.reason, refusal.why)
+        e.numbers.update(refusal.numbers)
+        raise e
 
     def add(self, token: bytes, address: str, e: SeqdedupeError, since_seconds: float, until_seconds: float) -> None:
         """From now on it is refused so. Where the clock says an earlier or a later time, it is looked at anew."""

@@ -35,7 +35,7 @@ class Limits:
     """From which streams are open. (Of Unix sockets nobody says which connection it is.)"""
     streams: int | None = None
     bytes_per_second: int | None = None
-    """That are sent to the sidecar, on streams and by unary publishing."""
+    """That are sent to the sidecar: on streams, by `Publish`, `Open` and `MoveCursor`."""
     bytes_in_flight: int | None = None
     """Frames that have no answer yet, and answers and pages that were not read yet."""
     producer_names: int | None = None

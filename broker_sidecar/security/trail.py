@@ -33,8 +33,8 @@ class Trail:
     def unauthenticated(self, call: str, address: str, e: SeqdedupeError) -> None:
         """Somebody has shown nothing, or nothing that is valid. The error says whose it was, where that is proven."""
         if self._audit is not None:
-            who = {name: e.numbers[name] for name in ("subject", "kind") if name in e.numbers}
-            what = {**who, "address": host_of(address), "call": _short(call), "reason": e.reason}
+            what = {"address": host_of(address), "call": _short(call), "reason": e.reason}
+            what |= {name: e.numbers[name] for name in ("subject", "kind") if name in e.numbers}
             self._audit.refused("unauthenticated", network_of(address), **what)
 
     def denied(self, denial: Denial) -> None:

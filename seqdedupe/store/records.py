@@ -22,6 +22,9 @@ INSTANCE_NAME = b"A"
 LAST_OPENING = b"O"
 """The key of the number of its last opening of a topic there."""
 
+BELIEVED_TIME = b"C"
+"""The key of the time that the sidecar's clock was last believed to be past, in ms since 1970."""
+
 NAMESPACES = (b"N", b"O")
 """The keys of namespaces' policies, from the first to before the second."""
 

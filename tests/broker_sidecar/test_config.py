@@ -15,7 +15,7 @@ from broker_sidecar.config import KEYS, Config
 from broker_sidecar.loading import load
 from seqdedupe.client.credentials import VARIABLES
 from seqdedupe.command import ADDRESS_VARIABLE
-from seqdedupe.errors import ConfigurationError, SeqdedupeError
+from seqdedupe.errors import ConfigurationError
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from seqdedupe.topic.policy import LARGEST, LEAST
 from seqdedupe.v1 import admin_pb2
@@ -203,7 +203,7 @@ def test_other_addresses_only_if_that_is_wanted(listen: str) -> None:
     assert "(given by a flag)" in e.value.message
     assert load(None, {}, flags | {"allow_insecure_listen": True}).listen == listen
     flags = {"data_directory": "a", "listen": "unix:/run/x.sock", "also_listen": listen}
-    with pytest.raises(SeqdedupeError, match="also_listen = ") as e:
+    with pytest.raises(ConfigurationError, match="also_listen = ") as e:
         load(None, {}, flags)
     assert e.value.reason == "INSECURE_LISTEN"
     assert load(None, {}, flags | TLS).also_listen == listen

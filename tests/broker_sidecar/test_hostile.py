@@ -5,6 +5,7 @@ not.
 """
 
 import asyncio
+import itertools
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
@@ -36,6 +37,7 @@ from tests.broker_sidecar.calls import (
     topic_bytes,
     verdicts,
 )
+from tests.broker_sidecar.metrics.scraping import scrape
 
 MIB = 1024 * 1024
 LARGEST = 16 * MIB - 64 * 1024
@@ -158,6 +160,7 @@ OTHERS = {
     "reflection": ("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo", None),
 }
 NEVER = 1e9
+READY = grpc.ChannelConnectivity.READY
 
 
 @asynccontextmanager
@@ -370,19 +373,36 @@ async def test_pages_left_unread_are_given_up_when_others_wait_for_memory(tmp_pa
     with sidecar_with(tmp_path, {}, **constants) as sidecar:
         async with unread_pages(sidecar.address) as calls:
             assert await publishes(sidecar.address, "good", 30.0)
-            reasons = set()
-            for call in calls:
+            codes = set()
+            for call in calls.values():
                 try:
                     while await call.read() is not grpc.aio.EOF:
                         pass
                 except grpc.aio.AioRpcError as e:
-                    reasons.add(status(e).reason)
-            assert reasons <= {"STREAM_IDLE"}
+                    codes.add(e.code())
+            # The stream has ended, or its connection too.
+            assert codes <= {grpc.StatusCode.UNAVAILABLE}
+
+
+async def test_grpc_keeps_nothing_for_streams_that_were_ended_and_are_not_read(tmp_path: Path) -> None:
+    """It keeps what was written until it is read, or the connection ends. Nobody here reads."""
+    constants = {"streams__MAX_HELD_BYTES": 4 * MIB, "streams__UNREAD_SECONDS": 0.5}
+    with sidecar_with(tmp_path, {"metrics_listen": "127.0.0.1:0"}, **constants) as sidecar:
+        async with unread_pages(sidecar.address) as calls:
+            assert await publishes(sidecar.address, "good", 30.0)
+            ended = scrape(sidecar).value("seqdedupe_evicted_streams_total", why="unread")
+            assert ended
+            async with asyncio.timeout(WAIT_SECONDS):
+                leaving = [asyncio.ensure_future(channel.wait_for_state_change(READY)) for channel in calls]
+                for one in itertools.islice(asyncio.as_completed(leaving), int(ended)):
+                    await one
+            for one in leaving:
+                one.cancel()
 
 
 @asynccontextmanager
-async def unread_pages(address: str) -> AsyncIterator[list[Any]]:
-    """Readers that have taken the first answer, and leave the pages that follow where they are."""
+async def unread_pages(address: str) -> AsyncIterator[dict[grpc.aio.Channel, Any]]:
+    """Readers, each with a connection. They have taken the first answer, and leave the pages that follow unread."""
     client = Client(address)
     epochs = client.epochs("large", "p")
     for i in range(20):
@@ -395,7 +415,7 @@ async def unread_pages(address: str) -> AsyncIterator[list[Any]]:
     try:
         for call in calls:
             await call.read()
-        yield calls
+        yield dict(zip(channels, calls, strict=True))
     finally:
         for channel in channels:
             await channel.close()

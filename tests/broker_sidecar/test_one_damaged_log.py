@@ -2,6 +2,7 @@
 
 import shutil
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -111,6 +112,7 @@ def test_the_others_serve(copied: Sidecar) -> None:
             (logs[name] / name).unlink()
         while client.topic(name).state != admin_pb2.TOPIC_STATE_SERVING:
             copied.check_running()
+            time.sleep(0.05)
         assert payload_of(copied, name) == name.encode()
     client.close()
     # What the store knows is written again, where the disk has said that something else stands there.

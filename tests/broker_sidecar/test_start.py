@@ -104,10 +104,6 @@ def newest(folder: Path, pattern: str) -> Path:
 
 
 DAMAGE: dict[str, tuple[str, Callable[[Sidecar], object]]] = {
-    "a log that does not say its topic": (
-        "LOG_DAMAGED",
-        lambda s: (segment_of(s).parent / "topic").write_bytes(b"\xff"),
-    ),
     "the store's own file": ("STORE_DAMAGED", lambda s: flip(s.data / "store" / "DURABLE", 20)),
     "no CURRENT in the store": ("STORE_DAMAGED", lambda s: (s.data / "store" / "CURRENT").unlink()),
     "no write-ahead log in the store": ("STORE_DAMAGED", lambda s: newest(s.data / "store", "*.log").unlink()),

@@ -523,6 +523,26 @@ async def test_retention_by_age(make_logs: MakeLogs) -> None:
     await log.close()
 
 
+@pytest.mark.parametrize(("earliest_ms", "may_go"), [(0, False), (2_000_000, False), (1_000_000_000, True)])
+async def test_retention_by_age_goes_by_the_believed_time(
+    make_logs: MakeLogs, caplog: pytest.LogCaptureFixture, earliest_ms: int, may_go: bool
+) -> None:
+    """The clock jumps ahead by eight days. In the control arm that is believed."""
+    now_ms = 1_000_000
+    logs = make_logs(segment_bytes=10_000, clock_ms=lambda: now_ms, earliest_ms=lambda: earliest_ms)
+    log = await new_log(logs)
+    owner = await Owner(log, 1).open()
+    for i in range(30):
+        owner.append(i, 1, 1_000)
+        await owner.until_stored(i + 1)
+    now_ms += 8 * 24 * 3600 * 1000
+    caplog.set_level("INFO", "seqdedupe.log")
+    await log.trim(await log.may_trim_to(30, Retention(age_ms=3600 * 1000)))
+    assert (log.first_index > 0) == may_go
+    assert ("retention has dropped the messages from index 0 to" in caplog.text) == may_go
+    await log.close()
+
+
 @pytest.mark.parametrize("zeroed", [0, 1, 2])
 async def test_retention_by_age_passes_segments_that_cannot_be_read(
     make_logs: MakeLogs, monkeypatch: pytest.MonkeyPatch, zeroed: int

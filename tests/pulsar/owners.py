@@ -83,8 +83,22 @@ class Cluster:
         await until(is_created)
         await self.admin.set_policy(topic, "retention", {"retentionTimeInMinutes": -1, "retentionSizeInMB": -1})
         if deduplicates:
+            await self.admin.set_policy(topic, "deduplicationSnapshotInterval", 0)
             await self.admin.set_policy(topic, "deduplicationEnabled", True)
             await self.until_deduplicating(topic)
+
+    async def trim(self, topic: str) -> None:
+        """Pulsar removes what no subscription keeps. Its owner finds the topic unsafe for a moment at most."""
+        retention = {"retentionTimeInMinutes": 0, "retentionSizeInMB": 0}
+        await self.admin.set_policy(topic, "retention", retention)
+
+        async def is_in_force() -> bool:
+            found: dict[str, int] = await self.admin.policy(topic, "retention")
+            return found == retention
+
+        await until(is_in_force)
+        await self.url.call("POST", topic.replace("://", "/") + "/trim")
+        await self.admin.set_policy(topic, "retention", {"retentionTimeInMinutes": -1, "retentionSizeInMB": -1})
 
     async def until_deduplicating(self, topic: str) -> None:
         """Until Pulsar deduplicates. A topic that was loaded anew serves before that, and then knows no producer."""

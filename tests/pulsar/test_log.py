@@ -11,6 +11,7 @@ import pytest
 
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.log.contract import Failure, Log, LogName
+from seqdedupe.log.pulsar import guarding
 from seqdedupe.log.pulsar.entries import EntryFormat, Settings
 from seqdedupe.log.pulsar.limits import Brokers
 from seqdedupe.log.pulsar.log import PulsarLog, Shared
@@ -18,7 +19,7 @@ from seqdedupe.log.pulsar.logs import PulsarLogs
 from seqdedupe.names import namespace_of
 from tests.log.conformance import LogConformance, LogHarness, replayed
 from tests.log.conformance import Owner as OwnerOfLog
-from tests.pulsar.owners import Cluster, quiet
+from tests.pulsar.owners import Cluster, quiet, until
 
 INCARNATION = 1_700_000_000_000_000
 
@@ -82,6 +83,37 @@ class TestPulsarLog(LogConformance):
         harness = PulsarHarness(cluster, topic, request.param)
         yield harness
         await harness.close()
+
+
+async def test_a_topic_that_becomes_unsafe_while_it_is_written_takes_nothing(
+    cluster: Cluster, client: pulsar.asyncio.Client, topic: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guarding, "LOOK_SECONDS", 0.5)
+    await cluster.create(topic)
+    log = PulsarLog(shared(client, cluster), topic, INCARNATION, Settings(EntryFormat.PLAIN, "SEQUENCE_ID", 0, "h:1"))
+    await log.begin(0)
+    owner = await OwnerOfLog(log, 1).open()
+    owner.append(0, 1)
+    await owner.until_stored(1)
+    await cluster.admin.set_policy(topic, "messageTTL?messageTTL=1", None)
+    assert await owner.until_failed() is Failure.UNKNOWN
+    for why in (owner.why, str(await _refused(log))):
+        assert f"pulsar-admin topicPolicies set-message-ttl --ttl 0 {topic}" in why
+    await cluster.admin.set_policy(topic, "messageTTL?messageTTL=0", None)
+
+    async def is_open() -> bool:
+        return await _refused(log) is None
+
+    await until(is_open)
+    await log.close()
+
+
+async def _refused(log: PulsarLog) -> SeqdedupeError | None:
+    try:
+        await OwnerOfLog(log, next(_openings)).open()
+    except SeqdedupeError as e:
+        return e
+    return None
 
 
 async def test_a_topic_is_made_found_opened_kept_and_deleted(cluster: Cluster, client: pulsar.asyncio.Client) -> None:

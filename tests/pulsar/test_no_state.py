@@ -55,14 +55,13 @@ async def trimmed(cluster: Cluster, topic: str, three: list[Sidecar]) -> int:
                     await producer.send(b"x")
                 await producer.flush()
                 await cluster.admin.unload(topic)
-            await cluster.admin.set_policy(topic, "retention", {"retentionTimeInMinutes": 0, "retentionSizeInMB": 0})
 
             async def is_trimmed() -> bool:
                 # The subscription follows the snapshots, every ten seconds at most.
                 await producer.send(b"x")
                 await producer.flush()
                 await client.admin.snapshot(topic)
-                await cluster.url.call("POST", topic.replace("://", "/") + "/trim")
+                await cluster.trim(topic)
                 return await cluster.admin.first_ledger(topic) > first_ledger
 
             await until(is_trimmed)

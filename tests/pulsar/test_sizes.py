@@ -6,7 +6,7 @@ from pathlib import Path
 import pulsar.asyncio
 import pytest
 
-from pulsar_broker.standalone import START_TIMEOUT_SECONDS, Broker
+from pulsar_broker.standalone import Broker
 from seqdedupe.errors import InvalidRequestError, UnavailableError
 from seqdedupe.log.contract import Failure
 from seqdedupe.log.pulsar import writer
@@ -17,8 +17,6 @@ from tests.log.batches import encoded_batch
 from tests.log.conformance import Owner, replayed, what
 from tests.pulsar.owners import Cluster, quiet
 from tests.pulsar.test_log import INCARNATION, shared
-
-pytestmark = pytest.mark.timeout(START_TIMEOUT_SECONDS * 4)
 
 LIMIT_BYTES = 1024 * 1024
 POLICY_BYTES = 600_000
@@ -144,5 +142,5 @@ async def test_a_topics_own_limit_that_is_set_while_it_is_written(
     again.append(log.certain_index, 1)
     await again.until_stored(1)
     await cluster.url.call("DELETE", topic.replace("://", "/") + "/maxMessageSize")
-    await log._learn_limits()
+    await log._learn_limits(cluster.admin)
     log.check(large)

@@ -10,6 +10,7 @@ from pathlib import Path
 from sqlalchemy import Engine, create_engine, select
 
 from seqdedupe.client.blocking import Client
+from seqdedupe.services.consumer.ownership import TAKE_OVER_SECONDS
 from seqdedupe.services.consumer.tables import CONSUMERS
 from seqdedupe.testing import Sidecar
 from tests.processes import running
@@ -53,8 +54,10 @@ def test_who_stands_by_takes_over_within_seconds(
     make_table(sqlite)
     publish("0")
     command = [sys.executable, "-m", "tests.services.worker", shared_sidecar.address, topic, sqlite_url]
+    began = time.monotonic()
     with running(command, cwd=ROOT) as first:
         until(lambda: effects(sqlite) == ["0"])
+        start_seconds = time.monotonic() - began
         with running(command, cwd=ROOT):
             time.sleep(2.0)  # so that the second one stands by: nothing tells that it does
             [owner] = _owners(sqlite)
@@ -64,8 +67,8 @@ def test_who_stands_by_takes_over_within_seconds(
             publish("1")
             until(lambda: effects(sqlite) == ["0", "1"])
             assert _owners(sqlite) != [owner]
-            # Three seconds of silence; the rest is the machine's.
-            assert time.monotonic() - killed < 30.0
+            # Some seconds of silence; the rest is the machine's, which has just shown how slow it is.
+            assert time.monotonic() - killed < 2 * TAKE_OVER_SECONDS + 10 * start_seconds
 
 
 def _owners(engine: Engine) -> list[str]:

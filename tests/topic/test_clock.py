@@ -232,3 +232,62 @@ async def test_the_process_looks_at_its_clock_as_long_as_it_runs(monkeypatch: py
     looking.cancel()
     moment = clock.now()
     assert moment.earliest_ms <= moment.latest_ms < moment.earliest_ms + HOUR_MS
+
+
+class Times:
+    """What the clock and the steady one say."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.clock_ms, self.steady_ms = BEGAN_MS, 12_345
+        monkeypatch.setattr("seqdedupe.topic.clock._both_ms", lambda: (self.clock_ms, self.steady_ms))
+
+    def go_on(self, passed_ms: int, jump_ms: int = 0) -> None:
+        self.clock_ms += passed_ms + jump_ms
+        self.steady_ms += passed_ms
+
+
+async def looked(clock: Clock, times: Times, looks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has it look so often, each time a minute later."""
+
+    async def sleep(seconds: float) -> None:
+        nonlocal looks
+        times.go_on(int(1000 * seconds))
+        looks -= 1
+        if not looks:
+            raise asyncio.CancelledError
+
+    with monkeypatch.context() as patch:
+        patch.setattr("seqdedupe.topic.clock.asyncio.sleep", sleep)
+        with pytest.raises(asyncio.CancelledError):
+            await clock.keep_looking()
+
+
+@pytest.mark.parametrize(("away_ms", "is_suspicious"), [(HOUR_MS, False), (8 * DAY_MS, True)])
+async def test_a_start_far_ahead_of_the_last_believed_time_says_so(
+    store: Store,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    away_ms: int,
+    is_suspicious: bool,
+) -> None:
+    times = Times(monkeypatch)
+    first = Clock(store)
+    assert first.ahead_ms == 0
+    await looked(first, times, LOOKS, monkeypatch)
+    times.go_on(0, away_ms)
+    again = Clock(store)
+    assert (again.ahead_ms > DAY_MS) == ("ahead of the time" in caplog.text) == is_suspicious
+    await looked(again, times, LOOKS - 1, monkeypatch)
+    assert (again.ahead_ms > 0) == is_suspicious
+    assert again.now().earliest_ms == 0
+    await looked(again, times, 2, monkeypatch)
+    assert again.ahead_ms == 0
+
+
+async def test_a_time_that_was_not_believed_is_not_kept(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that ran for less than 40 minutes by a clock that is ahead leaves nothing behind."""
+    times = Times(monkeypatch)
+    await looked(Clock(store), times, LOOKS, monkeypatch)
+    times.go_on(0, 8 * DAY_MS)
+    await looked(Clock(store), times, LOOKS - 1, monkeypatch)
+    assert Clock(store).ahead_ms > 7 * DAY_MS

@@ -38,6 +38,9 @@ class Shared:
     """What all logs of a sidecar have in common: settings, the commit thread, the threads that read."""
 
     clock_ms: Callable[[], int]
+    """The publish time of what comes now."""
+    earliest_ms: Callable[[], int]
+    """It is not earlier than that: the time by which retention drops what is too old. 0: nobody knows yet."""
     segment_bytes: int
     committer: Callable[[], Committer]
     threads: ThreadPoolExecutor
@@ -292,9 +295,14 @@ class EmbeddedLog:
         return 0
 
     async def _is_older(self, following: Segment, age_ms: int) -> bool:
-        """Whether all before a segment is older than that: the segment's own first message is."""
+        """Whether all before a segment is older than that: the segment's own first message is.
+
+        By a clock that can be believed: with one that is ahead, retention would drop messages that are minutes old.
+        """
+        if not (earliest_ms := self._shared.earliest_ms()):
+            return False
         try:
-            return await self._reader.begins_before(following, self._shared.clock_ms() - age_ms)
+            return await self._reader.begins_before(following, earliest_ms - age_ms)
         except SeqdedupeError as e:
             logger.warning("%s: retention by age has stopped: %s", self._folder, e)
             return False
@@ -333,7 +341,11 @@ class EmbeddedLog:
                 await run(threads, sync_folder, self._folder)
                 self._reader.leaving = segments[0]
                 await run(threads, segments[0].path.unlink, True)
-                del segments[0]
+                dropped = segments.pop(0)
+                logger.info(
+                    "%s: retention has dropped the messages from index %d to %d, %d bytes",
+                    dropped.path, dropped.base_index, segments[0].base_index - 1, dropped.end,
+                )  # fmt: skip
                 self._damage = {place: it for place, it in self._damage.items() if place[0] >= self.first_index}
                 await run(threads, sync_folder, self._folder)
         except OSError as e:

@@ -41,7 +41,8 @@ T = TypeVar("T")
 class EmbeddedLogs:
     """The logs of one folder, which no other process may use. Satisfies `seqdedupe.log.contract.Logs`.
 
-    `clock_ms` gives publish times. `fatal` is called, in a thread, with a reason when what is on the disk is not
+    `clock_ms` gives publish times, and `earliest_ms` the time that retention goes by, 0 while that is not known;
+    omitted: the same clock. `fatal` is called, in a thread, with a reason when what is on the disk is not
     known any more: it must end the process. A new segment is begun when the last one exceeds `segment_bytes`; retention
     drops whole ones. `tell_journal` is given, in a thread, what the next process has to be given as `has_journal`: with
     it a journal that is missing is damage. `gives_up_journal`: damage in the journal is passed over. `known_names` are
@@ -53,6 +54,7 @@ class EmbeddedLogs:
         folder: Path,
         *,
         clock_ms: Callable[[], int],
+        earliest_ms: Callable[[], int] | None = None,
         fatal: Callable[[str], None],
         segment_bytes: int = DEFAULT_SEGMENT_BYTES,
         has_journal: bool = False,
@@ -73,6 +75,7 @@ class EmbeddedLogs:
         self._replay = Replay(folder, is_expected=has_journal, gives_up=gives_up_journal)
         self._shared = Shared(
             clock_ms=clock_ms,
+            earliest_ms=earliest_ms or clock_ms,
             segment_bytes=segment_bytes,
             committer=lambda: self.committer,
             threads=ThreadPoolExecutor(READ_THREADS, "seqdedupe-log"),

@@ -1,6 +1,7 @@
 """What is looked at while a topic is owned: that nobody else writes to it or deletes it, and that it deduplicates."""
 
 import asyncio
+import random
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
@@ -48,17 +49,18 @@ async def check_stays(topic: str, incarnation: int, admin: Admin) -> None:
         raise error("NOT_OWNER", f"{topic} was deleted and made anew: it is {now}, not {incarnation}")
 
 
-async def guard(topic: str, admin: Admin, opening: Opening, look: Callable[[], Awaitable[None]]) -> None:
+async def guard(topic: str, admin: Admin, opening: Opening, look: Callable[[], Awaitable[str]]) -> None:
     """Ends an opening when its producer is not connected any more, so that somebody else may have the topic, which one
     that sends nothing would not notice; when somebody deletes the topic; or when Pulsar's deduplication is off.
-    `look` is called at the same intervals.
+    `look` is called at the same intervals, and says why the opening should end, if it should.
     """
     opening.fail(await _why_lost(topic, admin, opening.writer, look))
 
 
-async def _why_lost(topic: str, admin: Admin, writer: Writer, look: Callable[[], Awaitable[None]]) -> str:
+async def _why_lost(topic: str, admin: Admin, writer: Writer, look: Callable[[], Awaitable[str]]) -> str:
     now = asyncio.get_running_loop().time
-    connected_at, looked_at = now(), now()
+    # Topics that were opened together are not looked at together.
+    connected_at, looked_at = now(), now() - LOOK_SECONDS * random.random() / 2
     while True:
         await asyncio.sleep(CONNECTED_POLL_SECONDS)
         if writer.is_connected:
@@ -67,9 +69,8 @@ async def _why_lost(topic: str, admin: Admin, writer: Writer, look: Callable[[],
             return f"the producer of {topic} has lost its connection"
         if now() - looked_at >= LOOK_SECONDS:
             looked_at = now()
-            if why := await _why_not(topic, admin):
+            if why := await _why_not(topic, admin) or await look():
                 return why
-            await look()
 
 
 async def _why_not(topic: str, admin: Admin) -> str:

@@ -53,8 +53,10 @@ class AdminUrl:
         token: Callable[[], str] | None = None,
         tls: ssl.SSLContext | None = None,
         timeout_seconds: float = TIMEOUT_SECONDS,
+        pause_seconds: float = 0.0,
     ) -> None:
-        """`token` is asked for every call, so that it may change; nothing of it is ever in an error.
+        """`token` is asked for every call, so that it may change; nothing of it is ever in an error. Between the
+        beginnings of two calls there is at least the pause.
 
         Raises INVALID_CONFIGURATION if this is no URL of HTTP.
         """
@@ -62,6 +64,8 @@ class AdminUrl:
         self._token = token
         self._tls = tls
         self._timeout_seconds = timeout_seconds
+        self._pause_seconds = pause_seconds
+        self._next_seconds = 0.0
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.username is not None:
             raise error(
@@ -87,6 +91,11 @@ class AdminUrl:
         PULSAR_REFUSES (other answers that do not pass by themselves), LOG_REFUSED (500 and above, no answer, none in
         time; for GET it is LOG_UNREADABLE). A call without an answer may have been carried out.
         """
+        if self._pause_seconds:
+            now = time.monotonic()
+            begins = max(now, self._next_seconds)
+            self._next_seconds = begins + self._pause_seconds
+            await asyncio.sleep(begins - now)
         try:
             answer = await asyncio.to_thread(self._call, method, path, body, media_type)
         except (OSError, HTTPException, ValueError) as e:

@@ -6,9 +6,9 @@ Pulsar's client is told the first, and does not tell. So one connection asks, an
 import asyncio
 import ssl
 import struct
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from seqdedupe.errors import SeqdedupeError, error
@@ -17,6 +17,8 @@ from seqdedupe.log.pulsar.entries import MAX_ENTRY_BYTES
 from seqdedupe.names import whole_of
 
 TIMEOUT_SECONDS = 10.0
+FRESH_SECONDS = 30.0
+"""The topics of a sidecar ask each minute, and a broker says the same to all."""
 _PORTS = {"pulsar": 6650, "pulsar+ssl": 6651}
 _MAX_ANSWER_BYTES = 64 * 1024
 _CONNECT, _CONNECTED, _ERROR = 2, 3, 14
@@ -26,22 +28,35 @@ _PROTOCOL_VERSION = 20
 _VARINT, _BYTES = 0, 2
 
 
-class Brokers(NamedTuple):
-    """Where they are, and how they are reached."""
+class Brokers:
+    """Those of a cluster: `service_url` has one host or several, `pulsar://one:6650,two:6650`."""
 
-    service_url: str
-    """With one host or several: `pulsar://one:6650,two:6650`."""
-    token: Callable[[], str] | None = None
-    """As in `AdminUrl`."""
-    tls: ssl.SSLContext | None = None
+    def __init__(
+        self, service_url: str, token: Callable[[], str] | None = None, tls: ssl.SSLContext | None = None
+    ) -> None:
+        """`token` is as in `AdminUrl`."""
+        self._service_url = service_url
+        self._token = token
+        self._tls = tls
+        self._asking = asyncio.Lock()
+        self._answer = MAX_ENTRY_BYTES
+        self._asked_at = -FRESH_SECONDS
 
     async def max_entry_bytes(self) -> int:
-        """What a broker says that it takes at most: of the first host that answers.
+        """What a broker says that it takes at most. Who asks again soon gets the same answer.
 
         Raises LOG_UNREADABLE, PULSAR_FORBIDS.
         """
-        parts = urlsplit(self.service_url)
-        token = await asyncio.to_thread(self.token) if self.token is not None else ""
+        async with self._asking:
+            if time.monotonic() - self._asked_at >= FRESH_SECONDS:
+                self._answer = await self._first_answer()
+                self._asked_at = time.monotonic()
+            return self._answer
+
+    async def _first_answer(self) -> int:
+        """Of the first host that gives one."""
+        parts = urlsplit(self._service_url)
+        token = await asyncio.to_thread(self._token) if self._token is not None else ""
         failure: SeqdedupeError | None = None
         for host in parts.netloc.split(","):
             try:
@@ -49,11 +64,11 @@ class Brokers(NamedTuple):
                     return await self._ask(parts.scheme, host, token)
             except (OSError, EOFError, ValueError, struct.error) as e:
                 failure = _unreadable(host, str(e) or type(e).__name__)
-        raise failure or _unreadable(self.service_url, "it names no host")
+        raise failure or _unreadable(self._service_url, "it names no host")
 
     async def _ask(self, scheme: str, host: str, token: str) -> int:
         place = urlsplit(f"//{host}")
-        tls = (self.tls or ssl.create_default_context()) if scheme == "pulsar+ssl" else None
+        tls = (self._tls or ssl.create_default_context()) if scheme == "pulsar+ssl" else None
         reader, writer = await asyncio.open_connection(
             place.hostname, place.port or _PORTS[scheme], ssl=tls, limit=_MAX_ANSWER_BYTES
         )
@@ -75,7 +90,7 @@ class Brokers(NamedTuple):
             said = dict(_fields(_bytes(answer.get(_ERROR)))).get(3, b"")
             raise error("PULSAR_FORBIDS", f"{host} refuses the connection: {_bytes(said).decode(errors='replace')}")
         if answer.get(_TYPE) != _CONNECTED:
-            raise ValueError(f"it answers a connection with a command of type {answer.get(_TYPE)}")
+            raise ValueError(f"it answers a connection with a command of type {answer.get(_TYPE)!r}")
         limit = dict(_fields(_bytes(answer.get(_CONNECTED)))).get(3, MAX_ENTRY_BYTES)
         return limit if isinstance(limit, int) and limit > 0 else MAX_ENTRY_BYTES
 

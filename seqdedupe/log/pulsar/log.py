@@ -11,7 +11,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import pulsar.asyncio
@@ -31,6 +31,7 @@ from seqdedupe.log.pulsar.limits import Brokers, max_entry_bytes
 from seqdedupe.log.pulsar.opening import Opening
 from seqdedupe.log.pulsar.owner import ADDRESS, not_owner
 from seqdedupe.log.pulsar.places import Point
+from seqdedupe.log.pulsar.policies import Looks
 from seqdedupe.log.pulsar.waiting import Connect, wait_until_free
 from seqdedupe.log.pulsar.writer import Settled, Writer, open_writer
 from seqdedupe.message_id import MessageId
@@ -63,6 +64,11 @@ class Shared:
     answers: Answers
     brokers: Brokers | None = None
     """Who says how large an entry may be; without them it is what brokers take as they are delivered."""
+    unhurried: Admin | None = None
+    """For looks that come again and again, at whatever pace; without it `admin`."""
+    may_change_policies: bool = False
+    """Whether a topic's own policies are set where they are not safe."""
+    looks: Looks = field(default_factory=Looks)
 
     @property
     def subscription(self) -> str:
@@ -215,7 +221,8 @@ class PulsarLog:
         try:
             await check_stays(self._topic, self.incarnation, self._shared.admin)
             await check_deduplicates(self._topic, self._shared.admin)
-            await self._learn_limits()
+            if why := await self._look_at_policies(self._shared.admin):
+                raise error("LOG_REFUSED", why)
             self._writer = writer = await self._open_writer(hear)
             self._name_number = writer.name_number + 1
             marker = entries.marker(self.incarnation, term, token, self._settings, self._end.next_index)
@@ -236,7 +243,8 @@ class PulsarLog:
             raise
         self._opening = opening = Opening(owner, writer, self._content.places, settle, self._max_entry_bytes)
         writer.was_read([self._end.message_id])
-        guarding = guard(self._topic, self._shared.admin, opening, self._learn_limits)
+        unhurried = self._shared.unhurried or self._shared.admin
+        guarding = guard(self._topic, unhurried, opening, partial(self._look_at_policies, unhurried))
         self._guarding = asyncio.get_running_loop().create_task(guarding)
         return 0
 
@@ -258,10 +266,16 @@ class PulsarLog:
             marked = self._content.marked_address
             raise await not_owner(e, shared.admin, self._topic, shared.address, shared.instance_name, marked) from e
 
-    async def _learn_limits(self) -> None:
+    async def _look_at_policies(self, admin: Admin) -> str:
+        """Why nothing should be acknowledged, if the topic's policies are not safe now; else empty."""
+        await self._learn_limits(admin)
+        may_change = self._shared.may_change_policies
+        return await self._shared.looks.why_unsafe(admin, self._topic, may_change=may_change)
+
+    async def _learn_limits(self, admin: Admin) -> None:
         """How large an entry may be now. What is not answered stays as it was."""
         try:
-            self._max_entry_bytes = await max_entry_bytes(self._topic, self._shared.admin, self._shared.brokers)
+            self._max_entry_bytes = await max_entry_bytes(self._topic, admin, self._shared.brokers)
         except SeqdedupeError as e:
             logger.warning("how large an entry of %s may be is not known now: %s", self._topic, e)
         if self._opening is not None:
@@ -411,5 +425,6 @@ class PulsarLog:
     async def close(self) -> None:
         if not self.is_closed:
             self.is_closed = True
+            self._shared.looks.forget(self._topic)
             await self.let_go()
             await self._content.close()

@@ -1,6 +1,7 @@
 """What a topic must be to be a log: nothing in it deleted that is still needed, and nothing stored twice."""
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -8,6 +9,8 @@ from typing import Any, NamedTuple
 from seqdedupe.errors import ConfigurationError, SeqdedupeError, error
 from seqdedupe.log.pulsar.admin import Admin
 from seqdedupe.names import namespace_of, whole_of
+
+logger = logging.getLogger("seqdedupe.log")
 
 IN_FORCE_TIMEOUT_SECONDS = 30.0
 """A policy that was set is in force within a tenth of a second, unless the broker is in trouble."""
@@ -104,6 +107,40 @@ _POLICIES = (
 )
 
 
+class Looks:
+    """What a sidecar has seen of the policies of the topics that it writes or is to write."""
+
+    def __init__(self) -> None:
+        self.unsafe: set[str] = set()
+        """Topics that take nothing because of their policies."""
+        self.seen_at: dict[str, float] = {}
+        """When each was last seen, in seconds since 1970."""
+
+    async def why_unsafe(self, admin: Admin, topic: str, *, may_change: bool) -> str:
+        """Why nothing should be acknowledged in a topic; empty if its policies are safe, or cannot be looked at now.
+
+        Then they are taken to be as they were.
+        """
+        try:
+            await ensure_safe(admin, topic, may_change=may_change)
+            why = ""
+        except SeqdedupeError as e:
+            if e.reason != "UNSAFE_TOPIC_POLICY":
+                logger.warning("the policies of %s cannot be looked at now, and count as they were: %s", topic, e)
+                return ""
+            why = e.message
+            if topic not in self.unsafe:
+                logger.error("%s", why)
+        self.seen_at[topic] = time.time()
+        (self.unsafe.add if why else self.unsafe.discard)(topic)
+        return why
+
+    def forget(self, topic: str) -> None:
+        """It is not this sidecar's any more."""
+        self.unsafe.discard(topic)
+        self.seen_at.pop(topic, None)
+
+
 async def ensure_safe(admin: Admin, topic: str, *, may_change: bool, is_new: bool = False) -> None:
     """Returns if the topic can be a log: what its policies are is in force. With `may_change` they are set if need be.
     Those of a partition are the whole topic's.
@@ -112,7 +149,8 @@ async def ensure_safe(admin: Admin, topic: str, *, may_change: bool, is_new: boo
     `Admin`. They are commands for the namespace where the topic `is_new`, so that it will be gone.
     """
     dangers = await _of_namespace(admin, topic)
-    unsafe = [policy for policy in _POLICIES if not await _is_safe(admin, topic, policy)]
+    are_safe = await asyncio.gather(*(_is_safe(admin, topic, policy) for policy in _POLICIES))
+    unsafe = [policy for policy, is_safe in zip(_POLICIES, are_safe, strict=True) if not is_safe]
     if may_change and not dangers:
         for policy in unsafe:
             path, value = policy.safe

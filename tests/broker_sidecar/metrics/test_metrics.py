@@ -1,9 +1,11 @@
 """What a real sidecar shows of what was done to it, number by number."""
 
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -142,6 +144,23 @@ def test_calls_have_the_type_of_the_schema(shared: Sidecar, client: Client, topi
     read = {"grpc_service": "seqdedupe.v1.ReadService", "grpc_method": "ReadStream", "grpc_type": "server_stream"}
     after = until(shared, lambda page: risen("grpc_server_handled_total", before, page, grpc_code="OK", **read) == 1)
     assert risen("grpc_server_msg_received_total", before, after, **read) == 1
+
+
+def test_a_call_that_its_client_gives_up_before_its_request_is_no_refusal(shared: Sidecar, client: Client) -> None:
+    def nothing() -> Iterator[bytes]:
+        given_up.wait(TIMEOUT_SECONDS)
+        yield from ()
+
+    before, given_up = scrape(shared), threading.Event()
+    send: Any = client.channel.stream_unary("/seqdedupe.v1.ReadService/Locate")
+    call = send.future(nothing())
+    located = {"grpc_service": "seqdedupe.v1.ReadService", "grpc_method": "Locate", "grpc_type": "unary"}
+    until(shared, lambda page: risen("grpc_server_started_total", before, page, **located) == 1)
+    call.cancel()
+    given_up.set()
+    canceled = {"grpc_code": "Canceled", **located}
+    after = until(shared, lambda page: risen("grpc_server_handled_total", before, page, **canceled) == 1)
+    assert risen("seqdedupe_refusals_total", before, after, reason="MALFORMED_MESSAGE") == 0
 
 
 def test_a_reader_that_reads_nothing_lags(shared: Sidecar, client: Client, topic: str) -> None:

@@ -3,6 +3,7 @@
 import os
 import re
 import subprocess
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -19,12 +20,14 @@ from cryptography.hazmat.primitives.serialization import (
     PrivateFormat,
     load_pem_private_key,
 )
+from grpc.experimental import session_cache
 
 from broker_sidecar.config import Config
 from broker_sidecar.security.certificates import Certificates, name_in
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.testing import Sidecar
 from seqdedupe.v1 import admin_pb2, read_pb2, read_pb2_grpc
+from tests.broker_sidecar import with_constants
 from tests.broker_sidecar.calls import TIMEOUT_SECONDS, refused
 from tests.broker_sidecar.reflected import Reflected
 from tests.broker_sidecar.security.issuing import Issued, issue, of_server, revoke
@@ -32,6 +35,8 @@ from tests.broker_sidecar.security.showing import bearer, rules_for_all, token_o
 
 VERSION = "/seqdedupe.v1.AdminService/GetVersion"
 CREATE = "/seqdedupe.v1.AdminService/CreateTopic"
+TERM_SECONDS = 10
+"""Of a certificate that is to end: time enough for a first call."""
 AUTHORITY, OTHER_AUTHORITY, OF_CLIENTS = trustme.CA(), trustme.CA(), trustme.CA()
 
 
@@ -203,6 +208,33 @@ def test_another_certificate_under_open_streams(tmp_path: Path) -> None:
             assert stream.is_active()
             unary(open_channel, VERSION)(b"", **shown)
             stream.cancel()
+
+
+@pytest.mark.parametrize("seconds", [0, 3600], ids=["after all connections", "control: within an hour"])
+def test_a_resumed_session_does_not_outlive_its_certificate(tmp_path: Path, seconds: int) -> None:
+    """TLS does not look at the certificate again."""
+    keys = tls_keys(tmp_path / "tls", of_server(AUTHORITY))
+    OF_CLIENTS.cert_pem.write_to_path(tmp_path / "tls" / "clients.pem")
+    keys |= {"tls_client_ca_file": tmp_path / "tls" / "clients.pem", "rules_file": rules_for_all(tmp_path)}
+    environment = with_constants.environment(security__certificates__LONGEST_CONNECTION_SECONDS=seconds)
+    sessions = session_cache.ssl_session_cache_lru(10)  # type: ignore[no-untyped-call]
+    options = [("grpc.use_local_subchannel_pool", 1), ("grpc.ssl_session_cache", sessions)]
+
+    def resuming() -> grpc.Channel:
+        tls = grpc.ssl_channel_credentials(AUTHORITY.cert_pem.bytes(), client.key, client.certificate)
+        # Sessions are kept by the host's name.
+        return grpc.secure_channel(sidecar.address.replace("127.0.0.1", "localhost"), tls, options)
+
+    module = with_constants.MODULE
+    with Sidecar(tmp_path, authentication="token", module=module, environment=environment, **keys) as sidecar:
+        ends = timedelta(seconds=TERM_SECONDS)
+        client = issue(OF_CLIENTS, names=["shop.example"], ends=ends)
+        until = time.time() + TERM_SECONDS
+        assert code_of(resuming(), "") is grpc.StatusCode.OK
+        wait_until(lambda: time.time() > until)
+        expected = grpc.StatusCode.OK if seconds else grpc.StatusCode.UNAUTHENTICATED
+        assert code_of(resuming(), "") is expected
+        assert code_of(channel_to(sidecar, client), "") is grpc.StatusCode.UNAVAILABLE
 
 
 def test_a_unix_socket_beside_tls(tmp_path: Path) -> None:

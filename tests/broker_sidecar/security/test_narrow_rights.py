@@ -251,6 +251,19 @@ def test_moves_count_for_a_callers_bytes(tmp_path_factory: pytest.TempPathFactor
         billing.close()
 
 
+def test_opening_names_counts_for_a_callers_bytes(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The log gets a record of the names: who may publish little must not fill it by opening again and again."""
+    share = '[[share]]\nsubjects = ["shop"]\nbytes_per_second = 1_000\n'
+    with Ruled(tmp_path_factory.mktemp("opening"), RULES + share) as sidecar:
+        shop = Caller(sidecar.address, "shop")
+        names = [f"shop-{k:0200}" for k in range(100)]
+        shop.open("orders", *names)
+        why = refused(lambda: shop.open("orders", *names))
+        assert (why.reason, why.numbers["share"]) == ("SHARE_EXCEEDED", "bytes_per_second")
+        assert why.retry_delay_ms > 0
+        shop.close()
+
+
 def refused_by(failure: BaseException) -> Refused:
     def fail() -> None:
         raise failure

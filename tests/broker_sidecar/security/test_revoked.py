@@ -86,7 +86,7 @@ def test_a_revoked_intermediate_authority(tmp_path: Path) -> None:
     lists.write_bytes(revoke(root))
     keys |= {"tls_client_ca_file": folder / "clients.pem", "tls_client_crl_file": lists}
     keys["rules_file"] = rules_for_all(tmp_path)
-    sessions = session_cache.ssl_session_cache_lru(10)
+    sessions = session_cache.ssl_session_cache_lru(10)  # type: ignore[no-untyped-call]
     by_way_of = {one: of_client(one) for one in (good, bad)}
     # It shows its way up, and the other one that it does not need.
     both = Issued(by_way_of[good].certificate + bad.cert_pem.bytes(), by_way_of[good].key)
@@ -94,7 +94,8 @@ def test_a_revoked_intermediate_authority(tmp_path: Path) -> None:
     def resuming() -> grpc.Channel:
         tls = grpc.ssl_channel_credentials(AUTHORITY.cert_pem.bytes(), by_way_of[bad].key, by_way_of[bad].certificate)
         options = [("grpc.use_local_subchannel_pool", 1), ("grpc.ssl_session_cache", sessions)]
-        return grpc.secure_channel(sidecar.address, tls, options)
+        # Sessions are kept by the host's name.
+        return grpc.secure_channel(sidecar.address.replace("127.0.0.1", "localhost"), tls, options)
 
     with Sidecar(tmp_path, authentication="token", **keys) as sidecar:
         token = token_of(sidecar)

@@ -283,7 +283,7 @@ def _opened(ruled: Ruled, name: str, count: int) -> list[Stream]:
 
 
 def _is_served(stream: Stream) -> bool:
-    return stream.call.is_active()
+    return bool(stream.call.is_active())
 
 
 def test_a_caller_with_more_than_half_of_all_streams_gives_way_to_others(tmp_path: Path) -> None:

@@ -108,7 +108,7 @@ def test_a_flood_of_refusals_hides_nothing_and_stays_small(tmp_path: Path, path:
     """One caller is refused again and again, for topics with long names; what others do stands in the trail."""
     issuer = Issuer("ed")
     (tmp_path / "rules.toml").write_text(RULES)
-    keys = {
+    keys: dict[str, Any] = {
         "rules_file": tmp_path / "rules.toml",
         "token_keys_file": write_keys(tmp_path / "keys.json", [issuer.jwk()]),
         "token_audience": AUDIENCE,

@@ -19,7 +19,7 @@ from grpc_health.v1 import health_pb2
 from broker_sidecar.sidecar import UNREAD_BYTES
 from seqdedupe.client.blocking import Client
 from seqdedupe.client.credentials import Credentials
-from seqdedupe.testing import Sidecar
+from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from tests.broker_sidecar import with_constants
 from tests.broker_sidecar.calls import TIMEOUT_SECONDS, refused
 from tests.broker_sidecar.health import health_of
@@ -30,7 +30,7 @@ from tests.broker_sidecar.security.showing import METHODS, bearer, is_served, to
 
 MIB = 1024 * 1024
 MOST_GROWTH = 64 * MIB
-WAIT_SECONDS = 120.0
+WAIT_SECONDS = LAST_RESORT_SECONDS
 VERSION = "/seqdedupe.v1.AdminService/GetVersion"
 STREAM = "/seqdedupe.v1.PublishService/PublishStream"
 CHECK = "/grpc.health.v1.Health/Check"

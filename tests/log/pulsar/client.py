@@ -66,16 +66,36 @@ class StandInAdmin(Admin):
         self._client = client
         self.answers = True
         self.lists_ledgers = True
-        self.policies: dict[str, Any] = {}
+        self.policies: dict[str, Any] = {
+            "deduplicationEnabled": True,
+            "deduplicationSnapshotInterval": 0,
+            "retention": {"retentionTimeInMinutes": -1, "retentionSizeInMB": -1},
+        }
+        self.answers_policies = True
+        self.looked = 0
+        """How often it was asked for the last policy that is looked at."""
         self.answers_left = 1_000_000
         """So often it says yet who writes."""
 
     async def properties(self, topic: str) -> dict[str, str]:
         return {}
 
+    async def subscription_expiration_minutes(self, namespace: str) -> int | None:
+        await asyncio.sleep(0)
+        self.looked += 1
+        if not self.answers_policies:
+            raise error("LOG_UNREADABLE", "no broker answers")
+        return self.policies.get("subscriptionExpirationTime") or 0
+
+    async def set_policy(self, topic: str, name: str, value: object) -> None:
+        self.policies[name.partition("?")[0]] = value
+
+    async def namespace_policy(self, namespace: str, name: str) -> Any:
+        return None
+
     async def policy(self, topic: str, name: str) -> Any:
         await asyncio.sleep(0)
-        if not self.answers:
+        if not self.answers_policies:
             raise error("LOG_UNREADABLE", "no broker answers")
         return self.policies.get(name)
 

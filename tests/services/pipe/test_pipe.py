@@ -154,7 +154,7 @@ async def test_of_two_the_later_one_works_and_the_other_ends_or_stands_by(
     async with Client(shared_sidecar.address) as client:
         await publish(client, source, 0, 100)
         first = asyncio.create_task(Pipe(client, source, target, waits, name="pipe").run())
-        assert await asyncio.to_thread(opened.wait, 120)
+        assert await asyncio.to_thread(opened.wait, LAST_RESORT_SECONDS)
         await Pipe(client, source, target, function, name="pipe").run()
         goes_on.set()
         with pytest.raises(FencedError):

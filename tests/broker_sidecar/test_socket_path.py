@@ -1,0 +1,142 @@
+"""The path of a Unix socket is one sidecar's, until it ends, whatever others do there."""
+
+import os
+import socket
+import stat
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from broker_sidecar.listening import SocketPath
+from broker_sidecar.supervising import EXIT_ERROR
+from seqdedupe.address import SidecarAddress
+from seqdedupe.client.blocking import Client
+from seqdedupe.errors import ConfigurationError
+from seqdedupe.testing import Sidecar
+
+
+@pytest.fixture
+def path() -> Iterator[Path]:
+    """Short enough for a socket."""
+    with tempfile.TemporaryDirectory(prefix="seqdedupe-") as folder:
+        yield Path(folder, "socket")
+
+
+def publish(address: str, *payloads: bytes) -> None:
+    with Client(address) as client, client.producer("t", "p") as producer:
+        for payload in payloads:
+            producer.send(payload).result()
+
+
+def payloads(address: str) -> list[bytes]:
+    with Client(address) as client, client.reader("t") as reader:
+        return [bytes(message.payload) for message in reader]
+
+
+def listening(path: Path) -> socket.socket:
+    """A socket of another program."""
+    other = socket.socket(socket.AF_UNIX)
+    other.bind(str(path))
+    other.listen()
+    return other
+
+
+def test_a_second_sidecar_does_not_take_the_socket(tmp_path: Path, path: Path) -> None:
+    with Sidecar(tmp_path / "a", listen=f"unix:{path}", socket_mode="0660") as first:
+        assert stat.S_IMODE(path.stat().st_mode) == 0o660
+        publish(first.address, b"1")
+        for name in ("b", "c"):
+            second = Sidecar(tmp_path / name, listen=f"unix:{path}")
+            second.spawn()
+            try:
+                assert second.wait() == EXIT_ERROR
+            finally:
+                second.kill()
+            [line] = second.errors
+            assert f"listen = 'unix:{path}': cannot listen there: process {first.pid} does" in line
+        publish(first.address, b"2")
+        first.restart()
+        assert payloads(first.address) == [b"1", b"2"]
+        assert first.stop() == 0
+        assert os.listdir(path.parent) == []
+
+
+def test_two_that_start_at_once(path: Path) -> None:
+    """Neither listens yet."""
+    first = SocketPath(SidecarAddress(path=str(path)), 0o600, "listen")
+    with pytest.raises(ConfigurationError, match=f"process {os.getpid()} on .* does"):
+        SocketPath(SidecarAddress(path=str(path)), 0o600, "listen")
+    first.close()
+    first.close()
+    SocketPath(SidecarAddress(path=str(path)), 0o600, "listen").close()
+    assert os.listdir(path.parent) == []
+
+
+def removed(path: Path) -> None:
+    path.unlink()
+
+
+def replaced(path: Path) -> None:
+    """By what a program leaves that was killed."""
+    path.unlink()
+    listening(path).close()
+
+
+def removed_with_its_lock(path: Path) -> None:
+    for one in list(path.parent.iterdir()):
+        one.unlink()
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_path_that_is_lost_is_listened_at_again(tmp_path: Path, workers: int, path: Path) -> None:
+    keys = {"listen": f"unix:{path}"} if workers == 1 else {}
+    with Sidecar(tmp_path, workers=workers, **keys) as sidecar:
+        where = [Path(address.removeprefix("unix:")) for address in sidecar.address.split(",")]
+        with Client(sidecar.address) as client, client.producer("t", "p") as producer:
+            producer.send(b"0").result()
+            steps: list[Callable[[Path], None]] = [removed, replaced, removed_with_its_lock]
+            for number, lose in enumerate(steps, 1):
+                said = len(again(sidecar))
+                for one in where if lose is not removed_with_its_lock else where[:1]:
+                    lose(one)
+                wait(sidecar, lambda said=said: len(again(sidecar)) >= said + len(where))
+                # Over the connection that it has.
+                producer.send(b"%d" % number).result()
+                assert len(payloads(sidecar.address)) == number + 1
+        assert sidecar.stop() == 0
+        assert not any(one.exists() for one in where)
+
+
+def wait(sidecar: Sidecar, until: Callable[[], object]) -> None:
+    while not until():
+        sidecar.check_running()
+        time.sleep(0.05)
+
+
+def unreached(sidecar: Sidecar) -> list[str]:
+    return [entry["event"] for entry in sidecar.log if "nobody reaches the sidecar there" in entry["event"]]
+
+
+def again(sidecar: Sidecar) -> list[str]:
+    return [entry["event"] for entry in sidecar.log if "the sidecar listens there again" in entry["event"]]
+
+
+def test_what_another_program_has_put_there_stays(tmp_path: Path, path: Path) -> None:
+    with Sidecar(tmp_path, listen=f"unix:{path}") as sidecar:
+        publish(sidecar.address, b"1")
+        path.unlink()
+        other = listening(path)
+        wait(sidecar, lambda: unreached(sidecar))
+        assert f"process {os.getpid()} does" in unreached(sidecar)[0]
+        other.close()
+        wait(sidecar, lambda: again(sidecar))
+        assert payloads(sidecar.address) == [b"1"]
+        path.unlink()
+        with listening(path) as other:
+            assert sidecar.stop() == 0
+            assert path.is_socket()
+            with socket.socket(socket.AF_UNIX) as caller:
+                caller.connect(str(path))
