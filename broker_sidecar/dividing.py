@@ -78,6 +78,8 @@ def change(folder: Path, count: int) -> None:
 
 def _change(folder: Path, split: Split, count: int) -> None:
     if (folder / MOVED).exists() and split.to is not None:
+        # The process that gave it this name may have been killed before its sync, and old stores go now.
+        sync_folder(folder)
         _take_places(folder, split)
         return
     if split.to is None and split.workers > 1:

@@ -84,7 +84,7 @@ class SocketPath:
             try:
                 lock = Lock.take(Path(f"{self._path}{_LOCK_SUFFIX}"))
             except BlockingIOError as e:
-                raise _taken(self._address, e.strerror, self._key) from e
+                raise _taken(self._address, str(e.strerror), self._key) from e
             if self._lock is not None:
                 self._lock.close()
             self._lock = lock

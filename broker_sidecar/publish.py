@@ -329,7 +329,9 @@ class PublishService:
         if topic.window is not None:
             self._permissions.check_publishes_unnamed(topic.name)
 
-    async def _stream(self, _requests: object, _context: Context, stream: Stream) -> None:
+    async def _stream(self, _requests: object, context: Context, stream: Stream) -> None:
+        if any(key == wire.GREETING for key, _ in context.invocation_metadata() or ()):
+            await stream.write(b"")
         first = await stream.read_first()
         if first is grpc.aio.EOF:
             return

@@ -78,7 +78,14 @@ def route_of(request: admin_pb2.CreateTopicRequest) -> Route | None:
     return None
 
 
-WORST_FIRST = (State.DAMAGED, State.RECOVERING, State.STANDBY, State.READ_ONLY, State.DRAINING)
+WORST_FIRST = (
+    State.DAMAGED,
+    State.RECOVERING,
+    State.TERMINATED,
+    State.STANDBY,
+    State.READ_ONLY,
+    State.DRAINING,
+)
 
 _SUMMED = (
     "log_bytes",

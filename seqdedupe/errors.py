@@ -141,6 +141,11 @@ REASONS: dict[str, Reason] = {
         "Name one of its partitions, `name-partition-0` and on. Python's producers take the name of the whole, and "
         "`partitioned_reader` reads all of it.",
     ),
+    "TOPIC_TERMINATED": Reason(
+        InvalidRequestError,
+        "FAILED_PRECONDITION",
+        "Publish to another topic; what this one holds can be read. Or delete it, and create it again.",
+    ),
     "TOPIC_IN_USE": Reason(
         InvalidRequestError,
         "FAILED_PRECONDITION",

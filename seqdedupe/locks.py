@@ -96,7 +96,7 @@ def locked_directory(folder: Path) -> Iterator[Lock]:
     try:
         lock = Lock.take(folder / DIRECTORY_LOCK)
     except BlockingIOError as e:
-        raise _in_use(folder, e.strerror) from e
+        raise _in_use(folder, str(e.strerror)) from e
     try:
         yield lock
     finally:

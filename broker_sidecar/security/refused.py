@@ -2,7 +2,7 @@
 
 import hashlib
 from collections import OrderedDict
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from broker_sidecar.security.subject import network_of
 from seqdedupe.errors import SeqdedupeError, error
@@ -22,7 +22,7 @@ class _Refusal(NamedTuple):
 
     reason: str
     why: str
-    numbers: dict[str, str]
+    numbers: dict[str, Any]
     since_seconds: float
     until_seconds: float
 
@@ -45,9 +45,8 @@ class RefusedTokens:
             return
         tokens.move_to_end(digest)
         self._of_hosts.move_to_end(host)
-        e = error(refusal.reason, refusal.why)
-        e.numbers.update(refusal.numbers)
-        raise e
+        # Kept in a variable, it would keep what the refused call had.
+        raise error(refusal.reason, refusal.why, **refusal.numbers)
 
     def add(self, token: bytes, address: str, e: SeqdedupeError, since_seconds: float, until_seconds: float) -> None:
         """From now on it is refused so. Where the clock says an earlier or a later time, it is looked at anew."""

@@ -38,10 +38,10 @@ class AuthorizedChannel(grpc.aio.Channel):
         return self._with_token(self._channel.stream_stream(*args, **options))
 
     def _with_token(self, make: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **options: Any) -> Any:
-            shown = ((AUTHORIZATION, f"Bearer {self._credentials.token_now()}"),)
+        def call(*args: Any, metadata: tuple[tuple[str, str], ...] = (), **options: Any) -> Any:
+            shown = AUTHORIZATION, f"Bearer {self._credentials.token_now()}"
             self._check()
-            return make(*args, metadata=shown, **options)
+            return make(*args, metadata=(shown, *metadata), **options)
 
         return call
 

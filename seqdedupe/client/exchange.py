@@ -12,15 +12,20 @@ from seqdedupe.client.frames import encode_frames
 from seqdedupe.client.outbox import Frame
 from seqdedupe.errors import error
 from seqdedupe.v1 import publish_pb2
+from seqdedupe.wire import GREETING
 
 Call = grpc.aio.StreamStreamCall[bytes, bytes]
 
 _PUBLISH_STREAM = "/seqdedupe.v1.PublishService/PublishStream"
 
+_GREETED = ((GREETING, "1"),)
+"""Some proxies, as nginx with TLS, hold headers back until a message follows. So the sidecar sends one when it takes a
+stream."""
+
 
 def publish_call(channel: grpc.aio.Channel) -> Call:
     """A publish stream that has said nothing yet."""
-    return channel.stream_stream(_PUBLISH_STREAM)()
+    return channel.stream_stream(_PUBLISH_STREAM)(metadata=_GREETED)
 
 
 async def exchange(

@@ -233,6 +233,7 @@ class Reader(Messages):
         """Fixes what "latest" and the end stand for, so that a new connection means the same."""
         request = read_pb2.GetLastMessageIdRequest(topic=self.topic)
         answer = await ReadServiceStub(channel).GetLastMessageId(request, timeout=CALL_TIMEOUT_SECONDS)
+        self._has_begun = True
         last = Position.from_proto(answer.last)
         self._check_incarnation(last.incarnation)
         if self._start == "latest" and self._after is None:

@@ -22,6 +22,7 @@ from typing import ParamSpec, TypeVar
 from rocksdict import Rdict, ReadOptions, WriteBatch
 
 from seqdedupe.errors import DamagedError, SeqdedupeError, UnavailableError, error
+from seqdedupe.files import sync_folder
 from seqdedupe.shards import SHARDS
 from seqdedupe.store import rocksdb
 from seqdedupe.store.mark import Mark
@@ -95,6 +96,9 @@ class Store:
         with rocksdb_errors(folder):
             if not folder.exists() or not any(folder.iterdir()):
                 create_rocksdb(folder)
+            else:
+                # The process that made it may have been killed before it synced the folder above.
+                sync_folder(folder.parent)
             mark = Mark.open(folder)
         try:
             store = Store(folder, mark, _first_opening(folder, mark))

@@ -39,6 +39,13 @@ BEHIND_FILES = 12
 INFO_LOG_BYTES = 1024 * 1024
 INFO_LOGS = 2
 
+_TABLE_MISSING = re.compile(r"No such file or directory.*\.sst")
+_HINT_TABLE_MISSING = (
+    "A power cut may take a table file that was made while the store was opened. Where the sidecar has the logs, no "
+    "acknowledged message is lost with it: move the store folder away, and start once with --rebuild-store, which "
+    "makes its records anew from the logs. Or restore log and store from one backup."
+)
+
 _DAMAGE = re.compile(r"Corruption|does not exist|No such file|Invalid argument|Not implemented")
 
 
@@ -76,7 +83,8 @@ def rocksdb_errors(folder: Path) -> Iterator[None]:
             raise
         text = str(e)
         if type(e) is Exception and _DAMAGE.search(text):
-            raise error("STORE_DAMAGED", f"the store {folder} is damaged: {text}") from e
+            hint = _HINT_TABLE_MISSING if _TABLE_MISSING.search(text) else None
+            raise error("STORE_DAMAGED", f"the store {folder} is damaged: {text}", hint=hint) from e
         raise error("STORE_UNAVAILABLE", f"the store {folder} cannot be used: {text}") from e
 
 

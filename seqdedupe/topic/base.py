@@ -221,8 +221,9 @@ class TopicBase(Serving):
 
     async def wait_for_message(self, index: int) -> None:
         """Returns when the message with this index can be read, or will not be from here for now: the topic is
-        closing, damaged, or another sidecar's."""
-        while self.readable_index <= index and self.state not in (State.DRAINING, State.DAMAGED, State.STANDBY):
+        closing, damaged, terminated, or another sidecar's."""
+        ends = State.DRAINING, State.DAMAGED, State.STANDBY, State.TERMINATED
+        while self.readable_index <= index and self.state not in ends:
             await self.confirmed.wait()
 
     # -- snapshots ---------------------------------------------------------------------------------------------

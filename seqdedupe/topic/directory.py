@@ -32,7 +32,7 @@ from seqdedupe.topic.waiting import Waiting
 
 logger = logging.getLogger("seqdedupe.topics")
 
-_LEVELS = {State.DAMAGED: logging.ERROR, State.READ_ONLY: logging.WARNING}
+_LEVELS = {State.DAMAGED: logging.ERROR, State.READ_ONLY: logging.WARNING, State.TERMINATED: logging.WARNING}
 """Of what is told of a topic's state; else INFO."""
 
 T = TypeVar("T", bound=TopicBase)

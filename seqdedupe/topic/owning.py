@@ -8,7 +8,7 @@ from typing import Any
 
 from seqdedupe.core.id_imported import Imported
 from seqdedupe.core.producers import Producers
-from seqdedupe.errors import DamagedError, SeqdedupeError, UnavailableError, error
+from seqdedupe.errors import DamagedError, InvalidRequestError, SeqdedupeError, UnavailableError, error
 from seqdedupe.format.columns import BASE_INDEX, TERM
 from seqdedupe.format.records import body_of
 from seqdedupe.log.contract import Failure, Log
@@ -133,6 +133,10 @@ class OwnedTopic(SettlingTopic):
         self.wanted.clear()
         self._is_recovering = False
         self.knows_its_end = True
+        if self.terminated is not None:
+            self._set_state(State.TERMINATED, self.terminated.message)
+            self._tried.tell()
+            return True
         self._set_state(State.SERVING, "")
         # What was loaded, or read from the log, counts whether anything comes or not.
         self._window_may_have_grown()
@@ -221,17 +225,27 @@ class OwnedTopic(SettlingTopic):
         self._opening += 1
         opening = self._opening
         began = self.now_seconds()
-        owner = await recovery.take_over(
-            self.log,
-            term=self.term + 1,
-            confirmed_index=self.confirmed_index,
-            last_ownership=self.last_ownership,
-            merge=self._merge,
-            settle=lambda outcome: self._settle(outcome) if opening == self._opening else None,
-            random_bytes=self._random_bytes,
-            known_term=lambda: self._known_term,
-            name=self.name,
-        )
+        try:
+            owner = await recovery.take_over(
+                self.log,
+                term=self.term + 1,
+                confirmed_index=self.confirmed_index,
+                last_ownership=self.last_ownership,
+                merge=self._merge,
+                settle=lambda outcome: self._settle(outcome) if opening == self._opening else None,
+                random_bytes=self._random_bytes,
+                known_term=lambda: self._known_term,
+                name=self.name,
+            )
+        except InvalidRequestError as e:
+            if e.reason != "TOPIC_TERMINATED":
+                raise
+            # Nothing lands any more: what is read now is all there is.
+            await recovery.replay_from(self.log, self.confirmed_index, self._merge, self.last_ownership).run()
+            self._fail_in_flight(e)
+            self.terminated = e
+            self.next_index = self.confirmed_index
+            return True
         # Whatever of the frames in flight the log does not hold by now it never will.
         self._fail_in_flight(self._not_appended("LOG_REFUSED", "the append failed"))
         self.term = owner.term

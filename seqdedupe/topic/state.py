@@ -22,6 +22,8 @@ class State(Enum):
     """For good: something in the log or the store is not what was written."""
     STANDBY = 6
     """Another sidecar owns the log; what is certain is served to readers."""
+    TERMINATED = 7
+    """For good: the log takes nothing more, whoever writes. All of it is served to readers."""
 
 
 class Serving(ABC):
@@ -40,6 +42,8 @@ class Serving(ABC):
         self.confirmed = Broadcast()
         """Tells that more can be read, or that the state is another one."""
         self.damage: SeqdedupeError | None = None
+        self.terminated: SeqdedupeError | None = None
+        """Why nothing is taken any more, in TERMINATED."""
         self._held: SeqdedupeError | None = None
         self._closed_because = "DRAINING"
         self._on_state = on_state
@@ -68,7 +72,7 @@ class Serving(ABC):
 
     def check_serving(self) -> None:
         """Raises why the topic takes no messages, if it does not: RECOVERING, LOG_REFUSED, NOT_OWNER, DRAINING,
-        TOPIC_NOT_FOUND, LOG_DAMAGED."""
+        TOPIC_NOT_FOUND, TOPIC_TERMINATED, LOG_DAMAGED."""
         if self._held is not None and self.state is not State.DRAINING:
             raise self._held
         if self.state is State.SERVING:
@@ -87,8 +91,10 @@ class Serving(ABC):
             raise damaged_topic(self.name, self.damage)
 
     def check_may_go_on(self) -> None:
-        """Raises LOG_DAMAGED, or NOT_OWNER: nothing that is not certain yet will come from here."""
+        """Raises LOG_DAMAGED, TOPIC_TERMINATED or NOT_OWNER: nothing that is not certain yet will come from here."""
         self.check_not_damaged()
+        if self.terminated is not None:
+            raise self.terminated
         if self.state is State.STANDBY:
             self.asked.tell()
             raise self.not_owner("")

@@ -43,6 +43,10 @@ class _TopicStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_TopicState
     """For good, with the reason in `why`: its log or its record is not what was written. Its name stays taken."""
     TOPIC_STATE_STANDBY: _TopicState.ValueType  # 6
     """Another sidecar owns its log: publishes are refused with `NOT_OWNER`, and readers get what is certain here."""
+    TOPIC_STATE_TERMINATED: _TopicState.ValueType  # 7
+    """For good: an operator of Pulsar has terminated the topic that is its log. Publishes are refused with
+    `TOPIC_TERMINATED`; readers get all that it holds.
+    """
 
 class TopicState(_TopicState, metaclass=_TopicStateEnumTypeWrapper):
     """The state of a topic."""
@@ -64,6 +68,10 @@ TOPIC_STATE_DAMAGED: TopicState.ValueType  # 5
 """For good, with the reason in `why`: its log or its record is not what was written. Its name stays taken."""
 TOPIC_STATE_STANDBY: TopicState.ValueType  # 6
 """Another sidecar owns its log: publishes are refused with `NOT_OWNER`, and readers get what is certain here."""
+TOPIC_STATE_TERMINATED: TopicState.ValueType  # 7
+"""For good: an operator of Pulsar has terminated the topic that is its log. Publishes are refused with
+`TOPIC_TERMINATED`; readers get all that it holds.
+"""
 Global___TopicState: _TypeAlias = TopicState  # noqa: Y015
 
 class _OverlapPolicy:

@@ -112,7 +112,9 @@ class PublishServiceStub:
     """Publishes to one topic. Each message of the stream holds frames, and a frame is one batch. A frame is admitted
     whole or not at all, `DUP` and `UNKNOWN` rows apart, whatever becomes of the others in its message. Receipts of
     different frames come in any order. When the queue is full the server stops reading (flow control); that is no
-    error. The answer's initial metadata come when the stream is taken. The first message comes within 10 seconds.
+    error. The answer's initial metadata come when the stream is taken. Some proxies hold them back until a message
+    follows: with the metadata `seqdedupe-greeting: 1` in the call an empty one does. The client's first message comes
+    within 10 seconds.
     Where streams or memory run out, one that has nothing under way, or whose answers are left unread, is ended with
     `STREAM_IDLE`: `Open` with the same epochs, and begin another one, when there is something to send.
     """
@@ -201,7 +203,9 @@ class PublishServiceAsyncStub(PublishServiceStub):
     """Publishes to one topic. Each message of the stream holds frames, and a frame is one batch. A frame is admitted
     whole or not at all, `DUP` and `UNKNOWN` rows apart, whatever becomes of the others in its message. Receipts of
     different frames come in any order. When the queue is full the server stops reading (flow control); that is no
-    error. The answer's initial metadata come when the stream is taken. The first message comes within 10 seconds.
+    error. The answer's initial metadata come when the stream is taken. Some proxies hold them back until a message
+    follows: with the metadata `seqdedupe-greeting: 1` in the call an empty one does. The client's first message comes
+    within 10 seconds.
     Where streams or memory run out, one that has nothing under way, or whose answers are left unread, is ended with
     `STREAM_IDLE`: `Open` with the same epochs, and begin another one, when there is something to send.
     """
@@ -305,7 +309,9 @@ class PublishServiceServicer(metaclass=_abc_1.ABCMeta):
         """Publishes to one topic. Each message of the stream holds frames, and a frame is one batch. A frame is admitted
         whole or not at all, `DUP` and `UNKNOWN` rows apart, whatever becomes of the others in its message. Receipts of
         different frames come in any order. When the queue is full the server stops reading (flow control); that is no
-        error. The answer's initial metadata come when the stream is taken. The first message comes within 10 seconds.
+        error. The answer's initial metadata come when the stream is taken. Some proxies hold them back until a message
+        follows: with the metadata `seqdedupe-greeting: 1` in the call an empty one does. The client's first message comes
+        within 10 seconds.
         Where streams or memory run out, one that has nothing under way, or whose answers are left unread, is ended with
         `STREAM_IDLE`: `Open` with the same epochs, and begin another one, when there is something to send.
         """

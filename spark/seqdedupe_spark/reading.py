@@ -13,7 +13,6 @@ from seqdedupe.message_id import MessageId, Position
 from seqdedupe_spark.cluster import compiled
 from seqdedupe_spark.cluster.settings import Cluster, Service
 from seqdedupe_spark.columns import SCHEMA, to_arrow
-from seqdedupe_spark.planning import patiently
 from seqdedupe_spark.ranges import Range
 from seqdedupe_spark.sidecar import sidecar_at
 
@@ -43,8 +42,7 @@ def read_stored(service: Service, range: Range, timeout_seconds: float | None = 
     client = sidecar_at(service).connect()
     with client.reader(range.topic, range.start, stop_index=range.stop_index) as reader:
         if timeout_seconds is None:
-            while (stored := patiently(reader.next_batch)) is not None:
-                yield stored
+            yield from reader.batches()
         else:
             yield from _until_silent(reader, range, timeout_seconds)
 
@@ -74,7 +72,7 @@ def _until_silent(reader: blocking.Reader, range: Range, timeout_seconds: float)
     try:
         while True:
             asked = time.monotonic()
-            stored = patiently(reader.next_batch)
+            stored = reader.next_batch()
             asked = None
             if stored is None:
                 break

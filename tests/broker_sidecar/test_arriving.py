@@ -39,6 +39,7 @@ from seqdedupe.v1 import admin_pb2
 from seqdedupe.v1.admin_pb2_grpc import AdminServiceStub
 from tests.broker_sidecar.moving_messages import rows_in_store
 from tests.broker_sidecar.moving_pair import LIMIT_SECONDS, TOPIC, One, Pair, answers_late, pair
+from tests.log.power import Disk
 
 BEFORE = 200
 """Messages that are there at first: several segments."""
@@ -872,6 +873,16 @@ def test_a_data_directory_is_one_receiver(tmp_path: Path) -> None:
     assert len(said) == 1
     (tmp_path / "receiver").write_bytes(b"")
     assert receiver(tmp_path) not in said
+
+
+def test_a_receiver_that_is_found_is_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process before was killed when it had written the file and synced nothing."""
+    disk = Disk(tmp_path / "logs", monkeypatch)
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "receiver").write_text("ab" * RECEIVER_BYTES)
+    said = receiver(tmp_path / "logs")
+    assert said == "ab" * RECEIVER_BYTES
+    assert receiver(disk.after_a_power_cut(tmp_path / "cut")) == said
 
 
 # -- who lies ------------------------------------------------------------------------------------------------------

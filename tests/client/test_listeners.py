@@ -14,13 +14,13 @@ from seqdedupe.address import SidecarAddress
 from seqdedupe.client import BrokerClient, Client, Credentials, SeqdedupeError, blocking, listeners
 from seqdedupe.client.listeners import Host, Looking, check_listener, in_tables, over_netlink
 from seqdedupe.client.sidecars import Sidecars
-from seqdedupe.testing import Sidecar, reserved_port
+from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar, reserved_port
 from seqdedupe_spark.sidecar import Sidecar as SparkSidecar
 from tests.client import strangers
 from tests.client.strangers import needs_root
 
 SECRET = "s3cr3t-t0ken"
-TIMEOUT_SECONDS = 60
+TIMEOUT_SECONDS = LAST_RESORT_SECONDS
 
 
 def why(address: str, *trusted: int) -> str | None:

@@ -1,5 +1,6 @@
 """The log on a real broker, held against the suite that every log passes, in both formats."""
 
+import asyncio
 import itertools
 import os
 import time
@@ -19,7 +20,7 @@ from seqdedupe.log.pulsar.logs import PulsarLogs
 from seqdedupe.names import namespace_of
 from tests.log.conformance import LogConformance, LogHarness, replayed
 from tests.log.conformance import Owner as OwnerOfLog
-from tests.pulsar.owners import Cluster, quiet, until
+from tests.pulsar.owners import LIMIT_SECONDS, Cluster, quiet, until
 
 INCARNATION = 1_700_000_000_000_000
 
@@ -106,6 +107,30 @@ async def test_a_topic_that_becomes_unsafe_while_it_is_written_takes_nothing(
 
     await until(is_open)
     await log.close()
+
+
+async def test_a_terminated_topic_says_so(cluster: Cluster, client: pulsar.asyncio.Client, topic: str) -> None:
+    """To its owner and to others, although a broker says that the last owner still has it."""
+    await cluster.create(topic)
+    settings = Settings(EntryFormat.PLAIN, "SEQUENCE_ID", 0, "h:1")
+    log = PulsarLog(shared(client, cluster), topic, INCARNATION, settings)
+    await log.begin(0)
+    owner = await OwnerOfLog(log, 1).open()
+    owner.append(0, 1)
+    await owner.until_stored(1)
+    await cluster.url.call("POST", topic.replace("://", "/") + "/terminate")
+    owner.append(1, 1)
+    assert await owner.until_failed() is Failure.UNKNOWN
+    assert "TopicTerminated" in owner.why
+    for each in (log, PulsarLog(shared(client, cluster), topic, INCARNATION, settings)):
+        await each.begin(0)
+        async with asyncio.timeout(LIMIT_SECONDS):
+            await each.wait_until_free()
+        refused = await _refused(each)
+        assert refused is not None
+        assert refused.reason == "TOPIC_TERMINATED"
+        assert [record.rows for record in await replayed(each)] == [0, 1]
+        await each.close()
 
 
 async def _refused(log: PulsarLog) -> SeqdedupeError | None:

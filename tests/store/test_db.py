@@ -16,6 +16,7 @@ from seqdedupe.store.records import FORMAT_VERSION, LAST_INCARNATION, seal, topi
 from seqdedupe.store.snapshots import Snapshots
 from seqdedupe.store.topics import TopicRecord, TopicState
 from seqdedupe.testing import LAST_RESORT_SECONDS
+from tests.log.power import Disk
 from tests.processes import running
 from tests.store.model import INCARNATION, State, delta, load, save, state_of, topic
 
@@ -113,6 +114,30 @@ def test_two_openings_in_one_process_are_refused_and_leave_the_first_alone(store
         Store.open(folder)
     assert reason(raised) == "DIRECTORY_IN_USE"
     assert store.topics() == []
+
+
+async def test_a_table_file_that_a_power_cut_took_is_named_and_the_way_out_too(folder: Path, tmp_path: Path) -> None:
+    store = Store.open(folder)
+    await store.put_topics(topic())
+    shutil.copytree(folder, tmp_path / "killed")
+    store.close()
+    # Opening it makes a table of the log that the killed process has left.
+    Store.open(tmp_path / "killed").close()
+    [table] = (tmp_path / "killed").glob("*.sst")
+    table.unlink()
+    with pytest.raises(DamagedError, match=table.name) as raised:
+        Store.open(tmp_path / "killed")
+    assert reason(raised) == "STORE_DAMAGED"
+    assert "no acknowledged message is lost" in raised.value.hint
+    assert "--rebuild-store" in raised.value.hint
+
+
+def test_a_store_that_is_found_is_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process before was killed when it had made it, and had not synced the folder above."""
+    Store.open(tmp_path / "data" / "store").close()
+    disk = Disk(tmp_path / "data", monkeypatch)
+    Store.open(tmp_path / "data" / "store").close()
+    assert (disk.after_a_power_cut(tmp_path / "cut") / "store").exists()
 
 
 OTHER_FORMATS = [(FORMAT_VERSION - 1, "OLDER_FORMAT"), (FORMAT_VERSION + 1, "NEWER_FORMAT")]

@@ -201,6 +201,15 @@ class Admin:
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as e:
             raise _not_pulsar(path) from e
 
+    async def is_terminated(self, topic: str) -> bool:
+        """Whether a topic takes nothing more, for good. It is loaded by its broker for that."""
+        path = f"{_path(topic)}/internalStats"
+        answer = await self._url.get(path)
+        try:
+            return bool(answer["state"] == "Terminated")
+        except (KeyError, TypeError) as e:
+            raise _not_pulsar(path) from e
+
     async def headers(self, topic: str, entry: MessageId) -> Mapping[str, str]:
         """What a broker says of an entry, whether or not it gives it to readers: `x-pulsar-…`, in lower case.
 

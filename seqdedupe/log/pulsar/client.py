@@ -35,6 +35,24 @@ class PulsarClient(pulsar.asyncio.Client):  # type: ignore[misc]  # the library 
         return pulsar.asyncio.Reader(await reader, schema)
 
 
+_LATER_RESULTS = {46: "Disconnected"}
+"""Results of the client that its Python library has no names for."""
+
+
+def name_of(result: Any) -> str:
+    """What a result of the client is called."""
+    if result.name in pulsar.Result.__members__:
+        return str(result.name)
+    return _LATER_RESULTS.get(result.value, f"result {result.value}")
+
+
+def told(failure: pulsar.asyncio.PulsarException) -> str:
+    """What the client says of a failure."""
+    name = name_of(failure.error())
+    more = str(failure).partition(": ")[2]
+    return f"{name}: {more}" if more else name
+
+
 def _hand_over(waiting: "list[asyncio.Future[Any]]", outcome: Any) -> None:
     """Is called on a thread of the client, once, and keeps nothing of what it is given."""
     future = waiting.pop()

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
 from seqdedupe.entry_properties import KIND
-from seqdedupe.errors import error
+from seqdedupe.errors import UnavailableError, error
 from seqdedupe.log.contract import Entries
 from seqdedupe.log.pulsar.collecting import Collector
 from seqdedupe.log.pulsar.entries import NOWHERE, Entry
@@ -84,7 +84,13 @@ class Cursor:
         while up_to is None or self._last < up_to:
             if up_to is None and not self._left and await self._reader.is_at_end():
                 break
-            entry = await self._peek()
+            try:
+                entry = await self._peek()
+            except UnavailableError:
+                # Of a terminated topic the broker says that there is more.
+                if up_to is not None or not (await self._ledgers()).is_last(self._last):
+                    raise
+                break
             if self._is_full(start, entry):
                 break
             verdict = await self._judge(entry)

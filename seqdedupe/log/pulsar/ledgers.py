@@ -48,7 +48,12 @@ class Ledgers:
     def are_neighbours(self, before: MessageId, after: MessageId) -> bool:
         """Whether both are there, and no entry stands between."""
         first, second = self.ordinal(before), self.ordinal(after)
-        return first is not None and second is not None and second - first <= 1
+        return first is not None and second is not None and 0 <= second - first <= 1
+
+    def is_last(self, message_id: MessageId) -> bool:
+        """Whether nothing stands after an entry, which is there."""
+        at = self.ordinal(message_id)
+        return at is not None and at == len(self) - 1
 
     def before(self, message_id: MessageId) -> MessageId:
         """The entry before one; -1, -1 if none is left, or that one is not there."""

@@ -32,7 +32,7 @@ from seqdedupe.log.pulsar.opening import Opening
 from seqdedupe.log.pulsar.owner import ADDRESS, not_owner
 from seqdedupe.log.pulsar.places import Point
 from seqdedupe.log.pulsar.policies import Looks
-from seqdedupe.log.pulsar.waiting import Connect, wait_until_free
+from seqdedupe.log.pulsar.waiting import Connect, is_terminated, wait_until_free
 from seqdedupe.log.pulsar.writer import Settled, Writer, open_writer
 from seqdedupe.message_id import MessageId
 
@@ -261,6 +261,10 @@ class PulsarLog:
                 hear,
             )
         except SeqdedupeError as e:
+            # A broker says that the last producer still holds it.
+            if await is_terminated(self._topic, shared.admin):
+                why = f"{self._topic} was terminated in Pulsar: it takes nothing more, for good"
+                raise error("TOPIC_TERMINATED", why) from e
             if e.reason != "NOT_OWNER":
                 raise
             marked = self._content.marked_address

@@ -9,6 +9,7 @@ import pulsar.asyncio
 
 from seqdedupe.entry_properties import ENTRY
 from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.log.pulsar.client import told
 from seqdedupe.log.pulsar.entries import Entry, Message
 from seqdedupe.log.pulsar.unwanted import opened
 from seqdedupe.message_id import MessageId
@@ -148,6 +149,6 @@ def _sequence_id(native: Any, producer_name: str) -> int:
 def _unreadable(topic: str, failure: pulsar.asyncio.PulsarException) -> SeqdedupeError:
     return error(
         "LOG_UNREADABLE",
-        f"{topic} cannot be read: Pulsar's client says {failure}",
+        f"{topic} cannot be read: Pulsar's client says {told(failure)}",
         hint="See whether the Pulsar cluster serves, and whether the sidecar may read the topic; it is tried again.",
     )

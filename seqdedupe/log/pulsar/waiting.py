@@ -9,6 +9,7 @@ import pulsar.asyncio
 
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.log.pulsar.admin import Admin, Publisher
+from seqdedupe.log.pulsar.client import told
 
 logger = logging.getLogger("seqdedupe.log")
 
@@ -30,7 +31,7 @@ async def wait_until_free(topic: str, admin: Admin, connect: Connect) -> None:
     """
     while True:
         await _until_nobody_writes(topic, admin)
-        if await _was_given(topic, admin, connect):
+        if await is_terminated(topic, admin) or await _was_given(topic, admin, connect):
             return
 
 
@@ -71,11 +72,19 @@ async def _was_given(topic: str, admin: Admin, connect: Connect) -> bool:
         await asyncio.shield(_closed(client))
 
 
+async def is_terminated(topic: str, admin: Admin) -> bool:
+    """Whether it is, for certain: then a broker gives it to nobody, and does not say so."""
+    try:
+        return await admin.is_terminated(topic)
+    except SeqdedupeError:
+        return False
+
+
 async def _closed(client: pulsar.asyncio.Client) -> None:
     try:
         await client.close()
     except pulsar.asyncio.PulsarException as e:
-        logger.warning("a client that waited for a topic could not be closed: %s", e)
+        logger.warning("a client that waited for a topic could not be closed: %s", told(e))
 
 
 async def publishers_of(topic: str, admin: Admin) -> tuple[Publisher, ...] | None:

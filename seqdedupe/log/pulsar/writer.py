@@ -11,6 +11,7 @@ import pulsar
 import pulsar.asyncio
 
 from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.log.pulsar.client import name_of, told
 from seqdedupe.log.pulsar.client_thread import keep_state
 from seqdedupe.log.pulsar.entries import Message
 from seqdedupe.log.pulsar.unsettled import Confirmed, Unsettled
@@ -170,7 +171,7 @@ class Writer:
         while self._answers and failure is None:
             number, result, message_id = self._answers.popleft()
             if result.value != _OK:
-                failure = f"Pulsar's client says {result.name}"
+                failure = f"Pulsar's client says {name_of(result)}"
             elif number != self._next_answer:
                 failure = f"Pulsar answered {number} where {self._next_answer} was due"
             else:
@@ -285,5 +286,5 @@ def _refused(topic: str, failure: pulsar.asyncio.PulsarException) -> SeqdedupeEr
     if result in (pulsar.Result.ProducerFenced, pulsar.Result.ProducerBusy):
         return error("NOT_OWNER", f"another writer holds {topic} ({result.name})")
     if result in _FORBIDDEN:
-        return error("PULSAR_FORBIDS", f"writing to {topic}: {failure}")
-    return error("LOG_REFUSED", f"{topic} cannot be opened for writing: Pulsar's client says {failure}")
+        return error("PULSAR_FORBIDS", f"writing to {topic}: {told(failure)}")
+    return error("LOG_REFUSED", f"{topic} cannot be opened for writing: Pulsar's client says {told(failure)}")

@@ -44,7 +44,7 @@ class StandInClient:
         await asyncio.sleep(0)
         if self.refuses:
             raise pulsar.asyncio.PulsarException(pulsar.Result.Timeout)
-        if self.writer is not None and self.excludes:
+        if (self.writer is not None and self.excludes) or self.topic.is_terminated:
             raise pulsar.asyncio.PulsarException(pulsar.Result.ProducerFenced)
         self.writer = StandInProducer(self, producer_name, properties)
         return self.writer
@@ -116,6 +116,10 @@ class StandInAdmin(Admin):
             raise error("LOG_UNREADABLE", "no broker answers")
         return self._client.topic.first_ledger
 
+    async def is_terminated(self, topic: str) -> bool:
+        await asyncio.sleep(0)
+        return self._client.topic.is_terminated
+
     async def ledgers(self, topic: str) -> Ledgers:
         await asyncio.sleep(0)
         if not self.lists_ledgers:
@@ -147,6 +151,9 @@ class StandInProducer:
 
     def _store(self, built: Any, answer: Answer) -> None:
         place, result = MessageId(-1, -1), pulsar.Result.Timeout
+        if self._client.topic.is_terminated:
+            answer(pulsar.Result.TopicTerminated, pulsar.MessageId(-1, -1, -1, -1))
+            return
         sequence_id = int(str(built).partition("seq=")[2].partition(",")[0])
         payload = None if built.has_null_value() else built.data()
         message = Message(payload, built.properties(), built.partition_key(), built.event_timestamp())

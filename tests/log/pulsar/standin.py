@@ -37,6 +37,8 @@ class PulsarTopic:
         self._ledger, self._entry, self._now_ms = 10, 0, 1000
         self._clock_ms = clock_ms
         self._stores_nothing = False
+        self.is_terminated = False
+        """Then it takes nothing more; whoever had it still seems to."""
         self.kept_from: MessageId | None = None
         """Where the durable subscription stands; None is at the first entry."""
 

@@ -4,7 +4,9 @@ import ast
 from pathlib import Path
 
 import pulsar
+from pulsar.asyncio import PulsarException
 
+from seqdedupe.log.pulsar.client import told
 from seqdedupe.log.pulsar.client_log import client_logger
 
 ROOT = Path(__file__).parents[3]
@@ -23,3 +25,10 @@ def test_every_client_has_the_logger_that_is_not_pythons() -> None:
     assert len(made) >= 2
     for call in made:
         assert "client_logger()" in [ast.unparse(given.value) for given in call.keywords if given.arg == "logger"]
+
+
+def test_every_result_of_the_client_has_a_name() -> None:
+    """Also those that its Python library does not know."""
+    assert told(PulsarException(pulsar.Result.ProducerBusy, "why")) == "ProducerBusy: why"
+    assert told(PulsarException(pulsar.Result(46))) == "Disconnected"
+    assert told(PulsarException(pulsar.Result(99), "why")) == "result 99: why"

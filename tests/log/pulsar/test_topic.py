@@ -422,3 +422,41 @@ async def reads_when(reading: asyncio.Event, log: Log) -> AsyncGenerator[Entries
     await reading.wait()
     async for entries in type(log).replay(log, log.certain_index):
         yield entries
+
+
+async def test_a_terminated_topic_takes_nothing_more_and_gives_all_it_has(store: Store) -> None:
+    harness = StandInHarness(EntryFormat.PLAIN)
+    topic = await recovered(harness, store)
+    epoch = (await open_sessions(topic, ["p"], None)).epochs[0]
+    answers: list[Receipt | Refusal] = []
+
+    def send(sequence_id: int) -> None:
+        link = sequence_id - 1 if sequence_id else -1
+        frame = batch([("p", sequence_id)], epochs={"p": epoch}, links={"p": link}).encode()
+        topic.admit(frame, sequence_id, answers.append, NumbersCache())
+
+    send(0)
+    await until(lambda: len(answers) == 1)
+    harness.topic.is_terminated = True
+    send(1)
+    await until(lambda: len(answers) == 2 and topic.state is State.TERMINATED)
+    stored, refused = answers
+    assert isinstance(stored, Receipt)
+    assert isinstance(refused, Refusal)
+    assert refused.error.reason == "TOPIC_TERMINATED"
+    for check in (topic.check_serving, topic.check_may_go_on):
+        with pytest.raises(SeqdedupeError, match="TOPIC_TERMINATED"):
+            check()
+    assert topic.knows_its_end
+    assert topic.confirmed_index == 1
+    assert len(parsed((await read_page(topic, 0, 1, 1000)).records)) == 1
+    await topic.wait_for_message(5)
+    await topic.close("")
+    # Another sidecar, or this one after a start, comes to the same.
+    again = Topic(
+        TOPIC, await harness.open(), store, Snapshots(store, INCARNATION), None,
+        applied=Applied(deduplication_snapshot_interval_seconds=0), random_bytes=os.urandom,
+    )  # fmt: skip
+    await again.recover()
+    assert (again.state, again.confirmed_index) == (State.TERMINATED, 1)
+    await again.close("")
