@@ -162,7 +162,8 @@ def divide(items: Sequence[pytest.Item]) -> tuple[list[pytest.Item], list[pytest
 
     Of each family the cases that were collected first stay.
     """
-    suite, campaign = [], []
+    suite: list[pytest.Item] = []
+    campaign: list[pytest.Item] = []
     places = {item: place for place, item in enumerate(items)}
     left = dict(STAYING)
     # Plugins may have shuffled; a file's own order is that of its parameters.

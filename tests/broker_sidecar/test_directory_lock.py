@@ -27,7 +27,7 @@ def publish(sidecar: Sidecar, ids: range) -> None:
 
 def payloads(sidecar: Sidecar) -> list[bytes]:
     with Client(sidecar.address) as client, client.reader("t") as reader:
-        return [bytes(message.payload) for message in reader]
+        return [bytes(message.payload or b"") for message in reader]
 
 
 @pytest.mark.parametrize("moved", ["store", "logs"])

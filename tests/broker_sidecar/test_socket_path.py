@@ -7,6 +7,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,7 +34,7 @@ def publish(address: str, *payloads: bytes) -> None:
 
 def payloads(address: str) -> list[bytes]:
     with Client(address) as client, client.reader("t") as reader:
-        return [bytes(message.payload) for message in reader]
+        return [bytes(message.payload or b"") for message in reader]
 
 
 def listening(path: Path) -> socket.socket:
@@ -92,7 +93,7 @@ def removed_with_its_lock(path: Path) -> None:
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_path_that_is_lost_is_listened_at_again(tmp_path: Path, workers: int, path: Path) -> None:
-    keys = {"listen": f"unix:{path}"} if workers == 1 else {}
+    keys: dict[str, Any] = {"listen": f"unix:{path}"} if workers == 1 else {}
     with Sidecar(tmp_path, workers=workers, **keys) as sidecar:
         where = [Path(address.removeprefix("unix:")) for address in sidecar.address.split(",")]
         with Client(sidecar.address) as client, client.producer("t", "p") as producer:
@@ -102,12 +103,16 @@ def test_a_path_that_is_lost_is_listened_at_again(tmp_path: Path, workers: int, 
                 said = len(again(sidecar))
                 for one in where if lose is not removed_with_its_lock else where[:1]:
                     lose(one)
-                wait(sidecar, lambda said=said: len(again(sidecar)) >= said + len(where))
+                wait_for_again(sidecar, said + len(where))
                 # Over the connection that it has.
                 producer.send(b"%d" % number).result()
                 assert len(payloads(sidecar.address)) == number + 1
         assert sidecar.stop() == 0
         assert not any(one.exists() for one in where)
+
+
+def wait_for_again(sidecar: Sidecar, count: int) -> None:
+    wait(sidecar, lambda: len(again(sidecar)) >= count)
 
 
 def wait(sidecar: Sidecar, until: Callable[[], object]) -> None:

@@ -10,7 +10,7 @@ from tests.property.run import first_failure, many_cases
 CASES = 2000
 """A bug that this many cases do not show is not found. Most need fewer than forty, from seed 0 on."""
 
-FIRST_SEEDS = {
+FIRST_SEEDS: dict[Callable[[pytest.MonkeyPatch], None], int] = {
     planted.append_accepted_after_a_refused_one: 191,
     planted.log_trimmed_before_the_snapshot_is_durable: 505,
     planted.merge_by_overwriting: 43,

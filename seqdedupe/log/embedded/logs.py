@@ -277,7 +277,9 @@ def _names(folder: Path, replay: Replay, known: Mapping[int, tuple[str, int]]) -
 def _name(folder: Path, incarnation: int, is_unfinished: bool, known: Mapping[int, tuple[str, int]]) -> LogName:
     """One log of which nothing can be read keeps no other from being used."""
     path = folder / str(incarnation) / TOPIC_FILE
-    topic, partitions, why = None, 0, None
+    topic: str | None = None
+    partitions = 0
+    why: SeqdedupeError | None = None
     try:
         topic, partitions = said_by(path.parent)
     except DamagedError as e:
