@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 # Bytecode is kept, whatever the shell says: the tests start hundreds of processes, and each would compile for itself.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-pulsar demo-services pulsar function-wheel prepare compile test check bench bench-peers campaign proto lock \
+.PHONY: demo demo-pulsar demo-services pulsar function-wheel prepare compile quick unit quick-check test check bench bench-peers campaign proto lock \
 	dist image install uninstall clean
 
 demo: $(READY)
@@ -38,7 +38,19 @@ prepare: $(READY)
 compile: $(READY)
 	@$(BIN)/python -m pytest --collect-only -qq > /dev/null || true
 
-# TEST_PULSAR=required makes it a failure if there is no Pulsar.
+# What a change wants to hear within two minutes: style, types, and the tests that need no process but their own.
+quick: $(READY)
+	@$(MAKE) -j2 --output-sync=target unit quick-check
+
+unit: $(READY)
+	$(BIN)/python -m pytest --tier unit -n 2 --dist loadfile --no-loadscope-reorder -q
+
+quick-check: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+# All tiers, see tests/tiers.py. TEST_PULSAR=required makes it a failure if there is no Pulsar; so with each service.
 test: prepare
 	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
@@ -58,7 +70,7 @@ bench: $(READY)
 bench-peers: $(READY)
 	$(BIN)/python -m bench.compare
 
-# What the suite has a small fixed share of: random histories of a topic, of windows of deduplication IDs with runs on
+# What the suite has a small fixed share of: the other cases of families of tests (tests/tiers.py), random histories of a topic, of windows of deduplication IDs with runs on
 # disk, mutated bytes, kills in the middle of imports, and while such runs are made, backups under load, webhooks through
 # gateways that are killed, kills of services and their databases, and faults of a real Pulsar broker, and of three
 # sidecars in front of one.
@@ -72,6 +84,7 @@ BAD_SECONDS ?= 300
 EVENTS ?= 1000000
 SEED ?= $(shell date +%s)
 campaign: $(READY)
+	$(BIN)/python -m pytest --campaign -n auto --dist loadfile --no-loadscope-reorder
 	$(BIN)/python -m tests.kernels tests.property.run --cases $(CASES) --seed $(SEED)
 	$(BIN)/python -m tests.kernels tests.property.run --windows --cases $$(($(CASES) / 10)) --seed $(SEED)
 	$(BIN)/python -m tests.kernels tests.format.fuzz batches --cases $(CASES)00 --seed $(SEED)

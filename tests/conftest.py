@@ -1,25 +1,27 @@
-"""Fixtures that every test may use: real sidecars, as processes of their own."""
+"""How the suite is run (its tiers, the order of its files), and the fixtures that every test may use: real sidecars.
+
+Every test pays for what is imported here, so nothing of the sidecar is.
+"""
 
 import gc
 import importlib
 import itertools
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
-from xdist.scheduler import LoadFileScheduling
 
 from broker_sidecar import kernels
 from seqdedupe.testing import Sidecar
-from tests import warm
+from tests import tiers, warm
 
-# Before any test imports what is compiled; and once, not in each worker.
-if kernels.prepare() and "PYTEST_XDIST_WORKER" not in os.environ:
-    importlib.import_module("broker_sidecar.server")
-    kernels.compiled()
+# Before any test imports a kernel.
+_KERNELS_ARE_MISSING = kernels.prepare()
 
 warm.install()
 
@@ -80,10 +82,58 @@ def _turn(item: pytest.Item) -> tuple[bool, int]:
     return _dear_folder(item.nodeid) is None, long
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("seqdedupe")
+    group.addoption("--tier", choices=tiers.TIERS, help="collect the tests of one tier alone, see tests/tiers.py")
+    group.addoption("--campaign", action="store_true", help="run the cases that the suite leaves to `make campaign`")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for tier in tiers.TIERS:
+        config.addinivalue_line("markers", f"{tier}: set by tests/tiers.py")
+    if _KERNELS_ARE_MISSING and getattr(config.option, "numprocesses", None):
+        # Once, and not in each worker.
+        importlib.import_module("broker_sidecar.server")
+        kernels.compiled()
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not even import the files of other tiers."""
+    if (wanted := config.getoption("--tier")) is None or not collection_path.match("test_*.py"):
+        return None
+    return tiers.tier_of(collection_path.relative_to(tiers.ROOT).as_posix()) != wanted or None
+
+
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begins with those folders and files; what is random about the order stays so."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark each test with its tier, omit the campaign's cases, and begin with the longest; other order stays random."""
+    for item in items:
+        item.add_marker(tiers.tier_of(item.nodeid))
+    suite, campaign = tiers.divide(items)
+    items[:], others = (campaign, suite) if config.getoption("--campaign") else (suite, campaign)
+    if others:
+        config.hook.pytest_deselected(items=others)
     items.sort(key=_turn)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    with tiers.no_processes(item.nodeid) if item.get_closest_marker(tiers.UNIT) else nullcontext():
+        return (yield)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    for service in tiers.needed_by(item):
+        service.check()
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Name each reason for skipping once."""
+    reasons = Counter(
+        report.longrepr[2].removeprefix("Skipped: ") for report in terminalreporter.stats.get("skipped", ())
+    )
+    for reason, count in reasons.most_common():
+        terminalreporter.write_line(f"skipped {count} test{'s' * (count != 1)}: {reason}")
 
 
 def pytest_collection_finish() -> None:
@@ -91,17 +141,19 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-class _ByFile(LoadFileScheduling):  # type: ignore[misc]  # xdist has no types
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """What one worker runs: a file, or a folder of those."""
+    from xdist.scheduler import LoadFileScheduling  # the suite also runs where xdist is not loaded
 
-    def _split_scope(self, nodeid: str) -> str:
-        return _dear_folder(nodeid) or str(super()._split_scope(nodeid))
+    class ByFile(LoadFileScheduling):  # type: ignore[misc]  # xdist has no types
+        def _split_scope(self, nodeid: str) -> str:
+            return _dear_folder(nodeid) or str(super()._split_scope(nodeid))
+
+    return ByFile(config, log)
 
 
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _ByFile:
-    return _ByFile(config, log)
-
-
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
     """Three more than there are cores: much of the time a worker waits for a process, a disk or a clock."""
     return (os.cpu_count() or 1) + 3

@@ -71,6 +71,7 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
         if command is None or not _server.fits(environment := dict(os.environ if env is None else env)):
             super()._execute_child(args, executable, preexec_fn, *rest)  # type: ignore[misc]
             return
+        sys.audit("subprocess.Popen", executable, args, cwd, env)
         streams = [own if fd == _INHERITED else fd for own, fd in enumerate((pipes[0], pipes[3], pipes[5]))]
         try:
             self.pid = _server.fork(command, os.fspath(cwd or os.getcwd()), environment, streams)

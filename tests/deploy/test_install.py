@@ -13,6 +13,7 @@ from broker_sidecar.loading import load
 from tests.broker_sidecar.manager import TIMEOUT_SECONDS, managing
 from tests.deploy.durations import longest_stop_seconds
 from tests.processes import running
+from tests.tiers import SYSTEMD
 
 ROOT = Path(__file__).parents[2]
 SOURCES = ("Makefile", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md")
@@ -62,12 +63,8 @@ def unit(root: Path) -> dict[str, dict[str, str]]:
 @pytest.fixture(scope="module")
 def systemd_analyze() -> str:
     """The program; without it nothing is known about the unit, which only `.ci/run` makes a failure."""
-    program = shutil.which("systemd-analyze")
-    if program is None:
-        if os.environ.get("TEST_SYSTEMD") == "required":
-            pytest.fail("systemd-analyze is not here (apt-get install systemd)")
-        pytest.skip("systemd-analyze is not here (apt-get install systemd)")
-    return program
+    SYSTEMD.check()
+    return SYSTEMD.programs[0]
 
 
 def test_what_was_installed_serves_as_the_unit_has_it(

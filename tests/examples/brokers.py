@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -12,10 +11,10 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
-import pytest
 import redis
 
 from seqdedupe.testing import LAST_RESORT_SECONDS, reserved_port
+from tests.tiers import REDIS
 
 ROOT = Path(__file__).parent.parent.parent
 START_SECONDS = LAST_RESORT_SECONDS
@@ -165,8 +164,7 @@ class RedisServer:
 
     def start(self) -> None:
         """Returns when it answers."""
-        if shutil.which("redis-server") is None:
-            pytest.fail("there is no Redis: install the package redis-server")
+        REDIS.check()
         settings = {"port": 0, "unixsocket": f"{self.folder}/socket", "dir": self.folder, "save": ""}
         settings |= {"appendonly": "yes", "appendfsync": "always"}
         flags = [word for name, value in settings.items() for word in (f"--{name}", str(value))]

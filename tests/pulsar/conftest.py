@@ -15,6 +15,7 @@ from pulsar_broker.standalone import Broker
 from seqdedupe.testing import LAST_RESORT_SECONDS
 from tests.pulsar.members import MakeMember, Member, safe_namespace
 from tests.pulsar.owners import Cluster, quiet
+from tests.tiers import PULSAR
 
 StartBroker = Callable[..., Broker]
 
@@ -22,23 +23,17 @@ _topics = itertools.count()
 
 
 @functools.cache
-def distribution_or_why_not() -> Path | str:
+def has_distribution() -> bool:
     try:
-        return home()
-    except Unavailable as e:
-        return f"no Pulsar broker: {e}"
+        home()
+    except Unavailable:
+        return False
+    return True
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skips what needs a broker where there can be none, unless TEST_PULSAR says `required`."""
-    if "pulsar_home" not in getattr(item, "fixturenames", ()):
-        return
-    found = distribution_or_why_not()
-    if isinstance(found, str):
-        if os.environ.get("TEST_PULSAR") == "required":
-            pytest.fail(found)
-        # From here and not from the fixture, so that the summary has one line for all.
-        pytest.skip(found)
+    if "pulsar_home" in getattr(item, "fixturenames", ()) and not has_distribution():
+        PULSAR.missing()
 
 
 @pytest.fixture(scope="session")

@@ -19,6 +19,7 @@ import pytest
 from sqlalchemy import Engine, NullPool, create_engine, text
 
 from seqdedupe.testing import LAST_RESORT_SECONDS
+from tests.tiers import MARIADB
 
 START_TIMEOUT_SECONDS = LAST_RESORT_SECONDS
 
@@ -89,7 +90,7 @@ class MariaDBServer:
 def _program(name: str) -> str:
     found = shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin")
     if found is None:
-        pytest.fail("there is no MariaDB: install the package mariadb-server")
+        MARIADB.missing()
     return found
 
 

@@ -21,6 +21,7 @@ import psycopg
 import pytest
 
 from seqdedupe.testing import LAST_RESORT_SECONDS
+from tests.tiers import POSTGRESQL
 
 START_TIMEOUT_SECONDS = LAST_RESORT_SECONDS
 _VARIABLE = "TEST_POSTGRES"
@@ -81,7 +82,7 @@ class PostgresServer:
 def _program(name: str) -> str:
     found = shutil.which(name) or max(map(str, Path("/usr/lib/postgresql").glob(f"*/bin/{name}")), default=None)
     if found is None:
-        pytest.fail(f"there is no PostgreSQL: install the package postgresql, or set {_VARIABLE} to the URL of one")
+        POSTGRESQL.missing()
     return found
 
 

