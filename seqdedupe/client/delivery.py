@@ -1,6 +1,7 @@
 """Batches of deduplication IDs on their way to a topic: sent until all of each has its receipt, whatever breaks."""
 
 import asyncio
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -13,9 +14,9 @@ from seqdedupe.batch import Batch
 from seqdedupe.client.builder import BATCH_OVERHEAD_BYTES
 from seqdedupe.client.connection import BREAKS_STREAM, NOT_A_SIDECAR, Backoff, check_not_forked
 from seqdedupe.client.exchange import exchange, publish_call
-from seqdedupe.client.frames import decode_answer, refusal_error
+from seqdedupe.client.frames import Answer, decode_answer, refusal_error
 from seqdedupe.client.outbox import HINT_OF_BREAKS, MAX_BREAKS, SUSPECT_BREAKS, Frame, broke_alone
-from seqdedupe.client.receipts import ReceiptColumns
+from seqdedupe.client.receipts import ReceiptColumns, Verdict
 from seqdedupe.client.results import BatchResult
 from seqdedupe.client.route import Route
 from seqdedupe.client.sidecars import Sidecars
@@ -29,6 +30,10 @@ from seqdedupe.v1 import admin_pb2
 
 MAX_PENDING_BYTES = 64 * 1024 * 1024
 """What waits for receipts; whoever sends more waits until there is room."""
+
+MAX_RUNS = 4096
+"""Of the indexes that a publisher was given: where others publish too there is a gap at each of their messages. The
+lowest ones are forgotten first."""
 
 _FIRST_DELAY_SECONDS = 0.02
 _LONGEST_DELAY_SECONDS = 1.0
@@ -59,6 +64,71 @@ class _Call:
         else:
             self.result.merge(receipt)
         return self.result
+
+
+class History:
+    """What receipts have said of a topic, which those of another history of it contradict: of an older copy of its log,
+    or of a topic that was made anew under its name.
+
+    Receipts come in any order, and a copy has the index of its original: a low index alone says nothing.
+    """
+
+    def __init__(self) -> None:
+        self.has_receipts = False
+        self.term = 0
+        """The highest that an answer had."""
+        self._incarnation = 0
+        self._durable_index = 0  # the highest below which everything was said to be durable
+        self._floor = 0  # the same, when the stream began
+        self._first_indexes: list[int] = []  # of the runs that were given to new messages, rising
+        self._next_indexes: list[int] = []
+
+    def begin_stream(self) -> None:
+        """What is answered from now on was asked after all that has been received."""
+        self._floor = self._durable_index
+
+    def take(self, incarnation: int, term: int, durable_index: int) -> None:
+        """Takes what an answer with receipts says of the topic, with a term that is not too low. Raises DATA_LOSS."""
+        if self.has_receipts and incarnation != self._incarnation:
+            what = f"the topic was recreated: its incarnation is {incarnation}, and was {self._incarnation} before"
+            raise error("DATA_LOSS", what, incarnation=incarnation, incarnation_before=self._incarnation)
+        if 0 < durable_index < self._floor:
+            raise error(
+                "DATA_LOSS",
+                f"the topic ends before index {durable_index}, and was durable up to {self._floor} before",
+                durable_index=durable_index,
+                durable_index_before=self._floor,
+            )
+        self.has_receipts, self._incarnation = True, incarnation
+        self.term = max(self.term, term)
+        self._durable_index = max(self._durable_index, durable_index)
+
+    def lower_term(self, term: int) -> SeqdedupeError:
+        """Why it is another history where every sidecar answers this term."""
+        what = f"the sidecar answers with an older state than before: term {term} ({self.term} before)"
+        return error("DATA_LOSS", what, term=term, term_before=self.term)
+
+    def given(self, first_index: int, rows: int) -> None:
+        """So many new messages have the indexes from this one on. Raises DATA_LOSS if one of these was given before."""
+        next_index = first_index + rows
+        firsts, nexts = self._first_indexes, self._next_indexes
+        at = bisect_left(firsts, next_index)  # the runs from there on begin after it
+        if at and nexts[at - 1] > first_index:
+            index = max(first_index, firsts[at - 1])
+            raise error("DATA_LOSS", f"index {index} was given to another message before", index=index)
+        self._durable_index = max(self._durable_index, next_index)
+        after = at < len(firsts) and firsts[at] == next_index
+        if at and nexts[at - 1] == first_index:
+            nexts[at - 1] = nexts[at] if after else next_index
+            if after:
+                del firsts[at], nexts[at]
+        elif after:
+            firsts[at] = first_index
+        else:
+            firsts.insert(at, first_index)
+            nexts.insert(at, next_index)
+        if len(firsts) > MAX_RUNS:
+            del firsts[0], nexts[0]
 
 
 class Delivery:
@@ -98,6 +168,9 @@ class Delivery:
         self._last_refusal: UnavailableError | None = None
         self._is_closed = False
         self._has_begun = False  # a sidecar has answered
+        self._history = History()
+        self._older: set[SidecarAddress] = set()
+        """Who has answered a lower term than was seen before, since one last answered another."""
 
     def open(self) -> None:
         """From now on it sends."""
@@ -201,6 +274,9 @@ class Delivery:
                     continue
                 doubted = self._route.doubted(failure)
                 if not isinstance(doubted, UnavailableError):
+                    if failure.reason == "TOPIC_NOT_FOUND" and self._history.has_receipts:
+                        why = f"the sidecar does not know the topic of which it gave receipts: {failure.message}"
+                        failure = error("DATA_LOSS", why)
                     self._fail(failure)
                     return
                 self._route.moves_on(doubted)
@@ -235,6 +311,7 @@ class Delivery:
         channel = self._sidecars.new_channel(address)
         try:
             self._answered_at = asyncio.get_running_loop().time()
+            self._history.begin_stream()
             await exchange(
                 publish_call(channel),
                 address,
@@ -303,6 +380,8 @@ class Delivery:
         self._answered_at = asyncio.get_running_loop().time()
         self._has_begun = True
         answer = decode_answer(raw, lambda number: len(self._out[number].batch) if number in self._out else None)
+        if answer.receipts:
+            self._check_history(answer)
         for number, receipt in answer.receipts:
             if (call := self._out.get(number)) is not None:
                 # It is out until the receipt is known to be one: nobody would hear of it otherwise.
@@ -317,6 +396,26 @@ class Delivery:
         if not self._out:
             self._news.set()  # a suspect may wait for that, or others for its answer
         return False
+
+    def _check_history(self, answer: Answer) -> None:
+        """Before any of its receipts counts. Raises DATA_LOSS; and NOT_OWNER if this sidecar alone answers a lower term
+        than was seen before: one that was the owner answers copies from memory."""
+        history = self._history
+        if answer.term >= history.term:
+            self._older.clear()
+        else:
+            self._older.add(self._route.address)
+            lost = history.lower_term(answer.term)
+            if self._older.issuperset(self._sidecars.addresses):
+                raise lost
+            raise error("NOT_OWNER", f"{self._route.address}: {lost.message}")
+        history.take(answer.incarnation, answer.term, answer.durable_index)
+        for number, receipt in answer.receipts:
+            if (call := self._out.get(number)) is not None and receipt.first_index >= 0:
+                is_mixed = len(receipt.verdicts) > 0
+                rows = np.count_nonzero(receipt.verdicts == Verdict.NOT_DUP) if is_mixed else len(call.batch)
+                if rows:
+                    history.given(receipt.first_index, int(rows))
 
     def _waits(self, why: UnavailableError) -> None:
         self._last_refusal = why

@@ -89,7 +89,8 @@ class Publisher:
 
         The ID has 1 to 255 bytes, text as UTF-8. Left out, the message gets a new one, which it keeps however often it
         is sent: another call is another message. Raises InvalidRequestError, OutcomeUnknownError without a receipt
-        within `delivery_timeout_seconds`, and what ends the publisher: AccessDeniedError, NotFoundError, DamagedError.
+        within `delivery_timeout_seconds`, and what ends the publisher: AccessDeniedError, NotFoundError, DamagedError;
+        DataLossError, once the topic is not what earlier receipts said.
         """
         one = new_id() if deduplication_id is None else deduplication_id
         times = None if event_time is None else [milliseconds(event_time)]

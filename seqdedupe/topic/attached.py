@@ -68,7 +68,6 @@ class AttachedTopic(TopicBase):
         """The entries up to here, itself included, are covered by a durable snapshot."""
         self.why = NOBODY
         self.knows_its_end = True
-        self._described = self.position
         self._timeout_seconds = admission_timeout_seconds
         self._now_seconds = now_seconds
         self._attachment: Attachment | None = None
@@ -100,12 +99,11 @@ class AttachedTopic(TopicBase):
             raise error(self._closed_because, f"topic {self.name}: {self.why}")
 
     def log_place(self) -> bytes:
-        self._described = self.position
         return self.position
 
     def _snapshot_is_durable(self) -> None:
-        if self.trim_position != self._described:
-            self.trim_position = self._described
+        if self.trim_position != self.snapshotter.opaque:
+            self.trim_position = self.snapshotter.opaque
             if self._trim_moved is not None:
                 self._trim_moved()
 

@@ -109,6 +109,8 @@ async def _begin(
         await topic.all_settled()
         topic.check_serving()
     check(names)
+    if epochs is None:
+        topic.check_has_epochs()
     opening = topic.sessions.open(names, epochs)
     durable_epochs = topic.producers.numbers[opening.numbers, DURABLE_EPOCH]
     if (durable_epochs < opening.epochs).any():

@@ -197,6 +197,7 @@ async def reset_producer(topic: Topic, name: str, persisted: int) -> int:
             f"persisted is {persisted}: it should be {NO_SEQUENCE_ID} to {before}, which producer {name!r} has sent",
             persisted=before,
         )
+    topic.check_has_epochs()
     opening = topic.sessions.open([name], None)
     await topic.append_change(Reset(opening.names, opening.epochs, np.array([persisted], np.int64)))
     logger.warning(

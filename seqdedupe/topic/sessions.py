@@ -18,7 +18,7 @@ from seqdedupe.limits import MAX_OPEN_NAMES, NO_EPOCH
 from seqdedupe.names import new_producer_name, producer_name
 
 _TERM_SHIFT = 32
-LAST_OPEN = 2**_TERM_SHIFT - 1
+LAST_OPEN: int = 2**_TERM_SHIFT - 1
 RANDOM_BYTES = 4
 """Half of the opens of a term can be skipped: as many are left as there are seconds in 68 years."""
 
@@ -121,7 +121,9 @@ class Sessions:
         self._term, self._opens = term, int.from_bytes(random, "little") >> 1
 
     def open(self, names: list[str], epochs: list[int] | None) -> Opening:
-        """Starts new sessions, or resumes those of the given epochs, each by itself. They are in force from now on.
+        """Starts new sessions (unless `term_is_used_up`), or resumes those of the given epochs, each by itself.
+
+        They are in force from now on.
 
         Where names were forgotten, an earlier session may have gone on under one before the newest did: that one is
         fenced then, or it would take the other one's messages for its own.
@@ -187,9 +189,12 @@ class Sessions:
             for name in names:
                 self._begun_anew.pop(name, None)
 
+    @property
+    def term_is_used_up(self) -> bool:
+        """Whether there is no epoch left for another session: first a new term has to begin."""
+        return self._opens >= LAST_OPEN
+
     def _next_epoch(self) -> int:
-        if self._opens >= LAST_OPEN:
-            raise error("INTERNAL", "the topic was opened too many times in one term: restart the sidecar")
         self._opens += 1
         return self._term << _TERM_SHIFT | self._opens
 

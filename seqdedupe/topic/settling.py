@@ -135,6 +135,14 @@ class SettlingTopic(LoggedTopic):
         self._set_state(State.RECOVERING, f"what became of the last appends is being found out: {why}")
         self._spawn(self._recover())
 
+    def check_has_epochs(self) -> None:
+        """Before new sessions. Raises RECOVERING if this term has no epoch left for them, and begins another one: what
+        is in flight is found out before."""
+        if self.sessions.term_is_used_up:
+            self._set_state(State.RECOVERING, f"it was opened as often as it can be in term {self.term}")
+            self._spawn(self._recover())
+            self.check_serving()
+
     def _not_appended(self, reason: str, why: str) -> SeqdedupeError:
         return error(reason, f"topic {self.name} could not write it to its log: {why}")
 

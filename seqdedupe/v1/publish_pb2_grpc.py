@@ -60,6 +60,10 @@ class PublishServiceStub(object):
     10. Whoever asks for `early_receipts` keeps a message with such a receipt until it is durable (`Receipt.durable_at`).
     After a resume what is above the `persisted` that was answered is resent as if it had no receipt, also after duty 6,
     for which only receipts count that said durable, or have become so; indexes and message IDs may be others then.
+    11. Whoever publishes deduplication IDs has no sessions, and finds lost data by the answers that have receipts: another
+    incarnation, from all addresses a lower term, on a new stream a `durable_index` below what was durable before, or
+    `NOT_DUP` at an index that was given before. Stop and say so. A low index alone proves nothing: receipts come in any
+    order, and a `DUP` has its original's.
 
     Every call says who makes it, unless the sidecar asks nobody: with a token, in the metadata `authorization` as
     `Bearer` and the token, or with a certificate. A stream may end with `TOKEN_EXPIRED`: it is opened again with a fresh one.
@@ -146,6 +150,10 @@ class PublishServiceServicer(object):
     10. Whoever asks for `early_receipts` keeps a message with such a receipt until it is durable (`Receipt.durable_at`).
     After a resume what is above the `persisted` that was answered is resent as if it had no receipt, also after duty 6,
     for which only receipts count that said durable, or have become so; indexes and message IDs may be others then.
+    11. Whoever publishes deduplication IDs has no sessions, and finds lost data by the answers that have receipts: another
+    incarnation, from all addresses a lower term, on a new stream a `durable_index` below what was durable before, or
+    `NOT_DUP` at an index that was given before. Stop and say so. A low index alone proves nothing: receipts come in any
+    order, and a `DUP` has its original's.
 
     Every call says who makes it, unless the sidecar asks nobody: with a token, in the metadata `authorization` as
     `Bearer` and the token, or with a certificate. A stream may end with `TOKEN_EXPIRED`: it is opened again with a fresh one.
@@ -272,6 +280,10 @@ class PublishService(object):
     10. Whoever asks for `early_receipts` keeps a message with such a receipt until it is durable (`Receipt.durable_at`).
     After a resume what is above the `persisted` that was answered is resent as if it had no receipt, also after duty 6,
     for which only receipts count that said durable, or have become so; indexes and message IDs may be others then.
+    11. Whoever publishes deduplication IDs has no sessions, and finds lost data by the answers that have receipts: another
+    incarnation, from all addresses a lower term, on a new stream a `durable_index` below what was durable before, or
+    `NOT_DUP` at an index that was given before. Stop and say so. A low index alone proves nothing: receipts come in any
+    order, and a `DUP` has its original's.
 
     Every call says who makes it, unless the sidecar asks nobody: with a token, in the metadata `authorization` as
     `Bearer` and the token, or with a certificate. A stream may end with `TOKEN_EXPIRED`: it is opened again with a fresh one.

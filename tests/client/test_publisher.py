@@ -1,17 +1,22 @@
 """The publisher against a real sidecar, which is killed now and then. About 20 s, one or two processes."""
 
 import asyncio
+import itertools
 import random
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from seqdedupe.backup.restoring import restore
 from seqdedupe.batch import Binary
 from seqdedupe.client import (
     Client,
+    DataLossError,
     InvalidRequestError,
     NotFoundError,
     OutcomeUnknownError,
@@ -19,14 +24,16 @@ from seqdedupe.client import (
     Verdict,
     blocking,
 )
+from seqdedupe.client.delivery import History
 from seqdedupe.client.publisher import new_id
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.routing import partition_of
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from seqdedupe.v1 import admin_pb2, publish_pb2
-from tests.client.fake_sidecar import fake_sidecar
+from tests.client.fake_sidecar import FakeSidecar, fake_sidecar
 from tests.client.helpers import read_all
 from tests.client.proxy import Proxy
+from tests.conftest import StartSidecar
 
 MODE = "deduplication-id"
 
@@ -352,3 +359,137 @@ async def test_each_message_is_there_once_through_kill_9(sidecar: Sidecar, topic
     messages = await read_all(sidecar, topic)
     assert {message.index: message.payload for message in messages} == {k: b"%d" % one for one, k in told.items()}
     assert len(messages) == len(told) == MESSAGES
+
+
+async def _lose(sidecar: Sidecar, how: str, client: Client, topic: str) -> None:
+    """The topic has another history than its publisher knows, or (an empty `how`) the same one."""
+    await asyncio.to_thread(sidecar.kill)
+    if how.startswith("restored"):
+        await asyncio.to_thread(sidecar.data.rename, sidecar.folder / "lost")
+        await asyncio.to_thread(restore, sidecar.folder.parent / "older", sidecar.data)
+    await asyncio.to_thread(sidecar.start)
+    if how in ("deleted", "made anew"):
+        await client.admin.delete_topic(topic)
+    if how == "made anew":
+        await client.admin.create_topic(topic, deduplication_mode=MODE)
+
+
+@pytest.mark.parametrize("how", ["", "restored", "restored in the same term", "deleted", "made anew"])
+async def test_another_history_is_noticed(start_sidecar: StartSidecar, tmp_path: Path, topic: str, how: str) -> None:
+    """The control arm restarts with the data that it had, and goes on."""
+    sidecar = start_sidecar(backup_directory=tmp_path)
+    async with Client(sidecar.address) as client, Client(sidecar.address) as other:
+        await client.admin.create_topic(topic, deduplication_mode=MODE)
+        async with client.publisher(topic) as publisher, other.publisher(topic) as second:
+            for n in range(3):
+                await publisher.send(b"before", deduplication_id=b"%d" % n)
+            await client.admin.backup("older")
+            if how == "restored in the same term":
+                await asyncio.to_thread(sidecar.kill)
+                await asyncio.to_thread(sidecar.start)
+            for n in range(3, 7):
+                await publisher.send(b"lost", deduplication_id=b"%d" % n)
+            term = (await client.admin.topic(topic)).term
+            await _lose(sidecar, how, client, topic)
+            if how != "deleted":
+                one = await second.send(b"one", deduplication_id=b"of another one")
+                assert one.index == {"": 7, "made anew": 0}.get(how, 3)
+                same = (await client.admin.topic(topic)).term == term
+                assert same is (how in ("restored in the same term", "made anew"))
+            if not how:
+                assert (await publisher.send(b"new", deduplication_id=b"7")).index == 8
+                assert (await publisher.send(b"copy", deduplication_id=b"0")).index == 0
+                return
+            for _ in range(2):
+                with pytest.raises(DataLossError):
+                    await publisher.send(b"new", deduplication_id=b"7")
+
+
+Said = dict[str, Any]
+"""What a sidecar answers to a frame."""
+
+
+def _new(first_index: int, **more: int) -> Said:
+    return {"receipts": [{"first_index": first_index}], "durable_index": first_index + 1} | more
+
+
+def _copy(index: int, durable_index: int) -> Said:
+    columns: Said = {"verdicts": [publish_pb2.VERDICT_DUP], "first_index": -1, "known_rows": [0]}
+    columns |= {"known_indexes": [index], "known_ledger_ids": [1], "known_entry_ids": [1]}
+    return {"receipts": [columns], "durable_index": durable_index}
+
+
+@pytest.mark.parametrize(
+    ("said", "is_loss"),
+    [
+        ([_new(5), _new(6, incarnation=6)], True),
+        ([_new(5, term=3), _new(6, term=2)], True),
+        ([_new(5, term=3), _new(6, term=4)], False),
+        ([_new(5), _new(4), _new(3), _new(6)], False),
+        ([_new(5), _new(4), _new(5, durable_index=9)], True),
+        ([_new(5), _copy(5, 6), _copy(1, 6), _copy(5, 6)], False),
+        ([_new(5), "a new stream", _new(4, durable_index=6)], False),
+        ([_new(5), "a new stream", _new(4, durable_index=5)], True),
+        ([_copy(1, 6), "a new stream", _copy(1, 5)], True),
+        ([_copy(1, 6), "a new stream", _copy(1, 6)], False),
+    ],
+)
+async def test_what_proves_another_history(said: list[Said | str], is_loss: bool) -> None:
+    async with fake_sidecar() as fake:
+        fake.on_frame = lambda frame: [_answer(fake, frame, left.pop(0))]
+        async with Client(fake.address) as client, client.publisher("t") as publisher:
+            left: list[Said] = []
+            for k, one in enumerate(said):
+                if isinstance(one, str):
+                    fake.ends_streams = 1
+                    continue
+                left.append(one)
+                if is_loss and k == len(said) - 1:
+                    with pytest.raises(DataLossError):
+                        await publisher.send(b"x")
+                else:
+                    await publisher.send(b"x")
+            assert left == []
+
+
+def _answer(fake: FakeSidecar, frame: publish_pb2.Frame, said: Said) -> publish_pb2.PublishStreamResponse:
+    receipts = [{"frame": frame.number, **receipt} for receipt in said["receipts"]]
+    return fake.answer(**(said | {"receipts": receipts}))
+
+
+async def test_a_lower_term_counts_when_all_sidecars_answer_one() -> None:
+    async with fake_sidecar() as one, fake_sidecar() as other:
+        index = itertools.count()
+
+        def by_this(fake: FakeSidecar) -> Callable[[publish_pb2.Frame], list[publish_pb2.PublishStreamResponse]]:
+            return lambda frame: [_answer(fake, frame, _new(next(index)))]
+
+        for fake in (one, other):
+            fake.term, fake.on_frame = 3, by_this(fake)
+        async with Client(f"{one.address},{other.address}") as client, client.publisher("t") as publisher:
+            await publisher.send(b"x")
+            first, second = (one, other) if one.frames else (other, one)
+            first.term = 2
+            await publisher.send(b"x")
+            assert (len(first.frames), len(second.frames)) == (2, 1)
+            second.term = 2
+            with pytest.raises(DataLossError, match="term 2"):
+                await publisher.send(b"x")
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_each_index_is_given_once(seed: int) -> None:
+    generator = random.Random(seed)
+    history, given = History(), set[int]()
+    for _ in range(300):
+        first = generator.randrange(400)
+        rows = set(range(first, first + generator.randint(1, 4)))
+        if rows & given:
+            with pytest.raises(DataLossError) as raised:
+                history.given(first, len(rows))
+            assert int(raised.value.numbers["index"]) in rows & given
+        else:
+            history.given(first, len(rows))
+            given |= rows
+    assert sum(map(int.__sub__, history._next_indexes, history._first_indexes)) == len(given)
+    assert all(map(int.__lt__, history._next_indexes, history._first_indexes[1:]))

@@ -5,6 +5,7 @@ power cut leaves, the broker can attach with what it has kept, and its producers
 """
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from seqdedupe.topic.attachment import Attachment, Columns
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.of_brokers import BrokersTopics
 from seqdedupe.topic.policy import Applied, GapPolicy, Policy
+from seqdedupe.topic.saved import saved
 from tests.property.disk import CrashableStore
 from tests.topic.test_directory import FailingStore
 
@@ -95,9 +97,15 @@ class BrokenStore(CrashableStore):
     fail_at = 0
     survives = 0
     lies = False
+    hangs: threading.Event | None = None
+    """Until it is set nothing is synced."""
+    is_hanging = threading.Event()
 
     def _sync(self, opening: _Opening) -> None:
         self.syncs += 1
+        if self.hangs is not None:
+            self.is_hanging.set()
+            assert self.hangs.wait(LAST_RESORT_SECONDS)
         if self.lies:
             return
         if self.fail_at and self.syncs >= self.fail_at:
@@ -199,6 +207,31 @@ async def test_a_store_that_loses_what_it_has_called_durable_is_found_out(store:
     store.lies = True
     with pytest.raises(AssertionError, match="are gone"):
         await live_and_die(store, 0, 0)
+
+
+@pytest.mark.parametrize("is_exported", [False, True])
+async def test_what_is_exported_while_a_snapshot_is_synced_is_not_trimmed_for_it(
+    store: BrokenStore, is_exported: bool
+) -> None:
+    incarnation = store.next_incarnation(1)
+    store.watch(incarnation)
+    broker = Broker()
+    broker.attach(start(store, incarnation))
+    broker.publish()
+    store.is_hanging, store.hangs = threading.Event(), threading.Event()
+    snapshot = asyncio.ensure_future(broker.topic.snapshot())
+    assert await asyncio.to_thread(store.is_hanging.wait, LAST_RESORT_SECONDS)
+    broker.publish()
+    if is_exported:
+        assert saved(broker.topic).opaque == b"2"
+    store.hangs.set()
+    await snapshot
+    assert (broker.topic.trim_position, broker.topic.snapshot_index) == (b"1", 1)
+    broker.publish()
+    store.cut_power(0)
+    broker.attach(start(store, incarnation))
+    broker.check_all()
+    await broker.topic.drain()
 
 
 @pytest.mark.parametrize(("seconds", "is_often"), [(1000.0, False), (0.0, True)])

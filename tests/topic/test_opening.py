@@ -1,14 +1,19 @@
 """Open, while something is in flight and when it fails; with the bugs that each of these finds."""
 
 import asyncio
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from seqdedupe.core.producers import Producers
-from seqdedupe.core.rule import PERSISTED, PUSHED
+from seqdedupe.core.rule import EPOCH, PERSISTED, PUSHED
+from seqdedupe.errors import UnavailableError
 from seqdedupe.topic.answers import Receipt
 from seqdedupe.topic.flight import Flight
 from seqdedupe.topic.opening import open_sessions
+from seqdedupe.topic.operating import reset_producer
+from seqdedupe.topic.sessions import LAST_OPEN
 from seqdedupe.topic.state import State
 from tests.topic.scene import Scene
 
@@ -52,3 +57,37 @@ async def test_an_open_that_failed_has_fenced_nobody(
     answers = scene.send(("a", 5))
     scene.log.settle()
     assert isinstance(answers[0], Receipt) is is_careful
+
+
+@pytest.mark.parametrize(
+    "open_again",
+    [lambda topic: open_sessions(topic, ["b"], None), lambda topic: reset_producer(topic, "a", 5)],
+    ids=["open", "reset"],
+)
+async def test_a_new_term_begins_when_the_opens_of_one_are_used_up(
+    scene: Scene, open_again: Callable[[Any], Any]
+) -> None:
+    topic = scene.topic
+    term = topic.term
+    topic.sessions._opens = LAST_OPEN - 1
+    await scene.open("a")
+    assert scene.epochs["a"] == term << 32 | LAST_OPEN
+    in_flight = scene.send(("a", 5))
+    for _ in range(2):
+        # Nobody is fenced by what is refused.
+        with pytest.raises(UnavailableError, match="RECOVERING") as refused:
+            await open_again(topic)
+        assert refused.value.retry_delay_ms >= 0
+    while topic.state is not State.SERVING:  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    assert topic.term == term + 1
+    # What was in flight is sent again, in its session.
+    assert len(in_flight) == 1
+    answers = scene.send(("a", 5))
+    scene.log.settle()
+    assert isinstance(answers[0], Receipt)
+    opening = asyncio.ensure_future(open_again(topic))
+    await asyncio.sleep(0)
+    scene.log.settle()
+    await opening
+    assert topic.producers.numbers[: len(topic.producers), EPOCH].max() == topic.term << 32 | 1

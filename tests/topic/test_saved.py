@@ -29,6 +29,7 @@ from seqdedupe.topic.operating import reset_producer
 from seqdedupe.topic.policy import GapPolicy, Policy
 from seqdedupe.topic.publishing import Topic
 from seqdedupe.topic.saved import SAVED_AT_ONCE, SavedParts, parts, saved
+from seqdedupe.topic.sessions import LAST_OPEN
 from seqdedupe.topic.state import State
 from seqdedupe.topic.trimming import state_again
 from tests.batches import batch
@@ -94,6 +95,26 @@ async def renew(process: Process, loaded: Loaded | None) -> None:
     incarnation = None if loaded is None else live(process).incarnation
     topic = await renewing.renew(process.topics, NAME, incarnation, loaded)
     assert topic.state is State.SERVING
+
+
+async def test_a_term_whose_opens_are_used_up_ends_while_the_topic_is_used(process: Process) -> None:
+    topic = live(process)
+    topic.sessions._opens = LAST_OPEN - 1
+    opened = await open_sessions(topic, ["a"], None)
+    answers: list[Receipt | Refusal] = []
+    cache = NumbersCache()
+    for i in range(20):
+        rows = batch([("a", i)], epochs={"a": opened.epochs[0]}, links={"a": i - 1}).encode()
+        topic.admit(rows, i, answers.append, cache)
+    with pytest.raises(SeqdedupeError, match="RECOVERING"):
+        await open_sessions(topic, ["b"], None)
+    while topic.state is not State.SERVING:  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    assert len(answers) == 20
+    stored = sum(isinstance(answer, Receipt) for answer in answers)
+    assert await send(process, "b", 1) >> 32 == topic.term == (opened.epochs[0] >> 32) + 1
+    again = await open_sessions(topic, ["a"], opened.epochs)
+    assert (again.persisted, topic.confirmed_index) == ([stored - 1], stored + 1)
 
 
 # -- what it does --------------------------------------------------------------------------------------------------
