@@ -173,3 +173,76 @@ async def test_a_file_that_cannot_be_written_is_tried_again(
     again = Ahead(folder)
     again.look([5], {5})
     assert again.age_ms(5) == 100
+
+
+@pytest.mark.parametrize("is_bounded", [True, False])
+async def test_the_last_segment_gives_way_by_time(
+    make_logs: MakeLogs, times: Times, monkeypatch: pytest.MonkeyPatch, is_bounded: bool
+) -> None:
+    """A message a day, far from filling a segment, and a look a day. In the control arm segments have no bound by time:
+    all of it stays."""
+    if not is_bounded:
+        monkeypatch.setattr("seqdedupe.log.embedded.log.LEAST_SEGMENT_MS", 1000 * DAY_MS)
+    log = await new_log(times.logs(make_logs, segment_bytes=10**9))
+    owner = await Owner(log, 1).open()
+    for day in range(40):
+        await publish(owner, 1)
+        first = await trim(log, day + 1)
+        if is_bounded:
+            assert day - 9 <= first <= max(0, day - 7)
+        else:
+            assert first == 0
+        times.go_on(DAY_MS)
+    await log.close()
+
+
+async def test_what_is_older_than_retention_goes_though_what_follows_is_new(make_logs: MakeLogs, times: Times) -> None:
+    """Messages, a month in which there are none, and one more; also after a start, when the file has to be read."""
+    logs = times.logs(make_logs, segment_bytes=10**9)
+    log = await new_log(logs)
+    owner = await Owner(log, 1).open()
+    await publish(owner, 5)
+    times.go_on(DAY_MS)
+    assert await trim(log, 5) == 0
+    times.go_on(29 * DAY_MS)
+    assert await trim(log, 5) == 0, "the last message that is covered stays"
+    await publish(owner, 1)
+    assert log.base_indexes == [0, 5]
+    assert await log.may_trim_to(5, WEEK) == 0, "the new message is not covered"
+    assert await log.may_trim_to(6, WEEK) == 5
+    await log.close()
+    log = await logs.open(INCARNATION, 6)
+    assert await trim(log, 6) == 5
+    await log.close()
+
+
+@pytest.mark.parametrize("is_young", [True, False])
+async def test_a_segment_stays_as_long_as_one_message_of_it_may(
+    make_logs: MakeLogs, times: Times, is_young: bool
+) -> None:
+    log = await new_log(times.logs(make_logs, segment_bytes=10**9))
+    owner = await Owner(log, 1).open()
+    await publish(owner, 5)
+    times.go_on(4 * DAY_MS)
+    await publish(owner, 1)
+    assert await trim(log, 6) == 0
+    times.go_on(6 * DAY_MS)
+    await publish(owner, 1)
+    assert log.base_indexes == [0, 6]
+    times.go_on(DAY_MS + (0 if is_young else 1))
+    assert await trim(log, 7) == (0 if is_young else 6)
+    await log.close()
+
+
+async def test_a_segment_with_no_message_is_not_left(make_logs: MakeLogs, times: Times) -> None:
+    """However many control records come: retention itself writes them before it drops something."""
+    log = await new_log(times.logs(make_logs, segment_bytes=10**9))
+    owner = await Owner(log, 1).open()
+    await publish(owner, 1)
+    for i in range(5):
+        times.go_on(30 * DAY_MS)
+        assert await trim(log, 1) == 0
+        owner.append_control(i + 1)
+        await owner.until_stored(2 + i)
+    assert log.base_indexes == [0, 1]
+    await log.close()

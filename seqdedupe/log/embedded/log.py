@@ -30,6 +30,11 @@ from seqdedupe.log.embedded.writer import Append, Late, Opening, Writer, Written
 
 logger = logging.getLogger("seqdedupe.log")
 
+SEGMENTS_AN_AGE = 10
+"""By time a segment gets messages for about a tenth of the time for which retention keeps them."""
+LEAST_SEGMENT_MS = 60_000
+"""And at least for so long, whatever the retention."""
+
 MAX_PLACES = 10_000
 """So many places of damage are remembered of a log: a disk that fails everywhere does not fill the memory too."""
 
@@ -296,23 +301,43 @@ class EmbeddedLog:
         return 0
 
     async def _too_old(self, segments: list[Segment], age_ms: int) -> int:
-        """How many of the oldest segments hold nothing that is younger than that: the first message after them is not.
+        """How many of the oldest segments hold nothing that is younger than that.
 
-        By a clock that can be believed: with one that is ahead, retention would drop messages that are minutes old.
+        By a clock that can be believed: with one that is ahead, retention would drop messages that are minutes old. If
+        the last segment has been there for long, what comes next begins a new one: else old messages stay with it.
         """
         if not (earliest_ms := self._shared.earliest_ms()):
             return 0
+        part_ms = max(age_ms // SEGMENTS_AN_AGE, LEAST_SEGMENT_MS)
         count = 0
         try:
             await self._look_ahead(segments, earliest_ms + AHEAD_MS)
+            if await self._is_older(segments[-1], part_ms, earliest_ms):
+                self._writer.roll_through = segments[-1].base_index
             for following in segments[1:]:
-                is_older = self._ahead.age_ms(following.base_index) > age_ms
-                if not is_older and not await self._reader.begins_before(following, earliest_ms - age_ms):
+                if not await self._is_older(following, age_ms, earliest_ms):
                     break
+                count += 1
+            if (
+                # On a quiet topic much later messages may follow: then its own have to be looked at.
+                count + 1 < len(segments)
+                and await self._reader.begins_before(segments[count], earliest_ms - age_ms - part_ms)
+                and await self._ends_before(segments[count], earliest_ms - age_ms)
+            ):
                 count += 1
         except SeqdedupeError as e:
             logger.warning("%s: retention by age has stopped: %s", self._folder, e)
         return count
+
+    async def _is_older(self, segment: Segment, age_ms: int, earliest_ms: int) -> bool:
+        """Whether a segment's first message is older than that, and so are all before it."""
+        is_older = self._ahead.age_ms(segment.base_index) > age_ms
+        return is_older or await self._reader.begins_before(segment, earliest_ms - age_ms)
+
+    async def _ends_before(self, segment: Segment, publish_time_ms: int) -> bool:
+        """Whether all messages of a segment that is not the last were published before that time."""
+        end_index = self._reader.index_after(segment)
+        return await self._reader.locate_time(publish_time_ms, end_index) == end_index
 
     async def _look_ahead(self, segments: list[Segment], too_late_ms: int) -> None:
         """Sees which segments begin too late to be believed: these are the last ones, for publish times never fall."""
