@@ -40,6 +40,9 @@ logger = logging.getLogger("seqdedupe.server")
 LOOK_SECONDS = 60.0
 """A topic that another sidecar makes is known after so long, or when somebody opens a producer on it."""
 
+RETENTION_SECONDS = 300.0
+"""What is too old by retention by time is looked for so often, also where no messages come."""
+
 EXIT_FATAL = 70
 """Exit status when the log can no longer be trusted: recovery at the next start decides."""
 
@@ -166,9 +169,11 @@ class Data:
         return self.logs is not None and self.logs.has_moved(record.incarnation)
 
     def begin_looking(self) -> None:
-        """From now on looks in the background: at the clock; for damage if the configuration says so; in a cluster for
-        new topics and for the state of those of which there is none here."""
+        """From now on looks in the background: at the clock; for what retention has to drop; for damage if the
+        configuration says so; in a cluster for new topics and for the state of those of which there is none here."""
         self.all_topics.in_background(self._clock.keep_looking())
+        if self.logs is not None and self.topics is not None:
+            self.topics.in_background(_keep_trimming(self.topics))
         if self.logs is not None and self._scrub_bytes_per_second:
             self.logs.scrub(self._scrub_bytes_per_second)
         if self.cluster is not None:
@@ -223,6 +228,16 @@ async def _keep_looking(topics: Topics[Any]) -> None:
             await topics.looking.once()
         except SeqdedupeError as e:
             logger.warning("the cluster was not asked for new topics: %s", e)
+
+
+async def _keep_trimming(topics: Topics[Topic]) -> None:
+    """One topic after the other, so that others have their turn however many there are."""
+    while True:
+        await asyncio.sleep(RETENTION_SECONDS)
+        for name in list(topics.live):
+            if (topic := topics.live.get(name)) is not None:
+                topic.look_at_retention()
+            await asyncio.sleep(0)
 
 
 def _peers(config: Config, store: Store) -> Peers | None:

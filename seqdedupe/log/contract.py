@@ -251,7 +251,7 @@ class Log(Protocol):
 
     async def may_trim_to(self, covered_index: int, retention: Retention) -> int:
         """The first index that would be left if this retention went on now, or if the log has one of its own, is left
-        by that; changes nothing.
+        by that; drops nothing. It may have the log go on in a new segment, so that it can drop more later.
 
         Everything below `covered_index` is covered by a durable snapshot. The last message of those stays, so the
         answer is below `covered_index`, or `first_index`. A control record that stands at that index (no message is

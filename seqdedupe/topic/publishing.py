@@ -113,6 +113,11 @@ class Topic(OwnedTopic):
         if self.state is not State.DRAINING and (self._trimming is None or self._trimming.done()):
             self._trimming = self._spawn(trimming.trim(self))
 
+    def look_at_retention(self) -> None:
+        """Has dropped what has become too old, though no snapshot may be taken: to be called again and again."""
+        if self.knows_its_end and self.applied.retention.age_ms is not None:
+            self._snapshot_is_durable()
+
     # -- the end -----------------------------------------------------------------------------------------------
 
     async def drain(self) -> None:

@@ -19,15 +19,21 @@ from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.files import sync_folder
 from seqdedupe.limits import MAX_BATCH_BYTES
 from seqdedupe.log.contract import DamageFound, Entries, FlushInterval, Location, Outcome, Records, Retention, Skipped
+from seqdedupe.log.embedded.ahead import AHEAD_MS, Ahead
 from seqdedupe.log.embedded.commit import Closing, Committer
 from seqdedupe.log.embedded.inspection import Damage, DurablePart
 from seqdedupe.log.embedded.reader import Reader
-from seqdedupe.log.embedded.segment import Segment
+from seqdedupe.log.embedded.segment import Segment, segment_path
 from seqdedupe.log.embedded.tail import Tail
 from seqdedupe.log.embedded.window import ReadAhead
 from seqdedupe.log.embedded.writer import Append, Late, Opening, Writer, Written
 
 logger = logging.getLogger("seqdedupe.log")
+
+SEGMENTS_AN_AGE = 10
+"""By time a segment gets messages for about a tenth of the time for which retention keeps them."""
+LEAST_SEGMENT_MS = 60_000
+"""And at least for so long, whatever the retention."""
 
 MAX_PLACES = 10_000
 """So many places of damage are remembered of a log: a disk that fails everywhere does not fill the memory too."""
@@ -72,6 +78,8 @@ class EmbeddedLog:
         self._flush_due: asyncio.TimerHandle | None = None
         self._is_mended = False
         """Whether what opening found at the end is known to be on the disk."""
+        self._ahead = Ahead(folder)
+        self._looking = asyncio.Lock()
         self._trim_below = 0
         self._trimming: asyncio.Task[None] | None = None
         self.is_closed = False
@@ -269,11 +277,9 @@ class EmbeddedLog:
         segments = list(self._reader.segments)
         size_bytes, age_ms = retention
         too_many = 0 if size_bytes is None else await self._too_many(segments, size_bytes)
+        too_old = 0 if age_ms is None else await self._too_old(segments, age_ms)
         count = 0
-        while count + 1 < len(segments) and segments[count + 1].base_index < covered_index:
-            is_too_much = count < too_many
-            if not is_too_much and not (age_ms is not None and await self._is_older(segments[count + 1], age_ms)):
-                break
+        while count < max(too_many, too_old) and segments[count + 1].base_index < covered_index:
             count += 1
         return segments[count].base_index
 
@@ -294,18 +300,68 @@ class EmbeddedLog:
             logger.warning("%s: retention by size has stopped: %s", self._folder, e)
         return 0
 
-    async def _is_older(self, following: Segment, age_ms: int) -> bool:
-        """Whether all before a segment is older than that: the segment's own first message is.
+    async def _too_old(self, segments: list[Segment], age_ms: int) -> int:
+        """How many of the oldest segments hold nothing that is younger than that.
 
-        By a clock that can be believed: with one that is ahead, retention would drop messages that are minutes old.
+        By a clock that can be believed: with one that is ahead, retention would drop messages that are minutes old. If
+        the last segment has been there for long, what comes next begins a new one: else old messages stay with it.
         """
         if not (earliest_ms := self._shared.earliest_ms()):
-            return False
+            return 0
+        part_ms = max(age_ms // SEGMENTS_AN_AGE, LEAST_SEGMENT_MS)
+        count = 0
         try:
-            return await self._reader.begins_before(following, earliest_ms - age_ms)
+            await self._look_ahead(segments, earliest_ms + AHEAD_MS)
+            if await self._is_older(segments[-1], part_ms, earliest_ms):
+                self._writer.roll_through = segments[-1].base_index
+            for following in segments[1:]:
+                if not await self._is_older(following, age_ms, earliest_ms):
+                    break
+                count += 1
+            if (
+                # On a quiet topic much later messages may follow: then its own have to be looked at.
+                count + 1 < len(segments)
+                and await self._reader.begins_before(segments[count], earliest_ms - age_ms - part_ms)
+                and await self._ends_before(segments[count], earliest_ms - age_ms)
+            ):
+                count += 1
         except SeqdedupeError as e:
             logger.warning("%s: retention by age has stopped: %s", self._folder, e)
-            return False
+        return count
+
+    async def _is_older(self, segment: Segment, age_ms: int, earliest_ms: int) -> bool:
+        """Whether a segment's first message is older than that, and so are all before it."""
+        is_older = self._ahead.age_ms(segment.base_index) > age_ms
+        return is_older or await self._reader.begins_before(segment, earliest_ms - age_ms)
+
+    async def _ends_before(self, segment: Segment, publish_time_ms: int) -> bool:
+        """Whether all messages of a segment that is not the last were published before that time."""
+        end_index = self._reader.index_after(segment)
+        return await self._reader.locate_time(publish_time_ms, end_index) == end_index
+
+    async def _look_ahead(self, segments: list[Segment], too_late_ms: int) -> None:
+        """Sees which segments begin too late to be believed: these are the last ones, for publish times never fall."""
+        first, end = 0, len(segments)
+        while first < end:
+            middle = (first + end) // 2
+            began_ms = await self._reader.began_ms(segments[middle])
+            if began_ms is not None and began_ms <= too_late_ms:
+                first = middle + 1
+            else:
+                end = middle
+        began_ms = await self._reader.began_ms(segments[first]) if first < len(segments) else None
+        bases = [] if began_ms is None else [segment.base_index for segment in segments[first:]]
+        if not bases and self._ahead.is_empty:
+            return
+        async with self._looking:
+            run, threads = asyncio.get_running_loop().run_in_executor, self._shared.threads
+            new = await run(threads, self._ahead.look, bases, frozenset(self.base_indexes))
+        for base_index in new:
+            logger.warning(
+                "%s begins in the future: it was written when the clock was ahead, or the clock is behind now. "
+                "Retention by time counts it from now on",
+                segment_path(self._folder, base_index),
+            )
 
     async def trim(self, below_index: int) -> None:
         self._trim_below = max(self._trim_below, below_index)

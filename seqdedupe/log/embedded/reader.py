@@ -233,14 +233,20 @@ class Reader:
     async def begins_before(self, segment: Segment, publish_time_ms: int) -> bool:
         """Whether the first record that can be read from a segment on was published before that time.
 
-        Not if there is none. A segment in which nothing can be read is read once.
+        Not if there is none.
         """
+        began_ms = await self.began_ms(segment)
+        return began_ms is not None and began_ms < publish_time_ms
+
+    async def began_ms(self, segment: Segment) -> int | None:
+        """When the first record that can be read from a segment on was published; None if there is none. A segment in
+        which nothing can be read is read once."""
         for one in self.segments[self._place_of(segment.base_index) :]:
             if not one.points and one.indexed_end < one.end:
                 await self._piece(one, 0, one.base_index, POINT_INTERVAL_BYTES, past=ANYWHERE)
             if one.points:
-                return one.points[0].publish_time_ms < publish_time_ms
-        return False
+                return one.points[0].publish_time_ms
+        return None
 
     async def message_bytes(self, segment: Segment) -> int:
         """What a segment holds but for control records and markers. One that was not read since the log was opened is

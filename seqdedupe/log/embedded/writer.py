@@ -156,6 +156,8 @@ class Writer:
         self.on_news = on_news
         self.on_late = on_late
         self.flush_interval = FlushInterval()
+        self.roll_through = -1
+        """A segment that begins at or below this index is long enough, whatever its size. The event loop may say so."""
         self.is_due = False
         """Whether what was written has to be made durable now."""
         self.has_more_coming = False
@@ -324,7 +326,8 @@ class Writer:
 
     def _roll(self, file: int) -> int:
         """Goes on in a new segment if this one is long enough. Raises OSError if there can be none now."""
-        if self._end < self._segment_bytes or self._next_index == self._base_index:
+        is_long_enough = self._end >= self._segment_bytes or self._base_index <= self.roll_through
+        if not is_long_enough or self._next_index == self._base_index:
             return file
         self.sync_file()
         path = segment_path(self._folder, self._next_index)
