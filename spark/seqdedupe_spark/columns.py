@@ -12,7 +12,7 @@ from seqdedupe.batch import Binary, Int64s
 from seqdedupe.client.stored import StoredBatch
 from seqdedupe_spark.message_id_column import encoded
 from seqdedupe_spark.ranges import partition_of
-from seqdedupe_spark.stock import STOCK
+from seqdedupe_spark.stock import STOCK, StockBatch
 
 TIME = pa.timestamp("us", "UTC")
 
@@ -33,7 +33,10 @@ SCHEMA = pa.schema(
         "__deduplicationId": pa.binary(),
     }
 )
-"""All columns, with the names of the Pulsar connector where it has them."""
+"""The columns, with the names of the Pulsar connector where it has them."""
+
+OF_PULSAR = pa.schema({"__keyBytes": pa.binary(), "__orderingKey": pa.binary(), "__schemaVersion": pa.int64()})
+"""More of them, for who asks: tables that were made without them go on taking the rows."""
 
 _PROPERTIES = SCHEMA.field("__messageProperties").type
 
@@ -51,6 +54,12 @@ def plain(schema: pa.Schema) -> pa.Schema:
     return pa.schema([field.with_name(_plain_name(field)) for field in schema])
 
 
+def columns_of(with_pulsars: bool, with_plain_names: bool) -> pa.Schema:
+    """The columns that a user asks for."""
+    schema = pa.schema([*SCHEMA, *OF_PULSAR]) if with_pulsars else SCHEMA
+    return plain(schema) if with_plain_names else schema
+
+
 def _plain_name(field: pa.Field) -> str:
     return str(field.name).removeprefix("__")
 
@@ -63,8 +72,8 @@ def column_of(batch: pa.RecordBatch | pa.Table, name: str) -> Any:
 def to_arrow(stored: Sequence[StoredBatch], topic: str, schema: pa.Schema = SCHEMA) -> pa.RecordBatch:
     """The rows of at least one stored batch of a topic (full name), all in one; of its columns those of `schema`.
 
-    `schema` has columns of SCHEMA or of `plain(SCHEMA)`, in any order. No payload or key, no event time (0), and a
-    time that microseconds in 64 bits do not hold are null. Values of a single batch are not copied.
+    `schema` has columns of SCHEMA and OF_PULSAR, or of `plain` of them, in any order. No payload or key, no event time
+    (0), and a time that microseconds in 64 bits do not hold are null. Values of a single batch are not copied.
     """
     rows = _Rows(stored, topic, np.array([len(one) for one in stored]))
     columns = [_MAKERS[_plain_name(field)](rows) for field in schema]
@@ -91,6 +100,10 @@ class _Rows:
     def have_ids(self) -> bool:
         """Whether the topic is one of deduplication IDs: then its messages have neither producers nor sequence IDs."""
         return bool(self.stored[0].batch.deduplication_ids)
+
+    def of_pulsar(self) -> list[StockBatch]:
+        """The batches, of a topic that no sidecar writes."""
+        return [one for one in self.stored if isinstance(one, StockBatch)]
 
     def indexes(self) -> Int64s:
         first = np.array([one.base_index for one in self.stored])
@@ -254,6 +267,25 @@ def _deduplication_ids(rows: _Rows) -> pa.Array:
     return _joined([_array(pa.binary(), one.batch.deduplication_ids, len(one)) for one in rows.stored])
 
 
+def _key_bytes(rows: _Rows) -> pa.Array:
+    if rows.have_indexes:
+        return _keys(rows)
+    return _joined([_array(pa.binary(), one.key_bytes, len(one)) for one in rows.of_pulsar()])
+
+
+def _ordering_keys(rows: _Rows) -> pa.Array:
+    if rows.have_indexes:
+        return pa.nulls(len(rows), pa.binary())
+    return _joined([_array(pa.binary(), one.ordering_keys, len(one)) for one in rows.of_pulsar()])
+
+
+def _schema_versions(rows: _Rows) -> pa.Array:
+    if rows.have_indexes:
+        return pa.nulls(len(rows), pa.int64())
+    versions = _joined_numbers([one.schema_versions for one in rows.of_pulsar()])
+    return pa.array(versions, mask=versions < 0)
+
+
 _MAKERS: dict[str, Callable[[_Rows], pa.Array]] = {
     "value": _values,
     "key": _keys,
@@ -268,4 +300,7 @@ _MAKERS: dict[str, Callable[[_Rows], pa.Array]] = {
     "partition": _partitions,
     "incarnation": _incarnations,
     "deduplicationId": _deduplication_ids,
+    "keyBytes": _key_bytes,
+    "orderingKey": _ordering_keys,
+    "schemaVersion": _schema_versions,
 }

@@ -59,4 +59,4 @@ def advice(name: str, names: Sequence[str]) -> str:
     for beginning, why in _FOREIGN.items():
         if name.startswith(beginning):
             return why
-    return "there are " + ", ".join(one for one in names if not one.startswith("pulsar."))
+    return "there are " + ", ".join(one for one in names if not one.startswith(("pulsar.", "admin.")))

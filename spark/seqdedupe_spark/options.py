@@ -33,6 +33,7 @@ NAMES = (
     "maxRecordsPerPartition",
     "failOnDataLoss",
     "plainColumnNames",
+    "pulsarColumns",
     "readTimeoutSeconds",
     "authParams",
     "tlsTrustCertsFilePath",
@@ -98,6 +99,7 @@ class Options:
     max_records_per_partition: int | None = None
     fail_on_data_loss: bool = True
     plain_column_names: bool = False
+    pulsar_columns: bool = False
     read_timeout_seconds: int | None = None
 
 
@@ -119,6 +121,7 @@ def parse(options: Mapping[str, str]) -> Options:
         max_records_per_partition=given.take("maxRecordsPerPartition", _count, None),
         fail_on_data_loss=given.take("failOnDataLoss", flag, True),
         plain_column_names=given.take("plainColumnNames", flag, False),
+        pulsar_columns=given.take("pulsarColumns", flag, False),
         read_timeout_seconds=given.take("readTimeoutSeconds", _count, None),
     )
 
@@ -142,6 +145,7 @@ def _service(given: "Given") -> Service:
         given.take("pulsar.client.tlsTrustCertsFilePath", str, ""),
         given.take("pulsar.client.tlsAllowInsecureConnection", flag, False),
         given.take("pulsar.client.tlsHostnameVerificationEnable", flag, True),
+        tells_keys=given.take("pulsarColumns", flag, False),
     )
 
 

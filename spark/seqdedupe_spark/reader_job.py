@@ -51,6 +51,7 @@ _SOURCE_OPTIONS = {
     "max_bytes_per_trigger": "maxBytesPerTrigger",
     "fail_on_data_loss": "failOnDataLoss",
     "plain_column_names": "plainColumnNames",
+    "pulsar_columns": "pulsarColumns",
     "read_timeout_seconds": "readTimeoutSeconds",
 }
 """The data source's options that a job takes too."""
@@ -111,6 +112,11 @@ def _source_options(command: Command) -> Command:
                 help="A task to which no message has come for so long ends, and is planned again; default: 20.",
             ),
             click.option("--plain-column-names", is_flag=True, help="Columns without the leading __."),
+            click.option(
+                "--pulsar-columns",
+                is_flag=True,
+                help="More columns: exact keys, ordering keys, schema versions.",
+            ),
         ]
     ):
         command = option(command)

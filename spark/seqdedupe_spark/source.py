@@ -21,7 +21,7 @@ from pyspark.sql.types import StructType
 from seqdedupe.errors import NotFoundError, PositionError, error
 from seqdedupe.message_id import Position
 from seqdedupe_spark import options as user_options
-from seqdedupe_spark.columns import SCHEMA, plain, to_arrow
+from seqdedupe_spark.columns import columns_of, to_arrow
 from seqdedupe_spark.delaying import Delaying
 from seqdedupe_spark.losses import Loss
 from seqdedupe_spark.offsets import NOTHING_YET, Offsets, as_texts, offset_after, positions_in, starts_in
@@ -100,7 +100,7 @@ def _sink_task(options: sink_options.SinkOptions, schema: StructType, overwrite:
 
 
 def _all_columns(options: Options) -> pa.Schema:
-    return plain(SCHEMA) if options.plain_column_names else SCHEMA
+    return columns_of(options.pulsar_columns, options.plain_column_names)
 
 
 def wanted_columns(schema: StructType, options: Options) -> pa.Schema:

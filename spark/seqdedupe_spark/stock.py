@@ -5,8 +5,10 @@ entry. Where messages of an entry that holds several are still to be read, the i
 the message ID says up to which they were read. `docs/spark-pulsar.md` has it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from seqdedupe.batch import NO_INT64S, Binary, Int64s
+from seqdedupe.client.stored import StoredBatch
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.log.pulsar.ledgers import Ledgers
 from seqdedupe.message_id import MessageId, Position
@@ -68,6 +70,22 @@ def rows_read(position: Position) -> int:
     """How many messages of the entry after that one were read."""
     message_id = position.message_id
     return 0 if message_id is None else message_id.batch_index + 1
+
+
+@dataclass(slots=True)
+class StockBatch(StoredBatch):
+    """Messages of one publish time, in which the sequence IDs of each producer rise. They have no indexes."""
+
+    end: Position = field(default_factory=lambda: Position.start(STOCK))
+    """The position after the last one."""
+    key_bytes: Binary = field(default_factory=Binary)
+    """The keys as they were set: in `batch` those of bytes are in base64, and empty ones are none."""
+    ordering_keys: Binary = field(default_factory=Binary)
+    schema_versions: Int64s = field(default_factory=lambda: NO_INT64S)
+    """-1 where there is none."""
+
+    def position(self, row: int) -> Position:
+        return self.end if row == len(self) - 1 else after(self.message_id(row))
 
 
 @dataclass(frozen=True)

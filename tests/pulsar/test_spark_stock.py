@@ -1,6 +1,7 @@
 """Spark reads from a real broker topics that no sidecar writes: each message once, and what is lost is told."""
 
 import asyncio
+import base64
 import json
 import logging
 from collections.abc import Callable
@@ -344,6 +345,30 @@ async def test_a_stream_goes_on_from_its_offset(cluster: Cluster, stock: Stock, 
             offset = end
             found += [int(row["value"]) for row in read]
     assert found == list(range(100))
+
+
+def of_bytes(key: bytes) -> dict[int, int | str | bytes]:
+    """The metadata of a message with such a key, as Java's client makes it."""
+    return {6: base64.b64encode(key).decode(), 17: 1}
+
+
+async def test_keys_and_schema_versions_are_what_producers_set(cluster: Cluster, topic: str, source: Source) -> None:
+    """The control arm is the column `__key`: bytes are text there, and an empty key is none."""
+    await cluster.admin.create_topic(topic, {})
+    many = (
+        Publish(1, metadata=of_bytes(b"\xff\x00") | {16: (7).to_bytes(8), 18: b"\xffo"}),
+        Publish(2, metadata={6: "/wA="}),
+        Publish(3, metadata={6: ""}),
+        Publish(4),
+        Publish(5, 6, (5, 6), metadata={16: (2**40).to_bytes(8)}),
+    )
+    await publish(cluster, topic, *many)
+    rows = await source.rows(failOnDataLoss=False, pulsarColumns=True)
+    assert [row["__key"] for row in rows] == [b"/wA=", b"/wA=", None, None, None, None]
+    assert [row["__keyBytes"] for row in rows] == [b"\xff\x00", b"/wA=", b"", None, None, None]
+    assert [row["__orderingKey"] for row in rows] == [b"\xffo", *[None] * 5]
+    assert [row["__schemaVersion"] for row in rows] == [7, None, None, None, 2**40, 2**40]
+    assert list((await source.rows(failOnDataLoss=False))[0]) == SCHEMA.names
 
 
 MARKER = {20: 21}

@@ -194,6 +194,7 @@ def test_what_is_no_position(text: str) -> None:
         ({"topic": "t", "minPartitions": "٣"}, "minPartitions is"),
         ({"topic": "t", "failOnDataLoss": "no"}, "failOnDataLoss is 'no': it should be true or false"),
         ({"topic": "t", "plainColumnNames": ""}, "plainColumnNames is ''"),
+        ({"topic": "t", "pulsarColumns": "yes"}, "pulsarColumns is 'yes'"),
     ],
 )
 def test_what_is_wrong_is_named_in_one_line(options: dict[str, str], said: str) -> None:

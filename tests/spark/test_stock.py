@@ -1,14 +1,18 @@
 """Positions in topics that no sidecar writes, and the batches that are made of their messages."""
 
+import base64
+from typing import Any
+
 import pytest
 
 from seqdedupe.errors import InvalidRequestError
 from seqdedupe.log.pulsar.entries import Entry, Message
+from seqdedupe.log.pulsar.http import Answer
 from seqdedupe.log.pulsar.ledgers import Ledger, Ledgers
 from seqdedupe.message_id import MessageId, Position
 from seqdedupe_spark import stock
-from seqdedupe_spark.cluster.stock import stored
-from seqdedupe_spark.columns import SCHEMA, to_arrow
+from seqdedupe_spark.cluster.stock import exact_keys, fields_of, keys_in, stored
+from seqdedupe_spark.columns import SCHEMA, columns_of, to_arrow
 from seqdedupe_spark.dedupe import Deduplicator
 from seqdedupe_spark.losses import find_loss
 from seqdedupe_spark.stock import STOCK, StockEnds
@@ -160,3 +164,107 @@ def test_no_value_and_no_key_are_null() -> None:
     assert arrow.column("__key").to_pylist() == [None, b"k"]
     assert arrow.column("__eventTime").null_count == 1
     assert arrow.column("__publishTime").null_count == 0
+
+
+BYTES = b"\xff\x00key"
+IN_BASE64 = base64.b64encode(BYTES).decode()
+
+
+def keyed(key: str, **more: Any) -> Entry:
+    place = more.pop("place", MessageId(5, 0))
+    return Entry(Message(b"", {}, key, 0), place, 1, "p", place.entry_id, **more)
+
+
+def test_columns_that_pulsar_alone_has() -> None:
+    """A key of bytes, one that only looks so, an empty one and none, each as it was set. The other columns stay."""
+    rows = [
+        keyed(IN_BASE64, ordering_key=b"\xffo", schema_version=2**40),
+        keyed("abcd", place=MessageId(5, 1), schema_version=0),
+        keyed("", place=MessageId(5, 2)),
+        keyed("", place=MessageId(5, 3), ordering_key=b"o"),
+    ]
+    batches = list(stored(rows, [BYTES, b"abcd", b"", None]))
+    arrow = to_arrow(batches, TOPIC, columns_of(True, False))
+    assert arrow.select(SCHEMA.names) == to_arrow(list(stored(rows)), TOPIC)
+    assert arrow.column("__key").to_pylist() == [IN_BASE64.encode(), b"abcd", None, None]
+    assert arrow.column("__keyBytes").to_pylist() == [BYTES, b"abcd", b"", None]
+    assert arrow.column("__orderingKey").to_pylist() == [b"\xffo", None, None, b"o"]
+    assert arrow.column("__schemaVersion").to_pylist() == [2**40, 0, None, None]
+
+
+def of_message(payload: bytes, key: bytes | None = None, *more: bytes) -> bytes:
+    """A message of a batch. `more` are encoded fields."""
+    metadata = (b"" if key is None else b"\x12" + bytes([len(key)]) + key) + b"\x18" + bytes([len(payload)])
+    metadata += b"".join(more)
+    return len(metadata).to_bytes(4) + metadata + payload
+
+
+IS_BASE64, NO_KEY = b"\x30\x01", b"\x50\x01"
+BATCH = {"x-pulsar-num-batch-message": "5"}
+
+
+@pytest.mark.parametrize(
+    ("said", "raw", "keys"),
+    [
+        ({}, b"x", [None]),
+        ({"x-pulsar-partition-key": ""}, b"x", [b""]),
+        ({"x-pulsar-partition-key": "", "x-pulsar-null-partition-key": "true"}, b"x", [None]),
+        ({"x-pulsar-partition-key": IN_BASE64}, b"x", [IN_BASE64.encode()]),
+        ({"x-pulsar-partition-key": IN_BASE64, "x-pulsar-partition-key-b64-encoded": "true"}, b"x", [BYTES]),
+        (
+            BATCH,
+            of_message(b"x" * 100)
+            + of_message(b"", b"")
+            + of_message(b"y", b"", NO_KEY)
+            + of_message(b"z", IN_BASE64.encode())
+            + of_message(b"z", IN_BASE64.encode(), b"\x0a\x01?", IS_BASE64),
+            [None, b"", None, IN_BASE64.encode(), BYTES],
+        ),
+    ],
+)
+def test_keys_are_read_from_what_a_broker_says(said: dict[str, str], raw: bytes, keys: list[bytes | None]) -> None:
+    assert keys_in(Answer(200, raw, said)) == keys
+
+
+def test_what_is_no_batch_is_no_key() -> None:
+    whole = of_message(b"z", b"key") + of_message(b"z", b"key")
+    for end in range(1, len(whole) - 1):
+        if end in (len(whole) // 2, len(whole) // 2 - 1):
+            continue
+        with pytest.raises((ValueError, IndexError, KeyError)):
+            keys_in(Answer(200, whole[:end], BATCH))
+    assert fields_of(b"\x08\x80\x01\x11" + bytes(8) + b"\x1d" + bytes(4)) == {1: 128, 2: bytes(8), 3: bytes(4)}
+    with pytest.raises(KeyError):
+        fields_of(b"\x0b")
+
+
+class Admin:
+    """What `exact_keys` asks for."""
+
+    def __init__(self, answers: dict[MessageId, Answer]) -> None:
+        self.admin = self
+        self.asked: list[MessageId] = []
+        self._answers = answers
+
+    async def entry(self, topic: str, entry: MessageId) -> Answer:
+        self.asked.append(entry)
+        return self._answers[entry]
+
+
+async def test_a_broker_is_asked_once_for_an_entry_whose_keys_are_not_clear() -> None:
+    rows = [
+        keyed("a key", place=MessageId(5, 0)),
+        keyed("a key", place=MessageId(5, 1, 0), of_batch=2),
+        keyed("", place=MessageId(5, 1, 1), of_batch=2),
+        keyed("", place=MessageId(5, 1, 2), of_batch=2),
+        keyed("abcd", place=MessageId(5, 2)),
+    ]
+    batch = of_message(b"", b"a key") + of_message(b"", b"") + of_message(b"")
+    connection: Any = Admin(
+        {
+            MessageId(5, 1): Answer(200, batch, BATCH),
+            MessageId(5, 2): Answer(200, b"", {"x-pulsar-partition-key": "abcd"}),
+        }
+    )
+    assert await exact_keys(connection, TOPIC, rows) == [b"a key", b"a key", b"", None, b"abcd"]
+    assert connection.asked == [MessageId(5, 1), MessageId(5, 2)]

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 from urllib.parse import quote, unquote_plus
 
 from seqdedupe.errors import InvalidRequestError, NotFoundError, SeqdedupeError, error
-from seqdedupe.log.pulsar.http import AdminUrl
+from seqdedupe.log.pulsar.http import AdminUrl, Answer
 from seqdedupe.log.pulsar.ledgers import Ledger, Ledgers
 from seqdedupe.message_id import MessageId
 
@@ -210,13 +210,12 @@ class Admin:
         except (KeyError, TypeError) as e:
             raise _not_pulsar(path) from e
 
-    async def headers(self, topic: str, entry: MessageId) -> Mapping[str, str]:
-        """What a broker says of an entry, whether or not it gives it to readers: `x-pulsar-…`, in lower case.
+    async def entry(self, topic: str, entry: MessageId) -> Answer:
+        """Return an entry's payload, and as headers `x-pulsar-…` what a broker says of it, also if no reader gets it.
 
         Raises TOPIC_NOT_FOUND also if the entry is not there.
         """
-        answer = await self._url.call("GET", f"{_path(topic)}/ledger/{entry.ledger_id}/entry/{entry.entry_id}")
-        return answer.headers
+        return await self._url.call("GET", f"{_path(topic)}/ledger/{entry.ledger_id}/entry/{entry.entry_id}")
 
     async def first_since(self, topic: str, publish_time_ms: int) -> MessageId:
         """The first entry published then or later; where the next one will stand if there is none."""

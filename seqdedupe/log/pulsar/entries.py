@@ -71,6 +71,10 @@ class Entry(NamedTuple):
     """As Pulsar has it; -1 where the client does not show it."""
     of_batch: int = 0
     """How many messages Pulsar's entry has, if it is a batch that its client made."""
+    ordering_key: bytes = b""
+    """Empty is none."""
+    schema_version: int = -1
+    """That of the schema which the message was made by; -1 is none."""
 
 
 class EntryFormat(Enum):

@@ -120,7 +120,25 @@ def _entry(native: Any) -> Entry:
     producer_name = native.producer_name()
     sequence_id = _sequence_id(native, producer_name)
     of_batch = _batch_size(place.serialize()) if message_id.batch_index >= 0 else 0
-    return Entry(message, message_id, native.publish_timestamp(), producer_name, sequence_id, of_batch)
+    return Entry(
+        message,
+        message_id,
+        native.publish_timestamp(),
+        producer_name,
+        sequence_id,
+        of_batch,
+        _ordering_key(native),
+        native.int_schema_version(),
+    )
+
+
+def _ordering_key(native: Any) -> bytes:
+    """The client takes bytes for text, and fails where they are none."""
+    try:
+        text: str = native.ordering_key()
+    except UnicodeDecodeError as e:
+        return e.object
+    return text.encode()
 
 
 def _batch_size(message_id: bytes) -> int:

@@ -31,7 +31,9 @@ from seqdedupe_spark.stock import STOCK
 
 def read_stored(cluster: Cluster, span: Range, timeout_seconds: float | None) -> Iterator[StoredBatch]:
     """As `seqdedupe_spark.reading.read_stored`. A sidecar's entries are judged by the rule of terms."""
-    steps = (StockTask if span.incarnation == STOCK else _LogTask)(span, timeout_seconds).steps(cluster)
+    is_stock = span.incarnation == STOCK
+    reading = StockTask(span, timeout_seconds, cluster.tells_keys) if is_stock else _LogTask(span, timeout_seconds)
+    steps = reading.steps(cluster)
     try:
         while (step := run(lambda: anext(steps, None))) is not None:
             yield from step

@@ -23,6 +23,8 @@ class Cluster:
     verifies_hostname: bool = True
     subscription: str = ""
     """The durable one of the job that reads: for it Pulsar keeps what stands in topics that no sidecar writes."""
+    tells_keys: bool = False
+    """Whether keys of topics that no sidecar writes are read exactly, which can take an admin call for each entry."""
 
 
 Service = str | Sidecar | Cluster

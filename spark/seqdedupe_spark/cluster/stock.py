@@ -1,9 +1,10 @@
 """Reading a range of a topic that no sidecar writes: every entry of it, as the topic's ledgers count them."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+import base64
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 
@@ -13,40 +14,38 @@ from seqdedupe.client.stored import StoredBatch
 from seqdedupe.errors import NotFoundError, UnavailableError, error
 from seqdedupe.limits import NO_SEQUENCE_ID
 from seqdedupe.log.pulsar.entries import Entry
+from seqdedupe.log.pulsar.http import Answer
 from seqdedupe.log.pulsar.ledgers import Ledgers
 from seqdedupe.log.pulsar.places import size_of
 from seqdedupe.log.pulsar.reader import Reader
-from seqdedupe.message_id import MessageId, Position
+from seqdedupe.message_id import MessageId
 from seqdedupe.message_ids import MessageIds
 from seqdedupe_spark import stock
 from seqdedupe_spark.cluster import task
 from seqdedupe_spark.cluster.connection import Connection, next_entries
 from seqdedupe_spark.cluster.task import Task
 from seqdedupe_spark.ranges import Range
-from seqdedupe_spark.stock import STOCK, StockEnds
+from seqdedupe_spark.stock import STOCK, StockBatch, StockEnds
 
 ASKED_AT_ONCE = 8
-"""So many entries that no reader was given are asked about at once."""
+"""So many entries are asked about at once."""
 
+_KEY, _PAYLOAD_SIZE, _KEY_IS_BASE64, _NO_KEY = 2, 3, 6, 10
+"""Fields of Pulsar's `SingleMessageMetadata`, which stands before each message of a batch."""
+_FIXED_SIZES = {1: 8, 5: 4}
+"""The sizes of fields of these wire types of protobuf."""
 
-@dataclass(slots=True)
-class StockBatch(StoredBatch):
-    """Messages of one publish time, in which the sequence IDs of each producer rise. They have no indexes."""
-
-    end: Position = field(default_factory=lambda: Position.start(STOCK))
-    """The position after the last one."""
-
-    def position(self, row: int) -> Position:
-        return self.end if row == len(self) - 1 else stock.after(self.message_id(row))
+T = TypeVar("T")
 
 
 class StockTask(Task):
     """How far a range was read. What a broker does not give readers is asked for, and is no gap only if the broker says
     why."""
 
-    def __init__(self, span: Range, timeout_seconds: float | None) -> None:
+    def __init__(self, span: Range, timeout_seconds: float | None, tells_keys: bool = False) -> None:
         super().__init__(span, timeout_seconds)
         self._at = span.start
+        self._tells_keys = tells_keys
 
     @property
     def is_done(self) -> bool:
@@ -69,9 +68,10 @@ class StockTask(Task):
                     run.take(entry, number)
                 if run.size_bytes >= task.STEP_BYTES or run.due >= stop:
                     found = run.taken()
+                    keys = await exact_keys(connection, topic, found) if self._tells_keys else None
                     if run.due > first:
                         self._at = stock.after(ends.ledgers.message_id(run.due - 1))
-                    yield found
+                    yield list(stored(found, keys))
         finally:
             await reader.close()
 
@@ -127,11 +127,11 @@ class _Run:
         if row + 1 >= entry.of_batch:
             self.due, self._rows, self._whole = self.due + 1, 0, len(self._found)
 
-    def taken(self) -> list[StoredBatch]:
+    def taken(self) -> list[Entry]:
         """The messages of whole entries, once."""
         found, self._found = self._found[: self._whole], self._found[self._whole :]
         self._whole, self.size_bytes = 0, sum(size_of(entry.message) for entry in self._found)
-        return list(stored(found))
+        return found
 
 
 async def last_readable(connection: Connection, topic: str, ledgers: Ledgers) -> MessageId | None:
@@ -156,7 +156,7 @@ async def last_readable(connection: Connection, topic: str, ledgers: Ledgers) ->
 async def check_is_supported(connection: Connection, topic: str, entry: MessageId) -> None:
     """Raises UNSUPPORTED_MESSAGE for an entry that is there and cannot be read here."""
     with suppress(NotFoundError):
-        _check_supported(topic, entry, await connection.admin.headers(topic, entry))
+        _check_supported(topic, entry, (await connection.admin.entry(topic, entry)).headers)
 
 
 async def explain(connection: Connection, topic: str, ledgers: Ledgers, numbers: range) -> None:
@@ -169,7 +169,7 @@ async def explain(connection: Connection, topic: str, ledgers: Ledgers, numbers:
     async def ask(number: int) -> None:
         entry = ledgers.message_id(number)
         try:
-            said = await connection.admin.headers(topic, entry)
+            said = (await connection.admin.entry(topic, entry)).headers
         except NotFoundError as e:
             left = (await connection.stored(topic)).ledgers
             if left.ordinal(entry) is not None:
@@ -182,8 +182,7 @@ async def explain(connection: Connection, topic: str, ledgers: Ledgers, numbers:
             raise error("LOG_UNREADABLE", f"{entry} of {topic} waits for a transaction that is not over")
         raise error("LOG_DAMAGED", f"{entry} of {topic} is there, and Pulsar's client does not give it")
 
-    for first in range(numbers.start, numbers.stop, ASKED_AT_ONCE):
-        await asyncio.gather(*map(ask, range(first, min(first + ASKED_AT_ONCE, numbers.stop))))
+    await _each(ask, numbers)
 
 
 def _check_supported(topic: str, entry: MessageId, said: Mapping[str, str]) -> None:
@@ -194,26 +193,131 @@ def _check_supported(topic: str, entry: MessageId, said: Mapping[str, str]) -> N
         raise error("UNSUPPORTED_MESSAGE", f"{entry} of {topic} is a part of a chunked message")
 
 
-def stored(entries: Sequence[Entry]) -> Iterator[StoredBatch]:
-    """Messages that stand one after the other, of whole entries."""
+async def exact_keys(connection: Connection, topic: str, entries: Sequence[Entry]) -> list[bytes | None]:
+    """The keys as their producers set them. Pulsar's client shows bytes in base64, and no key as an empty one: where a
+    key may be either, the broker is asked for its entry. Raises POSITION_TRIMMED if that is gone."""
+    keys: list[bytes | None] = [entry.message.key.encode() for entry in entries]
+    unclear: dict[MessageId, list[int]] = {}
+    for row, entry in enumerate(entries):
+        if _may_be_base64(entry.message.key):
+            unclear.setdefault(entry.message_id._replace(batch_index=-1), []).append(row)
+
+    async def ask(place: MessageId) -> None:
+        try:
+            found = keys_in(await connection.admin.entry(topic, place))
+            for row in unclear[place]:
+                keys[row] = found[max(entries[row].message_id.batch_index, 0)]
+        except NotFoundError as e:
+            raise stock.trimmed(topic, f"from {place} on") from e
+        except (IndexError, KeyError, ValueError) as e:
+            raise error("LOG_DAMAGED", f"{place} of {topic} is no batch as Pulsar's clients make it") from e
+
+    await _each(ask, list(unclear))
+    return keys
+
+
+def _may_be_base64(key: str) -> bool:
+    try:
+        base64.b64decode(key, validate=True)
+    except ValueError:
+        return False
+    return True
+
+
+def keys_in(answer: Answer) -> list[bytes | None]:
+    """The keys of an entry's messages, as the broker gives the entry. Raises ValueError, IndexError or KeyError for
+    what is no batch."""
+    said, raw = answer.headers, answer.raw
+    if "x-pulsar-num-batch-message" not in said:
+        text = said.get("x-pulsar-partition-key")
+        is_bytes = said.get("x-pulsar-partition-key-b64-encoded") == "true"
+        is_null = said.get("x-pulsar-null-partition-key") == "true"
+        return [None if text is None or is_null else _key(text.encode(), is_bytes)]
+    keys: list[bytes | None] = []
+    while raw:
+        of_message = fields_of(raw[4 : 4 + int.from_bytes(raw[:4])])
+        key, size = of_message.get(_KEY), of_message[_PAYLOAD_SIZE]
+        if not isinstance(size, int):
+            raise ValueError("the size of a payload is no number")
+        if isinstance(key, bytes) and not of_message.get(_NO_KEY):
+            keys.append(_key(key, bool(of_message.get(_KEY_IS_BASE64))))
+        else:
+            keys.append(None)
+        raw = raw[4 + int.from_bytes(raw[:4]) + size :]
+    return keys
+
+
+def _key(key: bytes, is_bytes: bool) -> bytes:
+    return base64.b64decode(key) if is_bytes else key
+
+
+def fields_of(raw: bytes) -> dict[int, int | bytes]:
+    """The fields of a protobuf message by their numbers; of one that is repeated, the last. Raises ValueError or
+    IndexError for what is none."""
+    fields: dict[int, int | bytes] = {}
+    at = 0
+
+    def varint() -> int:
+        nonlocal at
+        value = shift = 0
+        while True:
+            byte = raw[at]
+            at += 1
+            value |= (byte & 0x7F) << shift
+            shift += 7
+            if byte < 0x80:
+                return value
+
+    while at < len(raw):
+        tag = varint()
+        if tag & 7 == 0:
+            fields[tag >> 3] = varint()
+            continue
+        size = varint() if tag & 7 == 2 else _FIXED_SIZES[tag & 7]
+        fields[tag >> 3] = raw[at : at + size]
+        at += size
+    if at > len(raw):
+        raise ValueError("a field ends after its message")
+    return fields
+
+
+async def _each(call: Callable[[T], Awaitable[None]], several: Sequence[T]) -> None:
+    """Some at once. Raises what the first one raises that fails."""
+    for first in range(0, len(several), ASKED_AT_ONCE):
+        await asyncio.gather(*map(call, several[first : first + ASKED_AT_ONCE]))
+
+
+def stored(entries: Sequence[Entry], keys: Sequence[bytes | None] | None = None) -> Iterator[StoredBatch]:
+    """Messages that stand one after the other, of whole entries; `keys` are their exact ones."""
     first = 0
     highest: dict[str, int] = {}
     for number, entry in enumerate(entries):
         is_risen = entry.sequence_id > highest.get(entry.producer_name, NO_SEQUENCE_ID - 1)
         if number > first and (not is_risen or entry.publish_time_ms != entries[first].publish_time_ms):
-            yield _stored(entries[first:number])
+            yield _stored(entries[first:number], keys and keys[first:number])
             first, highest = number, {}
         highest[entry.producer_name] = entry.sequence_id
     if entries:
-        yield _stored(entries[first:])
+        yield _stored(entries[first:], keys and keys[first:])
 
 
-def _stored(entries: Sequence[Entry]) -> StockBatch:
+def _stored(entries: Sequence[Entry], keys: Sequence[bytes | None] | None) -> StockBatch:
     last = entries[-1]
     is_whole = last.message_id.batch_index + 1 >= last.of_batch
     end = stock.after(last.message_id._replace(batch_index=-1) if is_whole else last.message_id)
     ids = MessageIds.of((1, *entry.message_id) for entry in entries)
-    return StockBatch(_batch(entries), 0, last.publish_time_ms, STOCK, 0, ids, end=end)
+    return StockBatch(
+        _batch(entries),
+        0,
+        last.publish_time_ms,
+        STOCK,
+        0,
+        ids,
+        end=end,
+        key_bytes=Binary.of(keys or ()),
+        ordering_keys=Binary.of([entry.ordering_key or None for entry in entries]),
+        schema_versions=np.array([entry.schema_version for entry in entries], np.int64),
+    )
 
 
 def _batch(entries: Sequence[Entry]) -> Batch:

@@ -7,13 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import pyarrow as pa
 from pyspark.sql import DataFrame, SparkSession
 
 from seqdedupe.client.connection import Backoff
 from seqdedupe.errors import SeqdedupeError, UnavailableError, error
 from seqdedupe.message_id import Position
-from seqdedupe_spark.columns import SCHEMA, plain
+from seqdedupe_spark.columns import columns_of
 from seqdedupe_spark.job import dead_letters
 from seqdedupe_spark.job.dead_letters import SUFFIX
 from seqdedupe_spark.job.frames import DataFrameTransform, FrameTask, run_tasks, sql
@@ -123,7 +122,7 @@ class ReaderJob:
         self._transform = transform
         self._frame = sql(frame) if isinstance(frame, str) else frame
         source = config.source
-        self._columns: pa.Schema = plain(SCHEMA) if source.plain_column_names else SCHEMA
+        self._columns = columns_of(source.pulsar_columns, source.plain_column_names)
         self._service = of_job(source.service, config.job)
         self._client = open_client(self._service, source.selection)
         self._positions = Positions(config.job, config.table, source)
