@@ -2,7 +2,9 @@
 
 import asyncio
 import itertools
+import os
 import random
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -367,6 +369,13 @@ async def _lose(sidecar: Sidecar, how: str, client: Client, topic: str) -> None:
     if how.startswith("restored"):
         await asyncio.to_thread(sidecar.data.rename, sidecar.folder / "lost")
         await asyncio.to_thread(restore, sidecar.folder.parent / "older", sidecar.data)
+    elif how == "journal given up":
+        # What a power cut leaves of a segment that was not synced yet.
+        [segment] = (sidecar.data / "logs").glob("[0-9]*/*.log")
+        [older] = (sidecar.folder.parent / "older" / "logs").glob("[0-9]*/*.log")
+        os.truncate(segment, older.stat().st_size)
+        shutil.rmtree(sidecar.data / "logs" / "journal", ignore_errors=True)
+        sidecar.keys["give_up_journal"] = True
     await asyncio.to_thread(sidecar.start)
     if how in ("deleted", "made anew"):
         await client.admin.delete_topic(topic)
@@ -374,7 +383,9 @@ async def _lose(sidecar: Sidecar, how: str, client: Client, topic: str) -> None:
         await client.admin.create_topic(topic, deduplication_mode=MODE)
 
 
-@pytest.mark.parametrize("how", ["", "restored", "restored in the same term", "deleted", "made anew"])
+@pytest.mark.parametrize(
+    "how", ["", "restored", "restored in the same term", "journal given up", "deleted", "made anew"]
+)
 async def test_another_history_is_noticed(start_sidecar: StartSidecar, tmp_path: Path, topic: str, how: str) -> None:
     """The control arm restarts with the data that it had, and goes on."""
     sidecar = start_sidecar(backup_directory=tmp_path)
