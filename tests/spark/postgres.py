@@ -80,6 +80,7 @@ class PostgresServer:
 
 
 def _program(name: str) -> str:
+    """Where it is; Debian's are in no folder of PATH. Skips the test if there is none."""
     found = shutil.which(name) or max(map(str, Path("/usr/lib/postgresql").glob(f"*/bin/{name}")), default=None)
     if found is None:
         POSTGRESQL.missing()
@@ -91,6 +92,7 @@ def _server_url() -> str:
     given = os.environ.get(_VARIABLE)
     if given:
         return given
+    _program("postgres")
     # The server outlives every test, so what it has not yet on disk is never needed.
     server = PostgresServer(fsync="off", max_connections=50, shared_buffers="32MB")
     atexit.register(server.stop)
