@@ -4,6 +4,7 @@ import asyncio
 import base64
 import json
 import logging
+import random
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -400,10 +401,48 @@ async def test_what_no_reader_is_given_is_no_gap(
     assert values(database) == [1, 2, 3, 4, 5]
 
 
+async def test_a_chunked_message_is_read_where_it_ends(
+    cluster: Cluster, topic: str, job: Callable[..., Job], database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a round ends within it, and while its end is still missing."""
+    monkeypatch.setattr(connection, "READ_TIMEOUT_SECONDS", 3.0)
+    await cluster.admin.create_topic(topic, {})
+    first, second, third = (Publish(2, chunk=Chunk("wire-2", n, 3), payload=b"2") for n in range(3))
+    await publish(cluster, topic, Publish(1, payload=b"1"), first, second)
+    assert await job().round() == 0
+    assert values(database) == [1]
+    await publish(cluster, topic, third, Publish(3, chunk=Chunk("wire-3", 0, 2), payload=b"3"))
+    for left in (2, 1, 0):
+        assert await job(maxOffsetsPerTrigger=1).round() == left
+    assert values(database) == [1, 222]
+    await publish(cluster, topic, Publish(3, chunk=Chunk("wire-3", 1, 2), payload=b"3"), Publish(4, payload=b"4"))
+    await job().run()
+    assert values(database) == [1, 222, 33, 4]
+
+
+async def test_a_chunked_message_may_be_compressed(
+    cluster: Cluster, client: pulsar.asyncio.Client, topic: str, source: Source
+) -> None:
+    """Of its parts a broker says nothing."""
+    await cluster.admin.create_topic(topic, {})
+    producer = await client.create_producer(
+        topic, batching_enabled=False, chunking_enabled=True, compression_type=pulsar.CompressionType.LZ4
+    )
+    large = random.Random(1).randbytes(11_000_000)
+    for value in (b"before", large):
+        await producer.send(value)
+    assert [row["value"] for row in await source.rows(failOnDataLoss=False)] == [b"before", large]
+    await producer.send(b"after")
+    await producer.close()
+    found = await source.rows(failOnDataLoss=False, pulsarColumns=True)
+    assert [row["value"] for row in found] == [b"before", large, b"after"]
+    assert [row["__keyBytes"] for row in found] == [None] * 3
+
+
 @pytest.mark.parametrize(
     ("several", "what"),
     [
-        ((Publish(2, chunk=Chunk("wire-2", 0, 2)), Publish(2, chunk=Chunk("wire-2", 1, 2))), "chunked"),
+        ((Publish(2, chunk=Chunk("wire-2", 1, 2)),), "ends a chunked message"),
         ((Publish(2, metadata=ENCRYPTED),), "encrypted"),
     ],
 )
@@ -425,3 +464,9 @@ async def test_what_cannot_be_read_is_refused(
         await job().round()
     assert what in refused.value.message
     assert values(database) == []
+    if not is_last:
+        # The entry that the message names is the way past it.
+        entry = refused.value.message.split(" of ")[0]
+        await asyncio.to_thread(reset_position, database.store, JOB, topic, entry, job().service)
+        await job().run()
+        assert values(database) == [3]
