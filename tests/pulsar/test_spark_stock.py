@@ -16,7 +16,7 @@ from pulsar_broker.standalone import Broker
 from seqdedupe.errors import ConfigurationError, PositionError
 from seqdedupe.message_id import MessageId
 from seqdedupe_spark.cluster import connection
-from seqdedupe_spark.columns import SCHEMA
+from seqdedupe_spark.columns import SCHEMA, columns_of
 from seqdedupe_spark.job.operations import reset_position
 from seqdedupe_spark.job.positions import Positions
 from seqdedupe_spark.job.range_task import Output, RangeTask
@@ -81,7 +81,9 @@ class Job:
         self._client = open_client(service, self._source.selection)
         self._positions = Positions(JOB, TABLE, self._source)
         self._store = database.store
-        self._task = RangeTask(Output(database.store, JOB, TABLE, SCHEMA), service, SCHEMA, None, False, 60.0)
+        self._columns = columns_of(self._source.pulsar_columns, False)
+        output = Output(database.store, JOB, TABLE, self._columns)
+        self._task = RangeTask(output, service, self._columns, None, False, 60.0)
 
     async def round(self, *, moves: bool = True) -> int:
         """Reads and writes what there is, within the limits; how much is left then. The subscription may stay."""
@@ -89,7 +91,7 @@ class Job:
 
     def _round(self, moves: bool) -> int:
         with self._store() as store:
-            self._positions.bind(store, Binding(TABLE, False), SCHEMA)
+            self._positions.bind(store, Binding(TABLE, False), self._columns)
             listing, standings = self._positions.look(self._client, store)
         for step in self._positions.plan(listing, standings):
             report = self._task.run([step])
@@ -353,7 +355,9 @@ def of_bytes(key: bytes) -> dict[int, int | str | bytes]:
     return {6: base64.b64encode(key).decode(), 17: 1}
 
 
-async def test_keys_and_schema_versions_are_what_producers_set(cluster: Cluster, topic: str, source: Source) -> None:
+async def test_keys_and_schema_versions_are_what_producers_set(
+    cluster: Cluster, topic: str, source: Source, job: Callable[..., Job], database: Database
+) -> None:
     """The control arm is the column `__key`: bytes are text there, and an empty key is none."""
     await cluster.admin.create_topic(topic, {})
     many = (
@@ -370,6 +374,9 @@ async def test_keys_and_schema_versions_are_what_producers_set(cluster: Cluster,
     assert [row["__orderingKey"] for row in rows] == [b"\xffo", *[None] * 5]
     assert [row["__schemaVersion"] for row in rows] == [7, None, None, None, 2**40, 2**40]
     assert list((await source.rows(failOnDataLoss=False))[0]) == SCHEMA.names
+    await job(pulsarColumns=True).run()
+    written = database.query(f'SELECT "__keyBytes", "__schemaVersion" FROM {TABLE} ORDER BY rowid')
+    assert written == [(row["__keyBytes"], row["__schemaVersion"]) for row in rows]
 
 
 MARKER = {20: 21}
