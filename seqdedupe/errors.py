@@ -464,7 +464,7 @@ REASONS: dict[str, Reason] = {
         "Write a transformation that works row by row, or say --transaction batch: one transaction for all topics."
     ),
     "UNSUPPORTED_MESSAGE": _configuration(
-        "Read this topic with Pulsar's own client: encrypted and chunked messages are not read here."
+        "Read this topic with Pulsar's own client, or go on after the message: seqdedupe job reset --to MESSAGE_ID."
     ),
     "UNSUPPORTED_STORE": _configuration("Choose another store; docs/spark-stores.md says what each can do."),
     "JOB_CHANGED": _configuration(

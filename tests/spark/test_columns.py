@@ -15,9 +15,10 @@ from seqdedupe.batch import Binary
 from seqdedupe.client.stored import StoredBatch
 from seqdedupe.message_id import MessageId
 from seqdedupe.message_ids import MessageIds
-from seqdedupe_spark.columns import SCHEMA, plain, to_arrow
+from seqdedupe_spark.columns import SCHEMA, columns_of, plain, to_arrow
 from tests.batches import batch
 
+COLUMNS = columns_of(True, False)
 TOPIC = "persistent://public/default/t-partition-12"
 INCARNATION = 1_795_228_190_085_141
 EPOCH = datetime.fromtimestamp(0, UTC)
@@ -59,8 +60,11 @@ def _random_batch(
                 "__partition": 12,
                 "__incarnation": INCARNATION,
                 "__deduplicationId": None,
+                "__orderingKey": None,
+                "__schemaVersion": None,
             }
         )
+        rows[-1]["__keyBytes"] = rows[-1]["__key"]
     made = batch(
         [(row["__producerName"], row["__sequenceId"]) for row in rows],
         payloads=[row["value"] for row in rows],
@@ -118,8 +122,10 @@ def test_rows_are_those_of_the_model(seed: int) -> None:
         stored.append(one)
         rows += its_rows
         index = one.base_index + len(one) + chosen.choice([0, 0, 5])
-    names = chosen.sample(SCHEMA.names, chosen.randint(1, len(SCHEMA.names))) if chosen.random() < 0.3 else SCHEMA.names
-    schema = pa.schema([SCHEMA.field(name) for name in names])
+    names = COLUMNS.names
+    if chosen.random() < 0.3:
+        names = chosen.sample(names, chosen.randint(1, len(names)))
+    schema = pa.schema([COLUMNS.field(name) for name in names])
     made = to_arrow(stored, TOPIC, schema)
     made.validate(full=True)
     assert made.schema.equals(schema, check_metadata=True)
@@ -130,7 +136,7 @@ def test_rows_are_those_of_the_model(seed: int) -> None:
 
 
 def test_the_schema_is_what_spark_expects() -> None:
-    for schema in (SCHEMA, plain(SCHEMA)):
+    for schema in (SCHEMA, plain(SCHEMA), COLUMNS, columns_of(True, True)):
         assert to_arrow_schema(from_arrow_schema(schema), timezone="UTC").equals(schema, check_metadata=True)
 
 

@@ -41,7 +41,7 @@ from seqdedupe.names import topic_name
 from seqdedupe.routing import partition_of
 from seqdedupe.testing import Sidecar
 from seqdedupe.v1 import admin_pb2
-from seqdedupe_spark.columns import SCHEMA
+from seqdedupe_spark.columns import columns_of
 from seqdedupe_spark.ranges import Range
 from seqdedupe_spark.reading import read_range
 from seqdedupe_spark.sink import checkpoint, identity, rows, window
@@ -150,7 +150,7 @@ def test_without_the_option_topic_the_column_is_the_target() -> None:
 
 
 def test_all_columns_of_the_source_are_taken() -> None:
-    whole = from_arrow_schema(SCHEMA)
+    whole = from_arrow_schema(columns_of(True, False))
     assert layout_of(whole, "t").by_source
     assert not layout_of(StructType([*whole, *schema("deduplicationId binary")]), "t").by_source
     with pytest.raises(ConfigurationError) as raised:

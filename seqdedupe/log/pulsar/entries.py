@@ -75,6 +75,8 @@ class Entry(NamedTuple):
     """Empty is none."""
     schema_version: int = -1
     """That of the schema which the message was made by; -1 is none."""
+    first_chunk: MessageId | None = None
+    """The entry in which a message of several entries begins; it ends in that of `message_id`."""
 
 
 class EntryFormat(Enum):

@@ -1,6 +1,7 @@
 """A topic's entries in their order, as they were and as they come."""
 
 import asyncio
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -21,8 +22,10 @@ READ_STEP_BYTES = 256 * 1024
 OPEN_TIMEOUTS_SECONDS = (2.0, 4.0)
 """Opening one while its topic is unloaded ends with the client's own time-out; another one is opened at once."""
 _AT_ONCE_MS = 0
-_BATCH_SIZE = 6 << 3
-"""The tag of that field in Pulsar's `MessageIdData`, whose fields are numbers where there is a batch."""
+_LEDGER, _ENTRY, _BATCH_SIZE, _FIRST_CHUNK = 1, 2, 6, 7
+"""Fields of Pulsar's `MessageIdData`."""
+_FIXED_SIZES = {1: 8, 5: 4}
+"""The sizes of fields of these wire types of protobuf."""
 
 
 class Reader:
@@ -119,16 +122,17 @@ def _entry(native: Any) -> Entry:
         return Entry(message, message_id, native.publish_timestamp())
     producer_name = native.producer_name()
     sequence_id = _sequence_id(native, producer_name)
-    of_batch = _batch_size(place.serialize()) if message_id.batch_index >= 0 else 0
+    of_id = fields_of(place.serialize())
     return Entry(
         message,
         message_id,
         native.publish_timestamp(),
         producer_name,
         sequence_id,
-        of_batch,
+        _batch_size(of_id) if message_id.batch_index >= 0 else 0,
         _ordering_key(native),
         native.int_schema_version(),
+        _first_chunk(of_id),
     )
 
 
@@ -141,19 +145,50 @@ def _ordering_key(native: Any) -> bytes:
     return text.encode()
 
 
-def _batch_size(message_id: bytes) -> int:
-    """How many messages the batch has that one is of, by its encoded ID: the client shows it nowhere else."""
-    numbers, value, shift = list[int](), 0, 0
-    for byte in message_id:
-        value |= (byte & 0x7F) << shift
-        shift += 7
-        if byte < 0x80:
-            numbers.append(value)
-            value = shift = 0
-    fields = dict(zip(numbers[::2], numbers[1::2], strict=False))
-    if _BATCH_SIZE not in fields:
-        raise error("INTERNAL", f"Pulsar's client does not say of how many messages a batch is: {message_id.hex()}")
-    return fields[_BATCH_SIZE]
+def _batch_size(of_id: Mapping[int, int | bytes]) -> int:
+    """How many messages the batch has that one is of, by its ID: the client shows it nowhere else."""
+    size = of_id.get(_BATCH_SIZE)
+    if not isinstance(size, int):
+        raise error("INTERNAL", f"Pulsar's client does not say of how many messages a batch is: {of_id}")
+    return size
+
+
+def _first_chunk(of_id: Mapping[int, int | bytes]) -> MessageId | None:
+    first = of_id.get(_FIRST_CHUNK)
+    if not isinstance(first, bytes):
+        return None
+    place = fields_of(first)
+    return MessageId(int(place.get(_LEDGER, 0)), int(place.get(_ENTRY, 0)))
+
+
+def fields_of(raw: bytes) -> dict[int, int | bytes]:
+    """The fields of a protobuf message by their numbers; of one that is repeated, the last. Raises ValueError or
+    IndexError for what is none."""
+    fields: dict[int, int | bytes] = {}
+    at = 0
+
+    def varint() -> int:
+        nonlocal at
+        value = shift = 0
+        while True:
+            byte = raw[at]
+            at += 1
+            value |= (byte & 0x7F) << shift
+            shift += 7
+            if byte < 0x80:
+                return value
+
+    while at < len(raw):
+        tag = varint()
+        if tag & 7 == 0:
+            fields[tag >> 3] = varint()
+            continue
+        size = varint() if tag & 7 == 2 else _FIXED_SIZES[tag & 7]
+        fields[tag >> 3] = raw[at : at + size]
+        at += size
+    if at > len(raw):
+        raise ValueError("a field ends after its message")
+    return fields
 
 
 def _sequence_id(native: Any, producer_name: str) -> int:

@@ -28,6 +28,7 @@ CLOSE_TIMEOUT_SECONDS = 5.0
 """A cluster that does not answer is left without a word."""
 READ_TIMEOUT_SECONDS = 10.0
 """An entry that stands there comes sooner, or Pulsar is in trouble."""
+QUICK_SECONDS = 2.0
 
 QUEUE_BYTES = 8 * 1024 * 1024
 """About so much is fetched ahead."""
@@ -38,8 +39,10 @@ _LOOK_ENTRIES = 4
 class Connection:
     """Made by `connected`. Its methods raise LOG_UNREADABLE for what may pass."""
 
-    def __init__(self, client: pulsar.asyncio.Client, admin: Admin, subscription: str) -> None:
+    def __init__(self, client: pulsar.asyncio.Client, admin: Admin, quick_admin: Admin, subscription: str) -> None:
         self.admin = admin
+        self.quick_admin = quick_admin
+        """For what a broker may not answer at all."""
         self._client = client
         self._subscription = subscription
 
@@ -112,7 +115,9 @@ async def connected(cluster: Cluster) -> AsyncGenerator[Connection, None]:
         logger=client_logger(),
     )
     try:
-        yield Connection(client, Admin(AdminUrl(cluster.admin_url, token, tls)), cluster.subscription)
+        admin = Admin(AdminUrl(cluster.admin_url, token, tls))
+        quick_admin = Admin(AdminUrl(cluster.admin_url, token, tls, QUICK_SECONDS))
+        yield Connection(client, admin, quick_admin, cluster.subscription)
     finally:
         # Not `shutdown`: it keeps the interpreter's lock, for which the client's threads may wait.
         with suppress(TimeoutError, pulsar.asyncio.PulsarException):

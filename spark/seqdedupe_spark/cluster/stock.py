@@ -3,7 +3,7 @@
 import asyncio
 import base64
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from enum import Enum
 from typing import TypeVar
 
 import numpy as np
@@ -11,13 +11,13 @@ import numpy as np
 from seqdedupe import batch as batches
 from seqdedupe.batch import NO_INT32S, NO_INT64S, Batch, Binary
 from seqdedupe.client.stored import StoredBatch
-from seqdedupe.errors import NotFoundError, UnavailableError, error
+from seqdedupe.errors import NotFoundError, SeqdedupeError, UnavailableError, error
 from seqdedupe.limits import NO_SEQUENCE_ID
 from seqdedupe.log.pulsar.entries import Entry
 from seqdedupe.log.pulsar.http import Answer
 from seqdedupe.log.pulsar.ledgers import Ledgers
 from seqdedupe.log.pulsar.places import size_of
-from seqdedupe.log.pulsar.reader import Reader
+from seqdedupe.log.pulsar.reader import Reader, fields_of
 from seqdedupe.message_id import MessageId
 from seqdedupe.message_ids import MessageIds
 from seqdedupe_spark import stock
@@ -32,8 +32,10 @@ ASKED_AT_ONCE = 8
 
 _KEY, _PAYLOAD_SIZE, _KEY_IS_BASE64, _NO_KEY = 2, 3, 6, 10
 """Fields of Pulsar's `SingleMessageMetadata`, which stands before each message of a batch."""
-_FIXED_SIZES = {1: 8, 5: 4}
-"""The sizes of fields of these wire types of protobuf."""
+
+MAX_STEPS_BACK = 4096
+"""A chunked message that began so many entries before where a task begins is assembled; others are refused."""
+_FIRST_STEPS_BACK = 16
 
 T = TypeVar("T")
 
@@ -46,6 +48,8 @@ class StockTask(Task):
         super().__init__(span, timeout_seconds)
         self._at = span.start
         self._tells_keys = tells_keys
+        self._steps_back = 0
+        """So many entries before the range the reading begins, for a message that has begun there."""
 
     @property
     def is_done(self) -> bool:
@@ -56,7 +60,9 @@ class StockTask(Task):
         first, stop = ends.entries_up_to(self._at), ends.entries_up_to(self._span.end)
         if first is None or stop is None:
             raise stock.trimmed(topic, f"after {stock.entry_before(self._at)}")
-        place = ends.ledgers.message_id(first)
+        if not self._steps_back and await part_at(connection, topic, ends.ledgers.message_id(first)) is not Part.NONE:
+            self._steps_back = _FIRST_STEPS_BACK
+        place = ends.ledgers.message_id(max(first - self._steps_back, 0))
         reader = await connection.open_reader(topic, place, task.queue_entries(ends.ledgers))
         run = _Run(ends, first, stop, stock.rows_read(self._at))
         try:
@@ -64,13 +70,13 @@ class StockTask(Task):
                 for entry in await self._next(connection, reader, run):
                     if (number := run.number(entry)) > run.due:
                         run.check_is_between()
-                        await explain(connection, topic, ends.ledgers, range(run.due, number))
+                        await self._explain(connection, ends.ledgers, range(run.due, number), entry.first_chunk)
                     run.take(entry, number)
                 if run.size_bytes >= task.STEP_BYTES or run.due >= stop:
                     found = run.taken()
                     keys = await exact_keys(connection, topic, found) if self._tells_keys else None
                     if run.due > first:
-                        self._at = stock.after(ends.ledgers.message_id(run.due - 1))
+                        self._at, self._steps_back = stock.after(ends.ledgers.message_id(run.due - 1)), 0
                     yield list(stored(found, keys))
         finally:
             await reader.close()
@@ -79,9 +85,71 @@ class StockTask(Task):
         try:
             return await next_entries(reader, self._span.topic)
         except UnavailableError:
-            # At what it cannot read a client stops without a word.
-            await check_is_supported(connection, self._span.topic, run.ends.ledgers.message_id(run.due))
+            # At what it cannot read a client stops without a word, and it drops the end of what began before it reads.
+            entry = run.ends.ledgers.message_id(run.due)
+            if (part := await part_at(connection, self._span.topic, entry)) is not Part.NONE:
+                self._go_back(entry, part)
             raise
+
+    async def _explain(
+        self, connection: Connection, ledgers: Ledgers, numbers: range, first_chunk: MessageId | None
+    ) -> None:
+        """As `explain`; the end of a chunked message that began before the reading has it begin earlier."""
+        topic = self._span.topic
+        try:
+            ends = await explain(connection, topic, ledgers, numbers, first_chunk)
+        except UnavailableError:
+            self._go_back(ledgers.message_id(numbers.start), Part.UNTOLD)
+            raise
+        if ends:
+            self._go_back(min(ends), Part.LAST)
+            raise error("LOG_UNREADABLE", f"{min(ends)} of {topic} ends a message that began before the reading")
+
+    def _go_back(self, entry: MessageId, part: "Part") -> None:
+        """Has the next try begin earlier. Raises UNSUPPORTED_MESSAGE if that has not helped."""
+        if self._steps_back >= MAX_STEPS_BACK and part is Part.LAST:
+            raise not_whole(self._span.topic, entry)
+        self._steps_back = min(max(_FIRST_STEPS_BACK, self._steps_back * 16), MAX_STEPS_BACK)
+
+
+class Part(Enum):
+    """What an entry is of a chunked message."""
+
+    NONE = 0
+    INNER = 1
+    LAST = 2
+    """The message counts where this stands."""
+    UNTOLD = 3
+    """The broker does not answer, as for parts of compressed messages, which it fails to decompress."""
+
+
+def _part(said: Mapping[str, str]) -> Part:
+    """By what the broker says of an entry."""
+    if "x-pulsar-chunk-id" not in said:
+        return Part.NONE
+    is_last = int(said["x-pulsar-chunk-id"]) + 1 >= int(said.get("x-pulsar-num-chunks-from-msg", 0))
+    return Part.LAST if is_last else Part.INNER
+
+
+async def part_at(connection: Connection, topic: str, entry: MessageId) -> Part:
+    """What an entry is of a chunked message. Raises UNSUPPORTED_MESSAGE for one that cannot be read here."""
+    try:
+        said = (await connection.quick_admin.entry(topic, entry)).headers
+    except NotFoundError:
+        return Part.NONE
+    except UnavailableError:
+        return Part.UNTOLD
+    _check_supported(topic, entry, said)
+    return _part(said)
+
+
+def not_whole(topic: str, entry: MessageId) -> SeqdedupeError:
+    """The end of a chunked message that cannot be assembled."""
+    return error(
+        "UNSUPPORTED_MESSAGE",
+        f"{entry} of {topic} ends a chunked message that does not begin in the {MAX_STEPS_BACK} entries before it",
+        hint=f"Go on after it: seqdedupe job reset --topic {topic} --to {entry}",
+    )
 
 
 class _Run:
@@ -139,58 +207,76 @@ async def last_readable(connection: Connection, topic: str, ledgers: Ledgers) ->
 
     None if there is none. Raises UNSUPPORTED_MESSAGE.
     """
-    count, looked_at = len(ledgers), 1
+    count, part = len(ledgers), Part.INNER
+    while count and (part := await part_at(connection, topic, ledgers.message_id(count - 1))) is Part.INNER:
+        # Its message is still being written.
+        count -= 1
+    if not count:
+        return None
+    looked_at = 1 if part is Part.NONE else _FIRST_STEPS_BACK
     while True:
         first = max(count - looked_at, 0)
         try:
             found = await connection.entries(topic, ledgers.message_id(first), ledgers.message_id(count - 1))
         except UnavailableError:
+            if part is not Part.NONE and first and looked_at < MAX_STEPS_BACK:
+                looked_at *= 16
+                continue
+            if part is Part.LAST:
+                raise not_whole(topic, ledgers.message_id(count - 1)) from None
             for number in range(count - 1, max(count - ASKED_AT_ONCE, first) - 1, -1):
-                await check_is_supported(connection, topic, ledgers.message_id(number))
+                await part_at(connection, topic, ledgers.message_id(number))
             raise
         if found or not first:
             return found[-1].message_id._replace(batch_index=-1) if found else None
         looked_at *= 16
 
 
-async def check_is_supported(connection: Connection, topic: str, entry: MessageId) -> None:
-    """Raises UNSUPPORTED_MESSAGE for an entry that is there and cannot be read here."""
-    with suppress(NotFoundError):
-        _check_supported(topic, entry, (await connection.admin.entry(topic, entry)).headers)
+async def explain(
+    connection: Connection, topic: str, ledgers: Ledgers, numbers: range, first_chunk: MessageId | None
+) -> list[MessageId]:
+    """Returns if these are entries that no reader is given: of transactions that were aborted, markers, or parts of
+    chunked messages. The list has those that end a message, which the client has dropped.
 
-
-async def explain(connection: Connection, topic: str, ledgers: Ledgers, numbers: range) -> None:
-    """Returns if these are entries that no reader is given: of transactions that were aborted, or markers.
-
-    Raises POSITION_TRIMMED if one is gone, UNSUPPORTED_MESSAGE for one that cannot be read here, LOG_UNREADABLE if it
-    is of a transaction that is not over, LOG_DAMAGED for any other one.
+    `first_chunk` is where a message began that the client has given after them. Raises POSITION_TRIMMED if one is gone,
+    UNSUPPORTED_MESSAGE for one that cannot be read here, LOG_UNREADABLE if it is of a transaction that is not over,
+    LOG_DAMAGED for any other one.
     """
+    ends: list[MessageId] = []
 
     async def ask(number: int) -> None:
         entry = ledgers.message_id(number)
+        is_within = first_chunk is not None and entry >= first_chunk
         try:
-            said = (await connection.admin.entry(topic, entry)).headers
+            said = (await (connection.quick_admin if is_within else connection.admin).entry(topic, entry)).headers
         except NotFoundError as e:
             left = (await connection.stored(topic)).ledgers
             if left.ordinal(entry) is not None:
                 raise error("LOG_UNREADABLE", f"Pulsar does not find {entry} of {topic}, and lists it") from e
             raise stock.trimmed(topic, f"from {entry} on") from e
+        except UnavailableError:
+            if is_within:
+                # A broker does not answer for a part of a compressed message, and this one was given whole.
+                return
+            raise
         _check_supported(topic, entry, said)
-        if "x-pulsar-marker-type" in said or said.get("x-pulsar-txn-aborted") == "true":
+        part = _part(said)
+        if part is Part.LAST:
+            ends.append(entry)
+        if part is not Part.NONE or "x-pulsar-marker-type" in said or said.get("x-pulsar-txn-aborted") == "true":
             return
         if said.get("x-pulsar-txn-uncommitted") == "true":
             raise error("LOG_UNREADABLE", f"{entry} of {topic} waits for a transaction that is not over")
         raise error("LOG_DAMAGED", f"{entry} of {topic} is there, and Pulsar's client does not give it")
 
     await _each(ask, numbers)
+    return ends
 
 
 def _check_supported(topic: str, entry: MessageId, said: Mapping[str, str]) -> None:
     """Raises UNSUPPORTED_MESSAGE for an entry of which the broker says that it cannot be read here."""
     if said.get("x-pulsar-is-encrypted") == "true":
         raise error("UNSUPPORTED_MESSAGE", f"{entry} of {topic} is encrypted, and nothing here has its key")
-    if "x-pulsar-chunk-id" in said:
-        raise error("UNSUPPORTED_MESSAGE", f"{entry} of {topic} is a part of a chunked message")
 
 
 async def exact_keys(connection: Connection, topic: str, entries: Sequence[Entry]) -> list[bytes | None]:
@@ -204,11 +290,18 @@ async def exact_keys(connection: Connection, topic: str, entries: Sequence[Entry
 
     async def ask(place: MessageId) -> None:
         try:
-            found = keys_in(await connection.admin.entry(topic, place))
+            is_chunked = entries[unclear[place][0]].first_chunk is not None
+            found = keys_in(await (connection.quick_admin if is_chunked else connection.admin).entry(topic, place))
             for row in unclear[place]:
                 keys[row] = found[max(entries[row].message_id.batch_index, 0)]
         except NotFoundError as e:
             raise stock.trimmed(topic, f"from {place} on") from e
+        except UnavailableError:
+            if not is_chunked:
+                raise
+            # A broker does not answer for a part of a compressed message.
+            [row] = unclear[place]
+            keys[row] = keys[row] or None
         except (IndexError, KeyError, ValueError) as e:
             raise error("LOG_DAMAGED", f"{place} of {topic} is no batch as Pulsar's clients make it") from e
 
@@ -249,36 +342,6 @@ def keys_in(answer: Answer) -> list[bytes | None]:
 
 def _key(key: bytes, is_bytes: bool) -> bytes:
     return base64.b64decode(key) if is_bytes else key
-
-
-def fields_of(raw: bytes) -> dict[int, int | bytes]:
-    """The fields of a protobuf message by their numbers; of one that is repeated, the last. Raises ValueError or
-    IndexError for what is none."""
-    fields: dict[int, int | bytes] = {}
-    at = 0
-
-    def varint() -> int:
-        nonlocal at
-        value = shift = 0
-        while True:
-            byte = raw[at]
-            at += 1
-            value |= (byte & 0x7F) << shift
-            shift += 7
-            if byte < 0x80:
-                return value
-
-    while at < len(raw):
-        tag = varint()
-        if tag & 7 == 0:
-            fields[tag >> 3] = varint()
-            continue
-        size = varint() if tag & 7 == 2 else _FIXED_SIZES[tag & 7]
-        fields[tag >> 3] = raw[at : at + size]
-        at += size
-    if at > len(raw):
-        raise ValueError("a field ends after its message")
-    return fields
 
 
 async def _each(call: Callable[[T], Awaitable[None]], several: Sequence[T]) -> None:

@@ -17,7 +17,7 @@ from pyspark.sql.types import (
 )
 
 from seqdedupe.errors import SeqdedupeError, error
-from seqdedupe_spark.columns import SCHEMA
+from seqdedupe_spark.columns import columns_of
 
 ID = "deduplicationId"
 ORDINAL = "__ordinal"
@@ -38,6 +38,8 @@ _TYPES: dict[str, tuple[type[DataType], ...]] = {
     ORDINAL: (ByteType, ShortType, IntegerType, LongType),
 }
 """The columns that mean something, and what they may be. All others of the source are passed over."""
+
+_OF_SOURCE = frozenset(columns_of(True, False).names)
 
 _SEQUENCE = ("__producerName", "__sequenceId", "producerName", "sequenceId")
 
@@ -64,7 +66,7 @@ def layout_of(schema: StructType, topic: str | None) -> Layout:
             raise _wrong(f"there are several columns {name}")
         if name in _SEQUENCE[2:]:
             raise _by_sequence(name)
-        if name not in _TYPES and name not in SCHEMA.names:
+        if name not in _TYPES and name not in _OF_SOURCE:
             near = difflib.get_close_matches(name, _TYPES, 1)
             advice = f"did you mean {near[0]}?" if near else f"there are {', '.join(_TYPES)}"
             raise _wrong(f"the sink has no column {name}: {advice}", hint="Select the columns that are to be written.")
