@@ -9,6 +9,7 @@ import pytest
 from seqdedupe.format.headers import TOKEN_BYTES
 from seqdedupe.log.embedded.logs import EmbeddedLogs, create_log
 from seqdedupe.log.embedded.segment import segment_path
+from seqdedupe.testing import LAST_RESORT_SECONDS
 
 INCARNATION = 5
 SECRET = bytes(16)
@@ -71,3 +72,20 @@ async def test_what_stands_in_the_rest_of_a_log_is_synced_first(
     await written_to(tmp_path, makes=True)
     assert syncs.count > 0
     assert not segment_path(folder, 0).read_bytes().startswith(b"torn")
+
+
+def test_making_a_log_waits_for_two_syncs_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of its files come at once, and those of the folders in which it stands: none ends before all have begun."""
+    fsync, lock = os.fsync, threading.Lock()
+    steps = [threading.Barrier(3), threading.Barrier(3)]
+    come = [step for step in steps for _ in range(step.parties)]
+
+    def sync(file: int) -> None:
+        with lock:
+            step = come.pop(0)
+        step.wait(LAST_RESORT_SECONDS)
+        fsync(file)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    create_log(tmp_path / "logs" / str(INCARNATION), TOPIC, SECRET)
+    assert come == []

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from seqdedupe.errors import DamagedError, SeqdedupeError, error
-from seqdedupe.files import sync_folder, write_synced
+from seqdedupe.files import sync_folder, write_all_synced, write_synced
 from seqdedupe.format.tag import key_of
 from seqdedupe.log.contract import LogName
 from seqdedupe.log.embedded import arrival, moved
@@ -256,13 +256,14 @@ class EmbeddedLogs:
 def create_log(folder: Path, topic: str, secret: bytes, partitions: int = 0) -> None:
     """Makes an empty log in its folder, or the rest of one, durable on return. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
-    if not base_indexes(folder):
-        write_synced(folder / SECRET_FILE, secret)
-        write_synced(folder / TOPIC_FILE, _saying(topic, partitions))
-        # Last: a log with a segment has all that it needs.
-        os.close(os.open(segment_path(folder, 0), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644))
-    for made in (folder, folder.parent, folder.parent.parent):
-        sync_folder(made)
+    folders = (folder, folder.parent, folder.parent.parent)
+    # A disk that takes long for a sync takes as long for several that do not wait for each other.
+    with ThreadPoolExecutor(len(folders), "seqdedupe-create") as threads:
+        if not base_indexes(folder):
+            write_all_synced(folder, {SECRET_FILE: secret, TOPIC_FILE: _saying(topic, partitions)}, threads)
+            # Last: a log with a segment has all that it needs.
+            os.close(os.open(segment_path(folder, 0), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644))
+        list(threads.map(sync_folder, folders))
 
 
 def _names(folder: Path, replay: Replay, known: Mapping[int, tuple[str, int]]) -> list[LogName]:
