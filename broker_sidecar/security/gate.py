@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakValueDictionary
 
 import grpc
 import grpc.aio
@@ -13,7 +14,7 @@ from broker_sidecar.metrics.calls import method_of_call
 from broker_sidecar.rpc import Context, abort, parse_small
 from broker_sidecar.security.calls import CHANGES, HEALTH_OF_THE_WHOLE
 from broker_sidecar.security.permissions import Permissions, request_class
-from broker_sidecar.security.subject import ANONYMOUS, Subject, set_caller
+from broker_sidecar.security.subject import ANONYMOUS, Subject, caller, set_caller
 from broker_sidecar.security.trail import Trail
 from broker_sidecar.wrapping import Handle, Wrapping
 from seqdedupe.errors import SeqdedupeError, error
@@ -28,6 +29,15 @@ UNKNOWN_SECONDS = 1.0
 """An unknown caller's request is there after this time."""
 UNKNOWN_HURRY_SECONDS = 0.1
 """The same while others wait. The request of a probe comes together with its headers."""
+
+KNOWN_AT_ONCE = 8
+"""Requests of one known caller that are received at once. gRPC may hold 16 MiB of each, and none of it is counted."""
+KNOWN_WAITING = 1_000
+"""Calls of one known caller that wait for that."""
+KNOWN_SECONDS = 30.0
+"""A known caller's request is there after this time. 16 MiB take so long over 5 Mbit/s."""
+KNOWN_HURRY_SECONDS = 10.0
+"""The same while others of this caller's wait."""
 
 Authenticate = Callable[[Context], Subject]
 """Who makes a call. Raises UNAUTHENTICATED, TOKEN_EXPIRED."""
@@ -58,7 +68,11 @@ class Gate(Wrapping):
         self._authenticate = authenticate
         self._permissions = permissions
         self._trail = trail
-        self._unknown = _Unknown()
+        self._unknown = _Receiving(
+            "calls without a valid token", UNKNOWN_AT_ONCE, UNKNOWN_WAITING, UNKNOWN_SECONDS, UNKNOWN_HURRY_SECONDS
+        )
+        self._known: WeakValueDictionary[str, _Receiving] = WeakValueDictionary()
+        """By caller, as long as something of it is received."""
 
     def wrap(self, method: str, handle: Handle, found: "grpc.RpcMethodHandler[Any, Any]") -> Handle:
         async def guarded(request: Any, context: Context) -> Any:
@@ -69,7 +83,7 @@ class Gate(Wrapping):
                     request = await self._of_the_whole(method, context, e)
                 else:
                     if not found.request_streaming:
-                        request = await _receive(context)
+                        request = await self._receiving_of(caller()).receive(context)
                 self._permissions.check_call(method, request)
                 if method in CHANGES:
                     async with self._trail.change(method, parse_small(request_class(method), request)):
@@ -79,6 +93,14 @@ class Gate(Wrapping):
             return await handle(request, context)
 
         return guarded
+
+    def _receiving_of(self, subject: Subject) -> "_Receiving":
+        """What receives the requests of this caller: however many its calls are, others have their own."""
+        if (receiving := self._known.get(subject.name)) is None:
+            receiving = self._known[subject.name] = _Receiving(
+                f"calls of {subject.name!r}", KNOWN_AT_ONCE, KNOWN_WAITING, KNOWN_SECONDS, KNOWN_HURRY_SECONDS
+            )
+        return receiving
 
     async def _of_the_whole(self, method: str, context: Context, why_unknown: SeqdedupeError) -> bytes:
         """The request of an unknown caller, if it asks for the health of the whole. Else raises why it is unknown."""
@@ -91,19 +113,23 @@ class Gate(Wrapping):
         raise why_unknown
 
 
-class _Unknown:
-    """Receives the requests of unknown callers: few at once, and none for long."""
+class _Receiving:
+    """Receives the requests of one caller, or of all unknown ones: few at once, and none for long."""
 
-    def __init__(self) -> None:
-        self._free = asyncio.Semaphore(UNKNOWN_AT_ONCE)
-        self._limits: set[asyncio.Timeout] = set()
+    def __init__(self, whose: str, at_once: int, most_waiting: int, seconds: float, hurry_seconds: float) -> None:
+        self._whose = whose
+        self._most_waiting = most_waiting
+        self._seconds = seconds
+        self._hurry_seconds = hurry_seconds
+        self._free = asyncio.Semaphore(at_once)
+        self._limits: dict[asyncio.Timeout, None] = {}
         """Of the requests that are being received."""
         self._waiting = 0
 
     async def receive(self, context: Context) -> bytes:
         """The request. Raises QUEUE_FULL, STREAM_IDLE, MALFORMED_MESSAGE."""
-        if self._waiting >= UNKNOWN_WAITING:
-            raise error("QUEUE_FULL", f"{self._waiting} calls without a valid token wait to be received: call again")
+        if self._waiting >= self._most_waiting:
+            raise error("QUEUE_FULL", f"{self._waiting} {self._whose} wait to be received: call again")
         if self._free.locked():
             self._hurry()
         self._waiting += 1
@@ -111,21 +137,20 @@ class _Unknown:
             await self._free.acquire()
         finally:
             self._waiting -= 1
-        seconds = UNKNOWN_HURRY_SECONDS if self._waiting else UNKNOWN_SECONDS
-        limit = asyncio.timeout(seconds)
-        self._limits.add(limit)
+        limit = asyncio.timeout(self._hurry_seconds if self._waiting else self._seconds)
+        self._limits[limit] = None
         try:
             async with limit:
                 return await _receive(context)
         except TimeoutError as e:
-            raise error("STREAM_IDLE", "the request of a call without a valid token did not come in time") from e
+            raise error("STREAM_IDLE", f"a request of {self._whose} did not come in time") from e
         finally:
-            self._limits.discard(limit)
+            del self._limits[limit]
             self._free.release()
 
     def _hurry(self) -> None:
         """Somebody waits: requests that come slowly end soon."""
-        until = asyncio.get_running_loop().time() + UNKNOWN_HURRY_SECONDS
+        until = asyncio.get_running_loop().time() + self._hurry_seconds
         for limit in self._limits:
             if not limit.expired() and (ends := limit.when()) is not None and until < ends:
                 limit.reschedule(until)

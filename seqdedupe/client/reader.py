@@ -221,7 +221,13 @@ class Reader(Messages):
             request_serializer=read_pb2.ReadStreamRequest.SerializeToString,
             response_deserializer=wire.ReadStreamResponse.FromString,
         )(request)
-        await self._call.initial_metadata()
+        # A sidecar sends them at once, however long there is nothing to read.
+        try:
+            async with asyncio.timeout(CALL_TIMEOUT_SECONDS):
+                await self._call.initial_metadata()
+        except TimeoutError as e:
+            what = f"the sidecar at {self._route.address} has not begun to answer a read stream in time"
+            raise error("OUTCOME_UNKNOWN", what) from e
         self._has_begun |= not self._call.done()
         return True
 

@@ -19,6 +19,7 @@ from seqdedupe.client import (
     ProducerConfig,
     UnavailableError,
 )
+from seqdedupe.client import reader as reading
 from seqdedupe.client.outbox import MAX_BREAKS
 from seqdedupe.testing import Sidecar
 from seqdedupe.v1 import publish_pb2
@@ -302,3 +303,41 @@ async def test_the_second_connection_ends_when_it_is_idle(
         async with client.producer(topic, "another", NEVER_GIVES_UP) as another:
             await (await another.send(b""))
         assert proxy.connections == 3
+
+
+async def test_a_reader_leaves_what_takes_its_stream_and_never_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as a proxy whose way to the sidecar has gone."""
+    monkeypatch.setattr(reading, "CALL_TIMEOUT_SECONDS", 0.5)
+    calls: Counter[str] = Counter()
+
+    class Silent(grpc.GenericRpcHandler):
+        def service(self, details: Any) -> Any:
+            async def be_silent(_: object, context: Any) -> None:
+                calls[details.method.rpartition("/")[2]] += 1
+                await asyncio.Event().wait()
+
+            return grpc.stream_stream_rpc_method_handler(be_silent)
+
+    with Sidecar(tmp_path) as sidecar:
+        async with (
+            Client(sidecar.address) as client,
+            client.producer("t", "p", NEVER_GIVES_UP) as producer,
+            client.reader("t", follow=True) as following,
+        ):
+            await (await producer.send(b"1"))
+            assert (await anext(following)).payload == b"1"
+            reads = asyncio.create_task(anext(following))
+            sidecar.kill()
+            server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+            server.add_generic_rpc_handlers((Silent(),))
+            server.add_insecure_port(sidecar.address)
+            await server.start()
+            try:
+                await until(lambda: calls["ReadStream"] >= 3)
+            finally:
+                await server.stop(None)
+            await asyncio.to_thread(sidecar.start)
+            await (await producer.send(b"2"))
+            assert (await reads).payload == b"2"

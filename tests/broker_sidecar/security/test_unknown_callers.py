@@ -16,6 +16,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2
 
+from broker_sidecar.security.gate import KNOWN_AT_ONCE
 from broker_sidecar.sidecar import UNREAD_BYTES
 from seqdedupe.client.blocking import Client
 from seqdedupe.client.credentials import Credentials
@@ -148,6 +149,25 @@ def test_the_control_of_known_callers_all_is_received(tmp_path: Path, path: str)
         calls = [connection.begin(path) for _ in range(8)]
         assert sum(connection.send(call, HALF) for call in calls) == 8 * len(HALF)
         assert peak.growth() > MOST_GROWTH
+
+
+def test_half_requests_of_one_known_caller_cost_no_more_than_a_few_of_them(tmp_path: Path) -> None:
+    """And end, so that its other calls are served."""
+    quick = with_constants.environment(security__gate__KNOWN_HURRY_SECONDS=3.0)
+    module = with_constants.MODULE
+    with Sidecar(tmp_path, module=module, environment=quick, authentication="token") as sidecar:
+        known = dict(bearer(token_of(sidecar)))
+        with connected(sidecar.address, 4) as connections:
+            peak = Peak(sidecar)
+            calls = [(connection, connection.begin(VERSION, known)) for connection in connections for _ in range(10)]
+            for connection, call in calls:
+                connection.send(call, HALF, patience_seconds=0.1)
+            # Of each of the others a stream's window.
+            assert peak.growth() < KNOWN_AT_ONCE * len(LARGEST) + len(calls) * 2 * UNREAD_BYTES
+            last = connections[0].begin(VERSION, known)
+            connections[0].send(last, message(b""), ends=True)
+            assert connections[0].wait_ended([last], WAIT_SECONDS)
+            assert all(connection.wait_ended([call], WAIT_SECONDS) for connection, call in calls)
 
 
 # -- what gRPC would unpack ----------------------------------------------------------------------------------------
