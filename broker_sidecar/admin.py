@@ -1,7 +1,8 @@
 """AdminService: topics, producers, policies, snapshots."""
 
+import asyncio
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
@@ -45,6 +46,9 @@ SERVICE = "seqdedupe.v1.AdminService"
 
 PAGE_ITEMS = 1_000
 """Topics or producers in one answer."""
+
+CREATION_SECONDS = 20.0
+"""Whoever asks for a topic is told after so long that it is still being made: the clients wait for 30 seconds."""
 
 
 class AdminService:
@@ -112,10 +116,11 @@ class AdminService:
         entry_format = entry_format_of(request.entry_format, self._topics.kind.log)
         partitions = max(1, request.partitions)
         self._permissions.check_creates(topic_name(request.topic), self._topics.taken_names(), partitions)
+        topics, name = self._topics, request.topic
         if request.partitions:
-            await partitioned.create(self._topics, request.topic, request.partitions, policy, entry_format)
+            await in_time(name, partitioned.create(topics, name, request.partitions, policy, entry_format))
         else:
-            await self._topics.create(request.topic, policy=policy, entry_format=entry_format)
+            await in_time(name, topics.create(name, policy=policy, entry_format=entry_format))
         return admin_pb2.CreateTopicResponse(topic=self._topic(topic_name(request.topic)))
 
     async def _delete(self, request: admin_pb2.DeleteTopicRequest) -> admin_pb2.DeleteTopicResponse:
@@ -197,6 +202,21 @@ class AdminService:
             max_batch_rows=MAX_BATCH_ROWS,
             instance_name=self._instance_name,
         )
+
+
+async def in_time(name: str, creation: Awaitable[object]) -> None:
+    """Waits for a topic that is being made. Raises RECOVERING if that takes long: it goes on, and whoever asks again
+    waits for it again."""
+    try:
+        async with asyncio.timeout(CREATION_SECONDS):
+            await creation
+    except TimeoutError as e:
+        raise error(
+            "RECOVERING",
+            f"topic {name} is still being made after {CREATION_SECONDS:.0f} seconds",
+            hint="Wait, and ask for the topic, or try again: TOPIC_EXISTS then says that it has been made.",
+            retry_delay_ms=1_000,
+        ) from e
 
 
 def _name(topic: TopicBase | Closed) -> str:

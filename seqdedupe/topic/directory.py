@@ -279,17 +279,17 @@ class Topics(Generic[T]):
         """
         full = topic_name(name)
         await self.waiting.use(full)
-        while deletion := self.deleting.get(full):
-            await asyncio.wait({deletion})
+        # A creation may be the caller's own, who asks again; and there may be no topic after it.
+        while under_way := self.deleting.get(full) or (None if exists_ok else self.creating.get(full)):
+            await asyncio.wait({under_way})
         self.check_takes_changes(full)
-        if full in self.creating and exists_ok:
+        if full in self.creating:
             return await asyncio.shield(self.creating[full])
-        if full in self.live or full in self.closed or full in self.creating:
-            if full not in self.creating:
-                topic = self.get(full)
-                topic.check_not_damaged()
-                if exists_ok:
-                    return topic
+        if full in self.live or full in self.closed:
+            topic = self.get(full)
+            topic.check_not_damaged()
+            if exists_ok:
+                return topic
             raise error("TOPIC_EXISTS", f"the topic {full} is there already", topic=full)
         self.partitions.check_is_free(full)
         self.check_room()

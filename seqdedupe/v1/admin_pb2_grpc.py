@@ -219,7 +219,7 @@ class AdminServiceServicer(object):
     def CreateTopic(self, request, context):
         """Creates a topic, with partitions or without. One with partitions is so many topics, `name-partition-0` and on,
         made all or none. Errors: `INVALID_TOPIC_NAME`, `INVALID_REQUEST`, `TOPIC_EXISTS`, `TOO_MANY_TOPICS`, `LOG_DAMAGED`
-        if one of that name is damaged.
+        if one of that name is damaged; `RECOVERING` if it is still being made after 20 seconds, which goes on.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

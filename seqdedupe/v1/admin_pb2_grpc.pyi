@@ -36,7 +36,7 @@ class AdminServiceStub:
     CreateTopic: _grpc.UnaryUnaryMultiCallable[_admin_pb2.CreateTopicRequest, _admin_pb2.CreateTopicResponse]
     """Creates a topic, with partitions or without. One with partitions is so many topics, `name-partition-0` and on,
     made all or none. Errors: `INVALID_TOPIC_NAME`, `INVALID_REQUEST`, `TOPIC_EXISTS`, `TOO_MANY_TOPICS`, `LOG_DAMAGED`
-    if one of that name is damaged.
+    if one of that name is damaged; `RECOVERING` if it is still being made after 20 seconds, which goes on.
     """
     DeleteTopic: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DeleteTopicRequest, _admin_pb2.DeleteTopicResponse]
     """Deletes a topic, its log and its producers for good. A topic made anew under the name has another incarnation.
@@ -197,7 +197,7 @@ class AdminServiceAsyncStub(AdminServiceStub):
     CreateTopic: _aio.UnaryUnaryMultiCallable[_admin_pb2.CreateTopicRequest, _admin_pb2.CreateTopicResponse]  # type: ignore[assignment]
     """Creates a topic, with partitions or without. One with partitions is so many topics, `name-partition-0` and on,
     made all or none. Errors: `INVALID_TOPIC_NAME`, `INVALID_REQUEST`, `TOPIC_EXISTS`, `TOO_MANY_TOPICS`, `LOG_DAMAGED`
-    if one of that name is damaged.
+    if one of that name is damaged; `RECOVERING` if it is still being made after 20 seconds, which goes on.
     """
     DeleteTopic: _aio.UnaryUnaryMultiCallable[_admin_pb2.DeleteTopicRequest, _admin_pb2.DeleteTopicResponse]  # type: ignore[assignment]
     """Deletes a topic, its log and its producers for good. A topic made anew under the name has another incarnation.
@@ -361,7 +361,7 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_admin_pb2.CreateTopicResponse, _abc.Awaitable[_admin_pb2.CreateTopicResponse]]:
         """Creates a topic, with partitions or without. One with partitions is so many topics, `name-partition-0` and on,
         made all or none. Errors: `INVALID_TOPIC_NAME`, `INVALID_REQUEST`, `TOPIC_EXISTS`, `TOO_MANY_TOPICS`, `LOG_DAMAGED`
-        if one of that name is damaged.
+        if one of that name is damaged; `RECOVERING` if it is still being made after 20 seconds, which goes on.
         """
 
     @_abc_1.abstractmethod
