@@ -34,15 +34,15 @@ def process(tmp_path: Path) -> Iterator[Process]:
 
 
 def there(process: Process) -> list[str]:
-    """The topics by name; all serve."""
+    """The names of the topics, sorted: several are made at once. All serve."""
     topics = process.topics.all()
     assert {topic.state for topic in topics} <= {State.SERVING}
-    return [topic.name for topic in process.topics.live.values()]
+    return sorted(topic.name for topic in process.topics.live.values())
 
 
 def is_whole(process: Process) -> bool:
     """Whether all partitions are there. Otherwise nothing is, and nothing is left over."""
-    names = sorted(there(process))
+    names = there(process)
     assert names in ([], PARTS), names
     assert list(process.topics.partitions) == ([WHOLE] if names else [])
     assert len(process.storages) == len(names) == len(process.store.topics())
