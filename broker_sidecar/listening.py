@@ -2,6 +2,7 @@
 
 import errno
 import os
+import secrets
 import socket
 import struct
 from collections.abc import Callable
@@ -14,6 +15,8 @@ from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.locks import Lock
 
 _LOCK_SUFFIX = ".lock"
+_NAME_BYTES = 3
+"""Of a name that is the socket's for a moment: the path of a socket may have no more than 107 letters."""
 _CREDENTIALS = struct.Struct("3i")
 
 
@@ -99,7 +102,8 @@ class SocketPath:
         """Has a server listen at the path. Raises INVALID_CONFIGURATION if another process does; RuntimeError;
         OSError."""
         self._own()
-        own = self._path.with_name(f".{os.getpid()}")
+        # A process of another container may have the same number as this one, and the same folder.
+        own = self._path.with_name(f".{secrets.token_hex(_NAME_BYTES)}")
         add_port(replace(self._address, path=str(own)))
         own.chmod(self._mode)
         made = _identity(own)

@@ -147,3 +147,33 @@ def test_what_another_program_has_put_there_stays(tmp_path: Path, path: Path) ->
             assert path.is_socket()
             with socket.socket(socket.AF_UNIX) as caller:
                 caller.connect(str(path))
+
+
+def test_two_of_one_folder_that_begin_at_once_in_processes_of_one_number(path: Path) -> None:
+    """As in two containers. gRPC removes the socket that it finds where it is to listen."""
+    sockets: dict[str, socket.socket] = {}
+
+    def listen(name: str, address: SidecarAddress) -> int:
+        Path(address.path).unlink(missing_ok=True)
+        sockets[name] = listening(Path(address.path))
+        sockets[name].setblocking(False)
+        return 1
+
+    one, other = (
+        SocketPath(SidecarAddress(path=str(path.with_name(name))), 0o600, "listen") for name in ("one", "other")
+    )
+
+    def listen_both(address: SidecarAddress) -> int:
+        listen("one", address)
+        other.listen(lambda address: listen("other", address))
+        return 1
+
+    one.listen(listen_both)
+    for name in ("one", "other"):
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(str(path.with_name(name)))
+            sockets[name].accept()[0].close()
+    for owned in (one, other):
+        owned.close()
+    for made in sockets.values():
+        made.close()
