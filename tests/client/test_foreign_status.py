@@ -1,8 +1,10 @@
 """A status that is not the sidecar's own, as of a proxy on the way: what is open goes on, and what starts says so."""
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
