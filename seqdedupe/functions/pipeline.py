@@ -66,6 +66,7 @@ class Pipeline:
         self._sidecars = sidecars
         self._loop = asyncio.new_event_loop()
         self._publishers: dict[str, Publisher] = {}
+        self._has_begun = asyncio.Event()
         self._lanes: dict[str, deque[Input]] = {}
         self._room = threading.Condition()
         self._inputs = self._bytes = 0
@@ -185,7 +186,7 @@ class Pipeline:
     def _publisher(self, topic: str) -> Publisher:
         found = self._publishers.get(topic)
         if found is None:
-            found = self._publishers[topic] = Publisher(self._sidecars, topic)
+            found = self._publishers[topic] = Publisher(self._sidecars, topic, self._has_begun)
             self._start(found.run())
         return found
 

@@ -9,7 +9,7 @@ import random
 import time
 from typing import Any
 
-from seqdedupe.client.connection import CALL_TIMEOUT_SECONDS, Backoff, error_of_reason, typed_errors
+from seqdedupe.client.connection import CALL_TIMEOUT_SECONDS, NOT_A_SIDECAR, Backoff, error_of_reason, typed_errors
 from seqdedupe.client.exchange import exchange, publish_call
 from seqdedupe.client.frames import decode_answer, refusal_error
 from seqdedupe.client.outbox import Frame
@@ -41,7 +41,8 @@ _TRIED_AGAIN = frozenset({"FENCED", "INVALID_EPOCH", "PREDECESSOR_MISSING", "OUT
 class Publisher:
     """One topic's outputs. All of it runs on one event loop."""
 
-    def __init__(self, sidecars: Sidecars, topic: str) -> None:
+    def __init__(self, sidecars: Sidecars, topic: str, has_begun: asyncio.Event) -> None:
+        """`has_begun` is set once a sidecar has answered one of the function's publishers, which share it."""
         self.backlog = Backlog()
         self.unknown = self.resumes = 0
         self.trouble: SeqdedupeError | None = None
@@ -50,6 +51,7 @@ class Publisher:
         self._route = Route(sidecars, topic)
         self._topic = topic
         self._incarnation = 0
+        self._has_begun = has_begun
         self._work = asyncio.Event()
         self._backoff = Backoff(_FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS)
         self._answered_at = 0.0
@@ -68,7 +70,7 @@ class Publisher:
         return await answer
 
     async def run(self) -> None:
-        """Until it is cancelled. Raises what no trying again can help with."""
+        """Until it is cancelled. Raises what no trying again can help with, and NOT_A_SIDECAR before it has begun."""
         while True:
             await self._wait_for_work()
             try:
@@ -80,6 +82,8 @@ class Publisher:
                     continue
                 self.resumes += 1
                 moves_on = isinstance(e, UnavailableError) and self._route.moves_on(e)
+                if e.reason == NOT_A_SIDECAR and not (moves_on or self._has_begun.is_set()):
+                    raise
                 self._say(self._route.told() if isinstance(e, UnavailableError) else e)
                 if not moves_on and not isinstance(e, FencedError):
                     await asyncio.sleep(max(self._backoff.next_seconds(), e.retry_delay_ms / 1000))
@@ -161,6 +165,7 @@ class Publisher:
             if (doubted := self._route.doubted(e)) is not e:
                 raise doubted from e
             raise
+        self._has_begun.set()
         self._answered_at = time.monotonic()
         return answer
 

@@ -15,6 +15,7 @@ from seqdedupe.client.receipts import Verdict
 from seqdedupe.errors import error
 from seqdedupe.names import producer_name, topic_name
 from seqdedupe_spark.failures import typed_failures
+from seqdedupe_spark.planning import patiently
 from seqdedupe_spark.sidecar import Sidecar, sidecar_at
 from seqdedupe_spark.sink.options import parse
 from seqdedupe_spark.sink.rows import frame_of, pieces
@@ -147,8 +148,7 @@ class _Session:
         producer = self._producer
         if producer is None or (topic, name) != self._key:
             self.end()
-            producer = self._client.producer(topic, name)
-            producer.open()
+            producer = patiently(lambda: self._open(topic, name))
             self._key, self._producer = (topic, name), producer
         for piece in pieces(rows):
             one = frame_of(piece)
@@ -160,6 +160,11 @@ class _Session:
                 properties=one.properties,
             )
             self._receipts.append(receipt)
+
+    def _open(self, topic: str, name: str) -> Producer:
+        producer = self._client.producer(topic, name)
+        producer.open()
+        return producer
 
     def end(self) -> None:
         """When all is durable."""

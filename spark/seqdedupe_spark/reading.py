@@ -7,8 +7,9 @@ from collections.abc import Iterable, Iterator
 import pyarrow as pa
 
 from seqdedupe.client import blocking
+from seqdedupe.client.connection import NOT_A_SIDECAR, Backoff
 from seqdedupe.client.stored import StoredBatch
-from seqdedupe.errors import error
+from seqdedupe.errors import UnavailableError, error
 from seqdedupe.message_id import MessageId, Position
 from seqdedupe_spark.cluster import compiled
 from seqdedupe_spark.cluster.settings import Cluster, Service
@@ -22,13 +23,17 @@ MAX_ROWS = 16_384
 MAX_BYTES = 4 * 1024 * 1024
 """Or until their payloads, keys and properties have so many bytes."""
 
+PATIENCE_SECONDS = 30.0
+"""While something else than a sidecar answers, a reader that begins asks again for so long."""
+
 
 def read_stored(service: Service, range: Range, timeout_seconds: float | None = None) -> Iterator[StoredBatch]:
     """All messages of a range in order, as the log stores them; the first and last batch are cut to the range.
 
     Over a lost connection it reads on by itself, for as long as it takes, or until none has come for `timeout_seconds`:
-    then it raises UnavailableError. Raises PositionError if messages of the range
-    are trimmed or the topic was made anew, NotFoundError if it was deleted, DamagedError for what is damaged.
+    then it raises UnavailableError. Raises NOT_A_SIDECAR if something else has answered from the beginning, for
+    PATIENCE_SECONDS; PositionError if messages of the range are trimmed or the topic was made anew, NotFoundError if it
+    was deleted, DamagedError for what is damaged.
     """
     if not len(range):
         return
@@ -42,7 +47,9 @@ def read_stored(service: Service, range: Range, timeout_seconds: float | None = 
     client = sidecar_at(service).connect()
     with client.reader(range.topic, range.start, stop_index=range.stop_index) as reader:
         if timeout_seconds is None:
-            yield from reader.batches()
+            if (first := _next_batch(reader)) is not None:
+                yield first
+                yield from reader.batches()
         else:
             yield from _until_silent(reader, range, timeout_seconds)
 
@@ -54,6 +61,20 @@ def message_id_at(
     one = Range(topic, Position.before(incarnation, index), Position.before(incarnation, index + 1))
     [stored] = read_stored(service, one, timeout_seconds)
     return stored.message_id(0)
+
+
+def _next_batch(reader: blocking.Reader) -> StoredBatch | None:
+    """Of a reader that may have to begin. Whoever planned the range has talked to the sidecar, so that an answer of
+    something else does not mean a wrong address: it is waited out."""
+    backoff = Backoff(0.02, 1.0)
+    give_up_at = time.monotonic() + PATIENCE_SECONDS
+    while True:
+        try:
+            return reader.next_batch()
+        except UnavailableError as e:
+            if e.reason != NOT_A_SIDECAR or time.monotonic() > give_up_at:
+                raise
+        time.sleep(backoff.next_seconds())
 
 
 def _until_silent(reader: blocking.Reader, range: Range, timeout_seconds: float) -> Iterator[StoredBatch]:
@@ -72,7 +93,7 @@ def _until_silent(reader: blocking.Reader, range: Range, timeout_seconds: float)
     try:
         while True:
             asked = time.monotonic()
-            stored = reader.next_batch()
+            stored = _next_batch(reader)
             asked = None
             if stored is None:
                 break

@@ -3,7 +3,6 @@
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from seqdedupe.client.outbox import MAX_BREAKS
 from seqdedupe.testing import Sidecar
 from seqdedupe.v1 import publish_pb2
 from tests.client.fake_sidecar import FakeSidecar, Refused, fake_sidecar
+from tests.client.foreign import answering
 from tests.client.fronts import Front, fronts
 from tests.client.helpers import ids_in_log, until
 from tests.client.proxy import Proxy
@@ -39,29 +39,6 @@ CODES = [
     grpc.StatusCode.RESOURCE_EXHAUSTED,
     grpc.StatusCode.FAILED_PRECONDITION,
 ]
-
-
-@asynccontextmanager
-async def answering(address: str, code: grpc.StatusCode) -> AsyncIterator[Counter[str]]:
-    """What listens at this address answers all calls with this status. Yields how often each was called."""
-    calls: Counter[str] = Counter()
-
-    class Foreign(grpc.GenericRpcHandler):
-        def service(self, details: Any) -> Any:
-            async def refuse(_: object, context: Any) -> None:
-                calls[details.method.rpartition("/")[2]] += 1
-                await context.abort(code, "not here")
-
-            return grpc.stream_stream_rpc_method_handler(refuse)
-
-    server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
-    server.add_generic_rpc_handlers((Foreign(),))
-    server.add_insecure_port(address)
-    await server.start()
-    try:
-        yield calls
-    finally:
-        await server.stop(None)
 
 
 @pytest.fixture

@@ -33,6 +33,16 @@ class Odd(pulsar.Function):  # type: ignore[misc]
         return input if int(input) % 2 else None
 
 
+class OddElsewhere(pulsar.Function):  # type: ignore[misc]
+    """Odd numbers go to another topic."""
+
+    def process(self, input: bytes, context: Any) -> bytes | None:
+        if int(input) % 2 == 0:
+            return input
+        context.publish("other", input)
+        return None
+
+
 class Fails(pulsar.Function):  # type: ignore[misc]
     """Always, on numbers in userConfig's `bad`, after it has published."""
 

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import grpc
 import pytest
 
 from seqdedupe.client import blocking
@@ -13,7 +14,9 @@ from seqdedupe.client.blocking import Message as Stored
 from seqdedupe.entry_properties import ENTRY
 from seqdedupe.functions import publisher
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
+from tests.client.foreign import CODES, answering
 from tests.client.fronts import addresses, fronts, move
+from tests.client.helpers import until
 from tests.client.proxy import Proxy
 from tests.conftest import StartSidecar
 from tests.functions import examples
@@ -318,6 +321,33 @@ def test_a_sidecar_that_is_killed_and_comes_back(start: Start, start_sidecar: St
     giving.join()
     runtime.until_acknowledged(1200)
     assert payloads(sidecar, topic) == [b"%d" % i for i in range(1200)]
+
+
+@pytest.mark.parametrize("code", CODES, ids=lambda code: code.name)
+async def test_what_a_proxy_answers_is_waited_out_and_final_at_the_start(
+    start: Start, start_sidecar: StartSidecar, topic: str, code: grpc.StatusCode
+) -> None:
+    sidecar = await asyncio.to_thread(start_sidecar)
+    works, starts = start("OddElsewhere", address=sidecar.address), start(address=sidecar.address)
+    await asyncio.to_thread(works.give, [Message(b"0", Id(0))])
+    await asyncio.to_thread(works.until_acknowledged, 1)
+    await asyncio.to_thread(sidecar.kill)
+    async with answering(sidecar.address, code) as calls:
+        # To a topic that it has not published to before, too.
+        await asyncio.to_thread(works.give, [Message(b"2", Id(1)), Message(b"1", Id(2))])
+        await until(lambda: calls["Open"] >= 6)
+        await asyncio.to_thread(starts.give, [Message(b"0", Id(0))])
+        assert await asyncio.to_thread(starts.process.ended.wait, LAST_RESORT_SECONDS)
+    assert not works.process.ended.is_set()
+    assert starts.process.failed
+    assert code.name in starts.process.why
+    assert "a proxy on the way: not here [NOT_A_SIDECAR] If there is a proxy" in starts.process.why
+    assert starts.acks == []
+    await asyncio.to_thread(sidecar.start)
+    await asyncio.to_thread(works.until_acknowledged, 3)
+    assert works.entries == [0, 1, 2]
+    assert await asyncio.to_thread(payloads, sidecar, topic) == [b"0", b"2"]
+    assert await asyncio.to_thread(payloads, sidecar, "other") == [b"1"]
 
 
 async def test_it_follows_its_topic_from_sidecar_to_sidecar(start: Start, shared_sidecar: Sidecar, topic: str) -> None:

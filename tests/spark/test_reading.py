@@ -1,19 +1,23 @@
 """Reading ranges from a real sidecar."""
 
+import asyncio
 import random
 from collections.abc import Generator, Iterator
 
+import grpc
 import pyarrow as pa
 import pytest
 
-from seqdedupe.client import ProducerConfig, blocking
-from seqdedupe.errors import NotFoundError, PositionError
+from seqdedupe.client import Client, ProducerConfig, blocking
+from seqdedupe.errors import NotFoundError, PositionError, UnavailableError
 from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name
-from seqdedupe.testing import Sidecar
+from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from seqdedupe_spark import reading
 from seqdedupe_spark.columns import SCHEMA
 from seqdedupe_spark.ranges import Range
+from tests.client.foreign import answering
+from tests.client.helpers import until
 from tests.conftest import StartSidecar
 
 MESSAGES = 3000
@@ -115,3 +119,33 @@ def test_it_reads_on_over_kills_of_the_sidecar(start_sidecar: StartSidecar, monk
     # Far more than what a connection holds was still to come when it broke.
     assert number > 5
     assert read == payloads
+
+
+@pytest.mark.parametrize("timeout_seconds", [None, 600.0])
+async def test_it_begins_although_a_proxy_answers(
+    start_sidecar: StartSidecar, topic: str, monkeypatch: pytest.MonkeyPatch, timeout_seconds: float | None
+) -> None:
+    """The driver has planned the range: the address is right."""
+    sidecar = await asyncio.to_thread(start_sidecar)
+    async with Client(sidecar.address) as client:
+        async with client.producer(topic, "p") as producer:
+            await producer.send_batch([b"%d" % i for i in range(10)])
+        last = (await client.ends(topic)).last
+    range_ = Range(topic_name(topic), Position.start(last.incarnation), last)
+
+    def read() -> list[bytes]:
+        return values(reading.read_range(sidecar.address, range_, timeout_seconds=timeout_seconds))
+
+    await asyncio.to_thread(sidecar.kill)
+    async with answering(sidecar.address, grpc.StatusCode.UNIMPLEMENTED) as calls:
+        with monkeypatch.context() as patch:
+            patch.setattr(reading, "PATIENCE_SECONDS", 0.0)
+            with pytest.raises(UnavailableError, match="a proxy on the way: not here") as caught:
+                await asyncio.to_thread(read)
+            assert caught.value.reason == "NOT_A_SIDECAR"
+        monkeypatch.setattr(reading, "PATIENCE_SECONDS", LAST_RESORT_SECONDS)
+        begun = calls["ReadStream"]
+        reads = asyncio.create_task(asyncio.to_thread(read))
+        await until(lambda: calls["ReadStream"] >= begun + 3)
+    await asyncio.to_thread(sidecar.start)
+    assert await reads == [b"%d" % i for i in range(10)]

@@ -1,5 +1,6 @@
 """The sink's tasks without Spark: what they take and publish, and that running them again changes nothing."""
 
+import asyncio
 import os
 import random
 import threading
@@ -13,6 +14,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import grpc
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -35,13 +37,15 @@ from pyspark.sql.types import (
 )
 
 from seqdedupe.client import blocking
-from seqdedupe.errors import ConfigurationError, InvalidRequestError, SeqdedupeError
+from seqdedupe.errors import ConfigurationError, InvalidRequestError, SeqdedupeError, UnavailableError
 from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name
 from seqdedupe.routing import partition_of
-from seqdedupe.testing import Sidecar
+from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from seqdedupe.v1 import admin_pb2
+from seqdedupe_spark import planning
 from seqdedupe_spark.columns import columns_of
+from seqdedupe_spark.publish import Published, publish_sorted
 from seqdedupe_spark.ranges import Range
 from seqdedupe_spark.reading import read_range
 from seqdedupe_spark.sink import checkpoint, identity, rows, window
@@ -52,6 +56,9 @@ from seqdedupe_spark.sink.task import MAX_IN_FLIGHT_BYTES, SinkTask, Written
 from seqdedupe_spark.sink.window import Began
 from seqdedupe_spark.sink.writers import BatchWriter, Committed
 from seqdedupe_spark.source import SeqdedupeDataSource
+from tests.client.foreign import CODES, answering
+from tests.client.helpers import until
+from tests.conftest import StartSidecar
 
 EPOCH = datetime.fromtimestamp(0, UTC)
 OWN = "value binary, deduplicationId string"
@@ -645,6 +652,54 @@ def test_a_write_that_outgrows_the_window_is_warned_about(
     assert done.outgrown == (name,)
     BatchWriter(one).commit([Committed(done)])
     assert f"{name} has forgotten IDs since it began" in caplog.text
+
+
+@pytest.mark.parametrize("code", CODES, ids=lambda code: code.name)
+async def test_what_a_proxy_answers_to_a_publisher_that_begins_is_waited_out(
+    start_sidecar: StartSidecar, monkeypatch: pytest.MonkeyPatch, code: grpc.StatusCode
+) -> None:
+    monkeypatch.setattr("seqdedupe_spark.sink.task.PATIENCE_SECONDS", LAST_RESORT_SECONDS)
+    sidecar = await asyncio.to_thread(start_sidecar)
+    is_open, may_go_on = threading.Event(), threading.Event()
+
+    def batches() -> Iterator[pa.RecordBatch]:
+        is_open.set()
+        may_go_on.wait(LAST_RESORT_SECONDS)
+        yield own([str(number) for number in range(10)])
+
+    with blocking.Client(sidecar.address) as client:
+        await asyncio.to_thread(client.admin.create_topic, "t", deduplication_mode="deduplication-id")
+        writes = asyncio.create_task(asyncio.to_thread(task(client, "t").run, batches()))
+        await asyncio.to_thread(is_open.wait)
+        await asyncio.to_thread(sidecar.kill)
+        async with answering(sidecar.address, code) as calls:
+            may_go_on.set()
+            await until(lambda: calls["PublishStream"] >= 6)
+        await asyncio.to_thread(sidecar.start)
+        assert (await writes).rows == 10
+        assert await asyncio.to_thread(ids_in, client, "t") == [b"%d" % number for number in range(10)]
+
+
+@pytest.mark.parametrize("code", CODES, ids=lambda code: code.name)
+async def test_what_a_proxy_answers_to_a_session_that_starts_is_waited_out(
+    start_sidecar: StartSidecar, monkeypatch: pytest.MonkeyPatch, code: grpc.StatusCode
+) -> None:
+    sidecar = await asyncio.to_thread(start_sidecar)
+    columns = {"__topic": ["t"] * 10, "__producerName": ["p"] * 10, "__sequenceId": range(10), "value": [b"v"] * 10}
+    given = pa.record_batch({name: pa.array(list(values)) for name, values in columns.items()})
+    await asyncio.to_thread(sidecar.kill)
+    async with answering(sidecar.address, code) as calls:
+        with monkeypatch.context() as patch:
+            patch.setattr(planning.patiently, "__defaults__", (0.0, lambda: False))
+            with pytest.raises(UnavailableError, match="a proxy on the way") as caught:
+                await asyncio.to_thread(publish_sorted, sidecar.address, [given])
+            assert caught.value.reason == "NOT_A_SIDECAR"
+        monkeypatch.setattr(planning.patiently, "__defaults__", (LAST_RESORT_SECONDS, lambda: False))
+        begun = calls["PublishStream"]
+        publishes = asyncio.create_task(asyncio.to_thread(publish_sorted, sidecar.address, [given]))
+        await until(lambda: calls["PublishStream"] >= begun + 3)
+    await asyncio.to_thread(sidecar.start)
+    assert await publishes == Published(10, 0)
 
 
 def test_a_task_is_pickled(client: blocking.Client, target: str) -> None:

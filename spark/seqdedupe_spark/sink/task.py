@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import Future
@@ -14,12 +15,13 @@ import pyarrow as pa
 
 from seqdedupe.client import blocking
 from seqdedupe.client.blocking.loop import event_loop, run
+from seqdedupe.client.connection import NOT_A_SIDECAR
 from seqdedupe.client.publisher import Publisher
 from seqdedupe.client.receipts import Verdict
 from seqdedupe.client.results import BatchResult
 from seqdedupe.errors import UnavailableError, error
 from seqdedupe.v1 import admin_pb2
-from seqdedupe_spark.planning import patiently
+from seqdedupe_spark.planning import PATIENCE_SECONDS, Waiting, patiently
 from seqdedupe_spark.sidecar import Sidecar, sidecar_at
 from seqdedupe_spark.sink.identity import Seen, Source
 from seqdedupe_spark.sink.layout import Layout
@@ -139,16 +141,8 @@ class _Targets:
     def send(self, topic: str, frame: Frame) -> None:
         while self._under_way and self._size_bytes + frame.size_bytes > MAX_IN_FLIGHT_BYTES:
             self._take()
-        sending = self._publishers[topic].send_batch(
-            frame.payloads,
-            frame.deduplication_ids,
-            keys=frame.keys,
-            event_times_ms=frame.event_times_ms,
-            properties=frame.properties,
-        )
-        self._under_way.append(
-            _Sent(asyncio.run_coroutine_threadsafe(sending, event_loop()), frame.size_bytes, self._ends[topic])
-        )
+        sending = asyncio.run_coroutine_threadsafe(_send(self._publishers[topic], frame), event_loop())
+        self._under_way.append(_Sent(sending, frame.size_bytes, self._ends[topic]))
         self._size_bytes += frame.size_bytes
 
     def is_idle(self) -> bool:
@@ -170,6 +164,27 @@ class _Targets:
 
     def outgrown(self) -> tuple[str, ...]:
         return tuple(topic for topic in self._publishers if not self._began.is_known_by(look(self._client, topic)))
+
+
+async def _send(publisher: Publisher, frame: Frame) -> BatchResult:
+    """`look` has talked to the sidecar, so that an answer of something else to what the publisher begins with does not
+    mean a wrong address: it is waited out, for PATIENCE_SECONDS."""
+    waiting = Waiting()
+    give_up_at = time.monotonic() + PATIENCE_SECONDS
+    while True:
+        try:
+            return await publisher.send_batch(
+                frame.payloads,
+                frame.deduplication_ids,
+                keys=frame.keys,
+                event_times_ms=frame.event_times_ms,
+                properties=frame.properties,
+            )
+        except UnavailableError as e:
+            if e.reason != NOT_A_SIDECAR or time.monotonic() > give_up_at:
+                raise
+            waiting.say(e)
+            await asyncio.sleep(e.retry_delay_ms / 1000)
 
 
 def look(client: blocking.Client, topic: str) -> admin_pb2.Topic:

@@ -1,0 +1,35 @@
+"""What stands at a sidecar's address and is none: as a proxy that answers calls by itself."""
+
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import grpc.aio
+
+CODES = [grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.PERMISSION_DENIED]
+"""What a proxy's 404 and 403 come to."""
+
+
+@asynccontextmanager
+async def answering(address: str, code: grpc.StatusCode) -> AsyncIterator[Counter[str]]:
+    """What listens at this address answers all calls with this status. Yields how often each was called."""
+    calls: Counter[str] = Counter()
+
+    class Foreign(grpc.GenericRpcHandler):
+        def service(self, details: Any) -> Any:
+            async def refuse(_: object, context: Any) -> None:
+                calls[details.method.rpartition("/")[2]] += 1
+                await context.abort(code, "not here")
+
+            return grpc.stream_stream_rpc_method_handler(refuse)
+
+    server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+    server.add_generic_rpc_handlers((Foreign(),))
+    server.add_insecure_port(address)
+    await server.start()
+    try:
+        yield calls
+    finally:
+        await server.stop(None)
