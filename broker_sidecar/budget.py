@@ -27,6 +27,9 @@ class Budget:
     def __init__(self, relieve: Callable[[], None], limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self.held_bytes = 0
+        self.read_bytes = 0
+        """What has been read and is not admitted yet. It keeps others from being read, but not from being admitted:
+        else all could wait for each other."""
         self._relieve = relieve
         self._waiting: dict[Share, None] = {}
 
@@ -58,7 +61,9 @@ class Share:
         self._budget = budget
         self._use = use
         self.held_bytes = 0
+        self._read_bytes = 0
         self._wanted_bytes = 0
+        self._wants_to_read = False
         self._found: asyncio.Future[None] | None = None
 
     @property
@@ -66,10 +71,11 @@ class Share:
         """What nobody holds."""
         return self._budget.free_bytes
 
-    def fits(self, size: int) -> bool:
-        """Whether so much more may be taken."""
+    def fits(self, size: int, *, to_read: bool = False) -> bool:
+        """Whether so much more may be taken, or read in order to be taken then."""
         held, budget = self.held_bytes, self._budget
-        if held + size > budget.limit_bytes - budget.held_bytes or held >= MAX_SHARE_BYTES:
+        free_bytes = budget.free_bytes - budget.read_bytes if to_read else budget.free_bytes
+        if held + size > free_bytes or held >= MAX_SHARE_BYTES:
             return False
         return self._use.fits(size)
 
@@ -86,6 +92,11 @@ class Share:
         self._budget.held_bytes += size
         self._use.held_bytes += size
 
+    def has_read(self, size: int) -> None:
+        """The bytes of the message that has been read last and is not admitted yet."""
+        self._budget.read_bytes += size - self._read_bytes
+        self._read_bytes = size
+
     def give_back(self, size: int) -> None:
         self.held_bytes -= size
         self._budget.held_bytes -= size
@@ -94,13 +105,16 @@ class Share:
 
     def look(self) -> None:
         """Goes on if what is waited for fits now."""
-        if self._found is not None and not self._found.done() and self.fits(self._wanted_bytes):
+        if self._found is not None and not self._found.done() and self._fits_now():
             self._found.set_result(None)
 
-    async def wait_for(self, size: int) -> None:
-        """Returns when so much more may be taken."""
-        while not self.fits(size):
-            self._wanted_bytes = size
+    def _fits_now(self) -> bool:
+        return self.fits(self._wanted_bytes, to_read=self._wants_to_read)
+
+    async def wait_for(self, size: int, *, to_read: bool = False) -> None:
+        """Returns when so much more may be taken, or read."""
+        self._wanted_bytes, self._wants_to_read = size, to_read
+        while not self._fits_now():
             self._found = asyncio.get_running_loop().create_future()
             self._budget.wait(self)
             try:

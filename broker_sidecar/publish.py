@@ -89,11 +89,17 @@ class _Publishing:
     async def take_all(self, frames: list[tuple[int, bytes]]) -> int:
         """Admits these frames, of which nothing is left then; returns how long the longest one was."""
         longest = 0
-        for k, (number, batch) in enumerate(frames):
-            frames[k] = 0, b""
-            longest = max(longest, len(batch))
-            self.stream.moves()
-            await self.take(number, batch)
+        waiting = sum(len(batch) for _, batch in frames)
+        try:
+            for k, (number, batch) in enumerate(frames):
+                self.stream.share.has_read(waiting)
+                waiting -= len(batch)
+                frames[k] = 0, b""
+                longest = max(longest, len(batch))
+                self.stream.moves()
+                await self.take(number, batch)
+        finally:
+            self.stream.share.has_read(0)
         return longest
 
     async def take(self, frame: int, batch: bytes) -> None:
@@ -157,13 +163,13 @@ class _Publishing:
         self.stream.share.give_back(sum(map(len, self.unsent)))
         self.unsent.clear()
 
-    def has_room(self, size: int) -> bool:
-        """Whether a frame of so many bytes may be admitted now."""
-        return self.stream.share.fits(_room_for(size)) and self.topic.flight.has_room()
+    def has_room(self, size: int, *, to_read: bool = False) -> bool:
+        """Whether a frame of so many bytes may be admitted now, or read."""
+        return self.stream.share.fits(_room_for(size), to_read=to_read) and self.topic.flight.has_room()
 
-    async def wait_for_room(self, size: int) -> None:
-        """Returns when a frame of so many bytes may be admitted."""
-        await self.stream.share.wait_for(_room_for(size))
+    async def wait_for_room(self, size: int, *, to_read: bool = False) -> None:
+        """Returns when a frame of so many bytes may be admitted, or read."""
+        await self.stream.share.wait_for(_room_for(size), to_read=to_read)
         if not self.topic.flight.has_room():
             await self.topic.flight.wait_for_room()
 
@@ -192,6 +198,7 @@ class _Publishing:
                     await self.stream.write(response)
                 finally:
                     self.stream.share.give_back(size)
+                del response  # until there is news
 
 
 class PublishService:
@@ -337,6 +344,7 @@ class PublishService:
             return
         name, frames = parse_frames(first)
         is_early = takes_early_receipts(first)
+        del first  # the frames are copies of it
         # Once: from here on every frame is judged by itself.
         self._permissions.check_topic(Action.PUBLISH, topic_name(name))
         stream.allowed.clear()
@@ -371,8 +379,8 @@ class PublishService:
             self._check_unnamed(topic)
             size = await publishing.take_all(frames)
             # What comes next is likely to be as large. Once it is read it cannot be left to gRPC any more.
-            if not publishing.has_room(size):
-                await publishing.wait_for_room(size)
+            if not publishing.has_room(size, to_read=True):
+                await publishing.wait_for_room(size, to_read=True)
             data = await publishing.stream.read()
             if data is grpc.aio.EOF:
                 return

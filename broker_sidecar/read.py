@@ -153,6 +153,7 @@ class ReadService:
                     stream.share.give_back(size)
                 self._count(reading.index, page)
                 reading.index = page.next_index
+                del page  # until there is another one
         finally:
             self.readings.discard(reading)
         if stop is None or reading.index < stop:

@@ -55,11 +55,15 @@ async def abort(context: Context, e: Exception) -> NoReturn:
     if isinstance(e, grpc.aio.InternalError):
         # The call is over, because its client has gone or the server has stopped: there is nobody to tell.
         raise asyncio.CancelledError from e
+    cause = e
     if isinstance(e, MemoryError):
         e = error("OUT_OF_MEMORY", "there was no memory left for this call")
-    if not isinstance(e, SeqdedupeError):
+    elif not isinstance(e, SeqdedupeError):
         logger.error("a call failed", exc_info=e)
         e = error("INTERNAL", f"the call failed inside the sidecar: {type(e).__name__}")
+    # The frames in its traceback have messages, and it outlives them: until the client takes its status, and in a
+    # cycle with its stream until the collector finds that.
+    cause.__traceback__ = cause.__context__ = cause.__cause__ = None
     try:
         await context.abort_with_status(status_of(e))
     except grpc.aio.InternalError as over:

@@ -155,3 +155,4 @@ async def read_on(
         yield page
         here = page.next_index
         had_all = here >= end
+        del page  # until there is another one

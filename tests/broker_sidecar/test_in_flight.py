@@ -129,6 +129,47 @@ async def test_all_streams_together_hold_no_more_than_the_limit(
     await process.topic.flight.all_of_now()
 
 
+async def test_what_was_read_keeps_others_from_being_read_and_nobody_from_being_admitted() -> None:
+    budget = Budget(lambda: None, 4 * MIB)
+    reader, other = stream_of(budget).share, stream_of(budget).share
+    reader.has_read(3 * MIB)
+    assert not other.fits(2 * MIB, to_read=True)
+    assert other.fits(2 * MIB)
+    assert reader.fits(3 * MIB)
+    waiting = asyncio.ensure_future(other.wait_for(2 * MIB, to_read=True))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    reader.has_read(MIB)
+    await waiting
+    reader.has_read(0)
+    assert budget.read_bytes == 0
+
+
+async def test_what_was_sent_is_not_kept_until_there_is_more_to_send(
+    process: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = asyncio.Event()
+
+    class Response(bytes):
+        def __del__(self) -> None:
+            gone.set()
+
+    async def write(_: bytes) -> None:
+        pass
+
+    publishing = _Publishing(process.topic, stream_of(Budget(lambda: None, MIB)))
+    monkeypatch.setattr(publishing.stream, "write", write)
+    monkeypatch.setattr(publishing, "take_unsent", lambda: (Response(publishing.unsent.popleft()), 0))
+    publishing.unsent.append(b"receipt")
+    publishing.news.set()
+    writer = asyncio.ensure_future(publishing.send_all())
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert not writer.done()
+    assert gone.is_set()
+    writer.cancel()
+
+
 async def test_a_frame_that_waited_for_room_is_looked_up_again_beside_the_event_loop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
