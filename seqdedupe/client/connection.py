@@ -10,6 +10,7 @@ from typing import TypeVar
 import grpc
 import grpc.aio
 from google.protobuf.any_pb2 import Any
+from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
@@ -69,7 +70,7 @@ NOT_A_SIDECAR = "NOT_A_SIDECAR"
 """The reason of an answer that is not the sidecar's own. It is final for what starts: the address may be wrong. Once
 the sidecar has answered, the connection counts as broken."""
 
-BREAKS_STREAM = {NOT_A_SIDECAR, "OUTCOME_UNKNOWN"}
+_BREAKS_STREAM = {NOT_A_SIDECAR, "OUTCOME_UNKNOWN"}
 """The reasons with which a stream ends when something on the way ends it."""
 
 _OWN_LIMIT = "CLIENT: "
@@ -162,7 +163,10 @@ async def call(
     while True:
         try:
             with typed_errors(address):
-                return await method(request, timeout=timeout_seconds)
+                answer = await method(request, timeout=timeout_seconds)
+                if answer is None:
+                    raise DecodeError("it cannot be decoded")
+                return answer
         except UnavailableError as e:
             delay_seconds = max(e.retry_delay_ms / 1000, _SHORTEST_DELAY_SECONDS)
             helps = e.reason == "RECOVERING" or (e.reason == "TOKEN_EXPIRED" and not has_expired)
@@ -174,7 +178,8 @@ async def call(
 
 @contextmanager
 def typed_errors(address: SidecarAddress) -> Iterator[None]:
-    """Turns gRPC's errors into this project's.
+    """Turns gRPC's errors into this project's; and DecodeError, which says that an answer is none of a sidecar's. gRPC
+    gives None instead of a message that cannot be decoded.
 
     A call that the other side cancels, or that is cancelled by `call.cancel()`, looks to gRPC's callers as if they
     themselves were; it is an error like others, unless they are.
@@ -188,6 +193,15 @@ def typed_errors(address: SidecarAddress) -> Iterator[None]:
         raise
     except grpc.aio.AioRpcError as e:
         raise _error_of_call(e, address) from e
+    except DecodeError as e:
+        what = f"{address} answered OK with what no sidecar sends; the likely cause is a proxy on the way: {e}"
+        raise error(NOT_A_SIDECAR, what) from e
+
+
+def may_break_for_a_frame(failure: SeqdedupeError) -> bool:
+    """Whether something on the way has ended a stream, perhaps because of what was sent. One that answers for the
+    sidecar, with OK, has not."""
+    return failure.reason in _BREAKS_STREAM and not isinstance(failure.__cause__, DecodeError)
 
 
 def error_of_reason(reason: str, message: str, retry_delay_ms: int, numbers: dict[str, str]) -> SeqdedupeError:

@@ -12,7 +12,7 @@ import numpy as np
 from seqdedupe.address import SidecarAddress
 from seqdedupe.batch import Batch
 from seqdedupe.client.builder import BATCH_OVERHEAD_BYTES
-from seqdedupe.client.connection import BREAKS_STREAM, NOT_A_SIDECAR, Backoff, check_not_forked
+from seqdedupe.client.connection import NOT_A_SIDECAR, Backoff, check_not_forked, may_break_for_a_frame
 from seqdedupe.client.exchange import exchange, publish_call
 from seqdedupe.client.frames import Answer, decode_answer, refusal_error
 from seqdedupe.client.outbox import HINT_OF_BREAKS, MAX_BREAKS, SUSPECT_BREAKS, Frame, broke_alone
@@ -321,7 +321,7 @@ class Delivery:
                 watch=lambda: self._watch(address),
             )
         except UnavailableError as e:
-            if e.reason in BREAKS_STREAM:
+            if may_break_for_a_frame(e):
                 self._broke(e)
             raise
         finally:
@@ -378,8 +378,8 @@ class Delivery:
 
     def _take(self, raw: bytes) -> bool:
         self._answered_at = asyncio.get_running_loop().time()
-        self._has_begun = True
         answer = decode_answer(raw, lambda number: len(self._out[number].batch) if number in self._out else None)
+        self._has_begun = True
         if answer.receipts:
             self._check_history(answer)
         for number, receipt in answer.receipts:

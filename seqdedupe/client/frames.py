@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from google.protobuf.message import DecodeError
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from seqdedupe import wire
@@ -39,10 +40,14 @@ class Answer(NamedTuple):
 
 def decode_answer(raw: bytes, rows_of: Callable[[int], int | None]) -> Answer:
     """The answer in these bytes. `rows_of` says how many rows a frame has that is out; receipts of others may be left
-    out."""
-    if (usual := _usual_answer(raw)) is not None:
+    out.
+
+    Raises DecodeError if no sidecar has made it: all that is not empty, as a greeting is, says which topic it is of."""
+    if (usual := _usual_answer(raw)) is not None and usual.incarnation:
         return usual
     answer = wire.PublishStreamResponse.FromString(raw)
+    if raw and not answer.incarnation:
+        raise DecodeError("there is no incarnation in it")
     if not all(_is_plain(receipt, rows_of(receipt.frame)) for receipt in answer.receipts):
         answer = wire.PublishStreamResponse.FromString(_canonical(raw))
     out = [receipt for receipt in answer.receipts if rows_of(receipt.frame) is not None]

@@ -5,6 +5,7 @@ from collections import deque
 from dataclasses import dataclass
 
 import grpc.aio
+from google.protobuf.message import DecodeError
 
 from seqdedupe.address import SidecarAddress
 from seqdedupe.client.connection import CALL_TIMEOUT_SECONDS, error_of_reason, typed_errors
@@ -119,12 +120,23 @@ class Openings:
         request = publish_pb2.OpenRequest(topic=self._topic, producer_names=names, epochs=epochs)
         with typed_errors(self._address):
             answer = await PublishServiceStub(self._channel).Open(request, timeout=CALL_TIMEOUT_SECONDS)
+            check_opened(answer, len(some))
         self.term = max(self.term, answer.term)
         answers: list[Opened | Exception] = [_opened(answer, place) for place in range(len(some))]
         for refusal in answer.refusals:
             numbers = {"producer_name": names[refusal.index], "current_epoch": str(refusal.current_epoch)}
             answers[refusal.index] = error_of_reason(refusal.reason, refusal.message, NEVER, numbers)
         return answers
+
+
+def check_opened(answer: publish_pb2.OpenResponse | None, names: int) -> None:
+    """Raises DecodeError if no sidecar answers so, asked for so many names."""
+    if answer is None:
+        raise DecodeError("it cannot be decoded")
+    columns = answer.epochs, answer.persisted, answer.persisted_indexes, answer.persisted_message_ids
+    has_all = all(len(column) == names for column in columns)
+    if not answer.incarnation or not has_all or any(refusal.index >= names for refusal in answer.refusals):
+        raise DecodeError(f"it does not open {names} sessions")
 
 
 def _opened(answer: publish_pb2.OpenResponse, place: int) -> Opened:

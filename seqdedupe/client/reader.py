@@ -4,6 +4,7 @@ import asyncio
 from typing import Any, Literal
 
 import grpc.aio
+from google.protobuf.message import DecodeError
 
 from seqdedupe import wire
 from seqdedupe.batch import decode
@@ -219,7 +220,6 @@ class Reader(Messages):
         self._call = self._channel.unary_stream(
             _READ_STREAM,
             request_serializer=read_pb2.ReadStreamRequest.SerializeToString,
-            response_deserializer=wire.ReadStreamResponse.FromString,
         )(request)
         # A sidecar sends them at once, however long there is nothing to read.
         try:
@@ -238,7 +238,11 @@ class Reader(Messages):
     async def _look_at_the_ends(self, channel: grpc.aio.Channel) -> None:
         """Fixes what "latest" and the end stand for, so that a new connection means the same."""
         request = read_pb2.GetLastMessageIdRequest(topic=self.topic)
-        answer = await ReadServiceStub(channel).GetLastMessageId(request, timeout=CALL_TIMEOUT_SECONDS)
+        answer: read_pb2.GetLastMessageIdResponse | None = await ReadServiceStub(channel).GetLastMessageId(
+            request, timeout=CALL_TIMEOUT_SECONDS
+        )
+        if answer is None or not answer.last.incarnation:
+            raise DecodeError("it does not say where the topic ends")
         self._has_begun = True
         last = Position.from_proto(answer.last)
         self._check_incarnation(last.incarnation)
@@ -281,11 +285,14 @@ class Reader(Messages):
         call = self._call
         if call is None:
             return False
-        answer: Any = await call.read()
-        if answer is grpc.aio.EOF:
+        raw = await call.read()
+        if not isinstance(raw, bytes):  # grpc.aio.EOF
             if self._is_at_stop:
                 return False
             raise error("UNREACHABLE", f"the sidecar at {self._route.address} ended the stream before its end")
+        answer = wire.ReadStreamResponse.FromString(raw)
+        if not answer.incarnation:
+            raise DecodeError("there is no incarnation in it")
         self._waiting.goes_on()
         self._check_incarnation(answer.incarnation)
         if answer.HasField("skipped"):

@@ -7,7 +7,7 @@ from typing import Any
 
 from seqdedupe.address import SidecarAddress
 from seqdedupe.client.config import ProducerConfig
-from seqdedupe.client.connection import BREAKS_STREAM, NOT_A_SIDECAR, Backoff
+from seqdedupe.client.connection import NOT_A_SIDECAR, Backoff, may_break_for_a_frame
 from seqdedupe.client.connections import Connections
 from seqdedupe.client.openings import Openings
 from seqdedupe.client.outbox import SUSPECT_BREAKS, Frame, Outbox
@@ -257,7 +257,7 @@ class Session:
             try:
                 await stream.serve(self)
             except UnavailableError as e:
-                if stream.has_ended and e.reason in BREAKS_STREAM:
+                if stream.has_ended and may_break_for_a_frame(e):
                     self.outbox.broke(e, is_alone=stream.ended_alone)
                     self._update_room()
                 raise

@@ -12,6 +12,7 @@ from typing import Any
 from seqdedupe.client.connection import CALL_TIMEOUT_SECONDS, NOT_A_SIDECAR, Backoff, error_of_reason, typed_errors
 from seqdedupe.client.exchange import exchange, publish_call
 from seqdedupe.client.frames import decode_answer, refusal_error
+from seqdedupe.client.openings import check_opened
 from seqdedupe.client.outbox import Frame
 from seqdedupe.client.route import Route
 from seqdedupe.client.sidecars import Sidecars
@@ -161,6 +162,7 @@ class Publisher:
         try:
             with typed_errors(self._route.address):
                 answer: publish_pb2.OpenResponse = await open_sessions(request, timeout=CALL_TIMEOUT_SECONDS)
+                check_opened(answer, len(names))
         except SeqdedupeError as e:
             if (doubted := self._route.doubted(e)) is not e:
                 raise doubted from e

@@ -1,8 +1,10 @@
-"""A status that is not the sidecar's own, as of a proxy on the way: what is open goes on, and what starts says so."""
+"""What is not the sidecar's own, as of a proxy on the way: what is open goes on, and what starts says so."""
 
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable
+from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from seqdedupe.client import (
 )
 from seqdedupe.client import reader as reading
 from seqdedupe.client.outbox import MAX_BREAKS
+from seqdedupe.errors import REASONS
 from seqdedupe.testing import Sidecar
 from seqdedupe.v1 import publish_pb2
 from tests.client.fake_sidecar import FakeSidecar, Refused, fake_sidecar
@@ -38,6 +41,52 @@ CODES = [
     grpc.StatusCode.RESOURCE_EXHAUSTED,
     grpc.StatusCode.FAILED_PRECONDITION,
 ]
+
+
+ANSWERS = {"empty": b"", "garbage": b"\xff\xff\xff\xff\x07garbage"}
+
+RECEIPTS = publish_pb2.PublishStreamResponse(
+    receipts=[publish_pb2.Receipt(frame=number, first_index=number) for number in range(100)]
+).SerializeToString()
+"""Of no topic."""
+
+
+@asynccontextmanager
+async def answering_ok(address: str, answer: bytes) -> AsyncIterator[Counter[str]]:
+    """What listens at this address answers all calls with this message and OK; publish streams once there is a frame.
+    Yields how often it has done so."""
+    calls: Counter[str] = Counter()
+
+    class Foreign(grpc.GenericRpcHandler):
+        def service(self, details: Any) -> Any:
+            name = details.method.rpartition("/")[2]
+
+            async def say(requests: AsyncIterator[bytes], context: Any) -> None:
+                await context.send_initial_metadata(())
+                if name == "PublishStream":
+                    while not publish_pb2.PublishStreamRequest.FromString(await anext(requests)).frames:
+                        pass
+                calls[name] += 1
+                await context.write(answer)
+
+            return grpc.stream_stream_rpc_method_handler(say)
+
+    server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+    server.add_generic_rpc_handlers((Foreign(),))
+    server.add_insecure_port(address)
+    await server.start()
+    try:
+        yield calls
+    finally:
+        await server.stop(None)
+
+
+@pytest.fixture
+def tries_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What has failed is tried again after some milliseconds."""
+    monkeypatch.setitem(REASONS, "NOT_A_SIDECAR", replace(REASONS["NOT_A_SIDECAR"], retry_delay_ms=10))
+    for module in ("session", "delivery", "reader"):
+        monkeypatch.setattr(f"seqdedupe.client.{module}._LONGEST_DELAY_SECONDS", 0.02)
 
 
 @pytest.fixture
@@ -75,6 +124,80 @@ async def test_what_is_open_goes_on(tmp_path: Path, code: grpc.StatusCode) -> No
                 assert [(await read).payload for read in reads] == [b"2", b"2"]
                 assert (await publisher.send(b"3", deduplication_id="3")).index == 2
         assert await ids_in_log(sidecar, "t") == [0, 1]
+
+
+@pytest.mark.usefixtures("tries_often")
+@pytest.mark.parametrize("answer", ANSWERS.values(), ids=ANSWERS)
+async def test_what_is_open_goes_on_after_foreign_answers(tmp_path: Path, answer: bytes) -> None:
+    with Sidecar(tmp_path) as sidecar:
+        async with Client(sidecar.address) as client:
+            await client.admin.create_topic("ids", deduplication_mode="deduplication-id")
+            async with (
+                client.producer("t", "p", NEVER_GIVES_UP) as producer,
+                client.publisher("ids", delivery_timeout_seconds=None) as publisher,
+                client.reader("t", follow=True) as reader,
+                client.reader("t", "latest") as ends,
+            ):
+                await (await producer.send(b"1"))
+                await publisher.send(b"1", deduplication_id="1")
+                assert (await anext(reader)).payload == b"1"
+                ends._has_begun = True  # as one whose connection broke before it had read anything
+                reads = asyncio.create_task(anext(reader))
+                sidecar.kill()
+                async with answering_ok(sidecar.address, answer) as calls:
+                    receipt = await producer.send(b"2")
+                    sends = asyncio.create_task(publisher.send(b"2", deduplication_id="2"))
+                    finds = asyncio.create_task(anext(ends, None))
+                    often = ("ReadStream", 3), ("Open", 3), ("GetLastMessageId", 3), ("PublishStream", MAX_BREAKS + 2)
+                    await until(lambda: all(calls[name] >= times for name, times in often))
+                    assert not any(task.done() for task in (reads, sends, finds))
+                await asyncio.to_thread(sidecar.start)
+                assert (await receipt).index == 1
+                assert (await sends).index == 1
+                assert (await reads).payload == b"2"
+                assert await finds is None
+                assert (await publisher.send(b"3", deduplication_id="3")).index == 2
+        assert await ids_in_log(sidecar, "t") == [0, 1]
+
+
+@pytest.mark.usefixtures("tries_often")
+@pytest.mark.parametrize("answer", [ANSWERS["garbage"], RECEIPTS], ids=["garbage", "receipts"])
+async def test_a_stream_goes_on_after_foreign_answers(fake: FakeSidecar, answer: bytes) -> None:
+    """Of a producer whose sessions are opened by the sidecar itself: no frame is to blame."""
+
+    def on_frame(frame: publish_pb2.Frame) -> list[publish_pb2.PublishStreamResponse | bytes]:
+        return [answer if len(fake.frames) <= MAX_BREAKS + 2 else fake.stored(frame)]
+
+    fake.on_frame = on_frame
+    async with Client(fake.address) as client, client.producer("t", "p", NEVER_GIVES_UP) as producer:
+        assert (await (await producer.send(b""))).index == 0
+    assert len(fake.frames) == MAX_BREAKS + 3
+
+
+@pytest.mark.parametrize("answer", ANSWERS.values(), ids=ANSWERS)
+async def test_what_starts_names_what_answers_for_the_sidecar(tmp_path: Path, answer: bytes) -> None:
+    async def refused(what: Awaitable[object]) -> None:
+        with pytest.raises(UnavailableError, match="answered OK with what no sidecar sends") as caught:
+            await what
+        assert caught.value.reason == "NOT_A_SIDECAR"
+
+    sidecar = Sidecar(tmp_path)
+    async with Client(sidecar.address) as client:
+        async with answering_ok(sidecar.address, answer) as calls:
+            await refused(client.producer("t", "p").open())
+            await refused(anext(client.reader("t")))
+            publisher = await client.publisher("ids", delivery_timeout_seconds=None).__aenter__()
+            if answer:  # an empty one may be a sidecar's
+                await refused(publisher.send(b"1", deduplication_id="1"))
+                await refused(client.admin.topic("t"))
+            assert calls["Open"] == calls["GetLastMessageId"] == 1
+        await asyncio.to_thread(sidecar.start)
+        try:
+            await client.admin.create_topic("ids", deduplication_mode="deduplication-id")
+            assert (await publisher.send(b"1", deduplication_id="1")).index == 0
+            await publisher.close()
+        finally:
+            sidecar.kill()
 
 
 async def test_a_reader_that_has_read_nothing_goes_on(tmp_path: Path) -> None:
