@@ -284,6 +284,13 @@ def address_that_counts(address: bytes) -> bytes:
     return address[:NETWORK_BYTES]
 
 
+def origin_of(peer: str) -> bytes | str:
+    """Where a call came from, by its peer as gRPC writes it: an address as it counts, or on this machine a connection.
+    (Of Unix sockets nobody says which connection it is.)"""
+    place = _place_of_peer(peer)
+    return (place and address_that_counts(place.address)) or peer
+
+
 def _duplicate(descriptor: int, inode: int) -> socket.socket:
     """The socket with this inode, by a descriptor of its own. Raises OSError if it is none, or another one by now."""
     number = os.dup(descriptor)

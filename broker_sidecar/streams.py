@@ -12,8 +12,8 @@ from broker_sidecar.budget import MAX_HELD_BYTES, Budget, Share
 from broker_sidecar.metrics.calls import method_of_call
 from broker_sidecar.rpc import Context, abort
 from broker_sidecar.security.permissions import Permissions, allowed_so_far
-from broker_sidecar.security.shares import Shares, Use
-from broker_sidecar.security.subject import Subject, caller
+from broker_sidecar.security.shares import OF_NOBODY, Shares, Use
+from broker_sidecar.security.subject import ANONYMOUS, Subject, caller
 from seqdedupe.errors import SeqdedupeError, error
 
 FIRST_MESSAGE_SECONDS = 10.0
@@ -34,6 +34,10 @@ CONNECTION_SHARE = 2
 
 CALLER_SHARE = 2
 """One caller may have the n-th part of all streams, and more only while no other caller needs a place."""
+
+UNKNOWN_PART = 16
+"""The n-th part of all streams, as far as unknown callers may have so many, is kept for them: probes that watch the
+health. They take no place of a known caller."""
 
 
 class Stream:
@@ -228,29 +232,41 @@ class Streams:
         if not new.connection.startswith("unix:"):
             share = max(1, self._limit // CONNECTION_SHARE)
             own = [stream for stream in self._open if stream.connection == new.connection]
-            if len(own) >= share and not self._gives_way(own, share):
+            among = [stream for stream in own if new.subject.name or not stream.subject.name]
+            if len(own) >= share and not self._gives_way(among, share):
                 raise _too_many(share)
-        if len(self._open) >= self._limit and not self._another_gives_way(new):
-            raise _too_many(self._limit)
+        unknown = [stream for stream in self._open if not stream.subject.name]
+        if not new.subject.name:
+            if len(self._open) >= self._limit and not self._gives_way(unknown, self._limit):
+                raise _too_many(self._limit)
+            return
+        # Where nobody is asked who they are, nobody is unknown.
+        kept = 0 if new.subject.name == ANONYMOUS else min(self._limit // UNKNOWN_PART, OF_NOBODY.streams or 0)
+        free = self._limit - len(self._open) - max(0, kept - len(unknown))
+        if free <= 0 and not self._another_gives_way(new, unknown, kept):
+            raise _too_many(self._limit - kept)
 
-    def _another_gives_way(self, new: Stream) -> bool:
-        """Ends a stream for a new one while there are as many as there may be. Whether one could be.
+    def _another_gives_way(self, new: Stream, unknown: list[Stream], kept: int) -> bool:
+        """Ends a stream for a known caller's while there are as many as there may be. Whether one could be.
 
-        It is the one that was silent for longest, but two things come before that. A caller with more than its share
-        gives way to one with less, by a stream that is in use if need be. And a caller that would have more than its
-        share leaves the others theirs, other than those of callers who are not known.
+        It is the one that was silent for longest, but three things come before that. Unknown callers with more than
+        what is kept for them give way, by a stream that is in use if need be. So does a caller with more than its share
+        to one with less. And a caller that would have more than its share leaves the other known ones theirs.
         """
         share = max(1, self._limit // CALLER_SHARE)
         by_caller: dict[Use, list[Stream]] = {}
         for stream in self._open:
-            by_caller.setdefault(stream.use, []).append(stream)
+            if stream.subject.name:
+                by_caller.setdefault(stream.use, []).append(stream)
         own = by_caller.get(new.use, [])
-        if own and len(own) >= share:
-            among = [stream for stream in self._open if stream.use is new.use or not stream.subject.name]
-            return self._gives_way(among, self._limit)
-        most = max(by_caller.values(), key=len)
-        if len(most) <= share or not new.subject.name:
-            return self._gives_way(self._open, self._limit)
+        if len(unknown) > kept:
+            most = unknown
+        elif own and len(own) >= share:
+            return self._gives_way(own, self._limit)
+        else:
+            most = max(by_caller.values(), key=len)
+            if len(most) <= share:
+                return self._gives_way((one for streams in by_caller.values() for one in streams), self._limit)
         if not self._gives_way(most, self._limit):
             self.gave_way += 1
             longest = min(most, key=lambda stream: (stream.frames_in_flight > 0, stream.moved_at))

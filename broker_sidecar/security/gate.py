@@ -1,6 +1,7 @@
 """The one place that every call passes before its handler: it finds out who makes the call, or ends it."""
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 from weakref import WeakValueDictionary
@@ -10,6 +11,7 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2
 
+from broker_sidecar.connections import origin_of
 from broker_sidecar.metrics.calls import method_of_call
 from broker_sidecar.rpc import Context, abort, parse_small
 from broker_sidecar.security.calls import CHANGES, HEALTH_OF_THE_WHOLE
@@ -23,7 +25,7 @@ _HEALTH = frozenset({"/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Wat
 
 UNKNOWN_AT_ONCE = 2
 """Requests of unknown callers that are received at once. gRPC may hold 16 MiB of each."""
-UNKNOWN_WAITING = 8
+UNKNOWN_WAITING = 16
 """Calls of unknown callers that wait for that. gRPC may hold 1 MiB of each."""
 UNKNOWN_SECONDS = 1.0
 """An unknown caller's request is there after this time."""
@@ -114,29 +116,30 @@ class Gate(Wrapping):
 
 
 class _Receiving:
-    """Receives the requests of one caller, or of all unknown ones: few at once, and none for long."""
+    """Receives the requests of one caller, or of all unknown ones: few at once, and none for long.
+
+    The places go in turn to everybody who waits, by where the calls come from. However many come from one origin, those
+    from others are soon received.
+    """
 
     def __init__(self, whose: str, at_once: int, most_waiting: int, seconds: float, hurry_seconds: float) -> None:
         self._whose = whose
         self._most_waiting = most_waiting
         self._seconds = seconds
         self._hurry_seconds = hurry_seconds
-        self._free = asyncio.Semaphore(at_once)
+        self._free = at_once
+        """As long as somebody waits, none."""
         self._limits: dict[asyncio.Timeout, None] = {}
         """Of the requests that are being received."""
-        self._waiting = 0
+        self._waiting: dict[bytes | str, deque[asyncio.Future[bool]]] = {}
+        """By origin; the one whose turn it is comes first. What each is told is whether it has a place."""
 
     async def receive(self, context: Context) -> bytes:
         """The request. Raises QUEUE_FULL, STREAM_IDLE, MALFORMED_MESSAGE."""
-        if self._waiting >= self._most_waiting:
-            raise error("QUEUE_FULL", f"{self._waiting} {self._whose} wait to be received: call again")
-        if self._free.locked():
-            self._hurry()
-        self._waiting += 1
-        try:
-            await self._free.acquire()
-        finally:
-            self._waiting -= 1
+        if self._free:
+            self._free -= 1
+        else:
+            await self._wait(origin_of(context.peer()))
         limit = asyncio.timeout(self._hurry_seconds if self._waiting else self._seconds)
         self._limits[limit] = None
         try:
@@ -146,7 +149,46 @@ class _Receiving:
             raise error("STREAM_IDLE", f"a request of {self._whose} did not come in time") from e
         finally:
             del self._limits[limit]
-            self._free.release()
+            self._release()
+
+    async def _wait(self, origin: bytes | str) -> None:
+        """Returns when there is a place for a call from there. Raises QUEUE_FULL."""
+        self._hurry()
+        own = self._waiting.get(origin, ())
+        if sum(map(len, self._waiting.values())) >= self._most_waiting:
+            crowd = max(self._waiting.values(), key=len)
+            if len(crowd) <= len(own) + 1:
+                raise self._full()
+            crowd.pop().set_result(False)
+        turn: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(origin, deque()).append(turn)
+        try:
+            # The turn itself is never cancelled: whatever is in a queue can be told.
+            if not await asyncio.shield(turn):
+                raise self._full()
+        except asyncio.CancelledError:
+            if not turn.done():
+                queue = self._waiting[origin]
+                queue.remove(turn)
+                if not queue:
+                    del self._waiting[origin]
+            elif turn.result():
+                self._release()
+            raise
+
+    def _release(self) -> None:
+        """Gives a place to whoever comes next."""
+        if not self._waiting:
+            self._free += 1
+            return
+        origin = next(iter(self._waiting))
+        queue = self._waiting.pop(origin)
+        queue.popleft().set_result(True)
+        if queue:
+            self._waiting[origin] = queue
+
+    def _full(self) -> SeqdedupeError:
+        return error("QUEUE_FULL", f"{self._most_waiting} {self._whose} wait to be received: call again")
 
     def _hurry(self) -> None:
         """Somebody waits: requests that come slowly end soon."""

@@ -11,6 +11,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from broker_sidecar.security.shares import NO_LIMITS, OF_NOBODY, Limits, Share, Shares, Use
+from broker_sidecar.streams import UNKNOWN_PART
 from seqdedupe.errors import UnavailableError
 from seqdedupe.testing import Sidecar
 from seqdedupe.v1 import admin_pb2, batch_pb2, publish_pb2
@@ -310,3 +311,42 @@ def test_who_is_not_known_takes_no_stream_that_is_in_use(tmp_path: Path) -> None
         answer = refused(lambda: next(watched.Watch(health_pb2.HealthCheckRequest())))
         assert answer.reason == "TOO_MANY_STREAMS"
         assert all(map(_is_served, known))
+
+
+def test_who_is_not_known_takes_no_place_of_who_is_and_has_a_few(tmp_path: Path) -> None:
+    """The known caller's streams are silent from the first moment."""
+    request = health_pb2.HealthCheckRequest()
+    environment = with_constants.environment(streams__IDLE_SECONDS=0.0)
+    with Ruled(tmp_path, ALL_MAY, environment=environment, max_streams=2 * UNKNOWN_PART) as ruled:
+        places = 2 * UNKNOWN_PART - 2
+        known = _opened(ruled, "ann", places)
+        watched: Any = health_pb2_grpc.HealthStub(grpc.insecure_channel(ruled.address))
+        others = []
+        for _ in range(6):
+            others.append(watched.Watch(request))
+            next(others[-1])
+        # Two have places; each of the others takes one of theirs.
+        wait_until(lambda: sum(call.is_active() for call in others) == 2)
+        assert {status(call).reason for call in others if not call.is_active()} == {"STREAM_IDLE"}
+        assert all(map(_is_served, known))
+        # One more of the known ones takes a known one's place.
+        _opened(ruled, "ann", 1)
+        wait_until(lambda: sum(map(_is_served, known)) == places - 1)
+        assert sum(call.is_active() for call in others) == 2
+
+
+def test_who_is_known_takes_what_unknown_ones_have_beyond_their_places(tmp_path: Path) -> None:
+    """In use or not: none is ever silent here."""
+    request = health_pb2.HealthCheckRequest()
+    environment = with_constants.environment(streams__IDLE_SECONDS=1e9)
+    with Ruled(tmp_path, ALL_MAY, environment=environment, max_streams=UNKNOWN_PART) as ruled:
+        known = _opened(ruled, "ann", UNKNOWN_PART - 4)
+        watched: Any = health_pb2_grpc.HealthStub(grpc.insecure_channel(ruled.address))
+        others = [watched.Watch(request) for _ in range(4)]
+        for call in others:
+            next(call)
+        known += _opened(ruled, "ann", 3)
+        wait_until(lambda: sum(call.is_active() for call in others) == 1)
+        assert refused(lambda: _opened(ruled, "ann", 1)).reason == "TOO_MANY_STREAMS"
+        assert all(map(_is_served, known))
+        assert sum(call.is_active() for call in others) == 1

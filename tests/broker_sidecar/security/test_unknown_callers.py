@@ -16,7 +16,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2
 
-from broker_sidecar.security.gate import KNOWN_AT_ONCE
+from broker_sidecar.security.gate import KNOWN_AT_ONCE, UNKNOWN_WAITING
 from broker_sidecar.sidecar import UNREAD_BYTES
 from seqdedupe.client.blocking import Client
 from seqdedupe.client.credentials import Credentials
@@ -27,7 +27,7 @@ from tests.broker_sidecar.health import health_of
 from tests.broker_sidecar.raw_http2 import RawConnection, message
 from tests.broker_sidecar.security import hostile_calls
 from tests.broker_sidecar.security.hostile_calls import HALF, KINDS, LARGEST, SMALL_GZIP, connected
-from tests.broker_sidecar.security.showing import METHODS, bearer, is_served, token_of, unary
+from tests.broker_sidecar.security.showing import METHODS, bearer, is_served, token_of, unary, wait_until
 
 MIB = 1024 * 1024
 MOST_GROWTH = 64 * MIB
@@ -252,6 +252,47 @@ def test_the_control_those_that_may_take_for_ever_shut_it_out(tmp_path: Path) ->
     module = with_constants.MODULE
     with Sidecar(tmp_path, module=module, environment=forever, authentication="token") as sidecar, half_probes(sidecar):
         assert not is_answered(sidecar, 3.0)
+
+
+CROWD = 4
+CALLS_OF_CROWD = 15
+
+
+@contextmanager
+def crowding(sidecar: Sidecar) -> Iterator[None]:
+    """Connections that keep many calls for the health of the whole open, each without a request. As many of them as
+    ever wait have been refused when the block begins."""
+    over = threading.Event()
+    refused_calls = [0] * CROWD
+
+    def keep(k: int, connection: RawConnection) -> None:
+        calls: set[int] = set()
+        while not over.is_set():
+            refused_calls[k] += len(calls & connection.ended)
+            calls -= connection.ended
+            calls |= {connection.begin(CHECK) for _ in range(CALLS_OF_CROWD - len(calls))}
+            connection.pump(0.01)
+
+    with connected(sidecar.address, CROWD) as connections:
+        threads = [threading.Thread(target=keep, args=place) for place in enumerate(connections)]
+        for thread in threads:
+            thread.start()
+        try:
+            wait_until(lambda: min(refused_calls) > UNKNOWN_WAITING)
+            yield
+        finally:
+            over.set()
+            for thread in threads:
+                thread.join()
+
+
+def test_a_probe_is_answered_the_first_time_beside_a_crowd_of_others(closed: Sidecar) -> None:
+    """It is not refused, however many calls a few others have open: its connection has a place of its own."""
+    with crowding(closed):
+        for _ in range(20):
+            with grpc.insecure_channel(closed.address, [("grpc.use_local_subchannel_pool", 1)]) as channel:
+                answer = health_of(channel).Check(health_pb2.HealthCheckRequest(), timeout=WAIT_SECONDS)
+            assert answer.status == health_pb2.HealthCheckResponse.SERVING
 
 
 def test_many_probes_at_once_are_all_answered(closed: Sidecar) -> None:
