@@ -63,7 +63,7 @@ def answer(first: tuple[int, int, int], **columns: Any) -> bytes:
         first_message_id=batch_pb2.MessageId(ledger_id=ledger_id, entry_id=entry_id, batch_index=batch_index),
         **columns,
     )
-    return publish_pb2.PublishStreamResponse(receipts=[receipt]).SerializeToString()
+    return publish_pb2.PublishStreamResponse(receipts=[receipt], incarnation=1).SerializeToString()
 
 
 @pytest.mark.parametrize("first", [(7, 41, -1), (7, 41, 3)])
@@ -166,7 +166,7 @@ def test_what_fails_after_its_early_receipt_is_never_durable(of: Any, of_batch: 
 
 def usual(*receipts: Receipt) -> bytes:
     """An answer as the sidecar makes it."""
-    state = [value for pair in zip(wire.STATE_TAGS, (2**40, 3, 2**33), strict=True) for value in pair]
+    state = [value for pair in zip(wire.STATE_TAGS, (2**40 + 1, 3, 2**33), strict=True) for value in pair]
     return b"".join(encode_receipt(cast(Any, None), receipt) for receipt in receipts) + wire.STATE.pack(*state)
 
 

@@ -327,8 +327,11 @@ async def test_legal_but_unusual_encodings_of_receipts_are_understood(fake: Fake
     assert str(result[2].message_id) == "41:42"
 
 
-async def test_a_defect_leaves_nobody_waiting(fake: FakeSidecar) -> None:
-    fake.on_frame = lambda _: [b"\xff\xff\xff"]
+async def test_a_defect_leaves_nobody_waiting(fake: FakeSidecar, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("seqdedupe.client.stream.decode_answer", fails)
     async with Client(fake.address) as client:
         producer = client.producer("t", "p")
         await producer.open()
