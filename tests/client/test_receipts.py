@@ -106,7 +106,8 @@ def test_runs_in_an_unusual_encoding() -> None:
     unpacked = b"".join(bytes((10 << 3 | 5,)) + rows.to_bytes(4, "little") for rows in TWO_LEDGERS["run_rows"])
     body = receipt.SerializeToString() + unpacked
     number = publish_pb2.PublishStreamResponse.DESCRIPTOR.fields_by_name["receipts"].number
-    raw = bytes((number << 3 | 2, len(body))) + body
+    of_a_topic = publish_pb2.PublishStreamResponse(incarnation=1).SerializeToString()
+    raw = bytes((number << 3 | 2, len(body))) + body + of_a_topic
     assert raw != usual
     assert message_ids(answered(5, raw)) == message_ids(answered(5, usual))
 
