@@ -1,7 +1,7 @@
 """The tier of every test, and what it needs of the machine. No other place decides it.
 
     unit         files and memory of the test's own process: no other process, no server, no network
-    integration  real sidecars and commands, SQLite, kills
+    integration  real sidecars and commands, SQLite, kills, and long random histories of kills and power cuts
     system       Spark, Pulsar, PostgreSQL, MariaDB, Redis, S3, nginx, a browser, systemd, an installation, the demos
 
 `pytest --tier unit` collects the files of one tier alone. The whole suite collects all three.
@@ -60,9 +60,11 @@ TIER_OF: Mapping[str, str] = {
     "tests/functions/test_backlog.py": UNIT,
     "tests/functions/test_settings.py": UNIT,
     "tests/log/": UNIT,
+    "tests/log/test_damage.py": INTEGRATION,
+    "tests/log/test_planted.py": INTEGRATION,
     "tests/log/test_crash.py": INTEGRATION,
     "tests/log/test_embedded.py": INTEGRATION,
-    "tests/property/": UNIT,
+    "tests/property/": INTEGRATION,
     "tests/pulsar/": SYSTEM,
     "tests/services/": SYSTEM,
     "tests/services/outbox/test_rows.py": UNIT,
@@ -72,10 +74,18 @@ TIER_OF: Mapping[str, str] = {
     "tests/services/test_driver_errors.py": UNIT,
     "tests/spark/": SYSTEM,
     "tests/store/": UNIT,
+    "tests/store/test_damage.py": INTEGRATION,
+    "tests/store/test_power_cut.py": INTEGRATION,
+    "tests/store/test_property.py": INTEGRATION,
     "tests/store/test_db.py": INTEGRATION,
     "tests/store/test_failure.py": INTEGRATION,
     "tests/store/test_kill.py": INTEGRATION,
     "tests/topic/": UNIT,
+    "tests/topic/test_attached_histories.py": INTEGRATION,
+    "tests/topic/test_by_id.py": INTEGRATION,
+    "tests/topic/test_import_power.py": INTEGRATION,
+    "tests/topic/test_window_power.py": INTEGRATION,
+    "tests/topic/test_window_runs.py": INTEGRATION,
     "tests/test_": UNIT,
     "tests/test_compare": INTEGRATION,
     "tests/test_demo.py": SYSTEM,

@@ -73,6 +73,10 @@ BY_ID = {
 }
 
 
+MOST_TURNS = 100_000
+"""Of the event loop, until what is in flight is settled. A few are enough: nothing of it waits for a disk."""
+
+
 async def until_serving(topic: Topic) -> None:
     async with asyncio.timeout(LAST_RESORT_SECONDS):
         while topic.state is not State.SERVING:
@@ -122,7 +126,10 @@ async def settled(log: FaultyLog, topic: Topic) -> None:
             log.settle()
             await asyncio.sleep(0)
             await until_serving(topic)
+        turns = 0
         while len(topic.flight):
+            turns += 1
+            assert turns < MOST_TURNS, "it stays in flight"
             log.settle()
             await asyncio.sleep(0)
     await until_serving(topic)

@@ -256,6 +256,12 @@ class _Read:
     def partition_key(self) -> str:
         return self._entry.message.key
 
+    def ordering_key(self) -> str:
+        return ""
+
+    def int_schema_version(self) -> int:
+        return -1
+
     def event_timestamp(self) -> int:
         return self._entry.message.event_time_ms
 
