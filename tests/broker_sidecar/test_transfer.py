@@ -74,7 +74,7 @@ BAD: dict[str, tuple[Callable[[str], list[admin_pb2.ImportWatermarksRequest]], s
     "an empty name": (lambda t: [request(t, {"": 1}, 1)], "INVALID_NAME"),
     "a control character": (lambda t: [request(t, {"a\n": 1}, 1)], "INVALID_NAME"),
     "no topic": (lambda t: [request("there-is-none", {"b": 1}, 1)], "TOPIC_NOT_FOUND"),
-    "two topics": (lambda t: [request(t, {"b": 1}), request("another", {"c": 1}, 2)], "TOPIC_NOT_FOUND"),
+    "two topics": (lambda t: [request(t, {"b": 1}), request("another", {"c": 1}, 2)], "INVALID_REQUEST"),
     "IDs without names": (
         lambda t: [admin_pb2.ImportWatermarksRequest(topic=t, persisted=[1], producers=0)],
         "INVALID_REQUEST",
