@@ -43,7 +43,7 @@ quick: $(READY)
 	@$(MAKE) -j2 --output-sync=target unit quick-check
 
 unit: $(READY)
-	$(BIN)/python -m pytest --tier unit -n 2 --dist loadfile --no-loadscope-reorder -q
+	$(BIN)/python -m pytest --tier unit -n 3 --dist loadfile --no-loadscope-reorder -q
 
 quick-check: $(READY)
 	$(BIN)/ruff check .
