@@ -25,11 +25,18 @@ async def answering(address: str, code: grpc.StatusCode) -> AsyncIterator[Counte
 
             return grpc.stream_stream_rpc_method_handler(refuse)
 
+    async with listening(address, Foreign()):
+        yield calls
+
+
+@asynccontextmanager
+async def listening(address: str, handler: grpc.GenericRpcHandler) -> AsyncIterator[None]:
+    """A server with this handler, and no other one, listens at this address."""
     server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
-    server.add_generic_rpc_handlers((Foreign(),))
+    server.add_generic_rpc_handlers((handler,))
     server.add_insecure_port(address)
     await server.start()
     try:
-        yield calls
+        yield
     finally:
         await server.stop(None)

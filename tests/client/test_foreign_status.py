@@ -25,7 +25,7 @@ from seqdedupe.errors import REASONS
 from seqdedupe.testing import Sidecar
 from seqdedupe.v1 import publish_pb2
 from tests.client.fake_sidecar import FakeSidecar, Refused, fake_sidecar
-from tests.client.foreign import answering
+from tests.client.foreign import answering, listening
 from tests.client.fronts import Front, fronts
 from tests.client.helpers import ids_in_log, until
 from tests.client.proxy import Proxy
@@ -71,14 +71,8 @@ async def answering_ok(address: str, answer: bytes) -> AsyncIterator[Counter[str
 
             return grpc.stream_stream_rpc_method_handler(say)
 
-    server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
-    server.add_generic_rpc_handlers((Foreign(),))
-    server.add_insecure_port(address)
-    await server.start()
-    try:
+    async with listening(address, Foreign()):
         yield calls
-    finally:
-        await server.stop(None)
 
 
 @pytest.fixture
