@@ -206,9 +206,7 @@ class Store:
         await self.flush(self.write(batch))
 
     def _stored_last_incarnation(self) -> int:
-        for key, value in self.scan(LAST_INCARNATION, LAST_INCARNATION + b"\0"):
-            return int.from_bytes(unseal(key, value), "little")
-        return 0
+        return int.from_bytes(self.sealed(LAST_INCARNATION), "little")
 
     # Reading and writing.
 
@@ -232,6 +230,10 @@ class Store:
                 rows.next()
             # An error ends the iteration like the end does.
             rows.status()
+
+    def sealed(self, key: bytes) -> bytes:
+        """What is sealed under this key; empty if nothing is. Blocks. Raises STORE_DAMAGED."""
+        return next((unseal(key, value) for _, value in self.scan(key, key + b"\0")), b"")
 
     def get(self, keys: list[bytes]) -> list[bytes | None]:
         """The values of these keys; None where there is none. Blocks, and lets other threads run."""

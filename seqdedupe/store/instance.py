@@ -7,7 +7,7 @@ from rocksdict import WriteBatch
 
 from seqdedupe.errors import error
 from seqdedupe.store.db import Store
-from seqdedupe.store.records import INSTANCE_NAME, LAST_OPENING, seal, unseal
+from seqdedupe.store.records import INSTANCE_NAME, LAST_OPENING, seal
 
 RANDOM_NAME_BYTES = 8
 OPENINGS_BEGIN_SECONDS = 1_577_836_800
@@ -20,7 +20,7 @@ class Instance:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._last_opening = int.from_bytes(_stored(store, LAST_OPENING), "little")
+        self._last_opening = int.from_bytes(store.sealed(LAST_OPENING), "little")
 
     def named(self, wanted: str) -> str:
         """The name that the store has from now on: the one it has, else this one, or a random one (empty).
@@ -28,7 +28,7 @@ class Instance:
         It is durable with whatever the store makes durable next. Raises INVALID_CONFIGURATION if the store has another
         one than is wanted, STORE_UNAVAILABLE.
         """
-        stored = _stored(self._store, INSTANCE_NAME).decode()
+        stored = self._store.sealed(INSTANCE_NAME).decode()
         if stored and wanted not in ("", stored):
             raise error(
                 "INVALID_CONFIGURATION",
@@ -55,7 +55,3 @@ class Instance:
         batch = WriteBatch(raw_mode=True)
         batch.put(key, seal(key, body))
         return self._store.write(batch)
-
-
-def _stored(store: Store, key: bytes) -> bytes:
-    return next((unseal(key, value) for _, value in store.scan(key, key + b"\0")), b"")

@@ -9,7 +9,7 @@ from rocksdict import WriteBatch
 from seqdedupe.core.moment import LOOK_SECONDS, Moment, Steadied
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.store.db import Store
-from seqdedupe.store.records import BELIEVED_TIME, seal, unseal
+from seqdedupe.store.records import BELIEVED_TIME, seal
 
 logger = logging.getLogger("seqdedupe.topic")
 
@@ -51,10 +51,9 @@ class Clock:
             await asyncio.sleep(LOOK_SECONDS)
 
     def _compare(self, store: Store) -> None:
-        stored = [unseal(key, value) for key, value in store.scan(BELIEVED_TIME, BELIEVED_TIME + b"\0")]
-        if not stored:
+        if not (stored := store.sealed(BELIEVED_TIME)):
             return
-        believed_ms = int.from_bytes(stored[0], "little")
+        believed_ms = int.from_bytes(stored, "little")
         ahead_ms = _both_ms()[0] - believed_ms
         if ahead_ms > AHEAD_MS:
             self.ahead_ms = ahead_ms
