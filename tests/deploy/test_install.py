@@ -122,7 +122,8 @@ def test_nothing_says_where_it_was_built(installed: Path) -> None:
     for text in texts:
         assert str(installed) not in text.read_text(errors="replace"), text
     assert (installed / "usr/local/bin/seqdedupe").resolve() == installed / LIBRARY / "bin" / "seqdedupe"
-    assert "@" not in (installed / UNIT).read_text().replace("@system-service", "").replace("@privileged @resources", "")
+    unit = (installed / UNIT).read_text()
+    assert "@" not in unit.replace("@system-service", "").replace("@privileged @resources", "")
 
 
 def test_it_is_killed_only_after_it_has_drained(root: Path, unit: dict[str, dict[str, str]]) -> None:
