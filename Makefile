@@ -77,6 +77,7 @@ bench-peers: $(READY)
 CASES ?= 100000
 KILLS ?= 300
 BACKUPS ?= 100
+EDGES ?= 100
 FAULTS ?= 300
 CRASHES ?= 100
 SERVICE_KILLS ?= 100
@@ -93,6 +94,7 @@ campaign: $(READY)
 	$(BIN)/python -m tests.kernels tests.broker_sidecar.kill_windows --kills $(KILLS) --seed $(SEED)
 	$(BIN)/python -m tests.kernels tests.broker_sidecar.backup_campaign --backups $(BACKUPS) --seed $(SEED)
 	$(BIN)/python -m tests.broker_sidecar.bad_company --seconds $(BAD_SECONDS) --seed $(SEED)
+	$(BIN)/python -m tests.kernels tests.broker_sidecar.edges_campaign --cases $(EDGES) --seed $(SEED)
 	$(BIN)/python -m tests.examples.webhooks --events $(EVENTS) --seed $(SEED)
 	$(BIN)/python -m tests.services.kill_campaign --kills $(SERVICE_KILLS) --seed $(SEED)
 	$(BIN)/python -m tests.kernels tests.pulsar.campaign --faults $(FAULTS) --seed $(SEED)
