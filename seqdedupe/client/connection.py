@@ -15,7 +15,7 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 from seqdedupe.address import SidecarAddress
-from seqdedupe.client.channel import AuthorizedChannel
+from seqdedupe.client.channel import Channel
 from seqdedupe.client.credentials import NO_CREDENTIALS, Credentials
 from seqdedupe.client.listeners import check_listener
 from seqdedupe.client.unreachable import is_of_another_host, unreachable
@@ -135,14 +135,12 @@ def new_channel(
         raise error("INSECURE_ADDRESS", f"there is a token, and no TLS to the sidecar at {address}: nothing was sent")
     else:
         channel = grpc.aio.insecure_channel(str(address), options=options)
-    if not credentials.has_token:
-        return channel
 
     def check() -> None:
         if tls is None and address.is_local and not address.path:
             check_listener(address, credentials.trusted_users())
 
-    return AuthorizedChannel(channel, credentials, check)
+    return Channel(channel, credentials, check)
 
 
 async def call(
