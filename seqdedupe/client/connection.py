@@ -217,8 +217,6 @@ def _error_of_call(failure: grpc.aio.AioRpcError, address: SidecarAddress) -> Se
         return error_of_reason(info.reason, details, retry_delay_ms, dict(info.metadata))
     if failure.code() is grpc.StatusCode.UNAVAILABLE or is_of_another_host(details):
         return unreachable(address, details)
-    if failure.code() is grpc.StatusCode.UNAUTHENTICATED:  # by something before the sidecar
-        return error("UNAUTHENTICATED", f"{address} answered: {details}")
     if failure.code() in _LOST:
         what = f"the call to {address} broke: {failure.code().name}: {details}"
         if failure.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
