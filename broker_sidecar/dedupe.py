@@ -19,7 +19,7 @@ from seqdedupe.names import topic_name
 from seqdedupe.topic.attached import AttachedTopic
 from seqdedupe.topic.attachment import ADMISSION_BYTES, CHECK_BYTES, Attachment
 from seqdedupe.topic.directory import Topics
-from seqdedupe.topic.opening import NAMES_A_STEP
+from seqdedupe.topic.sessions import NAMES_A_STEP
 from seqdedupe.v1 import dedupe_pb2
 
 SERVICE = "seqdedupe.v1.DedupeService"

@@ -15,8 +15,8 @@ from seqdedupe.names import decoded_producer_name, new_producer_name
 from seqdedupe.topic.attached import AttachedTopic
 from seqdedupe.topic.base import TopicBase
 from seqdedupe.topic.control import Import, ImportParts
-from seqdedupe.topic.opening import NAMES_A_STEP
 from seqdedupe.topic.publishing import Topic
+from seqdedupe.topic.sessions import NAMES_A_STEP
 from seqdedupe.topic.state import State
 
 EXPORTED_AT_ONCE = 4096

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -23,7 +24,7 @@ async def test_who_writes_learns_how_the_call_ended(tmp_path: Path, is_ours: boo
         channel = new_channel(SidecarAddress.parse(address)) if is_ours else grpc.aio.insecure_channel(address)
         async with channel:
             for _ in range(CALLS):
-                call = channel.stream_stream("/service/Method")()
+                call: Any = channel.stream_stream("/service/Method")()
                 try:
                     while not call.done():
                         await call.write(b"x")
