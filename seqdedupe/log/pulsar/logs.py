@@ -22,7 +22,7 @@ from seqdedupe.log.pulsar.log import PulsarLog, Shared
 from seqdedupe.log.pulsar.owner import ADDRESS
 from seqdedupe.log.pulsar.policies import ensure_safe
 from seqdedupe.log.pulsar.wholes import LIFE, Life, Whole
-from seqdedupe.names import namespace_of, number_of, whole_of
+from seqdedupe.names import check_is_no_system_topic, namespace_of, number_of, whole_of
 
 logger = logging.getLogger("seqdedupe.log")
 
@@ -65,8 +65,9 @@ class PulsarLogs:
         The partitions of a topic are made in order, and have incarnations that count up by 1.
 
         Raises INVALID_NAMESPACE for a topic that would not be found again, INVALID_TOPIC_NAME for one that Pulsar takes
-        for a partition, INVALID_REQUEST for a schema that cannot be.
+        for a partition or keeps for itself, INVALID_REQUEST for a schema that cannot be.
         """
+        check_is_no_system_topic(topic)
         if namespace_of(topic) not in self._namespaces:
             raise error(
                 "INVALID_NAMESPACE",

@@ -36,6 +36,35 @@ def logs(entry_format: EntryFormat = EntryFormat.PLAIN) -> PulsarLogs:
     return PulsarLogs(shared, NAMESPACES, entry_format, may_change_policies=True)
 
 
+@pytest.mark.parametrize(
+    "topic",
+    [
+        DEFAULT + "__change_events",
+        DEFAULT + "__change_events-partition-0",
+        DEFAULT + "__transaction_buffer_snapshot",
+        DEFAULT + "__transaction_buffer_snapshot_segments",
+        DEFAULT + "__transaction_buffer_snapshot_indexes",
+        DEFAULT + "__transaction_log_0",
+        DEFAULT + "__consumer_offsets",
+        DEFAULT + "__consumer_offsets-partition-7",
+        DEFAULT + "orders-billing__transaction_pending_ack",
+        DEFAULT + "transaction_coordinator_assign",
+        "persistent://pulsar/system/loadbalancer-service-unit-state",
+    ],
+)
+@pytest.mark.parametrize("partitions", [0, 3])
+async def test_no_log_is_made_of_a_system_topic(topic: str, partitions: int) -> None:
+    with pytest.raises(InvalidRequestError, match=f"^{topic} has the name of a system topic") as e:
+        await logs().create(1, topic, b"", partitions)
+    assert e.value.reason == "INVALID_TOPIC_NAME"
+
+
+@pytest.mark.parametrize("name", ["orders__", "my__change_events", "_change_events", "a-__b"])
+async def test_other_names_are_free(name: str) -> None:
+    with pytest.raises(Asked):
+        await logs().create(1, DEFAULT + name, b"")
+
+
 AVRO = {"type": "AVRO", "schema": '{"type": "record", "name": "P", "fields": []}', "properties": {}}
 
 
