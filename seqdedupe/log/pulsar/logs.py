@@ -20,7 +20,7 @@ from seqdedupe.log.pulsar import schemas, wholes
 from seqdedupe.log.pulsar.entries import EntryFormat, Settings
 from seqdedupe.log.pulsar.log import PulsarLog, Shared
 from seqdedupe.log.pulsar.owner import ADDRESS
-from seqdedupe.log.pulsar.policies import ensure_safe
+from seqdedupe.log.pulsar.policies import check_takes_producers, ensure_safe
 from seqdedupe.log.pulsar.wholes import LIFE, Life, Whole
 from seqdedupe.names import check_is_no_system_topic, namespace_of, number_of, whole_of
 
@@ -65,7 +65,7 @@ class PulsarLogs:
         The partitions of a topic are made in order, and have incarnations that count up by 1.
 
         Raises INVALID_NAMESPACE for a topic that would not be found again, INVALID_TOPIC_NAME for one that Pulsar takes
-        for a partition or keeps for itself, INVALID_REQUEST for a schema that cannot be.
+        for a partition or keeps for itself, INVALID_REQUEST for a schema that cannot be, UNSAFE_TOPIC_POLICY.
         """
         check_is_no_system_topic(topic)
         if namespace_of(topic) not in self._namespaces:
@@ -87,6 +87,7 @@ class PulsarLogs:
         }
         if schema is not None:
             properties[FORMAT_VERSION] = str(SCHEMA_VERSION)
+        await check_takes_producers(self._admin, topic)
         if partitions:
             await self._create_partition(incarnation, topic, partitions, properties)
         else:
