@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from seqdedupe.entry_properties import ADDRESS, ENTRY, KIND, SCHEMA_VERSION, TOKEN
+from seqdedupe.entry_properties import ADDRESS, ENTRY, KIND, SCHEMA_VERSION, TOKEN, VERSION
 from seqdedupe.errors import DamagedError
 from seqdedupe.log.pulsar import entries
 from seqdedupe.log.pulsar.entries import NOWHERE, Message
@@ -25,9 +25,13 @@ the broker takes all that is sent."""
 
 
 def play(actions: str, *, believes: bool = False, deduplicates: bool = False) -> tuple[PulsarTopic, list[Process]]:
-    """A history of two owners; at its end all that they have on its way is stored, and they hear of it."""
+    """A history of two owners; at its end all that they have on its way is stored, and they hear of it.
+
+    The second one writes the format's newer version: both may stand in one topic.
+    """
     topic = PulsarTopic(deduplicates=deduplicates)
-    a, b = owners = [Process(topic, name, believes=believes) for name in "ab"]
+    versions = zip("ab", (VERSION, SCHEMA_VERSION), strict=True)
+    a, b = owners = [Process(topic, name, believes=believes, version=version) for name, version in versions]
     for action in actions + "sh":
         acting = a if action in "aAx" else b
         if action in "ab":
