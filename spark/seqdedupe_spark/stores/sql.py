@@ -1,6 +1,6 @@
 """MariaDB, MySQL, and any other database with transactions that SQLAlchemy speaks: the general store, a slow one."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -16,6 +16,7 @@ from sqlalchemy import (
     NullPool,
     String,
     Table,
+    TableClause,
     bindparam,
     column,
     create_engine,
@@ -23,6 +24,7 @@ from sqlalchemy import (
     event,
     insert,
     inspect,
+    literal,
     make_url,
     select,
     table,
@@ -63,17 +65,23 @@ MAX_NAME_CHARACTERS = 255
 LOCK_TIMEOUT_SECONDS = 30
 """How long to wait for another transaction, where the database can be told (MariaDB and MySQL)."""
 
+IDLE_TIMEOUT_SECONDS = 60
+"""How long a transaction may stand still, where the database can be told (MariaDB)."""
+
 _MYSQL_SESSION = (
     # Else a value that does not fit is cut, or becomes 0, with a warning.
     "SET SESSION sql_mode = 'TRADITIONAL,NO_AUTO_VALUE_ON_ZERO', time_zone = '+00:00', "
     f"innodb_lock_wait_timeout = {LOCK_TIMEOUT_SECONDS}"
+    # In MariaDB alone: who changes a table waits no longer for a transaction whose process has stopped.
+    f"/*M!100300 , idle_transaction_timeout = {IDLE_TIMEOUT_SECONDS} */"
 )
 
 _MYSQL_TRANSACTIONS = text(
-    "SELECT COALESCE(e.transactions, 'NO') FROM information_schema.tables t "
+    "SELECT COALESCE(e.transactions, 'NO'), COALESCE(e.xa, 'NO') FROM information_schema.tables t "
     "LEFT JOIN information_schema.engines e ON t.engine = e.engine "
     "WHERE t.table_schema = COALESCE(:schema, DATABASE()) AND t.table_name = :name"
 )
+"""Whether a table's engine has transactions, and commits them together with those of other engines."""
 
 _CREATE_ATTEMPTS = 5
 """Of those who make the same table at once one does, and the others find it there when they look again."""
@@ -158,18 +166,39 @@ class SqlStore(OutputStore):
 
     def _make_own_tables(self) -> None:
         tables.make_tables(self._engine, METADATA)
-        for own in METADATA.sorted_tables:
-            self._check_transactions(own.name, None)
-
-    def _check_transactions(self, name: str, schema: str | None) -> None:
-        """Raises INVALID_OUTPUT if what is written to the table could not be taken back."""
-        if not self._is_mysql:
-            return
         with self._engine.begin() as connection:
-            has = connection.execute(_MYSQL_TRANSACTIONS, {"schema": schema, "name": name}).scalar_one_or_none()
-        if has is not None and has != "YES":
-            hint = f"ALTER TABLE {name} ENGINE = InnoDB"
-            raise error("INVALID_OUTPUT", f"the table {name} has no transactions", hint=hint)
+            self._check_kept(connection, METADATA.tables)
+
+    def _check_kept(self, connection: Connection, names: Iterable[str], *, written: bool = False) -> None:
+        """Raises INVALID_OUTPUT if rows and positions would not be committed, and be there after a crash, together.
+        With `written` it is looked at where they have landed, in databases that say it."""
+        if self._is_mysql and not written:
+            for name in names:
+                schema, last = _split(name)
+                row = connection.execute(_MYSQL_TRANSACTIONS, {"schema": schema, "name": last}).one_or_none()
+                if row is not None and row != ("YES", "YES"):
+                    what = (
+                        "no transactions" if row[0] != "YES" else "transactions that are not one with those of others"
+                    )
+                    hint = f"ALTER TABLE {name} ENGINE = InnoDB"
+                    raise error("INVALID_OUTPUT", f"the table {name} has {what}", hint=hint)
+        elif self._engine.dialect.name == "postgresql":
+            quoted_names = [kinds.quoted(*kinds.split_name(name)) for name in names]
+            found = connection.execute(text(tables.perishable(":names", written=written)), {"names": quoted_names})
+            if row := found.first():
+                what = f"the table {row[0]} is {row[1]}: after a crash it would not hold what the other tables hold"
+                raise error("INVALID_OUTPUT", what)
+
+    def _check_fits(self, connection: Connection, name: str, schemas: Iterable[pa.Schema]) -> None:
+        """Raises INVALID_OUTPUT if the table does not take such rows. Its columns stay as they are until the end of the
+        transaction, in databases where reading a table locks what it is."""
+        connection.execute(select(literal(1)).select_from(_named(name)).limit(0))
+        of_schema, last = _split(name)
+        found = inspect(connection).get_columns(last, of_schema)
+        there = {one["name"]: kinds.Column(str(one["type"]), _is_required(one)) for one in found}
+        types = {one["name"]: one["type"] for one in found}
+        for schema in schemas:
+            check_table(name, schema, there, lambda field, _: fits(field, types[field.name], self._is_mysql))
 
     def has_table(self, table: str) -> bool:
         schema, name = _split(table)
@@ -184,11 +213,9 @@ class SqlStore(OutputStore):
         with self._errors():
             self._make_own_tables()
             self._create(output)
-            found = inspect(self._engine).get_columns(name, of_schema)
-            self._check_transactions(name, of_schema)
-        there = {one["name"]: kinds.Column(str(one["type"]), _is_required(one)) for one in found}
-        types = {one["name"]: one["type"] for one in found}
-        check_table(table, schema, there, lambda field, _: fits(field, types[field.name], self._is_mysql))
+            with self._engine.begin() as connection:
+                self._check_fits(connection, table, [schema])
+                self._check_kept(connection, [table])
 
     def _create(self, output: Table) -> None:
         for attempt in range(1, _CREATE_ATTEMPTS + 1):
@@ -243,13 +270,24 @@ class SqlStore(OutputStore):
         others = beside and beside.rows()
         # In the same order by all: of two that move the same positions neither holds what the other waits for.
         moves = sorted(zip(advances, changed, strict=True), key=lambda one: one[0].range.topic)
+        written = {table: collected} if any(map(len, collected)) else {}
+        if beside and others:
+            written[beside.table] = [others]
         with self._errors(), self._engine.begin() as connection:
+            # What a table is, is looked at here, and stays so from here on.
+            for name, some in written.items():
+                self._check_fits(connection, name, {one.schema for one in some})
+            for own in (POSITIONS, WATERMARKS):
+                connection.execute(select(literal(1)).select_from(own).limit(0))
+            names = [*written, POSITIONS.name, WATERMARKS.name]
+            self._check_kept(connection, names)
             for number, batch in enumerate(collected):
                 if len(batch):
                     with in_batch(number):
                         _insert(connection, table, batch)
             if beside and others:
                 _insert(connection, beside.table, others)
+            self._check_kept(connection, names, written=True)
             for advance, watermarks in moves:
                 start, end, topic = advance.range.start, advance.range.end, advance.range.topic
                 if not _move(connection, job, topic, Stored(start, advance.epoch), Stored(end, advance.epoch)):
@@ -277,6 +315,12 @@ def _begin_session(connection: Any, _record: object) -> None:
 def _split(name: str) -> tuple[str | None, str]:
     *schema, last = kinds.split_name(name)
     return (schema[0] if schema else None), last
+
+
+def _named(name: str, columns: Sequence[str] = ()) -> TableClause:
+    """A table of this name, with these columns of it."""
+    schema, last = _split(name)
+    return table(quoted_name(last, True), *(column(quoted_name(one, True)) for one in columns), schema=schema)
 
 
 def _is_required(found: Any) -> bool:
@@ -310,9 +354,8 @@ def _raise(connection: Connection, job: str, topic: str, watermarks: Any) -> Non
 
 def _insert(connection: Connection, name: str, batch: pa.RecordBatch) -> None:
     """All rows. Raises INVALID_OUTPUT with the row that the database refuses."""
-    schema, last = _split(name)
     names = batch.schema.names
-    into = table(quoted_name(last, True), *(column(quoted_name(one, True)) for one in names), schema=schema)
+    into = _named(name, names)
     # Parameters by number: a column's name may be anything.
     statement = insert(into).values({into.c[one]: bindparam(f"p{n}") for n, one in enumerate(names)})
     keys = [f"p{n}" for n in range(len(names))]

@@ -157,8 +157,12 @@ class SqliteStore(OutputStore):
         with self._transaction():
             self._make_own_tables()
             self._connection.execute(f"CREATE TABLE IF NOT EXISTS {quoted(*parts)} ({declared})")
-            rows = self._columns_of(parts)
+            self._check_fits(table, schema)
+
+    def _check_fits(self, table: str, schema: pa.Schema) -> None:
+        """Raises INVALID_OUTPUT if the table does not take such rows."""
         names = {name.lower(): name for name in schema.names}
+        rows = self._columns_of(split_name(table))
         columns = {names.get(name.lower(), name): Column(kind, bool(required)) for name, kind, required in rows}
         check_table(table, schema, columns, _fits)
 
@@ -201,6 +205,8 @@ class SqliteStore(OutputStore):
         with self._transaction():
             for advance in advances:
                 self._check(job, advance)
+            for schema in {batch.schema for batch in collected if len(batch)}:
+                self._check_fits(table, schema)
             for number, batch in enumerate(collected):
                 if len(batch):
                     with in_batch(number):
