@@ -13,6 +13,17 @@ _MARIADB = ("mysql", "mariadb")
 _UTF8_BYTES = 4
 """Of a character, at most."""
 
+POSTGRESQL_UNSAFE_WRITES = """
+SELECT c.oid::regclass::text, CASE c.relkind WHEN 'f' THEN 'a foreign table' ELSE 'an unlogged table' END
+FROM pg_locks l JOIN pg_class c ON c.oid = l.relation
+WHERE l.pid = pg_backend_pid() AND l.locktype = 'relation' AND l.mode = 'RowExclusiveLock'
+AND l.database = (SELECT oid FROM pg_database WHERE datname = current_database())
+AND (c.relkind = 'f' OR c.relkind = 'r' AND c.relpersistence = 'u') ORDER BY 1
+"""
+"""Asked at the end of a transaction: tables that it has written, and which are not committed together with the others.
+A crash of the server empties an unlogged table, and a foreign table commits by itself. The transaction's own locks say
+where rows have really landed: in partitions, in tables that inherit, behind views and triggers."""
+
 _CREATE_ATTEMPTS = 3
 """Of two processes that make the same table at once one fails, and finds it there when it looks again."""
 
