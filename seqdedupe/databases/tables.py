@@ -66,32 +66,15 @@ def table(name: str, metadata: MetaData, *columns: Column[Any]) -> Table:
     return Table(name, metadata, *columns, mysql_engine="InnoDB", mariadb_engine="InnoDB")
 
 
-_PERISHABLE = (
-    "WITH RECURSIVE place(oid) AS (SELECT to_regclass(name)::oid FROM unnest(CAST({tables} AS text[])) AS name "
-    "UNION SELECT inhrelid FROM pg_inherits JOIN place ON inhparent = place.oid{children}) "
-    "SELECT c.oid::regclass::text, CASE WHEN relkind = 'f' THEN 'a foreign table' WHEN relpersistence = 'u' "
-    "THEN 'unlogged' ELSE 'temporary' END FROM pg_class c WHERE (relkind = 'f' OR relkind = 'r' "
-    "AND relpersistence <> 'p') AND {where}"
-)
-_PARTITIONS = " JOIN pg_class child ON child.oid = inhrelid AND child.relispartition"
-_IN_PLACE = "c.oid IN (SELECT oid FROM place)"
-_WRITTEN = (
-    "c.oid IN (SELECT relation FROM pg_locks WHERE locktype = 'relation' AND pid = pg_backend_pid() "
-    "AND mode = 'RowExclusiveLock') AND ({in_place} OR EXISTS (SELECT FROM place JOIN pg_class v USING (oid) "
-    "WHERE v.relkind = 'v'))"
-)
-
-
-def perishable(tables: str, *, written: bool = False) -> str:
-    """The query for PostgreSQL that gives name and kind of the tables where rows for these tables may land, and that
-    are unlogged, temporary or foreign: after a crash of the server they would not hold what the others do.
-
-    `tables` is the placeholder of a list of quoted names. Without `written` all partitions are looked at. With it only
-    where this transaction has written rows, so it comes after the last one: partitions, children that a trigger has
-    chosen, and for a view every table. What was written is locked, and stays what it is until the end.
-    """
-    where = _WRITTEN.format(in_place=_IN_PLACE) if written else _IN_PLACE
-    return _PERISHABLE.format(tables=tables, children="" if written else _PARTITIONS, where=where)
+POSTGRESQL_UNSAFE_TABLES = """
+WITH named AS (SELECT to_regclass(name) AS place FROM unnest(CAST({names} AS text[])) AS name)
+SELECT DISTINCT c.oid::regclass::text, CASE WHEN c.relkind = 'f' THEN 'a foreign table' WHEN c.relpersistence = 'u'
+THEN 'an unlogged table' ELSE 'a temporary table' END
+FROM named LEFT JOIN LATERAL pg_partition_tree(place) AS part ON true JOIN pg_class c ON c.oid IN (place, part.relid)
+WHERE c.relkind = 'f' OR c.relkind = 'r' AND c.relpersistence <> 'p' ORDER BY 1
+"""
+"""Asked before anything is written: of tables with these quoted names, `{names}`, and of all their partitions those
+that would not be committed with others, or are not there after a crash."""
 
 
 def make_tables(engine: Engine, metadata: MetaData) -> None:

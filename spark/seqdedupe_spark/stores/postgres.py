@@ -13,7 +13,7 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.pq import TransactionStatus
 
 from seqdedupe.databases.postgres import CONNECTION
-from seqdedupe.databases.tables import perishable
+from seqdedupe.databases.tables import POSTGRESQL_UNSAFE_TABLES, POSTGRESQL_UNSAFE_WRITES
 from seqdedupe.errors import error
 from seqdedupe_spark.stores.contract import (
     FORMAT_VERSION,
@@ -239,13 +239,12 @@ class PostgresStore(OutputStore):
                         others.give_way()
                     rows += len(batch)
             changed = [advance.changed_watermarks() for advance in advances]
-            tables = [parts]
             if beside and len(letters := beside.rows()):
                 with _errors():
-                    tables.append(split_name(beside.table))
-                    copy_in(connection, tables[-1], letters, _lock(connection, tables[-1]))
+                    other_parts = split_name(beside.table)
+                    copy_in(connection, other_parts, letters, _lock(connection, other_parts))
             with _errors():
-                _check_landed(connection, tables)
+                _check_landed(connection)
                 _move(connection, job, list(zip(advances, changed, strict=True)))
         finally:
             _roll_back(connection)
@@ -331,15 +330,13 @@ def _begin(connection: Connection) -> str:
 def _check_outlives_a_crash(connection: Connection, *tables: Sequence[str]) -> None:
     """Raises INVALID_OUTPUT if rows and positions would not be there together after the server has crashed."""
     names = [quoted(*parts) for parts in tables]
-    _refuse(connection.execute(perishable("%s").encode(), (names,)).fetchone())
+    _refuse(connection.execute(POSTGRESQL_UNSAFE_TABLES.format(names="%s").encode(), (names,)).fetchone())
 
 
-def _check_landed(connection: Connection, tables: Sequence[Sequence[str]]) -> None:
-    """The same, of what this transaction has written to these tables, and of our own, which it then writes to."""
-    cursor = psycopg.ClientCursor(connection)
-    statements = f"{_begin(connection)}LOCK TABLE {', '.join(_MOVED)} IN ROW EXCLUSIVE MODE; "
-    names = [*(quoted(*parts) for parts in tables), *_MOVED]
-    cursor.execute((statements + perishable("%s", written=True)).encode(), (names,))
+def _check_landed(connection: Connection) -> None:
+    """The same, of what this transaction has written to, and of our own tables, which it then writes to."""
+    statements = f"{_begin(connection)}LOCK TABLE {', '.join(_MOVED)} IN ROW EXCLUSIVE MODE; {POSTGRESQL_UNSAFE_WRITES}"
+    cursor = connection.execute(statements.encode())
     while cursor.nextset():
         pass
     _refuse(cursor.fetchone())
@@ -347,8 +344,7 @@ def _check_landed(connection: Connection, tables: Sequence[Sequence[str]]) -> No
 
 def _refuse(found: tuple[Any, ...] | None) -> None:
     if found:
-        name, kind = found
-        what = f"table {name} is {kind}: after a crash it would not hold what the other tables hold"
+        what = f"table {found[0]} is {found[1]}: after a crash it would not hold what the other tables hold"
         raise error("INVALID_OUTPUT", what, hint="ALTER TABLE … SET LOGGED, or let the rows go into other tables.")
 
 

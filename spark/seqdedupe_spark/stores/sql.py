@@ -141,6 +141,7 @@ class SqlStore(OutputStore):
             what = f"store: {dialect.name} does not say what a statement has changed, or is no server"
             raise error("UNSUPPORTED_STORE", what)
         self._is_mysql = dialect.name in MYSQL
+        self._is_postgres = dialect.name == "postgresql"
         self._place = parsed.render_as_string(hide_password=True)
         if self._is_mysql:
             event.listen(self._engine, "connect", _begin_session)
@@ -169,25 +170,19 @@ class SqlStore(OutputStore):
         with self._engine.begin() as connection:
             self._check_kept(connection, METADATA.tables)
 
-    def _check_kept(self, connection: Connection, names: Iterable[str], *, written: bool = False) -> None:
-        """Raises INVALID_OUTPUT if rows and positions would not be committed, and be there after a crash, together.
-        With `written` it is looked at where they have landed, in databases that say it."""
-        if self._is_mysql and not written:
-            for name in names:
-                schema, last = _split(name)
-                row = connection.execute(_MYSQL_TRANSACTIONS, {"schema": schema, "name": last}).one_or_none()
-                if row is not None and row != ("YES", "YES"):
-                    what = (
-                        "no transactions" if row[0] != "YES" else "transactions that are not one with those of others"
-                    )
-                    hint = f"ALTER TABLE {name} ENGINE = InnoDB"
-                    raise error("INVALID_OUTPUT", f"the table {name} has {what}", hint=hint)
-        elif self._engine.dialect.name == "postgresql":
+    def _check_kept(self, connection: Connection, names: Iterable[str]) -> None:
+        """Raises INVALID_OUTPUT if rows and positions would not be committed, and be there after a crash, together."""
+        for name in names if self._is_mysql else ():
+            schema, last = _split(name)
+            row = connection.execute(_MYSQL_TRANSACTIONS, {"schema": schema, "name": last}).one_or_none()
+            if row is not None and row != ("YES", "YES"):
+                what = "no transactions" if row[0] != "YES" else "transactions that are not one with those of others"
+                hint = f"ALTER TABLE {name} ENGINE = InnoDB"
+                raise error("INVALID_OUTPUT", f"the table {name} has {what}", hint=hint)
+        if self._is_postgres:
             quoted_names = [kinds.quoted(*kinds.split_name(name)) for name in names]
-            found = connection.execute(text(tables.perishable(":names", written=written)), {"names": quoted_names})
-            if row := found.first():
-                what = f"the table {row[0]} is {row[1]}: after a crash it would not hold what the other tables hold"
-                raise error("INVALID_OUTPUT", what)
+            asked = text(tables.POSTGRESQL_UNSAFE_TABLES.format(names=":names"))
+            _refuse(connection.execute(asked, {"names": quoted_names}).first())
 
     def _check_fits(self, connection: Connection, name: str, schemas: Iterable[pa.Schema]) -> None:
         """Raises INVALID_OUTPUT if the table does not take such rows. Its columns stay as they are until the end of the
@@ -279,15 +274,14 @@ class SqlStore(OutputStore):
                 self._check_fits(connection, name, {one.schema for one in some})
             for own in (POSITIONS, WATERMARKS):
                 connection.execute(select(literal(1)).select_from(own).limit(0))
-            names = [*written, POSITIONS.name, WATERMARKS.name]
-            self._check_kept(connection, names)
+            if self._is_mysql:
+                self._check_kept(connection, [*written, POSITIONS.name, WATERMARKS.name])
             for number, batch in enumerate(collected):
                 if len(batch):
                     with in_batch(number):
                         _insert(connection, table, batch)
             if beside and others:
                 _insert(connection, beside.table, others)
-            self._check_kept(connection, names, written=True)
             for advance, watermarks in moves:
                 start, end, topic = advance.range.start, advance.range.end, advance.range.topic
                 if not _move(connection, job, topic, Stored(start, advance.epoch), Stored(end, advance.epoch)):
@@ -295,6 +289,8 @@ class SqlStore(OutputStore):
                         "POSITION_CHANGED", f"the position of job {job!r} is no longer the start of {advance.range}"
                     )
                 _raise(connection, job, topic, watermarks)
+            if self._is_postgres:
+                _refuse(connection.exec_driver_sql(tables.POSTGRESQL_UNSAFE_WRITES).first())
         return sum(map(len, collected))
 
     @contextmanager
@@ -305,6 +301,12 @@ class SqlStore(OutputStore):
             if passes_by_itself(e) or was_ended(e):
                 raise error("OUTPUT_UNAVAILABLE", f"the database {self._place} cannot be used: {told(e)}") from e
             raise error("INVALID_OUTPUT", f"the database refuses: {told(e)}") from e
+
+
+def _refuse(found: Any) -> None:
+    if found:
+        what = f"the table {found[0]} is {found[1]}: after a crash it would not hold what the other tables hold"
+        raise error("INVALID_OUTPUT", what)
 
 
 def _begin_session(connection: Any, _record: object) -> None:

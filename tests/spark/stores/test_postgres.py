@@ -215,7 +215,7 @@ def test_a_table_that_a_crash_would_empty_is_refused(harness: PostgresHarness, s
     store.prepare("flights", SCHEMA)
     for table in ("flights", "seqdedupe_positions", "seqdedupe_watermarks"):
         run(harness, f"ALTER TABLE {table} SET UNLOGGED")
-        with refused("INVALID_OUTPUT", f"table {table} is unlogged"):
+        with refused("INVALID_OUTPUT", f"table {table} is an unlogged"):
             store.prepare("flights", SCHEMA)
         run(harness, f"ALTER TABLE {table} SET LOGGED")
     with refused("INVALID_OUTPUT", "temporary"):
@@ -239,7 +239,7 @@ INTO_CHILD = (
 @pytest.mark.parametrize(
     ("said", "statements"),
     [
-        ("table late is unlogged", (PARTITIONED, FIRST, "CREATE UNLOGGED TABLE late PARTITION OF flights DEFAULT")),
+        ("table late is an unlogged", (PARTITIONED, FIRST, "CREATE UNLOGGED TABLE late PARTITION OF flights DEFAULT")),
         (
             "table late is a foreign table",
             (*FOREIGN, PARTITIONED, FIRST, f"CREATE FOREIGN TABLE late PARTITION OF flights DEFAULT {NOWHERE}"),
@@ -296,11 +296,11 @@ def test_where_rows_have_landed_is_looked_at_in_their_transaction(
         yield numbers(1)
         yield numbers(11) if "late" in added else numbers(2)
 
-    with refused("INVALID_OUTPUT", "is unlogged"):
+    with refused("INVALID_OUTPUT", "is an unlogged"):
         store.write(JOB, "flights", rows(), [over(-1, 1)])
     meanwhile = ()
     general_store = SqlHarness(harness.url.replace("://", "+psycopg://")).factory
-    with general_store() as general, refused("INVALID_OUTPUT", "is unlogged"):
+    with general_store() as general, refused("INVALID_OUTPUT", "is an unlogged"):
         general.write(JOB, "flights", rows(), [over(-1, 1)])
     assert harness.rows() == ([] if "VIEW" not in before[0] else [{"n": 1, "text": ""}])
     assert store.positions(JOB) == {TOPIC: Stored(at(-1), 0)}
