@@ -7,16 +7,19 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psycopg
 import pyarrow as pa
 import pytest
+from sqlalchemy import NullPool, create_engine, text
 
 from seqdedupe.client.blocking import Client
 from seqdedupe.errors import ConfigurationError
 from seqdedupe.testing import Sidecar
-from seqdedupe_spark.job import dead_letters, rounds
+from seqdedupe_spark.job import dead_letters, poison, rounds
 from seqdedupe_spark.job.range_task import RangeTask, Report, Step, Transform
 from seqdedupe_spark.job.rounds import JobConfig, ReaderJob
 from seqdedupe_spark.stores.urls import from_url
+from tests.services.mariadb import mariadb_url as mariadb_url
 from tests.spark.jobs import (
     JOB,
     OUTPUT,
@@ -127,6 +130,108 @@ def test_what_cannot_be_written_is_put_aside_once(
     # Tried again it has been done.
     assert run([step]) == Report()
     assert letters(database) == found
+
+
+AFTER = f"CREATE CONSTRAINT TRIGGER late AFTER INSERT ON {TABLE} DEFERRABLE"
+AT_THE_END = "DEFERRABLE INITIALLY DEFERRED"
+KNOWN = 'ADD FOREIGN KEY ("index") REFERENCES known'
+
+
+@pytest.mark.parametrize(
+    "statements",
+    [
+        (f"ALTER TABLE {TABLE} {KNOWN}",),
+        (f"ALTER TABLE {TABLE} {KNOWN} {AT_THE_END}",),
+        (f"{AFTER} INITIALLY DEFERRED FOR EACH ROW EXECUTE FUNCTION raises()",),
+        (f"{AFTER} FOR EACH ROW EXECUTE FUNCTION cancels()",),
+        (f"{AFTER} FOR EACH ROW EXECUTE FUNCTION terminates()",),
+        (
+            # A good row is refused until the one that it refers to, which comes after it, is there.
+            f'ALTER TABLE {TABLE} ADD UNIQUE ("index"), {KNOWN}, ADD next bigint '
+            'GENERATED ALWAYS AS (CASE "index" % 10 WHEN 0 THEN "index" + 1 END) STORED '
+            f'REFERENCES {TABLE} ("index") {AT_THE_END}',
+        ),
+    ],
+    ids=["key", "deferred key", "deferred trigger", "canceled", "terminated", "forward"],
+)
+def test_what_the_database_refuses_without_a_line_is_found(
+    address: str, postgres_url: str, statements: tuple[str, ...]
+) -> None:
+    database = postgres_database(postgres_url)
+    step = whole(address, "full")
+    prepared(database, step)
+    bad = ", ".join(map(str, BAD))
+    with psycopg.connect(postgres_url, autocommit=True) as connection:
+        connection.execute(
+            "CREATE TABLE known (id bigint PRIMARY KEY); INSERT INTO known SELECT i FROM generate_series(0, 299) AS i "
+            f"WHERE i NOT IN ({bad})".encode()
+        )
+        for name, does in {
+            "raises": "RAISE EXCEPTION 'not this one'",
+            "cancels": "PERFORM pg_cancel_backend(pg_backend_pid()), pg_sleep(60)",
+            "terminates": "PERFORM pg_terminate_backend(pg_backend_pid()), pg_sleep(60)",
+        }.items():
+            connection.execute(
+                f"CREATE FUNCTION {name}() RETURNS trigger LANGUAGE plpgsql AS "
+                f'$$ BEGIN IF NEW."index" IN ({bad}) THEN {does}; END IF; RETURN NULL; END $$'.encode()
+            )
+        for statement in statements:
+            connection.execute(statement.encode())
+    failure = task(address, database.store).run([step]).failure
+    assert failure is not None
+    assert (failure.reason, failure.numbers["index"]) == ("INVALID_OUTPUT", "7")
+    assert database.position(step.range.topic) == step.range.start
+    report = burying(address, database, select).run([step])
+    assert (report.failure, report.dead_letters, report.written) == (None, len(BAD), MESSAGES - len(BAD))
+    assert {row[1] for row in letters(database)} == BAD
+    assert not BAD.intersection(database.indexes(step.range.topic))
+    assert database.position(step.range.topic) == step.range.end
+
+
+def test_of_a_table_that_takes_nothing_no_message_is_blamed(
+    address: str, postgres_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(poison, "MAX_SUSPECTS", MESSAGES - 1)
+    database = postgres_database(postgres_url)
+    step = whole(address, "full")
+    prepared(database, step)
+    with psycopg.connect(postgres_url) as connection:
+        connection.execute("CREATE TABLE known (id bigint PRIMARY KEY)")
+        connection.execute(f"ALTER TABLE {TABLE} {KNOWN}".encode())
+    failure = burying(address, database, select, most=2 * MESSAGES).run([step]).failure
+    assert failure is not None
+    assert "index" not in failure.numbers
+    assert "foreign key" in failure.message
+
+
+def test_a_message_that_ends_the_connection_to_mariadb(address: str, mariadb_url: str) -> None:
+    """It is larger than the server takes; the others are written."""
+    with Client(address) as client, client.producer("large", "p") as producer:
+        for number in range(20):
+            producer.send(b"v" * (3 * 2**20 if number == 7 else 3), number)
+        producer.flush()
+
+    def query(statement: str) -> list[tuple[object, ...]]:
+        with create_engine(mariadb_url, isolation_level="AUTOCOMMIT", poolclass=NullPool).connect() as connection:
+            found = connection.execute(text(statement.replace('"', "`").replace(f" {TABLE} ", f" `{TABLE}` ")))
+            return [tuple(row) for row in found] if found.returns_rows else []
+
+    database = Database(from_url(mariadb_url), mariadb_url, query)
+    step = whole(address, "large")
+    prepared(database, step)
+    [(most,)] = query("SELECT @@GLOBAL.max_allowed_packet")
+    query("SET GLOBAL max_allowed_packet = 2097152")
+    try:
+        report = burying(address, database, select).run([step])
+    finally:
+        query(f"SET GLOBAL max_allowed_packet = {most}")
+    assert (report.failure, report.written, report.dead_letters) == (None, 19, 1)
+    assert 7 not in database.indexes(step.range.topic)
+    [(_, index, _, reason, error, value, *_)] = letters(database)
+    # What the message holds would end the connection again.
+    assert (index, reason, value) == (7, "INVALID_OUTPUT", None)
+    assert "max_allowed_packet" in str(error)
+    assert database.position(step.range.topic) == step.range.end
 
 
 @pytest.mark.parametrize("are_kept", [True, False])

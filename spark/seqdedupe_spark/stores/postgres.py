@@ -12,9 +12,10 @@ from psycopg import Connection
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.pq import TransactionStatus
 
+from seqdedupe.databases.failures import Fault, ended, fault_of, told
 from seqdedupe.databases.postgres import CONNECTION
 from seqdedupe.databases.tables import POSTGRESQL_UNSAFE_TABLES, POSTGRESQL_UNSAFE_WRITES
-from seqdedupe.errors import error
+from seqdedupe.errors import SeqdedupeError, UnavailableError, error
 from seqdedupe_spark.stores.contract import (
     FORMAT_VERSION,
     Advance,
@@ -22,6 +23,7 @@ from seqdedupe_spark.stores.contract import (
     Binding,
     OutputStore,
     Stored,
+    Take,
     Watermarks,
     check_format,
     check_replacement,
@@ -32,7 +34,6 @@ from seqdedupe_spark.stores.kinds import (
     check_table,
     from_cells,
     in_batch,
-    one_line,
     quoted,
     split_name,
     to_cells,
@@ -251,6 +252,38 @@ class PostgresStore(OutputStore):
         return rows
 
     @contextmanager
+    def trial(self, table: str) -> Iterator[Take]:
+        parts = split_name(table)
+        columns: dict[str, Column] = {}
+
+        def take(rows: pa.RecordBatch) -> SeqdedupeError | None:
+            nonlocal columns
+            with _errors():
+                connection = self._connection()
+                if connection.info.transaction_status is TransactionStatus.IDLE:
+                    columns = _lock(connection, parts)
+                    check_table(table, rows.schema, columns, fits)
+                connection.execute("SAVEPOINT trial")
+            try:
+                with _errors():
+                    copy_in(connection, parts, rows, columns)
+                    connection.execute("SET CONSTRAINTS ALL IMMEDIATE; RELEASE SAVEPOINT trial")
+            except SeqdedupeError as e:
+                if isinstance(e, UnavailableError) and not (e.__cause__ and ended(e.__cause__)):
+                    raise
+                if not connection.closed:
+                    with _errors():
+                        connection.execute("ROLLBACK TO SAVEPOINT trial")
+                return e
+            return None
+
+        try:
+            yield take
+        finally:
+            if self._open is not None and not self._open.closed:
+                _roll_back(self._open)
+
+    @contextmanager
     def _using(self) -> Iterator[Connection]:
         with _errors():
             connection = self._connection()
@@ -385,10 +418,10 @@ def _roll_back(connection: Connection) -> None:
 def _errors() -> Iterator[None]:
     try:
         yield
-    except (psycopg.OperationalError, psycopg.InternalError) as e:
-        raise error("OUTPUT_UNAVAILABLE", f"the PostgreSQL database cannot be used: {one_line(e)}") from e
     except psycopg.Error as e:
-        failure = error("INVALID_OUTPUT", f"PostgreSQL refuses: {one_line(e)}")
+        if fault_of(e) is not Fault.MESSAGE:
+            raise error("OUTPUT_UNAVAILABLE", f"the PostgreSQL database cannot be used: {told(e)}") from e
+        failure = error("INVALID_OUTPUT", f"PostgreSQL refuses: {told(e)}")
         if line := _LINE.search(e.diag.context or ""):
             failure.numbers["row"] = str(int(line[1]) - 1)
         raise failure from e

@@ -11,6 +11,7 @@ from sqlalchemy import (
     Boolean,
     Column,
     Connection,
+    Insert,
     Integer,
     MetaData,
     NullPool,
@@ -35,8 +36,8 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, NoSuchModu
 from sqlalchemy.sql import quoted_name
 
 from seqdedupe.databases import tables
-from seqdedupe.databases.failures import passes_by_itself, told, was_ended
-from seqdedupe.errors import error
+from seqdedupe.databases.failures import Fault, ended, fault_of, lost_connection, told
+from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe_spark.stores import kinds
 from seqdedupe_spark.stores.contract import (
     FORMAT_VERSION,
@@ -45,6 +46,7 @@ from seqdedupe_spark.stores.contract import (
     Binding,
     OutputStore,
     Stored,
+    Take,
     check_format,
     check_replacement,
 )
@@ -294,13 +296,40 @@ class SqlStore(OutputStore):
         return sum(map(len, collected))
 
     @contextmanager
+    def trial(self, table: str) -> Iterator[Take]:
+        with self._errors(), self._engine.connect() as connection:
+
+            def take(rows: pa.RecordBatch) -> SeqdedupeError | None:
+                try:
+                    with connection.begin_nested():
+                        connection.execute(*_insertion(table, rows))
+                        if self._is_postgres:
+                            connection.execute(text("SET CONSTRAINTS ALL IMMEDIATE"))
+                except DBAPIError as e:
+                    if fault_of(e) is not Fault.MESSAGE and not ended(e):
+                        raise
+                    if lost_connection(e):
+                        # The next rows are put into a new transaction, on another connection.
+                        connection.invalidate()
+                        connection.rollback()
+                    failure = self._error(e)
+                    failure.__cause__ = e
+                    return failure
+                return None
+
+            yield take
+
+    @contextmanager
     def _errors(self) -> Iterator[None]:
         try:
             yield
         except SQLAlchemyError as e:
-            if passes_by_itself(e) or was_ended(e):
-                raise error("OUTPUT_UNAVAILABLE", f"the database {self._place} cannot be used: {told(e)}") from e
-            raise error("INVALID_OUTPUT", f"the database refuses: {told(e)}") from e
+            raise self._error(e) from e
+
+    def _error(self, cause: SQLAlchemyError) -> SeqdedupeError:
+        if fault_of(cause) is Fault.MESSAGE:
+            return error("INVALID_OUTPUT", f"the database refuses: {told(cause)}")
+        return error("OUTPUT_UNAVAILABLE", f"the database {self._place} cannot be used: {told(cause)}")
 
 
 def _refuse(found: Any) -> None:
@@ -354,14 +383,19 @@ def _raise(connection: Connection, job: str, topic: str, watermarks: Any) -> Non
         connection.execute(insert(WATERMARKS), rows)
 
 
-def _insert(connection: Connection, name: str, batch: pa.RecordBatch) -> None:
-    """All rows. Raises INVALID_OUTPUT with the row that the database refuses."""
+def _insertion(name: str, batch: pa.RecordBatch) -> tuple[Insert, list[dict[str, Any]]]:
+    """The statement, and its parameters for each row."""
     names = batch.schema.names
     into = _named(name, names)
     # Parameters by number: a column's name may be anything.
     statement = insert(into).values({into.c[one]: bindparam(f"p{n}") for n, one in enumerate(names)})
     keys = [f"p{n}" for n in range(len(names))]
-    rows = [dict(zip(keys, row, strict=True)) for row in zip(*_columns(batch), strict=True)]
+    return statement, [dict(zip(keys, row, strict=True)) for row in zip(*_columns(batch), strict=True)]
+
+
+def _insert(connection: Connection, name: str, batch: pa.RecordBatch) -> None:
+    """All rows. Raises INVALID_OUTPUT with the row that the database refuses."""
+    statement, rows = _insertion(name, batch)
 
     def take(some: Sequence[dict[str, Any]]) -> DBAPIError | None:
         """Why the database does not take these, after which none of them is there."""
@@ -369,7 +403,7 @@ def _insert(connection: Connection, name: str, batch: pa.RecordBatch) -> None:
             with connection.begin_nested():
                 connection.execute(statement, some)
         except DBAPIError as e:
-            if passes_by_itself(e) or was_ended(e):
+            if fault_of(e) is not Fault.MESSAGE:
                 raise
             return e
         return None

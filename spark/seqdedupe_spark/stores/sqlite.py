@@ -11,6 +11,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from seqdedupe.databases.failures import Fault, fault_of, told
 from seqdedupe.errors import ConfigurationError, error
 from seqdedupe_spark.stores.contract import (
     FORMAT_VERSION,
@@ -267,14 +268,12 @@ class SqliteStore(OutputStore):
     def _errors(self) -> Iterator[None]:
         try:
             yield
-        except sqlite3.OperationalError as e:
-            if e.sqlite_errorcode & _PRIMARY == sqlite3.SQLITE_ERROR:
-                raise error("INVALID_OUTPUT", f"SQLite refuses: {one_line(e)}") from e
-            raise error("OUTPUT_UNAVAILABLE", f"the SQLite file {self._path} cannot be used: {one_line(e)}") from e
-        except (sqlite3.IntegrityError, sqlite3.DataError, sqlite3.InterfaceError, OverflowError) as e:
+        except (sqlite3.InterfaceError, OverflowError) as e:
             raise error("INVALID_OUTPUT", f"SQLite refuses: {one_line(e)}") from e
         except sqlite3.DatabaseError as e:
-            raise error("OUTPUT_UNAVAILABLE", f"the SQLite file {self._path} cannot be used: {one_line(e)}") from e
+            if fault_of(e) is Fault.MESSAGE:
+                raise error("INVALID_OUTPUT", f"SQLite refuses: {told(e)}") from e
+            raise error("OUTPUT_UNAVAILABLE", f"the SQLite file {self._path} cannot be used: {told(e)}") from e
 
 
 def _affinity(declared: str) -> str:

@@ -378,6 +378,15 @@ def test_a_server_that_cannot_be_reached_is_named_without_the_password() -> None
     assert "secret" not in str(caught.value) + str(caught.value.__cause__)
 
 
+def test_a_database_that_takes_no_writes_blames_no_row(harness: PostgresHarness, store: OutputStore) -> None:
+    """As after a fail-over that has left the connection at the replica."""
+    store.prepare("flights", SCHEMA)
+    with harness.factory() as other:
+        other._connection().execute("SET default_transaction_read_only = on")  # type: ignore[attr-defined]
+        with refused("OUTPUT_UNAVAILABLE", "read-only"):
+            other.write(JOB, "flights", iter([numbers(0)]), [over(-1, 0)])
+
+
 def test_a_position_that_another_holds_for_too_long(
     harness: PostgresHarness, store: OutputStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
