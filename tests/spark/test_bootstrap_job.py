@@ -117,6 +117,9 @@ def test_columns_that_are_not_there(spark: SparkSession, tmp_path: Path) -> None
     folder = history(tmp_path / "history", GOOD)
     with pytest.raises(ConfigurationError, match="--producer-column: the files have no column who; they have __prod"):
         bootstrap_from_parquet(spark, [folder], tmp_path / "marks", "who")
+    both = history(tmp_path / "both", GOOD | {"producerName": GOOD["__producerName"]})
+    with pytest.raises(ConfigurationError, match="columns __producerName and producerName: say which"):
+        bootstrap_from_parquet(spark, [both], tmp_path / "marks")
     with pytest.raises(ConfigurationError, match=r"--parquet: .*nowhere"):
         bootstrap_from_parquet(spark, [str(tmp_path / "nowhere")], tmp_path / "marks")
 
