@@ -35,6 +35,7 @@ from tests.spark.jobs import (
     task,
     whole,
 )
+from tests.spark.postgres import PostgresServer
 from tests.spark.postgres import postgres_url as postgres_url
 
 MESSAGES = 300
@@ -186,6 +187,31 @@ def test_what_the_database_refuses_without_a_line_is_found(
     assert {row[1] for row in letters(database)} == BAD
     assert not BAD.intersection(database.indexes(step.range.topic))
     assert database.position(step.range.topic) == step.range.end
+
+
+def test_a_message_that_makes_the_server_fail_is_found(address: str) -> None:
+    """PostgreSQL starts again whenever a backend dies, and is away meanwhile."""
+    with Client(address) as client, client.producer("few", "p") as producer:
+        for number in range(8):
+            producer.send(b"v", number)
+        producer.flush()
+    server = PostgresServer(fsync="off", shared_buffers="16MB")
+    server.start()
+    try:
+        database = postgres_database(server.url)
+        step = whole(address, "few")
+        prepared(database, step)
+        with psycopg.connect(server.url) as connection:
+            connection.execute(
+                'CREATE FUNCTION dies() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN IF NEW."index" = 5 THEN '
+                "COPY (SELECT 1) TO PROGRAM 'kill -9 $PPID'; END IF; RETURN NULL; END $$"
+            )
+            connection.execute(f"{AFTER} FOR EACH ROW EXECUTE FUNCTION dies()".encode())
+        report = burying(address, database, select).run([step])
+        assert (report.failure, report.written, report.dead_letters) == (None, 7, 1)
+        assert [(row[1], row[5]) for row in letters(database)] == [(5, None)]
+    finally:
+        server.stop()
 
 
 def test_of_a_table_that_takes_nothing_no_message_is_blamed(

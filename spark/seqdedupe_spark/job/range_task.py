@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from seqdedupe.databases.failures import ended
-from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.errors import SeqdedupeError, UnavailableError, error
 from seqdedupe.message_id import MessageId, Position
 from seqdedupe_spark.cluster.settings import Service
 from seqdedupe_spark.columns import column_of, to_arrow
@@ -184,7 +184,15 @@ class RangeTask:
         Raises the failure itself if no row is the cause."""
         rows, _ = self._source(steps, watermarks, tally)
         with store.trial(self.output.table) as take:
-            found = find_refused(take, rows, ended=ended)
+
+            def take_patiently(some: pa.RecordBatch) -> SeqdedupeError | None:
+                why = take(some)
+                if isinstance(why, UnavailableError):
+                    # Before the next rows are tried the database, which may start again now, does other work.
+                    patiently(partial(store.positions, self.output.job))
+                return why
+
+            found = find_refused(take_patiently, rows, ended=ended)
         if found is None:
             raise failure
         return found

@@ -255,14 +255,16 @@ class PostgresStore(OutputStore):
     def trial(self, table: str) -> Iterator[Take]:
         parts = split_name(table)
         columns: dict[str, Column] = {}
+        others: _Others | None = None
 
         def take(rows: pa.RecordBatch) -> SeqdedupeError | None:
-            nonlocal columns
+            nonlocal columns, others
             with _errors():
                 connection = self._connection()
-                if connection.info.transaction_status is TransactionStatus.IDLE:
-                    columns = _lock(connection, parts)
+                if others is None or connection.info.transaction_status is TransactionStatus.IDLE:
+                    columns, others = _lock(connection, parts), _Others(connection)
                     check_table(table, rows.schema, columns, fits)
+                others.give_way()
                 connection.execute("SAVEPOINT trial")
             try:
                 with _errors():
