@@ -142,6 +142,7 @@ KNOWN = 'ADD FOREIGN KEY ("index") REFERENCES known'
     "statements",
     [
         (f"ALTER TABLE {TABLE} {KNOWN}",),
+        (f"ALTER TABLE {TABLE} {KNOWN} {AT_THE_END}", "SELECT 'by the general store'"),
         (f"ALTER TABLE {TABLE} {KNOWN} {AT_THE_END}",),
         (f"{AFTER} INITIALLY DEFERRED FOR EACH ROW EXECUTE FUNCTION raises()",),
         (f"{AFTER} FOR EACH ROW EXECUTE FUNCTION cancels()",),
@@ -153,12 +154,14 @@ KNOWN = 'ADD FOREIGN KEY ("index") REFERENCES known'
             f'REFERENCES {TABLE} ("index") {AT_THE_END}',
         ),
     ],
-    ids=["key", "deferred key", "deferred trigger", "canceled", "terminated", "forward"],
+    ids=["key", "general", "deferred key", "deferred trigger", "canceled", "terminated", "forward"],
 )
 def test_what_the_database_refuses_without_a_line_is_found(
     address: str, postgres_url: str, statements: tuple[str, ...]
 ) -> None:
     database = postgres_database(postgres_url)
+    if "general" in statements[-1]:
+        database = replace(database, store=from_url(postgres_url.replace("://", "+psycopg://")))
     step = whole(address, "full")
     prepared(database, step)
     bad = ", ".join(map(str, BAD))
