@@ -10,12 +10,13 @@ from sqlalchemy import Connection, Engine, Row, delete, insert, select, update
 from sqlalchemy.dialects import mysql, postgresql, sqlite
 
 from seqdedupe.client.stored import Message
-from seqdedupe.databases.failures import passes_by_itself
+from seqdedupe.databases.failures import Fault, fault_of, lost_connection
 from seqdedupe.databases.tables import make_tables
 from seqdedupe.errors import error
 from seqdedupe.services.consumer.consumer import purpose_of
 from seqdedupe.services.consumer.database import Away, reaching
 from seqdedupe.services.consumer.set_aside import content, message_of, why
+from seqdedupe.services.consumer.transaction import check_deferred
 from seqdedupe.services.inbox import operating
 from seqdedupe.services.inbox.rule import MAX_VERSION, Order, Verdict, checked, decide, former_name_of, name_of
 from seqdedupe.services.inbox.tables import KEYS, METADATA, PARKED
@@ -24,6 +25,10 @@ from seqdedupe.services.inbox.waiting import Waiting
 Handle = Callable[[Connection, Message], object]
 
 MAX_NAME_LENGTH = 100
+
+_MOST_LOSSES = 2
+"""A parked message with which the connection ended so often is passed over: fewer times than a consumer takes for what
+woke it to be to blame."""
 
 _REPLACED = "\N{REPLACEMENT CHARACTER}"
 """In the name of what earlier versions parked with a key of bytes that are no text."""
@@ -80,6 +85,7 @@ class Inbox:
         self._handle = handle
         self._key, self._version, self._versions = key, version, versions
         self._order = order
+        self._losses: dict[str, list[str]] = {}
         self._before_all = first_version - 1 if order == "contiguous" else -1
         # Who takes a consumer over has the same purpose, whatever stands in front of the handler.
         self.__module__, self.__qualname__ = "inbox", f"{name}({purpose_of(handle)})"
@@ -185,6 +191,11 @@ class Inbox:
         """Decides once more about a parked message; returns what versions it has applied."""
         wanted: dict[str, int] = json.loads(row.versions)
         this = PARKED.c.id == row.id
+        if len(losses := self._losses.get(row.id, [])) >= _MOST_LOSSES:
+            # The transaction of what woke it went with the connection, too.
+            del self._losses[row.id]
+            connection.execute(update(PARKED).where(this).values(attempts=PARKED.c.attempts + 1, error=losses[-1]))
+            return {}
         if any(_REPLACED in name for name in wanted):
             message = message_of(row)
             wanted = self._of(message)
@@ -207,8 +218,13 @@ class Inbox:
                     self._handle(connection, message_of(row))
                     self._apply(connection, wanted)
                 connection.execute(delete(PARKED).where(this))
+                check_deferred(connection)
+            self._losses.pop(row.id, None)
         except Exception as e:
-            if passes_by_itself(e):
+            if lost_connection(e):
+                self._losses.setdefault(row.id, []).append(why(e))
+                raise
+            if fault_of(e) in (Fault.DATABASE, Fault.REPEAT):
                 raise
             connection.execute(update(PARKED).where(this).values(attempts=PARKED.c.attempts + 1, error=why(e)))
             return {}
