@@ -64,7 +64,10 @@ def test_parquet_files_against_a_plain_loop(spark: SparkSession, tmp_path: Path)
     [
         ({"producerName": ["a", "a"], "sequenceId": pa.array([1, 2], pa.int32()), "topic": ["t", "t"]}, {}),
         ({"who": pa.array([b"a", b"a"]), "n`o": pa.array([2, 1], pa.uint64())}, {"names": ("who", "n`o")}),
-        ({"__producerName": ["a"], "producerName": ["b"], "__sequenceId": [2], "topic.x": [1]}, {}),
+        (
+            {"__producerName": ["a"], "producerName": ["b"], "__sequenceId": [2], "topic.x": [1]},
+            {"names": ("__producerName", "__sequenceId")},
+        ),
         ({"__producerName": pa.array(["a"]).dictionary_encode(), "__sequenceId": [2], "__topic": ["t"]}, {}),
     ],
 )

@@ -13,7 +13,7 @@ import pytest
 from sqlalchemy import NullPool, create_engine, text
 
 from seqdedupe.client.blocking import Client
-from seqdedupe.errors import ConfigurationError
+from seqdedupe.errors import ConfigurationError, SeqdedupeError, error
 from seqdedupe.testing import Sidecar
 from seqdedupe_spark.job import dead_letters, poison, rounds
 from seqdedupe_spark.job.range_task import RangeTask, Report, Step, Transform
@@ -121,11 +121,11 @@ def test_what_cannot_be_written_is_put_aside_once(
     assert report.written == len(good)
     found = letters(database)
     assert [(row[0], row[1]) for row in found] == [(step.range.topic, index) for index in sorted(BAD)]
-    for topic, index, message_id, reason, error, value, job, incarnation in found:
+    for topic, index, message_id, reason, why, value, job, incarnation in found:
         assert message_id == f"{step.range.incarnation}:{index}"
         assert (reason, job, incarnation) == ("INVALID_OUTPUT", JOB, step.range.incarnation)
-        assert f"the message is {message_id}, index {index}, of {topic}" in str(error)
-        assert ("what\\0is \\ud800 [" in str(error)) == (transform is failing)
+        assert f"the message is {message_id}, index {index}, of {topic}" in str(why)
+        assert ("what\\0is \\ud800 [" in str(why)) == (transform is failing)
         assert value == f"value {index}".encode()
     assert database.position(step.range.topic) == step.range.end
     # Tried again it has been done.
@@ -217,6 +217,21 @@ def test_a_message_that_makes_the_server_fail_is_found(address: str) -> None:
         server.stop()
 
 
+def test_who_is_ended_by_the_failure_of_another_one_is_not_blamed() -> None:
+    """A server that fails ends connections that were made after the statement that it fails of."""
+    rows = pa.record_batch({"n": range(16)})
+    others = {"are ended": False}
+
+    def take(some: pa.RecordBatch) -> SeqdedupeError | None:
+        is_bad = 15 in some.column("n").to_pylist()
+        was_ended, others["are ended"] = others["are ended"], is_bad
+        return error("OUTPUT_UNAVAILABLE", "the connection was lost") if is_bad or was_ended else None
+
+    found = poison.find_refused(take, [rows.slice(0, 4), rows.slice(4, 0), rows.slice(4)], ended=True)
+    assert found is not None
+    assert (found.reason, found.numbers["batch"], found.numbers["row"]) == ("INVALID_OUTPUT", "2", "11")
+
+
 def test_of_a_table_that_takes_nothing_no_message_is_blamed(
     address: str, postgres_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -256,10 +271,10 @@ def test_a_message_that_ends_the_connection_to_mariadb(address: str, mariadb_url
         query(f"SET GLOBAL max_allowed_packet = {most}")
     assert (report.failure, report.written, report.dead_letters) == (None, 19, 1)
     assert 7 not in database.indexes(step.range.topic)
-    [(_, index, _, reason, error, value, *_)] = letters(database)
+    [(_, index, _, reason, why, value, *_)] = letters(database)
     # What the message holds would end the connection again.
     assert (index, reason, value) == (7, "INVALID_OUTPUT", None)
-    assert "max_allowed_packet" in str(error)
+    assert "max_allowed_packet" in str(why)
     assert database.position(step.range.topic) == step.range.end
 
 

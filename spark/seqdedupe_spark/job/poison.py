@@ -51,6 +51,9 @@ def find_refused(take: Take, batches: Iterable[pa.RecordBatch], *, ended: bool) 
 
     def refuses(rows: pa.RecordBatch) -> SeqdedupeError | None:
         why = take(rows)
+        if ended and why is not None and len(rows) == 1:
+            # A server that fails ends all connections, this one too if it was made before the server has noticed.
+            why = take(rows)
         if why is None or isinstance(why, UnavailableError) == ended:
             return why
         if not ended:

@@ -186,7 +186,7 @@ class RangeTask:
         with store.trial(self.output.table) as take:
 
             def take_patiently(some: pa.RecordBatch) -> SeqdedupeError | None:
-                why = take(some)
+                why = patiently(lambda: take(some))
                 if isinstance(why, UnavailableError):
                     # Before the next rows are tried the database, which may start again now, does other work.
                     patiently(partial(store.positions, self.output.job))
