@@ -21,6 +21,9 @@ from seqdedupe.databases.failures import (
     told,
     was_ended,
 )
+from seqdedupe.errors import SeqdedupeError
+from seqdedupe.services.outbox import postgres as outbox_postgres
+from seqdedupe.services.outbox import sqlite as outbox_sqlite
 
 
 def postgres(state: str) -> psycopg.Error:
@@ -73,6 +76,23 @@ def test_the_fault_of_the_database_counts_first() -> None:
     refused = IntegrityError("INSERT", {}, postgres("23505"))
     refused.__context__ = OperationalError("UPDATE", {}, postgres("53100"))
     assert fault_of(refused) is Fault.DATABASE
+
+
+@pytest.mark.parametrize(
+    ("module", "failure", "reason"),
+    [
+        (outbox_postgres, postgres("53100"), "OUTBOX_UNAVAILABLE"),
+        (outbox_postgres, postgres("25P03"), "OUTBOX_UNAVAILABLE"),
+        (outbox_postgres, postgres("25006"), "OUTBOX_UNAVAILABLE"),
+        (outbox_postgres, postgres("42P01"), "INVALID_OUTBOX"),
+        (outbox_sqlite, sqlite(13), "OUTBOX_UNAVAILABLE"),
+        (outbox_sqlite, sqlite(1), "INVALID_OUTBOX"),
+    ],
+)
+def test_a_relay_waits_for_what_is_the_database_s(module: Any, failure: Exception, reason: str) -> None:
+    with pytest.raises(SeqdedupeError) as raised, module._errors():
+        raise failure
+    assert raised.value.reason == reason
 
 
 def test_a_connection_that_ended() -> None:
