@@ -47,7 +47,6 @@ LONG = (
     "tests/test_demo.py",
     "tests/format/test_fuzz.py",
     "tests/broker_sidecar/test_hostile.py",
-    "tests/deploy/test_install.py",
     "tests/spark/test_kill_driver_postgres.py",
     "tests/pulsar/test_functions.py",
     "tests/spark/test_job_command.py",

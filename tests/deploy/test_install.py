@@ -1,4 +1,8 @@
-"""`make install` into a folder, and what is there then: a command that serves, a unit, a configuration."""
+"""`make install` into a folder, and what is there then: a command that serves, a unit, a configuration.
+
+Its packages come from the network, so what needs them runs in `make campaign`, before a release. The rest is put in its
+place by the same rules.
+"""
 
 import os
 import shutil
@@ -44,10 +48,31 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def root(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where it was installed."""
-    root = tmp_path_factory.mktemp("root")
+def installed(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where it was installed, packages and all."""
+    root = tmp_path_factory.mktemp("installed")
     make(source, "install", root)
+    return root
+
+
+def put_in_place(source: Path, root: Path) -> None:
+    """What `make install` does after its packages are there: its own rules, run by a shell."""
+    # Within another make it would say where it is, among the rules.
+    command = ["make", "--no-print-directory", "-n", "install", f"DESTDIR={root}"]
+    dry = subprocess.run(command, cwd=source, capture_output=True, text=True, check=True)
+    script = dry.stdout[dry.stdout.index("install -d ") :]
+    subprocess.run(["sh", "-ec", script], cwd=source, capture_output=True, check=True)
+
+
+@pytest.fixture(scope="module")
+def root(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where all but the packages is in its place, with a program that does nothing."""
+    root = tmp_path_factory.mktemp("root")
+    program = root / LIBRARY / "bin" / "seqdedupe"
+    program.parent.mkdir(parents=True)
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    put_in_place(source, root)
     return root
 
 
@@ -68,17 +93,17 @@ def systemd_analyze() -> str:
 
 
 def test_what_was_installed_serves_as_the_unit_has_it(
-    root: Path, unit: dict[str, dict[str, str]], tmp_path: Path
+    installed: Path, unit: dict[str, dict[str, str]], tmp_path: Path
 ) -> None:
     """Started as systemd starts it, but for what only root may: another folder for the data, and an address of its own.
     Kernels are not compiled: that takes half a minute in a new place, and is the same everywhere."""
     program, *words = unit["Service"]["ExecStart"].split()
     assert program == f"/{LIBRARY}/bin/seqdedupe"
-    words = [str(root / CONFIGURATION) if word == f"/{CONFIGURATION}" else word for word in words]
+    words = [str(installed / CONFIGURATION) if word == f"/{CONFIGURATION}" else word for word in words]
     # The interpreter that the program names is where it will be, not where it is.
-    first = (root / program[1:]).read_text().splitlines()[0]
+    first = (installed / program[1:]).read_text().splitlines()[0]
     assert first in (f"#!/{LIBRARY}/bin/python", f"#!/{LIBRARY}/bin/python3")
-    command = [str(root / LIBRARY / "bin" / "python"), str(root / program[1:]), *words]
+    command = [str(installed / LIBRARY / "bin" / "python"), str(installed / program[1:]), *words]
     kept = ["--data-directory", str(tmp_path / "data"), "--listen", f"unix:{tmp_path}/s"]
     kept += ["--audit-file", str(tmp_path / "audit.jsonl")]
     with managing() as told:
@@ -89,15 +114,16 @@ def test_what_was_installed_serves_as_the_unit_has_it(
             assert process.wait(TIMEOUT_SECONDS) == 0
 
 
-def test_nothing_says_where_it_was_built(root: Path) -> None:
+def test_nothing_says_where_it_was_built(installed: Path) -> None:
     """A package is made in another folder than the one where it is installed."""
-    texts = [path for path in (root / LIBRARY / "bin").iterdir() if not path.is_symlink()]
-    texts += [root / UNIT, root / LIBRARY / "pyvenv.cfg", root / CONFIGURATION]
+    texts = [path for path in (installed / LIBRARY / "bin").iterdir() if not path.is_symlink()]
+    texts += [installed / UNIT, installed / LIBRARY / "pyvenv.cfg", installed / CONFIGURATION]
     assert len(texts) > 4
     for text in texts:
-        assert str(root) not in text.read_text(errors="replace"), text
-    assert (root / "usr/local/bin/seqdedupe").resolve() == root / LIBRARY / "bin" / "seqdedupe"
-    assert "@" not in (root / UNIT).read_text().replace("@system-service", "").replace("@privileged @resources", "")
+        assert str(installed) not in text.read_text(errors="replace"), text
+    assert (installed / "usr/local/bin/seqdedupe").resolve() == installed / LIBRARY / "bin" / "seqdedupe"
+    unit = (installed / UNIT).read_text()
+    assert "@" not in unit.replace("@system-service", "").replace("@privileged @resources", "")
 
 
 def test_it_is_killed_only_after_it_has_drained(root: Path, unit: dict[str, dict[str, str]]) -> None:
@@ -136,14 +162,9 @@ def test_systemd_understands_the_unit_and_finds_it_closed(root: Path, systemd_an
 
 
 def test_a_second_install_keeps_the_configuration_and_uninstall_too(source: Path, tmp_path: Path) -> None:
-    """Of the rules of make alone: what they call is put in the place of pip and the rest by doing nothing."""
     (tmp_path / CONFIGURATION).parent.mkdir(parents=True)
     (tmp_path / CONFIGURATION).write_text("# mine\n")
-    # Within another make it would say where it is, among the rules.
-    command = ["make", "--no-print-directory", "-n", "install", f"DESTDIR={tmp_path}"]
-    dry = subprocess.run(command, cwd=source, capture_output=True, text=True, check=True)
-    script = dry.stdout[dry.stdout.index("install -d ") :]
-    subprocess.run(["sh", "-ec", script], cwd=source, capture_output=True, check=True)
+    put_in_place(source, tmp_path)
     assert (tmp_path / CONFIGURATION).read_text() == "# mine\n"
     assert stat.S_IMODE((tmp_path / UNIT).stat().st_mode) == 0o644
     (tmp_path / LIBRARY).mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""A million mutated batches and records: compiled and plain kernels say the same, and nothing is read out of bounds."""
+"""Mutated batches and records: compiled and plain kernels say the same, and nothing is read out of bounds."""
 
 import signal
 import subprocess
@@ -28,9 +28,8 @@ def fuzz(kind: str, *arguments: object) -> "subprocess.CompletedProcess[str]":
 @pytest.mark.parametrize(
     ("kind", "cases", "seed", "expected"),
     [
-        ("batches", 450_000, 1, VERDICTS - OF_LARGE_BATCHES),
-        ("batches", 450_000, 2, VERDICTS - OF_LARGE_BATCHES),
-        ("records", 100_000, 3, STOPS),
+        ("batches", 100_000, 1, VERDICTS - OF_LARGE_BATCHES),
+        ("records", 30_000, 3, STOPS),
     ],
 )
 def test_compiled_and_plain_agree_about_mutations(kind: str, cases: int, seed: int, expected: set[int]) -> None:

@@ -81,6 +81,8 @@ async def test_removing_a_topic_takes_its_snapshots_and_nothing_else(store: Stor
 OPEN_AND_WAIT = """
 import sys
 from pathlib import Path
+from broker_sidecar import kernels
+kernels.prepare()
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.store.db import Store
 try:
@@ -173,6 +175,8 @@ async def test_a_record_of_another_format_is_refused(
 UMASK_077 = """
 import asyncio, os, sys
 from pathlib import Path
+from broker_sidecar import kernels
+kernels.prepare()
 from seqdedupe.store.db import Store
 from tests.store.model import topic
 

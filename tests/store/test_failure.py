@@ -22,6 +22,8 @@ from tests.store.model import INCARNATION, State, delta, load, save, state_of, t
 PRELUDE = """
 import asyncio, resource, sys, time
 from pathlib import Path
+from broker_sidecar import kernels
+kernels.prepare()
 from seqdedupe.errors import SeqdedupeError, UnavailableError
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Snapshots

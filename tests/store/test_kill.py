@@ -13,6 +13,8 @@ from tests.store.model import load
 WRITER = """
 import asyncio, sys
 from pathlib import Path
+from broker_sidecar import kernels
+kernels.prepare()
 from seqdedupe.store import snapshots as module
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Snapshots
