@@ -16,6 +16,9 @@ from collections import deque
 NOTHING = -(2**63)
 """Below all numbers."""
 
+MOST_NOTES = 1000
+"""While a transaction stays open for hours, the last note stands for all that would come after these."""
+
 
 class Horizon:
     """What a relay has noted so far. It begins anew with every connection: another server has another history."""
@@ -36,6 +39,8 @@ class Horizon:
         """
         before = self.bound
         if last_number > (self._notes[-1][0] if self._notes else before):
+            if len(self._notes) == MOST_NOTES:
+                self._notes.pop()
             self._notes.append((last_number, next_transaction))
         while self._notes and self._notes[0][1] <= oldest_running:
             self.bound, _ = self._notes.popleft()

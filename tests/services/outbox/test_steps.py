@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from seqdedupe.errors import FencedError, SeqdedupeError
+from seqdedupe.services.outbox.horizon import MOST_NOTES, Horizon
 from tests.services.outbox.world import Relay, World
 
 ACTIONS = (
@@ -264,6 +265,17 @@ def test_what_the_order_rests_on(script: Script, amiss: dict[str, bool]) -> None
     """Each control arm takes one thing away: then rows of an aggregate are out of order, or a number is passed by."""
     assert not is_amiss_without_disasters(script, World())
     assert is_amiss_without_disasters(script, World(**amiss))
+
+
+def test_what_is_noted_has_a_bound() -> None:
+    """While one transaction holds everything: all that was noted can be read when it has ended."""
+    horizon = Horizon()
+    for number in range(1, 3 * MOST_NOTES):
+        assert not horizon.note(number, 100 + number, oldest_running=100)
+    assert len(horizon._notes) == MOST_NOTES
+    assert not horizon.note(number, 100 + number, oldest_running=100)
+    assert horizon.note(number, 100 + number, oldest_running=100 + number)
+    assert (horizon.bound, horizon.is_at(number), len(horizon._notes)) == (number, True, 0)
 
 
 @settings(max_examples=60)
