@@ -14,6 +14,7 @@ from psycopg import Connection, sql
 from sqlalchemy.engine import URL
 
 from seqdedupe.batch import Int64s
+from seqdedupe.databases import failures
 from seqdedupe.databases.postgres import CONNECTION
 from seqdedupe.limits import MAX_PAYLOAD_BYTES, NO_SEQUENCE_ID
 from seqdedupe.services.outbox.ddl import CHANNEL, DELETED, NUMBERING, POSTGRES_TRIGGERS, RELAY_SETTING
@@ -491,7 +492,7 @@ def _errors() -> Iterator[None]:
     """The driver's errors as ours. None quotes the URL."""
     try:
         yield
-    except (psycopg.OperationalError, psycopg.InterfaceError, psycopg.errors.ReadOnlySqlTransaction) as e:
-        raise unavailable(str(e)) from e
     except psycopg.Error as e:
-        raise bad_outbox(f"PostgreSQL refuses it: {' '.join(str(e).split())}") from e
+        if failures.fault_of(e) is not failures.Fault.MESSAGE:
+            raise unavailable(failures.told(e)) from e
+        raise bad_outbox(f"PostgreSQL refuses it: {failures.told(e)}") from e

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 from sqlalchemy.engine import URL
 
+from seqdedupe.databases import failures
 from seqdedupe.limits import MAX_PAYLOAD_BYTES, NO_SEQUENCE_ID
 from seqdedupe.services.outbox.ddl import SQLITE_TRIGGERS
 from seqdedupe.services.outbox.rows import ASIDE_TABLE, COLUMNS, SEQUENCE_ID, TABLE, TOKEN_TABLE, Page, page_of
@@ -210,7 +211,7 @@ def _check(connection: sqlite3.Connection) -> None:
 def _errors() -> Iterator[None]:
     try:
         yield
-    except sqlite3.OperationalError as e:
-        raise unavailable(str(e)) from e
     except sqlite3.Error as e:
-        raise bad_outbox(f"SQLite refuses it: {e}") from e
+        if failures.fault_of(e) is not failures.Fault.MESSAGE:
+            raise unavailable(failures.told(e)) from e
+        raise bad_outbox(f"SQLite refuses it: {failures.told(e)}") from e
