@@ -23,7 +23,7 @@ from broker_sidecar.security.trail import Trail
 from broker_sidecar.sidecars import Sidecars
 from broker_sidecar.statistics import Statistics
 from broker_sidecar.streams import Streams
-from broker_sidecar.topics import entry_format_of, mode_of, partitioned_to_proto, policy_of, route_of, topic_to_proto
+from broker_sidecar.topics import layout_of, mode_of, partitioned_to_proto, policy_of, route_of, topic_to_proto
 from broker_sidecar.transfer import Transfer
 from seqdedupe.errors import error
 from seqdedupe.format.headers import FORMAT_VERSION
@@ -113,14 +113,14 @@ class AdminService:
         policy = policy_of(request.policy).check_has_effect(self._topics.kind.log)
         policy = replace(policy.check_fits(by_deduplication_id=by_id), by_deduplication_id=by_id)
         policy = replace(policy, route=route_of(request))
-        entry_format = entry_format_of(request.entry_format, self._topics.kind.log)
+        layout = layout_of(request, self._topics.kind.log)
         partitions = max(1, request.partitions)
         self._permissions.check_creates(topic_name(request.topic), self._topics.taken_names(), partitions)
         topics, name = self._topics, request.topic
         if request.partitions:
-            await in_time(name, partitioned.create(topics, name, request.partitions, policy, entry_format))
+            await in_time(name, partitioned.create(topics, name, request.partitions, policy, layout))
         else:
-            await in_time(name, topics.create(name, policy=policy, entry_format=entry_format))
+            await in_time(name, topics.create(name, policy=policy, layout=layout))
         return admin_pb2.CreateTopicResponse(topic=self._topic(topic_name(request.topic)))
 
     async def _delete(self, request: admin_pb2.DeleteTopicRequest) -> admin_pb2.DeleteTopicResponse:

@@ -5,6 +5,7 @@ import time
 from collections.abc import Sequence
 
 from seqdedupe.errors import error
+from seqdedupe.log.contract import Layout
 from seqdedupe.names import whole_of
 from seqdedupe.store.topics import LogKind
 from seqdedupe.topic.base import TopicBase
@@ -37,14 +38,16 @@ _ENTRY_FORMATS = {
 }
 
 
-def entry_format_of(value: int, log: LogKind) -> str:
-    """A format that is asked for; empty where none is. Raises INVALID_REQUEST."""
-    if value != admin_pb2.ENTRY_FORMAT_UNSPECIFIED and log is not LogKind.PULSAR:
-        why = "entry_format can be chosen only where the log is a Pulsar cluster's, and here it is not"
-        raise error("INVALID_REQUEST", why, hint="Leave it out.")
+def layout_of(request: admin_pb2.CreateTopicRequest, log: LogKind) -> Layout:
+    """The layout that is asked for. Raises INVALID_REQUEST."""
+    value = request.entry_format
+    for field, is_given in (("entry_format", value != admin_pb2.ENTRY_FORMAT_UNSPECIFIED), ("schema", request.schema)):
+        if is_given and log is not LogKind.PULSAR:
+            why = f"{field} can be chosen only where the log is a Pulsar cluster's, and here it is not"
+            raise error("INVALID_REQUEST", why, hint="Leave it out.")
     for name, known in _ENTRY_FORMATS.items():
         if known == value:
-            return name
+            return Layout(name, request.schema)
     raise error("INVALID_REQUEST", f"entry_format is {value}, which this version does not know")
 
 

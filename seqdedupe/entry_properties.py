@@ -8,7 +8,10 @@ from typing import NamedTuple
 
 from seqdedupe.errors import error
 
-FORMAT_VERSION = 1
+VERSION = 1
+"""Of the format, as it stands in a topic without a schema."""
+SCHEMA_VERSION = 2
+"""As it stands in a topic with one: a control record is in a property, and its payload is Pulsar's null value."""
 
 PREFIX = "seqdedupe."
 """Of our properties' names."""
@@ -24,6 +27,9 @@ ADDRESS = PREFIX + "address"
 MESSAGE = PREFIX + "message"
 KEY_BASE64 = PREFIX + "key_base64"
 EVENT_TIME_MS = PREFIX + "event_time_ms"
+CONTROL_BASE64 = PREFIX + "control_base64"
+FORMAT_VERSION = PREFIX + "version"
+"""Of a topic: which version its owners write; 1 if it is omitted."""
 USER = PREFIX + "user."
 """Before the name of a property of the producer's that begins with PREFIX itself."""
 
@@ -46,9 +52,9 @@ class Owner(NamedTuple):
     ownership: int
     """The first eight bytes of the marker's token, as an unsigned number."""
 
-    def __str__(self) -> str:
+    def prefix(self, version: int = VERSION) -> str:
         """What ENTRY begins with: the version of the format, and these."""
-        return f"{FORMAT_VERSION}:{self.incarnation}:{self.term}:{self.ownership:016x}:"
+        return f"{version}:{self.incarnation}:{self.term}:{self.ownership:016x}:"
 
 
 class Place(NamedTuple):
@@ -57,21 +63,27 @@ class Place(NamedTuple):
     owner: Owner
     number: int
     index: int  # type: ignore[assignment]  # a field, where a tuple has a method nobody needs here
+    version: int = VERSION
 
     def __str__(self) -> str:
-        return f"{self.owner}{self.number}:{self.index}"
+        return f"{self.owner.prefix(self.version)}{self.number}:{self.index}"
 
     @staticmethod
     def parse(text: str, topic: str = "the topic") -> "Place | None":
         """What `str()` gave; None if this is something else. Raises NEWER_FORMAT."""
         version = _VERSION.match(text)
-        if version and int(version[1]) > FORMAT_VERSION:
-            what = f"an entry of {topic} has format version {version[1]}; this one reads {FORMAT_VERSION}"
-            raise error("NEWER_FORMAT", what)
+        if version:
+            check_version(int(version[1]), f"an entry of {topic}")
         parts = _PLACE.fullmatch(text)
-        if not parts or int(parts[1]) != FORMAT_VERSION:
+        if not parts or int(parts[1]) < VERSION:
             return None
         owner = Owner(int(parts[2]), int(parts[3]), int(parts[4], 16))
         if not owner.term or max(owner.incarnation, owner.term) > _MAX_INT64:
             return None
-        return Place(owner, int(parts[5]), int(parts[6]))
+        return Place(owner, int(parts[5]), int(parts[6]), int(parts[1]))
+
+
+def check_version(version: int, what: str) -> None:
+    """Raises NEWER_FORMAT if this has a version that is not known here."""
+    if version > SCHEMA_VERSION:
+        raise error("NEWER_FORMAT", f"{what} has format version {version}; this one reads up to {SCHEMA_VERSION}")

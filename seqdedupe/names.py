@@ -9,6 +9,9 @@ _SHORT_NAME = re.compile(r"[\w.:=\-]+", re.ASCII)
 _FULL_NAME = re.compile(r"persistent://([\w.=\-]+)/([\w.=\-]+)/([\w.:=\-]+)", re.ASCII)
 _NAMESPACE = re.compile(r"[\w.=\-]+/[\w.=\-]+", re.ASCII)
 _PARTITION = re.compile(r"(.+)-partition-(\d+)", re.ASCII)
+_SYSTEM_PREFIXES = ("__", "transaction_coordinator_assign")
+_PENDING_ACKS = "__transaction_pending_ack"
+_SYSTEM_NAMESPACE = "pulsar/system"
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 
@@ -26,6 +29,19 @@ def topic_name(name: str) -> str:
             f"of ASCII letters, digits and any of _-.=:, at most {MAX_NAME_BYTES} bytes in all",
         )
     return full
+
+
+def check_is_no_system_topic(topic: str) -> None:
+    """Raises INVALID_TOPIC_NAME if Pulsar, or what runs in it, uses topics of this name itself."""
+    whole = whole_of(topic) or topic
+    local = whole.rpartition("/")[2]
+    if local.startswith(_SYSTEM_PREFIXES) or local.endswith(_PENDING_ACKS) or namespace_of(whole) == _SYSTEM_NAMESPACE:
+        raise error(
+            "INVALID_TOPIC_NAME",
+            f"{topic} has the name of a system topic of Pulsar's: names that begin with __ or with "
+            f"transaction_coordinator_assign, that end with {_PENDING_ACKS}, or stand in {_SYSTEM_NAMESPACE}",
+            hint="Choose another name.",
+        )
 
 
 def partition_name(whole: str, partition: int) -> str:

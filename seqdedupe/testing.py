@@ -131,6 +131,8 @@ def all_stacks() -> str:
 
 def _own_stacks() -> str:
     with tempfile.TemporaryFile("w+", errors="replace") as file:
+        # Of many threads not all are printed, and this one may be the last.
+        faulthandler.dump_traceback(file, all_threads=False)
         faulthandler.dump_traceback(file)
         with contextlib.suppress(RuntimeError):  # no loop runs in this thread
             for task in asyncio.all_tasks(asyncio.get_running_loop()):

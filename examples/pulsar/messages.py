@@ -49,7 +49,7 @@ class Topic:
             return False
         owner, number, _ = place.rsplit(":", 2)
         version, _, term, _ = owner.split(":")
-        if version != "1":
+        if version not in ("1", "2"):
             raise ValueError(f"an entry has format version {version}")
         entry = int(number)
         if (kind == "marker" and int(term) > self._term) or not self._owner:

@@ -1,5 +1,6 @@
 """`seqdedupe pipe`: a Python function from topic to topic."""
 
+import signal
 from typing import Any
 
 import click
@@ -26,6 +27,7 @@ def pipe(source: str, target: str, function: Any, name: str, follow: bool, addre
         raise click.BadParameter("it is no function.", param_hint="'--function'")
     with Client(address, told_credentials()) if follow else connect(address) as client:
         one = Pipe(client, source, target, function, name=name)
+        signal.signal(signal.SIGTERM, lambda *_: one.stop())
         with naming_near(client, source):
             one.run(follow=follow)
     if as_json:

@@ -2,7 +2,7 @@
 
 from datetime import UTC, datetime
 from importlib import metadata
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar
 
 import click
 
@@ -283,6 +283,12 @@ def topics(context: click.Context, address: str, as_json: bool) -> None:
     help="On a Pulsar cluster: a message an entry, which every consumer reads, or a batch an entry.",
 )
 @click.option(
+    "--schema",
+    type=click.File(encoding="utf-8"),
+    metavar="FILE",
+    help="On a Pulsar cluster: what consumers decode messages by, as `pulsar-admin schemas upload` takes it.",
+)
+@click.option(
     "--deduplication-mode",
     type=click.Choice(("sequence-id", "deduplication-id")),
     help="What tells messages from each other, for good: a producer's sequence IDs, or an ID of each message's own.",
@@ -298,6 +304,7 @@ def create(
     deduplication: bool | None,
     partitions: int | None,
     entry_format: str | None,
+    schema: TextIO | None,
     deduplication_mode: str | None,
     deduplication_route: str | None,
     address: str,
@@ -311,6 +318,7 @@ def create(
             deduplication_mode=deduplication_mode or "",
             deduplication_route=deduplication_route or "",
             entry_format=entry_format or "",
+            schema=schema.read() if schema is not None else "",
             deduplication_enabled=deduplication,
         )
     _print_topic(made, as_json)

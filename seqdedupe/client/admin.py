@@ -83,6 +83,7 @@ class Admin:
         *,
         partitions: int = 0,
         entry_format: str = "",
+        schema: str = "",
         deduplication_mode: str = "",
         deduplication_route: str = "",
         deduplication_enabled: bool | None = None,
@@ -90,9 +91,10 @@ class Admin:
     ) -> admin_pb2.Topic:
         """With so many partitions, for good; 0: it is not partitioned. What its policy (of each partition) leaves out
         is inherited, and so is `deduplication_enabled` None. `entry_format` is `plain` or `packed`, where the log is a
-        Pulsar cluster's; left out, it is the sidecar's default. `deduplication_mode` is `sequence-id`, the default, or
-        `deduplication-id`, for good; then `deduplication_route` says by what messages find their partitions: `id`, the
-        default, or `key`. Raises InvalidRequestError (TOPIC_EXISTS)."""
+        Pulsar cluster's; left out, it is the sidecar's default. There a topic of `plain` entries can have a `schema`,
+        the text of JSON that `pulsar-admin schemas upload` takes. `deduplication_mode` is `sequence-id`, the default,
+        or `deduplication-id`, for good; then `deduplication_route` says by what messages find their partitions: `id`,
+        the default, or `key`. Raises InvalidRequestError (TOPIC_EXISTS)."""
         if deduplication_mode not in MODES:
             why = f"{deduplication_mode!r} is no deduplication mode: sequence-id and deduplication-id are"
             raise error("INVALID_REQUEST", why)
@@ -108,6 +110,7 @@ class Admin:
                 policy=given,
                 partitions=partitions,
                 entry_format=_ENTRY_FORMATS[entry_format],
+                schema=schema,
                 deduplication_mode=MODES[deduplication_mode],
                 deduplication_route=ROUTES[deduplication_route],
             )
@@ -130,7 +133,7 @@ class Admin:
             topics: list[admin_pb2.Topic] = []
             request = admin_pb2.ListTopicsRequest()
             while True:
-                page = await call(sidecar.address, sidecar.admin.ListTopics, request)
+                page = await call(sidecar.address, sidecar.channel, sidecar.admin.ListTopics, request)
                 topics += page.topics
                 if not page.next:
                     return topics
@@ -177,7 +180,7 @@ class Admin:
             producers: dict[str, admin_pb2.Producer] = {}
             request = admin_pb2.ListProducersRequest(topic=name)
             while True:
-                page = await call(sidecar.address, sidecar.admin.ListProducers, request)
+                page = await call(sidecar.address, sidecar.channel, sidecar.admin.ListProducers, request)
                 producers |= {producer.name: producer for producer in page.producers}
                 if not page.next_offset:
                     return list(producers.values())

@@ -1,67 +1,248 @@
-"""Errors of databases, by what their drivers say: which of them pass by themselves."""
+"""Errors of databases: whose fault each one is, and what it comes of. No driver is imported, nor SQLAlchemy.
+
+This is the only place where an error of a database is classified. It takes the drivers' own exceptions, as PEP 249
+names them, and SQLAlchemy's around them.
+"""
 
 from collections.abc import Iterator
-from typing import Any
+from enum import Enum
+from typing import Any, NamedTuple
 
-from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError, SQLAlchemyError
-from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
-_PASSING_STATES = ("08", "40", "53", "55P03", "57P")
-"""SQLSTATEs, or how they begin: connection, serialization and deadlock, resources, a lock not had, a shut-down."""
+class Fault(Enum):
+    """Whose fault a failure is, and so what is to be done."""
 
-_PASSING_NUMBERS = frozenset((1040, 1053, 1205, 1213, 2002, 2003, 2006, 2013, 2055))
-"""Of MariaDB: too many connections, a shut-down, a lock not had, a deadlock, a connection broken or not to be had."""
+    MESSAGE = "message"
+    """The database works, and refuses what it was asked: the next attempt fails as well."""
 
-_SQLITE_PASSING = frozenset((5, 6))
-"""SQLITE_BUSY and SQLITE_LOCKED."""
+    DATABASE = "database"
+    """Read-only, full, shutting down, without memory: to be waited for, however long. It never counts against a
+    message."""
 
-_CANCELED_STATE = "57014"
-_TIMED_OUT_NUMBERS = frozenset((1317, 1969, 3024))
-"""How PostgreSQL, MariaDB and MySQL say that a statement took too long, or that somebody has ended it."""
+    REPEAT = "repeat"
+    """Another transaction was in the way: the whole transaction is to be repeated."""
+
+    UNKNOWN = "unknown"
+    """The connection or the statement was ended. A server that went away does that, and so does a message that is too
+    large for the server: the message is to blame if it fails alone, again and again, on a database that takes other
+    work in between."""
+
+
+class _Cause(NamedTuple):
+    fault: Fault
+    what: str
+
+
+_DISK = _Cause(Fault.DATABASE, "the disk of the database is full")
+_DEVICE = _Cause(Fault.DATABASE, "the database cannot read or write its files")
+_DAMAGED = _Cause(Fault.DATABASE, "the files of the database are damaged")
+_MEMORY = _Cause(Fault.DATABASE, "the database server has too little memory")
+_CONNECTIONS = _Cause(Fault.DATABASE, "the database server takes no more connections")
+_READ_ONLY = _Cause(Fault.DATABASE, "the database is read-only, as a replica is")
+_SHUT_DOWN = _Cause(Fault.DATABASE, "the database server is shutting down, or was told to end the connection")
+_STARTING = _Cause(Fault.DATABASE, "the database server is starting, or is no full member of its cluster")
+_UNREACHABLE = _Cause(
+    Fault.DATABASE, "the database server cannot be reached: it does not run, or the network is broken"
+)
+_NO_ENTRY = _Cause(Fault.DATABASE, "the database server lets this user no longer in")
+_POOL = _Cause(Fault.DATABASE, "the engine's pool had no connection free in time")
+_LOCK = _Cause(Fault.REPEAT, "another transaction holds a lock for long")
+_DEADLOCK = _Cause(Fault.REPEAT, "the database has ended a deadlock with another transaction")
+_CONFLICT = _Cause(Fault.REPEAT, "the transaction conflicts with another one")
+_LOST = _Cause(
+    Fault.UNKNOWN,
+    "the connection to the database was lost: its server or the network failed, or the statement ended the connection",
+)
+_LOST_MYSQL = _Cause(
+    Fault.UNKNOWN,
+    "the connection to the database was lost: its server or the network failed, or the statement was larger than the "
+    "server's max_allowed_packet",
+)
+_KILLED = _Cause(Fault.UNKNOWN, "somebody has ended the connection")
+_IDLE = _Cause(
+    Fault.UNKNOWN, "the database server has ended the connection: the transaction was idle, or took, longer than it may"
+)
+_TOO_LONG = _Cause(Fault.UNKNOWN, "the statement was ended: it took longer than it may, or somebody has canceled it")
+_PACKET = _Cause(Fault.MESSAGE, "the statement is larger than the server's max_allowed_packet")
+_REFUSED = _Cause(Fault.MESSAGE, "")
+
+_STATES = {
+    "08001": _UNREACHABLE,
+    "08004": _UNREACHABLE,
+    "08": _LOST,
+    "25006": _READ_ONLY,
+    "25P03": _IDLE,
+    "25P04": _IDLE,
+    "28": _NO_ENTRY,
+    "40P01": _DEADLOCK,
+    "40": _CONFLICT,
+    "53100": _DISK,
+    "53300": _CONNECTIONS,
+    "53": _MEMORY,
+    "55P03": _LOCK,
+    "57014": _TOO_LONG,
+    "57P03": _STARTING,
+    "57P": _SHUT_DOWN,
+    "58": _DEVICE,
+    "XX001": _DAMAGED,
+    "XX002": _DAMAGED,
+}
+"""By SQLSTATE, or how it begins; the longest counts."""
+
+_NUMBERS = {
+    1015: _DEVICE,
+    1020: _CONFLICT,
+    1021: _DISK,
+    1026: _DEVICE,
+    1030: _DEVICE,
+    1037: _MEMORY,
+    1038: _MEMORY,
+    1040: _CONNECTIONS,
+    1041: _MEMORY,
+    1045: _NO_ENTRY,
+    1047: _STARTING,
+    1053: _SHUT_DOWN,
+    1114: _DISK,
+    1153: _PACKET,
+    1158: _LOST_MYSQL,
+    1159: _LOST_MYSQL,
+    1160: _LOST_MYSQL,
+    1161: _LOST_MYSQL,
+    1180: _DEVICE,
+    1203: _CONNECTIONS,
+    1205: _LOCK,
+    1206: _MEMORY,
+    1213: _DEADLOCK,
+    1290: _READ_ONLY,
+    1317: _TOO_LONG,
+    1712: _DAMAGED,
+    1792: _READ_ONLY,
+    1836: _READ_ONLY,
+    1927: _KILLED,
+    1969: _TOO_LONG,
+    2002: _UNREACHABLE,
+    2003: _UNREACHABLE,
+    2006: _LOST_MYSQL,
+    2013: _LOST_MYSQL,
+    2055: _LOST_MYSQL,
+    3024: _TOO_LONG,
+    4031: _IDLE,
+}
+"""Of MariaDB and MySQL."""
+
+_SQLITE = {
+    5: _LOCK,
+    6: _LOCK,
+    7: _MEMORY,
+    8: _READ_ONLY,
+    9: _TOO_LONG,
+    10: _DEVICE,
+    11: _DAMAGED,
+    13: _DISK,
+    14: _DEVICE,
+    15: _LOCK,
+    17: _CONFLICT,
+    26: _DAMAGED,
+}
+"""By SQLite's primary result code: BUSY, LOCKED, NOMEM, READONLY, INTERRUPT, IOERR, CORRUPT, FULL, CANTOPEN, PROTOCOL,
+SCHEMA, NOTADB."""
+
+_ENDED_STATE = "57P01"
+"""A server that shuts down says so to every connection, and one that was told to end this connection to this one."""
+
+_USED_AFTER_LOSS = "8s2b"
+"""SQLAlchemy's, for a connection that a handler has gone on with after it was lost."""
+
+_ORDER = (Fault.DATABASE, Fault.REPEAT, Fault.UNKNOWN, Fault.MESSAGE)
+
+
+def fault_of(failure: BaseException) -> Fault:
+    """Whose fault it is. What is no error of a database, as an exception of a handler's own, is the message's."""
+    return _cause_of(failure).fault
+
+
+def lost_connection(failure: BaseException) -> bool:
+    """Whether the connection has ended, for whatever reason: then a server that is older than the attempt was not
+    restarted, and a message that fails so each time, alone, has ended it."""
+    return any(
+        getattr(one, "connection_invalidated", False)
+        or codes_of(one)[0] == _ENDED_STATE
+        or _cause(one) in (_LOST, _LOST_MYSQL, _KILLED, _IDLE)
+        for one in _chain(failure)
+    )
+
+
+def ended(failure: BaseException) -> bool:
+    """Whether the statement or the connection was ended, which a message can do and a server that goes away."""
+    return fault_of(failure) is Fault.UNKNOWN or lost_connection(failure)
 
 
 def passes_by_itself(failure: BaseException) -> bool:
-    """Whether the database, and not what it was asked, is why: unreachable, busy, a deadlock."""
-    return any(_passes(cause) for cause in _causes(failure))
+    """Whether the database, and not what it was asked, may be why."""
+    return fault_of(failure) is not Fault.MESSAGE and not was_ended(failure)
 
 
 def was_ended(failure: BaseException) -> bool:
     """Whether a statement took too long, or somebody has ended it."""
-    codes = (codes_of(cause) for cause in _causes(failure) if isinstance(cause, DBAPIError))
-    return any(state == _CANCELED_STATE or number in _TIMED_OUT_NUMBERS for state, number in codes)
+    return _cause_of(failure) is _TOO_LONG
 
 
-def _causes(failure: BaseException) -> Iterator[BaseException]:
-    """An error of the database, and what it came of: a deadlock takes the savepoint along, so that what is told last is
-    that there is none."""
-    cause: BaseException | None = failure if isinstance(failure, SQLAlchemyError) else None
+def told(failure: BaseException) -> str:
+    """What it comes of and what the driver says, in one line. No password is in it."""
+    what = _cause_of(failure).what
+    said = " ".join(str(getattr(failure, "orig", None) or failure).split())
+    return f"{what} ({said})" if what else said
+
+
+def _cause_of(failure: BaseException) -> _Cause:
+    """A deadlock takes the savepoint along, so what the driver says last is that there is none. Of an error and those
+    before it the database's own fault counts first."""
+    causes = [_cause(one) for one in _chain(failure)]
+    return min(causes, key=lambda cause: _ORDER.index(cause.fault), default=_REFUSED)
+
+
+def _chain(failure: BaseException) -> Iterator[BaseException]:
+    """An error of a database, and what it came of. What a handler says of its own has no such past."""
+    cause: BaseException | None = failure if _is_of_a_database(failure) else None
     while cause is not None:
         yield cause
         cause = cause.__context__
 
 
-def _passes(failure: BaseException) -> bool:
-    if isinstance(failure, PoolTimeoutError):
-        return True
-    if not isinstance(failure, DBAPIError):
-        return False
-    if failure.connection_invalidated:
-        return True
-    sqlite_code = getattr(failure.orig, "sqlite_errorcode", None)
+def _is_of_a_database(failure: BaseException) -> bool:
+    return _is_a(failure, "SQLAlchemyError", "DatabaseError", "InterfaceError")
+
+
+def _is_a(failure: BaseException, *names: str) -> bool:
+    return any(base.__name__ in names for base in type(failure).__mro__)
+
+
+def _cause(failure: BaseException) -> _Cause:
+    """Of this error alone."""
+    if not _is_of_a_database(failure):
+        return _REFUSED
+    if _is_a(failure, "SQLAlchemyError") and _is_a(failure, "TimeoutError"):
+        return _POOL
+    sqlite_code = getattr(_driver_error(failure), "sqlite_errorcode", None)
     if isinstance(sqlite_code, int):
-        return sqlite_code & 0xFF in _SQLITE_PASSING
+        return _SQLITE.get(sqlite_code & 0xFF, _REFUSED)
     state, number = codes_of(failure)
-    if number in _PASSING_NUMBERS:
-        return True
+    if number in _NUMBERS:
+        return _NUMBERS[number]
     if state is not None:
-        return state.startswith(_PASSING_STATES)
-    # A driver that could not connect has no code from a server.
-    return number is None and isinstance(failure, OperationalError | InterfaceError)
+        for length in (5, 3, 2):
+            if state[:length] in _STATES:
+                return _STATES[state[:length]]
+    if getattr(failure, "connection_invalidated", False) or getattr(failure, "code", None) == _USED_AFTER_LOSS:
+        return _LOST
+    # A driver whose connection breaks, or that gets none, has no code from a server.
+    has_code = state is not None or number is not None
+    return _LOST if not has_code and _is_a(failure, "OperationalError", "InterfaceError") else _REFUSED
 
 
-def codes_of(failure: DBAPIError) -> tuple[str | None, int | None]:
+def codes_of(failure: BaseException) -> tuple[str | None, int | None]:
     """The SQLSTATE and MariaDB's number of an error, as far as its driver gives them."""
-    cause: Any = failure.orig
+    cause = _driver_error(failure)
     first = cause.args[0] if getattr(cause, "args", None) else None
     state = getattr(cause, "sqlstate", None) or getattr(cause, "pgcode", None)
     if isinstance(first, dict):  # pg8000's
@@ -70,6 +251,5 @@ def codes_of(failure: DBAPIError) -> tuple[str | None, int | None]:
     return state if isinstance(state, str) else None, number if isinstance(number, int) else None
 
 
-def told(failure: BaseException) -> str:
-    """What the driver says, in one line."""
-    return " ".join(str(getattr(failure, "orig", None) or failure).split())
+def _driver_error(failure: BaseException) -> Any:
+    return getattr(failure, "orig", None) or failure

@@ -13,6 +13,17 @@ _MARIADB = ("mysql", "mariadb")
 _UTF8_BYTES = 4
 """Of a character, at most."""
 
+POSTGRESQL_UNSAFE_WRITES = """
+SELECT c.oid::regclass::text, CASE c.relkind WHEN 'f' THEN 'a foreign table' ELSE 'an unlogged table' END
+FROM pg_locks l JOIN pg_class c ON c.oid = l.relation
+WHERE l.pid = pg_backend_pid() AND l.locktype = 'relation' AND l.mode = 'RowExclusiveLock'
+AND l.database = (SELECT oid FROM pg_database WHERE datname = current_database())
+AND (c.relkind = 'f' OR c.relkind = 'r' AND c.relpersistence = 'u') ORDER BY 1
+"""
+"""Asked at the end of a transaction: tables that it has written, and which are not committed together with the others.
+A crash of the server empties an unlogged table, and a foreign table commits by itself. The transaction's own locks say
+where rows have really landed: in partitions, in tables that inherit, behind views and triggers."""
+
 _CREATE_ATTEMPTS = 3
 """Of two processes that make the same table at once one fails, and finds it there when it looks again."""
 
@@ -53,6 +64,17 @@ def text_type() -> TypeEngine[str]:
 def table(name: str, metadata: MetaData, *columns: Column[Any]) -> Table:
     """A table with transactions."""
     return Table(name, metadata, *columns, mysql_engine="InnoDB", mariadb_engine="InnoDB")
+
+
+POSTGRESQL_UNSAFE_TABLES = """
+WITH named AS (SELECT to_regclass(name) AS place FROM unnest(CAST({names} AS text[])) AS name)
+SELECT DISTINCT c.oid::regclass::text, CASE WHEN c.relkind = 'f' THEN 'a foreign table' WHEN c.relpersistence = 'u'
+THEN 'an unlogged table' ELSE 'a temporary table' END
+FROM named LEFT JOIN LATERAL pg_partition_tree(place) AS part ON true JOIN pg_class c ON c.oid IN (place, part.relid)
+WHERE c.relkind = 'f' OR c.relkind = 'r' AND c.relpersistence <> 'p' ORDER BY 1
+"""
+"""Asked before anything is written: of tables with these quoted names, `{names}`, and of all their partitions those
+that would not be committed with others, or are not there after a crash."""
 
 
 def make_tables(engine: Engine, metadata: MetaData) -> None:

@@ -297,17 +297,28 @@ class LogName(NamedTuple):
     """Why the topic is None although the log has once said it: its file is damaged, or cannot be read now."""
 
 
+class Layout(NamedTuple):
+    """How the entries of a new log are laid out, where there is a choice."""
+
+    entry_format: str = ""
+    """Empty: as usual."""
+    schema: str = ""
+    """What consumers of a Pulsar topic decode its messages by, as Pulsar's admin URL takes it; empty: nothing."""
+
+
+AS_USUAL = Layout()
+
+
 class Logs(Protocol):
     """All topics' logs of one kind."""
 
     async def create(
-        self, incarnation: int, topic: str, secret: bytes, partitions: int = 0, entry_format: str = ""
+        self, incarnation: int, topic: str, secret: bytes, partitions: int = 0, layout: Layout = AS_USUAL
     ) -> None:
         """Makes an empty log, durable on return. One that is there stays as it is, made whole where creating it was
         interrupted.
 
-        `partitions` stands there for good, see `LogName`, and so does `entry_format`: how entries are laid out, where
-        there is a choice (empty: as usual).
+        `partitions` stands there for good, see `LogName`, and so does `layout`.
         `secret` is SECRET_BYTES of random bytes (`format.tag`) which make this incarnation's records its own.
         Raises `UnavailableError` (LOG_REFUSED).
         """

@@ -11,6 +11,7 @@ from contextlib import AsyncExitStack
 from typing import Any, Generic, TypeVar
 
 from seqdedupe.errors import InvalidRequestError, SeqdedupeError, error
+from seqdedupe.log.contract import AS_USUAL, Layout
 from seqdedupe.names import namespace_of, topic_name, whole_of
 from seqdedupe.store.db import Store
 from seqdedupe.store.topics import TopicRecord
@@ -270,9 +271,9 @@ class Topics(Generic[T]):
         return await self.create(full, exists_ok=True)
 
     async def create(
-        self, name: str, *, policy: Policy | None = None, entry_format: str = "", exists_ok: bool = False
+        self, name: str, *, policy: Policy | None = None, layout: Layout = AS_USUAL, exists_ok: bool = False
     ) -> T:
-        """Makes a topic; returns when it serves. `entry_format`: see `Logs.create`.
+        """Makes a topic; returns when it serves. `layout`: see `Logs.create`.
 
         Raises INVALID_TOPIC_NAME, TOPIC_EXISTS, TOO_MANY_TOPICS; LOG_DAMAGED if one of that name is damaged; DRAINING,
         LOG_REFUSED, STORE_UNAVAILABLE: then there is none.
@@ -294,7 +295,7 @@ class Topics(Generic[T]):
         self.partitions.check_is_free(full)
         self.check_room()
         try:
-            return await shielded(self.creating, full, self._create(full, policy or Policy(), entry_format))
+            return await shielded(self.creating, full, self._create(full, policy or Policy(), layout))
         except InvalidRequestError as e:
             if e.reason != "TOPIC_EXISTS" or not self.kind.log.is_shared:
                 raise
@@ -320,8 +321,8 @@ class Topics(Generic[T]):
             why = f"there are {count} topics: max_topics allows no more"
             raise error("TOO_MANY_TOPICS", why, max_topics=self._max_topics)
 
-    async def _create(self, full: str, policy: Policy, entry_format: str) -> T:
-        [topic] = await self.lives.make([full], policy, entry_format=entry_format)
+    async def _create(self, full: str, policy: Policy, layout: Layout) -> T:
+        [topic] = await self.lives.make([full], policy, layout=layout)
         return topic
 
     async def delete(self, name: str) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Container
 from typing import Protocol, TypeVar
 
-from seqdedupe.log.contract import LogName
+from seqdedupe.log.contract import AS_USUAL, Layout, LogName
 from seqdedupe.store.snapshots import Loaded
 from seqdedupe.store.topics import LogKind, TopicRecord
 from seqdedupe.topic.base import TopicBase
@@ -21,8 +21,8 @@ class TopicKind(Protocol[T_co]):
     async def list(self, without: Container[str] = ()) -> list[LogName]:
         """The logs that are there. See `Logs.list`."""
 
-    async def make(self, record: TopicRecord, applied: Applied, entry_format: str = "") -> T_co:
-        """A topic on a new log, ready to be used, which inherits this policy. `entry_format`: see `Logs.create`.
+    async def make(self, record: TopicRecord, applied: Applied, layout: Layout = AS_USUAL) -> T_co:
+        """A topic on a new log, ready to be used, which inherits this policy. `layout`: see `Logs.create`.
 
         Raises why there is none; then the log is `delete`d.
         """

@@ -11,6 +11,7 @@ from typing import Generic, TypeVar
 
 from seqdedupe.errors import DamagedError, SeqdedupeError, error
 from seqdedupe.format.tag import SECRET_BYTES
+from seqdedupe.log.contract import AS_USUAL, Layout
 from seqdedupe.names import whole_of
 from seqdedupe.shards import shard_of
 from seqdedupe.store.db import Store
@@ -116,9 +117,9 @@ class Lives(Generic[T]):
 
     # -- made and removed ------------------------------------------------------------------------------------------
 
-    async def make(self, names: list[str], policy: Policy, partitions: int = 0, entry_format: str = "") -> list[T]:
-        """Makes topics that nobody else makes, all of them or none; `partitions` as in their records, `entry_format` as
-        in `Logs.create`."""
+    async def make(self, names: list[str], policy: Policy, partitions: int = 0, layout: Layout = AS_USUAL) -> list[T]:
+        """Makes topics that nobody else makes, all of them or none; `partitions` as in their records, `layout` as in
+        `Logs.create`."""
         now_us = time.time_ns() // 1000
         is_own = self._kind.log is LogKind.EMBEDDED
         secret_bytes = SECRET_BYTES if is_own else 0
@@ -137,7 +138,7 @@ class Lives(Generic[T]):
         made: dict[str, T] = {}
         try:
             await self._store.put_topics(*records)
-            await self._make_all(records, policy, entry_format, made)
+            await self._make_all(records, policy, layout, made)
             if partitions:
                 await self._kind.announce(whole_of(names[0]) or "")
             records = [replace(record, state=TopicState.ACTIVE) for record in records]
@@ -182,7 +183,7 @@ class Lives(Generic[T]):
         self._on_state(topic.name, topic.state)
 
     async def _make_all(
-        self, records: Sequence[TopicRecord], policy: Policy, entry_format: str, made: dict[str, T]
+        self, records: Sequence[TopicRecord], policy: Policy, layout: Layout, made: dict[str, T]
     ) -> None:
         """Makes the logs of these topics and opens them, into `made`; returns or raises when nothing is under way."""
         left = list(reversed(records))
@@ -191,7 +192,7 @@ class Lives(Generic[T]):
             try:
                 while left:
                     record = left.pop()
-                    made[record.name] = await self._kind.make(record, self._inherited(record.name), entry_format)
+                    made[record.name] = await self._kind.make(record, self._inherited(record.name), layout)
                     if policy != Policy():
                         await made[record.name].set_policy(policy)
             finally:

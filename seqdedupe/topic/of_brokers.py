@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Container
 
 from seqdedupe.errors import error
-from seqdedupe.log.contract import LogName
+from seqdedupe.log.contract import AS_USUAL, Layout, LogName
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Loaded, Snapshots
 from seqdedupe.store.topics import LogKind, TopicRecord
@@ -34,7 +34,7 @@ class BrokersTopics:
     async def list(self, without: Container[str] = ()) -> list[LogName]:
         return []
 
-    async def make(self, record: TopicRecord, applied: Applied, entry_format: str = "") -> AttachedTopic:
+    async def make(self, record: TopicRecord, applied: Applied, layout: Layout = AS_USUAL) -> AttachedTopic:
         return await self.open(record, applied)
 
     async def load(self, record: TopicRecord) -> Stored:

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from seqdedupe.errors import error
 from seqdedupe.limits import MAX_PARTITIONS
+from seqdedupe.log.contract import AS_USUAL, Layout
 from seqdedupe.names import partition_name, topic_name, whole_of
 from seqdedupe.store.topics import LogKind
 from seqdedupe.topic import finding
@@ -28,8 +29,8 @@ def partitions_of(topics: Topics[T], whole: str) -> "list[T | Closed | None]":
     return [topics.live.get(name) or topics.closed.get(name) for name in topics.partitions.names(whole)]
 
 
-async def create(topics: Topics[T], name: str, partitions: int, policy: Policy, entry_format: str = "") -> None:
-    """Makes a partitioned topic; returns when all of its partitions serve. `entry_format`: see `Logs.create`.
+async def create(topics: Topics[T], name: str, partitions: int, policy: Policy, layout: Layout = AS_USUAL) -> None:
+    """Makes a partitioned topic; returns when all of its partitions serve. `layout`: see `Logs.create`.
 
     Raises INVALID_TOPIC_NAME, INVALID_REQUEST, TOPIC_EXISTS, TOO_MANY_TOPICS, DRAINING, LOG_REFUSED, STORE_UNAVAILABLE:
     then there is none.
@@ -44,7 +45,7 @@ async def create(topics: Topics[T], name: str, partitions: int, policy: Policy, 
     _check_is_free(topics, whole)
     topics.check_room(partitions)
     topics.partitions.claim(whole, partitions)
-    await shielded(topics.changing, whole, _create(topics, whole, names, policy, entry_format))
+    await shielded(topics.changing, whole, _create(topics, whole, names, policy, layout))
 
 
 def _check_can_be(topics: Topics[T], whole: str, partitions: int, policy: Policy) -> None:
@@ -81,9 +82,9 @@ def _check_is_free(topics: Topics[T], whole: str) -> None:
         raise error("TOPIC_EXISTS", what, topic=taken)
 
 
-async def _create(topics: Topics[T], whole: str, names: list[str], policy: Policy, entry_format: str) -> None:
+async def _create(topics: Topics[T], whole: str, names: list[str], policy: Policy, layout: Layout) -> None:
     try:
-        await topics.lives.make(names, policy, len(names), entry_format)
+        await topics.lives.make(names, policy, len(names), layout)
     except Exception:
         topics.partitions.release(whole)
         raise

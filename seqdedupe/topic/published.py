@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from seqdedupe.core.id_imported import Imported
 from seqdedupe.errors import DamagedError, PositionError, UnavailableError, error
-from seqdedupe.log.contract import Log, LogName, Logs
+from seqdedupe.log.contract import AS_USUAL, Layout, Log, LogName, Logs
 from seqdedupe.store import imported as stored_import
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Loaded, Snapshots
@@ -55,8 +55,8 @@ class PublishedTopics:
     async def list(self, without: Container[str] = ()) -> list[LogName]:
         return await self._logs.list(without)
 
-    async def make(self, record: TopicRecord, applied: Applied, entry_format: str = "") -> Topic:
-        await self._logs.create(record.incarnation, record.name, record.secret, record.partitions, entry_format)
+    async def make(self, record: TopicRecord, applied: Applied, layout: Layout = AS_USUAL) -> Topic:
+        await self._logs.create(record.incarnation, record.name, record.secret, record.partitions, layout)
         topic = await self.open(record, applied)
         try:
             await topic.recover()

@@ -673,6 +673,7 @@ class CreateTopicRequest(_message.Message):
     ENTRY_FORMAT_FIELD_NUMBER: _builtins.int
     DEDUPLICATION_MODE_FIELD_NUMBER: _builtins.int
     DEDUPLICATION_ROUTE_FIELD_NUMBER: _builtins.int
+    SCHEMA_FIELD_NUMBER: _builtins.int
     topic: _builtins.str
     """The topic, see `OpenRequest.topic`."""
     partitions: _builtins.int
@@ -686,6 +687,11 @@ class CreateTopicRequest(_message.Message):
     deduplication_route: Global___DeduplicationRoute.ValueType
     """By what messages find their partitions, for good; left out, by their IDs. Only of a topic of deduplication IDs with
     partitions: `INVALID_REQUEST` elsewhere.
+    """
+    schema: _builtins.str
+    """What consumers of Pulsar's own clients decode its messages by: the JSON object that `pulsar-admin schemas upload`
+    takes, with `type`, `schema` and `properties`. Only where the log is Pulsar's and entries are `ENTRY_FORMAT_PLAIN`:
+    `INVALID_REQUEST` elsewhere. Whoever publishes gives payloads that are encoded by it: the sidecar does not look.
     """
     @_builtins.property
     def policy(self) -> Global___TopicPolicy:
@@ -702,10 +708,11 @@ class CreateTopicRequest(_message.Message):
         entry_format: Global___EntryFormat.ValueType = ...,
         deduplication_mode: Global___DeduplicationMode.ValueType = ...,
         deduplication_route: Global___DeduplicationRoute.ValueType = ...,
+        schema: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["policy", b"policy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deduplication_mode", b"deduplication_mode", "deduplication_route", b"deduplication_route", "entry_format", b"entry_format", "partitions", b"partitions", "policy", b"policy", "topic", b"topic"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deduplication_mode", b"deduplication_mode", "deduplication_route", b"deduplication_route", "entry_format", b"entry_format", "partitions", b"partitions", "policy", b"policy", "schema", b"schema", "topic", b"topic"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -17,6 +17,7 @@ from broker_sidecar.security.trail import Trail
 from broker_sidecar.streams import Streams
 from seqdedupe.client import Client, MessageId, Position, PositionError, ProducerConfig
 from seqdedupe.format.headers import BODY_AT, CHECKED_END, HEADER_BYTES
+from seqdedupe.log.contract import AS_USUAL, Layout
 from seqdedupe.store.db import Store
 from seqdedupe.topic import reading
 from seqdedupe.topic.directory import Topics
@@ -39,7 +40,7 @@ class RollingLogs(MemoryLogs):
         self.packed = packed
 
     async def create(
-        self, incarnation: int, topic: str, secret: bytes, partitions: int = 0, entry_format: str = ""
+        self, incarnation: int, topic: str, secret: bytes, partitions: int = 0, layout: Layout = AS_USUAL
     ) -> None:
         self.storages[incarnation] = (topic, Storage(incarnation, packed=self.packed))
 

@@ -176,6 +176,13 @@ def test_topics_are_made_shown_set_and_deleted(run: Run) -> None:
         assert run(*gone, status=1).stderr.count(b"[TOPIC_NOT_FOUND]") == 1
 
 
+def test_a_schema_is_for_topics_of_pulsars(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "order.json").write_text('{"type": "STRING", "schema": ""}')
+    refused = run("topics", "create", "typed", "--schema", str(tmp_path / "order.json"), status=1).stderr
+    assert b"schema can be chosen only where the log is a Pulsar cluster's" in refused
+    assert b"[TOPIC_NOT_FOUND]" in run("topics", "show", "typed", status=1).stderr
+
+
 def test_policies_of_topics_and_namespaces(run: Run) -> None:
     def policy(*arguments: str) -> tuple[dict[str, object], dict[str, object]]:
         state = json.loads(run("policy", *arguments, "--json").stdout)

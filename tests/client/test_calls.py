@@ -61,6 +61,8 @@ async def test_what_a_request_cannot_say_is_refused_here(shared_sidecar: Sidecar
         for refused in (
             admin.create_topic(topic, partitions=too_much),
             admin.create_topic(topic, entry_format="wide"),
+            admin.create_topic(topic, entry_format="packed"),
+            admin.create_topic(topic, schema='{"type": "STRING"}'),
             admin.producer(topic, no_text),
             admin.message_state(topic, no_text, 0),
             admin.message_state(topic, "p", too_much),

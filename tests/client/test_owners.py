@@ -15,6 +15,7 @@ from seqdedupe.client import (
     UnavailableError,
     blocking,
     connection,
+    waiting,
 )
 from seqdedupe.client.route import Route
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
@@ -262,6 +263,8 @@ async def test_two_that_name_each_other_are_not_asked_without_end(
             return moves_on(route, why)
 
         monkeypatch.setattr(Route, "moves_on", forgetful)
+        # Time for a slow machine to ask too often.
+        monkeypatch.setattr(waiting, "SAY_WAITING_SECONDS", 5 * waiting.SAY_WAITING_SECONDS)
     asked: list[int] = []
     async with Client(addresses(three)) as client:
         producer = client.producer(topic, "p", on_waiting=lambda _: asked.append(_opens(three)))

@@ -93,8 +93,8 @@ def test_an_index_is_an_identity_and_nothing_else_passes_for_one() -> None:
     for entry in wrong:
         with pytest.raises(SeqdedupeError, match="written by no sidecar"):
             identity.by_index("f", TOPIC, Place.parse(entry, TOPIC))
-    with pytest.raises(SeqdedupeError, match="version 2"):
-        Place.parse("2:99:3:00000000000000aa:5:4711", TOPIC)
+    with pytest.raises(SeqdedupeError, match="version 3"):
+        Place.parse("3:99:3:00000000000000aa:5:4711", TOPIC)
 
 
 def test_names_that_could_become_too_long_are_refused_before_they_are() -> None:

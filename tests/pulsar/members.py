@@ -190,20 +190,25 @@ class Member:
             await until(is_taken)
         return self.topics.live[name]
 
-    async def publish(self, name: str, sequence_id: int) -> int:
+    async def publish(self, name: str, sequence_id: int, payload: bytes = b"payload") -> int:
         """The index of a message that is stored. Raises why it is not."""
-        return await self.run(self._publish(self.topics.get(name), sequence_id))
+        return (await self.ask(name, sequence_id, payload)).first_index
 
-    async def _publish(self, topic: Topic, sequence_id: int) -> int:
+    async def ask(self, name: str, sequence_id: int, payload: bytes = b"payload") -> Receipt:
+        """What is answered to a message. Raises why it is refused."""
+        return await self.run(self._ask(self.topics.get(name), sequence_id, payload))
+
+    async def _ask(self, topic: Topic, sequence_id: int, payload: bytes) -> Receipt:
         opened = await open_sessions(topic, ["p"], None)
         (link,) = opened.persisted
-        frame = batch([("p", sequence_id)], epochs={"p": opened.epochs[0]}, links={"p": link}).encode()
+        epochs, links = {"p": opened.epochs[0]}, {"p": min(link, sequence_id - 1)}
+        frame = batch([("p", sequence_id)], epochs=epochs, links=links, payloads=[payload]).encode()
         answers: asyncio.Queue[Receipt | Refusal] = asyncio.Queue()
         topic.admit(frame, 1, answers.put_nowait, NumbersCache(), lone=True)
         answer = await answers.get()
         if isinstance(answer, Refusal):
             raise answer.error
-        return answer.first_index
+        return answer
 
 
 async def reason_of(work: Coroutine[Any, Any, object]) -> str:

@@ -10,7 +10,7 @@ import pulsar
 import pulsar.asyncio
 import pytest
 
-from seqdedupe.errors import SeqdedupeError
+from seqdedupe.errors import ConfigurationError, SeqdedupeError
 from seqdedupe.log.contract import Failure, Log, LogName
 from seqdedupe.log.pulsar import guarding
 from seqdedupe.log.pulsar.entries import EntryFormat, Settings
@@ -18,8 +18,10 @@ from seqdedupe.log.pulsar.limits import Brokers
 from seqdedupe.log.pulsar.log import PulsarLog, Shared
 from seqdedupe.log.pulsar.logs import PulsarLogs
 from seqdedupe.names import namespace_of
+from seqdedupe.topic.state import State
 from tests.log.conformance import LogConformance, LogHarness, replayed
 from tests.log.conformance import Owner as OwnerOfLog
+from tests.pulsar.members import MakeMember
 from tests.pulsar.owners import LIMIT_SECONDS, Cluster, quiet, until
 
 INCARNATION = 1_700_000_000_000_000
@@ -107,6 +109,28 @@ async def test_a_topic_that_becomes_unsafe_while_it_is_written_takes_nothing(
 
     await until(is_open)
     await log.close()
+
+
+async def test_where_messages_must_be_encrypted_a_topic_takes_nothing_and_says_why(
+    member: MakeMember, namespace: str, cluster: Cluster
+) -> None:
+    """Pulsar takes the owner's producer away, and to a new one its client says nothing but that time is up."""
+    topic, other = f"persistent://{namespace}/t", f"persistent://{namespace}/other"
+    one = member()
+    await one.start()
+    await one.run(one.topics.create(topic))
+    await one.publish(topic, 0)
+    await cluster.url.call("POST", f"namespaces/{namespace}/encryptionRequired", True)
+    command = f"pulsar-admin namespaces set-encryption-required --disable {namespace}"
+    await until(lambda: command in one.topics.live[topic].why)
+    assert one.topics.live[topic].state is State.READ_ONLY
+    with pytest.raises(ConfigurationError, match=command) as e:
+        await one.run(one.topics.create(other))
+    assert e.value.reason == "UNSAFE_TOPIC_POLICY"
+    assert await cluster.admin.topics(namespace) == [topic]
+    await cluster.url.call("POST", f"namespaces/{namespace}/encryptionRequired", False)
+    await one.take(topic)
+    assert await one.publish(topic, 1) == 1
 
 
 async def test_a_terminated_topic_says_so(cluster: Cluster, client: pulsar.asyncio.Client, topic: str) -> None:

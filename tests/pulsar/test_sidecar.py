@@ -1,6 +1,7 @@
 """A sidecar as a process in front of a real broker that is reached by TLS and with a token."""
 
 import itertools
+import ssl
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,14 +10,18 @@ import pytest
 
 from pulsar_broker.standalone import Broker
 from seqdedupe.client import blocking
-from seqdedupe.errors import SeqdedupeError
+from seqdedupe.errors import ConfigurationError, SeqdedupeError, UnavailableError
 from seqdedupe.log.pulsar.http import AdminUrl
+from seqdedupe.log.pulsar.limits import Brokers
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar, reserved_port
 from seqdedupe.v1 import admin_pb2
 from tests.broker_sidecar.calls import Client as RawClient
 from tests.broker_sidecar.calls import refused
 from tests.pulsar import secured
 from tests.pulsar.owners import until
+
+LIMIT_BYTES = 4 * 1024 * 1024
+"""That of the broker, which is not what brokers have as they are delivered."""
 
 
 @pytest.fixture(scope="module")
@@ -36,8 +41,21 @@ def ports() -> Iterator[tuple[int, int]]:
 
 @pytest.fixture(scope="module")
 def broker(pulsar_home: Path, folder: Path, ports: tuple[int, int]) -> Iterator[Broker]:
-    with Broker(pulsar_home, secured.token(), **secured.keys(folder, *ports)) as broker:
+    keys = secured.keys(folder, *ports) | {"maxMessageSize": LIMIT_BYTES}
+    with Broker(pulsar_home, secured.token(), **keys) as broker:
         yield broker
+
+
+async def test_how_large_an_entry_may_be_is_asked_by_tls_and_with_a_token(
+    broker: Broker, folder: Path, ports: tuple[int, int]
+) -> None:
+    url = f"pulsar+ssl://127.0.0.1:{ports[0]}"
+    tls = ssl.create_default_context(cafile=str(folder / "ca.pem"))
+    assert await Brokers(url, secured.token, tls).max_entry_bytes() == LIMIT_BYTES
+    with pytest.raises(ConfigurationError, match="PULSAR_FORBIDS"):
+        await Brokers(url, lambda: secured.token(key=b"another key"), tls).max_entry_bytes()
+    with pytest.raises(UnavailableError, match="CERTIFICATE_VERIFY_FAILED"):
+        await Brokers(url, secured.token).max_entry_bytes()
 
 
 Start = Callable[..., Sidecar]

@@ -291,7 +291,7 @@ def test_what_cannot_be(sqlite: Engine, client: Client, topic: str, publish: Pub
     failure = refused("INVALID_OUTPUT", lambda: Consumer(client, topic, "c", sqlite, write).run(follow=False))
     assert "no column attempts" in failure.message
     nowhere = create_engine(f"sqlite:///{tmp_path / 'missing' / 'database'}")
-    refused("INVALID_OUTPUT", lambda: Consumer(client, topic, "c", nowhere, write).run(follow=False))
+    refused("OUTPUT_UNAVAILABLE", lambda: Consumer(client, topic, "c", nowhere, write).run(follow=False))
     nobody = create_engine("postgresql+psycopg://nobody@127.0.0.1:1/nothing")
     refused("OUTPUT_UNAVAILABLE", lambda: Consumer(client, topic, "c", nobody, write).run(follow=False))
 

@@ -1,9 +1,140 @@
-"""Which errors pass by themselves, as drivers give them that the other tests do not use. Costs: nothing."""
+"""Whose fault an error of a database is, as drivers give it. Costs: nothing."""
 
+import importlib
+import sqlite3
+import sys
+from typing import Any
+
+import psycopg
+import pymysql  # type: ignore[import-untyped]
 import pytest
-from sqlalchemy.exc import DatabaseError, InterfaceError, OperationalError
+from sqlalchemy import create_engine, text
+from sqlalchemy.exc import DatabaseError, IntegrityError, InterfaceError, OperationalError, SQLAlchemyError
+from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
-from seqdedupe.databases.failures import codes_of, passes_by_itself, told, was_ended
+from seqdedupe.databases.failures import (
+    Fault,
+    codes_of,
+    fault_of,
+    lost_connection,
+    passes_by_itself,
+    told,
+    was_ended,
+)
+from seqdedupe.errors import SeqdedupeError
+from seqdedupe.services.outbox import postgres as outbox_postgres
+from seqdedupe.services.outbox import sqlite as outbox_sqlite
+
+
+def postgres(state: str) -> psycopg.Error:
+    return psycopg.errors.lookup(state)("said")
+
+
+def sqlite(code: int) -> sqlite3.Error:
+    failure = sqlite3.OperationalError("said")
+    failure.sqlite_errorcode = code
+    return failure
+
+
+def mariadb(number: int) -> Exception:
+    return pymysql.err.OperationalError(number, "said")  # type: ignore[no-any-return]
+
+
+BY_CODE = {
+    Fault.DATABASE: [
+        *map(postgres, ("25006", "53100", "53200", "53300", "57P01", "57P02", "57P03", "58030", "XX001")),
+        *map(mariadb, (1021, 1040, 1053, 1114, 1290, 1836, 2003)),
+        *map(sqlite, (8, 10, 13, 14, 10 | 3 << 8)),
+        PoolTimeoutError("QueuePool limit"),
+    ],
+    Fault.REPEAT: [*map(postgres, ("40001", "40P01", "55P03")), *map(mariadb, (1205, 1213)), *map(sqlite, (5, 6, 517))],
+    Fault.UNKNOWN: [
+        *map(postgres, ("08006", "25P03", "57014")),
+        *map(mariadb, (1927, 1969, 2006, 2013)),
+        psycopg.OperationalError("server closed the connection unexpectedly"),
+    ],
+    Fault.MESSAGE: [
+        *map(postgres, ("22001", "23505", "42P01", "XX000")),
+        *map(mariadb, (1062, 1153, 1406)),
+        *map(sqlite, (1, 18, 19)),
+        ValueError("of a handler"),
+        ConnectionError("of another server"),
+    ],
+}
+
+
+@pytest.mark.parametrize(("fault", "failure"), [(fault, one) for fault, all_ in BY_CODE.items() for one in all_])
+def test_whose_fault_it_is(fault: Fault, failure: Any) -> None:
+    """As the driver raises it, and as SQLAlchemy does."""
+    assert fault_of(failure) is fault
+    if not isinstance(failure, ValueError | ConnectionError | PoolTimeoutError):
+        assert fault_of(OperationalError("UPDATE", {}, failure)) is fault
+
+
+def test_the_fault_of_the_database_counts_first() -> None:
+    """Whatever came of it: a full disk takes the transaction along."""
+    refused = IntegrityError("INSERT", {}, postgres("23505"))
+    refused.__context__ = OperationalError("UPDATE", {}, postgres("53100"))
+    assert fault_of(refused) is Fault.DATABASE
+
+
+@pytest.mark.parametrize(
+    ("module", "failure", "reason"),
+    [
+        (outbox_postgres, postgres("53100"), "OUTBOX_UNAVAILABLE"),
+        (outbox_postgres, postgres("25P03"), "OUTBOX_UNAVAILABLE"),
+        (outbox_postgres, postgres("25006"), "OUTBOX_UNAVAILABLE"),
+        (outbox_postgres, postgres("42P01"), "INVALID_OUTBOX"),
+        (outbox_sqlite, sqlite(13), "OUTBOX_UNAVAILABLE"),
+        (outbox_sqlite, sqlite(1), "INVALID_OUTBOX"),
+    ],
+)
+def test_a_relay_waits_for_what_is_the_database_s(module: Any, failure: Exception, reason: str) -> None:
+    with pytest.raises(SeqdedupeError) as raised, module._errors():
+        raise failure
+    assert raised.value.reason == reason
+
+
+def test_a_connection_that_ended() -> None:
+    for failure in (postgres("57P01"), postgres("25P03"), mariadb(1927), mariadb(2013)):
+        assert lost_connection(failure)
+    for failure in (postgres("25006"), postgres("23505"), mariadb(1213)):
+        assert not lost_connection(failure)
+
+
+def test_a_handler_that_goes_on_after_the_loss() -> None:
+    engine = create_engine("sqlite://")
+    with engine.connect() as connection:
+        connection.execute(text("SELECT 1"))
+        connection.invalidate()
+        with pytest.raises(SQLAlchemyError) as raised:
+            connection.execute(text("SELECT 1"))
+    assert fault_of(raised.value) is Fault.UNKNOWN
+
+
+@pytest.mark.parametrize(
+    ("failure", "cause"),
+    [
+        (mariadb(2006), "max_allowed_packet"),
+        (mariadb(1290), "read-only"),
+        (sqlite(13), "disk"),
+        (postgres("55P03"), "another transaction"),
+        (mariadb(2003), "network"),
+    ],
+)
+def test_what_is_told_names_the_cause_and_quotes_the_driver(failure: Any, cause: str) -> None:
+    assert cause in told(failure)
+    assert "said" in told(failure)
+
+
+def test_neither_a_driver_nor_sqlalchemy_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is imported where only one driver is installed."""
+    for missing in ("sqlalchemy", "sqlalchemy.exc", "psycopg", "pymysql"):
+        monkeypatch.setitem(sys.modules, missing, None)
+    monkeypatch.delitem(sys.modules, "seqdedupe.databases.failures")
+    again = importlib.import_module("seqdedupe.databases.failures")
+    assert again.fault_of(sqlite(13)) is again.Fault.DATABASE
+
 
 BY_ARGUMENT = [
     ({"S": "ERROR", "C": "40P01", "M": "deadlock detected"}, True),
@@ -54,4 +185,4 @@ def test_a_statement_that_took_too_long_does_not_pass_but_was_ended() -> None:
 
 
 def test_what_the_driver_says_is_one_line() -> None:
-    assert told(OperationalError("SELECT", {}, Exception("no\n  such table"))) == "no such table"
+    assert told(DatabaseError("SELECT", {}, Exception("no\n  such table"))) == "no such table"

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from sqlalchemy import Connection, Engine, create_engine, select, text
+from sqlalchemy import Connection, Engine, create_engine, insert, select, text, update
 
 from seqdedupe.client.blocking import Client
 from seqdedupe.client.stored import Message
@@ -279,6 +279,66 @@ def test_the_rule() -> None:
         assert e.value.reason == "INVALID_VERSION"
     assert "from 0 to 9223372036854775807" in e.value.message
     assert checked({b"a": 1}) == {"a": 1}
+
+
+def keyed(engine: Engine, **more: object) -> Inbox:
+    """Keys as the messages have them, whose payload is the version."""
+    of = {"key": lambda message: message.key, "version": lambda message: int(message.payload)}
+    return Inbox("i", engine, write, **(of | more))  # type: ignore[arg-type]
+
+
+def test_no_two_keys_of_bytes_are_one(engine: Engine, client: Client, topic: str) -> None:
+    """Whether they are text in some other encoding, or none."""
+    make_table(engine)
+    keys = [
+        "Müller".encode("latin-1"),
+        "Möller".encode("latin-1"),
+        "Müller".encode(),
+        b"\x80",
+        b"\x81",
+        b"\x00",
+        b"\xff" * 2000,
+    ]
+    with client.producer(topic, "p") as producer:
+        for version in (b"1", b"2"):
+            for key in keys:
+                producer.send(version, key=key)
+    consume(client, topic, engine, keyed(engine))
+    assert sorted(written(engine)) == ["1"] * len(keys) + ["2"] * len(keys)
+    with engine.connect() as connection:
+        names = connection.execute(select(KEYS.c.name)).scalars().all()
+    assert "Müller" in names
+    assert len(set(names)) == len(keys)
+
+
+def test_a_key_that_was_stored_under_a_name_of_several_goes_on(sqlite: Engine, client: Client, topic: str) -> None:
+    """Earlier versions put U+FFFD for what is no text. What was parked under such a name is found by a sweep."""
+    make_table(sqlite)
+    handle = keyed(sqlite)
+    with sqlite.begin() as connection:
+        former = {"inbox": "i", "name": "M\ufffdller", "version": 3, "dropped": 0, "locked": 0}
+        connection.execute(insert(KEYS).values(former))
+    with client.producer(topic, "p") as producer:
+        producer.send(b"5", key="Müller".encode("latin-1"))
+        producer.send(b"6", key="Müller".encode("latin-1"))
+    consume(client, topic, sqlite, handle)
+    assert parked(sqlite) == 2
+    with sqlite.begin() as connection:  # as an earlier version parked them
+        for version in (5, 6):
+            row = {"waits_for_key": "M\ufffdller", "versions": json.dumps({"M\ufffdller": version})}
+            connection.execute(update(PARKED).where(PARKED.c.waits_for_version == version - 1).values(row))
+    with client.producer(topic, "p") as producer:
+        producer.send(b"4", key="Müller".encode("latin-1"))
+        producer.send(b"1", key="Möller".encode("latin-1"))
+    consume(client, topic, sqlite, handle)
+    assert written(sqlite) == ["4", "1"]
+    assert handle.sweep() == 2
+    assert written(sqlite) == ["4", "1", "5", "6"]
+
+
+def test_a_key_as_text_and_as_bytes_is_one() -> None:
+    with pytest.raises(InvalidRequestError, match="two versions"):
+        checked({"a": 1, b"a": 2})
 
 
 def test_what_cannot_be(sqlite: Engine, client: Client, topic: str, tmp_path: Path) -> None:

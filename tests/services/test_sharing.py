@@ -22,7 +22,7 @@ from seqdedupe.services.consumer.operating import drop, retry, set_aside
 from seqdedupe.services.consumer.processes import PartOwnership, Processes, fair_share
 from seqdedupe.services.consumer.sharing import row_name
 from seqdedupe.services.consumer.tables import CONSUMERS, METADATA, PROCESSES
-from seqdedupe.services.consumer.transaction import step
+from seqdedupe.services.consumer.transaction import carry_out
 from seqdedupe.testing import Sidecar
 from tests.processes import running
 from tests.services.conftest import KINDS, url_of
@@ -252,8 +252,7 @@ def test_who_was_taken_for_dead_commits_nothing(
     commits = 0
     for hold in reversed(holds):
         try:
-            with step(sqlite, hold, str(start), str(Position.before(7, 1)), frozenset()) as connection:
-                connection.exec_driver_sql("SELECT 1")
+            carry_out(sqlite, hold, str(start), frozenset(), lambda connection: str(Position.before(7, 1)))
         except ownership.Lost:
             continue
         commits += 1

@@ -4,7 +4,7 @@ from collections.abc import Callable, Container
 from typing import Any
 
 from seqdedupe.errors import error
-from seqdedupe.log.contract import LogName
+from seqdedupe.log.contract import AS_USUAL, Layout, LogName
 from tests.log.faulty import FaultyLog, Storage
 
 
@@ -18,7 +18,7 @@ class MemoryLogs:
         self.before = before
 
     async def create(
-        self, incarnation: int, topic: str, secret: bytes, partitions: int = 0, entry_format: str = ""
+        self, incarnation: int, topic: str, secret: bytes, partitions: int = 0, layout: Layout = AS_USUAL
     ) -> None:
         self.before("create")
         _, storage = self.storages.setdefault(incarnation, (topic, Storage(incarnation)))

@@ -14,7 +14,7 @@ from typing import TypeVar
 from seqdedupe.errors import DamagedError, SeqdedupeError, error
 from seqdedupe.files import sync_folder, write_all_synced, write_synced
 from seqdedupe.format.tag import key_of
-from seqdedupe.log.contract import LogName
+from seqdedupe.log.contract import AS_USUAL, Layout, LogName
 from seqdedupe.log.embedded import arrival, moved
 from seqdedupe.log.embedded.commit import Committer
 from seqdedupe.log.embedded.inspection import DurablePart
@@ -102,7 +102,7 @@ class EmbeddedLogs:
             raise unreadable(self._folder, e) from e
 
     async def create(
-        self, incarnation: int, topic: str, secret: bytes, partitions: int = 0, entry_format: str = ""
+        self, incarnation: int, topic: str, secret: bytes, partitions: int = 0, layout: Layout = AS_USUAL
     ) -> None:
         """See `Logs.create`."""
         try:

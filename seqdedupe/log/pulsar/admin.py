@@ -4,10 +4,11 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 from urllib.parse import quote, unquote_plus
 
-from seqdedupe.errors import InvalidRequestError, NotFoundError, SeqdedupeError, error
+from seqdedupe.errors import ConfigurationError, InvalidRequestError, NotFoundError, SeqdedupeError, error
 from seqdedupe.log.pulsar.http import AdminUrl, Answer
 from seqdedupe.log.pulsar.ledgers import Ledger, Ledgers
 from seqdedupe.message_id import MessageId
+from seqdedupe.names import whole_of
 
 
 class Publisher(NamedTuple):
@@ -183,6 +184,26 @@ class Admin:
         except (AttributeError, KeyError, TypeError, ValueError) as e:
             raise _not_pulsar(path) from e
 
+    async def upload_schema(self, topic: str, kind: str, definition: str, properties: Mapping[str, str]) -> None:
+        """Gives a topic a schema; the one that it has stays. Raises INVALID_REQUEST for one that Pulsar does not take,
+        or that is not compatible with the topic's."""
+        body = {"type": kind, "schema": definition, "properties": dict(properties)}
+        try:
+            await self._url.call("POST", _schema_path(topic), body, conflict="INVALID_REQUEST")
+        except ConfigurationError as e:
+            if e.reason != "PULSAR_REFUSES":
+                raise
+            raise error("INVALID_REQUEST", f"schema: {e.message}") from e
+
+    async def schema(self, topic: str) -> tuple[str, str]:
+        """The type and the definition of a topic's newest schema. Raises TOPIC_NOT_FOUND if there is none."""
+        path = _schema_path(topic)
+        answer = await self._url.get(path)
+        try:
+            return str(answer["type"]), str(answer["data"])
+        except (KeyError, TypeError) as e:
+            raise _not_pulsar(path) from e
+
     async def ledgers(self, topic: str) -> Ledgers:
         """The ledgers of a topic, up to its last entry. It is loaded by its broker for that."""
         path = f"{_path(topic)}/internalStats"
@@ -264,6 +285,11 @@ class Admin:
         """The configuration of a broker. Needs the permissions of a superuser."""
         path = "brokers/configuration/runtime"
         return _texts(await self._url.get(path), path)
+
+
+def _schema_path(topic: str) -> str:
+    """Partitions have the schema of their topic."""
+    return f"schemas/{_path(whole_of(topic) or topic).partition('/')[2]}/schema"
 
 
 def _path(topic: str) -> str:

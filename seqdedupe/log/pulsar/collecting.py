@@ -11,7 +11,7 @@ from seqdedupe.format import columns, records
 from seqdedupe.format.headers import BATCH_TAG, CONTROL_TAG, MARKER_BYTES, MARKER_TAG, header, marker_body
 from seqdedupe.format.tag import NO_KEY
 from seqdedupe.log.contract import Entries, Run, Runs
-from seqdedupe.log.pulsar.entries import Entry, damaged, encoded, read_marker
+from seqdedupe.log.pulsar.entries import Entry, control_body, damaged, encoded, read_marker
 from seqdedupe.log.pulsar.ledgers import Ledgers
 from seqdedupe.log.pulsar.plain import Rows
 from seqdedupe.log.pulsar.terms import Terms, Verdict
@@ -119,13 +119,13 @@ class Collector:
 
     def _add_record(self, kind: str, entry: Entry) -> None:
         """An entry that is a record by itself."""
-        payload = entry.message.payload or b""
         runs: Runs = ()
         if kind == BATCH:
             runs = (Run(self.terms.next_index - self._index, entry.message_id.ledger_id, entry.message_id.entry_id, 0),)
-            record = payload
+            record = entry.message.payload or b""
         elif kind == CONTROL:
-            record = self._headed(CONTROL_TAG, payload, 0, len(payload))
+            body = control_body(entry.message)
+            record = self._headed(CONTROL_TAG, body, 0, len(body))
         else:
             self._owner = self.terms.owner
             marker = read_marker(entry.message, self._owner)

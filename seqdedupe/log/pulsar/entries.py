@@ -3,6 +3,8 @@
 No I/O, and nothing of Pulsar's client: `Message` is what it is given, `Entry` what it gives.
 """
 
+import base64
+import binascii
 from enum import Enum
 from typing import NamedTuple
 
@@ -14,6 +16,7 @@ from seqdedupe.entry_properties import (
     ADDRESS,
     BATCH,
     CONTROL,
+    CONTROL_BASE64,
     ENTRY,
     FORMAT,
     KIND,
@@ -21,7 +24,9 @@ from seqdedupe.entry_properties import (
     MODE,
     PARTITIONS,
     ROWS,
+    SCHEMA_VERSION,
     TOKEN,
+    VERSION,
     Owner,
     Place,
 )
@@ -98,6 +103,8 @@ class Settings(NamedTuple):
     """How many the topic was created with, of which this is one; 0 if it is not partitioned."""
     address: str
     """Where the owner can be reached."""
+    version: int = VERSION
+    """Of the format."""
 
 
 class Marker(NamedTuple):
@@ -120,9 +127,9 @@ def marker(incarnation: int, term: int, token: bytes, settings: Settings, known_
     """The entry with which an ownership begins. Its number is 0. Its index is that of the next message as far as its
     writer knows the topic: the true one is not below it."""
     return Message(
-        b"",
+        b"" if settings.version < SCHEMA_VERSION else None,
         {
-            ENTRY: str(Place(Owner(incarnation, term, ownership_of(token)), 0, known_index)),
+            ENTRY: str(Place(Owner(incarnation, term, ownership_of(token)), 0, known_index, settings.version)),
             KIND: MARKER,
             TOKEN: token.hex(),
             FORMAT: settings.format.value,
@@ -133,10 +140,36 @@ def marker(incarnation: int, term: int, token: bytes, settings: Settings, known_
     )
 
 
-def control(owner: Owner, number: int, next_index: int, body: bytes, limit_bytes: int = MAX_ENTRY_BYTES) -> Message:
+def control(
+    owner: Owner,
+    number: int,
+    next_index: int,
+    body: bytes,
+    limit_bytes: int = MAX_ENTRY_BYTES,
+    version: int = VERSION,
+) -> Message:
     """The entry of a control record, an encoded `Control`. Raises MESSAGE_TOO_LARGE."""
-    properties = {ENTRY: str(Place(owner, number, next_index)), KIND: CONTROL}
-    return checked(Message(body, properties), limit_bytes)
+    properties = {ENTRY: str(Place(owner, number, next_index, version)), KIND: CONTROL}
+    if version < SCHEMA_VERSION:
+        return checked(Message(body, properties), limit_bytes)
+    properties[CONTROL_BASE64] = base64.b64encode(body).decode()
+    return checked(Message(None, properties), limit_bytes)
+
+
+def control_body(message: Message) -> bytes:
+    """The encoded `Control` of a control record, in whichever version. Raises LOG_DAMAGED."""
+    encoded = message.properties.get(CONTROL_BASE64)
+    if encoded is None and message.payload is not None:
+        return message.payload
+    try:
+        return base64.b64decode(message.properties[CONTROL_BASE64], validate=True)
+    except (KeyError, binascii.Error, ValueError) as e:
+        raise damaged(f"the control record {message.properties[ENTRY]} does not say what it should: {e}") from e
+
+
+def content_bytes(message: Message) -> int:
+    """The size of a message's payload, or of what stands in a property in its place."""
+    return len(message.payload or message.properties.get(CONTROL_BASE64, ""))
 
 
 def packed(
@@ -206,9 +239,9 @@ def read_marker(message: Message, owner: Owner) -> Marker:
     properties = message.properties
     try:
         token = bytes.fromhex(properties[TOKEN])
-        settings = Settings(
-            EntryFormat(properties[FORMAT]), properties[MODE], int(properties[PARTITIONS]), properties[ADDRESS]
-        )
+        entry_format, partitions = EntryFormat(properties[FORMAT]), int(properties[PARTITIONS])
+        version = int(properties[ENTRY].partition(":")[0])
+        settings = Settings(entry_format, properties[MODE], partitions, properties[ADDRESS], version)
     except (KeyError, ValueError) as e:
         raise damaged(f"the marker of term {owner.term} does not say {e}") from e
     if len(token) != TOKEN_BYTES or ownership_of(token) != owner.ownership:

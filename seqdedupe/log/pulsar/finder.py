@@ -79,7 +79,7 @@ class Finder:
                 if place is None or (marker and place.owner.term < marker.owner.term):
                     continue
                 if marker is None and place.number:
-                    return Standing(*place)
+                    return Standing(*place[:3])
                 if place.number == 1:
                     # Which index is the next a marker says only as far as its writer knew: what follows it knows.
                     return nothing._replace(next_index=place.index)
@@ -244,7 +244,7 @@ def _time_ms(entry: Entry) -> int:
 
 
 def _after_valid(entry: Entry, place: Place, at: int) -> Known:
-    terms = Terms(Standing(*place))
+    terms = Terms(Standing(*place[:3]))
     terms.judge(entry.message, entry.message_id)
     return Known(at, terms.standing, last_of(entry, terms.standing))
 

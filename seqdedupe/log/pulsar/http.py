@@ -25,6 +25,7 @@ _CHARACTERS_SHOWN = 300
 _REDIRECTS = (301, 302, 307, 308)
 _PASSING = (408, 409, 429)
 """Beside 500 and above: what may be answered otherwise the next time."""
+_TITLE = re.compile(r"<title>([^<]+)")
 _TOKEN = re.compile(r"[\x21-\x7e]+")
 
 
@@ -40,7 +41,10 @@ class Answer(NamedTuple):
         try:
             said = json.loads(self.raw)["reason"]
         except (ValueError, KeyError, TypeError):
-            said = self.raw.decode(errors="replace")
+            text = self.raw.decode(errors="replace")
+            # Some of it is a page for a browser.
+            title = _TITLE.search(text)
+            said = title[1] if title else text
         return " ".join(str(said).split())[:_CHARACTERS_SHOWN] or "without a word"
 
 

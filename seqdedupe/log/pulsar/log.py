@@ -17,7 +17,7 @@ from functools import partial
 import pulsar.asyncio
 
 from seqdedupe.batch import Int32s, Int64s
-from seqdedupe.entry_properties import Owner
+from seqdedupe.entry_properties import SCHEMA_VERSION, Owner
 from seqdedupe.errors import DamagedError, NotFoundError, SeqdedupeError, error
 from seqdedupe.format.headers import ownership_of
 from seqdedupe.log.contract import DamageFound, Entries, FlushInterval, Location, Outcome, Records, Retention, Skipped
@@ -32,6 +32,7 @@ from seqdedupe.log.pulsar.opening import Opening
 from seqdedupe.log.pulsar.owner import ADDRESS, not_owner
 from seqdedupe.log.pulsar.places import Point
 from seqdedupe.log.pulsar.policies import Looks
+from seqdedupe.log.pulsar.schemas import schema_of
 from seqdedupe.log.pulsar.waiting import Connect, is_terminated, wait_until_free
 from seqdedupe.log.pulsar.writer import Settled, Writer, open_writer
 from seqdedupe.message_id import MessageId
@@ -143,6 +144,10 @@ class PulsarLog:
         return self._end.message_id == NOWHERE and not self._content.counts.earlier
 
     @property
+    def _has_schema(self) -> bool:
+        return self._settings.version >= SCHEMA_VERSION
+
+    @property
     def entry_format(self) -> str:
         return self._settings.format.value
 
@@ -170,21 +175,21 @@ class PulsarLog:
     # Writing.
 
     def check(self, batch: bytes) -> None:
-        recording.check(self._settings.format, batch, self._max_entry_bytes)
+        recording.check(self._settings, batch, self._max_entry_bytes)
 
     def append(self, batch: bytes, rows: int, column_bytes: int) -> None:
         if (opening := self._open_now()).failed:
             return
         now_ms, part = self._now_ms(), Part(batch, rows, column_bytes)
         at = opening.owner, opening.next_number, opening.next_index, now_ms
-        opening.append(recording.of_batch(self._settings.format, *at, part, opening.max_entry_bytes), now_ms)
+        opening.append(recording.of_batch(self._settings, *at, part, opening.max_entry_bytes), now_ms)
 
     def append_control(self, body: bytes) -> None:
         if (opening := self._open_now()).failed:
             return
         now_ms = self._now_ms()
         at = opening.owner, opening.next_number, opening.next_index, now_ms
-        opening.append(recording.of_control(*at, body, opening.max_entry_bytes), now_ms)
+        opening.append(recording.of_control(self._settings, *at, body, opening.max_entry_bytes), now_ms)
 
     def _open_now(self) -> Opening:
         if self._opening is None:
@@ -259,6 +264,7 @@ class PulsarLog:
                 partial(shared.claim_opening, self._topic),
                 {ADDRESS: shared.address},
                 hear,
+                await schema_of(self._topic, shared.admin) if self._has_schema else None,
             )
         except SeqdedupeError as e:
             # A broker says that the last producer still holds it.
@@ -340,7 +346,7 @@ class PulsarLog:
     async def wait_until_free(self) -> None:
         shared = self._shared
         async with evicting(self._topic, shared.admin, shared.answers):
-            await wait_until_free(self._topic, shared.admin, shared.connect)
+            await wait_until_free(self._topic, shared.admin, shared.connect, has_schema=self._has_schema)
 
     # Reading.
 

@@ -4,16 +4,25 @@ import logging
 from collections.abc import Container, Mapping, Sequence
 from contextlib import suppress
 
-from seqdedupe.entry_properties import FORMAT, INCARNATION, MODE, PARTITIONS
+from seqdedupe.entry_properties import (
+    FORMAT,
+    FORMAT_VERSION,
+    INCARNATION,
+    MODE,
+    PARTITIONS,
+    SCHEMA_VERSION,
+    VERSION,
+    check_version,
+)
 from seqdedupe.errors import NotFoundError, SeqdedupeError, error
-from seqdedupe.log.contract import LogName
-from seqdedupe.log.pulsar import wholes
+from seqdedupe.log.contract import AS_USUAL, Layout, LogName
+from seqdedupe.log.pulsar import schemas, wholes
 from seqdedupe.log.pulsar.entries import EntryFormat, Settings
 from seqdedupe.log.pulsar.log import PulsarLog, Shared
 from seqdedupe.log.pulsar.owner import ADDRESS
-from seqdedupe.log.pulsar.policies import ensure_safe
+from seqdedupe.log.pulsar.policies import check_takes_producers, ensure_safe
 from seqdedupe.log.pulsar.wholes import LIFE, Life, Whole
-from seqdedupe.names import namespace_of, number_of, whole_of
+from seqdedupe.names import check_is_no_system_topic, namespace_of, number_of, whole_of
 
 logger = logging.getLogger("seqdedupe.log")
 
@@ -49,32 +58,44 @@ class PulsarLogs:
         """Partitioned topics by name, as they were found last."""
 
     async def create(
-        self, incarnation: int, topic: str, secret: bytes, partitions: int = 0, entry_format: str = ""
+        self, incarnation: int, topic: str, secret: bytes, partitions: int = 0, layout: Layout = AS_USUAL
     ) -> None:
         """See `Logs.create`. A topic that is there and is no log raises TOPIC_EXISTS. The secret is not used.
 
         The partitions of a topic are made in order, and have incarnations that count up by 1.
 
         Raises INVALID_NAMESPACE for a topic that would not be found again, INVALID_TOPIC_NAME for one that Pulsar takes
-        for a partition.
+        for a partition or keeps for itself, INVALID_REQUEST for a schema that cannot be, UNSAFE_TOPIC_POLICY.
         """
+        check_is_no_system_topic(topic)
         if namespace_of(topic) not in self._namespaces:
             raise error(
                 "INVALID_NAMESPACE",
                 f"the namespace of {topic} is none of {', '.join(self._namespaces)}",
                 hint="Add it to pulsar.namespaces, or name the topic in one of them.",
             )
+        entry_format = EntryFormat(layout.entry_format or self._entry_format)
+        schema = schemas.parse(layout.schema) if layout.schema else None
+        if schema is not None and entry_format is not EntryFormat.PLAIN:
+            why = f"{topic} cannot have a schema: its entries are {entry_format.value}, batches of the sidecar's own"
+            raise error("INVALID_REQUEST", why, hint="Create it with the entry format plain, or without a schema.")
         properties = {
             INCARNATION: str(incarnation),
-            FORMAT: EntryFormat(entry_format or self._entry_format).value,
+            FORMAT: entry_format.value,
             MODE: _MODE_IDS,
             PARTITIONS: str(partitions),
         }
+        if schema is not None:
+            properties[FORMAT_VERSION] = str(SCHEMA_VERSION)
+        await check_takes_producers(self._admin, topic)
         if partitions:
             await self._create_partition(incarnation, topic, partitions, properties)
         else:
             await self._create_topic(incarnation, topic, properties)
         await ensure_safe(self._admin, topic, may_change=self._may_change_policies, is_new=True)
+        if schema is not None and not (partitions and number_of(topic)):
+            # Partitions have that of their topic.
+            await self._admin.upload_schema(topic, *schema)
         await self._admin.create_subscription(topic, self._shared.subscription)
         self._topics[incarnation] = topic
 
@@ -218,8 +239,10 @@ class PulsarLogs:
 
     def _settings(self, topic: str, properties: Mapping[str, str]) -> Settings:
         try:
+            version = int(properties.get(FORMAT_VERSION, VERSION))
+            check_version(version, f"the topic {topic}")
             entry_format, partitions = EntryFormat(properties[FORMAT]), int(properties[PARTITIONS])
-            return Settings(entry_format, properties[MODE], partitions, self._shared.address)
+            return Settings(entry_format, properties[MODE], partitions, self._shared.address, version)
         except (KeyError, ValueError) as e:
             raise error("LOG_DAMAGED", f"the properties of {topic} do not say {e}") from e
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from seqdedupe.entry_properties import BATCH, KIND
 from seqdedupe.log.contract import Run, Runs
-from seqdedupe.log.pulsar.entries import NOWHERE, Message
+from seqdedupe.log.pulsar.entries import NOWHERE, Message, content_bytes
 from seqdedupe.log.pulsar.plain import begins_batch
 from seqdedupe.log.pulsar.terms import Standing
 from seqdedupe.message_id import MessageId
@@ -175,7 +175,7 @@ def thinned(points: Sequence[Point], most: int) -> list[Point]:
 
 def size_of(message: Message) -> int:
     """What an entry is counted as."""
-    return len(message.payload or b"") + len(message.key) + ENTRY_BYTES
+    return content_bytes(message) + len(message.key) + ENTRY_BYTES
 
 
 def begins_record(message: Message) -> bool:

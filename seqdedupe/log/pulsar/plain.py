@@ -12,13 +12,18 @@ import numpy as np
 
 from seqdedupe import batch as batches
 from seqdedupe.batch import NO_INT32S, NO_INT64S, Batch, Binary, Int64s
-from seqdedupe.entry_properties import ENTRY, EVENT_TIME_MS, KEY_BASE64, MESSAGE, PREFIX, USER, Owner
+from seqdedupe.entry_properties import ENTRY, EVENT_TIME_MS, KEY_BASE64, MESSAGE, PREFIX, USER, VERSION, Owner
 from seqdedupe.limits import NO_SEQUENCE_ID
 from seqdedupe.log.pulsar.entries import MAX_ENTRY_BYTES, Message, checked, damaged, surely_taken_bytes
 
 
 def messages_of(
-    owner: Owner, number: int, index: int, encoded: bytes, limit_bytes: int = MAX_ENTRY_BYTES
+    owner: Owner,
+    number: int,
+    index: int,
+    encoded: bytes,
+    limit_bytes: int = MAX_ENTRY_BYTES,
+    version: int = VERSION,
 ) -> Iterator[Message]:
     """The entries of a batch's rows; the first one gets this number and index, the others count on from there.
 
@@ -31,7 +36,7 @@ def messages_of(
     before = batch.previous_sequence_ids.tolist()
     names, epochs = batch.names(), batch.epochs.tolist()
     complete = batch.complete_up_to.tolist() or [NO_SEQUENCE_ID] * len(names)
-    owner_text = str(owner)
+    owner_text = owner.prefix(version)
     payloads, keys = _values(batch.payloads, rows), _values(batch.keys, rows)
     times = batch.event_times_ms.tolist() or [0] * rows
     of_users = _properties(batch)

@@ -122,6 +122,7 @@ class Looks:
         Then they are taken to be as they were.
         """
         try:
+            await check_takes_producers(admin, topic)
             await ensure_safe(admin, topic, may_change=may_change)
             why = ""
         except SeqdedupeError as e:
@@ -139,6 +140,15 @@ class Looks:
         """It is not this sidecar's any more."""
         self.unsafe.discard(topic)
         self.seen_at.pop(topic, None)
+
+
+async def check_takes_producers(admin: Admin, topic: str) -> None:
+    """Raises UNSAFE_TOPIC_POLICY, with the command to run, if Pulsar takes messages in the topic's namespace only from
+    those who encrypt, which no sidecar does. Its client says nothing of that: its time is up."""
+    namespace = namespace_of(topic)
+    if await admin.namespace_policy(namespace, "encryptionRequired") is True:
+        command = f"pulsar-admin namespaces set-encryption-required --disable {namespace}"
+        raise error("UNSAFE_TOPIC_POLICY", f"{topic} cannot be written: messages must be encrypted there ({command})")
 
 
 async def ensure_safe(admin: Admin, topic: str, *, may_change: bool, is_new: bool = False) -> None:

@@ -11,7 +11,7 @@ import pulsar.asyncio
 from seqdedupe.entry_properties import ENTRY
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.log.pulsar.client import told
-from seqdedupe.log.pulsar.entries import Entry, Message
+from seqdedupe.log.pulsar.entries import Entry, Message, content_bytes
 from seqdedupe.log.pulsar.unwanted import opened
 from seqdedupe.message_id import MessageId
 
@@ -57,7 +57,7 @@ class Reader:
         entries = [_entry(message._message)]
         size_bytes = 0
         while len(entries) < READ_STEP_ENTRIES and size_bytes < READ_STEP_BYTES:
-            size_bytes += len(entries[-1].message.payload or b"")
+            size_bytes += content_bytes(entries[-1].message)
             # What is below the client's reader for event loops, which wakes the loop for every message.
             try:
                 entries.append(_entry(self._reader._reader.read_next(_AT_ONCE_MS)))

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from seqdedupe import batch as batches
 from seqdedupe.entry_properties import Owner
 from seqdedupe.log.pulsar import entries, plain
-from seqdedupe.log.pulsar.entries import EntryFormat, Message, Part, surely_taken_bytes
+from seqdedupe.log.pulsar.entries import EntryFormat, Message, Part, Settings, surely_taken_bytes
 
 _WIDEST_NUMBER = 2**62
 _WIDEST_OWNER = Owner(_WIDEST_NUMBER, _WIDEST_NUMBER, 2**64 - 1)
@@ -22,12 +22,13 @@ class Record(NamedTuple):
 
 
 def of_batch(
-    entry_format: EntryFormat, owner: Owner, number: int, index: int, now_ms: int, part: Part, limit_bytes: int
+    settings: Settings, owner: Owner, number: int, index: int, now_ms: int, part: Part, limit_bytes: int
 ) -> list[Record]:
     """Those of a batch; its first entry gets this number, its first row this index. Raises MESSAGE_TOO_LARGE for what
     does not fit into an entry of so many bytes."""
-    if entry_format is EntryFormat.PLAIN:
-        return [Record(list(plain.messages_of(owner, number, index, part.encoded, limit_bytes)), 1, is_batch=False)]
+    if settings.format is EntryFormat.PLAIN:
+        rows = plain.messages_of(owner, number, index, part.encoded, limit_bytes, settings.version)
+        return [Record(list(rows), 1, is_batch=False)]
     records: list[Record] = []
     for one in entries.split(part, limit_bytes):
         message = entries.packed(owner, number + len(records), index, now_ms, one, limit_bytes)
@@ -36,14 +37,16 @@ def of_batch(
     return records
 
 
-def of_control(owner: Owner, number: int, next_index: int, now_ms: int, body: bytes, limit_bytes: int) -> list[Record]:
+def of_control(
+    settings: Settings, owner: Owner, number: int, next_index: int, now_ms: int, body: bytes, limit_bytes: int
+) -> list[Record]:
     """That of a control record. Raises MESSAGE_TOO_LARGE."""
-    message = entries.control(owner, number, next_index, body, limit_bytes)
+    message = entries.control(owner, number, next_index, body, limit_bytes, settings.version)
     return [Record([message._replace(event_time_ms=now_ms)], 0, is_batch=False)]
 
 
-def check(entry_format: EntryFormat, batch: bytes, limit_bytes: int) -> None:
+def check(settings: Settings, batch: bytes, limit_bytes: int) -> None:
     """Raises MESSAGE_TOO_LARGE for a batch that a broker would not take, whoever owns the topic then."""
     if len(batch) > surely_taken_bytes(limit_bytes):
         part = entries.encoded(batches.decode(batch))
-        of_batch(entry_format, _WIDEST_OWNER, _WIDEST_NUMBER, _WIDEST_NUMBER, 0, part, limit_bytes)
+        of_batch(settings, _WIDEST_OWNER, _WIDEST_NUMBER, _WIDEST_NUMBER, 0, part, limit_bytes)

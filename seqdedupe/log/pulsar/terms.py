@@ -10,7 +10,18 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
-from seqdedupe.entry_properties import BATCH, CONTROL, ENTRY, KIND, MARKER, ROWS, Owner, Place
+from seqdedupe.entry_properties import (
+    BATCH,
+    CONTROL,
+    ENTRY,
+    KIND,
+    MARKER,
+    ROWS,
+    SCHEMA_VERSION,
+    VERSION,
+    Owner,
+    Place,
+)
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.log.pulsar.entries import NOWHERE, Marker, Message, damaged, read_marker
 from seqdedupe.message_id import MessageId
@@ -109,7 +120,7 @@ class Terms:
         self.marker: Marker | None = None
         """The last that took ownership, if it was met here."""
         self.owner, self._next_number, self.next_index, self._has_hole = standing
-        self._text = str(self.owner) if self.owner.term else _NOTHING
+        self._texts = _texts(self.owner) if self.owner.term else (_NOTHING,)
         self._unseen_below = self._next_number
         self._remembered: deque[int] = deque(maxlen=REMEMBERED_ENTRIES)
         self.borders: list[Border] = []
@@ -140,10 +151,10 @@ class Terms:
     def _judge(self, message: Message) -> Verdict:
         properties = message.properties
         text = properties.get(ENTRY, "")
-        if not text.startswith(self._text):
+        if not text.startswith(self._texts):
             return self._of_another(message, text)
         try:
-            number, index = map(int, text.removeprefix(self._text).split(":"))
+            number, index = map(int, text[len(self._texts[0]) :].split(":"))
             kind = properties.get(KIND)
             rows = 1 if kind is None else int(properties[ROWS]) if kind == BATCH else 0
         except (KeyError, ValueError) as e:
@@ -189,7 +200,7 @@ class Terms:
         if place.index > self.next_index:
             raise gap(f"who wrote the marker of term {owner.term} knew of {place.index} messages", self.next_index)
         self.marker = read_marker(message, owner)
-        self.owner, self._text = owner, str(owner)
+        self.owner, self._texts = owner, _texts(owner)
         self._next_number, self._unseen_below, self._has_hole = 1, 0, False
         self._remembered.append(_fingerprint(message))
         return Verdict.VALID
@@ -233,6 +244,11 @@ class Receipts:
     def was_read(self, message_id: MessageId) -> None:
         """The topic was read and judged up to the append after the last one confirmed: it is valid, and stands here."""
         self._confirmed = message_id
+
+
+def _texts(owner: Owner) -> tuple[str, ...]:
+    """What ENTRY of an owner's entries begins with, in any version. All are of one length."""
+    return tuple(owner.prefix(version) for version in range(VERSION, SCHEMA_VERSION + 1))
 
 
 def _follows(before: MessageId, after: MessageId) -> bool:

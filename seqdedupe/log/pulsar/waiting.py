@@ -10,6 +10,7 @@ import pulsar.asyncio
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.log.pulsar.admin import Admin, Publisher
 from seqdedupe.log.pulsar.client import told
+from seqdedupe.log.pulsar.schemas import schema_of
 
 logger = logging.getLogger("seqdedupe.log")
 
@@ -23,15 +24,16 @@ Connect = Callable[[], pulsar.asyncio.Client]
 """Makes a client of its own, as all of the sidecar's are."""
 
 
-async def wait_until_free(topic: str, admin: Admin, connect: Connect) -> None:
-    """Returns when the broker has given the topic to whoever waits for it, who has let go of it again.
+async def wait_until_free(topic: str, admin: Admin, connect: Connect, *, has_schema: bool = False) -> None:
+    """Returns when the broker has given the topic to whoever waits for it, who has let go of it again. Where the topic
+    `has_schema`, it may be given only to those who name it.
 
     Whatever fails is tried again. A broker gives a topic, also when it is unloaded, to who waits for it: so nobody
     waits there before the topic is free, or when somebody has it again.
     """
     while True:
         await _until_nobody_writes(topic, admin)
-        if await is_terminated(topic, admin) or await _was_given(topic, admin, connect):
+        if await is_terminated(topic, admin) or await _was_given(topic, admin, connect, has_schema):
             return
 
 
@@ -49,11 +51,17 @@ async def _until_nobody_writes(topic: str, admin: Admin) -> None:
         await asyncio.sleep(POLL_SECONDS if free_since is None else FREE_POLL_SECONDS)
 
 
-async def _was_given(topic: str, admin: Admin, connect: Connect) -> bool:
+async def _was_given(topic: str, admin: Admin, connect: Connect, has_schema: bool) -> bool:
     """Waits at the broker, which tells at once. Whether it gave the topic, and nobody else has it."""
+    try:
+        schema = (await schema_of(topic, admin)).of_client() if has_schema else None
+    except SeqdedupeError as e:
+        logger.warning("the schema of %s is not known now: %s", topic, e)
+        await asyncio.sleep(POLL_SECONDS)
+        return False
     client = connect()
     waiting = asyncio.ensure_future(
-        client.create_producer(topic, access_mode=pulsar.ProducerAccessMode.WaitForExclusive)
+        client.create_producer(topic, access_mode=pulsar.ProducerAccessMode.WaitForExclusive, schema=schema)
     )
     # Nobody may ask any more when it ends.
     waiting.add_done_callback(lambda done: done.cancelled() or done.exception())

@@ -13,7 +13,8 @@ import pulsar.asyncio
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.log.pulsar.client import name_of, told
 from seqdedupe.log.pulsar.client_thread import keep_state
-from seqdedupe.log.pulsar.entries import Message
+from seqdedupe.log.pulsar.entries import Message, content_bytes
+from seqdedupe.log.pulsar.schemas import Schema
 from seqdedupe.log.pulsar.unsettled import Confirmed, Unsettled
 from seqdedupe.log.pulsar.unwanted import opened
 from seqdedupe.message_id import MessageId
@@ -133,7 +134,7 @@ class Writer:
                 self._last_answer_time = self._loop.time()
                 if self._timer is None:
                     self._timer = self._loop.call_later(SEND_TIMEOUT_SECONDS, self._check_time)
-            size = len(message.payload or b"")
+            size = content_bytes(message)
             self._sent_bytes.append(size)
             self._in_flight_bytes += size
             self._next_id += 1
@@ -218,8 +219,9 @@ async def open_writer(
     claim_opening: ClaimOpening,
     properties: Mapping[str, str],
     settle: Callable[[Settled], None],
+    schema: Schema | None = None,
 ) -> Writer:
-    """Takes the topic, if nobody else writes to it.
+    """Takes the topic, if nobody else writes to it. `schema` is the topic's, None if it has none.
 
     Producers are named `seqdedupe-<instance_name>-<name number>`, from the first number on, which should be the one
     after that of the opening before; `properties` is what others see of it in the topic's statistics. `settle` is
@@ -233,7 +235,7 @@ async def open_writer(
         name_number = (first_name_number + step) % PRODUCER_NAMES
         name = f"seqdedupe-{instance_name}-{name_number}"
         try:
-            producer = await _opened(client, topic, name, properties)
+            producer = await _opened(client, topic, name, properties, schema)
         except pulsar.asyncio.PulsarException as e:
             if e.error() != pulsar.Result.ProducerBusy:
                 raise _refused(topic, e) from e
@@ -248,10 +250,13 @@ async def open_writer(
     raise busy or error("INTERNAL", "an instance has no producer names")
 
 
-async def _opened(client: pulsar.asyncio.Client, topic: str, name: str, properties: Mapping[str, str]) -> Any:
+async def _opened(
+    client: pulsar.asyncio.Client, topic: str, name: str, properties: Mapping[str, str], schema: Schema | None
+) -> Any:
     opening = client.create_producer(
         topic,
         producer_name=name,
+        schema=schema.of_client() if schema is not None else None,
         properties=dict(properties),
         # Never with fencing: two that fence each other at once both get in.
         access_mode=pulsar.ProducerAccessMode.Exclusive,

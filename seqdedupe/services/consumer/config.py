@@ -18,6 +18,10 @@ class ConsumerConfig:
     max_batch_messages: int = 1000
     """A transaction has at most so many messages, and never waits for more than are there."""
 
+    longest_transaction_ms: int = 5_000
+    """A transaction that has taken so long takes no further message. A call of the handler is not cut short: with
+    `in_batches` the next one gets fewer messages."""
+
     max_attempts: int = 5
     """So often a message is given to the handler before it is poison: in place, all others wait."""
 
@@ -47,7 +51,7 @@ class ConsumerConfig:
             raise error("INVALID_OPTION", what, hint=_HINT)
         if self.dead_letter_topic:
             topic_name(self.dead_letter_topic)
-        for name in ("max_batch_messages", "max_attempts", "max_retries"):
+        for name in ("max_batch_messages", "longest_transaction_ms", "max_attempts", "max_retries"):
             if getattr(self, name) < 1:
                 raise error("INVALID_OPTION", f"{name} is {getattr(self, name)}: it should be 1 or more", hint=_HINT)
         for name in ("first_backoff_ms", "longest_backoff_ms", "first_retry_delay_ms", "longest_retry_delay_ms"):

@@ -26,19 +26,23 @@ from seqdedupe.names import partition_name, topic_name
 from seqdedupe.services.consumer import database, ownership
 from seqdedupe.services.consumer.config import ConsumerConfig
 from seqdedupe.services.consumer.letters import DeadLetters, check_topic
-from seqdedupe.services.consumer.ownership import NOBODY, Lost, Ownership, Seen, check_transactions, is_there
+from seqdedupe.services.consumer.ownership import (
+    NOBODY,
+    Held,
+    Lost,
+    Ownership,
+    Seen,
+    check_transactions,
+    is_there,
+)
 from seqdedupe.services.consumer.sharing import Part, Shares, row_name
 from seqdedupe.services.consumer.tables import METADATA
 from seqdedupe.services.consumer.waiting import Arrivals, Stop, Stopped, wait_for_any
-from seqdedupe.services.consumer.work import KEEP_UP_SECONDS, Work
+from seqdedupe.services.consumer.work import FIRST_AWAY_SECONDS, KEEP_UP_SECONDS, LONGEST_AWAY_SECONDS, Work
 from seqdedupe.services.standing_by import Stillness
 
 LOOK_SECONDS = 0.5
 """Who stands by looks so often."""
-
-_FIRST_AWAY_SECONDS = 0.1
-_LONGEST_AWAY_SECONDS = 5.0
-"""How long to wait for a database that cannot be used."""
 
 Start = Position | PartitionedPosition | Literal["earliest", "latest"]
 
@@ -57,10 +61,11 @@ class Consumer:
     **A partitioned topic** is shared: each of the processes works on as many partitions, in one thread, and the others
     take over those of one that ends. Each partition has an order and a position of its own.
 
-    A transaction has the messages that are there, at most `config.max_batch_messages`: many while it is behind, one
-    when it has caught up. Where it fails it is cut in half, until the message that is to blame is alone, and is tried
-    again `config.max_attempts` times. `config.poison` says what then becomes of it. A database that cannot be reached,
-    is busy or ends a deadlock is waited for, and counts as no attempt.
+    A transaction has the messages that are there, at most `config.max_batch_messages` and as many as it takes
+    `config.longest_transaction_ms` for: many while it is behind, one when it has caught up. Where it fails it is cut in
+    half, until the message that is to blame is alone, and is tried again `config.max_attempts` times. `config.poison`
+    says what then becomes of it. A database that cannot be reached, is read-only, full or busy, or ends a deadlock, is
+    waited for, and counts as no attempt.
 
     `name` is one row of `seqdedupe_consumers`, which is made with the consumer's other tables when they are not there.
     It belongs to one topic and one `purpose`: the handler's qualified name unless another is given. `start` counts when
@@ -181,7 +186,7 @@ class Consumer:
 
     async def _find(self, client: AsyncClient) -> Found:
         """Waits for a sidecar that is not there, as a reader does. Raises Stopped, NotFoundError, NOT_A_SIDECAR."""
-        backoff = Backoff(_FIRST_AWAY_SECONDS, LOOK_SECONDS)
+        backoff = Backoff(FIRST_AWAY_SECONDS, LOOK_SECONDS)
         while True:
             if self._stop.is_told:
                 raise Stopped
@@ -218,7 +223,7 @@ class Consumer:
         def begin(name: str, topic: str, hold: Ownership, position: str) -> Part:
             return Part(self._begin(name, topic, hold, position), self._arrivals(client, topic, position, follow))
 
-        shares = self._shares = Shares(self._engine, self.name, list(found), self._stop, begin)
+        shares = self._shares = Shares(self._engine, self.name, list(found), self._stop, begin, self._on_waiting)
         self._prepare(lambda: shares.register(self.purpose, starts))
         ends = None if follow else [one.last for one in found.values()]
 
@@ -244,9 +249,9 @@ class Consumer:
                 except Lost:
                     continue
                 except (database.Away, UnavailableError) as e:
-                    failures = 1 if time.monotonic() - began > _LONGEST_AWAY_SECONDS else failures + 1
+                    failures = 1 if time.monotonic() - began > LONGEST_AWAY_SECONDS else failures + 1
                     self._tell(e.failure if isinstance(e, database.Away) else e)
-                    self._stop.pause(min(_FIRST_AWAY_SECONDS * 2 ** min(failures, 16), _LONGEST_AWAY_SECONDS))
+                    self._stop.pause(min(FIRST_AWAY_SECONDS * 2 ** min(failures, 16), LONGEST_AWAY_SECONDS))
         except Stopped:
             return
         finally:
@@ -282,11 +287,13 @@ class Consumer:
     def _acquire(self, until: Position | None) -> str | None:
         """Stands by until nobody else works; returns the position. None if whoever works has come so far."""
         stillness = Stillness(ownership.TAKE_OVER_SECONDS)
+        held = Held(self._on_waiting)
         first: Seen | None = None
         while True:
             self._stop.check()
             with database.reaching():
                 now = self._ownership.look()
+                held.look(now is None, self._ownership.holder)
                 is_over = stillness.has_lasted(now)
                 if now is not None:
                     first = first or now
@@ -311,6 +318,7 @@ class Consumer:
             position=position,
             in_batches=self._in_batches,
             refused=self._refused,
+            on_waiting=self._on_waiting,
         )
 
     def _arrivals(self, client: AsyncClient, topic: str, position: str, follow: bool) -> Arrivals:
@@ -324,11 +332,12 @@ class Consumer:
         arrivals = self._arrivals(client, self.topic, position, until is None)
         self._has_all = True
         try:
-            while not arrivals.is_over:
+            while work.has_messages or not arrivals.is_over:
                 self._stop.check()
-                messages = arrivals.take(self._config.max_batch_messages)
-                if messages:
-                    work.apply(messages)
+                if not work.has_messages:
+                    work.take(arrivals.take(self._config.max_batch_messages))
+                if work.has_messages:
+                    work.apply()
                 else:
                     wait_for_any([arrivals], self._stop, KEEP_UP_SECONDS)
                 work.keep_up()

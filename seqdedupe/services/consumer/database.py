@@ -1,30 +1,46 @@
-"""The consumer's database: what it is told when that cannot be used, and which tables have no transactions."""
+"""The consumer's database: what is said when it cannot be used, who holds what, and which tables have no
+transactions."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import cast
 
-from sqlalchemy import Connection, Engine, event, text
+from sqlalchemy import Connection, Engine, Table, event, text
 from sqlalchemy.exc import SQLAlchemyError
 
-from seqdedupe.databases.failures import passes_by_itself, told
+from seqdedupe.databases.failures import Fault, fault_of, told
 from seqdedupe.errors import SeqdedupeError, UnavailableError, error
 
+_MARIADB = ("mysql", "mariadb")
+
 _WRITES = re.compile(r"\s*(?:insert|update|delete|replace|load|with|call)\b", re.IGNORECASE)
+
+
+_POSTGRESQL_HOLDER = """
+SELECT a.pid, a.usename, COALESCE(a.application_name, ''), a.state,
+EXTRACT(EPOCH FROM clock_timestamp() - a.xact_start)::int
+FROM {table} t JOIN pg_stat_activity a ON a.backend_xid = t.xmax WHERE {where}
+"""
+_MARIADB_HOLDER = """
+SELECT t.trx_mysql_thread_id, COALESCE(p.user, '?'), COALESCE(p.host, ''), COALESCE(p.command, ''),
+TIMESTAMPDIFF(SECOND, t.trx_started, NOW())
+FROM information_schema.innodb_trx t LEFT JOIN information_schema.processlist p ON p.id = t.trx_mysql_thread_id
+WHERE t.trx_rows_modified > 0 ORDER BY t.trx_started LIMIT 1
+"""
 
 
 class Away(Exception):
     """The database cannot be used now, or has undone the transaction: what was committed is to be looked up."""
 
-    def __init__(self, cause: BaseException) -> None:
+    def __init__(self, cause: BaseException, more: str = "") -> None:
         super().__init__(cause)
-        made = error(
-            "OUTPUT_UNAVAILABLE",
-            f"the consumer's database cannot be used now: {told(cause)}",
-            hint="It is tried again.",
-        )
-        self.failure = cast(UnavailableError, made)
+        self.failure = unavailable(f"the consumer's database cannot be used now: {told(cause)}{more}")
+
+
+def unavailable(what: str, hint: str = "It is tried again.") -> UnavailableError:
+    """What is told to `on_waiting`."""
+    return cast(UnavailableError, error("OUTPUT_UNAVAILABLE", what, hint=hint))
 
 
 @contextmanager
@@ -33,15 +49,53 @@ def reaching() -> Iterator[None]:
     try:
         yield
     except SQLAlchemyError as e:
-        if passes_by_itself(e):
+        if fault_of(e) is not Fault.MESSAGE:
             raise Away(e) from e
         hint = "See why, and whether the user of the database may do it."
         raise error("INVALID_OUTPUT", f"the consumer's tables cannot be used: {told(e)}", hint=hint) from e
 
 
+def age_seconds(connection: Connection) -> float:
+    """How long the server has been running; SQLite has none that could be restarted."""
+    dialect = connection.dialect.name
+    if dialect == "postgresql":
+        wanted = "SELECT EXTRACT(EPOCH FROM clock_timestamp() - pg_postmaster_start_time())"
+        return float(connection.exec_driver_sql(wanted).scalar_one())
+    if dialect in _MARIADB:
+        # Of its last second only a part has passed.
+        return float(connection.exec_driver_sql("SHOW GLOBAL STATUS LIKE 'Uptime'").one()[1]) + 1
+    return float("inf")
+
+
+def holder(engine: Engine, table: Table, where: str, values: Mapping[str, str]) -> UnavailableError:
+    """Which session of the server is in a transaction that holds the row, for how long, and how to end it: as far as
+    the server says that to this user. MariaDB names the oldest transaction that has written."""
+    found = None
+    try:
+        with engine.connect() as connection:
+            if connection.dialect.name == "postgresql":
+                wanted = _POSTGRESQL_HOLDER.format(table=table.name, where=where)
+                found = connection.execute(text(wanted), values).first()
+            elif connection.dialect.name in _MARIADB:
+                found = connection.execute(text(_MARIADB_HOLDER)).first()
+    except SQLAlchemyError:
+        pass
+    name = " of ".join(values.values())
+    what = f"another process holds {name} in {table.name}, in a transaction that does not end"
+    if found is None:
+        return unavailable(what, "Look for a session that is idle in a transaction, and end it.")
+    number, user, client, state, seconds = found
+    end = f"SELECT pg_terminate_backend({number})" if engine.dialect.name == "postgresql" else f"KILL {number}"
+    session = f"{'process' if engine.dialect.name == 'postgresql' else 'connection'} {number} of the server"
+    return unavailable(
+        f"{what}: it began {seconds} seconds ago, in {session} (user {user}, {client or '-'}, {state})",
+        f"If it is frozen, end its transaction: {end}",
+    )
+
+
 def without_transactions(engine: Engine) -> frozenset[str]:
     """The tables of the database whose engine has no transactions, as MyISAM and Aria in MariaDB."""
-    if engine.dialect.name not in ("mysql", "mariadb"):
+    if engine.dialect.name not in _MARIADB:
         return frozenset()
     with engine.connect() as connection:
         found = connection.execute(
@@ -74,8 +128,9 @@ def refusing_writes(connection: Connection, tables: frozenset[str]) -> Iterator[
         event.remove(connection, "before_cursor_execute", look)
 
 
-def not_transactional(table: str) -> SeqdedupeError:
-    """The error for a table whose changes cannot be taken back."""
-    return error(
-        "NOT_TRANSACTIONAL", f"the table {table} has no transactions: what is written there stays, committed or not"
-    )
+def not_transactional(table: str, kind: str = "") -> SeqdedupeError:
+    """The error for a table whose changes cannot be taken back, or are not kept together with the others."""
+    what = f"the table {table} has no transactions: what is written there stays, committed or not"
+    if kind:
+        what = f"the table {table} is {kind}: what is written there is not kept together with the position"
+    return error("NOT_TRANSACTIONAL", what)

@@ -8,7 +8,7 @@ from sqlalchemy import Connection, Engine, Row, Table, delete, insert, select, u
 
 from seqdedupe.errors import error
 from seqdedupe.limits import MAX_PARTITIONS
-from seqdedupe.services.consumer.set_aside import SetAside, key_hash
+from seqdedupe.services.consumer.set_aside import SetAside, has_content, key_hash
 from seqdedupe.services.consumer.sharing import row_name
 from seqdedupe.services.consumer.tables import CONSUMERS, DEAD_LETTERS, PARKED
 
@@ -41,7 +41,7 @@ class Retried(NamedTuple):
 def retry(engine: Engine, name: str, indexes: Sequence[int]) -> Retried:
     """Lets the messages with these indexes (none: all that are parked) be tried now; dead letters too: they are parked
     again, before what is parked with their key, unless they are on their way to a topic. Raises INVALID_OPTION, and
-    changes nothing, if one of them was not set aside."""
+    changes nothing, if one of them was not set aside, or without its content."""
     now, leaving = 0, []
     with engine.begin() as connection:
         names = _names(connection, name, indexes)
@@ -49,6 +49,7 @@ def retry(engine: Engine, name: str, indexes: Sequence[int]) -> Retried:
             _lock(connection, one)
             dead = _rows(connection, DEAD_LETTERS, one, indexes) if indexes else []
             _check_there(one, indexes, [*dead, *_rows(connection, PARKED, one, indexes)])
+            _check_content(one, dead)
             for row in dead:
                 if row.dead_letter_topic is None:
                     _park_again(connection, row)
@@ -80,6 +81,14 @@ def _check_there(name: str, indexes: Sequence[int], found: Sequence[Row[Any]]) -
     if missing:
         what = f"the consumer {name!r} has set aside no message with index {', '.join(map(str, missing))}"
         hint = "`seqdedupe consumer parked` lists what it has."
+        raise error("INVALID_OPTION", what, hint=hint)
+
+
+def _check_content(name: str, dead: Sequence[Row[Any]]) -> None:
+    empty = [row.message_index for row in dead if not has_content(row)]
+    if empty:
+        what = f"the consumer {name!r} has the dead letters {', '.join(map(str, empty))} without their content"
+        hint = f"Their database did not take it. The topic has it: seqdedupe read {dead[0].topic}"
         raise error("INVALID_OPTION", what, hint=hint)
 
 

@@ -1,20 +1,29 @@
 """A consumer's row in the database: its position, and which of its processes works."""
 
+import time
 import uuid
+from collections.abc import Callable
+from contextlib import suppress
 from typing import NamedTuple
 
 from sqlalchemy import Connection, Engine, delete, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
-from seqdedupe.errors import error
+from seqdedupe.client.waiting import OnWaiting
+from seqdedupe.errors import UnavailableError, error
 from seqdedupe.message_id import Position
-from seqdedupe.services.consumer.database import not_transactional
+from seqdedupe.services.consumer import database
 from seqdedupe.services.consumer.tables import CONSUMERS, FORMAT_VERSION
 
 NOBODY = ""
 
 TAKE_OVER_SECONDS = 3.0
 """A process of which the row has said nothing for so long, by the clock of who stands by, has ended."""
+
+
+HELD_SECONDS = 15.0
+"""A row that has been locked for so long, at each look, is spoken of: a transaction is over within that, unless its
+owner is frozen or its handler waits."""
 
 
 class Lost(Exception):
@@ -43,14 +52,15 @@ class Ownership:
 
     def register(self, topic: str, purpose: str, start: Position) -> None:
         """Makes the row if it is not there. Raises CONSUMER_CHANGED if it is another consumer's, NEWER_FORMAT."""
-        row = {"name": self._name, "format_version": FORMAT_VERSION, "topic": topic, "purpose": purpose}
-        try:
-            with self._engine.begin() as connection:
-                connection.execute(insert(CONSUMERS).values(row | _new(start)))
-        except IntegrityError:
-            pass
+        mine = select(CONSUMERS).where(CONSUMERS.c.name == self._name)
         with self._engine.connect() as connection:
-            found = connection.execute(select(CONSUMERS).where(CONSUMERS.c.name == self._name)).one()
+            found = connection.execute(mine).one_or_none()
+        if found is None:  # an INSERT that finds it there waits for its owner's transaction, whatever that waits for
+            row = {"name": self._name, "format_version": FORMAT_VERSION, "topic": topic, "purpose": purpose}
+            with suppress(IntegrityError), self._engine.begin() as connection:
+                connection.execute(insert(CONSUMERS).values(row | _new(start)))
+            with self._engine.connect() as connection:
+                found = connection.execute(mine).one()
         if found.format_version != FORMAT_VERSION:
             what = f"the consumer {self._name!r} has format {found.format_version}; this version reads {FORMAT_VERSION}"
             raise error("NEWER_FORMAT", what)
@@ -92,6 +102,10 @@ class Ownership:
 
     def beat(self) -> None:
         """Tells those who stand by that this process lives. Raises Lost."""
+        self.write()
+
+    def write(self) -> None:
+        """A small transaction of its own, which shows that the database takes work. Raises Lost."""
         with self._engine.begin() as connection:
             found = connection.execute(update(CONSUMERS).where(self._mine).values(beat=CONSUMERS.c.beat + 1))
             if found.rowcount != 1:
@@ -103,10 +117,33 @@ class Ownership:
         if connection.execute(moved).rowcount != 1:
             raise Lost
 
+    def holder(self) -> UnavailableError:
+        """Which session holds the row, and how to end it."""
+        return database.holder(self._engine, CONSUMERS, "t.name = :name", {"name": self._name})
+
     def release(self) -> None:
         """So that another process need not wait."""
         with self._engine.begin() as connection:
             connection.execute(update(CONSUMERS).where(self._mine).values(owner=NOBODY, beat=CONSUMERS.c.beat + 1))
+
+
+class Held:
+    """Says of a row that stays locked who holds it: from time to time, while that lasts."""
+
+    def __init__(self, on_waiting: OnWaiting | None) -> None:
+        self._on_waiting = on_waiting
+        self._since: float | None = None
+
+    def look(self, is_locked: bool, holder: Callable[[], UnavailableError]) -> None:
+        """It is locked now, or is not."""
+        now = time.monotonic()
+        if not is_locked:
+            self._since = None
+        elif self._since is None:
+            self._since = now
+        elif now - self._since >= HELD_SECONDS and self._on_waiting is not None:
+            self._since = now
+            self._on_waiting(holder())
 
 
 def is_there(position: str, until: Position) -> bool:
@@ -125,7 +162,7 @@ def check_transactions(engine: Engine) -> None:
         stayed = connection.execute(delete(CONSUMERS).where(CONSUMERS.c.name == probe)).rowcount
         connection.commit()
     if stayed:
-        raise not_transactional(CONSUMERS.name)
+        raise database.not_transactional(CONSUMERS.name)
 
 
 def _new(start: Position) -> dict[str, object]:

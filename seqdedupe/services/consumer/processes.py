@@ -4,18 +4,21 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Collection, Iterable
+from functools import partial
 
 from sqlalchemy import Connection, Engine, delete, insert, select, update
 
-from seqdedupe.services.consumer import ownership, work
-from seqdedupe.services.consumer.ownership import NOBODY, Lost, Ownership
+from seqdedupe.client.waiting import OnWaiting
+from seqdedupe.errors import UnavailableError
+from seqdedupe.services.consumer import database, ownership, work
+from seqdedupe.services.consumer.ownership import NOBODY, Held, Lost, Ownership
 from seqdedupe.services.consumer.tables import CONSUMERS, PROCESSES
 
 
 class Processes:
     """The rows of all processes of a consumer; this one has the row `token`."""
 
-    def __init__(self, engine: Engine, consumer: str) -> None:
+    def __init__(self, engine: Engine, consumer: str, on_waiting: OnWaiting | None = None) -> None:
         self.token = uuid.uuid4().hex
         self.shown: set[str] = set()
         """The others that have shown since this process began that they live."""
@@ -24,6 +27,8 @@ class Processes:
         self._all = PROCESSES.c.consumer == consumer
         self._mine = self._all & (PROCESSES.c.token == self.token)
         self._seen: dict[str, tuple[int, float]] = {}
+        self._held: dict[str, Held] = {}
+        self._on_waiting = on_waiting
         self._beat_at = float("-inf")
 
     def beat(self) -> None:
@@ -57,6 +62,9 @@ class Processes:
             idle = select(PROCESSES.c.token, PROCESSES.c.beat).where(self._all).with_for_update(skip_locked=True)
             beats: dict[str, int] = {row.token: row.beat for row in connection.execute(idle)}
         now, before = time.monotonic(), self._seen
+        self._held = {token: self._held.get(token, Held(self._on_waiting)) for token in tokens}
+        for token, held in self._held.items():
+            held.look(token not in beats, partial(self._holder, token))
         self.shown |= tokens.difference(beats)
         self.shown |= {token for token, beat in beats.items() if token in before and before[token][0] != beat}
         # Since when each of these has said nothing.
@@ -70,6 +78,10 @@ class Processes:
                 tokens.discard(token)
         self.shown &= tokens
         return tokens
+
+    def _holder(self, token: str) -> UnavailableError:
+        values = {"token": token, "consumer": self._consumer}
+        return database.holder(self._engine, PROCESSES, "t.token = :token AND t.consumer = :consumer", values)
 
     def _remove(self, token: str, beat: int) -> bool:
         unchanged = self._all & (PROCESSES.c.token == token) & (PROCESSES.c.beat == beat)

@@ -11,6 +11,7 @@ from sqlalchemy import Connection, Engine, Row, delete, func, insert, select, up
 
 from seqdedupe.batch import Batch, Binary, properties, single_producer
 from seqdedupe.client.stored import Message, StoredBatch
+from seqdedupe.databases.failures import Fault, fault_of, told
 from seqdedupe.limits import LINK_LEFT_OUT, NO_EPOCH
 from seqdedupe.message_id import Position
 from seqdedupe.message_ids import MessageIds
@@ -18,6 +19,15 @@ from seqdedupe.services.consumer.tables import DEAD_LETTERS, PARKED
 
 BEHIND = "waits behind an earlier message of its key"
 """What stands as the error of such a message."""
+
+_MAX_ERROR_CHARACTERS = 2000
+
+_NO_CONTENT = {"message_key": None, "deduplication_id": None, "payload": None, "properties": "null"}
+
+
+def has_content(row: Row[Any]) -> bool:
+    """Whether a dead letter has the message, and not its place alone."""
+    return bool(row.properties != _NO_CONTENT["properties"])
 
 
 def key_hash(key: bytes | None) -> str | None:
@@ -68,8 +78,9 @@ def message_of(row: Row[Any]) -> Message:
 
 def why(failure: BaseException) -> str:
     """One line, without what databases take in no text: NUL, and what is not valid Unicode."""
-    text = f"{type(failure).__name__}: {failure}".replace("\x00", "").encode(errors="backslashreplace").decode()
-    return " ".join(text.split())[:2000]
+    said = failure if fault_of(failure) is Fault.MESSAGE else told(failure)
+    text = f"{type(failure).__name__}: {said}".replace("\x00", "").encode(errors="backslashreplace").decode()
+    return " ".join(text.split())[:_MAX_ERROR_CHARACTERS]
 
 
 class SetAside:
@@ -84,6 +95,15 @@ class SetAside:
         """To the dead letters, and from there to the topic of them if there is one."""
         row = self._row(message, attempts, error)
         connection.execute(insert(DEAD_LETTERS).values(**row, **self._to, given_up_ms=now_ms))
+
+    def bury_without_content(
+        self, connection: Connection, message: Message, attempts: int, error: str, refused: str, now_ms: int
+    ) -> None:
+        """To the dead letters, for people, where the database does not take the message itself: one that is larger than
+        a statement may be, for instance. The topic has it."""
+        said = f"{error}; the dead letter has no content, as the database refuses that: {refused}"
+        row = self._row(message, attempts, said[:_MAX_ERROR_CHARACTERS]) | _NO_CONTENT
+        connection.execute(insert(DEAD_LETTERS).values(**row, dead_letter_topic=None, given_up_ms=now_ms))
 
     def _row(self, message: Message, attempts: int, error: str) -> dict[str, Any]:
         place = {"incarnation": message.position.incarnation, "message_index": message.index}

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from sqlalchemy import Engine, Row, select
 from sqlalchemy.exc import SQLAlchemyError
 
+from seqdedupe.client.waiting import OnWaiting
 from seqdedupe.message_id import Position
 from seqdedupe.services.consumer import database
 from seqdedupe.services.consumer.ownership import NOBODY, Lost, Ownership, Seen, is_there
@@ -39,13 +40,21 @@ def row_name(consumer: str, partition: int) -> str:
 class Shares:
     """One process's share: `work` is its whole life, in one thread."""
 
-    def __init__(self, engine: Engine, consumer: str, topics: Sequence[str], stop: Stop, begin: Begin) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        consumer: str,
+        topics: Sequence[str],
+        stop: Stop,
+        begin: Begin,
+        on_waiting: OnWaiting | None = None,
+    ) -> None:
         self._engine = engine
         self._topics = topics
         self._stop = stop
         self._begin = begin
         self._names = [row_name(consumer, k) for k in range(len(topics))]
-        self._processes = Processes(engine, consumer)
+        self._processes = Processes(engine, consumer, on_waiting)
         self._holds = [PartOwnership(engine, name, self._processes) for name in self._names]
         self._parts: dict[int, Part] = {}
         self._looked_at = float("-inf")
@@ -80,15 +89,17 @@ class Shares:
     def _turn(self, k: int, most: int) -> bool:
         part = self._parts[k]
         try:
-            messages = part.arrivals.take(most)
-            if messages:
-                part.work.apply(messages)
+            if not part.work.has_messages:
+                part.work.take(part.arrivals.take(most))
+            worked = part.work.has_messages
+            if worked:
+                part.work.apply()
             part.work.keep_up()
         except Lost:
             self._drop(k)
             self._looked_at = float("-inf")
             return True
-        return bool(messages)
+        return worked
 
     def _look(self) -> None:
         """Gives back what is above this process's share, and takes what is below it and nobody's."""

@@ -2,20 +2,23 @@
 
 import inspect
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from sqlalchemy import Connection, Engine, Row
 
+from seqdedupe.client.connection import Backoff
 from seqdedupe.client.stored import Message
-from seqdedupe.databases.failures import passes_by_itself
+from seqdedupe.client.waiting import OnWaiting
+from seqdedupe.databases.failures import Fault, fault_of, lost_connection
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.names import topic_name
 from seqdedupe.services.consumer import database
 from seqdedupe.services.consumer.config import ConsumerConfig
 from seqdedupe.services.consumer.ownership import Lost, Ownership
 from seqdedupe.services.consumer.set_aside import BEHIND, SetAside, key_hash, message_of, why
-from seqdedupe.services.consumer.transaction import step
+from seqdedupe.services.consumer.transaction import carry_out
 from seqdedupe.services.consumer.waiting import Stop
 
 KEEP_UP_SECONDS = 1.0
@@ -24,13 +27,33 @@ KEEP_UP_SECONDS = 1.0
 MAX_RETRIES_IN_A_ROW = 32
 """Of parked messages, before the main flow has its turn."""
 
+REPEATS = 5
+"""So often a transaction that another one was in the way of is repeated whole, before it is cut."""
+
+LOST_ATTEMPTS = 3
+"""A message with which the connection ends is to blame after so many attempts, alone, at least."""
+
+FIRST_AWAY_SECONDS = 0.1
+LONGEST_AWAY_SECONDS = 5.0
+"""How long to wait for a database that cannot be used."""
 
 _FATAL = frozenset(("TRANSACTION_ENDED", "NOT_TRANSACTIONAL", "INVALID_OPTION"))
 """What a handler does wrong whatever the message is: no other one could be trusted to it."""
 
 
+class _Failure(NamedTuple):
+    """Of a transaction, on a database that takes other work now."""
+
+    cause: Exception
+    fault: Fault
+
+
 class Work:
-    """From one position on, until the row is lost: after that, or Away, another one begins at the stored position."""
+    """From one position on, until the row is lost: after that, or Away, another one begins at the stored position.
+
+    Messages stand in groups, each for one transaction. A group that fails is cut in half, whatever it fails with, until
+    one message is alone. Only that one can be to blame, and only for what is no fault of the database's own.
+    """
 
     def __init__(
         self,
@@ -45,6 +68,7 @@ class Work:
         position: str,
         in_batches: bool,
         refused: frozenset[str],
+        on_waiting: OnWaiting | None,
     ) -> None:
         self.position = position
         self._engine = engine
@@ -56,84 +80,187 @@ class Work:
         self._topic = topic
         self._in_batches = in_batches
         self._refused = refused
+        self._on_waiting = on_waiting
+        self._groups: deque[Sequence[Message]] = deque()
+        self._batch = config.max_batch_messages  # with in_batches: what fits into the time of a transaction
         self._aside = SetAside(name, topic, topic_name(config.dead_letter_topic) if config.dead_letter_topic else None)
         self._kept_up = time.monotonic()
         # Also when that is no longer asked for: what was parked under it is to be tried, in its order.
         with database.reaching():
             self._parks = config.poison == "retry later" or self._aside.has_parked(engine)
 
-    def apply(self, messages: Sequence[Message]) -> None:
-        """All of them, in their order, in as many transactions as it takes. Raises HANDLER_FAILED and what else
-        `Consumer.run` does; Lost, Away, Stopped."""
-        failure = self._attempt(messages)
-        if failure is None:
-            return
-        if len(messages) > 1:
-            middle = len(messages) // 2
-            self.apply(messages[:middle])
-            self._stop.check()
-            self.apply(messages[middle:])
-            return
-        [message] = messages
-        for failures in range(1, self._config.max_attempts):
-            self._pause(self._config.backoff_ms(failures) / 1000)
-            failure = self._attempt(messages)
+    @property
+    def has_messages(self) -> bool:
+        """Whether some that it took are not applied yet."""
+        return bool(self._groups)
+
+    def take(self, messages: Sequence[Message]) -> None:
+        """The next ones, to be applied after those that it has."""
+        if messages:
+            self._groups.append(messages)
+
+    def apply(self) -> None:
+        """One transaction with the first group, or its first messages; if it fails, what comes of that. Raises
+        HANDLER_FAILED and what else `Consumer.run` does; Lost, Away, Stopped."""
+        group = self._groups[0]
+        attempts = repeats = 0
+        while True:
+            done, failure = self._attempt(group)
             if failure is None:
+                self._groups.popleft()
+                if done < len(group):
+                    self._groups.appendleft(group[done:])
                 return
-        self._give_up(message, failure)
+            if failure.fault is Fault.REPEAT and repeats < REPEATS:
+                repeats += 1
+                self._tell(failure.cause)
+                self._pause(self._config.backoff_ms(repeats) / 1000)
+                continue
+            if len(group) > 1:
+                middle = len(group) // 2
+                self._groups[0] = group[middle:]
+                self._groups.appendleft(group[:middle])
+                return
+            if failure.fault in (Fault.DATABASE, Fault.REPEAT):
+                raise database.Away(failure.cause, f"; it takes other work, and not {self._shown(group)}")
+            attempts += 1
+            needed = self._config.max_attempts
+            if attempts >= (needed if failure.fault is Fault.MESSAGE else max(needed, LOST_ATTEMPTS)):
+                self._give_up(group[0], failure.cause, attempts)
+                self._groups.popleft()
+                return
+            self._pause(self._config.backoff_ms(attempts) / 1000)
 
-    def _attempt(self, messages: Sequence[Message]) -> Exception | None:
-        """One transaction with all of them; returns why it failed."""
-        return self._transaction(str(messages[-1].position), lambda connection: self._hand_over(connection, messages))
+    def _attempt(self, messages: Sequence[Message]) -> tuple[int, _Failure | None]:
+        """One transaction; returns how many messages it had, and why it failed."""
+        done = 0
 
-    def _transaction(self, to: str, do: Callable[[Connection], None]) -> Exception | None:
+        def hand_over(connection: Connection) -> str:
+            nonlocal done
+            done = self._hand_over(connection, messages)
+            return str(messages[done - 1].position)
+
+        failure = self._transaction(hand_over, self._shown(messages))
+        return done, failure
+
+    def _transaction(self, do: Callable[[Connection], str], shown: str) -> _Failure | None:
+        began = time.monotonic()
         try:
-            with step(self._engine, self._ownership, self.position, to, self._refused) as connection:
-                do(connection)
-        except Lost:
+            self.position = carry_out(self._engine, self._ownership, self.position, self._refused, do)
+        except (Lost, database.Away):
             raise
         except Exception as e:
             if isinstance(e, SeqdedupeError) and e.reason in _FATAL:
                 raise
-            if passes_by_itself(e):
-                raise database.Away(e) from e
-            return e
-        self.position = to
+            return _Failure(e, self._fault(e, began, shown))
         return None
 
-    def _hand_over(self, connection: Connection, messages: Sequence[Message]) -> None:
-        if self._parks:
-            keys = self._aside.keys_parked(connection, messages)
-            if keys:
-                behind = [message for message in messages if key_hash(message.key) in keys]
-                self._aside.park(connection, behind, 0, BEHIND, None)
-                messages = [message for message in messages if key_hash(message.key) not in keys]
-        if self._in_batches:
-            if messages:
-                _check_result(self._handle(connection, list(messages)))
-            return
-        for message in messages:
-            _check_result(self._handle(connection, message))
+    def _fault(self, failure: Exception, began: float, shown: str) -> Fault:
+        """Whose it is, as soon as the database takes other work. Raises Away if the database's own, and it takes none;
+        Lost, Stopped."""
+        fault = fault_of(failure)
+        if fault in (Fault.MESSAGE, Fault.REPEAT):
+            return fault
+        is_lost = lost_connection(failure)
+        backoff = Backoff(FIRST_AWAY_SECONDS, LONGEST_AWAY_SECONDS)
+        while True:
+            try:
+                with database.reaching():
+                    self._ownership.write()
+                    with self._engine.connect() as connection:
+                        age_seconds = database.age_seconds(connection)
+                break
+            except database.Away:
+                if not is_lost:
+                    raise database.Away(failure, f"; in hand: {shown}") from failure
+                # It may be this message that has ended the server: its attempts are counted here.
+                self._tell(failure, f"; in hand: {shown}")
+                self._stop.pause(backoff.next_seconds())
+        if is_lost and age_seconds < time.monotonic() - began:
+            raise database.Away(failure, f"; the server was restarted, in hand: {shown}") from failure
+        return Fault.UNKNOWN if is_lost else fault
 
-    def _give_up(self, message: Message, failure: Exception) -> None:
-        attempts = self._config.max_attempts
+    def _hand_over(self, connection: Connection, messages: Sequence[Message]) -> int:
+        """The messages to the handler until the time is over; returns how many."""
+        began = time.monotonic()
+        most_seconds = self._config.longest_transaction_ms / 1000
+        keys = self._aside.keys_parked(connection, messages) if self._parks else ()
+        if self._in_batches:
+            messages = messages[: self._batch]
+            behind = [message for message in messages if keys and key_hash(message.key) in keys]
+            others = [message for message in messages if not keys or key_hash(message.key) not in keys]
+            if others:
+                _check_result(self._handle(connection, others))
+            took_seconds = time.monotonic() - began
+            if took_seconds > most_seconds:
+                self._batch = max(1, int(len(messages) * most_seconds / took_seconds))
+            elif took_seconds < most_seconds / 2:
+                self._batch = min(2 * self._batch, self._config.max_batch_messages)
+            done = len(messages)
+        else:
+            behind, done = [], 0
+            for message in messages:
+                done += 1
+                if keys and key_hash(message.key) in keys:
+                    behind.append(message)
+                else:
+                    _check_result(self._handle(connection, message))
+                if time.monotonic() - began >= most_seconds:
+                    break
+        if behind:
+            self._aside.park(connection, behind, 0, BEHIND, None)
+        return done
+
+    def _give_up(self, message: Message, failure: Exception, attempts: int) -> None:
+        what = (
+            f"the consumer {self._name!r} cannot apply the message with index {message.index} of {self._topic} "
+            f"({message.message_id}, tried {attempts} times): {why(failure)}"
+        )
         if self._config.poison == "stop":
-            raise error(
-                "HANDLER_FAILED",
-                f"the consumer {self._name!r} cannot apply the message with index {message.index} of {self._topic} "
-                f"({message.message_id}, tried {attempts} times): {why(failure)}",
-                index=message.index,
-            ) from failure
+            raise error("HANDLER_FAILED", what, index=message.index) from failure
         now_ms = _now_ms()
 
-        def set_aside(connection: Connection) -> None:
+        def set_aside(connection: Connection) -> str:
             if self._config.poison == "dead letter":
                 self._aside.bury(connection, message, attempts, why(failure), now_ms)
             else:
                 next_ms = now_ms + self._config.retry_delay_ms(0)
                 self._aside.park(connection, [message], attempts, why(failure), next_ms)
+            return str(message.position)
 
-        self._must(self._transaction(str(message.position), set_aside))
+        refused = self._insist(set_aside, message)
+        if refused is None:
+            return
+
+        def set_aside_without_content(connection: Connection) -> str:
+            self._aside.bury_without_content(connection, message, attempts, why(failure), why(refused.cause), now_ms)
+            return str(message.position)
+
+        last = self._insist(set_aside_without_content, message)
+        if last is not None:
+            raise error(
+                "HANDLER_FAILED", f"{what}; nor set it aside: {why(last.cause)}", index=message.index
+            ) from failure
+
+    def _insist(self, set_aside: Callable[[Connection], str], message: Message) -> _Failure | None:
+        """Until it is done, or the database has refused it for good. Raises Away."""
+        for attempts in range(1, LOST_ATTEMPTS + 1):
+            failure = self._transaction(set_aside, self._shown([message]))
+            if failure is None or failure.fault is Fault.MESSAGE:
+                return failure
+            if failure.fault is not Fault.UNKNOWN:
+                raise database.Away(failure.cause, f"; it is to set aside {self._shown([message])}")
+            self._pause(self._config.backoff_ms(attempts) / 1000)
+        return failure
+
+    def _shown(self, messages: Sequence[Message]) -> str:
+        first, last = messages[0].index, messages[-1].index
+        of = f"of {self._topic}"
+        return f"the message with index {first} {of}" if first == last else f"the messages {first} to {last} {of}"
+
+    def _tell(self, failure: Exception, more: str = "") -> None:
+        if self._on_waiting is not None:
+            self._on_waiting(database.Away(failure, more).failure)
 
     def keep_up(self) -> None:
         """From time to time: says that this process lives, and tries again what is parked and due."""
@@ -166,32 +293,34 @@ class Work:
     def _retry(self, row: Row[Any]) -> None:
         message = message_of(row)
 
-        def again(connection: Connection) -> None:
+        def again(connection: Connection) -> str:
             if self._aside.is_there(connection, row):
                 _check_result(self._handle(connection, [message] if self._in_batches else message))
                 self._aside.let_go(connection, row)
+            return self.position
 
-        failure = self._transaction(self.position, again)
+        shown = self._shown([message])
+        failure = self._transaction(again, shown)
         if failure is None:
             return
-        reason, now_ms, retries = why(failure), _now_ms(), row.attempts - self._config.max_attempts + 1
+        if failure.fault in (Fault.DATABASE, Fault.REPEAT):
+            raise database.Away(failure.cause, f"; in hand: {shown}")
+        reason, now_ms, retries = why(failure.cause), _now_ms(), row.attempts - self._config.max_attempts + 1
 
-        def put_back(connection: Connection) -> None:
+        def put_back(connection: Connection) -> str:
             if not self._aside.is_there(connection, row):
-                return
+                return self.position
             if retries >= self._config.max_retries:
                 self._aside.bury(connection, message, row.attempts + 1, reason, now_ms)
                 self._aside.let_go(connection, row)
             else:
                 self._aside.again(connection, row, reason, now_ms + self._config.retry_delay_ms(max(retries, 0)))
+            return self.position
 
-        self._must(self._transaction(self.position, put_back))
-
-    @staticmethod
-    def _must(failure: Exception | None) -> None:
+        failure = self._transaction(put_back, shown)
         if failure is not None:
             with database.reaching():
-                raise failure
+                raise failure.cause
 
     def _pause(self, seconds: float) -> None:
         """Others must not take over while it waits to try again."""

@@ -10,20 +10,28 @@ from sqlalchemy import Connection, Engine, Row, delete, insert, select, update
 from sqlalchemy.dialects import mysql, postgresql, sqlite
 
 from seqdedupe.client.stored import Message
-from seqdedupe.databases.failures import passes_by_itself
+from seqdedupe.databases.failures import Fault, fault_of, lost_connection
 from seqdedupe.databases.tables import make_tables
 from seqdedupe.errors import error
 from seqdedupe.services.consumer.consumer import purpose_of
 from seqdedupe.services.consumer.database import Away, reaching
 from seqdedupe.services.consumer.set_aside import content, message_of, why
+from seqdedupe.services.consumer.transaction import check_deferred
 from seqdedupe.services.inbox import operating
-from seqdedupe.services.inbox.rule import MAX_VERSION, Order, Verdict, checked, decide
+from seqdedupe.services.inbox.rule import MAX_VERSION, Order, Verdict, checked, decide, former_name_of, name_of
 from seqdedupe.services.inbox.tables import KEYS, METADATA, PARKED
 from seqdedupe.services.inbox.waiting import Waiting
 
 Handle = Callable[[Connection, Message], object]
 
 MAX_NAME_LENGTH = 100
+
+_MOST_LOSSES = 2
+"""A parked message with which the connection ended so often is passed over: fewer times than a consumer takes for what
+woke it to be to blame."""
+
+_REPLACED = "\N{REPLACEMENT CHARACTER}"
+"""In the name of what earlier versions parked with a key of bytes that are no text."""
 
 
 class Inbox:
@@ -77,6 +85,7 @@ class Inbox:
         self._handle = handle
         self._key, self._version, self._versions = key, version, versions
         self._order = order
+        self._losses: dict[str, list[str]] = {}
         self._before_all = first_version - 1 if order == "contiguous" else -1
         # Who takes a consumer over has the same purpose, whatever stands in front of the handler.
         self.__module__, self.__qualname__ = "inbox", f"{name}({purpose_of(handle)})"
@@ -98,6 +107,7 @@ class Inbox:
 
     def _take(self, connection: Connection, message: Message, wanted: Mapping[str, int]) -> None:
         applied = self._lock(connection, wanted)
+        applied |= self._continued(connection, message, wanted, applied)
         decision = decide(self._order, wanted, applied)
         if decision.verdict is Verdict.DROP:
             self._count_dropped(connection, wanted)
@@ -119,11 +129,28 @@ class Inbox:
             self._wake(connection, wanted)
 
     def _of(self, message: Message) -> dict[str, int]:
+        return checked(self._given(message))
+
+    def _given(self, message: Message) -> Mapping[Any, Any]:
         if self._versions is not None:
-            return checked(self._versions(message))
+            return self._versions(message)
         if self._key is None or self._version is None:
             raise _option("an inbox takes key and version, or versions")
-        return checked({self._key(message): self._version(message)})
+        return {self._key(message): self._version(message)}
+
+    def _continued(
+        self, connection: Connection, message: Message, wanted: Mapping[str, int], applied: Mapping[str, int]
+    ) -> dict[str, int]:
+        """Of keys that begin here and had a row under their former name: that they go on there, with the next version.
+        Several keys may have had that row, so any other version begins anew."""
+        found: dict[str, int] = {}
+        for key in self._given(message) if self._order == "contiguous" else ():
+            name, former = name_of(key), former_name_of(key)
+            if former is not None and applied[name] == self._before_all:
+                row = connection.execute(select(KEYS.c.version).where(self._is(former))).one_or_none()
+                if row is not None and row.version == wanted[name] - 1:
+                    found[name] = row.version
+        return found
 
     def _lock(self, connection: Connection, keys: Iterable[str]) -> dict[str, int]:
         """Nobody else decides about these keys until the transaction ends. Returns the last versions applied."""
@@ -164,12 +191,24 @@ class Inbox:
         """Decides once more about a parked message; returns what versions it has applied."""
         wanted: dict[str, int] = json.loads(row.versions)
         this = PARKED.c.id == row.id
-        applied = self._lock(connection, wanted)
+        if len(losses := self._losses.get(row.id, [])) >= _MOST_LOSSES:
+            # The transaction of what woke it went with the connection, too.
+            del self._losses[row.id]
+            connection.execute(update(PARKED).where(this).values(attempts=PARKED.c.attempts + 1, error=losses[-1]))
+            return {}
+        if any(_REPLACED in name for name in wanted):
+            message = message_of(row)
+            wanted = self._of(message)
+            applied = self._lock(connection, wanted)
+            applied |= self._continued(connection, message, wanted, applied)
+        else:
+            applied = self._lock(connection, wanted)
         try:
             decision = decide(self._order, wanted, applied)
             if decision.verdict is Verdict.PARK:
                 waits = {"waits_for_key": decision.key, "waits_for_version": decision.version}
-                connection.execute(update(PARKED).where(this).values(**waits))
+                values = waits | {"versions": json.dumps(wanted)}
+                connection.execute(update(PARKED).where(this).values(**values))
                 return {}
             # What it does is taken back if it fails: what woke it has nothing to do with that.
             with connection.begin_nested():
@@ -179,8 +218,13 @@ class Inbox:
                     self._handle(connection, message_of(row))
                     self._apply(connection, wanted)
                 connection.execute(delete(PARKED).where(this))
+                check_deferred(connection)
+            self._losses.pop(row.id, None)
         except Exception as e:
-            if passes_by_itself(e):
+            if lost_connection(e):
+                self._losses.setdefault(row.id, []).append(why(e))
+                raise
+            if fault_of(e) in (Fault.DATABASE, Fault.REPEAT):
                 raise
             connection.execute(update(PARKED).where(this).values(attempts=PARKED.c.attempts + 1, error=why(e)))
             return {}

@@ -1,5 +1,6 @@
 """What is decided about a message, from its versions and those applied: pure."""
 
+import hashlib
 from collections.abc import Mapping
 from enum import Enum
 from typing import Literal, NamedTuple
@@ -52,15 +53,41 @@ def decide(order: Order, wanted: Versions, applied: Versions) -> Decision:
     return Decision(Verdict.APPLY)
 
 
+def name_of(key: str | bytes) -> str:
+    """Under which name the tables have a key: no two keys share one. Bytes that are UTF-8 are the same key as that
+    text. All others have a hash of theirs as their name, since no text stands for them."""
+    if isinstance(key, str):
+        return key
+    try:
+        name = key.decode()
+    except UnicodeDecodeError:
+        name = ""
+    return name if _is_name(name) else "bytes:" + hashlib.sha256(b"seqdedupe inbox key\x00" + key).hexdigest()
+
+
+def _is_name(text: str) -> bool:
+    return 1 <= len(text) <= MAX_KEY_LENGTH and "\x00" not in text
+
+
+def former_name_of(key: str | bytes) -> str | None:
+    """The name that earlier versions gave to bytes that are no text, which several keys may have shared. None for all
+    other keys."""
+    former = key.decode(errors="replace") if isinstance(key, bytes) else key
+    return former if former != name_of(key) and _is_name(former) else None
+
+
 def checked(found: object) -> dict[str, int]:
     """The versions, if they are some. Raises INVALID_VERSION."""
     if not isinstance(found, Mapping) or not found:
         raise error("INVALID_VERSION", f"the versions are {found!r:.80}: they should be a mapping of keys to numbers")
     versions: dict[str, int] = {}
     for key, version in found.items():
-        name = key.decode(errors="replace") if isinstance(key, bytes) else key
-        if not isinstance(name, str) or not 1 <= len(name) <= MAX_KEY_LENGTH or "\x00" in name:
-            raise error("INVALID_VERSION", f"the key {key!r:.80} should be text of 1 to {MAX_KEY_LENGTH} characters")
+        name = name_of(key) if isinstance(key, str | bytes) and key else ""
+        if not _is_name(name):
+            what = f"the key {key!r:.80} should be bytes, or text of 1 to {MAX_KEY_LENGTH} characters"
+            raise error("INVALID_VERSION", what)
+        if name in versions:
+            raise error("INVALID_VERSION", f"the key {name!r:.80} has two versions, as text and as bytes")
         if isinstance(version, bool) or not isinstance(version, int) or not 0 <= version <= MAX_VERSION:
             raise error(
                 "INVALID_VERSION",

@@ -31,6 +31,10 @@ class Pipe:
         """See `seqdedupe.services.pipe.Pipe.counts`."""
         return self._pipe.counts
 
+    def stop(self) -> None:
+        """See `seqdedupe.services.pipe.Pipe.stop`."""
+        self._pipe.stop()
+
     def run(self, *, follow: bool = False) -> None:
         """See `seqdedupe.services.pipe.Pipe.run`. An exception of a signal handler, as Ctrl-C's, ends it."""
         caller = CallerThread()

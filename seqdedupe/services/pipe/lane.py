@@ -9,7 +9,7 @@ from seqdedupe.errors import error
 from seqdedupe.message_id import Position
 from seqdedupe.names import source_name
 from seqdedupe.services.pipe import starting
-from seqdedupe.services.pipe.outputs import Calling, Function
+from seqdedupe.services.pipe.outputs import Calling, Frame, Function
 
 IDLE_SECONDS = 1.0
 """When no message has come for so long, it is made sure that all outputs are durable, and the cursor is moved."""
@@ -19,6 +19,9 @@ CURSOR_SECONDS = 5.0
 
 READ_TIMEOUT_SECONDS = 120.0
 """A pipe that does not follow gives up when messages that are there have not come for so long."""
+
+SEND_SECONDS = 1.0
+"""Outputs wait for no others for longer, however slow the function is."""
 
 GATHERED_ROWS = 4096
 """Messages that are there already are taken to the function's thread together, up to so many."""
@@ -47,6 +50,17 @@ class Lane:
         self._next: Kept | None = None  # to be kept there as soon as all outputs up to it are durable
         self._next_id = -1  # the last of these outputs
         self._look_at = 0.0
+        self._calling: Calling | None = None  # while messages are copied
+        self._stopped = asyncio.Event()
+
+    def stop(self) -> bool:
+        """Ends `run` after the message under way, with all outputs so far durable. False if nothing is being copied:
+        then it may be cancelled."""
+        self._stopped.set()
+        if self._calling is None:
+            return False
+        self._calling.stop()
+        return True
 
     async def run(self, executor: Executor, *, follow: bool) -> None:
         """Reads on, calls and publishes: to the source's end as it is now, durable when this returns; or for ever.
@@ -73,27 +87,44 @@ class Lane:
         return starting.later(start, self._kept, producer.persisted)
 
     async def _copy(self, reader: Reader, producer: Producer, executor: Executor, *, follow: bool) -> None:
-        calling = Calling(self._function, self.source)
-        loop = asyncio.get_running_loop()
+        calling = self._calling = Calling(self._function, self.source)
         try:
             wait_seconds = None if follow else READ_TIMEOUT_SECONDS
             while calling.failure is None and (batches := await self._next_batches(reader, producer, wait_seconds)):
                 self.counts["inputs"] += sum(map(len, batches))
                 calling.take(batches)
-                while await loop.run_in_executor(executor, calling.fill):
-                    await self._send(calling, producer)
-                if calling.failure is not None or not (reader.has_in_hand() or reader.take_record()):
-                    await self._send(calling, producer)
+                while await self._fill(calling, executor, producer):
+                    await self._send(calling.frame(), producer)
                     await self._move_cursor(reader, producer, now=False)
+                    if self._stopped.is_set():
+                        break
+                if calling.failure is not None or not (reader.has_in_hand() or reader.take_record()):
+                    await self._send(calling.frame(), producer)
+                    await self._move_cursor(reader, producer, now=False)
+            await self._send(calling.frame(), producer)
+            await producer.flush()
+            if calling.failure is not None:
+                raise calling.failure
+            await self._move_cursor(reader, producer, now=True)
         finally:
             calling.stop()
-        await producer.flush()
-        if calling.failure is not None:
-            raise calling.failure
-        await self._move_cursor(reader, producer, now=True)
+            self._calling = None
 
-    async def _send(self, calling: Calling, producer: Producer) -> None:
-        if (frame := calling.frame()) is not None:
+    async def _fill(self, calling: Calling, executor: Executor, producer: Producer) -> bool:
+        """Whether there may be more. While the function is called, what is ready is sent from time to time."""
+        loop = asyncio.get_running_loop()
+        filling = loop.run_in_executor(executor, calling.fill)
+        try:
+            while not (await asyncio.wait({filling}, timeout=SEND_SECONDS))[0]:
+                await self._send(calling.ready(), producer)
+                if self._cursor is not None and loop.time() >= self._look_at:
+                    calling.hurry()
+        finally:
+            filling.cancel()
+        return filling.result()
+
+    async def _send(self, frame: Frame | None, producer: Producer) -> None:
+        if frame is not None:
             payloads, sequence_ids, keys, times, properties = frame
             self.counts["outputs"] += len(sequence_ids)
             self.counts["outputs_again"] += int((sequence_ids <= producer.persisted_sequence_id).sum())
@@ -102,22 +133,27 @@ class Lane:
     async def _next_batches(self, reader: Reader, producer: Producer, wait_seconds: float | None) -> list[StoredBatch]:
         """Those that are there, waiting for the first one; none at the end. Raises what the producer has failed with
         meanwhile, for else those outputs would wait for the next message; UNREACHABLE if none comes for so long."""
+        if self._stopped.is_set():
+            return []
         if not (reader.has_in_hand() or reader.take_record()):
             fetching = asyncio.ensure_future(reader.fetch())
+            stopped = asyncio.ensure_future(self._stopped.wait())
+            first = asyncio.FIRST_COMPLETED
             try:
-                done, _ = await asyncio.wait({fetching}, timeout=IDLE_SECONDS)
+                done, _ = await asyncio.wait({fetching, stopped}, timeout=IDLE_SECONDS, return_when=first)
                 if not done:
                     await producer.flush()
                     await self._move_cursor(reader, producer, now=True)
-                    done, _ = await asyncio.wait({fetching}, timeout=wait_seconds)
+                    done, _ = await asyncio.wait({fetching, stopped}, timeout=wait_seconds, return_when=first)
                     if not done:
                         what = f"{self.source} has not been read any further for {wait_seconds} seconds"
                         raise error("UNREACHABLE", what)
-                if not fetching.result():
+                if self._stopped.is_set() or not fetching.result():
                     return []
             finally:
                 fetching.cancel()
-                await asyncio.gather(fetching, return_exceptions=True)
+                stopped.cancel()
+                await asyncio.gather(fetching, stopped, return_exceptions=True)
         batches: list[StoredBatch] = []
         rows = 0
         while rows < GATHERED_ROWS and (reader.has_in_hand() or reader.take_record()):
@@ -143,6 +179,9 @@ class Lane:
         self._next = None
 
     def _set_next(self, reader: Reader, producer: Producer) -> None:
-        if (position := reader.position) is not None and position.message_id is not None:
+        position, calling = reader.position, self._calling
+        if calling is not None and not calling.is_done:
+            position = None if calling.last is None else calling.last.position
+        if position is not None and position.message_id is not None:
             self._next_id = max(producer.last_sequence_id, producer.persisted_sequence_id)
             self._next = Kept(position, starting.note_of(producer.persisted, self._next_id))

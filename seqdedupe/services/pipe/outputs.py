@@ -63,6 +63,11 @@ class Calling:
 
     def __init__(self, function: Function, topic: str) -> None:
         self.failure: SeqdedupeError | None = None
+        self.is_done = True
+        """Whether all messages were gone through."""
+        self.last: Message | None = None
+        """Else the last one of which all outputs are in a frame, as far as that is known."""
+        self._is_due = False
         self._function = function
         self._topic = topic
         self._is_stopped = False
@@ -72,6 +77,8 @@ class Calling:
 
     def _clear(self) -> None:
         self._payloads: list[bytes | None] = []
+        self._taken = 0  # rows that are in a frame already
+        self._is_adding = False  # the outputs of one input, one after the other
         self._has_none = False
         self._sequence_ids: list[int] = []
         self._size_bytes = BATCH_OVERHEAD_BYTES
@@ -82,6 +89,7 @@ class Calling:
 
     def take(self, batches: Iterable[StoredBatch]) -> None:
         """The next batches; all of those before have been gone through."""
+        self.is_done, self.last = False, None
         self._messages = chain.from_iterable(map(self._rows_of, batches))
 
     def _rows_of(self, stored: StoredBatch) -> Iterator[tuple[Message, int, bytes | None]]:
@@ -99,16 +107,22 @@ class Calling:
 
     def stop(self) -> None:
         """From another thread: no further message is begun."""
-        self._is_stopped = True
+        self._is_stopped = self._is_due = True
+
+    def hurry(self) -> None:
+        """From another thread: `fill` ends after the message under way."""
+        self._is_due = True
 
     def fill(self) -> bool:
-        """Calls the function until the frame is full, true, or no message is left. It may be called in any thread."""
+        """Calls the function until the frame is full or it is hurried, true, or no message is left. It may be called in
+        any thread."""
         # This loop is what a pipe costs for each message: common outputs are dealt with right here.
         if self._held is not None:
             held, self._held = self._held, None
             self._add_all(*held)
         function, payloads, sequence_ids = self._function, self._payloads, self._sequence_ids
         size_bytes = self._size_bytes
+        self._is_due = self._is_stopped
         for message, sequence_id, key in self._messages:
             try:
                 given = function(message)
@@ -127,10 +141,12 @@ class Calling:
             except Exception as e:  # noqa: BLE001 (whatever the user's function raises)
                 self.failure = self._failed(message, e)
                 break
-            if size_bytes >= FULL_FRAME_BYTES or len(payloads) >= FULL_FRAME_ROWS or self._is_stopped:
+            if size_bytes >= FULL_FRAME_BYTES or len(payloads) >= FULL_FRAME_ROWS or self._is_due:
+                self.last = message
                 break
         else:
             self._size_bytes = size_bytes
+            self.is_done = True
             return False
         self._size_bytes = size_bytes
         return self.failure is None
@@ -162,6 +178,7 @@ class Calling:
         if self._size_bytes + size_bytes > MAX_BATCH_BYTES:
             self._held = outputs, sequence_id
             return False
+        self._is_adding = True
         for number, output in enumerate(outputs):
             row = len(self._payloads)
             if output.key is not None:
@@ -173,26 +190,38 @@ class Calling:
             self._has_none |= output.payload is None
             self._payloads.append(output.payload)
             self._sequence_ids.append(sequence_id + number)
+        self._is_adding = False
         self._size_bytes += size_bytes
         return True
 
+    def ready(self) -> Frame | None:
+        """From another thread while `fill` is at work: what is there of whole inputs. Lists only grow meanwhile, and a
+        row's sequence ID comes last."""
+        count = len(self._sequence_ids)
+        return None if self._is_adding or len(self._sequence_ids) != count else self._frame(count)
+
     def frame(self) -> Frame | None:
-        """What was gathered, to be sent; None if there is nothing."""
-        rows = range(len(self._payloads))
+        """What was gathered and is in no frame yet, to be sent; None if there is nothing."""
+        frame = self._frame(len(self._sequence_ids))
+        self._clear()
+        return frame
+
+    def _frame(self, end: int) -> Frame | None:
+        rows = range(self._taken, end)
         if not rows:
             return None
+        payloads = self._payloads[rows.start : end]
+        self._taken = end
         times = None
         if self._event_times_ms:
             times = np.array([self._event_times_ms.get(row, 0) for row in rows], np.int64)
-        frame = Frame(
-            self._payloads if self._has_none else Binary.of_all(self._payloads),  # type: ignore[arg-type]
-            np.array(self._sequence_ids, np.int64),
+        return Frame(
+            payloads if self._has_none else Binary.of_all(payloads),  # type: ignore[arg-type]
+            np.array(self._sequence_ids[rows.start : end], np.int64),
             [self._keys.get(row) for row in rows] if self._keys else None,
             times,
             [self._properties.get(row) for row in rows] if self._properties else None,
         )
-        self._clear()
-        return frame
 
 
 def _outputs(given: Any, key: bytes | None) -> list[Output]:

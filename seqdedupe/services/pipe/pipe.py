@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
+from typing import Any, TypeVar
 
 from seqdedupe.client import Client
 from seqdedupe.client.connection import NOT_A_SIDECAR, Backoff
@@ -14,6 +15,8 @@ from seqdedupe.names import new_producer_name, partition_name, source_name, topi
 from seqdedupe.services.pipe.lane import Lane
 from seqdedupe.services.pipe.outputs import Function
 from seqdedupe.services.standing_by import Stillness
+
+T = TypeVar("T")
 
 logger = logging.getLogger("seqdedupe.pipe")
 
@@ -68,6 +71,9 @@ class Pipe:
         self._function = function
         self._cursor = cursor
         self._lanes: list[Lane] = []
+        self._tasks: list[asyncio.Task[Any]] = []
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._is_stopped = False
 
     @property
     def counts(self) -> dict[str, int]:
@@ -91,26 +97,57 @@ class Pipe:
         Raises NOT_A_SIDECAR if what answers at the start is something else. Without `follow` raises UnavailableError
         for a sidecar that does not answer, or takes nothing, for long.
 
+        Outputs are sent as soon as there are enough, and after a second at the latest. `stop` ends it.
+
         If it is cancelled, outputs that were sent may be in the target or not; a later run finds that out.
         `executor` calls the function; left out, a thread of this run.
         """
-        sources = await self._sources(follow=follow)
-        cursors = [None if self._cursor is None else self._cursor(source) for source in sources]
-        self._lanes = [
-            Lane(self._client, source, self.target, self._function, self.name, cursor)
-            for source, cursor in zip(sources, cursors, strict=True)
-        ]
+        self._loop, self._lanes = asyncio.get_running_loop(), []
         own = ThreadPoolExecutor(1, "seqdedupe-pipe") if executor is None else None
-        work = self._follow if follow else self._run_once
-        tasks = [asyncio.create_task(work(lane, executor or own)) for lane in self._lanes]  # type: ignore[arg-type]
         try:
-            await asyncio.gather(*tasks)
+            [sources] = await self._all([asyncio.create_task(self._sources(follow=follow))]) or [[]]
+            cursors = [None if self._cursor is None else self._cursor(source) for source in sources]
+            self._lanes = [
+                Lane(self._client, source, self.target, self._function, self.name, cursor)
+                for source, cursor in zip(sources, cursors, strict=True)
+            ]
+            work = self._follow if follow else self._run_once
+            await self._all([asyncio.create_task(work(lane, executor or own)) for lane in self._lanes])  # type: ignore[arg-type]
+        finally:
+            if own is not None:
+                own.shutdown(wait=False, cancel_futures=True)
+
+    def stop(self) -> None:
+        """Ends `run` after the message under way, for good: all outputs so far are durable when it returns. From any
+        thread, and from a signal's handler."""
+        self._is_stopped = True
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._end)
+
+    def _end(self) -> None:
+        at_work = {task for lane, task in zip(self._lanes, self._tasks, strict=False) if lane.stop()}
+        for task in set(self._tasks) - at_work:
+            task.cancel()
+
+    async def _all(self, tasks: list[asyncio.Task[T]]) -> list[T]:
+        """What all of them give; nothing if it was stopped. Whatever ends this ends them, too."""
+        self._tasks = list(tasks)
+        if self._is_stopped:
+            self._end()
+        try:
+            return await asyncio.gather(*tasks)
+        except asyncio.CancelledError:
+            me = asyncio.current_task()
+            if not self._is_stopped or (me is not None and me.cancelling()):
+                raise
+            for ended in await asyncio.gather(*tasks, return_exceptions=True):
+                if isinstance(ended, Exception):
+                    raise ended from None
+            return []
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            if own is not None:
-                own.shutdown(wait=False, cancel_futures=True)
 
     async def _sources(self, *, follow: bool) -> list[str]:
         """The source, or its partitions."""
@@ -140,6 +177,7 @@ class Pipe:
             before = lane.counts["outputs"]
             try:
                 await lane.run(executor, follow=True)
+                return  # it was stopped
             except FencedError as e:
                 if lane.counts["outputs"] > before:
                     standby_seconds = STANDBY_FIRST_SECONDS

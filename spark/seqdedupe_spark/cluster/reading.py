@@ -114,7 +114,7 @@ class _LogTask(Task):
         if entry.message_id != start or place is None or not _holds(entry, place, position):
             found = f"{entry.message_id} of {self._span.topic} is not the message of the position {position}"
             raise error("POSITION_DIVERGED", found)
-        return Standing(*place)
+        return Standing(*place[:3])
 
     def _taken(self, collector: Collector, seen: MessageId) -> list[StoredBatch]:
         """What was collected, as far as it is of the range."""
@@ -133,7 +133,7 @@ class _LogTask(Task):
 
 def _holds(entry: Entry, place: Place, position: Position) -> bool:
     """Whether an entry, if it is valid, holds the message of a position."""
-    terms = Terms(Standing(*place))
+    terms = Terms(Standing(*place[:3]))
     last = last_of(entry, terms.standing) if terms.judge(entry.message, entry.message_id) is Verdict.VALID else None
     return (
         last is not None

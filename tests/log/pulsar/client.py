@@ -80,6 +80,10 @@ class StandInAdmin(Admin):
     async def properties(self, topic: str) -> dict[str, str]:
         return {}
 
+    async def schema(self, topic: str) -> tuple[str, str]:
+        await asyncio.sleep(0)
+        return "STRING", ""
+
     async def subscription_expiration_minutes(self, namespace: str) -> int | None:
         await asyncio.sleep(0)
         self.looked += 1

@@ -2,7 +2,7 @@
 
 from itertools import pairwise
 
-from seqdedupe.entry_properties import ENTRY, KIND, MARKER
+from seqdedupe.entry_properties import ENTRY, KIND, MARKER, VERSION
 from seqdedupe.log.pulsar.entries import Message
 from seqdedupe.log.pulsar.terms import Receipts, Standing, Terms, Verdict
 from seqdedupe.message_id import MessageId
@@ -17,7 +17,7 @@ class Process:
     With `believes` every receipt confirms. What it appends is on its way until its `producer` is told otherwise.
     """
 
-    def __init__(self, topic: PulsarTopic, name: str, *, believes: bool = False) -> None:
+    def __init__(self, topic: PulsarTopic, name: str, *, believes: bool = False, version: int = VERSION) -> None:
         self.name = name
         self.confirmed: list[str] = []
         self.is_open = False
@@ -28,6 +28,7 @@ class Process:
         self._under_way: list[Message] = []
         self._term = self._sent = self._openings = 0
         self._whose = ""
+        self._version = version
 
     def open(self, *, lands: int = 0, highest_term: int | None = None) -> None:
         """Marks, with a term above the highest that it read, or above a stale one, until a marker takes ownership.
@@ -42,21 +43,24 @@ class Process:
             self._term = (self._read().owner.term if highest_term is None else highest_term) + 1
             highest_term = None
             self.producer = self._topic.producer(self.name)
-            self.producer.send(marker(self._term, self._whose))
+            self.producer.send(self._marker())
             self.producer.store()
             self.producer.hear()
             standing = self._read()
             self.is_open = standing.owner == owner(self._term, self._whose)
         self._settle()
         self._number, self._index = 1, standing.next_index
-        self._receipts = Receipts(self._place_of(marker(self._term, self._whose)) or MessageId(-1, -1))
+        self._receipts = Receipts(self._place_of(self._marker()) or MessageId(-1, -1))
+
+    def _marker(self) -> Message:
+        return marker(self._term, self._whose, self._version)
 
     def append(self) -> None:
         """Hands over a message. It is on its way."""
         self._sent += 1
         payload = f"{self.name}{self._sent}".encode()
         sent = batch([("p", self._index)], payloads=[payload])
-        (message,) = rows(self._term, self._number, self._index, sent, self._whose)
+        (message,) = rows(self._term, self._number, self._index, sent, self._whose, self._version)
         self._number, self._index = self._number + 1, self._index + 1
         self._under_way.append(message)
         self.producer.send(message)

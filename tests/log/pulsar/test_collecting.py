@@ -1,16 +1,19 @@
 """From entries to stored records: what a log's readers are given, read with the published schema alone."""
 
+import base64
+
 import numpy as np
 import pytest
 from google.protobuf.message import Message as Proto
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from seqdedupe.entry_properties import BATCH, KEY_BASE64, KIND, ROWS
+from seqdedupe.entry_properties import BATCH, KEY_BASE64, KIND, ROWS, SCHEMA_VERSION, VERSION
 from seqdedupe.errors import DamagedError
 from seqdedupe.format.columns import OWNERSHIP, TERM
 from seqdedupe.log.pulsar import entries
 from seqdedupe.log.pulsar.entries import MAX_ENTRY_BYTES, Message
+from seqdedupe.log.pulsar.places import ENTRY_BYTES, size_of
 from seqdedupe.message_id import MessageId
 from seqdedupe.v1 import batch_pb2, read_pb2
 from tests.batches import batch
@@ -37,7 +40,7 @@ def parsed(raw: bytes) -> list[batch_pb2.Record]:
     return list(read_pb2.ReadStreamResponse.FromString(raw).records)
 
 
-def topic_of(*, is_packed: bool) -> list[Message]:
+def topic_of(*, is_packed: bool, version: int = VERSION) -> list[Message]:
     """A marker, three messages, a control record, another owner, two messages."""
     first = batch([("p", 1), ("q", 1), ("p", 4)])
     second = batch([("p", 6), ("p", 7)], links={"p": 4})
@@ -50,17 +53,21 @@ def topic_of(*, is_packed: bool) -> list[Message]:
             packed(2, 1, 3, second),
         ]
     return [
-        marker(1),
-        *rows(1, 1, 0, first),
-        entries.control(owner(1), 4, 3, CONTROL),
-        marker(2),
-        *rows(2, 1, 3, second),
+        marker(1, version=version),
+        *rows(1, 1, 0, first, version=version),
+        entries.control(owner(1), 4, 3, CONTROL, version=version),
+        marker(2, version=version),
+        *rows(2, 1, 3, second, version=version),
     ]
 
 
-@pytest.mark.parametrize("is_packed", [False, True], ids=["plain", "packed"])
-def test_records_are_those_of_every_log(is_packed: bool) -> None:
-    found = collected(stored(topic_of(is_packed=is_packed)))
+@pytest.mark.parametrize(
+    ("is_packed", "version"),
+    [(False, VERSION), (True, VERSION), (False, SCHEMA_VERSION)],
+    ids=["plain", "packed", "with a schema"],
+)
+def test_records_are_those_of_every_log(is_packed: bool, version: int) -> None:
+    found = collected(stored(topic_of(is_packed=is_packed, version=version)))
     records = parsed(found.raw)
     assert [(r.WhichOneof("body"), r.base_index, r.rows) for r in records] == [
         ("marker", 0, 0),
@@ -234,12 +241,41 @@ def test_no_tag_is_asked_for() -> None:
     assert np.array_equal(collected(stored([marker(1)])).table[:, TERM], [1])
 
 
+def test_what_is_no_message_has_no_payload_in_a_topic_with_a_schema() -> None:
+    with_schema, without = (topic_of(is_packed=False, version=version) for version in (SCHEMA_VERSION, VERSION))
+    for one, other in zip(with_schema, without, strict=True):
+        if KIND not in one.properties:
+            assert one.payload == other.payload
+            continue
+        assert one.payload is None
+        if one.properties[KIND] == "control":
+            assert base64.b64decode(one.properties["seqdedupe.control_base64"]) == other.payload == CONTROL
+
+
+@pytest.mark.parametrize("said", [None, "!", "AAA"], ids=["nothing", "no base64", "half of it"])
+def test_a_control_record_without_content_is_damage(said: str | None) -> None:
+    """It is never taken for an empty one, which would say nothing."""
+    bad = entries.control(owner(1), 1, 0, CONTROL, version=SCHEMA_VERSION)
+    properties = {name: value for name, value in bad.properties.items() if name != "seqdedupe.control_base64"}
+    properties |= {"seqdedupe.control_base64": said} if said is not None else {}
+    with pytest.raises(DamagedError, match="does not say what it should"):
+        collected(stored([marker(1, version=SCHEMA_VERSION), bad._replace(properties=properties)]))
+
+
+def test_a_control_record_counts_by_its_content_wherever_that_is() -> None:
+    """By which readers know how much they may take at once."""
+    sizes = {size_of(entries.control(owner(1), 1, 0, bytes(3000), version=version)) for version in (1, 2)}
+    assert sizes == {3000 + ENTRY_BYTES, 4000 + ENTRY_BYTES}
+
+
 WHOLE = [
     stock(),
     *topic_of(is_packed=False),
     marker(3),
     packed(3, 1, 5, batch([("p", 8), ("q", 2)], links={"p": 7, "q": 1})),
     entries.control(owner(3), 2, 7, CONTROL),
+    marker(4, version=SCHEMA_VERSION),
+    entries.control(owner(4), 1, 7, CONTROL, version=SCHEMA_VERSION),
 ]
 TEXTS = st.sampled_from(["", "0", "-1", "1:2", "batch", "control", "marker", str(2**63), "1e3", "²", "\0"]) | st.text(
     max_size=5

@@ -9,6 +9,7 @@ import pytest
 
 from examples.pulsar import messages as example
 from seqdedupe.batch import Batch
+from seqdedupe.entry_properties import SCHEMA_VERSION, VERSION
 from seqdedupe.log.pulsar import entries
 from seqdedupe.log.pulsar.entries import Message
 from tests.batches import batch
@@ -27,13 +28,15 @@ SENT = [
 ]
 
 
-def entries_of(term: int, history: list[Batch], index: int, *, is_packed: bool) -> list[Message]:
-    found = [marker(term), entries.control(owner(term), 1, index, b"")]
+def entries_of(
+    term: int, history: list[Batch], index: int, *, is_packed: bool, version: int = VERSION
+) -> list[Message]:
+    found = [marker(term, version=version), entries.control(owner(term), 1, index, b"", version=version)]
     for each in history:
         if is_packed:
             found.append(packed(term, len(found), index, each))
         else:
-            found += rows(term, len(found), index, each)
+            found += rows(term, len(found), index, each, version=version)
         index += len(each)
     return found
 
@@ -47,11 +50,15 @@ def received(topic: example.Topic, several: list[Message], apart: int = 1) -> li
     ]
 
 
-@pytest.mark.parametrize("is_packed", [False, True], ids=["plain", "packed"])
-def test_what_was_published_is_received(is_packed: bool) -> None:
-    first = entries_of(1, SENT[:1], 0, is_packed=is_packed)
-    second = entries_of(2, SENT[1:], 3, is_packed=is_packed)
-    late = entries_of(1, SENT[1:], 3, is_packed=is_packed)[2:]
+@pytest.mark.parametrize(
+    ("is_packed", "version"),
+    [(False, VERSION), (True, VERSION), (False, SCHEMA_VERSION)],
+    ids=["plain", "packed", "with a schema"],
+)
+def test_what_was_published_is_received(is_packed: bool, version: int) -> None:
+    first = entries_of(1, SENT[:1], 0, is_packed=is_packed, version=version)
+    second = entries_of(2, SENT[1:], 3, is_packed=is_packed, version=version)
+    late = entries_of(1, SENT[1:], 3, is_packed=is_packed, version=version)[2:]
     topic = [stock(), *first, stock(), *first[1:], marker(1, "b"), *second[:3], *late, *second]
     found = received(example.Topic(), topic)
     assert [message.index for message in found] == list(range(6))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from seqdedupe.entry_properties import KIND, MARKER, MESSAGE
+from seqdedupe.entry_properties import KIND, MARKER, MESSAGE, SCHEMA_VERSION, VERSION
 from seqdedupe.errors import DamagedError, SeqdedupeError, UnavailableError
 from seqdedupe.limits import MAX_PAYLOAD_BYTES
 from seqdedupe.log.contract import Failure, Log
@@ -29,12 +29,13 @@ class StandInHarness(LogHarness):
     takes_higher_terms_only = True
     trims = False
 
-    def __init__(self, entry_format: EntryFormat) -> None:
+    def __init__(self, entry_format: EntryFormat, version: int = VERSION) -> None:
         self.topic = PulsarTopic(clock_ms=lambda: self.now_ms)
         self.client = StandInClient(self.topic)
         self.admin = StandInAdmin(self.client)
         self._openings = itertools.count(1)
         self._format = entry_format
+        self._version = version
 
     def connect(self) -> Any:
         """A client that waits."""
@@ -44,14 +45,16 @@ class StandInHarness(LogHarness):
         """Whether a sidecar does."""
         return True
 
-    def log(self, address: str = "host:6680", place: bytes = b"") -> PulsarLog:
+    def shared(self, address: str) -> Shared:
         async def claim(_: str, known: int) -> int:
             return next(number for number in self._openings if number > known)
 
         client: Any = self.client
-        shared = Shared(client, "one", address, lambda: self.now_ms, claim, self.admin, self.connect, self.answers)
-        settings = Settings(self._format, "SEQUENCE_ID", 0, address)
-        return PulsarLog(shared, TOPIC, INCARNATION, settings, place)
+        return Shared(client, "one", address, lambda: self.now_ms, claim, self.admin, self.connect, self.answers)
+
+    def log(self, address: str = "host:6680", place: bytes = b"") -> PulsarLog:
+        settings = Settings(self._format, "SEQUENCE_ID", 0, address, self._version)
+        return PulsarLog(self.shared(address), TOPIC, INCARNATION, settings, place)
 
     async def open(self, covered_index: int = 0, place: bytes = b"") -> PulsarLog:
         log = self.log(place=place)
@@ -70,8 +73,10 @@ class StandInHarness(LogHarness):
 
 
 class TestPulsarLog(LogConformance):
-    @pytest.fixture(params=EntryFormat, ids=lambda entry_format: entry_format.value)
+    @pytest.fixture(params=[*EntryFormat, SCHEMA_VERSION], ids=["plain", "packed", "with a schema"])
     def harness(self, request: pytest.FixtureRequest) -> LogHarness:
+        if request.param == SCHEMA_VERSION:
+            return StandInHarness(EntryFormat.PLAIN, SCHEMA_VERSION)
         return StandInHarness(request.param)
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from seqdedupe.entry_properties import ADDRESS, ENTRY, KIND, TOKEN
+from seqdedupe.entry_properties import ADDRESS, ENTRY, KIND, SCHEMA_VERSION, TOKEN, VERSION
 from seqdedupe.errors import DamagedError
 from seqdedupe.log.pulsar import entries
 from seqdedupe.log.pulsar.entries import NOWHERE, Message
@@ -25,9 +25,13 @@ the broker takes all that is sent."""
 
 
 def play(actions: str, *, believes: bool = False, deduplicates: bool = False) -> tuple[PulsarTopic, list[Process]]:
-    """A history of two owners; at its end all that they have on its way is stored, and they hear of it."""
+    """A history of two owners; at its end all that they have on its way is stored, and they hear of it.
+
+    The second one writes the format's newer version: both may stand in one topic.
+    """
     topic = PulsarTopic(deduplicates=deduplicates)
-    a, b = owners = [Process(topic, name, believes=believes) for name in "ab"]
+    versions = zip("ab", (VERSION, SCHEMA_VERSION), strict=True)
+    a, b = owners = [Process(topic, name, believes=believes, version=version) for name, version in versions]
     for action in actions + "sh":
         acting = a if action in "aAx" else b
         if action in "ab":
@@ -297,6 +301,7 @@ def with_properties(message: Message, **changes: str | None) -> Message:
 
 FIRST = (marker(2), message_of(2, 1, 0), message_of(2, 2, 1))
 NEXT = message_of(2, 3, 2)
+OF_SECOND, OF_THIRD = owner(2).prefix(), owner(3).prefix()
 
 
 def refused(terms: Terms, message: Message) -> str:
@@ -329,16 +334,21 @@ def test_a_log_without_its_beginning_is_a_gap() -> None:
     ("bad", "reason"),
     [
         pytest.param(message_of(2, 3, 1), "LOG_DAMAGED", id="an index again"),
-        pytest.param(with_properties(NEXT, entry=f"{owner(2)}:2"), "LOG_DAMAGED", id="no number"),
-        pytest.param(with_properties(NEXT, entry=f"{owner(2)}3"), "LOG_DAMAGED", id="no index"),
-        pytest.param(with_properties(NEXT, entry=f"{owner(2)}3:two"), "LOG_DAMAGED", id="an index that is none"),
-        pytest.param(with_properties(NEXT, entry=f"{owner(2)}3:-2"), "LOG_DAMAGED", id="an index below 0"),
+        pytest.param(with_properties(NEXT, entry=f"{OF_SECOND}:2"), "LOG_DAMAGED", id="no number"),
+        pytest.param(with_properties(NEXT, entry=f"{OF_SECOND}3"), "LOG_DAMAGED", id="no index"),
+        pytest.param(with_properties(NEXT, entry=f"{OF_SECOND}3:two"), "LOG_DAMAGED", id="an index that is none"),
+        pytest.param(with_properties(NEXT, entry=f"{OF_SECOND}3:-2"), "LOG_DAMAGED", id="an index below 0"),
         pytest.param(with_properties(NEXT, kind="marker"), "LOG_DAMAGED", id="a second marker"),
         pytest.param(with_properties(NEXT, kind="batch", rows="0"), "LOG_DAMAGED", id="no rows"),
         pytest.param(with_properties(NEXT, kind="batch", rows="-1"), "LOG_DAMAGED", id="fewer rows than none"),
         pytest.param(with_properties(NEXT, kind="batch"), "LOG_DAMAGED", id="rows that it does not say"),
         pytest.param(with_properties(NEXT, kind="cursor"), "NEWER_FORMAT", id="a kind to come"),
-        pytest.param(with_properties(NEXT, entry="2:hello"), "NEWER_FORMAT", id="a format to come"),
+        pytest.param(with_properties(NEXT, entry="3:hello"), "NEWER_FORMAT", id="a format to come"),
+        pytest.param(
+            with_properties(NEXT, entry=f"{owner(2).prefix(SCHEMA_VERSION + 1)}3:2"),
+            "NEWER_FORMAT",
+            id="in its owner's",
+        ),
         pytest.param(with_properties(NEXT, entry=f"1:1:9:{'0' * 16}:3:2"), "LOG_DAMAGED", id="another incarnation"),
         pytest.param(with_properties(marker(3), token=None), "LOG_DAMAGED", id="a marker without token"),
         pytest.param(with_properties(marker(3), token="00" * 16), "LOG_DAMAGED", id="a marker of another token"),
@@ -346,7 +356,9 @@ def test_a_log_without_its_beginning_is_a_gap() -> None:
         pytest.param(with_properties(marker(3), format="round"), "LOG_DAMAGED", id="a marker of no format"),
         pytest.param(with_properties(marker(3), partitions="many"), "LOG_DAMAGED", id="partitions that are no number"),
         pytest.param(
-            with_properties(marker(3), entry=f"{owner(3)}1:-1"), "LOG_DAMAGED", id="a marker after its owner's entries"
+            with_properties(marker(3), entry=f"{OF_THIRD}1:-1"),
+            "LOG_DAMAGED",
+            id="a marker after its owner's entries",
         ),
     ],
 )
@@ -415,4 +427,4 @@ def test_what_a_marker_says() -> None:
     properties = marker(4).properties
     assert properties[TOKEN] == token(4).hex()
     assert properties[ADDRESS] == "host:6680"
-    assert (properties[KIND], properties[ENTRY]) == ("marker", f"{owner(4)}0:-1")
+    assert (properties[KIND], properties[ENTRY]) == ("marker", f"{owner(4).prefix()}0:-1")

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from seqdedupe import batch as batches
 from seqdedupe.batch import Batch
-from seqdedupe.entry_properties import Owner
+from seqdedupe.entry_properties import VERSION, Owner
 from seqdedupe.format.headers import ownership_of
 from seqdedupe.format.records import body_of
 from seqdedupe.log.contract import Entries
@@ -27,8 +27,8 @@ def owner(term: int, whose: str = "") -> Owner:
     return Owner(INCARNATION, term, ownership_of(token(term, whose)))
 
 
-def marker(term: int, whose: str = "") -> Message:
-    return entries.marker(INCARNATION, term, token(term, whose), SETTINGS)
+def marker(term: int, whose: str = "", version: int = VERSION) -> Message:
+    return entries.marker(INCARNATION, term, token(term, whose), SETTINGS._replace(version=version))
 
 
 def stock(payload: bytes = b"hello") -> Message:
@@ -44,8 +44,8 @@ def stored(messages: Iterable[Message], ledger_id: int = 10, first_entry: int = 
     ]
 
 
-def rows(term: int, number: int, index: int, batch: Batch, whose: str = "") -> list[Message]:
-    return list(plain.messages_of(owner(term, whose), number, index, batch.encode()))
+def rows(term: int, number: int, index: int, batch: Batch, whose: str = "", version: int = VERSION) -> list[Message]:
+    return list(plain.messages_of(owner(term, whose), number, index, batch.encode(), version=version))
 
 
 def packed(term: int, number: int, index: int, batch: Batch, now_ms: int = 1000) -> Message:

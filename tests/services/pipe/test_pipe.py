@@ -1,6 +1,8 @@
 """The pipe against a real sidecar: what it does, goes on from, and ends with. Half a minute, one or two sidecars."""
 
 import asyncio
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -13,8 +15,10 @@ from seqdedupe.client.cursor_file import FileCursor
 from seqdedupe.names import topic_name
 from seqdedupe.services.pipe import Output, Pipe
 from seqdedupe.services.pipe import blocking as blocking_pipe
+from seqdedupe.services.pipe import lane as lane_module
 from seqdedupe.services.pipe import pipe as pipe_module
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
+from tests.services.effects import until as wait_until
 from tests.services.pipe.scene import (
     cancelled_at,
     expected,
@@ -278,6 +282,94 @@ async def test_a_cursor_saves_reading_again_and_is_moved_by_one_alone(
         with pytest.raises(SeqdedupeError) as refused:
             await Pipe(client, source, f"{target}-2", rarely, name="pipe", cursor=lambda _: cursor).run()
         assert refused.value.reason == "INVALID_REQUEST"
+
+
+@pytest.mark.parametrize("has_cursor", [False, True])
+async def test_what_is_ready_is_sent_while_the_function_takes_long(
+    shared_sidecar: Sidecar, topic: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_cursor: bool
+) -> None:
+    """And when it is stopped it ends after the message under way, wherever that stands in its batch."""
+    monkeypatch.setattr(lane_module, "SEND_SECONDS", 0.05)
+    monkeypatch.setattr(lane_module, "CURSOR_SECONDS", 0.0)
+    source, target = f"{topic}-in", f"{topic}-out"
+    may_go_on = threading.Event()
+    called: list[int] = []
+    cursor = FileCursor(tmp_path / "cursor")
+
+    def slow(message: Message) -> Any:
+        called.append(message.index)
+        if message.index == 40:
+            may_go_on.wait(LAST_RESORT_SECONDS)
+        return function(message)
+
+    async with Client(shared_sidecar.address) as client:
+        await client.admin.create_topic(target)
+        await publish(client, source, 0, 100, rows=100)
+        pipe = Pipe(client, source, target, slow, name="pipe", cursor=(lambda _: cursor) if has_cursor else None)
+        running = asyncio.create_task(pipe.run(follow=True))
+
+        async def has_come() -> bool:
+            return await found(client, target) == expected(40)
+
+        await until(has_come)
+        pipe.stop()
+        await asyncio.sleep(0)
+        may_go_on.set()
+        await running
+        assert called[-1] == 40
+        assert await found(client, target) == expected(41)
+        if has_cursor:
+            kept = await cursor.read()
+            assert kept is not None
+            assert kept.position == await client.position_at(source, 40)
+        await Pipe(
+            client, source, target, function, name="pipe", cursor=(lambda _: cursor) if has_cursor else None
+        ).run()
+        assert await found(client, target) == expected(100)
+
+
+async def test_what_waits_is_stopped_at_once(tmp_path: Path, shared_sidecar: Sidecar, topic: str) -> None:
+    """For a sidecar, or for messages; a pipe that was stopped does not begin."""
+    async with Client(f"unix:{tmp_path / 'nobody'}") as client:
+        pipe = Pipe(client, "in", "out", function, name="pipe")
+        running = asyncio.create_task(pipe.run(follow=True))
+        await asyncio.sleep(0)
+        pipe.stop()
+        await running
+        await pipe.run(follow=True)
+    async with Client(shared_sidecar.address) as client:
+        await client.admin.create_topic(f"{topic}-in")
+        pipe = Pipe(client, f"{topic}-in", f"{topic}-out", function, name="pipe")
+        running = asyncio.create_task(pipe.run(follow=True))
+
+        async def has_begun() -> bool:
+            return bool(pipe._lanes and pipe._lanes[0]._calling)
+
+        await until(has_begun)
+        pipe.stop()
+        await running
+
+
+def test_a_command_that_is_told_to_end_sends_what_is_ready(shared_sidecar: Sidecar, topic: str, tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(
+        "import pathlib, time\n"
+        "def function(message):\n"
+        "    pathlib.Path(str(message.index)).touch()\n"
+        "    time.sleep(0.01 if message.index < 10 else 1)\n"
+        "    return message.payload\n"
+    )
+    asyncio.run(_publish(shared_sidecar, f"{topic}-in"))
+    command = [str(Path(sys.executable).with_name("seqdedupe")), "pipe", f"{topic}-in", f"{topic}-out"]
+    command += ["--function", "slow:function", "--name", "slow", "--follow", "--address", shared_sidecar.address]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
+        wait_until((tmp_path / "10").exists)
+        process.terminate()
+        said = process.communicate(timeout=LAST_RESORT_SECONDS)[0]
+    assert process.returncode == 0
+    called = len(list(tmp_path.glob("[0-9]*")))
+    assert f"{called} outputs sent" in said
+    with blocking.Client(shared_sidecar.address) as client, client.reader(f"{topic}-out") as reader:
+        assert [message.payload for message in reader] == [b"%d" % n for n in range(called)]
 
 
 def test_with_threads_the_function_is_called_where_it_waits(shared_sidecar: Sidecar, topic: str) -> None:
