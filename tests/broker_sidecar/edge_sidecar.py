@@ -76,11 +76,11 @@ def syncs(folder: Path) -> Path:
 def _run_quickly(here: Time) -> None:
     from broker_sidecar import data
     from seqdedupe.core import moment
-    from seqdedupe.log.embedded import ahead
+    from seqdedupe.log.embedded import ahead, log
     from seqdedupe.topic import clock
 
     clock._both_ms = lambda: (here.clock_ms(), here.true_ms())
-    ahead._steady_ms = here.true_ms
+    ahead.steady_ms = log.steady_ms = here.true_ms  # type: ignore[attr-defined]
     clock.LOOK_SECONDS = moment.LOOK_SECONDS / here.quick.speed  # type: ignore[attr-defined]
     data.RETENTION_SECONDS = RETENTION_SECONDS
 
