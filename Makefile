@@ -73,10 +73,11 @@ bench-peers: $(READY)
 # What the suite has a small fixed share of: the other cases of families of tests (tests/tiers.py), random histories of a topic, of windows of deduplication IDs with runs on
 # disk, mutated bytes, kills in the middle of imports, and while such runs are made, backups under load, webhooks through
 # gateways that are killed, kills of services and their databases, and faults of a real Pulsar broker, and of three
-# sidecars in front of one.
+# sidecars in front of one; and attacks on a journal's newest file, by clocks that are wrong, and by callers with narrow rights.
 CASES ?= 100000
 KILLS ?= 300
 BACKUPS ?= 100
+EDGES ?= 100
 FAULTS ?= 300
 CRASHES ?= 100
 SERVICE_KILLS ?= 100
@@ -93,6 +94,7 @@ campaign: $(READY)
 	$(BIN)/python -m tests.kernels tests.broker_sidecar.kill_windows --kills $(KILLS) --seed $(SEED)
 	$(BIN)/python -m tests.kernels tests.broker_sidecar.backup_campaign --backups $(BACKUPS) --seed $(SEED)
 	$(BIN)/python -m tests.broker_sidecar.bad_company --seconds $(BAD_SECONDS) --seed $(SEED)
+	$(BIN)/python -m tests.kernels tests.broker_sidecar.edges_campaign --cases $(EDGES) --seed $(SEED)
 	$(BIN)/python -m tests.examples.webhooks --events $(EVENTS) --seed $(SEED)
 	$(BIN)/python -m tests.services.kill_campaign --kills $(SERVICE_KILLS) --seed $(SEED)
 	$(BIN)/python -m tests.kernels tests.pulsar.campaign --faults $(FAULTS) --seed $(SEED)

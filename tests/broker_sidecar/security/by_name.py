@@ -45,11 +45,11 @@ class Caller(Client):
 class Ruled(Sidecar):
     """Such a sidecar, with rules."""
 
-    def __init__(self, folder: Path, rules: str, **keys: Any) -> None:
+    def __init__(self, folder: Path, rules: str, *, module: str = MODULE, **keys: Any) -> None:
         folder.mkdir(exist_ok=True)
         self.rules = folder / "rules.toml"
         self.rules.write_text(rules)
-        super().__init__(folder, module=MODULE, rules_file=self.rules, authentication="token", **keys)
+        super().__init__(folder, module=module, rules_file=self.rules, authentication="token", **keys)
 
     def replace(self, rules: str) -> str:
         """Other rules are in force on return; says why not if they are not."""
@@ -87,7 +87,8 @@ class _Named(
     intercept_stream_stream: Any = _call
 
 
-def _serve() -> int:
+def serve() -> int:
+    """As the sidecar's."""
     # Here, once it is known where kernels are kept: these have some.
     from broker_sidecar.security.authentication import Authentication
     from broker_sidecar.security.subject import OPERATOR, Subject
@@ -116,4 +117,4 @@ def _serve() -> int:
 
 if __name__ == "__main__":
     kernels.prepare()
-    sys.exit(_serve())
+    sys.exit(serve())

@@ -28,7 +28,7 @@ from tests.broker_sidecar.health import health_of
 from tests.broker_sidecar.raw_http2 import RawConnection, message
 from tests.broker_sidecar.security import hostile_calls
 from tests.broker_sidecar.security.hostile_calls import HALF, KINDS, LARGEST, SMALL_GZIP, connected
-from tests.broker_sidecar.security.showing import METHODS, bearer, is_served, token_of, unary, wait_until
+from tests.broker_sidecar.security.showing import METHODS, OF_BROKERS, bearer, is_served, token_of, unary, wait_until
 
 MIB = 1024 * 1024
 MOST_GROWTH = 64 * MIB
@@ -39,6 +39,7 @@ CHECK = "/grpc.health.v1.Health/Check"
 
 
 PATHS = [f"/{method.containing_service.full_name}/{method.name}" for method in METHODS if is_served(method, "embedded")]
+OF_BROKERS_PATHS = [f"/{OF_BROKERS}/{method.name}" for method in METHODS if not is_served(method, "embedded")]
 
 
 @pytest.fixture(scope="module")
@@ -126,6 +127,23 @@ def test_unknown_callers_make_the_sidecar_hold_little(
     assert growth < MOST_GROWTH
     assert not closed.errors
     assert closed.is_running
+
+
+def test_unknown_callers_make_a_brokers_sidecar_hold_little(tmp_path: Path) -> None:
+    """A call that only a sidecar for brokers has is no way around."""
+    with Sidecar(tmp_path, authentication="token", log="broker") as sidecar:
+        for kind in KINDS:
+            peak = Peak(sidecar)
+            hostile_calls.attack(sidecar.address, kind, OF_BROKERS_PATHS)
+            assert peak.growth() < MOST_GROWTH, kind
+        assert not sidecar.errors
+        assert sidecar.is_running
+
+
+def test_the_control_a_brokers_sidecar_that_asks_nobody_receives_all(tmp_path: Path) -> None:
+    with Sidecar(tmp_path, log="broker") as sidecar, connected(sidecar.address, 1) as [connection]:
+        calls = [connection.begin(OF_BROKERS_PATHS[0]) for _ in range(8)]
+        assert sum(connection.send(call, HALF) for call in calls) == 8 * len(HALF)
 
 
 @pytest.mark.parametrize("path", PATHS)
