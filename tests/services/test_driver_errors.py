@@ -100,6 +100,9 @@ def test_a_connection_that_ended() -> None:
         assert lost_connection(failure)
     for failure in (postgres("25006"), postgres("23505"), mariadb(1213)):
         assert not lost_connection(failure)
+    # That another process crashed is the server's own, and so is a shutdown.
+    for failure in (postgres("57P02"), mariadb(1053)):
+        assert not lost_connection(OperationalError("UPDATE", {}, failure, connection_invalidated=True))
 
 
 def test_a_handler_that_goes_on_after_the_loss() -> None:
