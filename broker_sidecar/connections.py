@@ -16,14 +16,18 @@ import logging
 import os
 import socket
 import stat
+import struct
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Set
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from ipaddress import IPv6Address, ip_address
+from itertools import chain
 from typing import Any, NamedTuple
 from urllib.parse import unquote
+from weakref import WeakValueDictionary
 
 from broker_sidecar.security.subject import Subject
 
@@ -65,11 +69,36 @@ LOOK_PART = 20
 LOOK_STEP = 256
 """The number of descriptors that are looked at in one step of the event loop."""
 
+UNREAD_BYTES = 1024 * 1024
+"""gRPC takes so much of a stream that the sidecar does not read."""
+
+MAX_HALF_BYTES = 64 * 1024 * 1024
+"""Of messages that have come in part gRPC may hold so much for all connections, beyond UNREAD_BYTES a stream."""
+
+_BYTES_SENT_AND_RECEIVED = struct.Struct("=120xQQ")
+"""In Linux's `tcp_info`."""
+_ROUND_BYTES, _FRAME_BYTES, _RECEIVED_PART, _SENT_PART = 4096, 64, 64, 128
+"""What a connection may receive in addition to messages: in one look, with each message, and for what it receives and
+sends. That is frames of HTTP/2, records of TLS, headers. More than that counts as messages that have come in part."""
+
 WARN_SECONDS = 60.0
 """Between lines in the log about connections that were ended."""
 
 _LOCAL = b""
 """The address of all callers on this machine."""
+
+
+class Taken:
+    """The messages that have been received as a whole from one peer."""
+
+    __slots__ = ("__weakref__", "messages", "size")
+
+    def __init__(self) -> None:
+        self.messages = self.size = 0
+
+    def add(self, size: int) -> None:
+        self.messages += 1
+        self.size += size
 
 
 class Place(NamedTuple):
@@ -99,6 +128,26 @@ class Connection:
     has_stream: bool = False
     """Whether it has one now: that of an unknown caller watches the sidecar's health."""
     has_ended: bool = False
+    half_bytes: int = 0
+    """What it has received beyond messages that came as a whole."""
+    taken: Taken | None = None
+    """None before the first look at how much it has received."""
+    counted: tuple[int, int, int, int] = (0, 0, 0, 0)
+    """At the last look: bytes sent and received, and what had been taken, messages and bytes."""
+
+    def count_half(self) -> None:
+        """Takes over what was received and taken since the last look. Raises OSError."""
+        if self.taken is None:
+            self.taken = _taken_at(self.place)
+        with _duplicate(self.descriptor, self.inode) as duplicate:
+            info = duplicate.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_SENT_AND_RECEIVED.size)
+        if len(info) < _BYTES_SENT_AND_RECEIVED.size:  # an old kernel
+            return
+        counted = (*_BYTES_SENT_AND_RECEIVED.unpack(info), self.taken.messages, self.taken.size)
+        sent, received, messages, size = (now - before for now, before in zip(counted, self.counted, strict=True))
+        self.counted = counted
+        overhead = _ROUND_BYTES + _FRAME_BYTES * messages + received // _RECEIVED_PART + sent // _SENT_PART
+        self.half_bytes = max(0, self.half_bytes + received - size - overhead)
 
     def end(self) -> bool:
         """Ends it, if it is still open: whether it was."""
@@ -131,7 +180,7 @@ class Connections:
         self._now = 0.0
         """It does not run while the event loop stands still, with calls waiting in it."""
         self._warns_at = 0.0
-        self.ended: Counter[str] = Counter(silent=0, crowded=0, unread=0)
+        self.ended: Counter[str] = Counter(silent=0, crowded=0, unread=0, half=0)
         """The number of connections that were ended, by reason."""
 
     def count(self) -> tuple[int, int]:
@@ -176,7 +225,7 @@ class Connections:
                 if e.errno not in (errno.EMFILE, errno.ENFILE):
                     logger.warning("the connections cannot be looked at: %s", e)
                 continue
-            ended = self._end(choose(self._open.values(), self._limit, self._now))
+            ended = self._end(chain(choose(self._open.values(), self._limit, self._now), self._holding_halves()))
             pause_seconds = max(LOOK_SOON_SECONDS if ended else LOOK_SECONDS, LOOK_PART * work_seconds)
 
     async def _look(self, ports: Set[int]) -> float:
@@ -206,6 +255,8 @@ class Connections:
                 others.add(inode)
             else:
                 one.descriptor = descriptor
+                with suppress(OSError):
+                    one.count_half()
                 found[inode] = one
         self._open, self._others = found, others
         self._learn()
@@ -236,6 +287,22 @@ class Connections:
         # The next look may find the connection of a call that has come since this one began.
         self._known = {place: look for place, look in self._known.items() if place in places or look >= self._looks}
         self._asked = {place: at for place, at in self._asked.items() if place in places or at >= self._now}
+
+    def _holding_halves(self) -> Iterator[tuple[Connection, str]]:
+        """Those to be ended so that no more than MAX_HALF_BYTES are held; first the one that holds most."""
+        streams = Counter(_place_of_peer(peer) for peer in self._streaming())
+        beyond: list[tuple[int, Connection]] = []
+        for one in self._open.values():
+            if not streams[one.place]:
+                one.half_bytes = 0
+            elif (size := one.half_bytes - streams[one.place] * UNREAD_BYTES) > 0:
+                beyond.append((size, one))
+        held = sum(size for size, _ in beyond)
+        for size, one in sorted(beyond, key=lambda each: each[0], reverse=True):
+            if held <= MAX_HALF_BYTES:
+                return
+            held -= size
+            yield one, "half"
 
     def _end(self, chosen: Iterable[tuple[Connection, str]]) -> bool:
         """Ends these, each for a reason. Whether there were any."""
@@ -289,6 +356,21 @@ def origin_of(peer: str) -> bytes | str:
     (Of Unix sockets nobody says which connection it is.)"""
     place = _place_of_peer(peer)
     return (place and address_that_counts(place.address)) or peer
+
+
+_all_taken: "WeakValueDictionary[Place, Taken]" = WeakValueDictionary()
+
+
+def taken_from(peer: str) -> Taken:
+    """What has been taken from this peer, for its calls to add to. Of a Unix socket it counts for nothing."""
+    place = _place_of_peer(peer)
+    return Taken() if place is None else _taken_at(place)
+
+
+def _taken_at(place: Place) -> Taken:
+    if (taken := _all_taken.get(place)) is None:
+        taken = _all_taken[place] = Taken()
+    return taken
 
 
 def _duplicate(descriptor: int, inode: int) -> socket.socket:

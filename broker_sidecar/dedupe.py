@@ -10,14 +10,16 @@ import grpc.aio
 from broker_sidecar.rpc import Context, refusals, unary
 from broker_sidecar.security.permissions import Permissions
 from broker_sidecar.security.rules import Action
-from broker_sidecar.steps import INT32, binary, columns_of, names_of, parse_steps, values
+from broker_sidecar.steps import INT32, binary, column_of_names, columns_of, parse_steps, values
 from broker_sidecar.streams import Stream, Streams
 from seqdedupe import wire
+from seqdedupe.batch import Binary
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.names import topic_name
 from seqdedupe.topic.attached import AttachedTopic
 from seqdedupe.topic.attachment import ADMISSION_BYTES, CHECK_BYTES, Attachment
 from seqdedupe.topic.directory import Topics
+from seqdedupe.topic.sessions import NAMES_A_STEP
 from seqdedupe.v1 import dedupe_pb2
 
 SERVICE = "seqdedupe.v1.DedupeService"
@@ -134,20 +136,18 @@ class _Hold:
             if request.HasField("begin"):
                 raise error("INVALID_REQUEST", "begin is said once, in the first message")
             answer = wire.AttachResponse()
-            self._change(request, answer)
+            await self._change(request, answer)
             for check in request.checks:
                 self._check(check, answer)
             self._hold(attachment.held_bytes)
             if request.checks or request.HasField("end_replay"):
                 self._say(answer)
 
-    def _change(self, request: Any, answer: Any) -> None:
+    async def _change(self, request: Any, answer: Any) -> None:
         """Does all that a message says beside its checks."""
         topic, attachment = self._topic, self._attachment
         if request.HasField("register"):
-            names = names_of(request.register)
-            self._permissions.check_new_names(topic.name, topic.producers, names, are_all_its=True)
-            attachment.register(request.register.first_handle, names)
+            await self._register(request.register)
         if request.HasField("release"):
             attachment.release(values(request.release.handles, INT32, "handles"))
         if request.HasField("replay"):
@@ -161,6 +161,23 @@ class _Hold:
             topic.report(attachment, report.first_admission, report.persisted, report.position, report.failed)
         if request.HasField("reset"):
             attachment.reset()
+
+    async def _register(self, register: Any) -> None:
+        """Registers the names, some in one step of the event loop. What is invalid raises before the first of them."""
+        topic, handle, column = self._topic, register.first_handle, column_of_names(register)
+        starts = range(0, len(column.offsets) - 1, NAMES_A_STEP)
+        parts = [Binary(column.offsets[first : first + NAMES_A_STEP + 1], column.data) for first in starts]
+        if len(parts) > 1:
+            for part in parts:
+                self._attachment.check_names(part.values())
+                await asyncio.sleep(0)
+        for part in parts:
+            names = part.values()
+            self._permissions.check_new_names(topic.name, topic.producers, names, are_all_its=True)
+            self._attachment.register(handle, names)
+            handle += len(names)
+            if part is not parts[-1]:
+                await asyncio.sleep(0)
 
     def _replay(self, replay: Any) -> None:
         columns = columns_of(replay)

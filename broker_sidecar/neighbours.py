@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from broker_sidecar.snapshot_parts import Taking, part_of_answer
 from seqdedupe.address import SidecarAddress
-from seqdedupe.client.connection import new_channel, typed_errors
+from seqdedupe.client.connection import answer_of, new_channel, typed_errors
 from seqdedupe.client.credentials import NO_CREDENTIALS
 from seqdedupe.client.sidecars import Sidecars
 from seqdedupe.client.unreachable import is_of_tls
@@ -108,11 +108,11 @@ class Neighbours:
 
     async def ask(self, address: str, name: str, request: Message, timeout_seconds: float = ANSWER_SECONDS) -> Any:
         """What the sidecar at this address answers to a call of AdminService. Raises what that one refuses it for,
-        UNREACHABLE."""
+        UNREACHABLE, NOT_A_SIDECAR."""
         there = SidecarAddress.parse(address)
         async with self._channel(there) as channel:
             with typed_errors(there):
-                return await getattr(AdminServiceStub(channel), name)(request, timeout=timeout_seconds)
+                return await answer_of(channel, getattr(AdminServiceStub(channel), name), request, timeout_seconds)
 
     async def snapshot_of(self, address: str, topic: str) -> tuple[int, Loaded]:
         """The snapshot of a topic as its owner has it now, and of which incarnation it is.

@@ -29,9 +29,10 @@ from seqdedupe.topic.answers import Receipt, Refusal
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.finding import find, find_or_create
 from seqdedupe.topic.frame import NumbersCache
-from seqdedupe.topic.opening import NAMES_A_STEP, check_names, open_sessions
+from seqdedupe.topic.opening import check_names, open_sessions
 from seqdedupe.topic.partitioned import check_gap_policy
 from seqdedupe.topic.publishing import Topic
+from seqdedupe.topic.sessions import NAMES_A_STEP
 from seqdedupe.topic.state import State
 from seqdedupe.topic.window_runs import LookedUp
 from seqdedupe.v1 import publish_pb2

@@ -1,6 +1,8 @@
 """ReadService: pages, streams, and questions about where things are."""
 
+import asyncio
 import struct
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +35,9 @@ _SKIPPED = struct.Struct("<HBBqBq")
 """Field 16, whose tag takes two bytes, and in it an IndexRange."""
 
 UNKNOWN_END = -1
+
+_LEAST_ALIVE_MS, _MOST_ALIVE_MS = 1_000, 3_600_000
+"""A client may ask for answers as often and as rarely as that."""
 
 
 def _encode(topic: LoggedTopic, page: Page) -> bytes:
@@ -130,8 +135,10 @@ class ReadService:
             stop = _checked_stop(request.stop_index)
         elif not request.follow:
             stop = end_index(topic)
+        alive_ms = request.alive_ms and min(max(request.alive_ms, _LEAST_ALIVE_MS), _MOST_ALIVE_MS)
         # At once, so that the caller knows that it is being served, and where the end is.
-        await stream.write(_encode(topic, Page(b"", index)))
+        said = read_pb2.ReadStreamResponse(alive_ms=alive_ms).SerializeToString()
+        await stream.write(_encode(topic, Page(b"", index)) + said)
 
         async def room() -> int:
             size = _page_bytes(stream.share)
@@ -140,6 +147,10 @@ class ReadService:
 
         reading = Reading(topic, index, stop)
         self.readings.add(reading)
+        writing = asyncio.Lock()
+        keeping = asyncio.ensure_future(_keep_alive(stream, reading, writing, alive_ms / 1000))
+        # When the client is gone writing fails; the call is cancelled then, and nobody asks the task.
+        keeping.add_done_callback(lambda task: task.cancelled() or task.exception())
         try:
             async for page in read_on(
                 topic, index, stop, room, skip_damaged=request.skip_damaged, followers=self._followers
@@ -148,13 +159,15 @@ class ReadService:
                 size = len(page.records)
                 stream.share.take(size)
                 try:
-                    await stream.write(page.encoded or _encode(topic, page))
+                    async with writing:
+                        await stream.write(page.encoded or _encode(topic, page))
                 finally:
                     stream.share.give_back(size)
                 self._count(reading.index, page)
                 reading.index = page.next_index
                 del page  # until there is another one
         finally:
+            keeping.cancel()
             self.readings.discard(reading)
         if stop is None or reading.index < stop:
             index = reading.index
@@ -189,6 +202,20 @@ class ReadService:
         topic = await find(self._topics, request.topic)
         end_index(topic)
         return read_pb2.GetLastMessageIdResponse(last=topic.last_position.to_proto(), first_index=topic.log.first_index)
+
+
+async def _keep_alive(stream: Stream, reading: Reading, writing: asyncio.Lock, seconds: float) -> None:
+    """Says so often that the sidecar is there, where nothing else was said; never, if that is 0."""
+    said_at = stream.moved_at
+    while seconds:
+        await asyncio.sleep(max(said_at, stream.moved_at) + seconds - time.monotonic())
+        async with writing:
+            moved_at = stream.moved_at
+            if time.monotonic() < max(said_at, moved_at) + seconds:
+                continue
+            await stream.write(_encode(reading.topic, Page(b"", reading.index)))
+            # To others that need a place it is as silent as before.
+            said_at, stream.moved_at = stream.moved_at, moved_at
 
 
 def _page_bytes(share: Share) -> int:

@@ -15,6 +15,7 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 from seqdedupe.errors import REASONS, SeqdedupeError, error
+from seqdedupe.wire import EMPTY
 
 ERROR_DOMAIN = "seqdedupe"
 
@@ -117,7 +118,10 @@ def unary(kind: type[M], call: Callable[[M], Awaitable[R]]) -> "grpc.RpcMethodHa
 
     async def handle(data: bytes, context: Context) -> bytes:
         try:
-            return (await call(parse_small(kind, data))).SerializeToString()
+            answer = (await call(parse_small(kind, data))).SerializeToString()
+            if not answer:
+                context.set_trailing_metadata(((EMPTY, "1"),))
+            return answer
         except Exception as e:  # noqa: BLE001 (whatever it is, the caller gets an answer)
             await abort(context, e)
 

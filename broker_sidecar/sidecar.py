@@ -12,7 +12,7 @@ import grpc.aio
 from broker_sidecar import admin, dedupe, health, publish, read, reflection
 from broker_sidecar.backup import Backup
 from broker_sidecar.config import Config
-from broker_sidecar.connections import Connections
+from broker_sidecar.connections import UNREAD_BYTES, Connections
 from broker_sidecar.data import Data
 from broker_sidecar.last_warnings import LastWarnings
 from broker_sidecar.listening import SocketPath, cannot_listen
@@ -40,10 +40,9 @@ STOP_GRACE_SECONDS = 2.0
 """After draining: for clients to read their last answers."""
 
 _NO_OTHER_LISTENER = ("grpc.so_reuseport", 0)
-UNREAD_BYTES = 1024 * 1024
-"""So much of a stream that the sidecar does not read waits in it. gRPC itself would find out how much is under way on a
-connection and then take as much, some 6 MB on a fast one, however many there are and whatever waits for the disk."""
 _WINDOW = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", UNREAD_BYTES))
+"""gRPC itself would find out how much is under way on a connection and then take as much of a stream that nobody reads,
+some 6 MB on a fast one, however many there are and whatever waits for the disk."""
 _MAX_REQUEST = ("grpc.max_receive_message_length", MAX_REQUEST_BYTES)
 _COMPRESSION = ("grpc.compression_enabled_algorithms_bitset", 1)
 """None: a few bytes of gzip would become a request of 16 MiB. gRPC ends a compressed call at its headers."""

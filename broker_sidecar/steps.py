@@ -77,10 +77,15 @@ def values(column: bytes, kind: Any, name: str) -> np.ndarray:
 
 def names_of(message: Any) -> list[bytes]:
     """The names in a message's columns, not checked. Raises INVALID_REQUEST."""
+    return column_of_names(message).values()
+
+
+def column_of_names(message: Any) -> Binary:
+    """The same as a column."""
     names = binary(message.producer_name_offsets, message.producer_names, "producer_name_offsets")
     count = len(names.offsets) - 1
     if not 1 <= count <= MAX_NAMES_AT_ONCE:
         raise error("INVALID_REQUEST", f"producer_names takes 1 to {MAX_NAMES_AT_ONCE} names at once")
     if not names.cuts_into(count):
         raise error("INVALID_REQUEST", "the offsets of producer_names do not fit")
-    return names.values()
+    return names

@@ -9,6 +9,7 @@ from typing import Any
 import grpc.aio
 
 from broker_sidecar.budget import MAX_HELD_BYTES, Budget, Share
+from broker_sidecar.connections import taken_from
 from broker_sidecar.metrics.calls import method_of_call
 from broker_sidecar.rpc import Context, abort
 from broker_sidecar.security.permissions import Permissions, allowed_so_far
@@ -49,6 +50,7 @@ class Stream:
         self.allowed = allowed_so_far()
         """Judged again when the rules change."""
         self.connection: str = context.peer()
+        self._taken = taken_from(self.connection)
         self.share = Share(budget, self.use)
         self.writing_bytes = 0
         """Of what is being written gRPC has a copy. When the stream has ended, it has that until the client takes it,
@@ -90,6 +92,7 @@ class Stream:
         data = await self._context.read()
         if data is not grpc.aio.EOF:
             self._method.received += 1
+            self._taken.add(len(data))
             self._shares.spend(self.use, len(data), time.monotonic())
         return data
 

@@ -19,6 +19,9 @@ from seqdedupe.v1 import admin_pb2, batch_pb2, dedupe_pb2, publish_pb2, read_pb2
 GREETING = "seqdedupe-greeting"
 """With this metadata a publish stream begins with an empty answer (`publish.proto`)."""
 
+EMPTY = "seqdedupe-empty"
+"""With this trailing metadata a sidecar says that an empty message is its answer (`publish.proto`)."""
+
 _PACKABLE = {
     descriptor_pb2.FieldDescriptorProto.TYPE_SFIXED32,
     descriptor_pb2.FieldDescriptorProto.TYPE_SFIXED64,

@@ -11,7 +11,7 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2
 
-from broker_sidecar.connections import origin_of
+from broker_sidecar.connections import origin_of, taken_from
 from broker_sidecar.metrics.calls import method_of_call
 from broker_sidecar.rpc import Context, abort, parse_small
 from broker_sidecar.security.calls import CHANGES, HEALTH_OF_THE_WHOLE
@@ -204,6 +204,7 @@ async def _receive(context: Context) -> bytes:
     if data is grpc.aio.EOF:
         raise error("MALFORMED_MESSAGE", "the call has no request")
     method_of_call().received += 1
+    taken_from(context.peer()).add(len(data))
     return bytes(data)
 
 

@@ -30,20 +30,33 @@ def outbox() -> None:
 
 @outbox.command("ddl")
 @click.argument("kind", type=click.Choice(["postgresql", "sqlite"]))
-def print_ddl(kind: str) -> None:
+@click.option(
+    "--payload",
+    type=click.Choice(["bytea", "jsonb", "json", "text"]),
+    default="bytea",
+    show_default=True,
+    help="The type of the column payload in PostgreSQL, if the table is not there yet.",
+)
+@click.option(
+    "--lock-aggregates",
+    is_flag=True,
+    help="In PostgreSQL, an insert locks its aggregate until its transaction ends. Then the order is that of the "
+    "commits also for transactions that do not write or lock the aggregate before.",
+)
+def print_ddl(kind: str, payload: str, lock_aggregates: bool) -> None:
     """Print the statements that make the tables and triggers of an outbox. They may be run again."""
-    echo(_services().ddl(kind).rstrip())
+    echo(_services().ddl(kind, payload=payload, lock_aggregates=lock_aggregates).rstrip())
 
 
 @outbox.command("relay")
 @_database_option
 @click.option("--topic", required=True, help="The topic. {aggregatetype} in it is replaced by that of each row.")
 @click.option("--producer", "name", required=True, help="The name of this outbox; the producers are NAME/token.")
-@click.option("--once", is_flag=True, help="End when all that can be read is published.")
+@click.option("--once", is_flag=True, help="End when all that can be read is published; waits up to 10 s for the rest.")
 @common
 def run_relay(database: str, topic: str, name: str, once: bool, address: str, as_json: bool) -> None:
-    """Publish the rows of an outbox in the order of their transactions, and delete them. Kill it and start it again at
-    any moment, or run several: one works, the others stand by."""
+    """Publish the rows of an outbox, per aggregate in the order of the commits, and delete them. Kill it and start it
+    again at any moment, or run several: one works, the others stand by."""
     services = _services()
 
     def report(line: str) -> None:
@@ -79,9 +92,9 @@ def show_lag(database: str, as_json: bool) -> None:
         print_json(asdict(lag))
         return
     echo(f"{lag.rows:,} rows in the outbox, {lag.set_aside_rows:,} set aside")
-    if lag.unreadable_rows:
-        held_by = lag.held_by or "a transaction that this user may not see"
-        echo(f"{lag.unreadable_rows:,} of them wait for a transaction of {lag.held_seconds:.0f} s: {held_by}")
+    if lag.held_by:
+        who = f"{lag.unreadable_rows:,} of them wait" if lag.unreadable_rows else "a relay that starts now waits"
+        echo(f"{who} for a transaction of {lag.held_seconds:.0f} s: {lag.held_by}")
 
 
 def _services() -> Any:

@@ -84,6 +84,7 @@ def make_keys(private_file: Path, keys_file: Path, kid: str) -> None:
     private = made | {"kid": kid, "alg": "EdDSA", "use": "sig"}
     public = {name: value for name, value in private.items() if name not in _SECRET_PARTS and name != "key_ops"}
     write_synced(private_file, json.dumps(private, indent=2).encode() + b"\n")
+    keys_file = keys_file.resolve()  # a symbolic link stays one
     new = keys_file.with_name(f"{keys_file.name}.new")
     write_synced(new, json.dumps({"keys": [*known, public]}, indent=2).encode() + b"\n")
     new.chmod(0o644)

@@ -133,7 +133,7 @@ class Admin:
             topics: list[admin_pb2.Topic] = []
             request = admin_pb2.ListTopicsRequest()
             while True:
-                page = await call(sidecar.address, sidecar.admin.ListTopics, request)
+                page = await call(sidecar.address, sidecar.channel, sidecar.admin.ListTopics, request)
                 topics += page.topics
                 if not page.next:
                     return topics
@@ -180,7 +180,7 @@ class Admin:
             producers: dict[str, admin_pb2.Producer] = {}
             request = admin_pb2.ListProducersRequest(topic=name)
             while True:
-                page = await call(sidecar.address, sidecar.admin.ListProducers, request)
+                page = await call(sidecar.address, sidecar.channel, sidecar.admin.ListProducers, request)
                 producers |= {producer.name: producer for producer in page.producers}
                 if not page.next_offset:
                     return list(producers.values())

@@ -94,7 +94,7 @@ class BrokerClient:
         stub = DedupeServiceStub(self._connected())
         request = dedupe_pb2.DedupeServiceGetProducerRequest(topic=topic_name(topic), producer_name=producer_name)
         try:
-            found = await call(self._address, stub.GetProducer, request)
+            found = await call(self._address, self._connected(), stub.GetProducer, request)
         except SeqdedupeError as e:
             if e.reason == "PRODUCER_NOT_FOUND":
                 return None

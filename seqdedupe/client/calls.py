@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from seqdedupe.v1.admin_pb2_grpc import AdminServiceAsyncStub
     from seqdedupe.v1.read_pb2_grpc import ReadServiceAsyncStub
 
+M = TypeVar("M", bound=Message)
 T = TypeVar("T")
 
 MAX_REMEMBERED = 10_000
@@ -90,17 +91,17 @@ class Calls:
 
     async def call(
         self,
-        method: Callable[[Connection], Callable[..., Awaitable[T]]],
+        method: Callable[[Connection], Callable[..., Awaitable[M]]],
         request: Message,
         timeout_seconds: float = CALL_TIMEOUT_SECONDS,
-    ) -> T:
+    ) -> M:
         """Makes a unary call, of the request's topic or of the whole. A topic that recovers is waited for.
 
         Raises as `at`, RECOVERING too if that lasts for CALL_TIMEOUT_SECONDS.
         """
 
-        def act(connection: Connection) -> Awaitable[T]:
-            return call(connection.address, method(connection), request, timeout_seconds)
+        def act(connection: Connection) -> Awaitable[M]:
+            return call(connection.address, connection.channel, method(connection), request, timeout_seconds)
 
         is_look = type(request).__name__.startswith(_LOOKS)
         return await self.at(getattr(request, "topic", ""), act, is_look=is_look)

@@ -10,18 +10,21 @@ from typing import TypeVar
 import grpc
 import grpc.aio
 from google.protobuf.any_pb2 import Any
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 from seqdedupe.address import SidecarAddress
-from seqdedupe.client.channel import AuthorizedChannel
+from seqdedupe.client.channel import Channel
 from seqdedupe.client.credentials import NO_CREDENTIALS, Credentials
 from seqdedupe.client.listeners import check_listener
 from seqdedupe.client.unreachable import is_of_another_host, unreachable
 from seqdedupe.errors import NEVER, REASONS, SeqdedupeError, UnavailableError, error
+from seqdedupe.v1 import admin_pb2, dedupe_pb2, read_pb2
+from seqdedupe.v1.admin_pb2_grpc import AdminServiceStub
+from seqdedupe.wire import EMPTY
 
-T = TypeVar("T")
+M = TypeVar("M", bound=Message)
 
 DEFAULT_ADDRESS = "127.0.0.1:6660"
 
@@ -77,6 +80,24 @@ _OWN_LIMIT = "CLIENT: "
 """With this gRPC begins what it says of a message that is larger than this side takes or sends."""
 
 _SHORTEST_DELAY_SECONDS = 0.01
+
+MAY_BE_EMPTY = {
+    admin_pb2.DeleteCursorResponse,
+    admin_pb2.DeleteTopicResponse,
+    admin_pb2.ForgetSidecarResponse,
+    admin_pb2.ListCursorsResponse,
+    admin_pb2.ListInFlightResponse,
+    admin_pb2.ListProducersResponse,
+    admin_pb2.ListSidecarsResponse,
+    admin_pb2.ListTopicsResponse,
+    admin_pb2.SetCursorHoldResponse,
+    admin_pb2.SettleMoveResponse,
+    admin_pb2.TakeTopicResponse,
+    dedupe_pb2.DedupeServiceGetProducerResponse,
+    read_pb2.GetCursorResponse,
+    read_pb2.MoveCursorResponse,
+}
+"""The answers to unary calls that have a meaning when they are empty. All others have something in them always."""
 
 _LOST = {
     grpc.StatusCode.ABORTED,
@@ -135,24 +156,23 @@ def new_channel(
         raise error("INSECURE_ADDRESS", f"there is a token, and no TLS to the sidecar at {address}: nothing was sent")
     else:
         channel = grpc.aio.insecure_channel(str(address), options=options)
-    if not credentials.has_token:
-        return channel
 
     def check() -> None:
         if tls is None and address.is_local and not address.path:
             check_listener(address, credentials.trusted_users())
 
-    return AuthorizedChannel(channel, credentials, check)
+    return Channel(channel, credentials, check)
 
 
 async def call(
     address: SidecarAddress,
-    method: Callable[..., Awaitable[T]],
+    channel: grpc.aio.Channel,
+    method: Callable[..., Awaitable[M]],
     request: object,
     timeout_seconds: float = CALL_TIMEOUT_SECONDS,
-) -> T:
-    """Makes a unary call. While the answer is RECOVERING, it is made again after the delay that the answer asks for;
-    once, if it is TOKEN_EXPIRED, with the token as it is then.
+) -> M:
+    """Makes a unary call over this channel. While the answer is RECOVERING, it is made again after the delay that the
+    answer asks for; once, if it is TOKEN_EXPIRED, with the token as it is then.
 
     Raises what the call is refused for, RECOVERING too if that lasts for CALL_TIMEOUT_SECONDS.
     """
@@ -163,10 +183,7 @@ async def call(
     while True:
         try:
             with typed_errors(address):
-                answer = await method(request, timeout=timeout_seconds)
-                if answer is None:
-                    raise DecodeError("it cannot be decoded")
-                return answer
+                return await answer_of(channel, method, request, timeout_seconds)
         except UnavailableError as e:
             delay_seconds = max(e.retry_delay_ms / 1000, _SHORTEST_DELAY_SECONDS)
             helps = e.reason == "RECOVERING" or (e.reason == "TOKEN_EXPIRED" and not has_expired)
@@ -174,6 +191,28 @@ async def call(
                 raise
             has_expired = e.reason == "TOKEN_EXPIRED"
         await asyncio.sleep(delay_seconds)
+
+
+async def answer_of(
+    channel: grpc.aio.Channel, method: Callable[..., Awaitable[M]], request: object, timeout_seconds: float
+) -> M:
+    """The answer to a unary call over this channel. Raises DecodeError for one that no sidecar gives, AioRpcError.
+
+    What is no sidecar may say OK to anything, with an empty message. Where that has a meaning, a sidecar says so in its
+    trailing metadata. An earlier version does not: then `GetVersion` tells whether there is a sidecar.
+    """
+    made: grpc.aio.UnaryUnaryCall[object, M] = method(request, timeout=timeout_seconds)  # type: ignore[assignment]
+    answer: M | None = await made
+    if answer is None:
+        raise DecodeError("it cannot be decoded")
+    if answer.ByteSize() or any(key == EMPTY for key, _ in await made.trailing_metadata() or ()):
+        return answer
+    if type(answer) not in MAY_BE_EMPTY:
+        raise DecodeError(f"a {answer.DESCRIPTOR.name} is never empty")
+    version = await AdminServiceStub(channel).GetVersion(admin_pb2.GetVersionRequest(), timeout=timeout_seconds)
+    if version is None or not version.ByteSize():
+        raise DecodeError(f"an empty {answer.DESCRIPTOR.name}, and no version")
+    return answer
 
 
 @contextmanager
@@ -219,8 +258,6 @@ def _error_of_call(failure: grpc.aio.AioRpcError, address: SidecarAddress) -> Se
         return error_of_reason(info.reason, details, retry_delay_ms, dict(info.metadata))
     if failure.code() is grpc.StatusCode.UNAVAILABLE or is_of_another_host(details):
         return unreachable(address, details)
-    if failure.code() is grpc.StatusCode.UNAUTHENTICATED:  # by something before the sidecar
-        return error("UNAUTHENTICATED", f"{address} answered: {details}")
     if failure.code() in _LOST:
         what = f"the call to {address} broke: {failure.code().name}: {details}"
         if failure.code() is grpc.StatusCode.DEADLINE_EXCEEDED:

@@ -24,7 +24,8 @@ class FileCursor(Cursor):
     """A cursor in a file on a local disk, in a folder that is there. Processes of one machine may share it.
 
     A new position is written to a file beside it, synced, renamed over it, and the folder is synced: after a crash
-    there is the old one or the new one, whole. Beside it stands a lock file, `.NAME.lock`, that is never removed.
+    there is the old one or the new one, whole. Beside it stands a lock file, `.NAME.lock`, that is never removed. If
+    the path is a symbolic link, all of that is where it points to, and the link stays.
 
     Its calls raise INVALID_OPTION without that folder (as of a disk that is not mounted: a cursor in it may keep
     something) and for a path that is a folder; OSError for what else the file system refuses; CURSOR_DAMAGED if any
@@ -42,26 +43,33 @@ class FileCursor(Cursor):
         await asyncio.to_thread(self._compare_and_set, expected, new)
 
     def _compare_and_set(self, expected: Kept | None, new: Kept) -> None:
-        with self._locked():
+        with self._locked() as path:
             if (found := self._read()) != expected:
                 raise moved(str(self.path), expected, found)
-            with sealed.writing(self.path, _HEAD) as put:
+            with sealed.writing(path, _HEAD) as put:
                 for part in (new.position.to_bytes(), new.note.encode()):
                     put(_LENGTH.pack(len(part)) + part)
 
     @contextmanager
-    def _locked(self) -> Iterator[None]:
-        """No other process, nor thread, compares and sets meanwhile. The system lets go of the lock with a process."""
-        lock = self.path.with_name(f".{self.path.name}.lock")
+    def _locked(self) -> Iterator[Path]:
+        """No other process, nor thread, compares and sets meanwhile, by whichever link. The system lets go of the lock
+        with a process. Gives the file itself."""
+        path = self._file
+        lock = path.with_name(f".{path.name}.lock")
         try:
             file = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except (FileNotFoundError, NotADirectoryError) as e:
             raise self._without_folder() from e
         try:
             fcntl.flock(file, fcntl.LOCK_EX)
-            yield
+            yield path
         finally:
             os.close(file)
+
+    @property
+    def _file(self) -> Path:
+        """Where the path leads, now."""
+        return Path(os.path.realpath(self.path))
 
     def _read(self) -> Kept | None:
         try:
@@ -69,7 +77,7 @@ class FileCursor(Cursor):
                 size = sealed.check(self.path, file, _HEAD, 2 * _LENGTH.size, "a cursor")
                 return _parsed(file.read(size))
         except (FileNotFoundError, NotADirectoryError) as e:
-            if self.path.parent.is_dir():
+            if self._file.parent.is_dir():
                 return None
             raise self._without_folder() from e
         except IsADirectoryError as e:

@@ -8,7 +8,15 @@ from google.protobuf.message import DecodeError
 
 from seqdedupe import wire
 from seqdedupe.batch import decode
-from seqdedupe.client.connection import CALL_TIMEOUT_SECONDS, NOT_A_SIDECAR, Backoff, check_not_forked, typed_errors
+from seqdedupe.client.connection import (
+    CALL_TIMEOUT_SECONDS,
+    IMPATIENT_SECONDS,
+    KEEPALIVE_SECONDS,
+    NOT_A_SIDECAR,
+    Backoff,
+    check_not_forked,
+    typed_errors,
+)
 from seqdedupe.client.cursor import Cursor, Kept
 from seqdedupe.client.messages import Messages
 from seqdedupe.client.results import NO_PARTITION
@@ -31,6 +39,10 @@ A message ID alone has to be one of the embedded log, whose index it says; of ot
 _READ_STREAM = "/seqdedupe.v1.ReadService/ReadStream"
 _FIRST_DELAY_SECONDS = 0.02
 _LONGEST_DELAY_SECONDS = 2.0
+
+_MISSED = 2
+"""When the sidecar has missed so many times to say something, the way to it is broken. A proxy may answer pings for a
+host that is silent."""
 
 
 class Reader(Messages):
@@ -92,6 +104,8 @@ class Reader(Messages):
         self._after: Position | None = None
         self._channel: grpc.aio.Channel | None = None
         self._call: grpc.aio.UnaryStreamCall[Any, Any] | None = None
+        self._silent_seconds: float | None = None
+        """A stream that says nothing for longer is broken. None: it may be silent for any time."""
         self._records: list[Any] = []  # of the last answer, in reverse
         self._stored: StoredBatch | None = None  # the batch in hand, and the next row of it
         self._row = 0
@@ -211,12 +225,16 @@ class Reader(Messages):
         if self._is_at_stop:
             return False
         request = read_pb2.ReadStreamRequest(
-            topic=self.topic, start=self._read_start(), skip_damaged=self._skip_damaged
+            topic=self.topic,
+            start=self._read_start(),
+            skip_damaged=self._skip_damaged,
+            alive_ms=1000 * (KEEPALIVE_SECONDS if self._route.is_one else IMPATIENT_SECONDS),
         )
         if self._stop_index is None:
             request.follow = True
         else:
             request.stop_index = self._stop_index
+        self._silent_seconds = None
         self._call = self._channel.unary_stream(
             _READ_STREAM,
             request_serializer=read_pb2.ReadStreamRequest.SerializeToString,
@@ -285,7 +303,12 @@ class Reader(Messages):
         call = self._call
         if call is None:
             return False
-        raw = await call.read()
+        try:
+            async with asyncio.timeout(self._silent_seconds):
+                raw = await call.read()
+        except TimeoutError as e:
+            what = f"the sidecar at {self._route.address} was to say that it is there, and was silent for"
+            raise error("UNREACHABLE", f"{what} {self._silent_seconds:.0f} s") from e
         if not isinstance(raw, bytes):  # grpc.aio.EOF
             if self._is_at_stop:
                 return False
@@ -293,6 +316,8 @@ class Reader(Messages):
         answer = wire.ReadStreamResponse.FromString(raw)
         if not answer.incarnation:
             raise DecodeError("there is no incarnation in it")
+        if answer.alive_ms:
+            self._silent_seconds = _MISSED * answer.alive_ms / 1000
         self._waiting.goes_on()
         self._check_incarnation(answer.incarnation)
         if answer.HasField("skipped"):

@@ -7,6 +7,8 @@ from itertools import accumulate, chain, pairwise
 from pathlib import Path
 from typing import Any
 
+from google.protobuf.message import DecodeError
+
 from seqdedupe import snapshot_file, watermarks, windows
 from seqdedupe.address import SidecarAddress
 from seqdedupe.client.connection import check_not_forked, typed_errors
@@ -38,8 +40,9 @@ async def import_watermarks(address: SidecarAddress, stub: Any, topic: str, path
         # With the first one the whole file has been checked, before anything is sent.
         first = await asyncio.to_thread(next, marks, None)
         with typed_errors(address):
-            answer = await stub.ImportWatermarks(_requests(topic, chain([first] if first else [], marks)))
-    return int(answer.producers)
+            return await _imported(
+                stub.ImportWatermarks, _requests(topic, chain([first] if first else [], marks)), "producers"
+            )
 
 
 async def import_window(address: SidecarAddress, stub: Any, topic: str, path: Path) -> int:
@@ -48,8 +51,23 @@ async def import_window(address: SidecarAddress, stub: Any, topic: str, path: Pa
     with closing(windows.read(path)) as parts:
         checksum = await asyncio.to_thread(next, parts)
         with typed_errors(address):
-            answer = await stub.ImportWindow(_window_requests(topic, checksum, parts))
-    return int(answer.ids)
+            return await _imported(stub.ImportWindow, _window_requests(topic, checksum, parts), "ids")
+
+
+async def _imported(method: Any, requests: Iterator[Any], field: str) -> int:
+    """What the answer says in this field. Raises DecodeError if it is not what the last request says there."""
+    sent = 0
+
+    def counted() -> Iterator[Any]:
+        nonlocal sent
+        for request in requests:
+            sent = getattr(request, field)
+            yield request
+
+    answer = await method(counted())
+    if answer is None or getattr(answer, field) != sent:
+        raise DecodeError(f"it does not take over the {sent} {field} that were sent")
+    return sent
 
 
 def _window_requests(topic: str, checksum: bytes, blocks: Iterable[bytes]) -> Iterator[admin_pb2.ImportWindowRequest]:
@@ -85,7 +103,9 @@ async def import_snapshot(address: SidecarAddress, stub: Any, topic: str, path: 
             admin_pb2.ImportSnapshotRequest(topic=topic, part=part) for part in chain([first] if first else [], parts)
         )
         with typed_errors(address):
-            answer: admin_pb2.ImportSnapshotResponse = await stub.ImportSnapshot(requests)
+            answer: admin_pb2.ImportSnapshotResponse | None = await stub.ImportSnapshot(requests)
+            if answer is None or not answer.topic.name:
+                raise DecodeError("it names no topic")
     return answer.topic
 
 

@@ -170,6 +170,11 @@ def lost_connection(failure: BaseException) -> bool:
     )
 
 
+def ended(failure: BaseException) -> bool:
+    """Whether the statement or the connection was ended, which a message can do and a server that goes away."""
+    return fault_of(failure) is Fault.UNKNOWN or lost_connection(failure)
+
+
 def passes_by_itself(failure: BaseException) -> bool:
     """Whether the database, and not what it was asked, may be why."""
     return fault_of(failure) is not Fault.MESSAGE and not was_ended(failure)

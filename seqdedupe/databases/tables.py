@@ -66,6 +66,17 @@ def table(name: str, metadata: MetaData, *columns: Column[Any]) -> Table:
     return Table(name, metadata, *columns, mysql_engine="InnoDB", mariadb_engine="InnoDB")
 
 
+POSTGRESQL_UNSAFE_TABLES = """
+WITH named AS (SELECT to_regclass(name) AS place FROM unnest(CAST({names} AS text[])) AS name)
+SELECT DISTINCT c.oid::regclass::text, CASE WHEN c.relkind = 'f' THEN 'a foreign table' WHEN c.relpersistence = 'u'
+THEN 'an unlogged table' ELSE 'a temporary table' END
+FROM named LEFT JOIN LATERAL pg_partition_tree(place) AS part ON true JOIN pg_class c ON c.oid IN (place, part.relid)
+WHERE c.relkind = 'f' OR c.relkind = 'r' AND c.relpersistence <> 'p' ORDER BY 1
+"""
+"""Asked before anything is written: of tables with these quoted names, `{names}`, and of all their partitions those
+that would not be committed with others, or are not there after a crash."""
+
+
 def make_tables(engine: Engine, metadata: MetaData) -> None:
     """Makes those that are not there. Raises INVALID_OUTPUT if one of that name has not all columns."""
     for attempt in range(1, _CREATE_ATTEMPTS + 1):

@@ -122,6 +122,13 @@ class Attachment:
 
     # -- names -------------------------------------------------------------------------------------------------
 
+    def check_names(self, names: list[bytes]) -> None:
+        """Raises INVALID_NAME for the first that no producer can have."""
+        for name in names:
+            shown = decoded_producer_name(name)
+            if producer_name(shown) not in self._producers:
+                new_producer_name(shown)
+
     def register(self, first_handle: int, names: list[bytes]) -> None:
         """These names get the next handles. Raises INVALID_REQUEST, INVALID_NAME."""
         if first_handle != self._handles:
@@ -129,10 +136,7 @@ class Attachment:
                 "INVALID_REQUEST", f"first_handle is {first_handle}: the next handle is {self._handles}",
                 next_handle=self._handles,
             )  # fmt: skip
-        for name in names:
-            shown = decoded_producer_name(name)
-            if producer_name(shown) not in self._producers:
-                new_producer_name(shown)
+        self.check_names(names)
         end = self._handles + len(names)
         if end > (room := len(self._rows_of)):
             # In place, as `Producers` grows: there may be millions. No view of it is kept.

@@ -14,10 +14,7 @@ from seqdedupe.limits import NO_EPOCH, NO_SEQUENCE_ID
 from seqdedupe.topic.control import Purge, Sessions
 from seqdedupe.topic.originals import index_in_log
 from seqdedupe.topic.publishing import Topic
-from seqdedupe.topic.sessions import Opened, Opening, check_count, encoded_names
-
-NAMES_A_STEP = 1_000
-"""The event loop does so many in one step, a millisecond or two. With more it does others' work in between."""
+from seqdedupe.topic.sessions import NAMES_A_STEP, Opened, Opening, check_count, encoded_names
 
 MAX_LOOKED_UP = 64
 """Of so many names at most `Open` answers where their last message stands: that may take a read each."""

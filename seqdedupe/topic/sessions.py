@@ -17,6 +17,9 @@ from seqdedupe.format.jit import Int64s
 from seqdedupe.limits import MAX_OPEN_NAMES, NO_EPOCH
 from seqdedupe.names import new_producer_name, producer_name
 
+NAMES_A_STEP = 1_000
+"""The event loop does so many in one step, a millisecond or two. With more it does others' work in between."""
+
 _TERM_SHIFT = 32
 LAST_OPEN: int = 2**_TERM_SHIFT - 1
 RANDOM_BYTES = 4

@@ -1,5 +1,6 @@
 """Watermarks of a topic, out of it, and into one that nobody has used yet."""
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from itertools import pairwise
@@ -15,6 +16,7 @@ from seqdedupe.topic.attached import AttachedTopic
 from seqdedupe.topic.base import TopicBase
 from seqdedupe.topic.control import Import, ImportParts
 from seqdedupe.topic.publishing import Topic
+from seqdedupe.topic.sessions import NAMES_A_STEP
 from seqdedupe.topic.state import State
 
 EXPORTED_AT_ONCE = 4096
@@ -106,7 +108,7 @@ class _ImportIntoLog(WatermarksImport[Topic]):
         self._may_be_complete = False
 
     async def add(self, names: list[bytes], persisted: Int64s) -> None:
-        self._order.check(names, persisted)
+        await self._order.check(names, persisted)
         await self._append(names, persisted, is_last=False)
 
     async def finish(self) -> None:
@@ -144,7 +146,8 @@ class _ImportIntoStore(WatermarksImport[AttachedTopic]):
 
     async def add(self, names: list[bytes], persisted: Int64s) -> None:
         self._check()
-        self._order.check(names, persisted)
+        await self._order.check(names, persisted)
+        self._check()
         self._parts.add(Import(names, persisted, self._count, is_last=False))
         self._count += 1
 
@@ -170,12 +173,13 @@ class _Order:
     def __init__(self) -> None:
         self._last = b""
 
-    def check(self, names: list[bytes], persisted: Int64s) -> None:
+    async def check(self, names: list[bytes], persisted: Int64s) -> None:
         if len(names) != len(persisted):
             raise error("INVALID_REQUEST", f"persisted has {len(persisted)} values for {len(names)} producer names")
-        for name in names:
+        for place, (before, name) in enumerate(pairwise([self._last, *names]), 1):
+            if place % NAMES_A_STEP == 0:
+                await asyncio.sleep(0)
             new_producer_name(decoded_producer_name(name))
-        for before, name in pairwise([self._last, *names]):
             if name <= before:
                 raise error("INVALID_REQUEST", f"the producer name {name!r} comes after {before!r}: names have to rise")
         if len(names):

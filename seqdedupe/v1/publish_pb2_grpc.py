@@ -90,6 +90,10 @@ class PublishServiceStub(object):
 
     Errors of calls carry `google.rpc.ErrorInfo` (domain `seqdedupe`, a stable reason, numbers as metadata) and
     `google.rpc.RetryInfo` where trying again helps. docs/errors.md lists the reasons.
+
+    What is no sidecar may say OK to any call, with an empty message. Where the answer to a unary call is empty, a sidecar
+    sends the trailing metadata `seqdedupe-empty: 1` with it. Earlier versions do not. Then `GetVersion` tells whether a
+    sidecar answers, because its answer is never empty; a sidecar that comes back between the two calls is not told apart.
     """
 
     def __init__(self, channel):
@@ -180,6 +184,10 @@ class PublishServiceServicer(object):
 
     Errors of calls carry `google.rpc.ErrorInfo` (domain `seqdedupe`, a stable reason, numbers as metadata) and
     `google.rpc.RetryInfo` where trying again helps. docs/errors.md lists the reasons.
+
+    What is no sidecar may say OK to any call, with an empty message. Where the answer to a unary call is empty, a sidecar
+    sends the trailing metadata `seqdedupe-empty: 1` with it. Earlier versions do not. Then `GetVersion` tells whether a
+    sidecar answers, because its answer is never empty; a sidecar that comes back between the two calls is not told apart.
     """
 
     def Open(self, request, context):
@@ -310,6 +318,10 @@ class PublishService(object):
 
     Errors of calls carry `google.rpc.ErrorInfo` (domain `seqdedupe`, a stable reason, numbers as metadata) and
     `google.rpc.RetryInfo` where trying again helps. docs/errors.md lists the reasons.
+
+    What is no sidecar may say OK to any call, with an empty message. Where the answer to a unary call is empty, a sidecar
+    sends the trailing metadata `seqdedupe-empty: 1` with it. Earlier versions do not. Then `GetVersion` tells whether a
+    sidecar answers, because its answer is never empty; a sidecar that comes back between the two calls is not told apart.
     """
 
     @staticmethod

@@ -91,6 +91,10 @@ class PublishServiceStub:
 
     Errors of calls carry `google.rpc.ErrorInfo` (domain `seqdedupe`, a stable reason, numbers as metadata) and
     `google.rpc.RetryInfo` where trying again helps. docs/errors.md lists the reasons.
+
+    What is no sidecar may say OK to any call, with an empty message. Where the answer to a unary call is empty, a sidecar
+    sends the trailing metadata `seqdedupe-empty: 1` with it. Earlier versions do not. Then `GetVersion` tells whether a
+    sidecar answers, because its answer is never empty; a sidecar that comes back between the two calls is not told apart.
     """
 
     @_typing.overload
@@ -189,6 +193,10 @@ class PublishServiceAsyncStub(PublishServiceStub):
 
     Errors of calls carry `google.rpc.ErrorInfo` (domain `seqdedupe`, a stable reason, numbers as metadata) and
     `google.rpc.RetryInfo` where trying again helps. docs/errors.md lists the reasons.
+
+    What is no sidecar may say OK to any call, with an empty message. Where the answer to a unary call is empty, a sidecar
+    sends the trailing metadata `seqdedupe-empty: 1` with it. Earlier versions do not. Then `GetVersion` tells whether a
+    sidecar answers, because its answer is never empty; a sidecar that comes back between the two calls is not told apart.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -283,6 +291,10 @@ class PublishServiceServicer(metaclass=_abc_1.ABCMeta):
 
     Errors of calls carry `google.rpc.ErrorInfo` (domain `seqdedupe`, a stable reason, numbers as metadata) and
     `google.rpc.RetryInfo` where trying again helps. docs/errors.md lists the reasons.
+
+    What is no sidecar may say OK to any call, with an empty message. Where the answer to a unary call is empty, a sidecar
+    sends the trailing metadata `seqdedupe-empty: 1` with it. Earlier versions do not. Then `GetVersion` tells whether a
+    sidecar answers, because its answer is never empty; a sidecar that comes back between the two calls is not told apart.
     """
 
     @_abc_1.abstractmethod

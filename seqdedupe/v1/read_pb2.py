@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from seqdedupe.v1 import batch_pb2 as seqdedupe_dot_v1_dot_batch__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17seqdedupe/v1/read.proto\x12\x0cseqdedupe.v1\x1a\x18seqdedupe/v1/batch.proto\"t\n\tReadStart\x12\'\n\x05\x61\x66ter\x18\x01 \x01(\x0b\x32\x16.seqdedupe.v1.PositionH\x00\x12\x0f\n\x05index\x18\x02 \x01(\x10H\x00\x12\x12\n\x08\x65\x61rliest\x18\x03 \x01(\x08H\x00\x12\x10\n\x06latest\x18\x04 \x01(\x08H\x00\x42\x07\n\x05start\"n\n\x0bReadRequest\x12\r\n\x05topic\x18\x01 \x01(\t\x12&\n\x05start\x18\x02 \x01(\x0b\x32\x17.seqdedupe.v1.ReadStart\x12\x12\n\nstop_index\x18\x03 \x01(\x10\x12\x14\n\x0cskip_damaged\x18\x05 \x01(\x08\"\x9c\x01\n\x0cReadResponse\x12%\n\x07records\x18\x01 \x03(\x0b\x32\x14.seqdedupe.v1.Record\x12\x12\n\nnext_index\x18\r \x01(\x10\x12\x11\n\tend_index\x18\x0e \x01(\x10\x12\x13\n\x0bincarnation\x18\x0f \x01(\x10\x12)\n\x07skipped\x18\x10 \x01(\x0b\x32\x18.seqdedupe.v1.IndexRange\"5\n\nIndexRange\x12\x13\n\x0b\x66irst_index\x18\x01 \x01(\x10\x12\x12\n\nnext_index\x18\x02 \x01(\x10\"\x8f\x01\n\x11ReadStreamRequest\x12\r\n\x05topic\x18\x01 \x01(\t\x12&\n\x05start\x18\x02 \x01(\x0b\x32\x17.seqdedupe.v1.ReadStart\x12\x14\n\nstop_index\x18\x03 \x01(\x10H\x00\x12\x10\n\x06\x66ollow\x18\x04 \x01(\x08H\x00\x12\x14\n\x0cskip_damaged\x18\x05 \x01(\x08\x42\x05\n\x03\x65nd\"\xa2\x01\n\x12ReadStreamResponse\x12%\n\x07records\x18\x01 \x03(\x0b\x32\x14.seqdedupe.v1.Record\x12\x12\n\nnext_index\x18\r \x01(\x10\x12\x11\n\tend_index\x18\x0e \x01(\x10\x12\x13\n\x0bincarnation\x18\x0f \x01(\x10\x12)\n\x07skipped\x18\x10 \x01(\x0b\x32\x18.seqdedupe.v1.IndexRange\"p\n\rLocateRequest\x12\r\n\x05topic\x18\x01 \x01(\t\x12\x19\n\x0fpublish_time_ms\x18\x02 \x01(\x10H\x00\x12/\n\x0b\x62yte_budget\x18\x03 \x01(\x0b\x32\x18.seqdedupe.v1.ByteBudgetH\x00\x42\x04\n\x02\x62y\"/\n\nByteBudget\x12\x12\n\nfrom_index\x18\x01 \x01(\x10\x12\r\n\x05\x62ytes\x18\x02 \x01(\x10\"4\n\x0eLocateResponse\x12\r\n\x05index\x18\x01 \x01(\x10\x12\x13\n\x0bincarnation\x18\x02 \x01(\x10\"(\n\x17GetLastMessageIdRequest\x12\r\n\x05topic\x18\x01 \x01(\t\"U\n\x18GetLastMessageIdResponse\x12$\n\x04last\x18\x01 \x01(\x0b\x32\x16.seqdedupe.v1.Position\x12\x13\n\x0b\x66irst_index\x18\x02 \x01(\x10\"E\n\x0b\x43ursorValue\x12(\n\x08position\x18\x01 \x01(\x0b\x32\x16.seqdedupe.v1.Position\x12\x0c\n\x04note\x18\x02 \x01(\t\"/\n\x10GetCursorRequest\x12\r\n\x05topic\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\"<\n\x11GetCursorResponse\x12\'\n\x04kept\x18\x01 \x01(\x0b\x32\x19.seqdedupe.v1.CursorValue\"\x85\x01\n\x11MoveCursorRequest\x12\r\n\x05topic\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12+\n\x08\x65xpected\x18\x03 \x01(\x0b\x32\x19.seqdedupe.v1.CursorValue\x12&\n\x03new\x18\x04 \x01(\x0b\x32\x19.seqdedupe.v1.CursorValue\"\x14\n\x12MoveCursorResponse2\xe6\x03\n\x0bReadService\x12=\n\x04Read\x12\x19.seqdedupe.v1.ReadRequest\x1a\x1a.seqdedupe.v1.ReadResponse\x12Q\n\nReadStream\x12\x1f.seqdedupe.v1.ReadStreamRequest\x1a .seqdedupe.v1.ReadStreamResponse0\x01\x12\x43\n\x06Locate\x12\x1b.seqdedupe.v1.LocateRequest\x1a\x1c.seqdedupe.v1.LocateResponse\x12\x61\n\x10GetLastMessageId\x12%.seqdedupe.v1.GetLastMessageIdRequest\x1a&.seqdedupe.v1.GetLastMessageIdResponse\x12L\n\tGetCursor\x12\x1e.seqdedupe.v1.GetCursorRequest\x1a\x1f.seqdedupe.v1.GetCursorResponse\x12O\n\nMoveCursor\x12\x1f.seqdedupe.v1.MoveCursorRequest\x1a .seqdedupe.v1.MoveCursorResponseBP\n\x0fio.seqdedupe.v1P\x01Z;github.com/seqdedupe/seqdedupe/gen/seqdedupe/v1;seqdedupev1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17seqdedupe/v1/read.proto\x12\x0cseqdedupe.v1\x1a\x18seqdedupe/v1/batch.proto\"t\n\tReadStart\x12\'\n\x05\x61\x66ter\x18\x01 \x01(\x0b\x32\x16.seqdedupe.v1.PositionH\x00\x12\x0f\n\x05index\x18\x02 \x01(\x10H\x00\x12\x12\n\x08\x65\x61rliest\x18\x03 \x01(\x08H\x00\x12\x10\n\x06latest\x18\x04 \x01(\x08H\x00\x42\x07\n\x05start\"n\n\x0bReadRequest\x12\r\n\x05topic\x18\x01 \x01(\t\x12&\n\x05start\x18\x02 \x01(\x0b\x32\x17.seqdedupe.v1.ReadStart\x12\x12\n\nstop_index\x18\x03 \x01(\x10\x12\x14\n\x0cskip_damaged\x18\x05 \x01(\x08\"\x9c\x01\n\x0cReadResponse\x12%\n\x07records\x18\x01 \x03(\x0b\x32\x14.seqdedupe.v1.Record\x12\x12\n\nnext_index\x18\r \x01(\x10\x12\x11\n\tend_index\x18\x0e \x01(\x10\x12\x13\n\x0bincarnation\x18\x0f \x01(\x10\x12)\n\x07skipped\x18\x10 \x01(\x0b\x32\x18.seqdedupe.v1.IndexRange\"5\n\nIndexRange\x12\x13\n\x0b\x66irst_index\x18\x01 \x01(\x10\x12\x12\n\nnext_index\x18\x02 \x01(\x10\"\xa1\x01\n\x11ReadStreamRequest\x12\r\n\x05topic\x18\x01 \x01(\t\x12&\n\x05start\x18\x02 \x01(\x0b\x32\x17.seqdedupe.v1.ReadStart\x12\x14\n\nstop_index\x18\x03 \x01(\x10H\x00\x12\x10\n\x06\x66ollow\x18\x04 \x01(\x08H\x00\x12\x14\n\x0cskip_damaged\x18\x05 \x01(\x08\x12\x10\n\x08\x61live_ms\x18\x06 \x01(\rB\x05\n\x03\x65nd\"\xb4\x01\n\x12ReadStreamResponse\x12%\n\x07records\x18\x01 \x03(\x0b\x32\x14.seqdedupe.v1.Record\x12\x12\n\nnext_index\x18\r \x01(\x10\x12\x11\n\tend_index\x18\x0e \x01(\x10\x12\x13\n\x0bincarnation\x18\x0f \x01(\x10\x12)\n\x07skipped\x18\x10 \x01(\x0b\x32\x18.seqdedupe.v1.IndexRange\x12\x10\n\x08\x61live_ms\x18\x11 \x01(\r\"p\n\rLocateRequest\x12\r\n\x05topic\x18\x01 \x01(\t\x12\x19\n\x0fpublish_time_ms\x18\x02 \x01(\x10H\x00\x12/\n\x0b\x62yte_budget\x18\x03 \x01(\x0b\x32\x18.seqdedupe.v1.ByteBudgetH\x00\x42\x04\n\x02\x62y\"/\n\nByteBudget\x12\x12\n\nfrom_index\x18\x01 \x01(\x10\x12\r\n\x05\x62ytes\x18\x02 \x01(\x10\"4\n\x0eLocateResponse\x12\r\n\x05index\x18\x01 \x01(\x10\x12\x13\n\x0bincarnation\x18\x02 \x01(\x10\"(\n\x17GetLastMessageIdRequest\x12\r\n\x05topic\x18\x01 \x01(\t\"U\n\x18GetLastMessageIdResponse\x12$\n\x04last\x18\x01 \x01(\x0b\x32\x16.seqdedupe.v1.Position\x12\x13\n\x0b\x66irst_index\x18\x02 \x01(\x10\"E\n\x0b\x43ursorValue\x12(\n\x08position\x18\x01 \x01(\x0b\x32\x16.seqdedupe.v1.Position\x12\x0c\n\x04note\x18\x02 \x01(\t\"/\n\x10GetCursorRequest\x12\r\n\x05topic\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\"<\n\x11GetCursorResponse\x12\'\n\x04kept\x18\x01 \x01(\x0b\x32\x19.seqdedupe.v1.CursorValue\"\x85\x01\n\x11MoveCursorRequest\x12\r\n\x05topic\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12+\n\x08\x65xpected\x18\x03 \x01(\x0b\x32\x19.seqdedupe.v1.CursorValue\x12&\n\x03new\x18\x04 \x01(\x0b\x32\x19.seqdedupe.v1.CursorValue\"\x14\n\x12MoveCursorResponse2\xe6\x03\n\x0bReadService\x12=\n\x04Read\x12\x19.seqdedupe.v1.ReadRequest\x1a\x1a.seqdedupe.v1.ReadResponse\x12Q\n\nReadStream\x12\x1f.seqdedupe.v1.ReadStreamRequest\x1a .seqdedupe.v1.ReadStreamResponse0\x01\x12\x43\n\x06Locate\x12\x1b.seqdedupe.v1.LocateRequest\x1a\x1c.seqdedupe.v1.LocateResponse\x12\x61\n\x10GetLastMessageId\x12%.seqdedupe.v1.GetLastMessageIdRequest\x1a&.seqdedupe.v1.GetLastMessageIdResponse\x12L\n\tGetCursor\x12\x1e.seqdedupe.v1.GetCursorRequest\x1a\x1f.seqdedupe.v1.GetCursorResponse\x12O\n\nMoveCursor\x12\x1f.seqdedupe.v1.MoveCursorRequest\x1a .seqdedupe.v1.MoveCursorResponseBP\n\x0fio.seqdedupe.v1P\x01Z;github.com/seqdedupe/seqdedupe/gen/seqdedupe/v1;seqdedupev1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -42,29 +42,29 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_INDEXRANGE']._serialized_start=456
   _globals['_INDEXRANGE']._serialized_end=509
   _globals['_READSTREAMREQUEST']._serialized_start=512
-  _globals['_READSTREAMREQUEST']._serialized_end=655
-  _globals['_READSTREAMRESPONSE']._serialized_start=658
-  _globals['_READSTREAMRESPONSE']._serialized_end=820
-  _globals['_LOCATEREQUEST']._serialized_start=822
-  _globals['_LOCATEREQUEST']._serialized_end=934
-  _globals['_BYTEBUDGET']._serialized_start=936
-  _globals['_BYTEBUDGET']._serialized_end=983
-  _globals['_LOCATERESPONSE']._serialized_start=985
-  _globals['_LOCATERESPONSE']._serialized_end=1037
-  _globals['_GETLASTMESSAGEIDREQUEST']._serialized_start=1039
-  _globals['_GETLASTMESSAGEIDREQUEST']._serialized_end=1079
-  _globals['_GETLASTMESSAGEIDRESPONSE']._serialized_start=1081
-  _globals['_GETLASTMESSAGEIDRESPONSE']._serialized_end=1166
-  _globals['_CURSORVALUE']._serialized_start=1168
-  _globals['_CURSORVALUE']._serialized_end=1237
-  _globals['_GETCURSORREQUEST']._serialized_start=1239
-  _globals['_GETCURSORREQUEST']._serialized_end=1286
-  _globals['_GETCURSORRESPONSE']._serialized_start=1288
-  _globals['_GETCURSORRESPONSE']._serialized_end=1348
-  _globals['_MOVECURSORREQUEST']._serialized_start=1351
-  _globals['_MOVECURSORREQUEST']._serialized_end=1484
-  _globals['_MOVECURSORRESPONSE']._serialized_start=1486
-  _globals['_MOVECURSORRESPONSE']._serialized_end=1506
-  _globals['_READSERVICE']._serialized_start=1509
-  _globals['_READSERVICE']._serialized_end=1995
+  _globals['_READSTREAMREQUEST']._serialized_end=673
+  _globals['_READSTREAMRESPONSE']._serialized_start=676
+  _globals['_READSTREAMRESPONSE']._serialized_end=856
+  _globals['_LOCATEREQUEST']._serialized_start=858
+  _globals['_LOCATEREQUEST']._serialized_end=970
+  _globals['_BYTEBUDGET']._serialized_start=972
+  _globals['_BYTEBUDGET']._serialized_end=1019
+  _globals['_LOCATERESPONSE']._serialized_start=1021
+  _globals['_LOCATERESPONSE']._serialized_end=1073
+  _globals['_GETLASTMESSAGEIDREQUEST']._serialized_start=1075
+  _globals['_GETLASTMESSAGEIDREQUEST']._serialized_end=1115
+  _globals['_GETLASTMESSAGEIDRESPONSE']._serialized_start=1117
+  _globals['_GETLASTMESSAGEIDRESPONSE']._serialized_end=1202
+  _globals['_CURSORVALUE']._serialized_start=1204
+  _globals['_CURSORVALUE']._serialized_end=1273
+  _globals['_GETCURSORREQUEST']._serialized_start=1275
+  _globals['_GETCURSORREQUEST']._serialized_end=1322
+  _globals['_GETCURSORRESPONSE']._serialized_start=1324
+  _globals['_GETCURSORRESPONSE']._serialized_end=1384
+  _globals['_MOVECURSORREQUEST']._serialized_start=1387
+  _globals['_MOVECURSORREQUEST']._serialized_end=1520
+  _globals['_MOVECURSORRESPONSE']._serialized_start=1522
+  _globals['_MOVECURSORRESPONSE']._serialized_end=1542
+  _globals['_READSERVICE']._serialized_start=1545
+  _globals['_READSERVICE']._serialized_end=2031
 # @@protoc_insertion_point(module_scope)

@@ -174,6 +174,7 @@ class ReadStreamRequest(_message.Message):
     STOP_INDEX_FIELD_NUMBER: _builtins.int
     FOLLOW_FIELD_NUMBER: _builtins.int
     SKIP_DAMAGED_FIELD_NUMBER: _builtins.int
+    ALIVE_MS_FIELD_NUMBER: _builtins.int
     topic: _builtins.str
     """The topic, see `OpenRequest.topic`."""
     stop_index: _builtins.int
@@ -182,6 +183,12 @@ class ReadStreamRequest(_message.Message):
     """Never (true): wait for new messages."""
     skip_damaged: _builtins.bool
     """See `ReadRequest.skip_damaged`."""
+    alive_ms: _builtins.int
+    """Asks for an answer at least every so many milliseconds, without records where there is nothing to read: 1,000 to
+    3,600,000; what is below or above counts as that. 0: none. A client that hears nothing for longer reads on over
+    another connection. It finds out so that a host is silent from which a proxy separates it: pings of HTTP/2 are
+    answered by the proxy.
+    """
     @_builtins.property
     def start(self) -> Global___ReadStart:
         """Where to start. Left out: earliest."""
@@ -194,10 +201,11 @@ class ReadStreamRequest(_message.Message):
         stop_index: _builtins.int = ...,
         follow: _builtins.bool = ...,
         skip_damaged: _builtins.bool = ...,
+        alive_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "follow", b"follow", "start", b"start", "stop_index", b"stop_index"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "follow", b"follow", "skip_damaged", b"skip_damaged", "start", b"start", "stop_index", b"stop_index", "topic", b"topic"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alive_ms", b"alive_ms", "end", b"end", "follow", b"follow", "skip_damaged", b"skip_damaged", "start", b"start", "stop_index", b"stop_index", "topic", b"topic"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_end: _TypeAlias = _typing.Literal["stop_index", "follow"]  # noqa: Y015
     _WhichOneofArgType_end: _TypeAlias = _typing.Literal["end", b"end"]  # noqa: Y015
@@ -216,12 +224,17 @@ class ReadStreamResponse(_message.Message):
     END_INDEX_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
     SKIPPED_FIELD_NUMBER: _builtins.int
+    ALIVE_MS_FIELD_NUMBER: _builtins.int
     next_index: _builtins.int
     """The index at which the next answer starts."""
     end_index: _builtins.int
     """The index that the next message published will get: what there is to read ends before it. -1: not known yet."""
     incarnation: _builtins.int
     """Which creation of the topic this is."""
+    alive_ms: _builtins.int
+    """In the first answer: what the sidecar makes of `ReadStreamRequest.alive_ms`. 0: it was not asked, or knows no such
+    thing, and may be silent for any time.
+    """
     @_builtins.property
     def records(self) -> _containers.RepeatedCompositeFieldContainer[_batch_pb2.Record]:
         """Batches as stored, cut at both ends to what was asked for."""
@@ -238,10 +251,11 @@ class ReadStreamResponse(_message.Message):
         end_index: _builtins.int = ...,
         incarnation: _builtins.int = ...,
         skipped: Global___IndexRange | None = ...,
+        alive_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["skipped", b"skipped"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["end_index", b"end_index", "incarnation", b"incarnation", "next_index", b"next_index", "records", b"records", "skipped", b"skipped"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alive_ms", b"alive_ms", "end_index", b"end_index", "incarnation", b"incarnation", "next_index", b"next_index", "records", b"records", "skipped", b"skipped"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

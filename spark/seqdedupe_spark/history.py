@@ -29,7 +29,10 @@ def column_of(schema: StructType, option: str, given: str | None, usual: str, wh
     """The column that was given, or is there by its usual name. Raises INVALID_SOURCE if it is not there, or of another
     type than these, which are `what`."""
     wanted = (given,) if given is not None else names(usual)
-    name = next((name for name in wanted if name in schema.names), None)
+    there_are = [name for name in wanted if name in schema.names]
+    if len(there_are) > 1:
+        raise error("INVALID_SOURCE", f"{option}: the files have the columns {' and '.join(there_are)}: say which")
+    name = there_are[0] if there_are else None
     if name is None:
         there = ", ".join(schema.names[:20])
         raise error("INVALID_SOURCE", f"{option}: the files have no column {' or '.join(wanted)}; they have {there}")

@@ -8,14 +8,17 @@ import numpy as np
 import pyarrow as pa
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as f
+from pyspark.sql.utils import is_remote
 
 from seqdedupe.client import blocking
 from seqdedupe.client.blocking.producer import Producer
 from seqdedupe.client.receipts import Verdict
-from seqdedupe.errors import error
+from seqdedupe.errors import InvalidRequestError, SeqdedupeError, error
 from seqdedupe.names import producer_name, topic_name
+from seqdedupe.v1 import admin_pb2
 from seqdedupe_spark.failures import typed_failures
 from seqdedupe_spark.planning import patiently
+from seqdedupe_spark.session import activate
 from seqdedupe_spark.sidecar import Sidecar, sidecar_at
 from seqdedupe_spark.sink.options import parse
 from seqdedupe_spark.sink.rows import frame_of, pieces
@@ -28,6 +31,7 @@ _TYPES = {
     "__key": ("binary", "string"),
     "__eventTime": ("timestamp",),
     "__messageProperties": ("map<string,string>",),
+    "__deduplicationId": ("binary", "string"),
 }
 """The columns, which may stand without `__` too, and what they may be."""
 
@@ -36,6 +40,8 @@ _NEEDED = 4
 
 _SHORT = topic_name("_").removesuffix("_")
 """What a short topic name stands after."""
+
+_ID = "__deduplicationId"
 
 _ORDER = ("__topic", "__producerName", "__sequenceId")
 
@@ -65,6 +71,10 @@ def publish(frame: DataFrame, topic: str | None = None, **options: str) -> Publi
     columns = _columns(frame, given.topic)
     rows = frame.select(columns).repartition(*_ORDER[:2]).sortWithinPartitions(*_ORDER)
     service = given.service
+    activate(frame.sparkSession)
+    if given.topic is not None and not is_remote():
+        with sidecar_at(service).connect() as client:
+            _check_mode(client, given.topic)
 
     def run(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         found = publish_sorted(service, batches)
@@ -75,6 +85,22 @@ def publish(frame: DataFrame, topic: str | None = None, **options: str) -> Publi
     return Published(sum(row[0] for row in found), sum(row[1] for row in found))
 
 
+def _check_mode(client: blocking.Client, topic: str) -> None:
+    """Raises INVALID_OPTION for a topic of deduplication IDs. What cannot be looked at now is left to the tasks."""
+    try:
+        mode = client.admin.topic(topic).deduplication_mode
+    except SeqdedupeError:
+        return
+    if mode != admin_pb2.DEDUPLICATION_MODE_DEDUPLICATION_ID:
+        return
+    raise error(
+        "INVALID_OPTION",
+        f"topic: {topic} has deduplication IDs, publish sends to topics of sequence IDs",
+        hint="The sink writes such rows, with a column deduplicationId: "
+        "df.write.format('seqdedupe').option('topic', …).mode('append').save().",
+    )
+
+
 def _columns(frame: DataFrame, topic: str | None) -> list[Column]:
     there = dict(frame.dtypes)
     columns: list[Column] = []
@@ -82,7 +108,12 @@ def _columns(frame: DataFrame, topic: str | None) -> list[Column]:
         if name == "__topic" and topic is not None:
             columns.append(f.lit(topic).alias(name))
             continue
-        found = next((one for one in (name, name.removeprefix("__")) if one in there), None)
+        several = [one for one in {name: None, name.removeprefix("__"): None} if one in there]
+        if len(several) > 1:
+            raise error(
+                "INVALID_OPTION", f"publish: the columns {' and '.join(several)} mean the same: drop one of them"
+            )
+        found = several[0] if several else None
         if found is None:
             if place < _NEEDED:
                 raise error("INVALID_OPTION", f"publish: the rows have no column {name}")
@@ -124,6 +155,12 @@ def _by_producer(batch: pa.RecordBatch) -> Iterator[tuple[str, str, pa.RecordBat
     for name in _ORDER:
         if batch.column(name).null_count:
             raise error("INVALID_REQUEST", f"{name} is null in {batch.column(name).null_count:,} rows")
+    if _ID in batch.schema.names and (given := len(batch) - batch.column(_ID).null_count):
+        raise error(
+            "INVALID_REQUEST",
+            f"{_ID} is there in {given:,} of {len(batch):,} rows, which publish knows by producer name and sequence ID",
+            hint="Drop that column; or write the rows with format('seqdedupe') into a topic of deduplication IDs.",
+        )
     topics, names = (batch.column(name).dictionary_encode() for name in _ORDER[:2])
     numbers = np.stack([topics.indices.to_numpy(), names.indices.to_numpy()])
     cuts = np.flatnonzero((numbers[:, 1:] != numbers[:, :-1]).any(axis=0)) + 1
@@ -152,18 +189,26 @@ class _Session:
             self._key, self._producer = (topic, name), producer
         for piece in pieces(rows):
             one = frame_of(piece)
-            receipt = producer.send_batch(
-                one.payloads,
-                piece.column("__sequenceId").to_numpy(),
-                keys=one.keys,
-                event_times_ms=one.event_times_ms,
-                properties=one.properties,
-            )
+            try:
+                receipt = producer.send_batch(
+                    one.payloads,
+                    piece.column("__sequenceId").to_numpy(),
+                    keys=one.keys,
+                    event_times_ms=one.event_times_ms,
+                    properties=one.properties,
+                )
+            except InvalidRequestError as e:
+                what = f"rows of producer {name!r} for {topic}: {e.message}"
+                raise error(e.reason, what, hint=e.hint, topic=topic, producer=name) from e
             self._receipts.append(receipt)
 
     def _open(self, topic: str, name: str) -> Producer:
         producer = self._client.producer(topic, name)
-        producer.open()
+        try:
+            producer.open()
+        except InvalidRequestError:
+            _check_mode(self._client, topic)
+            raise
         return producer
 
     def end(self) -> None:

@@ -48,7 +48,19 @@ def start_session(name: str, master: str | None = None) -> SparkSession:
     builder = SparkSession.builder.appName(name)
     if _REMOTE not in os.environ:
         builder = builder.config("spark.ui.showConsoleProgress", "false")
-    return (builder.master(master) if master else builder).getOrCreate()
+    session = (builder.master(master) if master else builder).getOrCreate()
+    activate(session)
+    return session
+
+
+def activate(spark: SparkSession) -> None:
+    """Makes the session the active one of this thread, in which Spark looks data sources up that are written to.
+
+    A thread of Python's has a thread of the JVM, and the active session is of that thread: without one, `save()` and
+    `start()` with the format `seqdedupe` end with DATA_SOURCE_NOT_FOUND. Over Spark Connect there is nothing to do.
+    """
+    if isinstance(spark, SparkSession):
+        spark._jvm.SparkSession.setActiveSession(spark._jsparkSession)  # type: ignore[union-attr]
 
 
 def workers_path(*folders: str | Path) -> str:

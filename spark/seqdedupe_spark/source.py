@@ -18,7 +18,7 @@ from pyspark.sql.streaming.datasource import (
 )
 from pyspark.sql.types import StructType
 
-from seqdedupe.errors import NotFoundError, PositionError, error
+from seqdedupe.errors import NotFoundError, PositionError, SeqdedupeError, error
 from seqdedupe.message_id import Position
 from seqdedupe_spark import options as user_options
 from seqdedupe_spark.columns import columns_of, to_arrow
@@ -83,20 +83,29 @@ class SeqdedupeDataSource(DataSource):
         return StreamReader(options, wanted_columns(schema, options))
 
     def writer(self, schema: StructType, overwrite: bool) -> BatchWriter:
-        options = sink_options.parse(self.options)
-        began = window.now() if options.checkpoint is None else checkpoint.began(options.checkpoint)
-        return BatchWriter(_sink_task(options, schema, overwrite, began))
+        try:
+            options = sink_options.parse(self.options)
+            began = window.now() if options.checkpoint is None else checkpoint.began(options.checkpoint)
+            return BatchWriter(_sink_task(options, schema, overwrite, began))
+        except SeqdedupeError as e:
+            # Spark shows the traceback: the line that matters should not stand behind many that do not.
+            raise e.with_traceback(None) from None
 
     def streamWriter(self, schema: StructType, overwrite: bool) -> StreamWriter:  # noqa: N802
         # Spark calls it for every batch, and once more to commit it.
-        options = sink_options.parse(self.options)
-        return StreamWriter(_sink_task(options, schema, overwrite, checkpoint.began(options.checkpoint)))
+        try:
+            options = sink_options.parse(self.options)
+            return StreamWriter(_sink_task(options, schema, overwrite, checkpoint.began(options.checkpoint)))
+        except SeqdedupeError as e:
+            raise e.with_traceback(None) from None
 
 
 def _sink_task(options: sink_options.SinkOptions, schema: StructType, overwrite: bool, began: window.Began) -> SinkTask:
     if overwrite:
         raise error("INVALID_OPTION", "a topic is only appended to: there are mode('append') and outputMode('append')")
-    return SinkTask(options.service, layout_of(schema, options.topic), began, options.fail_on_forgotten_ids)
+    task = SinkTask(options.service, layout_of(schema, options.topic), began, options.fail_on_forgotten_ids)
+    task.check_topic()
+    return task
 
 
 def _all_columns(options: Options) -> pa.Schema:

@@ -1,18 +1,25 @@
 """DedupeService: what a broker may say, and what comes of all that it may not."""
 
+import asyncio
 import itertools
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import grpc
+import grpc.aio
 import psutil
 import pytest
 
+from broker_sidecar import dedupe, sidecar
+from broker_sidecar.config import Config
 from broker_sidecar.sidecar import MAX_REQUEST_BYTES
 from broker_sidecar.steps import MAX_CHECKS, SMALL_BYTES
 from seqdedupe import wire
 from seqdedupe.limits import MAX_BATCH_ROWS, MAX_NAME_BYTES, MAX_NAMES_AT_ONCE, MAX_POSITION_BYTES, MAX_SEQUENCE_ID
 from seqdedupe.testing import Sidecar
+from seqdedupe.topic.attachment import Attachment
+from seqdedupe.topic.sessions import NAMES_A_STEP
 from seqdedupe.v1 import admin_pb2, dedupe_pb2
 from tests.broker_sidecar.attaching import (
     Attaching,
@@ -647,3 +654,62 @@ def test_get_producer(broker: Attaching, shared: Sidecar, topic: str) -> None:
     broker.end()
     why = refused(lambda: numbers(shared.address, topic, "a"))
     assert (why.reason, why.retry_delay_ms) == ("NOT_ATTACHED", 100)
+
+
+# -- beside others --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("names_a_step", [NAMES_A_STEP, MAX_NAMES_AT_ONCE], ids=["as it is", "planted: all at once"])
+async def test_others_get_their_turn_while_names_are_registered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names_a_step: int
+) -> None:
+    """Between any two steps the event loop takes a turn of its own; what another call does in it is counted."""
+    turns = 0
+    seen: dict[str, list[tuple[int, int]]] = {"check_names": [], "register": []}
+
+    async def another() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    def watch(name: str) -> None:
+        work = getattr(Attachment, name)
+
+        def watched(self: Attachment, *arguments: Any) -> None:
+            seen[name].append((len(arguments[-1]), turns))
+            work(self, *arguments)
+
+        monkeypatch.setattr(Attachment, name, watched)
+
+    names = [f"n{k}" for k in range(5 * NAMES_A_STEP + 1)]
+    monkeypatch.setattr(dedupe, "NAMES_A_STEP", names_a_step)
+    address = f"unix:{tmp_path}/socket"
+    config = Config(data_directory=str(tmp_path), listen=address, authentication="none", log="broker")
+    served = sidecar.Sidecar(config, connections=10)
+    await served.listen()
+    await served.recover()
+    try:
+        async with grpc.aio.insecure_channel(address) as channel:
+            call: Any = channel.stream_stream(
+                "/seqdedupe.v1.DedupeService/Attach",
+                AttachRequest.SerializeToString,
+                dedupe_pb2.AttachResponse.FromString,
+            )()
+            await call.write(AttachRequest(begin=dedupe_pb2.Begin(topic="t")))
+            token = (await call.read()).attached.token
+            for name in seen:
+                watch(name)
+            ticking = asyncio.ensure_future(another())
+            await call.write(AttachRequest(token=token, register=register(*names), end_replay=dedupe_pb2.EndReplay()))
+            while not (await call.read()).HasField("ready"):
+                pass
+            ticking.cancel()
+            call.cancel()
+    finally:
+        await served.stop()
+    registered = seen["register"]
+    assert sum(count for count, _ in registered) == len(names)
+    steps_apart = all(after > before for (_, before), (_, after) in itertools.pairwise(registered))
+    is_in_steps = steps_apart and max(count for count, _ in (*registered, *seen["check_names"])) <= NAMES_A_STEP
+    assert is_in_steps is (names_a_step == NAMES_A_STEP)

@@ -19,8 +19,10 @@ import pytest
 
 from broker_sidecar.frames import MAX_FIELDS, MAX_FRAMES
 from broker_sidecar.rpc import MAX_CALL_BYTES, unary
+from seqdedupe.address import SidecarAddress
 from seqdedupe.client import Client as SidecarClient
-from seqdedupe.errors import UnavailableError
+from seqdedupe.client.connection import typed_errors
+from seqdedupe.errors import SeqdedupeError, UnavailableError
 from seqdedupe.limits import MAX_BATCH_ROWS, MAX_OPEN_NAMES
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from seqdedupe.v1 import publish_pb2, read_pb2, read_pb2_grpc
@@ -394,15 +396,17 @@ async def test_pages_left_unread_are_given_up_when_others_wait_for_memory(tmp_pa
     with sidecar_with(tmp_path, {}, **constants) as sidecar:
         async with unread_pages(sidecar.address) as calls:
             assert await publishes(sidecar.address, "good", 30.0)
-            codes = set()
+            reasons = set()
             for call in calls.values():
                 try:
-                    while await call.read() is not grpc.aio.EOF:
-                        pass
-                except grpc.aio.AioRpcError as e:
-                    codes.add(e.code())
-            # The stream has ended, or its connection too.
-            assert codes <= {grpc.StatusCode.UNAVAILABLE}
+                    with typed_errors(SidecarAddress.parse(sidecar.address)):
+                        while await call.read() is not grpc.aio.EOF:
+                            pass
+                except SeqdedupeError as e:
+                    reasons.add(e.reason)
+            # The stream has ended, or its connection too, before the client was told.
+            assert reasons
+            assert reasons <= {"STREAM_IDLE", "UNREACHABLE"}
 
 
 async def test_grpc_keeps_nothing_for_streams_that_were_ended_and_are_not_read(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -18,6 +19,7 @@ from seqdedupe.names import topic_name
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar, reserved_port
 from seqdedupe.v1 import admin_pb2
 from tests.broker_sidecar.calls import Client, batch
+from tests.client.foreign import listening
 
 STOPPED_SECONDS = 0.5
 
@@ -47,6 +49,28 @@ async def _will_answer(address: str) -> bool:
 async def test_nobody_does_not() -> None:
     with reserved_port() as nobody:
         assert not await Neighbours().answers("{}:{}".format(*nobody.getsockname()))
+
+
+async def test_an_empty_answer_of_no_sidecar_is_none(tmp_path: Path) -> None:
+    """It would say that the other one does not have a topic that was given to it: both would serve it."""
+
+    class Foreign(grpc.GenericRpcHandler):
+        def service(self, _: Any) -> Any:
+            async def say(_: bytes, __: Any) -> bytes:
+                return b""
+
+            return grpc.unary_unary_rpc_method_handler(say)
+
+    address = f"unix:{tmp_path}/socket"
+    async with listening(address, Foreign()):
+        for name, request in (
+            ("SettleMove", admin_pb2.SettleMoveRequest()),
+            ("TakeTopic", admin_pb2.TakeTopicRequest()),
+            ("ListTopics", admin_pb2.ListTopicsRequest()),
+        ):
+            with pytest.raises(SeqdedupeError) as caught:
+                await Neighbours().ask(address, name, request)
+            assert caught.value.reason == "NOT_A_SIDECAR"
 
 
 async def test_who_refuses_the_question_answers() -> None:

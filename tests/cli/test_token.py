@@ -37,8 +37,11 @@ def test_keys_tokens_and_whose_they_are(tmp_path: Path) -> None:
     said = json.loads(token(tmp_path, *checks, AUDIENCE, "--json", shown=made).stdout)
     claims = verify(made.strip().encode(), read_keys(tmp_path / "keys.json"), AUDIENCE)
     assert said["subject"] == claims.subject == "shop"
-    # Another key beside it: tokens of both are taken.
-    assert token(tmp_path, "keys", "private-2.json", "keys.json").returncode == 0
+    # Another key beside it, by a symbolic link, which stays one: tokens of both are taken.
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "link.json").symlink_to("../keys.json")
+    assert token(tmp_path, "keys", "private-2.json", "elsewhere/link.json").returncode == 0
+    assert (tmp_path / "elsewhere" / "link.json").is_symlink()
     assert len(read_keys(tmp_path / "keys.json")) == 2
     (tmp_path / "shop.token").write_text(made)
     assert token(tmp_path, *checks, AUDIENCE, "--token-file", "shop.token").stdout.startswith("shop, until 20")

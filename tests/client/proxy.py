@@ -24,6 +24,8 @@ class Proxy:
         self.refuses = False
         """New connections are closed at once."""
         self.connections = 0
+        self.passed_answers = 0
+        """Pieces of what the sidecar has said."""
         self.swallowed_bytes = 0
 
     async def __aenter__(self) -> Self:
@@ -93,6 +95,7 @@ class Proxy:
                 if is_answer and self.swallows_answers:
                     self.swallowed_bytes += len(data)
                     continue
+                self.passed_answers += is_answer
                 sink.write(data)
                 await sink.drain()
         except ConnectionError:

@@ -78,6 +78,22 @@ async def test_a_newer_version_is_said_to_be_one(tmp_path: Path) -> None:
     assert caught.value.reason == "NEWER_FORMAT"
 
 
+async def test_a_symbolic_link_stays_and_its_file_is_written(tmp_path: Path) -> None:
+    """By whichever link it is the same cursor, with one lock; and a disk that is not mounted is seen behind a link."""
+    (tmp_path / "disk").mkdir()
+    for name in ("one", "other"):
+        (tmp_path / name).symlink_to("disk/cursor")
+    await FileCursor(tmp_path / "one").compare_and_set(None, ONE)
+    assert await FileCursor(tmp_path / "other").read() == ONE
+    await FileCursor(tmp_path / "other").compare_and_set(ONE, ONE)
+    assert sorted(path.name for path in (tmp_path / "disk").iterdir()) == [".cursor.lock", "cursor"]
+    assert all((tmp_path / name).is_symlink() for name in ("one", "other"))
+    (tmp_path / "disk").rename(tmp_path / "unmounted")
+    for work in (FileCursor(tmp_path / "one").read(), FileCursor(tmp_path / "one").compare_and_set(None, ONE)):
+        with pytest.raises(ConfigurationError, match="is not there"):
+            await work
+
+
 async def test_a_folder_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     """It is never "no position": the disk may not be mounted."""
     (tmp_path / "file").touch()

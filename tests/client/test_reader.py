@@ -15,6 +15,7 @@ from seqdedupe.client import (
     PositionError,
     ProducerConfig,
 )
+from seqdedupe.client import reader as reading
 from seqdedupe.client.reader import Reader, Start
 from seqdedupe.client.sidecars import Sidecars
 from seqdedupe.errors import SeqdedupeError
@@ -135,6 +136,37 @@ async def test_latest_is_fixed_when_it_connects_not_when_it_connects_again(share
         proxy.refuses = False
         assert indexes(await take(reader, 3)) == [5, 6, 7]
         await reader.close()
+
+
+@pytest.mark.parametrize("is_noticed", [True, False], ids=["as it is", "control: nobody listens for it"])
+async def test_a_way_that_is_silent_is_left(
+    shared_sidecar: Sidecar, topic: str, monkeypatch: pytest.MonkeyPatch, is_noticed: bool
+) -> None:
+    """Long before gRPC's own pings find it; a proxy that speaks HTTP/2 would even answer those."""
+    monkeypatch.setattr(reading, "KEEPALIVE_SECONDS", 1)
+    if not is_noticed:
+        monkeypatch.setattr(reading, "_MISSED", 1_000)
+    await publish(shared_sidecar, topic, 1)
+    async with (
+        Proxy(shared_sidecar.address) as proxy,
+        Client(proxy.address) as client,
+        client.reader(topic, follow=True) as reader,
+    ):
+        assert indexes(await take(reader, 1)) == [0]
+        reads = asyncio.ensure_future(take(reader, 1))
+        # While it is only the topic that is silent, nobody leaves.
+        passed = proxy.passed_answers
+        await until(lambda: proxy.passed_answers > passed + 3)
+        assert proxy.connections == 1
+        proxy.stall()
+        await publish(shared_sidecar, topic, 1)
+        if is_noticed:
+            await until(lambda: proxy.connections > 1)
+        else:
+            await asyncio.sleep(4)
+            assert proxy.connections == 1
+        proxy.go_on()
+        assert indexes(await reads) == [1]
 
 
 async def test_the_end_is_fixed_when_it_connects(shared_sidecar: Sidecar, topic: str) -> None:

@@ -354,7 +354,8 @@ async def test_a_defect_leaves_nobody_waiting(fake: FakeSidecar, monkeypatch: py
         (Refused(grpc.StatusCode.INTERNAL), OutcomeUnknownError, "OUTCOME_UNKNOWN", 0),
         (Refused(grpc.StatusCode.CANCELLED), OutcomeUnknownError, "OUTCOME_UNKNOWN", 0),
         (Refused(grpc.StatusCode.UNIMPLEMENTED), UnavailableError, "NOT_A_SIDECAR", 500),
-        (Refused(grpc.StatusCode.UNAUTHENTICATED), AccessDeniedError, "UNAUTHENTICATED", NEVER),
+        (Refused(grpc.StatusCode.UNAUTHENTICATED), UnavailableError, "NOT_A_SIDECAR", 500),
+        (Refused(grpc.StatusCode.UNAUTHENTICATED, "UNAUTHENTICATED"), AccessDeniedError, "UNAUTHENTICATED", NEVER),
     ],
 )
 async def test_errors_are_typed_by_their_reason(

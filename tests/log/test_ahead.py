@@ -9,6 +9,7 @@ import pytest
 
 from seqdedupe.log.contract import Retention
 from seqdedupe.log.embedded import ahead
+from seqdedupe.log.embedded import log as embedded
 from seqdedupe.log.embedded.ahead import AHEAD_FILE, Ahead
 from seqdedupe.log.embedded.log import EmbeddedLog
 from seqdedupe.log.embedded.logs import EmbeddedLogs
@@ -26,7 +27,8 @@ class Times:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.clock_ms, self.steady_ms = BEGAN_MS, 12_345
-        monkeypatch.setattr(ahead, "_steady_ms", lambda: self.steady_ms)
+        for module in (ahead, embedded):
+            monkeypatch.setattr(module, "steady_ms", lambda: self.steady_ms)
 
     def go_on(self, passed_ms: int) -> None:
         self.clock_ms += passed_ms
@@ -122,6 +124,43 @@ async def test_what_has_been_counted_survives_the_process_and_its_file_may_be_lo
     assert (await trim(log, 50) > 0) == (spoil is None)
     times.go_on(4 * DAY_MS)
     assert await trim(log, 50) > 40
+    await log.close()
+
+
+@pytest.mark.parametrize("is_seen", [True, False], ids=["as it is", "control: nobody looks"])
+async def test_what_was_written_behind_counts_from_the_look_that_saw_it(
+    make_logs: MakeLogs,
+    times: Times,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    is_seen: bool,
+) -> None:
+    """On a new topic, whose first messages have no earlier ones before them; and after a start by another process."""
+    if not is_seen:
+        monkeypatch.setattr("seqdedupe.log.embedded.log.AHEAD_MS", 1000 * DAY_MS)
+    times.clock_ms -= 400 * DAY_MS
+    log = await new_log(logs := times.logs(make_logs))
+    owner = await Owner(log, 1).open()
+    await publish(owner, 50)
+    times.clock_ms += 400 * DAY_MS
+    times.go_on(DAY_MS)
+    last = log.base_indexes[-1]
+    assert await trim(log, 50) == (0 if is_seen else last)
+    assert caplog.text.count("begins before it was made") == is_seen * len(log.base_indexes)
+    if is_seen:
+        await publish(owner, 25)
+        times.go_on(4 * DAY_MS)
+        assert await trim(log, 75) == 0
+        await log.close()
+        times.clock_ms += 100 * DAY_MS
+        times.steady_ms = 77
+        log = await logs.open(INCARNATION, 75)
+        assert await trim(log, 75) == 0
+        times.go_on(3 * DAY_MS)
+        assert await trim(log, 75) == 0
+        times.go_on(1)
+        # What came when the clock was right goes by the clock.
+        assert await trim(log, 75) > last
     await log.close()
 
 

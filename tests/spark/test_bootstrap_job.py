@@ -64,7 +64,10 @@ def test_parquet_files_against_a_plain_loop(spark: SparkSession, tmp_path: Path)
     [
         ({"producerName": ["a", "a"], "sequenceId": pa.array([1, 2], pa.int32()), "topic": ["t", "t"]}, {}),
         ({"who": pa.array([b"a", b"a"]), "n`o": pa.array([2, 1], pa.uint64())}, {"names": ("who", "n`o")}),
-        ({"__producerName": ["a"], "producerName": ["b"], "__sequenceId": [2], "topic.x": [1]}, {}),
+        (
+            {"__producerName": ["a"], "producerName": ["b"], "__sequenceId": [2], "topic.x": [1]},
+            {"names": ("__producerName", "__sequenceId")},
+        ),
         ({"__producerName": pa.array(["a"]).dictionary_encode(), "__sequenceId": [2], "__topic": ["t"]}, {}),
     ],
 )
@@ -117,6 +120,9 @@ def test_columns_that_are_not_there(spark: SparkSession, tmp_path: Path) -> None
     folder = history(tmp_path / "history", GOOD)
     with pytest.raises(ConfigurationError, match="--producer-column: the files have no column who; they have __prod"):
         bootstrap_from_parquet(spark, [folder], tmp_path / "marks", "who")
+    both = history(tmp_path / "both", GOOD | {"producerName": GOOD["__producerName"]})
+    with pytest.raises(ConfigurationError, match="columns __producerName and producerName: say which"):
+        bootstrap_from_parquet(spark, [both], tmp_path / "marks")
     with pytest.raises(ConfigurationError, match=r"--parquet: .*nowhere"):
         bootstrap_from_parquet(spark, [str(tmp_path / "nowhere")], tmp_path / "marks")
 

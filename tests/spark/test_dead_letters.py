@@ -7,16 +7,19 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psycopg
 import pyarrow as pa
 import pytest
+from sqlalchemy import NullPool, create_engine, text
 
 from seqdedupe.client.blocking import Client
-from seqdedupe.errors import ConfigurationError
+from seqdedupe.errors import ConfigurationError, SeqdedupeError, error
 from seqdedupe.testing import Sidecar
-from seqdedupe_spark.job import dead_letters, rounds
+from seqdedupe_spark.job import dead_letters, poison, rounds
 from seqdedupe_spark.job.range_task import RangeTask, Report, Step, Transform
 from seqdedupe_spark.job.rounds import JobConfig, ReaderJob
 from seqdedupe_spark.stores.urls import from_url
+from tests.services.mariadb import mariadb_url as mariadb_url
 from tests.spark.jobs import (
     JOB,
     OUTPUT,
@@ -32,6 +35,7 @@ from tests.spark.jobs import (
     task,
     whole,
 )
+from tests.spark.postgres import PostgresServer
 from tests.spark.postgres import postgres_url as postgres_url
 
 MESSAGES = 300
@@ -117,16 +121,161 @@ def test_what_cannot_be_written_is_put_aside_once(
     assert report.written == len(good)
     found = letters(database)
     assert [(row[0], row[1]) for row in found] == [(step.range.topic, index) for index in sorted(BAD)]
-    for topic, index, message_id, reason, error, value, job, incarnation in found:
+    for topic, index, message_id, reason, why, value, job, incarnation in found:
         assert message_id == f"{step.range.incarnation}:{index}"
         assert (reason, job, incarnation) == ("INVALID_OUTPUT", JOB, step.range.incarnation)
-        assert f"the message is {message_id}, index {index}, of {topic}" in str(error)
-        assert ("what\\0is \\ud800 [" in str(error)) == (transform is failing)
+        assert f"the message is {message_id}, index {index}, of {topic}" in str(why)
+        assert ("what\\0is \\ud800 [" in str(why)) == (transform is failing)
         assert value == f"value {index}".encode()
     assert database.position(step.range.topic) == step.range.end
     # Tried again it has been done.
     assert run([step]) == Report()
     assert letters(database) == found
+
+
+AFTER = f"CREATE CONSTRAINT TRIGGER late AFTER INSERT ON {TABLE} DEFERRABLE"
+AT_THE_END = "DEFERRABLE INITIALLY DEFERRED"
+KNOWN = 'ADD FOREIGN KEY ("index") REFERENCES known'
+
+
+@pytest.mark.parametrize(
+    "statements",
+    [
+        (f"ALTER TABLE {TABLE} {KNOWN}",),
+        (f"ALTER TABLE {TABLE} {KNOWN} {AT_THE_END}", "SELECT 'by the general store'"),
+        (f"ALTER TABLE {TABLE} {KNOWN} {AT_THE_END}",),
+        (f"{AFTER} INITIALLY DEFERRED FOR EACH ROW EXECUTE FUNCTION raises()",),
+        (f"{AFTER} FOR EACH ROW EXECUTE FUNCTION cancels()",),
+        (f"{AFTER} FOR EACH ROW EXECUTE FUNCTION terminates()",),
+        (
+            # A good row is refused until the one that it refers to, which comes after it, is there.
+            f'ALTER TABLE {TABLE} ADD UNIQUE ("index"), {KNOWN}, ADD next bigint '
+            'GENERATED ALWAYS AS (CASE "index" % 10 WHEN 0 THEN "index" + 1 END) STORED '
+            f'REFERENCES {TABLE} ("index") {AT_THE_END}',
+        ),
+    ],
+    ids=["key", "general", "deferred key", "deferred trigger", "canceled", "terminated", "forward"],
+)
+def test_what_the_database_refuses_without_a_line_is_found(
+    address: str, postgres_url: str, statements: tuple[str, ...]
+) -> None:
+    database = postgres_database(postgres_url)
+    if "general" in statements[-1]:
+        database = replace(database, store=from_url(postgres_url.replace("://", "+psycopg://")))
+    step = whole(address, "full")
+    prepared(database, step)
+    bad = ", ".join(map(str, BAD))
+    with psycopg.connect(postgres_url, autocommit=True) as connection:
+        connection.execute(
+            "CREATE TABLE known (id bigint PRIMARY KEY); INSERT INTO known SELECT i FROM generate_series(0, 299) AS i "
+            f"WHERE i NOT IN ({bad})".encode()
+        )
+        for name, does in {
+            "raises": "RAISE EXCEPTION 'not this one'",
+            "cancels": "PERFORM pg_cancel_backend(pg_backend_pid()), pg_sleep(60)",
+            "terminates": "PERFORM pg_terminate_backend(pg_backend_pid()), pg_sleep(60)",
+        }.items():
+            connection.execute(
+                f"CREATE FUNCTION {name}() RETURNS trigger LANGUAGE plpgsql AS "
+                f'$$ BEGIN IF NEW."index" IN ({bad}) THEN {does}; END IF; RETURN NULL; END $$'.encode()
+            )
+        for statement in statements:
+            connection.execute(statement.encode())
+    failure = task(address, database.store).run([step]).failure
+    assert failure is not None
+    assert (failure.reason, failure.numbers["index"]) == ("INVALID_OUTPUT", "7")
+    assert database.position(step.range.topic) == step.range.start
+    report = burying(address, database, select).run([step])
+    assert (report.failure, report.dead_letters, report.written) == (None, len(BAD), MESSAGES - len(BAD))
+    assert {row[1] for row in letters(database)} == BAD
+    assert not BAD.intersection(database.indexes(step.range.topic))
+    assert database.position(step.range.topic) == step.range.end
+
+
+def test_a_message_that_makes_the_server_fail_is_found(address: str) -> None:
+    """PostgreSQL starts again whenever a backend dies, and is away meanwhile."""
+    with Client(address) as client, client.producer("few", "p") as producer:
+        for number in range(8):
+            producer.send(b"v", number)
+        producer.flush()
+    server = PostgresServer(fsync="off", shared_buffers="16MB")
+    server.start()
+    try:
+        database = postgres_database(server.url)
+        step = whole(address, "few")
+        prepared(database, step)
+        with psycopg.connect(server.url) as connection:
+            connection.execute(
+                'CREATE FUNCTION dies() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN IF NEW."index" = 5 THEN '
+                "COPY (SELECT 1) TO PROGRAM 'kill -9 $PPID'; END IF; RETURN NULL; END $$"
+            )
+            connection.execute(f"{AFTER} FOR EACH ROW EXECUTE FUNCTION dies()".encode())
+        report = burying(address, database, select).run([step])
+        assert (report.failure, report.written, report.dead_letters) == (None, 7, 1)
+        assert [(row[1], row[5]) for row in letters(database)] == [(5, None)]
+    finally:
+        server.stop()
+
+
+def test_who_is_ended_by_the_failure_of_another_one_is_not_blamed() -> None:
+    """A server that fails ends connections that were made after the statement that it fails of."""
+    rows = pa.record_batch({"n": range(16)})
+    others = {"are ended": False}
+
+    def take(some: pa.RecordBatch) -> SeqdedupeError | None:
+        is_bad = 15 in some.column("n").to_pylist()
+        was_ended, others["are ended"] = others["are ended"], is_bad
+        return error("OUTPUT_UNAVAILABLE", "the connection was lost") if is_bad or was_ended else None
+
+    found = poison.find_refused(take, [rows.slice(0, 4), rows.slice(4, 0), rows.slice(4)], ended=True)
+    assert found is not None
+    assert (found.reason, found.numbers["batch"], found.numbers["row"]) == ("INVALID_OUTPUT", "2", "11")
+
+
+def test_of_a_table_that_takes_nothing_no_message_is_blamed(
+    address: str, postgres_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(poison, "MAX_SUSPECTS", MESSAGES - 1)
+    database = postgres_database(postgres_url)
+    step = whole(address, "full")
+    prepared(database, step)
+    with psycopg.connect(postgres_url) as connection:
+        connection.execute("CREATE TABLE known (id bigint PRIMARY KEY)")
+        connection.execute(f"ALTER TABLE {TABLE} {KNOWN}".encode())
+    failure = burying(address, database, select, most=2 * MESSAGES).run([step]).failure
+    assert failure is not None
+    assert "index" not in failure.numbers
+    assert "foreign key" in failure.message
+
+
+def test_a_message_that_ends_the_connection_to_mariadb(address: str, mariadb_url: str) -> None:
+    """It is larger than the server takes; the others are written."""
+    with Client(address) as client, client.producer("large", "p") as producer:
+        for number in range(20):
+            producer.send(b"v" * (3 * 2**20 if number == 7 else 3), number)
+        producer.flush()
+
+    def query(statement: str) -> list[tuple[object, ...]]:
+        with create_engine(mariadb_url, isolation_level="AUTOCOMMIT", poolclass=NullPool).connect() as connection:
+            found = connection.execute(text(statement.replace('"', "`").replace(f" {TABLE} ", f" `{TABLE}` ")))
+            return [tuple(row) for row in found] if found.returns_rows else []
+
+    database = Database(from_url(mariadb_url), mariadb_url, query)
+    step = whole(address, "large")
+    prepared(database, step)
+    [(most,)] = query("SELECT @@GLOBAL.max_allowed_packet")
+    query("SET GLOBAL max_allowed_packet = 2097152")
+    try:
+        report = burying(address, database, select).run([step])
+    finally:
+        query(f"SET GLOBAL max_allowed_packet = {most}")
+    assert (report.failure, report.written, report.dead_letters) == (None, 19, 1)
+    assert 7 not in database.indexes(step.range.topic)
+    [(_, index, _, reason, why, value, *_)] = letters(database)
+    # What the message holds would end the connection again.
+    assert (index, reason, value) == (7, "INVALID_OUTPUT", None)
+    assert "max_allowed_packet" in str(why)
+    assert database.position(step.range.topic) == step.range.end
 
 
 @pytest.mark.parametrize("are_kept", [True, False])

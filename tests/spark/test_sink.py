@@ -127,7 +127,9 @@ def ids_in(client: blocking.Client, topic: str) -> list[bytes]:
         (f"{DERIVED}, __ordinal string", "column __ordinal is string, it should be"),
         ("value binary, __topic string, __incarnation bigint, __index int", "__index is int, it should be bigint"),
         ("value string, valu string, deduplicationId string", "there is no|no column valu: did you mean value?"),
-        ("value string, key string, deduplicationId string", "no column key: did you mean __key?"),
+        ("value string, keys string, deduplicationId string", "no column keys: did you mean __key?"),
+        ("value string, key int, deduplicationId string", "column key is int, it should be binary or string"),
+        ("value string, key string, __key string, __deduplicationId string", "columns key and __key mean the same"),
         ("value string, value string, deduplicationId string", "there are several columns value"),
         ("value string", "the rows have no identity: neither deduplicationId, nor __topic, __incarnation and __index"),
         ("value string, __topic string, __index bigint", "the rows have no identity"),
@@ -135,8 +137,7 @@ def ids_in(client: blocking.Client, topic: str) -> list[bytes]:
             "value string, deduplicationId string, __ordinal int",
             "__ordinal tells rows of one message of a source apart",
         ),
-        ("value string, deduplicationId string, sequenceId bigint", "column sequenceId: the sink writes by dedup"),
-        ("value string, producerName string, deduplicationId string", "column producerName: the sink writes by dedup"),
+        ("value string, sequenceId bigint", "column sequenceId: the sink writes by dedup"),
         ("value string, __producerName string, __sequenceId bigint", "column __producerName: the sink writes by dedup"),
     ],
 )
@@ -156,13 +157,12 @@ def test_without_the_option_topic_the_column_is_the_target() -> None:
         layout_of(schema(DERIVED), None)
 
 
-def test_all_columns_of_the_source_are_taken() -> None:
-    whole = from_arrow_schema(columns_of(True, False))
-    assert layout_of(whole, "t").by_source
-    assert not layout_of(StructType([*whole, *schema("deduplicationId binary")]), "t").by_source
-    with pytest.raises(ConfigurationError) as raised:
-        layout_of(schema("value binary, __deduplicationId binary"), "t")
-    assert "rename __deduplicationId" in raised.value.hint
+@pytest.mark.parametrize("plain", [False, True])
+def test_all_columns_of_the_source_are_taken(plain: bool) -> None:
+    whole = from_arrow_schema(columns_of(True, plain))
+    assert layout_of(whole, "t").has_source
+    assert layout_of(StructType([*whole, *schema("ordinal int")]), "t").has_source
+    assert not layout_of(whole, None).has_source
 
 
 @pytest.mark.parametrize(
@@ -186,12 +186,34 @@ def test_what_is_said_to_spark_is_none_of_the_sinks_business() -> None:
     assert parse(given) == parse({"topic": "t", "checkpointLocation": "/c"})
 
 
-def test_a_topic_is_only_appended_to() -> None:
-    sink = SeqdedupeDataSource({"topic": "t", "checkpointlocation": "/nowhere"})
+def test_a_topic_is_only_appended_to(client: blocking.Client, target: str) -> None:
+    sink = SeqdedupeDataSource({"service.url": client.address, "topic": target, "checkpointlocation": "/nowhere"})
     for writer in (sink.writer, sink.streamWriter):
         with pytest.raises(ConfigurationError, match="only appended to"):
             writer(schema(OWN), overwrite=True)
         writer(schema(OWN), overwrite=False)
+
+
+def test_topics_are_looked_at_before_there_is_a_task(client: blocking.Client, topic: str) -> None:
+    client.admin.create_topic(topic)
+    for name, said in [(topic, "has sequence IDs"), (f"{topic}-missing", "TOPIC_NOT_FOUND")]:
+        given = {"service.url": client.address, "topic": name, "checkpointlocation": "/nowhere"}
+        for writer in (SeqdedupeDataSource(given).writer, SeqdedupeDataSource(given).streamWriter):
+            with pytest.raises(SeqdedupeError, match=said):
+                writer(schema(OWN), overwrite=False)
+    # A sidecar that is away is waited for by the tasks, and so it is when Spark commits what they have written.
+    away = SeqdedupeDataSource({"service.url": "127.0.0.1:1", "topic": topic, "checkpointlocation": "/nowhere"})
+    for writer in (away.writer, away.streamWriter):
+        writer(schema(OWN), overwrite=False)
+
+
+def test_publish_names_the_topic_and_the_producer(client: blocking.Client, target: str, topic: str) -> None:
+    columns = {"value": [b"v"] * 2, "__topic": [topic] * 2, "__producerName": ["p"] * 2, "__sequenceId": [7, 7]}
+    with pytest.raises(InvalidRequestError, match=rf"producer 'p' for {topic_name(f'{topic}-other')}: .*NOT_ASCENDING"):
+        publish_sorted(client.address, [pa.record_batch(columns | {"__topic": [f"{topic}-other"] * 2})])
+    with pytest.raises(ConfigurationError, match=f"{target} has deduplication IDs, publish sends to") as raised:
+        publish_sorted(client.address, [pa.record_batch(columns)])
+    assert "format('seqdedupe')" in raised.value.hint
 
 
 def test_topics_that_cannot_be_written_to(client: blocking.Client, topic: str) -> None:
@@ -232,7 +254,11 @@ def test_a_partitioned_topic_is_written_to_while_all_its_partitions_deduplicate(
     ("batch", "ddl", "said"),
     [
         (own(["a", None, "b"]), OWN, "deduplicationId is null in 1 of 3 rows"),
-        (own(["a", ""]), OWN, "has 0 bytes: it should have 1 to 255"),
+        (
+            own(["a", ""]),
+            OWN,
+            "cannot be an ID in 1 of 2 rows, the first of which has 0 bytes: it should have 1 to 255",
+        ),
         (own(["a", "ä" * 128]), OWN, "has 256 bytes"),
         (own(["a", "b"], bytes(5 * 1024 * 1024 + 1)), OWN, r"row with the ID b'a' has 5242881 bytes"),
         (derived([1, 2], __index=pa.array([1, None])), DERIVED, "__index is null in 1 of 2 rows"),
@@ -409,6 +435,85 @@ def test_a_sidecar_that_is_killed_in_between(start_sidecar: Callable[..., Sideca
         assert (done.rows, done.taken) == (2000, 0)
         assert task(client, target, DERIVED).run([derived([*range(2000)])]).copies == 2000
         assert sorted(ids_in(client, target)) == sorted(b"%s/7/%d/0" % (SOURCE.encode(), i) for i in range(2000))
+
+
+# -- identities that a source has ------------------------------------------------------------------------------------
+
+
+def of_source(ids: list[bytes | None], topic: str = SOURCE, *, plain: bool = False, **more: Any) -> pa.RecordBatch:
+    """Rows as the source gives them, of a topic with such IDs, from index 0 on."""
+    count = len(ids)
+    given = dict.fromkeys(columns_of(False, False).names) | {
+        "value": [b"v"] * count,
+        "__key": [b"k"] * count,
+        "__topic": [topic] * count,
+        "__incarnation": [7] * count,
+        "__index": list(range(count)),
+        "__deduplicationId": ids,
+    }
+    fields = columns_of(False, False)
+    arrays = [pa.array(given[one.name] or [None] * count, one.type) for one in fields]
+    batch = pa.record_batch(arrays, schema=columns_of(False, plain))
+    for name, column in more.items():
+        batch = batch.append_column(name, pa.array(column))
+    return batch
+
+
+def written_of(client: blocking.Client, topic: str | None, *batches: pa.RecordBatch) -> Written:
+    layout = layout_of(from_arrow_schema(batches[0].schema), topic)
+    return SinkTask(client.address, layout, window.now()).run(batches)
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_ids_of_a_source_name_its_rows(client: blocking.Client, target: str, plain: bool) -> None:
+    """Of two topics with the same two IDs two messages are made, and not four; the warning is of something else."""
+    first, second = (of_source([b"a", b"b"], f"{SOURCE}-{k}", plain=plain) for k in (1, 2))
+    assert written_of(client, target, first) == Written(2)
+    assert written_of(client, target, second) == Written(2, copies=2)
+    assert ids_in(client, target) == [b"a", b"b"]
+    with client.reader(target) as reader:
+        assert {message.key for message in reader} == {b"k"}
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_a_topic_without_ids_is_known_by_its_messages(client: blocking.Client, target: str, plain: bool) -> None:
+    assert written_of(client, target, of_source([None, None], plain=plain)).rows == 2
+    # Of a union of both each row has the identity that it has alone.
+    mixed = pa.Table.from_batches([of_source([None, None], plain=plain), of_source([b"a", b"b"], "s", plain=plain)])
+    assert written_of(client, target, *mixed.combine_chunks().to_batches()).copies == 2
+    assert ids_in(client, target) == [f"{SOURCE}/7/{i}/0".encode() for i in range(2)] + [b"a", b"b"]
+
+
+@pytest.mark.parametrize(
+    ("batch", "said"),
+    [
+        (of_source([b"a", None]), r"deduplicationId is null in 1 rows of .*/source, and not in others"),
+        (of_source([b"a", b"b"], __ordinal=[0, 1]), "rows have both __deduplicationId and __ordinal"),
+        (of_source([b"a", b"b"], plain=True, ordinal=[0, 1]), "rows have both deduplicationId and ordinal"),
+        (of_source([b"a", b"b"], deduplicationId=["a", "c"]), "say different IDs in 1 of 2 rows"),
+        (of_source([b"a", b"b"], deduplicationId=["a", None]), "say different IDs in 1 of 2 rows"),
+    ],
+)
+def test_an_id_that_is_not_the_identity_is_an_error(
+    client: blocking.Client, target: str, batch: pa.RecordBatch, said: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match=said):
+        written_of(client, target, batch)
+    assert ids_in(client, target) == []
+
+
+def test_an_id_of_its_own_is_taken_where_the_source_has_none(client: blocking.Client, target: str) -> None:
+    assert written_of(client, target, of_source([None, None], deduplicationId=["x", "y"])) == Written(2)
+    assert written_of(client, target, of_source([b"z"], deduplicationId=["z"])) == Written(1)
+    assert ids_in(client, target) == [b"x", b"y", b"z"]
+
+
+def test_publish_takes_no_ids(client: blocking.Client, topic: str) -> None:
+    columns = {"value": [b"v"] * 2, "__topic": [topic] * 2, "__producerName": ["p"] * 2, "__sequenceId": [0, 1]}
+    rows = pa.record_batch(columns | {"__deduplicationId": pa.array([None, b"a"], pa.binary())})
+    with pytest.raises(InvalidRequestError, match="__deduplicationId is there in 1 of 2 rows"):
+        publish_sorted(client.address, [rows])
+    assert publish_sorted(client.address, [rows.slice(0, 1)]) == Published(1, 0)
 
 
 # -- identities of a source --------------------------------------------------------------------------------------------

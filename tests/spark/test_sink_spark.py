@@ -5,11 +5,13 @@ import signal
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pytest
+from py4j.protocol import Py4JJavaError  # type: ignore[import-untyped]
 from pyspark import TaskContext
 from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
@@ -21,13 +23,14 @@ from seqdedupe.errors import ConfigurationError, InvalidRequestError
 from seqdedupe.names import topic_name
 from seqdedupe.v1 import admin_pb2
 from seqdedupe_spark.publish import publish
+from seqdedupe_spark.session import activate
 from tests.spark.jobs import Gate
 from tests.spark.jobs import publish as fill
 from tests.spark.killing import wake
 from tests.spark.run_sink import Driver, GatedSink, SinkQuery
 from tests.spark.streams import run_stream
 
-Load = Callable[[str], DataFrame]
+Load = Callable[..., DataFrame]
 
 
 @pytest.fixture
@@ -37,8 +40,8 @@ def target(client: blocking.Client, topic: str) -> str:
 
 @pytest.fixture
 def load(spark: SparkSession, client: blocking.Client) -> Load:
-    def load(topic: str) -> DataFrame:
-        return spark.read.format("seqdedupe").options(**options(client, topic)).load()
+    def load(topic: str, **more: str) -> DataFrame:
+        return spark.read.format("seqdedupe").options(**options(client, topic), **more).load()
 
     return load
 
@@ -74,9 +77,16 @@ def once(count: int) -> Counter[bytes | None]:
 
 def test_a_topic_is_copied_once_however_often(load: Load, client: blocking.Client, topic: str, target: str) -> None:
     fill(client.address, topic, 500)
-    for _ in range(2):
-        write(load(topic), client, target)
+    write(load(topic), client, target)
+    plain = load(topic, plainColumnNames="true")
+    assert "index" in plain.columns
+    write(plain, client, target)
     assert counted(client, target) == once(500)
+    # The rows of a topic of IDs have these as their identity.
+    again = client.admin.create_topic(f"{topic}-again", deduplication_mode="deduplication-id").name
+    for rows in (load(target), load(target, plainColumnNames="true").select("value", "deduplicationId")):
+        write(rows, client, again)
+    assert counted(client, again) == once(500)
     end = client.ends(topic).last
     with client.reader(target) as reader:
         ids = {message.deduplication_id: message.payload for message in reader}
@@ -115,15 +125,48 @@ def test_what_cannot_be_written_is_said(spark: SparkSession, client: blocking.Cl
     for columns, said in [
         (["'v' AS value"], "the rows have no identity"),
         (["'v' AS value", "if(id = 3, null, 'i') AS deduplicationId"], "deduplicationId is null in 1 of"),
-        (["'v' AS value", "'i' AS deduplicationId", "id AS sequenceId"], "publish"),
+        (["'v' AS value", "id AS sequenceId"], "publish"),
     ]:
         with pytest.raises(PySparkException, match=said):
             write(rows.selectExpr(*columns), client, target)
     # Another task has rows that are right.
     assert counted(client, target).keys() <= {b"v"}
     fill(client.address, topic, 1)
-    with pytest.raises(PySparkException, match="has sequence IDs"):
-        write(rows.selectExpr("'v' AS value", "string(id) AS deduplicationId"), client, topic)
+    good = rows.selectExpr("'v' AS value", "string(id) AS deduplicationId")
+    for wrong, said in [(topic, "has sequence IDs"), (f"{topic}-missing", "TOPIC_NOT_FOUND")]:
+        with pytest.raises(PySparkException, match=said) as raised:
+            write(good, client, wrong)
+        # No task was run, and what Spark shows before the one line that matters is short.
+        assert "Failed to initialize Python data source writer" in str(raised.value)
+        assert str(raised.value).count("File ") == 1
+
+
+def test_a_thread_of_its_own_needs_the_session(
+    spark: SparkSession, client: blocking.Client, topic: str, target: str, tmp_path: Path
+) -> None:
+    fill(client.address, topic, 3)
+    rows = spark.range(3).selectExpr("concat('value ', id) AS value", "string(id) AS deduplicationId")
+    published = rows.selectExpr("value", "'q' AS producerName", "bigint(deduplicationId) AS sequenceId")
+
+    def in_thread(call: Callable[[], object]) -> None:
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(call).result()
+
+    def after(first: Callable[[], object]) -> Callable[[], None]:
+        def call() -> None:
+            first()
+            write(rows, client, target)
+            copy(stream(spark, client, topic), client, target, tmp_path / "checkpoint")
+
+        return call
+
+    with pytest.raises(Py4JJavaError, match="DATA_SOURCE_NOT_FOUND"):
+        in_thread(after(lambda: None))
+    assert client.ends(target).last.index == -1
+    in_thread(after(lambda: activate(spark)))
+    assert counted(client, target) == once(3) + once(3)
+    in_thread(after(lambda: publish(published, topic, **{"service.url": client.address})))
+    assert counted(client, target) == once(3) + once(3) + once(3)
 
 
 def test_a_stream_goes_from_topic_to_topic(
@@ -358,8 +401,14 @@ def test_publish_sorts_and_opens_one_session_a_name(spark: SparkSession, client:
             assert message.sequence_id > seen.get(message.producer_name, -1)
             seen[message.producer_name] = message.sequence_id
     assert counted(client, topic) == once(2000)
-    with pytest.raises(InvalidRequestError, match="NOT_ASCENDING"):
+    with pytest.raises(InvalidRequestError, match=rf"producer 'p\d' for {topic_name(topic)}: .*NOT_ASCENDING"):
         publish(rows.union(rows).withColumn("sequenceId", f.col("sequenceId") + 10_000), topic, **given)
+    with pytest.raises(ConfigurationError, match="columns __sequenceId and sequenceId mean the same"):
+        publish(rows.withColumn("__sequenceId", f.col("sequenceId")), topic, **given)
+    by_id = client.admin.create_topic(f"{topic}-ids", deduplication_mode="deduplication-id").name
+    with pytest.raises(ConfigurationError, match=f"{by_id} has deduplication IDs") as raised:
+        publish(rows, by_id, **given)
+    assert "format('seqdedupe')" in raised.value.hint
     with pytest.raises(ConfigurationError, match="no column __sequenceId"):
         publish(rows.drop("sequenceId"), **given)
     with pytest.raises(ConfigurationError, match="column sequenceId is string, it should be bigint"):

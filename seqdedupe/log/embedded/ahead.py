@@ -5,6 +5,9 @@ the segment counts from the first look that saw it. The time since then is the t
 steady clock, which never jumps; the time between two processes does not count. So a segment may be taken for younger
 than it is, never for older. The time of the segment's file is not believed: of a file written by a clock that was
 behind it is too early, and messages would go that are new.
+
+A segment that was written while the clock was behind would go as soon as the clock is right. It is found while the
+process runs that made it, which knows for how long it has been there, and counts in the same way.
 """
 
 import logging
@@ -19,6 +22,7 @@ from seqdedupe.files import write_synced
 logger = logging.getLogger("seqdedupe.log")
 
 AHEAD_FILE = "ahead"
+BEHIND_FILE = "behind"
 AHEAD_MS = 60 * 60 * 1000
 """A segment whose first publish time lies further ahead of the believed time was written by a wrong clock."""
 
@@ -30,8 +34,8 @@ _SAVE_MS = 60_000
 class Ahead:
     """How long such segments of one log have been seen. `look` blocks, and is called by one thread at a time."""
 
-    def __init__(self, folder: Path) -> None:
-        self._path = folder / AHEAD_FILE
+    def __init__(self, folder: Path, name: str = AHEAD_FILE) -> None:
+        self._path = folder / name
         self._ran_ms = self._saved_ms = 0
         """For how long processes have run since the first of them was seen; and what of that the file says."""
         self._seen_ms: dict[int, int] = {}
@@ -49,12 +53,20 @@ class Ahead:
         """Whether none is known, of those that this process has looked for."""
         return not self._seen_ms
 
+    @property
+    def has_looked(self) -> bool:
+        """Whether what an earlier process has seen is known."""
+        return self._looked_ms is not None
+
+    def __contains__(self, base_index: int) -> bool:
+        return base_index in self._seen_ms
+
     def look(self, ahead: Sequence[int], there: Set[int]) -> list[int]:
         """Sees which segments lie ahead, of those that are there. Returns those that were not known yet.
 
         Without the file, or with a damaged one, all count anew.
         """
-        now_ms = _steady_ms()
+        now_ms = steady_ms()
         if self._looked_ms is None:
             self._load()
         else:
@@ -83,7 +95,7 @@ class Ahead:
     def _save(self) -> None:
         rows = [(_VERSION, self._ran_ms), *sorted(self._seen_ms.items())]
         said = "\n".join(f"{first} {second}" for first, second in rows).encode()
-        new = self._path.with_name(f"{AHEAD_FILE}.new")
+        new = self._path.with_name(f"{self._path.name}.new")
         try:
             write_synced(new, b"%b\n%08x" % (said, zlib.crc32(said)))
             os.rename(new, self._path)
@@ -94,5 +106,5 @@ class Ahead:
             self._saved_ms = -_SAVE_MS
 
 
-def _steady_ms() -> int:
+def steady_ms() -> int:
     return time.monotonic_ns() // 1_000_000

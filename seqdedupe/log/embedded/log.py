@@ -19,7 +19,7 @@ from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.files import sync_folder
 from seqdedupe.limits import MAX_BATCH_BYTES
 from seqdedupe.log.contract import DamageFound, Entries, FlushInterval, Location, Outcome, Records, Retention, Skipped
-from seqdedupe.log.embedded.ahead import AHEAD_MS, Ahead
+from seqdedupe.log.embedded.ahead import AHEAD_MS, BEHIND_FILE, Ahead, steady_ms
 from seqdedupe.log.embedded.commit import Closing, Committer
 from seqdedupe.log.embedded.inspection import Damage, DurablePart
 from seqdedupe.log.embedded.reader import Reader
@@ -78,7 +78,10 @@ class EmbeddedLog:
         self._flush_due: asyncio.TimerHandle | None = None
         self._is_mended = False
         """Whether what opening found at the end is known to be on the disk."""
+        if not tail.next_index:
+            segments[-1].made_ms = steady_ms()
         self._ahead = Ahead(folder)
+        self._behind = Ahead(folder, BEHIND_FILE)
         self._looking = asyncio.Lock()
         self._trim_below = 0
         self._trimming: asyncio.Task[None] | None = None
@@ -212,6 +215,7 @@ class EmbeddedLog:
         segments = self._reader.segments
         if news.base_index != segments[-1].base_index:
             segments.append(Segment(self._folder, self.identity, news.base_index, 0))
+            segments[-1].made_ms = steady_ms()
         segments[-1].grow(news.end, news.points, news.control_bytes)
         self._reader.next_index = news.next_index
         opening = news.opening
@@ -306,6 +310,7 @@ class EmbeddedLog:
         By a clock that can be believed: with one that is ahead, retention would drop messages that are minutes old. If
         the last segment has been there for long, what comes next begins a new one: else old messages stay with it.
         """
+        await self._look_behind(segments)
         if not (earliest_ms := self._shared.earliest_ms()):
             return 0
         part_ms = max(age_ms // SEGMENTS_AN_AGE, LEAST_SEGMENT_MS)
@@ -321,6 +326,7 @@ class EmbeddedLog:
             if (
                 # On a quiet topic much later messages may follow: then its own have to be looked at.
                 count + 1 < len(segments)
+                and segments[count].base_index not in self._behind
                 and await self._reader.begins_before(segments[count], earliest_ms - age_ms - part_ms)
                 and await self._ends_before(segments[count], earliest_ms - age_ms)
             ):
@@ -331,6 +337,8 @@ class EmbeddedLog:
 
     async def _is_older(self, segment: Segment, age_ms: int, earliest_ms: int) -> bool:
         """Whether a segment's first message is older than that, and so are all before it."""
+        if segment.base_index in self._behind:
+            return self._behind.age_ms(segment.base_index) > age_ms
         is_older = self._ahead.age_ms(segment.base_index) > age_ms
         return is_older or await self._reader.begins_before(segment, earliest_ms - age_ms)
 
@@ -359,6 +367,34 @@ class EmbeddedLog:
         for base_index in new:
             logger.warning(
                 "%s begins in the future: it was written when the clock was ahead, or the clock is behind now. "
+                "Retention by time counts it from now on",
+                segment_path(self._folder, base_index),
+            )
+
+    async def _look_behind(self, segments: list[Segment]) -> None:
+        """Sees which segments begin earlier than they can, of those that this process has made: the first of these, for
+        publish times never fall."""
+        apart_ms = (self._shared.earliest_ms() or self._shared.clock_ms()) - steady_ms() - AHEAD_MS
+        bases: list[int] = []
+        for segment in segments:
+            if segment.made_ms is None or segment.base_index in self._behind:
+                continue
+            try:
+                began_ms = await self._reader.began_ms(segment)
+            except SeqdedupeError:
+                # Retention by age stops there.
+                break
+            if began_ms is None or began_ms >= segment.made_ms + apart_ms:
+                break
+            bases.append(segment.base_index)
+        if not bases and self._behind.is_empty and self._behind.has_looked:
+            return
+        async with self._looking:
+            run, threads = asyncio.get_running_loop().run_in_executor, self._shared.threads
+            new = await run(threads, self._behind.look, bases, frozenset(self.base_indexes))
+        for base_index in new:
+            logger.warning(
+                "%s begins before it was made: it was written when the clock was behind, or the clock is ahead now. "
                 "Retention by time counts it from now on",
                 segment_path(self._folder, base_index),
             )

@@ -296,6 +296,8 @@ class Segment:
         """Up to here the file was scanned and `points` are complete."""
         self.control_bytes = 0
         """So much of that is control records and markers."""
+        self.made_ms: int | None = None
+        """When this process made it, or opened it without a message, by the steady clock."""
 
     def read(
         self, offset: int, end: int, next_index: int, size: int, payloads_from: int | None, read: Read = os.pread

@@ -16,8 +16,9 @@ from sqlalchemy.engine import URL
 from seqdedupe.batch import Int64s
 from seqdedupe.databases import failures
 from seqdedupe.databases.postgres import CONNECTION
-from seqdedupe.limits import MAX_PAYLOAD_BYTES
-from seqdedupe.services.outbox.ddl import CHANNEL, POSTGRES_TRIGGERS, RELAY_SETTING
+from seqdedupe.limits import MAX_PAYLOAD_BYTES, NO_SEQUENCE_ID
+from seqdedupe.services.outbox.ddl import CHANNEL, DELETED, NUMBERING, POSTGRES_TRIGGERS, RELAY_SETTING
+from seqdedupe.services.outbox.horizon import Horizon
 from seqdedupe.services.outbox.rows import (
     ASIDE_TABLE,
     COLUMNS,
@@ -56,8 +57,19 @@ _SESSION = (
 _ID_TYPES = ("uuid", "text", "varchar", "bpchar", "bytea")
 """Numbers would come again, with other rows, after a restore."""
 
-_XMIN = f"(SELECT pg_snapshot_xmin(pg_current_snapshot())::text::bigint << {ORDINAL_BITS})"
-_XMAX = f"(SELECT pg_snapshot_xmax(pg_current_snapshot())::text::bigint << {ORDINAL_BITS})"
+_OLDEST_RUNNING = "pg_snapshot_xmin(pg_current_snapshot())"
+_XMAX = "pg_snapshot_xmax(pg_current_snapshot())"
+# The age of an ID is how far it is from the next one that will be given: read now, not when the snapshot was taken.
+_TRANSACTIONS = f"SELECT {_XMAX}::text::bigint + age({_XMAX}::xid), {_OLDEST_RUNNING}::text::bigint"
+
+_SEQUENCE = f"pg_get_serial_sequence('{TABLE}', '{SEQUENCE_ID}')"
+
+# In a table that has no sequence yet, a row's number is its transaction's ID and an ordinal.
+_XMIN = f"(SELECT {_OLDEST_RUNNING}::text::bigint << {ORDINAL_BITS} WHERE {_SEQUENCE} IS NULL)"
+_XMAX_NUMBER = f"(SELECT {_XMAX}::text::bigint << {ORDINAL_BITS})"
+
+_ROOM = 1 << 32
+"""How many numbers are left for others below rows of a dump, while these are renumbered."""
 
 _NULL = b"\xff"
 
@@ -89,16 +101,24 @@ _IS_UNIQUE = (
     "SELECT 1 FROM pg_index WHERE indrelid = to_regclass(%s) AND indisunique AND indisvalid AND indnkeyatts = 1 AND "
     "indpred IS NULL AND pg_get_indexdef(indexrelid, 1, true) = %s"
 )
-_TRIGGERS = "SELECT tgname FROM pg_trigger WHERE tgrelid = to_regclass(%s) AND tgenabled IN ('O', 'A')"
+_TRIGGERS = (
+    "SELECT tgname, proname FROM pg_trigger JOIN pg_proc ON pg_proc.oid = tgfoid "
+    "WHERE tgrelid = to_regclass(%s) AND tgenabled IN ('O', 'A')"
+)
 _SAME_ROWS = "FROM unnest(%s::bigint[], %s::text[]) AS given(s, i)"
 
+# Whoever has the lowest ID of all databases of the server: it has written, and is not over.
 _HOLDER = (
-    "SELECT concat_ws(', ', 'process ' || pid, nullif(application_name, ''), usename, state), "
-    "extract(epoch FROM clock_timestamp() - xact_start)::float8 FROM pg_stat_activity "
+    "SELECT concat_ws(', ', 'process ' || pid, 'database ' || datname, nullif(application_name, ''), "
+    "'user ' || usename, state), "
+    "extract(epoch FROM clock_timestamp() - xact_start)::float8, age(backend_xid) FROM pg_stat_activity "
     "WHERE backend_xid IS NOT NULL AND pid <> pg_backend_pid() "
-    "UNION ALL SELECT 'prepared transaction ' || gid, extract(epoch FROM clock_timestamp() - prepared)::float8 "
-    "FROM pg_prepared_xacts ORDER BY 2 DESC NULLS LAST LIMIT 1"
+    "UNION ALL SELECT 'prepared transaction ' || gid || ', database ' || database, "
+    "extract(epoch FROM clock_timestamp() - prepared)::float8, age(transaction) "
+    "FROM pg_prepared_xacts ORDER BY 3 DESC LIMIT 1"
 )
+# Of these it is certain: a relay has noted them when their transactions had ended, and that one had not.
+_WAITING = f"age(xmin) <= age({_OLDEST_RUNNING}::xid)"
 
 
 def store(url: URL) -> "PostgresStore":
@@ -118,6 +138,11 @@ class PostgresStore(Store):
         self._read_lock = threading.Lock()
         self._lock = threading.Lock()  # of `_removing`, which two threads use
         self._id = self._page = self._page_elsewhere = ""
+        self._is_elsewhere = self._is_readable = ""
+        self._next_sequence_id = self._has_had = self._noting = ""
+        self._sequence: str | None = None
+        """Of a table that has one, as the statements name it."""
+        self._horizon = Horizon()
         self._is_told = False  # since the last read
 
     def open(self) -> None:
@@ -158,17 +183,62 @@ class PostgresStore(Store):
             )
         if connection.execute(_IS_UNIQUE, (TABLE, SEQUENCE_ID)).fetchone() is None:
             raise bad_outbox(f"{TABLE}.{SEQUENCE_ID} has no unique index")
-        there = {row[0] for row in connection.execute(_TRIGGERS, (TABLE,))}
+        there: dict[str, str] = dict(connection.execute(_TRIGGERS, (TABLE,)).fetchall())
         for name in POSTGRES_TRIGGERS:
             if name not in there:
                 raise bad_outbox(f"{TABLE} lacks the trigger {name}, or it is disabled")
         if connection.execute(f"SELECT 1 FROM {TOKEN_TABLE}".encode()).fetchone() is None:
             raise bad_outbox(f"{TOKEN_TABLE} has no row")
+        self._use_numbers(connection, there["outbox_number"])
         self._id = _id_text(kinds["id"][0])
-        self._page = _page_query(
-            self._id, kinds["payload"][0], f"{SEQUENCE_ID} > %(after)s AND {SEQUENCE_ID} < {_XMIN}"
-        )
-        self._page_elsewhere = _page_query(self._id, kinds["payload"][0], f"{SEQUENCE_ID} >= {_XMAX}")
+        payload = kinds["payload"][0]
+        self._page = _page_query(self._id, payload, f"{SEQUENCE_ID} > %(after)s AND {self._is_readable}")
+        self._page_elsewhere = _page_query(self._id, payload, self._is_elsewhere)
+
+    def _use_numbers(self, connection: Connection, function: str) -> None:
+        """From a sequence, or as an older version gave them."""
+        [(found,)] = connection.execute(f"SELECT {_SEQUENCE}::regclass::oid".encode()).fetchall()
+        self._horizon = Horizon()
+        self._sequence = None if found is None else f"{found}::oid::regclass"
+        if found is None:
+            self._next_sequence_id = _XMAX_NUMBER
+            self._has_had = f"%(number)s < {_XMAX_NUMBER}"
+            self._noting = "WITH "
+            self._is_readable = f"{SEQUENCE_ID} < {_XMIN}"
+            self._is_elsewhere = f"{SEQUENCE_ID} >= {_XMAX_NUMBER}"
+            return
+        if function != NUMBERING:
+            raise bad_outbox(
+                f"the trigger outbox_number of {TABLE} calls {function}, which numbers rows as an older version did"
+            )
+        self._next_sequence_id = f"{self._last_number()} + 1"
+        # After a crash a sequence goes on above what it had logged ahead: so its number does not tell what is lost.
+        self._has_had = f"%(number)s <= {DELETED} OR EXISTS (SELECT FROM {TABLE} WHERE {SEQUENCE_ID} = %(number)s)"
+        _columns(connection, TOKEN_TABLE, (DELETED,))
+        self._noting = f"WITH noted AS (UPDATE {TOKEN_TABLE} SET {DELETED} = greatest({DELETED}, %(last)s)), "
+        self._is_readable = f"{SEQUENCE_ID} <= %(bound)s"
+        # The statement has its snapshot before: no row in that has a number which was taken later.
+        self._is_elsewhere = f"{SEQUENCE_ID} > (SELECT {self._last_number()})"
+
+    def _last_number(self) -> str:
+        # The sequence's own row, if it is selected, shows at times a number that nobody has taken yet: it is changed in
+        # place, and first to what is logged ahead. This function locks it.
+        return f"pg_sequence_last_value({self._sequence})"
+
+    def _advance(self) -> bool:
+        """Looks how far rows can be read now. Answers whether that is further than before."""
+        if self._sequence is None:
+            [(is_older,)] = self._read(f"SELECT {_SEQUENCE} IS NULL").fetchall()
+            if not is_older:
+                raise unavailable("its table takes numbers from a sequence since this relay began")
+            return False
+        [(last,)] = self._read(f"SELECT {self._last_number()}").fetchall()
+        if last is None:
+            raise bad_outbox(f"the relay may not use the sequence of {TABLE}.{SEQUENCE_ID}")
+        if self._horizon.is_at(last):
+            return False
+        [now] = self._read(_TRANSACTIONS).fetchall()
+        return self._horizon.note(last, *now)
 
     def bind(self, producer: str, topic: str) -> None:
         with self._using() as connection:
@@ -179,9 +249,10 @@ class PostgresStore(Store):
             if is_now != told:
                 raise changed(what, is_now, told)
 
-    def state(self) -> State:
+    def state(self, number: int = NO_SEQUENCE_ID) -> State:
+        query = f"SELECT token, {self._next_sequence_id}, {self._has_had} FROM {TOKEN_TABLE}"
         with self._reader():
-            [row] = self._read(f"SELECT token, {_XMAX} FROM {TOKEN_TABLE}").fetchall()
+            [row] = self._read(query, {"number": number}).fetchall()
         return State(*row)
 
     def _hear(self) -> None:
@@ -190,16 +261,24 @@ class PostgresStore(Store):
     def read(self, after: int) -> Page:
         with self._reader():
             self._is_told = False
-            return _page(self._read(self._page, {"after": after}, binary=True).fetchone())
+            page = self._read_page(after)
+            return self._read_page(after) if not len(page) and self._advance() else page
+
+    def _read_page(self, after: int) -> Page:
+        if self._sequence is not None and after >= self._horizon.bound:
+            return _page([None] * 7)
+        bounds = {"after": after, "bound": self._horizon.bound}
+        return _page(self._read(self._page, bounds, binary=True).fetchone())
 
     def read_elsewhere(self) -> Page:
         with self._reader():
             return _page(self._read(self._page_elsewhere, binary=True).fetchone())
 
     def oldest(self) -> int | None:
-        query = f"SELECT min({SEQUENCE_ID}) FROM {TABLE} WHERE {SEQUENCE_ID} < {_XMIN} OR {SEQUENCE_ID} >= {_XMAX}"
+        query = f"SELECT min({SEQUENCE_ID}) FROM {TABLE} WHERE {self._is_readable} OR {self._is_elsewhere}"
         with self._reader():
-            [row] = self._read(query).fetchall()
+            self._advance()
+            [row] = self._read(query, {"bound": self._horizon.bound}).fetchall()
         return row[0]  # type: ignore[no-any-return]
 
     def has_more(self, after: int) -> bool:
@@ -226,14 +305,15 @@ class PostgresStore(Store):
         """Deletes what stands between a page's first and last row, if these are exactly its rows: a third of the work.
         Answers whether they are; if not, nothing is changed."""
         query = (
-            f"WITH gone AS (DELETE FROM {TABLE} WHERE {SEQUENCE_ID} BETWEEN %s AND %s "
-            f"RETURNING {SEQUENCE_ID} AS s, {self._id} AS i) SELECT 1 / (string_agg(int8send(s), '') = %b AND "
-            "string_agg(textsend(i), '\\x00') = %b)::int FROM gone"
+            f"{self._noting}gone AS (DELETE FROM {TABLE} WHERE {SEQUENCE_ID} BETWEEN %(first)s AND %(last)s "
+            f"RETURNING {SEQUENCE_ID} AS s, {self._id} AS i) SELECT 1 / (string_agg(int8send(s), '') = %(numbers)b "
+            "AND string_agg(textsend(i), '\\x00') = %(ids)b)::int FROM gone"
         )
         numbers = page.sequence_ids.astype(">i8").tobytes()
+        values = {"first": int(page.sequence_ids[0]), "last": page.last, "numbers": numbers, "ids": page.ids_as_read}
         with self._using() as connection:
             try:
-                connection.execute(query.encode(), (int(page.sequence_ids[0]), page.last, numbers, page.ids_as_read))
+                connection.execute(query.encode(), values)
             except psycopg.errors.DivisionByZero:
                 return False
         return True
@@ -243,10 +323,17 @@ class PostgresStore(Store):
         ids = [one for page in pages for one in page.ids()]
         with self._using() as connection:
             # Between its bounds, or it might go through the whole table.
+            all_numbers, all_ids = _arrays(numbers, ids)
             connection.execute(
-                f"DELETE FROM {TABLE} USING (SELECT * {_SAME_ROWS}) AS gone WHERE {SEQUENCE_ID} = s "
-                f"AND {SEQUENCE_ID} BETWEEN %s AND %s AND {self._id} = i".encode(),
-                (*_arrays(numbers, ids), int(numbers.min()), int(numbers.max())),
+                f"{self._noting}gone AS (SELECT * FROM unnest(%(numbers)s::bigint[], %(ids)s::text[]) AS given(s, i)) "
+                f"DELETE FROM {TABLE} USING gone WHERE {SEQUENCE_ID} = s "
+                f"AND {SEQUENCE_ID} BETWEEN %(first)s AND %(last)s AND {self._id} = i".encode(),
+                {
+                    "numbers": all_numbers,
+                    "ids": all_ids,
+                    "first": int(numbers.min()),
+                    "last": int(numbers.max()),
+                },
             )
 
     def set_aside(self, page: Page, reason: str) -> None:
@@ -263,13 +350,33 @@ class PostgresStore(Store):
         return [row[0] for row in connection.execute(_COLUMNS, (TABLE,))]
 
     def renumber(self, page: Page) -> None:
-        number = f"(pg_current_xact_id()::text::bigint << {ORDINAL_BITS}) | (place - 1)"
+        numbers = page.sequence_ids
+        number = f"(pg_current_xact_id()::text::bigint << {ORDINAL_BITS}) | (row_number() OVER (ORDER BY s) - 1)"
         with self._using() as connection:
+            if self._sequence is not None:
+                numbers = numbers + self._make_room(connection)
+                # As in the trigger, the transaction has an ID before it takes a number.
+                number = f"nextval(CASE WHEN pg_current_xact_id() IS NOT NULL THEN {self._sequence} END)"
             connection.execute(
-                f"UPDATE {TABLE} SET {SEQUENCE_ID} = {number} FROM (SELECT s, i, row_number() OVER (ORDER BY s) "
-                f"AS place {_SAME_ROWS}) AS old WHERE {SEQUENCE_ID} = s AND {self._id} = i".encode(),
-                _arrays(page.sequence_ids, page.ids()),
+                f"WITH old AS MATERIALIZED (SELECT s, i, {number} AS number "
+                f"FROM (SELECT s, i {_SAME_ROWS} ORDER BY s) AS given) "
+                f"UPDATE {TABLE} SET {SEQUENCE_ID} = number FROM old "
+                f"WHERE {SEQUENCE_ID} = s AND {self._id} = i".encode(),
+                _arrays(numbers, page.ids()),
             )
+
+    def _make_room(self, connection: Connection) -> int:
+        """Moves all rows above the sequence further up, if they stand where it comes to. Answers how far."""
+        [(first, last)] = connection.execute(
+            f"SELECT min({SEQUENCE_ID}) - n, max({SEQUENCE_ID}) - n FROM {TABLE}, "
+            f"(SELECT {self._last_number()} AS n OFFSET 0) AS taken WHERE {SEQUENCE_ID} > n GROUP BY n".encode()
+        ).fetchall() or [(_ROOM, 0)]
+        if first >= _ROOM:
+            return 0
+        far: int = last + _ROOM
+        move = f"UPDATE {TABLE} SET {SEQUENCE_ID} = {SEQUENCE_ID} + %s WHERE {self._is_elsewhere}"
+        connection.execute(move.encode(), (far,))
+        return far
 
     def replace_token(self, token: str) -> None:
         with self._using() as connection:
@@ -279,12 +386,12 @@ class PostgresStore(Store):
     def lag(self) -> Lag:
         with self._using() as connection:
             count = (
-                f"SELECT count(*), count(*) FILTER (WHERE {SEQUENCE_ID} >= {_XMIN}), "
+                f"SELECT count(*), count(*) FILTER (WHERE {_WAITING}), "
                 f"(SELECT count(*) FROM {ASIDE_TABLE}) FROM {TABLE}"
             )
             [(rows, unreadable, aside)] = connection.execute(count.encode()).fetchall()
-            holder = connection.execute(_HOLDER.encode()).fetchone() if unreadable else None
-        held_by, seconds = holder or ("", 0.0)
+            holder = connection.execute(_HOLDER.encode()).fetchone() if rows else None
+        held_by, seconds, _ = holder or ("", 0.0, 0)
         return Lag(rows, unreadable, held_by or "", seconds or 0.0, aside)
 
     @property

@@ -1,4 +1,4 @@
-"""The relay: what is in the outbox goes to a topic, each row once, in the order of commits."""
+"""The relay: what is in the outbox goes to a topic, each row once, those of an aggregate in the order of commits."""
 
 import asyncio
 import logging
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 class Relay:
-    """Publishes what is in an outbox, in the order of its transactions, and deletes it: each row once, exactly if its
+    """Publishes what is in an outbox, in the order of its numbers, and deletes it: each row once, exactly if its
     transaction committed, whatever is killed. It belongs to one event loop.
 
     `database` is a URL of SQLAlchemy's. The topic may say `{aggregatetype}`, in whose place a row's own is put. The

@@ -27,7 +27,8 @@ PROPERTIES = ("id", "aggregatetype", "type")
 """What becomes a property of that name, unless it is NULL."""
 
 ORDINAL_BITS = 24
-"""Of a sequence ID in PostgreSQL: which of its transaction's rows it is. Above them stands the transaction."""
+"""Of a sequence ID in a table of PostgreSQL that an older version made: which of its transaction's rows it is. Above
+them stands the transaction."""
 
 MAX_REST_BYTES = 1024 * 1024
 """Key and properties of a row: with the largest payload they still fit into a batch."""

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from sqlalchemy.engine import URL
 
 from seqdedupe.databases import failures
-from seqdedupe.limits import MAX_PAYLOAD_BYTES
+from seqdedupe.limits import MAX_PAYLOAD_BYTES, NO_SEQUENCE_ID
 from seqdedupe.services.outbox.ddl import SQLITE_TRIGGERS
 from seqdedupe.services.outbox.rows import ASIDE_TABLE, COLUMNS, SEQUENCE_ID, TABLE, TOKEN_TABLE, Page, page_of
 from seqdedupe.services.outbox.steps import State
@@ -86,11 +86,12 @@ class SqliteStore(Store):
             if is_now != told:
                 raise changed(what, is_now, told)
 
-    def state(self) -> State:
+    def state(self, number: int = NO_SEQUENCE_ID) -> State:
         with self._using() as connection:
             [token] = connection.execute(f"SELECT token FROM {TOKEN_TABLE}").fetchone()
             last = connection.execute("SELECT seq FROM sqlite_sequence WHERE name = ?", (TABLE,)).fetchone()
-        return State(token, (last[0] if last else 0) + 1)
+        next_sequence_id = (last[0] if last else 0) + 1
+        return State(token, next_sequence_id, number < next_sequence_id)
 
     def read(self, after: int) -> Page:
         rows: list[tuple[int, bytes, bytes, bytes, bytes, int, bytes]] = []

@@ -32,16 +32,21 @@ class State(NamedTuple):
     token: str
     next_sequence_id: int
     """No row that is inserted from now on is below it, and none that was inserted here is at or above it."""
+    has_had: bool
+    """Whether there has been a row with the number that was asked about, as far as the database knows."""
 
 
 class ReadState(NamedTuple):
     """Answer: `State`, read now."""
 
+    number: int = NO_SEQUENCE_ID
+    """To be asked about."""
+
 
 class OpenTopic(NamedTuple):
     """Open all names NAME/… that the topic knows, which fences their owners, and NAME/token for publishing.
 
-    Answer: `Opened`; or text, why this topic can never be published to.
+    Answer: `Opened`; or text, why this topic cannot be published to now.
     """
 
     topic: str
@@ -59,8 +64,8 @@ class Opened(NamedTuple):
 
 
 class ReadRows(NamedTuple):
-    """Answer: a `Page` of the next rows after a sequence ID, committed ones, and only below the oldest transaction that
-    is still open; empty if there are none."""
+    """Answer: a `Page` of the next rows after a sequence ID, committed ones, and only those before which no transaction
+    that is still open may have one; empty if there are none."""
 
     after: int
 
@@ -133,9 +138,13 @@ class Wait(NamedTuple):
     """There is nothing to do. Answer: whether to look at the table from its beginning."""
 
 
+class Linger(NamedTuple):
+    """All that could be read is published. Answer: whether to look again, for rows that may soon be readable."""
+
+
 Step = (
     ReadState | OpenTopic | ReadRows | ReadElsewhere | Find | Publish | Settle | Delete | SetAside | Renumber
-    | ReplaceToken | Tell | Wait
+    | ReplaceToken | Tell | Wait | Linger
 )  # fmt: skip
 Steps = Generator[Step, Any, Any]
 
@@ -181,7 +190,7 @@ class _Run:
         self._topic = topic
         self._route = route
         self._follow = follow
-        self._topics: dict[str, _Topic | str] = {}
+        self._topics: dict[str, _Topic] = {}
         self._token = ""
 
     def steps(self) -> Steps:
@@ -205,7 +214,8 @@ class _Run:
                     yield Settle()
                     after = BEGINNING
             elif after == BEGINNING:
-                return True
+                if not (yield Linger()):
+                    return True
             else:
                 yield Settle()
                 after = BEGINNING  # what is left has no NotDup receipt, or turned up meanwhile
@@ -257,21 +267,20 @@ class _Run:
         """The topic, or why there will be none; None if the token is another one by now."""
         if name not in self._topics:
             opened: Opened | str = yield OpenTopic(name, self._token)
-            state: State = yield ReadState()
+            highest = NO_SEQUENCE_ID if isinstance(opened, str) else opened.highest
+            state: State = yield ReadState(highest)
             if state.token != self._token:
                 return None
             if isinstance(opened, str):
-                self._topics[name] = opened
-            else:
-                if opened.highest >= state.next_sequence_id:
-                    yield Tell(
-                        f"{name} has messages with sequence IDs up to {opened.highest}, and the database has only come "
-                        f"to {state.next_sequence_id - 1}: it was restored or failed over, and has lost rows that are "
-                        "published"
-                    )
-                # Rows that were not there when everybody else was fenced have been published by nobody.
-                doubtful_up_to = min(opened.highest, state.next_sequence_id - 1)
-                self._topics[name] = _Topic(opened, doubtful_up_to)
+                return opened  # asked again for the next rows: it may be made by then
+            if not state.has_had:
+                yield Tell(
+                    f"{name} has messages with sequence IDs up to {highest}, and the database knows of no such row: it "
+                    "was restored or failed over, and has lost rows that are published"
+                )
+            # Rows that were not there when everybody else was fenced have been published by nobody.
+            doubtful_up_to = min(highest, state.next_sequence_id - 1)
+            self._topics[name] = _Topic(opened, doubtful_up_to)
         return self._topics[name]
 
     def _missing(self, name: str, rows: Page, *, at_any_number: bool) -> Generator[Step, Any, Int64s]:

@@ -9,6 +9,7 @@ from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError
 
 from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.limits import NO_SEQUENCE_ID
 from seqdedupe.services.outbox.rows import Page
 from seqdedupe.services.outbox.steps import State
 
@@ -26,9 +27,11 @@ class Lag:
     rows: int
     """Committed, and not deleted yet."""
     unreadable_rows: int
-    """Of these, they have to wait for a transaction that is open and might still insert rows before them."""
+    """Of these, they were committed by transactions that began to write after one which is still open: so they wait
+    for it, as it might have rows before them. Of the others those wait, too, that no relay has seen since it began."""
     held_by: str
-    """Which one that is, as far as the database tells; empty if none does."""
+    """Which one that is, of all databases of the server, as far as that tells; empty if there are no rows, or if no
+    transaction is open that has written."""
     held_seconds: float
     set_aside_rows: int
 
@@ -59,7 +62,7 @@ class Store(ABC):
         if it has been under another one, or to another: its rows would be published twice."""
 
     @abstractmethod
-    def state(self) -> State:
+    def state(self, number: int = NO_SEQUENCE_ID) -> State:
         """See `steps.ReadState`."""
 
     @abstractmethod

@@ -22,6 +22,10 @@ from seqdedupe.services.outbox.store import Store
 SWEEP_SECONDS = 10.0
 """So often the table is looked at from its beginning: for rows that were restored, or have no NotDup receipt."""
 
+ONCE_SECONDS = 10.0
+"""A relay that does not follow waits for so long, since it last read rows, for transactions that run beside those that
+are left."""
+
 _BATCH_BYTES = 4 * 1024 * 1024
 """A page is sent in batches of about so many bytes."""
 
@@ -74,6 +78,7 @@ class Work:
         self._swept_at = time.monotonic()
         self._after = steps.BEGINNING
         self._ahead: asyncio.Task[Page] | None = None
+        self._read_at = time.monotonic()
 
     async def drive(self, work: steps.Steps, only_topic: str | None) -> None:
         """Ends with the steps. Raises what one of them does, or a receipt."""
@@ -109,11 +114,17 @@ class Work:
                     await self._publish(self._producers[topic], part)
             case steps.Wait():
                 return await self._wait()
+            case steps.Linger():
+                is_over = time.monotonic() - self._read_at >= ONCE_SECONDS
+                if is_over or not await asyncio.to_thread(store.has_more, steps.BEGINNING):
+                    return False
+                await asyncio.sleep(store.poll_seconds)
+                return True
             case steps.Settle():
                 async with self._changed:
                     await self._changed.wait_for(lambda: not self._sent)
-            case steps.ReadState():
-                return await asyncio.to_thread(store.state)
+            case steps.ReadState(number):
+                return await asyncio.to_thread(store.state, number)
             case steps.OpenTopic(topic, token):
                 return await self._open(topic, token)
             case steps.Find(topic, page, at_any_number):
@@ -151,6 +162,7 @@ class Work:
             page = await asyncio.to_thread(self._store.read, after)
         self._after = after
         if len(page):
+            self._read_at = time.monotonic()
             self._after = page.last
             self._ahead = asyncio.create_task(asyncio.to_thread(self._store.read, page.last))
         return page

@@ -46,6 +46,9 @@ class DeadLetters:
     job: str
     most: int
     refused: dict[Key, SeqdedupeError] = field(default_factory=dict)
+    ended: set[Key] = field(default_factory=set)
+    """The refused messages that ended the connection. Their letters have neither key nor value, which may end it
+    too, as what is too large for the server does."""
     _letters: list[dict[str, object]] = field(default_factory=list)
 
     def __len__(self) -> int:
@@ -60,7 +63,9 @@ class DeadLetters:
         if len(self._letters) >= self.most:
             what = f"{why.message}; {self.most} messages before it were to be dead letters of the same transaction"
             raise error(why.reason, what, hint=why.hint, topic=why.numbers.get("topic")) from why
-        self._letters.append(_letter(self.job, messages, row, why))
+        letter = _letter(self.job, messages, row, why)
+        key = (str(letter["topic"]), column_of(messages, "messageId")[row].as_py())
+        self._letters.append(letter | {"key": None, "value": None} if key in self.ended else letter)
 
     def bury_refused(self, messages: pa.RecordBatch) -> pa.RecordBatch:
         """Keeps those messages of a topic that the store has refused; returns the others."""

@@ -1,14 +1,27 @@
 """Naming the message that a range cannot be written for: its topic, its index, its message ID."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from typing import NamedTuple
 
 import pyarrow as pa
 
-from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.errors import SeqdedupeError, UnavailableError, error
 from seqdedupe.message_id import MessageId
+from seqdedupe_spark.stores.contract import Take
 
 FindMessageId = Callable[[str, int, int], MessageId]
 """Of a topic and its incarnation, the message ID at an index."""
+
+
+MAX_SUSPECTS = 1000
+"""Rows that a table refuses, each alone: of more of them the table is the cause, not a message."""
+
+
+class _Suspect(NamedTuple):
+    batch: int
+    row: int
+    rows: pa.RecordBatch
 
 
 def names_a_row(failure: SeqdedupeError) -> bool:
@@ -26,6 +39,56 @@ def first_failing(call: Callable[[pa.RecordBatch], object], messages: pa.RecordB
         else:
             first, count = first + half, count - half
     return first if count and _fails(call, messages.slice(first, count)) else None
+
+
+def find_refused(take: Take, batches: Iterable[pa.RecordBatch], *, ended: bool) -> SeqdedupeError | None:
+    """Why a table does not take a row alone, with the row's place: the number of the batch, and of the row in it. None
+    if there is no such row, or more than MAX_SUSPECTS. `ended`: of rows that end the connection or the statement only.
+
+    A row may need another one that comes later, as a foreign key does that is checked in the end. So a row that is
+    refused is tried again when all others have been taken.
+    """
+
+    def refuses(rows: pa.RecordBatch) -> SeqdedupeError | None:
+        why = take(rows)
+        if ended and why is not None and len(rows) == 1:
+            # A server that fails ends all connections, this one too if it was made before the server has noticed.
+            why = take(rows)
+        if why is None or isinstance(why, UnavailableError) == ended:
+            return why
+        if not ended:
+            raise why
+        return None
+
+    suspects: list[_Suspect] = []
+    for number, batch in enumerate(batches):
+        refused = _refused_rows(refuses, batch, 0) if len(batch) else iter(())
+        room = MAX_SUSPECTS + 1 - len(suspects)
+        suspects += [_Suspect(number, row, batch.slice(row, 1)) for row in islice(refused, room)]
+        if len(suspects) > MAX_SUSPECTS:
+            return None
+    while suspects:
+        found = [(one, why) for one in suspects if (why := refuses(one.rows)) is not None]
+        if len(found) == len(suspects):
+            first, why = found[0]
+            what = f"{why.message}; it is refused alone too"
+            return error("INVALID_OUTPUT", what, hint=why.hint, batch=first.batch, row=first.row)
+        suspects = [one for one, _ in found]
+    return None
+
+
+def _refused_rows(
+    refuses: Callable[[pa.RecordBatch], object | None], rows: pa.RecordBatch, first: int
+) -> Iterator[int]:
+    """The rows that are refused, by halves, counted from `first`."""
+    if refuses(rows) is None:
+        return
+    if len(rows) == 1:
+        yield first
+        return
+    half = len(rows) // 2
+    yield from _refused_rows(refuses, rows.slice(0, half), first)
+    yield from _refused_rows(refuses, rows.slice(half), first + half)
 
 
 def _fails(call: Callable[[pa.RecordBatch], object], messages: pa.RecordBatch) -> bool:

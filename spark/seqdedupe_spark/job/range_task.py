@@ -6,19 +6,22 @@ It knows nothing of Spark. Whoever runs it, however often, twice at once or afte
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.databases.failures import ended
+from seqdedupe.errors import SeqdedupeError, UnavailableError, error
 from seqdedupe.message_id import MessageId, Position
 from seqdedupe_spark.cluster.settings import Service
 from seqdedupe_spark.columns import column_of, to_arrow
 from seqdedupe_spark.dedupe import Deduplicator
 from seqdedupe_spark.job.dead_letters import SUFFIX, DeadLetters, Key
 from seqdedupe_spark.job.poison import (
+    find_refused,
     first_failing,
     makes_alone,
     message_of_row,
@@ -27,6 +30,7 @@ from seqdedupe_spark.job.poison import (
     naming_by_id,
     naming_none,
 )
+from seqdedupe_spark.planning import patiently
 from seqdedupe_spark.ranges import Range
 from seqdedupe_spark.reading import joined, message_id_at, read_range, read_stored
 from seqdedupe_spark.stores.contract import Advance, Beside, OutputStore, Stored, StoreFactory, Watermarks
@@ -134,22 +138,80 @@ class RangeTask:
         if all_done(steps, [stored for stored, _ in found]):
             return Report()
         dead = None if self.max_dead_letters is None else DeadLetters(job, self.max_dead_letters)
+        known = [watermarks for _, watermarks in found]
+        has_ended = False
         while True:
             tally = _Tally(dead)
             try:
-                return self._write(store, steps, [watermarks for _, watermarks in found], tally)
-            except SeqdedupeError as failure:
-                if not names_a_row(failure):
-                    raise
-                named, key = self._naming(failure, tally, [step.range for step in steps])
-                if dead is None or key is None or len(dead.refused) >= dead.most:
-                    raise named from failure
-                # Without it all is read and transformed again.
-                dead.refused[key] = named
+                return self._write(store, steps, known, tally)
+            except SeqdedupeError as e:
+                failure, cause = e, e.__cause__
+            is_ended = False
+            if not names_a_row(failure):
+                if is_ended := cause is not None and ended(cause):
+                    # A message is to blame only if it is so again, on a database that does other work.
+                    positions = patiently(partial(store.positions, job))
+                    if all_done(steps, [positions.get(step.range.topic) for step in steps]):
+                        # It was lost in the commit.
+                        return Report()
+                    if not has_ended:
+                        has_ended = True
+                        continue
+                elif failure.reason != "INVALID_OUTPUT":
+                    raise failure
+                tally = _Tally(dead)
+                failure = self._refused(store, steps, known, tally, failure, ended=is_ended)
+            named, key = self._naming(failure, tally, [step.range for step in steps])
+            if dead is None or key is None or len(dead.refused) >= dead.most:
+                raise named from failure
+            # Without it all is read and transformed again.
+            dead.refused[key] = named
+            if is_ended:
+                dead.ended.add(key)
+            has_ended = False
+
+    def _refused(
+        self,
+        store: OutputStore,
+        steps: Sequence[Step],
+        watermarks: Sequence[Watermarks],
+        tally: _Tally,
+        failure: SeqdedupeError,
+        *,
+        ended: bool,
+    ) -> SeqdedupeError:
+        """The failure that names a row, for one that names none: all is read again, and rows are tried by halves.
+        Raises the failure itself if no row is the cause."""
+        rows, _ = self._source(steps, watermarks, tally)
+        with store.trial(self.output.table) as take:
+
+            def take_patiently(some: pa.RecordBatch) -> SeqdedupeError | None:
+                why = patiently(lambda: take(some))
+                if isinstance(why, UnavailableError):
+                    # Before the next rows are tried the database, which may start again now, does other work.
+                    patiently(partial(store.positions, self.output.job))
+                return why
+
+            found = find_refused(take_patiently, rows, ended=ended)
+        if found is None:
+            raise failure
+        return found
 
     def _write(
         self, store: OutputStore, steps: Sequence[Step], watermarks: Sequence[Watermarks], tally: _Tally
     ) -> Report:
+        rows, advances = self._source(steps, watermarks, tally)
+        table = self.output.table
+        if tally.dead is None:
+            written = store.write(self.output.job, table, rows, advances)
+            return Report(tally.read, written, tally.duplicates)
+        written = store.write(self.output.job, table, rows, advances, Beside(table + SUFFIX, tally.dead.rows))
+        return Report(tally.read, written, tally.duplicates, len(tally.dead))
+
+    def _source(
+        self, steps: Sequence[Step], watermarks: Sequence[Watermarks], tally: _Tally
+    ) -> tuple[Iterator[pa.RecordBatch], list[Advance]]:
+        """The rows of the steps' messages, and how the positions move when all are taken."""
         sources: list[Iterator[pa.RecordBatch]] = []
         advances: list[Advance] = []
         for step, known in zip(steps, watermarks, strict=True):
@@ -160,15 +222,9 @@ class RangeTask:
             else:
                 sources.append(read_range(self.service, step.range, self.columns, self.read_timeout_seconds))
                 advances.append(Advance(*step))
-        batches = (batch for source in sources for batch in source)
-        rows = self._transformed(batches, tally)
-        table = self.output.table
-        if tally.dead is None:
-            written = store.write(self.output.job, table, rows, advances)
-            return Report(tally.read, written, tally.duplicates)
-        tally.dead.begin()
-        written = store.write(self.output.job, table, rows, advances, Beside(table + SUFFIX, tally.dead.rows))
-        return Report(tally.read, written, tally.duplicates, len(tally.dead))
+        if tally.dead is not None:
+            tally.dead.begin()
+        return self._transformed((batch for source in sources for batch in source), tally), advances
 
     def _read_once_each(self, span: Range, deduplicator: Deduplicator, tally: _Tally) -> Iterator[pa.RecordBatch]:
         """The range's messages but for those that are duplicates."""

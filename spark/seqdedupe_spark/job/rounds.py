@@ -20,6 +20,7 @@ from seqdedupe_spark.job.positions import Positions, Standing
 from seqdedupe_spark.job.range_task import Output, RangeTask, Report, Step, Transform, output_schema
 from seqdedupe_spark.options import Options
 from seqdedupe_spark.planning import Waiting, of_job, open_client
+from seqdedupe_spark.session import activate
 from seqdedupe_spark.stores.contract import Binding, StoreFactory, check_name
 
 GIVE_UP_SECONDS = 120.0
@@ -252,6 +253,7 @@ class ReaderJob:
     def _session(self) -> SparkSession:
         if self.spark is None:
             raise error("INVALID_OPTION", f"job {self.config.job!r} has no Spark session")
+        activate(self.spark)
         return self.spark
 
     def _prepare(self, spark: SparkSession) -> Output:

@@ -53,6 +53,10 @@ class Seen:
         self._runs: dict[Source, Int64s] = {}
         self._new: dict[Source, list[Int64s]] = {}
 
+    def __bool__(self) -> bool:
+        """Whether any row was known by the message it comes from."""
+        return bool(self._runs or self._new)
+
     def add(self, topics: pa.Array, incarnations: Int64s, indexes: Int64s, ordinals: Int64s) -> None:
         """Adds rows. Raises INVALID_REQUEST for numbers out of range, and AMBIGUOUS_IDENTITY for an identity that came
         before; for some of those only later."""

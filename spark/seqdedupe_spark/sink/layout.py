@@ -1,6 +1,7 @@
 """What the columns of the rows mean that a sink is given, checked before anything is written."""
 
 import difflib
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pyspark.sql.types import (
@@ -37,9 +38,12 @@ _TYPES: dict[str, tuple[type[DataType], ...]] = {
     "__index": (LongType,),
     ORDINAL: (ByteType, ShortType, IntegerType, LongType),
 }
-"""The columns that mean something, and what they may be. All others of the source are passed over."""
+"""The columns that mean something, and what they may be. With and without `__` they are the same. All others of the
+source are passed over."""
 
-_OF_SOURCE = frozenset(columns_of(True, False).names)
+_MEANING = {alias: name for name in _TYPES for alias in (name, name.removeprefix("__"))} | {f"__{ID}": ID}
+
+_OF_SOURCE = frozenset(name for plain in (False, True) for name in columns_of(True, plain).names)
 
 _SEQUENCE = ("__producerName", "__sequenceId", "producerName", "sequenceId")
 
@@ -50,9 +54,15 @@ class Layout:
 
     topic: str | None
     """That of all rows; None: the column `__topic` says it."""
-    by_source: bool
-    """Whether a row is known by the message it comes from, else by its own ID."""
-    columns: frozenset[str]
+    columns: Mapping[str, str]
+    """What the columns are called in the rows, by what they mean: the names of `_TYPES`."""
+    other_id: str | None
+    """`__deduplicationId`, if there are two columns of IDs. Both may say the same, or this one nothing."""
+
+    @property
+    def has_source(self) -> bool:
+        """Whether a row without an ID is known by the message it comes from."""
+        return self.topic is not None and self.columns.keys() >= set(SOURCE)
 
 
 def layout_of(schema: StructType, topic: str | None) -> Layout:
@@ -61,46 +71,55 @@ def layout_of(schema: StructType, topic: str | None) -> Layout:
     Raises ConfigurationError (INVALID_OPTION) that names the column that is missing, unknown or of another type.
     """
     names = schema.fieldNames()
+    columns: dict[str, str] = {}
+    other_id = None
     for name in names:
         if names.count(name) > 1:
             raise _wrong(f"there are several columns {name}")
-        if name in _SEQUENCE[2:]:
-            raise _by_sequence(name)
-        if name not in _TYPES and name not in _OF_SOURCE:
-            near = difflib.get_close_matches(name, _TYPES, 1)
-            advice = f"did you mean {near[0]}?" if near else f"there are {', '.join(_TYPES)}"
-            raise _wrong(f"the sink has no column {name}: {advice}", hint="Select the columns that are to be written.")
-        _check_type(name, schema[name].dataType)
-    if "value" not in names:
+        if name not in _MEANING:
+            if name not in _OF_SOURCE:
+                near = difflib.get_close_matches(name, _TYPES, 1)
+                advice = f"did you mean {near[0]}?" if near else f"there are {', '.join(_TYPES)}"
+                raise _wrong(
+                    f"the sink has no column {name}: {advice}", hint="Select the columns that are to be written."
+                )
+            continue
+        meaning = _MEANING[name]
+        _check_type(name, meaning, schema[name].dataType)
+        if meaning == ID and meaning in columns:
+            columns[meaning], other_id = ID, f"__{ID}"
+        elif meaning in columns:
+            raise _wrong(f"the columns {columns[meaning]} and {name} mean the same: drop one of them")
+        else:
+            columns[meaning] = name
+    if "value" not in columns:
         raise _wrong("the rows have no column value")
-    if topic is None and "__topic" not in names:
+    if topic is None and "__topic" not in columns:
         raise _wrong("which topic? Give the option topic, or the rows a column __topic")
-    return Layout(topic, _is_by_source(names, topic), frozenset(names))
+    layout = Layout(topic, columns, other_id)
+    _check_identity(layout, names)
+    return layout
 
 
-def _is_by_source(names: list[str], topic: str | None) -> bool:
-    if ID in names:
-        if ORDINAL in names:
-            raise _wrong(f"{ORDINAL} tells rows of one message of a source apart: {ID} does that alone")
-        return False
-    missing = [name for name in SOURCE if name not in names]
-    if not missing and topic is not None:
-        return True
+def _check_identity(layout: Layout, names: list[str]) -> None:
+    columns = layout.columns
+    if layout.has_source:
+        return
+    if ID in columns:
+        if ORDINAL in columns:
+            raise _wrong(f"{ORDINAL} tells rows of one message of a source apart: {columns[ID]} does that alone")
+        return
+    missing = [name for name in SOURCE if name not in columns]
     if missing and (found := next((name for name in _SEQUENCE if name in names), None)):
         raise _by_sequence(found)
     what = f"the rows have no identity: neither {ID}, nor " + ", ".join(SOURCE[:-1]) + f" and {SOURCE[-1]} of a source"
     if not missing:
         what = f"the rows have no {ID}: without the option topic, __topic is where they go, not where they come from"
-    hint = "Only what names a row, whoever computes it again, keeps it from being written twice."
-    if "__deduplicationId" in names:
-        hint = f"To let the source's deduplication IDs name the rows, rename __deduplicationId to {ID}."
-    raise _wrong(what, hint=hint)
+    raise _wrong(what, hint="Only what names a row, whoever computes it again, keeps it from being written twice.")
 
 
-def _check_type(name: str, kind: DataType) -> None:
-    wanted = _TYPES.get(name)
-    if wanted is None:
-        return
+def _check_type(name: str, meaning: str, kind: DataType) -> None:
+    wanted = _TYPES[meaning]
     fits = isinstance(kind, wanted)
     if isinstance(kind, MapType):
         fits = isinstance(kind.keyType, StringType) and isinstance(kind.valueType, StringType)

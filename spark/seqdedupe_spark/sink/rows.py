@@ -61,11 +61,12 @@ def frames_of(batch: pa.RecordBatch, layout: Layout, seen: Seen) -> Iterator[tup
     """
     if not len(batch):
         return
-    ids = _source_ids(batch, layout, seen) if layout.by_source else _own_ids(batch.column(ID))
-    _check_sizes(batch.column("value"), ids)
-    kept = [name for name in _PARTS if name in layout.columns]
-    rows = pa.RecordBatch.from_arrays([ids, *(batch.column(name) for name in kept)], [_ID_COLUMN, *kept])
-    for topic, part in [(layout.topic, rows)] if layout.topic is not None else _by_topic(batch.column("__topic"), rows):
+    ids = _ids(batch, layout, seen)
+    columns = {meaning: batch.column(name) for meaning, name in layout.columns.items()}
+    _check_sizes(columns["value"], ids)
+    kept = [name for name in _PARTS if name in columns]
+    rows = pa.RecordBatch.from_arrays([ids, *(columns[name] for name in kept)], [_ID_COLUMN, *kept])
+    for topic, part in [(layout.topic, rows)] if layout.topic is not None else _by_topic(columns["__topic"], rows):
         for piece in pieces(part):
             yield topic, frame_of(piece)
 
@@ -77,20 +78,67 @@ def _by_topic(topics: pa.Array, rows: pa.RecordBatch) -> list[tuple[str, pa.Reco
     return [(name, rows.filter(pc.equal(encoded.indices, place))) for place, name in enumerate(names)]
 
 
-def _own_ids(column: pa.Array) -> pa.Array:
-    _check_there(ID, column)
-    ids = column.cast(pa.binary())
-    sizes = pc.binary_length(ids).to_numpy()
+def _ids(batch: pa.RecordBatch, layout: Layout, seen: Seen) -> pa.Array:
+    """The identity of each row: its own ID, or of a source topic without IDs the message that it comes from."""
+    if ID not in layout.columns:
+        return _source_ids(batch, layout, seen)
+    ids = _own_ids(batch, layout)
+    if not layout.has_source:
+        _check_there(layout.columns[ID], ids)
+    if ids.null_count == len(ids):
+        return _source_ids(batch, layout, seen)
+    if ORDINAL in layout.columns:
+        raise error(
+            "INVALID_REQUEST",
+            f"rows have both {layout.columns[ID]} and {layout.columns[ORDINAL]}: an ID names a row alone, so all but "
+            "the first row of a message would be lost",
+            hint=f"Drop {layout.columns[ID]}, so that the message and the ordinal name the row. Or drop the ordinal, "
+            "and make the ID of both.",
+        )
+    if not ids.null_count:
+        return ids
+    _check_whole_topics(batch.column(layout.columns[SOURCE[0]]), ids)
+    derived = _source_ids(batch.filter(ids.is_null()), layout, seen)
+    return pc.replace_with_mask(ids, ids.is_null(), derived)
+
+
+def _own_ids(batch: pa.RecordBatch, layout: Layout) -> pa.Array:
+    """The rows' own IDs; null where they have none."""
+    name, other = layout.columns[ID], layout.other_id
+    ids = batch.column(name).cast(pa.binary())
+    if other is not None:
+        others = batch.column(other).cast(pa.binary())
+        differ = pc.sum(pc.and_(others.is_valid(), pc.fill_null(pc.not_equal(ids, others), True))).as_py()
+        if differ:
+            raise error(
+                "INVALID_REQUEST",
+                f"the columns {name} and {other} say different IDs in {differ:,} of {len(ids):,} rows",
+                hint=f"Drop {other}, if {name} is the rows' identity.",
+            )
+    sizes = pc.fill_null(pc.binary_length(ids), 1).to_numpy()
     if len(bad := np.flatnonzero((sizes < 1) | (sizes > MAX_DEDUPLICATION_ID_BYTES))):
-        what = f"{ID}: one of {len(bad)} that cannot be has {sizes[bad[0]]} bytes"
+        what = (
+            f"{name} cannot be an ID in {len(bad):,} of {len(ids):,} rows, the first of which has {sizes[bad[0]]} bytes"
+        )
         raise error("INVALID_DEDUPLICATION_ID", f"{what}: it should have 1 to {MAX_DEDUPLICATION_ID_BYTES}")
     return ids
 
 
+def _check_whole_topics(topics: pa.Array, ids: pa.Array) -> None:
+    """Raises INVALID_DEDUPLICATION_ID if only some rows of a topic have IDs."""
+    for topic in pc.unique(topics.filter(ids.is_valid())).to_pylist():
+        missing = pc.sum(pc.and_(pc.fill_null(pc.equal(topics, topic), False), ids.is_null())).as_py()
+        if missing:
+            what = f"{ID} is null in {missing:,} rows of {topic}, and not in others of that topic"
+            raise error("INVALID_DEDUPLICATION_ID", what)
+
+
 def _source_ids(batch: pa.RecordBatch, layout: Layout, seen: Seen) -> pa.Array:
-    topics, incarnations, indexes = (batch.column(name) for name in SOURCE)
-    ordinals = batch.column(ORDINAL) if ORDINAL in layout.columns else pa.repeat(pa.scalar(0, pa.int64()), len(batch))
-    for name, column in zip((*SOURCE, ORDINAL), (topics, incarnations, indexes, ordinals), strict=True):
+    names = [layout.columns[name] for name in SOURCE]
+    topics, incarnations, indexes = (batch.column(name) for name in names)
+    ordinal = layout.columns.get(ORDINAL, ORDINAL)
+    ordinals = batch.column(ordinal) if ORDINAL in layout.columns else pa.repeat(pa.scalar(0, pa.int64()), len(batch))
+    for name, column in zip((*names, ordinal), (topics, incarnations, indexes, ordinals), strict=True):
         _check_there(name, column)
     ordinals = ordinals.cast(pa.int64())
     seen.add(topics, *(column.to_numpy() for column in (incarnations, indexes, ordinals)))
@@ -99,7 +147,7 @@ def _source_ids(batch: pa.RecordBatch, layout: Layout, seen: Seen) -> pa.Array:
 
 def _check_there(name: str, column: pa.Array) -> None:
     if column.null_count:
-        reason = "INVALID_DEDUPLICATION_ID" if name == ID else "INVALID_REQUEST"
+        reason = "INVALID_DEDUPLICATION_ID" if name.endswith(ID) else "INVALID_REQUEST"
         what = f"{name} is null in {column.null_count:,} of {len(column):,} rows, which have no identity without it"
         raise error(reason, what if name != "__topic" else f"{name} is null in {column.null_count:,} rows")
 

@@ -1,6 +1,7 @@
 """What a task of the sink does: it publishes its rows. Whoever runs it, however often, a row is stored once."""
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import deque
@@ -62,6 +63,14 @@ class SinkTask:
     began: Began
     fail_on_forgotten_ids: bool = True
 
+    def check_topic(self) -> None:
+        """Raises INVALID_OPTION or NotFoundError for a topic that takes no deduplication IDs, on the driver, before
+        there is a task. A sidecar that does not answer now is waited for by the tasks."""
+        if self.layout.topic is None:
+            return
+        with sidecar_at(self.service).connect() as client, contextlib.suppress(UnavailableError):
+            look(client, self.layout.topic, 0)
+
     def run(self, batches: Iterable[pa.RecordBatch], attempt: int = 0) -> Written:
         """Publishes all rows; returns when they are durable. A sidecar that goes away meanwhile is waited for, for as
         long as it takes.
@@ -86,7 +95,7 @@ class SinkTask:
                 for topic, frame in frames:
                     targets.send(topic, frame)
             targets.flush()
-            taken = 0 if may_repeat or not self.layout.by_source else targets.there_before
+            taken = targets.there_before if seen and not may_repeat else 0
             return Written(rows, targets.copies, seen.packed(), targets.outgrown(), taken)
 
 
@@ -187,9 +196,9 @@ async def _send(publisher: Publisher, frame: Frame) -> BatchResult:
             await asyncio.sleep(e.retry_delay_ms / 1000)
 
 
-def look(client: blocking.Client, topic: str) -> admin_pb2.Topic:
+def look(client: blocking.Client, topic: str, patience_seconds: float = PATIENCE_SECONDS) -> admin_pb2.Topic:
     """The topic as it is now, once it has recovered. Raises INVALID_OPTION if it does not know copies by their IDs,
-    NotFoundError, UnavailableError after `planning.PATIENCE_SECONDS`."""
+    NotFoundError, UnavailableError after `patience_seconds`."""
 
     def serving() -> admin_pb2.Topic:
         found = client.admin.topic(topic)
@@ -197,7 +206,7 @@ def look(client: blocking.Client, topic: str) -> admin_pb2.Topic:
             raise error("RECOVERING", f"{topic} is not served yet: {found.why}", retry_delay_ms=RECOVERY_DELAY_MS)
         return found
 
-    found = patiently(serving)
+    found = patiently(serving, patience_seconds)
     if found.deduplication_mode != admin_pb2.DEDUPLICATION_MODE_DEDUPLICATION_ID:
         raise error(
             "INVALID_OPTION",

@@ -7,13 +7,14 @@ opens the store for itself.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import NamedTuple, Self
 
 import pyarrow as pa
 
-from seqdedupe.errors import error
+from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.message_id import Position
 from seqdedupe_spark.ranges import Range
 
@@ -111,6 +112,10 @@ class Advance:
             raise error("POSITION_CHANGED", f"the position of job {job!r} is no longer the start of {self.range}")
 
 
+Take = Callable[[pa.RecordBatch], SeqdedupeError | None]
+"""Puts rows into a table; returns why it does not take them."""
+
+
 class Beside(NamedTuple):
     """Rows for another table of the same store, in the same transaction. `rows` is called when the last row of the
     transaction has been taken."""
@@ -202,6 +207,18 @@ class OutputStore(ABC):
         numbers `batch` and `row`, both from 0. The positions are the last to be written before the commit, so that
         a writer that stalls holds up no other.
         """
+
+    @contextmanager
+    def trial(self, table: str) -> Iterator[Take]:
+        """A transaction that is rolled back in the end, for finding the row that `write` was refused for without a
+        place. What the block receives puts rows into the table, and has every constraint checked. If they are refused,
+        it returns INVALID_OUTPUT: then none of them is there, and all that were taken before are. If they end the
+        statement or the connection, it returns UnavailableError, and none of all may be there. It raises what is the
+        database's own fault.
+
+        A store whose refusals always have a place need not fill it in.
+        """
+        yield lambda _: None
 
 
 StoreFactory = Callable[[], OutputStore]

@@ -1,6 +1,7 @@
 """A PostgreSQL database: rows go in by binary COPY, positions by compare-and-set."""
 
 import re
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -11,8 +12,10 @@ from psycopg import Connection
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.pq import TransactionStatus
 
+from seqdedupe.databases.failures import Fault, ended, fault_of, told
 from seqdedupe.databases.postgres import CONNECTION
-from seqdedupe.errors import error
+from seqdedupe.databases.tables import POSTGRESQL_UNSAFE_TABLES, POSTGRESQL_UNSAFE_WRITES
+from seqdedupe.errors import SeqdedupeError, UnavailableError, error
 from seqdedupe_spark.stores.contract import (
     FORMAT_VERSION,
     Advance,
@@ -20,6 +23,7 @@ from seqdedupe_spark.stores.contract import (
     Binding,
     OutputStore,
     Stored,
+    Take,
     Watermarks,
     check_format,
     check_replacement,
@@ -30,7 +34,6 @@ from seqdedupe_spark.stores.kinds import (
     check_table,
     from_cells,
     in_batch,
-    one_line,
     quoted,
     split_name,
     to_cells,
@@ -42,6 +45,13 @@ IDLE_TIMEOUT_SECONDS = 60
 
 LOCK_TIMEOUT_SECONDS = 30
 """How long to wait for another transaction, such as one that moves the same position."""
+
+GIVE_WAY_SECONDS = 5.0
+"""A transaction that another session waits for this long, as an ALTER TABLE does, is rolled back between two batches;
+its range is written again after that session."""
+
+_LOOK_SECONDS = 1.0
+"""How often a transaction looks whether another session waits for it."""
 
 _APPLICATION = {"application_name": "seqdedupe"}
 
@@ -68,16 +78,21 @@ _OWN_TABLES = (
     "output_table text NOT NULL, deduplicate boolean NOT NULL)",
 )
 
-_OWN_NAMES = ("seqdedupe_positions", "seqdedupe_watermarks", "seqdedupe_jobs")
+_MOVED = ("seqdedupe_positions", "seqdedupe_watermarks")
+_OWN_NAMES = (*_MOVED, "seqdedupe_jobs")
 
 _COLUMNS = (
     "SELECT attname, format_type(atttypid, atttypmod), attnotnull AND NOT atthasdef AND attidentity = '' "
     "FROM pg_attribute WHERE attrelid = to_regclass(%s) AND attnum > 0 AND NOT attisdropped"
 )
 
-_PERSISTENCE = "SELECT relpersistence FROM pg_class WHERE oid = to_regclass(%s)"
-
-_PERMANENT = "p"
+_WAITING = (
+    "SELECT other.pid, other.relation::regclass::text FROM pg_locks mine JOIN pg_locks other "
+    "USING (locktype, database, relation) WHERE locktype = 'relation' AND mine.pid = pg_backend_pid() "
+    "AND mine.mode = 'RowExclusiveLock' AND NOT other.granted "
+    "AND other.mode IN ('ShareLock', 'ShareRowExclusiveLock', 'ExclusiveLock', 'AccessExclusiveLock')"
+)
+"""The sessions that wait for a table that this transaction writes to, and the tables."""
 
 # Each of these fails with a division by zero, and takes the transaction with it, unless it changes one row.
 _INSERT = (
@@ -210,31 +225,65 @@ class PostgresStore(OutputStore):
     ) -> int:
         parts = split_name(table)
         rows = 0
+        columns: dict[str, Column] | None = None
         with _errors():
             # This very connection until the end: after a new one the rows sent so far would be missing.
             connection = self._connection()
-            columns = _columns_of(connection, parts)
+        others = _Others(connection)
         try:
             for number, batch in enumerate(batches):
                 if len(batch):
                     with in_batch(number), _errors():
+                        columns = columns or _lock(connection, parts)
                         check_table(table, batch.schema, columns, fits)
-                        if connection.info.transaction_status is TransactionStatus.IDLE:
-                            connection.execute("BEGIN")
                         copy_in(connection, parts, batch, columns)
+                        others.give_way()
                     rows += len(batch)
             changed = [advance.changed_watermarks() for advance in advances]
-            if beside and len(others := beside.rows()):
+            if beside and len(letters := beside.rows()):
                 with _errors():
-                    if connection.info.transaction_status is TransactionStatus.IDLE:
-                        connection.execute("BEGIN")
                     other_parts = split_name(beside.table)
-                    copy_in(connection, other_parts, others, _columns_of(connection, other_parts))
+                    copy_in(connection, other_parts, letters, _lock(connection, other_parts))
             with _errors():
+                _check_landed(connection)
                 _move(connection, job, list(zip(advances, changed, strict=True)))
         finally:
             _roll_back(connection)
         return rows
+
+    @contextmanager
+    def trial(self, table: str) -> Iterator[Take]:
+        parts = split_name(table)
+        columns: dict[str, Column] = {}
+        others: _Others | None = None
+
+        def take(rows: pa.RecordBatch) -> SeqdedupeError | None:
+            nonlocal columns, others
+            with _errors():
+                connection = self._connection()
+                if others is None or connection.info.transaction_status is TransactionStatus.IDLE:
+                    columns, others = _lock(connection, parts), _Others(connection)
+                    check_table(table, rows.schema, columns, fits)
+                others.give_way()
+                connection.execute("SAVEPOINT trial")
+            try:
+                with _errors():
+                    copy_in(connection, parts, rows, columns)
+                    connection.execute("SET CONSTRAINTS ALL IMMEDIATE; RELEASE SAVEPOINT trial")
+            except SeqdedupeError as e:
+                if isinstance(e, UnavailableError) and not (e.__cause__ and ended(e.__cause__)):
+                    raise
+                if not connection.closed:
+                    with _errors():
+                        connection.execute("ROLLBACK TO SAVEPOINT trial")
+                return e
+            return None
+
+        try:
+            yield take
+        finally:
+            if self._open is not None and not self._open.closed:
+                _roll_back(self._open)
 
     @contextmanager
     def _using(self) -> Iterator[Connection]:
@@ -279,8 +328,7 @@ def _commit(connection: Connection, statements: str, values: Sequence[object]) -
     It takes the locks that others wait for and lets go of them with no word from here in between: a writer that stalls
     holds none of them.
     """
-    begin = "BEGIN; " if connection.info.transaction_status is TransactionStatus.IDLE else ""
-    psycopg.ClientCursor(connection).execute((begin + statements + "COMMIT").encode(), values)
+    psycopg.ClientCursor(connection).execute((_begin(connection) + statements + "COMMIT").encode(), values)
 
 
 def _make_tables(connection: Connection, *more: str) -> None:
@@ -303,13 +351,60 @@ def _columns_of(connection: Connection, parts: Sequence[str]) -> dict[str, Colum
     return {name: Column(declared, required) for name, declared, required in rows}
 
 
+def _lock(connection: Connection, parts: Sequence[str]) -> dict[str, Column]:
+    """The columns of a table, which stay as they are until the end of the transaction; begins one if there is none."""
+    connection.execute(f"{_begin(connection)}LOCK TABLE ONLY {quoted(*parts)} IN ROW EXCLUSIVE MODE".encode())
+    return _columns_of(connection, parts)
+
+
+def _begin(connection: Connection) -> str:
+    """What a statement begins with that needs a transaction."""
+    return "BEGIN; " if connection.info.transaction_status is TransactionStatus.IDLE else ""
+
+
 def _check_outlives_a_crash(connection: Connection, *tables: Sequence[str]) -> None:
     """Raises INVALID_OUTPUT if rows and positions would not be there together after the server has crashed."""
-    for parts in tables:
-        row = connection.execute(_PERSISTENCE, (quoted(*parts),)).fetchone()
-        if row and row[0] != _PERMANENT:
-            what = f"table {'.'.join(parts)} is unlogged or temporary: a crash would empty it, and not the other tables"
-            raise error("INVALID_OUTPUT", what, hint="ALTER TABLE … SET LOGGED, before the job begins.")
+    names = [quoted(*parts) for parts in tables]
+    _refuse(connection.execute(POSTGRESQL_UNSAFE_TABLES.format(names="%s").encode(), (names,)).fetchone())
+
+
+def _check_landed(connection: Connection) -> None:
+    """The same, of what this transaction has written to, and of our own tables, which it then writes to."""
+    statements = f"{_begin(connection)}LOCK TABLE {', '.join(_MOVED)} IN ROW EXCLUSIVE MODE; {POSTGRESQL_UNSAFE_WRITES}"
+    cursor = connection.execute(statements.encode())
+    while cursor.nextset():
+        pass
+    _refuse(cursor.fetchone())
+
+
+def _refuse(found: tuple[Any, ...] | None) -> None:
+    if found:
+        what = f"table {found[0]} is {found[1]}: after a crash it would not hold what the other tables hold"
+        raise error("INVALID_OUTPUT", what, hint="ALTER TABLE … SET LOGGED, or let the rows go into other tables.")
+
+
+class _Others:
+    """The sessions that wait for this transaction. None waits for long."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._look_at = time.monotonic() + _LOOK_SECONDS
+        self._since: float | None = None
+
+    def give_way(self) -> None:
+        """Raises OUTPUT_UNAVAILABLE if somebody has waited for GIVE_WAY_SECONDS to change a table."""
+        now = time.monotonic()
+        if now < self._look_at:
+            return
+        self._look_at = now + _LOOK_SECONDS
+        waiting = self._connection.execute(_WAITING).fetchone()
+        if waiting is None:
+            self._since = None
+        elif self._since is None:
+            self._since = now
+        elif now - self._since >= GIVE_WAY_SECONDS:
+            what = f"session {waiting[0]} has waited {now - self._since:.0f} s to change table {waiting[1]}"
+            raise error("OUTPUT_UNAVAILABLE", f"{what}: nothing is written now, the rows are written after it")
 
 
 def _roll_back(connection: Connection) -> None:
@@ -325,10 +420,10 @@ def _roll_back(connection: Connection) -> None:
 def _errors() -> Iterator[None]:
     try:
         yield
-    except (psycopg.OperationalError, psycopg.InternalError) as e:
-        raise error("OUTPUT_UNAVAILABLE", f"the PostgreSQL database cannot be used: {one_line(e)}") from e
     except psycopg.Error as e:
-        failure = error("INVALID_OUTPUT", f"PostgreSQL refuses: {one_line(e)}")
+        if fault_of(e) is not Fault.MESSAGE:
+            raise error("OUTPUT_UNAVAILABLE", f"the PostgreSQL database cannot be used: {told(e)}") from e
+        failure = error("INVALID_OUTPUT", f"PostgreSQL refuses: {told(e)}")
         if line := _LINE.search(e.diag.context or ""):
             failure.numbers["row"] = str(int(line[1]) - 1)
         raise failure from e

@@ -1,6 +1,6 @@
 """MariaDB, MySQL, and any other database with transactions that SQLAlchemy speaks: the general store, a slow one."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -11,11 +11,13 @@ from sqlalchemy import (
     Boolean,
     Column,
     Connection,
+    Insert,
     Integer,
     MetaData,
     NullPool,
     String,
     Table,
+    TableClause,
     bindparam,
     column,
     create_engine,
@@ -23,6 +25,7 @@ from sqlalchemy import (
     event,
     insert,
     inspect,
+    literal,
     make_url,
     select,
     table,
@@ -33,8 +36,8 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, NoSuchModu
 from sqlalchemy.sql import quoted_name
 
 from seqdedupe.databases import tables
-from seqdedupe.databases.failures import passes_by_itself, told, was_ended
-from seqdedupe.errors import error
+from seqdedupe.databases.failures import Fault, ended, fault_of, lost_connection, told
+from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe_spark.stores import kinds
 from seqdedupe_spark.stores.contract import (
     FORMAT_VERSION,
@@ -43,6 +46,7 @@ from seqdedupe_spark.stores.contract import (
     Binding,
     OutputStore,
     Stored,
+    Take,
     check_format,
     check_replacement,
 )
@@ -63,17 +67,23 @@ MAX_NAME_CHARACTERS = 255
 LOCK_TIMEOUT_SECONDS = 30
 """How long to wait for another transaction, where the database can be told (MariaDB and MySQL)."""
 
+IDLE_TIMEOUT_SECONDS = 60
+"""How long a transaction may stand still, where the database can be told (MariaDB)."""
+
 _MYSQL_SESSION = (
     # Else a value that does not fit is cut, or becomes 0, with a warning.
     "SET SESSION sql_mode = 'TRADITIONAL,NO_AUTO_VALUE_ON_ZERO', time_zone = '+00:00', "
     f"innodb_lock_wait_timeout = {LOCK_TIMEOUT_SECONDS}"
+    # In MariaDB alone: who changes a table waits no longer for a transaction whose process has stopped.
+    f"/*M!100300 , idle_transaction_timeout = {IDLE_TIMEOUT_SECONDS} */"
 )
 
 _MYSQL_TRANSACTIONS = text(
-    "SELECT COALESCE(e.transactions, 'NO') FROM information_schema.tables t "
+    "SELECT COALESCE(e.transactions, 'NO'), COALESCE(e.xa, 'NO') FROM information_schema.tables t "
     "LEFT JOIN information_schema.engines e ON t.engine = e.engine "
     "WHERE t.table_schema = COALESCE(:schema, DATABASE()) AND t.table_name = :name"
 )
+"""Whether a table's engine has transactions, and commits them together with those of other engines."""
 
 _CREATE_ATTEMPTS = 5
 """Of those who make the same table at once one does, and the others find it there when they look again."""
@@ -133,6 +143,7 @@ class SqlStore(OutputStore):
             what = f"store: {dialect.name} does not say what a statement has changed, or is no server"
             raise error("UNSUPPORTED_STORE", what)
         self._is_mysql = dialect.name in MYSQL
+        self._is_postgres = dialect.name == "postgresql"
         self._place = parsed.render_as_string(hide_password=True)
         if self._is_mysql:
             event.listen(self._engine, "connect", _begin_session)
@@ -158,18 +169,33 @@ class SqlStore(OutputStore):
 
     def _make_own_tables(self) -> None:
         tables.make_tables(self._engine, METADATA)
-        for own in METADATA.sorted_tables:
-            self._check_transactions(own.name, None)
-
-    def _check_transactions(self, name: str, schema: str | None) -> None:
-        """Raises INVALID_OUTPUT if what is written to the table could not be taken back."""
-        if not self._is_mysql:
-            return
         with self._engine.begin() as connection:
-            has = connection.execute(_MYSQL_TRANSACTIONS, {"schema": schema, "name": name}).scalar_one_or_none()
-        if has is not None and has != "YES":
-            hint = f"ALTER TABLE {name} ENGINE = InnoDB"
-            raise error("INVALID_OUTPUT", f"the table {name} has no transactions", hint=hint)
+            self._check_kept(connection, METADATA.tables)
+
+    def _check_kept(self, connection: Connection, names: Iterable[str]) -> None:
+        """Raises INVALID_OUTPUT if rows and positions would not be committed, and be there after a crash, together."""
+        for name in names if self._is_mysql else ():
+            schema, last = _split(name)
+            row = connection.execute(_MYSQL_TRANSACTIONS, {"schema": schema, "name": last}).one_or_none()
+            if row is not None and row != ("YES", "YES"):
+                what = "no transactions" if row[0] != "YES" else "transactions that are not one with those of others"
+                hint = f"ALTER TABLE {name} ENGINE = InnoDB"
+                raise error("INVALID_OUTPUT", f"the table {name} has {what}", hint=hint)
+        if self._is_postgres:
+            quoted_names = [kinds.quoted(*kinds.split_name(name)) for name in names]
+            asked = text(tables.POSTGRESQL_UNSAFE_TABLES.format(names=":names"))
+            _refuse(connection.execute(asked, {"names": quoted_names}).first())
+
+    def _check_fits(self, connection: Connection, name: str, schemas: Iterable[pa.Schema]) -> None:
+        """Raises INVALID_OUTPUT if the table does not take such rows. Its columns stay as they are until the end of the
+        transaction, in databases where reading a table locks what it is."""
+        connection.execute(select(literal(1)).select_from(_named(name)).limit(0))
+        of_schema, last = _split(name)
+        found = inspect(connection).get_columns(last, of_schema)
+        there = {one["name"]: kinds.Column(str(one["type"]), _is_required(one)) for one in found}
+        types = {one["name"]: one["type"] for one in found}
+        for schema in schemas:
+            check_table(name, schema, there, lambda field, _: fits(field, types[field.name], self._is_mysql))
 
     def has_table(self, table: str) -> bool:
         schema, name = _split(table)
@@ -184,11 +210,9 @@ class SqlStore(OutputStore):
         with self._errors():
             self._make_own_tables()
             self._create(output)
-            found = inspect(self._engine).get_columns(name, of_schema)
-            self._check_transactions(name, of_schema)
-        there = {one["name"]: kinds.Column(str(one["type"]), _is_required(one)) for one in found}
-        types = {one["name"]: one["type"] for one in found}
-        check_table(table, schema, there, lambda field, _: fits(field, types[field.name], self._is_mysql))
+            with self._engine.begin() as connection:
+                self._check_fits(connection, table, [schema])
+                self._check_kept(connection, [table])
 
     def _create(self, output: Table) -> None:
         for attempt in range(1, _CREATE_ATTEMPTS + 1):
@@ -243,7 +267,17 @@ class SqlStore(OutputStore):
         others = beside and beside.rows()
         # In the same order by all: of two that move the same positions neither holds what the other waits for.
         moves = sorted(zip(advances, changed, strict=True), key=lambda one: one[0].range.topic)
+        written = {table: collected} if any(map(len, collected)) else {}
+        if beside and others:
+            written[beside.table] = [others]
         with self._errors(), self._engine.begin() as connection:
+            # What a table is, is looked at here, and stays so from here on.
+            for name, some in written.items():
+                self._check_fits(connection, name, {one.schema for one in some})
+            for own in (POSITIONS, WATERMARKS):
+                connection.execute(select(literal(1)).select_from(own).limit(0))
+            if self._is_mysql:
+                self._check_kept(connection, [*written, POSITIONS.name, WATERMARKS.name])
             for number, batch in enumerate(collected):
                 if len(batch):
                     with in_batch(number):
@@ -257,16 +291,51 @@ class SqlStore(OutputStore):
                         "POSITION_CHANGED", f"the position of job {job!r} is no longer the start of {advance.range}"
                     )
                 _raise(connection, job, topic, watermarks)
+            if self._is_postgres:
+                _refuse(connection.exec_driver_sql(tables.POSTGRESQL_UNSAFE_WRITES).first())
         return sum(map(len, collected))
+
+    @contextmanager
+    def trial(self, table: str) -> Iterator[Take]:
+        with self._errors(), self._engine.connect() as connection:
+
+            def take(rows: pa.RecordBatch) -> SeqdedupeError | None:
+                try:
+                    with connection.begin_nested():
+                        connection.execute(*_insertion(table, rows))
+                        if self._is_postgres:
+                            connection.execute(text("SET CONSTRAINTS ALL IMMEDIATE"))
+                except DBAPIError as e:
+                    if fault_of(e) is not Fault.MESSAGE and not ended(e):
+                        raise
+                    if lost_connection(e):
+                        # The next rows are put into a new transaction, on another connection.
+                        connection.invalidate()
+                        connection.rollback()
+                    failure = self._error(e)
+                    failure.__cause__ = e
+                    return failure
+                return None
+
+            yield take
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
         try:
             yield
         except SQLAlchemyError as e:
-            if passes_by_itself(e) or was_ended(e):
-                raise error("OUTPUT_UNAVAILABLE", f"the database {self._place} cannot be used: {told(e)}") from e
-            raise error("INVALID_OUTPUT", f"the database refuses: {told(e)}") from e
+            raise self._error(e) from e
+
+    def _error(self, cause: SQLAlchemyError) -> SeqdedupeError:
+        if fault_of(cause) is Fault.MESSAGE:
+            return error("INVALID_OUTPUT", f"the database refuses: {told(cause)}")
+        return error("OUTPUT_UNAVAILABLE", f"the database {self._place} cannot be used: {told(cause)}")
+
+
+def _refuse(found: Any) -> None:
+    if found:
+        what = f"the table {found[0]} is {found[1]}: after a crash it would not hold what the other tables hold"
+        raise error("INVALID_OUTPUT", what)
 
 
 def _begin_session(connection: Any, _record: object) -> None:
@@ -277,6 +346,12 @@ def _begin_session(connection: Any, _record: object) -> None:
 def _split(name: str) -> tuple[str | None, str]:
     *schema, last = kinds.split_name(name)
     return (schema[0] if schema else None), last
+
+
+def _named(name: str, columns: Sequence[str] = ()) -> TableClause:
+    """A table of this name, with these columns of it."""
+    schema, last = _split(name)
+    return table(quoted_name(last, True), *(column(quoted_name(one, True)) for one in columns), schema=schema)
 
 
 def _is_required(found: Any) -> bool:
@@ -308,15 +383,19 @@ def _raise(connection: Connection, job: str, topic: str, watermarks: Any) -> Non
         connection.execute(insert(WATERMARKS), rows)
 
 
-def _insert(connection: Connection, name: str, batch: pa.RecordBatch) -> None:
-    """All rows. Raises INVALID_OUTPUT with the row that the database refuses."""
-    schema, last = _split(name)
+def _insertion(name: str, batch: pa.RecordBatch) -> tuple[Insert, list[dict[str, Any]]]:
+    """The statement, and its parameters for each row."""
     names = batch.schema.names
-    into = table(quoted_name(last, True), *(column(quoted_name(one, True)) for one in names), schema=schema)
+    into = _named(name, names)
     # Parameters by number: a column's name may be anything.
     statement = insert(into).values({into.c[one]: bindparam(f"p{n}") for n, one in enumerate(names)})
     keys = [f"p{n}" for n in range(len(names))]
-    rows = [dict(zip(keys, row, strict=True)) for row in zip(*_columns(batch), strict=True)]
+    return statement, [dict(zip(keys, row, strict=True)) for row in zip(*_columns(batch), strict=True)]
+
+
+def _insert(connection: Connection, name: str, batch: pa.RecordBatch) -> None:
+    """All rows. Raises INVALID_OUTPUT with the row that the database refuses."""
+    statement, rows = _insertion(name, batch)
 
     def take(some: Sequence[dict[str, Any]]) -> DBAPIError | None:
         """Why the database does not take these, after which none of them is there."""
@@ -324,7 +403,7 @@ def _insert(connection: Connection, name: str, batch: pa.RecordBatch) -> None:
             with connection.begin_nested():
                 connection.execute(statement, some)
         except DBAPIError as e:
-            if passes_by_itself(e) or was_ended(e):
+            if fault_of(e) is not Fault.MESSAGE:
                 raise
             return e
         return None

@@ -11,6 +11,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from seqdedupe.databases.failures import Fault, fault_of, told
 from seqdedupe.errors import ConfigurationError, error
 from seqdedupe_spark.stores.contract import (
     FORMAT_VERSION,
@@ -157,8 +158,12 @@ class SqliteStore(OutputStore):
         with self._transaction():
             self._make_own_tables()
             self._connection.execute(f"CREATE TABLE IF NOT EXISTS {quoted(*parts)} ({declared})")
-            rows = self._columns_of(parts)
+            self._check_fits(table, schema)
+
+    def _check_fits(self, table: str, schema: pa.Schema) -> None:
+        """Raises INVALID_OUTPUT if the table does not take such rows."""
         names = {name.lower(): name for name in schema.names}
+        rows = self._columns_of(split_name(table))
         columns = {names.get(name.lower(), name): Column(kind, bool(required)) for name, kind, required in rows}
         check_table(table, schema, columns, _fits)
 
@@ -201,6 +206,8 @@ class SqliteStore(OutputStore):
         with self._transaction():
             for advance in advances:
                 self._check(job, advance)
+            for schema in {batch.schema for batch in collected if len(batch)}:
+                self._check_fits(table, schema)
             for number, batch in enumerate(collected):
                 if len(batch):
                     with in_batch(number):
@@ -261,14 +268,12 @@ class SqliteStore(OutputStore):
     def _errors(self) -> Iterator[None]:
         try:
             yield
-        except sqlite3.OperationalError as e:
-            if e.sqlite_errorcode & _PRIMARY == sqlite3.SQLITE_ERROR:
-                raise error("INVALID_OUTPUT", f"SQLite refuses: {one_line(e)}") from e
-            raise error("OUTPUT_UNAVAILABLE", f"the SQLite file {self._path} cannot be used: {one_line(e)}") from e
-        except (sqlite3.IntegrityError, sqlite3.DataError, sqlite3.InterfaceError, OverflowError) as e:
+        except (sqlite3.InterfaceError, OverflowError) as e:
             raise error("INVALID_OUTPUT", f"SQLite refuses: {one_line(e)}") from e
         except sqlite3.DatabaseError as e:
-            raise error("OUTPUT_UNAVAILABLE", f"the SQLite file {self._path} cannot be used: {one_line(e)}") from e
+            if fault_of(e) is Fault.MESSAGE:
+                raise error("INVALID_OUTPUT", f"SQLite refuses: {told(e)}") from e
+            raise error("OUTPUT_UNAVAILABLE", f"the SQLite file {self._path} cannot be used: {told(e)}") from e
 
 
 def _affinity(declared: str) -> str:

@@ -16,11 +16,12 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2
 
+from broker_sidecar.connections import LOOK_SECONDS, MAX_HALF_BYTES, UNREAD_BYTES
 from broker_sidecar.security.gate import KNOWN_AT_ONCE, UNKNOWN_WAITING
-from broker_sidecar.sidecar import UNREAD_BYTES
 from seqdedupe.client.blocking import Client
 from seqdedupe.client.credentials import Credentials
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
+from seqdedupe.v1 import publish_pb2
 from tests.broker_sidecar import with_constants
 from tests.broker_sidecar.calls import TIMEOUT_SECONDS, refused
 from tests.broker_sidecar.health import health_of
@@ -328,3 +329,37 @@ def test_a_call_without_a_request_and_one_with_two(closed: Sidecar) -> None:
         answer = refused(lambda: call(iter([]), metadata=metadata, timeout=TIMEOUT_SECONDS))
         assert answer.reason == "MALFORMED_MESSAGE"
         assert call(iter([b"", b"\xff"]), metadata=metadata, timeout=TIMEOUT_SECONDS)
+
+
+# -- streams of callers who are known --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_bounded", [True, False], ids=["as it is", "control: any amount is held"])
+def test_half_messages_on_streams_of_a_known_caller_are_given_up(tmp_path: Path, is_bounded: bool) -> None:
+    """gRPC does not say that half of a message has come: what TCP has received, and the sidecar has not, tells it."""
+    most = MAX_HALF_BYTES if is_bounded else 1 << 40
+    environment = with_constants.environment(connections__MAX_HALF_BYTES=most)
+    with (
+        Sidecar(tmp_path, module=with_constants.MODULE, environment=environment) as sidecar,
+        connected(sidecar.address, 4) as connections,
+    ):
+        with Client(sidecar.address) as client:
+            client.admin.create_topic("t")
+        first = message(publish_pb2.PublishStreamRequest(topic="t").SerializeToString())
+        *holding, last = connections
+        calls = [connection.begin(STREAM) for connection in holding for _ in range(3)]
+        peak = Peak(sidecar)
+        for connection, call in zip((one for one in holding for _ in range(3)), calls, strict=True):
+            connection.send(call, first + HALF, patience_seconds=0.1)
+        if is_bounded:
+            wait_until(lambda: any(connection.pump(0.05) and connection.is_closed for connection in holding))
+        else:
+            assert peak.growth() > MAX_HALF_BYTES
+        # One that holds less than others goes on.
+        call = last.begin(STREAM)
+        last.send(call, first + HALF[: 8 * MIB])
+        time.sleep(2 * LOOK_SECONDS)
+        last.pump(0.1)
+        assert not last.is_closed
+        assert call not in last.ended
+        assert is_bounded or not any(connection.pump(0.05) and connection.is_closed for connection in holding)

@@ -14,8 +14,8 @@ from sqlalchemy.ext.asyncio import create_async_engine
 
 from seqdedupe.errors import InvalidRequestError
 from seqdedupe.services.outbox import Outbox, ddl
-from seqdedupe.services.outbox import postgres as outbox_postgres
 from seqdedupe.services.outbox import steps as outbox_steps
+from seqdedupe.services.outbox.horizon import Horizon
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from tests.cli.conftest import COMMAND
 from tests.services.outbox.conftest import NAME, Database, payloads, relay_all
@@ -72,6 +72,9 @@ def test_what_cannot_be_added(tmp_path: Path) -> None:
             ({"id": "\ud800"}, "the id of an outbox's row is not valid Unicode"),
             ({"payload": "\ud800"}, "the payload of"),
             ({"payload": {"a": "\ud800"}}, "the payload of"),
+            ({"payload": {"a": float("nan")}}, "cannot be JSON"),
+            ({"payload": [{1, 2}]}, "cannot be JSON"),
+            ({"payload": 7}, "it should be bytes, text"),
             ({"aggregateid": "\ud800"}, "the aggregateid of"),
         ):
             row: dict[str, Any] = {"aggregatetype": "order", "aggregateid": 7, "type": "Placed", "payload": b"x"}
@@ -80,6 +83,13 @@ def test_what_cannot_be_added(tmp_path: Path) -> None:
         assert Outbox(connection).add("order", 7, "Placed", {"a": "ü"}, id=b"\xff\x00") == b"\xff\x00"
         assert connection.execute(text("SELECT count(*) FROM outbox")).scalar_one() == 1
     engine.dispose()
+
+
+def test_what_the_ddl_may_be_asked_for() -> None:
+    assert "payload jsonb" in run("ddl", "postgresql", "--payload", "jsonb").stdout
+    assert "pg_advisory_xact_lock" in run("ddl", "postgresql", "--lock-aggregates").stdout
+    assert "pg_advisory_xact_lock" not in run("ddl", "postgresql").stdout
+    assert "[INVALID_CONFIGURATION]" in run("ddl", "sqlite", "--payload", "jsonb", status=1).stderr
 
 
 def test_the_ddl_may_be_run_again(database: Database) -> None:
@@ -112,8 +122,14 @@ def test_the_page_names_what_there_is() -> None:
     page = (Path(__file__).parents[3] / "docs" / "outbox.md").read_text()
     [program] = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     compile(program, "outbox.md", "exec")
-    for name in re.findall(r"--[a-z]+", page):
-        assert name in run("relay", "--help").stdout
+    helped = "".join(run(command, "--help").stdout for command in ("ddl", "relay", "lag"))
+    for name in re.findall(r"--[a-z][a-z-]+", page):
+        assert name in helped
+
+
+def reads_all(horizon: Horizon, last_number: int, *_: int) -> bool:
+    horizon.bound = last_number
+    return True
 
 
 @pytest.mark.parametrize("is_planted", [False, True])
@@ -121,6 +137,7 @@ async def test_a_relay_by_serial_number_loses_messages(
     shared_sidecar: Sidecar, topic: str, postgres: Database, monkeypatch: pytest.MonkeyPatch, is_planted: bool
 ) -> None:
     """The control arm: it reads what is committed, in the order of the numbers, and what is Dup is deleted."""
+    monkeypatch.setattr("seqdedupe.services.outbox.work.ONCE_SECONDS", 0.0)
     if is_planted:
 
         async def all_there(*given: object, **_: object) -> outbox_steps.Found:
@@ -128,7 +145,7 @@ async def test_a_relay_by_serial_number_loses_messages(
             page = given[3]
             return outbox_steps.Found(np.arange(len(page)), np.zeros(0, np.int64))  # type: ignore[arg-type]
 
-        monkeypatch.setattr(outbox_postgres, "_XMIN", str(2**62))
+        monkeypatch.setattr(Horizon, "note", reads_all)
         monkeypatch.setattr("seqdedupe.services.outbox.work.find", all_there)
     with postgres.engine.connect() as slow:
         Outbox(slow).add("order", "7", "OrderPlaced", b"six")

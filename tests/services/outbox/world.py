@@ -7,6 +7,7 @@ its messages may be in flight for any time.
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,11 +16,13 @@ from seqdedupe.errors import error
 from seqdedupe.routing import partition_of
 from seqdedupe.services.outbox import steps
 from seqdedupe.services.outbox.finding import ANYWHERE, Seen, is_one_of, token_name
+from seqdedupe.services.outbox.horizon import Horizon
 from seqdedupe.services.outbox.rows import ORDINAL_BITS, Page, page_of
 
 TOPIC = "topic"
 NAME = "shop"
 PAGE_ROWS = 3
+MOST_LINGERING = 3
 
 
 class Row(NamedTuple):
@@ -27,10 +30,13 @@ class Row(NamedTuple):
     id: str
 
 
-@dataclass
+@dataclass(eq=False)
 class Transaction:
-    xid: int
+    xid: int | None = None
+    """From its first write on."""
     rows: list[Row] = field(default_factory=list)
+    versions: dict[bytes, int] = field(default_factory=dict)
+    """Of the aggregates that it has changed, and locked."""
 
 
 @dataclass
@@ -38,8 +44,12 @@ class Database:
     """PostgreSQL as far as a relay sees it."""
 
     next_xid: int = 100
-    open: dict[int, Transaction] = field(default_factory=dict)
+    last_number: int = 0
+    highest_ended: int = 99
+    open: list[Transaction] = field(default_factory=list)
     rows: dict[int, Row] = field(default_factory=dict)
+    versions: dict[bytes, int] = field(default_factory=dict)
+    """Of each aggregate, as it is committed."""
     token: str = "0" * 16
     tokens: int = 0
     aside: list[Row] = field(default_factory=list)
@@ -48,16 +58,40 @@ class Database:
 
     @property
     def xmin(self) -> int:
-        return min(self.open, default=self.next_xid)
+        return min((one.xid for one in self.open if one.xid is not None), default=self.next_xid)
 
     def begin(self) -> Transaction:
-        transaction = self.open[self.next_xid] = Transaction(self.next_xid)
-        self.next_xid += 1
+        self.open.append(transaction := Transaction())
         return transaction
 
+    def write(self, transaction: Transaction) -> int:
+        if transaction.xid is None:
+            transaction.xid = self.next_xid
+            self.next_xid += 1
+        return transaction.xid
+
+    def next_number(self) -> int:
+        self.last_number += 1
+        return self.last_number
+
+    def make_room(self) -> None:
+        """Rows above the sequence go further up."""
+        far = max(self.rows, default=0) + 1000
+        self.rows = {
+            row.number: row
+            for row in (one._replace(number=one.number + far * (n > self.last_number)) for n, one in self.rows.items())
+        }
+
+    def end(self, transaction: Transaction) -> None:
+        self.open.remove(transaction)
+        self.highest_ended = max(self.highest_ended, transaction.xid or 0)
+
     def commit(self, transaction: Transaction) -> None:
-        del self.open[transaction.xid]
+        if transaction.rows:
+            self.write(transaction)
+        self.end(transaction)
         self.rows |= {row.number: row for row in transaction.rows}
+        self.versions |= transaction.versions
         self.committed |= {row.id for row in transaction.rows}
 
     def gone(self, page: Page) -> list[Row]:
@@ -126,6 +160,9 @@ class Relay:
         self.owner = 0
         self.name = ""
         self.is_over = False
+        self.horizon = Horizon()
+        self._looked: tuple[int, int] | None = None
+        self._lingered = 0
         self._answer: Any = None
 
     def step(self) -> None:
@@ -163,8 +200,9 @@ class Relay:
             raise error("OUTBOX_UNAVAILABLE", "the connection is lost")
         database, topic = self.database, self.world.topic
         match step:
-            case steps.ReadState():
-                return steps.State(database.token, database.next_xid << ORDINAL_BITS)
+            case steps.ReadState(number):
+                upcoming = self.world.next_sequence_id(database)
+                return steps.State(database.token, upcoming, number < upcoming)
             case steps.OpenTopic(_, token):
                 self.name = token_name(NAME, token)
                 names = [name for name in topic.owners if is_one_of(NAME)(name)]
@@ -178,10 +216,10 @@ class Relay:
                     persisted = (min(persisted),)
                 return steps.Opened(self.name, persisted, highest)
             case steps.ReadRows(after):
-                bound = self.world.bound(database)
-                return _page(sorted(row for row in database.rows.values() if after < row.number < bound)[:PAGE_ROWS])
+                bound = self._bound()
+                return _page(sorted(row for row in database.rows.values() if after < row.number <= bound)[:PAGE_ROWS])
             case steps.ReadElsewhere():
-                far = database.next_xid << ORDINAL_BITS
+                far = self.world.next_sequence_id(database)
                 return _page(sorted(row for row in database.rows.values() if row.number >= far)[:PAGE_ROWS])
             case steps.Find(_, page, at_any_number):
                 return self._find(page, at_any_number)
@@ -200,16 +238,40 @@ class Relay:
                 database.aside += database.delete(page)
             case steps.Renumber(page):
                 gone = database.delete(page)
-                xid = database.begin()
-                xid.rows = [Row((xid.xid << ORDINAL_BITS) + n, row.id) for n, row in enumerate(gone)]
-                database.commit(xid)
+                transaction = database.begin()
+                xid = database.write(transaction)
+                numbers = (xid << ORDINAL_BITS) + np.arange(len(gone))
+                if not self.world.by_transaction:
+                    database.make_room()
+                    numbers = np.array([database.next_number() for _ in gone])
+                transaction.rows = [Row(n, row.id) for n, row in zip(numbers.tolist(), gone, strict=True)]
+                database.commit(transaction)
             case steps.ReplaceToken(token):
                 if database.token == token:
                     self.world.tokens += 1
                     database.token = f"{self.world.tokens:016x}"
             case steps.Wait():
                 return True
+            case steps.Linger():
+                self._lingered += 1
+                return self._lingered <= MOST_LINGERING
         return None
+
+    def _bound(self) -> int:
+        """Of what a relay notes it reads one thing now, and the other one has read before: anything may have happened
+        in between."""
+        world, database = self.world, self.database
+        if world.by_transaction:
+            return (database.xmin << ORDINAL_BITS) - 1
+        if not world.bounds:
+            return database.last_number
+        looked, self._looked = self._looked, (database.last_number, world.next_transaction(database))
+        if looked is not None:
+            (number, _), (_, transaction) = looked, self._looked
+            if not world.numbers_first:
+                (_, transaction), (number, _) = looked, self._looked
+            self.horizon.note(number, transaction, database.xmin)
+        return self.horizon.bound
 
     def _find(self, page: Page, at_any_number: bool) -> steps.Found:
         seen = Seen(is_whole=not self.world.topic.trimmed)
@@ -241,12 +303,22 @@ class World:
         fences: bool = True,
         compares: bool = True,
         bounds: bool = True,
-        by_serial: bool = False,
+        by_transaction: bool = False,
+        asks_first: bool = True,
+        numbers_first: bool = True,
+        by_xmax: bool = False,
         partitions: int = 1,
         by_partition: bool = True,
     ) -> None:
         self.by_partition = by_partition
-        self.by_serial = by_serial
+        self.by_transaction = by_transaction
+        """Rows are numbered by transaction and ordinal, as an older version did."""
+        self.asks_first = asks_first
+        """For the transaction's ID, before a row takes its number."""
+        self.numbers_first = numbers_first
+        """The relay notes the last number, and then the next transaction's ID."""
+        self.by_xmax = by_xmax
+        """It takes a snapshot's for the next transaction's ID."""
         self.fences = fences
         self.compares = compares
         self.bounds = bounds
@@ -254,16 +326,44 @@ class World:
         self.topic = Topic(partitions)
         self.tokens = 0
         self.backup: Database | None = None
-        self.ids = 0
+        self.ids = count(1)
+        self.version_of: dict[str, int] = {}
+        """That of its aggregate which the row tells of."""
         self.relay: Callable[[], steps.Steps] = lambda: steps.relay(TOPIC, None, follow=False)
 
-    def bound(self, database: Database) -> int:
-        return (database.xmin if self.bounds else 1 << 38) << ORDINAL_BITS
+    def next_transaction(self, database: Database) -> int:
+        return database.highest_ended + 1 if self.by_xmax else database.next_xid
+
+    def next_sequence_id(self, database: Database) -> int:
+        return database.next_xid << ORDINAL_BITS if self.by_transaction else database.last_number + 1
 
     def insert(self, transaction: Transaction) -> None:
-        self.ids += 1
-        number = (transaction.xid << ORDINAL_BITS) + len(transaction.rows)
-        transaction.rows.append(Row(self.ids if self.by_serial else number, f"id {self.ids}"))
+        """Changes an aggregate that nobody else has locked, and tells of that."""
+        database = self.database
+        locked = {key for one in database.open if one is not transaction for key in one.versions}
+        id = next(id for id in (f"id {n}" for n in self.ids) if key_of(id) not in locked) if len(locked) < 3 else None
+        if id is None:
+            return  # it waits
+        key = key_of(id)
+        self.version_of[id] = transaction.versions.get(key, database.versions.get(key, 0)) + 1
+        transaction.versions[key] = self.version_of[id]
+        if self.asks_first:
+            database.write(transaction)
+        number = database.next_number()
+        if self.by_transaction:
+            number = (database.write(transaction) << ORDINAL_BITS) + len(transaction.rows)
+        transaction.rows.append(Row(number, id))
+
+    def is_out_of_order(self) -> bool:
+        """Whether rows of an aggregate, of the history that is left, are in another order than its versions."""
+        versions: dict[bytes, int] = {}
+        for message in self.topic.log:
+            if message.id in self.database.committed:
+                version = self.version_of[message.id]
+                if version <= versions.get(key_of(message.id), 0):
+                    return True
+                versions[key_of(message.id)] = version
+        return False
 
     def take_backup(self) -> None:
         self.backup = copy.deepcopy(self.database)
@@ -274,12 +374,14 @@ class World:
             self.database = copy.deepcopy(self.backup)
             self.database.open.clear()
 
-    def restore_dump(self) -> None:
-        """Into a new database, whose transactions begin low."""
+    def restore_dump(self, *, has_sequence: bool = False) -> None:
+        """Into a new database, whose transactions begin low, and numbers too unless the sequence is in the dump."""
         if self.backup is not None:
             rows = dict(self.backup.rows)
             ids = {row.id for row in rows.values()}
-            self.database = Database(next_xid=50, rows=rows, token=self.backup.token, committed=ids)
+            last = self.backup.last_number if has_sequence else 0
+            self.database = Database(50, last, 49, rows=rows, token=self.backup.token, committed=ids)
+            self.database.versions = dict(self.backup.versions)
             # That the old database then goes on, too, is beyond what a relay can know: the two have one token.
             self.backup = None
 

@@ -2,10 +2,11 @@
 
 import datetime
 import decimal
+import itertools
 import os
 import socket
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import psycopg
@@ -18,7 +19,7 @@ from seqdedupe_spark.stores.contract import OutputStore, Stored
 from seqdedupe_spark.stores.postgres import PostgresStore
 from tests.spark.stores.conformance import JOB, LIMIT_SECONDS, SCHEMA, TOPIC, at, ns, numbers, over, refused
 from tests.spark.stores.database import COMMIT, until, wait_for_the_end, waits
-from tests.spark.stores.harnesses import PostgresHarness
+from tests.spark.stores.harnesses import PostgresHarness, SqlHarness
 
 
 @pytest.fixture
@@ -214,12 +215,159 @@ def test_a_table_that_a_crash_would_empty_is_refused(harness: PostgresHarness, s
     store.prepare("flights", SCHEMA)
     for table in ("flights", "seqdedupe_positions", "seqdedupe_watermarks"):
         run(harness, f"ALTER TABLE {table} SET UNLOGGED")
-        with refused("INVALID_OUTPUT", f"table {table} is unlogged"):
+        with refused("INVALID_OUTPUT", f"table {table} is an unlogged"):
             store.prepare("flights", SCHEMA)
         run(harness, f"ALTER TABLE {table} SET LOGGED")
     with refused("INVALID_OUTPUT", "temporary"):
         store.prepare("pg_temp.flights", SCHEMA)
     store.prepare("flights", SCHEMA)
+
+
+PARTITIONED = "CREATE TABLE flights (n bigint, text text) PARTITION BY RANGE (n)"
+FIRST = "CREATE TABLE first PARTITION OF flights FOR VALUES FROM (0) TO (10)"
+FOREIGN = (
+    "CREATE EXTENSION IF NOT EXISTS file_fdw",
+    "CREATE SERVER IF NOT EXISTS files FOREIGN DATA WRAPPER file_fdw",
+)
+NOWHERE = "SERVER files OPTIONS (filename '/dev/null')"
+INTO_CHILD = (
+    "CREATE FUNCTION divert() RETURNS trigger LANGUAGE plpgsql AS "
+    "'BEGIN INSERT INTO child VALUES (NEW.n, NEW.text); RETURN NULL; END'"
+)
+
+
+@pytest.mark.parametrize(
+    ("said", "statements"),
+    [
+        ("table late is an unlogged", (PARTITIONED, FIRST, "CREATE UNLOGGED TABLE late PARTITION OF flights DEFAULT")),
+        (
+            "table late is a foreign table",
+            (*FOREIGN, PARTITIONED, FIRST, f"CREATE FOREIGN TABLE late PARTITION OF flights DEFAULT {NOWHERE}"),
+        ),
+        (
+            "table flights is a foreign table",
+            (
+                *FOREIGN,
+                "CREATE FOREIGN TABLE flights (n bigint, text text) SERVER files OPTIONS (filename '/dev/null')",
+            ),
+        ),
+    ],
+)
+def test_rows_may_land_in_no_table_that_a_crash_would_empty(
+    harness: PostgresHarness, store: OutputStore, said: str, statements: tuple[str, ...]
+) -> None:
+    run(harness, *statements)
+    with SqlHarness(harness.url.replace("://", "+psycopg://")).factory() as general:
+        for one in (store, general):
+            with refused("INVALID_OUTPUT", said):
+                one.prepare("flights", SCHEMA)
+
+
+@pytest.mark.parametrize(
+    ("before", "meanwhile"),
+    [
+        ((PARTITIONED, FIRST), ("CREATE UNLOGGED TABLE late PARTITION OF flights DEFAULT",)),
+        ((PARTITIONED, FIRST), ("ALTER TABLE first SET UNLOGGED",)),
+        (("CREATE TABLE flights (n bigint, text text)",), ("ALTER TABLE flights SET UNLOGGED",)),
+        (("CREATE TABLE flights (n bigint, text text)",), ("ALTER TABLE seqdedupe_positions SET UNLOGGED",)),
+        (
+            ("CREATE TABLE flights (n bigint, text text)", "CREATE UNLOGGED TABLE child () INHERITS (flights)"),
+            (INTO_CHILD, "CREATE TRIGGER t BEFORE INSERT ON flights FOR EACH ROW EXECUTE FUNCTION divert()"),
+        ),
+        (
+            (
+                "CREATE VIEW flights AS SELECT 1::bigint AS n, ''::text AS text",
+                "CREATE UNLOGGED TABLE child (n bigint, text text)",
+            ),
+            (INTO_CHILD, "CREATE TRIGGER t INSTEAD OF INSERT ON flights FOR EACH ROW EXECUTE FUNCTION divert()"),
+        ),
+    ],
+    ids=["partition added", "partition", "table", "positions", "child", "view"],
+)
+def test_where_rows_have_landed_is_looked_at_in_their_transaction(
+    harness: PostgresHarness, store: OutputStore, before: tuple[str, ...], meanwhile: tuple[str, ...]
+) -> None:
+    run(harness, *before)
+    store.prepare("flights", SCHEMA)
+    added = meanwhile[0]
+
+    def rows() -> Iterator[pa.RecordBatch]:
+        run(harness, *meanwhile)
+        yield numbers(1)
+        yield numbers(11) if "late" in added else numbers(2)
+
+    with refused("INVALID_OUTPUT", "is an unlogged"):
+        store.write(JOB, "flights", rows(), [over(-1, 1)])
+    meanwhile = ()
+    general_store = SqlHarness(harness.url.replace("://", "+psycopg://")).factory
+    with general_store() as general, refused("INVALID_OUTPUT", "is an unlogged"):
+        general.write(JOB, "flights", rows(), [over(-1, 1)])
+    assert harness.rows() == ([] if "VIEW" not in before[0] else [{"n": 1, "text": ""}])
+    assert store.positions(JOB) == {TOPIC: Stored(at(-1), 0)}
+
+
+def test_partitions_where_no_row_lands_are_no_matter_once_a_job_runs(
+    harness: PostgresHarness, store: OutputStore
+) -> None:
+    run(harness, PARTITIONED, FIRST)
+    store.prepare("flights", SCHEMA)
+    run(harness, "CREATE UNLOGGED TABLE late PARTITION OF flights DEFAULT")
+    store.write(JOB, "flights", iter([numbers(1)]), [over(-1, 0)])
+    assert ns(harness) == [1]
+
+
+@pytest.mark.parametrize(
+    ("changed", "is_right"),
+    [
+        ("double precision", False),
+        ("timestamp USING to_timestamp(n)", False),
+        ("numeric", True),
+        ("integer", True),
+    ],
+)
+def test_a_column_whose_type_changes_while_rows_are_made(
+    harness: PostgresHarness, store: OutputStore, changed: str, is_right: bool
+) -> None:
+    """What COPY carries in eight bytes is another number in a column of another type with eight bytes."""
+    store.prepare("flights", SCHEMA)
+
+    def rows() -> Iterator[pa.RecordBatch]:
+        run(harness, f"ALTER TABLE flights ALTER n TYPE {changed}")
+        yield numbers(100, 101)
+
+    if is_right:
+        store.write(JOB, "flights", rows(), [over(-1, 1)])
+        assert ns(harness) == [100, 101]
+    else:
+        with refused("INVALID_OUTPUT", "n is", "does not take int64"):
+            store.write(JOB, "flights", rows(), [over(-1, 1)])
+        assert harness.rows() == []
+    assert store.positions(JOB) == {TOPIC: Stored(at(1 if is_right else -1), 0)}
+
+
+def test_a_change_of_the_table_waits_for_no_long_transaction(
+    harness: PostgresHarness, store: OutputStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(postgres, "GIVE_WAY_SECONDS", 0.0)
+    monkeypatch.setattr(postgres, "_LOOK_SECONDS", 0.0)
+    store.prepare("flights", SCHEMA)
+    watcher = psycopg.connect(harness.url, autocommit=True)
+    with watcher, ThreadPoolExecutor(1) as pool:
+        altering: list[Future[None]] = []
+
+        def rows() -> Iterator[pa.RecordBatch]:
+            yield numbers(1)
+            altering.append(pool.submit(run, harness, "ALTER TABLE flights ALTER n TYPE numeric"))
+            until(watcher, "SELECT 1 FROM pg_locks WHERE NOT granted")
+            # Without an end: only the change of the table ends it.
+            yield from itertools.repeat(numbers(2))
+
+        with refused("OUTPUT_UNAVAILABLE", "has waited", "to change table flights"):
+            store.write(JOB, "flights", rows(), [over(-1, 1)])
+        altering[0].result(LIMIT_SECONDS)
+    assert harness.rows() == []
+    write(store, numbers(1))
+    assert ns(harness) == [1]
 
 
 def test_a_server_that_cannot_be_reached_is_named_without_the_password() -> None:
@@ -228,6 +376,15 @@ def test_a_server_that_cannot_be_reached_is_named_without_the_password() -> None
         store.positions(JOB)
     assert "127.0.0.1" in str(caught.value)
     assert "secret" not in str(caught.value) + str(caught.value.__cause__)
+
+
+def test_a_database_that_takes_no_writes_blames_no_row(harness: PostgresHarness, store: OutputStore) -> None:
+    """As after a fail-over that has left the connection at the replica."""
+    store.prepare("flights", SCHEMA)
+    with harness.factory() as other:
+        other._connection().execute("SET default_transaction_read_only = on")  # type: ignore[attr-defined]
+        with refused("OUTPUT_UNAVAILABLE", "read-only"):
+            other.write(JOB, "flights", iter([numbers(0)]), [over(-1, 0)])
 
 
 def test_a_position_that_another_holds_for_too_long(

@@ -4,12 +4,14 @@ import datetime
 import decimal
 import gc
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pyarrow as pa
 import pytest
 from sqlalchemy import Connection, NullPool, create_engine, event, text
+from sqlalchemy.exc import OperationalError
 
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe_spark.stores.contract import Advance, Binding, OutputStore, Stored
@@ -85,6 +87,48 @@ def test_tables_without_transactions_are_refused(mariadb_url: str) -> None:
         for call in (lambda: store.prepare("flights", SCHEMA), lambda: store.bind(JOB, Binding("flights", False))):
             with refused("INVALID_OUTPUT", "seqdedupe_positions", "transactions"):
                 call()
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ("flights ENGINE=MyISAM", "no transactions"),
+        ("seqdedupe_positions ENGINE=Aria", "no transactions"),
+        ("flights MODIFY n DATETIME", "does not take int64"),
+    ],
+)
+def test_what_a_table_is_is_looked_at_in_the_transaction(mariadb_url: str, changed: str, said: str) -> None:
+    with opened(mariadb_url) as store:
+        store.prepare("flights", SCHEMA)
+        store.replace(JOB, TOPIC, None, Stored(at(-1), 0))
+
+        def rows() -> Iterator[pa.RecordBatch]:
+            yield numbers(1)
+            execute(mariadb_url, f"ALTER TABLE {changed}")
+
+        with refused("INVALID_OUTPUT", said):
+            store.write(JOB, "flights", rows(), [over(-1, 0)])
+        assert store.positions(JOB) == {TOPIC: Stored(at(-1), 0)}
+        assert execute(mariadb_url, "SELECT * FROM flights") == []
+
+
+def test_a_table_stays_what_it_is_while_rows_are_inserted(mariadb_url: str) -> None:
+    """Who changes it waits, from before it is looked at, and no longer than a minute if the writer stops."""
+    with opened(mariadb_url) as store:
+        store.prepare("flights", SCHEMA)
+        store.replace(JOB, TOPIC, None, Stored(at(-1), 0))
+        assert isinstance(store, SqlStore)
+        timeouts: list[int] = []
+
+        def change(connection: Connection, *_: Any) -> None:
+            timeouts.extend(connection.exec_driver_sql("SELECT @@idle_transaction_timeout").scalars())
+            for table in ("flights", "seqdedupe_positions", "seqdedupe_watermarks"):
+                with pytest.raises(OperationalError, match="Lock wait timeout"):
+                    execute(mariadb_url, "SET lock_wait_timeout = 0", f"ALTER TABLE {table} ADD more INT")
+
+        event.listen(store._engine, "savepoint", change, once=True)
+        assert store.write(JOB, "flights", iter([numbers(1)]), [over(-1, 0)]) == 1
+        assert timeouts == [60]
 
 
 def test_a_double_takes_no_decimals(mariadb_url: str) -> None:
