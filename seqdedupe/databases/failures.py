@@ -175,16 +175,6 @@ def ended(failure: BaseException) -> bool:
     return fault_of(failure) is Fault.UNKNOWN or lost_connection(failure)
 
 
-def passes_by_itself(failure: BaseException) -> bool:
-    """Whether the database, and not what it was asked, may be why."""
-    return fault_of(failure) is not Fault.MESSAGE and not was_ended(failure)
-
-
-def was_ended(failure: BaseException) -> bool:
-    """Whether a statement took too long, or somebody has ended it."""
-    return _cause_of(failure) is _TOO_LONG
-
-
 def told(failure: BaseException) -> str:
     """What it comes of and what the driver says, in one line. No password is in it."""
     what = _cause_of(failure).what
