@@ -162,12 +162,10 @@ def fault_of(failure: BaseException) -> Fault:
 
 
 def lost_connection(failure: BaseException) -> bool:
-    """Whether the connection has ended, for whatever reason: then a server that is older than the attempt was not
-    restarted, and a message that fails so each time, alone, has ended it."""
+    """Whether the connection was ended: by a server that goes away, an administrator, or the statement. If the server
+    was not restarted since, and a message fails so each time, alone, the message has ended it."""
     return any(
-        getattr(one, "connection_invalidated", False)
-        or codes_of(one)[0] == _ENDED_STATE
-        or _cause(one) in (_LOST, _LOST_MYSQL, _KILLED, _IDLE)
+        codes_of(one)[0] == _ENDED_STATE or _cause(one) in (_LOST, _LOST_MYSQL, _KILLED, _IDLE)
         for one in _chain(failure)
     )
 
@@ -175,16 +173,6 @@ def lost_connection(failure: BaseException) -> bool:
 def ended(failure: BaseException) -> bool:
     """Whether the statement or the connection was ended, which a message can do and a server that goes away."""
     return fault_of(failure) is Fault.UNKNOWN or lost_connection(failure)
-
-
-def passes_by_itself(failure: BaseException) -> bool:
-    """Whether the database, and not what it was asked, may be why."""
-    return fault_of(failure) is not Fault.MESSAGE and not was_ended(failure)
-
-
-def was_ended(failure: BaseException) -> bool:
-    """Whether a statement took too long, or somebody has ended it."""
-    return _cause_of(failure) is _TOO_LONG
 
 
 def told(failure: BaseException) -> str:

@@ -15,11 +15,10 @@ from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from seqdedupe.databases.failures import (
     Fault,
     codes_of,
+    ended,
     fault_of,
     lost_connection,
-    passes_by_itself,
     told,
-    was_ended,
 )
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.services.outbox import postgres as outbox_postgres
@@ -100,6 +99,9 @@ def test_a_connection_that_ended() -> None:
         assert lost_connection(failure)
     for failure in (postgres("25006"), postgres("23505"), mariadb(1213)):
         assert not lost_connection(failure)
+    # That another process crashed is the server's own, and so is a shutdown.
+    for failure in (postgres("57P02"), mariadb(1053)):
+        assert not lost_connection(OperationalError("UPDATE", {}, failure, connection_invalidated=True))
 
 
 def test_a_handler_that_goes_on_after_the_loss() -> None:
@@ -147,7 +149,7 @@ BY_ARGUMENT = [
 def test_a_state_among_the_fields_of_the_argument(fields: dict[str, str], passes: bool) -> None:
     """pg8000 has no attribute for it."""
     failure = DatabaseError("SELECT", {}, Exception(fields))
-    assert (codes_of(failure), passes_by_itself(failure)) == ((fields["C"], None), passes)
+    assert (codes_of(failure), fault_of(failure) is not Fault.MESSAGE) == ((fields["C"], None), passes)
 
 
 @pytest.mark.parametrize(("number", "passes"), [(1205, True), (1213, True), (1062, False)])
@@ -155,33 +157,33 @@ def test_a_number_that_is_an_attribute(number: int, passes: bool) -> None:
     """MariaDB's own driver has the text as the argument, and a state that says less."""
     cause = Exception("Lock wait timeout exceeded")
     cause.errno, cause.sqlstate = number, "HY000"  # type: ignore[attr-defined]
-    assert passes_by_itself(OperationalError("SELECT", {}, cause)) is passes
+    assert (fault_of(OperationalError("SELECT", {}, cause)) is not Fault.MESSAGE) is passes
 
 
 def test_a_driver_that_could_not_connect_has_no_code() -> None:
-    assert passes_by_itself(InterfaceError("SELECT", {}, Exception("Can't create a connection to host")))
-    assert not passes_by_itself(ValueError("no error of a database"))
+    assert fault_of(InterfaceError("SELECT", {}, Exception("Can't create a connection to host"))) is not Fault.MESSAGE
+    assert fault_of(ValueError("no error of a database")) is Fault.MESSAGE
 
 
 def test_a_deadlock_that_took_the_savepoint_along_passes() -> None:
     """What is told then is that there is no savepoint; and where a handler says something of its own, that counts."""
     deadlock = OperationalError("UPDATE", {}, Exception(1213, "Deadlock found"))
     no_savepoint = OperationalError("ROLLBACK TO SAVEPOINT", {}, Exception(1305, "SAVEPOINT does not exist"))
-    assert not passes_by_itself(no_savepoint)
+    assert fault_of(no_savepoint) is Fault.MESSAGE
     no_savepoint.__context__ = deadlock
-    assert passes_by_itself(no_savepoint)
+    assert fault_of(no_savepoint) is not Fault.MESSAGE
     its_own = ValueError("not booked")
     its_own.__context__ = deadlock
-    assert not passes_by_itself(its_own)
+    assert fault_of(its_own) is Fault.MESSAGE
 
 
-def test_a_statement_that_took_too_long_does_not_pass_but_was_ended() -> None:
+def test_a_statement_that_took_too_long_was_ended() -> None:
     cause = Exception("canceling statement due to statement timeout")
     cause.sqlstate = "57014"  # type: ignore[attr-defined]
     for failure in (OperationalError("SELECT", {}, cause), OperationalError("S", {}, Exception(1969, "max_statement"))):
-        assert was_ended(failure)
-        assert not passes_by_itself(failure)
-    assert not was_ended(OperationalError("UPDATE", {}, Exception(1213, "Deadlock found")))
+        assert ended(failure)
+        assert not lost_connection(failure)
+    assert not ended(OperationalError("UPDATE", {}, Exception(1213, "Deadlock found")))
 
 
 def test_what_the_driver_says_is_one_line() -> None:
