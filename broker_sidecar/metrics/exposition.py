@@ -116,7 +116,10 @@ class Metrics(Collector):
         connections = self._from.connections
         open_now = GaugeMetricFamily("seqdedupe_connections", "TCP connections that are open.", labels=("caller",))
         yield by_label(open_now, zip(("known", "unknown"), connections.count(), strict=True))
-        about = "Connections ended, for a lack of authenticated calls or of places."
+        about = (
+            "Connections ended, for a lack of authenticated calls or of places, or for what clients left "
+            "unread or sent in part."
+        )
         ended = CounterMetricFamily("seqdedupe_ended_connections", about, labels=("why",))
         yield by_label(ended, connections.ended.items())
         budget = streams.budget

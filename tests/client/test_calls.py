@@ -27,6 +27,9 @@ from tests.client.proxy import Proxy
 BROKE = Refused(grpc.StatusCode.UNAVAILABLE)
 """As when a connection breaks within a call: nobody knows whether it was carried out."""
 
+SOMETHING = admin_pb2.GetTopicResponse(topic=admin_pb2.Topic(name=topic_name("t"))).SerializeToString()
+"""An answer that is not empty, as those to most calls never are: `GetTopic`'s, and good enough for others."""
+
 
 @pytest.fixture
 async def three(shared_sidecar: Sidecar, topic: str) -> AsyncIterator[list[Front]]:
@@ -111,7 +114,8 @@ async def test_calls_of_a_topic_go_to_its_owner(three: list[Front], topic: str, 
         move(three, three[1])
         assert (await admin.producer(topic, "p")).persisted == 4
         await admin.delete_topic(topic)
-        assert three[1].calls == ["GetProducer", "DeleteTopic"]
+        # What stands between passes no trailing metadata on, so an empty answer is asked about.
+        assert three[1].calls == ["GetProducer", "DeleteTopic", "GetVersion"]
 
 
 async def test_a_topic_that_moves_is_waited_for(three: list[Front], topic: str) -> None:
@@ -144,7 +148,7 @@ async def test_what_changes_something_is_not_done_twice(fakes: list[FakeSidecar]
 
     def answer(method: str) -> bytes:
         asked.append(method.rpartition("/")[2])
-        return b""
+        return SOMETHING
 
     second.on_unary = answer
     async with Client(f"{first.address},{second.address}") as client:
@@ -168,6 +172,7 @@ async def test_what_changes_something_is_not_done_twice(fakes: list[FakeSidecar]
 async def test_what_certainly_was_not_sent_is_sent_to_the_next(fakes: list[FakeSidecar]) -> None:
     """The control arm of the test before: the first one is not there."""
     second = fakes[1]
+    second.on_unary = lambda _: SOMETHING
     async with Client(f"127.0.0.1:1,{second.address}") as client:
         client._calls._found_at["persistent://public/default/t"] = client._sidecars.addresses[0]
         await client.admin.reset_producer("t", "p", 3)
@@ -207,6 +212,7 @@ async def test_a_topic_that_one_sidecar_does_not_know_may_be_known_to_another(
         raise unknown
 
     first.on_open = first.on_read = first.on_unary = not_found
+    second.on_unary = lambda _: SOMETHING
     if not is_known:
         second.on_open = second.on_read = second.on_unary = not_found
     breaks = iter([True])
