@@ -140,9 +140,15 @@ class ReadService:
         said = read_pb2.ReadStreamResponse(alive_ms=alive_ms).SerializeToString()
         await stream.write(_encode(topic, Page(b"", index)) + said)
 
+        reserved = 0
+
         async def room() -> int:
+            """Reserved before anything is read: else all who wait would find the same room, and read at once."""
+            nonlocal reserved
             size = _page_bytes(stream.share)
             await stream.share.wait_for(size)
+            stream.share.take(size)
+            reserved = size
             return size
 
         reading = Reading(topic, index, stop)
@@ -155,18 +161,18 @@ class ReadService:
             async for page in read_on(
                 topic, index, stop, room, skip_damaged=request.skip_damaged, followers=self._followers
             ):
-                # Counted for each who is sent it: gRPC makes a copy.
-                size = len(page.records)
-                stream.share.take(size)
-                try:
-                    async with writing:
-                        await stream.write(page.encoded or _encode(topic, page))
-                finally:
-                    stream.share.give_back(size)
+                # Counted for each who is sent it: gRPC makes a copy. One message may be larger than its page should be.
+                stream.share.take(len(page.records) - reserved)
+                reserved = len(page.records)
+                async with writing:
+                    await stream.write(page.encoded or _encode(topic, page))
+                stream.share.give_back(reserved)
+                reserved = 0
                 self._count(reading.index, page)
                 reading.index = page.next_index
                 del page  # until there is another one
         finally:
+            stream.share.give_back(reserved)
             keeping.cancel()
             self.readings.discard(reading)
         if stop is None or reading.index < stop:
