@@ -165,6 +165,11 @@ def _check(values: dict[str, Any]) -> None:
             f"the payload of an outbox's row is {values['payload']!r:.80}: it should be bytes, text, a dict or a list"
         )
         raise error("INVALID_REQUEST", what)
+    for name in ("aggregatetype", "aggregateid", "type"):
+        # PostgreSQL would keep the hexadecimal digits of the bytes, which are another key.
+        if isinstance(values[name], bytes | bytearray | memoryview):
+            what = f"the {name} of an outbox's row is {values[name]!r:.80}: it should be text"
+            raise error("INVALID_REQUEST", what, hint="Decode it.")
     for name, value in values.items():
         try:
             if isinstance(value, str):

@@ -76,6 +76,7 @@ def test_what_cannot_be_added(tmp_path: Path) -> None:
             ({"payload": [{1, 2}]}, "cannot be JSON"),
             ({"payload": 7}, "it should be bytes, text"),
             ({"aggregateid": "\ud800"}, "the aggregateid of"),
+            ({"aggregateid": b"4711"}, "the aggregateid of an outbox's row is b'4711': it should be text"),
         ):
             row: dict[str, Any] = {"aggregatetype": "order", "aggregateid": 7, "type": "Placed", "payload": b"x"}
             with pytest.raises(InvalidRequestError, match=words):
