@@ -214,7 +214,9 @@ def _outputs(pids: list[int]) -> tuple[list[BinaryIO], list[int]]:
 
 
 def _unread_bytes(pipe: int) -> int:
-    return int.from_bytes(fcntl.ioctl(pipe, termios.FIONREAD, b"\0" * 4), sys.byteorder)
+    with contextlib.suppress(OSError):  # its reader has closed it by now
+        return int.from_bytes(fcntl.ioctl(pipe, termios.FIONREAD, b"\0" * 4), sys.byteorder)
+    return 0
 
 
 def _wait_until_quiet(look: Callable[[], tuple[object, ...]]) -> None:
