@@ -361,15 +361,8 @@ class EmbeddedLog:
         bases = [] if began_ms is None else [segment.base_index for segment in segments[first:]]
         if not bases and self._ahead.is_empty:
             return
-        async with self._looking:
-            run, threads = asyncio.get_running_loop().run_in_executor, self._shared.threads
-            new = await run(threads, self._ahead.look, bases, frozenset(self.base_indexes))
-        for base_index in new:
-            logger.warning(
-                "%s begins in the future: it was written when the clock was ahead, or the clock is behind now. "
-                "Retention by time counts it from now on",
-                segment_path(self._folder, base_index),
-            )
+        why = "begins in the future: it was written when the clock was ahead, or the clock is behind now"
+        await self._see(self._ahead, bases, why)
 
     async def _look_behind(self, segments: list[Segment]) -> None:
         """Sees which segments begin earlier than they can, of those that this process has made: the first of these, for
@@ -389,15 +382,17 @@ class EmbeddedLog:
             bases.append(segment.base_index)
         if not bases and self._behind.is_empty and self._behind.has_looked:
             return
+        why = "begins before it was made: it was written when the clock was behind, or the clock is ahead now"
+        await self._see(self._behind, bases, why)
+
+    async def _see(self, seen: Ahead, bases: list[int], why: str) -> None:
+        """Has these count from the first look that saw them, which is said once."""
         async with self._looking:
             run, threads = asyncio.get_running_loop().run_in_executor, self._shared.threads
-            new = await run(threads, self._behind.look, bases, frozenset(self.base_indexes))
+            new = await run(threads, seen.look, bases, frozenset(self.base_indexes))
         for base_index in new:
-            logger.warning(
-                "%s begins before it was made: it was written when the clock was behind, or the clock is ahead now. "
-                "Retention by time counts it from now on",
-                segment_path(self._folder, base_index),
-            )
+            path = segment_path(self._folder, base_index)
+            logger.warning("%s %s. Retention by time counts it from now on", path, why)
 
     async def trim(self, below_index: int) -> None:
         self._trim_below = max(self._trim_below, below_index)
