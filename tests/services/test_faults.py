@@ -200,7 +200,7 @@ def test_a_database_that_takes_no_writes_is_waited_for(
     engine, others = create_engine(url), create_engine(url)
     make_table(engine)
     if kind == "mariadb":
-        engine = _plain_user(others)
+        engine = plain_user(others)
     told = Told()
     publish(*numbers(3))
 
@@ -231,7 +231,7 @@ def test_a_database_that_takes_no_writes_is_waited_for(
         others.dispose()
 
 
-def _plain_user(root: Engine) -> Engine:
+def plain_user(root: Engine) -> Engine:
     """Root writes into a read-only MariaDB."""
     with root.connect() as connection:
         connection.execute(text("CREATE USER IF NOT EXISTS plain@localhost IDENTIFIED BY 'plain'"))
