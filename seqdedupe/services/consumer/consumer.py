@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any, Literal
 
 from sqlalchemy import Connection, Engine
@@ -350,6 +351,7 @@ class Consumer:
             return
         work = self._work = self._begin(self.name, self.topic, self._ownership, position)
         arrivals = self._arrivals(client, self.topic, position, until is None)
+        more = partial(arrivals.take_more, self._config.max_batch_messages, self._stop, KEEP_UP_SECONDS)
         self._has_all = True
         try:
             while work.has_messages or not arrivals.is_over:
@@ -357,7 +359,7 @@ class Consumer:
                 if not work.has_messages:
                     work.take(arrivals.take(self._config.max_batch_messages))
                 if work.has_messages:
-                    work.apply()
+                    work.apply(more)
                 else:
                     wait_for_any([arrivals], self._stop, KEEP_UP_SECONDS)
                 work.keep_up()

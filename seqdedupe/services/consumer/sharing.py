@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import NamedTuple
 
 from sqlalchemy import Engine, Row, select
@@ -93,7 +94,7 @@ class Shares:
                 part.work.take(part.arrivals.take(most))
             worked = part.work.has_messages
             if worked:
-                part.work.apply()
+                part.work.apply(partial(part.arrivals.take_more, most, self._stop, LOOK_SECONDS))
             part.work.keep_up()
         except Lost:
             self._drop(k)
