@@ -139,20 +139,21 @@ class ReaderJob:
         self,
         *,
         follow: bool = False,
+        patient: bool = False,
         trigger_seconds: float = TRIGGER_SECONDS,
         on_round: Callable[[Round], None] | None = None,
     ) -> Round:
         """Rounds until all is read that was there at the start, or with `follow` until `stop`; returns `total`.
 
         While the database or the sidecar is away it waits, from the start on, and says so in the log: with `follow`
-        without a limit, else a topic that recovers. Raises UnavailableError when rounds have failed for GIVE_UP_SECONDS
-        without `follow`, and at once what trying again cannot cure: at the start also a database that is not there, or
-        does not let the user in. What was committed stays so: run again, it goes on there.
+        or `patient` without a limit, else a topic that recovers. Else it raises UnavailableError when rounds have
+        failed for GIVE_UP_SECONDS. At once it raises what trying again cannot cure: at the start also a database that
+        is not there, or does not let the user in. What was committed stays so: run again, it goes on there.
         """
         ends: dict[str, Position] | None = None
         while not self._stopping.is_set():
             began = time.monotonic()
-            done = self._round_at_last(follow=follow)
+            done = self._round_at_last(patient=patient or follow)
             if done is None:
                 break
             if on_round is not None:
@@ -232,8 +233,8 @@ class ReaderJob:
                     done.standings[step.range.topic] = done.standings[step.range.topic].after(step)
         return [report.failure for report in reports if report.failure is not None]
 
-    def _round_at_last(self, *, follow: bool) -> Round | None:
-        """A round; one that fails though another try should help is followed by others: without `follow` for so long.
+    def _round_at_last(self, *, patient: bool) -> Round | None:
+        """A round; one that fails though another try should help is followed by others: unless `patient` for so long.
         None if it was told to stop before one succeeded."""
         backoff, waiting = Backoff(_FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS), Waiting()
         began = time.monotonic()
@@ -245,7 +246,7 @@ class ReaderJob:
                 if e.reason == "RECOVERING":
                     began = time.monotonic()
                 is_away = isinstance(e, UnavailableError)
-                is_late = time.monotonic() > began + GIVE_UP_SECONDS and not (follow and is_away)
+                is_late = time.monotonic() > began + GIVE_UP_SECONDS and not (patient and is_away)
                 is_wrong = not self.total.has_looked and (
                     e.reason == NOT_A_SIDECAR or (e.__cause__ is not None and refuses_entry(e.__cause__))
                 )
