@@ -18,6 +18,8 @@ _NOT_ROLLED_BACK = 1196
 """What MariaDB says after a write to a table without transactions: of an engine that has no savepoints, and of others.
 """
 
+_TABLES_MADE = "SHOW SESSION STATUS WHERE variable_name RLIKE '^Com_(create|drop)_(temporary_)?table$'"
+
 _WRITES = re.compile(r"\s*(?:insert|update|delete|replace|load|with|call)\b", re.IGNORECASE)
 
 
@@ -123,7 +125,7 @@ def _without_transactions(connection: Connection) -> frozenset[str]:
 def check_mariadb_writes(connection: Connection) -> None:
     """At the end of a transaction: raises NOT_TRANSACTIONAL if it has written to a table without transactions, by
     whatever statement, view or trigger, and whenever the table became one. The server says so where something is rolled
-    back. Of temporary tables it says the same, so this tells nothing of a session that has made any."""
+    back. Of temporary tables it says the same, so this tells nothing of a session that has made or dropped any."""
     try:
         connection.exec_driver_sql("SAVEPOINT seqdedupe_written")
     except DBAPIError as e:
@@ -136,10 +138,9 @@ def check_mariadb_writes(connection: Connection) -> None:
             return
         if all(row[1] != _NOT_ROLLED_BACK for row in connection.exec_driver_sql("SHOW WARNINGS")):
             return
-        made = connection.execute(text("SHOW SESSION STATUS LIKE 'Com_create%table'")).all()
-        counts = {name.lower(): int(count) for name, count in made}
+        tables = {name: int(count) for name, count in connection.execute(text(_TABLES_MADE))}
         # MySQL counts temporary tables among the others.
-        if counts.get("com_create_temporary_table", counts["com_create_table"]):
+        if any(({name: count for name, count in tables.items() if "temporary" in name} or tables).values()):
             return
     raise not_transactional(" or ".join(sorted(_without_transactions(connection))) or "of another database")
 
