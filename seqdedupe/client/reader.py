@@ -218,11 +218,11 @@ class Reader(Messages):
             await channel.close()
 
     async def _connect(self) -> bool:
-        """Begins to read at the next index; false if there is nothing to read."""
-        self._channel = self._sidecars.new_channel(self._route.address)
+        """Begins to read at the next index; false if there is nothing to read, or the reader is closed meanwhile."""
+        channel = self._channel = self._sidecars.new_channel(self._route.address)
         if self._incarnation is None or (self._stops_at_end and not self._is_at_stop):
-            await self._look_at_the_ends(self._channel)
-        if self._is_at_stop:
+            await self._look_at_the_ends(channel)
+        if self._is_at_stop or self._closed:
             return False
         request = read_pb2.ReadStreamRequest(
             topic=self.topic,
@@ -235,18 +235,18 @@ class Reader(Messages):
         else:
             request.stop_index = self._stop_index
         self._silent_seconds = None
-        self._call = self._channel.unary_stream(
+        call = self._call = channel.unary_stream(
             _READ_STREAM,
             request_serializer=read_pb2.ReadStreamRequest.SerializeToString,
         )(request)
         # A sidecar sends them at once, however long there is nothing to read.
         try:
             async with asyncio.timeout(CALL_TIMEOUT_SECONDS):
-                await self._call.initial_metadata()
+                await call.initial_metadata()
         except TimeoutError as e:
             what = f"the sidecar at {self._route.address} has not begun to answer a read stream in time"
             raise error("OUTCOME_UNKNOWN", what) from e
-        self._has_begun |= not self._call.done()
+        self._has_begun |= not call.done()
         return True
 
     @property

@@ -442,3 +442,19 @@ async def test_closing_ends_a_wait(shared_sidecar: Sidecar, topic: str) -> None:
         await until(lambda: reader.position is not None)
         await reader.close()
         assert await asyncio.wait_for(counting, LAST_RESORT_SECONDS) == 1
+
+
+async def test_a_reader_is_closed_at_any_step(shared_sidecar: Sidecar, topic: str) -> None:
+    """Whoever waits for its next message hears that there is none."""
+    async with Client(shared_sidecar.address) as client:
+        await client.admin.create_topic(topic)
+        steps, was_reading = 0, False
+        while not was_reading:
+            reader = client.reader(topic, "latest", follow=True)
+            fetching = asyncio.create_task(reader.fetch())
+            for _ in range(steps):
+                await asyncio.sleep(0.001 if steps > 50 else 0)
+            was_reading = reader._silent_seconds is not None
+            await reader.close()
+            assert await fetching is False
+            steps += 1 + steps // 10
