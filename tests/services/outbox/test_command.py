@@ -111,6 +111,52 @@ def test_the_ddl_on_a_table_of_debezium(postgres: Database) -> None:
     assert postgres.value("SELECT sequence_id > 0 FROM outbox") is True
 
 
+@pytest.mark.parametrize(
+    ("broken", "said", "cure"),
+    [
+        (
+            "CREATE TABLE outbox (id uuid PRIMARY KEY, aggregatetype text NOT NULL, "
+            "aggregateid text NOT NULL, type text NOT NULL, payload jsonb); "
+            "INSERT INTO outbox VALUES (gen_random_uuid(), 'order', '7', 'OrderPlaced', '{}')",
+            "the table outbox has rows without sequence_id",
+            "TRUNCATE outbox",
+        ),
+        (
+            "CREATE FUNCTION outbox_guard() RETURNS int LANGUAGE sql AS 'SELECT 1'",
+            "cannot change return type",
+            "DROP FUNCTION outbox_guard",
+        ),
+    ],
+)
+async def test_statements_that_fail_change_nothing(
+    shared_sidecar: Sidecar, topic: str, postgres: Database, broken: str, said: str, cure: str
+) -> None:
+    """By psql as it is: each statement is a transaction there, and it goes on after one that fails."""
+    everything = (
+        "SELECT string_agg(one, chr(10) ORDER BY one) FROM (SELECT attrelid::regclass || '.' || attname FROM "
+        "pg_attribute JOIN pg_class c ON c.oid = attrelid WHERE relnamespace = 'public'::regnamespace UNION ALL SELECT "
+        "tgrelid::regclass || ' ' || tgname FROM pg_trigger UNION ALL SELECT proname || prosrc FROM pg_proc WHERE "
+        "pronamespace = 'public'::regnamespace) AS found (one)"
+    )
+    made = "TABLE outbox, outbox_token, outbox_aside; DROP FUNCTION outbox_notify, outbox_take_number, outbox_guard"
+    postgres.script(f"DROP {made}; {broken}")
+    before = postgres.value(everything)
+    script = ddl("postgresql")
+
+    def psql() -> str:
+        command = ["psql", "--no-psqlrc", "--file=-", postgres.url]
+        return subprocess.run(command, input=script, text=True, check=False, capture_output=True).stderr
+
+    assert said in psql()
+    assert postgres.value(everything) == before
+    postgres.script(cure)
+    assert "ERROR" not in psql()
+    assert "ERROR" not in psql()
+    postgres.add(b"{}")
+    await relay_all(shared_sidecar, postgres, topic)
+    assert await payloads(shared_sidecar, topic) == [b"{}"]
+
+
 async def test_adding_under_asyncio(postgres: Database) -> None:
     engine = create_async_engine(postgres.url.replace("postgresql", "postgresql+psycopg", 1))
     async with engine.begin() as connection:
