@@ -78,10 +78,13 @@ that would not be committed with others, or are not there after a crash."""
 
 
 def make_tables(engine: Engine, metadata: MetaData) -> None:
-    """Makes those that are not there. Raises INVALID_OUTPUT if one of that name has not all columns."""
+    """Makes those that are not there, and indexes that they lack: MariaDB commits each statement, so one that failed
+    leaves the others. Raises INVALID_OUTPUT if one of that name has not all columns."""
     for attempt in range(1, _CREATE_ATTEMPTS + 1):
         try:
             metadata.create_all(engine)
+            for index in [index for made in metadata.sorted_tables for index in made.indexes]:
+                index.create(engine, checkfirst=True)
             break
         except DBAPIError:
             if attempt == _CREATE_ATTEMPTS:

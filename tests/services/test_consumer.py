@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from sqlalchemy import Connection, Engine, create_engine, text
+from sqlalchemy import Connection, Engine, NullPool, create_engine, text
 
 from seqdedupe.client import Client as AsyncClient
 from seqdedupe.client.blocking import Client
@@ -184,6 +184,44 @@ def test_handlers_may_use_savepoints(engine: Engine, client: Client, topic: str,
 
     Consumer(client, topic, "c", engine, handle).run(follow=False)
     assert effects(engine) == ["0", "2"]
+
+
+def test_tables_that_are_half_made_are_completed(
+    mariadb_url: str, client: Client, topic: str, publish: Publish
+) -> None:
+    """MariaDB commits each statement that makes one: tables are there without those that come later, or without their
+    indexes."""
+    root = create_engine(mariadb_url)
+    database = root.url.database
+    make_table(root)
+    publish("0")
+    with root.begin() as connection:
+        connection.execute(text("CREATE OR REPLACE USER half@localhost"))
+        connection.execute(text(f"GRANT SELECT, INSERT, UPDATE, DELETE ON {database}.* TO half@localhost"))
+    engine = create_engine(root.url.set(username="half"), poolclass=NullPool)  # what is granted counts for new sessions
+
+    def consume() -> str:
+        try:
+            Consumer(client, topic, "c", engine, write).run(follow=False)
+        except ConfigurationError as e:
+            assert e.reason == "INVALID_OUTPUT"
+            return e.message
+        return ""
+
+    indexes = {index.name for made in METADATA.sorted_tables for index in made.indexes}
+    for right in (*(f"CREATE ON {database}.{name}" for name in sorted(METADATA.tables)), f"INDEX ON {database}.*"):
+        assert "command denied" in consume()
+        with root.begin() as connection:
+            connection.execute(text(f"GRANT {right} TO half@localhost"))
+    assert (consume(), effects(root)) == ("", ["0"])
+    with root.begin() as connection:
+        found = connection.execute(
+            text("SELECT index_name FROM information_schema.statistics WHERE table_schema = :of"), {"of": database}
+        )
+        assert indexes <= set(found.scalars())
+        connection.execute(text("DROP USER half@localhost"))
+    engine.dispose()
+    root.dispose()
 
 
 def test_tables_without_transactions_are_refused(
