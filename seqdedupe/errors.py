@@ -514,7 +514,8 @@ REASONS: dict[str, Reason] = {
         "position, and is done once more when the consumer is started again."
     ),
     "NOT_TRANSACTIONAL": _configuration(
-        "Use an engine without AUTOCOMMIT, and tables with transactions: ALTER TABLE … ENGINE = InnoDB."
+        "Use an engine without AUTOCOMMIT, and tables with transactions that outlive a crash: ALTER TABLE … ENGINE = "
+        "InnoDB in MariaDB, ALTER TABLE … SET LOGGED in PostgreSQL."
     ),
     "INVALID_VERSION": _invalid("Give every message a key and a version from 0 up, each of them to one message."),
     "INTERNAL": Reason(SeqdedupeError, "INTERNAL", "This is a defect: report it with the sidecar's log."),

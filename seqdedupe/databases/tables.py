@@ -24,6 +24,12 @@ AND (c.relkind = 'f' OR c.relkind = 'r' AND c.relpersistence = 'u') ORDER BY 1
 A crash of the server empties an unlogged table, and a foreign table commits by itself. The transaction's own locks say
 where rows have really landed: in partitions, in tables that inherit, behind views and triggers."""
 
+NO_AUTOCOMMIT = (
+    'Let the engine have no isolation_level="AUTOCOMMIT" (create_engine, execution_options), and its driver no '
+    "autocommit (connect_args)."
+)
+"""What to do about a connection that commits each statement."""
+
 _CREATE_ATTEMPTS = 3
 """Of two processes that make the same table at once one fails, and finds it there when it looks again."""
 
@@ -75,6 +81,13 @@ WHERE c.relkind = 'f' OR c.relkind = 'r' AND c.relpersistence <> 'p' ORDER BY 1
 """
 """Asked before anything is written: of tables with these quoted names, `{names}`, and of all their partitions those
 that would not be committed with others, or are not there after a crash."""
+
+
+def cure_of(table: str, kind: str) -> str:
+    """What to do about a table that these queries have found, and of which they say this."""
+    if kind == "an unlogged table":
+        return f"ALTER TABLE {table} SET LOGGED"
+    return f"Let the rows go into a table of this database instead of {table}."
 
 
 def make_tables(engine: Engine, metadata: MetaData) -> None:

@@ -20,7 +20,7 @@ from seqdedupe.services.consumer.operating import retry
 from seqdedupe.services.consumer.tables import DEAD_LETTERS
 from seqdedupe.services.inbox import Inbox
 from tests.services.conftest import Publish, url_of
-from tests.services.effects import TIMEOUT_SECONDS, effects, make_table, numbers, until, write
+from tests.services.effects import TIMEOUT_SECONDS, effects, make_table, numbers, until, write, write_all
 
 DEAD = ConsumerConfig(max_attempts=2, first_backoff_ms=1, poison="dead letter")
 
@@ -419,3 +419,24 @@ def test_a_partition_that_no_crash_outlives(postgres: Engine, client: Client, to
         Consumer(client, topic, "c", postgres, handle, config=config).run(follow=False)
     assert raised.value.reason == "NOT_TRANSACTIONAL"
     assert effects(postgres) == ["0"]
+    # Of a batch the message is named that wrote there, and what is before it stays.
+    with postgres.begin() as connection:
+        connection.execute(text("CREATE TABLE rest PARTITION OF parts FOR VALUES FROM (2) TO (9)"))
+        connection.execute(text("DELETE FROM seqdedupe_consumers"))
+        connection.execute(text("DELETE FROM effects"))
+    publish(*numbers(3, 2))
+
+    def insert_all(connection: Connection, messages: list[Message]) -> None:
+        write_all(connection, messages)
+        for message in messages:
+            connection.execute(text("INSERT INTO parts VALUES (:n)"), {"n": message.index})
+
+    consumer = Consumer(client, topic, "c", postgres, insert_all, in_batches=True, config=DEAD)
+    with pytest.raises(SeqdedupeError, match=r"in hand: the message with index 1 of ") as raised:
+        consumer.run(follow=False)
+    assert raised.value.hint == "ALTER TABLE added SET LOGGED"
+    assert effects(postgres) == ["0"]
+    with postgres.begin() as connection:
+        connection.execute(text(raised.value.hint))
+    Consumer(client, topic, "c", postgres, insert_all, in_batches=True, purpose=consumer.purpose).run(follow=False)
+    assert effects(postgres) == numbers(5)

@@ -10,6 +10,7 @@ from sqlalchemy import Connection, Engine, Table, event, text
 from sqlalchemy.exc import SQLAlchemyError
 
 from seqdedupe.databases.failures import Fault, fault_of, told
+from seqdedupe.databases.tables import cure_of
 from seqdedupe.errors import SeqdedupeError, UnavailableError, error
 
 _MARIADB = ("mysql", "mariadb")
@@ -130,7 +131,8 @@ def refusing_writes(connection: Connection, tables: frozenset[str]) -> Iterator[
 
 def not_transactional(table: str, kind: str = "") -> SeqdedupeError:
     """The error for a table whose changes cannot be taken back, or are not kept together with the others."""
-    what = f"the table {table} has no transactions: what is written there stays, committed or not"
     if kind:
         what = f"the table {table} is {kind}: what is written there is not kept together with the position"
-    return error("NOT_TRANSACTIONAL", what)
+        return error("NOT_TRANSACTIONAL", what, hint=cure_of(table, kind))
+    what = f"the table {table} has no transactions: what is written there stays, committed or not"
+    return error("NOT_TRANSACTIONAL", what, hint=f"ALTER TABLE {table} ENGINE = InnoDB")

@@ -9,6 +9,7 @@ from sqlalchemy import Connection, Engine, Executable, text
 from sqlalchemy.exc import DataError, DBAPIError
 
 from seqdedupe.databases.failures import codes_of, told
+from seqdedupe.databases.tables import NO_AUTOCOMMIT
 from seqdedupe.errors import error
 from seqdedupe.services.outbox.rows import COLUMNS, TABLE
 
@@ -139,8 +140,12 @@ def _check_transaction(connection: Connection) -> None:
         if _commits_each_statement(raw):
             connection.execute(text("SELECT 1"))  # what listens for the beginning of a transaction may begin one
             if _commits_each_statement(raw):
-                what = "the connection of an outbox commits each statement: a row would stay, and be published, if its "
-                raise error("NOT_TRANSACTIONAL", what + "transaction fails")
+                what = (
+                    f"the connection that Outbox got, to the {connection.dialect.name} database "
+                    f"{connection.engine.url.database!r}, commits each statement: a row would stay, and be published, "
+                    "if its transaction fails"
+                )
+                raise error("NOT_TRANSACTIONAL", what, hint=NO_AUTOCOMMIT)
 
 
 def _commits_each_statement(raw: Any) -> bool:

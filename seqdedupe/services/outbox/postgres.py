@@ -16,6 +16,7 @@ from sqlalchemy.engine import URL
 from seqdedupe.batch import Int64s
 from seqdedupe.databases import failures
 from seqdedupe.databases.postgres import CONNECTION
+from seqdedupe.databases.tables import POSTGRESQL_UNSAFE_TABLES, cure_of
 from seqdedupe.limits import MAX_PAYLOAD_BYTES, NO_SEQUENCE_ID
 from seqdedupe.services.outbox.ddl import CHANNEL, DELETED, NUMBERING, POSTGRES_TRIGGERS, RELAY_SETTING
 from seqdedupe.services.outbox.horizon import Horizon
@@ -38,6 +39,7 @@ from seqdedupe.services.outbox.store import (
     Store,
     bad_outbox,
     changed,
+    check_names,
     unavailable,
 )
 
@@ -105,6 +107,8 @@ _TRIGGERS = (
     "SELECT tgname, proname FROM pg_trigger JOIN pg_proc ON pg_proc.oid = tgfoid "
     "WHERE tgrelid = to_regclass(%s) AND tgenabled IN ('O', 'A')"
 )
+_UNSAFE = POSTGRESQL_UNSAFE_TABLES.format(names="%s")
+_TABLES = (TABLE, TOKEN_TABLE, ASIDE_TABLE)
 _SAME_ROWS = "FROM unnest(%s::bigint[], %s::text[]) AS given(s, i)"
 
 # Whoever has the lowest ID of all databases of the server: it has written, and is not over.
@@ -172,8 +176,12 @@ class PostgresStore(Store):
             raise bad_outbox(f"the database's encoding is {encoding}, and should be UTF8")
         kinds = _columns(connection, TABLE, (*COLUMNS, SEQUENCE_ID))
         _columns(connection, TOKEN_TABLE, ("token", "producer", "topic"))
+        check_names(kinds)
         # A row that is set aside goes there as a whole, whatever else its table has.
         _columns(connection, ASIDE_TABLE, (*kinds, "reason", "set_aside_at"))
+        for table, kind in connection.execute(_UNSAFE, (list(_TABLES),)).fetchall():
+            what = f"the table {table} is {kind}: after a crash it would not hold what the other tables hold"
+            raise bad_outbox(what, cure_of(table, kind))
         if kinds[SEQUENCE_ID] != ("int8", True):
             raise bad_outbox(f"{TABLE}.{SEQUENCE_ID} should be bigint NOT NULL")
         if kinds["id"][0] not in _ID_TYPES or not kinds["id"][1]:
