@@ -9,10 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from sqlalchemy import create_engine, text
 from sqlalchemy.ext.asyncio import create_async_engine
 
+from seqdedupe.cli.outbox import outbox
 from seqdedupe.errors import InvalidRequestError
+from seqdedupe.limits import MAX_PAYLOAD_BYTES
 from seqdedupe.services.outbox import Outbox, ddl
 from seqdedupe.services.outbox import steps as outbox_steps
 from seqdedupe.services.outbox.horizon import Horizon
@@ -36,9 +39,34 @@ def test_from_nothing_to_messages(shared_sidecar: Sidecar, topic: str, tmp_path:
     database = ("--database", f"sqlite:///{path}")
     relay = ("relay", *database, "--topic", topic, "--producer", NAME, "--address", shared_sidecar.address, "--once")
     assert json.loads(run("lag", *database, "--json").stdout)["rows"] == 1
-    assert run(*relay).stdout == "1 published, 0 found there, 0 set aside\n"
+    said = "1 published, 0 found there, 0 set aside\nleft: 0 rows in outbox, 0 in outbox_aside\n"
+    assert run(*relay).stdout == said
     assert json.loads(run(*relay, "--json").stdout)["published"] == 0
     assert run("lag", *database).stdout == "0 rows in the outbox, 0 set aside\n"
+
+
+def test_what_is_left_is_said_at_the_end(
+    shared_sidecar: Sidecar, topic: str, postgres: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("seqdedupe.services.outbox.work.ONCE_SECONDS", 0.0)
+    relay = ["relay", "--database", postgres.url, "--topic", topic, "--producer", NAME, "--once", "--address"]
+    with postgres.engine.connect() as slow:
+        pid = slow.execute(text("SELECT pg_backend_pid()")).scalar_one()
+        Outbox(slow).add("order", "7", "OrderPlaced", b"first")
+        postgres.add(b"second")
+        postgres.add(b"third")
+        done = CliRunner().invoke(outbox, [*relay, shared_sidecar.address])
+        assert (done.exit_code, done.output.count("\n")) == (0, 2)
+        last = done.output.splitlines()[-1]
+        assert re.fullmatch(rf"left: 2 rows in outbox \(they wait .* process {pid}, .*\), 0 in outbox_aside", last)
+        slow.commit()
+    postgres.add(bytes(MAX_PAYLOAD_BYTES + 1))
+    done = CliRunner().invoke(outbox, [*relay, shared_sidecar.address, "--json"])
+    found = json.loads(done.stdout)
+    assert (done.exit_code, found["published"], found["set_aside"]) == (0, 3, 1)
+    assert found["left"] == {
+        "rows": 0, "unreadable_rows": 0, "held_by": "", "held_seconds": 0.0, "set_aside_rows": 1,
+    }  # fmt: skip
 
 
 def test_what_is_amiss_is_one_line(shared_sidecar: Sidecar, topic: str, tmp_path: Path) -> None:
