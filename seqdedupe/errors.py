@@ -473,7 +473,13 @@ REASONS: dict[str, Reason] = {
     "OUTPUT_MISSING": _configuration(
         "Restore the table together with the positions, or give the job another name: then it reads from the start."
     ),
-    "OUTPUT_UNAVAILABLE": Reason(UnavailableError, "UNAVAILABLE", "See why the job's database cannot be used.", 500),
+    "OUTPUT_UNAVAILABLE": Reason(
+        UnavailableError,
+        "UNAVAILABLE",
+        "Cure first what the message names: the disk, the network, the lock, the server. Nothing was lost; a job or "
+        "consumer that runs tries it again, and one that has ended is to be started again.",
+        500,
+    ),
     "POSITION_CHANGED": Reason(
         UnavailableError,
         "ABORTED",

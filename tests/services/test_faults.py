@@ -1,5 +1,6 @@
 """Whose fault a failure is: messages that end the connection, and databases that take no writes. Costs 20 s."""
 
+import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 from sqlalchemy import Connection, Engine, create_engine, event, select, text
+from sqlalchemy.exc import OperationalError
 
 from seqdedupe.client.blocking import Client
 from seqdedupe.client.stored import Message
@@ -398,6 +400,26 @@ def test_transactions_are_bounded_by_time(
     Consumer(client, topic, "c", sqlite, handle, in_batches=in_batches, config=config).run(follow=False)
     assert effects(sqlite) == numbers(40)
     assert len(set(sizes)) >= 4  # a transaction with all of them would show once
+
+
+def test_what_is_told_of_waiting_ends_nothing(
+    sqlite: Engine, client: Client, topic: str, publish: Publish, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A function that takes no error, for instance: it is first called when the database is away."""
+    make_table(sqlite)
+    publish("0")
+    full = [sqlite3.OperationalError("full")]
+    full[0].sqlite_errorcode = sqlite3.SQLITE_FULL
+
+    def handle(connection: Connection, message: Message) -> None:
+        write(connection, message)
+        while full:
+            raise OperationalError("INSERT", {}, full.pop())
+
+    wrong: Any = lambda: None  # noqa: E731
+    Consumer(client, topic, "c", sqlite, handle, on_waiting=wrong).run(follow=False)
+    assert effects(sqlite) == ["0"]
+    assert "on_waiting has failed when it was told: the consumer's database cannot be used now: the disk" in caplog.text
 
 
 def test_a_partition_that_no_crash_outlives(postgres: Engine, client: Client, topic: str, publish: Publish) -> None:
