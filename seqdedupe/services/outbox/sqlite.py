@@ -127,9 +127,9 @@ class SqliteStore(Store):
     def set_aside(self, page: Page, reason: str) -> None:
         with self._removing() as connection:
             all_names, there = _quoted_columns(connection, TABLE), _quoted_columns(connection, ASIDE_TABLE)
-            for name in all_names:
-                if name.lower() not in map(str.lower, there):
-                    connection.execute(f"ALTER TABLE {ASIDE_TABLE} ADD {name}")
+            for column in all_names:
+                if column.lower() not in map(str.lower, there):
+                    connection.execute(f"ALTER TABLE {ASIDE_TABLE} ADD {column}")
             names = ", ".join(all_names)
             for number, name in _named(page):
                 connection.execute(
