@@ -454,7 +454,13 @@ REASONS: dict[str, Reason] = {
         "Run the relay as before. To change it, let it empty the outbox, stop it, and set producer and topic in "
         "outbox_token to NULL."
     ),
-    "OUTBOX_UNAVAILABLE": Reason(UnavailableError, "UNAVAILABLE", "See why the outbox's database cannot be used.", 500),
+    "OUTBOX_UNAVAILABLE": Reason(
+        UnavailableError,
+        "UNAVAILABLE",
+        "Cure first what the message names: the server, its disk, or the address, user, password or database in the "
+        "URL. Nothing was lost.",
+        500,
+    ),
     # Spark jobs.
     "INVALID_OPTION": _configuration(
         "Correct the option that the message names; docs/spark-source.md, spark-sink.md and spark-job.md list all."

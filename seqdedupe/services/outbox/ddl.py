@@ -1,7 +1,7 @@
 """The tables and triggers of an outbox. All of it may be run again, and on a table that Debezium's users have."""
 
 from seqdedupe.errors import error
-from seqdedupe.services.outbox.rows import ASIDE_TABLE, ORDINAL_BITS, SEQUENCE_ID, TABLE, TOKEN_TABLE
+from seqdedupe.services.outbox.rows import ASIDE_TABLE, COLUMNS, ORDINAL_BITS, SEQUENCE_ID, TABLE, TOKEN_TABLE
 
 CHANNEL = "seqdedupe_outbox"
 """What PostgreSQL notifies of when rows were inserted."""
@@ -17,6 +17,9 @@ DELETED = "deleted_up_to"
 
 NUMBERING = "outbox_take_number"
 """The function of the trigger that numbers rows. In a table of an older version it is another one."""
+
+ID_TYPES = ("uuid", "text", "varchar", "bpchar", "bytea")
+"""What the column `id` may be in PostgreSQL: numbers would come again, with other rows, after a restore."""
 
 POSTGRES_TRIGGERS = ("outbox_number", "outbox_notify", "outbox_guard", "outbox_guard_truncate")
 SQLITE_TRIGGERS = ("outbox_guard_delete", "outbox_guard_update")
@@ -43,6 +46,7 @@ POSTGRES = f"""\
 DO $outbox$
 DECLARE
     added text;
+    wanted text;
     past bigint;
 BEGIN
     IF current_setting('transaction_isolation') IN ('repeatable read', 'serializable') THEN
@@ -66,6 +70,24 @@ BEGIN
         type varchar(255) NOT NULL,
         payload {{payload}}
     );
+    IF (SELECT relkind FROM pg_class WHERE oid = '{TABLE}'::regclass) <> 'r' THEN
+        RAISE EXCEPTION '{TABLE} is no plain table' USING HINT = 'Rename it. Nothing was changed.';
+    END IF;
+    FOREACH wanted IN ARRAY ARRAY{list(COLUMNS)} LOOP
+        IF NOT EXISTS (
+            SELECT FROM pg_attribute WHERE attrelid = '{TABLE}'::regclass AND attname = wanted AND NOT attisdropped
+        ) THEN
+            RAISE EXCEPTION 'the table {TABLE} has no column %', wanted
+                USING HINT = 'Add it, or rename a table that is of something else. Nothing was changed.';
+        END IF;
+    END LOOP;
+    IF NOT EXISTS (
+        SELECT FROM pg_attribute JOIN pg_type ON pg_type.oid = atttypid
+        WHERE attrelid = '{TABLE}'::regclass AND attname = 'id' AND typname = ANY (ARRAY{list(ID_TYPES)})
+    ) THEN
+        RAISE EXCEPTION '{TABLE}.id is none of {", ".join(ID_TYPES)}'
+            USING HINT = 'An id must never come again, and numbers do after a restore. Nothing was changed.';
+    END IF;
     IF EXISTS (SELECT FROM {TABLE}) AND NOT EXISTS (
         SELECT FROM pg_attribute WHERE attrelid = '{TABLE}'::regclass AND attname = '{SEQUENCE_ID}' AND NOT attisdropped
     ) THEN

@@ -18,7 +18,7 @@ from seqdedupe.databases import failures
 from seqdedupe.databases.postgres import CONNECTION
 from seqdedupe.databases.tables import POSTGRESQL_UNSAFE_TABLES, cure_of
 from seqdedupe.limits import MAX_PAYLOAD_BYTES, NO_SEQUENCE_ID
-from seqdedupe.services.outbox.ddl import CHANNEL, DELETED, NUMBERING, POSTGRES_TRIGGERS, RELAY_SETTING
+from seqdedupe.services.outbox.ddl import CHANNEL, DELETED, ID_TYPES, NUMBERING, POSTGRES_TRIGGERS, RELAY_SETTING
 from seqdedupe.services.outbox.horizon import Horizon
 from seqdedupe.services.outbox.rows import (
     ASIDE_TABLE,
@@ -55,9 +55,6 @@ _SESSION = (
     "SET standard_conforming_strings = on; SET enable_seqscan = off; SET enable_bitmapscan = off; SET jit = off; "
     f"SET synchronous_commit = on; SET lock_timeout = '{LOCK_TIMEOUT_SECONDS}s'"
 )
-
-_ID_TYPES = ("uuid", "text", "varchar", "bpchar", "bytea")
-"""Numbers would come again, with other rows, after a restore."""
 
 _OLDEST_RUNNING = "pg_snapshot_xmin(pg_current_snapshot())"
 _XMAX = "pg_snapshot_xmax(pg_current_snapshot())"
@@ -184,9 +181,9 @@ class PostgresStore(Store):
             raise bad_outbox(what, cure_of(table, kind))
         if kinds[SEQUENCE_ID] != ("int8", True):
             raise bad_outbox(f"{TABLE}.{SEQUENCE_ID} should be bigint NOT NULL")
-        if kinds["id"][0] not in _ID_TYPES or not kinds["id"][1]:
+        if kinds["id"][0] not in ID_TYPES or not kinds["id"][1]:
             raise bad_outbox(
-                f"{TABLE}.id is {kinds['id'][0]}, and should be one of {', '.join(_ID_TYPES)}, NOT NULL: an id must "
+                f"{TABLE}.id is {kinds['id'][0]}, and should be one of {', '.join(ID_TYPES)}, NOT NULL: an id must "
                 "never come again, and numbers do after a restore"
             )
         if connection.execute(_IS_UNIQUE, (TABLE, SEQUENCE_ID)).fetchone() is None:

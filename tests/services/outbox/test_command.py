@@ -156,6 +156,17 @@ def test_the_ddl_on_a_table_of_debezium(postgres: Database) -> None:
             "TRUNCATE outbox",
         ),
         (
+            "CREATE TABLE outbox (id int PRIMARY KEY, aggregatetype text, aggregateid text, type text, payload text)",
+            "outbox.id is none of uuid",
+            "DROP TABLE outbox",
+        ),
+        (
+            "CREATE TABLE outbox (id uuid PRIMARY KEY)",
+            "the table outbox has no column aggregatetype",
+            "DROP TABLE outbox",
+        ),
+        ("CREATE VIEW outbox AS SELECT 1 AS id", "outbox is no plain table", "DROP VIEW outbox"),
+        (
             "CREATE FUNCTION outbox_guard() RETURNS int LANGUAGE sql AS 'SELECT 1'",
             "cannot change return type",
             "DROP FUNCTION outbox_guard",
