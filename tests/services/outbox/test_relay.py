@@ -374,6 +374,7 @@ BROKEN_POSTGRES = {
     "the trigger outbox_guard,": "ALTER TABLE outbox DISABLE TRIGGER outbox_guard",
     "id is int8": "ALTER TABLE outbox ALTER id TYPE bigint USING 0",
     "no column more": "ALTER TABLE outbox ADD more text",
+    "outbox_aside.payload is bytea, and outbox.payload is text": "ALTER TABLE outbox ALTER payload TYPE text USING ''",
     "outbox is an unlogged table": "ALTER TABLE outbox SET UNLOGGED",
     "outbox_aside is an unlogged table": "ALTER TABLE outbox_aside SET UNLOGGED",
 }
