@@ -110,7 +110,7 @@ _UNLIKE = (
     "FROM pg_attribute AS ours JOIN pg_attribute AS wanted USING (attname) JOIN pg_type ON pg_type.oid = ours.atttypid "
     "WHERE ours.attrelid = to_regclass(%s) AND wanted.attrelid = to_regclass(%s) AND wanted.attnum > 0 "
     "AND NOT wanted.attisdropped AND ours.atttypid <> wanted.atttypid AND typcategory <> 'S' AND NOT EXISTS ("
-    "SELECT FROM pg_cast WHERE castsource = wanted.atttypid AND casttarget = ours.atttypid AND castcontext IN ('a', 'i'))"
+    "SELECT FROM pg_cast WHERE castsource = wanted.atttypid AND casttarget = ours.atttypid AND castcontext <> 'e')"
 )
 _UNSAFE = POSTGRESQL_UNSAFE_TABLES.format(names="%s")
 _TABLES = (TABLE, TOKEN_TABLE, ASIDE_TABLE)
@@ -184,11 +184,6 @@ class PostgresStore(Store):
         check_names(kinds)
         # A row that is set aside goes there as a whole, whatever else its table has.
         _columns(connection, ASIDE_TABLE, (*kinds, "reason", "set_aside_at"))
-        for name, ours, wanted in connection.execute(_UNLIKE, (ASIDE_TABLE, TABLE)).fetchall():
-            raise bad_outbox(
-                f"{ASIDE_TABLE}.{name} is {ours}, and {TABLE}.{name} is {wanted}: no row could be set aside",
-                f"Give both the same type: ALTER TABLE {ASIDE_TABLE} ALTER {name} TYPE {wanted} USING …",
-            )
         for table, kind in connection.execute(_UNSAFE, (list(_TABLES),)).fetchall():
             what = f"the table {table} is {kind}: after a crash it would not hold what the other tables hold"
             raise bad_outbox(what, cure_of(table, kind))
@@ -198,6 +193,11 @@ class PostgresStore(Store):
             raise bad_outbox(
                 f"{TABLE}.id is {kinds['id'][0]}, and should be one of {', '.join(ID_TYPES)}, NOT NULL: an id must "
                 "never come again, and numbers do after a restore"
+            )
+        for name, ours, wanted in connection.execute(_UNLIKE, (ASIDE_TABLE, TABLE)).fetchall():
+            raise bad_outbox(
+                f"{ASIDE_TABLE}.{name} is {ours}, and {TABLE}.{name} is {wanted}: no row could be set aside",
+                f"Give both the same type: ALTER TABLE {ASIDE_TABLE} ALTER {name} TYPE {wanted} USING …",
             )
         if connection.execute(_IS_UNIQUE, (TABLE, SEQUENCE_ID)).fetchone() is None:
             raise bad_outbox(f"{TABLE}.{SEQUENCE_ID} has no unique index")
