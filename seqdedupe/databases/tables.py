@@ -1,5 +1,7 @@
 """Tables of ours in databases of others: columns that mean the same in all of them."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from sqlalchemy import Column, Dialect, Engine, LargeBinary, MetaData, String, Table, Text, inspect
@@ -93,15 +95,7 @@ def cure_of(table: str, kind: str) -> str:
 def make_tables(engine: Engine, metadata: MetaData) -> None:
     """Makes those that are not there, and indexes that they lack: MariaDB commits each statement, so one that failed
     leaves the others. Raises INVALID_OUTPUT if one of that name has not all columns."""
-    for attempt in range(1, _CREATE_ATTEMPTS + 1):
-        try:
-            metadata.create_all(engine)
-            for index in [index for made in metadata.sorted_tables for index in made.indexes]:
-                index.create(engine, checkfirst=True)
-            break
-        except DBAPIError:
-            if attempt == _CREATE_ATTEMPTS:
-                raise
+    _insist(partial(metadata.create_all, engine))
     found = inspect(engine)
     for wanted in metadata.sorted_tables:
         names = {column["name"] for column in found.get_columns(wanted.name)}
@@ -112,3 +106,15 @@ def make_tables(engine: Engine, metadata: MetaData) -> None:
                 f"the table {wanted.name} has no column {', '.join(missing)}",
                 hint="It is of another program or version: rename it, or use another database or schema.",
             )
+        for index in wanted.indexes:
+            _insist(partial(index.create, engine, checkfirst=True))
+
+
+def _insist(create: Callable[[], None]) -> None:
+    for attempt in range(1, _CREATE_ATTEMPTS + 1):
+        try:
+            create()
+            return
+        except DBAPIError:
+            if attempt == _CREATE_ATTEMPTS:
+                raise
