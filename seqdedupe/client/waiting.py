@@ -14,10 +14,8 @@ SAY_WAITING_SECONDS = 1.0
 _log = logging.getLogger("seqdedupe")
 
 
-def logged(on_waiting: OnWaiting | None) -> OnWaiting | None:
+def logged(on_waiting: OnWaiting) -> OnWaiting:
     """The same, where no event loop calls it: what it raises is logged, and ends nobody's work."""
-    if on_waiting is None:
-        return None
 
     def call(why: UnavailableError) -> None:
         try:

@@ -111,7 +111,7 @@ class Consumer:
         self._in_batches = in_batches
         self._start = start
         self._config = config
-        self._on_waiting = logged(on_waiting)
+        self._on_waiting = None if on_waiting is None else logged(on_waiting)
         self._stop = Stop()
         self._ownership = Ownership(engine, self.name)
         self._work: Work | None = None
