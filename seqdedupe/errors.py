@@ -454,7 +454,13 @@ REASONS: dict[str, Reason] = {
         "Run the relay as before. To change it, let it empty the outbox, stop it, and set producer and topic in "
         "outbox_token to NULL."
     ),
-    "OUTBOX_UNAVAILABLE": Reason(UnavailableError, "UNAVAILABLE", "See why the outbox's database cannot be used.", 500),
+    "OUTBOX_UNAVAILABLE": Reason(
+        UnavailableError,
+        "UNAVAILABLE",
+        "Cure first what the message names: the server, its disk, or the address, user, password or database in the "
+        "URL. Nothing was lost.",
+        500,
+    ),
     # Spark jobs.
     "INVALID_OPTION": _configuration(
         "Correct the option that the message names; docs/spark-source.md, spark-sink.md and spark-job.md list all."
@@ -473,7 +479,13 @@ REASONS: dict[str, Reason] = {
     "OUTPUT_MISSING": _configuration(
         "Restore the table together with the positions, or give the job another name: then it reads from the start."
     ),
-    "OUTPUT_UNAVAILABLE": Reason(UnavailableError, "UNAVAILABLE", "See why the job's database cannot be used.", 500),
+    "OUTPUT_UNAVAILABLE": Reason(
+        UnavailableError,
+        "UNAVAILABLE",
+        "Cure first what the message names: the disk, the network, the lock, the server. Nothing was lost; a job or "
+        "consumer that runs tries it again, and one that has ended is to be started again.",
+        500,
+    ),
     "POSITION_CHANGED": Reason(
         UnavailableError,
         "ABORTED",
@@ -514,7 +526,8 @@ REASONS: dict[str, Reason] = {
         "position, and is done once more when the consumer is started again."
     ),
     "NOT_TRANSACTIONAL": _configuration(
-        "Use an engine without AUTOCOMMIT, and tables with transactions: ALTER TABLE … ENGINE = InnoDB."
+        "Use an engine without AUTOCOMMIT, and tables with transactions that outlive a crash: ALTER TABLE … ENGINE = "
+        "InnoDB in MariaDB, ALTER TABLE … SET LOGGED in PostgreSQL."
     ),
     "INVALID_VERSION": _invalid("Give every message a key and a version from 0 up, each of them to one message."),
     "INTERNAL": Reason(SeqdedupeError, "INTERNAL", "This is a defect: report it with the sidecar's log."),

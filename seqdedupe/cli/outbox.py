@@ -56,7 +56,9 @@ def print_ddl(kind: str, payload: str, lock_aggregates: bool) -> None:
 @common
 def run_relay(database: str, topic: str, name: str, once: bool, address: str, as_json: bool) -> None:
     """Publish the rows of an outbox, per aggregate in the order of the commits, and delete them. Kill it and start it
-    again at any moment, or run several: one works, the others stand by."""
+    again at any moment, or run several: one works, the others stand by.
+
+    With --once the last line says what is left and why; the exit status is 0 then, too."""
     services = _services()
 
     def report(line: str) -> None:
@@ -69,10 +71,13 @@ def run_relay(database: str, topic: str, name: str, once: bool, address: str, as
         address, database, topic, name, follow=not once, credentials=told_credentials(), report=report
     )
     found = asdict(counters)
+    lag = _lag(database) if once else None
     if as_json:
-        print_json(found)
-    else:
-        echo(f"{found['published']:,} published, {found['found']:,} found there, {found['set_aside']:,} set aside")
+        print_json(found if lag is None else found | {"left": asdict(lag)})
+        return
+    echo(f"{found['published']:,} published, {found['found']:,} found there, {found['set_aside']:,} set aside")
+    if lag is not None:
+        echo(f"left: {lag.rows:,} rows in outbox{_why_left(lag)}, {lag.set_aside_rows:,} in outbox_aside")
 
 
 @outbox.command("lag")
@@ -80,14 +85,7 @@ def run_relay(database: str, topic: str, name: str, once: bool, address: str, as
 @as_json_option
 def show_lag(database: str, as_json: bool) -> None:
     """Show how many rows wait for the relay, and what holds them."""
-    _services()
-    open_store = importlib.import_module("seqdedupe.services.outbox.store").open_store
-    store = open_store(database)
-    try:
-        store.open()
-        lag = store.lag()
-    finally:
-        store.close()
+    lag = _lag(database)
     if as_json:
         print_json(asdict(lag))
         return
@@ -95,6 +93,22 @@ def show_lag(database: str, as_json: bool) -> None:
     if lag.held_by:
         who = f"{lag.unreadable_rows:,} of them wait" if lag.unreadable_rows else "a relay that starts now waits"
         echo(f"{who} for a transaction of {lag.held_seconds:.0f} s: {lag.held_by}")
+
+
+def _lag(database: str) -> Any:
+    _services()
+    store = importlib.import_module("seqdedupe.services.outbox.store").open_store(database)
+    try:
+        store.open()
+        return store.lag()
+    finally:
+        store.close()
+
+
+def _why_left(lag: Any) -> str:
+    if lag.held_by:
+        return f" (they wait for a transaction of {lag.held_seconds:.0f} s: {lag.held_by})"
+    return " (they came, or what they waited for ended, since it looked last: run it again)" if lag.rows else ""
 
 
 def _services() -> Any:

@@ -1,6 +1,7 @@
 """Who waits for the sidecar says so, once each time."""
 
 import asyncio
+import logging
 import math
 from collections.abc import Callable
 
@@ -9,6 +10,20 @@ from seqdedupe.errors import UnavailableError
 OnWaiting = Callable[[UnavailableError], None]
 
 SAY_WAITING_SECONDS = 1.0
+
+_log = logging.getLogger("seqdedupe")
+
+
+def logged(on_waiting: OnWaiting) -> OnWaiting:
+    """The same, where no event loop calls it: what it raises is logged, and ends nobody's work."""
+
+    def call(why: UnavailableError) -> None:
+        try:
+            on_waiting(why)
+        except Exception:  # noqa: BLE001 (whatever it is, it is logged)
+            _log.exception("on_waiting has failed when it was told: %s", why)
+
+    return call
 
 
 class Waiting:

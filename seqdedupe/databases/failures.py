@@ -175,7 +175,7 @@ _ORDER = (Fault.DATABASE, Fault.REPEAT, Fault.UNKNOWN, Fault.MESSAGE)
 
 def fault_of(failure: BaseException) -> Fault:
     """Whose fault it is. What is no error of a database, as an exception of a handler's own, is the message's."""
-    return _cause_of(failure).fault
+    return _cause(_first(failure)).fault
 
 
 def lost_connection(failure: BaseException) -> bool:
@@ -199,17 +199,16 @@ def ended(failure: BaseException) -> bool:
 
 
 def told(failure: BaseException) -> str:
-    """What it comes of and what the driver says, in one line. No password is in it."""
-    what = _cause_of(failure).what
-    said = " ".join(str(getattr(failure, "orig", None) or failure).split())
+    """What it comes of and what the driver says of that, in one line. No password is in it."""
+    first = _first(failure)
+    what, said = _cause(first).what, " ".join(str(_driver_error(first)).split())
     return f"{what} ({said})" if what else said
 
 
-def _cause_of(failure: BaseException) -> _Cause:
+def _first(failure: BaseException) -> BaseException:
     """A deadlock takes the savepoint along, so what the driver says last is that there is none. Of an error and those
     before it the database's own fault counts first."""
-    causes = [_cause(one) for one in _chain(failure)]
-    return min(causes, key=lambda cause: _ORDER.index(cause.fault), default=_REFUSED)
+    return min(_chain(failure), key=lambda one: _ORDER.index(_cause(one).fault), default=failure)
 
 
 def _chain(failure: BaseException) -> Iterator[BaseException]:

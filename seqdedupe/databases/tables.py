@@ -1,5 +1,7 @@
 """Tables of ours in databases of others: columns that mean the same in all of them."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from sqlalchemy import Column, Dialect, Engine, LargeBinary, MetaData, String, Table, Text, inspect
@@ -25,6 +27,12 @@ AND (c.relkind = 'f' OR c.relkind = 'r' AND c.relpersistence = 'u') ORDER BY 1
 """Asked at the end of a transaction: tables that it has written, and which are not committed together with the others.
 A crash of the server empties an unlogged table, and a foreign table commits by itself. The transaction's own locks say
 where rows have really landed: in partitions, in tables that inherit, behind views and triggers."""
+
+NO_AUTOCOMMIT = (
+    'Let the engine have no isolation_level="AUTOCOMMIT" (create_engine, execution_options), and its driver no '
+    "autocommit (connect_args)."
+)
+"""What to do about a connection that commits each statement."""
 
 _CREATE_ATTEMPTS = 3
 """Of two processes that make the same table at once one fails, and finds it there when it looks again."""
@@ -79,15 +87,17 @@ WHERE c.relkind = 'f' OR c.relkind = 'r' AND c.relpersistence <> 'p' ORDER BY 1
 that would not be committed with others, or are not there after a crash."""
 
 
+def cure_of(table: str, kind: str) -> str:
+    """What to do about a table that these queries have found, and of which they say this."""
+    if kind == "an unlogged table":
+        return f"ALTER TABLE {table} SET LOGGED"
+    return f"Let the rows go into a table of this database instead of {table}."
+
+
 def make_tables(engine: Engine, metadata: MetaData) -> None:
-    """Makes those that are not there. Raises INVALID_OUTPUT if one of that name has not all columns."""
-    for attempt in range(1, _CREATE_ATTEMPTS + 1):
-        try:
-            metadata.create_all(engine)
-            break
-        except DBAPIError:
-            if attempt == _CREATE_ATTEMPTS:
-                raise
+    """Makes those that are not there, and indexes that they lack: MariaDB commits each statement, so one that failed
+    leaves the others. Raises INVALID_OUTPUT if one of that name has not all columns."""
+    _insist(partial(metadata.create_all, engine))
     found = inspect(engine)
     for wanted in metadata.sorted_tables:
         names = {column["name"] for column in found.get_columns(wanted.name)}
@@ -98,3 +108,15 @@ def make_tables(engine: Engine, metadata: MetaData) -> None:
                 f"the table {wanted.name} has no column {', '.join(missing)}",
                 hint="It is of another program or version: rename it, or use another database or schema.",
             )
+        for index in wanted.indexes:
+            _insist(partial(index.create, engine, checkfirst=True))
+
+
+def _insist(create: Callable[[], None]) -> None:
+    for attempt in range(1, _CREATE_ATTEMPTS + 1):
+        try:
+            create()
+            return
+        except DBAPIError:
+            if attempt == _CREATE_ATTEMPTS:
+                raise

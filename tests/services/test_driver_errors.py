@@ -74,7 +74,8 @@ def test_whose_fault_it_is(fault: Fault, failure: Any) -> None:
 def test_the_fault_of_the_database_counts_first() -> None:
     """Whatever came of it: a full disk takes the transaction along."""
     refused = IntegrityError("INSERT", {}, postgres("23505"))
-    refused.__context__ = OperationalError("UPDATE", {}, postgres("53100"))
+    refused.__context__ = OperationalError("UPDATE", {}, psycopg.errors.DiskFull("no space"))
+    assert told(refused) == "the disk of the database is full (no space)"
     assert fault_of(refused) is Fault.DATABASE
 
 

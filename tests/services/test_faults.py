@@ -1,5 +1,6 @@
 """Whose fault a failure is: messages that end the connection, and databases that take no writes. Costs 20 s."""
 
+import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 from sqlalchemy import Connection, Engine, create_engine, event, select, text
+from sqlalchemy.exc import OperationalError
 
 from seqdedupe.client.blocking import Client
 from seqdedupe.client.stored import Message
@@ -20,7 +22,7 @@ from seqdedupe.services.consumer.operating import retry
 from seqdedupe.services.consumer.tables import DEAD_LETTERS
 from seqdedupe.services.inbox import Inbox
 from tests.services.conftest import Publish, url_of
-from tests.services.effects import TIMEOUT_SECONDS, effects, make_table, numbers, until, write
+from tests.services.effects import TIMEOUT_SECONDS, effects, make_table, numbers, until, write, write_all
 
 DEAD = ConsumerConfig(max_attempts=2, first_backoff_ms=1, poison="dead letter")
 
@@ -433,6 +435,26 @@ def test_transactions_are_bounded_by_time(
     assert len(set(sizes)) >= 4  # a transaction with all of them would show once
 
 
+def test_what_is_told_of_waiting_ends_nothing(
+    sqlite: Engine, client: Client, topic: str, publish: Publish, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A function that takes no error, for instance: it is first called when the database is away."""
+    make_table(sqlite)
+    publish("0")
+    full = [sqlite3.OperationalError("full")]
+    full[0].sqlite_errorcode = sqlite3.SQLITE_FULL
+
+    def handle(connection: Connection, message: Message) -> None:
+        write(connection, message)
+        while full:
+            raise OperationalError("INSERT", {}, full.pop())
+
+    wrong: Any = lambda: None  # noqa: E731
+    Consumer(client, topic, "c", sqlite, handle, on_waiting=wrong).run(follow=False)
+    assert effects(sqlite) == ["0"]
+    assert "on_waiting has failed when it was told: the consumer's database cannot be used now: the disk" in caplog.text
+
+
 def test_a_partition_that_no_crash_outlives(postgres: Engine, client: Client, topic: str, publish: Publish) -> None:
     """It is added while the consumer runs: the transaction itself is asked where it has written."""
     publish("0", "1")
@@ -452,3 +474,24 @@ def test_a_partition_that_no_crash_outlives(postgres: Engine, client: Client, to
         Consumer(client, topic, "c", postgres, handle, config=config).run(follow=False)
     assert raised.value.reason == "NOT_TRANSACTIONAL"
     assert effects(postgres) == ["0"]
+    # Of a batch the message is named that wrote there, and what is before it stays.
+    with postgres.begin() as connection:
+        connection.execute(text("CREATE TABLE rest PARTITION OF parts FOR VALUES FROM (2) TO (9)"))
+        connection.execute(text("DELETE FROM seqdedupe_consumers"))
+        connection.execute(text("DELETE FROM effects"))
+    publish(*numbers(3, 2))
+
+    def insert_all(connection: Connection, messages: list[Message]) -> None:
+        write_all(connection, messages)
+        for message in messages:
+            connection.execute(text("INSERT INTO parts VALUES (:n)"), {"n": message.index})
+
+    consumer = Consumer(client, topic, "c", postgres, insert_all, in_batches=True, config=DEAD)
+    with pytest.raises(SeqdedupeError, match=r"in hand: the message with index 1 of ") as raised:
+        consumer.run(follow=False)
+    assert raised.value.hint == "ALTER TABLE added SET LOGGED"
+    assert effects(postgres) == ["0"]
+    with postgres.begin() as connection:
+        connection.execute(text(raised.value.hint))
+    Consumer(client, topic, "c", postgres, insert_all, in_batches=True, purpose=consumer.purpose).run(follow=False)
+    assert effects(postgres) == numbers(5)

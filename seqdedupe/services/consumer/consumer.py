@@ -19,7 +19,7 @@ from seqdedupe.client.blocking import Client
 from seqdedupe.client.blocking.loop import run as run_on_loop
 from seqdedupe.client.connection import NOT_A_SIDECAR, Backoff
 from seqdedupe.client.partitioned_reader import PartitionedPosition
-from seqdedupe.client.waiting import OnWaiting
+from seqdedupe.client.waiting import OnWaiting, logged
 from seqdedupe.databases.tables import make_tables
 from seqdedupe.errors import InvalidRequestError, SeqdedupeError, UnavailableError, error
 from seqdedupe.limits import MAX_NAME_BYTES
@@ -74,8 +74,9 @@ class Consumer:
     `name` is one row of `seqdedupe_consumers`, which is made with the consumer's other tables when they are not there.
     It belongs to one topic and one `purpose`: the handler's qualified name unless another is given. `start` counts when
     the name is new. With `in_batches` the handler is called with a list of messages, once in a transaction. It must not
-    end the transaction, nor keep the connection. `on_waiting` is told what is waited for: it must not block. By default
-    that is a warning of the logger `seqdedupe.consumer`.
+    end the transaction, nor keep the connection. `on_waiting` gets an UnavailableError that says what is waited for, in
+    the consumer's thread or the client's: it must not block, and what it raises is logged. By default that is a warning
+    of the logger `seqdedupe.consumer`.
 
     Raises INVALID_OPTION; `run` raises CONSUMER_CHANGED, HANDLER_FAILED with the handler's exception as its cause,
     TRANSACTION_ENDED, NOT_TRANSACTIONAL, INVALID_OUTPUT if the tables cannot be made or used or, at the start, there is
@@ -116,7 +117,7 @@ class Consumer:
         self._in_batches = in_batches
         self._start = start
         self._config = config
-        self._on_waiting = on_waiting or _log_waiting
+        self._on_waiting = logged(on_waiting or _log_waiting)
         self._stop = Stop()
         self._ownership = Ownership(engine, self.name)
         self._work: Work | None = None

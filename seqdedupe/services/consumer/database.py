@@ -10,7 +10,7 @@ from sqlalchemy import Connection, Engine, Table, event, text
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
 from seqdedupe.databases.failures import Fault, codes_of, fault_of, refuses_entry, told
-from seqdedupe.databases.tables import MARIADB
+from seqdedupe.databases.tables import MARIADB, cure_of
 from seqdedupe.errors import SeqdedupeError, UnavailableError, error
 
 _NO_SAVEPOINT = 1178
@@ -167,7 +167,10 @@ def refusing_writes(connection: Connection, tables: frozenset[str]) -> Iterator[
 
 def not_transactional(table: str, kind: str = "") -> SeqdedupeError:
     """The error for a table whose changes cannot be taken back, or are not kept together with the others."""
-    what = f"the table {table} has no transactions: what is written there stays, committed or not"
     if kind:
         what = f"the table {table} is {kind}: what is written there is not kept together with the position"
-    return error("NOT_TRANSACTIONAL", what)
+        return error("NOT_TRANSACTIONAL", what, hint=cure_of(table, kind))
+    what = f"the table {table} has no transactions: what is written there stays, committed or not"
+    # Where several may be meant, the general hint says it.
+    hint = f"ALTER TABLE {table} ENGINE = InnoDB" if table.isidentifier() else None
+    return error("NOT_TRANSACTIONAL", what, hint=hint)

@@ -10,6 +10,7 @@ from sqlalchemy import Connection, Engine, delete, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
 from seqdedupe.client.waiting import OnWaiting
+from seqdedupe.databases.tables import NO_AUTOCOMMIT
 from seqdedupe.errors import UnavailableError, error
 from seqdedupe.message_id import Position
 from seqdedupe.services.consumer import database
@@ -162,7 +163,8 @@ def check_transactions(engine: Engine) -> None:
         stayed = connection.execute(delete(CONSUMERS).where(CONSUMERS.c.name == probe)).rowcount
         connection.commit()
     if stayed:
-        raise database.not_transactional(CONSUMERS.name)
+        what = f"the consumer's engine commits each statement: a row that it rolled back stayed in {CONSUMERS.name}"
+        raise error("NOT_TRANSACTIONAL", what, hint=NO_AUTOCOMMIT)
 
 
 def _new(start: Position) -> dict[str, object]:

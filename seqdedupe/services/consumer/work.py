@@ -165,7 +165,14 @@ class Work:
             done = self._hand_over(connection, messages)
             return str(messages[done - 1].position)
 
-        failure = self._transaction(hand_over, self._shown(messages))
+        try:
+            failure = self._transaction(hand_over, self._shown(messages))
+        except SeqdedupeError as e:
+            # In PostgreSQL nothing of it stayed: it is cut until one message is named.
+            is_cut = e.reason == "NOT_TRANSACTIONAL" and self._engine.dialect.name == "postgresql"
+            if not is_cut or len(messages) == 1:
+                raise
+            failure = _Failure(e, Fault.MESSAGE)
         return done, failure
 
     def _transaction(self, do: Callable[[Connection], str], shown: str) -> _Failure | None:
@@ -176,7 +183,7 @@ class Work:
             raise
         except Exception as e:
             if isinstance(e, SeqdedupeError) and e.reason in _FATAL:
-                raise
+                raise error(e.reason, f"{e.message}; in hand: {shown}", hint=e.hint) from e
             return _Failure(e, self._fault(e, began, shown))
         return None
 

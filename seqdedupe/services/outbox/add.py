@@ -2,6 +2,7 @@
 
 import json
 import uuid
+from collections import Counter
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -9,6 +10,7 @@ from sqlalchemy import Connection, Engine, Executable, text
 from sqlalchemy.exc import DataError, DBAPIError
 
 from seqdedupe.databases.failures import codes_of, told
+from seqdedupe.databases.tables import NO_AUTOCOMMIT
 from seqdedupe.errors import error
 from seqdedupe.services.outbox.rows import COLUMNS, TABLE
 
@@ -57,9 +59,9 @@ class Outbox:
 
         `aggregateid` becomes the message's key. Text and JSON are UTF-8 where the column is bytes, and bytes are taken
         for UTF-8 where it is text or JSON. Raises INVALID_REQUEST, which inserts nothing, for an `id` or payload that
-        is none or does not fit its column, NaN in JSON among that, and for text that is not valid Unicode; and
-        NOT_TRANSACTIONAL on a connection that commits each statement. What else SQLAlchemy raises is the caller's, as
-        is the transaction.
+        is none or does not fit its column, NaN and keys that are one in JSON among that, and for text that is not valid
+        Unicode; and NOT_TRANSACTIONAL on a connection that commits each statement. What else SQLAlchemy raises is the
+        caller's, as is the transaction.
         """
         given: Id = uuid.uuid4() if id is None else id
         values: dict[str, Any] = {
@@ -96,9 +98,19 @@ class Outbox:
 def _json(payload: dict[str, Any] | list[Any]) -> str:
     """Raises INVALID_REQUEST."""
     try:
-        return json.dumps(payload, ensure_ascii=False, allow_nan=False)
-    except (TypeError, ValueError) as e:
+        made = json.dumps(payload, ensure_ascii=False, allow_nan=False)
+        json.loads(made, object_pairs_hook=_check_names)
+    except (TypeError, ValueError, RecursionError) as e:
         raise error("INVALID_REQUEST", f"the payload of an outbox's row cannot be JSON: {e}") from e
+    return made
+
+
+def _check_names(pairs: list[tuple[str, Any]]) -> None:
+    """Raises ValueError for a name that an object has twice: JSON has no other keys than text, so `1` is `"1"`."""
+    names = [name for name, _ in pairs]
+    if len(set(names)) < len(names):
+        [(name, _)] = Counter(names).most_common(1)
+        raise ValueError(f"two keys of an object would both be {json.dumps(name, ensure_ascii=False):.80}")
 
 
 def _id_for(kind: str | None, value: str | bytes) -> str | bytes:
@@ -139,8 +151,12 @@ def _check_transaction(connection: Connection) -> None:
         if _commits_each_statement(raw):
             connection.execute(text("SELECT 1"))  # what listens for the beginning of a transaction may begin one
             if _commits_each_statement(raw):
-                what = "the connection of an outbox commits each statement: a row would stay, and be published, if its "
-                raise error("NOT_TRANSACTIONAL", what + "transaction fails")
+                what = (
+                    f"the connection that Outbox got, to the {connection.dialect.name} database "
+                    f"{connection.engine.url.database!r}, commits each statement: a row would stay, and be published, "
+                    "if its transaction fails"
+                )
+                raise error("NOT_TRANSACTIONAL", what, hint=NO_AUTOCOMMIT)
 
 
 def _commits_each_statement(raw: Any) -> bool:

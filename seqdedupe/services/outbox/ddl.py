@@ -1,7 +1,7 @@
 """The tables and triggers of an outbox. All of it may be run again, and on a table that Debezium's users have."""
 
 from seqdedupe.errors import error
-from seqdedupe.services.outbox.rows import ASIDE_TABLE, ORDINAL_BITS, SEQUENCE_ID, TABLE, TOKEN_TABLE
+from seqdedupe.services.outbox.rows import ASIDE_TABLE, COLUMNS, ORDINAL_BITS, SEQUENCE_ID, TABLE, TOKEN_TABLE
 
 CHANNEL = "seqdedupe_outbox"
 """What PostgreSQL notifies of when rows were inserted."""
@@ -17,6 +17,9 @@ DELETED = "deleted_up_to"
 
 NUMBERING = "outbox_take_number"
 """The function of the trigger that numbers rows. In a table of an older version it is another one."""
+
+ID_TYPES = ("uuid", "text", "varchar", "bpchar", "bytea")
+"""What the column `id` may be in PostgreSQL: numbers would come again, with other rows, after a restore."""
 
 POSTGRES_TRIGGERS = ("outbox_number", "outbox_notify", "outbox_guard", "outbox_guard_truncate")
 SQLITE_TRIGGERS = ("outbox_guard_delete", "outbox_guard_update")
@@ -35,37 +38,70 @@ _ONLY_THE_RELAY = (
 # snapshot's `xmax`, if that is taken now, and this transaction may have inserted rows itself.
 #
 # Whoever may insert a row may take a number: no service needs another right than INSERT.
+#
+# It is one statement. So it is done as a whole or not at all, however it is run: by `psql` without a transaction, which
+# goes on after a statement that fails, and within the transaction of a migration. The token's table comes first,
+# because a relay that deletes rows locks it first.
 POSTGRES = f"""\
-CREATE TABLE IF NOT EXISTS {TABLE} (
-    id uuid PRIMARY KEY,
-    aggregatetype varchar(255) NOT NULL,
-    aggregateid varchar(255) NOT NULL,
-    type varchar(255) NOT NULL,
-    payload {{payload}}
-);
-ALTER TABLE {TABLE} ADD COLUMN IF NOT EXISTS {SEQUENCE_ID} bigint NOT NULL;
-CREATE UNIQUE INDEX IF NOT EXISTS {TABLE}_{SEQUENCE_ID} ON {TABLE} ({SEQUENCE_ID});
-
-CREATE TABLE IF NOT EXISTS {TOKEN_TABLE} (
-    only_one boolean PRIMARY KEY DEFAULT true CHECK (only_one),
-    token text NOT NULL,
-    producer text,
-    topic text
-);
-INSERT INTO {TOKEN_TABLE} (token) VALUES (left(md5(random()::text || clock_timestamp()::text), 16))
-    ON CONFLICT DO NOTHING;
-
-ALTER TABLE {TOKEN_TABLE} ADD COLUMN IF NOT EXISTS {DELETED} bigint;
-
-CREATE TABLE IF NOT EXISTS {ASIDE_TABLE} (
-    LIKE {TABLE},
-    reason text NOT NULL,
-    set_aside_at timestamptz NOT NULL DEFAULT now()
-);
-DO $$
+DO $outbox$
 DECLARE
     added text;
+    wanted text;
+    past bigint;
 BEGIN
+    IF current_setting('transaction_isolation') IN ('repeatable read', 'serializable') THEN
+        RAISE EXCEPTION 'run the statements of an outbox in READ COMMITTED';
+    END IF;
+
+    CREATE TABLE IF NOT EXISTS {TOKEN_TABLE} (
+        only_one boolean PRIMARY KEY DEFAULT true CHECK (only_one),
+        token text NOT NULL,
+        producer text,
+        topic text
+    );
+    INSERT INTO {TOKEN_TABLE} (token) VALUES (left(md5(random()::text || clock_timestamp()::text), 16))
+        ON CONFLICT DO NOTHING;
+    ALTER TABLE {TOKEN_TABLE} ADD COLUMN IF NOT EXISTS {DELETED} bigint;
+
+    CREATE TABLE IF NOT EXISTS {TABLE} (
+        id uuid PRIMARY KEY,
+        aggregatetype varchar(255) NOT NULL,
+        aggregateid varchar(255) NOT NULL,
+        type varchar(255) NOT NULL,
+        payload {{payload}}
+    );
+    IF (SELECT relkind FROM pg_class WHERE oid = '{TABLE}'::regclass) <> 'r' THEN
+        RAISE EXCEPTION '{TABLE} is no plain table' USING HINT = 'Rename it. Nothing was changed.';
+    END IF;
+    FOREACH wanted IN ARRAY ARRAY{list(COLUMNS)} LOOP
+        IF NOT EXISTS (
+            SELECT FROM pg_attribute WHERE attrelid = '{TABLE}'::regclass AND attname = wanted AND NOT attisdropped
+        ) THEN
+            RAISE EXCEPTION 'the table {TABLE} has no column %', wanted
+                USING HINT = 'Add it, or rename a table that is of something else. Nothing was changed.';
+        END IF;
+    END LOOP;
+    IF NOT EXISTS (
+        SELECT FROM pg_attribute JOIN pg_type ON pg_type.oid = atttypid
+        WHERE attrelid = '{TABLE}'::regclass AND attname = 'id' AND typname = ANY (ARRAY{list(ID_TYPES)})
+    ) THEN
+        RAISE EXCEPTION '{TABLE}.id is none of {", ".join(ID_TYPES)}'
+            USING HINT = 'An id must never come again, and numbers do after a restore. Nothing was changed.';
+    END IF;
+    IF EXISTS (SELECT FROM {TABLE}) AND NOT EXISTS (
+        SELECT FROM pg_attribute WHERE attrelid = '{TABLE}'::regclass AND attname = '{SEQUENCE_ID}' AND NOT attisdropped
+    ) THEN
+        RAISE EXCEPTION 'the table {TABLE} has rows without {SEQUENCE_ID}, and nothing tells their order'
+            USING HINT = 'Have them published by what published them until now, or delete them. Nothing was changed.';
+    END IF;
+    ALTER TABLE {TABLE} ADD COLUMN IF NOT EXISTS {SEQUENCE_ID} bigint NOT NULL;
+    CREATE UNIQUE INDEX IF NOT EXISTS {TABLE}_{SEQUENCE_ID} ON {TABLE} ({SEQUENCE_ID});
+
+    CREATE TABLE IF NOT EXISTS {ASIDE_TABLE} (
+        LIKE {TABLE},
+        reason text NOT NULL,
+        set_aside_at timestamptz NOT NULL DEFAULT now()
+    );
     FOR added IN
         SELECT format('ADD COLUMN %I %s', attname, format_type(atttypid, atttypmod)) FROM pg_attribute AS one
         WHERE attrelid = '{TABLE}'::regclass AND attnum > 0 AND NOT attisdropped AND NOT EXISTS (
@@ -74,24 +110,16 @@ BEGIN
     LOOP
         EXECUTE 'ALTER TABLE {ASIDE_TABLE} ' || added;
     END LOOP;
-END $$;
 
-CREATE OR REPLACE FUNCTION {NUMBERING}() RETURNS trigger LANGUAGE plpgsql AS $$
-BEGIN
-    IF NEW.{SEQUENCE_ID} IS NULL THEN
-        NEW.{SEQUENCE_ID} := nextval(
-            CASE WHEN pg_current_xact_id() IS NOT NULL THEN format('%I.{NUMBERS}', TG_TABLE_SCHEMA)::regclass END
-        );
-    END IF;
-    RETURN NEW;
-END $$;
-DO $$
-DECLARE
-    past bigint;
-BEGIN
-    IF current_setting('transaction_isolation') IN ('repeatable read', 'serializable') THEN
-        RAISE EXCEPTION 'run the statements of an outbox in READ COMMITTED';
-    END IF;
+    CREATE OR REPLACE FUNCTION {NUMBERING}() RETURNS trigger LANGUAGE plpgsql AS $$
+    BEGIN
+        IF NEW.{SEQUENCE_ID} IS NULL THEN
+            NEW.{SEQUENCE_ID} := nextval(
+                CASE WHEN pg_current_xact_id() IS NOT NULL THEN format('%I.{NUMBERS}', TG_TABLE_SCHEMA)::regclass END
+            );
+        END IF;
+        RETURN NEW;
+    END $$;
     LOCK TABLE {TABLE} IN SHARE ROW EXCLUSIVE MODE;
     CREATE SEQUENCE IF NOT EXISTS {NUMBERS} CACHE 1;
     EXECUTE format(
@@ -106,38 +134,39 @@ BEGIN
     PERFORM setval('{NUMBERS}', greatest(nextval('{NUMBERS}'), past << {ORDINAL_BITS}));
     UPDATE {TOKEN_TABLE} SET {DELETED} = coalesce({DELETED}, pg_sequence_last_value('{NUMBERS}'));
     CREATE OR REPLACE TRIGGER outbox_number BEFORE INSERT ON {TABLE} FOR EACH ROW EXECUTE FUNCTION {NUMBERING}();
-END $$;
 
-CREATE OR REPLACE FUNCTION outbox_notify() RETURNS trigger LANGUAGE plpgsql AS $$
-BEGIN
-    PERFORM pg_notify('{CHANNEL}', '');
-    RETURN NULL;
-END $$;
-CREATE OR REPLACE TRIGGER outbox_notify AFTER INSERT ON {TABLE} FOR EACH STATEMENT EXECUTE FUNCTION outbox_notify();
+    CREATE OR REPLACE FUNCTION outbox_notify() RETURNS trigger LANGUAGE plpgsql AS $$
+    BEGIN
+        PERFORM pg_notify('{CHANNEL}', '');
+        RETURN NULL;
+    END $$;
+    CREATE OR REPLACE TRIGGER outbox_notify AFTER INSERT ON {TABLE}
+        FOR EACH STATEMENT EXECUTE FUNCTION outbox_notify();
 
-CREATE OR REPLACE FUNCTION outbox_guard() RETURNS trigger LANGUAGE plpgsql AS $$
-BEGIN
-    IF current_setting('{RELAY_SETTING}', true) IS DISTINCT FROM 'on' THEN
-        RAISE EXCEPTION '{_ONLY_THE_RELAY}';
-    END IF;
-    RETURN NULL;
-END $$;
-CREATE OR REPLACE TRIGGER outbox_guard BEFORE DELETE OR UPDATE ON {TABLE}
-    FOR EACH STATEMENT EXECUTE FUNCTION outbox_guard();
-CREATE OR REPLACE TRIGGER outbox_guard_truncate BEFORE TRUNCATE ON {TABLE}
-    FOR EACH STATEMENT EXECUTE FUNCTION outbox_guard();
+    CREATE OR REPLACE FUNCTION outbox_guard() RETURNS trigger LANGUAGE plpgsql AS $$
+    BEGIN
+        IF current_setting('{RELAY_SETTING}', true) IS DISTINCT FROM 'on' THEN
+            RAISE EXCEPTION '{_ONLY_THE_RELAY}';
+        END IF;
+        RETURN NULL;
+    END $$;
+    CREATE OR REPLACE TRIGGER outbox_guard BEFORE DELETE OR UPDATE ON {TABLE}
+        FOR EACH STATEMENT EXECUTE FUNCTION outbox_guard();
+    CREATE OR REPLACE TRIGGER outbox_guard_truncate BEFORE TRUNCATE ON {TABLE}
+        FOR EACH STATEMENT EXECUTE FUNCTION outbox_guard();
+{{lock}}END $outbox$;
 """
 
 # Its name comes before that of the trigger that numbers: so it is fired first.
 _POSTGRES_LOCK = f"""
-CREATE OR REPLACE FUNCTION outbox_lock() RETURNS trigger LANGUAGE plpgsql AS $$
-BEGIN
-    PERFORM pg_advisory_xact_lock(
-        hashtextextended(NEW.aggregateid::text, hashtextextended(NEW.aggregatetype::text, TG_RELID::bigint))
-    );
-    RETURN NEW;
-END $$;
-CREATE OR REPLACE TRIGGER outbox_lock BEFORE INSERT ON {TABLE} FOR EACH ROW EXECUTE FUNCTION outbox_lock();
+    CREATE OR REPLACE FUNCTION outbox_lock() RETURNS trigger LANGUAGE plpgsql AS $$
+    BEGIN
+        PERFORM pg_advisory_xact_lock(
+            hashtextextended(NEW.aggregateid::text, hashtextextended(NEW.aggregatetype::text, TG_RELID::bigint))
+        );
+        RETURN NEW;
+    END $$;
+    CREATE OR REPLACE TRIGGER outbox_lock BEFORE INSERT ON {TABLE} FOR EACH ROW EXECUTE FUNCTION outbox_lock();
 """
 
 # There is one writer at a time, so numbers follow the order of commits. No session has settings that a trigger could
@@ -200,7 +229,7 @@ def ddl(database: str, *, payload: str = "bytea", lock_aggregates: bool = False)
         what = f"the column payload cannot be {payload}"
         raise error("INVALID_CONFIGURATION", what, hint=f"It may be {', '.join(PAYLOADS)}.")
     if database == "postgresql":
-        return POSTGRES.format(payload=payload) + (_POSTGRES_LOCK if lock_aggregates else "")
+        return POSTGRES.format(payload=payload, lock=_POSTGRES_LOCK if lock_aggregates else "")
     if payload != PAYLOADS[0] or lock_aggregates:
         what = "an outbox in SQLite has neither a kind of payload nor locks: any payload fits, and one writes at a time"
         raise error("INVALID_CONFIGURATION", what)

@@ -16,8 +16,9 @@ from sqlalchemy.engine import URL
 from seqdedupe.batch import Int64s
 from seqdedupe.databases import failures
 from seqdedupe.databases.postgres import CONNECTION
+from seqdedupe.databases.tables import POSTGRESQL_UNSAFE_TABLES, cure_of
 from seqdedupe.limits import MAX_PAYLOAD_BYTES, NO_SEQUENCE_ID
-from seqdedupe.services.outbox.ddl import CHANNEL, DELETED, NUMBERING, POSTGRES_TRIGGERS, RELAY_SETTING
+from seqdedupe.services.outbox.ddl import CHANNEL, DELETED, ID_TYPES, NUMBERING, POSTGRES_TRIGGERS, RELAY_SETTING
 from seqdedupe.services.outbox.horizon import Horizon
 from seqdedupe.services.outbox.rows import (
     ASIDE_TABLE,
@@ -38,6 +39,7 @@ from seqdedupe.services.outbox.store import (
     Store,
     bad_outbox,
     changed,
+    check_names,
     unavailable,
 )
 
@@ -53,9 +55,6 @@ _SESSION = (
     "SET standard_conforming_strings = on; SET enable_seqscan = off; SET enable_bitmapscan = off; SET jit = off; "
     f"SET synchronous_commit = on; SET lock_timeout = '{LOCK_TIMEOUT_SECONDS}s'"
 )
-
-_ID_TYPES = ("uuid", "text", "varchar", "bpchar", "bytea")
-"""Numbers would come again, with other rows, after a restore."""
 
 _OLDEST_RUNNING = "pg_snapshot_xmin(pg_current_snapshot())"
 _XMAX = "pg_snapshot_xmax(pg_current_snapshot())"
@@ -105,6 +104,16 @@ _TRIGGERS = (
     "SELECT tgname, proname FROM pg_trigger JOIN pg_proc ON pg_proc.oid = tgfoid "
     "WHERE tgrelid = to_regclass(%s) AND tgenabled IN ('O', 'A')"
 )
+# What is text takes any type, as PostgreSQL assigns.
+_UNLIKE = (
+    "SELECT attname, format_type(ours.atttypid, ours.atttypmod), format_type(wanted.atttypid, wanted.atttypmod) "
+    "FROM pg_attribute AS ours JOIN pg_attribute AS wanted USING (attname) JOIN pg_type ON pg_type.oid = ours.atttypid "
+    "WHERE ours.attrelid = to_regclass(%s) AND wanted.attrelid = to_regclass(%s) AND wanted.attnum > 0 "
+    "AND NOT wanted.attisdropped AND ours.atttypid <> wanted.atttypid AND typcategory <> 'S' AND NOT EXISTS ("
+    "SELECT FROM pg_cast WHERE castsource = wanted.atttypid AND casttarget = ours.atttypid AND castcontext <> 'e')"
+)
+_UNSAFE = POSTGRESQL_UNSAFE_TABLES.format(names="%s")
+_TABLES = (TABLE, TOKEN_TABLE, ASIDE_TABLE)
 _SAME_ROWS = "FROM unnest(%s::bigint[], %s::text[]) AS given(s, i)"
 
 # Whoever has the lowest ID of all databases of the server: it has written, and is not over.
@@ -172,14 +181,23 @@ class PostgresStore(Store):
             raise bad_outbox(f"the database's encoding is {encoding}, and should be UTF8")
         kinds = _columns(connection, TABLE, (*COLUMNS, SEQUENCE_ID))
         _columns(connection, TOKEN_TABLE, ("token", "producer", "topic"))
+        check_names(kinds)
         # A row that is set aside goes there as a whole, whatever else its table has.
         _columns(connection, ASIDE_TABLE, (*kinds, "reason", "set_aside_at"))
+        for table, kind in connection.execute(_UNSAFE, (list(_TABLES),)).fetchall():
+            what = f"the table {table} is {kind}: after a crash it would not hold what the other tables hold"
+            raise bad_outbox(what, cure_of(table, kind))
         if kinds[SEQUENCE_ID] != ("int8", True):
             raise bad_outbox(f"{TABLE}.{SEQUENCE_ID} should be bigint NOT NULL")
-        if kinds["id"][0] not in _ID_TYPES or not kinds["id"][1]:
+        if kinds["id"][0] not in ID_TYPES or not kinds["id"][1]:
             raise bad_outbox(
-                f"{TABLE}.id is {kinds['id'][0]}, and should be one of {', '.join(_ID_TYPES)}, NOT NULL: an id must "
+                f"{TABLE}.id is {kinds['id'][0]}, and should be one of {', '.join(ID_TYPES)}, NOT NULL: an id must "
                 "never come again, and numbers do after a restore"
+            )
+        for name, ours, wanted in connection.execute(_UNLIKE, (ASIDE_TABLE, TABLE)).fetchall():
+            raise bad_outbox(
+                f"{ASIDE_TABLE}.{name} is {ours}, and {TABLE}.{name} is {wanted}: no row could be set aside",
+                f"Give both the same type: ALTER TABLE {ASIDE_TABLE} ALTER {name} TYPE {wanted} USING …",
             )
         if connection.execute(_IS_UNIQUE, (TABLE, SEQUENCE_ID)).fetchone() is None:
             raise bad_outbox(f"{TABLE}.{SEQUENCE_ID} has no unique index")

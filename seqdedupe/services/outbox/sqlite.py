@@ -21,6 +21,7 @@ from seqdedupe.services.outbox.store import (
     Store,
     bad_outbox,
     changed,
+    check_names,
     unavailable,
 )
 
@@ -127,8 +128,12 @@ class SqliteStore(Store):
             connection.executemany(f"DELETE FROM {TABLE} WHERE {SEQUENCE_ID} = ? AND {_ID_BYTES} IS ?", gone)
 
     def set_aside(self, page: Page, reason: str) -> None:
-        names = f"{SEQUENCE_ID}, {', '.join(COLUMNS)}"
         with self._removing() as connection:
+            all_names, there = _quoted_columns(connection, TABLE), _quoted_columns(connection, ASIDE_TABLE)
+            for column in all_names:
+                if column.lower() not in map(str.lower, there):
+                    connection.execute(f"ALTER TABLE {ASIDE_TABLE} ADD {column}")
+            names = ", ".join(all_names)
             for number, name in _named(page):
                 connection.execute(
                     f"INSERT INTO {ASIDE_TABLE} ({names}, reason) SELECT {names}, ? FROM {TABLE} "
@@ -182,6 +187,11 @@ def _named(page: Page) -> list[tuple[int, bytes | None]]:
     ]
 
 
+def _quoted_columns(connection: sqlite3.Connection, table: str) -> list[str]:
+    """Those that are computed, too."""
+    return ['"' + row[1].replace('"', '""') + '"' for row in connection.execute(f"PRAGMA table_xinfo({table})")]
+
+
 def _check(connection: sqlite3.Connection) -> None:
     wanted = {
         TABLE: (*COLUMNS, SEQUENCE_ID),
@@ -195,6 +205,8 @@ def _check(connection: sqlite3.Connection) -> None:
         for name in names:
             if name not in found:
                 raise bad_outbox(f"the table {table} has no column {name}")
+        if table == TABLE:
+            check_names(name.lower() for name in found)
         if table == TABLE and "INT" in found["id"][2].upper():
             raise bad_outbox(
                 f"{TABLE}.id is {found['id'][2]}: an id must never come again, and numbers do after a restore"

@@ -2,7 +2,7 @@
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from sqlalchemy.engine import URL, make_url
@@ -10,7 +10,7 @@ from sqlalchemy.exc import ArgumentError
 
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.limits import NO_SEQUENCE_ID
-from seqdedupe.services.outbox.rows import Page
+from seqdedupe.services.outbox.rows import ASIDE_TABLE, TABLE, Page
 from seqdedupe.services.outbox.steps import State
 
 PAGE_ROWS = 5000
@@ -144,8 +144,14 @@ def database_url(database: str) -> URL:
     return url
 
 
-def bad_outbox(what: str) -> SeqdedupeError:
-    return error("INVALID_OUTBOX", what)
+def bad_outbox(what: str, hint: str | None = None) -> SeqdedupeError:
+    return error("INVALID_OUTBOX", what, hint=hint)
+
+
+def check_names(columns: Iterable[str]) -> None:
+    """Raises INVALID_OUTBOX for a column of the outbox that would be in the table of rows set aside twice."""
+    for name in sorted({"reason", "set_aside_at"}.intersection(columns)):
+        raise bad_outbox(f"{TABLE} has a column {name}, which {ASIDE_TABLE} needs for itself: rename it")
 
 
 def changed(what: str, is_now: str, told: str) -> SeqdedupeError:

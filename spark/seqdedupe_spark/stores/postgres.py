@@ -14,7 +14,7 @@ from psycopg.pq import TransactionStatus
 
 from seqdedupe.databases.failures import Fault, ended, fault_of, told
 from seqdedupe.databases.postgres import CONNECTION
-from seqdedupe.databases.tables import POSTGRESQL_UNSAFE_TABLES, POSTGRESQL_UNSAFE_WRITES
+from seqdedupe.databases.tables import POSTGRESQL_UNSAFE_TABLES, POSTGRESQL_UNSAFE_WRITES, cure_of
 from seqdedupe.errors import SeqdedupeError, UnavailableError, error
 from seqdedupe_spark.stores.contract import (
     FORMAT_VERSION,
@@ -380,7 +380,7 @@ def _check_landed(connection: Connection) -> None:
 def _refuse(found: tuple[Any, ...] | None) -> None:
     if found:
         what = f"table {found[0]} is {found[1]}: after a crash it would not hold what the other tables hold"
-        raise error("INVALID_OUTPUT", what, hint="ALTER TABLE … SET LOGGED, or let the rows go into other tables.")
+        raise error("INVALID_OUTPUT", what, hint=cure_of(*found))
 
 
 class _Others:

@@ -335,7 +335,7 @@ class SqlStore(OutputStore):
 def _refuse(found: Any) -> None:
     if found:
         what = f"the table {found[0]} is {found[1]}: after a crash it would not hold what the other tables hold"
-        raise error("INVALID_OUTPUT", what)
+        raise error("INVALID_OUTPUT", what, hint=tables.cure_of(*found))
 
 
 def _begin_session(connection: Any, _record: object) -> None:

@@ -9,10 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from sqlalchemy import create_engine, text
 from sqlalchemy.ext.asyncio import create_async_engine
 
+from seqdedupe.cli.outbox import outbox
 from seqdedupe.errors import InvalidRequestError
+from seqdedupe.limits import MAX_PAYLOAD_BYTES
 from seqdedupe.services.outbox import Outbox, ddl
 from seqdedupe.services.outbox import steps as outbox_steps
 from seqdedupe.services.outbox.horizon import Horizon
@@ -36,9 +39,34 @@ def test_from_nothing_to_messages(shared_sidecar: Sidecar, topic: str, tmp_path:
     database = ("--database", f"sqlite:///{path}")
     relay = ("relay", *database, "--topic", topic, "--producer", NAME, "--address", shared_sidecar.address, "--once")
     assert json.loads(run("lag", *database, "--json").stdout)["rows"] == 1
-    assert run(*relay).stdout == "1 published, 0 found there, 0 set aside\n"
+    said = "1 published, 0 found there, 0 set aside\nleft: 0 rows in outbox, 0 in outbox_aside\n"
+    assert run(*relay).stdout == said
     assert json.loads(run(*relay, "--json").stdout)["published"] == 0
     assert run("lag", *database).stdout == "0 rows in the outbox, 0 set aside\n"
+
+
+def test_what_is_left_is_said_at_the_end(
+    shared_sidecar: Sidecar, topic: str, postgres: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("seqdedupe.services.outbox.work.ONCE_SECONDS", 0.0)
+    relay = ["relay", "--database", postgres.url, "--topic", topic, "--producer", NAME, "--once", "--address"]
+    with postgres.engine.connect() as slow:
+        pid = slow.execute(text("SELECT pg_backend_pid()")).scalar_one()
+        Outbox(slow).add("order", "7", "OrderPlaced", b"first")
+        postgres.add(b"second")
+        postgres.add(b"third")
+        done = CliRunner().invoke(outbox, [*relay, shared_sidecar.address])
+        assert (done.exit_code, done.output.count("\n")) == (0, 2)
+        last = done.output.splitlines()[-1]
+        assert re.fullmatch(rf"left: 2 rows in outbox \(they wait .* process {pid}, .*\), 0 in outbox_aside", last)
+        slow.commit()
+    postgres.add(bytes(MAX_PAYLOAD_BYTES + 1))
+    done = CliRunner().invoke(outbox, [*relay, shared_sidecar.address, "--json"])
+    found = json.loads(done.stdout)
+    assert (done.exit_code, found["published"], found["set_aside"]) == (0, 3, 1)
+    assert found["left"] == {
+        "rows": 0, "unreadable_rows": 0, "held_by": "", "held_seconds": 0.0, "set_aside_rows": 1,
+    }  # fmt: skip
 
 
 def test_what_is_amiss_is_one_line(shared_sidecar: Sidecar, topic: str, tmp_path: Path) -> None:
@@ -64,6 +92,9 @@ def test_what_cannot_be_added(tmp_path: Path) -> None:
         made.executescript(ddl("sqlite"))
     made.close()
     engine = create_engine(f"sqlite:///{path}")
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
     with engine.begin() as connection:
         for values, words in (
             ({"id": 5}, "the id of an outbox's row is 5"),
@@ -74,6 +105,9 @@ def test_what_cannot_be_added(tmp_path: Path) -> None:
             ({"payload": {"a": "\ud800"}}, "the payload of"),
             ({"payload": {"a": float("nan")}}, "cannot be JSON"),
             ({"payload": [{1, 2}]}, "cannot be JSON"),
+            ({"payload": {1: "a", "1": "b"}}, 'two keys of an object would both be "1"'),
+            ({"payload": [{"a": [{None: 1, "null": 2}]}]}, 'two keys of an object would both be "null"'),
+            ({"payload": deep}, "cannot be JSON"),
             ({"payload": 7}, "it should be bytes, text"),
             ({"aggregateid": "\ud800"}, "the aggregateid of"),
             ({"aggregateid": b"4711"}, "the aggregateid of an outbox's row is b'4711': it should be text"),
@@ -109,6 +143,63 @@ def test_the_ddl_on_a_table_of_debezium(postgres: Database) -> None:
     with postgres.engine.begin() as connection:
         Outbox(connection).add("order", "7", "OrderPlaced", {"amount": 7})
     assert postgres.value("SELECT sequence_id > 0 FROM outbox") is True
+
+
+@pytest.mark.parametrize(
+    ("broken", "said", "cure"),
+    [
+        (
+            "CREATE TABLE outbox (id uuid PRIMARY KEY, aggregatetype text NOT NULL, "
+            "aggregateid text NOT NULL, type text NOT NULL, payload jsonb); "
+            "INSERT INTO outbox VALUES (gen_random_uuid(), 'order', '7', 'OrderPlaced', '{}')",
+            "the table outbox has rows without sequence_id",
+            "TRUNCATE outbox",
+        ),
+        (
+            "CREATE TABLE outbox (id int PRIMARY KEY, aggregatetype text, aggregateid text, type text, payload text)",
+            "outbox.id is none of uuid",
+            "DROP TABLE outbox",
+        ),
+        (
+            "CREATE TABLE outbox (id uuid PRIMARY KEY)",
+            "the table outbox has no column aggregatetype",
+            "DROP TABLE outbox",
+        ),
+        ("CREATE VIEW outbox AS SELECT 1 AS id", "outbox is no plain table", "DROP VIEW outbox"),
+        (
+            "CREATE FUNCTION outbox_guard() RETURNS int LANGUAGE sql AS 'SELECT 1'",
+            "cannot change return type",
+            "DROP FUNCTION outbox_guard",
+        ),
+    ],
+)
+async def test_statements_that_fail_change_nothing(
+    shared_sidecar: Sidecar, topic: str, postgres: Database, broken: str, said: str, cure: str
+) -> None:
+    """By psql as it is: each statement is a transaction there, and it goes on after one that fails."""
+    everything = (
+        "SELECT string_agg(one, chr(10) ORDER BY one) FROM (SELECT attrelid::regclass || '.' || attname FROM "
+        "pg_attribute JOIN pg_class c ON c.oid = attrelid WHERE relnamespace = 'public'::regnamespace UNION ALL SELECT "
+        "tgrelid::regclass || ' ' || tgname FROM pg_trigger UNION ALL SELECT proname || prosrc FROM pg_proc WHERE "
+        "pronamespace = 'public'::regnamespace) AS found (one)"
+    )
+    made = "TABLE outbox, outbox_token, outbox_aside; DROP FUNCTION outbox_notify, outbox_take_number, outbox_guard"
+    postgres.script(f"DROP {made}; {broken}")
+    before = postgres.value(everything)
+    script = ddl("postgresql")
+
+    def psql() -> str:
+        command = ["psql", "--no-psqlrc", "--file=-", postgres.url]
+        return subprocess.run(command, input=script, text=True, check=False, capture_output=True).stderr
+
+    assert said in psql()
+    assert postgres.value(everything) == before
+    postgres.script(cure)
+    assert "ERROR" not in psql()
+    assert "ERROR" not in psql()
+    postgres.add(b"{}")
+    await relay_all(shared_sidecar, postgres, topic)
+    assert await payloads(shared_sidecar, topic) == [b"{}"]
 
 
 async def test_adding_under_asyncio(postgres: Database) -> None:
