@@ -107,7 +107,7 @@ class JournalAttack:
         self._syncs = edge_sidecar.syncs(folder)
         self._topics = [Published(name) for name in TOPICS]
         # In the worst case nothing of the journal is forgotten meanwhile.
-        idle_seconds = 10 if is_worst else 0.3
+        idle_seconds = 3600 if is_worst else 0.3
         self.sidecar = Sidecar(folder, **edge_sidecar.settings(folder, bug, idle_seconds=idle_seconds))
         self._life_from = 0
         """How long the file of syncs was when the sidecar was started last."""
