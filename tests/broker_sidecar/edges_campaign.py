@@ -107,8 +107,8 @@ class JournalAttack:
         self._syncs = edge_sidecar.syncs(folder)
         self._topics = [Published(name) for name in TOPICS]
         # In the worst case nothing of the journal is forgotten meanwhile.
-        idle_seconds = 3600 if is_worst else 0.3
-        self.sidecar = Sidecar(folder, **edge_sidecar.settings(folder, bug, idle_seconds=idle_seconds))
+        forgets = {"idle_seconds": 3600, "journal_file_bytes": 2**24} if is_worst else {"idle_seconds": 0.3}
+        self.sidecar = Sidecar(folder, **edge_sidecar.settings(folder, bug, **forgets))
         self._life_from = 0
         """How long the file of syncs was when the sidecar was started last."""
         self.refused = 0
