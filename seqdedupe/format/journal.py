@@ -17,6 +17,8 @@ _HEAD = struct.Struct("<IIqqqqq")
 _PLACE = struct.Struct("<qqqII")
 HEAD_BYTES = _TAG.size + _HEAD.size
 FILE_OFFSET_AT = _TAG.size + 8
+SECTOR_BYTES = 512
+"""A disk writes all of such a piece of a file, or nothing of it."""
 
 
 class Part(NamedTuple):
@@ -59,6 +61,8 @@ class Round(NamedTuple):
     """Those that are intact."""
     damaged: list[int]
     """The incarnations of the others."""
+    is_torn: bool
+    """Whether a power cut before the round's sync can have left the damaged parts like this."""
     end: int
     """Where the next one begins in the file."""
 
@@ -87,6 +91,7 @@ def round_at(raw: bytes, at: int, key: Int64s) -> Round | None:
         return None
     parts: list[Part] = []
     damaged: list[int] = []
+    is_whole = True
     begin = head_end
     for entry in _PLACE.iter_unpack(raw[at + HEAD_BYTES : head_end]):
         place = Place(*entry)
@@ -96,7 +101,10 @@ def round_at(raw: bytes, at: int, key: Int64s) -> Round | None:
             parts.append(Part(*place[:3], body))
         else:
             damaged.append(place.incarnation)
-    return Round(version, number, previous, forgotten, parts, damaged, at + size)
+            is_whole = is_whole and _is_written(raw, at, begin - place.size, begin)
+    # The next round is begun only after the sync of this one.
+    is_torn = not is_whole and at + size >= len(raw)
+    return Round(version, number, previous, forgotten, parts, damaged, is_torn, at + size)
 
 
 def rounds_in(raw: bytes, key: Int64s) -> Iterator[Round]:
@@ -109,6 +117,26 @@ def rounds_in(raw: bytes, key: Int64s) -> Iterator[Round]:
         else:
             yield found
             at = found.end
+
+
+def has_damaged_head(raw: bytes, at: int) -> bool:
+    """Whether a round was written at this offset, where `round_at` finds none, and no power cut explains that."""
+    fixed_end = at + HEAD_BYTES
+    if not _is_written(raw, at, at, fixed_end):
+        return False
+    _, count, file_offset, _, _, _, size = _HEAD.unpack_from(raw, at + _TAG.size)
+    table_bytes = count * _PLACE.size
+    contradicts_itself: bool = file_offset != at or size <= HEAD_BYTES + table_bytes
+    return contradicts_itself or _is_written(raw, at, at, fixed_end + table_bytes)
+
+
+def _is_written(raw: bytes, round_at: int, start: int, stop: int) -> bool:
+    """Whether each sector from `start` to `stop` has bytes of the round that begins at `round_at`.
+
+    Files only grow. So a sector that a power cut took is missing, or has zeros after the end of the round before.
+    """
+    sectors = range(start // SECTOR_BYTES * SECTOR_BYTES, stop, SECTOR_BYTES)
+    return stop <= len(raw) and all(any(raw[max(round_at, at) : at + SECTOR_BYTES]) for at in sectors)
 
 
 def _next_head(raw: bytes, at: int, key: Int64s) -> int:

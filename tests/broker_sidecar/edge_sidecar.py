@@ -32,11 +32,24 @@ class Quick(NamedTuple):
 
 
 def settings(
-    folder: Path, bug: str = "", *, quick: Quick | None = None, is_ruled: bool = False, idle_seconds: float = 10
+    folder: Path,
+    bug: str = "",
+    *,
+    quick: Quick | None = None,
+    is_ruled: bool = False,
+    idle_seconds: float = 10,
+    journal_file_bytes: int = JOURNAL_FILE_BYTES,
 ) -> dict[str, Any]:
     """Return those of a sidecar like this. `is_ruled`: it believes who a caller says it is, as in `by_name`.
-    `idle_seconds`: the journal forgets as often."""
-    told = {"folder": str(folder), "bug": bug, "quick": quick, "is_ruled": is_ruled, "idle_seconds": idle_seconds}
+    The journal forgets every `idle_seconds`, and when a file of it has `journal_file_bytes`."""
+    told = {
+        "folder": str(folder),
+        "bug": bug,
+        "quick": quick,
+        "is_ruled": is_ruled,
+        "idle_seconds": idle_seconds,
+        "journal_file_bytes": journal_file_bytes,
+    }
     return {"module": MODULE, "environment": {VARIABLE: json.dumps(told)}}
 
 
@@ -140,7 +153,7 @@ def main() -> int:
     from tests.broker_sidecar.security import by_name
 
     EmbeddedLogs.__init__ = partialmethod(EmbeddedLogs.__init__, segment_bytes=SEGMENT_BYTES)  # type: ignore[assignment]
-    journal.FILE_BYTES = JOURNAL_FILE_BYTES
+    journal.FILE_BYTES = told["journal_file_bytes"]
     commit.IDLE_SECONDS = told["idle_seconds"]
     _write_down_syncs(os.open(syncs(Path(told["folder"])), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600))
     if here is not None:

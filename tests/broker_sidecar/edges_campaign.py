@@ -19,6 +19,8 @@ from typing import Any
 
 import grpc
 
+from seqdedupe.format.journal import HEAD_BYTES, rounds_in
+from seqdedupe.format.tag import key_of
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from seqdedupe.v1 import admin_pb2, batch_pb2
 from tests.broker_sidecar import edge_sidecar
@@ -29,8 +31,9 @@ TOPICS = ("a", "b", "c", "d")
 
 
 def payload(sequence_id: int) -> bytes:
-    """A payload that belongs to this ID alone, of any size up to some hundred bytes."""
-    return b"%d/" % sequence_id + bytes(sequence_id * 37 % 500)
+    """A payload that belongs to this ID alone, of any size up to some hundred bytes. None of them is zero, as what a
+    power cut took from a file is."""
+    return b"%d/" % sequence_id + b"." * (sequence_id * 37 % 500)
 
 
 @dataclass
@@ -83,15 +86,17 @@ def calling(sidecar: Sidecar) -> Iterator[Client]:
 # -- the newest file of the journal ----------------------------------------------------------------------------------
 
 
-DAMAGE = ("nothing", "removed", "emptied", "torn", "zeroed", "all zeroed")
+PLACE_BYTES = 32
+"""What a part has in the table of its round."""
+DAMAGE = ("nothing", "removed", "emptied", "torn", "zeroed", "all zeroed", "changed")
 
 
 class JournalAttack:
     """kill -9 while the journal is written, often a power cut as well, and something happens to its newest file.
 
-    What the journal has confirmed before the damage is there, or the topic is refused with a word about the journal. A
-    file that is cut or zeroed after its first round looks like one whose last round was torn, and never confirmed: what
-    was confirmed from there on may be gone after a power cut.
+    What the journal has confirmed is there, or the topic is refused with a word about the journal. Only a file that is
+    cut after its first round, or zeroed from a later head or in its last round on, may be what a power cut left before
+    that round was confirmed: what was confirmed from there on may be gone after a power cut.
     """
 
     def __init__(self, folder: Path, seed: int, bug: str = "", *, is_worst: bool = False) -> None:
@@ -102,34 +107,37 @@ class JournalAttack:
         self._syncs = edge_sidecar.syncs(folder)
         self._topics = [Published(name) for name in TOPICS]
         # In the worst case nothing of the journal is forgotten meanwhile.
-        idle_seconds = 10 if is_worst else 0.3
-        self.sidecar = Sidecar(folder, **edge_sidecar.settings(folder, bug, idle_seconds=idle_seconds))
+        forgets = {"idle_seconds": 3600, "journal_file_bytes": 2**24} if is_worst else {"idle_seconds": 0.3}
+        self.sidecar = Sidecar(folder, **edge_sidecar.settings(folder, bug, **forgets))
+        self._life_from = 0
+        """How long the file of syncs was when the sidecar was started last."""
         self.refused = 0
 
     def case(self) -> str:
         """Return what was done."""
-        before = self._syncs.stat().st_size
-        self._publish(before, self._random.randint(1, 12))
+        self._publish(self._random.randint(1, 12))
         self.sidecar.kill()
         is_cut = self._is_worst or self._random.random() < 0.8
         if is_cut:
             self._cut_the_power()
-        how, kept, file = self._damage()
-        sizes = self._sizes(before, file)
+        how, kept, file, may_be_torn = self._damage()
+        sizes = self._sizes(file)
         is_damaged = kept < max((size for _, size in sizes), default=0)
-        is_noticed = not sizes or kept < sizes[0][1]
+        is_noticed = not sizes or kept < sizes[0][1] or not may_be_torn
         confirmed_until = next((at for at, size in sizes if size > kept), inf)
         for topic in self._topics:
             may_be_gone = is_cut and is_damaged and not is_noticed
             topic.acknowledged = [at for at in topic.acknowledged if not may_be_gone or at < confirmed_until]
-        refused = self._start(is_damaged)
+        refused = self._start(is_damaged or how in ("zeroed", "all zeroed", "changed"))
         if refused:
             self.refused += 1
             self._give_up(refused)
-        return f"{how}{', power cut' if is_cut else ''}: {f'{len(refused)} refused' if refused else 'all there'}"
+        found = f"{len(refused)} refused" if refused else "all there"
+        return f"{how} from {kept}{', power cut' if is_cut else ''}: {found}"
 
-    def _publish(self, before: int, rounds: int) -> None:
+    def _publish(self, rounds: int) -> None:
         """At least so many rounds of the journal; the last messages are handed over, and nobody waits for them."""
+        before = self._syncs.stat().st_size
         with calling(self.sidecar) as client:
             epochs = {topic.name: client.epochs(topic.name, "p") for topic in self._topics}
             streams = {topic.name: client.stream(topic.name) for topic in self._topics}
@@ -149,13 +157,13 @@ class JournalAttack:
         frames = [(topic, topic.frame(self._random.randint(1, 3), epochs[topic.name])) for topic in some]
         return [(topic, streams[topic.name].send(frame)) for topic, frame in frames]
 
-    def _sizes(self, before: int, file: Path | None) -> list[tuple[int, int]]:
+    def _sizes(self, file: Path | None) -> list[tuple[int, int]]:
         """The syncs of a file in the last life: where the line ends in the file of syncs, and how long the file was."""
         found, at = [], 0
         for line in self._syncs.read_bytes().splitlines(keepends=True):
             at += len(line)
             size, path = line.decode().split()
-            if at > before and path == str(file):
+            if at > self._life_from and path == str(file):
                 found.append((at, int(size)))
         return found
 
@@ -171,28 +179,44 @@ class JournalAttack:
             left = self._random.choice((least, self._random.randint(least, there), there))
             os.truncate(segment, least if self._is_worst else left)
 
-    def _damage(self) -> tuple[str, float, Path | None]:
-        """What was done to the newest file, how much of it is left, and which it is."""
+    def _damage(self) -> tuple[str, float, Path | None, bool]:
+        """What was done to the newest file, how much of it is left, which it is, and whether a power cut before the
+        sync of a round may leave the same."""
         file = max((self._logs / "journal").glob("*.journal"), default=None)
         if file is None:
-            return "no file", inf, None
-        size = file.stat().st_size
+            return "no file", inf, None, False
+        raw = file.read_bytes()
+        size, may_be_torn = len(raw), True
         how = "removed" if self._is_worst else self._random.choice(DAMAGE)
-        kept = self._random.randrange(size) if how in ("torn", "zeroed") and size else 0
+        kept = self._random.randrange(size) if how in ("torn", "zeroed", "changed") and size else 0
         match how:
             case "nothing":
-                return how, inf, file
+                return how, inf, file, False
             case "removed":
                 file.unlink()
             case "emptied" | "torn":
-                file.write_bytes(file.read_bytes()[:kept])
+                file.write_bytes(raw[:kept])
+            case "changed":
+                other = bytes(byte ^ self._random.randint(1, 255) for byte in raw[kept : kept + 1])
+                file.write_bytes(raw[:kept] + other + raw[kept + 1 :])
+                may_be_torn = False
             case _:
-                file.write_bytes(file.read_bytes()[:kept] + bytes(size - kept))
-        return f"{how} from {kept} of {size}", kept, file
+                file.write_bytes(raw[:kept] + bytes(size - kept))
+                may_be_torn = not self._changes_parts_of_an_earlier_round(raw, kept)
+        return how, kept, file, may_be_torn
+
+    def _changes_parts_of_an_earlier_round(self, raw: bytes, at: int) -> bool:
+        """Whether zeros from this offset of the newest file on leave a round's head, and another round follows it."""
+        begin = 0
+        for found in rounds_in(raw, key_of((self._logs / "journal" / "secret").read_bytes())):
+            if begin + HEAD_BYTES + len(found.parts) * PLACE_BYTES <= at < found.end:
+                return found.end < len(raw) and any(raw[at : found.end])
+            begin = found.end
+        return False
 
     def _start(self, is_damaged: bool) -> list[Published]:
         """Starts, and looks at all topics. Return those that are refused."""
-        self.sidecar.start()
+        self._restart()
         refused = []
         with calling(self.sidecar) as client:
             for topic in self._topics:
@@ -205,6 +229,10 @@ class JournalAttack:
                 refused.append(topic)
         return refused
 
+    def _restart(self) -> None:
+        self._life_from = self._syncs.stat().st_size
+        self.sidecar.start()
+
     def _check(self, client: Client, topic: Published) -> None:
         there = topic.read(client)
         assert len(topic.acknowledged) <= there <= topic.handed_over, f"{topic}: {there} are there"
@@ -215,7 +243,7 @@ class JournalAttack:
         """Each topic goes on with what it has, or says that something is missing."""
         self.sidecar.kill()
         self.sidecar.keys["give_up_journal"] = True
-        self.sidecar.start()
+        self._restart()
         del self.sidecar.keys["give_up_journal"]
         with calling(self.sidecar) as client:
             for topic in self._topics:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from seqdedupe.errors import DamagedError, UnavailableError
-from seqdedupe.format.journal import rounds_in
+from seqdedupe.format.journal import SECTOR_BYTES, rounds_in
 from seqdedupe.format.tag import key_of
 from seqdedupe.log.embedded import replaying
 from seqdedupe.log.embedded.commit import Committer
@@ -70,6 +70,16 @@ def torn_at_its_first_round(path: Path) -> None:
     os.truncate(path, 100)
 
 
+def cut_in_its_last_part(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def changed_in_its_last_part(path: Path) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[-10] ^= 1
+    path.write_bytes(raw)
+
+
 async def without_the_newest_file(rounds: Rounds, to: Path, damage: Callable[[Path], None], *, is_second: bool) -> Path:
     """Its rounds were the last ones, and stand in no segment."""
     await rounds.begin()
@@ -122,6 +132,60 @@ async def test_no_file_that_was_forgotten_is_missed(
         await again.end()
         (folder / BEGUN_FILE).write_bytes(before)
     assert await found_in(folder, ALL, has_journal=True) == {i: [0, 1, 2] for i in ALL}
+
+
+async def test_the_first_round_of_the_newest_file_was_no_torn_one(rounds: Rounds, tmp_path: Path) -> None:
+    """It was durable before the file was named. Whatever followed it is lost too."""
+    folder = await without_the_newest_file(rounds, tmp_path / "killed", cut_in_its_last_part, is_second=True)
+    for incarnation in ALL:
+        with pytest.raises(DamagedError, match="a round of the journal is missing or damaged") as raised:
+            await found_in(folder, [incarnation])
+        assert "--give-up-journal" in raised.value.hint
+    assert await found_in(folder, ALL, gives_up_journal=True) == {1: [0, 1], 2: [0, 1], 3: [0]}
+
+
+async def the_last_round_damaged(rounds: Rounds, to: Path, damage: Callable[[Path], None]) -> Path:
+    """It is the third one of its file, and its segments are cut."""
+    folder = await killed(rounds, to)
+    cut(folder, *ALL, to=127)
+    damage(journal_of(folder))
+    return folder
+
+
+def changed_in_its_last_head(path: Path) -> None:
+    raw = bytearray(path.read_bytes())
+    *_, last = rounds_in(bytes(raw), key_of((path.parent / "secret").read_bytes()))
+    raw[raw.rindex(last.number.to_bytes(8, "little"))] ^= 1
+    path.write_bytes(raw)
+
+
+async def test_a_changed_byte_of_the_last_round_is_reported(rounds: Rounds, tmp_path: Path) -> None:
+    """In a part to that log, in the head to all."""
+    folder = await the_last_round_damaged(rounds, tmp_path / "killed", changed_in_its_last_part)
+    with pytest.raises(DamagedError, match="part of the journal is damaged"):
+        await found_in(folder, [3])
+    assert await found_in(folder, [1, 2]) == {1: [0, 1, 2], 2: [0, 1, 2]}
+    changed_in_its_last_part(journal_of(folder))
+    changed_in_its_last_head(journal_of(folder))
+    for incarnation in ALL:
+        with pytest.raises(DamagedError, match="a round of the journal is missing or damaged"):
+            await found_in(folder, [incarnation])
+    assert await found_in(folder, ALL, gives_up_journal=True) == {1: [0, 1, 2], 2: [0, 1, 2], 3: [0, 1]}
+
+
+@pytest.mark.parametrize("is_cut", [True, False])
+async def test_the_last_round_cut_short_is_taken_for_a_torn_one(rounds: Rounds, tmp_path: Path, is_cut: bool) -> None:
+    """This is the limit, a fault of the disk and a power cut at once: a power cut alone, before the round's sync, may
+    leave the same bytes, and then nobody was told that it is stored."""
+
+    def without_its_last_sectors(path: Path) -> None:
+        size = path.stat().st_size
+        os.truncate(path, (size - 1) // SECTOR_BYTES * SECTOR_BYTES)
+        if not is_cut:
+            os.truncate(path, size)
+
+    folder = await the_last_round_damaged(rounds, tmp_path / "killed", without_its_last_sectors)
+    assert await found_in(folder, ALL) == {i: [0, 1] for i in ALL}
 
 
 async def test_a_round_is_refused_whose_file_nobody_can_be_told_of(
@@ -398,8 +462,17 @@ async def test_control_earlier_rounds_are_left_to_a_journal_that_failed(
     rounds: Rounds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Journal, "has_failed", False)
-    found = await a_journal_that_fails_later(rounds, tmp_path, monkeypatch)
-    assert found == {1: [0, 1], 2: [0, 1], 3: []}
+    with pytest.raises(DamagedError, match="a round of the journal is missing or damaged"):
+        await a_journal_that_fails_later(rounds, tmp_path, monkeypatch)
+
+
+async def test_control_a_journal_that_failed_is_not_forgotten(
+    rounds: Rounds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All is in the segments, and nothing says that the journal need not be whole."""
+    monkeypatch.setattr(Journal, "forget", lambda self, number: None)
+    with pytest.raises(DamagedError, match="a round of the journal is missing or damaged"):
+        await a_journal_that_fails_later(rounds, tmp_path, monkeypatch)
 
 
 class EntriesSurvive(LosingDisk):

@@ -253,15 +253,16 @@ class Committer:
         for writer in leaving:
             del self._open[writer]
             self._leave(writer)
-        if self._journal.has_failed:
-            # Nobody hears of anything new before what it may have lost is in the segments.
+        has_lost = self._journal.has_failed
+        if not self._has_failed:
+            number = self._journal.end_file()
+            self._syncer.then(lambda: self._journal.forget(number))
+        if has_lost:
+            # Nobody hears of anything new before what it may have lost is in the segments, and forgotten: a start would
+            # take it for damage.
             self._syncer.wait()
         for writer in leaving:
             self._tell_durable(writer)
-        if self._has_failed:
-            return
-        number = self._journal.end_file()
-        self._syncer.then(lambda: self._journal.forget(number))
 
     def _fail(self, why: str) -> None:
         """The process must end, with the journal kept."""

@@ -238,7 +238,13 @@ class Replay:
             self._damage_all(secret_path, "without it nothing in the journal can be believed")
             self._files += kept
             return
-        rounds = [found for path in self._files for found in journal.rounds_in(path.read_bytes(), self.key)]
+        rounds: list[Round] = []
+        file_of_last = b""
+        for path in self._files:
+            raw = path.read_bytes()
+            if in_file := list(journal.rounds_in(raw, self.key)):
+                rounds += in_file
+                file_of_last = raw
         forgotten = max([self._forgotten(), *(found.forgotten for found in rounds)])
         numbers = {found.number for found in rounds}
         self.highest = max(forgotten, self._begun, *numbers)
@@ -257,8 +263,9 @@ class Replay:
                 self._damage(int(path.stem), path)
             else:
                 self._add(found)
-        chain = list(confirmed(rounds, forgotten))
-        if None in chain:
+        chain = list(confirmed(rounds, forgotten, self._begun))
+        is_more_missing = bool(chain) and may_miss_later(file_of_last, rounds[-1], self._begun)
+        if None in chain or is_more_missing:
             self._damage_all(self.folder, "a round of the journal is missing or damaged")
             # What was refused among them says what its segments were given all the same.
             intact = sorted(rounds, key=lambda found: found.number) if self._gives_up else []
@@ -307,11 +314,11 @@ class Replay:
         return 0
 
 
-def confirmed(rounds: list[Round], forgotten: int) -> Iterator[Round | None]:
+def confirmed(rounds: list[Round], forgotten: int, begun: int) -> Iterator[Round | None]:
     """The rounds that were confirmed, in order; None where one is missing or damaged beyond telling whose it was.
 
-    The last one may be torn, and then it was never confirmed; if it is whole, it may have been. Every other one was if
-    the one after it says so: what was refused, and stands there all the same, is passed over.
+    The last one may be torn, and then it does not count; if it is not, it may have been confirmed. Every other one was
+    if the one after it says so: what was refused, and stands there all the same, is passed over.
     """
     by_number = {found.number: found for found in rounds if found.number > forgotten}
     number = max(by_number, default=0)
@@ -323,8 +330,23 @@ def confirmed(rounds: list[Round], forgotten: int) -> Iterator[Round | None]:
             # What stands before it cannot be told from what was refused: all logs are concerned anyway.
             break
         number = found.previous
-    is_torn = bool(chain) and chain[0] is not None and bool(chain[0].damaged)
-    return reversed(chain[1:] if is_torn else chain)
+    return reversed(chain[1:] if chain and chain[0] and is_unconfirmed(chain[0], begun) else chain)
+
+
+def is_unconfirmed(last: Round, begun: int) -> bool:
+    """Whether the last round was perhaps never confirmed. The one with which the newest file was `begun` was."""
+    return last.is_torn and last.number > begun
+
+
+def may_miss_later(raw: bytes, last: Round, begun: int) -> bool:
+    """Whether rounds may be missing after the last one that can be read, and a power cut does not explain that.
+
+    `raw` is the file of that round.
+    """
+    if last.damaged and not is_unconfirmed(last, begun):
+        # What has damaged it may have damaged more.
+        return last.end != len(raw)
+    return journal.has_damaged_head(raw, last.end)
 
 
 def put_back(folder: Path, identity: Identity, parts: list[Part]) -> bool:
