@@ -26,9 +26,9 @@ from seqdedupe.v1 import read_pb2
 
 SERVICE = "seqdedupe.v1.ReadService"
 
-MOST_PAGE_BYTES = 768 * 1024
 LEAST_PAGE_BYTES = 16 * 1024
-"""A page is between the two, as long as no message is larger: hundreds of clients that read nothing leave some."""
+"""Pages have no fewer, and no more than PAGE_BYTES unless a message does: hundreds of clients that read nothing leave
+some."""
 
 _TAIL = struct.Struct("<BqBqBq")
 _SKIPPED = struct.Struct("<HBBqBq")
@@ -225,7 +225,7 @@ async def _keep_alive(stream: Stream, reading: Reading, writing: asyncio.Lock, s
 
 def _page_bytes(share: Share) -> int:
     """How large the next page may be: the less there is left for the caller, the smaller are those that take it."""
-    return max(LEAST_PAGE_BYTES, int(MOST_PAGE_BYTES * share.free_part**2))
+    return max(LEAST_PAGE_BYTES, int(PAGE_BYTES * share.free_part**2))
 
 
 def _checked_stop(stop_index: int) -> int:

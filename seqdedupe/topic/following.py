@@ -8,7 +8,6 @@ import asyncio
 import itertools
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import replace
 from weakref import WeakKeyDictionary
 
 from seqdedupe.errors import SeqdedupeError
@@ -114,7 +113,7 @@ class Followers:
         """A page as it goes out. What it was read with is not held any more."""
         data = self._encode(topic, page)
         # The records are where its encoding begins: they are held once.
-        return replace(page, records=memoryview(data)[: len(page.records)], encoded=data)
+        return Page(memoryview(data)[: len(page.records)], page.next_index, page.skipped, data)
 
 
 async def _any_room(least_bytes: int) -> int:
