@@ -31,6 +31,11 @@ MORE = 64 * MIB
 """What the process may grow by beyond the limit: buffers of the threads that read, and what the C library keeps."""
 
 
+def begin(channel: grpc.aio.Channel, method: str, request: Any) -> Any:
+    call: Any = channel.unary_stream(method)
+    return call(encoded(request))
+
+
 def publish_large(client: Client) -> None:
     epochs = client.epochs("large", "p")
     for i in range(MESSAGES):
@@ -57,7 +62,7 @@ async def unread(
     own = [("grpc.use_local_subchannel_pool", 1), ("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
     channels = [grpc.aio.insecure_channel(address, own) for _ in range(connections)]
     try:
-        yield {channel.unary_stream(method)(encoded(request)): channel for channel in channels for _ in range(each)}
+        yield {begin(channel, method, request): channel for channel in channels for _ in range(each)}
     finally:
         for channel in channels:
             await channel.close()
@@ -76,7 +81,7 @@ async def all_is_read(call: Any, seconds: float) -> bool:
 @asynccontextmanager
 async def one_that_reads(address: str) -> AsyncIterator[Any]:
     async with grpc.aio.insecure_channel(address) as channel:
-        yield channel.unary_stream(READ_STREAM)(encoded(read_pb2.ReadStreamRequest(topic="large")))
+        yield begin(channel, READ_STREAM, read_pb2.ReadStreamRequest(topic="large"))
 
 
 @asynccontextmanager
@@ -222,5 +227,5 @@ async def test_exports_wait_for_the_memory_of_readers_and_go_on(tmp_path: Path) 
         grpc.aio.insecure_channel(sidecar.address) as channel,
     ):
         for method in ("ExportSnapshot", "ExportWatermarks"):
-            call = channel.unary_stream(f"/seqdedupe.v1.AdminService/{method}")(encoded(request))
+            call = begin(channel, f"/seqdedupe.v1.AdminService/{method}", request)
             assert await all_is_read(call, WAIT_SECONDS)
