@@ -12,7 +12,7 @@ import numpy as np
 from seqdedupe.batch import Int64s
 from seqdedupe.errors import DamagedError, SeqdedupeError, error
 from seqdedupe.format.columns import BASE_INDEX, ROWS
-from seqdedupe.log.contract import ANY_BYTES, Entries, Location, Run, Runs
+from seqdedupe.log.contract import ANY_BYTES, Entries, LargerRecordError, Location, Run, Runs
 from seqdedupe.log.embedded.past_damage import look_past
 from seqdedupe.log.embedded.segment import (
     BASE,
@@ -123,6 +123,9 @@ class Reader:
         window = self._ahead.take(self, from_index)
         if window is None or window.is_empty:
             window = await self._window(from_index, max_bytes, most_bytes, window)
+        if window.next_bytes > most_bytes:
+            self._ahead.keep(self, window)
+            raise LargerRecordError(window.next_bytes)
         found = window.cut(stop_index, max_bytes)
         if window.is_empty and window.goes_on and self._ahead.is_beside_publishers:
             self._read_ahead(window, max(max_bytes, WINDOW_BYTES))

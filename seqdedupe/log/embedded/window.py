@@ -60,6 +60,11 @@ class Window:
         return self._next == len(self._starts)
 
     @property
+    def next_bytes(self) -> int:
+        """The size of the record with which the next slice begins."""
+        return int(self._ends[self._next] - self._starts[self._next])
+
+    @property
     def size(self) -> int:
         """The number of bytes that it holds."""
         return len(self._raw)
