@@ -46,7 +46,7 @@ class DedupeService:
 
     def handlers(self) -> grpc.GenericRpcHandler:
         methods: dict[str, Any] = {
-            "Attach": grpc.stream_stream_rpc_method_handler(self._streams.handler(self._attach)),
+            "Attach": grpc.stream_stream_rpc_method_handler(self._streams.handler(self._attach, publishes=True)),
             "GetProducer": unary(dedupe_pb2.DedupeServiceGetProducerRequest, self._producer),
         }
         return grpc.method_handlers_generic_handler(SERVICE, methods)

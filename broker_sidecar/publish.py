@@ -18,7 +18,7 @@ from broker_sidecar.security.permissions import Permissions
 from broker_sidecar.security.rules import Action
 from broker_sidecar.security.subject import caller
 from broker_sidecar.security.trail import Trail
-from broker_sidecar.streams import Stream, Streams
+from broker_sidecar.streams import COPIES, Stream, Streams
 from seqdedupe import wire
 from seqdedupe.errors import NotFoundError, SeqdedupeError, error
 from seqdedupe.limits import MAX_BATCH_ROWS, MAX_OPEN_NAMES
@@ -53,9 +53,6 @@ is known; a new one that is a run of its own takes 25), of which the batch has a
 
 MAX_ANSWER_BYTES = 33 * MAX_BATCH_ROWS
 """The longest receipt."""
-
-COPIES = 2
-"""While an answer is written gRPC has it too."""
 
 FRAME_BYTES = 2048
 """What a frame in flight takes beside its batch: objects of Python and numpy. Of small batches it is nearly all."""
@@ -215,7 +212,7 @@ class PublishService:
         methods: dict[str, Any] = {
             "Open": unary(publish_pb2.OpenRequest, self._open),
             "Publish": grpc.unary_unary_rpc_method_handler(self._publish),
-            "PublishStream": grpc.stream_stream_rpc_method_handler(self._streams.handler(self._stream)),
+            "PublishStream": grpc.stream_stream_rpc_method_handler(self._streams.handler(self._stream, publishes=True)),
         }
         return grpc.method_handlers_generic_handler(SERVICE, methods)
 

@@ -10,11 +10,11 @@ import grpc
 
 from broker_sidecar.budget import Share
 from broker_sidecar.cursors import Cursors
-from broker_sidecar.rpc import Context, abort, parse_small, unary
+from broker_sidecar.rpc import Context, parse_small, unary
 from broker_sidecar.security.permissions import Permissions
-from broker_sidecar.security.subject import caller
 from broker_sidecar.streams import Stream, Streams
 from seqdedupe.errors import error
+from seqdedupe.log.contract import LargerRecordError
 from seqdedupe.message_id import Position
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.finding import find
@@ -26,9 +26,9 @@ from seqdedupe.v1 import read_pb2
 
 SERVICE = "seqdedupe.v1.ReadService"
 
-LEAST_PAGE_BYTES = 64 * 1024
-FREE_PARTS = 128
-"""A page is such a part of the memory that is free, at most: hundreds of clients that read nothing leave some."""
+LEAST_PAGE_BYTES = 16 * 1024
+"""Pages have no fewer, and no more than PAGE_BYTES unless a message does: hundreds of clients that read nothing leave
+some."""
 
 _TAIL = struct.Struct("<BqBqBq")
 _SKIPPED = struct.Struct("<HBBqBq")
@@ -94,7 +94,8 @@ class ReadService:
 
     def handlers(self) -> grpc.GenericRpcHandler:
         methods: dict[str, Any] = {
-            "Read": grpc.unary_unary_rpc_method_handler(self._read),
+            # On the wire a call with one answer is as one with a stream of them.
+            "Read": grpc.unary_stream_rpc_method_handler(self._streams.handler(self._read, is_call=True)),
             "ReadStream": grpc.unary_stream_rpc_method_handler(self._streams.handler(self._stream)),
             "Locate": unary(read_pb2.LocateRequest, self._locate),
             "GetLastMessageId": unary(read_pb2.GetLastMessageIdRequest, self._last),
@@ -102,29 +103,33 @@ class ReadService:
         }
         return grpc.method_handlers_generic_handler(SERVICE, methods)
 
-    async def _read(self, data: bytes, context: Context) -> bytes:
-        try:
-            request = parse_small(read_pb2.ReadRequest, data)
-            share = Share(self._streams.budget, self._streams.shares.of(caller().name))
-            page_bytes = _page_bytes(share)
-            share.check(page_bytes, "readers hold all the memory that there is for pages")
-            topic = await find(self._topics, request.topic)
-            index = await _start(topic, request.start, skip_damaged=request.skip_damaged)
-            stop = min(topic.readable_index, _checked_stop(request.stop_index) or topic.readable_index)
-            if index < stop:
-                page = await read_page(topic, index, stop, page_bytes, skip_damaged=request.skip_damaged)
-            else:
-                if not request.stop_index or index < request.stop_index:
-                    # An empty page says that this is the end.
-                    topic.check_knows_its_end()
-                page = Page(b"", index)
-            share.take(len(page.records))
-            self._count(index, page)
-            # Unread, it is there until the call is over.
-            context.add_done_callback(lambda _: share.give_back(len(page.records)))  # type: ignore[arg-type]
-            return _encode(topic, page)
-        except Exception as e:  # noqa: BLE001 (whatever it is, the caller gets an answer)
-            await abort(context, e)
+    async def _read(self, data: bytes, _context: Context, stream: Stream) -> None:
+        request = parse_small(read_pb2.ReadRequest, data)
+        topic = await find(self._topics, request.topic)
+        index = await _start(topic, request.start, skip_damaged=request.skip_damaged)
+        stop = min(topic.readable_index, _checked_stop(request.stop_index) or topic.readable_index)
+        if index < stop:
+            page = await self._page(topic, index, stop, stream, skip_damaged=request.skip_damaged)
+        else:
+            if not request.stop_index or index < request.stop_index:
+                # An empty page says that this is the end.
+                topic.check_knows_its_end()
+            page = Page(b"", index)
+        self._count(index, page)
+        answer = _encode(topic, page)
+        del page  # while the client takes the answer
+        await stream.write_reserved(answer)
+
+    async def _page(self, topic: Topic, index: int, stop: int, stream: Stream, *, skip_damaged: bool) -> Page:
+        """A page for a call, which does not wait for room. Raises QUEUE_FULL, SHARE_EXCEEDED."""
+        size = _page_bytes(stream.share)
+        while True:
+            stream.reserve_now(size, "readers hold all the memory that there is for pages")
+            try:
+                page_bytes = min(size, PAGE_BYTES)
+                return await read_page(topic, index, stop, page_bytes, skip_damaged=skip_damaged, most_bytes=size)
+            except LargerRecordError as e:
+                size = e.size
 
     async def _stream(self, data: bytes, _context: Context, stream: Stream) -> None:
         request = parse_small(read_pb2.ReadStreamRequest, data)
@@ -140,16 +145,12 @@ class ReadService:
         said = read_pb2.ReadStreamResponse(alive_ms=alive_ms).SerializeToString()
         await stream.write(_encode(topic, Page(b"", index)) + said)
 
-        reserved = 0
+        last_bytes = 0
 
-        async def room() -> int:
-            """Reserved before anything is read: else all who wait would find the same room, and read at once."""
-            nonlocal reserved
-            size = _page_bytes(stream.share)
-            await stream.share.wait_for(size)
-            stream.share.take(size)
-            reserved = size
-            return size
+        async def room(least_bytes: int) -> int:
+            """Reserved before anything is read. A message is likely to be as large as the one before it."""
+            size = max(_page_bytes(stream.share), last_bytes, least_bytes)
+            return await stream.reserve(size, least_bytes or LEAST_PAGE_BYTES)
 
         reading = Reading(topic, index, stop)
         self.readings.add(reading)
@@ -161,18 +162,16 @@ class ReadService:
             async for page in read_on(
                 topic, index, stop, room, skip_damaged=request.skip_damaged, followers=self._followers
             ):
-                # Counted for each who is sent it: gRPC makes a copy. One message may be larger than its page should be.
-                stream.share.take(len(page.records) - reserved)
-                reserved = len(page.records)
                 async with writing:
-                    await stream.write(page.encoded or _encode(topic, page))
-                stream.share.give_back(reserved)
-                reserved = 0
+                    await stream.write_reserved(page.encoded)
                 self._count(reading.index, page)
                 reading.index = page.next_index
+                last_bytes = len(page.records)
                 del page  # until there is another one
+                if reading.index >= topic.readable_index:
+                    # It may take long until there is another message.
+                    stream.release()
         finally:
-            stream.share.give_back(reserved)
             keeping.cancel()
             self.readings.discard(reading)
         if stop is None or reading.index < stop:
@@ -225,8 +224,8 @@ async def _keep_alive(stream: Stream, reading: Reading, writing: asyncio.Lock, s
 
 
 def _page_bytes(share: Share) -> int:
-    """How large the next page may be: less when many clients hold pages, so that there is one for each of them."""
-    return min(PAGE_BYTES, max(LEAST_PAGE_BYTES, share.free_bytes // FREE_PARTS))
+    """How large the next page may be: the less there is left for the caller, the smaller are those that take it."""
+    return max(LEAST_PAGE_BYTES, int(PAGE_BYTES * share.free_part**2))
 
 
 def _checked_stop(stop_index: int) -> int:

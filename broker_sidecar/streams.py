@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc.aio
 
-from broker_sidecar.budget import MAX_HELD_BYTES, Budget, Share
+from broker_sidecar.budget import MAX_HELD_BYTES, READING_PART, Budget, Share
 from broker_sidecar.connections import taken_from
 from broker_sidecar.metrics.calls import method_of_call
 from broker_sidecar.rpc import Context, abort
@@ -30,6 +30,9 @@ LEFT_SECONDS = 10.0
 """By then after the end of a stream its client has taken what was written before. Otherwise its connection ends: in no
 other way gRPC gives up what it has for it."""
 
+COPIES = 2
+"""While an answer is written gRPC has it too."""
+
 CONNECTION_SHARE = 2
 """One TCP connection may have the n-th part of all streams. (Of Unix sockets nobody says which connection it is.)"""
 
@@ -45,6 +48,7 @@ class Stream:
     """One stream that is being served, by a task of its own."""
 
     def __init__(self, context: Context, budget: Budget, subject: Subject, shares: Shares) -> None:
+        """`budget` is that of the memory for its answers and what is in flight."""
         self.subject = subject
         self.use = shares.of(subject.name)
         self.allowed = allowed_so_far()
@@ -52,6 +56,7 @@ class Stream:
         self.connection: str = context.peer()
         self._taken = taken_from(self.connection)
         self.share = Share(budget, self.use)
+        self._reserved_bytes = 0
         self.writing_bytes = 0
         """Of what is being written gRPC has a copy. When the stream has ended, it has that until the client takes it,
         or goes away."""
@@ -113,11 +118,63 @@ class Stream:
 
     async def write(self, data: bytes) -> None:
         """Sends a message; returns when the client has room for it."""
+        self.share.take(len(data))
+        await self._write(data)
+        self._written()
+
+    async def reserve(self, size: int, least: int) -> int:
+        """Returns when there is memory for an answer of so many bytes, or not much less, but `least`; how many.
+
+        What the last one had is kept for it, unless another stream waits whose client has shown that it reads.
+        """
+        kept = self._reserved_bytes
+        if kept and not self.share.is_others_turn():
+            more = COPIES * size - kept
+            if more <= 0 or self.share.fits(more):
+                self.share.take(more)
+                self._reserved_bytes += more
+                return size
+            if kept >= COPIES * least:
+                return kept // COPIES
+        self.release()
+        await self.share.reserve(COPIES * size)
+        self._reserved_bytes = COPIES * size
+        return size
+
+    def reserve_now(self, size: int, why: str) -> None:
+        """The same, where nobody waits. Raises QUEUE_FULL with this text, or SHARE_EXCEEDED."""
+        self.release()
+        self.share.check(COPIES * size, why)
+        self.share.take(COPIES * size)
+        self._reserved_bytes = COPIES * size
+
+    async def write_reserved(self, data: bytes) -> None:
+        """`write`, of what memory was reserved for. It may be a little more."""
+        self.share.take(COPIES * len(data) - self._reserved_bytes)
+        self._reserved_bytes = len(data)
+        await self._write(data)
+        self._reserved_bytes += self.writing_bytes
+        self.writing_bytes = 0
+        self.share.has_been_read = True
+
+    async def write_each(self, answers: Iterator[bytes], most_bytes: int) -> None:
+        """Sends these answers, each of which is made when there is memory for so many bytes."""
+        await self.reserve(most_bytes, most_bytes)
+        for answer in answers:
+            await self.write_reserved(answer)
+            del answer  # until there is another one
+            await self.reserve(most_bytes, most_bytes)
+        self.release()
+
+    def release(self) -> None:
+        """Nothing is reserved any more."""
+        reserved, self._reserved_bytes = self._reserved_bytes, 0
+        self.share.give_back(reserved)
+
+    async def _write(self, data: bytes) -> None:
         self.writing_since = time.monotonic()
         self.writing_bytes = len(data)
-        self.share.take(len(data))
         await self._context.write(data)
-        self._written()
         self.writing_since = None
         self.moved_at = time.monotonic()
         self._method.sent += 1
@@ -160,6 +217,10 @@ class Streams:
         self.shares = permissions.shares
         permissions.on_replaced.append(self._judge_again)
         self.budget = Budget(self._relieve, MAX_HELD_BYTES)
+        self.reading = Budget(self._relieve, MAX_HELD_BYTES // READING_PART, within=self.budget)
+        """Of streams and calls that publish nothing."""
+        self._answering: set[Stream] = set()
+        """Calls with one large answer: they take no places."""
         self.is_draining = False
         self.gave_way = self.unread = 0
         """So many were ended to make room for another, or because their clients read nothing while others waited for
@@ -179,13 +240,19 @@ class Streams:
         return (stream.connection for stream in self._open)
 
     def handler(
-        self, serve: Callable[[Any, Context, Stream], Awaitable[None]]
+        self,
+        serve: Callable[[Any, Context, Stream], Awaitable[None]],
+        *,
+        publishes: bool = False,
+        is_call: bool = False,
     ) -> Callable[[Any, Context], Awaitable[None]]:
-        """The handler of a streaming call: `serve` with its requests or request, and the stream, which is counted."""
+        """The handler of a streaming call: `serve` with its requests or request, and the stream. That counts, unless it
+        is a call with one answer."""
 
         async def handle(request: Any, context: Context) -> None:
+            stream = Stream(context, self.budget if publishes else self.reading, caller(), self.shares)
             try:
-                with self._serving(context) as stream:
+                with self._answered(stream) if is_call else self._serving(stream):
                     await stream.begin()
                     await serve(request, context, stream)
             except Exception as e:  # noqa: BLE001 (whatever it is, the caller gets an answer)
@@ -194,23 +261,33 @@ class Streams:
         return handle
 
     @contextmanager
-    def _serving(self, context: Context) -> Iterator[Stream]:
-        stream = Stream(context, self.budget, caller(), self.shares)
+    def _serving(self, stream: Stream) -> Iterator[None]:
         self._make_room_in_share(stream)
         self._make_room(stream)
         self._open.add(stream)
         expiry = _at_expiry(stream)
         try:
             with stream.ending():
-                yield stream
+                yield
         finally:
             if expiry is not None:
                 expiry.cancel()
             self._open.discard(stream)
             self._leave(stream)
 
+    @contextmanager
+    def _answered(self, stream: Stream) -> Iterator[None]:
+        self._answering.add(stream)
+        try:
+            with stream.ending():
+                yield
+        finally:
+            self._answering.discard(stream)
+            self._leave(stream)
+
     def _leave(self, stream: Stream) -> None:
         """What gRPC still has for a stream that has ended it has for a while, if there is memory for that."""
+        stream.release()
         if not stream.writing_bytes:
             return
         self._left.add(stream)
@@ -291,19 +368,26 @@ class Streams:
 
     def _end(self, stream: Stream, why: str) -> None:
         self._open.discard(stream)
+        self._answering.discard(stream)
         stream.end(error("STREAM_IDLE", why))
 
-    def _relieve(self) -> None:
-        """Somebody waits for memory: whoever has left answers unread for long gives back what it holds."""
-        if self.budget.free_bytes >= self.budget.limit_bytes // 4:
+    def _relieve(self, budget: Budget) -> None:
+        """Somebody waits for memory: whoever has left answers unread for long gives back what it holds.
+
+        If there is still some, it is only for those who have less than the ones that wait, whose own are given up then.
+        """
+        whose = None if budget.free_bytes < budget.limit_bytes // 4 else budget.waiting
+        if whose is not None and budget is self.budget:
             return
         until = time.monotonic() - UNREAD_SECONDS
-        for stream in list(self._open):
-            if stream.share.held_bytes and stream.writing_since is not None and stream.writing_since <= until:
+        for stream in [*self._open, *self._answering]:
+            is_unread = stream.writing_since is not None and stream.writing_since <= until
+            if is_unread and stream.share.held_bytes and (whose is None or stream.use in whose):
                 self.unread += 1
                 self._end(stream, "this stream's client reads nothing, and others wait for the memory")
         for stream in list(self._left):
-            self._give_up(stream)
+            if whose is None or stream.use in whose:
+                self._give_up(stream)
 
     def end_where(self, why: Callable[[Subject], SeqdedupeError | None]) -> None:
         """Ends each stream for whose caller there is an error."""

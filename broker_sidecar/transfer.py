@@ -29,6 +29,9 @@ from seqdedupe.topic.watermarks import WatermarksImport, begin_import, watermark
 from seqdedupe.topic.window_import import WindowImport
 from seqdedupe.v1 import admin_pb2
 
+MAX_PART_BYTES = 5 * 256 * 1024
+"""Of an export: 4,096 producers with the longest names, and their numbers."""
+
 SILENT_SECONDS = 2.0
 """A client that says nothing for so long after what was refused is told why, whether it has ended or not."""
 
@@ -58,20 +61,12 @@ class Transfer:
         request = parse_small(admin_pb2.ExportWatermarksRequest, data)
         topic = await find(self._topics, request.topic)
         _check_has_producers(topic)
-        for names, persisted in watermarks(topic):
-            column = Binary.of_all(names)
-            answer = wire.ExportWatermarksResponse(
-                producer_name_offsets=column.offsets.tobytes(),
-                producer_names=column.data,
-                persisted=persisted.tobytes(),
-            )
-            await stream.write(answer.SerializeToString())
+        await stream.write_each(_watermark_answers(topic), MAX_PART_BYTES)
 
     async def _export_snapshot(self, data: bytes, _context: Context, stream: Stream) -> None:
         topic = await find(self._topics, parse_small(admin_pb2.ExportSnapshotRequest, data).topic)
         _check_has_producers(topic)
-        for answer in answers_of(topic):
-            await stream.write(answer)
+        await stream.write_each(answers_of(topic), MAX_PART_BYTES)
 
     async def _import_snapshot(self, _requests: object, _context: Context, stream: Stream) -> None:
         async with _read_to_its_end(stream):
@@ -157,6 +152,17 @@ class Transfer:
                         await importing.finish(request.ids)
                     return request.ids
         raise error("INVALID_REQUEST", "the import ended without the number of its IDs: nothing is in force")
+
+
+def _watermark_answers(topic: TopicBase) -> Iterator[bytes]:
+    for names, persisted in watermarks(topic):
+        column = Binary.of_all(names)
+        answer = wire.ExportWatermarksResponse(
+            producer_name_offsets=column.offsets.tobytes(),
+            producer_names=column.data,
+            persisted=persisted.tobytes(),
+        )
+        yield answer.SerializeToString()
 
 
 def _with_window(topic: TopicBase) -> Topic:

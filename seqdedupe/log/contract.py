@@ -27,14 +27,26 @@ from typing import NamedTuple, Protocol
 
 from seqdedupe.batch import Int32s, Int64s
 from seqdedupe.errors import SeqdedupeError
-from seqdedupe.log.entries import Entries, Failure, Location, Outcome, Records, Run, Runs, last_of
+from seqdedupe.log.entries import (
+    Entries,
+    Failure,
+    LargerRecordError,
+    Location,
+    Outcome,
+    Records,
+    Run,
+    Runs,
+    last_of,
+)
 
 __all__ = [
+    "ANY_BYTES",
     "REPLAY_STEP_ENTRIES",
     "DamageFound",
     "Entries",
     "Failure",
     "FlushInterval",
+    "LargerRecordError",
     "Location",
     "Log",
     "LogName",
@@ -50,6 +62,10 @@ __all__ = [
 
 REPLAY_STEP_ENTRIES = 8192
 """So many entries are in one step of a replay at most: they are merged without a pause of the event loop."""
+
+
+ANY_BYTES = 2**63 - 1
+"""However many."""
 
 
 class FlushInterval(NamedTuple):
@@ -203,11 +219,13 @@ class Log(Protocol):
         It outlasts failures of what it asks. Whoever is cancelled here does not wait any more, for certain.
         """
 
-    async def read(self, from_index: int, stop_index: int, max_bytes: int) -> Records:
+    async def read(self, from_index: int, stop_index: int, max_bytes: int, most_bytes: int = ANY_BYTES) -> Records:
         """Records of batches, whole, with the messages from `from_index` to at the most `stop_index - 1`.
 
         The first record may begin before `from_index` and the last one end after `stop_index`: the caller cuts.
         At least one record, and no more than `max_bytes` unless the first alone is larger. Checksums are checked.
+        Raises `LargerRecordError` if that one has more than `most_bytes`: as far as it can be told before, none of its
+        payloads has been read.
         `first_index <= from_index < stop_index`, and `stop_index` is at most the next index. Raises `PositionError`
         (POSITION_TRIMMED), `DamagedError`.
         """

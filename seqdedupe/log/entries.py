@@ -39,6 +39,14 @@ def last_of(runs: Runs) -> MessageId:
     return runs[-1].message_id(runs[-1].rows - 1)
 
 
+class LargerRecordError(Exception):
+    """A record is larger than whoever reads has room for: it has so many bytes."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(f"a record of {size} bytes")
+        self.size = size
+
+
 class Failure(Enum):
     """Why nothing more is taken until the log is opened for writing again."""
 

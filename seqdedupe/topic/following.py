@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from weakref import WeakKeyDictionary
 
 from seqdedupe.errors import SeqdedupeError
+from seqdedupe.log.contract import LargerRecordError
 from seqdedupe.topic.logged import LoggedTopic
 from seqdedupe.topic.reading import PAGE_BYTES, Page, read_page
 from seqdedupe.topic.state import State
@@ -84,10 +85,11 @@ class Followers:
             end = self._ends[topic] = topic.readable_index
         return end
 
-    async def page(self, topic: LoggedTopic, from_index: int, stop_index: int) -> Page | None:
+    async def page(self, topic: LoggedTopic, from_index: int, stop_index: int, max_bytes: int) -> Page | None:
         """`read_page`, made once for all who ask for the same; None if each has to read for itself.
 
-        That is when it cannot be read, so that each hears why, or when whoever was reading it went away.
+        That is when it cannot be read, so that each hears why, when whoever was reading it went away, and for a record
+        that is larger than pages are. It may be larger than `max_bytes` where another one has more room.
         """
         key = self._numbers.setdefault(topic, next(self._count)), from_index, stop_index
         if (made := self._pages.get(key)) is not None:
@@ -99,36 +101,39 @@ class Followers:
             self._pages.popitem(last=False)
         page = None
         try:
-            page = self._encoded(topic, await read_page(topic, from_index, stop_index, PAGE_BYTES))
-        except SeqdedupeError:
+            size = min(max_bytes, PAGE_BYTES)
+            page = self.encoded(topic, await read_page(topic, from_index, stop_index, size, most_bytes=size))
+        except (SeqdedupeError, LargerRecordError):
             pass
         finally:
             made.set_result(page)
         return page
 
-    def _encoded(self, topic: LoggedTopic, page: Page) -> Page:
+    def encoded(self, topic: LoggedTopic, page: Page) -> Page:
+        """A page as it goes out. What it was read with is not held any more."""
         data = self._encode(topic, page)
         # The records are where its encoding begins: they are held once.
-        return Page(memoryview(data)[: len(page.records)], page.next_index, encoded=data)
+        return Page(memoryview(data)[: len(page.records)], page.next_index, page.skipped, data)
 
 
-async def _page_bytes() -> int:
-    return PAGE_BYTES
+async def _any_room(least_bytes: int) -> int:
+    return max(PAGE_BYTES, least_bytes)
 
 
 async def read_on(
     topic: LoggedTopic,
     from_index: int,
     stop_index: int | None,
-    room: Callable[[], Awaitable[int]] = _page_bytes,
+    room: Callable[[int], Awaitable[int]] = _any_room,
     *,
     skip_damaged: bool = False,
     followers: Followers | None = None,
 ) -> AsyncIterator[Page]:
     """Pages from an index on: up to `stop_index`, waiting for messages that are not there yet; for ever if None.
 
-    `room` is asked before each how many bytes it may have. With `followers`, who has read all there was takes turns
-    with the others, and gets the pages that they get, encoded. Ends early when the topic closes. Raises NOT_OWNER or
+    `room` is asked before each how many bytes it may take, and again, for no fewer than a record takes, where that is
+    larger. With `followers` they come encoded, and who has read all there was takes turns with the others, and gets the
+    pages that they get. Ends early when the topic closes. Raises NOT_OWNER or
     LOG_DAMAGED when no more messages will come from here, and LOG_DAMAGED for what is damaged where it reads unless
     `skip_damaged`.
     """
@@ -148,10 +153,21 @@ async def read_on(
         if end <= here:
             topic.check_may_go_on()
             return
-        max_bytes = await room()
-        page = None if sharing is None else await sharing.page(topic, here, end)
-        if page is None or len(page.records) > max_bytes:
-            page = await read_page(topic, here, end, max_bytes, skip_damaged=skip_damaged)
+        most_bytes = await room(0)
+        page = None if sharing is None else await sharing.page(topic, here, end, most_bytes)
+        if page is not None and len(page.records) > most_bytes:
+            page = None
+        while page is None:
+            try:
+                max_bytes = min(most_bytes, PAGE_BYTES)
+                page = await read_page(topic, here, end, max_bytes, skip_damaged=skip_damaged, most_bytes=most_bytes)
+            except LargerRecordError as e:
+                most_bytes = e.size
+            else:
+                break
+            most_bytes = await room(most_bytes)
+        if followers is not None and not page.encoded:
+            page = followers.encoded(topic, page)
         yield page
         here = page.next_index
         had_all = here >= end

@@ -19,7 +19,7 @@ from seqdedupe.format.headers import BATCH_TAG, header
 from seqdedupe.format.layout import layout_columns
 from seqdedupe.format.records import END, body_of, ownership, scan_record, span
 from seqdedupe.format.tag import NO_KEY
-from seqdedupe.log.contract import Runs
+from seqdedupe.log.contract import ANY_BYTES, Runs
 from seqdedupe.message_id import Position
 from seqdedupe.message_ids import MessageIds
 from seqdedupe.topic.base import TopicBase
@@ -134,22 +134,29 @@ def check_index(topic: LoggedTopic, index: int) -> None:
 
 
 async def read_page(
-    topic: LoggedTopic, from_index: int, stop_index: int, max_bytes: int, *, skip_damaged: bool = False
+    topic: LoggedTopic,
+    from_index: int,
+    stop_index: int,
+    max_bytes: int,
+    *,
+    skip_damaged: bool = False,
+    most_bytes: int = ANY_BYTES,
 ) -> Page:
     """The records with the messages from `from_index` to before `stop_index`, about `max_bytes` of them.
 
     A batch that is larger than clients take by default is cut between its rows. `from_index` below `stop_index`, and
     `stop_index` at most the topic's readable index. With `skip_damaged`, a page may instead say what is damaged
-    there, up to the next message that can be read; otherwise that is LOG_DAMAGED.
+    there, up to the next message that can be read; otherwise that is LOG_DAMAGED. Raises `LargerRecordError` where a
+    record has more than `most_bytes`.
     """
     try:
-        return await _limited_page(topic, from_index, stop_index, max_bytes)
+        return await _limited_page(topic, from_index, stop_index, max_bytes, most_bytes)
     except SeqdedupeError as e:
         next_index = min(await _next_readable(topic, from_index, e, skip_damaged), stop_index)
     if next_index > from_index:
         return Page(b"", next_index, range(from_index, next_index))
     # The disk has failed for a moment.
-    return await _limited_page(topic, from_index, stop_index, max_bytes)
+    return await _limited_page(topic, from_index, stop_index, max_bytes, most_bytes)
 
 
 async def _next_readable(topic: LoggedTopic, index: int, e: SeqdedupeError, skip_damaged: bool) -> int:
@@ -164,15 +171,16 @@ async def _next_readable(topic: LoggedTopic, index: int, e: SeqdedupeError, skip
     raise e
 
 
-async def _limited_page(topic: LoggedTopic, from_index: int, stop_index: int, max_bytes: int) -> Page:
-    page = await _read_page(topic, from_index, stop_index, max_bytes)
+async def _limited_page(topic: LoggedTopic, from_index: int, stop_index: int, max_bytes: int, most_bytes: int) -> Page:
+    page = await _read_page(topic, from_index, stop_index, max_bytes, most_bytes)
     while len(page.records) > CUT_BYTES and (rows := page.next_index - from_index) > 1:
-        page = await _read_page(topic, from_index, from_index + rows // 2, max_bytes)
+        del page  # while the same record is read again
+        page = await _read_page(topic, from_index, from_index + rows // 2, max_bytes, most_bytes)
     return page
 
 
-async def _read_page(topic: LoggedTopic, from_index: int, stop_index: int, max_bytes: int) -> Page:
-    raw, runs = await topic.log.read(from_index, stop_index, max_bytes)
+async def _read_page(topic: LoggedTopic, from_index: int, stop_index: int, max_bytes: int, most_bytes: int) -> Page:
+    raw, runs = await topic.log.read(from_index, stop_index, max_bytes, most_bytes)
     if runs is not None:
         return _with_message_ids(topic, raw, runs, from_index, stop_index)
     covers = np.empty(5, np.int64)

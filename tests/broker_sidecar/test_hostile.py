@@ -5,7 +5,6 @@ not.
 """
 
 import asyncio
-import itertools
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
@@ -19,10 +18,8 @@ import pytest
 
 from broker_sidecar.frames import MAX_FIELDS, MAX_FRAMES
 from broker_sidecar.rpc import MAX_CALL_BYTES, unary
-from seqdedupe.address import SidecarAddress
 from seqdedupe.client import Client as SidecarClient
-from seqdedupe.client.connection import typed_errors
-from seqdedupe.errors import SeqdedupeError, UnavailableError
+from seqdedupe.errors import UnavailableError
 from seqdedupe.limits import MAX_BATCH_ROWS, MAX_OPEN_NAMES
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from seqdedupe.v1 import publish_pb2, read_pb2, read_pb2_grpc
@@ -380,70 +377,6 @@ async def test_a_good_client_beside_unread_receipts(tmp_path: Path) -> None:
         for one, stream in hostile:
             stream.call.cancel()
             one.close()
-        client.close()
-
-
-async def test_the_control_who_reads_nothing_and_is_never_ended_keeps_the_memory(tmp_path: Path) -> None:
-    """Readers of large pages, more of them than there is memory for."""
-    constants = {"streams__MAX_HELD_BYTES": 4 * MIB, "streams__UNREAD_SECONDS": NEVER}
-    with sidecar_with(tmp_path, {}, **constants) as sidecar:
-        async with unread_pages(sidecar.address):
-            assert not await publishes(sidecar.address, "good", 4.0)
-
-
-async def test_pages_left_unread_are_given_up_when_others_wait_for_memory(tmp_path: Path) -> None:
-    constants = {"streams__MAX_HELD_BYTES": 4 * MIB, "streams__UNREAD_SECONDS": 0.5}
-    with sidecar_with(tmp_path, {}, **constants) as sidecar:
-        async with unread_pages(sidecar.address) as calls:
-            assert await publishes(sidecar.address, "good", 30.0)
-            reasons = set()
-            for call in calls.values():
-                try:
-                    with typed_errors(SidecarAddress.parse(sidecar.address)):
-                        while await call.read() is not grpc.aio.EOF:
-                            pass
-                except SeqdedupeError as e:
-                    reasons.add(e.reason)
-            # The stream has ended, or its connection too, before the client was told.
-            assert reasons
-            assert reasons <= {"STREAM_IDLE", "UNREACHABLE"}
-
-
-async def test_grpc_keeps_nothing_for_streams_that_were_ended_and_are_not_read(tmp_path: Path) -> None:
-    """It keeps what was written until it is read, or the connection ends. Nobody here reads."""
-    constants = {"streams__MAX_HELD_BYTES": 4 * MIB, "streams__UNREAD_SECONDS": 0.5}
-    with sidecar_with(tmp_path, {"metrics_listen": "127.0.0.1:0"}, **constants) as sidecar:
-        async with unread_pages(sidecar.address) as calls:
-            assert await publishes(sidecar.address, "good", 30.0)
-            ended = scrape(sidecar).value("seqdedupe_evicted_streams_total", why="unread")
-            assert ended
-            async with asyncio.timeout(WAIT_SECONDS):
-                leaving = [asyncio.ensure_future(channel.wait_for_state_change(READY)) for channel in calls]
-                for one in itertools.islice(asyncio.as_completed(leaving), int(ended)):
-                    await one
-            for one in leaving:
-                one.cancel()
-
-
-@asynccontextmanager
-async def unread_pages(address: str) -> AsyncIterator[dict[grpc.aio.Channel, Any]]:
-    """Readers, each with a connection. They have taken the first answer, and leave the pages that follow unread."""
-    client = Client(address)
-    epochs = client.epochs("large", "p")
-    for i in range(20):
-        client.publish_unary("large", batch([("p", i)], epochs, payloads=[bytes(MIB)]))
-    request = encoded(read_pb2.ReadStreamRequest(topic="large"))
-    own = [("grpc.use_local_subchannel_pool", 1), ("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
-    channels = [grpc.aio.insecure_channel(address, own) for _ in range(10)]
-    methods: list[Any] = [channel.unary_stream("/seqdedupe.v1.ReadService/ReadStream") for channel in channels]
-    calls = [method(request) for method in methods]
-    try:
-        for call in calls:
-            await call.read()
-        yield dict(zip(channels, calls, strict=True))
-    finally:
-        for channel in channels:
-            await channel.close()
         client.close()
 
 

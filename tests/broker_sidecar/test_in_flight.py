@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import pytest
 
-from broker_sidecar.budget import MAX_SHARE_BYTES, Budget
+from broker_sidecar.budget import MAX_SHARE_BYTES, Budget, Share
 from broker_sidecar.publish import FRAME_BYTES, _Publishing
 from broker_sidecar.rpc import Context
 from broker_sidecar.security.gate import anybody
@@ -86,7 +86,7 @@ class Sender:
 
 
 async def test_a_frame_in_flight_takes_no_more_than_is_counted(process: Process, stalled: threading.Event) -> None:
-    sender = Sender(process, Budget(lambda: None, 128 * MIB), "p0")
+    sender = Sender(process, Budget(lambda _: None, 128 * MIB), "p0")
     # What is made once.
     for _ in range(100):
         assert sender.send()
@@ -113,7 +113,7 @@ async def test_all_streams_together_hold_no_more_than_the_limit(
     process: Process, stalled: threading.Event, limit_bytes: int
 ) -> None:
     """And each of them as much as the others."""
-    budget = Budget(lambda: None, limit_bytes)
+    budget = Budget(lambda _: None, limit_bytes)
     senders = [Sender(process, budget, f"p{k}") for k in range(STREAMS)]
     while sum(sender.send() for sender in senders):
         pass
@@ -130,7 +130,7 @@ async def test_all_streams_together_hold_no_more_than_the_limit(
 
 
 async def test_what_was_read_keeps_others_from_being_read_and_nobody_from_being_admitted() -> None:
-    budget = Budget(lambda: None, 4 * MIB)
+    budget = Budget(lambda _: None, 4 * MIB)
     reader, other = stream_of(budget).share, stream_of(budget).share
     reader.has_read(3 * MIB)
     assert not other.fits(2 * MIB, to_read=True)
@@ -157,7 +157,7 @@ async def test_what_was_sent_is_not_kept_until_there_is_more_to_send(
     async def write(_: bytes) -> None:
         pass
 
-    publishing = _Publishing(process.topic, stream_of(Budget(lambda: None, MIB)))
+    publishing = _Publishing(process.topic, stream_of(Budget(lambda _: None, MIB)))
     monkeypatch.setattr(publishing.stream, "write", write)
     monkeypatch.setattr(publishing, "take_unsent", lambda: (Response(publishing.unsent.popleft()), 0))
     publishing.unsent.append(b"receipt")
@@ -187,7 +187,7 @@ async def test_a_frame_that_waited_for_room_is_looked_up_again_beside_the_event_
         return real(*arguments)
 
     monkeypatch.setattr(window_runs, "read_pages", read_pages)
-    publishing = _Publishing(place.topic, stream_of(Budget(lambda: None, MIB)))
+    publishing = _Publishing(place.topic, stream_of(Budget(lambda _: None, MIB)))
     share = publishing.stream.share
     share.take(MIB)
     taking = asyncio.ensure_future(publishing.take(1, frame(b"a")))
@@ -204,3 +204,71 @@ async def test_a_frame_that_waited_for_room_is_looked_up_again_beside_the_event_
     assert threading.main_thread() not in threads
     await place.topic.close("")
     store.close()
+
+
+class Memory:
+    """What readers share, beside publishers."""
+
+    def __init__(self) -> None:
+        self.all = Budget(lambda _: None, 12 * MIB)
+        self.reading = Budget(lambda _: None, 6 * MIB, within=self.all)
+        self._shares = Shares((), NO_LIMITS)
+
+    def share(self, caller: str, budget: Budget | None = None) -> Share:
+        return Share(budget or self.reading, self._shares.of(caller))
+
+
+async def reserving(share: Share, size: int) -> asyncio.Task[None]:
+    task = asyncio.ensure_future(share.reserve(size))
+    await asyncio.sleep(0)
+    return task
+
+
+async def test_readers_leave_half_to_publishers_and_each_caller_half_to_others() -> None:
+    memory = Memory()
+    first = [memory.share("a") for _ in range(4)]
+    waiting = [await reserving(share, MIB) for share in first]
+    assert [task.done() for task in waiting] == [True, True, True, False]
+    await memory.share("b").reserve(MIB)
+    assert memory.share("a", memory.all).fits(6 * MIB)
+    for share, size in ((first[0], MIB), (first[1], MIB)):
+        share.give_back(size)
+    await asyncio.sleep(0)
+    assert waiting[3].done()
+
+
+async def test_publishers_never_keep_everybody_from_reading() -> None:
+    memory = Memory()
+    memory.share("publisher", memory.all).take(12 * MIB)
+    await memory.share("a").reserve(MIB)
+    waiting = await reserving(memory.share("b"), MIB)
+    assert not waiting.done()
+    waiting.cancel()
+
+
+async def test_memory_goes_to_who_holds_least_and_to_who_has_shown_that_it_reads() -> None:
+    memory = Memory()
+    held = memory.share("somebody")
+    held.take(4 * MIB)
+    memory.share("much").take(2 * MIB)
+    much, little, reads = (memory.share(caller) for caller in ("much", "little", "little"))
+    reads.has_been_read = True
+    waiting = [await reserving(share, MIB) for share in (much, little, reads)]
+    steps = ((MIB, held, [2]), (2 * MIB, held, [1, 2]), (MIB, held, [1, 2]), (MIB, reads, [0, 1, 2]))
+    for size, share, goes_on in steps:
+        share.give_back(size)
+        await asyncio.sleep(0)
+        assert [k for k, task in enumerate(waiting) if task.done()] == goes_on
+
+
+async def test_who_leaves_while_it_is_given_memory_gives_it_back() -> None:
+    memory = Memory()
+    share, other = memory.share("a"), memory.share("a")
+    await share.reserve(5 * MIB)
+    waiting = await reserving(other, 4 * MIB)
+    assert not waiting.done()
+    share.give_back(5 * MIB)
+    assert other.held_bytes == 4 * MIB
+    waiting.cancel()
+    await asyncio.wait({waiting})
+    assert memory.reading.held_bytes == memory.all.held_bytes == 0

@@ -19,7 +19,16 @@ from seqdedupe.errors import PositionError, UnavailableError
 from seqdedupe.format.columns import BASE_INDEX, PUBLISH_TIME_MS, RECORD_END, RECORD_START, ROWS, TERM
 from seqdedupe.format.headers import ownership_of
 from seqdedupe.format.records import body_of, ownership
-from seqdedupe.log.contract import REPLAY_STEP_ENTRIES, Failure, Log, Outcome, Records, Retention, Runs
+from seqdedupe.log.contract import (
+    REPLAY_STEP_ENTRIES,
+    Failure,
+    LargerRecordError,
+    Log,
+    Outcome,
+    Records,
+    Retention,
+    Runs,
+)
 from seqdedupe.message_id import MessageId
 from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe.v1 import batch_pb2, read_pb2
@@ -284,6 +293,21 @@ class LogConformance:
                     read += list(record.batch.sequence_ids)
                     at += record.rows
             assert read == ids
+        await log.close()
+
+    async def test_a_record_that_is_larger_than_there_is_room_for_is_told(self, harness: LogHarness) -> None:
+        """Also where it was read together with others before."""
+        log = await harness.open()
+        owner = await Owner(log, 1).open()
+        for i in range(4):
+            owner.append(10 * i, 3, 1000)
+        await owner.until_stored(4)
+        for index in (0, 3, 6, 9):
+            size = len((await log.read(index, index + 3, 1)).raw)
+            with pytest.raises(LargerRecordError) as e:
+                await log.read(index, 12, size, size - 1)
+            assert e.value.size == size
+            assert len((await log.read(index, 12, 1, size)).raw) == size
         await log.close()
 
     async def test_replay_begins_with_the_record_that_holds_the_index(self, harness: LogHarness) -> None:

@@ -30,10 +30,12 @@ from seqdedupe.format.columns import BASE_INDEX, PUBLISH_TIME_MS, ROWS
 from seqdedupe.format.tag import key_of
 from seqdedupe.limits import MAX_BATCH_BYTES
 from seqdedupe.log.contract import (
+    ANY_BYTES,
     DamageFound,
     Entries,
     Failure,
     FlushInterval,
+    LargerRecordError,
     Location,
     Outcome,
     Records,
@@ -462,7 +464,7 @@ class FaultyLog:
         if index > self.storage.next_index:
             raise error("POSITION_AFTER_END", f"index {index} is after the end")
 
-    async def read(self, from_index: int, stop_index: int, max_bytes: int) -> Records:
+    async def read(self, from_index: int, stop_index: int, max_bytes: int, most_bytes: int = ANY_BYTES) -> Records:
         await asyncio.sleep(0)
         # Retention may be faster.
         self._check_is_there(from_index)
@@ -475,6 +477,8 @@ class FaultyLog:
                 continue
             if found and len(found) + len(record) > max_bytes:
                 break
+            if len(record) > most_bytes:
+                raise LargerRecordError(len(record))
             found += record
             runs.append(self.storage.runs_of(places))
         return Records(found, runs)

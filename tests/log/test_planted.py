@@ -93,8 +93,8 @@ class ComputesMessageIds(FaultyLog):
 
 
 class LeavesMessageIdsToTheIndex(FaultyLog):
-    async def read(self, from_index: int, stop_index: int, max_bytes: int) -> Records:
-        return (await super().read(from_index, stop_index, max_bytes))._replace(runs=None)
+    async def read(self, *what: int) -> Records:
+        return (await super().read(*what))._replace(runs=None)
 
 
 class ForgetsTheSecondRun(FaultyLog):
@@ -122,8 +122,8 @@ class TrimsWhenItIsAsked(FaultyLog):
 
 
 class ShowsMarkers(FaultyLog):
-    async def read(self, from_index: int, stop_index: int, max_bytes: int) -> Records:
-        raw, runs = await super().read(from_index, stop_index, max_bytes)
+    async def read(self, *what: int) -> Records:
+        raw, runs = await super().read(*what)
         return Records(self.storage.records[0] + bytes(raw), runs)
 
 

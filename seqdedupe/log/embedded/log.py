@@ -18,7 +18,17 @@ from seqdedupe.batch import Int32s, Int64s
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.files import sync_folder
 from seqdedupe.limits import MAX_BATCH_BYTES
-from seqdedupe.log.contract import DamageFound, Entries, FlushInterval, Location, Outcome, Records, Retention, Skipped
+from seqdedupe.log.contract import (
+    ANY_BYTES,
+    DamageFound,
+    Entries,
+    FlushInterval,
+    Location,
+    Outcome,
+    Records,
+    Retention,
+    Skipped,
+)
 from seqdedupe.log.embedded.ahead import AHEAD_MS, BEHIND_FILE, Ahead, steady_ms
 from seqdedupe.log.embedded.commit import Closing, Committer
 from seqdedupe.log.embedded.inspection import Damage, DurablePart
@@ -251,8 +261,8 @@ class EmbeddedLog:
     async def let_go(self) -> None:
         """Nothing: nobody else can open it."""
 
-    async def read(self, from_index: int, stop_index: int, max_bytes: int) -> Records:
-        return Records(await self._reader.read(from_index, stop_index, max_bytes))
+    async def read(self, from_index: int, stop_index: int, max_bytes: int, most_bytes: int = ANY_BYTES) -> Records:
+        return Records(await self._reader.read(from_index, stop_index, max_bytes, most_bytes))
 
     async def next_readable(self, from_index: int) -> int:
         return await self._reader.next_readable(from_index)

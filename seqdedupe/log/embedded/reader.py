@@ -12,7 +12,7 @@ import numpy as np
 from seqdedupe.batch import Int64s
 from seqdedupe.errors import DamagedError, SeqdedupeError, error
 from seqdedupe.format.columns import BASE_INDEX, ROWS
-from seqdedupe.log.contract import Entries, Location, Run, Runs
+from seqdedupe.log.contract import ANY_BYTES, Entries, LargerRecordError, Location, Run, Runs
 from seqdedupe.log.embedded.past_damage import look_past
 from seqdedupe.log.embedded.segment import (
     BASE,
@@ -117,12 +117,15 @@ class Reader:
                 offset, index, ownership = step.end, step.next_index, step.ownership
                 yield step
 
-    async def read(self, from_index: int, stop_index: int, max_bytes: int) -> memoryview:
+    async def read(self, from_index: int, stop_index: int, max_bytes: int, most_bytes: int = ANY_BYTES) -> memoryview:
         """See `Log.read`."""
         self.check_is_there(from_index)
         window = self._ahead.take(self, from_index)
         if window is None or window.is_empty:
-            window = await self._window(from_index, max_bytes, window)
+            window = await self._window(from_index, max_bytes, most_bytes, window)
+        if window.next_bytes > most_bytes:
+            self._ahead.keep(self, window)
+            raise LargerRecordError(window.next_bytes)
         found = window.cut(stop_index, max_bytes)
         if window.is_empty and window.goes_on and self._ahead.is_beside_publishers:
             self._read_ahead(window, max(max_bytes, WINDOW_BYTES))
@@ -134,9 +137,11 @@ class Reader:
         segment, index = window.segment, window.next_index
         if segment.end - window.end > INLINE_BESIDE_PUBLISHERS_BYTES:
             run = asyncio.get_running_loop().run_in_executor
-            window.read_ahead(run(self._threads, segment.read, window.end, segment.end, index, size, index))
+            # What is larger is read when there is room for it.
+            ahead = run(self._threads, segment.read, window.end, segment.end, index, size, index, size)
+            window.read_ahead(ahead)
 
-    async def _window(self, from_index: int, max_bytes: int, before: Window | None) -> Window:
+    async def _window(self, from_index: int, max_bytes: int, most_bytes: int, before: Window | None) -> Window:
         """Checked records from the one that holds the index on; many for a reader that has finished a window."""
         if before is not None and (ahead := await before.take_ahead()) is not None:
             before.segment.learn(ahead)
@@ -147,12 +152,16 @@ class Reader:
         self.check_is_there(from_index)
         segment = self.segments[self._place_of(from_index)]
         size = max_bytes + POINT_INTERVAL_BYTES if before is None else max(max_bytes, WINDOW_BYTES)
+        if max_bytes < most_bytes < ANY_BYTES:
+            # The record before was so large.
+            size = max(size, most_bytes)
         offset, index = segment.before_index(from_index)
         if before is not None and before.segment is segment:
             offset, index = before.end, from_index
         found = await self._find(
-            segment, offset, index, _holds(from_index), past=from_index, size=size, payloads_from=from_index
-        )
+            segment, offset, index, _holds(from_index),
+            past=from_index, size=size, payloads_from=from_index, most_bytes=most_bytes,
+        )  # fmt: skip
         if found is None:
             raise damaged(segment.path, segment.end, f"the message with index {from_index} should be here")
         return Window(segment, *found, goes_on=before is not None)
@@ -268,17 +277,21 @@ class Reader:
         past: int,
         size: int = CHUNK_BYTES,
         payloads_from: int | None = None,
+        most_bytes: int = ANY_BYTES,
     ) -> tuple[Piece, int] | None:
         """The first wanted record of a segment from an offset on: its place in the piece that was read with it.
 
         Damage is passed over if it ends at or before the index `past`.
         """
-        while (piece := await self._piece(segment, offset, index, size, payloads_from, past=past)) is not None:
+        next_size = CHUNK_BYTES if most_bytes == ANY_BYTES else SCAN_BYTES
+        while True:
+            piece = await self._piece(segment, offset, index, size, payloads_from, most_bytes, past=past)
+            if piece is None:
+                return None
             hits = np.flatnonzero(wanted(piece))
             if len(hits):
                 return piece, int(hits[0])
-            offset, index, size = piece.end, piece.next_index(index), CHUNK_BYTES
-        return None
+            offset, index, size = piece.end, piece.next_index(index), next_size
 
     async def _piece(
         self,
@@ -287,6 +300,7 @@ class Reader:
         index: int,
         size: int = CHUNK_BYTES,
         payloads_from: int | None = None,
+        most_bytes: int = ANY_BYTES,
         *,
         past: int,
     ) -> Piece | None:
@@ -294,7 +308,7 @@ class Reader:
         while offset < segment.end:
             end = segment.end
             try:
-                return await self._read(segment, offset, end, index, size, payloads_from)
+                return await self._read(segment, offset, end, index, size, payloads_from, most_bytes)
             except SeqdedupeError as e:
                 if not _may_be_damage(e):
                     raise
@@ -309,15 +323,22 @@ class Reader:
         return None
 
     async def _read(
-        self, segment: Segment, offset: int, end: int, index: int, size: int, payloads_from: int | None = None
+        self,
+        segment: Segment,
+        offset: int,
+        end: int,
+        index: int,
+        size: int,
+        payloads_from: int | None = None,
+        most_bytes: int = ANY_BYTES,
     ) -> Piece:
         """A piece of a segment, checked. Raises what is damaged or has been trimmed."""
         self.check_is_there(segment.base_index)
         piece = None
         if not self._ahead.is_beside_publishers or min(size, end - offset) <= INLINE_BESIDE_PUBLISHERS_BYTES:
-            piece = _read_from_memory(segment, offset, end, index, size, payloads_from)
+            piece = _read_from_memory(segment, offset, end, index, size, payloads_from, most_bytes)
         if piece is None:
-            piece = await self._in_thread(segment, segment.read, offset, end, index, size, payloads_from)
+            piece = await self._in_thread(segment, segment.read, offset, end, index, size, payloads_from, most_bytes)
         segment.learn(piece)
         return piece
 
@@ -404,13 +425,13 @@ def _holds(index: int) -> Callable[[Piece], np.ndarray]:
 
 
 def _read_from_memory(
-    segment: Segment, offset: int, end: int, index: int, size: int, payloads_from: int | None
+    segment: Segment, offset: int, end: int, index: int, size: int, payloads_from: int | None, most_bytes: int
 ) -> Piece | None:
     """A small piece, or None if it is not in memory. A hop to a thread would cost more than this does."""
     if size >= CHUNK_BYTES:
         return None
     try:
-        return segment.read(offset, end, index, min(size, INLINE_BYTES), payloads_from, read_from_memory)
+        return segment.read(offset, end, index, min(size, INLINE_BYTES), payloads_from, most_bytes, read_from_memory)
     except (NotInMemoryError, FileNotFoundError, SeqdedupeError):
         # What is wrong is looked at again in a thread.
         return None

@@ -25,7 +25,7 @@ from seqdedupe.format.columns import (
 )
 from seqdedupe.format.headers import HEADER_BYTES, RECORDS_TAG, VERSION_AT, VERSION_TAG
 from seqdedupe.limits import MAX_BATCH_BYTES
-from seqdedupe.log.contract import REPLAY_STEP_ENTRIES
+from seqdedupe.log.contract import ANY_BYTES, REPLAY_STEP_ENTRIES, LargerRecordError
 
 SUFFIX = ".log"
 MAX_RECORD_BYTES = HEADER_BYTES + MAX_BATCH_BYTES
@@ -141,13 +141,14 @@ def read_piece(
     ownership: int = 0,
     size: int = CHUNK_BYTES,
     payloads_from: int | None = None,
+    most_bytes: int = ANY_BYTES,
     read: Read = os.pread,
 ) -> Piece:
     """The records from an offset of an open file on: about `size` bytes of them, at least one, none beyond `end`.
 
     `next_index` is the index that the first one must have, -1 to believe it; `ownership` that of the record before it,
     0 to believe that it is the same. Payloads are checked where they are
-    those of this index and later ones.
+    those of this index and later ones. Raises `LargerRecordError` if the first record has more than `most_bytes`.
     """
     raw = read(file, min(size, end - offset), offset)
     table, taken, why = scan_bytes(raw, identity, offset, next_index, payloads_from, ownership)
@@ -157,9 +158,14 @@ def read_piece(
         elif len(raw) >= MAX_RECORD_BYTES:
             why = records.DAMAGED
         elif size < CHUNK_BYTES:
+            needed, _ = records.end_of(bytes(raw[:HEADER_BYTES])) if len(raw) >= HEADER_BYTES else (0, 0)
+            if most_bytes < needed <= MAX_RECORD_BYTES:
+                raise LargerRecordError(needed)
+            size = needed if size < needed <= CHUNK_BYTES else CHUNK_BYTES
             return read_piece(
-                file, identity, offset, end, next_index, ownership=ownership, payloads_from=payloads_from, read=read
-            )
+                file, identity, offset, end, next_index,
+                ownership=ownership, size=size, payloads_from=payloads_from, read=read,
+            )  # fmt: skip
     return Piece(offset, raw, table, taken, why)
 
 
@@ -300,17 +306,25 @@ class Segment:
         """When this process made it, or opened it without a message, by the steady clock."""
 
     def read(
-        self, offset: int, end: int, next_index: int, size: int, payloads_from: int | None, read: Read = os.pread
+        self,
+        offset: int,
+        end: int,
+        next_index: int,
+        size: int,
+        payloads_from: int | None,
+        most_bytes: int = ANY_BYTES,
+        read: Read = os.pread,
     ) -> Piece:
         """`read_piece` of this file, for use in any thread. It ends before damage.
 
         Raises LOG_DAMAGED or NEWER_FORMAT if the first record is not intact, LOG_UNREADABLE, FileNotFoundError if
-        retention was faster, NotInMemoryError if `read` does.
+        retention was faster, NotInMemoryError if `read` does; and as `read_piece`.
         """
         with self.opened() as file:
             piece = read_piece(
-                file, self.identity, offset, end, next_index, size=size, payloads_from=payloads_from, read=read
-            )
+                file, self.identity, offset, end, next_index,
+                size=size, payloads_from=payloads_from, most_bytes=most_bytes, read=read,
+            )  # fmt: skip
         if not piece.size:
             raise self._damaged(piece.end, piece.why)
         return piece

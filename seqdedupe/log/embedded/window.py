@@ -9,6 +9,7 @@ from collections import OrderedDict
 import numpy as np
 
 from seqdedupe.errors import SeqdedupeError
+from seqdedupe.log.contract import LargerRecordError
 from seqdedupe.log.embedded.segment import BASE, COUNT, END, START, Piece, Segment
 
 WINDOW_BYTES = 1024 * 1024
@@ -24,6 +25,7 @@ PUBLISHING_SECONDS = 0.1
 """So long after a commit, publishers are about to need the event loop again."""
 
 MAX_WINDOWS = 16
+MAX_WINDOWS_BYTES = 16 * 1024 * 1024
 """Kept for all readers of a sidecar; the one not used for longest goes first."""
 
 
@@ -57,6 +59,16 @@ class Window:
     def is_empty(self) -> bool:
         return self._next == len(self._starts)
 
+    @property
+    def next_bytes(self) -> int:
+        """The size of the record with which the next slice begins."""
+        return int(self._ends[self._next] - self._starts[self._next])
+
+    @property
+    def size(self) -> int:
+        """The number of bytes that it holds."""
+        return len(self._raw)
+
     def cut(self, stop_index: int, max_bytes: int) -> memoryview:
         """The next slice: whole records, at least one, below `stop_index`, not more than `max_bytes` of several."""
         i = self._next
@@ -84,7 +96,7 @@ class Window:
         following, self._following = self._following, None
         try:
             return None if following is None else await following
-        except (SeqdedupeError, OSError):
+        except (SeqdedupeError, OSError, LargerRecordError):
             return None
 
     def give_up(self) -> None:
@@ -113,8 +125,11 @@ class ReadAhead:
         if (same := self._windows.pop(key, None)) is not None:
             same.give_up()
         self._windows[key] = window
-        if len(self._windows) > MAX_WINDOWS:
-            self._windows.popitem(last=False)[1].give_up()
+        size = sum(one.size for one in self._windows.values())
+        while len(self._windows) > MAX_WINDOWS or size > MAX_WINDOWS_BYTES:
+            _, oldest = self._windows.popitem(last=False)
+            size -= oldest.size
+            oldest.give_up()
 
     def forget(self, log: object) -> None:
         """The log is closed."""

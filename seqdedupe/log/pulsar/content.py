@@ -13,7 +13,7 @@ from seqdedupe.entry_properties import Owner
 from seqdedupe.errors import DamagedError, SeqdedupeError, error
 from seqdedupe.format import records
 from seqdedupe.format.columns import BASE_INDEX, PUBLISH_TIME_MS, RECORD_END, RECORD_START, ROWS
-from seqdedupe.log.contract import Entries, Location, Records, Runs
+from seqdedupe.log.contract import ANY_BYTES, Entries, LargerRecordError, Location, Records, Runs
 from seqdedupe.log.pulsar.cursor import Step
 from seqdedupe.log.pulsar.entries import NOWHERE, Entry
 from seqdedupe.log.pulsar.kept import Kept
@@ -233,7 +233,7 @@ class Content:
             # What is read here is kept, and comes as a step.
             reads_on_once_more = (await self._read_on(None, [])).is_full
 
-    async def read(self, from_index: int, stop_index: int, max_bytes: int) -> Records:
+    async def read(self, from_index: int, stop_index: int, max_bytes: int, most_bytes: int = ANY_BYTES) -> Records:
         self.check_is_there(from_index, at_end=False)
         raw: list[bytes] = []
         runs: list[Runs] = []
@@ -245,6 +245,8 @@ class Content:
                 left -= len(record)
                 if places[BASE_INDEX] >= stop_index or (raw and left < 0):
                     return Records(b"".join(raw), runs)
+                if len(record) > most_bytes:
+                    raise LargerRecordError(len(record))
                 raw.append(record)
                 runs.append(its_runs)
             if raw and (left <= 0 or step.end.next_index >= stop_index):

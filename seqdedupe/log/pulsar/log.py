@@ -20,7 +20,17 @@ from seqdedupe.batch import Int32s, Int64s
 from seqdedupe.entry_properties import SCHEMA_VERSION, Owner
 from seqdedupe.errors import DamagedError, NotFoundError, SeqdedupeError, error
 from seqdedupe.format.headers import ownership_of
-from seqdedupe.log.contract import DamageFound, Entries, FlushInterval, Location, Outcome, Records, Retention, Skipped
+from seqdedupe.log.contract import (
+    ANY_BYTES,
+    DamageFound,
+    Entries,
+    FlushInterval,
+    Location,
+    Outcome,
+    Records,
+    Retention,
+    Skipped,
+)
 from seqdedupe.log.pulsar import entries, place_bytes, recording
 from seqdedupe.log.pulsar.admin import Admin
 from seqdedupe.log.pulsar.content import Content
@@ -377,8 +387,8 @@ class PulsarLog:
     async def wait_for_more(self) -> None:
         await self._content.wait_for_more()
 
-    async def read(self, from_index: int, stop_index: int, max_bytes: int) -> Records:
-        return await self._content.read(from_index, stop_index, max_bytes)
+    async def read(self, from_index: int, stop_index: int, max_bytes: int, most_bytes: int = ANY_BYTES) -> Records:
+        return await self._content.read(from_index, stop_index, max_bytes, most_bytes)
 
     async def next_readable(self, from_index: int) -> int:
         return self._content.next_readable(from_index)
