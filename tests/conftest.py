@@ -135,15 +135,19 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         terminalreporter.write_line(f"skipped {count} test{'s' * (count != 1)}: {reason}")
 
 
-def pytest_collection() -> None:
-    """Next to nothing of what is collected is garbage: looking for it takes a fifth of the time."""
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Next to nothing of what is collected is garbage: looking for it takes a seventh of the time."""
     gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_collection_finish() -> None:
     """What was imported and collected is there to the end: nobody looks again whether it is garbage."""
     gc.freeze()
-    gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)

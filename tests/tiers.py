@@ -100,6 +100,7 @@ TIER_OF: Mapping[str, str] = {
 
 
 STAYING: Mapping[str, int] = {
+    "tests/broker_sidecar/test_dividing.py::test_broken_off_at_any_step_it_goes_on[2-3-2]": 0,
     "tests/broker_sidecar/test_kernels.py::test_a_start_that_compiles": 0,
     "tests/core/test_id_slots.py::test_control_a_planted_bug": 1,
     "tests/core/test_id_slots.py::test_each_id_is_found": 2,
@@ -121,6 +122,7 @@ STAYING: Mapping[str, int] = {
     "tests/pulsar/test_functions.py::test_four_partitions": 0,
     "tests/pulsar/test_settling.py::test_a_broker_is_killed": 0,
     "tests/pulsar/test_sidecar_kills.py::test_every_message": 0,
+    "tests/pulsar/test_writer.py::test_a_broker_that_was_killed": 0,
     "tests/services/pipe/test_kill.py::test_whatever_happens_each_output_is_there_once": 1,
     "tests/services/test_killed.py::test_each_message_takes_effect_once": 3,
     "tests/store/test_damage.py::test_a_flipped_byte[*.sst": 1,

@@ -50,6 +50,7 @@ _READ_LATE = (
     "GRPC_",
     "OTEL_",
     "HOME",
+    "PATH",
     # Those of sidecars with planted bugs and other constants, in `tests.broker_sidecar`.
     "BACKUP_BUG",
     "DIES_AT_FILE",
@@ -258,7 +259,7 @@ def _main() -> None:
     if what == "-m":
         runpy.run_module(words[0], run_name="__main__", alter_sys=True)
     else:
-        code, sys.argv[0] = words[0], "-c"
+        code, sys.argv[0], sys.path[0] = words[0], "-c", ""
         sys.modules["__main__"] = program = ModuleType("__main__")
         exec(compile(code, "<string>", "exec"), vars(program))
 
