@@ -2,7 +2,9 @@
 
 import argparse
 import difflib
+import faulthandler
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -84,6 +86,9 @@ def _run(config: Config, held: ExitStack, flags: Sequence[str], rebuild_store: b
     from broker_sidecar.listening import check_nobody_listens
     from broker_sidecar.supervising import EXIT_ERROR
 
+    if faulthandler.is_enabled():
+        # Whoever wants its stacks (`seqdedupe.testing`) does not have to end it for them.
+        faulthandler.register(signal.SIGUSR2)
     folder = Path(config.data_directory)
     try:
         workers.check_is_no_backup(folder)

@@ -32,8 +32,8 @@ minutes."""
 LAST_RESORT_SECONDS = 900.0
 """The longest wait, whatever is new: 15 minutes, or ten times what it takes on two quiet cores if that is more."""
 STACKS_SIGNAL = signal.SIGUSR2
-"""A Python process that has registered it with `faulthandler` prints its stacks and goes on. One that has only enabled
-that prints them at SIGABRT, and ends."""
+"""A Python process that has registered it with `faulthandler` prints its stacks and goes on; a sidecar with
+`PYTHONFAULTHANDLER` does. No other process receives it, and none a signal that would end it."""
 _POLL_SECONDS = 0.05
 _LINES_SHOWN = 20
 _CHARACTERS_SHOWN = 20_000
@@ -102,7 +102,8 @@ class Patience:
 
 def all_stacks() -> str:
     """The stacks of this process: of its threads, and of the tasks of its running event loop. And those that processes
-    below it print when asked, which Python with a faulthandler does, and Java; on Linux alone."""
+    below it print when asked, which Python does that handles STACKS_SIGNAL, and Java; of the others, where each thread
+    waits in the kernel. On Linux alone. No process ends by it."""
     pids = _below(os.getpid())
     names = [f"{pid}: {' '.join(_command(pid))[:200]}" for pid in pids]
     said = [_own_stacks(), "\n".join(["The processes below it:", *names])]
@@ -113,6 +114,7 @@ def all_stacks() -> str:
         for file in files:
             open_files.enter_context(file)
         asked = [(pid, number) for pid in pids if (number := _ask(pid))]
+        said += [_kernels_view(pid) for pid in pids if pid not in dict(asked)]
         _wait_until_quiet(
             lambda: (
                 sum(_has_signal(pid, "ShdPnd", number) for pid, number in asked),
@@ -168,17 +170,24 @@ def _command(pid: int) -> list[str]:
 
 
 def _ask(pid: int) -> int:
-    """Has a process print its stacks, if it handles a signal for that; which one, or 0."""
+    """Has a process print its stacks, if it handles a signal for that and goes on; which one, or 0."""
     with contextlib.suppress(OSError):
         program = Path(f"/proc/{pid}/exe").readlink().name
-        signals = {"java": [signal.SIGQUIT]}.get(
-            program, [STACKS_SIGNAL, signal.SIGABRT] if "python" in program else []
-        )
-        for number in signals:
-            if _has_signal(pid, "SigCgt", number):
-                os.kill(pid, number)
-                return number
+        number = signal.SIGQUIT if program == "java" else STACKS_SIGNAL if "python" in program else 0
+        if number and _has_signal(pid, "SigCgt", number):
+            os.kill(pid, number)
+            return number
     return 0
+
+
+def _kernels_view(pid: int) -> str:
+    """Where each thread of a process waits, as far as this user may know."""
+    lines = [f"Process {pid}, which prints no stacks, by the kernel:"]
+    for thread in Path("/proc").glob(f"{pid}/task/*"):
+        for name in ("comm", "wchan", "stack"):
+            with contextlib.suppress(OSError):
+                lines.append(f"{thread.name} {name}: {(thread / name).read_text(errors='replace').rstrip()}")
+    return "\n".join(lines)
 
 
 def _has_signal(pid: int, which: str, number: int) -> bool:

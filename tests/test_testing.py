@@ -7,6 +7,8 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +17,13 @@ import pytest
 from seqdedupe import testing
 from seqdedupe.client.blocking import Client
 from seqdedupe.testing import Patience, Sidecar, Stalled, all_stacks
+from tests import warm
 from tests.processes import running
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "testing.md"
 
-# One ends when it has printed its stacks, and one goes on.
+# Of these only the one that has registered prints its stacks: to be asked would end the others.
 HANG = "import time\ndef hang():\n    print('here', flush=True)\n    time.sleep(1e6)\n"
 ENABLED = "import faulthandler\nfaulthandler.enable()\n" + HANG + "hang()"
 REGISTERED = f"import faulthandler\nfaulthandler.register({testing.STACKS_SIGNAL:d})\n" + HANG + "hang()"
@@ -87,12 +90,14 @@ def test_who_shows_nothing_new_is_named_with_the_stacks_of_all(monkeypatch: pyte
     monkeypatch.setattr(testing, "STALL_SECONDS", 0.2)
     with (
         (tmp_path / "printed").open("w+") as printed,
-        running([sys.executable, "-c", ENABLED], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as to_pipe,
-        running([sys.executable, "-c", ENABLED], stdout=subprocess.PIPE, stderr=printed) as to_file,
-        running([sys.executable, "-c", REGISTERED], stdout=subprocess.PIPE, stderr=printed) as going_on,
+        running([sys.executable, "-c", REGISTERED], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as to_pipe,
+        running([sys.executable, "-c", REGISTERED], stdout=subprocess.PIPE, stderr=printed) as to_file,
+        running([sys.executable, "-c", ENABLED], stdout=subprocess.PIPE, stderr=printed) as enabled,
         running([sys.executable, "-E", "-c", UNPREPARED], stdout=subprocess.PIPE, stderr=printed) as unprepared,
+        running(["sh", "-c", "echo here; sleep 1000; true"], stdout=subprocess.PIPE, stderr=printed) as no_python,
     ):
-        for process in (to_pipe, to_file, going_on, unprepared):
+        every = (to_pipe, to_file, enabled, unprepared, no_python)
+        for process in every:
             assert process.stdout is not None
             assert process.stdout.readline() == b"here\n"
         patience = Patience("the reader job")
@@ -101,10 +106,16 @@ def test_who_shows_nothing_new_is_named_with_the_stacks_of_all(monkeypatch: pyte
         said = str(e.value)
         assert said.startswith("the reader job has shown nothing new for 0.2 s, seen last: 1234, rows\n")
         assert "in test_who_shows_nothing_new_is_named_with_the_stacks_of_all" in said
-        assert said.count("in hang") == 3, said
-        assert all(f"\n{process.pid}: {sys.executable}" in said for process in (to_pipe, to_file, going_on, unprepared))
-        assert to_pipe.wait() == to_file.wait() == -signal.SIGABRT
-        assert going_on.poll() is unprepared.poll() is None
+        assert said.count("in hang") == 2, said
+        programs = [sys.executable] * 4 + ["sh"]
+        assert all(f"\n{process.pid}: {program}" in said for process, program in zip(every, programs, strict=True))
+        for process in (enabled, unprepared, no_python):
+            view = rf"\nProcess {process.pid}, which prints no stacks, by the kernel:\n{process.pid} comm: (python|sh)"
+            assert re.search(view, said), said
+        # None ends by what it was sent: another signal would come after that.
+        for process in every:
+            process.terminate()
+            assert process.wait() == -signal.SIGTERM
 
 
 def test_who_is_slow_goes_on_until_the_last_resort(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,8 +139,11 @@ def test_what_a_process_prints_and_how_it_ends_is_returned() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (3, "1\n", "2\n")
 
 
-def test_a_sidecar_says_where_it_is_and_goes_on(tmp_path: Path) -> None:
-    with Sidecar(tmp_path) as sidecar:
+@pytest.mark.parametrize("starting", [nullcontext, warm.cold])
+def test_a_sidecar_says_where_it_is_and_goes_on(
+    starting: Callable[[], AbstractContextManager[None]], tmp_path: Path
+) -> None:
+    with starting(), Sidecar(tmp_path) as sidecar:
         said = all_stacks()
         assert "asyncio" in said[said.index("The processes below it") :]
         assert sidecar.is_running
@@ -153,7 +167,7 @@ HANGING_TEST = f"""
 import asyncio, signal, subprocess, sys
 
 async def test_that_hangs():
-    command = [sys.executable, "-c", {ENABLED!r}]
+    command = [sys.executable, "-c", {REGISTERED!r}]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     child.stdout.readline()
     signal.setitimer(signal.ITIMER_REAL, 0.1)

@@ -6,9 +6,10 @@ import subprocess
 from contextlib import nullcontext
 from pathlib import Path
 
+import psutil
 import pytest
 
-from seqdedupe.testing import LAST_RESORT_SECONDS
+from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from tests import warm
 from tests.processes import running
 
@@ -52,6 +53,23 @@ def test_it_is_a_child_of_this_process(tmp_path: Path) -> None:
         process.kill()
         assert os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT) is not None
         assert process.wait() == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("is_allowed", [True, False])
+def test_a_program_that_says_that_it_may_starts_warm(is_allowed: bool) -> None:
+    program = "import sys\nprint('broker_sidecar.server' in sys.modules, __name__, *sys.argv)\nsys.exit(3)"
+    command = [warm.PYTHON, "-c", warm.MAY_BE_WARM * is_allowed + program, "word"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=TIMEOUT_SECONDS)
+    assert (done.returncode, done.stdout) == (3, f"{is_allowed} __main__ -c word\n")
+
+
+def test_workers_start_warm_and_are_children_of_their_parent(tmp_path: Path) -> None:
+    with Sidecar(tmp_path, workers=2) as sidecar:
+        workers = [psutil.Process(pid) for pid in sidecar.worker_pids.values()]
+        assert [(worker.ppid(), "tests.warm" in worker.cmdline()) for worker in workers] == [(sidecar.pid, True)] * 2
+        sidecar.signal(signal.SIGKILL)  # they end with their parent
+        psutil.wait_procs(workers, TIMEOUT_SECONDS)
+        assert not any(worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE for worker in workers)
 
 
 @pytest.mark.parametrize("place", ["elsewhere", str(warm.ROOT / "spark")])

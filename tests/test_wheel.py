@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cyclonedx.schema import SchemaVersion
-from cyclonedx.validation.json import JsonStrictValidator
 
 import pyspark_seqdedupe
 from seqdedupe_spark.session import workers_path
@@ -112,6 +110,10 @@ def test_the_record_is_of_what_is_there(installed: Path) -> None:
 def test_it_has_a_bill_of_materials_of_what_a_sidecar_needs(installed: Path) -> None:
     [place] = installed.glob("*.dist-info/sboms/*.cdx.json")
     text = place.read_text()
+    # Here: what this imports takes a second, and each worker collects this file.
+    from cyclonedx.schema import SchemaVersion
+    from cyclonedx.validation.json import JsonStrictValidator
+
     assert JsonStrictValidator(SchemaVersion.V1_6).validate_str(text) is None
     bill = json.loads(text)
     assert not {"serialNumber", "timestamp"} & {*bill, *bill["metadata"]}

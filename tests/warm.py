@@ -13,14 +13,17 @@ import gc
 import importlib
 import json
 import os
+import runpy
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from broker_sidecar import kernels
@@ -28,20 +31,13 @@ from seqdedupe.testing import STACKS_SIGNAL
 
 ROOT = Path(__file__).parents[1]
 COMMAND = str(Path(sys.executable).with_name("seqdedupe"))
-SIDECAR = [sys.executable, "-m", "broker_sidecar"]
-MODULES = {
-    "broker_sidecar": "sidecar",
-    "tests.broker_sidecar.dying_moving": "dying",
-    "tests.broker_sidecar.small_windows": "windows",
-}
-"""What `python -m` starts warm."""
-MAINS = {
-    "command": "seqdedupe.cli.main",
-    "sidecar": "broker_sidecar.__main__",
-    "dying": "tests.broker_sidecar.dying_moving",
-    "windows": "tests.broker_sidecar.small_windows",
-}
-"""What can start warm: the modules of their functions `main`."""
+PYTHON = sys.executable
+SIDECAR = [PYTHON, "-m", "broker_sidecar"]
+PACKAGES = "broker_sidecar.", "tests.", "examples."
+"""What `python -m` starts warm. Tests' modules replace nothing that others have imported by name."""
+MAY_BE_WARM = "# may start warm\n"
+"""What `python -c` starts warm begins with this line."""
+_MAIN = "broker_sidecar.__main__"
 
 # gRPC's own are what a start of sidecar or command says: any process that has imported their modules has them.
 _READ_LATE = (
@@ -52,6 +48,16 @@ _READ_LATE = (
     "PYTHONFAULTHANDLER",
     "PYTEST_CURRENT_TEST",
     "GRPC_",
+    "OTEL_",
+    "HOME",
+    "PATH",
+    # Those of sidecars with planted bugs and other constants, in `tests.broker_sidecar`.
+    "BACKUP_BUG",
+    "DIES_AT_FILE",
+    "EDGE_SIDECAR",
+    "PAUSES_IN",
+    "SEVERAL_STEPS",
+    "WITH_",
 )
 _SPARKS = ("SPARK_", "PYSPARK_", "AWS_")
 """What a session in the tests' process leaves in its environment, beside folders of this repository in PYTHONPATH."""
@@ -66,15 +72,17 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
 
     def _execute_child(self, args: Any, executable: Any, preexec_fn: Any, *rest: Any) -> None:
         _, pass_fds, cwd, env, _, _, shell, *pipes, _, gid, gids, uid, umask, new_session, group = rest
-        unusual = (executable, preexec_fn, pass_fds, shell, gid, gids, uid, umask + 1, new_session, group + 1)
-        command = None if any(unusual) or isinstance(args, str | bytes | os.PathLike) else _warm_command(args)
+        first = _first_call(preexec_fn)
+        unusual = (executable, preexec_fn and not first, pass_fds, shell, gid, gids, uid, umask + 1, new_session)
+        is_usual = not any(unusual) and group == -1 and not isinstance(args, str | bytes | os.PathLike)
+        command = _warm_command(args) if is_usual else None
         if command is None or not _server.fits(environment := dict(os.environ if env is None else env)):
             super()._execute_child(args, executable, preexec_fn, *rest)  # type: ignore[misc]
             return
         sys.audit("subprocess.Popen", executable, args, cwd, env)
         streams = [own if fd == _INHERITED else fd for own, fd in enumerate((pipes[0], pipes[3], pipes[5]))]
         try:
-            self.pid = _server.fork(command, os.fspath(cwd or os.getcwd()), environment, streams)
+            self.pid = _server.fork(command, os.fspath(cwd or os.getcwd()), environment, first, streams)
         finally:
             self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
         self._child_created = True
@@ -99,13 +107,23 @@ def _warm_command(args: Sequence[Any]) -> list[str] | None:
     words = [os.fspath(arg) for arg in args]
     if words[:1] == [COMMAND]:
         return ["command", *words[1:]]
-    if words[:2] == [sys.executable, "-m"] and (what := MODULES.get(words[2])):
-        return [what, *words[3:]]
+    match words:
+        case [program, "-m", module, *_] if program == PYTHON and f"{module}.".startswith(PACKAGES):
+            return words[1:]
+        case [program, "-c", code, *_] if program == PYTHON and code.startswith(MAY_BE_WARM):
+            return words[1:]
     return None
 
 
+def _first_call(preexec_fn: Any) -> Sequence[Any]:
+    """The name of a module's function and its arguments, if this is what a process begins with."""
+    function = getattr(preexec_fn, "func", None)
+    name = getattr(function, "__qualname__", ".")
+    return () if "." in name or preexec_fn.keywords else (function.__module__, name, *preexec_fn.args)
+
+
 class _Server:
-    """The tests' side of the warm process, which is started when it is first needed."""
+    """The side of who starts something from the warm process, which is started when it is first needed."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -127,9 +145,15 @@ class _Server:
         atexit.register(process.wait)
         atexit.register(self._socket.close)
 
-    def fork(self, command: Sequence[str], cwd: str, environment: dict[str, str], streams: list[int]) -> int:
+    def use(self, requests: socket.socket) -> None:
+        """What is forked there is started from now on."""
+        self._socket, self._environment = requests, _early(os.environ)
+
+    def fork(
+        self, command: Sequence[str], cwd: str, environment: dict[str, str], first: Sequence[Any], streams: list[int]
+    ) -> int:
         """The number of a new process, which is a child of this one."""
-        request = json.dumps([command, cwd, environment]).encode(errors="surrogateescape")
+        request = json.dumps([command, cwd, environment, first]).encode(errors="surrogateescape")
         with self._lock, _adopting():
             if self._socket is None:
                 raise RuntimeError("the warm process was not started")
@@ -166,22 +190,23 @@ def _serve(requests: socket.socket) -> Sequence[str]:
             os._exit(0)
         reads, writes = os.pipe()
         if not (between := os.fork()):
-            # Its own end makes the tests' process the parent.
+            # Its own end makes the one that has asked the parent.
+            between = os.getpid()
             if number := os.fork():
                 os.write(writes, b"%d" % number)
                 os._exit(0)
             requests.close()
             os.close(reads)
             os.close(writes)
-            return _become(json.loads(request), streams)
+            return _become(json.loads(request), streams, between)
         os.waitpid(between, 0)
         requests.send(os.read(reads, _MAX_REQUEST_BYTES))
         for fd in (reads, writes, *streams):
             os.close(fd)
 
 
-def _become(request: Any, streams: list[int]) -> Sequence[str]:
-    command, cwd, environment = request
+def _become(request: Any, streams: list[int], between: int) -> Sequence[str]:
+    command, cwd, environment, first = request
     for own, theirs in enumerate(streams):
         os.dup2(theirs, own)
         os.close(theirs)
@@ -189,7 +214,26 @@ def _become(request: Any, streams: list[int]) -> Sequence[str]:
     os.environ.update(environment)
     os.chdir(cwd)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    if first:
+        module, name, *arguments = first
+        while os.getppid() == between:
+            time.sleep(0.001)
+        getattr(importlib.import_module(module), name)(*arguments)
     words: list[str] = command
+    return words
+
+
+def _start_warm_too(words: Sequence[str]) -> Sequence[str]:
+    """From now on this process starts its workers warm: from a fork of it as it is now. Returns in what was forked
+    there what it is to run, and here what is run."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if not os.fork():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        ours.close()
+        return _serve(theirs)
+    theirs.close()
+    _server.use(ours)
+    install()
     return words
 
 
@@ -200,14 +244,24 @@ def _main() -> None:
     faulthandler.register(STACKS_SIGNAL)
     kernels.prepare()
     # The sidecar's first: it has a word with gRPC before that is imported.
-    for name in (MAINS["sidecar"], "broker_sidecar.server", "seqdedupe.cli.commands", MAINS["command"]):
+    for name in (_MAIN, "broker_sidecar.server", "seqdedupe.cli.commands", "seqdedupe.cli.main"):
         importlib.import_module(name)
+    del sys.modules[_MAIN]  # it will be run
     requests = socket.socket(fileno=os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     gc.freeze()
-    what, *sys.argv[1:] = _serve(requests)
-    sys.argv[0] = what
-    sys.exit(importlib.import_module(MAINS[what]).main())
+    command = _serve(requests)
+    what, *words = _start_warm_too(command) if "--workers" in command else command
+    if what == "command":
+        sys.argv = [COMMAND, *words]
+        sys.exit(importlib.import_module("seqdedupe.cli.main").main())
+    sys.argv = words
+    if what == "-m":
+        runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+    else:
+        code, sys.argv[0], sys.path[0] = words[0], "-c", ""
+        sys.modules["__main__"] = program = ModuleType("__main__")
+        exec(compile(code, "<string>", "exec"), vars(program))
 
 
 if __name__ == "__main__":

@@ -226,8 +226,9 @@ def test_every_key_has_a_default_of_its_type_and_a_meaning() -> None:
 
 def run(*arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-m", "broker_sidecar", *arguments]
+    others = {name: value for name, value in os.environ.items() if not name.startswith("SEQDEDUPE_")}
     return subprocess.run(
-        command, capture_output=True, text=True, env=environment, check=False, timeout=LAST_RESORT_SECONDS
+        command, capture_output=True, text=True, env=others | environment, check=False, timeout=LAST_RESORT_SECONDS
     )
 
 

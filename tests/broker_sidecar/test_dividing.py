@@ -163,7 +163,7 @@ def test_broken_off_at_any_step_it_goes_on(
     assert end > 20
 
 
-KILLED = """
+KILLED = """# may start warm
 import os, signal, sys
 from pathlib import Path
 from broker_sidecar import kernels

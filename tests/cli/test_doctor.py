@@ -112,7 +112,7 @@ def test_what_is_salvaged_is_read_and_published_to(sidecar: Sidecar, tmp_path: P
     doctor(new, status=0)
 
 
-DIES = """
+DIES = """# may start warm
 import os, sys
 from pathlib import Path
 from broker_sidecar import kernels

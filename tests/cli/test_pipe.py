@@ -11,7 +11,7 @@ from seqdedupe.client import Client, Kept, MessageId, Position
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from tests.client.proxy import Proxy
 
-MAIN = "from seqdedupe.cli.main import main; main()"
+MAIN = "# may start warm\nfrom seqdedupe.cli.main import main; main()"
 
 CODE = """
 def shout(message):

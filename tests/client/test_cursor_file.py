@@ -109,7 +109,7 @@ async def test_a_folder_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     assert await FileCursor(tmp_path / "cursor").read() is None
 
 
-MOVES = """
+MOVES = """# may start warm
 import asyncio, sys
 from seqdedupe.client import MessageId, Position
 from seqdedupe.client.cursor import Kept

@@ -78,7 +78,7 @@ async def test_removing_a_topic_takes_its_snapshots_and_nothing_else(store: Stor
     assert left[INCARNATION + 1].persisted == {b"%d" % index: index for index in range(6)}
 
 
-OPEN_AND_WAIT = """
+OPEN_AND_WAIT = """# may start warm
 import sys
 from pathlib import Path
 from broker_sidecar import kernels
@@ -172,7 +172,7 @@ async def test_a_record_of_another_format_is_refused(
     assert reason(raised) == refusal
 
 
-UMASK_077 = """
+UMASK_077 = """# may start warm
 import asyncio, os, sys
 from pathlib import Path
 from broker_sidecar import kernels

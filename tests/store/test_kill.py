@@ -10,7 +10,7 @@ from tests.processes import running
 from tests.store.model import load
 
 # Numbers rise by one a delta, so the state tells which delta was the last.
-WRITER = """
+WRITER = """# may start warm
 import asyncio, sys
 from pathlib import Path
 from broker_sidecar import kernels
