@@ -12,6 +12,7 @@ from seqdedupe.client import blocking
 from seqdedupe.testing import Sidecar
 from seqdedupe_spark.session import workers_path
 from tests.spark import class_data
+from tests.spark.run_job import QUICK_PYTHON
 from tests.spark.s3 import server
 
 REPOSITORY = Path(__file__).parents[2]
@@ -31,7 +32,7 @@ SPARK = {
 @pytest.fixture(scope="session")
 def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
     """A session with two cores, and four tries of each task. Its workers find the modules of this repository."""
-    os.environ |= {"PYTHONPATH": workers_path(REPOSITORY), "PYSPARK_PYTHON": sys.executable}
+    os.environ |= {"PYTHONPATH": workers_path(QUICK_PYTHON, REPOSITORY), "PYSPARK_PYTHON": sys.executable}
     # Workers get the environment of now; the server is started by who needs it.
     os.environ |= server().environment
     folder = str(tmp_path_factory.mktemp("spark"))

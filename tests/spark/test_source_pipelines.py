@@ -25,7 +25,7 @@ from seqdedupe_spark.session import workers_path
 from tests.certificates import Authority
 from tests.processes import running
 from tests.spark.conftest import REPOSITORY
-from tests.spark.run_job import QUICK_JVM
+from tests.spark.run_job import QUICK_JVM, QUICK_PYTHON
 from tests.spark.test_credentials import authority as authority
 from tests.spark.test_credentials import guarded as guarded
 
@@ -95,7 +95,7 @@ def connect(folder: Path, guarded: Sidecar, authority: Authority) -> Iterator[st
     environment = {
         "JAVA_TOOL_OPTIONS": QUICK_JVM,
         "PYSPARK_PYTHON": sys.executable,
-        "PYTHONPATH": workers_path(REPOSITORY),
+        "PYTHONPATH": workers_path(QUICK_PYTHON, REPOSITORY),
         "SPARK_LOCAL_IP": "127.0.0.1",
         "SEQDEDUPE_TLS_CA_FILE": str(authority.ca_file),
         "SEQDEDUPE_TOKEN_FILE": str(guarded.token_file),
