@@ -115,6 +115,8 @@ STAYING: Mapping[str, int] = {
     "tests/pulsar/test_sidecar_kills.py::test_every_message": 0,
     "tests/services/pipe/test_kill.py::test_whatever_happens_each_output_is_there_once": 1,
     "tests/services/test_killed.py::test_each_message_takes_effect_once": 3,
+    "tests/spark/test_kill_driver.py::test_killed_with_a_checkpoint": 1,
+    "tests/spark/test_kill_driver_postgres.py::test_killed_without_a_checkpoint": 1,
     "tests/store/test_power_cut.py::test_every_pattern_of_lost_sectors": 1,
 }
 """How many cases of a family of tests, by the beginning of their node IDs, stay in the suite. The others run in
