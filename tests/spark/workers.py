@@ -5,6 +5,7 @@ passes arguments, folder, environment and streams to the process that forks, and
 it. Only the session of the fixture `spark` has this: drivers that are killed have Python as users have it.
 """
 
+import faulthandler
 import gc
 import importlib
 import json
@@ -20,6 +21,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+from seqdedupe.testing import STACKS_SIGNAL
+from tests import warm
 
 MODULES = ("pyspark.worker", "pyspark_seqdedupe", "tests.spark.killing", "tests.spark.run_sink")
 """What workers import, and all of `pyspark.sql.worker`."""
@@ -52,7 +56,8 @@ def launcher(folder: Path, path: str) -> Iterator[Path]:
         listener.listen(64)
         command = [sys.executable, "-m", "tests.spark.workers"]
         environment = os.environ | {"PYTHONPATH": path}
-        process = subprocess.Popen(command, stdin=listener.fileno(), cwd=REPOSITORY, env=environment)
+        with warm.cold():
+            process = subprocess.Popen(command, stdin=listener.fileno(), cwd=REPOSITORY, env=environment)
     try:
         yield program
     finally:
@@ -89,10 +94,8 @@ def _watch(launched: socket.socket, forked: int, streams: list[int]) -> None:
     for fd in (0, 1, 2, *streams):
         os.close(fd)
     ended = os.pidfd_open(forked)
-    while ended not in (ready := select.select([launched, ended], [], [])[0]):
-        if launched in ready:
-            os.kill(forked, signal.SIGTERM)
-            break
+    if ended not in select.select([launched.fileno(), ended], [], [])[0]:
+        os.kill(forked, signal.SIGTERM)
     status = os.waitstatus_to_exitcode(os.waitpid(forked, 0)[1])
     with suppress(OSError):
         launched.send(b"%d" % (status % 256))
@@ -101,6 +104,8 @@ def _watch(launched: socket.socket, forked: int, streams: list[int]) -> None:
 
 def _main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    faulthandler.enable()
+    faulthandler.register(STACKS_SIGNAL)
     listener = socket.socket(fileno=os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for name in MODULES:
