@@ -209,7 +209,15 @@ class Session:
         while self.failure is None or len(self.outbox):
             try:
                 await self._connect()
-            except UnavailableError as e:
+            except SeqdedupeError as failure:
+                # The stream, too, may have been refused by one to which the topic came only then.
+                e = self._route.doubted(failure)
+                if not isinstance(e, UnavailableError):
+                    # A frame was refused so, no Open: see `Outbox.asks_for_resume`.
+                    if e.reason == "INVALID_EPOCH":
+                        continue
+                    self._fail(self._of_resume(e))
+                    return
                 if e.reason == "STREAM_IDLE" and not len(self.outbox) and not self._is_starting:
                     # The session stays: it is resumed when there is something to send.
                     await self._wait_for_something_to_send()
@@ -224,11 +232,6 @@ class Session:
                     return
                 if not moves_on:
                     await asyncio.sleep(max(self._backoff.next_seconds(), e.retry_delay_ms / 1000))
-            except SeqdedupeError as e:
-                # A frame was refused so, no Open: see `Outbox.asks_for_resume`.
-                if e.reason != "INVALID_EPOCH":
-                    self._fail(self._of_resume(e))
-                    return
 
     def _of_resume(self, failure: SeqdedupeError) -> SeqdedupeError:
         """What it comes to that the session is not resumed. Of what was sent before it says nothing."""

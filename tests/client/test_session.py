@@ -21,6 +21,7 @@ from seqdedupe.client import (
     FencedError,
     InvalidRequestError,
     MessageId,
+    NotFoundError,
     OutcomeUnknownError,
     Position,
     PositionError,
@@ -279,6 +280,45 @@ async def test_a_resume_that_cannot_be_right_ends_the_producer(
             with pytest.raises(kind):
                 await receipt
         await producer.abort()
+
+
+@pytest.mark.parametrize("addresses", [2, 1])
+async def test_a_stream_that_was_refused_before_the_topic_came_is_begun_again(
+    fake: FakeSidecar, addresses: int
+) -> None:
+    """A topic may come to a sidecar between what it says to the stream and what it says to the `Open`. The control: the
+    only sidecar that there is does not say so of a topic that it has."""
+    refused = 0
+
+    def on_frame(frame: Frame) -> list[Response]:
+        nonlocal refused
+        if len(fake.opens) == 2 and not refused:
+            refused += 1
+            raise Refused(grpc.StatusCode.NOT_FOUND, "TOPIC_NOT_FOUND")
+        if len(fake.opens) == 1 and frame.batch.sequence_ids[0] == 1:
+            raise Refused(grpc.StatusCode.UNAVAILABLE)
+        return [fake.stored(frame)]
+
+    def not_its_own(_: publish_pb2.OpenRequest) -> publish_pb2.OpenResponse:
+        raise Refused(grpc.StatusCode.UNAVAILABLE, "NOT_OWNER", 0)
+
+    fake.on_frame = on_frame
+    fake.on_open = lambda request: fake.opened(persisted=0 if request.epochs else -1)
+    async with fake_sidecar() as other:
+        other.on_open = not_its_own
+        where = ",".join([fake.address, other.address][:addresses])
+        async with Client(where) as client:
+            producer = client.producer("t", "p", ONE_BY_ONE)
+            await producer.open()
+            await (await producer.send(b""))
+            receipt = await producer.send(b"")
+            if addresses == 2:
+                assert (await receipt).verdict is Verdict.NOT_DUP
+            else:
+                with pytest.raises(NotFoundError):
+                    await receipt
+            await producer.abort()
+    assert refused == 1
 
 
 def varint_field(number: int, value: int) -> bytes:
