@@ -4,6 +4,7 @@ This is the only place where an error of a database is classified. It takes the 
 names them, and SQLAlchemy's around them.
 """
 
+import re
 from collections.abc import Iterator
 from enum import Enum
 from typing import Any, NamedTuple
@@ -35,6 +36,7 @@ class _Cause(NamedTuple):
 
 _DISK = _Cause(Fault.DATABASE, "the disk of the database is full")
 _DEVICE = _Cause(Fault.DATABASE, "the database cannot read or write its files")
+_FILE = _Cause(Fault.DATABASE, "the file of the database cannot be opened")
 _DAMAGED = _Cause(Fault.DATABASE, "the files of the database are damaged")
 _MEMORY = _Cause(Fault.DATABASE, "the database server has too little memory")
 _CONNECTIONS = _Cause(Fault.DATABASE, "the database server takes no more connections")
@@ -44,7 +46,8 @@ _STARTING = _Cause(Fault.DATABASE, "the database server is starting, or is no fu
 _UNREACHABLE = _Cause(
     Fault.DATABASE, "the database server cannot be reached: it does not run, or the network is broken"
 )
-_NO_ENTRY = _Cause(Fault.DATABASE, "the database server lets this user no longer in")
+_NO_ENTRY = _Cause(Fault.DATABASE, "the database server does not let this user in")
+_NO_DATABASE = _Cause(Fault.DATABASE, "the server has no such database")
 _POOL = _Cause(Fault.DATABASE, "the engine's pool had no connection free in time")
 _LOCK = _Cause(Fault.REPEAT, "another transaction holds a lock for long")
 _DEADLOCK = _Cause(Fault.REPEAT, "the database has ended a deadlock with another transaction")
@@ -74,6 +77,7 @@ _STATES = {
     "25P03": _IDLE,
     "25P04": _IDLE,
     "28": _NO_ENTRY,
+    "3D000": _NO_DATABASE,
     "40P01": _DEADLOCK,
     "40": _CONFLICT,
     "53100": _DISK,
@@ -101,8 +105,10 @@ _NUMBERS = {
     1041: _MEMORY,
     1045: _NO_ENTRY,
     1047: _STARTING,
+    1049: _NO_DATABASE,
     1053: _SHUT_DOWN,
     1114: _DISK,
+    1130: _NO_ENTRY,
     1153: _PACKET,
     1158: _LOST_MYSQL,
     1159: _LOST_MYSQL,
@@ -115,6 +121,7 @@ _NUMBERS = {
     1213: _DEADLOCK,
     1290: _READ_ONLY,
     1317: _TOO_LONG,
+    1698: _NO_ENTRY,
     1712: _DAMAGED,
     1792: _READ_ONLY,
     1836: _READ_ONLY,
@@ -139,13 +146,23 @@ _SQLITE = {
     10: _DEVICE,
     11: _DAMAGED,
     13: _DISK,
-    14: _DEVICE,
+    14: _FILE,
     15: _LOCK,
     17: _CONFLICT,
     26: _DAMAGED,
 }
 """By SQLite's primary result code: BUSY, LOCKED, NOMEM, READONLY, INTERRUPT, IOERR, CORRUPT, FULL, CANTOPEN, PROTOCOL,
 SCHEMA, NOTADB."""
+
+_TEXTS = (
+    (r"FATAL: .*authentication failed|FATAL: .*role \".*\" does not exist", _NO_ENTRY),
+    (r"FATAL: .*no pg_hba\.conf entry|no password supplied", _NO_ENTRY),
+    (r"FATAL: .*database \".*\" does not exist", _NO_DATABASE),
+    (r"FATAL: .*(too many clients|connection slots)", _CONNECTIONS),
+    (r"FATAL: .*the database system is ", _STARTING),
+    (r"connection to server .* failed: ", _UNREACHABLE),
+)
+"""Where libpq gets no connection it gives no SQLSTATE, and what the server says is in the server's language."""
 
 _ENDED_STATE = "57P01"
 """A server that shuts down says so to every connection, and one that was told to end this connection to this one."""
@@ -168,6 +185,12 @@ def lost_connection(failure: BaseException) -> bool:
         codes_of(one)[0] == _ENDED_STATE or _cause(one) in (_LOST, _LOST_MYSQL, _KILLED, _IDLE)
         for one in _chain(failure)
     )
+
+
+def refuses_entry(failure: BaseException) -> bool:
+    """Whether there is no such database, or it does not let this user in. Where that worked before it is waited for, as
+    any fault of the database's; at the start of a service somebody has to correct it."""
+    return any(_cause(one) in (_NO_ENTRY, _NO_DATABASE, _FILE) for one in _chain(failure))
 
 
 def ended(failure: BaseException) -> bool:
@@ -224,8 +247,10 @@ def _cause(failure: BaseException) -> _Cause:
     if getattr(failure, "connection_invalidated", False) or getattr(failure, "code", None) == _USED_AFTER_LOSS:
         return _LOST
     # A driver whose connection breaks, or that gets none, has no code from a server.
-    has_code = state is not None or number is not None
-    return _LOST if not has_code and _is_a(failure, "OperationalError", "InterfaceError") else _REFUSED
+    if state is not None or number is not None or not _is_a(failure, "OperationalError", "InterfaceError"):
+        return _REFUSED
+    said = str(_driver_error(failure))
+    return next((cause for pattern, cause in _TEXTS if re.search(pattern, said)), _LOST)
 
 
 def codes_of(failure: BaseException) -> tuple[str | None, int | None]:

@@ -9,7 +9,9 @@ from sqlalchemy.types import TypeDecorator, TypeEngine
 
 from seqdedupe.errors import error
 
-_MARIADB = ("mysql", "mariadb")
+MARIADB = ("mysql", "mariadb")
+"""MariaDB and MySQL, as SQLAlchemy names their dialects."""
+
 _UTF8_BYTES = 4
 """Of a character, at most."""
 
@@ -40,12 +42,12 @@ class name_type(TypeDecorator[str]):  # noqa: N801 (a type, named as SQLAlchemy 
         self.length = length
 
     def load_dialect_impl(self, dialect: Dialect) -> TypeEngine[Any]:
-        if dialect.name in _MARIADB:
+        if dialect.name in MARIADB:
             return dialect.type_descriptor(mysql.VARBINARY(_UTF8_BYTES * self.length))
         return dialect.type_descriptor(String(self.length))
 
     def process_bind_param(self, value: str | None, dialect: Dialect) -> Any:
-        return value.encode() if value is not None and dialect.name in _MARIADB else value
+        return value.encode() if value is not None and dialect.name in MARIADB else value
 
     def process_result_value(self, value: Any | None, dialect: Dialect) -> str | None:
         return value.decode() if isinstance(value, bytes) else value
@@ -53,12 +55,12 @@ class name_type(TypeDecorator[str]):  # noqa: N801 (a type, named as SQLAlchemy 
 
 def bytes_type() -> TypeEngine[bytes]:
     """Bytes of any length."""
-    return LargeBinary().with_variant(mysql.LONGBLOB(), *_MARIADB)
+    return LargeBinary().with_variant(mysql.LONGBLOB(), *MARIADB)
 
 
 def text_type() -> TypeEngine[str]:
     """Text of any length."""
-    return Text().with_variant(mysql.LONGTEXT(charset="utf8mb4"), *_MARIADB)
+    return Text().with_variant(mysql.LONGTEXT(charset="utf8mb4"), *MARIADB)
 
 
 def table(name: str, metadata: MetaData, *columns: Column[Any]) -> Table:

@@ -45,6 +45,7 @@ BY_CODE = {
         *map(mariadb, (1021, 1040, 1053, 1114, 1290, 1836, 2003)),
         *map(sqlite, (8, 10, 13, 14, 10 | 3 << 8)),
         PoolTimeoutError("QueuePool limit"),
+        psycopg.OperationalError("connection to server on socket failed: FATAL:  the database system is starting up"),
     ],
     Fault.REPEAT: [*map(postgres, ("40001", "40P01", "55P03")), *map(mariadb, (1205, 1213)), *map(sqlite, (5, 6, 517))],
     Fault.UNKNOWN: [

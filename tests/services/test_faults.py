@@ -200,7 +200,7 @@ def test_a_database_that_takes_no_writes_is_waited_for(
     engine, others = create_engine(url), create_engine(url)
     make_table(engine)
     if kind == "mariadb":
-        engine = _plain_user(others)
+        engine = plain_user(others)
     told = Told()
     publish(*numbers(3))
 
@@ -231,7 +231,7 @@ def test_a_database_that_takes_no_writes_is_waited_for(
         others.dispose()
 
 
-def _plain_user(root: Engine) -> Engine:
+def plain_user(root: Engine) -> Engine:
     """Root writes into a read-only MariaDB."""
     with root.connect() as connection:
         connection.execute(text("CREATE USER IF NOT EXISTS plain@localhost IDENTIFIED BY 'plain'"))
@@ -281,6 +281,39 @@ def test_a_deadlock_is_repeated_whole(postgres: Engine, client: Client, topic: s
     assert sizes == [8] * 4
     assert effects(postgres) == numbers(8)
     assert dead(postgres) == []
+
+
+@pytest.mark.parametrize("in_batches", [False, True])
+def test_messages_that_only_work_together_are_applied_together(
+    postgres: Engine, client: Client, topic: str, publish: Publish, in_batches: bool
+) -> None:
+    """Their rows refer to each other, and a bad message cuts their batch; of others one comes later, or never."""
+    with postgres.begin() as connection:
+        connection.execute(
+            text("CREATE TABLE circle (id text PRIMARY KEY, next text REFERENCES circle DEFERRABLE INITIALLY DEFERRED)")
+        )
+    publish("bad", "a b", "b a", "c c", "bad", "d e", "e d", "f none", "g g", "h i")
+    tried: list[str] = []
+
+    def handle(connection: Connection, given: Any) -> None:
+        for message in given if in_batches else [given]:
+            row, _, to = (message.payload or b"").decode().partition(" ")
+            tried.append(row)
+            if row == "bad":
+                raise ValueError("not this one")
+            if row == "h" and tried.count("h") == 1:
+                publish("i h")
+            connection.execute(text("INSERT INTO circle VALUES (:row, :to)"), {"row": row, "to": to})
+
+    consumer = Consumer(client, topic, "c", postgres, handle, in_batches=in_batches, config=DEAD)
+    with running(consumer), postgres.connect() as connection:
+
+        def rows() -> list[str]:
+            with connection.begin():
+                return list(connection.execute(text("SELECT id FROM circle ORDER BY id")).scalars())
+
+        until(lambda: rows() == list("abcdeghi"))
+    assert [index for index, _ in dead(postgres)] == [0, 4, 7]
 
 
 def test_a_server_that_was_restarted_is_to_blame(

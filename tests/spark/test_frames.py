@@ -7,6 +7,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Literal
 
+import psycopg
 import pyarrow as pa
 import pytest
 from pyspark import TaskContext
@@ -32,12 +33,14 @@ from tests.spark.jobs import (
     Database,
     begin,
     each_once,
+    postgres_database,
     publish,
     select,
     source,
     sqlite_database,
     whole,
 )
+from tests.spark.postgres import postgres_url as postgres_url
 from tests.spark.streams import run_stream
 
 KEPT = "__topic AS topic, __partition AS partition, __index AS index"
@@ -172,6 +175,24 @@ def test_rows_that_are_not_of_their_tasks_range_are_refused(
     with pytest.raises(SeqdedupeError, match=why) as raised:
         ReaderJob(spark, config, frame=f"SELECT {columns} FROM messages").run()
     assert raised.value.reason == "UNSUPPORTED_PLAN"
+    assert database.query(f"SELECT count(*) FROM {TABLE}") == [(0,)]
+
+
+@pytest.mark.parametrize("transaction", ["topic", "batch"])
+def test_a_row_that_a_table_refuses_at_the_commit_names_its_message(
+    spark: SparkSession, config: JobConfig, postgres_url: str, transaction: Literal["topic", "batch"]
+) -> None:
+    """PostgreSQL does not say which row it is: the rows that Spark has kept are tried again."""
+    database = postgres_database(postgres_url)
+    with psycopg.connect(postgres_url) as connection:
+        connection.execute("CREATE TABLE known (i bigint PRIMARY KEY)")
+        connection.execute("INSERT INTO known SELECT i FROM generate_series(0, 299) AS i WHERE i <> 123")
+        reference = '"index" bigint REFERENCES known DEFERRABLE INITIALLY DEFERRED'
+        connection.execute(f"CREATE TABLE {TABLE} (topic text, partition int, {reference})".encode())
+    given = replace(config, store=database.store, transaction=transaction)
+    with pytest.raises(SeqdedupeError, match=r"the message is \S+, index 123, of \S+both-partition-\d") as raised:
+        ReaderJob(spark, given, frame=f"SELECT {KEPT} FROM messages").run()
+    assert raised.value.reason == "INVALID_OUTPUT"
     assert database.query(f"SELECT count(*) FROM {TABLE}") == [(0,)]
 
 

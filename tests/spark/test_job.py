@@ -37,6 +37,7 @@ from seqdedupe_spark.job.range_task import Report, Step
 from seqdedupe_spark.job.rounds import JobConfig, ReaderJob, Round
 from seqdedupe_spark.planning import Listing
 from seqdedupe_spark.stores.contract import Stored
+from seqdedupe_spark.stores.urls import from_url
 from tests.spark.jobs import (
     JOB,
     OUTPUT,
@@ -44,6 +45,7 @@ from tests.spark.jobs import (
     Database,
     begin,
     each_once,
+    postgres_database,
     publish,
     select,
     source,
@@ -51,6 +53,7 @@ from tests.spark.jobs import (
     task,
     whole,
 )
+from tests.spark.postgres import postgres_url as postgres_url
 
 SEGMENT_BYTES = 128 * 1024 * 1024
 """A segment of the log: what retention drops whole."""
@@ -505,6 +508,58 @@ def test_what_fails_for_too_long_ends_the_run(
     with pytest.raises(UnavailableError):
         job(address, database, topic).run()
     assert len(tries) > 1
+
+
+def test_a_job_that_follows_waits_for_its_database_however_long(
+    address: str,
+    postgres_url: str,
+    topic: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The driver does, in all steps of a round; a run that does not follow ends with the cause."""
+    full = publish(address, topic, 5)
+    monkeypatch.setattr(rounds, "GIVE_UP_SECONDS", 0.1)
+    monkeypatch.setattr(planning, "SAY_SECONDS", 0.0)
+    folder = postgres_url.rpartition("host=")[2]
+    away = postgres_database(postgres_url.replace(folder, str(tmp_path)))
+    with pytest.raises(UnavailableError, match="cannot be reached"):
+        job(address, away, topic).run()
+    caplog.clear()
+    running = job(address, away, topic)
+    thread = threading.Thread(target=running.run, kwargs={"follow": True})
+    thread.start()
+    try:
+        _until(lambda: caplog.text.count("waiting: ") >= 3)
+        assert "cannot be reached" in caplog.text
+        (tmp_path / ".s.PGSQL.5432").symlink_to(Path(folder) / ".s.PGSQL.5432")
+        _until(lambda: running.total.read == 5)
+    finally:
+        running.stop()
+        thread.join(LAST_RESORT_SECONDS)
+    each_once(postgres_database(postgres_url).indexes(full), 5)
+
+
+def test_a_job_ends_at_once_if_its_database_does_not_let_it_in(address: str, postgres_url: str, topic: str) -> None:
+    publish(address, topic, 5)
+    name = postgres_url.rpartition("/test_")[2]
+    wrong = {
+        "no such database": postgres_database(postgres_url.replace(f"/test_{name}", f"/none_{name}")),
+        "does not let this user in": postgres_database(postgres_url.replace("postgres@", "nobody@")),
+    }
+    for cause, database in wrong.items():
+        general = replace(database, store=from_url(database.url.replace("://", "+psycopg://")))
+        for one in (database, general):
+            with pytest.raises(UnavailableError, match=cause):
+                job(address, one, topic).run(follow=True)
+
+
+def _until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LAST_RESORT_SECONDS
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_one_topic_that_fails_does_not_keep_the_others_back(address: str, database: Database, topic: str) -> None:

@@ -2,10 +2,12 @@
 
 import asyncio
 import inspect
+import logging
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any, Literal
 
 from sqlalchemy import Connection, Engine
@@ -49,6 +51,8 @@ Start = Position | PartitionedPosition | Literal["earliest", "latest"]
 Found = dict[str, TopicEnds]
 """The topic, or its partitions in their order, by their full names."""
 
+_log = logging.getLogger("seqdedupe.consumer")
+
 
 class Consumer:
     """Applies a topic's messages to a database: `handle(connection, message)` for each, in the topic's order.
@@ -70,11 +74,13 @@ class Consumer:
     `name` is one row of `seqdedupe_consumers`, which is made with the consumer's other tables when they are not there.
     It belongs to one topic and one `purpose`: the handler's qualified name unless another is given. `start` counts when
     the name is new. With `in_batches` the handler is called with a list of messages, once in a transaction. It must not
-    end the transaction, nor keep the connection. `on_waiting` is told what is waited for: it must not block.
+    end the transaction, nor keep the connection. `on_waiting` is told what is waited for: it must not block. By default
+    that is a warning of the logger `seqdedupe.consumer`.
 
     Raises INVALID_OPTION; `run` raises CONSUMER_CHANGED, HANDLER_FAILED with the handler's exception as its cause,
-    TRANSACTION_ENDED, NOT_TRANSACTIONAL, OUTPUT_UNAVAILABLE or INVALID_OUTPUT if the tables cannot be made or used at
-    the start, and what a `Reader` raises: `PositionError` if the topic was made anew or has lost what comes next.
+    TRANSACTION_ENDED, NOT_TRANSACTIONAL, INVALID_OUTPUT if the tables cannot be made or used or, at the start, there is
+    no such database or it does not let the user in; and what a `Reader` raises: `PositionError` if the topic was made
+    anew or has lost what comes next.
     """
 
     def __init__(
@@ -110,7 +116,7 @@ class Consumer:
         self._in_batches = in_batches
         self._start = start
         self._config = config
-        self._on_waiting = on_waiting
+        self._on_waiting = on_waiting or _log_waiting
         self._stop = Stop()
         self._ownership = Ownership(engine, self.name)
         self._work: Work | None = None
@@ -151,7 +157,11 @@ class Consumer:
         """
         if not isinstance(self._client, AsyncClient):
             raise _option("run_async() takes a client of seqdedupe.client", "With a blocking one call run().")
-        client, found = self._client, await self._find(self._client)
+        client = self._client
+        try:
+            found = await self._find(client)
+        except Stopped:
+            return
         loop = asyncio.get_running_loop()
         ended: asyncio.Future[None] = loop.create_future()
 
@@ -164,7 +174,8 @@ class Consumer:
         def work() -> None:
             failure: BaseException | None = None
             try:
-                self._run(client, found, follow)
+                with suppress(Stopped):
+                    self._run(client, found, follow)
             except BaseException as e:  # noqa: BLE001 (whatever it is, whoever awaits gets it)
                 failure = e
             loop.call_soon_threadsafe(tell, failure)
@@ -197,7 +208,7 @@ class Consumer:
             except UnavailableError as e:
                 if e.reason == NOT_A_SIDECAR:
                     raise
-                self._tell(e)
+                self._on_waiting(e)
                 await asyncio.sleep(backoff.next_seconds())
 
     async def _look_up(self, client: AsyncClient) -> Found:
@@ -236,27 +247,35 @@ class Consumer:
         self._live(work_on, letters, shares.leave)
 
     def _live(self, work: Callable[[], None], letters: DeadLetters, leave: Callable[[], None]) -> None:
-        """Until the work has ended or is stopped; again from the stored position when another process was faster, or
-        the database was away, or something else than the sidecar answered."""
-        failures = 0
+        """Until the work has ended; raises Stopped."""
+
+        def live() -> None:
+            work()
+            letters.finish()
+
         try:
-            while not self._stop.is_told:
-                began = time.monotonic()
-                try:
-                    work()
-                    letters.finish()
-                    return
-                except Lost:
-                    continue
-                except (database.Away, UnavailableError) as e:
-                    failures = 1 if time.monotonic() - began > LONGEST_AWAY_SECONDS else failures + 1
-                    self._tell(e.failure if isinstance(e, database.Away) else e)
-                    self._stop.pause(min(FIRST_AWAY_SECONDS * 2 ** min(failures, 16), LONGEST_AWAY_SECONDS))
-        except Stopped:
-            return
+            self._insist(live)
         finally:
             letters.close()
             leave()
+
+    def _insist(self, work: Callable[[], None]) -> None:
+        """Until it has ended; again, from the stored position, when another process was faster, or the database was
+        away, or something else than the sidecar answered. Raises Stopped."""
+        failures = 0
+        while True:
+            self._stop.check()
+            began = time.monotonic()
+            try:
+                return work()
+            except Lost:
+                continue
+            except (database.Away, UnavailableError) as e:
+                failures = 1 if time.monotonic() - began > LONGEST_AWAY_SECONDS else failures + 1
+                self._on_waiting(e.failure if isinstance(e, database.Away) else e)
+                self._stop.pause(min(FIRST_AWAY_SECONDS * 2 ** min(failures, 16), LONGEST_AWAY_SECONDS))
+                if isinstance(e, database.Away) and e.before_next is not None:
+                    self._insist(e.before_next)
 
     def _starts(self, found: Found) -> list[Position]:
         """Of each topic or partition."""
@@ -272,8 +291,10 @@ class Consumer:
         return [Position.before(one.last.incarnation, one.first_index) for one in found.values()]
 
     def _prepare(self, register: Callable[[], None]) -> None:
-        try:
-            with database.reaching():
+        """Waits for the database, as later on. Raises Stopped, INVALID_OUTPUT, NOT_TRANSACTIONAL."""
+
+        def prepare() -> None:
+            with database.reaching(at_start=True):
                 make_tables(self._engine, METADATA)
                 self._refused = database.without_transactions(self._engine)
                 ours = sorted(self._refused.intersection(METADATA.tables))
@@ -281,8 +302,8 @@ class Consumer:
                     raise database.not_transactional(ours[0])
                 check_transactions(self._engine)
                 register()
-        except database.Away as e:
-            raise e.failure from e
+
+        self._insist(prepare)
 
     def _acquire(self, until: Position | None) -> str | None:
         """Stands by until nobody else works; returns the position. None if whoever works has come so far."""
@@ -330,6 +351,7 @@ class Consumer:
             return
         work = self._work = self._begin(self.name, self.topic, self._ownership, position)
         arrivals = self._arrivals(client, self.topic, position, until is None)
+        more = partial(arrivals.take_more, self._config.max_batch_messages, self._stop, KEEP_UP_SECONDS)
         self._has_all = True
         try:
             while work.has_messages or not arrivals.is_over:
@@ -337,7 +359,7 @@ class Consumer:
                 if not work.has_messages:
                     work.take(arrivals.take(self._config.max_batch_messages))
                 if work.has_messages:
-                    work.apply()
+                    work.apply(more)
                 else:
                     wait_for_any([arrivals], self._stop, KEEP_UP_SECONDS)
                 work.keep_up()
@@ -347,14 +369,14 @@ class Consumer:
             self._has_all = False
             arrivals.close()
 
-    def _tell(self, failure: UnavailableError) -> None:
-        if self._on_waiting is not None:
-            self._on_waiting(failure)
-
     def _let_go(self) -> None:
         # If it cannot be said, whoever stands by finds out by itself.
         with suppress(SQLAlchemyError):
             self._ownership.release()
+
+
+def _log_waiting(failure: UnavailableError) -> None:
+    _log.warning("waiting: %s %s", failure, failure.hint)
 
 
 def purpose_of(handle: Callable[..., object]) -> str:

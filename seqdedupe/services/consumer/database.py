@@ -2,17 +2,23 @@
 transactions."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import cast
 
 from sqlalchemy import Connection, Engine, Table, event, text
-from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
-from seqdedupe.databases.failures import Fault, fault_of, told
+from seqdedupe.databases.failures import Fault, codes_of, fault_of, refuses_entry, told
+from seqdedupe.databases.tables import MARIADB
 from seqdedupe.errors import SeqdedupeError, UnavailableError, error
 
-_MARIADB = ("mysql", "mariadb")
+_NO_SAVEPOINT = 1178
+_NOT_ROLLED_BACK = 1196
+"""What MariaDB says after a write to a table without transactions: of an engine that has no savepoints, and of others.
+"""
+
+_TABLES_MADE = "SHOW SESSION STATUS WHERE variable_name RLIKE '^Com_(create|drop)_(temporary_)?table$'"
 
 _WRITES = re.compile(r"\s*(?:insert|update|delete|replace|load|with|call)\b", re.IGNORECASE)
 
@@ -33,8 +39,11 @@ WHERE t.trx_rows_modified > 0 ORDER BY t.trx_started LIMIT 1
 class Away(Exception):
     """The database cannot be used now, or has undone the transaction: what was committed is to be looked up."""
 
-    def __init__(self, cause: BaseException, more: str = "") -> None:
+    def __init__(self, cause: BaseException, more: str = "", before_next: Callable[[], None] | None = None) -> None:
         super().__init__(cause)
+        self.cause = cause
+        self.before_next = before_next
+        """What is to be done, outside of any transaction, before it is tried again; it may raise Away, too."""
         self.failure = unavailable(f"the consumer's database cannot be used now: {told(cause)}{more}")
 
 
@@ -44,12 +53,13 @@ def unavailable(what: str, hint: str = "It is tried again.") -> UnavailableError
 
 
 @contextmanager
-def reaching() -> Iterator[None]:
-    """Raises Away for what passes by itself, INVALID_OUTPUT for what else the database refuses."""
+def reaching(*, at_start: bool = False) -> Iterator[None]:
+    """Raises Away for what passes by itself, INVALID_OUTPUT for what else the database refuses; at the start also if
+    there is no such database, or it does not let the user in."""
     try:
         yield
     except SQLAlchemyError as e:
-        if fault_of(e) is not Fault.MESSAGE:
+        if fault_of(e) is not Fault.MESSAGE and not (at_start and refuses_entry(e)):
             raise Away(e) from e
         hint = "See why, and whether the user of the database may do it."
         raise error("INVALID_OUTPUT", f"the consumer's tables cannot be used: {told(e)}", hint=hint) from e
@@ -61,7 +71,7 @@ def age_seconds(connection: Connection) -> float:
     if dialect == "postgresql":
         wanted = "SELECT EXTRACT(EPOCH FROM clock_timestamp() - pg_postmaster_start_time())"
         return float(connection.exec_driver_sql(wanted).scalar_one())
-    if dialect in _MARIADB:
+    if dialect in MARIADB:
         # Of its last second only a part has passed.
         return float(connection.exec_driver_sql("SHOW GLOBAL STATUS LIKE 'Uptime'").one()[1]) + 1
     return float("inf")
@@ -76,7 +86,7 @@ def holder(engine: Engine, table: Table, where: str, values: Mapping[str, str]) 
             if connection.dialect.name == "postgresql":
                 wanted = _POSTGRESQL_HOLDER.format(table=table.name, where=where)
                 found = connection.execute(text(wanted), values).first()
-            elif connection.dialect.name in _MARIADB:
+            elif connection.dialect.name in MARIADB:
                 found = connection.execute(text(_MARIADB_HOLDER)).first()
     except SQLAlchemyError:
         pass
@@ -95,17 +105,44 @@ def holder(engine: Engine, table: Table, where: str, values: Mapping[str, str]) 
 
 def without_transactions(engine: Engine) -> frozenset[str]:
     """The tables of the database whose engine has no transactions, as MyISAM and Aria in MariaDB."""
-    if engine.dialect.name not in _MARIADB:
+    if engine.dialect.name not in MARIADB:
         return frozenset()
     with engine.connect() as connection:
-        found = connection.execute(
-            text(
-                "SELECT t.table_name FROM information_schema.tables t "
-                "LEFT JOIN information_schema.engines e ON t.engine = e.engine WHERE t.table_schema = DATABASE() "
-                "AND t.table_type = 'BASE TABLE' AND COALESCE(e.transactions, 'NO') <> 'YES'"
-            )
+        return _without_transactions(connection)
+
+
+def _without_transactions(connection: Connection) -> frozenset[str]:
+    found = connection.execute(
+        text(
+            "SELECT t.table_name FROM information_schema.tables t "
+            "LEFT JOIN information_schema.engines e ON t.engine = e.engine WHERE t.table_schema = DATABASE() "
+            "AND t.table_type = 'BASE TABLE' AND COALESCE(e.transactions, 'NO') <> 'YES'"
         )
-        return frozenset(str(name) for (name,) in found)
+    )
+    return frozenset(str(name) for (name,) in found)
+
+
+def check_mariadb_writes(connection: Connection) -> None:
+    """At the end of a transaction: raises NOT_TRANSACTIONAL if it has written to a table without transactions, by
+    whatever statement, view or trigger, and whenever the table became one. The server says so where something is rolled
+    back. Of temporary tables it says the same, so this tells nothing of a session that has made or dropped any."""
+    try:
+        connection.exec_driver_sql("SAVEPOINT seqdedupe_written")
+    except DBAPIError as e:
+        if codes_of(e)[1] != _NO_SAVEPOINT:
+            raise
+    else:
+        done = connection.exec_driver_sql("ROLLBACK TO SAVEPOINT seqdedupe_written")
+        # Most drivers are told how many warnings there are.
+        if not getattr(done.context.cursor, "warning_count", 1):
+            return
+        if all(row[1] != _NOT_ROLLED_BACK for row in connection.exec_driver_sql("SHOW WARNINGS")):
+            return
+        tables = {name: int(count) for name, count in connection.execute(text(_TABLES_MADE))}
+        # MySQL counts temporary tables among the others.
+        if any(({name: count for name, count in tables.items() if "temporary" in name} or tables).values()):
+            return
+    raise not_transactional(" or ".join(sorted(_without_transactions(connection))) or "of another database")
 
 
 @contextmanager

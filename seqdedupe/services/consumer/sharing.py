@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import NamedTuple
 
 from sqlalchemy import Engine, Row, select
@@ -15,7 +16,7 @@ from seqdedupe.services.consumer.ownership import NOBODY, Lost, Ownership, Seen,
 from seqdedupe.services.consumer.processes import PartOwnership, Processes, fair_share
 from seqdedupe.services.consumer.tables import CONSUMERS
 from seqdedupe.services.consumer.waiting import Arrivals, Stop, wait_for_any
-from seqdedupe.services.consumer.work import Work
+from seqdedupe.services.consumer.work import KEEP_UP_SECONDS, Work
 
 LOOK_SECONDS = 0.5
 """So often it is looked at who lives, and what is whose."""
@@ -93,7 +94,7 @@ class Shares:
                 part.work.take(part.arrivals.take(most))
             worked = part.work.has_messages
             if worked:
-                part.work.apply()
+                part.work.apply(partial(part.arrivals.take_more, most, self._stop, KEEP_UP_SECONDS))
             part.work.keep_up()
         except Lost:
             self._drop(k)

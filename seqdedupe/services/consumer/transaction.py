@@ -7,9 +7,9 @@ from sqlalchemy import Connection, Engine, text
 from sqlalchemy.exc import DBAPIError
 
 from seqdedupe.databases.failures import codes_of
-from seqdedupe.databases.tables import POSTGRESQL_UNSAFE_WRITES
+from seqdedupe.databases.tables import MARIADB, POSTGRESQL_UNSAFE_WRITES
 from seqdedupe.errors import error
-from seqdedupe.services.consumer.database import not_transactional, reaching, refusing_writes
+from seqdedupe.services.consumer.database import check_mariadb_writes, not_transactional, reaching, refusing_writes
 from seqdedupe.services.consumer.ownership import Ownership
 
 _MARK = text("SAVEPOINT seqdedupe_begun")
@@ -51,6 +51,8 @@ def carry_out(
         if connection.dialect.name == "postgresql":
             for table, kind in connection.exec_driver_sql(POSTGRESQL_UNSAFE_WRITES):
                 raise not_transactional(table, kind)
+        if connection.dialect.name in MARIADB:
+            check_mariadb_writes(connection)
         if to != position:
             ownership.move(connection, position, to)
     return to

@@ -62,6 +62,12 @@ class Arrivals:
                 break
         return taken
 
+    def take_more(self, most: int, stop: Stop, seconds: float) -> list[Message]:
+        """Those that come now, or within the time. Raises Stopped."""
+        if not self.is_over:
+            wait_for_any([self], stop, seconds)
+        return self.take(most)
+
     def fetching(self) -> asyncio.Task[bool] | None:
         """What gets the next messages; None if there are none to come. On the event loop."""
         if self._fetching is None and not self.is_over:

@@ -99,9 +99,9 @@ class Work:
         if messages:
             self._groups.append(messages)
 
-    def apply(self) -> None:
-        """One transaction with the first group, or its first messages; if it fails, what comes of that. Raises
-        HANDLER_FAILED and what else `Consumer.run` does; Lost, Away, Stopped."""
+    def apply(self, more: Callable[[], Sequence[Message]]) -> None:
+        """One transaction with the first group, or its first messages; if it fails, what comes of that. `more` takes
+        those that have come since. Raises HANDLER_FAILED and what else `Consumer.run` does; Lost, Away, Stopped."""
         group = self._groups[0]
         attempts = repeats = 0
         while True:
@@ -126,10 +126,35 @@ class Work:
             attempts += 1
             needed = self._config.max_attempts
             if attempts >= (needed if failure.fault is Fault.MESSAGE else max(needed, LOST_ATTEMPTS)):
+                if done and failure.fault is Fault.MESSAGE and self._apply_together(more):
+                    return
                 self._give_up(group[0], failure.cause, attempts)
                 self._groups.popleft()
                 return
             self._pause(self._config.backoff_ms(attempts) / 1000)
+
+    def _apply_together(self, more: Callable[[], Sequence[Message]]) -> bool:
+        """Whether the first message works together with those behind it, and so is applied: the handler takes it, and
+        its COMMIT alone is refused. Rows may refer to each other in a circle, by constraints that are deferred."""
+        self.take(more())
+        messages = [message for group in self._groups for message in group]
+        # So many the handler takes, and the COMMIT is refused; so many there are not, or the handler refuses one.
+        low, high = 1, len(messages) + 1
+        while low + 1 < high:
+            some = messages[: min(2 * low, (low + high) // 2)]
+            done, failure = self._attempt(some)
+            if failure is None:
+                self._groups = deque([messages[done:]] if done < len(messages) else [])
+                return True
+            if failure.fault in (Fault.DATABASE, Fault.REPEAT):
+                raise database.Away(failure.cause, f"; in hand: {self._shown(some)}")
+            if not done or failure.fault is Fault.UNKNOWN:
+                high = len(some)
+            elif done < len(some):  # more of them take too long for a transaction
+                break
+            else:
+                low = done
+        return False
 
     def _attempt(self, messages: Sequence[Message]) -> tuple[int, _Failure | None]:
         """One transaction; returns how many messages it had, and why it failed."""

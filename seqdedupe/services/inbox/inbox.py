@@ -11,7 +11,7 @@ from sqlalchemy.dialects import mysql, postgresql, sqlite
 
 from seqdedupe.client.stored import Message
 from seqdedupe.databases.failures import Fault, fault_of, lost_connection
-from seqdedupe.databases.tables import make_tables
+from seqdedupe.databases.tables import MARIADB, make_tables
 from seqdedupe.errors import error
 from seqdedupe.services.consumer.consumer import purpose_of
 from seqdedupe.services.consumer.database import Away, reaching
@@ -54,8 +54,9 @@ class Inbox:
     nothing else ends it.
 
     A parked message that the handler refuses when its turn has come stays parked with the error, and those after it;
-    `sweep` tries it again. Raises INVALID_OPTION, INVALID_OUTPUT, OUTPUT_UNAVAILABLE. INVALID_VERSION, for a message
-    without a key or a version, is raised to the consumer, as what the handler raises for the message that just came.
+    `sweep` tries it again. Raises INVALID_OPTION, and INVALID_OUTPUT if its tables cannot be made; where the database
+    is away, its consumer waits for it and has them made. INVALID_VERSION, for a message without a key or a version, is
+    raised to the consumer, as what the handler raises for the message that just came.
     """
 
     def __init__(
@@ -89,14 +90,23 @@ class Inbox:
         self._before_all = first_version - 1 if order == "contiguous" else -1
         # Who takes a consumer over has the same purpose, whatever stands in front of the handler.
         self.__module__, self.__qualname__ = "inbox", f"{name}({purpose_of(handle)})"
+        self._away: Away | None = None
+        """Why there may be no tables yet."""
         try:
-            with reaching():
-                make_tables(engine, METADATA)
+            self._make_tables()
         except Away as e:
-            raise e.failure from e
+            self._away = e
+
+    def _make_tables(self) -> None:
+        with reaching(at_start=True):
+            make_tables(self._engine, METADATA)
+        self._away = None
 
     def __call__(self, connection: Connection, message: Message | list[Message]) -> None:
         """The handler of a consumer, of single messages or of batches."""
+        if self._away is not None:
+            # They cannot be made within this transaction: SQLite has one writer, and MariaDB would commit.
+            raise Away(self._away.cause, " (when the inbox was made; its tables are made next)", self._make_tables)
         messages = message if isinstance(message, list) else [message]
         each = [(one, self._of(one)) for one in messages]
         if len(each) > 1:
@@ -258,7 +268,7 @@ class Inbox:
 
 
 def _insert_if_missing(dialect: str) -> Any:
-    if dialect in ("mysql", "mariadb"):
+    if dialect in MARIADB:
         return mysql.insert(KEYS).prefix_with("IGNORE")
     return (postgresql.insert(KEYS) if dialect == "postgresql" else sqlite.insert(KEYS)).on_conflict_do_nothing()
 

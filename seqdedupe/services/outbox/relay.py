@@ -9,6 +9,7 @@ from seqdedupe.client import Client, Credentials
 from seqdedupe.client.blocking.loop import run
 from seqdedupe.client.connection import NOT_A_SIDECAR
 from seqdedupe.client.sidecars import Addresses
+from seqdedupe.databases.failures import refuses_entry
 from seqdedupe.errors import FencedError, UnavailableError
 from seqdedupe.names import producer_name, topic_name
 from seqdedupe.services.outbox import steps
@@ -71,12 +72,13 @@ class Relay:
         """Relays for ever; without `follow` until all that could be read is published and deleted.
 
         Raises ConfigurationError (INVALID_OUTBOX, OUTBOX_CHANGED) for an outbox that it cannot work with, DataLossError
-        if the topic has lost what it acknowledged, NotFoundError if there is no topic, UnavailableError if the database
-        cannot be used when it begins, or what answers then is not a sidecar. Without `follow` also FencedError if
-        another relay took over, and any UnavailableError; else it stands by or tries again.
+        if the topic has lost what it acknowledged, NotFoundError if there is no topic, UnavailableError if, when it
+        begins, what answers is not a sidecar, there is no such database, or it does not let the user in. Without
+        `follow` also FencedError if another relay took over, and any UnavailableError; else it stands by or tries again
+        (for a database, also when it begins).
         """
         try:
-            await self._blocking(self._open)
+            await self._open_at_last(lambda e: not follow or (e.__cause__ is not None and refuses_entry(e.__cause__)))
             while True:
                 try:
                     await self._relay(follow=follow)
@@ -91,7 +93,7 @@ class Relay:
                         raise
                     self._report(f"trying again: {e}")
                     await asyncio.sleep(_RETRY_SECONDS)
-                    await self._reopen()
+                    await self._open_at_last()
                 else:
                     return
         finally:
@@ -105,12 +107,14 @@ class Relay:
         self._store.open()
         self._store.bind(self._name, self._topic)
 
-    async def _reopen(self) -> None:
-        """What was read by connections that are gone is deleted by nobody."""
+    async def _open_at_last(self, is_final: Callable[[UnavailableError], bool] = lambda _: False) -> None:
+        """Waits for the database. Opened again, what was read by connections that are gone is deleted by nobody."""
         while True:
             try:
                 await self._blocking(self._open)
             except UnavailableError as e:
+                if is_final(e):
+                    raise
                 self._report(f"trying again: {e}")
                 await asyncio.sleep(_RETRY_SECONDS)
             else:
@@ -125,7 +129,7 @@ class Relay:
             except UnavailableError as e:
                 self._report(f"trying again: {e}")
                 await asyncio.sleep(_RETRY_SECONDS)
-                await self._reopen()
+                await self._open_at_last()
                 continue
             if stillness.has_lasted(oldest) and oldest is not None:
                 return

@@ -58,14 +58,17 @@ class SqliteStore(Store):
 
     def open(self) -> None:
         self.close()
-        if not os.path.exists(self._path):
-            hint = "Is its path right? `seqdedupe outbox ddl sqlite | sqlite3 FILE` makes an outbox."
-            raise unavailable(f"there is no file {os.path.abspath(self._path)}", hint)
         with self._lock, _errors():
             uri = "file:" + self._path.replace("%", "%25").replace("?", "%3f").replace("#", "%23") + "?mode=rw"
-            connection = sqlite3.connect(
-                uri, BUSY_TIMEOUT_SECONDS, isolation_level=None, check_same_thread=False, uri=True
-            )
+            try:
+                connection = sqlite3.connect(
+                    uri, BUSY_TIMEOUT_SECONDS, isolation_level=None, check_same_thread=False, uri=True
+                )
+            except sqlite3.OperationalError as e:
+                if os.path.exists(self._path):
+                    raise
+                hint = "Is its path right? `seqdedupe outbox ddl sqlite | sqlite3 FILE` makes an outbox."
+                raise unavailable(f"there is no file {os.path.abspath(self._path)}", hint) from e
             self._connection = connection
             _check(connection)
 

@@ -24,7 +24,7 @@ from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe_spark.cluster.settings import Service
 from seqdedupe_spark.columns import column_of
 from seqdedupe_spark.failures import first_line, typed_failures
-from seqdedupe_spark.job.poison import FindMessageId, names_a_row, naming
+from seqdedupe_spark.job.poison import FindMessageId, find_refused, names_a_row, naming
 from seqdedupe_spark.job.range_task import Output, Report, Step, all_done
 from seqdedupe_spark.reading import message_id_at, read_range
 from seqdedupe_spark.sharing import packed
@@ -168,7 +168,39 @@ def _write(
         return [_commit(output, group, iter(()), find) for group in groups]
     if len(reports) != len(groups):
         raise error("UNSUPPORTED_PLAN", f"Spark made {len(reports)} tasks of {len(groups)} ranges")
-    return reports
+    unnamed = {number: one.failure for number, one in enumerate(reports) if _may_be_a_row(one.failure)}
+    if not unnamed:
+        return reports
+
+    def name(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        context = TaskContext.get()
+        number = context.partitionId() if context else 0
+        failure = unnamed.get(number)
+        if failure is not None:
+            failure = _refused(output, groups[number], (batch.cast(output.schema) for batch in batches), failure, find)
+        yield _row(Report(failure=failure))
+
+    named = _collect((frame.repartition(1) if one_transaction else frame).mapInArrow(name, _REPORT))
+    return [again if number in unnamed else one for number, (one, again) in enumerate(zip(reports, named, strict=True))]
+
+
+def _may_be_a_row(failure: SeqdedupeError | None) -> bool:
+    """Whether the table has refused rows, and has not said which."""
+    return failure is not None and failure.reason == "INVALID_OUTPUT" and not names_a_row(failure)
+
+
+def _refused(
+    output: Output,
+    steps: Sequence[Step],
+    batches: Iterator[pa.RecordBatch],
+    failure: SeqdedupeError,
+    find: FindMessageId,
+) -> SeqdedupeError:
+    """The failure that names a message, for one that names no row, as far as one can be found."""
+    given: list[pa.RecordBatch] = []
+    with output.store() as store, store.trial(output.table) as take:
+        found = find_refused(take, _noted(batches, given), ended=False)
+    return failure if found is None else _naming(found, given, steps, find)
 
 
 def all_of(batches: Iterator[pa.RecordBatch], expected: int) -> Iterator[pa.RecordBatch]:

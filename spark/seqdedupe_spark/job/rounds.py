@@ -9,7 +9,8 @@ from typing import Any, Literal
 
 from pyspark.sql import DataFrame, SparkSession
 
-from seqdedupe.client.connection import Backoff
+from seqdedupe.client.connection import NOT_A_SIDECAR, Backoff
+from seqdedupe.databases.failures import refuses_entry
 from seqdedupe.errors import SeqdedupeError, UnavailableError, error
 from seqdedupe.message_id import Position
 from seqdedupe_spark.columns import columns_of
@@ -24,7 +25,7 @@ from seqdedupe_spark.session import activate
 from seqdedupe_spark.stores.contract import Binding, StoreFactory, check_name
 
 GIVE_UP_SECONDS = 120.0
-"""Rounds that fail for so long, though another try should help, end the run."""
+"""Rounds that fail for so long, though another try should help, end a run that does not follow."""
 
 READ_TIMEOUT_SECONDS = 20.0
 """A task to which no message has come for so long ends, unless the source says otherwise: the round is planned again,
@@ -138,19 +139,21 @@ class ReaderJob:
         self,
         *,
         follow: bool = False,
+        patient: bool = False,
         trigger_seconds: float = TRIGGER_SECONDS,
         on_round: Callable[[Round], None] | None = None,
     ) -> Round:
         """Rounds until all is read that was there at the start, or with `follow` until `stop`; returns `total`.
 
-        While the database or the sidecar is away it waits, from the start on, and says so in the log; a topic that
-        recovers is waited for without a limit. Raises UnavailableError when rounds have failed for GIVE_UP_SECONDS, and
-        at once what trying again cannot cure. What was committed stays so: run again, it goes on there.
+        While the database or the sidecar is away it waits, from the start on, and says so in the log: with `follow`
+        or `patient` without a limit, else a topic that recovers. Else it raises UnavailableError when rounds have
+        failed for GIVE_UP_SECONDS. At once it raises what trying again cannot cure: at the start also a database that
+        is not there, or does not let the user in. What was committed stays so: run again, it goes on there.
         """
         ends: dict[str, Position] | None = None
         while not self._stopping.is_set():
             began = time.monotonic()
-            done = self._round_at_last()
+            done = self._round_at_last(patient=patient or follow)
             if done is None:
                 break
             if on_round is not None:
@@ -230,9 +233,9 @@ class ReaderJob:
                     done.standings[step.range.topic] = done.standings[step.range.topic].after(step)
         return [report.failure for report in reports if report.failure is not None]
 
-    def _round_at_last(self) -> Round | None:
-        """A round; one that fails though another try should help is followed by others, for so long. None if it was
-        told to stop before one succeeded."""
+    def _round_at_last(self, *, patient: bool) -> Round | None:
+        """A round; one that fails though another try should help is followed by others: unless `patient` for so long.
+        None if it was told to stop before one succeeded."""
         backoff, waiting = Backoff(_FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS), Waiting()
         began = time.monotonic()
         while True:
@@ -242,8 +245,12 @@ class ReaderJob:
                 is_lost = e.reason in _MAY_BE_ACCEPTED and not self.config.source.fail_on_data_loss
                 if e.reason == "RECOVERING":
                     began = time.monotonic()
-                is_late = time.monotonic() > began + GIVE_UP_SECONDS
-                if is_late or not (is_lost or isinstance(e, UnavailableError)):
+                is_away = isinstance(e, UnavailableError)
+                is_late = time.monotonic() > began + GIVE_UP_SECONDS and not (patient and is_away)
+                is_wrong = not self.total.has_looked and (
+                    e.reason == NOT_A_SIDECAR or (e.__cause__ is not None and refuses_entry(e.__cause__))
+                )
+                if is_late or is_wrong or not (is_lost or is_away):
                     raise
                 if self._stopping.is_set():
                     return None

@@ -59,7 +59,7 @@ from seqdedupe_spark.stores.kinds import (
     from_cells,
     in_batch,
 )
-from seqdedupe_spark.stores.sql_types import MYSQL, declared, fits, values
+from seqdedupe_spark.stores.sql_types import declared, fits, values
 
 MAX_NAME_CHARACTERS = 255
 """Of a job: MariaDB's indexes take no more."""
@@ -142,7 +142,7 @@ class SqlStore(OutputStore):
         if dialect.name == "sqlite" or not dialect.supports_sane_rowcount:
             what = f"store: {dialect.name} does not say what a statement has changed, or is no server"
             raise error("UNSUPPORTED_STORE", what)
-        self._is_mysql = dialect.name in MYSQL
+        self._is_mysql = dialect.name in tables.MARIADB
         self._is_postgres = dialect.name == "postgresql"
         self._place = parsed.render_as_string(hide_password=True)
         if self._is_mysql:

@@ -8,11 +8,8 @@ import sqlalchemy as sa
 from sqlalchemy.dialects import mysql
 from sqlalchemy.types import TypeEngine
 
-from seqdedupe.databases.tables import bytes_type, text_type
+from seqdedupe.databases.tables import MARIADB, bytes_type, text_type
 from seqdedupe_spark.stores.kinds import Kind, json_texts, kind_of
-
-MYSQL = ("mysql", "mariadb")
-"""Names of SQLAlchemy's dialects."""
 
 _UINT64_DIGITS = 20
 _MICROSECONDS = 6
@@ -33,7 +30,7 @@ def declared(field: pa.Field) -> TypeEngine[Any]:
             return bytes_type()
         case Kind.TIMESTAMP | Kind.LOCAL_TIMESTAMP as kind:
             exact = mysql.DATETIME(fsp=_MICROSECONDS)
-            return sa.DateTime(timezone=kind is Kind.TIMESTAMP).with_variant(exact, *MYSQL)
+            return sa.DateTime(timezone=kind is Kind.TIMESTAMP).with_variant(exact, *MARIADB)
         case Kind.DATE:
             return sa.Date()
         case _:

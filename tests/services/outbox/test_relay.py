@@ -494,8 +494,18 @@ async def test_where_nothing_can_be_written_nobody_is_fenced(
     replica = f"{postgres.url}&options=-cdefault_transaction_read_only%3Don"
     own = token_name(NAME, postgres.token)
     async with Client(shared_sidecar.address) as client, client.producer(topic, own) as producer:
+        said: list[str] = []
+        relaying = asyncio.create_task(Relay(client, replica, topic, NAME, report=said.append).run())
+        async with asyncio.timeout(LAST_RESORT_SECONDS):
+            while len(said) < 2:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert not relaying.done()
+        assert "read-only" in said[0]
+        relaying.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await relaying
         with pytest.raises(UnavailableError, match="read-only") as e:
-            await Relay(client, replica, topic, NAME).run()
+            await Relay(client, replica, topic, NAME).run(follow=False)
         assert e.value.reason == "OUTBOX_UNAVAILABLE"
         await producer.send_batch([b"mine"], [1 << 40])
 
