@@ -2,7 +2,8 @@
 
 A streaming query starts ten of them, and imports are most of their CPU. Spark starts `launcher` as its Python, which
 passes arguments, folder, environment and streams to the process that forks, and ends when what was forked ends, or ends
-it. Only the session of the fixture `spark` has this: drivers that are killed have Python as users have it.
+it. The session of the fixture `spark` and the server of Spark Connect have this. Other sessions, and all that are
+killed, start Python as a user's does.
 """
 
 import faulthandler
