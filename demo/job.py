@@ -23,7 +23,7 @@ KILL_AT = (0.25, 0.6)
 ROUNDS = 20
 """The flights are read in about so many transactions."""
 
-POLL_SECONDS = 0.01
+POLL_SECONDS = 0.05
 LINE_SECONDS = 2.0
 
 

@@ -126,6 +126,8 @@ STAYING: Mapping[str, int] = {
     "tests/services/pipe/test_kill.py::test_whatever_happens_each_output_is_there_once": 1,
     "tests/services/test_killed.py::test_each_message_takes_effect_once": 3,
     "tests/store/test_damage.py::test_a_flipped_byte[*.sst": 1,
+    "tests/spark/test_kill_driver.py::test_killed_with_a_checkpoint": 1,
+    "tests/spark/test_kill_driver_postgres.py::test_killed_without_a_checkpoint": 1,
     "tests/store/test_power_cut.py::test_every_pattern_of_lost_sectors": 1,
     "tests/store/test_property.py::test_a_planted_bug": 1,
     "tests/topic/test_import_power.py::test_control_a_planted_bug": 1,

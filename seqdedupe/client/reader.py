@@ -235,10 +235,11 @@ class Reader(Messages):
         else:
             request.stop_index = self._stop_index
         self._silent_seconds = None
-        call = self._call = channel.unary_stream(
+        call: grpc.aio.UnaryStreamCall[Any, Any] = channel.unary_stream(
             _READ_STREAM,
             request_serializer=read_pb2.ReadStreamRequest.SerializeToString,
         )(request)
+        self._call = call
         # A sidecar sends them at once, however long there is nothing to read.
         try:
             async with asyncio.timeout(CALL_TIMEOUT_SECONDS):

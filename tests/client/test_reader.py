@@ -2,8 +2,10 @@
 
 import asyncio
 import shutil
+from typing import Any
 
 import pytest
+from grpc.aio._call import UnaryStreamCall
 
 from seqdedupe.client import (
     Client,
@@ -444,17 +446,24 @@ async def test_closing_ends_a_wait(shared_sidecar: Sidecar, topic: str) -> None:
         assert await asyncio.wait_for(counting, LAST_RESORT_SECONDS) == 1
 
 
-async def test_a_reader_is_closed_at_any_step(shared_sidecar: Sidecar, topic: str) -> None:
-    """Whoever waits for its next message hears that there is none."""
+@pytest.mark.parametrize("step", ["looked at the ends", "has begun to answer"])
+async def test_a_reader_that_is_closed_while_it_connects_ends(
+    shared_sidecar: Sidecar, topic: str, step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with Client(shared_sidecar.address) as client:
         await client.admin.create_topic(topic)
-        steps, was_reading = 0, False
-        while not was_reading:
-            reader = client.reader(topic, "latest", follow=True)
-            fetching = asyncio.create_task(reader.fetch())
-            for _ in range(steps):
-                await asyncio.sleep(0.001 if steps > 50 else 0)
-            was_reading = reader._silent_seconds is not None
-            await reader.close()
-            assert await fetching is False
-            steps += 1 + steps // 10
+        reader = client.reader(topic, "latest", follow=True)
+        owner: Any = Reader if step == "looked at the ends" else UnaryStreamCall
+        name = "_look_at_the_ends" if step == "looked at the ends" else "initial_metadata"
+        real = getattr(owner, name)
+        closing: list[asyncio.Task[None]] = []
+
+        async def closed_then(*arguments: Any) -> Any:
+            found = await real(*arguments)
+            closing.append(asyncio.create_task(reader.close()))
+            await until(lambda: reader._closed)
+            return found
+
+        monkeypatch.setattr(owner, name, closed_then)
+        assert await reader.fetch() is False
+        await closing[0]

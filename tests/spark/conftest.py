@@ -11,7 +11,8 @@ from pyspark.sql import SparkSession
 from seqdedupe.client import blocking
 from seqdedupe.testing import Sidecar
 from seqdedupe_spark.session import workers_path
-from tests.spark import class_data
+from tests.spark import class_data, workers
+from tests.spark.run_job import QUICK_PYTHON
 from tests.spark.s3 import server
 
 REPOSITORY = Path(__file__).parents[2]
@@ -31,16 +32,20 @@ SPARK = {
 @pytest.fixture(scope="session")
 def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
     """A session with two cores, and four tries of each task. Its workers find the modules of this repository."""
-    os.environ |= {"PYTHONPATH": workers_path(REPOSITORY), "PYSPARK_PYTHON": sys.executable}
+    os.environ["PYTHONPATH"] = path = workers_path(QUICK_PYTHON, REPOSITORY)
     # Workers get the environment of now; the server is started by who needs it.
     os.environ |= server().environment
     folder = str(tmp_path_factory.mktemp("spark"))
     keys = SPARK | {"spark.local.dir": folder, "spark.sql.warehouse.dir": folder}
-    session = SparkSession.builder.master("local[2,4]").config(map=dict(keys)).getOrCreate()
-    try:
-        yield session
-    finally:
-        session.stop()
+    with workers.launcher(tmp_path_factory.mktemp("python"), path) as python:
+        os.environ["PYSPARK_PYTHON"] = str(python)
+        session = SparkSession.builder.master("local[2,4]").config(map=dict(keys)).getOrCreate()
+        # Whoever starts a driver from here has Python as it is.
+        os.environ["PYSPARK_PYTHON"] = sys.executable
+        try:
+            yield session
+        finally:
+            session.stop()
 
 
 @pytest.fixture

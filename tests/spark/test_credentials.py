@@ -17,10 +17,8 @@ from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from seqdedupe_spark import audit_job, bootstrap_job
 from seqdedupe_spark.command import run_command
 from seqdedupe_spark.options import parse
-from seqdedupe_spark.session import workers_path
 from seqdedupe_spark.sidecar import Sidecar as Shown
 from tests.certificates import Authority
-from tests.spark.conftest import REPOSITORY
 from tests.spark.jobs import JOB, TABLE
 from tests.spark.run_job import QUICK
 
@@ -127,7 +125,7 @@ def test_a_job_leaves_the_token_nowhere(guarded: Sidecar, authority: Authority, 
     flags = ["--address", guarded.address, "--topic", "t", "--store", "sqlite:///out.db", "--table", TABLE]
     flags += ["--checkpoint-location", str(tmp_path / "checkpoint"), "--master", "local[2]"]
     flags += ["--tls-ca-file", str(authority.ca_file), "--plain-column-names"]
-    environment = {"PYTHONPATH": workers_path(REPOSITORY), "SPARK_CONF_DIR": str(conf), "SEQDEDUPE_TOKEN": token}
+    environment = {"SPARK_CONF_DIR": str(conf), "SEQDEDUPE_TOKEN": token}
     done = subprocess.run(
         [sys.executable, "-m", "seqdedupe_spark.reader_job", "run", "--job", JOB, *flags],
         cwd=tmp_path,

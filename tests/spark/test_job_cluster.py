@@ -20,7 +20,7 @@ from tests.spark.killing import BOTH, all_are_there, config, gated
 from tests.spark.killing import address as address
 from tests.spark.killing import gates as gates
 from tests.spark.postgres import postgres_url as postgres_url
-from tests.spark.run_job import QUICK_JVM, Driver
+from tests.spark.run_job import QUICK_JVM, QUICK_PYTHON, Driver
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -32,7 +32,7 @@ def daemon(name: str, ready: str, *arguments: str) -> Iterator[str]:
     process = subprocess.Popen(
         [home / "bin" / "spark-class", f"org.apache.spark.deploy.{name}", "--host", "127.0.0.1", *arguments],
         env=os.environ
-        | {"SPARK_HOME": str(home), "PYTHONPATH": workers_path(REPOSITORY), "SPARK_NO_DAEMONIZE": "1"}
+        | {"SPARK_HOME": str(home), "PYTHONPATH": workers_path(QUICK_PYTHON, REPOSITORY), "SPARK_NO_DAEMONIZE": "1"}
         | {"JAVA_TOOL_OPTIONS": QUICK_JVM, "PYSPARK_PYTHON": sys.executable, "SPARK_LOCAL_IP": "127.0.0.1"},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,

@@ -21,12 +21,10 @@ from seqdedupe_spark import reader_job
 from seqdedupe_spark.command import run_command
 from seqdedupe_spark.job.positions import Positions
 from seqdedupe_spark.job.rounds import JobConfig
-from seqdedupe_spark.session import workers_path
 from seqdedupe_spark.stores.urls import from_url
 from tests.spark.jobs import JOB, OUTPUT, TABLE, Database, each_once, publish, source, sqlite_database
 from tests.spark.run_job import QUICK
 
-REPOSITORY = Path(__file__).parents[2]
 TRANSFORM = """
 import pyarrow as pa
 def select(batch):
@@ -44,7 +42,7 @@ def start(folder: Path, *arguments: str, **environment: str) -> "subprocess.Pope
     return subprocess.Popen(
         [sys.executable, "-m", "seqdedupe_spark.reader_job", *arguments],
         cwd=folder,
-        env=os.environ | {"PYTHONPATH": workers_path(REPOSITORY)} | environment,
+        env=os.environ | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -22,12 +22,18 @@ from tests.spark.run_job import Driver
 pytestmark = pytest.mark.timeout(2 * LAST_RESORT_SECONDS)  # several drivers start one after the other
 
 
+@pytest.mark.parametrize("moments", [[("in", 250)], [("in", 250), ("before", 90)]], ids=["once", "twice"])
 def test_killed_without_a_checkpoint_and_with_one_that_is_deleted(
-    spark: SparkSession, address: str, tmp_path: Path, gates: Callable[[], Gate], postgres_url: str
+    spark: SparkSession,
+    address: str,
+    tmp_path: Path,
+    gates: Callable[[], Gate],
+    postgres_url: str,
+    moments: list[tuple[str, int]],
 ) -> None:
     database = postgres_database(postgres_url)
     checkpoint = tmp_path / "checkpoint"
-    zombies = kill_drivers(address, database, tmp_path, gates, [("in", 250), ("before", 90)])
+    zombies = kill_drivers(address, database, tmp_path, gates, moments)
     zombies += kill_drivers(address, database, tmp_path, gates, [("after", 170)], checkpoint)
     shutil.rmtree(checkpoint)
     a_successor_finishes(spark, address, database, checkpoint, zombies)

@@ -25,9 +25,10 @@ from seqdedupe_spark.session import workers_path
 from tests.certificates import Authority
 from tests.processes import running
 from tests.spark.conftest import REPOSITORY
-from tests.spark.run_job import QUICK_JVM
+from tests.spark.run_job import QUICK_JVM, QUICK_PYTHON
 from tests.spark.test_credentials import authority as authority
 from tests.spark.test_credentials import guarded as guarded
+from tests.spark.workers import launcher
 
 TIMEOUT_SECONDS = LAST_RESORT_SECONDS
 COUNT = 100
@@ -76,7 +77,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def connect(folder: Path, guarded: Sidecar, authority: Authority) -> Iterator[str]:
+def connect(
+    tmp_path_factory: pytest.TempPathFactory, folder: Path, guarded: Sidecar, authority: Authority
+) -> Iterator[str]:
     """The URL of a server of Spark Connect."""
     reserved = reserved_port()
     port = reserved.getsockname()[1]
@@ -94,8 +97,7 @@ def connect(folder: Path, guarded: Sidecar, authority: Authority) -> Iterator[st
     submit += ["--class", "org.apache.spark.sql.connect.service.SparkConnectServer"]
     environment = {
         "JAVA_TOOL_OPTIONS": QUICK_JVM,
-        "PYSPARK_PYTHON": sys.executable,
-        "PYTHONPATH": workers_path(REPOSITORY),
+        "PYTHONPATH": workers_path(QUICK_PYTHON, REPOSITORY),
         "SPARK_LOCAL_IP": "127.0.0.1",
         "SEQDEDUPE_TLS_CA_FILE": str(authority.ca_file),
         "SEQDEDUPE_TOKEN_FILE": str(guarded.token_file),
@@ -104,7 +106,14 @@ def connect(folder: Path, guarded: Sidecar, authority: Authority) -> Iterator[st
     with (
         reserved,
         (folder / "log").open("wb") as log,
-        running([*submit, *flags], stdout=log, stderr=log, cwd=folder, env=os.environ | environment) as process,
+        launcher(tmp_path_factory.mktemp("python"), environment["PYTHONPATH"]) as python,
+        running(
+            [*submit, *flags],
+            stdout=log,
+            stderr=log,
+            cwd=folder,
+            env=os.environ | environment | {"PYSPARK_PYTHON": str(python)},
+        ) as process,
     ):
         deadline = time.monotonic() + TIMEOUT_SECONDS
         while b"Spark Connect server started" not in (folder / "log").read_bytes():
