@@ -140,12 +140,12 @@ def instances_of(broker: Broker, name: str) -> list[psutil.Process]:
     return found
 
 
-def answers(broker: Broker, path: str) -> bool:
+def leader_is_ready(broker: Broker) -> bool:
+    """Before it is, it refuses to make a function whose code it has stored already, so that it cannot be made again."""
     try:
-        call(broker, "GET", path)
+        return call(broker, "GET", "worker/cluster/leader/ready") is True
     except OSError:
         return False
-    return True
 
 
 @contextmanager
@@ -221,7 +221,7 @@ async def test_deployed_by_a_worker_over_a_sidecar_on_pulsar_a_stock_consumer_se
             "userConfig": config,
         }
         give(broker.service_url, topic, some, batched=True)
-        await until(lambda: answers(broker, "worker/cluster/leader"))
+        await until(lambda: leader_is_ready(broker))
         deploy(broker, wheel, function)
         for kill in range(2):
             await until(lambda kill=kill: published() > len(some) * kill // 3)  # type: ignore[misc]
