@@ -64,6 +64,10 @@ class Reader:
             except pulsar.PulsarException:
                 # None is there yet; whatever else it is, the next waiting tells.
                 break
+        if len(entries) > 1 and entries[1].message_id < entries[0].message_id:
+            # Pulsar's client gives an entry to who waits also while it puts the one before into its queue, if that was
+            # taken in when nobody waited yet.
+            entries[:2] = entries[1], entries[0]
         return entries
 
     async def is_at_end(self) -> bool:

@@ -190,7 +190,7 @@ class StandInReader:
             if self._is_closed:
                 raise pulsar.asyncio.PulsarException(pulsar.Result.AlreadyClosed)
             await asyncio.sleep(0.001)
-        return _Wrapped(found)
+        return _Wrapped(self._native.overtaking(found))
 
     async def has_message_available(self) -> bool:
         await asyncio.sleep(0)
@@ -213,6 +213,7 @@ class _Native:
         self._topic = client.topic
         self._start = start
         self._after: MessageId | None = None
+        self._overtaken: _Read | None = None
 
     def close_async(self, _: Any) -> None:
         self._client.open_readers -= 1
@@ -221,9 +222,20 @@ class _Native:
         return self._topic.next(self._after, self._start)
 
     def has_next(self) -> bool:
-        return self._next() is not None
+        return self._overtaken is not None or self._next() is not None
+
+    def overtaking(self, found: "_Read") -> "_Read":
+        """As Pulsar's client does it where somebody begins to wait while an entry is put into its queue: the one behind
+        it comes first. Here it is so as often as there are two."""
+        if (second := self.next()) is None:
+            return found
+        self._overtaken = found
+        return second
 
     def next(self) -> "_Read | None":
+        if self._overtaken is not None:
+            overtaken, self._overtaken = self._overtaken, None
+            return overtaken
         entry = self._next()
         if entry is None:
             return None
