@@ -123,7 +123,10 @@ def all_stacks() -> str:
                 [_unread_bytes(pipe) for pipe in pipes],
             )
         )
-        said += ["\n".join(sidecar.errors[begin:]) for sidecar, begin in printed.items()]
+        for sidecar, begin in printed.items():
+            said.append("\n".join(sidecar.errors[begin:]))
+            # What it was asked for is no error of its own.
+            del sidecar.errors[begin:]
         said += [file.read()[-_CHARACTERS_SHOWN:].decode(errors="replace") for file in files]
         # What nobody has read by now is for this reader alone.
         unread = [os.read(pipe, size) for pipe in pipes if (size := _unread_bytes(pipe))]

@@ -28,6 +28,8 @@ class RawConnection:
         self._socket = socket.create_connection((host, int(port)))
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _frame(SETTINGS, 0, 0, b""))
+        self._readable = select.poll()  # which takes any descriptor, where `select` takes the first thousand
+        self._readable.register(self._socket, select.POLLIN)
         self._received = b""
         self._next_stream = 1
         self._window = FIRST_WINDOW
@@ -78,7 +80,7 @@ class RawConnection:
     def pump(self, seconds: float = 0.0) -> bool:
         """Takes what the server has sent; waits at most so long for it. Whether there was something."""
         some = False
-        while not self.is_closed and select.select([self._socket], [], [], 0.0 if some else seconds)[0]:
+        while not self.is_closed and self._readable.poll(0 if some else int(seconds * 1000)):
             some = True
             try:
                 data = self._socket.recv(1 << 18)
