@@ -34,9 +34,6 @@ NO_AUTOCOMMIT = (
 )
 """What to do about a connection that commits each statement."""
 
-_CREATE_ATTEMPTS = 3
-"""Of two processes that make the same table at once one fails, and finds it there when it looks again."""
-
 
 class name_type(TypeDecorator[str]):  # noqa: N801 (a type, named as SQLAlchemy names its functions for them)
     """Text that is compared byte by byte. In MariaDB and MySQL it is stored as its UTF-8: otherwise they take `a`, `A`
@@ -97,7 +94,8 @@ def cure_of(table: str, kind: str) -> str:
 def make_tables(engine: Engine, metadata: MetaData) -> None:
     """Makes those that are not there, and indexes that they lack: MariaDB commits each statement, so one that failed
     leaves the others. Raises INVALID_OUTPUT if one of that name has not all columns."""
-    _insist(partial(metadata.create_all, engine))
+    # Of two processes that make the same at once one fails, and finds it there when it looks again: with each of them.
+    _insist(partial(metadata.create_all, engine), sum(1 + len(table.indexes) for table in metadata.sorted_tables))
     found = inspect(engine)
     for wanted in metadata.sorted_tables:
         names = {column["name"] for column in found.get_columns(wanted.name)}
@@ -109,14 +107,14 @@ def make_tables(engine: Engine, metadata: MetaData) -> None:
                 hint="It is of another program or version: rename it, or use another database or schema.",
             )
         for index in wanted.indexes:
-            _insist(partial(index.create, engine, checkfirst=True))
+            _insist(partial(index.create, engine, checkfirst=True), 1)
 
 
-def _insist(create: Callable[[], None]) -> None:
-    for attempt in range(1, _CREATE_ATTEMPTS + 1):
+def _insist(create: Callable[[], None], refusals: int) -> None:
+    for left in range(refusals, -1, -1):
         try:
             create()
             return
         except DBAPIError:
-            if attempt == _CREATE_ATTEMPTS:
+            if not left:
                 raise

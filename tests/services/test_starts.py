@@ -5,17 +5,20 @@ import gc
 import sqlite3
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import psycopg
 import pytest
-from sqlalchemy import create_engine, make_url
+from sqlalchemy import create_engine, event, inspect, make_url
 
 from seqdedupe.client import Client as AsyncClient
 from seqdedupe.client.blocking import Client
+from seqdedupe.databases.tables import make_tables
 from seqdedupe.errors import ConfigurationError, UnavailableError
 from seqdedupe.services.consumer import Consumer
+from seqdedupe.services.consumer.tables import METADATA
 from seqdedupe.services.inbox import Inbox
 from seqdedupe.services.outbox import Relay
 from seqdedupe.services.outbox import sqlite as outbox_sqlite
@@ -243,3 +246,18 @@ def test_a_relay_waits_for_a_file_that_takes_no_writes(
         until(lambda: published(client, topic) == [b"one"])
     assert "lock" in said[0]
     assert "there is no file" in ends(shared_sidecar, f"sqlite:///{tmp_path / 'none'}", topic)
+
+
+def test_another_process_is_first_with_each_table(tmp_path: Path) -> None:
+    engine = create_engine(f"sqlite:///{tmp_path / 'out.db'}")
+
+    def before(_: Any, __: Any, statement: str, *___: Any) -> None:
+        if statement.strip().startswith("CREATE"):
+            with closing(sqlite3.connect(tmp_path / "out.db")) as other:
+                other.execute(statement)
+                other.commit()
+
+    event.listen(engine, "before_cursor_execute", before)
+    make_tables(engine, METADATA)
+    assert set(inspect(engine).get_table_names()) == set(METADATA.tables)
+    engine.dispose()

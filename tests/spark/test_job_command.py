@@ -83,6 +83,11 @@ def test_what_spark_raises_has_a_reason_too(capsys: pytest.CaptureFixture[str], 
         assert told == "job: Spark: The session [SPARK_ERROR]\n"
 
 
+def _batches(folder: Path, what: str) -> set[str]:
+    """Which batches of a streaming query are planned (`offsets`), or over and counted (`commits`)."""
+    return {path.name for path in (folder / "checkpoint").rglob(f"{what}/[0-9]*")}
+
+
 def test_follows_as_a_streaming_query_until_it_is_told_to_stop(
     sidecar: Sidecar, database: Database, tmp_path: Path
 ) -> None:
@@ -112,7 +117,7 @@ def test_follows_as_a_streaming_query_until_it_is_told_to_stop(
         if "rows/s, lag" in line:
             break
     publish(sidecar.address, "events", 50, first=100)
-    while len(database.indexes(topic)) < 150:
+    while len(database.indexes(topic)) < 150 or _batches(tmp_path, "offsets") != _batches(tmp_path, "commits"):
         assert process.poll() is None
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
