@@ -159,11 +159,12 @@ class Stream:
 
     async def write_each(self, answers: Iterator[bytes], most_bytes: int) -> None:
         """Sends these answers, each of which is made when there is memory for so many bytes."""
-        await self.reserve(most_bytes, most_bytes)
-        for answer in answers:
+        while True:
+            await self.reserve(most_bytes, most_bytes)
+            if (answer := next(answers, None)) is None:
+                break
             await self.write_reserved(answer)
             del answer  # until there is another one
-            await self.reserve(most_bytes, most_bytes)
         self.release()
 
     def release(self) -> None:

@@ -92,7 +92,7 @@ def show_lag(database: str, as_json: bool) -> None:
     echo(f"{lag.rows:,} rows in the outbox, {lag.set_aside_rows:,} set aside")
     if lag.held_by:
         who = f"{lag.unreadable_rows:,} of them wait" if lag.unreadable_rows else "a relay that starts now waits"
-        echo(f"{who} for a transaction of {lag.held_seconds:.0f} s: {lag.held_by}")
+        echo(f"{who} {_for_whom(lag)}")
 
 
 def _lag(database: str) -> Any:
@@ -105,9 +105,13 @@ def _lag(database: str) -> Any:
         store.close()
 
 
+def _for_whom(lag: Any) -> str:
+    return f"for a transaction of {lag.held_seconds:.0f} s: {lag.held_by}"
+
+
 def _why_left(lag: Any) -> str:
     if lag.held_by:
-        return f" (they wait for a transaction of {lag.held_seconds:.0f} s: {lag.held_by})"
+        return f" (they wait {_for_whom(lag)})"
     return " (they came, or what they waited for ended, since it looked last: run it again)" if lag.rows else ""
 
 

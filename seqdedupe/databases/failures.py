@@ -187,10 +187,11 @@ def lost_connection(failure: BaseException) -> bool:
     )
 
 
-def refuses_entry(failure: BaseException) -> bool:
+def refuses_entry(failure: BaseException | None) -> bool:
     """Whether there is no such database, or it does not let this user in. Where that worked before it is waited for, as
     any fault of the database's; at the start of a service somebody has to correct it."""
-    return any(_cause(one) in (_NO_ENTRY, _NO_DATABASE, _FILE) for one in _chain(failure))
+    chain = () if failure is None else _chain(failure)
+    return any(_cause(one) in (_NO_ENTRY, _NO_DATABASE, _FILE) for one in chain)
 
 
 def ended(failure: BaseException) -> bool:

@@ -240,8 +240,11 @@ def _stream(
     clock = {name: value for name, value in given.items() if name in _CLOCK_OPTIONS or name.startswith(_CLIENT)}
     clock |= {"startingOffsets": "earliest", "failOnDataLoss": "false"}
 
-    def tick(frame: DataFrame, batch_id: int) -> None:
+    def read() -> None:
         reader.run(patient=follow, on_round=progress.show)
+
+    def tick(frame: DataFrame, batch_id: int) -> None:
+        read()
 
     def query() -> DataStreamWriter:
         writer = spark.readStream.format("seqdedupe").options(**clock).load().writeStream.foreachBatch(tick)
@@ -252,7 +255,7 @@ def _stream(
     spark.dataSource.register(SeqdedupeDataSource)
     writer = query().option("checkpointLocation", checkpoint)
     if follow:
-        reader.run(patient=follow, on_round=progress.show)
+        read()
     is_over = False
     while not is_over and not reader.is_stopping:
         try:
@@ -262,11 +265,11 @@ def _stream(
             pass
         except PositionError as e:
             # Is it one of the job's own positions that does not fit, this says so and ends it.
-            reader.run(patient=follow, on_round=progress.show)
+            read()
             _log.warning("%s: the checkpoint does not fit, the query begins a new one elsewhere: %s", checkpoint, e)
             writer = query()
         # If the sidecar or the database is away this waits for longer than a query does.
-        reader.run(patient=follow, on_round=progress.show)
+        read()
 
 
 def _run_query(writer: DataStreamWriter, reader: ReaderJob) -> None:

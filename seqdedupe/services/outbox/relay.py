@@ -78,7 +78,7 @@ class Relay:
         (for a database, also when it begins).
         """
         try:
-            await self._open_at_last(lambda e: not follow or (e.__cause__ is not None and refuses_entry(e.__cause__)))
+            await self._open_at_last(lambda e: not follow or refuses_entry(e.__cause__))
             while True:
                 try:
                     await self._relay(follow=follow)

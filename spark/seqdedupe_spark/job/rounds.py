@@ -247,9 +247,7 @@ class ReaderJob:
                     began = time.monotonic()
                 is_away = isinstance(e, UnavailableError)
                 is_late = time.monotonic() > began + GIVE_UP_SECONDS and not (patient and is_away)
-                is_wrong = not self.total.has_looked and (
-                    e.reason == NOT_A_SIDECAR or (e.__cause__ is not None and refuses_entry(e.__cause__))
-                )
+                is_wrong = not self.total.has_looked and (e.reason == NOT_A_SIDECAR or refuses_entry(e.__cause__))
                 if is_late or is_wrong or not (is_lost or is_away):
                     raise
                 if self._stopping.is_set():
