@@ -22,7 +22,7 @@ from broker_sidecar.config import Config
 from broker_sidecar.data import Data
 from seqdedupe import wire
 from seqdedupe.batch import Binary
-from seqdedupe.client.attachment import ATTACH
+from seqdedupe.client.broker import ATTACH
 from seqdedupe.limits import MAX_NAMES_AT_ONCE
 from seqdedupe.testing import Sidecar
 from seqdedupe.topic.attachment import Columns

@@ -84,7 +84,7 @@ def main(argv: list[str] | None = None, *, prog: str = "broker_sidecar") -> int:
 def _run(config: Config, held: ExitStack, flags: Sequence[str], rebuild_store: bool, gives_up_journal: bool) -> int:
     from broker_sidecar import directory, kernels, workers
     from broker_sidecar.listening import check_nobody_listens
-    from broker_sidecar.supervising import EXIT_ERROR
+    from broker_sidecar.workers import EXIT_ERROR
 
     if faulthandler.is_enabled():
         # Whoever wants its stacks (`seqdedupe.testing`) does not have to end it for them.

@@ -11,12 +11,12 @@ import grpc
 
 from broker_sidecar.arriving import Arriving
 from broker_sidecar.backup import Backup
-from broker_sidecar.cursors import Cursors
 from broker_sidecar.leaving import Leaving
 from broker_sidecar.listing import Listing
 from broker_sidecar.operate import Operate, producer_proto
 from broker_sidecar.peers import Peers
 from broker_sidecar.policies import Policies
+from broker_sidecar.read import Cursors
 from broker_sidecar.rpc import unary
 from broker_sidecar.security.permissions import Permissions
 from broker_sidecar.security.trail import Trail

@@ -6,14 +6,16 @@ The topic is this sidecar's from the moment that its record says so, and not bef
 """
 
 import asyncio
+import logging
 import secrets
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
 
-from broker_sidecar.coming import Coming
 from broker_sidecar.rpc import Context, parse_small, unary
 from broker_sidecar.security.permissions import Permissions
 from broker_sidecar.security.rules import Action
@@ -21,21 +23,89 @@ from broker_sidecar.security.trail import Trail
 from broker_sidecar.streams import Stream, Streams
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.format import headers
-from seqdedupe.format.tag import SECRET_BYTES
+from seqdedupe.format.headers import SECRET_BYTES
 from seqdedupe.log.embedded import moved
-from seqdedupe.log.embedded.arrival import MOVE_BYTES, RECEIVER_BYTES
 from seqdedupe.log.embedded.log import EmbeddedLog
 from seqdedupe.log.embedded.logs import EmbeddedLogs
+from seqdedupe.log.embedded.moved import MOVE_BYTES, RECEIVER_BYTES, Arrival
 from seqdedupe.names import topic_name
-from seqdedupe.store import records
+from seqdedupe.store import parts
+from seqdedupe.store.db import Store
 from seqdedupe.store.incoming import IncomingSnapshot
 from seqdedupe.store.topics import TopicRecord, TopicState
 from seqdedupe.topic.directory import Topics
+from seqdedupe.topic.kind import TopicKind
 from seqdedupe.topic.publishing import Topic
+from seqdedupe.topic.retry import again_until
 from seqdedupe.topic.shielded import shielded
 from seqdedupe.topic.state import State
 from seqdedupe.topic.stored import Stored
 from seqdedupe.v1 import admin_pb2
+
+# -- A topic that comes from another sidecar: what has come of it, until it is a topic of this one, or nothing is
+# left.
+
+T = TypeVar("T")
+
+logger = logging.getLogger("seqdedupe.server")
+
+
+@dataclass(eq=False)
+class Coming:
+    """One that comes. What writes it is done by one thread, in order, whoever waits for it."""
+
+    record: TopicRecord
+    arrival: Arrival
+    snapshot: IncomingSnapshot
+    stream: Stream
+    receiver: bytes = b""
+    """What whoever gives it was answered: which data directory this is, and which move."""
+    stored: Stored | None = None
+    """The snapshot, once all of it has come."""
+    is_taken: bool = False
+    """It is being made this sidecar's, whatever becomes of the call."""
+    _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "seqdedupe-arriving"))
+
+    async def run(self, work: Callable[..., T], *arguments: Any) -> T:
+        """Raises MOVE_FAILED where that raises OSError: the disk is full, for example."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
+        except OSError as e:
+            raise error("MOVE_FAILED", f"topic {self.record.name} cannot be written here: {e}") from e
+
+    async def read(self, kind: TopicKind[Topic]) -> Stored:
+        """All of the snapshot has come, unless it was said before. Raises what is wrong with it, STORE_UNAVAILABLE."""
+        if self.stored is None:
+            await self.snapshot.finish()
+            self.stored = await kind.load(self.record)
+        return self.stored
+
+    def end(self, topics: Topics[Topic]) -> None:
+        """Nothing more is written. Unless it is a topic by now nothing is left of it, soon, or after the next start."""
+        if self.arrival.has_begun and not topics.is_draining:
+            topics.in_background(self._drop(topics.store))
+        else:
+            self._thread.shutdown(wait=False)
+
+    async def _drop(self, store: Store) -> None:
+        try:
+            if not await self._is_dropped(store):
+                await again_until(lambda: self._is_dropped(store))
+        finally:
+            self._thread.shutdown(wait=False)
+
+    async def _is_dropped(self, store: Store) -> bool:
+        try:
+            # First what takes room: a full disk takes no removal from the store. The folder goes last, for it says that
+            # there is something; while it is there none of this incarnation comes.
+            await self.run(self.arrival.remove_messages)
+            await store.remove_snapshot(self.record.incarnation)
+            await self.run(self.arrival.remove)
+        except SeqdedupeError as e:
+            logger.warning("what has come of topic %s cannot be removed now: %s", self.record.name, e)
+            return False
+        return True
+
 
 SILENT_SECONDS = 60.0
 """So long the other sidecar may say nothing: it may wait for its disk, and copies while its clients leave it time."""
@@ -121,10 +191,10 @@ class Arriving:
             raise error("INVALID_REQUEST", f"the secret of a log has {SECRET_BYTES} bytes")
         for what, version, known in (
             ("log", head.log_format_version, headers.FORMAT_VERSION),
-            ("store", head.store_format_version, records.FORMAT_VERSION),
+            ("store", head.store_format_version, parts.FORMAT_VERSION),
         ):
             if version != known:
-                raise records.other_format(f"the {what} of the sidecar that gives topic {name}", version, known)
+                raise parts.other_format(f"the {what} of the sidecar that gives topic {name}", version, known)
         if name in self._under_way:
             raise error("MOVE_FAILED", f"topic {name} is being moved here already")
         record = TopicRecord(name, head.incarnation, TopicState.CREATING, head.secret)

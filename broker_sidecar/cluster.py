@@ -10,23 +10,20 @@ import pulsar
 import pulsar.asyncio
 
 from broker_sidecar.config import Config
-from broker_sidecar.neighbours import Neighbours
+from broker_sidecar.peers import Neighbours
 from broker_sidecar.pulsar_config import PulsarConfig
 from broker_sidecar.security.own_credentials import listed
 from seqdedupe.address import SidecarAddress
 from seqdedupe.errors import error
-from seqdedupe.log.pulsar.admin import Admin
-from seqdedupe.log.pulsar.client import PulsarClient
-from seqdedupe.log.pulsar.client_log import client_logger
-from seqdedupe.log.pulsar.credentials import OAuth2, Token, from_file, never_raises
+from seqdedupe.log.pulsar.admin import Admin, AdminUrl
+from seqdedupe.log.pulsar.client import OAuth2, PulsarClient, Token, client_logger, from_file, never_raises
 from seqdedupe.log.pulsar.entries import EntryFormat
-from seqdedupe.log.pulsar.http import AdminUrl
-from seqdedupe.log.pulsar.limits import Brokers
 from seqdedupe.log.pulsar.log import Shared
 from seqdedupe.log.pulsar.logs import PulsarLogs
 from seqdedupe.log.pulsar.owner import owner_of
+from seqdedupe.log.pulsar.policies import Brokers
 from seqdedupe.store.db import Store
-from seqdedupe.store.instance import Instance
+from seqdedupe.store.directories import Instance
 
 OPERATION_TIMEOUT_SECONDS = 30
 """Opening a producer can take Pulsar as long: it reads what its deduplication has not in a snapshot."""

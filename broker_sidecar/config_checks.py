@@ -6,7 +6,7 @@ from operator import attrgetter
 from broker_sidecar.config import KEYS, RETENTION, Config
 from broker_sidecar.keys import invalid
 from seqdedupe.address import SidecarAddress
-from seqdedupe.client.sidecars import Sidecars
+from seqdedupe.client.route import Sidecars
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.limits import MIN_WINDOW_MEMORY_IN_MB
 from seqdedupe.shards import from_text

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from broker_sidecar.config import Config
 from broker_sidecar.leaving import Leaving
-from broker_sidecar.neighbours import Neighbours
-from broker_sidecar.peers import Peers, claim_of
+from broker_sidecar.peers import Neighbours, Peers, claim_of
 from broker_sidecar.security.own_credentials import listed
 from seqdedupe.address import SidecarAddress
 from seqdedupe.errors import SeqdedupeError, error

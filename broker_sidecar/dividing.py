@@ -17,7 +17,7 @@ from pathlib import Path
 
 from seqdedupe.errors import DamagedError, UnavailableError, error
 from seqdedupe.files import sync_folder
-from seqdedupe.format.tag import key_of
+from seqdedupe.format.headers import key_of
 from seqdedupe.locks import DIRECTORY_LOCK, locked_directory
 from seqdedupe.log.embedded import moved
 from seqdedupe.log.embedded.logs import incarnations

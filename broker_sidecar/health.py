@@ -11,7 +11,7 @@ import grpc
 from grpc_health.v1 import health_pb2
 
 from broker_sidecar.rpc import Context, abort, parse_small
-from broker_sidecar.security.calls import ALL_SHARDS, CONFIGURATION
+from broker_sidecar.security.permissions import ALL_SHARDS, CONFIGURATION
 from broker_sidecar.security.subject import Subject, caller
 from broker_sidecar.streams import Stream, Streams
 

@@ -12,12 +12,12 @@ import sys
 from pathlib import Path
 
 from broker_sidecar import directory, logs
+from broker_sidecar.budget import give_back_freed_memory, keep_freed_memory
 from broker_sidecar.config import Config
 from broker_sidecar.data import fatal
-from broker_sidecar.descriptors import connections_within, raise_limit
-from broker_sidecar.memory import give_back_freed_memory, keep_freed_memory
+from broker_sidecar.listening import connections_within, raise_limit
 from broker_sidecar.notify import Manager
-from broker_sidecar.security import own_token
+from broker_sidecar.security import authentication
 from broker_sidecar.sidecar import Sidecar
 from broker_sidecar.watchdog import Watchdog
 from seqdedupe.errors import SeqdedupeError
@@ -50,7 +50,7 @@ async def _serve(config: Config, lock: Lock, repairs: dict[str, bool]) -> None:
         )
     folder = Path(config.data_directory)
     if config.authentication == "token" and whole_of(folder) is None:
-        own_token.tell(own_token.path_of(folder), config.log_format)
+        authentication.tell(authentication.path_of(folder), config.log_format)
     recovery = asyncio.ensure_future(sidecar.recover())
     stop = asyncio.ensure_future(stopping.wait())
     await asyncio.wait({recovery, stop}, return_when=asyncio.FIRST_COMPLETED)

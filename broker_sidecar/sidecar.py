@@ -11,21 +11,20 @@ import grpc.aio
 
 from broker_sidecar import admin, dedupe, health, publish, read, reflection
 from broker_sidecar.backup import Backup
+from broker_sidecar.calls import Calls
 from broker_sidecar.config import Config
 from broker_sidecar.connections import UNREAD_BYTES, Connections
 from broker_sidecar.data import Data
+from broker_sidecar.gate import Guard
 from broker_sidecar.last_warnings import LastWarnings
 from broker_sidecar.listening import SocketPath, cannot_listen
-from broker_sidecar.metrics.calls import Calls
+from broker_sidecar.logs import Traces
 from broker_sidecar.metrics.exposition import Metrics, Sources
-from broker_sidecar.security.calls import CONFIGURATION
-from broker_sidecar.security.guard import Guard
+from broker_sidecar.security.permissions import CONFIGURATION
 from broker_sidecar.statistics import Statistics
 from broker_sidecar.streams import CONNECTION_SHARE, Streams
-from broker_sidecar.traces import Traces
 from broker_sidecar.web.pages import Pages
-from broker_sidecar.web.server import Route, WebServer
-from broker_sidecar.web.visitors import Visitors
+from broker_sidecar.web.server import Route, Visitors, WebServer
 from seqdedupe.address import SidecarAddress
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.topic.state import State

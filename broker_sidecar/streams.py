@@ -9,12 +9,11 @@ from typing import Any
 import grpc.aio
 
 from broker_sidecar.budget import MAX_HELD_BYTES, READING_PART, Budget, Share
+from broker_sidecar.calls import method_of_call
 from broker_sidecar.connections import taken_from
-from broker_sidecar.metrics.calls import method_of_call
 from broker_sidecar.rpc import Context, abort
 from broker_sidecar.security.permissions import Permissions, allowed_so_far
-from broker_sidecar.security.shares import OF_NOBODY, Shares, Use
-from broker_sidecar.security.subject import ANONYMOUS, Subject, caller
+from broker_sidecar.security.subject import ANONYMOUS, OF_NOBODY, Shares, Subject, Use, caller
 from seqdedupe.errors import SeqdedupeError, error
 
 FIRST_MESSAGE_SECONDS = 10.0

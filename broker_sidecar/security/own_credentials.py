@@ -4,9 +4,9 @@ import os
 from pathlib import Path
 
 from broker_sidecar.config import Config
-from broker_sidecar.security import own_token
+from broker_sidecar.security import authentication
 from seqdedupe.client.credentials import SIDECAR_USER, Credentials
-from seqdedupe.client.sidecars import Sidecars
+from seqdedupe.client.route import Sidecars
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.store.directories import whole_of
 
@@ -27,7 +27,7 @@ def _credentials(config: Config) -> Credentials:
     token_file: str | Path | None = config.peer_token_file or None
     folder = Path(config.data_directory)
     if token_file is None and config.authentication == "token" and whole_of(folder) is not None:
-        token_file = own_token.make(folder)
+        token_file = authentication.make(folder)
     has_tls = bool(config.tls_certificate_file)
     return Credentials(
         token_file=token_file,

@@ -4,8 +4,7 @@ import os
 from pathlib import Path
 
 from seqdedupe.backup import manifest
-from seqdedupe.backup.copying import checksum, copy_file
-from seqdedupe.backup.making import OF_THE_WHOLE
+from seqdedupe.backup.making import OF_THE_WHOLE, checksum, copy_file
 from seqdedupe.backup.manifest import BackupFile, Manifest, damaged
 from seqdedupe.files import becoming, sync_folder
 from seqdedupe.store import directories

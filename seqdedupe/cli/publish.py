@@ -1,25 +1,362 @@
-"""`seqdedupe publish`: a file's records, each once, however often it is started."""
+"""`seqdedupe publish`: a file's records, each once, however often it is started; by sequence ID or an ID of its own."""
 
 import sys
 import time
 from collections import deque
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from functools import partial
+from heapq import merge
+from operator import attrgetter
 from pathlib import Path
-from typing import get_args
+from typing import NamedTuple, get_args
 
 import click
+import numpy as np
 
-from seqdedupe.cli.json_lines import JsonPath
-from seqdedupe.cli.options import common, connect_to, print_json, right_kind, tell_waiting
-from seqdedupe.cli.publish_by_id import publish_by_id
-from seqdedupe.cli.resume import RECORD_PROPERTY, Resume
-from seqdedupe.cli.source import STANDARD_INPUT, Form, Source
-from seqdedupe.cli.verify import verify
-from seqdedupe.client import Verdict
-from seqdedupe.client.blocking import Client, Producer, Receipt
+from seqdedupe.cli.options import common, connect_to, print_json, print_table, right_kind, tell_waiting
+from seqdedupe.cli.source import STANDARD_INPUT, Form, JsonPath, Record, Source
+from seqdedupe.client import Message, Persisted, PositionError, Verdict
+from seqdedupe.client.blocking import Client, Producer, Publisher, Receipt
 from seqdedupe.command import echo, say
 from seqdedupe.errors import DataLossError, NotFoundError, SeqdedupeError, error
+from seqdedupe.limits import MAX_DEDUPLICATION_ID_BYTES
+from seqdedupe.names import partition_name, producer_name, topic_name
+
+# -- Going on where an earlier run has ended, only if the source is still the one that was published.
+
+RECORD_PROPERTY = "seqdedupe.record"
+"""The property of a message with its record's number in the source, where the sequence ID is another."""
+
+
+class Resume:
+    """Finds the records that are to be published: those after the last one that the topic has of this producer.
+
+    That one must be in the source, with the same text and as the same record in number: else records were changed,
+    inserted or removed before it, and to go on would leave some of them out. A source that begins after it is the
+    next one of the same producer, and none of its records is left out.
+
+    Of a partitioned topic that holds for the last one in each partition, and those after the first that any partition
+    may lack are published: what is there already is Dup.
+    """
+
+    def __init__(self, client: Client, producer: Producer, *, numbers_are_ids: bool, trust_source: bool) -> None:
+        self.after = producer.persisted_sequence_id
+        """All up to this sequence ID is published; -1 if nothing is."""
+        self.records_read = 0
+        self._last = {one.sequence_id: one for one in producer.persisted if one.sequence_id >= 0}
+        self._client = client
+        self._producer = producer
+        self._numbers_are_ids = numbers_are_ids
+        self._trust_source = trust_source
+        self._is_verified = False
+        self._why_not = ""
+
+    def new_records(self, source: Source) -> Iterator[Record]:
+        """The records to be published.
+
+        Raises SOURCE_CHANGED, SOURCE_UNVERIFIED or SOURCE_INCOMPLETE before the first of them.
+        """
+        left = dict(self._last)
+        held: list[Record] = []  # not more than a producer has in flight: what comes after the last one checked is sent
+        for record in source:
+            self.records_read += 1
+            if left:
+                self._check_off(record, left)
+            if record.sequence_id > self.after:
+                held.append(record)
+                if not left:
+                    self._check_verified()
+                    yield from held
+                    held.clear()
+        if left:
+            self._check_end(source, max(left))
+        self._check_verified()
+        yield from held
+
+    def _check_off(self, record: Record, left: dict[int, Persisted]) -> None:
+        """Compares the record with what was published last, and forgets what is before it."""
+        for sequence_id in [one for one in left if one < record.sequence_id]:
+            if record.number:
+                raise self._changed(sequence_id, "is no longer there")
+            del left[sequence_id]
+        if one := left.pop(record.sequence_id, None):
+            self._compare(record, one)
+
+    def _check_end(self, source: Source, sequence_id: int) -> None:
+        """The source has ended before the last record published."""
+        if source.unfinished_line:
+            raise source.incomplete()
+        if self._numbers_are_ids:
+            raise self._changed(sequence_id, f"is not there: it has {self.records_read:,} records")
+        if self.records_read:
+            self._why_not = "all of its records come before that one"
+
+    def _compare(self, record: Record, one: Persisted) -> None:
+        """The record of the last ID published with what was published."""
+        message = self._published(one)
+        if message is None:
+            return
+        number = message.properties.get(RECORD_PROPERTY)
+        if number is not None and number != str(record.number):
+            raise self._changed(
+                one.sequence_id,
+                f"is number {record.number}, and was number {number} when it was published: records were inserted or "
+                "removed before it",
+            )
+        if (message.payload or b"") != record.payload:
+            raise self._changed(one.sequence_id, "is not the one that was published")
+        if number is None and not self._numbers_are_ids:
+            self._why_not = "the message does not say which record it was"
+        else:
+            self._is_verified = True
+
+    def _published(self, one: Persisted) -> Message | None:
+        """The last message published; None if it cannot be looked at any more."""
+        if one.position is None:
+            self._why_not = "the sidecar no longer knows where that message stands"
+            return None
+        with self._client.reader(one.topic, one.position.index) as reader:
+            try:
+                return next(reader)
+            except PositionError as e:
+                if e.reason != "POSITION_TRIMMED":
+                    raise
+        self._why_not = "retention has removed that message"
+        return None
+
+    def _check_verified(self) -> None:
+        """Whether the source may be the one that was published: one message that shows it is enough."""
+        if self._why_not and not self._is_verified and not self._trust_source:
+            highest = max(self._last)
+            raise error(
+                "SOURCE_UNVERIFIED",
+                f"producer {self._producer.name!r} has published up to sequence ID {highest}, and it cannot "
+                f"be told whether this file is the one that was published: {self._why_not}; nothing was sent",
+                sequence_id=highest,
+            )
+
+    def _changed(self, sequence_id: int, what: str) -> SeqdedupeError:
+        return error(
+            "SOURCE_CHANGED",
+            f"producer {self._producer.name!r} has published up to sequence ID {sequence_id}, and in this file the "
+            f"record with that ID {what}; nothing was sent",
+            sequence_id=sequence_id,
+        )
+
+
+# -- `seqdedupe publish` to a topic of deduplication IDs: each record once, by the ID that it has of its own.
+
+ROWS = 1000
+BYTES = 1024 * 1024
+"""So much goes at once: with the next record, whose payload may have 5 MiB, it still is a batch."""
+
+
+def publish_by_id(publisher: Publisher, source: Source) -> dict[str, object]:
+    """Publishes all records of a source whose keys are the IDs; what came of it.
+
+    Raises INVALID_DEDUPLICATION_ID for a record without an ID: those before it are published, and are Dup when the file
+    is published again.
+    """
+    counts = {Verdict.NOT_DUP: 0, Verdict.DUP: 0}
+    imported = 0
+    for some in _batches(source):
+        ids = [record.key or b"" for record in some]
+        result = publisher.send_batch([record.payload for record in some], ids)
+        for verdict in counts:
+            counts[verdict] += int((result.verdicts == verdict).sum())
+        imported += int(result.imported.sum())
+    return {
+        "topic": publisher.topic,
+        "read": sum(counts.values()),
+        "not_dup": counts[Verdict.NOT_DUP],
+        "dup": counts[Verdict.DUP],
+        "imported": imported,
+    }
+
+
+def _batches(source: Source) -> Iterator[list[Record]]:
+    some: list[Record] = []
+    size_bytes = 0
+    for record in source:
+        if not 1 <= len(record.key or b"") <= MAX_DEDUPLICATION_ID_BYTES:
+            if some:
+                yield some
+            what = f"record {record.number} has a deduplication ID of {len(record.key or b'')} bytes"
+            why = f"{what}: it should have 1 to {MAX_DEDUPLICATION_ID_BYTES}; those before it are published"
+            raise error("INVALID_DEDUPLICATION_ID", why, hint="Correct it, and publish the file again: each goes once.")
+        some.append(record)
+        size_bytes += len(record.payload)
+        if len(some) == ROWS or size_bytes >= BYTES:
+            yield some
+            some, size_bytes = [], 0
+    if some:
+        yield some
+
+
+# -- `seqdedupe publish --verify`: a file against all that the topic holds of its producer.
+
+_MOST_SHOWN = 10
+"""Differences of each kind."""
+
+_KINDS = {
+    "payload_differs": "with another payload",
+    "key_differs": "with another key",
+    "missing": "missing in the topic",
+    "not_in_file": "not in the file",
+    "out_of_order": "out of order in the topic",
+}
+
+
+_HINT_NO_MESSAGES = (
+    "The topic holds nothing of this producer: are its name and the topic's right (`seqdedupe producers TOPIC`)? What "
+    "was published under another name would be stored twice if it were published under this one."
+)
+
+
+class Difference(NamedTuple):
+    """A record, a message, or both."""
+
+    kind: str
+    sequence_id: int
+    index: int | None  # type: ignore[assignment]  # a field, where a tuple has a method nobody needs here
+    line: int | None
+
+
+class Comparison:
+    """What a comparison has found: of each kind how many, and the first ten."""
+
+    def __init__(self, topic: str, name: str) -> None:
+        self.topic = topic_name(topic)
+        self.name = name
+        self.first_index = 0
+        self.records = self.messages = self.same = 0
+        self.counts = dict.fromkeys(_KINDS, 0)
+        self.shown = list[Difference]()
+
+    def compare(self, records: Iterable[Record], messages: Iterable[Message]) -> None:
+        """Merges the two, which both rise by sequence ID, in constant memory.
+
+        A message that does not rise is out of order: the topic has it once more, or too late, as can be where
+        deduplication was off, or after its producer was reset.
+        """
+        expected, found = self._counted(records), self._rising(messages)
+        record, message = next(expected, None), next(found, None)
+        while record is not None or message is not None:
+            if message is None or (record is not None and record.sequence_id < message.sequence_id):
+                self._note("missing", record, None)
+                record = next(expected, None)
+            elif record is None or message.sequence_id < record.sequence_id:
+                self._note("not_in_file", None, message)
+                message = next(found, None)
+            else:
+                self._compare_one(record, message)
+                record, message = next(expected, None), next(found, None)
+
+    def _counted(self, records: Iterable[Record]) -> Iterator[Record]:
+        for record in records:
+            self.records += 1
+            yield record
+
+    def _rising(self, messages: Iterable[Message]) -> Iterator[Message]:
+        highest = -1
+        for message in messages:
+            self.messages += 1
+            if message.sequence_id > highest:
+                highest = message.sequence_id
+                yield message
+            else:
+                self._note("out_of_order", None, message)
+
+    def _compare_one(self, record: Record, message: Message) -> None:
+        if (message.payload or b"") != record.payload:
+            self._note("payload_differs", record, message)
+        elif message.key != record.key:
+            self._note("key_differs", record, message)
+        else:
+            self.same += 1
+
+    def _note(self, kind: str, record: Record | None, message: Message | None) -> None:
+        self.counts[kind] += 1
+        if self.counts[kind] > _MOST_SHOWN:
+            return
+        index = None if message is None else message.index
+        if record is not None:
+            self.shown.append(Difference(kind, record.sequence_id, index, record.line))
+        elif message is not None:
+            self.shown.append(Difference(kind, message.sequence_id, index, None))
+
+    def failure(self) -> SeqdedupeError | None:
+        """The error unless all is the same."""
+        found = ", ".join(f"{count:,} {_KINDS[kind]}" for kind, count in self.counts.items() if count)
+        if not found:
+            return None
+        return error(
+            "SOURCE_DIFFERS",
+            f"the file is not what {self.topic} holds of producer {self.name!r}: {found}",
+            hint=None if self.messages else _HINT_NO_MESSAGES,
+        )
+
+    def summary(self) -> dict[str, object]:
+        """The form is documented: keep it stable."""
+        return {
+            "topic": self.topic,
+            "producer_name": self.name,
+            "records": self.records,
+            "messages": self.messages,
+            "first_index": self.first_index,
+            "same": self.same,
+            **self.counts,
+            "differences": [difference._asdict() for difference in self.shown],
+        }
+
+    def print_text(self) -> None:
+        """For a person."""
+        records = "record" if self.records == 1 else "records"
+        messages = "message" if self.messages == 1 else "messages"
+        echo(f"{self.records:,} {records}, {self.messages:,} {messages} of this producer: {self.same:,} the same")
+        if self.first_index:
+            echo(f"the topic begins at index {self.first_index:,}: what stood before is gone by retention")
+        if not self.shown:
+            return
+        print_table(
+            ("DIFFERENCE", "SEQUENCE ID", "INDEX", "LINE"),
+            [
+                (_KINDS[kind], *("-" if number is None else number for number in numbers))
+                for kind, *numbers in sorted(self.shown, key=lambda difference: list(_KINDS).index(difference.kind))
+            ],
+        )
+        for kind, count in self.counts.items():
+            if count > _MOST_SHOWN:
+                echo(f"and {count - _MOST_SHOWN:,} more {_KINDS[kind]}")
+
+
+def verify(client: Client, topic: str, name: str, records: Iterable[Record]) -> Comparison:
+    """Compares the records with all messages of that producer that are in the topic now. Publishes nothing, and takes
+    no name over."""
+    comparison = Comparison(topic, name)
+    producer_name(name)
+    count = client.admin.topic(topic).partitions
+    parts = [partition_name(topic_name(topic), k) for k in range(count)] or [topic]
+    comparison.first_index = sum(client.ends(part).first_index for part in parts)
+    # Each partition's rise, so that all of them together do.
+    messages = merge(*(_messages_of(client, part, name) for part in parts), key=attrgetter("sequence_id"))
+    comparison.compare(records, messages)
+    return comparison
+
+
+def _messages_of(client: Client, topic: str, name: str) -> Iterator[Message]:
+    with client.reader(topic) as reader:
+        for stored in reader.batches():
+            batch = stored.batch
+            names = batch.names()
+            if name not in names:
+                continue
+            is_alone = not len(batch.producer_indexes)
+            rows = range(len(stored)) if is_alone else np.flatnonzero(batch.producer_indexes == names.index(name))
+            for row in rows:
+                yield Message(stored, int(row))
+
 
 _PROGRESS_RECORDS = 500
 _FOLLOW_POLL_SECONDS = 0.2

@@ -1,24 +1,217 @@
-"""The records of a file: lines, CSV or JSON lines, plain, gzip or zip."""
+"""The records of a file: lines, CSV, JSON lines, plain, gzip, zip; and whether it stays the same while it is read."""
 
+import io
+import os
+import stat
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
 import csv
 import difflib
 import gzip
-import io
-import os
+import json
 import re
 import time
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from dataclasses import dataclass
 from types import TracebackType
-from typing import IO, Literal, NamedTuple, Self
+from typing import IO, Any, Literal, NamedTuple, NoReturn, Self
 
-from seqdedupe.cli.json_lines import BadLineError, JsonPath, parse
-from seqdedupe.cli.steady import ChangedError, SteadyFile
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.limits import MAX_PAYLOAD_BYTES, MAX_SEQUENCE_ID
+
+# -- A file that notices when it becomes another one while it is read.
+
+_TAIL_BYTES = 4096
+"""So much of what was read last is looked at again after each read."""
+
+
+class ChangedError(Exception):
+    """The file is not the one any more that was begun; the text says in what."""
+
+
+class SteadyFile(io.FileIO):
+    """The raw bytes of a file, or of standard input (None). It may grow while it is read; all else is a ChangedError.
+
+    Each read of a regular file finds out whether what was read before it still stands there, before its own bytes
+    are given to anybody: so a file that was cut and written anew is not gone on with in its middle. `check` looks at
+    the rest. Not noticed is what was changed before the last 4 KiB read, in a file that grew besides.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        super().__init__(0 if path is None else path, closefd=path is not None)
+        self._path = path
+        self._tail, self._tail_end = b"", 0
+        status = os.fstat(self.fileno())
+        self.is_regular = stat.S_ISREG(status.st_mode)
+        self._size, self._modified_ns = status.st_size, status.st_mtime_ns
+
+    def readinto(self, buffer: "WriteableBuffer", /) -> int:
+        """As of any raw file. Raises ChangedError."""
+        start = self.tell() if self.is_regular else 0
+        count = super().readinto(buffer) or 0
+        if not self.is_regular:
+            return count
+        before = self._tail
+        if os.pread(self.fileno(), len(before), self._tail_end - len(before)) != before:
+            raise ChangedError("was cut or rewritten")
+        if count:
+            read = bytes(memoryview(buffer)[max(0, count - _TAIL_BYTES) : count])
+            before = before if start == self._tail_end else b""
+            self._tail, self._tail_end = (before + read)[-_TAIL_BYTES:], start + count
+        return count
+
+    def check(self, *, is_complete: bool) -> None:
+        """Raises ChangedError if the name stands for another file by now (but for a pipe that was read to its end), if
+        this one was cut, or if, though it is complete, it was written to without growing."""
+        own = os.fstat(self.fileno())
+        if self._path is not None and (self.is_regular or not is_complete):
+            named = None
+            with suppress(FileNotFoundError):
+                named = os.stat(self._path)
+            if named is None or not os.path.samestat(own, named):
+                raise ChangedError("was replaced, moved or removed")
+        if not self.is_regular:
+            return
+        if own.st_size < self._size:
+            raise ChangedError("was cut")
+        if is_complete and own.st_size == self._size and own.st_mtime_ns != self._modified_ns:
+            raise ChangedError("was rewritten")
+        self._size, self._modified_ns = own.st_size, own.st_mtime_ns
+
+
+# -- A line of JSON, and what stands in it at a path: `after.id`, `meta.keys[0]`.
+
+_STEP = re.compile(r"(?:^|(?!^)\.)([^.\[\]]+)|\[([0-9]{1,9})\]")
+_MOST_SHOWN = 40
+_MOST_DIGITS_OF_JSON = 640
+"""Python may refuse to convert more. Such a number is taken as a float: it is no sequence ID and no key."""
+
+_REPEATED = object()
+"""In place of the value of a member that an object has more than once: which one counts is not defined."""
+
+
+class BadLineError(Exception):
+    """What is wrong with a line, to follow its place: 'is not JSON: …', 'has no member …'."""
+
+
+def parse(line: bytes) -> Any:
+    """The value of a line. Raises BadLineError."""
+    try:
+        return _DECODER.decode(line.decode())
+    except UnicodeDecodeError as e:
+        raise BadLineError(f"is not JSON: byte {e.start + 1} is not UTF-8") from e
+    except json.JSONDecodeError as e:
+        raise BadLineError(f"is not JSON: {e.msg[0].lower()}{e.msg[1:]} (character {e.pos + 1})") from e
+    except RecursionError as e:
+        raise BadLineError("is JSON that is nested too deep") from e
+
+
+def _members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    members = dict(pairs)
+    if len(members) < len(pairs):
+        seen = set[str]()
+        for name, _ in pairs:
+            if name in seen:
+                members[name] = _REPEATED
+            seen.add(name)
+    return members
+
+
+def _integer(digits: str) -> int | float:
+    return int(digits) if len(digits) <= _MOST_DIGITS_OF_JSON else float(digits)
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise BadLineError(f"is not JSON: it has {name}, which JSON does not know")
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_members, parse_int=_integer, parse_constant=_refuse_constant)
+
+
+@dataclass(frozen=True)
+class JsonPath:
+    """Where a value stands: members of objects by name, elements of arrays by their index from 0."""
+
+    text: str
+    steps: tuple[str | int, ...]
+
+    @staticmethod
+    def parse(text: str) -> "JsonPath":
+        """Raises ValueError for text that is no path."""
+        steps = list[str | int]()
+        end = 0
+        while step := _STEP.match(text, end):
+            steps.append(step[1] if step[1] is not None else int(step[2]))
+            end = step.end()
+        if not steps or end < len(text):
+            raise ValueError(text)
+        return JsonPath(text, tuple(steps))
+
+    def sequence_id(self, value: Any) -> int:
+        """The sequence ID at this place. Raises BadLineError unless it is an integer of JSON, 0 to 2^63 - 1."""
+        found = self._find(value)
+        if type(found) is not int or not 0 <= found <= MAX_SEQUENCE_ID:
+            raise BadLineError(
+                f"has the sequence ID {_shown(found)} in {self.text!r}: it should be a whole number from 0 to 2^63 - 1"
+            )
+        return found
+
+    def key(self, value: Any) -> bytes | None:
+        """The key at this place: a string, or an integer's digits; null is none. Raises BadLineError."""
+        found = self._find(value)
+        if found is None:
+            return None
+        if type(found) is not int and not isinstance(found, str):
+            raise BadLineError(f"has the key {_shown(found)} in {self.text!r}: it should be a string or an integer")
+        try:
+            return str(found).encode()
+        except UnicodeEncodeError as e:
+            raise BadLineError(f"has a key in {self.text!r} that is no text: half of a surrogate pair is in it") from e
+
+    def _find(self, value: Any) -> Any:
+        parent = "it"
+        for place, step in enumerate(self.steps):
+            if isinstance(step, str):
+                is_there = isinstance(value, dict) and step in value
+            else:
+                is_there = isinstance(value, list) and step < len(value)
+            if not is_there:
+                raise BadLineError(f"has no {self.text!r}: {parent} {_content(value)}")
+            value = value[step]
+            parent = repr(_path_text(self.steps[: place + 1]))
+            if value is _REPEATED:
+                raise BadLineError(f"has {parent} more than once")
+        return value
+
+
+def _path_text(steps: tuple[str | int, ...]) -> str:
+    return "".join(f".{step}" if isinstance(step, str) else f"[{step}]" for step in steps).removeprefix(".")
+
+
+def _content(value: Any) -> str:
+    """What a value has, or else is."""
+    if isinstance(value, dict) and value:
+        names = [name[:_MOST_SHOWN] for name, _ in zip(value, range(_MOST_NAMES_SHOWN), strict=False)]
+        return "has " + ", ".join(names) + (", …" if len(value) > len(names) else "")
+    if isinstance(value, list):
+        return f"has {len(value):,} {'element' if len(value) == 1 else 'elements'}"
+    return f"is {_shown(value)}"
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, dict | list):
+        return ("an" if value else "an empty") + (" object" if isinstance(value, dict) else " array")
+    if isinstance(value, str):
+        return json.dumps(value[:_MOST_SHOWN], ensure_ascii=False)
+    return json.dumps(value)[:_MOST_SHOWN]
+
 
 STANDARD_INPUT = Path("-")
 

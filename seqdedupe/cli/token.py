@@ -1,4 +1,4 @@
-"""Tokens that are signed: made, and looked into."""
+"""The commands about who may do what: tokens that are signed, rules, and the audit trail."""
 
 import re
 import secrets
@@ -7,13 +7,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 import click
 
 from seqdedupe.cli.options import as_json_option, print_json
-from seqdedupe.command import echo, printable
-from seqdedupe.errors import AccessDeniedError, error
+from seqdedupe.command import FAILED, WRONG_USAGE, echo, printable, say_failure
+from seqdedupe.errors import AccessDeniedError, SeqdedupeError, error
+from seqdedupe.names import is_namespace, namespace_name, producer_name, topic_name
+
+if TYPE_CHECKING:
+    from broker_sidecar.security.rules import Decision
+
+
+from seqdedupe.audit_trail import Link, verify
 
 MAX_READ_BYTES = 64 * 1024
 """Of what may be a token."""
@@ -89,7 +96,7 @@ def create(key_file: Path, key_id: str | None, subject: str, audience: str, expi
 def validate(keys_file: Path, audience: str, token_file: IO[bytes], as_json: bool) -> None:
     """Say whose a token is and when it expires, if a sidecar would take it now."""
     with _needs_the_sidecar():
-        from broker_sidecar.security.signed_tokens import LEEWAY_SECONDS, read_keys, verify
+        from broker_sidecar.security.authentication import LEEWAY_SECONDS, read_keys, verify
     shown = token_file.read(MAX_READ_BYTES)
     try:
         claims = verify(shown.strip(), read_keys(keys_file), audience)
@@ -102,3 +109,137 @@ def validate(keys_file: Path, audience: str, token_file: IO[bytes], as_json: boo
         return
     expires_at = datetime.fromtimestamp(expires_at_seconds, UTC)
     echo(printable(f"{claims.subject}, until {expires_at:%Y-%m-%d %H:%M:%S} UTC"))
+
+
+# -- The commands about who may do what.
+
+ACTIONS = ("publish", "read", "create", "observe", "administer", "attach")
+_ALSO_OF_SEVERAL = ("observe", "administer")
+"""There are calls that need it on a whole namespace, or on everything."""
+
+_EVERYTHING = "*"
+
+
+@click.group(short_help="Explain what rules allow.")
+def auth() -> None:
+    """Who may do what, as a rules file says."""
+
+
+def _of_actions(command: click.decorators.FC) -> click.decorators.FC:
+    for action in reversed(ACTIONS):
+        what = "topic, tenant/namespace, or *: everything" if action in _ALSO_OF_SEVERAL else "topic"
+        command = click.option(f"--{action}", metavar="NAME", help=f"Whether it may {action} this {what}.")(command)
+    return command
+
+
+@auth.command(short_help="Say which rule decides.")
+@click.option(
+    "--rules",
+    "file",
+    required=True,
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="The rules file.",
+)
+@click.option("--as", "subject", required=True, help="The caller: the name in its token or certificate.")
+@_of_actions
+@click.option(
+    "--producer",
+    help="With --publish: under this producer name; '': without one, by deduplication ID. Left out: under some name.",
+)
+@click.option("--cursor", help="With --read: whether it may move this cursor. Left out: whether it may read messages.")
+@as_json_option
+def explain(
+    file: Path, subject: str, producer: str | None, cursor: str | None, as_json: bool, **asked: str | None
+) -> int:
+    """Say which rule of a file decides, without a sidecar. It reads the file alone: the data directory's own token may
+    do everything.
+
+    The exit status is 0 if it is allowed, 1 if it is denied, 2 if it could not be found out.
+    """
+    given = [(action, what) for action, what in asked.items() if what is not None]
+    if len(given) != 1:
+        raise click.UsageError(f"Say one of {', '.join(f'--{action}' for action in ACTIONS)}.")
+    [(action, what)] = given
+    if producer is not None and action != "publish":
+        raise click.UsageError("--producer goes with --publish.")
+    if cursor is not None and action != "read":
+        raise click.UsageError("--cursor goes with --read.")
+    try:
+        name, decision = _decide(file, subject, action, what, producer, cursor)
+    except SeqdedupeError as e:
+        say_failure("seqdedupe", e, as_json=as_json)
+        return WRONG_USAGE
+    rule = decision.rule and decision.rule.name
+    if as_json:
+        asked_for = {"subject": subject, "action": action, "name": name, "producer_name": producer, "cursor": cursor}
+        print_json(asked_for | {"is_allowed": decision.is_allowed, "rule": rule})
+    else:
+        echo(f"{'allowed' if decision.is_allowed else 'denied'}: {printable(rule or 'no rule allows it')}")
+    return 0 if decision.is_allowed else FAILED
+
+
+def _decide(
+    file: Path, subject: str, action: str, what: str, producer: str | None, cursor: str | None
+) -> "tuple[str, Decision]":
+    """The full name of what it is about, and the decision. Raises INVALID_CONFIGURATION, and what the names are."""
+    from broker_sidecar import kernels
+
+    kernels.prepare()
+    from broker_sidecar.security.rules import Action, read_rules
+
+    rules = read_rules(file).rules
+    if action in _ALSO_OF_SEVERAL and what == _EVERYTHING:
+        return what, rules.decide_everything(subject, Action(action))
+    if action in _ALSO_OF_SEVERAL and is_namespace(what):
+        return what, rules.decide_namespace(subject, Action(action), namespace_name(what))
+    topic = topic_name(what)
+    if producer:
+        producer_name(producer)
+    return topic, rules.decide(subject, Action(action), topic, producer if cursor is None else cursor)
+
+
+# -- `seqdedupe audit`: whether an audit trail is as it was written.
+
+
+@click.group(short_help="Check an audit trail.")
+def audit() -> None:
+    """The trail of what operators did and who was refused, see docs/audit.md."""
+
+
+@audit.command("verify", short_help="Check that no line was changed, removed or put in.")
+@click.argument("files", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option(
+    "--expect",
+    metavar="NUMBER:HASH",
+    help="A line that has to be there, as this command printed it before: that a trail was cut, or made anew from "
+    "somewhere on, shows in this alone.",
+)
+@as_json_option
+def verify_files(files: tuple[Path, ...], expect: str | None, as_json: bool) -> int:
+    """Check a trail of FILES, the oldest first. Print its last line's number and hash: keep them elsewhere."""
+    expected = Link.parse(expect) if expect else None
+    found = verify(files, expected)
+    if not found.has_expected:
+        raise error("AUDIT_DAMAGED", f"line {expect} is not in the trail: it was cut, or made anew")
+    if as_json:
+        print_json(
+            {
+                "lines": found.lines,
+                "first_number": found.first_number,
+                "chains": found.chains,
+                "last": str(found.last),
+                "last_time": found.last_time,
+                "torn_bytes": found.torn_bytes,
+            }
+        )
+        return 0
+    echo(f"{found.lines} lines, all as they were written" if found.lines else "no line")
+    if found.lines:
+        echo(f"last {found.last} at {found.last_time}")
+    if found.first_number > 1:
+        echo(f"The first one is line {found.first_number}: what came before is in other files.")
+    if found.chains > 1:
+        echo(f"The trail was begun anew {found.chains - 1} times: nothing tells whether lines are missing there.")
+    if found.torn_bytes:
+        echo(f"{found.torn_bytes} bytes at the end are of a line that is being written, or was cut off.")
+    return 0

@@ -1,4 +1,4 @@
-"""The operators' commands: topics, producers, snapshots, versions."""
+"""The operators' commands about topics: what there is, single messages and producers, and policies."""
 
 from datetime import UTC, datetime
 from importlib import metadata
@@ -7,7 +7,7 @@ from typing import Any, TextIO, TypeVar
 import click
 
 from seqdedupe.cli.options import common, connect, connect_to, is_alone, print_json, print_table
-from seqdedupe.client.admin import MODES, ROUTES
+from seqdedupe.client.admin import MODES, ROUTES, PolicyState
 from seqdedupe.command import echo, printable
 from seqdedupe.figures import state_name
 from seqdedupe.message_id import Position
@@ -387,3 +387,198 @@ def version(address: str, as_json: bool) -> None:
     where = f"one of {address}" if "," in address else address
     echo(f"sidecar       {answer.version}, serving at {where} for {answer.uptime_seconds:,} s")
     echo(f"batches       at most {answer.max_batch_rows:,} rows and {answer.max_batch_bytes:,} bytes")
+
+
+# -- The operators' commands about single messages and producers.
+
+_PREFIX = "MESSAGE_STATE_"
+
+
+_NEGATIVE_NUMBERS = {"ignore_unknown_options": True}
+"""So that -1 is an argument, and no option."""
+
+
+@click.command("message-state", context_settings=_NEGATIVE_NUMBERS, short_help="Show what is known of one message.")
+@click.argument("topic")
+@click.argument("producer", required=False)
+@click.argument("sequence_id", type=click.IntRange(0, 2**63 - 1), required=False)
+@click.option("--deduplication-id", metavar="ID", help="Instead, in a topic of deduplication IDs: the message's ID.")
+@common
+def message_state(
+    topic: str, producer: str | None, sequence_id: int | None, deduplication_id: str | None, address: str, as_json: bool
+) -> None:
+    """Show what is known of the message with this sequence ID: whether it is stored, and where."""
+    by_id = bool(deduplication_id)
+    if by_id != (producer is None) or by_id != (sequence_id is None):
+        raise click.UsageError("Say PRODUCER and SEQUENCE_ID, or --deduplication-id.")
+    with connect_to(address, topic) as client:
+        found = client.admin.message_state(
+            topic, producer or "", sequence_id or 0, deduplication_id=deduplication_id or ""
+        )
+    known = found.state in admin_pb2.MessageState.values()  # a newer sidecar may say more
+    state = admin_pb2.MessageState.Name(found.state).removeprefix(_PREFIX) if known else str(found.state)
+    position = Position.from_proto(found.position) if found.HasField("position") else None
+    if as_json:
+        print_json(
+            {
+                "state": state,
+                "in_flight_ms": found.in_flight_ms if state == "IN_FLIGHT" else None,
+                "position": position and position_json(position),
+                "publish_time_ms": found.publish_time_ms or None,
+                "pushed": found.pushed,
+                "persisted": found.persisted,
+            }
+        )
+        return
+    lines: list[tuple[str, Any]] = [("state", state)]
+    if state == "IN_FLIGHT":
+        lines.append(("in flight", f"for {found.in_flight_ms:,} ms"))
+    if position is not None:
+        lines += [("index", position.index), ("message ID", position.message_id)]
+    if found.publish_time_ms:
+        published = datetime.fromtimestamp(found.publish_time_ms / 1000, UTC)
+        lines.append(("published", f"{published.isoformat(sep=' ', timespec='milliseconds')}"))
+    numbers = f"persisted {found.persisted}, pushed {found.pushed}"
+    if found.pushed < 0:
+        numbers = f"no sequence ID of it counts in this topic: {numbers}"
+    if not by_id:
+        lines.append(("producer", numbers))
+    for name, value in lines:
+        echo(f"{name:<14}{printable(str(value))}")
+
+
+@click.command("in-flight", short_help="List producers whose messages have been in flight for long.")
+@click.argument("topic")
+@click.option("--longer-than-ms", type=click.IntRange(0), default=1000, show_default=True, help="At least so long.")
+@common
+def in_flight(topic: str, longer_than_ms: int, address: str, as_json: bool) -> None:
+    """List the producers that have had messages in flight for so long: at most 1,000, the longest first."""
+    with connect_to(address, topic) as client:
+        found = client.admin.in_flight(topic, longer_than_ms=longer_than_ms)
+    rows = [(p.producer_name, p.first_sequence_id, p.last_sequence_id, p.in_flight_ms) for p in found.in_flight]
+    if as_json:
+        names = ("producer_name", "first_sequence_id", "last_sequence_id", "in_flight_ms")
+        listed = [dict(zip(names, row, strict=True)) for row in rows]
+        print_json({"producers": found.producers, "in_flight": listed})
+        return
+    print_table(("PRODUCER", "FIRST ID", "LAST ID", "IN FLIGHT MS"), rows)
+    if found.producers > len(rows):
+        echo(f"and {found.producers - len(rows):,} producers more")
+
+
+@click.command(
+    "reset-producer",
+    context_settings=_NEGATIVE_NUMBERS,
+    short_help="Set a producer's highest sequence ID to a lower one.",
+)
+@click.argument("topic")
+@click.argument("producer")
+@click.argument("persisted", type=click.IntRange(-1, 2**63 - 1))
+@common
+def reset_producer(topic: str, producer: str, persisted: int, address: str, as_json: bool) -> None:
+    """Set a producer's highest persisted sequence ID (-1: none), durable when this returns.
+
+    What it sends above that ID is new again, also what the topic holds. Its sessions end.
+    """
+    with connect_to(address, topic) as client:
+        done = client.admin.reset_producer(topic, producer, persisted)
+    if as_json:
+        print_json({"name": producer, "persisted": persisted, "persisted_before": done.persisted_before})
+    else:
+        echo(f"producer {printable(producer)} is reset from {done.persisted_before} to {persisted}")
+
+
+# -- The commands about policies: of topics and of namespaces.
+
+_WORDS = {"gap": ("ALLOW", "REJECT"), "overlap": ("REJECT", "PULSAR")}
+_NAMES = [field.name for field in admin_pb2.TopicPolicy.DESCRIPTOR.fields]
+
+
+def _values(policy: Any) -> dict[str, Any]:
+    """Each value by name, None where it is not set."""
+    values: dict[str, Any] = {}
+    for field in policy.DESCRIPTOR.fields:
+        value = getattr(policy, field.name) if policy.HasField(field.name) else None
+        if value is not None and field.enum_type is not None:
+            known = field.enum_type.values_by_number.get(value)  # a newer sidecar may say more
+            value = str(value) if known is None else known.name.rpartition("_")[2]
+        values[field.name] = value
+    return values
+
+
+def _print(name: str, state: PolicyState, as_json: bool) -> None:
+    is_set, applied = _values(state.set), _values(state.applied)
+    if as_json:
+        print_json({"name": name, "set": is_set, "applied": applied})
+        return
+    rows = [(value, _text(is_set[value]), _text(applied[value])) for value in _NAMES]
+    print_table(("POLICY", "SET", "APPLIED"), rows)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return "-" if value is None else str(value)
+
+
+@click.group(short_help="Show, set, remove the policy of a topic or a namespace.")
+def policy() -> None:
+    """Show, set and remove what is set for a topic, or for a namespace (tenant/namespace)."""
+
+
+@policy.command()
+@click.argument("name", metavar="TOPIC|NAMESPACE")
+@common
+def get(name: str, address: str, as_json: bool) -> None:
+    """Show what is set, and what is in force."""
+    with connect_to(address, name) as client:
+        _print(name, client.admin.policy(name), as_json)
+
+
+@policy.command("set")
+@click.argument("name", metavar="TOPIC|NAMESPACE")
+@click.option("--deduplication/--no-deduplication", "deduplication_enabled", default=None, help="On or off.")
+@click.option("--gap", type=click.Choice(_WORDS["gap"], case_sensitive=False), help="What becomes of gaps.")
+@click.option(
+    "--overlap",
+    type=click.Choice(_WORDS["overlap"], case_sensitive=False),
+    help="What becomes of a broker's ranges that are persisted in part.",
+)
+@click.option("--deduplication-entries-interval", type=int, help="A snapshot after so many stored batches.")
+@click.option(
+    "--deduplication-snapshot-interval-seconds", type=int, help="A snapshot so long after news; 0: not by time."
+)
+@click.option("--retention-size-in-mb", type=int, help="So much of the log is kept; -1: all of it.")
+@click.option("--retention-time-in-minutes", type=int, help="So long messages are kept; -1: for ever.")
+@click.option(
+    "--deduplication-producer-inactivity-timeout-minutes",
+    type=int,
+    help="A producer that nobody has used for so long is forgotten; 0: never.",
+)
+@click.option("--log-flush-interval-messages", type=int, help="A sync after so many messages; 1: every commit.")
+@click.option("--log-flush-interval-ms", type=int, help="A sync so long after a message; 0: every commit.")
+@click.option(
+    "--deduplication-window-max-messages", type=int, help="A copy is known until so many messages came after."
+)
+@click.option("--deduplication-window-max-bytes", type=int, help="Or until their IDs have so many bytes; -1: no limit.")
+@click.option("--deduplication-window-max-minutes", type=int, help="Or so long after its original; -1: no limit.")
+@common
+def set_values(name: str, address: str, as_json: bool, **values: Any) -> None:
+    """Set the values that are given; the others stay. In force, and durable, when this returns."""
+    given = {key: value for key, value in values.items() if value is not None}
+    if not given:
+        raise click.UsageError("Say at least one value to set.")
+    for key in _WORDS.keys() & given.keys():
+        given[key] = f"{key.upper()}_POLICY_{given[key].upper()}"
+    with connect_to(address, name) as client:
+        _print(name, client.admin.set_policy(name, admin_pb2.TopicPolicy(**given)), as_json)
+
+
+@policy.command()
+@click.argument("name", metavar="TOPIC|NAMESPACE")
+@click.argument("values", nargs=-1, metavar="[VALUE]...", type=click.Choice(_NAMES))
+@common
+def remove(name: str, values: tuple[str, ...], address: str, as_json: bool) -> None:
+    """Values that are to be inherited again; without VALUE, all of them."""
+    with connect_to(address, name) as client:
+        _print(name, client.admin.remove_policy(name, *values), as_json)

@@ -2,22 +2,17 @@
 
 from seqdedupe.batch import Batch, Binary
 from seqdedupe.client.admin import Admin
-from seqdedupe.client.attachment import Attachment, Entry, Range
-from seqdedupe.client.awaited import BatchReceipt, Receipt
-from seqdedupe.client.broker import BrokerClient, ProducerNumbers
+from seqdedupe.client.broker import Attachment, BrokerClient, Entry, ProducerNumbers, Range
 from seqdedupe.client.client import Client, Located, TopicEnds
-from seqdedupe.client.config import ProducerConfig
 from seqdedupe.client.credentials import Credentials
-from seqdedupe.client.cursor import Cursor, Kept
-from seqdedupe.client.cursor_file import FileCursor
+from seqdedupe.client.cursor import Cursor, FileCursor, Kept
 from seqdedupe.client.outbox import Counters
-from seqdedupe.client.partitioned_reader import PartitionedPosition, PartitionedReader
+from seqdedupe.client.partitioned import Persisted
+from seqdedupe.client.pending import BatchReceipt, BatchResult, Published, Receipt, Verdict
 from seqdedupe.client.producer import Producer
 from seqdedupe.client.publisher import Publisher
-from seqdedupe.client.reader import Reader
-from seqdedupe.client.receipts import Verdict
-from seqdedupe.client.results import BatchResult, Published
-from seqdedupe.client.resuming import Persisted
+from seqdedupe.client.reader import PartitionedPosition, PartitionedReader, Reader
+from seqdedupe.client.session import ProducerConfig
 from seqdedupe.client.stored import Message, StoredBatch
 from seqdedupe.errors import (
     AccessDeniedError,

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from seqdedupe.address import SidecarAddress
-from seqdedupe.client import backup, dealing, transfer
+from seqdedupe.client import transfer
 from seqdedupe.client.calls import Calls, Connection
 from seqdedupe.client.connection import call
 from seqdedupe.errors import InvalidRequestError, error
@@ -279,7 +279,7 @@ class Admin:
 
         found = await self.topic(topic)
         if found.partitions:
-            return await dealing.import_window(found, path, self.topic, bring)
+            return await transfer.import_dealt_window(found, path, self.topic, bring)
         return await bring(topic, path)
 
     async def export_snapshot(self, topic: str, path: Path) -> admin_pb2.SnapshotHead:
@@ -366,7 +366,7 @@ class Admin:
         """
         with _making_a_request():
             request = admin_pb2.BackupRequest(name=name)
-        return await backup.make(self._calls, await self._spread_over(), request, told)
+        return await transfer.make(self._calls, await self._spread_over(), request, told)
 
     async def _spread_over(self) -> list[str]:
         """The addresses of the processes that topics are spread over; none if they are not."""

@@ -10,9 +10,8 @@ from google.protobuf.message import Message
 
 from seqdedupe.address import SidecarAddress
 from seqdedupe.client.connection import CALL_TIMEOUT_SECONDS, Backoff, call, check_not_forked
-from seqdedupe.client.route import Route
-from seqdedupe.client.sidecars import Sidecars
-from seqdedupe.client.unreachable import was_never_sent
+from seqdedupe.client.listeners import was_never_sent
+from seqdedupe.client.route import Route, Sidecars
 from seqdedupe.errors import SeqdedupeError, UnavailableError, error
 from seqdedupe.v1.admin_pb2_grpc import AdminServiceStub
 from seqdedupe.v1.read_pb2_grpc import ReadServiceStub

@@ -9,18 +9,15 @@ import grpc.aio
 
 from seqdedupe.client.admin import Admin
 from seqdedupe.client.calls import Calls
-from seqdedupe.client.config import DELIVERY_TIMEOUT_SECONDS, ProducerConfig
 from seqdedupe.client.connection import DEFAULT_ADDRESS, typed_errors
-from seqdedupe.client.connections import Connections
 from seqdedupe.client.credentials import Credentials
-from seqdedupe.client.cursor import Cursor
-from seqdedupe.client.cursor_sidecar import SidecarCursor
-from seqdedupe.client.partitioned_reader import PartitionedReader, PartitionedStart, PartitionEnds
+from seqdedupe.client.cursor import Cursor, SidecarCursor
 from seqdedupe.client.producer import Producer
 from seqdedupe.client.publisher import Publisher
-from seqdedupe.client.reader import Reader, Start
-from seqdedupe.client.sidecars import Addresses, Sidecars
-from seqdedupe.client.waiting import OnWaiting
+from seqdedupe.client.reader import PartitionedReader, PartitionedStart, PartitionEnds, Reader, Start
+from seqdedupe.client.route import Addresses, OnWaiting, Sidecars
+from seqdedupe.client.session import DELIVERY_TIMEOUT_SECONDS, ProducerConfig
+from seqdedupe.client.stream import Connections
 from seqdedupe.errors import UnavailableError, error
 from seqdedupe.limits import MAX_INDEX
 from seqdedupe.message_id import MessageId, Position, checked_index

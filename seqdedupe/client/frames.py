@@ -1,20 +1,26 @@
-"""The messages of a publish stream: frames out, answers in."""
+"""The messages of a publish stream: frames out, answers in; and the sessions that are opened before them."""
 
+import asyncio
+from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import grpc.aio
 import numpy as np
 from google.protobuf.message import DecodeError
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from seqdedupe import wire
-from seqdedupe.client.connection import error_of_reason
+from seqdedupe.address import SidecarAddress
+from seqdedupe.client.connection import CALL_TIMEOUT_SECONDS, error_of_reason, typed_errors
 from seqdedupe.client.outbox import Frame
-from seqdedupe.client.receipts import ReceiptColumns
+from seqdedupe.client.pending import ReceiptColumns
 from seqdedupe.client.route import OWNER_ADDRESS
-from seqdedupe.errors import SeqdedupeError
-from seqdedupe.message_id import MessageId
+from seqdedupe.errors import NEVER, SeqdedupeError
+from seqdedupe.message_id import MessageId, Position
 from seqdedupe.v1 import publish_pb2
+from seqdedupe.v1.publish_pb2_grpc import PublishServiceStub
 
 _NO_MESSAGE_ID = MessageId(-1, -1, -1)
 
@@ -136,3 +142,145 @@ def refusal_error(refusal: Any) -> SeqdedupeError:
     if refusal.owner_address:
         numbers[OWNER_ADDRESS] = refusal.owner_address
     return error_of_reason(refusal.reason, refusal.message, refusal.retry_delay_ms, numbers)
+
+
+# -- Sessions are opened together: names that come while a call is under way go in the next one.
+
+MAX_NEW_NAMES = 64
+"""In one call: of more the sidecar does not look up where their last messages stand."""
+
+MAX_RESUMED_NAMES = 2_048
+"""In one call: so many of the longest are below the 1 MiB that a request may have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """What `Open` answers for one name."""
+
+    incarnation: int
+    term: int
+    epoch: int
+    persisted: int
+    position: Position | None
+    """Of the message with that ID; None if it is not known, or there is none."""
+    is_forgotten: bool
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    name: str
+    epoch: int | None
+    answer: asyncio.Future[Opened]
+    goes_alone: bool = False
+
+
+class Openings:
+    """Starts and resumes the sessions of one topic at one sidecar."""
+
+    def __init__(self, channel: grpc.aio.Channel, address: SidecarAddress, topic: str) -> None:
+        self._channel = channel
+        self._address = address
+        self._topic = topic
+        self.term = 0
+        """The highest that was answered."""
+        self._waiting: deque[_Waiting] = deque()
+        self._task: asyncio.Task[None] | None = None
+
+    async def open(self, name: str, epoch: int | None) -> Opened:
+        """Starts a session of this name, or resumes the one of an epoch. Raises what it is refused for."""
+        waiting = _Waiting(name, epoch, asyncio.get_running_loop().create_future())
+        self._waiting.append(waiting)
+        if self._task is None:
+            self._task = asyncio.create_task(self._open_all())
+        return await waiting.answer
+
+    async def close(self) -> None:
+        """Ends what is under way, for which nobody waits any more."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _open_all(self) -> None:
+        try:
+            while some := self._take_some():
+                try:
+                    answers = await self._call(some)
+                except SeqdedupeError as e:
+                    if e.reason == "INVALID_NAME" and len(some) > 1:
+                        # One of them; the others must not be told so.
+                        for one in some:
+                            one.goes_alone = True
+                        self._waiting.extendleft(reversed(some))
+                        continue
+                    answers = [e] * len(some)
+                except Exception as e:  # noqa: BLE001 (whatever it is, nobody may wait for ever)
+                    answers = [e] * len(some)
+                for one, answer in zip(some, answers, strict=True):
+                    if one.answer.done():  # it was cancelled
+                        continue
+                    if isinstance(answer, Opened):
+                        one.answer.set_result(answer)
+                    else:
+                        one.answer.set_exception(answer)
+                        # It may be cancelled before it is told.
+                        one.answer.exception()
+        finally:
+            self._task = None
+
+    def _take_some(self) -> list[_Waiting]:
+        """The next ones that can go together: all new, or all resumed, and no name twice.
+
+        None that was given up meanwhile: it would take the name from whoever has it by now.
+        """
+        some: dict[str, _Waiting] = {}
+        is_new, most = False, MAX_RESUMED_NAMES
+        while self._waiting and len(some) < most:
+            one = self._waiting[0]
+            if not one.answer.done():
+                if not some:
+                    is_new = one.epoch is None
+                    most = 1 if one.goes_alone else MAX_NEW_NAMES if is_new else MAX_RESUMED_NAMES
+                elif (one.epoch is None) != is_new or one.name in some or one.goes_alone:
+                    break
+                some[one.name] = one
+            self._waiting.popleft()
+        return list(some.values())
+
+    async def _call(self, some: list[_Waiting]) -> list[Opened | Exception]:
+        """The answers, in their order."""
+        names, epochs = [one.name for one in some], [one.epoch for one in some if one.epoch is not None]
+        request = publish_pb2.OpenRequest(topic=self._topic, producer_names=names, epochs=epochs)
+        with typed_errors(self._address):
+            answer = await PublishServiceStub(self._channel).Open(request, timeout=CALL_TIMEOUT_SECONDS)
+            check_opened(answer, len(some))
+        self.term = max(self.term, answer.term)
+        answers: list[Opened | Exception] = [_opened(answer, place) for place in range(len(some))]
+        for refusal in answer.refusals:
+            numbers = {"producer_name": names[refusal.index], "current_epoch": str(refusal.current_epoch)}
+            answers[refusal.index] = error_of_reason(refusal.reason, refusal.message, NEVER, numbers)
+        return answers
+
+
+def check_opened(answer: publish_pb2.OpenResponse | None, names: int) -> None:
+    """Raises DecodeError if no sidecar answers so, asked for so many names."""
+    if answer is None:
+        raise DecodeError("it cannot be decoded")
+    columns = answer.epochs, answer.persisted, answer.persisted_indexes, answer.persisted_message_ids
+    has_all = all(len(column) == names for column in columns)
+    if not answer.incarnation or not has_all or any(refusal.index >= names for refusal in answer.refusals):
+        raise DecodeError(f"it does not open {names} sessions")
+
+
+def _opened(answer: publish_pb2.OpenResponse, place: int) -> Opened:
+    position = None
+    if answer.persisted_indexes[place] >= 0:
+        message_id = MessageId.from_proto(answer.persisted_message_ids[place])
+        position = Position(answer.incarnation, message_id, answer.persisted_indexes[place])
+    return Opened(
+        answer.incarnation,
+        answer.term,
+        answer.epochs[place],
+        answer.persisted[place],
+        position,
+        place in answer.forgotten,
+    )

@@ -1,4 +1,4 @@
-"""The producer: messages in, receipts out."""
+"""The producer: messages in, receipts out, in batches that wait for a moment to fill up."""
 
 import asyncio
 from dataclasses import astuple
@@ -7,22 +7,45 @@ from types import TracebackType
 from typing import Any, Self
 
 from seqdedupe.batch import Batch
-from seqdedupe.client.awaited import BatchReceipt, Receipt
 from seqdedupe.client.builder import Builder, Keys, Numbers, Payloads, Properties, PropertyRows
-from seqdedupe.client.config import ProducerConfig
 from seqdedupe.client.connection import check_not_forked
-from seqdedupe.client.connections import Connections
-from seqdedupe.client.linger import Linger
 from seqdedupe.client.outbox import Counters
-from seqdedupe.client.partitioned import Spread
-from seqdedupe.client.pending import PendingBatch
-from seqdedupe.client.resuming import Persisted, complete_up_to
-from seqdedupe.client.session import Session
-from seqdedupe.client.spread import Numbering, Partition
-from seqdedupe.client.waiting import OnWaiting
+from seqdedupe.client.partitioned import Numbering, Partition, Persisted, Spread, complete_up_to
+from seqdedupe.client.pending import BatchReceipt, PendingBatch, Receipt
+from seqdedupe.client.route import OnWaiting
+from seqdedupe.client.session import ProducerConfig, Session
+from seqdedupe.client.stream import Connections
 from seqdedupe.errors import InvalidRequestError, error
 from seqdedupe.message_id import Position
 from seqdedupe.names import partition_name, producer_name, topic_name
+
+# -- How long a batch that is not full waits for more messages.
+
+MANY_A_SECOND = 5_000
+"""While so many messages come, a batch waits for more of them: each frame costs both sides as much as a hundred."""
+
+LONGEST_LINGERS = 5
+"""So many times `linger_ms`, at most."""
+
+
+class Linger:
+    """Whether a batch has waited long enough; to be asked every `seconds`."""
+
+    def __init__(self, linger_ms: float) -> None:
+        self.seconds = linger_ms / 1000
+        self._many = MANY_A_SECOND * self.seconds
+        self._batch: PendingBatch | None = None
+        self._rows = 0
+        self._lingers = 0
+
+    def is_over(self, batch: PendingBatch, rows: int) -> bool:
+        """Whether this batch, which has so many messages by now, waits no more: few have come since it was last asked,
+        or it has waited for longest."""
+        if batch is not self._batch:
+            self._batch, self._rows, self._lingers = batch, 0, 0
+        came, self._rows = rows - self._rows, rows
+        self._lingers += 1
+        return came < self._many or self._lingers >= LONGEST_LINGERS
 
 
 class ProducerBase:

@@ -1,22 +1,203 @@
-"""A publish stream to one topic, and the producers that share it: their frames out, and to each its answers."""
+"""A publish stream to one topic: the producers that share it, their frames out, together if several, answers in."""
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import grpc.aio
+import numpy as np
 
 from seqdedupe.address import SidecarAddress
+from seqdedupe.batch import NO_INT32S, NO_INT64S, Batch, Binary, Int32s, Int64s
 from seqdedupe.client.connection import CALL_TIMEOUT_SECONDS, typed_errors
-from seqdedupe.client.exchange import exchange, publish_call
-from seqdedupe.client.frames import decode_answer, refusal_error
-from seqdedupe.client.merging import Part, parts_of, whole
-from seqdedupe.client.openings import Openings
+from seqdedupe.client.frames import Openings, decode_answer, encode_frames, refusal_error
 from seqdedupe.client.outbox import Frame
-from seqdedupe.client.receipts import ReceiptColumns
-from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.client.pending import ReceiptColumns
+from seqdedupe.client.route import Sidecars
+from seqdedupe.errors import SeqdedupeError, UnavailableError, error
+from seqdedupe.limits import MAX_BATCH_ROWS, NO_SEQUENCE_ID
+from seqdedupe.v1 import publish_pb2
+from seqdedupe.wire import GREETING
+
+# -- A publish stream at work: frames out and answers in, until one side has ended.
+
+Call = grpc.aio.StreamStreamCall[bytes, bytes]
+
+_PUBLISH_STREAM = "/seqdedupe.v1.PublishService/PublishStream"
+
+_GREETED = ((GREETING, "1"),)
+"""Some proxies, as nginx with TLS, hold headers back until a message follows. So the sidecar sends one when it takes a
+stream."""
+
+
+def publish_call(channel: grpc.aio.Channel) -> Call:
+    """A publish stream that has said nothing yet."""
+    return channel.stream_stream(_PUBLISH_STREAM)(metadata=_GREETED)
+
+
+async def exchange(
+    call: Call,
+    address: SidecarAddress,
+    topic: str,
+    *,
+    frames: Callable[[], Awaitable[Sequence[Frame]]],
+    take: Callable[[bytes], bool],
+    watch: Callable[[], Coroutine[Any, Any, None]],
+    early_receipts: bool = False,
+) -> None:
+    """Sends what `frames` waits for, and gives each answer to `take`, until that says that it was the last one, or one
+    of the three raises. `watch` goes on beside them. With `early_receipts` some may be of what is not durable yet.
+
+    Raises what they do, and what the stream ends with; UNREACHABLE if that is nothing.
+    """
+
+    async def write() -> None:
+        with typed_errors(address):
+            try:
+                first = publish_pb2.PublishStreamRequest(topic=topic, early_receipts=early_receipts)
+                await call.write(first.SerializeToString())
+                while True:
+                    await call.write(encode_frames(await frames()))
+            except asyncio.InvalidStateError:
+                # The call has ended: the reader learns why.
+                await asyncio.Event().wait()
+
+    async def read() -> None:
+        with typed_errors(address):
+            is_over = False
+            while not is_over:
+                raw = await call.read()
+                if not isinstance(raw, bytes):  # grpc.aio.EOF
+                    raise error("UNREACHABLE", f"the sidecar at {address} ended the stream")
+                is_over = take(raw)
+
+    reading = asyncio.create_task(read())
+    others = [asyncio.create_task(work) for work in (write(), watch())]
+    try:
+        done, _ = await asyncio.wait([reading, *others], return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in others:
+            task.cancel()
+        call.cancel()
+        # The reader hears of that from gRPC, and so late that nothing of the call is left to be told to a loop that may
+        # be closed by then.
+        await asyncio.gather(reading, *others, return_exceptions=True)
+
+
+# -- Frames of several producers as one: a message of a topic costs less in company.
+
+SMALL_BATCH_BYTES = 16 * 1024
+"""A batch above this goes in a frame of its own: copying it would cost more than its company saves."""
+
+S = TypeVar("S")
+
+
+@dataclass(slots=True)
+class Part(Generic[S]):
+    """A producer's frame, on its way alone or as a part of another."""
+
+    sender: S
+    frame: Frame
+    goes_alone: bool
+
+    def __len__(self) -> int:
+        """How many rows it has."""
+        return len(self.frame.batch)
+
+
+def parts_of(parts: Sequence[Part[S]]) -> list[list[Part[S]]]:
+    """The frames to be sent, in this order: parts that stand together may be one, no producer twice in it."""
+    if len(parts) == 1:
+        return [[*parts]]
+    frames: list[list[Part[S]]] = []
+    names: set[bytes] = set()
+    rows = 0
+    is_open = False
+    for part in parts:
+        name, is_small = part.frame.batch.producer_names.data, part.frame.size_bytes <= SMALL_BATCH_BYTES
+        is_small = is_small and not part.goes_alone
+        if is_open and is_small and name not in names and rows + len(part) <= MAX_BATCH_ROWS:
+            frames[-1].append(part)
+        else:
+            frames.append([part])
+            names.clear()
+            rows = 0
+        names.add(name)
+        rows += len(part)
+        is_open = is_small
+    return frames
+
+
+def whole(frames: Sequence[Frame]) -> Frame:
+    """The frame of several producers, each with one of these; with the number of the first."""
+    if len(frames) == 1:
+        return frames[0]
+    return Frame(frames[0].number, _whole([frame.batch for frame in frames]), sum(frame.size_bytes for frame in frames))
+
+
+def _whole(batches: Sequence[Batch]) -> Batch:
+    rows = [len(batch) for batch in batches]
+    pairs = [max(len(batch.property_names.offsets) - 1, 0) for batch in batches]
+    return Batch(
+        producer_names=_joined([batch.producer_names for batch in batches], [1] * len(batches)),
+        epochs=np.concatenate([batch.epochs for batch in batches]),
+        previous_sequence_ids=np.concatenate([batch.previous_sequence_ids for batch in batches]),
+        producer_indexes=np.repeat(np.arange(len(batches), dtype=np.int32), rows),
+        sequence_ids=np.concatenate([batch.sequence_ids for batch in batches]),
+        payloads=_joined([batch.payloads for batch in batches], rows),
+        event_times_ms=_filled([batch.event_times_ms for batch in batches], rows, 0),
+        keys=_joined([batch.keys for batch in batches], rows),
+        property_offsets=_offsets([batch.property_offsets for batch in batches], rows, pairs),
+        property_names=_joined([batch.property_names for batch in batches], pairs),
+        property_values=_joined([batch.property_values for batch in batches], pairs),
+        complete_up_to=_filled([batch.complete_up_to for batch in batches], [1] * len(batches), NO_SEQUENCE_ID),
+    )
+
+
+def _filled(columns: Sequence[Int64s], rows: Sequence[int], none: int) -> Int64s:
+    """The column of all, with `none` where one leaves it out; left out if all do."""
+    if not any(map(len, columns)):
+        return NO_INT64S
+    return np.concatenate(
+        [column if len(column) else np.full(n, none, np.int64) for column, n in zip(columns, rows, strict=True)]
+    )
+
+
+def _offsets(columns: Sequence[Int32s], rows: Sequence[int], ends: Sequence[int]) -> Int32s:
+    """The offsets of all, one after the other; left out if all leave them out. `ends`: the last one of each."""
+    if not any(map(len, columns)):
+        return NO_INT32S
+    parts: list[Int32s] = [np.zeros(1, np.int32)]
+    end = 0
+    for column, n, last in zip(columns, rows, ends, strict=True):
+        parts.append((column[1:] if len(column) else np.zeros(n, np.int32)) + np.int32(end))
+        end += last
+    return np.concatenate(parts)
+
+
+def _joined(columns: Sequence[Binary], rows: Sequence[int]) -> Binary:
+    """The column of all, with nothing where one leaves it out; left out if all do."""
+    if not any(columns):
+        return Binary()
+    offsets = _offsets([column.offsets for column in columns], rows, [len(column.data) for column in columns])
+    validity = b""
+    if not all(columns) or any(column.validity for column in columns):
+        there = np.concatenate([_there(column, n) for column, n in zip(columns, rows, strict=True)])
+        validity = b"" if there.all() else np.packbits(there, bitorder="little").tobytes()
+    return Binary(offsets, b"".join([column.data for column in columns]), validity)
+
+
+def _there(column: Binary, rows: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    """For each row whether it is there."""
+    if not column or not column.validity:
+        return np.full(rows, bool(column), np.uint8)
+    return np.unpackbits(np.frombuffer(column.validity, np.uint8), count=rows, bitorder="little")
+
 
 ANSWER_TIMEOUT_SECONDS = 30.0
 """If frames are out and nothing is answered for so long, the connection counts as broken."""
@@ -370,3 +551,73 @@ def _put_back(parts: list[Part[Sender]], told: dict[Sender, Answers]) -> None:
 
 def _of(sender: Sender, told: dict[Sender, Answers]) -> Answers:
     return told.setdefault(sender, Answers([], []))
+
+
+# -- What the producers of a client share: a connection to each sidecar, and over it a stream for each topic.
+#
+# Sessions are opened over a second connection, which ends when nothing was called over it for some seconds. Proxies
+# limit the streams of a connection, and publish streams may have taken all of them.
+
+_CONNECTION_IS_LOST = {"UNREACHABLE", "TLS_FAILED", "NOT_A_SIDECAR", "OUTCOME_UNKNOWN"}
+"""With these a stream ends when its connection does, when nothing comes over it any more, or when something on the way
+has ended it: another connection may lead past that."""
+
+_Place = tuple[asyncio.AbstractEventLoop, SidecarAddress]
+
+
+@dataclass(slots=True, eq=False)
+class _Shared:
+    """Two connections to a sidecar, and the streams by topic."""
+
+    first: Link
+    second: Link
+    streams: dict[str, PublishStream] = field(default_factory=dict)
+    users: int = 0
+
+
+class Connections:
+    """Made when a producer needs them, and closed when none does any more.
+
+    Those who come after a connection was lost get a new one, which starts afresh.
+    """
+
+    def __init__(self, sidecars: Sidecars) -> None:
+        self.sidecars = sidecars
+        self._shared: dict[_Place, _Shared] = {}
+
+    @asynccontextmanager
+    async def stream(self, address: SidecarAddress, topic: str) -> AsyncIterator[PublishStream]:
+        """The stream to this topic at this sidecar, for as long as the block lasts."""
+        place = asyncio.get_running_loop(), address
+        shared = self._shared.get(place)
+        if shared is None:
+            first, second = (Link(self.sidecars.new_channel(address, is_brief=brief)) for brief in (False, True))
+            shared = self._shared[place] = _Shared(first, second)
+        shared.users += 1
+        try:
+            stream = shared.streams.get(topic)
+            if stream is None or stream.has_ended:
+                stream = shared.streams[topic] = PublishStream(shared.first, shared.second, address, topic)
+            stream.users += 1
+            try:
+                yield stream
+            except UnavailableError as e:
+                if stream.has_ended and e.reason in _CONNECTION_IS_LOST:
+                    self._forget(place, shared)
+                raise
+            finally:
+                stream.users -= 1
+                if not stream.users:
+                    if shared.streams.get(topic) is stream:
+                        del shared.streams[topic]
+                    await stream.close()
+        finally:
+            shared.users -= 1
+            if not shared.users:
+                self._forget(place, shared)
+                await shared.first.channel.close()
+                await shared.second.channel.close()
+
+    def _forget(self, place: _Place, shared: _Shared) -> None:
+        if self._shared.get(place) is shared:
+            del self._shared[place]

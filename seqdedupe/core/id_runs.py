@@ -9,11 +9,73 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from seqdedupe.core.id_chunks import Piece
 from seqdedupe.core.id_table import NOWHERE, same
-from seqdedupe.format.columns import DEDUPLICATION_ID_OFFSETS, DEDUPLICATION_IDS, load32, start
+from seqdedupe.format.headers import key_of, siphash
 from seqdedupe.format.jit import Bytes, Int64s, Int64s2, Uint8s, for_kernels, kernel, shl64
-from seqdedupe.format.tag import siphash
+from seqdedupe.format.layout import DEDUPLICATION_ID_OFFSETS, DEDUPLICATION_IDS, ROWS, load32, start
+
+# -- Chunks of a window of deduplication IDs, pieces of them, as snapshots keep them, and how far a window is to
+# reach.
+
+NO_LIMIT = -1
+
+PARTS = 16
+"""A window moves forward by one in so many parts of it, or less."""
+
+PIECE_BYTES = 64 * 1024
+"""Of IDs with their lengths, that a snapshot writes at once: what writes them holds the whole process."""
+
+
+@dataclass(frozen=True, slots=True)
+class WindowLimits:
+    """How far back a window reaches at least: until one of these is reached by what came later. NO_LIMIT: never."""
+
+    messages: int
+    id_bytes: int = NO_LIMIT
+    milliseconds: int = NO_LIMIT
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A chunk of a window: it is forgotten as a whole."""
+
+    first_index: int
+    rows: int
+    id_bytes: int
+    first_time_ms: int
+    last_time_ms: int
+
+    @property
+    def end_index(self) -> int:
+        return self.first_index + self.rows
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The IDs of messages that follow one another, of one chunk."""
+
+    chunk_index: int
+    """The index of the chunk's first message: a chunk is forgotten as a whole."""
+    first_index: int
+    first_time_ms: int
+    """When the chunk's first message was published, in milliseconds since 1970."""
+    last_time_ms: int
+    """And the last one of this piece."""
+    sizes: Uint8s
+    """Of each ID how many bytes it has, 1 to 255."""
+    ids: Uint8s
+    """One after the other."""
+
+    @property
+    def end_index(self) -> int:
+        """The index after its last message's."""
+        return self.first_index + len(self.sizes)
+
+    def fits(self) -> bool:
+        """Whether the sizes cut the IDs, and it lies in its chunk."""
+        whole = len(self.ids) == int(self.sizes.sum(dtype=np.int64)) and 0 <= self.chunk_index <= self.first_index
+        return bool(whole and len(self.sizes) and self.sizes.min() > 0)
+
 
 PAGE_BYTES = 4096
 FILTER_WORDS = 8
@@ -261,3 +323,57 @@ def parts_of(runs: list[Run], pages: int) -> Iterator[tuple[int | None, int | No
     """Ranges of hashes, from one to before the next (None: all), in which no run has more than about so many pages."""
     cuts = np.unique(np.concatenate([run.first_hashes[pages::pages] for run in runs])).tolist()
     return iter(zip([None, *cuts], [*cuts, None], strict=True))
+
+
+# -- A window of deduplication IDs that was imported: one run, which has times where others have indexes.
+
+MILLISECONDS_A_SECOND = 1000
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Imported:
+    """What memory has of it. Its run begins with 0 and has as many IDs as its `end_index` says; how far an ID is from
+    the first one is the second since 1970 up to which it was published."""
+
+    run: Run
+    key: bytes
+    """Of the hash, SECRET_BYTES of them. It is the run's own: the topic's may be another one by the next start."""
+    checksum: bytes
+    """That of the file."""
+
+    @property
+    def first_time_ms(self) -> int:
+        """When the first one was published, in milliseconds since 1970."""
+        return int(self.run.chunks[0, CHUNK_FIRST_TIME_MS])
+
+    @property
+    def last_time_ms(self) -> int:
+        return int(self.run.chunks[-1, CHUNK_LAST_TIME_MS])
+
+    def candidates(self, view: Uint8s, places: Int64s) -> list[tuple[int, range]]:
+        """The rows of a batch whose IDs may be there, and in which of its pages."""
+        hashes, rows = np.empty(int(places[ROWS]), np.int64), np.empty(int(places[ROWS]), np.int64)
+        hash_rows(view, places, key_of(self.key), hashes)
+        through = rows[: probe(hashes, self.run.filter, rows)].tolist()
+        return [(row, pages) for row in through if (pages := self.run.pages_of(int(hashes[row])))]
+
+
+def seconds_of(times_ms: Int64s) -> Int64s:
+    """The seconds that count for these times: none ends before its time."""
+    return -(-times_ms // MILLISECONDS_A_SECOND)
+
+
+@kernel(nogil=True)
+def first_not_above(ids: Bytes, offsets: Int64s) -> int:
+    """The first ID, of such as lie one after the other, that is not above the one before it, compared as bytes; -1 if
+    there is none."""
+    for row in range(1, len(offsets) - 1):
+        before, here, end = int(offsets[row - 1]), int(offsets[row]), int(offsets[row + 1])
+        size = min(here - before, end - here)
+        at = 0
+        while at < size and ids[before + at] == ids[here + at]:
+            at += 1
+        is_above = end - here > here - before if at == size else ids[before + at] < ids[here + at]
+        if not is_above:
+            return row
+    return -1

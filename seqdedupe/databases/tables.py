@@ -1,4 +1,4 @@
-"""Tables of ours in databases of others: columns that mean the same in all of them."""
+"""Tables of ours in databases of others: columns that mean the same in all, and connections that notice an end."""
 
 from collections.abc import Callable
 from functools import partial
@@ -10,6 +10,20 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.types import TypeDecorator, TypeEngine
 
 from seqdedupe.errors import error
+
+# -- Connections to PostgreSQL that notice when nobody answers.
+
+CONNECTION: dict[str, Any] = {
+    "connect_timeout": 10,
+    "keepalives_idle": 30,
+    "keepalives_interval": 10,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 60_000,
+    "client_encoding": "UTF8",
+}
+"""What libpq is told, unless a DSN says otherwise: without these a write into a network that swallows all would never
+end. Times in seconds, the last one in milliseconds."""
+
 
 MARIADB = ("mysql", "mariadb")
 """MariaDB and MySQL, as SQLAlchemy names their dialects."""

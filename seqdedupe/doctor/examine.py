@@ -6,26 +6,58 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from seqdedupe.doctor.findings import Findings, StoreState, TopicFindings
-from seqdedupe.doctor.imported import examine_imported
 from seqdedupe.doctor.log import examine_log
 from seqdedupe.doctor.tally import Tally
 from seqdedupe.errors import REASONS, DamagedError, error
-from seqdedupe.format.tag import key_of
+from seqdedupe.format.headers import key_of
 from seqdedupe.locks import kept_unused
-from seqdedupe.log.embedded.arrival import ARRIVING
 from seqdedupe.log.embedded.logs import incarnations, said_by
-from seqdedupe.log.embedded.moved import leaving_to, moved_to
+from seqdedupe.log.embedded.moved import ARRIVING, leaving_to, moved_to
 from seqdedupe.log.embedded.replaying import Replay
 from seqdedupe.log.embedded.secret import secret_of
 from seqdedupe.log.embedded.segment import Identity, segment_path
 from seqdedupe.log.embedded.tail import base_indexes
 from seqdedupe.names import partition_name, topic_name, whole_of
 from seqdedupe.shards import shard_of, to_text
+from seqdedupe.store import imported as stored_import
 from seqdedupe.store.copy import check_all, of_original, opened_copy
 from seqdedupe.store.db import Store
 from seqdedupe.store.directories import read_claim
+from seqdedupe.store.id_runs import read_pages
 from seqdedupe.store.snapshots import Loaded, Snapshots
 from seqdedupe.store.topics import LogKind, TopicRecord, TopicState
+from seqdedupe.topic.imported_window import ImportedWindow
+
+# -- What was imported into a topic of deduplication IDs: the log says what it was, and the store is to have it.
+
+PAGES_AT_ONCE = 1024
+
+IMPORT_AGAIN = "start the sidecar and import the same file again (seqdedupe import): until then it takes no messages"
+
+
+def examine_imported(found: TopicFindings, store: Store | None, wanted: ImportedWindow) -> None:
+    """Puts into `found` how many IDs there are, and why not all of them."""
+    found.imported_ids = wanted.ids
+    found.imported_why = _why(store, found.incarnation, wanted)
+    if found.imported_why:
+        found.cures.append(IMPORT_AGAIN)
+
+
+def _why(store: Store | None, incarnation: int, wanted: ImportedWindow) -> str:
+    if store is None:
+        return "the store is not there, or damaged"
+    try:
+        there = stored_import.load(store, incarnation)
+        if there is None or there.checksum != wanted.checksum:
+            return "the store does not have them"
+        pages = len(there.run.first_hashes)
+        for first in range(0, pages, PAGES_AT_ONCE):
+            some = range(first, min(first + PAGES_AT_ONCE, pages))
+            read_pages(store, incarnation, [(there.run.number, page) for page in some])
+    except DamagedError as e:
+        return e.message
+    return ""
+
 
 REBUILD = "move the folder store away and start once with --rebuild-store: its records are made anew from the logs"
 RESTORE = (

@@ -10,8 +10,8 @@ from seqdedupe.doctor.findings import TopicFindings
 from seqdedupe.doctor.tally import Tally
 from seqdedupe.errors import DamagedError
 from seqdedupe.format import records
-from seqdedupe.format.columns import BASE_INDEX, ROWS
 from seqdedupe.format.jit import Int64s
+from seqdedupe.format.layout import BASE_INDEX, ROWS
 from seqdedupe.limits import NO_SEQUENCE_ID
 from seqdedupe.log.embedded.inspection import Damage, Intact, TornEnd, inspect
 from seqdedupe.log.embedded.replaying import Replay

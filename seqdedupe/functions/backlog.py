@@ -12,9 +12,9 @@ import numpy.typing as npt
 from seqdedupe import batch as batches
 from seqdedupe.batch import NO_INT32S, NO_INT64S, Batch, Binary
 from seqdedupe.client.outbox import FRAME_NUMBERS
-from seqdedupe.client.receipts import Verdict
+from seqdedupe.client.pending import Verdict
 from seqdedupe.errors import error
-from seqdedupe.functions.outputs import Output
+from seqdedupe.functions.identity import Output
 from seqdedupe.limits import NO_EPOCH, NO_SEQUENCE_ID
 
 FULL_FRAME_BYTES = 128 * 1024

@@ -4,7 +4,7 @@ from typing import Any
 
 import pulsar
 
-from seqdedupe.functions.process import InstanceProcess, ending
+from seqdedupe.functions.settings import InstanceProcess, ending
 
 
 class DedupeFunction(pulsar.Function):  # type: ignore[misc]  # Pulsar's client has no types

@@ -24,7 +24,7 @@ from seqdedupe.core.id_runs import (
 )
 from seqdedupe.format.jit import Int64s, Int64s2
 from seqdedupe.store.db import Store
-from seqdedupe.store.records import IMPORTED, RUN, damaged, part_key, seal, unseal
+from seqdedupe.store.parts import IMPORTED, RUN, damaged, part_key, seal, unseal
 
 MAX_RUN = 2**31 - 1
 """Runs from here on are imported ones: a part of the snapshot of their own."""

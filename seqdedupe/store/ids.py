@@ -12,14 +12,13 @@ from dataclasses import dataclass
 import numpy as np
 from rocksdict import WriteBatch
 
-from seqdedupe.core.id_chunks import Piece
-from seqdedupe.core.id_runs import Run
+from seqdedupe.core.id_runs import Piece, Run
 from seqdedupe.core.id_window import IdWindow
 from seqdedupe.errors import error
-from seqdedupe.format.tag import SECRET_BYTES
+from seqdedupe.format.headers import SECRET_BYTES
 from seqdedupe.store import id_runs
 from seqdedupe.store.db import Store
-from seqdedupe.store.records import (
+from seqdedupe.store.parts import (
     IDS,
     MAX_NUMBER,
     RUN,

@@ -9,13 +9,12 @@ from collections.abc import Iterator
 
 from rocksdict import WriteBatch
 
-from seqdedupe.core.id_imported import Imported
-from seqdedupe.core.id_runs import Run
-from seqdedupe.format.tag import SECRET_BYTES
+from seqdedupe.core.id_runs import Imported, Run
+from seqdedupe.format.headers import SECRET_BYTES
 from seqdedupe.store import id_runs
 from seqdedupe.store.db import Store
 from seqdedupe.store.ids import write_all
-from seqdedupe.store.records import IMPORTED, MAX_NUMBER, damaged, other_format, part_key, part_number, seal, unseal
+from seqdedupe.store.parts import IMPORTED, MAX_NUMBER, damaged, other_format, part_key, part_number, seal, unseal
 from seqdedupe.windows import CHECKSUM_BYTES
 
 FORMAT_VERSION = 1

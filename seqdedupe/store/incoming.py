@@ -6,7 +6,7 @@ from rocksdict import WriteBatch
 
 from seqdedupe.errors import error
 from seqdedupe.store.db import Store
-from seqdedupe.store.records import snapshot_range
+from seqdedupe.store.parts import snapshot_range
 
 BATCH_BYTES = 256 * 1024
 """What is written at once: other threads wait for it."""

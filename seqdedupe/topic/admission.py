@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from seqdedupe.core.producers import Producers
 from seqdedupe.errors import SeqdedupeError
-from seqdedupe.format.columns import (
+from seqdedupe.format.layout import (
     BASE_INDEX,
 )
 from seqdedupe.topic.answers import OutOfStepError, Receipt, Refusal

@@ -4,8 +4,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from seqdedupe.core.producer_rows import are_all
-from seqdedupe.core.producers import Producers
+from seqdedupe.core.producers import Producers, are_all
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.format.jit import Bytes, Int64s, Int64s2, Uint8s
 

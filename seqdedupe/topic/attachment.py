@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from seqdedupe.batch import Binary
-from seqdedupe.core import ranges
+from seqdedupe.core import replay
 from seqdedupe.core.producers import Producers
 from seqdedupe.core.rule import NOT_DUP, PERSISTED, PUSHED, UNKNOWN
 from seqdedupe.errors import SeqdedupeError, error
@@ -184,7 +184,7 @@ class Attachment:
         lengths = np.diff(positions.offsets)
         if lengths.min() < 1 or lengths.max() > MAX_POSITION_BYTES:
             raise error("INVALID_REQUEST", f"a position has 1 to {MAX_POSITION_BYTES} bytes")
-        if not ranges.follow(self.position, positions, previous):
+        if not replay.follow(self.position, positions, previous):
             raise error(
                 "REPLAY_GAP",
                 f"after {self.replayed} entries, the last of which is at {_shown(self.position)}, comes one that was "
@@ -223,7 +223,7 @@ class Attachment:
             self._check_sound(columns, overlap=overlap)
             return Checked(np.full(rows, UNKNOWN, np.uint8), 0, NO_ADMISSION)
         verdicts = np.empty(rows, np.uint8)
-        new = ranges.judge(
+        new = replay.judge(
             columns.handles,
             columns.lowest,
             columns.highest,
@@ -249,7 +249,7 @@ class Attachment:
 
     def _check_sound(self, columns: Columns, *, overlap: bool) -> None:
         found, numbers = self._found, self._producers.numbers
-        wrong = ranges.look(
+        wrong = replay.look(
             columns.handles,
             columns.lowest,
             columns.highest,
@@ -260,14 +260,14 @@ class Attachment:
             overlap,
             found,
         )
-        if wrong != ranges.SOUND:
+        if wrong != replay.SOUND:
             raise self._unsound(columns, wrong, int(found[0]))
 
     def _unsound(self, columns: Columns, wrong: int, row: int) -> SeqdedupeError:
         handle, lowest, highest = (int(column[row]) for column in (columns.handles, columns.lowest, columns.highest))
-        if wrong == ranges.BAD_HANDLE:
+        if wrong == replay.BAD_HANDLE:
             return error("INVALID_REQUEST", f"message {row} has the handle {handle}, which is not registered", row=row)
-        if wrong == ranges.BAD_ID:
+        if wrong == replay.BAD_ID:
             return error(
                 "INVALID_SEQUENCE_ID",
                 f"message {row} has the sequence IDs {lowest} to {highest}: they should be 0 or higher, and rise",
@@ -275,7 +275,7 @@ class Attachment:
             )
         numbers = self._producers.numbers[self._rows_of[handle]]
         pushed, persisted = int(numbers[PUSHED]), int(numbers[PERSISTED])
-        if wrong == ranges.GAP:
+        if wrong == replay.GAP:
             expected = int(self._found[1])
             return error(
                 "GAP",
@@ -327,7 +327,7 @@ class Attachment:
 
     def _confirm(self, columns: Columns) -> None:
         producers = self._producers
-        ranges.confirm_ranges(
+        replay.confirm_ranges(
             columns.handles, columns.highest, columns.passes, self._rows_of, producers.numbers, producers.dirty
         )
 

@@ -12,9 +12,7 @@ from typing import Any
 import numpy as np
 
 from seqdedupe.core.id_window import IdWindow
-from seqdedupe.core.letting_go import LettingGo
-from seqdedupe.core.producer_rows import Bools
-from seqdedupe.core.producers import Producers
+from seqdedupe.core.producers import Bools, LettingGo, Producers
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.format.jit import Int64s
 from seqdedupe.log.contract import DamageFound, Skipped

@@ -7,13 +7,13 @@ from collections.abc import Callable
 
 import numpy as np
 
-from seqdedupe.core.id_chunks import NO_LIMIT
+from seqdedupe.core.id_runs import NO_LIMIT
 from seqdedupe.core.id_table import IMPORTED
 from seqdedupe.core.id_window import NONE_OLDER, IdWindow
 from seqdedupe.core.moment import Moment
 from seqdedupe.errors import SeqdedupeError
-from seqdedupe.format.columns import BASE_INDEX
 from seqdedupe.format.jit import Int64s, Uint8s
+from seqdedupe.format.layout import BASE_INDEX
 from seqdedupe.topic.answers import OutOfStepError, Receipt, Refusal
 from seqdedupe.topic.frame import Frame, check_by_id, cut
 from seqdedupe.topic.policy import Applied

@@ -11,7 +11,8 @@ from seqdedupe.core.producers import Producers
 from seqdedupe.core.rule import NOT_DUP
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.format import layout
-from seqdedupe.format.columns import (
+from seqdedupe.format.jit import Int64s, Uint8s
+from seqdedupe.format.layout import (
     BAD,
     COLUMNS_END,
     DEDUPLICATION_ID_OFFSETS,
@@ -29,9 +30,8 @@ from seqdedupe.format.columns import (
     ROWS,
     size,
     start,
+    take,
 )
-from seqdedupe.format.jit import Int64s, Uint8s
-from seqdedupe.format.taking import take
 from seqdedupe.limits import (
     MAX_BATCH_BYTES,
     MAX_BATCH_ROWS,

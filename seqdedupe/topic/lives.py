@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Generic, TypeVar
 
 from seqdedupe.errors import DamagedError, SeqdedupeError, error
-from seqdedupe.format.tag import SECRET_BYTES
+from seqdedupe.format.headers import SECRET_BYTES
 from seqdedupe.log.contract import AS_USUAL, Layout
 from seqdedupe.names import whole_of
 from seqdedupe.shards import shard_of

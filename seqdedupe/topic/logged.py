@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from seqdedupe.core.id_imported import Imported
+from seqdedupe.core.id_runs import Imported
 from seqdedupe.core.id_window import IdWindow
 from seqdedupe.core.producers import Producers
 from seqdedupe.errors import SeqdedupeError
-from seqdedupe.format.columns import BASE_INDEX, PRODUCERS, PUBLISH_TIME_MS, ROWS
+from seqdedupe.format.headers import SECRET_BYTES
 from seqdedupe.format.jit import Int64s
+from seqdedupe.format.layout import BASE_INDEX, PRODUCERS, PUBLISH_TIME_MS, ROWS
 from seqdedupe.format.records import ownership
-from seqdedupe.format.tag import SECRET_BYTES
 from seqdedupe.log.contract import DamageFound, Log, Runs, Skipped, last_of
 from seqdedupe.message_id import MessageId, Position
 from seqdedupe.store import imported as stored_import

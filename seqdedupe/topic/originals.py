@@ -8,7 +8,9 @@ from seqdedupe import batch as batches
 from seqdedupe.core.producers import Producers
 from seqdedupe.core.rule import PERSISTED, STATED
 from seqdedupe.errors import DamagedError, PositionError, SeqdedupeError, error
-from seqdedupe.format.columns import (
+from seqdedupe.format.headers import NO_KEY
+from seqdedupe.format.jit import Int64s
+from seqdedupe.format.layout import (
     BASE_INDEX,
     COLUMNS_END,
     PLACES,
@@ -16,9 +18,7 @@ from seqdedupe.format.columns import (
     RECORD_END,
     RECORD_START,
 )
-from seqdedupe.format.jit import Int64s
 from seqdedupe.format.records import END, body_of, scan_record, span
-from seqdedupe.format.tag import NO_KEY
 from seqdedupe.log.contract import Log
 
 NOT_KNOWN = -1

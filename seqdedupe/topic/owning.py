@@ -6,10 +6,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from seqdedupe.core.id_imported import Imported
+from seqdedupe.core.id_runs import Imported
 from seqdedupe.core.producers import Producers
 from seqdedupe.errors import DamagedError, InvalidRequestError, SeqdedupeError, UnavailableError, error
-from seqdedupe.format.columns import BASE_INDEX, TERM
+from seqdedupe.format.layout import BASE_INDEX, TERM
 from seqdedupe.format.records import body_of
 from seqdedupe.log.contract import Failure, Log
 from seqdedupe.store.db import Store

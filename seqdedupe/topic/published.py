@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Callable, Container
 from dataclasses import replace
 
-from seqdedupe.core.id_imported import Imported
+from seqdedupe.core.id_runs import Imported
 from seqdedupe.errors import DamagedError, PositionError, UnavailableError, error
 from seqdedupe.log.contract import AS_USUAL, Layout, Log, LogName, Logs
 from seqdedupe.store import imported as stored_import

@@ -7,7 +7,8 @@ import numpy as np
 from seqdedupe.core import rule
 from seqdedupe.core.producers import Producers
 from seqdedupe.errors import SeqdedupeError, error
-from seqdedupe.format.columns import (
+from seqdedupe.format.jit import Int64s
+from seqdedupe.format.layout import (
     EPOCHS,
     LINKS,
     PRODUCER_INDEXES,
@@ -15,7 +16,6 @@ from seqdedupe.format.columns import (
     size,
     start,
 )
-from seqdedupe.format.jit import Int64s
 from seqdedupe.limits import NO_EPOCH, NO_SEQUENCE_ID
 from seqdedupe.topic.allowing import Allowing
 from seqdedupe.topic.answers import ProducerNumbers

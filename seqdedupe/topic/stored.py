@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from seqdedupe.core.id_imported import Imported
+from seqdedupe.core.id_runs import Imported
 from seqdedupe.core.producers import Producers
 from seqdedupe.store.snapshots import Loaded, Snapshots
 

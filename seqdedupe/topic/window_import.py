@@ -11,11 +11,20 @@ from dataclasses import replace
 
 import numpy as np
 
-from seqdedupe.core.id_imported import Imported, first_not_above, seconds_of
-from seqdedupe.core.id_runs import MAX_ROWS, Entries, Run, entries_in, entries_with, parts_of
+from seqdedupe.core.id_runs import (
+    MAX_ROWS,
+    Entries,
+    Imported,
+    Run,
+    entries_in,
+    entries_with,
+    first_not_above,
+    parts_of,
+    seconds_of,
+)
 from seqdedupe.errors import SeqdedupeError, UnavailableError, error
+from seqdedupe.format.headers import SECRET_BYTES, key_of
 from seqdedupe.format.jit import Uint8s
-from seqdedupe.format.tag import SECRET_BYTES, key_of
 from seqdedupe.store import imported as stored_import
 from seqdedupe.store.id_runs import RunWriter, read_pages
 from seqdedupe.topic.imported_window import ImportedWindow

@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from seqdedupe.core.id_imported import Imported
+from seqdedupe.core.id_runs import Imported
 from seqdedupe.errors import error
 from seqdedupe.store.imported import FIRST_RUN
 from seqdedupe.topic.policy import Policy

@@ -9,9 +9,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from seqdedupe.core.id_chunks import Piece
-from seqdedupe.core.id_imported import MILLISECONDS_A_SECOND, Imported
-from seqdedupe.core.id_runs import Entries, Run, entries_in, entries_of, find, parts_of
+from seqdedupe.core.id_runs import (
+    MILLISECONDS_A_SECOND,
+    Entries,
+    Imported,
+    Piece,
+    Run,
+    entries_in,
+    entries_of,
+    find,
+    parts_of,
+)
 from seqdedupe.core.id_table import IMPORTED, NOWHERE
 from seqdedupe.core.id_window import IdWindow
 from seqdedupe.errors import DamagedError, SeqdedupeError, error

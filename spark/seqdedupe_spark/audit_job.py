@@ -56,15 +56,11 @@ from seqdedupe_spark.audit.report import (
     Report,
     TopicReport,
 )
-from seqdedupe_spark.command import run_command
-from seqdedupe_spark.failures import typed_failures
-from seqdedupe_spark.losses import Ends, earliest
 from seqdedupe_spark.options import Selection
-from seqdedupe_spark.ranges import Range
+from seqdedupe_spark.planning import Ends, earliest
+from seqdedupe_spark.ranges import Range, split
 from seqdedupe_spark.reading import read_stored
-from seqdedupe_spark.session import start_session
-from seqdedupe_spark.sharing import split
-from seqdedupe_spark.sidecar import Sidecar, sidecar_at
+from seqdedupe_spark.session import Sidecar, run_command, sidecar_at, start_session, typed_failures
 
 MIN_RANGE_MESSAGES = 50_000
 """A range that a task looks at has about so many messages at least."""

@@ -33,9 +33,8 @@ from seqdedupe_spark.bootstrap_window import (
     bootstrap_window_from_topic,
     has_window,
 )
-from seqdedupe_spark.command import file_options, run_command
 from seqdedupe_spark.history import bad, column_of, names, quoted, read_parquet, topic_column_of
-from seqdedupe_spark.session import start_session
+from seqdedupe_spark.session import file_options, run_command, start_session
 
 PRODUCER_COLUMN = "__producerName"
 SEQUENCE_ID_COLUMN = "__sequenceId"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from seqdedupe.client.connection import DEFAULT_ADDRESS
-from seqdedupe.client.sidecars import Sidecars
+from seqdedupe.client.route import Sidecars
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.names import topic_name
 from seqdedupe_spark import places
@@ -14,7 +14,7 @@ from seqdedupe_spark.cluster.settings import AUTHENTICATIONS, Cluster, Service
 from seqdedupe_spark.delaying import Least
 from seqdedupe_spark.option_hints import advice
 from seqdedupe_spark.places import End, Place
-from seqdedupe_spark.sidecar import Sidecar, path_of
+from seqdedupe_spark.session import Sidecar, path_of
 
 NAMES = (
     "service.url",

@@ -12,14 +12,12 @@ from pyspark.sql.utils import is_remote
 
 from seqdedupe.client import blocking
 from seqdedupe.client.blocking.producer import Producer
-from seqdedupe.client.receipts import Verdict
+from seqdedupe.client.pending import Verdict
 from seqdedupe.errors import InvalidRequestError, SeqdedupeError, error
 from seqdedupe.names import producer_name, topic_name
 from seqdedupe.v1 import admin_pb2
-from seqdedupe_spark.failures import typed_failures
 from seqdedupe_spark.planning import patiently
-from seqdedupe_spark.session import activate
-from seqdedupe_spark.sidecar import Sidecar, sidecar_at
+from seqdedupe_spark.session import Sidecar, activate, sidecar_at, typed_failures
 from seqdedupe_spark.sink.options import parse
 from seqdedupe_spark.sink.rows import frame_of, pieces
 

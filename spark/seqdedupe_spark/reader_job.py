@@ -18,14 +18,12 @@ from seqdedupe.command import FAILED, say, sidecar_options
 from seqdedupe.errors import PositionError, UnavailableError, error
 from seqdedupe.names import topic_name
 from seqdedupe_spark import options
-from seqdedupe_spark.command import FILE_OPTIONS, file_options, run_command
-from seqdedupe_spark.failures import typed_failures
-from seqdedupe_spark.job.dead_letters import MAX_DEAD_LETTERS, SUFFIX
 from seqdedupe_spark.job.operations import positions_of, reset_position
+from seqdedupe_spark.job.poison import MAX_DEAD_LETTERS, SUFFIX
 from seqdedupe_spark.job.progress import Progress, summary, text
 from seqdedupe_spark.job.range_task import Transform
 from seqdedupe_spark.job.rounds import TRIGGER_SECONDS, JobConfig, ReaderJob, Round
-from seqdedupe_spark.session import start_session
+from seqdedupe_spark.session import FILE_OPTIONS, file_options, run_command, start_session, typed_failures
 from seqdedupe_spark.source import SeqdedupeDataSource
 from seqdedupe_spark.stores.urls import from_url
 

@@ -15,7 +15,7 @@ from seqdedupe_spark.cluster import compiled
 from seqdedupe_spark.cluster.settings import Cluster, Service
 from seqdedupe_spark.columns import SCHEMA, to_arrow
 from seqdedupe_spark.ranges import Range
-from seqdedupe_spark.sidecar import sidecar_at
+from seqdedupe_spark.session import sidecar_at
 
 MAX_ROWS = 16_384
 """Stored batches are joined until they have so many rows; a single one may have more."""

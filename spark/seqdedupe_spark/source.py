@@ -23,19 +23,15 @@ from seqdedupe.message_id import Position
 from seqdedupe_spark import options as user_options
 from seqdedupe_spark.columns import columns_of, to_arrow
 from seqdedupe_spark.delaying import Delaying
-from seqdedupe_spark.losses import Loss
 from seqdedupe_spark.offsets import NOTHING_YET, Offsets, as_texts, offset_after, positions_in, starts_in
 from seqdedupe_spark.options import NO_LIMITS, Options
 from seqdedupe_spark.places import TURNED_ROUND
-from seqdedupe_spark.planning import Client, Listing, open_client
-from seqdedupe_spark.ranges import Range
+from seqdedupe_spark.planning import Client, Listing, Loss, open_client
+from seqdedupe_spark.ranges import Range, packed, split
 from seqdedupe_spark.reading import joined, read_range, read_stored
-from seqdedupe_spark.sharing import packed, split
-from seqdedupe_spark.sink import checkpoint, window
 from seqdedupe_spark.sink import options as sink_options
-from seqdedupe_spark.sink.layout import layout_of
-from seqdedupe_spark.sink.task import SinkTask
-from seqdedupe_spark.sink.writers import BatchWriter, StreamWriter
+from seqdedupe_spark.sink.rows import layout_of
+from seqdedupe_spark.sink.task import BatchWriter, Began, SinkTask, StreamWriter, began, now
 
 NAME = "seqdedupe"
 
@@ -85,8 +81,8 @@ class SeqdedupeDataSource(DataSource):
     def writer(self, schema: StructType, overwrite: bool) -> BatchWriter:
         try:
             options = sink_options.parse(self.options)
-            began = window.now() if options.checkpoint is None else checkpoint.began(options.checkpoint)
-            return BatchWriter(_sink_task(options, schema, overwrite, began))
+            since = now() if options.checkpoint is None else began(options.checkpoint)
+            return BatchWriter(_sink_task(options, schema, overwrite, since))
         except SeqdedupeError as e:
             # Spark shows the traceback: the line that matters should not stand behind many that do not.
             raise e.with_traceback(None) from None
@@ -95,15 +91,15 @@ class SeqdedupeDataSource(DataSource):
         # Spark calls it for every batch, and once more to commit it.
         try:
             options = sink_options.parse(self.options)
-            return StreamWriter(_sink_task(options, schema, overwrite, checkpoint.began(options.checkpoint)))
+            return StreamWriter(_sink_task(options, schema, overwrite, began(options.checkpoint)))
         except SeqdedupeError as e:
             raise e.with_traceback(None) from None
 
 
-def _sink_task(options: sink_options.SinkOptions, schema: StructType, overwrite: bool, began: window.Began) -> SinkTask:
+def _sink_task(options: sink_options.SinkOptions, schema: StructType, overwrite: bool, since: Began) -> SinkTask:
     if overwrite:
         raise error("INVALID_OPTION", "a topic is only appended to: there are mode('append') and outputMode('append')")
-    task = SinkTask(options.service, layout_of(schema, options.topic), began, options.fail_on_forgotten_ids)
+    task = SinkTask(options.service, layout_of(schema, options.topic), since, options.fail_on_forgotten_ids)
     task.check_topic()
     return task
 

@@ -14,7 +14,7 @@ from seqdedupe.backup.making import Making
 from seqdedupe.backup.manifest import MAGIC, MANIFEST_FILE, Manifest
 from seqdedupe.backup.restoring import check, restore
 from seqdedupe.errors import ConfigurationError, DamagedError, SeqdedupeError, UnavailableError
-from seqdedupe.format.tag import key_of
+from seqdedupe.format.headers import key_of
 from seqdedupe.log.embedded.inspection import DurablePart
 from seqdedupe.log.embedded.segment import Identity
 from seqdedupe.store.db import Store

@@ -22,7 +22,7 @@ FILE = "SEQDEDUPE_TEST_DIES_AT"
 PLANTED = ".planted"
 
 STEPS = (
-    "broker_sidecar.giving.Giving._answer",
+    "broker_sidecar.leaving.Giving._answer",
     "broker_sidecar.leaving.Leaving._let_go",
     "seqdedupe.log.embedded.moved.leave",
     "seqdedupe.log.embedded.moved.has_left",
@@ -30,11 +30,11 @@ STEPS = (
     "seqdedupe.log.embedded.moved.remove_messages",
     "seqdedupe.log.embedded.moved.is_known",
     "broker_sidecar.arriving._check_is_free",
-    "broker_sidecar.coming.Coming.read",
+    "broker_sidecar.arriving.Coming.read",
     "broker_sidecar.arriving._keep_from_who_had_it",
     "broker_sidecar.arriving._take",
-    "seqdedupe.log.embedded.arrival.Arrival.begin",
-    "seqdedupe.log.embedded.arrival.Arrival.finish",
+    "seqdedupe.log.embedded.moved.Arrival.begin",
+    "seqdedupe.log.embedded.moved.Arrival.finish",
     "seqdedupe.store.incoming.IncomingSnapshot.add",
     "seqdedupe.store.incoming.IncomingSnapshot.finish",
     "seqdedupe.store.db.Store.put_topics",

@@ -89,11 +89,11 @@ def syncs(folder: Path) -> Path:
 def _run_quickly(here: Time) -> None:
     from broker_sidecar import data
     from seqdedupe.core import moment
-    from seqdedupe.log.embedded import ahead, log
+    from seqdedupe.log.embedded import log, reader
     from seqdedupe.topic import clock
 
     clock._both_ms = lambda: (here.clock_ms(), here.true_ms())
-    ahead.steady_ms = log.steady_ms = here.true_ms  # type: ignore[attr-defined]
+    reader.steady_ms = log.steady_ms = here.true_ms  # type: ignore[attr-defined]
     clock.LOOK_SECONDS = moment.LOOK_SECONDS / here.quick.speed  # type: ignore[attr-defined]
     data.RETENTION_SECONDS = RETENTION_SECONDS
 
@@ -113,8 +113,7 @@ def _write_down_syncs(file: int) -> None:
 
 def _plant(bug: str) -> None:
     """What protects from one of the attacks is not there."""
-    from broker_sidecar.security.calls import Need, On
-    from broker_sidecar.security.permissions import Permissions
+    from broker_sidecar.security.permissions import Need, On, Permissions
     from broker_sidecar.security.rules import Action
     from seqdedupe.core import moment
     from seqdedupe.log.embedded.replaying import Replay

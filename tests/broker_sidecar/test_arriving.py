@@ -18,20 +18,20 @@ import grpc
 import grpc.aio
 import pytest
 
-from broker_sidecar import arriving, giving, leaving
-from broker_sidecar.giving import Giving
+from broker_sidecar import arriving, leaving
+from broker_sidecar.leaving import Giving
 from seqdedupe.client import Client, Verdict
 from seqdedupe.client.cursor import Kept
-from seqdedupe.client.sidecars import Sidecars
+from seqdedupe.client.route import Sidecars
 from seqdedupe.doctor.examine import examine
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.format import headers
-from seqdedupe.format.tag import SECRET_BYTES
+from seqdedupe.format.headers import SECRET_BYTES
 from seqdedupe.log.contract import Failure
 from seqdedupe.log.embedded import moved
-from seqdedupe.log.embedded.arrival import ARRIVING, MOVE_BYTES, RECEIVER_BYTES, Arrival, receiver
+from seqdedupe.log.embedded.moved import ARRIVING, MOVE_BYTES, RECEIVER_BYTES, Arrival, receiver
 from seqdedupe.message_id import Position
-from seqdedupe.store import records, rocksdb
+from seqdedupe.store import parts, rocksdb
 from seqdedupe.store.incoming import IncomingSnapshot, row_bytes
 from seqdedupe.topic.publishing import Topic
 from seqdedupe.topic.stored import Stored
@@ -292,7 +292,7 @@ async def test_one_that_grows_faster_than_it_is_copied_is_never_held(
     two: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in (("ROUNDS", 1), ("REST_BYTES", -1), ("MAX_REST_BYTES", -1)):
-        monkeypatch.setattr(giving, name, value)
+        monkeypatch.setattr(leaving, name, value)
     held: list[object] = []
     hold = Topic.hold
 
@@ -305,9 +305,9 @@ async def test_one_that_grows_faster_than_it_is_copied_is_never_held(
     assert not held
     # Before it is given up those who publish wait in turns; afterwards nobody does.
     turns = itertools.count()
-    clock = SimpleNamespace(monotonic=lambda: next(turns) * giving.TURN_SECONDS)
-    monkeypatch.setattr(giving, "time", clock)
-    monkeypatch.setattr(giving, "SLOW_ROUND", 0)
+    clock = SimpleNamespace(monotonic=lambda: next(turns) * leaving.TURN_SECONDS)
+    monkeypatch.setattr(leaving, "time", clock)
+    monkeypatch.setattr(leaving, "SLOW_ROUND", 0)
     assert "faster" in (await stays(two)).message
     assert 0 < len(held) < next(turns)
 
@@ -315,8 +315,8 @@ async def test_one_that_grows_faster_than_it_is_copied_is_never_held(
 async def test_one_that_does_not_go_on_keeps_nobody_waiting_for_longer_than_a_turn(
     two: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(giving, "SLOW_ROUND", 0)
-    monkeypatch.setattr(giving, "time", SimpleNamespace(monotonic=lambda: 1.5 * giving.TURN_SECONDS))
+    monkeypatch.setattr(leaving, "SLOW_ROUND", 0)
+    monkeypatch.setattr(leaving, "time", SimpleNamespace(monotonic=lambda: 1.5 * leaving.TURN_SECONDS))
     stuck, go_on = asyncio.Event(), asyncio.Event()
     send = Giving._send
 
@@ -392,8 +392,8 @@ FAILURES: dict[str, Callable[[pytest.MonkeyPatch, Pair], None]] = {
     "the new log's opening": in_opening,
     "the old disk": lambda m, two: m.setattr(moved, "leave", full),
     "the old store's snapshot": lambda m, two: m.setattr(Topic, "snapshot", at_await(Topic.snapshot, 1, lost)),
-    "the old log's reading": lambda m, two: m.setattr(giving, "_read", full),
-    "a defect": lambda m, two: m.setattr(giving, "_read", lambda *_: 1 // 0),
+    "the old log's reading": lambda m, two: m.setattr(leaving, "_read", full),
+    "a defect": lambda m, two: m.setattr(leaving, "_read", lambda *_: 1 // 0),
     "a defect at the end": lambda m, two: m.setattr(Giving, "end", lambda *_: 1 // 0),
 }
 
@@ -894,7 +894,7 @@ def head(**fields: Any) -> admin_pb2.ReceiveTopicRequest:
         incarnation=5,
         secret=bytes(SECRET_BYTES),
         log_format_version=headers.FORMAT_VERSION,
-        store_format_version=records.FORMAT_VERSION,
+        store_format_version=parts.FORMAT_VERSION,
     )
     for name, value in fields.items():
         setattr(made, name, value)
@@ -992,8 +992,8 @@ async def test_a_peer_that_stands_still_holds_up_nobody_for_ever(
     two: Pair, monkeypatch: pytest.MonkeyPatch, answers: bool
 ) -> None:
     await two.new.stop()
-    monkeypatch.setattr(giving, "SILENT_SECONDS", 0.3)
-    monkeypatch.setattr(giving, "TAKE_SECONDS", 0.3)
+    monkeypatch.setattr(leaving, "SILENT_SECONDS", 0.3)
+    monkeypatch.setattr(leaving, "TAKE_SECONDS", 0.3)
     server = grpc.aio.server()
     server.add_generic_rpc_handlers([Deaf(answers)])
     server.add_insecure_port(two.new.address)

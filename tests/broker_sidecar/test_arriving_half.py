@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from broker_sidecar import arriving, leaving
-from broker_sidecar.coming import Coming
-from broker_sidecar.giving import Giving
+from broker_sidecar.arriving import Coming
+from broker_sidecar.leaving import Giving
 from seqdedupe.errors import SeqdedupeError, UnavailableError, error
-from seqdedupe.log.embedded.arrival import ARRIVING, Arrival
+from seqdedupe.log.embedded.moved import ARRIVING, Arrival
 from seqdedupe.store.db import Store
 from seqdedupe.store.incoming import IncomingSnapshot
 from seqdedupe.store.snapshots import Snapshots

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from broker_sidecar.cluster import Cluster
 from broker_sidecar.loading import load
-from seqdedupe.rendezvous import in_order
+from seqdedupe.client.route import in_order
 from seqdedupe.store.db import Store
 
 ADDRESSES = ["host-0:6660", "host-1:6660", "host-2:6660", "host-3:6660"]

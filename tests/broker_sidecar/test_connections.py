@@ -26,7 +26,7 @@ from broker_sidecar.connections import (
     address_that_counts,
     choose,
 )
-from broker_sidecar.descriptors import connections_within
+from broker_sidecar.listening import connections_within
 from broker_sidecar.security.subject import Subject
 from seqdedupe.address import SidecarAddress
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar

@@ -13,8 +13,8 @@ import pytest
 
 from broker_sidecar import dedupe, sidecar
 from broker_sidecar.config import Config
+from broker_sidecar.dedupe import MAX_CHECKS, SMALL_BYTES
 from broker_sidecar.sidecar import MAX_REQUEST_BYTES
-from broker_sidecar.steps import MAX_CHECKS, SMALL_BYTES
 from seqdedupe import wire
 from seqdedupe.limits import MAX_BATCH_ROWS, MAX_NAME_BYTES, MAX_NAMES_AT_ONCE, MAX_POSITION_BYTES, MAX_SEQUENCE_ID
 from seqdedupe.testing import Sidecar

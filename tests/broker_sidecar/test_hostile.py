@@ -16,7 +16,7 @@ import grpc.aio
 import psutil
 import pytest
 
-from broker_sidecar.frames import MAX_FIELDS, MAX_FRAMES
+from broker_sidecar.publish import MAX_FIELDS, MAX_FRAMES
 from broker_sidecar.rpc import MAX_CALL_BYTES, unary
 from seqdedupe.client import Client as SidecarClient
 from seqdedupe.errors import UnavailableError

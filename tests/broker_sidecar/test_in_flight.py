@@ -14,8 +14,8 @@ import pytest
 from broker_sidecar.budget import MAX_SHARE_BYTES, Budget, Share
 from broker_sidecar.publish import FRAME_BYTES, _Publishing
 from broker_sidecar.rpc import Context
-from broker_sidecar.security.gate import anybody
-from broker_sidecar.security.shares import NO_LIMITS, Shares
+from broker_sidecar.security.authentication import anybody
+from broker_sidecar.security.subject import NO_LIMITS, Shares
 from broker_sidecar.streams import Stream
 from seqdedupe.store import id_runs
 from seqdedupe.store.db import Store

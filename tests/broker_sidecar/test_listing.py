@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from broker_sidecar.listing import Listing
-from seqdedupe.core.letting_go import LettingGo
-from seqdedupe.core.producers import Producers
+from seqdedupe.core.producers import LettingGo, Producers
 from seqdedupe.errors import InvalidRequestError
 
 PAGE = 10

@@ -9,9 +9,10 @@ import google_crc32c
 import grpc.aio
 import pytest
 
+from broker_sidecar.gate import Gate
 from broker_sidecar.publish import PublishService
 from broker_sidecar.read import ReadService
-from broker_sidecar.security.gate import Gate, anybody
+from broker_sidecar.security.authentication import anybody
 from broker_sidecar.security.permissions import Permissions
 from broker_sidecar.security.trail import Trail
 from broker_sidecar.streams import Streams

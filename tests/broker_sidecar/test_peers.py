@@ -4,9 +4,8 @@ import asyncio
 
 import pytest
 
-from broker_sidecar.neighbours import Neighbours
-from broker_sidecar.peers import Peers
-from seqdedupe.client.sidecars import Sidecars
+from broker_sidecar.peers import Neighbours, Peers
+from seqdedupe.client.route import Sidecars
 from seqdedupe.shards import from_text
 from seqdedupe.store.directories import Claim
 from seqdedupe.v1 import admin_pb2

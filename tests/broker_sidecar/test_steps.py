@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from google.protobuf.message import DecodeError, Message
 
-from broker_sidecar.steps import INT32, MAX_CHECKS, binary, columns_of, parse_steps, values
+from broker_sidecar.dedupe import INT32, MAX_CHECKS, binary, columns_of, parse_steps, values
 from seqdedupe.core.producers import Producers
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.topic.attachment import Attachment

@@ -18,7 +18,7 @@ from seqdedupe.backup.restoring import restore
 from seqdedupe.client import Client, InvalidRequestError, Verdict
 from seqdedupe.doctor.examine import examine
 from seqdedupe.doctor.salvage import salvage
-from seqdedupe.store.records import RUN, part_key
+from seqdedupe.store.parts import RUN, part_key
 from seqdedupe.topic import window_runs
 from seqdedupe.topic.publishing import Topic
 from seqdedupe.v1 import admin_pb2

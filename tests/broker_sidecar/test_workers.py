@@ -13,7 +13,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2
 
-from broker_sidecar.supervising import Worker, run_all
+from broker_sidecar.workers import Worker, run_all
 from seqdedupe.client import Client, NotFoundError, SeqdedupeError
 from seqdedupe.locks import DIRECTORY_LOCK, Lock
 from seqdedupe.shards import SHARDS, from_text, shard_of, shards_of_worker

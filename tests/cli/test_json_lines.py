@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from seqdedupe.cli.json_lines import JsonPath
-from seqdedupe.cli.source import Record, Source
+from seqdedupe.cli.source import JsonPath, Record, Source
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.limits import MAX_SEQUENCE_ID
 from tests.cli.conftest import COMMAND, TIMEOUT_SECONDS, Run

@@ -22,8 +22,7 @@ from seqdedupe.cli.main import main
 from seqdedupe.cli.publish import _Publishing
 from seqdedupe.client import ProducerConfig
 from seqdedupe.client.blocking import Client, Producer, Receipt
-from seqdedupe.client.pending import PendingBatch
-from seqdedupe.client.receipts import ReceiptColumns
+from seqdedupe.client.pending import PendingBatch, ReceiptColumns
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.limits import MAX_PAYLOAD_BYTES
 from seqdedupe.message_id import MessageId

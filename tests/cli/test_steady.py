@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from seqdedupe.cli import steady
+from seqdedupe.cli import source as source_module
 from seqdedupe.cli.source import Record, Source
 from seqdedupe.errors import SeqdedupeError
 
@@ -80,15 +80,15 @@ def test_a_file_that_changes_while_it_is_published(file: Path, change: Change) -
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_file_that_changes_while_it_is_looked_at(file: Path, change: Change, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between the last byte of the first reading and the second one's first."""
-    original = steady.SteadyFile.check
+    original = source_module.SteadyFile.check
 
-    def check(raw: steady.SteadyFile, *, is_complete: bool) -> None:
+    def check(raw: source_module.SteadyFile, *, is_complete: bool) -> None:
         change(file)
         raw.readinto(bytearray(1))
         original(raw, is_complete=is_complete)
 
     with Source(file) as source:
-        monkeypatch.setattr(steady.SteadyFile, "check", check)
+        monkeypatch.setattr(source_module.SteadyFile, "check", check)
         with pytest.raises(SeqdedupeError, match="while it was read; nothing was sent") as caught:
             source.check()
     assert caught.value.reason == "SOURCE_CHANGED"
@@ -151,8 +151,8 @@ def test_a_followed_file_that_changes(file: Path, change: Change) -> None:
 
 def test_without_the_look_back_a_followed_file_goes_on_in_another(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: what the others are held against."""
-    monkeypatch.setattr(steady, "_TAIL_BYTES", 0)
-    monkeypatch.setattr(steady.SteadyFile, "check", lambda *_, **__: None)
+    monkeypatch.setattr(source_module, "_TAIL_BYTES", 0)
+    monkeypatch.setattr(source_module.SteadyFile, "check", lambda *_, **__: None)
     with Source(file, follow=True) as source:
         source.before_waiting = lambda: _rewrite_longer(file)
         records = iter(source)

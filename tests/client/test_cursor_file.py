@@ -12,8 +12,7 @@ import pytest
 
 from seqdedupe import sealed
 from seqdedupe.client import DamagedError, MessageId, Position
-from seqdedupe.client.cursor import Kept
-from seqdedupe.client.cursor_file import FileCursor
+from seqdedupe.client.cursor import FileCursor, Kept
 from seqdedupe.errors import ConfigurationError
 from tests.client.cursors import ONE, CursorSuite
 
@@ -113,7 +112,7 @@ MOVES = """# may start warm
 import asyncio, sys
 from seqdedupe.client import MessageId, Position
 from seqdedupe.client.cursor import Kept
-from seqdedupe.client.cursor_file import FileCursor
+from seqdedupe.client.cursor import FileCursor
 from seqdedupe.errors import ConfigurationError
 
 async def main():

@@ -2,8 +2,8 @@
 
 import pytest
 
-from seqdedupe.client.linger import LONGEST_LINGERS, MANY_A_SECOND, Linger
 from seqdedupe.client.pending import PendingBatch
+from seqdedupe.client.producer import LONGEST_LINGERS, MANY_A_SECOND, Linger
 
 MANY = MANY_A_SECOND // 1000  # in the millisecond of the default
 

@@ -9,10 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from seqdedupe.batch import NO_INT32S, Batch, Binary, properties, single_producer
-from seqdedupe.client.merging import SMALL_BATCH_BYTES, Part, parts_of, whole
 from seqdedupe.client.outbox import Frame
-from seqdedupe.client.receipts import ReceiptColumns, Verdict
-from seqdedupe.client.results import BatchResult
+from seqdedupe.client.pending import BatchResult, ReceiptColumns, Verdict
+from seqdedupe.client.stream import SMALL_BATCH_BYTES, Part, parts_of, whole
 from seqdedupe.limits import MAX_BATCH_ROWS
 from seqdedupe.message_id import MessageId
 

@@ -24,8 +24,8 @@ from seqdedupe.client import (
     Verdict,
     blocking,
 )
+from seqdedupe.client.partitioned import Numbering, Settled
 from seqdedupe.client.pending import PendingBatch
-from seqdedupe.client.spread import Numbering, Settled
 from seqdedupe.errors import error
 from seqdedupe.routing import partition_of
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar

@@ -26,8 +26,7 @@ from seqdedupe.client import (
     Verdict,
     blocking,
 )
-from seqdedupe.client.delivery import History
-from seqdedupe.client.publisher import new_id
+from seqdedupe.client.publisher import History, new_id
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.routing import partition_of
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar

@@ -7,14 +7,13 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from broker_sidecar.frames import encode_receipt
+from broker_sidecar.publish import encode_receipt
 from seqdedupe import wire
 from seqdedupe.batch import Binary, single_producer
-from seqdedupe.client import awaited, blocking, frames
+from seqdedupe.client import blocking, frames
+from seqdedupe.client import pending as pending_module
 from seqdedupe.client.frames import Answer, decode_answer
-from seqdedupe.client.pending import PendingBatch
-from seqdedupe.client.receipts import Verdict
-from seqdedupe.client.results import BatchResult
+from seqdedupe.client.pending import BatchResult, PendingBatch, Verdict
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.log.contract import Run
 from seqdedupe.message_id import MessageId
@@ -147,12 +146,12 @@ def test_one_row_of_a_batch_that_failed_raises_too() -> None:
 EARLY = answer((-1, -1, -1), durable_at=102)
 
 
-@pytest.mark.parametrize("of", [awaited.Receipt, blocking.Receipt])
-@pytest.mark.parametrize("of_batch", [awaited.BatchReceipt, blocking.BatchReceipt])
+@pytest.mark.parametrize("of", [pending_module.Receipt, blocking.Receipt])
+@pytest.mark.parametrize("of_batch", [pending_module.BatchReceipt, blocking.BatchReceipt])
 def test_what_fails_after_its_early_receipt_is_never_durable(of: Any, of_batch: Any) -> None:
     """Whoever was told keeps what it was told; the control arm is the same batch, not given up."""
     lost, kept, spread = (answered(2, EARLY) for _ in range(3))
-    of_all = awaited.SpreadBatch(np.arange(4), [(np.arange(2), kept), (np.arange(2, 4), spread)])
+    of_all = pending_module.SpreadBatch(np.arange(4), [(np.arange(2), kept), (np.arange(2, 4), spread)])
     receipts = [of(lost, 1), of_batch(lost), of(kept, 1), of_batch(kept), of_batch(of_all)]
     assert not any(receipt.is_durable() for receipt in receipts)
     lost.fail(error("OUTCOME_UNKNOWN", "given up"))

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import HealthCheck, Phase, find, given, settings
 from hypothesis import strategies as st
 
-from seqdedupe.core import id_older, id_runs, id_window
-from seqdedupe.core.id_chunks import NO_LIMIT, WindowLimits
+from seqdedupe.core import id_runs, id_window
+from seqdedupe.core.id_runs import NO_LIMIT, WindowLimits
 from seqdedupe.core.moment import Moment
 from seqdedupe.core.rule import DUP, NOT_DUP
 from tests.core.test_id_window import HASHES, ID_POOL, KEY, Model, frame, pieces_of
@@ -30,8 +30,8 @@ class Core:
         self.window, self.older, self.runs = window, older, runs
 
 
-COMPILED = Core(id_window, id_older, id_runs)
-AS_PLAIN = Core(PLAIN["id_window"], PLAIN["id_older"], PLAIN["id_runs"])
+COMPILED = Core(id_window, id_window, id_runs)
+AS_PLAIN = Core(PLAIN["id_window"], PLAIN["id_window"], PLAIN["id_runs"])
 
 
 class WithRuns:

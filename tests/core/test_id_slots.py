@@ -14,10 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from seqdedupe.core import id_newer, id_runs, id_slots, id_table, id_window
-from seqdedupe.core.id_chunks import NO_LIMIT, WindowLimits
-from seqdedupe.core.id_newer import Newer
-from seqdedupe.core.id_slots import Slots
+from seqdedupe.core import id_runs, id_slots, id_table, id_window
+from seqdedupe.core.id_runs import NO_LIMIT, WindowLimits
+from seqdedupe.core.id_slots import Newer, Slots
 from seqdedupe.core.id_window import IdWindow
 from seqdedupe.core.moment import Moment
 from seqdedupe.core.rule import DUP, NOT_DUP, UNKNOWN
@@ -50,8 +49,8 @@ class Core(NamedTuple):
     runs: ModuleType
 
 
-COMPILED = Core(id_window, id_newer, id_slots, id_runs)
-AS_PLAIN = Core(*(PLAIN[name] for name in ("id_window", "id_newer", "id_slots", "id_runs")))
+COMPILED = Core(id_window, id_slots, id_slots, id_runs)
+AS_PLAIN = Core(*(PLAIN[name] for name in ("id_window", "id_slots", "id_slots", "id_runs")))
 
 
 class Memory:

@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from seqdedupe.core import growing
 from seqdedupe.core import names as names_module
 from seqdedupe.core.names import Names, joined
 from seqdedupe.core.producers import Producers
@@ -37,7 +36,7 @@ def test_it_says_what_a_plain_list_says(seed: int, monkeypatch: pytest.MonkeyPat
     rng = random.Random(seed)
     monkeypatch.setattr(names_module, "_FIRST_NAMES", rng.choice([0, 1, 32]))
     monkeypatch.setattr(names_module, "_RELEASED_SLOTS", rng.choice([1, 50]))
-    monkeypatch.setattr(growing, "MAPPED_BYTES", rng.choice([64, 4096, 2**20]))
+    monkeypatch.setattr(names_module, "MAPPED_BYTES", rng.choice([64, 4096, 2**20]))
     model = [b"p%d" % i for i in range(rng.choice([0, 1, 8, 20]))]
     names = Names.of(model)
     check(names, model)
@@ -126,7 +125,7 @@ def test_clearing_gives_back_some_at_each_step() -> None:
     assert sizes[0] > 10_000_000
     assert sizes[-1] == 0
     assert -np.diff(sizes).min() > 0
-    assert -np.diff(sizes).max() <= growing._RELEASED_BYTES
+    assert -np.diff(sizes).max() <= names_module._RELEASED_BYTES
 
 
 def test_without_memory_no_name_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,7 +134,7 @@ def test_without_memory_no_name_has_come(monkeypatch: pytest.MonkeyPatch) -> Non
     def nothing(size_bytes: int) -> Any:
         raise MemoryError
 
-    monkeypatch.setattr(growing, "_mapped", nothing)
+    monkeypatch.setattr(names_module, "_mapped", nothing)
     for too_many in ([b"x" * 2**20], [b"%d" % i for i in range(2**18)]):
         with pytest.raises(MemoryError):
             names.add_all(too_many)

@@ -13,7 +13,7 @@ import yaml
 from broker_sidecar.config import KEYS, Config
 from broker_sidecar.keys import environment_of, flag_of
 from broker_sidecar.loading import load
-from broker_sidecar.security import own_token
+from broker_sidecar.security import authentication
 from seqdedupe.shards import SHARDS, from_text
 from tests.deploy.durations import longest_stop_seconds
 
@@ -121,7 +121,7 @@ def test_all_take_the_token_that_they_show_each_other(pod: Object, sidecar: Obje
     for token in ("a" * 32, "b" * 32):
         peer_token_file.write_text(token)
         subprocess.run(["sh", "-ec", before], env=environment, check=True)
-        assert own_token.read(own_token.path_of(data_directory)) == token.encode()
+        assert authentication.read(authentication.path_of(data_directory)) == token.encode()
 
 
 def test_names_select_each_other(objects: dict[str, Object]) -> None:

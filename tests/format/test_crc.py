@@ -8,7 +8,7 @@ import sys
 import google_crc32c
 import numpy as np
 
-from seqdedupe.format.crc import crc32c
+from seqdedupe.format.records import crc32c
 from seqdedupe.testing import LAST_RESORT_SECONDS
 
 PROGRAM = """

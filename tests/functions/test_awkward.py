@@ -10,7 +10,7 @@ import pytest
 from seqdedupe.entry_properties import ENTRY, EVENT_TIME_MS, KEY_BASE64, KIND, USER, Place
 from seqdedupe.errors import ConfigurationError
 from seqdedupe.functions import DedupeFunction, function
-from seqdedupe.functions.owners import Owners
+from seqdedupe.functions.instance import Owners
 from seqdedupe.functions.settings import check_deployment
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from tests.functions import examples

@@ -7,11 +7,11 @@ from itertools import count
 import numpy as np
 import pytest
 
-from seqdedupe.client.receipts import Verdict
+from seqdedupe.client.pending import Verdict
 from seqdedupe.errors import DataLossError
 from seqdedupe.functions import backlog as backlogs
 from seqdedupe.functions.backlog import FULL_FRAME_BYTES, Backlog, Frame, Row
-from seqdedupe.functions.outputs import Output
+from seqdedupe.functions.identity import Output
 
 ALL_NEW = np.zeros(0, np.uint8)
 

@@ -12,8 +12,8 @@ import pytest
 
 from seqdedupe.errors import DamagedError, SeqdedupeError, UnavailableError
 from seqdedupe.format import journal as rounds_format
+from seqdedupe.format.headers import key_of
 from seqdedupe.format.journal import Part, Round
-from seqdedupe.format.tag import key_of
 from seqdedupe.log.embedded import journal, replaying
 from seqdedupe.log.embedded.inspection import Intact, inspect
 from seqdedupe.log.embedded.replaying import Replay

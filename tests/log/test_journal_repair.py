@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from seqdedupe.errors import DamagedError, UnavailableError
+from seqdedupe.format.headers import key_of
 from seqdedupe.format.journal import SECTOR_BYTES, rounds_in
-from seqdedupe.format.tag import key_of
 from seqdedupe.log.embedded import replaying
 from seqdedupe.log.embedded.commit import Committer
 from seqdedupe.log.embedded.journal import Journal

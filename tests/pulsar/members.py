@@ -13,13 +13,12 @@ from weakref import WeakSet
 import pulsar.asyncio
 
 from seqdedupe.errors import SeqdedupeError, UnavailableError, error
-from seqdedupe.log.pulsar.admin import Admin
+from seqdedupe.log.pulsar.admin import JSON, Admin, AdminUrl, Answer
 from seqdedupe.log.pulsar.entries import EntryFormat
-from seqdedupe.log.pulsar.http import JSON, AdminUrl, Answer
 from seqdedupe.log.pulsar.log import Shared
 from seqdedupe.log.pulsar.logs import PulsarLogs
 from seqdedupe.store.db import Store
-from seqdedupe.store.instance import Instance
+from seqdedupe.store.directories import Instance
 from seqdedupe.store.topics import LogKind
 from seqdedupe.topic.answers import Receipt, Refusal
 from seqdedupe.topic.directory import Topics

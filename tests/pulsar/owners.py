@@ -11,9 +11,8 @@ import pulsar.asyncio
 
 from pulsar_broker.standalone import Broker
 from seqdedupe.errors import SeqdedupeError, UnavailableError
-from seqdedupe.log.pulsar.admin import Admin
+from seqdedupe.log.pulsar.admin import Admin, AdminUrl
 from seqdedupe.log.pulsar.entries import Message
-from seqdedupe.log.pulsar.http import AdminUrl
 from seqdedupe.log.pulsar.writer import COUNTER_BITS, Settled, Writer, open_writer
 from seqdedupe.message_id import MessageId
 from seqdedupe.testing import LAST_RESORT_SECONDS

@@ -5,7 +5,7 @@ from collections.abc import Container
 import pytest
 
 from seqdedupe.errors import UnavailableError
-from seqdedupe.log.pulsar import guarding, kept, wholes
+from seqdedupe.log.pulsar import content, policies, wholes
 from seqdedupe.log.pulsar.admin import Admin
 from seqdedupe.topic import partitioned
 from seqdedupe.topic.policy import Policy
@@ -68,7 +68,7 @@ async def test_who_comes_meanwhile_does_not_begin_to_use_it(member: MakeMember, 
 async def test_who_owns_a_topic_that_somebody_else_deletes_lets_go_of_it(
     member: MakeMember, name: str, cluster: Cluster, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(guarding, "LOOK_SECONDS", 1e9)
+    monkeypatch.setattr(policies, "LOOK_SECONDS", 1e9)
     one, other = member(), member()
     await one.start()
     await one.run(one.topics.create(name))
@@ -77,7 +77,7 @@ async def test_who_owns_a_topic_that_somebody_else_deletes_lets_go_of_it(
     # It has not looked yet.
     await one.look()
     assert await one.publish(name, 1) == 0
-    monkeypatch.setattr(guarding, "LOOK_SECONDS", 0)
+    monkeypatch.setattr(policies, "LOOK_SECONDS", 0)
     await until(lambda: "is being deleted" in one.topics.live[name].why)
     await until(lambda: one.topics.live[name].state is State.STANDBY)
     await one.look()
@@ -95,7 +95,7 @@ async def test_without_saying_so_the_standby_has_it(
     """The control arm: Pulsar does not delete what somebody reads."""
     one, other = await owner_and_standby(member, name)
     monkeypatch.setattr(wholes, "is_going", lambda properties: False)
-    monkeypatch.setattr("seqdedupe.log.pulsar.guarding.is_going", lambda properties: False)
+    monkeypatch.setattr("seqdedupe.log.pulsar.policies.is_going", lambda properties: False)
     await one.run(one.topics.delete(name))
     await until(lambda: other.topics.live[name].state is State.SERVING)
     await other.look()
@@ -173,7 +173,7 @@ async def test_who_did_not_look_meanwhile_follows_the_new_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # So that the readers of who does not look do not hinder the deletion for long.
-    monkeypatch.setattr(kept, "IDLE_SECONDS", 0.1)
+    monkeypatch.setattr(content, "IDLE_SECONDS", 0.1)
     one, other = member(), member()
     first = await made_anew(one, other, name, partitions, cluster, namespace)
     old = other.topics.live[first]
@@ -192,7 +192,7 @@ async def test_without_looking_at_the_incarnation_it_is_damaged(
     member: MakeMember, name: str, cluster: Cluster, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The control arm: whoever asks is told so for good."""
-    monkeypatch.setattr(kept, "IDLE_SECONDS", 0.1)
+    monkeypatch.setattr(content, "IDLE_SECONDS", 0.1)
 
     async def stays(topic: str, incarnation: int, admin: Admin) -> None:
         return

@@ -75,7 +75,7 @@ def read(client: pulsar.Client, topic: str, count: int) -> list[Entry]:
 @pytest.mark.parametrize("is_packed", [False, True], ids=["plain", "packed"])
 def test_what_was_handed_over_comes_back(client: pulsar.Client, topic: str, is_packed: bool) -> None:
     first, second = HISTORY
-    sent = [marker(1), entries.control(owner(1), 1, 0, b"control")]
+    sent = [marker(1), entries.control_message(owner(1), 1, 0, b"control")]
     sent += [packed(1, 2, 0, first)] if is_packed else rows(1, 2, 0, first)
     sent += [marker(2)]
     sent += [packed(2, 1, 4, second)] if is_packed else rows(2, 1, 4, second)

@@ -12,11 +12,11 @@ import pytest
 
 from seqdedupe.errors import ConfigurationError, SeqdedupeError
 from seqdedupe.log.contract import Failure, Log, LogName
-from seqdedupe.log.pulsar import guarding
+from seqdedupe.log.pulsar import policies
 from seqdedupe.log.pulsar.entries import EntryFormat, Settings
-from seqdedupe.log.pulsar.limits import Brokers
 from seqdedupe.log.pulsar.log import PulsarLog, Shared
 from seqdedupe.log.pulsar.logs import PulsarLogs
+from seqdedupe.log.pulsar.policies import Brokers
 from seqdedupe.names import namespace_of
 from seqdedupe.topic.state import State
 from tests.log.conformance import LogConformance, LogHarness, replayed
@@ -91,7 +91,7 @@ class TestPulsarLog(LogConformance):
 async def test_a_topic_that_becomes_unsafe_while_it_is_written_takes_nothing(
     cluster: Cluster, client: pulsar.asyncio.Client, topic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(guarding, "LOOK_SECONDS", 0.5)
+    monkeypatch.setattr(policies, "LOOK_SECONDS", 0.5)
     await cluster.create(topic)
     log = PulsarLog(shared(client, cluster), topic, INCARNATION, Settings(EntryFormat.PLAIN, "SEQUENCE_ID", 0, "h:1"))
     await log.begin(0)

@@ -9,7 +9,7 @@ import pulsar.asyncio
 import pytest
 
 from seqdedupe.errors import DamagedError, PositionError
-from seqdedupe.log.pulsar import kept
+from seqdedupe.log.pulsar import content
 from seqdedupe.log.pulsar.entries import EntryFormat, Settings
 from seqdedupe.log.pulsar.log import PulsarLog, Shared
 from seqdedupe.testing import LAST_RESORT_SECONDS
@@ -123,8 +123,8 @@ async def test_without_the_subscription_the_hole_is_a_gap(
     cluster: Cluster, shared: Shared, topic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The control of the test above."""
-    monkeypatch.setattr(kept, "KEPT_BYTES", 0)
-    monkeypatch.setattr(kept, "KEPT_CURSORS", 0)
+    monkeypatch.setattr(content, "KEPT_BYTES", 0)
+    monkeypatch.setattr(content, "KEPT_CURSORS", 0)
     await cluster.create(topic)
     await fill(cluster, shared, topic, 2)
     log = await opened(shared, topic)

@@ -19,7 +19,7 @@ from seqdedupe import entry_properties
 from seqdedupe.entry_properties import FORMAT, INCARNATION, MODE, PARTITIONS
 from seqdedupe.errors import NotFoundError, PositionError, SeqdedupeError
 from seqdedupe.format.headers import ownership_of
-from seqdedupe.log.pulsar import entries, plain
+from seqdedupe.log.pulsar import entries
 from seqdedupe.log.pulsar.entries import EntryFormat, Message, Part, Settings
 from seqdedupe.log.pulsar.log import PulsarLog, Shared
 from seqdedupe.message_id import MessageId, Position
@@ -77,8 +77,8 @@ def void(entry_format: EntryFormat) -> Message:
     owner = entry_properties.Owner(OF_LOG, 1, ownership_of(b"token%011d" % 1))
     encoded = batch([("late", 1)]).encode()
     if entry_format is EntryFormat.PLAIN:
-        return next(plain.messages_of(owner, 402, 400, encoded))
-    return entries.packed(owner, 42, 400, 1, Part(*encoded_batch(1, 1)))
+        return next(entries.messages_of_part(owner, 402, 400, encoded))
+    return entries.packed_message(owner, 42, 400, 1, Part(*encoded_batch(1, 1)))
 
 
 async def send(client: pulsar.asyncio.Client, topic: str, message: Message) -> None:

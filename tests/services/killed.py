@@ -10,7 +10,7 @@ from sqlalchemy import Connection, Engine, select
 from seqdedupe.client.blocking import Client
 from seqdedupe.client.stored import Message
 from seqdedupe.services.consumer import Consumer, ConsumerConfig, ownership, work
-from seqdedupe.services.consumer.tables import DEAD_LETTERS, PARKED
+from seqdedupe.services.consumer.database import DEAD_LETTERS, PARKED
 from tests.services.effects import write
 
 MAX_LIVES = 500

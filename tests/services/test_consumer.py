@@ -12,7 +12,7 @@ from seqdedupe.client.blocking import Client
 from seqdedupe.client.stored import Message
 from seqdedupe.errors import ConfigurationError, NotFoundError, PositionError, SeqdedupeError
 from seqdedupe.services.consumer import Consumer, ConsumerConfig, ownership
-from seqdedupe.services.consumer.tables import CONSUMERS, METADATA
+from seqdedupe.services.consumer.database import CONSUMERS, METADATA
 from seqdedupe.services.outbox import Outbox
 from seqdedupe.testing import Sidecar
 from tests.services.conftest import Publish

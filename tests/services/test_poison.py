@@ -17,10 +17,10 @@ from seqdedupe.client.stored import Message
 from seqdedupe.errors import ConfigurationError, SeqdedupeError
 from seqdedupe.limits import MAX_BATCH_BYTES, MAX_PAYLOAD_BYTES
 from seqdedupe.services.consumer import Consumer, ConsumerConfig, work
+from seqdedupe.services.consumer.database import DEAD_LETTERS, PARKED
 from seqdedupe.services.consumer.letters import DeadLetters, deduplication_id
 from seqdedupe.services.consumer.operating import drop, retry
 from seqdedupe.services.consumer.set_aside import SetAside
-from seqdedupe.services.consumer.tables import DEAD_LETTERS, PARKED
 from tests.services.conftest import Publish
 from tests.services.effects import TIMEOUT_SECONDS, effects, make_table, numbers, places_as_written, until, write
 from tests.services.killed import Killed

@@ -12,17 +12,16 @@ import pytest
 from sqlalchemy import Connection, Engine, create_engine, func, insert, select, text, update
 
 from seqdedupe.client.blocking import Client
-from seqdedupe.client.partitioned_reader import PartitionedPosition
+from seqdedupe.client.reader import PartitionedPosition
 from seqdedupe.client.stored import Message
 from seqdedupe.databases.tables import make_tables
 from seqdedupe.errors import ConfigurationError
 from seqdedupe.message_id import Position
 from seqdedupe.services.consumer import Consumer, ConsumerConfig, ownership
+from seqdedupe.services.consumer.database import CONSUMERS, METADATA, PROCESSES
 from seqdedupe.services.consumer.operating import drop, retry, set_aside
-from seqdedupe.services.consumer.processes import PartOwnership, Processes, fair_share
-from seqdedupe.services.consumer.sharing import row_name
-from seqdedupe.services.consumer.tables import CONSUMERS, METADATA, PROCESSES
-from seqdedupe.services.consumer.transaction import carry_out
+from seqdedupe.services.consumer.sharing import PartOwnership, Processes, fair_share, row_name
+from seqdedupe.services.consumer.work import carry_out
 from seqdedupe.testing import Sidecar
 from tests.processes import running
 from tests.services.conftest import KINDS, url_of

@@ -18,7 +18,7 @@ from seqdedupe.client.blocking import Client
 from seqdedupe.databases.tables import make_tables
 from seqdedupe.errors import ConfigurationError, UnavailableError
 from seqdedupe.services.consumer import Consumer
-from seqdedupe.services.consumer.tables import METADATA
+from seqdedupe.services.consumer.database import METADATA
 from seqdedupe.services.inbox import Inbox
 from seqdedupe.services.outbox import Relay
 from seqdedupe.services.outbox import sqlite as outbox_sqlite

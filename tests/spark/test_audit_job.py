@@ -26,9 +26,9 @@ from seqdedupe_spark import audit_job
 from seqdedupe_spark.audit.ranges import EXAMPLES
 from seqdedupe_spark.audit.report import TopicReport
 from seqdedupe_spark.audit_job import Target, audit, audit_targets, find_targets, selection_of
-from seqdedupe_spark.command import run_command
 from seqdedupe_spark.options import Selection
 from seqdedupe_spark.ranges import Range
+from seqdedupe_spark.session import run_command
 from tests.batches import batch
 from tests.spark.histories import NAMES, Told, cut, stored, truth
 

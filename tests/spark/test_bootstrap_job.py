@@ -15,7 +15,7 @@ from seqdedupe.limits import MAX_SEQUENCE_ID
 from seqdedupe.watermarks import read
 from seqdedupe_spark import bootstrap_job
 from seqdedupe_spark.bootstrap_job import bootstrap_from_parquet, bootstrap_from_topic
-from seqdedupe_spark.command import run_command
+from seqdedupe_spark.session import run_command
 
 
 def test_a_topic_s_watermarks_are_those_of_its_producers(client: Client, topic: str, tmp_path: Path) -> None:

@@ -12,12 +12,10 @@ from seqdedupe.names import topic_name
 from seqdedupe.v1 import admin_pb2
 from seqdedupe_spark import planning
 from seqdedupe_spark.delaying import Delaying, Least
-from seqdedupe_spark.losses import Loss, find_loss
 from seqdedupe_spark.options import Limits, Selection
 from seqdedupe_spark.places import Time
-from seqdedupe_spark.planning import Listing
-from seqdedupe_spark.ranges import Range
-from seqdedupe_spark.sharing import packed, shares, split
+from seqdedupe_spark.planning import Listing, Loss, find_loss
+from seqdedupe_spark.ranges import Range, packed, shares, split
 
 T = "persistent://public/default/t"
 

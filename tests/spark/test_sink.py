@@ -48,13 +48,12 @@ from seqdedupe_spark.columns import columns_of
 from seqdedupe_spark.publish import Published, publish_sorted
 from seqdedupe_spark.ranges import Range
 from seqdedupe_spark.reading import read_range
-from seqdedupe_spark.sink import checkpoint, identity, rows, window
-from seqdedupe_spark.sink.identity import Seen, check_apart
-from seqdedupe_spark.sink.layout import layout_of
+from seqdedupe_spark.sink import rows
+from seqdedupe_spark.sink import rows as rows_module
+from seqdedupe_spark.sink import task as task_module
 from seqdedupe_spark.sink.options import parse
-from seqdedupe_spark.sink.task import MAX_IN_FLIGHT_BYTES, SinkTask, Written
-from seqdedupe_spark.sink.window import Began
-from seqdedupe_spark.sink.writers import BatchWriter, Committed
+from seqdedupe_spark.sink.rows import Seen, check_apart, layout_of
+from seqdedupe_spark.sink.task import MAX_IN_FLIGHT_BYTES, BatchWriter, Began, Committed, SinkTask, Written
 from seqdedupe_spark.source import SeqdedupeDataSource
 from tests.client.foreign import CODES, answering
 from tests.client.helpers import until
@@ -91,7 +90,7 @@ def target(client: blocking.Client, topic: str) -> str:
 
 
 def task(client: blocking.Client, topic: str | None, ddl: str = OWN, **more: Any) -> SinkTask:
-    return SinkTask(client.address, layout_of(schema(ddl), topic), more.pop("began", window.now()), **more)
+    return SinkTask(client.address, layout_of(schema(ddl), topic), more.pop("began", task_module.now()), **more)
 
 
 def own(ids: list[str | None], value: bytes = b"v") -> pa.RecordBatch:
@@ -461,7 +460,7 @@ def of_source(ids: list[bytes | None], topic: str = SOURCE, *, plain: bool = Fal
 
 def written_of(client: blocking.Client, topic: str | None, *batches: pa.RecordBatch) -> Written:
     layout = layout_of(from_arrow_schema(batches[0].schema), topic)
-    return SinkTask(client.address, layout, window.now()).run(batches)
+    return SinkTask(client.address, layout, task_module.now()).run(batches)
 
 
 @pytest.mark.parametrize("plain", [False, True])
@@ -530,24 +529,24 @@ def test_the_id_of_a_row_of_a_source_is_what_is_documented(client: blocking.Clie
 
 def test_topics_with_long_names_have_ids_of_their_own() -> None:
     long = [topic_name("x" * 200 + end) for end in ("a", "b")]
-    found = identity.ids_of(
+    found = rows_module.ids_of(
         pa.array(long),
         pa.array([2**63 - 1] * 2),
-        pa.array([identity.MAX_INDEX] * 2),
-        pa.array([identity.MAX_ORDINAL] * 2),
+        pa.array([rows_module.MAX_INDEX] * 2),
+        pa.array([rows_module.MAX_ORDINAL] * 2),
     ).to_pylist()
     assert len(set(found)) == 2
     assert all(one.startswith(b"sha256:") and len(one) <= 255 for one in found)
-    longest = "persistent://" + "x" * (identity.MAX_TOPIC_BYTES - 13)
-    assert identity.name_in_id(longest) == longest
-    assert len(f"{longest}/{2**63 - 1}/{identity.MAX_INDEX}/{identity.MAX_ORDINAL}") <= 255
+    longest = "persistent://" + "x" * (rows_module.MAX_TOPIC_BYTES - 13)
+    assert rows_module.name_in_id(longest) == longest
+    assert len(f"{longest}/{2**63 - 1}/{rows_module.MAX_INDEX}/{rows_module.MAX_ORDINAL}") <= 255
 
 
 Rows = list[tuple[int, int, int]]
 ROWS = st.lists(st.tuples(st.sampled_from([7, 8]), st.integers(0, 12), st.integers(0, 2)), max_size=30)
 
 
-def seen_of(batches: list[Rows]) -> dict[identity.Source, bytes]:
+def seen_of(batches: list[Rows]) -> dict[rows_module.Source, bytes]:
     seen = Seen()
     for batch in batches:
         if batch:
@@ -603,7 +602,7 @@ def test_rows_whose_identity_another_query_took_are_warned_about(
     assert "give rows a deduplicationId" in caplog.text
     # What may have been written before by this very query, and rows with IDs of their own, are copies by right.
     assert commit(DERIVED, receipts, attempt=1) == 3
-    assert commit(DERIVED, receipts, began=Began(window.now().at_ms, may_repeat=True)) == 3
+    assert commit(DERIVED, receipts, began=Began(task_module.now().at_ms, may_repeat=True)) == 3
     assert commit(OWN, own(["a"])) == 0
     assert commit(OWN, own(["a"])) == 1
     assert not caplog.records
@@ -627,7 +626,7 @@ def forgetful(client: blocking.Client, topic: str) -> str:
 def began(client: blocking.Client, topic: str, off_ms: int, *, may_repeat: bool) -> Began:
     """Before or after the oldest message that the topic knows, by the clock of the driver."""
     oldest = client.admin.topic(topic).window_first_publish_time_ms
-    return Began(oldest + window.CLOCKS_MS + off_ms, may_repeat)
+    return Began(oldest + task_module.CLOCKS_MS + off_ms, may_repeat)
 
 
 def test_what_may_be_there_and_forgotten_is_not_written_again(client: blocking.Client, forgetful: str) -> None:
@@ -699,49 +698,49 @@ def logged(tmp_path: Path) -> Path:
 def plan(location: Path | str) -> Began:
     """In a process of its own: Spark deals what is planned over several, and ends them when it likes."""
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-        return pool.submit(checkpoint.began, str(location)).result()
+        return pool.submit(task_module.began, str(location)).result()
 
 
 def test_a_batch_is_new_if_it_is_the_first_after_one_that_was_planned(logged: Path) -> None:
     # Who ran the queries before is not known.
     assert plan(logged) == Began(4_000_000, may_repeat=True, batch=10)
     (logged / "offsets" / "11").touch()
-    first, second = checkpoint.began(str(logged)), plan(logged)
+    first, second = task_module.began(str(logged)), plan(logged)
     assert not first.may_repeat
     assert second == first._replace(may_repeat=True)
     assert abs(first.at_ms - time.time() * 1000) < 3_600_000
     # Other processes plan what comes next, and this one the repetition of a batch that it knows nothing of.
     (logged / "offsets" / "12").touch()
     assert not plan(logged).may_repeat
-    assert checkpoint.began(str(logged)).may_repeat
+    assert task_module.began(str(logged)).may_repeat
     # Something else ran batch 13.
     for number in ("13", "14"):
         (logged / "offsets" / number).touch()
-    assert checkpoint.began(str(logged)).may_repeat
-    assert os.listdir(logged / checkpoint.PLANNED) == ["14"]
+    assert task_module.began(str(logged)).may_repeat
+    assert os.listdir(logged / task_module.PLANNED) == ["14"]
     # The checkpoint is put back by one batch.
     (logged / "offsets" / "14").unlink()
-    assert checkpoint.began(str(logged)).may_repeat
+    assert task_module.began(str(logged)).may_repeat
 
 
 def test_where_no_mark_can_be_made_every_batch_may_repeat(logged: Path) -> None:
-    (logged / checkpoint.PLANNED).touch()
+    (logged / task_module.PLANNED).touch()
     for number in ("11", "12"):
         (logged / "offsets" / number).touch()
-        assert checkpoint.began(str(logged)).may_repeat
+        assert task_module.began(str(logged)).may_repeat
 
 
 @pytest.mark.parametrize("name", ["plain", "with space", "with%20escape", "a#b", "a?b", "c:d"])
 @pytest.mark.parametrize("scheme", ["", "file:", "file://"])
 def test_a_checkpoint_is_where_spark_makes_it(tmp_path: Path, scheme: str, name: str) -> None:
-    assert checkpoint.folder_of(f"{scheme}{tmp_path}/{name}") == tmp_path / name
+    assert task_module.folder_of(f"{scheme}{tmp_path}/{name}") == tmp_path / name
 
 
 def test_a_checkpoint_that_cannot_be_looked_at(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    checkpoint._say_once.cache_clear()
+    task_module._say_once.cache_clear()
     for elsewhere in ("hdfs://name/check", "file://host/check", "//host/check", str(tmp_path / "none"), None):
         for _ in range(2):
-            assert not checkpoint.began(elsewhere).may_repeat
+            assert not task_module.began(elsewhere).may_repeat
     assert len(caplog.records) == 5
     assert "hdfs://name/check cannot be looked at" in caplog.text
 
@@ -751,7 +750,7 @@ def test_a_write_that_outgrows_the_window_is_warned_about(
 ) -> None:
     policy = admin_pb2.TopicPolicy(deduplication_window_max_messages=16)
     name = client.admin.create_topic(topic, deduplication_mode="deduplication-id", policy=policy).name
-    one = task(client, name, began=window.now())
+    one = task(client, name, began=task_module.now())
     for n in range(10):
         done = one.run([own([f"{n}-{i}" for i in range(10)])])
     assert done.outgrown == (name,)

@@ -6,16 +6,16 @@ from typing import Any
 import pytest
 
 from seqdedupe.errors import InvalidRequestError
+from seqdedupe.log.pulsar.admin import Answer
 from seqdedupe.log.pulsar.entries import Entry, Message
-from seqdedupe.log.pulsar.http import Answer
-from seqdedupe.log.pulsar.ledgers import Ledger, Ledgers
+from seqdedupe.log.pulsar.places import Ledger, Ledgers
 from seqdedupe.log.pulsar.reader import fields_of
 from seqdedupe.message_id import MessageId, Position
 from seqdedupe_spark import stock
-from seqdedupe_spark.cluster.stock import exact_keys, keys_in, stored
+from seqdedupe_spark.cluster.reading import exact_keys, keys_in, stored
 from seqdedupe_spark.columns import SCHEMA, columns_of, to_arrow
 from seqdedupe_spark.dedupe import Deduplicator
-from seqdedupe_spark.losses import find_loss
+from seqdedupe_spark.planning import find_loss
 from seqdedupe_spark.stock import STOCK, StockEnds
 
 TOPIC = "persistent://public/default/t"

@@ -9,7 +9,7 @@ from seqdedupe.errors import SeqdedupeError
 from seqdedupe.store import incoming
 from seqdedupe.store.db import Store
 from seqdedupe.store.incoming import MAX_ROW_BYTES, IncomingSnapshot, row_bytes
-from seqdedupe.store.records import IMPORTED, NAMES, part_key, snapshot_range, topic_key
+from seqdedupe.store.parts import IMPORTED, NAMES, part_key, snapshot_range, topic_key
 
 INCARNATION = 7
 ROWS = {part_key(INCARNATION, NAMES, k): b"%d" % k * (k % 50) for k in range(300)}

@@ -7,7 +7,7 @@ import pytest
 
 from seqdedupe.errors import ConfigurationError
 from seqdedupe.store.db import Store
-from seqdedupe.store.instance import OPENINGS_BEGIN_SECONDS, Instance
+from seqdedupe.store.directories import OPENINGS_BEGIN_SECONDS, Instance
 
 
 async def test_a_name_is_kept_and_another_one_is_refused(tmp_path: Path) -> None:

@@ -16,17 +16,17 @@ from rocksdict import WriteBatch
 
 from seqdedupe import batch as batches
 from seqdedupe.batch import Binary
-from seqdedupe.core import id_newer
+from seqdedupe.core import id_slots
 from seqdedupe.core.id_window import IdWindow
 from seqdedupe.core.moment import Moment
 from seqdedupe.core.rule import DUP, NOT_DUP, UNKNOWN
 from seqdedupe.errors import SeqdedupeError
-from seqdedupe.format.columns import ROWS
+from seqdedupe.format.layout import ROWS
 from seqdedupe.format.records import body_of
 from seqdedupe.message_id import MessageId
 from seqdedupe.store import ids as stored_ids
 from seqdedupe.store.db import Store
-from seqdedupe.store.records import IDS, part_key
+from seqdedupe.store.parts import IDS, part_key
 from seqdedupe.store.snapshots import Loaded, Snapshots
 from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe.topic import logged
@@ -45,7 +45,7 @@ APPLIED = Applied(deduplication_snapshot_interval_seconds=0)
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(id_newer, "PIECE_BYTES", 32)
+    monkeypatch.setattr(id_slots, "PIECE_BYTES", 32)
 
 
 @pytest.fixture

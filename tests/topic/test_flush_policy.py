@@ -13,13 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from broker_sidecar.frames import encode_receipt
+from broker_sidecar.publish import encode_receipt
 from seqdedupe import wire
 from seqdedupe.batch import Binary, single_producer
 from seqdedupe.client.frames import receipt_columns
 from seqdedupe.client.outbox import Outbox
-from seqdedupe.client.pending import PendingBatch
-from seqdedupe.client.receipts import ReceiptColumns
+from seqdedupe.client.pending import PendingBatch, ReceiptColumns
 from seqdedupe.errors import DataLossError
 from seqdedupe.log.contract import Retention
 from seqdedupe.log.embedded import commit

@@ -8,11 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from seqdedupe.core import letting_go
+from seqdedupe.core import producers as producers_module
 from seqdedupe.core.activity import MAX_PERIODS
-from seqdedupe.core.letting_go import LettingGo
-from seqdedupe.core.producer_rows import Bools
-from seqdedupe.core.producers import Producers
+from seqdedupe.core.producers import Bools, LettingGo, Producers
 from seqdedupe.core.rule import DUP, DURABLE_EPOCH, PERSISTED
 from seqdedupe.errors import UnavailableError, error
 from seqdedupe.format.jit import Int64s
@@ -535,7 +533,7 @@ async def test_what_is_in_flight_while_numbers_change_is_confirmed(scene: Scene)
     await scene.pass_timeout(DUE_PERIODS - 1)
     await scene.open("opens")
     answers: list[Receipt | Refusal] = []
-    letting_go = scene.topic.inactivity._let_go
+    producers_module = scene.topic.inactivity._let_go
 
     async def in_flight_meanwhile() -> None:
         scene.log.automatic = False
@@ -543,7 +541,7 @@ async def test_what_is_in_flight_while_numbers_change_is_confirmed(scene: Scene)
         scene.topic.admit(encoded, 1, answers.append, cache)
         resuming.append(asyncio.ensure_future(scene.resume("opens", "stays")))
         await asyncio.sleep(0.01)
-        await letting_go()
+        await producers_module()
 
     resuming: list[asyncio.Future[Opened]] = []
     scene.topic.inactivity._let_go = in_flight_meanwhile
@@ -559,7 +557,7 @@ async def test_what_is_in_flight_while_numbers_change_is_confirmed(scene: Scene)
 
 async def test_everything_goes_on_while_names_are_freed(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between any two steps: a stream that has its numbers, a name that comes back, new names, what is in flight."""
-    monkeypatch.setattr(letting_go, "NAMES_A_STEP", 2)
+    monkeypatch.setattr(producers_module, "NAMES_A_STEP", 2)
     names = [f"gone{i}" for i in range(20)]
     await scene.publish(*names, "stays", "flies")
     cache = scene.topic.connect()

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from seqdedupe.core import id_window
-from seqdedupe.core.id_newer import Newer
-from seqdedupe.core.id_slots import Slots
+from seqdedupe.core.id_slots import Newer, Slots
 from seqdedupe.core.id_window import IdWindow
 from seqdedupe.core.producers import Producers
 from seqdedupe.core.rule import DUP

@@ -14,7 +14,7 @@ from seqdedupe.core.rule import DURABLE_EPOCH, PERSISTED
 from seqdedupe.errors import PositionError, SeqdedupeError, UnavailableError
 from seqdedupe.limits import MAX_PLACE_BYTES
 from seqdedupe.message_id import MessageId, Position
-from seqdedupe.store.records import DELTA, part_key
+from seqdedupe.store.parts import DELTA, part_key
 from seqdedupe.store.snapshots import Loaded
 from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe.topic import renewing

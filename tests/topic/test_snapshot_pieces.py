@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 from rocksdict import WriteBatch
 
-from seqdedupe.core import id_newer
-from seqdedupe.core.id_chunks import PIECE_BYTES
+from seqdedupe.core import id_slots
+from seqdedupe.core.id_runs import PIECE_BYTES
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.store import ids as stored_ids
 from seqdedupe.store import rocksdb
 from seqdedupe.store.db import Store
-from seqdedupe.store.records import IDS, part_key, part_number
+from seqdedupe.store.parts import IDS, part_key, part_number
 from seqdedupe.store.snapshots import Snapshots
 from seqdedupe.topic import snapshotter
 from tests.topic.test_by_id import INCARNATION, Place, originals
@@ -42,7 +42,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(id_newer, "PIECE_BYTES", SMALL)
+    monkeypatch.setattr(id_slots, "PIECE_BYTES", SMALL)
 
 
 async def begun(store: Store, **policy: Any) -> Place:
@@ -116,9 +116,9 @@ async def test_a_kill_at_any_piece_leaves_nothing_that_counts(store: Store, monk
     """Whoever writes the next snapshot may cut otherwise."""
 
     async def then(place: Place) -> None:
-        monkeypatch.setattr(id_newer, "PIECE_BYTES", SMALL + 17)
+        monkeypatch.setattr(id_slots, "PIECE_BYTES", SMALL + 17)
         await all_is_known(place)
-        monkeypatch.setattr(id_newer, "PIECE_BYTES", SMALL)
+        monkeypatch.setattr(id_slots, "PIECE_BYTES", SMALL)
 
     assert await at_each_write(store, monkeypatch, then) >= 5
 
@@ -127,14 +127,14 @@ async def test_a_store_that_fails_at_any_piece_has_all_in_the_next_snapshot(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def then(place: Place) -> None:
-        monkeypatch.setattr(id_newer, "PIECE_BYTES", SMALL + 17)
+        monkeypatch.setattr(id_slots, "PIECE_BYTES", SMALL + 17)
         send(place, b"one more")
         await place.topic.snapshot()
         assert named_index(store, INCARNATION) == 27
         await place.crash(0)
         assert place.topic.counters.replayed == 0
         await all_is_known(place)
-        monkeypatch.setattr(id_newer, "PIECE_BYTES", SMALL)
+        monkeypatch.setattr(id_slots, "PIECE_BYTES", SMALL)
 
     assert await at_each_write(store, monkeypatch, then) >= 5
 
@@ -342,7 +342,7 @@ async def _turns_of_a_large_one(
     store: Store, monkeypatch: pytest.MonkeyPatch, piece_bytes: int
 ) -> list[tuple[int, int]]:
     """Of each write of a snapshot its bytes, and how many turns others have had before it."""
-    monkeypatch.setattr(id_newer, "PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(id_slots, "PIECE_BYTES", piece_bytes)
     place = Place(store)
     await place.start()
     ids = [k.to_bytes(16, "big") for k in range(100_000)]

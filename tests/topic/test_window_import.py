@@ -15,14 +15,14 @@ import pytest
 from rocksdict import WriteBatch
 
 from seqdedupe import windows
-from seqdedupe.core import id_imported
+from seqdedupe.core import id_runs
 from seqdedupe.core.id_runs import entries_with
 from seqdedupe.core.rule import DUP, NOT_DUP
 from seqdedupe.errors import DamagedError, SeqdedupeError, UnavailableError, error
 from seqdedupe.store import imported as stored_import
 from seqdedupe.store.db import Store
 from seqdedupe.store.id_runs import key_of
-from seqdedupe.store.records import IMPORTED, part_key
+from seqdedupe.store.parts import IMPORTED, part_key
 from seqdedupe.store.snapshots import Snapshots
 from seqdedupe.topic import by_id, window_import
 from seqdedupe.topic.answers import Receipt, Refusal
@@ -389,7 +389,7 @@ async def test_what_could_not_be_read_never_passes_for_whole(place: ImportPlace,
     assert reason(place.send(b"old 1")) == "WINDOW_MISSING"
 
 
-@pytest.mark.parametrize("core", [id_imported, PLAIN["id_imported"]])
+@pytest.mark.parametrize("core", [id_runs, PLAIN["id_runs"]])
 def test_where_ids_do_not_rise(core: Any) -> None:
     rng = random.Random(2)
     pool = [b"", b"a", b"ab", b"a\0", b"\xff", b"12345678", b"123456789", b"12345679", b"1234567", b"12345678\0"]

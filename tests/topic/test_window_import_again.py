@@ -10,7 +10,7 @@ import pytest
 
 from broker_sidecar import dividing
 from seqdedupe import windows
-from seqdedupe.core.id_imported import Imported
+from seqdedupe.core.id_runs import Imported
 from seqdedupe.core.rule import DUP, NOT_DUP
 from seqdedupe.errors import InvalidRequestError
 from seqdedupe.store import imported as stored_import

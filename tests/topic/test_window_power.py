@@ -17,7 +17,7 @@ from seqdedupe.core.rule import DUP
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.store import id_runs, ids, rocksdb
 from seqdedupe.store.db import Store
-from seqdedupe.store.records import IDS, part_key
+from seqdedupe.store.parts import IDS, part_key
 from seqdedupe.topic import window_runs
 from seqdedupe.topic.broadcast import Broadcast
 from tests.log.faulty import FaultyLog, Storage

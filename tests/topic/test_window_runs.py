@@ -14,14 +14,14 @@ import numpy as np
 import pytest
 from rocksdict import WriteBatch
 
-from seqdedupe.core.id_older import Older
+from seqdedupe.core.id_window import Older
 from seqdedupe.core.rule import DUP
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.store import id_runs as stored_runs
 from seqdedupe.store import ids as stored_ids
 from seqdedupe.store import rocksdb
 from seqdedupe.store.db import Store
-from seqdedupe.store.records import RUN, part_key
+from seqdedupe.store.parts import RUN, part_key
 from seqdedupe.store.snapshots import Snapshots
 from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe.topic import window_runs

@@ -13,14 +13,12 @@ from seqdedupe.client.blocking.producer import Producer
 from seqdedupe.client.blocking.publisher import Publisher
 from seqdedupe.client.blocking.reader import PartitionedReader, Reader
 from seqdedupe.client.client import Located, TopicEnds
-from seqdedupe.client.config import DELIVERY_TIMEOUT_SECONDS, ProducerConfig
 from seqdedupe.client.connection import DEFAULT_ADDRESS
-from seqdedupe.client.connections import Connections
 from seqdedupe.client.credentials import Credentials
-from seqdedupe.client.partitioned_reader import PartitionedStart
-from seqdedupe.client.reader import Start
-from seqdedupe.client.sidecars import Addresses, Sidecars
-from seqdedupe.client.waiting import OnWaiting
+from seqdedupe.client.reader import PartitionedStart, Start
+from seqdedupe.client.route import Addresses, OnWaiting, Sidecars
+from seqdedupe.client.session import DELIVERY_TIMEOUT_SECONDS, ProducerConfig
+from seqdedupe.client.stream import Connections
 from seqdedupe.message_id import Position
 from seqdedupe.v1 import admin_pb2
 

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 from seqdedupe.client import cursor as _cursor
-from seqdedupe.client import cursor_file as _cursor_file
 from seqdedupe.client.blocking.loop import run
 from seqdedupe.client.cursor import Kept
 
@@ -32,7 +31,7 @@ class FileCursor(Cursor):
     """As `seqdedupe.client.FileCursor`, with calls that block."""
 
     def __init__(self, path: Path | str) -> None:
-        super().__init__(_cursor_file.FileCursor(path))
+        super().__init__(_cursor.FileCursor(path))
         self.path = Path(path)
 
 

@@ -8,13 +8,12 @@ from datetime import datetime
 from typing import Any, Protocol
 
 from seqdedupe.batch import Batch
-from seqdedupe.client.awaited import SpreadBatch
 from seqdedupe.client.blocking.loop import run
 from seqdedupe.client.blocking.receipts import BatchReceipt, Receipt
 from seqdedupe.client.builder import Keys, Numbers, Payloads, Properties, PropertyRows, key_bytes
-from seqdedupe.client.pending import PendingBatch
+from seqdedupe.client.partitioned import Numbering
+from seqdedupe.client.pending import PendingBatch, SpreadBatch
 from seqdedupe.client.session import Session
-from seqdedupe.client.spread import Numbering
 from seqdedupe.errors import error
 
 

@@ -13,12 +13,12 @@ from seqdedupe.client.blocking.loop import check_is_there, event_loop, run
 from seqdedupe.client.blocking.partitioned import Spread
 from seqdedupe.client.blocking.receipts import BatchReceipt, Receipt
 from seqdedupe.client.builder import Builder, Keys, Numbers, Payloads, Properties, PropertyRows
-from seqdedupe.client.config import ProducerConfig
-from seqdedupe.client.connections import Connections
+from seqdedupe.client.partitioned import Numbering, Partition
 from seqdedupe.client.pending import PendingBatch
 from seqdedupe.client.producer import ProducerBase
-from seqdedupe.client.spread import Numbering, Partition
-from seqdedupe.client.waiting import OnWaiting
+from seqdedupe.client.route import OnWaiting
+from seqdedupe.client.session import ProducerConfig
+from seqdedupe.client.stream import Connections
 
 _producers: "weakref.WeakSet[Producer]" = weakref.WeakSet()
 

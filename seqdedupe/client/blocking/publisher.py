@@ -9,10 +9,10 @@ from seqdedupe.client import client as _client
 from seqdedupe.client import publisher as _publisher
 from seqdedupe.client.blocking.loop import run
 from seqdedupe.client.builder import Keys, Numbers, Payloads, Properties, PropertyRows
-from seqdedupe.client.config import DELIVERY_TIMEOUT_SECONDS
+from seqdedupe.client.pending import BatchResult, Published
 from seqdedupe.client.publisher import Ids
-from seqdedupe.client.results import BatchResult, Published
-from seqdedupe.client.waiting import OnWaiting
+from seqdedupe.client.route import OnWaiting
+from seqdedupe.client.session import DELIVERY_TIMEOUT_SECONDS
 
 
 class Publisher:

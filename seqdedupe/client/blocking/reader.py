@@ -4,16 +4,12 @@ from collections.abc import Iterator
 from types import TracebackType
 from typing import Self
 
-from seqdedupe.client import partitioned_reader as _partitioned_reader
 from seqdedupe.client import reader as _reader
 from seqdedupe.client.blocking.cursor import AnyCursor, on_loop
 from seqdedupe.client.blocking.loop import run
-from seqdedupe.client.messages import Messages
-from seqdedupe.client.partitioned_reader import PartitionedPosition
-from seqdedupe.client.reader import Start
-from seqdedupe.client.sidecars import Sidecars
-from seqdedupe.client.stored import Message, StoredBatch
-from seqdedupe.client.waiting import OnWaiting
+from seqdedupe.client.reader import PartitionedPosition, Start
+from seqdedupe.client.route import OnWaiting, Sidecars
+from seqdedupe.client.stored import Message, Messages, StoredBatch
 from seqdedupe.message_id import Position
 
 
@@ -107,8 +103,8 @@ class Reader(_Messages):
 class PartitionedReader(_Messages):
     """As `seqdedupe.client.PartitionedReader`, with calls that block. It belongs to one thread."""
 
-    def __init__(self, reader: _partitioned_reader.PartitionedReader) -> None:
-        self._reader: _partitioned_reader.PartitionedReader = reader
+    def __init__(self, reader: _reader.PartitionedReader) -> None:
+        self._reader: _reader.PartitionedReader = reader
 
     @property
     def position(self) -> PartitionedPosition | None:

@@ -14,12 +14,11 @@ import numpy as np
 
 from seqdedupe.batch import Int64s
 from seqdedupe.format import records
-from seqdedupe.format.columns import BASE_INDEX, ROWS, SYNCED_OFFSET
 from seqdedupe.format.journal import Part
-from seqdedupe.log.embedded.past_damage import headers_from, past_damage, read_what_can_be
+from seqdedupe.format.layout import BASE_INDEX, ROWS, SYNCED_OFFSET
 from seqdedupe.log.embedded.replaying import Replay, why_not
 from seqdedupe.log.embedded.segment import WHAT_STANDS_THERE, Identity, Step, damaged, read_step, segment_path
-from seqdedupe.log.embedded.tail import base_indexes
+from seqdedupe.log.embedded.tail import base_indexes, headers_from, past_damage, read_what_can_be
 
 STEP_BYTES = 1024 * 1024
 """What is read and checked at once: it stays in the processor's cache meanwhile."""

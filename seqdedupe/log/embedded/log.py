@@ -29,13 +29,11 @@ from seqdedupe.log.contract import (
     Retention,
     Skipped,
 )
-from seqdedupe.log.embedded.ahead import AHEAD_MS, BEHIND_FILE, Ahead, steady_ms
 from seqdedupe.log.embedded.commit import Closing, Committer
 from seqdedupe.log.embedded.inspection import Damage, DurablePart
-from seqdedupe.log.embedded.reader import Reader
+from seqdedupe.log.embedded.reader import AHEAD_MS, BEHIND_FILE, Ahead, ReadAhead, Reader, steady_ms
 from seqdedupe.log.embedded.segment import Segment, segment_path
 from seqdedupe.log.embedded.tail import Tail
-from seqdedupe.log.embedded.window import ReadAhead
 from seqdedupe.log.embedded.writer import Append, Late, Opening, Writer, Written
 
 logger = logging.getLogger("seqdedupe.log")

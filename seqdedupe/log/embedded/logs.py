@@ -13,19 +13,19 @@ from typing import TypeVar
 
 from seqdedupe.errors import DamagedError, SeqdedupeError, error
 from seqdedupe.files import sync_folder, write_all_synced, write_synced
-from seqdedupe.format.tag import key_of
+from seqdedupe.format.headers import key_of
 from seqdedupe.log.contract import AS_USUAL, Layout, LogName
-from seqdedupe.log.embedded import arrival, moved
+from seqdedupe.log.embedded import moved
 from seqdedupe.log.embedded.commit import Committer
 from seqdedupe.log.embedded.inspection import DurablePart
 from seqdedupe.log.embedded.journal import Journal
 from seqdedupe.log.embedded.log import EmbeddedLog, Shared
+from seqdedupe.log.embedded.reader import ReadAhead
 from seqdedupe.log.embedded.replaying import Replay
 from seqdedupe.log.embedded.scrub import Scrub
 from seqdedupe.log.embedded.secret import SECRET_FILE, TOPIC_FILE, secret_of
 from seqdedupe.log.embedded.segment import Identity, Segment, segment_path, unreadable
 from seqdedupe.log.embedded.tail import Tail, base_indexes, open_segments
-from seqdedupe.log.embedded.window import ReadAhead
 from seqdedupe.names import topic_name
 
 logger = logging.getLogger("seqdedupe.log")
@@ -115,18 +115,18 @@ class EmbeddedLogs:
         """Where the log is."""
         return self._folder / str(incarnation)
 
-    def arrival(self, incarnation: int) -> arrival.Arrival:
+    def arrival(self, incarnation: int) -> moved.Arrival:
         """One that comes from another sidecar."""
-        return arrival.Arrival(self._folder, incarnation)
+        return moved.Arrival(self._folder, incarnation)
 
     def receiver(self) -> str:
         """See `arrival.receiver`. Blocks. Raises OSError."""
-        return arrival.receiver(self._folder)
+        return moved.receiver(self._folder)
 
     def empty_arrivals(self) -> set[int]:
         """Of those that were coming when the process ended what takes room goes; their incarnations. Blocks. Raises
         OSError."""
-        folder = self._folder / arrival.ARRIVING
+        folder = self._folder / moved.ARRIVING
         coming = incarnations(folder) if folder.is_dir() else []
         for incarnation in coming:
             moved.remove_messages(folder / str(incarnation))
@@ -134,7 +134,7 @@ class EmbeddedLogs:
 
     def remove_arrivals(self) -> None:
         """See `arrival.remove_all`. Blocks."""
-        arrival.remove_all(self._folder)
+        moved.remove_all(self._folder)
 
     def has_moved(self, incarnation: int) -> bool:
         """Whether another sidecar has it. Raises OSError."""

@@ -17,8 +17,8 @@ from seqdedupe.batch import Int64s
 from seqdedupe.errors import DamagedError, SeqdedupeError, error
 from seqdedupe.files import sync_folder, write_all
 from seqdedupe.format import journal, records
+from seqdedupe.format.headers import NO_KEY, SECRET_BYTES, key_of
 from seqdedupe.format.journal import Part, Round
-from seqdedupe.format.tag import NO_KEY, SECRET_BYTES, key_of
 from seqdedupe.log.embedded.segment import (
     END,
     START,

@@ -12,7 +12,7 @@ from pathlib import Path
 from seqdedupe.errors import DamagedError, SeqdedupeError
 from seqdedupe.log.embedded.inspection import Damage, DurablePart, inspect_part
 from seqdedupe.log.embedded.log import MAX_PLACES, EmbeddedLog
-from seqdedupe.log.embedded.past_damage import read_what_can_be
+from seqdedupe.log.embedded.tail import read_what_can_be
 
 logger = logging.getLogger("seqdedupe.log")
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from seqdedupe.files import sync_folder, write_buffers
 from seqdedupe.format import headers
-from seqdedupe.format.tag import NO_KEY
+from seqdedupe.format.headers import NO_KEY
 from seqdedupe.log.contract import Failure, FlushInterval, Outcome, Run, Runs
 from seqdedupe.log.embedded.segment import POINT_INTERVAL_BYTES, Point, segment_path
 from seqdedupe.log.embedded.syncing import LeftFile

@@ -19,8 +19,7 @@ from typing import NamedTuple
 from seqdedupe.entry_properties import BATCH, ENTRY, KIND, ROWS, Place
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.log.pulsar.entries import Entry
-from seqdedupe.log.pulsar.ledgers import Ledgers
-from seqdedupe.log.pulsar.places import begins_record
+from seqdedupe.log.pulsar.places import Ledgers, begins_record
 from seqdedupe.log.pulsar.terms import Standing, Terms, Verdict
 from seqdedupe.message_id import MessageId, Position
 

@@ -31,20 +31,31 @@ from seqdedupe.log.contract import (
     Retention,
     Skipped,
 )
-from seqdedupe.log.pulsar import entries, place_bytes, recording
+from seqdedupe.log.pulsar import entries
 from seqdedupe.log.pulsar.admin import Admin
 from seqdedupe.log.pulsar.content import Content
 from seqdedupe.log.pulsar.entries import MAX_ENTRY_BYTES, NOWHERE, EntryFormat, Part, Settings
-from seqdedupe.log.pulsar.evicting import Answers, evicting
-from seqdedupe.log.pulsar.guarding import check_alone, check_deduplicates, check_stays, guard
-from seqdedupe.log.pulsar.limits import Brokers, max_entry_bytes
-from seqdedupe.log.pulsar.opening import Opening
-from seqdedupe.log.pulsar.owner import ADDRESS, not_owner
-from seqdedupe.log.pulsar.places import Point
-from seqdedupe.log.pulsar.policies import Looks
-from seqdedupe.log.pulsar.schemas import schema_of
-from seqdedupe.log.pulsar.waiting import Connect, is_terminated, wait_until_free
-from seqdedupe.log.pulsar.writer import Settled, Writer, open_writer
+from seqdedupe.log.pulsar.owner import ADDRESS, Answers, Connect, evicting, is_terminated, not_owner, wait_until_free
+from seqdedupe.log.pulsar.places import Point, bytes_of_points, points_of_bytes
+from seqdedupe.log.pulsar.policies import (
+    Brokers,
+    Looks,
+    check_alone,
+    check_deduplicates,
+    check_stays,
+    guard,
+    max_entry_bytes,
+)
+from seqdedupe.log.pulsar.wholes import schema_of
+from seqdedupe.log.pulsar.writer import (
+    Opening,
+    Settled,
+    Writer,
+    check_fits,
+    open_writer,
+    records_of_batch,
+    records_of_control,
+)
 from seqdedupe.message_id import MessageId
 
 logger = logging.getLogger("seqdedupe.log")
@@ -106,7 +117,7 @@ class PulsarLog:
         place: bytes = b"",
     ) -> None:
         """`place` is that of a snapshot. Raises STORE_DAMAGED, NEWER_FORMAT for one that is none."""
-        points = place_bytes.decode(incarnation, place) if place else [Point.start(incarnation)]
+        points = points_of_bytes(incarnation, place) if place else [Point.start(incarnation)]
         self.incarnation = incarnation
         self.is_closed = False
         self._shared = shared
@@ -185,21 +196,21 @@ class PulsarLog:
     # Writing.
 
     def check(self, batch: bytes) -> None:
-        recording.check(self._settings, batch, self._max_entry_bytes)
+        check_fits(self._settings, batch, self._max_entry_bytes)
 
     def append(self, batch: bytes, rows: int, column_bytes: int) -> None:
         if (opening := self._open_now()).failed:
             return
         now_ms, part = self._now_ms(), Part(batch, rows, column_bytes)
         at = opening.owner, opening.next_number, opening.next_index, now_ms
-        opening.append(recording.of_batch(self._settings, *at, part, opening.max_entry_bytes), now_ms)
+        opening.append(records_of_batch(self._settings, *at, part, opening.max_entry_bytes), now_ms)
 
     def append_control(self, body: bytes) -> None:
         if (opening := self._open_now()).failed:
             return
         now_ms = self._now_ms()
         at = opening.owner, opening.next_number, opening.next_index, now_ms
-        opening.append(recording.of_control(self._settings, *at, body, opening.max_entry_bytes), now_ms)
+        opening.append(records_of_control(self._settings, *at, body, opening.max_entry_bytes), now_ms)
 
     def _open_now(self) -> Opening:
         if self._opening is None:
@@ -240,7 +251,7 @@ class PulsarLog:
                 raise error("LOG_REFUSED", why)
             self._writer = writer = await self._open_writer(hear)
             self._name_number = writer.name_number + 1
-            marker = entries.marker(self.incarnation, term, token, self._settings, self._end.next_index)
+            marker = entries.marker_message(self.incarnation, term, token, self._settings, self._end.next_index)
             writer.append([marker._replace(event_time_ms=self._now_ms())])
             receipt = await marked
             if not failed:
@@ -410,14 +421,14 @@ class PulsarLog:
     def place_at(self, next_index: int) -> bytes:
         places = self._content.places
         points, last = places.below(next_index), places.at(next_index - 1)
-        return place_bytes.encode(self.incarnation, points if last is points[-1] else [*points, last])
+        return bytes_of_points(self.incarnation, points if last is points[-1] else [*points, last])
 
     async def snapshot_is_durable(self, place: bytes) -> None:
         now_seconds = asyncio.get_running_loop().time()
         if not place or now_seconds < self._moves_at:
             return
         self._moves_at = now_seconds + MOVE_SECONDS
-        needed = place_bytes.decode(self.incarnation, place)[-1]
+        needed = points_of_bytes(self.incarnation, place)[-1]
         admin, subscription = self._shared.admin, self._shared.subscription
         if needed.message_id.entry_id >= 0:
             # Somebody may have deleted it.

@@ -16,7 +16,7 @@ from seqdedupe.entry_properties import (
 )
 from seqdedupe.errors import NotFoundError, SeqdedupeError, error
 from seqdedupe.log.contract import AS_USUAL, Layout, LogName
-from seqdedupe.log.pulsar import schemas, wholes
+from seqdedupe.log.pulsar import wholes
 from seqdedupe.log.pulsar.entries import EntryFormat, Settings
 from seqdedupe.log.pulsar.log import PulsarLog, Shared
 from seqdedupe.log.pulsar.owner import ADDRESS
@@ -75,7 +75,7 @@ class PulsarLogs:
                 hint="Add it to pulsar.namespaces, or name the topic in one of them.",
             )
         entry_format = EntryFormat(layout.entry_format or self._entry_format)
-        schema = schemas.parse(layout.schema) if layout.schema else None
+        schema = wholes.parse(layout.schema) if layout.schema else None
         if schema is not None and entry_format is not EntryFormat.PLAIN:
             why = f"{topic} cannot have a schema: its entries are {entry_format.value}, batches of the sidecar's own"
             raise error("INVALID_REQUEST", why, hint="Create it with the entry format plain, or without a schema.")

@@ -2,13 +2,174 @@
 
 import asyncio
 import logging
+import random
+import ssl
+import struct
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import suppress
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
+from seqdedupe.entry_properties import INCARNATION
 from seqdedupe.errors import ConfigurationError, SeqdedupeError, error
 from seqdedupe.log.pulsar.admin import Admin
+from seqdedupe.log.pulsar.entries import MAX_ENTRY_BYTES
+from seqdedupe.log.pulsar.wholes import is_going
+from seqdedupe.log.pulsar.writer import Opening, Writer
 from seqdedupe.names import namespace_of, whole_of
+
+# -- How large an entry may be: what a broker says when somebody connects, and the topic's own policy.
+#
+# Pulsar's client is told the first, and does not tell. So one connection asks, and goes no further.
+
+TIMEOUT_SECONDS = 10.0
+FRESH_SECONDS = 30.0
+"""The topics of a sidecar ask each minute, and a broker says the same to all."""
+_PORTS = {"pulsar": 6650, "pulsar+ssl": 6651}
+_MAX_ANSWER_BYTES = 64 * 1024
+_CONNECT, _CONNECTED, _ERROR = 2, 3, 14
+"""Types of commands. Each is in the field of that number."""
+_TYPE = 1
+_PROTOCOL_VERSION = 20
+_VARINT, _BYTES = 0, 2
+
+
+class Brokers:
+    """Those of a cluster: `service_url` has one host or several, `pulsar://one:6650,two:6650`."""
+
+    def __init__(
+        self, service_url: str, token: Callable[[], str] | None = None, tls: ssl.SSLContext | None = None
+    ) -> None:
+        """`token` is as in `AdminUrl`."""
+        self._service_url = service_url
+        self._token = token
+        self._tls = tls
+        self._asking = asyncio.Lock()
+        self._answer = MAX_ENTRY_BYTES
+        self._asked_at = -FRESH_SECONDS
+
+    async def max_entry_bytes(self) -> int:
+        """What a broker says that it takes at most. Who asks again soon gets the same answer.
+
+        Raises LOG_UNREADABLE, PULSAR_FORBIDS.
+        """
+        async with self._asking:
+            if time.monotonic() - self._asked_at >= FRESH_SECONDS:
+                self._answer = await self._first_answer()
+                self._asked_at = time.monotonic()
+            return self._answer
+
+    async def _first_answer(self) -> int:
+        """Of the first host that gives one."""
+        parts = urlsplit(self._service_url)
+        token = await asyncio.to_thread(self._token) if self._token is not None else ""
+        failure: SeqdedupeError | None = None
+        for host in parts.netloc.split(","):
+            try:
+                async with asyncio.timeout(TIMEOUT_SECONDS):
+                    return await self._ask(parts.scheme, host, token)
+            except (OSError, EOFError, ValueError, struct.error) as e:
+                failure = _unreadable(host, str(e) or type(e).__name__)
+        raise failure or _unreadable(self._service_url, "it names no host")
+
+    async def _ask(self, scheme: str, host: str, token: str) -> int:
+        place = urlsplit(f"//{host}")
+        tls = (self._tls or ssl.create_default_context()) if scheme == "pulsar+ssl" else None
+        reader, writer = await asyncio.open_connection(
+            place.hostname, place.port or _PORTS[scheme], ssl=tls, limit=_MAX_ANSWER_BYTES
+        )
+        try:
+            connect = _text(1, b"seqdedupe") + _number(4, _PROTOCOL_VERSION)
+            if token:
+                connect += _text(3, token.encode()) + _text(5, b"token")
+            command = _number(_TYPE, _CONNECT) + _text(_CONNECT, connect)
+            writer.write(struct.pack(">II", len(command) + 4, len(command)) + command)
+            _, size = struct.unpack(">II", await reader.readexactly(8))
+            if size > _MAX_ANSWER_BYTES:
+                raise ValueError(f"its answer has {size} bytes")
+            answer = dict(_fields(await reader.readexactly(size)))
+        finally:
+            writer.close()
+            with suppress(OSError):
+                await writer.wait_closed()
+        if answer.get(_TYPE) == _ERROR:
+            said = dict(_fields(_bytes(answer.get(_ERROR)))).get(3, b"")
+            raise error("PULSAR_FORBIDS", f"{host} refuses the connection: {_bytes(said).decode(errors='replace')}")
+        if answer.get(_TYPE) != _CONNECTED:
+            raise ValueError(f"it answers a connection with a command of type {answer.get(_TYPE)!r}")
+        limit = dict(_fields(_bytes(answer.get(_CONNECTED)))).get(3, MAX_ENTRY_BYTES)
+        return limit if isinstance(limit, int) and limit > 0 else MAX_ENTRY_BYTES
+
+
+async def max_entry_bytes(topic: str, admin: Admin, brokers: Brokers | None) -> int:
+    """The most that an entry of the topic may have: of its brokers' limit and the one of its policies, the lower one.
+
+    Raises what asking for either does.
+    """
+    own = await admin.policy(whole_of(topic) or topic, "maxMessageSize")
+    limits = [own] if isinstance(own, int) and own > 0 else []
+    limits.append(await brokers.max_entry_bytes() if brokers is not None else MAX_ENTRY_BYTES)
+    return min(limits)
+
+
+def _unreadable(where: str, why: str) -> SeqdedupeError:
+    return error("LOG_UNREADABLE", f"{where} does not say how large an entry may be: {why}")
+
+
+# Protobuf, as far as these commands have it.
+
+
+def _varint(value: int) -> bytes:
+    encoded = bytearray()
+    while value > 0x7F:
+        encoded.append(value & 0x7F | 0x80)
+        value >>= 7
+    encoded.append(value)
+    return bytes(encoded)
+
+
+def _number(field: int, value: int) -> bytes:
+    return _varint(field << 3 | _VARINT) + _varint(value)
+
+
+def _text(field: int, value: bytes) -> bytes:
+    return _varint(field << 3 | _BYTES) + _varint(len(value)) + value
+
+
+def _fields(raw: bytes) -> Iterator[tuple[int, int | bytes]]:
+    """Raises ValueError for what is no message of numbers and bytes."""
+    at = 0
+
+    def varint() -> int:
+        nonlocal at
+        value = shift = 0
+        while at < len(raw):
+            byte = raw[at]
+            at += 1
+            value |= (byte & 0x7F) << shift
+            shift += 7
+            if byte < 0x80:
+                return value
+        raise ValueError("its answer is cut off")
+
+    while at < len(raw):
+        field, kind = divmod(varint(), 8)
+        value = varint()
+        if kind == _VARINT:
+            yield field, value
+        elif kind == _BYTES and at + value <= len(raw):
+            yield field, raw[at : at + value]
+            at += value
+        else:
+            raise ValueError("its answer is not as Pulsar's")
+
+
+def _bytes(value: int | bytes | None) -> bytes:
+    if not isinstance(value, bytes):
+        raise ValueError("its answer is not as Pulsar's")
+    return value
+
 
 logger = logging.getLogger("seqdedupe.log")
 
@@ -230,4 +391,83 @@ def _not_in_force(topic: str) -> SeqdedupeError:
         "LOG_REFUSED",
         f"Pulsar's deduplication of {topic} is switched on, but not in force",
         hint="It should be within a second; see what the broker logs. It is tried again.",
+    )
+
+
+# -- What is looked at while a topic is owned: that nobody else writes to it or deletes it, and that it deduplicates.
+
+ALONE_SECONDS = 5.0
+"""Statistics follow a hand-over within a tenth of a second, unless the broker is in trouble."""
+LOOK_SECONDS = 60.0
+"""Between two looks at Pulsar's deduplication, and whether somebody deletes the topic."""
+CONNECTED_POLL_SECONDS = 0.25
+DISCONNECTED_SECONDS = 2.0
+"""After an unload the client connects again in a tenth of that; else it may wait for half a minute, and a new producer
+does not."""
+
+
+async def check_alone(topic: str, admin: Admin, producer_name: str) -> None:
+    """Raises NOT_OWNER if the topic's statistics do not show this producer, alone. That they do is no proof."""
+    until = asyncio.get_running_loop().time() + ALONE_SECONDS
+    while (names := {each.name for each in (await admin.stats(topic)).publishers}) != {producer_name}:
+        if asyncio.get_running_loop().time() >= until:
+            others = ", ".join(sorted(names - {producer_name})) or "nobody"
+            raise error("NOT_OWNER", f"{topic} was opened by {producer_name}, but its statistics show {others} there")
+        await asyncio.sleep(_POLL_SECONDS)
+
+
+async def check_deduplicates(topic: str, admin: Admin) -> None:
+    """Raises LOG_REFUSED if Pulsar's deduplication is not in force."""
+    if not (await admin.stats(topic)).deduplicates:
+        raise error("LOG_REFUSED", _not_deduplicated(topic))
+
+
+async def check_stays(topic: str, incarnation: int, admin: Admin) -> None:
+    """Raises NOT_OWNER if the topic is being deleted, by whomever, or made anew already: nobody takes it any more."""
+    properties = await admin.properties(topic)
+    if is_going(properties):
+        raise error("NOT_OWNER", f"{topic} is being deleted")
+    if (now := properties.get(INCARNATION, str(incarnation))) != str(incarnation):
+        raise error("NOT_OWNER", f"{topic} was deleted and made anew: it is {now}, not {incarnation}")
+
+
+async def guard(topic: str, admin: Admin, opening: Opening, look: Callable[[], Awaitable[str]]) -> None:
+    """Ends an opening when its producer is not connected any more, so that somebody else may have the topic, which one
+    that sends nothing would not notice; when somebody deletes the topic; or when Pulsar's deduplication is off.
+    `look` is called at the same intervals, and says why the opening should end, if it should.
+    """
+    opening.fail(await _why_lost(topic, admin, opening.writer, look))
+
+
+async def _why_lost(topic: str, admin: Admin, writer: Writer, look: Callable[[], Awaitable[str]]) -> str:
+    now = asyncio.get_running_loop().time
+    # Topics that were opened together are not looked at together.
+    connected_at, looked_at = now(), now() - LOOK_SECONDS * random.random() / 2
+    while True:
+        await asyncio.sleep(CONNECTED_POLL_SECONDS)
+        if writer.is_connected:
+            connected_at = now()
+        elif now() - connected_at >= DISCONNECTED_SECONDS:
+            return f"the producer of {topic} has lost its connection"
+        if now() - looked_at >= LOOK_SECONDS:
+            looked_at = now()
+            if why := await _why_not(topic, admin) or await look():
+                return why
+
+
+async def _why_not(topic: str, admin: Admin) -> str:
+    """Why nobody should own the topic any more; empty if there is no reason."""
+    # An admin URL that does not answer ends no owner.
+    with suppress(SeqdedupeError):
+        if is_going(await admin.properties(topic)):
+            return f"{topic} is being deleted"
+        if not (await admin.stats(topic)).deduplicates:
+            return _not_deduplicated(topic)
+    return ""
+
+
+def _not_deduplicated(topic: str) -> str:
+    return (
+        f"Pulsar's deduplication of {topic} is off, so that what its client sends again would be stored twice; switch "
+        f"it on: pulsar-admin topicPolicies set-deduplication --enable {topic}"
     )

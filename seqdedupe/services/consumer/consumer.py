@@ -18,8 +18,8 @@ from seqdedupe.client import TopicEnds
 from seqdedupe.client.blocking import Client
 from seqdedupe.client.blocking.loop import run as run_on_loop
 from seqdedupe.client.connection import NOT_A_SIDECAR, Backoff
-from seqdedupe.client.partitioned_reader import PartitionedPosition
-from seqdedupe.client.waiting import OnWaiting, logged
+from seqdedupe.client.reader import PartitionedPosition
+from seqdedupe.client.route import OnWaiting, logged
 from seqdedupe.databases.tables import make_tables
 from seqdedupe.errors import InvalidRequestError, SeqdedupeError, UnavailableError, error
 from seqdedupe.limits import MAX_NAME_BYTES
@@ -27,19 +27,22 @@ from seqdedupe.message_id import Position
 from seqdedupe.names import partition_name, topic_name
 from seqdedupe.services.consumer import database, ownership
 from seqdedupe.services.consumer.config import ConsumerConfig
+from seqdedupe.services.consumer.database import METADATA
 from seqdedupe.services.consumer.letters import DeadLetters, check_topic
 from seqdedupe.services.consumer.ownership import (
     NOBODY,
+    Arrivals,
     Held,
     Lost,
     Ownership,
     Seen,
+    Stop,
+    Stopped,
     check_transactions,
     is_there,
+    wait_for_any,
 )
 from seqdedupe.services.consumer.sharing import Part, Shares, row_name
-from seqdedupe.services.consumer.tables import METADATA
-from seqdedupe.services.consumer.waiting import Arrivals, Stop, Stopped, wait_for_any
 from seqdedupe.services.consumer.work import FIRST_AWAY_SECONDS, KEEP_UP_SECONDS, LONGEST_AWAY_SECONDS, Work
 from seqdedupe.services.standing_by import Stillness
 

@@ -13,13 +13,13 @@ from sqlalchemy import Engine, Row, delete, select, update
 
 from seqdedupe.client import Client, Publisher
 from seqdedupe.client.blocking.loop import event_loop
-from seqdedupe.client.waiting import OnWaiting
+from seqdedupe.client.route import OnWaiting
 from seqdedupe.errors import InvalidRequestError, error
 from seqdedupe.limits import MAX_DEDUPLICATION_ID_BYTES
 from seqdedupe.message_id import Position
 from seqdedupe.services.consumer import database, work
-from seqdedupe.services.consumer.tables import DEAD_LETTERS
-from seqdedupe.services.consumer.waiting import Stop
+from seqdedupe.services.consumer.database import DEAD_LETTERS
+from seqdedupe.services.consumer.ownership import Stop
 from seqdedupe.v1 import admin_pb2
 
 logger = logging.getLogger("seqdedupe.services")

@@ -8,9 +8,9 @@ from sqlalchemy import Connection, Engine, Row, Table, delete, insert, select, u
 
 from seqdedupe.errors import error
 from seqdedupe.limits import MAX_PARTITIONS
+from seqdedupe.services.consumer.database import CONSUMERS, DEAD_LETTERS, PARKED
 from seqdedupe.services.consumer.set_aside import SetAside, has_content, key_hash
 from seqdedupe.services.consumer.sharing import row_name
-from seqdedupe.services.consumer.tables import CONSUMERS, DEAD_LETTERS, PARKED
 
 
 def set_aside(engine: Engine, name: str, limit: int) -> list[tuple[str, Row[Any]]]:

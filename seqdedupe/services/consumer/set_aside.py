@@ -15,7 +15,7 @@ from seqdedupe.databases.failures import Fault, fault_of, told
 from seqdedupe.limits import LINK_LEFT_OUT, NO_EPOCH
 from seqdedupe.message_id import Position
 from seqdedupe.message_ids import MessageIds
-from seqdedupe.services.consumer.tables import DEAD_LETTERS, PARKED
+from seqdedupe.services.consumer.database import DEAD_LETTERS, PARKED
 
 BEHIND = "waits behind an earlier message of its key"
 """What stands as the error of such a message."""

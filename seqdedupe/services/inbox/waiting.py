@@ -1,9 +1,47 @@
 """What is parked, and for what it waits."""
 
+import json
+import time
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from sqlalchemy import BigInteger, Column, Engine, Index, MetaData, String, select
+
 from seqdedupe.client.stored import Message
+from seqdedupe.databases.tables import name_type, table, text_type
+from seqdedupe.services.consumer.database import content_columns
+from seqdedupe.services.consumer.set_aside import message_of
+
+# -- The tables of inboxes, in the user's database.
+
+METADATA = MetaData()
+
+KEYS = table(
+    "seqdedupe_inbox_keys",
+    METADATA,
+    Column("inbox", name_type(100), primary_key=True),
+    Column("name", name_type(), primary_key=True),
+    Column("version", BigInteger, nullable=False),
+    Column("dropped", BigInteger, nullable=False),
+    Column("locked", BigInteger, nullable=False),
+)
+"""A row for each key: the last version applied, and how many messages were dropped. `locked` changes whenever somebody
+decides about the key: an update holds off all others, also where a transaction reads from a snapshot."""
+
+PARKED = table(
+    "seqdedupe_inbox_parked",
+    METADATA,
+    Column("id", String(32), primary_key=True),
+    Column("inbox", name_type(100), nullable=False),
+    Column("waits_for_key", name_type(), nullable=False),
+    Column("waits_for_version", BigInteger, nullable=False),
+    Column("versions", text_type(), nullable=False),
+    Column("parked_ms", BigInteger, nullable=False),
+    *content_columns(),
+)
+"""A row for each message that came early: the versions that it is of its keys (JSON), and one that it waits for."""
+
+Index("seqdedupe_inbox_waits", PARKED.c.inbox, PARKED.c.waits_for_key, PARKED.c.waits_for_version)
 
 
 class Waiting(NamedTuple):
@@ -75,3 +113,26 @@ def _connected(edges: Sequence[Sequence[int]]) -> list[list[int]]:
                         on_stack.discard(part[-1])
                     parts.append(part)
     return parts
+
+
+# -- What people ask of what an inbox has parked, without its handler.
+
+
+def waiting(engine: Engine, name: str, longer_than_seconds: float = 0.0) -> list[Waiting]:
+    """What the inbox of this name has parked for so long, the longest first."""
+    with engine.begin() as connection:
+        mine = select(PARKED).where(PARKED.c.inbox == name).order_by(PARKED.c.parked_ms, PARKED.c.id)
+        rows = connection.execute(mine).all()
+        names = select(KEYS.c.name, KEYS.c.version).where(KEYS.c.inbox == name)
+        applied = {row.name: row.version for row in connection.execute(names)}
+    parked = []
+    for row in rows:
+        versions: dict[str, int] = json.loads(row.versions)
+        missing = {key: version - 1 for key, version in versions.items() if applied.get(key, -1) < version - 1}
+        parked.append((versions, missing))
+    now_ms = time.time_ns() // 1_000_000
+    found = [
+        Waiting(message_of(row), versions, missing, (now_ms - row.parked_ms) / 1000, row.error, is_in_cycle)
+        for row, (versions, missing), is_in_cycle in zip(rows, parked, in_cycles(parked), strict=True)
+    ]
+    return [one for one in found if one.seconds >= longer_than_seconds]

@@ -2,8 +2,7 @@
 
 from seqdedupe.services.outbox.add import Outbox
 from seqdedupe.services.outbox.ddl import ddl
-from seqdedupe.services.outbox.relay import Relay, run_relay
+from seqdedupe.services.outbox.relay import Counters, Relay, run_relay
 from seqdedupe.services.outbox.store import Lag
-from seqdedupe.services.outbox.work import Counters
 
 __all__ = ["Counters", "Lag", "Outbox", "Relay", "ddl", "run_relay"]

@@ -19,8 +19,8 @@ from seqdedupe.names import number_of, whole_of
 from seqdedupe.v1 import admin_pb2
 from seqdedupe_spark import stock
 from seqdedupe_spark.cluster.connection import Connection, connected
+from seqdedupe_spark.cluster.reading import last_readable
 from seqdedupe_spark.cluster.settings import Cluster
-from seqdedupe_spark.cluster.stock import last_readable
 from seqdedupe_spark.stock import STOCK, StockEnds
 
 AT_ONCE = 16

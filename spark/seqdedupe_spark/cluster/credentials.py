@@ -6,9 +6,9 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from seqdedupe.errors import SeqdedupeError, error
-from seqdedupe.log.pulsar.credentials import OAuth2, Token, from_file
+from seqdedupe.log.pulsar.client import OAuth2, Token, from_file
 from seqdedupe_spark.cluster.settings import Cluster
-from seqdedupe_spark.sidecar import path_of
+from seqdedupe_spark.session import path_of
 
 _PARAMS = "pulsar.client.authParams"
 _TOKEN = "token:"

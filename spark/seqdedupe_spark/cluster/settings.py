@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from seqdedupe_spark.sidecar import Sidecar
+from seqdedupe_spark.session import Sidecar
 
 AUTHENTICATIONS = ("AuthenticationToken", "AuthenticationOAuth2")
 """The simple names of those classes of Pulsar's Java client whose credentials are understood."""

@@ -9,7 +9,7 @@ from contextlib import aclosing
 from seqdedupe.client.connection import Backoff
 from seqdedupe.client.stored import StoredBatch
 from seqdedupe.errors import UnavailableError, error
-from seqdedupe.log.pulsar.ledgers import Ledgers
+from seqdedupe.log.pulsar.places import Ledgers
 from seqdedupe_spark.cluster.connection import MAX_QUEUE_ENTRIES, QUEUE_BYTES, Connection, connected
 from seqdedupe_spark.cluster.settings import Cluster
 from seqdedupe_spark.ranges import Range

@@ -23,11 +23,11 @@ from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe_spark.cluster.settings import Service
 from seqdedupe_spark.columns import column_of
-from seqdedupe_spark.failures import first_line, typed_failures
 from seqdedupe_spark.job.poison import FindMessageId, find_refused, names_a_row, naming
 from seqdedupe_spark.job.range_task import Output, Report, Step, all_done
+from seqdedupe_spark.ranges import packed
 from seqdedupe_spark.reading import message_id_at, read_range
-from seqdedupe_spark.sharing import packed
+from seqdedupe_spark.session import first_line, typed_failures
 from seqdedupe_spark.stores.contract import Advance
 
 DataFrameTransform = Callable[[DataFrame], DataFrame]

@@ -6,8 +6,8 @@ from seqdedupe.names import topic_name
 from seqdedupe_spark import places, planning, stock
 from seqdedupe_spark.cluster.settings import Service
 from seqdedupe_spark.job.positions import FIRST_START
-from seqdedupe_spark.losses import Ends, earliest, find_loss
 from seqdedupe_spark.options import Selection
+from seqdedupe_spark.planning import Ends, earliest, find_loss
 from seqdedupe_spark.stock import StockEnds
 from seqdedupe_spark.stores.contract import OutputStore, Stored, StoreFactory, check_name
 

@@ -19,8 +19,10 @@ from seqdedupe.message_id import MessageId, Position
 from seqdedupe_spark.cluster.settings import Service
 from seqdedupe_spark.columns import column_of, to_arrow
 from seqdedupe_spark.dedupe import Deduplicator
-from seqdedupe_spark.job.dead_letters import SUFFIX, DeadLetters, Key
 from seqdedupe_spark.job.poison import (
+    SUFFIX,
+    DeadLetters,
+    Key,
     find_refused,
     first_failing,
     makes_alone,

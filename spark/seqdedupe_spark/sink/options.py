@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from seqdedupe.client.connection import DEFAULT_ADDRESS
 from seqdedupe.names import topic_name
 from seqdedupe_spark.options import Given, address, flag, sidecar_of
-from seqdedupe_spark.sidecar import Sidecar
+from seqdedupe_spark.session import Sidecar
 
 NAMES = (
     "service.url",

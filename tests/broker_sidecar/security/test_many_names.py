@@ -11,7 +11,7 @@ import pytest
 from broker_sidecar import publish
 from broker_sidecar.publish import PublishService
 from broker_sidecar.security import permissions as permissions_module
-from broker_sidecar.security import rules, rules_file
+from broker_sidecar.security import rules
 from broker_sidecar.security.permissions import MAX_NAMES_TOLD, Denial, Permissions
 from broker_sidecar.security.rules import Granted
 from broker_sidecar.security.subject import OPERATOR, Subject, set_caller
@@ -61,7 +61,7 @@ ITS = [f"mallory/{k:06d}" for k in range(MAX_OPEN_NAMES)]
 class Served:
     """The service, in this process, on a log in memory."""
 
-    def __init__(self, store: Store, file: rules_file.RulesFile) -> None:
+    def __init__(self, store: Store, file: rules.RulesFile) -> None:
         self.denials: list[Denial] = []
         permissions = Permissions(file, self.denials.append)
         self.topics: Topics[Topic] = Topics(
@@ -86,7 +86,7 @@ class Served:
 async def served(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Served]:
     (tmp_path / "rules.toml").write_text(RULES + getattr(request, "param", ""))
     store = Store.open(tmp_path / "store")
-    served = Served(store, rules_file.read(tmp_path / "rules.toml"))
+    served = Served(store, rules.read_rules(tmp_path / "rules.toml"))
     await served.topics.open_all()
     await served.open(ALL, ["p"])
     yield served

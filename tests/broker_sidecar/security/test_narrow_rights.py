@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from broker_sidecar.cursors import RECORD_BYTES
-from broker_sidecar.security.shares import MAX_CURSORS_A_CALLER, MOVES_PER_SECOND, NO_LIMITS, Limits, Use
+from broker_sidecar.read import RECORD_BYTES
+from broker_sidecar.security.subject import MAX_CURSORS_A_CALLER, MOVES_PER_SECOND, NO_LIMITS, Limits, Use
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.format.headers import HEADER_BYTES
 from seqdedupe.message_id import MessageId, Position

@@ -10,7 +10,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from broker_sidecar.security.shares import NO_LIMITS, OF_NOBODY, Limits, Share, Shares, Use
+from broker_sidecar.security.subject import NO_LIMITS, OF_NOBODY, Limits, Share, Shares, Use
 from broker_sidecar.streams import UNKNOWN_PART
 from seqdedupe.errors import UnavailableError
 from seqdedupe.testing import Sidecar

@@ -17,7 +17,7 @@ import pytest
 from grpc_health.v1 import health_pb2
 
 from broker_sidecar.connections import LOOK_SECONDS, MAX_HALF_BYTES, UNREAD_BYTES
-from broker_sidecar.security.gate import KNOWN_AT_ONCE, UNKNOWN_WAITING
+from broker_sidecar.gate import KNOWN_AT_ONCE, UNKNOWN_WAITING
 from seqdedupe.client.blocking import Client
 from seqdedupe.client.credentials import Credentials
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar

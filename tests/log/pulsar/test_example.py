@@ -31,7 +31,7 @@ SENT = [
 def entries_of(
     term: int, history: list[Batch], index: int, *, is_packed: bool, version: int = VERSION
 ) -> list[Message]:
-    found = [marker(term, version=version), entries.control(owner(term), 1, index, b"", version=version)]
+    found = [marker(term, version=version), entries.control_message(owner(term), 1, index, b"", version=version)]
     for each in history:
         if is_packed:
             found.append(packed(term, len(found), index, each))

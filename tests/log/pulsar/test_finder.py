@@ -12,7 +12,7 @@ from seqdedupe.log.pulsar import entries
 from seqdedupe.log.pulsar import finder as module
 from seqdedupe.log.pulsar.entries import Entry, Message
 from seqdedupe.log.pulsar.finder import Finder, Known, last_of
-from seqdedupe.log.pulsar.ledgers import Ledger, Ledgers
+from seqdedupe.log.pulsar.places import Ledger, Ledgers
 from seqdedupe.log.pulsar.terms import Standing, Terms, Verdict
 from seqdedupe.message_id import MessageId, Position
 from tests.batches import batch
@@ -142,7 +142,7 @@ async def test_void_entries_at_the_end_do_not_count() -> None:
     assert (await Believing(stored).end()).standing.next_index == 900
 
 
-KNOWING = entries.marker(INCARNATION, 2, token(2), SETTINGS, 4)
+KNOWING = entries.marker_message(INCARNATION, 2, token(2), SETTINGS, 4)
 """Its writer did not know of the last message."""
 
 

@@ -7,9 +7,8 @@ import pytest
 
 from seqdedupe.errors import InvalidRequestError
 from seqdedupe.log.contract import Layout
-from seqdedupe.log.pulsar.admin import Admin
+from seqdedupe.log.pulsar.admin import Admin, AdminUrl
 from seqdedupe.log.pulsar.entries import EntryFormat
-from seqdedupe.log.pulsar.http import AdminUrl
 from seqdedupe.log.pulsar.logs import PulsarLogs
 from tests.log.pulsar.test_log import StandInHarness
 

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from seqdedupe.batch import Batch
 from seqdedupe.entry_properties import ENTRY, MESSAGE, PREFIX, USER
 from seqdedupe.errors import DamagedError, InvalidRequestError
-from seqdedupe.format.columns import PUBLISH_TIME_MS, ROWS
+from seqdedupe.format.layout import PUBLISH_TIME_MS, ROWS
 from seqdedupe.limits import LINK_LEFT_OUT
-from seqdedupe.log.pulsar.collecting import Collector
 from seqdedupe.log.pulsar.entries import MAX_ENTRY_BYTES, Message
+from seqdedupe.log.pulsar.reader import Collector
 from seqdedupe.log.pulsar.terms import Standing, Terms
 from tests.batches import batch
 from tests.log.pulsar.topics import all_rows, batches_in, collected, collector, ids_in, marker, owner, rows, stored

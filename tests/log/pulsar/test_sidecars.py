@@ -5,10 +5,8 @@ from typing import Any
 import pytest
 
 from seqdedupe.errors import InvalidRequestError, NotFoundError, UnavailableError, error
-from seqdedupe.log.pulsar.admin import Admin, Publisher, Subscription, TopicStats
-from seqdedupe.log.pulsar.http import AdminUrl
-from seqdedupe.log.pulsar.owner import not_owner
-from seqdedupe.log.pulsar.sidecars import forget, sidecars
+from seqdedupe.log.pulsar.admin import Admin, AdminUrl, Publisher, Subscription, TopicStats
+from seqdedupe.log.pulsar.owner import forget, not_owner, sidecars
 
 NAMESPACES = ("a/b", "a/c")
 

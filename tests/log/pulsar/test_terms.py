@@ -262,7 +262,7 @@ def test_a_reader_that_begins_after_the_last_valid_entry_comes_to_the_same() -> 
 def test_a_marker_that_knows_of_more_proves_that_it_was_no_hole() -> None:
     terms = with_first()
     assert at(terms, message_of(2, 4, 3), 7, 3) is Verdict.VOID
-    knowing = entries.marker(INCARNATION, 3, token(3), SETTINGS, 4)
+    knowing = entries.marker_message(INCARNATION, 3, token(3), SETTINGS, 4)
     with pytest.raises(DamagedError, match="LOG_GAP"):
         at(terms, knowing, 7, 4)
 
@@ -326,7 +326,7 @@ def test_what_is_missing_is_a_gap(missing: Message) -> None:
 
 
 def test_a_log_without_its_beginning_is_a_gap() -> None:
-    for message in (NEXT, packed(2, 3, 2, batch([("p", 1)])), entries.control(owner(2), 1, 0, b"")):
+    for message in (NEXT, packed(2, 3, 2, batch([("p", 1)])), entries.control_message(owner(2), 1, 0, b"")):
         assert refused(reading(), message) == "LOG_GAP"
 
 
@@ -385,7 +385,7 @@ def test_others_are_counted_and_passed_over() -> None:
 
 
 def test_a_repeat_is_the_same_or_damage() -> None:
-    control = entries.control(owner(2), 3, 2, b"control")
+    control = entries.control_message(owner(2), 3, 2, b"control")
     written = (*FIRST, control, packed(2, 4, 2, batch([("p", 8)])))
     terms = reading(*written)
     for message in (*written, *written):
@@ -404,7 +404,7 @@ def test_a_repeat_is_the_same_or_damage() -> None:
 def test_how_far_back_repeats_are_compared() -> None:
     terms = Terms(Standing(owner(1), 1000, 0))
     assert judge(terms, marker(2)) is Verdict.VALID
-    sent = [entries.control(owner(2), number, 0, b"%d" % number) for number in range(1, REMEMBERED_ENTRIES + 1)]
+    sent = [entries.control_message(owner(2), number, 0, b"%d" % number) for number in range(1, REMEMBERED_ENTRIES + 1)]
     for message in sent:
         assert judge(terms, message) is Verdict.VALID
     assert judge(terms, sent[0]) is Verdict.REPEAT

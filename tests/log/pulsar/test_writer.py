@@ -11,8 +11,7 @@ import pytest
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.log.pulsar import writer as writers
 from seqdedupe.log.pulsar.entries import Message
-from seqdedupe.log.pulsar.unsettled import Confirmed
-from seqdedupe.log.pulsar.writer import COUNTER_BITS, PRODUCER_NAMES, Settled, Writer, open_writer
+from seqdedupe.log.pulsar.writer import COUNTER_BITS, PRODUCER_NAMES, Confirmed, Settled, Writer, open_writer
 from seqdedupe.message_id import MessageId
 from seqdedupe.testing import LAST_RESORT_SECONDS
 

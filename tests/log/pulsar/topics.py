@@ -9,9 +9,9 @@ from seqdedupe.entry_properties import VERSION, Owner
 from seqdedupe.format.headers import ownership_of
 from seqdedupe.format.records import body_of
 from seqdedupe.log.contract import Entries
-from seqdedupe.log.pulsar import entries, plain
-from seqdedupe.log.pulsar.collecting import Collector
+from seqdedupe.log.pulsar import entries
 from seqdedupe.log.pulsar.entries import Entry, EntryFormat, Message, Settings
+from seqdedupe.log.pulsar.reader import Collector
 from seqdedupe.log.pulsar.terms import Standing, Terms
 from seqdedupe.message_id import MessageId
 
@@ -28,7 +28,7 @@ def owner(term: int, whose: str = "") -> Owner:
 
 
 def marker(term: int, whose: str = "", version: int = VERSION) -> Message:
-    return entries.marker(INCARNATION, term, token(term, whose), SETTINGS._replace(version=version))
+    return entries.marker_message(INCARNATION, term, token(term, whose), SETTINGS._replace(version=version))
 
 
 def stock(payload: bytes = b"hello") -> Message:
@@ -45,11 +45,11 @@ def stored(messages: Iterable[Message], ledger_id: int = 10, first_entry: int = 
 
 
 def rows(term: int, number: int, index: int, batch: Batch, whose: str = "", version: int = VERSION) -> list[Message]:
-    return list(plain.messages_of(owner(term, whose), number, index, batch.encode(), version=version))
+    return list(entries.messages_of_part(owner(term, whose), number, index, batch.encode(), version=version))
 
 
 def packed(term: int, number: int, index: int, batch: Batch, now_ms: int = 1000) -> Message:
-    return entries.packed(owner(term), number, index, now_ms, entries.encoded(batch))
+    return entries.packed_message(owner(term), number, index, now_ms, entries.encoded_part(batch))
 
 
 def collector() -> Collector:

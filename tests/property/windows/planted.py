@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 
 from seqdedupe.core import id_table
-from seqdedupe.core.id_older import Older
 from seqdedupe.core.id_runs import Run, add_to_filter, entries_in
 from seqdedupe.core.id_slots import Slots
 from seqdedupe.core.id_table import NOWHERE, ROWS
-from seqdedupe.core.id_window import IdWindow
+from seqdedupe.core.id_window import IdWindow, Older
 from seqdedupe.store import id_runs as stored_runs
 from seqdedupe.store import ids
 from seqdedupe.store.snapshots import Snapshots

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from seqdedupe.core.id_older import Older
+from seqdedupe.core.id_window import Older
 from seqdedupe.core.rule import DUP, NOT_DUP, UNKNOWN
 from seqdedupe.topic.answers import Receipt, Refusal
 from seqdedupe.topic.publishing import Topic

@@ -6,11 +6,11 @@ from contextlib import suppress
 from dataclasses import replace
 from random import Random
 
-from seqdedupe.core import id_newer
+from seqdedupe.core import id_slots
 from seqdedupe.core.moment import Moment
 from seqdedupe.errors import UnavailableError
 from seqdedupe.log.contract import Log
-from seqdedupe.store.records import IDS, MAX_NUMBER, RUN, part_key, part_number
+from seqdedupe.store.parts import IDS, MAX_NUMBER, RUN, part_key, part_number
 from seqdedupe.store.snapshots import Snapshots
 from seqdedupe.topic.answers import Receipt, Refusal
 from seqdedupe.topic.frame import NumbersCache
@@ -98,7 +98,7 @@ class WindowWorld:
         self.loop = StepLoop(with_threads=False)  # type: ignore[abstract]  # abstract in its types only
         asyncio._set_running_loop(self.loop)
         # Pieces that another process has left are cut otherwise.
-        id_newer.PIECE_BYTES = self.random.choice((30, 60, 600))  # type: ignore[attr-defined]
+        id_slots.PIECE_BYTES = self.random.choice((30, 60, 600))  # type: ignore[attr-defined]
         behind = self.random.choice((0, 0.1, 0.3))
         self.store.is_behind = lambda: self.random.random() < behind  # type: ignore[method-assign]
         self.memory = WindowMemory(self.memory_bytes)

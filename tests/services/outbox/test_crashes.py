@@ -167,7 +167,7 @@ async def test_a_relay_that_does_not_compare_loses_rows_after_a_restore(
     async def all_there(client: Client, topic: str, name: str, page: Page, **_: object) -> outbox_steps.Found:
         return outbox_steps.Found(np.arange(len(page)), np.zeros(0, np.int64))
 
-    monkeypatch.setattr("seqdedupe.services.outbox.work.find", all_there)
+    monkeypatch.setattr("seqdedupe.services.outbox.relay.find", all_there)
     database = Database(server.url)
     await asyncio.to_thread(server.save)
     _add(database, b"lost history")

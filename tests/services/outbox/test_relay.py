@@ -444,7 +444,7 @@ async def test_a_long_transaction_shows_as_lag(
         Outbox(elsewhere).add("order", "7", "OrderPlaced", b"first")
         postgres.add(b"second")
         with monkeypatch.context() as hurried:
-            hurried.setattr("seqdedupe.services.outbox.work.ONCE_SECONDS", 0.0)
+            hurried.setattr("seqdedupe.services.outbox.relay.ONCE_SECONDS", 0.0)
             assert (await relay_all(shared_sidecar, postgres, topic)).published == 0
         async with Client(shared_sidecar.address) as client:
             one = Relay(client, postgres.url, topic, NAME)
