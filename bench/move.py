@@ -27,8 +27,7 @@ from seqdedupe import wire
 from seqdedupe.batch import Batch, Binary, single_producer, without_producers
 from seqdedupe.client.blocking import Client
 from seqdedupe.testing import Sidecar
-from seqdedupe.topic.answers import Receipt, Refusal
-from seqdedupe.topic.frame import NumbersCache
+from seqdedupe.topic.frame import NumbersCache, Receipt, Refusal
 from seqdedupe.topic.policy import Policy
 from seqdedupe.v1 import publish_pb2
 

@@ -25,10 +25,9 @@ from pulsar_broker.distribution import get
 from pulsar_broker.standalone import Broker
 from seqdedupe.batch import Binary, single_producer
 from seqdedupe.log.pulsar.admin import Admin, AdminUrl
-from seqdedupe.topic.answers import Receipt, Refusal
-from seqdedupe.topic.frame import NumbersCache
+from seqdedupe.topic.base import State
+from seqdedupe.topic.frame import NumbersCache, Receipt, Refusal
 from seqdedupe.topic.opening import open_sessions
-from seqdedupe.topic.state import State
 
 TAIL = 200_000
 ROWS = 1_000

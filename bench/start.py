@@ -14,8 +14,7 @@ from broker_sidecar.config import Config
 from broker_sidecar.data import Data
 from seqdedupe.batch import Binary, single_producer
 from seqdedupe.testing import Sidecar
-from seqdedupe.topic.answers import Receipt, Refusal
-from seqdedupe.topic.frame import NumbersCache
+from seqdedupe.topic.frame import NumbersCache, Receipt, Refusal
 from seqdedupe.topic.opening import open_sessions
 
 PRODUCERS = 1_000_000

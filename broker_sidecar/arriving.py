@@ -33,13 +33,12 @@ from seqdedupe.store import parts
 from seqdedupe.store.db import Store
 from seqdedupe.store.incoming import IncomingSnapshot
 from seqdedupe.store.topics import TopicRecord, TopicState
+from seqdedupe.topic.base import State
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.kind import TopicKind
-from seqdedupe.topic.publishing import Topic
-from seqdedupe.topic.retry import again_until
-from seqdedupe.topic.shielded import shielded
-from seqdedupe.topic.state import State
 from seqdedupe.topic.stored import Stored
+from seqdedupe.topic.tasks import again_until, shielded
+from seqdedupe.topic.topic import Topic
 from seqdedupe.v1 import admin_pb2
 
 # -- A topic that comes from another sidecar: what has come of it, until it is a topic of this one, or nothing is

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from broker_sidecar import rpc
-from seqdedupe.topic.counters import Counters
+from seqdedupe.topic.base import Counters
 from seqdedupe.topic.directory import Topics
 from seqdedupe.v1 import admin_pb2
 

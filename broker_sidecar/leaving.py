@@ -31,13 +31,13 @@ from seqdedupe.store.incoming import row_bytes
 from seqdedupe.store.parts import FORMAT_VERSION, snapshot_range
 from seqdedupe.store.snapshots import Snapshots
 from seqdedupe.store.topics import TopicRecord
+from seqdedupe.topic.base import State
 from seqdedupe.topic.closed import Closed
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.finding import find
 from seqdedupe.topic.imported_window import ImportedWindow
-from seqdedupe.topic.publishing import Topic
-from seqdedupe.topic.retry import again_until
-from seqdedupe.topic.state import State
+from seqdedupe.topic.tasks import again_until
+from seqdedupe.topic.topic import Topic
 from seqdedupe.v1 import admin_pb2
 
 # -- What another sidecar is given of a topic: its log, most of it while the topic serves, and a snapshot.
@@ -101,7 +101,7 @@ class Giving:
         """Log and snapshot, until the other one has read that, and little of the log is left. Raises MOVE_FAILED if
         that grows faster than it is copied."""
         await self._catch_up(topic)
-        await topic.snapshot()
+        await topic.keeper.snapshot()
         self._imported = topic.policy.imported
         rows = self._store.scan(*snapshot_range(self._record.incarnation))
         pieces = _pieces(row_bytes(key, value) for key, value in rows)

@@ -16,7 +16,7 @@ from seqdedupe.names import namespace_of, topic_name, whole_of
 from seqdedupe.store.db import Store
 from seqdedupe.store.topics import TopicRecord
 from seqdedupe.topic import listing
-from seqdedupe.topic.base import TopicBase
+from seqdedupe.topic.base import State, TopicBase
 from seqdedupe.topic.closed import Closed
 from seqdedupe.topic.kind import TopicKind
 from seqdedupe.topic.lives import Lives
@@ -26,9 +26,7 @@ from seqdedupe.topic.ownership import Ownership
 from seqdedupe.topic.partitions import Partitions
 from seqdedupe.topic.policy import Applied, Policy
 from seqdedupe.topic.records import Records
-from seqdedupe.topic.retry import again_until
-from seqdedupe.topic.shielded import shielded
-from seqdedupe.topic.state import State
+from seqdedupe.topic.tasks import again_until, shielded
 from seqdedupe.topic.waiting import Waiting
 
 logger = logging.getLogger("seqdedupe.topics")
@@ -170,7 +168,7 @@ class Topics(Generic[T]):
         await asyncio.gather(*(topic.recover() for topic in opened))
         if self.rebuild_store:
             # So that the next start needs no rebuilding.
-            await asyncio.gather(*(topic.snapshot_in_background() for topic in opened))
+            await asyncio.gather(*(topic.keeper.snapshot_in_background() for topic in opened))
         self.in_background(self.waiting.open_all())
 
     async def drain(self) -> None:

@@ -7,11 +7,10 @@ from typing import Any
 
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.store.snapshots import Loaded
-from seqdedupe.topic.base import TopicBase
+from seqdedupe.topic.base import State, TopicBase
 from seqdedupe.topic.closed import Closed
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.renewing import renew
-from seqdedupe.topic.state import State
 
 logger = logging.getLogger("seqdedupe.topics")
 

@@ -4,11 +4,10 @@ from collections.abc import Collection
 from typing import TypeVar
 
 from seqdedupe.names import topic_name
-from seqdedupe.topic.base import TopicBase
+from seqdedupe.topic.base import State, TopicBase
 from seqdedupe.topic.closed import Closed
 from seqdedupe.topic.directory import Topics
-from seqdedupe.topic.shielded import shielded
-from seqdedupe.topic.state import State
+from seqdedupe.topic.tasks import shielded
 
 T = TypeVar("T", bound=TopicBase)
 

@@ -11,9 +11,9 @@ from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.log.contract import LogName
 from seqdedupe.names import topic_name, whole_of
 from seqdedupe.store.topics import TopicRecord, TopicState
+from seqdedupe.topic.base import State
 from seqdedupe.topic.closed import Closed
-from seqdedupe.topic.shielded import shielded
-from seqdedupe.topic.state import State
+from seqdedupe.topic.tasks import shielded
 
 if TYPE_CHECKING:
     from seqdedupe.topic.directory import Topics

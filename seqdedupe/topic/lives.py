@@ -16,14 +16,13 @@ from seqdedupe.names import whole_of
 from seqdedupe.shards import shard_of
 from seqdedupe.store.db import Store
 from seqdedupe.store.topics import LogKind, TopicRecord, TopicState
-from seqdedupe.topic.base import TopicBase
+from seqdedupe.topic.base import State, TopicBase
 from seqdedupe.topic.closed import Closed
 from seqdedupe.topic.kind import TopicKind
 from seqdedupe.topic.policy import Applied, Policy
 from seqdedupe.topic.records import Records
-from seqdedupe.topic.retry import again_until
-from seqdedupe.topic.state import State
 from seqdedupe.topic.stored import Stored
+from seqdedupe.topic.tasks import again_until
 
 logger = logging.getLogger("seqdedupe.topics")
 

@@ -19,7 +19,7 @@ from seqdedupe.topic.base import TopicBase
 from seqdedupe.topic.closed import Closed
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.policy import GapPolicy, Policy
-from seqdedupe.topic.shielded import shielded
+from seqdedupe.topic.tasks import shielded
 
 T = TypeVar("T", bound=TopicBase)
 

@@ -11,12 +11,10 @@ from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.names import topic_name
 from seqdedupe.store.snapshots import Loaded, Snapshots
 from seqdedupe.store.topics import LogKind, TopicRecord, TopicState
-from seqdedupe.topic.base import TopicBase
+from seqdedupe.topic.base import State, TopicBase
 from seqdedupe.topic.closed import Closed
 from seqdedupe.topic.directory import Topics
-from seqdedupe.topic.retry import again_until
-from seqdedupe.topic.shielded import shielded
-from seqdedupe.topic.state import State
+from seqdedupe.topic.tasks import again_until, shielded
 
 T = TypeVar("T", bound=TopicBase)
 
@@ -159,7 +157,7 @@ async def _is_saved(topics: Topics[T], topic: T) -> bool:
         # What it was opened from is durable, and what comes later is the owner's to say.
         return True
     try:
-        await topic.snapshot()
+        await topic.keeper.snapshot()
     except SeqdedupeError:
         return False
     topics.lives.rebuilt.discard(topic.incarnation)

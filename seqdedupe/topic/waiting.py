@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from seqdedupe.errors import error
 from seqdedupe.store.topics import LogKind, TopicRecord
+from seqdedupe.topic.base import State
 from seqdedupe.topic.closed import Closed
-from seqdedupe.topic.shielded import shielded
-from seqdedupe.topic.state import State
+from seqdedupe.topic.tasks import shielded
 
 if TYPE_CHECKING:
     from seqdedupe.topic.directory import Topics

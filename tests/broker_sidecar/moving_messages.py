@@ -10,7 +10,7 @@ import pytest
 from broker_sidecar.leaving import Giving
 from seqdedupe.client import Client, Verdict
 from seqdedupe.store.parts import snapshot_range
-from seqdedupe.topic.publishing import Topic
+from seqdedupe.topic.topic import Topic
 from seqdedupe.v1 import admin_pb2
 from tests.broker_sidecar.moving_pair import LIMIT_SECONDS, TOPIC, One, Pair
 

@@ -19,7 +19,7 @@ from seqdedupe.client import Client
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.log.embedded.logs import EmbeddedLogs
 from seqdedupe.testing import LAST_RESORT_SECONDS
-from seqdedupe.topic.state import State
+from seqdedupe.topic.base import State
 
 TOPIC = "persistent://public/default/moved"
 LIMIT_SECONDS = LAST_RESORT_SECONDS

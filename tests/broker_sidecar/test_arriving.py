@@ -33,8 +33,9 @@ from seqdedupe.log.embedded.moved import ARRIVING, MOVE_BYTES, RECEIVER_BYTES, A
 from seqdedupe.message_id import Position
 from seqdedupe.store import parts, rocksdb
 from seqdedupe.store.incoming import IncomingSnapshot, row_bytes
-from seqdedupe.topic.publishing import Topic
+from seqdedupe.topic.keeper import Keeper
 from seqdedupe.topic.stored import Stored
+from seqdedupe.topic.topic import Topic
 from seqdedupe.v1 import admin_pb2
 from seqdedupe.v1.admin_pb2_grpc import AdminServiceStub
 from tests.broker_sidecar.moving_messages import rows_in_store
@@ -391,7 +392,7 @@ FAILURES: dict[str, Callable[[pytest.MonkeyPatch, Pair], None]] = {
     "the new store at the end": in_store("put_topics", 2),
     "the new log's opening": in_opening,
     "the old disk": lambda m, two: m.setattr(moved, "leave", full),
-    "the old store's snapshot": lambda m, two: m.setattr(Topic, "snapshot", at_await(Topic.snapshot, 1, lost)),
+    "the old store's snapshot": lambda m, two: m.setattr(Keeper, "snapshot", at_await(Keeper.snapshot, 1, lost)),
     "the old log's reading": lambda m, two: m.setattr(leaving, "_read", full),
     "a defect": lambda m, two: m.setattr(leaving, "_read", lambda *_: 1 // 0),
     "a defect at the end": lambda m, two: m.setattr(Giving, "end", lambda *_: 1 // 0),
@@ -568,14 +569,14 @@ async def test_a_store_that_is_behind_is_waited_for(two: Pair, monkeypatch: pyte
 
 async def test_one_that_somebody_else_holds_stays_held(two: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     why = error("STORE_UNAVAILABLE", "planted")
-    snapshot = Topic.snapshot
+    snapshot = Keeper.snapshot
 
-    async def held(self: Topic) -> None:
+    async def held(self: Keeper) -> None:
         await snapshot(self)
-        self.hold(why)
+        self._topic.hold(why)  # type: ignore[attr-defined]
 
     with monkeypatch.context() as m:
-        m.setattr(Topic, "snapshot", held)
+        m.setattr(Keeper, "snapshot", held)
         assert await reason_of(two.old.client.admin.move_topic(TOPIC, two.new.address)) == "MOVE_FAILED"
     assert not two.old.serves()
     two.old.topics.live[TOPIC].release(why)
@@ -600,7 +601,7 @@ async def test_the_log_fails_while_the_topic_is_held(two: Pair, monkeypatch: pyt
     async def failing(self: Giving, topic: Topic) -> None:
         await rest(self, topic)
         # What becomes of it is found out, in another term.
-        topic._log_failed(Failure.UNKNOWN, "planted")
+        topic.owner.log_failed(Failure.UNKNOWN, "planted")
         await until(lambda: topic.state.name == "SERVING" and topic.term > 1)
 
     monkeypatch.setattr(Giving, "copy_rest", failing)

@@ -56,7 +56,7 @@ async def fill(directory: Path) -> None:
         for name in NAMES:
             for k in range(3):
                 await data.publish(name, [("p", 2 * k), ("p", 2 * k + 1)], [b"%d" % k * 100, name.encode()])
-        await data.topics.get(NAMES[0]).snapshot()
+        await data.topics.get(NAMES[0]).keeper.snapshot()
     store = Store.open(directory / "store")
     await store.put_namespace_policy(NAMESPACE, POLICY)
     store.close()

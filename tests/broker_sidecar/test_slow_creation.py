@@ -13,8 +13,8 @@ from broker_sidecar.data import Data
 from seqdedupe.errors import InvalidRequestError, UnavailableError
 from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe.topic import partitioned
+from seqdedupe.topic.base import State
 from seqdedupe.topic.policy import Policy
-from seqdedupe.topic.state import State
 
 
 @pytest.mark.parametrize("partitions", [0, 2])

@@ -8,8 +8,8 @@ from seqdedupe.errors import UnavailableError
 from seqdedupe.log.pulsar import content, policies, wholes
 from seqdedupe.log.pulsar.admin import Admin
 from seqdedupe.topic import partitioned
+from seqdedupe.topic.base import State
 from seqdedupe.topic.policy import Policy
-from seqdedupe.topic.state import State
 from tests.pulsar.members import MakeMember, Member
 from tests.pulsar.owners import Cluster, until
 
@@ -178,7 +178,7 @@ async def test_who_did_not_look_meanwhile_follows_the_new_one(
     first = await made_anew(one, other, name, partitions, cluster, namespace)
     old = other.topics.live[first]
     with pytest.raises(UnavailableError, match="NOT_OWNER"):
-        await other.run(old.take())
+        await other.run(old.owner.take())
     assert "made anew" in old.why
     await other.look()
     new = await other.take(first)
@@ -202,5 +202,5 @@ async def test_without_looking_at_the_incarnation_it_is_damaged(
     await made_anew(one, other, name, 0, cluster, namespace)
     old = other.topics.live[name]
     with pytest.raises(UnavailableError):
-        await other.run(old.take())
+        await other.run(old.owner.take())
     await until(lambda: old.state is State.DAMAGED)

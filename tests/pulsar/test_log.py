@@ -18,7 +18,7 @@ from seqdedupe.log.pulsar.log import PulsarLog, Shared
 from seqdedupe.log.pulsar.logs import PulsarLogs
 from seqdedupe.log.pulsar.policies import Brokers
 from seqdedupe.names import namespace_of
-from seqdedupe.topic.state import State
+from seqdedupe.topic.base import State
 from tests.log.conformance import LogConformance, LogHarness, replayed
 from tests.log.conformance import Owner as OwnerOfLog
 from tests.pulsar.members import MakeMember

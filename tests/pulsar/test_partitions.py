@@ -15,8 +15,8 @@ from seqdedupe.log.pulsar.wholes import Whole
 from seqdedupe.names import partition_name
 from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe.topic import partitioned
+from seqdedupe.topic.base import State
 from seqdedupe.topic.policy import Policy
-from seqdedupe.topic.state import State
 from tests.pulsar.members import Kill, MakeMember, Member, reason_of
 from tests.pulsar.owners import Cluster, quiet, until
 

@@ -13,12 +13,12 @@ from seqdedupe.store.db import Store
 from seqdedupe.store.topics import LogKind
 from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe.topic import finding, partitioned
+from seqdedupe.topic.base import State
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.looking import Looking
 from seqdedupe.topic.policy import Policy
 from seqdedupe.topic.published import PublishedTopics
-from seqdedupe.topic.publishing import Topic
-from seqdedupe.topic.state import State
+from seqdedupe.topic.topic import Topic
 from tests.log.faulty import FaultyLog, Storage
 from tests.topic.logs import MemoryLogs
 from tests.topic.publisher import Publisher, stored
@@ -176,7 +176,7 @@ async def test_a_topic_whose_log_somebody_has_deleted_in_the_cluster_can_be_dele
     for name in (NAME, "damaged"):
         topic = await one.topics.create(name)
         await Publisher("p", lambda topic=topic: [topic]).publish(30)  # type: ignore[misc]
-        await topic.snapshot()
+        await topic.keeper.snapshot()
     gone, damaged = one.topics.records[NAME].incarnation, one.topics.get("damaged").incarnation
     await one.stop()
     del one.logs.storages[gone]
@@ -259,7 +259,7 @@ async def test_a_topic_that_others_have_made_anew_is_followed(
     old = [topic for topic in other.topics.live.values() if isinstance(topic.log, FaultyLog)]
     for topic in old if is_owner else []:
         # Nobody hears of it.
-        await topic.hand_over("", LIMIT_SECONDS)
+        await topic.owner.hand_over("", LIMIT_SECONDS)
     await delete(one)
     names = await make(one, after)
     await Publisher("p", lambda: [one.topics.get(names[0])]).publish(2)
@@ -271,9 +271,9 @@ async def test_a_topic_that_others_have_made_anew_is_followed(
     assert all(topic.has_successor and topic.state is State.DRAINING for topic in old)
     # What the old one had is not the new one's.
     for name in names:
-        await one.topics.live[name].hand_over("", LIMIT_SECONDS)
+        await one.topics.live[name].owner.hand_over("", LIMIT_SECONDS)
         topic = await finding.find(other.topics, name)
-        await topic.take()
+        await topic.owner.take()
         assert await stored(topic) == ({"p": [0, 1]} if name == names[0] else {})
     await other.stop()
     await other.start()

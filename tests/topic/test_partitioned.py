@@ -13,9 +13,9 @@ from seqdedupe.names import partition_name
 from seqdedupe.store.db import Store
 from seqdedupe.store.topics import TopicRecord
 from seqdedupe.topic import partitioned
+from seqdedupe.topic.base import State
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.policy import GapPolicy, Policy
-from seqdedupe.topic.state import State
 from tests.topic.test_directory import TURNS, Process, cancelled_after
 
 WHOLE = "persistent://public/default/w"

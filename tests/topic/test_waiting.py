@@ -12,14 +12,13 @@ from seqdedupe.errors import DamagedError, InvalidRequestError, SeqdedupeError, 
 from seqdedupe.names import partition_name
 from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe.topic import partitioned, waiting
-from seqdedupe.topic.answers import Receipt
+from seqdedupe.topic.base import State
 from seqdedupe.topic.closed import Closed
 from seqdedupe.topic.finding import delete, find, find_or_create
-from seqdedupe.topic.frame import NumbersCache
+from seqdedupe.topic.frame import NumbersCache, Receipt
 from seqdedupe.topic.opening import open_sessions
 from seqdedupe.topic.policy import Policy
 from seqdedupe.topic.renewing import renew
-from seqdedupe.topic.state import State
 from tests.batches import batch
 from tests.topic.logs import MemoryLogs
 from tests.topic.test_directory import Process
@@ -302,4 +301,4 @@ async def test_a_store_that_is_made_anew_waits_for_all(process: Counted, tmp_pat
     await process.topics.open_all()
     await process.topics.recover_all()
     assert process.opened == dict.fromkeys(NAMES, 1)
-    assert {topic.snapshot_index for topic in process.topics.live.values()} == {1}
+    assert {topic.keeper.snapshot_index for topic in process.topics.live.values()} == {1}
