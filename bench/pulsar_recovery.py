@@ -61,7 +61,7 @@ async def _fill(config: Config) -> None:
     data = Data(config, lambda name, state: None)
     topic = await data.all_topics.create(setup.TOPIC)
     opened = await open_sessions(topic, ["p"], None)
-    await topic.snapshot()
+    await topic.keeper.snapshot()
     payloads, base = Binary.of_all([b"x" * 100] * ROWS), np.arange(ROWS, dtype=np.int64)
 
     def reply(answer: Receipt | Refusal) -> None:

@@ -189,8 +189,8 @@ class AdminService:
     async def _snapshot(self, request: admin_pb2.SnapshotRequest) -> admin_pb2.SnapshotResponse:
         topic = await find(self._topics, request.topic)
         topic.check_serving()
-        await topic.snapshot()
-        return admin_pb2.SnapshotResponse(position=(await topic.position_before(topic.snapshot_index)).to_proto())
+        await topic.keeper.snapshot()
+        return admin_pb2.SnapshotResponse(position=(await topic.position_before(topic.keeper.snapshot_index)).to_proto())
 
     async def _version(self, request: admin_pb2.GetVersionRequest) -> admin_pb2.GetVersionResponse:
         return admin_pb2.GetVersionResponse(
