@@ -114,7 +114,7 @@ class AdminService:
         policy = replace(policy, route=route_of(request))
         layout = layout_of(request, self._topics.kind.log)
         partitions = max(1, request.partitions)
-        self._permissions.check_creates(topic_name(request.topic), self._topics.taken_names(), partitions)
+        self._permissions.check_creates(topic_name(request.topic), self._topics.registry.names(), partitions)
         topics, name = self._topics, request.topic
         if request.partitions:
             await in_time(name, partitioned.create(topics, name, request.partitions, policy, layout))
@@ -190,7 +190,9 @@ class AdminService:
         topic = await find(self._topics, request.topic)
         topic.check_serving()
         await topic.keeper.snapshot()
-        return admin_pb2.SnapshotResponse(position=(await topic.position_before(topic.keeper.snapshot_index)).to_proto())
+        return admin_pb2.SnapshotResponse(
+            position=(await topic.position_before(topic.keeper.snapshot_index)).to_proto()
+        )
 
     async def _version(self, request: admin_pb2.GetVersionRequest) -> admin_pb2.GetVersionResponse:
         return admin_pb2.GetVersionResponse(

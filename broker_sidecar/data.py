@@ -233,8 +233,8 @@ async def _keep_trimming(topics: Topics[Topic]) -> None:
     """One topic after the other, so that others have their turn however many there are."""
     while True:
         await asyncio.sleep(RETENTION_SECONDS)
-        for name in list(topics.live):
-            if (topic := topics.live.get(name)) is not None:
+        for entry in topics.registry:
+            if (topic := entry.topic) is not None:
                 topic.trimmer.look_by_time()
             await asyncio.sleep(0)
 

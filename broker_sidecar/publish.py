@@ -442,11 +442,11 @@ class PublishService:
             if request.epochs:
                 return await find(self._topics, request.topic)
         await check_names(names)
-        self._permissions.check_creates(topic_name(request.topic), self._topics.taken_names())
+        self._permissions.check_creates(topic_name(request.topic), self._topics.registry.names())
         return await find_or_create(self._topics, request.topic)
 
     def _log_bytes(self) -> dict[str, int]:
-        return {name: topic.log_bytes for name, topic in self._topics.live.items()}
+        return {topic.name: topic.log_bytes for topic in self._topics.registry.open_topics()}
 
     async def _publish(self, data: bytes, context: Context) -> bytes:
         try:

@@ -155,7 +155,7 @@ class Sidecars:
 
     async def _list(self, _request: admin_pb2.ListSidecarsRequest) -> admin_pb2.ListSidecarsResponse:
         if self._peers is not None:
-            return admin_pb2.ListSidecarsResponse(sidecars=await self._peers.list_sidecars(len(self._topics.records)))
+            return admin_pb2.ListSidecarsResponse(sidecars=await self._peers.list_sidecars(len(self._topics.registry)))
         shared, namespaces = self._cluster.shared, self._cluster.namespaces
         return admin_pb2.ListSidecarsResponse(
             sidecars=[
@@ -180,7 +180,7 @@ class Sidecars:
             shards=to_text(self._peers.claim.shards),
             process_id=self._peers.process_id,
             is_serving=self._is_serving(),
-            topics=len(self._topics.records),
+            topics=len(self._topics.registry),
         )
 
     async def _forget(self, request: admin_pb2.ForgetSidecarRequest) -> admin_pb2.ForgetSidecarResponse:

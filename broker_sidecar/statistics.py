@@ -68,7 +68,7 @@ class Statistics:
         self.history.begin()
         _check(request)
         # Also while it is not known whether there are more.
-        every: dict[str, AnyTopic] = {**self._topics.closed, **self._topics.live}
+        every: dict[str, AnyTopic] = self._topics.found()
         names = self._names(request, every)
         page = names[request.offset : request.offset + (request.limit or DEFAULT_TOPICS)]
         states = Counter(topic.state for topic in every.values())

@@ -127,14 +127,14 @@ class TopicsTally:
     async def look(self, readings: Iterable[Reading]) -> Looked:
         """Looks at all, some in each step of the event loop. One at a time."""
         topics = self._topics
-        live = list(topics.live.values())
+        live = topics.registry.open_topics()
         states = Counter(dict.fromkeys(STATES, 0))
         states[WAITING] = len(topics.waiting)
-        for closed in topics.closed.values():
+        for closed in topics.registry.closed_topics():
             states[closed.state.name.lower()] += 1
         # They are among those that are closed.
         states[State.RECOVERING.name.lower()] -= states[WAITING]
-        are_few = len(live) + len(topics.closed) <= MAX_NAMED
+        are_few = len(topics.registry) <= MAX_NAMED
         now: dict[str, Now] = {}
         for at in range(0, len(live), AT_ONCE):
             for topic in live[at : at + AT_ONCE]:
@@ -164,7 +164,7 @@ class TopicsTally:
 
     def _end_series(self) -> None:
         """Those of topics that are gone: another one may have one instead."""
-        for name in self._named - self._topics.live.keys() - self._topics.closed.keys():
+        for name in self._named - self._topics.registry.names():
             self._named.discard(name)
             for k, gone in enumerate(self._sums.pop(name, ())):
                 self._gone[k] += gone

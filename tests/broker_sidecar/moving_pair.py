@@ -70,7 +70,7 @@ class One:
         return self.sidecar._data.leaving
 
     def serves(self, name: str = TOPIC) -> bool:
-        topic = self.topics.live.get(name)
+        topic = self.topics.registry.topic(name)
         if topic is None or topic.state is not State.SERVING:
             return False
         with suppress(SeqdedupeError):

@@ -74,7 +74,7 @@ async def test_a_position_that_is_newer_than_its_rows_is_noticed(
         stored = await load(self, record)
         if stored.loaded is None:
             return stored
-        index = two.old.topics.live[TOPIC].confirmed_index
+        index = two.old.topics.get(TOPIC).confirmed_index
         last = MessageId(record.incarnation, index - 1)
         return replace(stored, loaded=replace(stored.loaded, next_index=index, message_id=last, ownership=0))
 

@@ -70,7 +70,7 @@ class Content:
 
 
 def live(one: One) -> Topic:
-    topic: Topic = one.topics.live[TOPIC]
+    topic: Topic = one.topics.get(TOPIC)
     return topic
 
 

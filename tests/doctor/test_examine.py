@@ -307,8 +307,8 @@ async def test_one_that_was_leaving_is_copied_or_left_out(directory: Path, tmp_p
     assert [topic.is_copied for topic in made.topics] == [True] * is_whole
     assert made.left_out == ([] if is_whole else [TOPIC])
     async with opened(tmp_path / "new") as data:
-        assert [*data.topics.closed] == [TOPIC] * is_whole
-        assert not data.topics.live
+        assert [one.record.name for one in data.topics.registry.closed_topics()] == [TOPIC] * is_whole
+        assert not data.topics.registry.open_topics()
 
 
 @pytest.mark.parametrize("snapshot", ["never", "before the reset", "after the reset"])

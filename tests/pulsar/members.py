@@ -177,7 +177,7 @@ class Member:
         """Asks for a topic until it is this one's."""
 
         def is_taken() -> bool:
-            topic = self.topics.live.get(name)
+            topic = self.topics.registry.topic(name)
             if topic is None:
                 return False
             with suppress(UnavailableError):
@@ -186,7 +186,7 @@ class Member:
 
         async with asyncio.timeout(LIMIT_SECONDS):
             await until(is_taken)
-        return self.topics.live[name]
+        return self.topics.get(name)
 
     async def publish(self, name: str, sequence_id: int, payload: bytes = b"payload") -> int:
         """The index of a message that is stored. Raises why it is not."""
