@@ -213,7 +213,7 @@ class Arriving:
             raise error("MOVE_FAILED", f"topic {name} is not taken any more: it was asked what became of it")
         _check_is_free(logs, topics, coming.record)
         coming.is_taken = True
-        await topics.registry.run(Phase.CREATING, [name], partial(self._taken, topics, coming, stored, next_index))
+        await topics.registry.run(Phase.CREATING, name, partial(self._taken, topics, coming, stored, next_index))
 
     async def _taken(self, topics: Topics[Topic], coming: Coming, stored: Stored, next_index: int) -> Topic:
         try:
@@ -267,11 +267,9 @@ async def _keep_from_who_had_it(topics: Topics[Topic], record: TopicRecord) -> N
     now on: it comes back."""
     # One that nobody has used since the start says by then where it went.
     await topics.waiting.use(record.name)
-    entry = topics.registry.entry(record.name)
-    async with entry.lock:
+    async with topics.registry.locked(record.name) as entry:
         if entry.record is not None and entry.record.incarnation == record.incarnation:
             entry.record = replace(entry.record)
-    topics.registry.tidy(record.name)
 
 
 def _check_is_free(logs: EmbeddedLogs, topics: Topics[Topic], record: TopicRecord) -> None:
@@ -302,7 +300,7 @@ async def _take(topics: Topics[Topic], coming: Coming, stored: Stored, next_inde
 
     name = coming.record.name
     try:
-        async with topics.registry.entry(name).lock:
+        async with topics.registry.locked(name):
             former = await _forgotten(topics, coming.record)
 
             async def put() -> None:

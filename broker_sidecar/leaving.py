@@ -36,7 +36,7 @@ from seqdedupe.topic.closed import Closed
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.finding import find
 from seqdedupe.topic.imported_window import ImportedWindow
-from seqdedupe.topic.registry import Phase
+from seqdedupe.topic.registry import Entry, Phase
 from seqdedupe.topic.tasks import again_until
 from seqdedupe.topic.topic import Topic
 from seqdedupe.v1 import admin_pb2
@@ -307,10 +307,12 @@ class Leaving:
             raise error("INVALID_ADDRESS", f"{to!r} is none of the sidecars that a topic may be given to", hint=hint)
         if self._topics.partitions_beside(topic.name):
             raise error("INVALID_REQUEST", f"{topic.name} is a partition: they stay together")
-        self._topics.registry.entry(topic.name).change_to(Phase.MOVING)
+        entry = self._topics.registry.entry(topic.name)
+        entry.change_to(Phase.MOVING)
         # A sidecar that drains gives it up, wherever it is.
         moving = self._topics.in_background(self._move(topic, str(address)))
-        moving.add_done_callback(partial(self._ended, topic.name))
+        entry.under_way = moving
+        moving.add_done_callback(partial(self._ended, entry))
         await asyncio.wait({moving})
         if moving.cancelled():
             raise error(
@@ -319,9 +321,10 @@ class Leaving:
         moving.result()
         return str(address)
 
-    def _ended(self, name: str, moving: "asyncio.Task[None]") -> None:
-        self._topics.registry.entry(name).ended(Phase.MOVING)
-        self._topics.registry.tidy(name)
+    def _ended(self, entry: Entry[Topic], moving: "asyncio.Task[None]") -> None:
+        if entry.under_way is moving:
+            entry.ended(Phase.MOVING)
+            self._topics.registry.tidy(entry.name)
         # Whoever asked for it may have gone.
         if not moving.cancelled():
             moving.exception()
@@ -366,8 +369,7 @@ class Leaving:
     async def _let_go(self, topic: Topic, record: TopicRecord, to: To) -> None:
         """Whoever uses the topic here comes again, and is told where it is."""
         why = moved.not_here(to, "has it, or is asked whether it has it")
-        entry = self._topics.registry.entry(record.name)
-        async with entry.lock:
+        async with self._topics.registry.locked(record.name) as entry:
             entry.found = Closed(record, why, State.STANDBY)
             self._topics.on_state(record.name, State.STANDBY)
             topic.has_successor = True
@@ -417,7 +419,7 @@ class Leaving:
         folder = self._logs.folder_of(record.incarnation)
         if moved.moved_to(folder) is None:
             answer = await self._ask(record, to, is_known=False)
-            async with self._topics.registry.entry(record.name).lock:
+            async with self._topics.registry.locked(record.name):
                 if self._is_gone(record):
                     return True
                 await asyncio.to_thread(moved.has_left if answer.has_it else moved.stays, folder)
@@ -429,7 +431,7 @@ class Leaving:
         answer = await self._ask(record, to, is_known=True)
         if answer.is_serving:
             # It may come back meanwhile.
-            async with self._topics.registry.entry(record.name).lock:
+            async with self._topics.registry.locked(record.name):
                 if not self._is_gone(record):
                     await asyncio.to_thread(self._logs.remove_moved, record.incarnation)
                     await self._topics.store.flush(Snapshots(self._topics.store, record.incarnation).remove())

@@ -133,7 +133,7 @@ class Topics(Generic[T]):
         """As `Lives.remove`, of topics that are live, or closed and perhaps being opened."""
         async with AsyncExitStack() as stack:
             for name in names:
-                await stack.enter_async_context(self.registry.entry(name).lock)
+                await stack.enter_async_context(self.registry.locked(name))
             await self.lives.remove(names, asked)
 
     def _topic_changed(self, topic: T) -> None:
@@ -268,6 +268,9 @@ class Topics(Generic[T]):
         """
         full = topic_name(name)
         await self.waiting.use(full)
+        if self.registry.phase(full) is Phase.CREATING and (whole_of(full) or "") in self.partitions:
+            # It is a partition that is being made, with all others.
+            self.partitions.check_is_free(full)
         # A creation may be the caller's own, who asks again; and there may be no topic after it.
         while under_way := self._under_way(full, Phase.DELETING) or (
             None if exists_ok else self._under_way(full, Phase.CREATING)
@@ -286,7 +289,7 @@ class Topics(Generic[T]):
         self.check_room()
         try:
             work = partial(self._create, full, policy or Policy(), layout)
-            return await self.registry.run(Phase.CREATING, [full], work)
+            return await self.registry.run(Phase.CREATING, full, work)
         except InvalidRequestError as e:
             if e.reason != "TOPIC_EXISTS" or not self.kind.log.is_shared:
                 raise
@@ -334,4 +337,4 @@ class Topics(Generic[T]):
             whole = whole_of(full)
             raise error("INVALID_REQUEST", f"{full} is a partition of {whole}", hint=f"Delete {whole}, all of it.")
         topic.check_not_damaged()
-        await self.registry.run(Phase.DELETING, [full], partial(self.lives.remove, [full], full))
+        await self.registry.run(Phase.DELETING, full, partial(self.lives.remove, [full], full))

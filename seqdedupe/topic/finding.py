@@ -49,7 +49,7 @@ async def delete(topics: Topics[T], name: str) -> None:
         await topics.delete(full)
         return
     topics.check_takes_changes(full)
-    await topics.registry.run(Phase.DELETING, [full], partial(topics.remove, [full], full))
+    await topics.registry.run(Phase.DELETING, full, partial(topics.remove, [full], full))
 
 
 async def lost(topics: Topics[T], names: Collection[str]) -> set[str]:

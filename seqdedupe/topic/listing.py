@@ -157,10 +157,9 @@ async def _let_go_of(topics: "Topics[Any]", name: str, incarnation: int) -> None
         return
     whole = whole_of(name) if known.partitions else None
     if whole is None and registry.phase(name) is not Phase.DELETING:
-        await registry.run(Phase.DELETING, [name], partial(topics.remove, [name], name))
+        await registry.run(Phase.DELETING, name, partial(topics.remove, [name], name))
     elif whole is not None and registry.changes(whole) is None:
-        names = registry.partitions.names(whole)
-        await registry.change_whole(Phase.DELETING, whole, names, partial(topics.remove_partitions, whole))
+        await registry.change_whole(Phase.DELETING, whole, partial(topics.remove_partitions, whole))
 
 
 async def _leave_made_anew(topics: "Topics[Any]", records: Iterable[TopicRecord], logs: Iterable[LogName]) -> None:
@@ -197,7 +196,7 @@ def _is_in_use(topics: "Topics[Any]", record: TopicRecord) -> bool:
         return False
     return (
         (entry.topic is not None and entry.topic.is_serving)
-        or entry.is_locked
+        or entry.openers > 0
         or entry.phase not in (Phase.SETTLED, Phase.MOVING)
         or (entry.record is not None and entry.record != record)
     )

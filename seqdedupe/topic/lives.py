@@ -61,13 +61,9 @@ class Lives(Generic[T]):
 
     async def opened(self, record: TopicRecord) -> bool:
         """Tries to open a topic. Whether there is nothing left to try: it is open, or damaged at the second look."""
-        entry = self._registry.entry(record.name)
-        try:
-            async with entry.lock:
-                is_gone = entry.record is not record
-                return is_gone or entry.topic is not None or await self.open(record)
-        finally:
-            self._registry.tidy(record.name)
+        async with self._registry.locked(record.name) as entry:
+            is_gone = entry.record is not record
+            return is_gone or entry.topic is not None or await self.open(record)
 
     async def open(self, record: TopicRecord) -> bool:
         """As `opened`, for whoever holds the lock of the name and knows that the topic is not live."""

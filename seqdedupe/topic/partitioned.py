@@ -48,7 +48,7 @@ async def create(topics: Topics[T], name: str, partitions: int, policy: Policy, 
     topics.check_room(partitions)
     topics.partitions.claim(whole, partitions)
     work = partial(_create, topics, whole, names, policy, layout)
-    await topics.registry.change_whole(Phase.CREATING, whole, names, work)
+    await topics.registry.change_whole(Phase.CREATING, whole, work)
 
 
 def _check_can_be(topics: Topics[T], whole: str, partitions: int, policy: Policy) -> None:
@@ -110,5 +110,4 @@ async def delete(topics: Topics[T], whole: str) -> None:
         topics.check_takes_changes(name)
         if topics.registry.record(name) is not None and name not in lost:
             topics.get(name).check_not_damaged()
-    names = topics.partitions.names(whole)
-    await topics.registry.change_whole(Phase.DELETING, whole, names, partial(topics.remove_partitions, whole))
+    await topics.registry.change_whole(Phase.DELETING, whole, partial(topics.remove_partitions, whole))

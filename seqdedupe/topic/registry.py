@@ -1,7 +1,8 @@
 """The names of topics, and what is under way with each: one entry a name, which says whether more may begin."""
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from contextlib import asynccontextmanager
 from enum import Enum
 from typing import Any, Generic, TypeVar
 
@@ -67,7 +68,7 @@ class Entry(Generic[T]):
     CREATING, while whoever moved it still finds out that it has left.
     """
 
-    __slots__ = ("_lock", "found", "name", "phase", "record", "under_way")
+    __slots__ = ("_lock", "found", "name", "openers", "phase", "record", "under_way")
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -78,19 +79,16 @@ class Entry(Generic[T]):
         self.phase = Phase.SETTLED
         self.under_way: asyncio.Task[Any] | None = None
         """What the phase is about, where somebody may wait for it."""
+        self.openers = 0
+        """How many open the topic, or wait until another one has: see `Registry.locked`."""
         self._lock: asyncio.Lock | None = None
 
     @property
     def lock(self) -> asyncio.Lock:
-        """Nobody opens a topic that another one opens."""
+        """Held by the one that opens it."""
         if self._lock is None:
             self._lock = asyncio.Lock()
         return self._lock
-
-    @property
-    def is_locked(self) -> bool:
-        """Whether somebody opens it."""
-        return self._lock is not None and self._lock.locked()
 
     @property
     def topic(self) -> T | None:
@@ -181,15 +179,44 @@ class Registry(Generic[T]):
                 and entry.record is None
                 and entry.found is None
                 and entry.phase is Phase.SETTLED
-                and not entry.is_locked
+                and not entry.openers
             ):
                 del self._entries[name]
 
+    @asynccontextmanager
+    async def locked(self, name: str) -> AsyncIterator[Entry[T]]:
+        """Nobody else opens the topic of this name meanwhile."""
+        entry = self.entry(name)
+        entry.openers += 1
+        try:
+            async with entry.lock:
+                yield entry
+        finally:
+            entry.openers -= 1
+            self.tidy(name)
+
     # -- what is under way -------------------------------------------------------------------------------------
 
-    async def run(self, phase: Phase, names: Sequence[str], work: Callable[[], Coroutine[Any, Any, R]]) -> R:
-        """Runs something with these names, all or none of which change to the phase, in a task of its own: it goes on
-        when the caller is cancelled. Raises as `Entry.check_may`, and what it raises."""
+    async def run(self, phase: Phase, name: str, work: Callable[[], Coroutine[Any, Any, R]]) -> R:
+        """Runs something with a name, which changes to the phase, in a task of its own: it goes on when the caller is
+        cancelled. Raises as `Entry.check_may`, and what it raises."""
+        return await asyncio.shield(self._begin(phase, [name], work))
+
+    async def change_whole(self, phase: Phase, whole: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """As `run`, of a partitioned topic, with all of its partitions. Nothing else is under way with it."""
+
+        async def run() -> None:
+            try:
+                await work()
+            finally:
+                del self._changing[whole]
+
+        self._changing[whole] = task = self._begin(phase, self.partitions.names(whole), run)
+        await asyncio.shield(task)
+
+    def _begin(
+        self, phase: Phase, names: Sequence[str], work: Callable[[], Coroutine[Any, Any, R]]
+    ) -> "asyncio.Task[R]":
         entries = [self.entry(name) for name in names]
         try:
             for entry in entries:
@@ -208,36 +235,18 @@ class Registry(Generic[T]):
                 self.tidy(*names)
 
         task = asyncio.ensure_future(run())
-        self._keep(task)
-        for entry in entries:
-            entry.change_to(phase)
-            entry.under_way = task
-        return await asyncio.shield(task)
-
-    async def change_whole(
-        self, phase: Phase, whole: str, names: Sequence[str], work: Callable[[], Coroutine[Any, Any, None]]
-    ) -> None:
-        """As `run`, of a partitioned topic with partitions of these names. Nothing else is under way with it."""
-
-        async def run() -> None:
-            try:
-                await self.run(phase, names, work)
-            finally:
-                del self._changing[whole]
-
-        self._changing[whole] = task = asyncio.ensure_future(run())
-        self._keep(task)
-        await asyncio.shield(task)
-
-    def changes(self, whole: str) -> asyncio.Task[Any] | None:
-        """What is under way with a partitioned topic as a whole."""
-        return self._changing.get(whole)
-
-    def _keep(self, task: asyncio.Task[Any]) -> None:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         # Whoever asked for it may have gone.
         task.add_done_callback(lambda task: task.cancelled() or task.exception())
+        for entry in entries:
+            entry.change_to(phase)
+            entry.under_way = task
+        return task
+
+    def changes(self, whole: str) -> asyncio.Task[Any] | None:
+        """What is under way with a partitioned topic as a whole."""
+        return self._changing.get(whole)
 
     def tasks(self, phase: Phase | None = None) -> list[asyncio.Task[Any]]:
         """What is under way, all of it or in this phase; it has to end before the process may."""

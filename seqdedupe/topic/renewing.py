@@ -36,10 +36,8 @@ async def renew(topics: Topics[T], name: str, incarnation: int | None, loaded: L
     """
     full = topic_name(name)
     topics.check_takes_changes(full)
-    entry = topics.registry.get(full)
-    if entry is not None and entry.phase is Phase.MOVING:
-        entry.check_may(Phase.RENEWING)
     topics.partitions.check_is_none(full)
+    entry = topics.registry.get(full)
     if entry is not None:
         entry.check_may(Phase.RENEWING)
     record = None if entry is None else entry.record
@@ -59,7 +57,7 @@ async def renew(topics: Topics[T], name: str, incarnation: int | None, loaded: L
 
 
 async def _renewed(topics: Topics[T], name: str, work: Callable[[], Coroutine[Any, Any, Begun]]) -> T | Closed:
-    if begun := await topics.registry.run(Phase.RENEWING, [name], work):
+    if begun := await topics.registry.run(Phase.RENEWING, name, work):
         await asyncio.wait({begun})
     return topics.look_at(name)
 
@@ -84,15 +82,14 @@ async def _make_anew(topics: Topics[T], record: TopicRecord, loaded: Loaded) -> 
         await topics.stored.undo(record)
         topics.lives.forget(record.name)
         raise
-    async with topics.registry.entry(record.name).lock:
+    async with topics.registry.locked(record.name):
         return await _open_again(topics, record)
 
 
 async def _renew(topics: Topics[T], record: TopicRecord, loaded: Loaded | None) -> Begun:
     """`renew`, up to where the topic begins to recover, which goes on beside this."""
     name = record.name
-    entry = topics.registry.entry(name)
-    async with entry.lock:
+    async with topics.registry.locked(name) as entry:
         topic = entry.topic
         # Before the topic is closed: what is refused disturbs nobody.
         await topics.kind.check_snapshot(record, topic, loaded)
