@@ -35,7 +35,7 @@ from seqdedupe.topic.base import State
 from seqdedupe.topic.closed import Closed
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.finding import find
-from seqdedupe.topic.imported_window import ImportedWindow
+from seqdedupe.topic.policy import ImportedWindow
 from seqdedupe.topic.registry import Entry, Phase
 from seqdedupe.topic.tasks import again_until
 from seqdedupe.topic.topic import Topic

@@ -17,7 +17,7 @@ from seqdedupe.errors import error
 from seqdedupe.log.contract import LargerRecordError
 from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name
-from seqdedupe.topic import cursors, moving_cursors
+from seqdedupe.topic import moving_cursors, policy
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.finding import find
 from seqdedupe.topic.following import Followers, read_on
@@ -302,7 +302,7 @@ class Cursors:
 
     async def _list(self, request: admin_pb2.ListCursorsRequest) -> admin_pb2.ListCursorsResponse:
         answer = admin_pb2.ListCursorsResponse()
-        cursors.fill(moving_cursors.all_of(await self._topic(request.topic)), answer.cursors)
+        policy.fill_cursors(moving_cursors.all_of(await self._topic(request.topic)), answer.cursors)
         return answer
 
     async def _hold(self, request: admin_pb2.SetCursorHoldRequest) -> admin_pb2.SetCursorHoldResponse:

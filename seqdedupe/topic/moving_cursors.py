@@ -7,8 +7,7 @@ from seqdedupe.message_id import Position
 from seqdedupe.names import new_producer_name
 from seqdedupe.topic.base import State
 from seqdedupe.topic.control import CursorChange
-from seqdedupe.topic.cursors import MAX_CURSORS, MAX_NOTE_BYTES, NamedCursor
-from seqdedupe.topic.policy import LARGEST
+from seqdedupe.topic.policy import LARGEST, MAX_CURSORS, MAX_NOTE_BYTES, NamedCursor
 from seqdedupe.topic.topic import Topic
 
 Kept = tuple[Position, str]
