@@ -18,8 +18,7 @@ from seqdedupe.store.parts import DELTA, part_key
 from seqdedupe.store.snapshots import Loaded
 from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe.topic import renewing
-from seqdedupe.topic.attached import AttachedTopic
-from seqdedupe.topic.attachment import Columns
+from seqdedupe.topic.attached import AttachedTopic, Columns
 from seqdedupe.topic.base import State
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.frame import NumbersCache, Receipt, Refusal

@@ -23,8 +23,7 @@ from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Snapshots
 from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe.topic import control
-from seqdedupe.topic.attached import AttachedTopic
-from seqdedupe.topic.attachment import Columns
+from seqdedupe.topic.attached import AttachedTopic, Columns
 from seqdedupe.topic.base import State, TopicBase
 from seqdedupe.topic.control import Import, Imported, ImportParts
 from seqdedupe.topic.frame import NumbersCache, Receipt, Refusal
