@@ -21,9 +21,8 @@ from seqdedupe.names import decoded_producer_name, new_producer_name, producer_n
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Loaded, Snapshots
 from seqdedupe.topic.base import State, TopicBase
-from seqdedupe.topic.keeper import DUE_PERIODS, Keeper
+from seqdedupe.topic.keeper import DUE_PERIODS, Keeper, producers_of
 from seqdedupe.topic.policy import Applied, GapPolicy, OverlapPolicy, Policy
-from seqdedupe.topic.stored import producers_of
 from seqdedupe.topic.tasks import again_until
 
 # -- A broker's hold on its topic: the replay of its log, then checks, and reports of what became of them.

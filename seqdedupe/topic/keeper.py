@@ -8,20 +8,52 @@ however the clock jumps, and every name has a full timeout after a restart and a
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
+from seqdedupe.core.id_runs import Imported
 from seqdedupe.core.id_window import IdWindow
 from seqdedupe.core.producers import Bools, LettingGo, Producers
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.format.jit import Int64s
 from seqdedupe.message_id import Position
 from seqdedupe.store.db import Store
-from seqdedupe.store.snapshots import Snapshots
+from seqdedupe.store.snapshots import Loaded, Snapshots
 from seqdedupe.topic.control import STATED_A_RECORD, encode
 from seqdedupe.topic.policy import NEVER, Applied, Policy
 from seqdedupe.topic.snapshotter import Snapshotter
+
+# -- What the store has of a topic, read into memory, for one that is opened from it.
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """It is one topic's alone, which changes it. Nobody may have written of the topic since it was read."""
+
+    snapshots: Snapshots
+    loaded: Loaded | None
+    """Its newest snapshot."""
+    producers: Producers
+    """Those of that."""
+    imported: Imported | None = None
+
+    @staticmethod
+    def load(snapshots: Snapshots) -> "Stored":
+        """Takes long, in any thread. Raises as `Snapshots.load`."""
+        loaded = snapshots.load()
+        return Stored(snapshots, loaded, producers_of(loaded))
+
+
+def producers_of(loaded: Loaded | None) -> Producers:
+    """The producers of a snapshot. The names are theirs from now on."""
+    producers = Producers()
+    if loaded is not None:
+        producers.load(loaded.names, loaded.persisted, loaded.epochs, loaded.stated)
+        producers.has_forgotten = loaded.has_forgotten
+    return producers
+
 
 logger = logging.getLogger("seqdedupe.topic")
 

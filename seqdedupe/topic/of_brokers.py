@@ -11,8 +11,8 @@ from seqdedupe.store.snapshots import Loaded, Snapshots
 from seqdedupe.store.topics import LogKind, TopicRecord
 from seqdedupe.topic.attached import AttachedTopic
 from seqdedupe.topic.base import TopicBase
+from seqdedupe.topic.keeper import Stored
 from seqdedupe.topic.policy import Applied
-from seqdedupe.topic.stored import Stored
 
 
 class BrokersTopics:

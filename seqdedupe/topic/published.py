@@ -16,8 +16,8 @@ from seqdedupe.store.topics import LogKind, TopicRecord
 from seqdedupe.topic.base import State, TopicBase
 from seqdedupe.topic.clock import Clock
 from seqdedupe.topic.control import decode_policy
+from seqdedupe.topic.keeper import Stored
 from seqdedupe.topic.policy import Applied, Policy
-from seqdedupe.topic.stored import Stored
 from seqdedupe.topic.topic import Topic
 from seqdedupe.topic.window_runs import WindowMemory
 
