@@ -32,9 +32,9 @@ from seqdedupe.log.embedded.logs import EmbeddedLogs
 from seqdedupe.names import producer_name, topic_name
 from seqdedupe.topic import partitioned
 from seqdedupe.topic.base import State, TopicBase
-from seqdedupe.topic.closed import Closed
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.finding import delete, find, look_for
+from seqdedupe.topic.registry import Closed
 from seqdedupe.topic.topic import Topic
 from seqdedupe.v1 import admin_pb2
 

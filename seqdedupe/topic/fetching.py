@@ -8,8 +8,8 @@ from typing import Any
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.store.snapshots import Loaded
 from seqdedupe.topic.base import State, TopicBase
-from seqdedupe.topic.closed import Closed
 from seqdedupe.topic.directory import Topics
+from seqdedupe.topic.registry import Closed
 from seqdedupe.topic.renewing import renew
 
 logger = logging.getLogger("seqdedupe.topics")

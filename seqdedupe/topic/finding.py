@@ -6,9 +6,8 @@ from typing import TypeVar
 
 from seqdedupe.names import topic_name
 from seqdedupe.topic.base import State, TopicBase
-from seqdedupe.topic.closed import Closed
 from seqdedupe.topic.directory import Topics
-from seqdedupe.topic.registry import Phase
+from seqdedupe.topic.registry import Closed, Phase
 
 T = TypeVar("T", bound=TopicBase)
 

@@ -13,8 +13,7 @@ from seqdedupe.log.contract import LogName
 from seqdedupe.names import topic_name, whole_of
 from seqdedupe.store.topics import TopicRecord, TopicState
 from seqdedupe.topic.base import State
-from seqdedupe.topic.closed import Closed
-from seqdedupe.topic.registry import Phase
+from seqdedupe.topic.registry import Closed, Phase
 
 if TYPE_CHECKING:
     from seqdedupe.topic.directory import Topics

@@ -16,12 +16,11 @@ from seqdedupe.shards import shard_of
 from seqdedupe.store.db import Store
 from seqdedupe.store.topics import LogKind, TopicRecord, TopicState
 from seqdedupe.topic.base import State, TopicBase
-from seqdedupe.topic.closed import Closed
 from seqdedupe.topic.keeper import Stored
 from seqdedupe.topic.kind import TopicKind
 from seqdedupe.topic.policy import Applied, Policy
 from seqdedupe.topic.records import Records
-from seqdedupe.topic.registry import Registry
+from seqdedupe.topic.registry import Closed, Registry
 from seqdedupe.topic.tasks import again_until
 
 logger = logging.getLogger("seqdedupe.topics")

@@ -17,10 +17,9 @@ from seqdedupe.names import partition_name, topic_name, whole_of
 from seqdedupe.store.topics import LogKind
 from seqdedupe.topic import finding
 from seqdedupe.topic.base import TopicBase
-from seqdedupe.topic.closed import Closed
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.policy import GapPolicy, Policy
-from seqdedupe.topic.registry import Phase
+from seqdedupe.topic.registry import Closed, Phase
 
 T = TypeVar("T", bound=TopicBase)
 

@@ -13,9 +13,8 @@ from seqdedupe.names import topic_name
 from seqdedupe.store.snapshots import Loaded, Snapshots
 from seqdedupe.store.topics import LogKind, TopicRecord, TopicState
 from seqdedupe.topic.base import State, TopicBase
-from seqdedupe.topic.closed import Closed
 from seqdedupe.topic.directory import Topics
-from seqdedupe.topic.registry import Phase
+from seqdedupe.topic.registry import Closed, Phase
 from seqdedupe.topic.tasks import again_until
 
 T = TypeVar("T", bound=TopicBase)

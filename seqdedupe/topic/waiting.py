@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from seqdedupe.errors import error
 from seqdedupe.store.topics import LogKind, TopicRecord
 from seqdedupe.topic.base import State
-from seqdedupe.topic.closed import Closed
+from seqdedupe.topic.registry import Closed
 from seqdedupe.topic.tasks import shielded
 
 if TYPE_CHECKING:

@@ -13,11 +13,11 @@ from seqdedupe.names import partition_name
 from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe.topic import partitioned, waiting
 from seqdedupe.topic.base import State
-from seqdedupe.topic.closed import Closed
 from seqdedupe.topic.finding import delete, find, find_or_create
 from seqdedupe.topic.frame import NumbersCache, Receipt
 from seqdedupe.topic.opening import open_sessions
 from seqdedupe.topic.policy import Policy
+from seqdedupe.topic.registry import Closed
 from seqdedupe.topic.renewing import renew
 from tests.batches import batch
 from tests.records_of import record_of

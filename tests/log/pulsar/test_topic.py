@@ -20,7 +20,6 @@ from seqdedupe.store.topics import LogKind, TopicRecord, TopicState
 from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe.topic import fetching, owner, renewing
 from seqdedupe.topic.base import State
-from seqdedupe.topic.closed import Closed
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.fetching import Fetching
 from seqdedupe.topic.frame import NumbersCache, Receipt, Refusal
@@ -28,6 +27,7 @@ from seqdedupe.topic.opening import open_sessions
 from seqdedupe.topic.policy import Applied
 from seqdedupe.topic.published import PublishedTopics
 from seqdedupe.topic.reading import end_index, read_page
+from seqdedupe.topic.registry import Closed
 from seqdedupe.topic.saved import saved
 from seqdedupe.topic.topic import Topic
 from tests.batches import batch
