@@ -19,11 +19,10 @@ from seqdedupe.store.topics import TopicRecord
 from seqdedupe.topic import listing
 from seqdedupe.topic.base import State, TopicBase
 from seqdedupe.topic.kind import TopicKind
-from seqdedupe.topic.lives import Lives
+from seqdedupe.topic.lives import Lives, Records
 from seqdedupe.topic.looking import Looking
 from seqdedupe.topic.namespaces import Namespaces
 from seqdedupe.topic.policy import Applied, Policy
-from seqdedupe.topic.records import Records
 from seqdedupe.topic.registry import Closed, Ownership, Phase, Registry
 from seqdedupe.topic.tasks import again_until
 from seqdedupe.topic.waiting import Waiting

@@ -17,7 +17,7 @@ from seqdedupe.store.db import Store
 from seqdedupe.store.incoming import IncomingSnapshot
 from seqdedupe.store.snapshots import Snapshots
 from seqdedupe.topic import waiting
-from seqdedupe.topic.records import Records
+from seqdedupe.topic.lives import Records
 from tests.broker_sidecar.moving_messages import (
     BEFORE,
     Publishing,
