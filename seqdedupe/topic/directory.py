@@ -19,8 +19,8 @@ from seqdedupe.store.topics import TopicRecord
 from seqdedupe.topic import listing
 from seqdedupe.topic.base import State, TopicBase
 from seqdedupe.topic.kind import TopicKind
+from seqdedupe.topic.listing import Looking
 from seqdedupe.topic.lives import Lives, Records
-from seqdedupe.topic.looking import Looking
 from seqdedupe.topic.namespaces import Namespaces
 from seqdedupe.topic.policy import Applied, Policy
 from seqdedupe.topic.registry import Closed, Ownership, Phase, Registry

@@ -15,7 +15,7 @@ from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe.topic import finding, partitioned
 from seqdedupe.topic.base import State
 from seqdedupe.topic.directory import Topics
-from seqdedupe.topic.looking import Looking
+from seqdedupe.topic.listing import Looking
 from seqdedupe.topic.policy import Policy
 from seqdedupe.topic.published import PublishedTopics
 from seqdedupe.topic.topic import Topic
