@@ -18,7 +18,7 @@ from seqdedupe.store.db import Store
 from seqdedupe.store.topics import TopicRecord
 from seqdedupe.topic import listing
 from seqdedupe.topic.base import State, TopicBase
-from seqdedupe.topic.kind import TopicKind
+from seqdedupe.topic.kinds import TopicKind
 from seqdedupe.topic.listing import Looking
 from seqdedupe.topic.lives import Lives, Records
 from seqdedupe.topic.namespaces import Namespaces

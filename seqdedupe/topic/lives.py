@@ -18,7 +18,7 @@ from seqdedupe.store.db import Store
 from seqdedupe.store.topics import LogKind, TopicRecord, TopicState
 from seqdedupe.topic.base import State, TopicBase
 from seqdedupe.topic.keeper import Stored
-from seqdedupe.topic.kind import TopicKind
+from seqdedupe.topic.kinds import TopicKind
 from seqdedupe.topic.policy import Applied, Policy
 from seqdedupe.topic.registry import Closed, Registry
 from seqdedupe.topic.tasks import again_until

@@ -15,9 +15,9 @@ from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe.topic import finding, partitioned
 from seqdedupe.topic.base import State
 from seqdedupe.topic.directory import Topics
+from seqdedupe.topic.kinds import PublishedTopics
 from seqdedupe.topic.listing import Looking
 from seqdedupe.topic.policy import Policy
-from seqdedupe.topic.published import PublishedTopics
 from seqdedupe.topic.topic import Topic
 from tests.log.faulty import FaultyLog, Storage
 from tests.records_of import record_of

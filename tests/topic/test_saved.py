@@ -22,7 +22,7 @@ from seqdedupe.topic.attached import AttachedTopic, Columns
 from seqdedupe.topic.base import State
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.frame import NumbersCache, Receipt, Refusal
-from seqdedupe.topic.of_brokers import BrokersTopics
+from seqdedupe.topic.kinds import BrokersTopics
 from seqdedupe.topic.opening import open_sessions
 from seqdedupe.topic.operating import reset_producer
 from seqdedupe.topic.policy import GapPolicy, Policy
