@@ -27,7 +27,7 @@ from seqdedupe.topic.base import State
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.finding import find, find_or_create
 from seqdedupe.topic.frame import Allowing, NumbersCache, Receipt, Refusal
-from seqdedupe.topic.opening import check_names, open_sessions
+from seqdedupe.topic.operations import check_names, open_sessions
 from seqdedupe.topic.partitioned import check_gap_policy
 from seqdedupe.topic.sessions import NAMES_A_STEP
 from seqdedupe.topic.topic import Topic

@@ -14,7 +14,7 @@ from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.following import read_on
 from seqdedupe.topic.frame import NumbersCache, Receipt, Refusal
 from seqdedupe.topic.kinds import PublishedTopics
-from seqdedupe.topic.opening import open_sessions
+from seqdedupe.topic.operations import open_sessions
 from seqdedupe.topic.policy import NO_LIMIT, Applied
 from seqdedupe.topic.topic import Topic
 from tests.batches import Row, batch

@@ -24,7 +24,7 @@ from seqdedupe.topic.base import State
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.frame import NumbersCache, Receipt, Refusal
 from seqdedupe.topic.kinds import PublishedTopics
-from seqdedupe.topic.opening import open_sessions
+from seqdedupe.topic.operations import open_sessions
 from seqdedupe.topic.topic import Topic
 from tests.batches import batch
 from tests.pulsar.owners import LIMIT_SECONDS, Cluster, until

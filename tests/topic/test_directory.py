@@ -19,7 +19,7 @@ from seqdedupe.topic.base import State
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.frame import NumbersCache, Receipt, Refusal
 from seqdedupe.topic.kinds import PublishedTopics
-from seqdedupe.topic.opening import open_sessions
+from seqdedupe.topic.operations import open_sessions
 from tests.batches import batch
 from tests.log.faulty import FaultyLog, Storage
 from tests.topic.logs import MemoryLogs

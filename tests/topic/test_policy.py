@@ -17,7 +17,7 @@ from seqdedupe.store.topics import LogKind
 from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe.topic.frame import NumbersCache, Receipt, Refusal
 from seqdedupe.topic.namespaces import Namespaces
-from seqdedupe.topic.opening import open_sessions
+from seqdedupe.topic.operations import open_sessions
 from seqdedupe.topic.policy import LEAST, MOST, NAMES, WINDOW, Applied, GapPolicy, OverlapPolicy, Policy
 from seqdedupe.topic.retention import state_again
 from seqdedupe.topic.topic import Topic

@@ -23,8 +23,7 @@ from seqdedupe.topic.base import State
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.frame import NumbersCache, Receipt, Refusal
 from seqdedupe.topic.kinds import BrokersTopics
-from seqdedupe.topic.opening import open_sessions
-from seqdedupe.topic.operating import reset_producer
+from seqdedupe.topic.operations import open_sessions, reset_producer
 from seqdedupe.topic.policy import GapPolicy, Policy
 from seqdedupe.topic.retention import state_again
 from seqdedupe.topic.saved import SAVED_AT_ONCE, SavedParts, parts, saved

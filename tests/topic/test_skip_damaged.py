@@ -11,7 +11,7 @@ from seqdedupe.errors import DamagedError, PositionError
 from seqdedupe.message_id import Position
 from seqdedupe.topic.base import State
 from seqdedupe.topic.following import read_on
-from seqdedupe.topic.operating import MessageState, message_state
+from seqdedupe.topic.operations import MessageState, message_state
 from seqdedupe.topic.reading import index_after
 from tests.log.conformance import parsed
 from tests.topic.test_originals import INCARNATION, Process

@@ -15,7 +15,7 @@ from seqdedupe.topic import partitioned, waiting
 from seqdedupe.topic.base import State
 from seqdedupe.topic.finding import delete, find, find_or_create
 from seqdedupe.topic.frame import NumbersCache, Receipt
-from seqdedupe.topic.opening import open_sessions
+from seqdedupe.topic.operations import open_sessions
 from seqdedupe.topic.policy import Policy
 from seqdedupe.topic.registry import Closed
 from seqdedupe.topic.renewing import renew

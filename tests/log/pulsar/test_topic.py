@@ -24,7 +24,7 @@ from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.fetching import Fetching
 from seqdedupe.topic.frame import NumbersCache, Receipt, Refusal
 from seqdedupe.topic.kinds import PublishedTopics
-from seqdedupe.topic.opening import open_sessions
+from seqdedupe.topic.operations import open_sessions
 from seqdedupe.topic.policy import Applied
 from seqdedupe.topic.reading import end_index, read_page
 from seqdedupe.topic.registry import Closed
