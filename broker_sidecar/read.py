@@ -20,8 +20,7 @@ from seqdedupe.names import topic_name
 from seqdedupe.topic import moving_cursors, policy
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.finding import find
-from seqdedupe.topic.following import Followers, read_on
-from seqdedupe.topic.reading import PAGE_BYTES, Page, check_index, end_index, index_after, read_page
+from seqdedupe.topic.readers import PAGE_BYTES, Followers, Page, check_index, end_index, index_after, read_on, read_page
 from seqdedupe.topic.topic import Topic
 from seqdedupe.v1 import admin_pb2, read_pb2
 

@@ -26,7 +26,7 @@ from seqdedupe.topic.frame import NumbersCache, Receipt, Refusal
 from seqdedupe.topic.kinds import PublishedTopics
 from seqdedupe.topic.operations import open_sessions
 from seqdedupe.topic.policy import Applied
-from seqdedupe.topic.reading import end_index, read_page
+from seqdedupe.topic.readers import end_index, read_page
 from seqdedupe.topic.registry import Closed
 from seqdedupe.topic.saved import saved
 from seqdedupe.topic.topic import Topic
