@@ -18,7 +18,7 @@ from seqdedupe.topic.frame import NumbersCache, Receipt
 from seqdedupe.topic.operations import open_sessions
 from seqdedupe.topic.policy import Policy
 from seqdedupe.topic.registry import Closed
-from seqdedupe.topic.renewing import renew
+from seqdedupe.topic.renewal import renew
 from tests.batches import batch
 from tests.records_of import record_of
 from tests.topic.logs import MemoryLogs
