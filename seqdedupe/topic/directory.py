@@ -20,12 +20,11 @@ from seqdedupe.topic import listing
 from seqdedupe.topic.base import State, TopicBase
 from seqdedupe.topic.control import decode_policy, encode
 from seqdedupe.topic.kinds import TopicKind
-from seqdedupe.topic.listing import Looking
+from seqdedupe.topic.listing import Looking, Waiting
 from seqdedupe.topic.lives import Lives, Records
 from seqdedupe.topic.policy import Applied, Policy
 from seqdedupe.topic.registry import Closed, Ownership, Phase, Registry
 from seqdedupe.topic.tasks import again_until
-from seqdedupe.topic.waiting import Waiting
 
 # -- The policies of namespaces: in the store, and in force in every topic of the namespace.
 
