@@ -254,6 +254,31 @@ class Sender(Protocol):
 
 
 @dataclass(slots=True, eq=False)
+class Seat:
+    """A sender's place on a stream, while it is served."""
+
+    sender: Sender
+    leaving: asyncio.Future[None]
+    """What tells it to leave."""
+    is_ready: bool = False
+    """Whether it has its turn: it may have something to send."""
+    goes_alone: bool = False
+    """Whether its frames share none with others, until one has its receipt."""
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether the sender is still there."""
+        return not self.leaving.done()
+
+    def send_away(self, why: Exception) -> None:
+        """Unless it was told to leave already."""
+        if self.is_taken:
+            self.leaving.set_exception(why)
+            # It may be cancelled before it is told.
+            self.leaving.exception()
+
+
+@dataclass(slots=True, eq=False)
 class Link:
     """A connection, and how many publish streams are open over it."""
 
@@ -280,18 +305,14 @@ class PublishStream:
         self._address = address
         self._topic = topic
         self._call = publish_call(first.channel)
-        self._senders: dict[Sender, asyncio.Future[None]] = {}
-        """Each with what tells it to leave."""
-        self._ready: deque[Sender] = deque()
-        self._is_ready: set[Sender] = set()
+        self._seats: dict[Sender, Seat] = {}
+        self._turns: deque[Seat] = deque()
         self._waits_for_lone = False
         """While the frame of a suspect is out: nothing else goes."""
-        self._goes_alone: set[Sender] = set()
-        """Whose frames share none with others until one has its receipt."""
-        self._out: dict[int, list[Part[Sender]]] = {}
+        self._out: dict[int, list[Part[Seat]]] = {}
         """What the frames consist of that wait for their answers, by number."""
-        self._not_durable: set[Sender] = set()
-        """Who has a receipt of what is not durable yet."""
+        self._not_durable: set[Seat] = set()
+        """Those with a receipt of what is not durable yet."""
         self._durable_index = 0
         self._term = 0
         """The highest that was answered; what has a lower one says nothing."""
@@ -336,21 +357,24 @@ class PublishStream:
         then, and what the stream ends with."""
         if self._end is not None:
             raise self._end.with_traceback(None)
-        leaving = self._senders[sender] = asyncio.get_running_loop().create_future()
+        seat = self._seats[sender] = Seat(sender, asyncio.get_running_loop().create_future())
         self._is_used.set()
-        self.ready(sender)
+        self._queue(seat)
         try:
-            await leaving
+            await seat.leaving
         finally:
-            del self._senders[sender]
-            self._goes_alone.discard(sender)
-            self._not_durable.discard(sender)
+            del self._seats[sender]
+            self._not_durable.discard(seat)
 
     def ready(self, sender: Sender) -> None:
         """It may have something to send; it says so itself whenever that is news."""
-        if sender not in self._is_ready:
-            self._is_ready.add(sender)
-            self._ready.append(sender)
+        if (seat := self._seats.get(sender)) is not None:
+            self._queue(seat)
+
+    def _queue(self, seat: Seat) -> None:
+        if not seat.is_ready:
+            seat.is_ready = True
+            self._turns.append(seat)
             self._work.set()
 
     async def _run(self) -> None:
@@ -374,8 +398,8 @@ class PublishStream:
             if self._link is not None:
                 self._link.streams -= 1
             self._over.set()
-            for leaving in self._senders.values():
-                _send_away(leaving, self._end)
+            for seat in self._seats.values():
+                seat.send_away(self._end)
 
     async def _until_taken(self) -> None:
         """Until the sidecar has taken the stream. Raises TOO_MANY_STREAMS if others are open over the connection, else
@@ -423,7 +447,7 @@ class PublishStream:
         While others are on their way a small message waits for as long as each turn of the event loop brings more:
         whoever sends several batches one after the other is not done with the first.
         """
-        parts: list[Part[Sender]] = []
+        parts: list[Part[Seat]] = []
         while not self._add_ready(parts):
             self._work.clear()
             await self._work.wait()
@@ -433,40 +457,36 @@ class PublishStream:
             is_more_likely = self._add_ready(parts)
         return [self._frame_of(some) for some in parts_of(parts)]
 
-    def _add_ready(self, parts: list[Part[Sender]]) -> bool:
+    def _add_ready(self, parts: list[Part[Seat]]) -> bool:
         """Adds what is ready to be sent now, for one message; whether there was anything."""
         if not self._out:
             self._answered_at = asyncio.get_running_loop().time()
         before = len(parts)
         size_bytes = _size_bytes(parts)
         self._waits_for_lone = self._waits_for_lone and bool(self._out)
-        while self._ready and not self._waits_for_lone and size_bytes < FULL_MESSAGE_BYTES and len(parts) < MAX_FRAMES:
-            if self._ready[0].is_suspect and (parts or self._out):
+        while self._turns and not self._waits_for_lone and size_bytes < FULL_MESSAGE_BYTES and len(parts) < MAX_FRAMES:
+            if self._turns[0].sender.is_suspect and (parts or self._out):
                 break
-            sender = self._ready.popleft()
-            self._is_ready.discard(sender)
-            frame = sender.next_frame() if self._is_here(sender) else None
+            seat = self._turns.popleft()
+            seat.is_ready = False
+            frame = seat.sender.next_frame() if seat.is_taken else None
             if frame is not None:
-                parts.append(Part(sender, frame, sender in self._goes_alone))
+                parts.append(Part(seat, frame, seat.goes_alone))
                 size_bytes += frame.size_bytes
-                self.ready(sender)
-                self._waits_for_lone = sender.is_suspect
+                self._queue(seat)
+                self._waits_for_lone = seat.sender.is_suspect
         return len(parts) > before
 
-    def _frame_of(self, parts: list[Part[Sender]]) -> Frame:
+    def _frame_of(self, parts: list[Part[Seat]]) -> Frame:
         frame = whole([part.frame for part in parts])
         self._out[frame.number] = parts
         return frame
-
-    def _is_here(self, sender: Sender) -> bool:
-        leaving = self._senders.get(sender)
-        return leaving is not None and not leaving.done()
 
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(ANSWER_TIMEOUT_SECONDS / 10)
             silence = asyncio.get_running_loop().time() - self._answered_at
-            if silence > ANSWER_TIMEOUT_SECONDS and any(sender.waits_for_answers for sender in self._senders):
+            if silence > ANSWER_TIMEOUT_SECONDS and any(sender.waits_for_answers for sender in self._seats):
                 raise error("OUTCOME_UNKNOWN", f"{self._address} has not answered for {silence:.0f} seconds")
 
     # -- in ----------------------------------------------------------------------------------------------------
@@ -475,7 +495,7 @@ class PublishStream:
         self._answered_at = asyncio.get_running_loop().time()
         answer = decode_answer(raw, self._rows_of)
         self._term = max(self._term, self.openings.term, answer.term)
-        told: dict[Sender, Answers] = {}
+        told: dict[Seat, Answers] = {}
         durable_index = 0
         if answer.term < self._term:
             # An `Open` of one of them was faster. This says nothing, and nothing else will be said of these frames.
@@ -489,68 +509,62 @@ class PublishStream:
                 self._take_refusal(self._out.pop(refusal.frame, []), refusal, told)
             if durable_index != self._durable_index:
                 self._durable_index = durable_index
-                for sender in self._not_durable:
-                    _of(sender, told)
+                for seat in self._not_durable:
+                    _of(seat, told)
         if not self._out:
             self._work.set()  # a suspect's frame may wait for that, or others for its answer
-        for sender, answers in told.items():
-            if not self._is_here(sender):
+        for seat, answers in told.items():
+            if not seat.is_taken:
                 continue
             try:
                 new = Answers(answers.receipts, answers.refusals, durable_index)
-                if sender.take(answer.incarnation, self._term, new):
-                    self._senders[sender].set_result(None)
+                if seat.sender.take(answer.incarnation, self._term, new):
+                    seat.leaving.set_result(None)
             except Exception as e:  # noqa: BLE001 (whatever it is, it is this one's)
-                _send_away(self._senders[sender], e)
-            if sender.waits_until_durable:
-                self._not_durable.add(sender)
+                seat.send_away(e)
+            if seat.sender.waits_until_durable:
+                self._not_durable.add(seat)
             else:
-                self._not_durable.discard(sender)
+                self._not_durable.discard(seat)
         return False
 
     def _rows_of(self, frame: int) -> int | None:
         parts = self._out.get(frame)
         return None if parts is None else sum(len(part) for part in parts)
 
-    def _take_receipt(self, parts: list[Part[Sender]], receipt: ReceiptColumns, told: dict[Sender, Answers]) -> None:
+    def _take_receipt(self, parts: list[Part[Seat]], receipt: ReceiptColumns, told: dict[Seat, Answers]) -> None:
         first = 0
         for part in parts:
             columns = receipt if len(parts) == 1 else receipt.cut(first, first + len(part))
             first += len(part)
-            self._goes_alone.discard(part.sender)
+            part.sender.goes_alone = False
             _of(part.sender, told).receipts.append((part.frame.number, columns))
 
-    def _take_refusal(self, parts: list[Part[Sender]], refusal: Any, told: dict[Sender, Answers]) -> None:
+    def _take_refusal(self, parts: list[Part[Seat]], refusal: Any, told: dict[Seat, Answers]) -> None:
         """A shared frame that is refused because of some of its producers, or for good, is taken apart: those that are
         the cause, or may be, go again in frames of their own, which say what becomes of them."""
         named = {producer.producer_name for producer in refusal.producers}
         why: SeqdedupeError | None = refusal_error(refusal)
         if len(parts) > 1 and (named or refusal.retry_delay_ms < 0):
             why = None
-            causes = [part.sender for part in parts if part.sender.name in named] or [part.sender for part in parts]
-            self._goes_alone.update(sender for sender in causes if self._is_here(sender))
+            seats = [part.sender for part in parts]
+            for seat in [seat for seat in seats if seat.sender.name in named] or seats:
+                seat.goes_alone = True
         for part in parts:
             _of(part.sender, told).refusals.append((part.frame.number, why))
 
 
-def _send_away(leaving: asyncio.Future[None], why: Exception) -> None:
-    if not leaving.done():
-        leaving.set_exception(why)
-        # It may be cancelled before it is told.
-        leaving.exception()
-
-
-def _size_bytes(parts: list[Part[Sender]]) -> int:
+def _size_bytes(parts: list[Part[Seat]]) -> int:
     return sum(part.frame.size_bytes for part in parts)
 
 
-def _put_back(parts: list[Part[Sender]], told: dict[Sender, Answers]) -> None:
+def _put_back(parts: list[Part[Seat]], told: dict[Seat, Answers]) -> None:
     for part in parts:
         _of(part.sender, told).refusals.append((part.frame.number, None))
 
 
-def _of(sender: Sender, told: dict[Sender, Answers]) -> Answers:
-    return told.setdefault(sender, Answers([], []))
+def _of(seat: Seat, told: dict[Seat, Answers]) -> Answers:
+    return told.setdefault(seat, Answers([], []))
 
 
 # -- What the producers of a client share: a connection to each sidecar, and over it a stream for each topic.
