@@ -15,7 +15,8 @@ from typing import Self
 import numpy as np
 
 from seqdedupe.address import SidecarAddress
-from seqdedupe.batch import NO_INT64S, Batch, Binary
+from seqdedupe.batch import NO_INT64S, Batch, Binary, Int64s
+from seqdedupe.client.admin import check_route_is_known
 from seqdedupe.client.builder import (
     BATCH_OVERHEAD_BYTES,
     Builder,
@@ -29,7 +30,6 @@ from seqdedupe.client.builder import (
 from seqdedupe.client.connection import NOT_A_SIDECAR, Backoff, check_not_forked, may_break_for_a_frame
 from seqdedupe.client.frames import Answer, decode_answer, refusal_error
 from seqdedupe.client.outbox import HINT_OF_BREAKS, MAX_BREAKS, SUSPECT_BREAKS, Frame, broke_alone
-from seqdedupe.client.partitioned import SpreadById, check_route_is_known
 from seqdedupe.client.pending import BatchResult, Published, ReceiptColumns, Verdict
 from seqdedupe.client.route import OnWaiting, Route, Sidecars, Waiting
 from seqdedupe.client.session import DELIVERY_TIMEOUT_SECONDS, ProducerConfig
@@ -44,6 +44,7 @@ from seqdedupe.client.stream import (
 from seqdedupe.errors import SeqdedupeError, UnavailableError, error
 from seqdedupe.limits import MAX_BATCH_BYTES, MAX_DEDUPLICATION_ID_BYTES, NO_SEQUENCE_ID
 from seqdedupe.names import partition_name, topic_name
+from seqdedupe.routing import partition_of
 from seqdedupe.v1 import admin_pb2
 
 # -- Batches of deduplication IDs on their way to a topic: sent until all of each has its receipt, whatever breaks.
@@ -165,7 +166,7 @@ class Delivery:
         self.topic = topic
         self._describe = describe
         self._on_waiting = on_waiting
-        self._spread: SpreadById | None = None
+        self._spread: PartitionedDelivery | None = None
         self._sidecars = sidecars
         self._route = Route(sidecars, topic)
         self._backoff = Backoff(_FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS)
@@ -321,7 +322,7 @@ class Delivery:
         for part in parts:
             part._has_begun = True
             part.open()
-        self._spread = spread = SpreadById(parts, found.deduplication_route)
+        self._spread = spread = PartitionedDelivery(parts, found.deduplication_route)
         self._passed_on = [asyncio.create_task(_pass_on(call, spread)) for call in self._ready]
         self._ready.clear()
 
@@ -481,7 +482,55 @@ class Delivery:
         self._ready.clear()
 
 
-async def _pass_on(call: _Call, spread: SpreadById) -> None:
+class PartitionedDelivery:
+    """The batches of a publisher over the deliveries to the partitions, in order, which are open."""
+
+    def __init__(self, parts: Sequence[Delivery], route: int) -> None:
+        self._parts = parts
+        self._by_key = route == admin_pb2.DEDUPLICATION_ROUTE_KEY
+
+    async def send(self, batch: Batch) -> BatchResult:
+        """Returns when all of a batch is in the log; raises what the first partition has raised that failed: some of it
+        may be in the others, and is DUP when it is sent again. Raises INVALID_BATCH where a key is missing."""
+        if self._by_key:
+            self._check_keys(batch)
+        some = self._rows_by_partition(batch)
+        sent = await asyncio.gather(
+            *(self._parts[k].send(batch.take(rows)) for k, rows in some), return_exceptions=True
+        )
+        result = BatchResult.undecided(np.full(len(batch), NO_SEQUENCE_ID, np.int64))
+        for (k, rows), outcome in zip(some, sent, strict=True):
+            if isinstance(outcome, SeqdedupeError) and outcome.reason == "INVALID_REQUEST" and len(some) > 1:
+                # Closed meanwhile: of this partition alone it is certain that nothing was sent.
+                raise error("OUTCOME_UNKNOWN", f"nothing went to partition {k}: {outcome.message}") from outcome
+            if isinstance(outcome, BaseException):
+                raise outcome
+            result.put(rows, outcome)
+            result.partitions[rows] = k
+        return result
+
+    def _check_keys(self, batch: Batch) -> None:
+        for row in range(len(batch)):
+            if not batch.keys.is_there(row):
+                why = f"row {row} has no key, by which messages find their partitions in this topic"
+                raise error("INVALID_BATCH", why)
+
+    def _rows_by_partition(self, batch: Batch) -> list[tuple[int, Int64s]]:
+        column = batch.keys if self._by_key else batch.deduplication_ids
+        of_rows = np.array([partition_of(value, b"", len(self._parts)) for value in column.values()], np.int64)
+        return [(int(k), np.flatnonzero(of_rows == k)) for k in np.unique(of_rows)]
+
+    def abandon(self) -> None:
+        """As of each of them."""
+        for part in self._parts:
+            part.abandon()
+
+    async def close(self) -> None:
+        """Ends all of them."""
+        await asyncio.gather(*(part.close() for part in self._parts))
+
+
+async def _pass_on(call: _Call, spread: PartitionedDelivery) -> None:
     try:
         result = await spread.send(call.batch)
     except Exception as e:  # noqa: BLE001 (whatever it is, the call hears of it)

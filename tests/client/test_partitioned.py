@@ -24,8 +24,9 @@ from seqdedupe.client import (
     Verdict,
     blocking,
 )
-from seqdedupe.client.partitioned import Numbering, Settled
 from seqdedupe.client.pending import PendingBatch
+from seqdedupe.client.producer import PartitionedProducer
+from seqdedupe.client.sequence_ids import Numbering, Settled
 from seqdedupe.errors import error
 from seqdedupe.routing import partition_of
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
@@ -123,7 +124,9 @@ async def standing_still(client: Client, topic: str, partition: int) -> AsyncIte
     """A producer of which one partition gets nothing any more, as if its connection were stuck; then it is gone."""
     producer = client.producer(topic, "p", SMALL)
     await producer.open()
-    producer._parts[partition]._session.next_frame = lambda: None
+    assert isinstance(producer._sends, PartitionedProducer)
+    session: Any = producer._sends.parts[partition].session
+    session.next_frame = lambda: None
     try:
         yield producer
     finally:
@@ -293,7 +296,8 @@ async def test_one_partition_that_refuses_ends_the_producer(shared_sidecar: Side
 async def test_a_send_that_is_given_up_was_not_sent(shared_sidecar: Sidecar, made: str) -> None:
     config = ProducerConfig(max_batch_rows=1, max_in_flight_batches=1)
     async with Client(shared_sidecar.address) as client, client.producer(made, "p", config) as producer:
-        stuck = producer._parts[0]._session
+        assert isinstance(producer._sends, PartitionedProducer)
+        stuck: Any = producer._sends.parts[0].session
         next_frame = stuck.next_frame
         stuck.next_frame = lambda: None
         keys = [
