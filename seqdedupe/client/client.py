@@ -68,11 +68,11 @@ class Client:
     def __init__(self, address: Addresses = DEFAULT_ADDRESS, credentials: Credentials | None = None) -> None:
         credentials = Credentials.from_environment() if credentials is None else credentials
         self._sidecars = Sidecars.parse(address, credentials)
-        self.address = address if isinstance(address, str) else str(self._sidecars)
+        self.address: str = address if isinstance(address, str) else str(self._sidecars)
         """As it was given."""
         self._connections = Connections(self._sidecars)
         self._calls = Calls(self._sidecars)
-        self.admin = Admin(self._calls)
+        self.admin: Admin = Admin(self._calls)
         """The calls for operators."""
 
     async def __aenter__(self) -> Self:

@@ -95,7 +95,7 @@ class FileCursor(Cursor):
     """
 
     def __init__(self, path: Path | str) -> None:
-        self.path = Path(path)
+        self.path: Path = Path(path)
 
     async def read(self) -> Kept | None:
         return await asyncio.to_thread(self._read)

@@ -573,7 +573,7 @@ class Publisher:
         delivery_timeout_seconds: float | None = DELIVERY_TIMEOUT_SECONDS,
         describe: Callable[[], Awaitable[admin_pb2.Topic]] | None = None,
     ) -> None:
-        self.topic = topic_name(topic)
+        self.topic: str = topic_name(topic)
         config = ProducerConfig(delivery_timeout_seconds=delivery_timeout_seconds)  # which looks at it
         self._checks = Builder(b"", NO_SEQUENCE_ID, config, lambda batch: None)
         self._delivery = Delivery(sidecars, self.topic, on_waiting, config.delivery_timeout_seconds, describe)

@@ -471,9 +471,9 @@ def test_producers_for_threads_share_too(shared_sidecar: Sidecar, topic: str) ->
         with client.producer(topic, "p0") as first, client.producer(topic, "p1") as second:
             receipts = [producer.send(b"x") for producer in (first, second)]
             assert [receipt.result().verdict for receipt in receipts] == [Verdict.NOT_DUP] * 2
-            (shared,) = client._connections._shared.values()
+            (shared,) = client.on_loop._connections._shared.values()
             assert [stream.users for stream in shared.streams.values()] == [2]
-        assert not client._connections._shared
+        assert not client.on_loop._connections._shared
 
 
 async def test_a_refused_opening_that_nobody_waits_for_is_no_defect(fake: FakeSidecar) -> None:

@@ -334,7 +334,8 @@ class Producer(ProducerBase):
             self.abort()
 
     def open(self) -> None:
-        """Starts the session, see `seqdedupe.client.Producer.open`."""
+        """Starts the session. Raises `UnavailableError` if that has not succeeded within 30 seconds, or what the
+        sidecar refuses it for."""
         self._topic.begin()
         try:
             run(lambda: self._start(self._topic, BlockingPartitionedProducer))
@@ -351,7 +352,18 @@ class Producer(ProducerBase):
         event_time: datetime | int | None = None,
         properties: Properties | None = None,
     ) -> Receipt:
-        """Queues a message, see `seqdedupe.client.Producer.send`; waits only for room in the queue."""
+        """Queues a message and returns its receipt, to be asked when wanted. Waits only for room in the queue.
+
+        Without a `sequence_id` the message gets `last_sequence_id + 1`. Those given must rise from message to
+        message; the first may be any: one at or below `persisted_sequence_id` is answered DUP. `event_time` is an
+        aware datetime or milliseconds since 1970. A payload is at most 5 MiB.
+
+        In a partitioned topic it has to be given while IDs above it are persisted: a message that is not one of those
+        must not get the ID of one.
+
+        Raises `InvalidRequestError` for a message that cannot be sent (it changes nothing) and, once the producer
+        has failed or is closed, what it failed with. If it is interrupted the producer ends, and each call says so.
+        """
         return self._sends.send(payload, sequence_id, key, event_time, properties)
 
     def send_batch(
@@ -363,15 +375,20 @@ class Producer(ProducerBase):
         event_times_ms: Numbers | None = None,
         properties: PropertyRows | None = None,
     ) -> BatchReceipt:
-        """Queues a ready batch, see `seqdedupe.client.Producer.send_batch`."""
+        """Queues a ready batch of at most 65,536 messages and 8 MiB, after what was sent before.
+
+        Columns that are numpy arrays of int64 and `Binary` (laid out as Arrow does) pass as they are, and must not be
+        changed afterwards. Otherwise as `send`.
+        """
         return self._sends.send_batch(payloads, sequence_ids, keys, event_times_ms, properties)
 
     def flush(self) -> None:
-        """Waits until all that was sent before has its receipts, and is durable. Raises what a message failed with."""
+        """Sends what is gathered and waits until all that was sent before has its receipts, and is durable. Raises what
+        a message failed with."""
         self._sends.flush()
 
     def close(self) -> None:
-        """Flushes and ends, see `seqdedupe.client.Producer.close`."""
+        """Flushes and ends. What still has no receipt after 30 seconds fails, and this raises `OutcomeUnknownError`."""
         self._sends.close()
 
     def abort(self) -> None:
