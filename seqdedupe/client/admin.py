@@ -16,8 +16,7 @@ from google.protobuf.message import DecodeError
 
 from seqdedupe import snapshot_file, watermarks, windows
 from seqdedupe.address import SidecarAddress
-from seqdedupe.client.calls import Calls, Connection
-from seqdedupe.client.connection import call, check_not_forked, typed_errors
+from seqdedupe.client.connection import Calls, Connection, call, check_not_forked, typed_errors
 from seqdedupe.errors import InvalidRequestError, SeqdedupeError, error
 from seqdedupe.message_id import Position
 from seqdedupe.names import is_namespace, partition_name, topic_name

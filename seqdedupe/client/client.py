@@ -8,8 +8,7 @@ from typing import NamedTuple, Self
 import grpc.aio
 
 from seqdedupe.client.admin import Admin
-from seqdedupe.client.calls import Calls
-from seqdedupe.client.connection import DEFAULT_ADDRESS, typed_errors
+from seqdedupe.client.connection import DEFAULT_ADDRESS, Calls, typed_errors
 from seqdedupe.client.credentials import Credentials
 from seqdedupe.client.cursor import Cursor, SidecarCursor
 from seqdedupe.client.producer import Producer

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from seqdedupe import sealed
-from seqdedupe.client.calls import Calls
+from seqdedupe.client.connection import Calls
 from seqdedupe.errors import InvalidRequestError, SeqdedupeError, error
 from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name

@@ -27,7 +27,7 @@ from seqdedupe.client.builder import (
     PropertyRows,
     milliseconds,
 )
-from seqdedupe.client.connection import NOT_A_SIDECAR, Backoff, check_not_forked, may_break_for_a_frame
+from seqdedupe.client.connection import NOT_A_SIDECAR, Backoff, channel_to, check_not_forked, may_break_for_a_frame
 from seqdedupe.client.frames import Answer, decode_answer, refusal_error
 from seqdedupe.client.outbox import HINT_OF_BREAKS, MAX_BREAKS, SUSPECT_BREAKS, Frame, broke_alone
 from seqdedupe.client.pending import BatchResult, Published, ReceiptColumns, Verdict
@@ -329,7 +329,7 @@ class Delivery:
     async def _connect(self) -> None:
         """Sends and takes answers until the stream ends; what has no receipt by then is sent again."""
         address = self._route.address
-        channel = self._sidecars.new_channel(address)
+        channel = channel_to(self._sidecars, address)
         try:
             self._answered_at = asyncio.get_running_loop().time()
             self._history.begin_stream()

@@ -15,6 +15,7 @@ from seqdedupe.client.connection import (
     KEEPALIVE_SECONDS,
     NOT_A_SIDECAR,
     Backoff,
+    channel_to,
     check_not_forked,
     typed_errors,
 )
@@ -217,7 +218,7 @@ class Reader(Messages):
 
     async def _connect(self) -> bool:
         """Begins to read at the next index; false if there is nothing to read, or the reader is closed meanwhile."""
-        channel = self._channel = self._sidecars.new_channel(self._route.address)
+        channel = self._channel = channel_to(self._sidecars, self._route.address)
         if self._incarnation is None or (self._stops_at_end and not self._is_at_stop):
             await self._look_at_the_ends(channel)
         if self._is_at_stop or self._closed:

@@ -9,10 +9,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from typing import Self
 
-import grpc.aio
-
 from seqdedupe.address import SidecarAddress
-from seqdedupe.client.connection import new_channel
 from seqdedupe.client.credentials import NO_CREDENTIALS, Credentials
 from seqdedupe.errors import SeqdedupeError, UnavailableError, error
 
@@ -81,10 +78,6 @@ class Sidecars:
             return self.addresses
         by_text = {str(address): address for address in self.addresses}
         return tuple(by_text[text] for text in in_order(topic, by_text))
-
-    def new_channel(self, address: SidecarAddress, *, is_brief: bool = False) -> grpc.aio.Channel:
-        """A channel to one of them, with a connection of its own. See `connection.new_channel`."""
-        return new_channel(address, self.credentials, is_one=self.is_one, is_brief=is_brief)
 
     def allowed(self, text: str) -> SidecarAddress | None:
         """The address, if a client may be sent there: it is listed, or a host in one of the domains. Else None."""

@@ -12,7 +12,7 @@ import numpy as np
 
 from seqdedupe.address import SidecarAddress
 from seqdedupe.batch import NO_INT32S, NO_INT64S, Batch, Binary, Int32s, Int64s
-from seqdedupe.client.connection import CALL_TIMEOUT_SECONDS, typed_errors
+from seqdedupe.client.connection import CALL_TIMEOUT_SECONDS, channel_to, typed_errors
 from seqdedupe.client.frames import Openings, decode_answer, encode_frames, refusal_error
 from seqdedupe.client.outbox import Frame
 from seqdedupe.client.pending import ReceiptColumns
@@ -605,7 +605,7 @@ class Connections:
         place = asyncio.get_running_loop(), address
         shared = self._shared.get(place)
         if shared is None:
-            first, second = (Link(self.sidecars.new_channel(address, is_brief=brief)) for brief in (False, True))
+            first, second = (Link(channel_to(self.sidecars, address, is_brief=brief)) for brief in (False, True))
             shared = self._shared[place] = _Shared(first, second)
         shared.users += 1
         try:

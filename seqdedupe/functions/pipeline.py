@@ -9,7 +9,14 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, Protocol
 
-from seqdedupe.client.connection import CALL_TIMEOUT_SECONDS, NOT_A_SIDECAR, Backoff, error_of_reason, typed_errors
+from seqdedupe.client.connection import (
+    CALL_TIMEOUT_SECONDS,
+    NOT_A_SIDECAR,
+    Backoff,
+    channel_to,
+    error_of_reason,
+    typed_errors,
+)
 from seqdedupe.client.frames import check_opened, decode_answer, refusal_error
 from seqdedupe.client.outbox import Frame
 from seqdedupe.client.route import Route, Sidecars
@@ -106,7 +113,7 @@ class Publisher:
 
     async def _connect(self) -> None:
         self.backlog.rewind()
-        async with self._sidecars.new_channel(self._route.address) as channel:
+        async with channel_to(self._sidecars, self._route.address) as channel:
             stub = PublishServiceStub(channel)
             await self._resume(stub)
             self.backlog.forget_idle()

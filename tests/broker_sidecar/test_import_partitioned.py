@@ -181,9 +181,7 @@ async def test_control_ids_that_go_elsewhere_are_missed(
     client: Client, topic: str, window: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await create(client, topic)
-    monkeypatch.setattr(
-        admin, "partition_of", lambda one, name, partitions: partition_of(one + b"!", name, partitions)
-    )
+    monkeypatch.setattr(admin, "partition_of", lambda one, name, partitions: partition_of(one + b"!", name, partitions))
     await client.admin.import_window(topic, window)
     with pytest.raises(AssertionError):
         await check(client, topic, b"new")
