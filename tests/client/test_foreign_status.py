@@ -83,7 +83,7 @@ async def answering_ok(address: str, answer: bytes) -> AsyncIterator[Counter[str
 def tries_often(monkeypatch: pytest.MonkeyPatch) -> None:
     """What has failed is tried again after some milliseconds."""
     monkeypatch.setitem(REASONS, "NOT_A_SIDECAR", replace(REASONS["NOT_A_SIDECAR"], retry_delay_ms=10))
-    for module in ("session", "delivery", "reader"):
+    for module in ("session", "publisher", "reader"):
         monkeypatch.setattr(f"seqdedupe.client.{module}._LONGEST_DELAY_SECONDS", 0.02)
 
 
