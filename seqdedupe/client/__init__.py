@@ -6,6 +6,7 @@ from seqdedupe.client.broker import Attachment, BrokerClient, Entry, ProducerNum
 from seqdedupe.client.client import Client, Located, TopicEnds
 from seqdedupe.client.credentials import Credentials
 from seqdedupe.client.cursor import Cursor, FileCursor, Kept
+from seqdedupe.client.message import Message, StoredBatch
 from seqdedupe.client.outbox import Counters
 from seqdedupe.client.pending import BatchReceipt, BatchResult, Published, Receipt, Verdict
 from seqdedupe.client.producer import Producer
@@ -13,7 +14,6 @@ from seqdedupe.client.publisher import Publisher
 from seqdedupe.client.reader import PartitionedPosition, PartitionedReader, Reader
 from seqdedupe.client.sequence_ids import Persisted
 from seqdedupe.client.session import ProducerConfig
-from seqdedupe.client.stored import Message, StoredBatch
 from seqdedupe.errors import (
     AccessDeniedError,
     DamagedError,

@@ -22,7 +22,7 @@ from grpc_status import rpc_status
 from seqdedupe.address import SidecarAddress
 from seqdedupe.client.credentials import NO_CREDENTIALS, Credentials
 from seqdedupe.client.listeners import check_listener, is_of_another_host, unreachable, was_never_sent
-from seqdedupe.client.route import Route, Sidecars
+from seqdedupe.client.route import OWNER_ADDRESS, Route, Sidecars
 from seqdedupe.errors import NEVER, REASONS, SeqdedupeError, UnavailableError, error
 from seqdedupe.v1 import admin_pb2, dedupe_pb2, read_pb2
 from seqdedupe.v1.admin_pb2_grpc import AdminServiceStub
@@ -362,6 +362,25 @@ def error_of_reason(reason: str, message: str, retry_delay_ms: int, numbers: dic
     kind = known.kind if known else UnavailableError if retry_delay_ms >= 0 else SeqdedupeError
     hint = numbers.pop("hint", known.hint if known else "See the sidecar's list of errors.")
     return kind(reason, message.removesuffix(f" [{reason}]"), hint, retry_delay_ms, numbers)
+
+
+def refusal_error(refusal: Any) -> SeqdedupeError:
+    """The error that a refusal on a publish stream stands for, with the numbers of a producer that caused it."""
+    numbers: dict[str, str] = {}
+    for producer in refusal.producers:
+        numbers = {
+            "epoch": str(producer.epoch),
+            "current_epoch": str(producer.current_epoch),
+            "sequence_id": str(producer.sequence_id),
+            "previous_sequence_id": str(producer.previous_sequence_id),
+            "pushed": str(producer.pushed),
+            "persisted": str(producer.persisted),
+        }
+        if producer.HasField("expected_sequence_id"):
+            numbers["expected_sequence_id"] = str(producer.expected_sequence_id)
+    if refusal.owner_address:
+        numbers[OWNER_ADDRESS] = refusal.owner_address
+    return error_of_reason(refusal.reason, refusal.message, refusal.retry_delay_ms, numbers)
 
 
 def _error_of_call(failure: grpc.aio.AioRpcError, address: SidecarAddress) -> SeqdedupeError:

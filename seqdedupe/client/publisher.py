@@ -27,10 +27,17 @@ from seqdedupe.client.builder import (
     PropertyRows,
     milliseconds,
 )
-from seqdedupe.client.connection import NOT_A_SIDECAR, Backoff, channel_to, check_not_forked, may_break_for_a_frame
-from seqdedupe.client.frames import Answer, decode_answer, refusal_error
+from seqdedupe.client.connection import (
+    NOT_A_SIDECAR,
+    Backoff,
+    channel_to,
+    check_not_forked,
+    may_break_for_a_frame,
+    refusal_error,
+)
 from seqdedupe.client.outbox import HINT_OF_BREAKS, MAX_BREAKS, SUSPECT_BREAKS, Frame, broke_alone
 from seqdedupe.client.pending import BatchResult, Published, ReceiptColumns, Verdict
+from seqdedupe.client.publish_calls import Answer, exchange, publish_call
 from seqdedupe.client.route import OnWaiting, Route, Sidecars, Waiting
 from seqdedupe.client.session import DELIVERY_TIMEOUT_SECONDS, ProducerConfig
 from seqdedupe.client.stream import (
@@ -38,8 +45,6 @@ from seqdedupe.client.stream import (
     FULL_MESSAGE_BYTES,
     MAX_FRAMES,
     SOON_SECONDS,
-    exchange,
-    publish_call,
 )
 from seqdedupe.errors import SeqdedupeError, UnavailableError, error
 from seqdedupe.limits import MAX_BATCH_BYTES, MAX_DEDUPLICATION_ID_BYTES, NO_SEQUENCE_ID
@@ -338,6 +343,7 @@ class Delivery:
                 address,
                 self.topic,
                 frames=self._frames,
+                rows_of=self._rows_of,
                 take=self._take,
                 watch=lambda: self._watch(address),
             )
@@ -397,9 +403,12 @@ class Delivery:
             if self._out and silence > ANSWER_TIMEOUT_SECONDS:
                 raise error("OUTCOME_UNKNOWN", f"{address} has not answered for {silence:.0f} seconds")
 
-    def _take(self, raw: bytes) -> bool:
+    def _rows_of(self, number: int) -> int | None:
+        call = self._out.get(number)
+        return None if call is None else len(call.batch)
+
+    def _take(self, answer: Answer) -> None:
         self._answered_at = asyncio.get_running_loop().time()
-        answer = decode_answer(raw, lambda number: len(self._out[number].batch) if number in self._out else None)
         self._has_begun = True
         if answer.receipts:
             self._check_history(answer)
@@ -416,7 +425,6 @@ class Delivery:
                 self._refused(call, why)
         if not self._out:
             self._news.set()  # a suspect may wait for that, or others for its answer
-        return False
 
     def _check_history(self, answer: Answer) -> None:
         """Before any of its receipts counts. Raises DATA_LOSS; and NOT_OWNER if this sidecar alone answers a lower term

@@ -20,9 +20,9 @@ from seqdedupe.client.connection import (
     typed_errors,
 )
 from seqdedupe.client.cursor import Cursor, Kept
+from seqdedupe.client.message import Message, Messages, StoredBatch
 from seqdedupe.client.pending import NO_PARTITION
 from seqdedupe.client.route import OnWaiting, Route, Sidecars, Waiting
-from seqdedupe.client.stored import Message, Messages, StoredBatch
 from seqdedupe.errors import SeqdedupeError, UnavailableError, error
 from seqdedupe.message_id import MessageId, Position, checked_index
 from seqdedupe.message_ids import MessageIds

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
@@ -12,82 +12,13 @@ import numpy as np
 
 from seqdedupe.address import SidecarAddress
 from seqdedupe.batch import NO_INT32S, NO_INT64S, Batch, Binary, Int32s, Int64s
-from seqdedupe.client.connection import CALL_TIMEOUT_SECONDS, channel_to, typed_errors
-from seqdedupe.client.frames import Openings, decode_answer, encode_frames, refusal_error
+from seqdedupe.client.connection import CALL_TIMEOUT_SECONDS, channel_to, refusal_error, typed_errors
 from seqdedupe.client.outbox import Frame
 from seqdedupe.client.pending import ReceiptColumns
+from seqdedupe.client.publish_calls import Answer, Openings, exchange, publish_call
 from seqdedupe.client.route import Sidecars
 from seqdedupe.errors import SeqdedupeError, UnavailableError, error
 from seqdedupe.limits import MAX_BATCH_ROWS, NO_SEQUENCE_ID
-from seqdedupe.v1 import publish_pb2
-from seqdedupe.wire import GREETING
-
-# -- A publish stream at work: frames out and answers in, until one side has ended.
-
-Call = grpc.aio.StreamStreamCall[bytes, bytes]
-
-_PUBLISH_STREAM = "/seqdedupe.v1.PublishService/PublishStream"
-
-_GREETED = ((GREETING, "1"),)
-"""Some proxies, as nginx with TLS, hold headers back until a message follows. So the sidecar sends one when it takes a
-stream."""
-
-
-def publish_call(channel: grpc.aio.Channel) -> Call:
-    """A publish stream that has said nothing yet."""
-    return channel.stream_stream(_PUBLISH_STREAM)(metadata=_GREETED)
-
-
-async def exchange(
-    call: Call,
-    address: SidecarAddress,
-    topic: str,
-    *,
-    frames: Callable[[], Awaitable[Sequence[Frame]]],
-    take: Callable[[bytes], bool],
-    watch: Callable[[], Coroutine[Any, Any, None]],
-    early_receipts: bool = False,
-) -> None:
-    """Sends what `frames` waits for, and gives each answer to `take`, until that says that it was the last one, or one
-    of the three raises. `watch` goes on beside them. With `early_receipts` some may be of what is not durable yet.
-
-    Raises what they do, and what the stream ends with; UNREACHABLE if that is nothing.
-    """
-
-    async def write() -> None:
-        with typed_errors(address):
-            try:
-                first = publish_pb2.PublishStreamRequest(topic=topic, early_receipts=early_receipts)
-                await call.write(first.SerializeToString())
-                while True:
-                    await call.write(encode_frames(await frames()))
-            except asyncio.InvalidStateError:
-                # The call has ended: the reader learns why.
-                await asyncio.Event().wait()
-
-    async def read() -> None:
-        with typed_errors(address):
-            is_over = False
-            while not is_over:
-                raw = await call.read()
-                if not isinstance(raw, bytes):  # grpc.aio.EOF
-                    raise error("UNREACHABLE", f"the sidecar at {address} ended the stream")
-                is_over = take(raw)
-
-    reading = asyncio.create_task(read())
-    others = [asyncio.create_task(work) for work in (write(), watch())]
-    try:
-        done, _ = await asyncio.wait([reading, *others], return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
-    finally:
-        for task in others:
-            task.cancel()
-        call.cancel()
-        # The reader hears of that from gRPC, and so late that nothing of the call is left to be told to a loop that may
-        # be closed by then.
-        await asyncio.gather(reading, *others, return_exceptions=True)
-
 
 # -- Frames of several producers as one: a message of a topic costs less in company.
 
@@ -384,9 +315,16 @@ class PublishStream:
             self._begun.set()
             # Before its first Open there need be no topic.
             await self._is_used.wait()
-            frames, take, watch = self._frames_to_send, self._take, self._watch
-            what = self._call, self._address, self._topic
-            await exchange(*what, frames=frames, take=take, watch=watch, early_receipts=True)
+            await exchange(
+                self._call,
+                self._address,
+                self._topic,
+                frames=self._frames_to_send,
+                rows_of=self._rows_of,
+                take=self._take,
+                watch=self._watch,
+                early_receipts=True,
+            )
         except Exception as e:  # noqa: BLE001 (whatever it is, nobody may wait for answers that nobody reads)
             self._end = e
         finally:
@@ -491,9 +429,8 @@ class PublishStream:
 
     # -- in ----------------------------------------------------------------------------------------------------
 
-    def _take(self, raw: bytes) -> bool:
+    def _take(self, answer: Answer) -> None:
         self._answered_at = asyncio.get_running_loop().time()
-        answer = decode_answer(raw, self._rows_of)
         self._term = max(self._term, self.openings.term, answer.term)
         told: dict[Seat, Answers] = {}
         durable_index = 0
@@ -526,7 +463,6 @@ class PublishStream:
                 self._not_durable.add(seat)
             else:
                 self._not_durable.discard(seat)
-        return False
 
     def _rows_of(self, frame: int) -> int | None:
         parts = self._out.get(frame)

@@ -15,10 +15,18 @@ from seqdedupe.client.credentials import Credentials
 from seqdedupe.client.route import Sidecars
 from seqdedupe.entry_properties import BATCH, CONTROL, MARKER, Owner, Place
 from seqdedupe.errors import SeqdedupeError, error
-from seqdedupe.functions import identity as identities
-from seqdedupe.functions.identity import Callback, Identity, Output, Source, check_fits
+from seqdedupe.functions.deployment import Settings, check_deployment, settings_of, text_of, traceback_of
+from seqdedupe.functions.identity import (
+    Callback,
+    Identity,
+    Output,
+    Source,
+    by_index,
+    by_message_id,
+    check_fits,
+    check_names,
+)
 from seqdedupe.functions.pipeline import Input, Pipeline, Process
-from seqdedupe.functions.settings import Settings, check_deployment, settings_of, text_of, traceback_of
 from seqdedupe.names import topic_name
 
 # -- What a function shows the sidecar: files, or a secret that Pulsar's provider of secrets keeps.
@@ -308,7 +316,7 @@ class Instance:
         message_id = context.get_message_id()
         source = Source(context)
         if source.topic not in self._lanes:
-            identities.check_names(self._function, source.topic)
+            check_names(self._function, source.topic)
             self._lanes[source.topic] = Owners()
         one = Input(source.topic, partial(context.ack, message_id, self._given_topic(source.topic)))
         if self._counts_for_nobody(source, message_id):
@@ -349,8 +357,8 @@ class Instance:
 
     def _identity(self, source: Source, message_id: Any) -> Identity:
         if self._settings.identity == "index":
-            return identities.by_index(self._function, source.topic, source.place)
-        return identities.by_message_id(
+            return by_index(self._function, source.topic, source.place)
+        return by_message_id(
             self._function, source.topic, message_id.ledger_id(), message_id.entry_id(), message_id.batch_index()
         )
 

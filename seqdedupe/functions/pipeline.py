@@ -15,16 +15,16 @@ from seqdedupe.client.connection import (
     Backoff,
     channel_to,
     error_of_reason,
+    refusal_error,
     typed_errors,
 )
-from seqdedupe.client.frames import check_opened, decode_answer, refusal_error
 from seqdedupe.client.outbox import Frame
+from seqdedupe.client.publish_calls import Answer, check_opened, exchange, publish_call
 from seqdedupe.client.route import Route, Sidecars
-from seqdedupe.client.stream import exchange, publish_call
 from seqdedupe.errors import NEVER, FencedError, SeqdedupeError, UnavailableError, error
 from seqdedupe.functions.backlog import Backlog, Row
+from seqdedupe.functions.deployment import Settings, ending, traceback_of
 from seqdedupe.functions.identity import Callback, Identity, Output
-from seqdedupe.functions.settings import Settings, ending, traceback_of
 from seqdedupe.v1 import publish_pb2
 from seqdedupe.v1.publish_pb2_grpc import PublishServiceStub
 
@@ -124,6 +124,7 @@ class Publisher:
                 self._route.address,
                 self._topic,
                 frames=lambda: self._frames_to_send(stub),
+                rows_of=self.backlog.rows_of,
                 take=self._take,
                 watch=self._watch,
             )
@@ -195,10 +196,8 @@ class Publisher:
                 self._work.clear()
                 await self._work.wait()
 
-    def _take(self, raw: bytes) -> bool:
-        """Never the last answer."""
+    def _take(self, answer: Answer) -> None:
         self._answered_at = time.monotonic()
-        answer = decode_answer(raw, self.backlog.rows_of)
         for number, receipt in answer.receipts:
             if not self.backlog.receipt(number, receipt.verdicts):
                 self.unknown += 1
@@ -213,7 +212,6 @@ class Publisher:
         for refusal in answer.refusals:
             if self.backlog.rows_of(refusal.frame) is not None:
                 raise refusal_error(refusal)
-        return False
 
     async def _watch(self) -> None:
         """Ends a stream on which frames wait for an answer for too long."""

@@ -22,7 +22,8 @@ from seqdedupe.client import (
     Verdict,
     blocking,
 )
-from seqdedupe.client.frames import MAX_NEW_NAMES, Openings, refusal_error
+from seqdedupe.client.connection import refusal_error
+from seqdedupe.client.publish_calls import MAX_NEW_NAMES, Openings
 from seqdedupe.client.stream import Answers, PublishStream
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from seqdedupe.v1 import batch_pb2, publish_pb2

@@ -8,7 +8,7 @@ import pytest
 from seqdedupe.entry_properties import Place
 from seqdedupe.errors import ConfigurationError, SeqdedupeError
 from seqdedupe.functions import identity
-from seqdedupe.functions.settings import Settings, check_deployment, settings_of
+from seqdedupe.functions.deployment import Settings, check_deployment, settings_of
 from tests.functions.runtime import TOPIC, details, source
 
 

@@ -4,15 +4,15 @@ from collections.abc import Iterator
 from types import TracebackType
 from typing import Self
 
-from seqdedupe.client import stored as _stored
+from seqdedupe.client import message as _message
 from seqdedupe.client.blocking.loop import run
-from seqdedupe.client.stored import Message, StoredBatch
+from seqdedupe.client.message import Message, StoredBatch
 
 
 class Messages:
     """What readers for threads have in common."""
 
-    on_loop: _stored.Messages
+    on_loop: _message.Messages
 
     def __enter__(self) -> Self:
         return self

@@ -1,8 +1,11 @@
-"""The messages of a publish stream: frames out, answers in; and the sessions that are opened before them."""
+"""The calls of `PublishService`, as a client makes them: a stream's frames and its answers, and the sessions before it.
+
+Begin with `exchange`, a stream at work; `Openings` starts and resumes sessions.
+"""
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,8 +19,7 @@ from seqdedupe.address import SidecarAddress
 from seqdedupe.client.connection import CALL_TIMEOUT_SECONDS, error_of_reason, typed_errors
 from seqdedupe.client.outbox import Frame
 from seqdedupe.client.pending import ReceiptColumns
-from seqdedupe.client.route import OWNER_ADDRESS
-from seqdedupe.errors import NEVER, SeqdedupeError
+from seqdedupe.errors import NEVER, SeqdedupeError, error
 from seqdedupe.message_id import MessageId, Position
 from seqdedupe.v1 import publish_pb2
 from seqdedupe.v1.publish_pb2_grpc import PublishServiceStub
@@ -125,23 +127,71 @@ def receipt_columns(receipt: Any) -> ReceiptColumns:
     )
 
 
-def refusal_error(refusal: Any) -> SeqdedupeError:
-    """The error that one of the answer's refusals stands for, with the numbers of a producer that caused it."""
-    numbers: dict[str, str] = {}
-    for producer in refusal.producers:
-        numbers = {
-            "epoch": str(producer.epoch),
-            "current_epoch": str(producer.current_epoch),
-            "sequence_id": str(producer.sequence_id),
-            "previous_sequence_id": str(producer.previous_sequence_id),
-            "pushed": str(producer.pushed),
-            "persisted": str(producer.persisted),
-        }
-        if producer.HasField("expected_sequence_id"):
-            numbers["expected_sequence_id"] = str(producer.expected_sequence_id)
-    if refusal.owner_address:
-        numbers[OWNER_ADDRESS] = refusal.owner_address
-    return error_of_reason(refusal.reason, refusal.message, refusal.retry_delay_ms, numbers)
+# -- A publish stream at work: frames out and answers in, until one side has ended.
+
+Call = grpc.aio.StreamStreamCall[bytes, bytes]
+
+_PUBLISH_STREAM = "/seqdedupe.v1.PublishService/PublishStream"
+
+_GREETED = ((wire.GREETING, "1"),)
+"""Some proxies, as nginx with TLS, hold headers back until a message follows. So the sidecar sends one when it takes a
+stream."""
+
+
+def publish_call(channel: grpc.aio.Channel) -> Call:
+    """A publish stream that has said nothing yet."""
+    return channel.stream_stream(_PUBLISH_STREAM)(metadata=_GREETED)
+
+
+async def exchange(
+    call: Call,
+    address: SidecarAddress,
+    topic: str,
+    *,
+    frames: Callable[[], Awaitable[Sequence[Frame]]],
+    rows_of: Callable[[int], int | None],
+    take: Callable[[Answer], None],
+    watch: Callable[[], Coroutine[Any, Any, None]],
+    early_receipts: bool = False,
+) -> None:
+    """Sends what `frames` waits for, and gives each answer to `take`, until one of the three raises. `watch` goes on
+    beside them. With `early_receipts` some may be of what is not durable yet. `rows_of`: see `decode_answer`.
+
+    Raises what they do, and what the stream ends with; UNREACHABLE if that is nothing.
+    """
+
+    async def write() -> None:
+        with typed_errors(address):
+            try:
+                first = publish_pb2.PublishStreamRequest(topic=topic, early_receipts=early_receipts)
+                await call.write(first.SerializeToString())
+                while True:
+                    await call.write(encode_frames(await frames()))
+            except asyncio.InvalidStateError:
+                # The call has ended: the reader learns why.
+                await asyncio.Event().wait()
+
+    async def read() -> None:
+        with typed_errors(address):
+            while True:
+                raw = await call.read()
+                if not isinstance(raw, bytes):  # grpc.aio.EOF
+                    raise error("UNREACHABLE", f"the sidecar at {address} ended the stream")
+                take(decode_answer(raw, rows_of))
+
+    reading = asyncio.create_task(read())
+    others = [asyncio.create_task(work) for work in (write(), watch())]
+    try:
+        done, _ = await asyncio.wait([reading, *others], return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in others:
+            task.cancel()
+        call.cancel()
+        # The reader hears of that from gRPC, and so late that nothing of the call is left to be told to a loop that may
+        # be closed by then.
+        await asyncio.gather(reading, *others, return_exceptions=True)
 
 
 # -- Sessions are opened together: names that come while a call is under way go in the next one.
