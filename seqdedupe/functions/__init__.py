@@ -8,7 +8,7 @@ from typing import Any
 
 import pulsar
 
-from seqdedupe.functions.deployment import InstanceProcess, ending
+from seqdedupe.functions.process import InstanceProcess, ending
 
 __all__ = ["DedupeFunction"]
 

@@ -15,7 +15,7 @@ from seqdedupe.client.credentials import Credentials
 from seqdedupe.client.route import Sidecars
 from seqdedupe.entry_properties import BATCH, CONTROL, MARKER, Owner, Place
 from seqdedupe.errors import SeqdedupeError, error
-from seqdedupe.functions.deployment import Settings, check_deployment, settings_of, text_of, traceback_of
+from seqdedupe.functions.deployment import Settings, check_deployment, settings_of
 from seqdedupe.functions.identity import (
     Callback,
     Identity,
@@ -27,6 +27,7 @@ from seqdedupe.functions.identity import (
     check_names,
 )
 from seqdedupe.functions.pipeline import Input, Pipeline, Process
+from seqdedupe.functions.process import text_of, traceback_of
 from seqdedupe.names import topic_name
 
 # -- What a function shows the sidecar: files, or a secret that Pulsar's provider of secrets keeps.

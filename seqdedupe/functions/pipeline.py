@@ -23,8 +23,9 @@ from seqdedupe.client.publish_calls import Answer, check_opened, exchange, publi
 from seqdedupe.client.route import Route, Sidecars
 from seqdedupe.errors import NEVER, FencedError, SeqdedupeError, UnavailableError, error
 from seqdedupe.functions.backlog import Backlog, Row
-from seqdedupe.functions.deployment import Settings, ending, traceback_of
+from seqdedupe.functions.deployment import Settings
 from seqdedupe.functions.identity import Callback, Identity, Output
+from seqdedupe.functions.process import ending, traceback_of
 from seqdedupe.v1 import publish_pb2
 from seqdedupe.v1.publish_pb2_grpc import PublishServiceStub
 
