@@ -16,7 +16,7 @@ from google.protobuf.message import DecodeError
 
 from seqdedupe import snapshot_file, watermarks, windows
 from seqdedupe.address import SidecarAddress
-from seqdedupe.client.connection import Calls, Connection, call, check_not_forked, typed_errors
+from seqdedupe.client.connection import ClientCalls, SidecarConnection, call, check_not_forked, typed_errors
 from seqdedupe.errors import InvalidRequestError, SeqdedupeError, error
 from seqdedupe.message_id import Position
 from seqdedupe.names import is_namespace, partition_name, topic_name
@@ -84,7 +84,7 @@ class Admin:
     that answers.
     """
 
-    def __init__(self, calls: Calls) -> None:
+    def __init__(self, calls: ClientCalls) -> None:
         self._calls = calls
 
     async def create_topic(
@@ -139,7 +139,7 @@ class Admin:
     async def topics(self) -> list[admin_pb2.Topic]:
         """All topics, by name, as one sidecar lists them: whole, or an error."""
 
-        async def all_pages(sidecar: Connection) -> list[admin_pb2.Topic]:
+        async def all_pages(sidecar: SidecarConnection) -> list[admin_pb2.Topic]:
             topics: list[admin_pb2.Topic] = []
             request = admin_pb2.ListTopicsRequest()
             while True:
@@ -186,7 +186,7 @@ class Admin:
         """All producers of a topic in the order in which they first came. Raises NotFoundError."""
         name = topic_name(topic)
 
-        async def all_pages(sidecar: Connection) -> list[admin_pb2.Producer]:
+        async def all_pages(sidecar: SidecarConnection) -> list[admin_pb2.Producer]:
             producers: dict[str, admin_pb2.Producer] = {}
             request = admin_pb2.ListProducersRequest(topic=name)
             while True:
@@ -312,7 +312,7 @@ class Admin:
     ) -> T:
         name = topic_name(topic)
 
-        def at(sidecar: Connection) -> Awaitable[T]:
+        def at(sidecar: SidecarConnection) -> Awaitable[T]:
             return act(sidecar.address, sidecar.admin, name, path)
 
         return await self._calls.at(name, at, is_look=is_look)
@@ -615,13 +615,13 @@ Told = Callable[[list[admin_pb2.BackupResponse]], None]
 
 
 async def make_backups(
-    calls: Calls, processes: list[str], request: admin_pb2.BackupRequest, told: Told
+    calls: ClientCalls, processes: list[str], request: admin_pb2.BackupRequest, told: Told
 ) -> list[admin_pb2.BackupResponse]:
     """See `Admin.backup`. Without `processes` there is one, which is that of the client's first address."""
     check_not_forked()
     so_far: dict[int, admin_pb2.BackupResponse] = {}
 
-    async def one(number: int, sidecar: Connection) -> admin_pb2.BackupResponse:
+    async def one(number: int, sidecar: SidecarConnection) -> admin_pb2.BackupResponse:
         last = admin_pb2.BackupResponse()
         with typed_errors(sidecar.address):
             async for last in sidecar.admin.Backup(request):

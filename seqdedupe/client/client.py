@@ -8,7 +8,7 @@ from typing import NamedTuple, Self
 import grpc.aio
 
 from seqdedupe.client.admin import Admin
-from seqdedupe.client.connection import DEFAULT_ADDRESS, Calls, typed_errors
+from seqdedupe.client.connection import DEFAULT_ADDRESS, ClientCalls, typed_errors
 from seqdedupe.client.credentials import Credentials
 from seqdedupe.client.cursor import Cursor, SidecarCursor
 from seqdedupe.client.producer import Producer
@@ -16,7 +16,7 @@ from seqdedupe.client.publisher import Publisher
 from seqdedupe.client.reader import PartitionedReader, PartitionedStart, PartitionEnds, Reader, Start
 from seqdedupe.client.route import Addresses, OnWaiting, Sidecars
 from seqdedupe.client.session import DELIVERY_TIMEOUT_SECONDS, ProducerConfig
-from seqdedupe.client.stream import Connections
+from seqdedupe.client.stream import SharedConnections
 from seqdedupe.errors import UnavailableError, error
 from seqdedupe.limits import MAX_INDEX
 from seqdedupe.message_id import MessageId, Position, checked_index
@@ -69,8 +69,8 @@ class Client:
         self._sidecars = Sidecars.parse(address, credentials)
         self.address: str = address if isinstance(address, str) else str(self._sidecars)
         """As it was given."""
-        self._connections = Connections(self._sidecars)
-        self._calls = Calls(self._sidecars)
+        self._connections = SharedConnections(self._sidecars)
+        self._calls = ClientCalls(self._sidecars)
         self.admin: Admin = Admin(self._calls)
         """The calls for operators."""
 

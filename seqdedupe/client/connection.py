@@ -1,6 +1,6 @@
 """How the client reaches sidecars: channels, what gRPC's errors mean (nothing else looks at them), and unary calls.
 
-Begin with `new_channel`, `typed_errors` and `Calls`, a client's calls: each goes to the sidecar of its topic.
+Begin with `new_channel`, `typed_errors` and `ClientCalls`, a client's calls: each goes to the sidecar of its topic.
 """
 
 import asyncio
@@ -463,7 +463,7 @@ _FIRST_DELAY_SECONDS = 0.02
 _LONGEST_DELAY_SECONDS = 1.0
 
 
-class Connection:
+class SidecarConnection:
     """A connection to a sidecar, and what is called over it."""
 
     def __init__(self, address: SidecarAddress, channel: grpc.aio.Channel) -> None:
@@ -479,12 +479,12 @@ class Connection:
         return ReadServiceStub(self.channel)
 
 
-class Calls:
+class ClientCalls:
     """Makes the calls of one client, over a connection to each sidecar that it comes to. For one event loop."""
 
     def __init__(self, sidecars: Sidecars) -> None:
         self._sidecars = sidecars
-        self._connections: dict[SidecarAddress, Connection] = {}
+        self._connections: dict[SidecarAddress, SidecarConnection] = {}
         self._found_at: dict[str, SidecarAddress] = {}
         """By topic; "" is the whole."""
 
@@ -494,14 +494,14 @@ class Calls:
         for connection in connections.values():
             await connection.channel.close()
 
-    def connection(self, address: SidecarAddress) -> Connection:
+    def connection(self, address: SidecarAddress) -> SidecarConnection:
         """The one connection to this sidecar."""
         check_not_forked()
         if address not in self._connections:
-            self._connections[address] = Connection(address, channel_to(self._sidecars, address))
+            self._connections[address] = SidecarConnection(address, channel_to(self._sidecars, address))
         return self._connections[address]
 
-    def connection_to(self, text: str) -> Connection:
+    def connection_to(self, text: str) -> SidecarConnection:
         """The one to a sidecar that another one has named. Raises NOT_OWNER if the client may not go there."""
         address = self._sidecars.allowed(text)
         if address is None:
@@ -509,13 +509,13 @@ class Calls:
             raise error("NOT_OWNER", why, hint="Give the client the addresses of all sidecars.", owner_address=text)
         return self.connection(address)
 
-    def first_connection(self) -> Connection:
+    def first_connection(self) -> SidecarConnection:
         """That to the first address."""
         return self.connection(self._sidecars.addresses[0])
 
     async def call(
         self,
-        method: Callable[[Connection], Callable[..., Awaitable[M]]],
+        method: Callable[[SidecarConnection], Callable[..., Awaitable[M]]],
         request: Message,
         timeout_seconds: float = CALL_TIMEOUT_SECONDS,
     ) -> M:
@@ -524,13 +524,13 @@ class Calls:
         Raises as `at`, RECOVERING too if that lasts for CALL_TIMEOUT_SECONDS.
         """
 
-        def act(connection: Connection) -> Awaitable[M]:
+        def act(connection: SidecarConnection) -> Awaitable[M]:
             return call(connection.address, connection.channel, method(connection), request, timeout_seconds)
 
         is_look = type(request).__name__.startswith(_LOOKS)
         return await self.at(getattr(request, "topic", ""), act, is_look=is_look)
 
-    async def at(self, topic: str, act: Callable[[Connection], Awaitable[T]], *, is_look: bool) -> T:
+    async def at(self, topic: str, act: Callable[[SidecarConnection], Awaitable[T]], *, is_look: bool) -> T:
         """Does it at the topic's owner, or, without a topic, at one sidecar that answers. It may be begun several
         times: what changes something only where it is certain that it has changed nothing yet.
 
@@ -542,7 +542,7 @@ class Calls:
         loop = asyncio.get_running_loop()
         give_up_at = loop.time() + CALL_TIMEOUT_SECONDS
         while True:
-            connection: Connection | None = None
+            connection: SidecarConnection | None = None
             try:
                 connection = self.connection(route.address)
                 answer = await act(connection)
@@ -565,7 +565,7 @@ class Calls:
                     self._remember(topic, route.address)
                 return answer
 
-    def _forget(self, connection: Connection) -> None:
+    def _forget(self, connection: SidecarConnection) -> None:
         """The next call makes a new one, which tries at once, where gRPC would answer for up to a second that the old
         one was refused, and which takes the TLS files as they are then. Others that are under way over the old one end
         as they may."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from seqdedupe import sealed
-from seqdedupe.client.connection import Calls
+from seqdedupe.client.connection import ClientCalls
 from seqdedupe.errors import InvalidRequestError, SeqdedupeError, error
 from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name
@@ -182,7 +182,7 @@ class SidecarCursor(Cursor):
     INVALID_NAME, TOO_MANY_CURSORS, AccessDeniedError, UnavailableError (LOG_REFUSED, SHARE_EXCEEDED: it did not move).
     """
 
-    def __init__(self, calls: Calls, topic: str, name: str) -> None:
+    def __init__(self, calls: ClientCalls, topic: str, name: str) -> None:
         self.topic = topic_name(topic)
         self.name = name
         try:

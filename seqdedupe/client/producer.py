@@ -13,9 +13,9 @@ from seqdedupe.client.connection import check_not_forked
 from seqdedupe.client.outbox import Counters
 from seqdedupe.client.pending import BatchReceipt, PendingBatch, Receipt, SpreadBatch
 from seqdedupe.client.route import OnWaiting, Sidecars
-from seqdedupe.client.sequence_ids import Numbering, Partition, Persisted, Settled, complete_up_to
+from seqdedupe.client.sequence_ids import Numbering, Partition, Persisted, SettledIds, complete_up_to
 from seqdedupe.client.session import ProducerConfig, Session
-from seqdedupe.client.stream import Connections
+from seqdedupe.client.stream import SharedConnections
 from seqdedupe.errors import InvalidRequestError, error
 from seqdedupe.message_id import Position
 from seqdedupe.names import partition_name, producer_name, topic_name
@@ -29,7 +29,7 @@ LONGEST_LINGERS = 5
 """So many times `linger_ms`, at most."""
 
 
-class Linger:
+class BatchLinger:
     """Whether a batch has waited long enough; to be asked every `seconds`."""
 
     def __init__(self, linger_ms: float) -> None:
@@ -54,7 +54,7 @@ class TopicProducer:
 
     def __init__(
         self,
-        connections: Connections,
+        connections: SharedConnections,
         topic: str,
         name: str,
         config: ProducerConfig,
@@ -72,10 +72,10 @@ class TopicProducer:
         self._on_waiting = on_waiting
         self._partition = partition
         self._builder = self._new_builder()
-        self._linger = Linger(config.linger_ms)
+        self._linger = BatchLinger(config.linger_ms)
         self._state: Literal["new", "open", "closed"] = "new"
 
-    def of_partition(self, number: int, settled: Settled) -> Self:
+    def of_partition(self, number: int, settled: SettledIds) -> Self:
         """The same for a partition of the topic."""
         topic, partition = partition_name(self.topic, number), Partition(number, settled)
         return type(self)(self._connections, topic, self.name, self.config, self._on_waiting, partition)
@@ -432,7 +432,7 @@ class Producer(ProducerBase):
 
     def __init__(
         self,
-        connections: Connections,
+        connections: SharedConnections,
         topic: str,
         name: str,
         config: ProducerConfig,

@@ -35,7 +35,7 @@ def encode_frames(frames: Sequence[Frame]) -> bytes:
     return b"".join(message)
 
 
-class Answer(NamedTuple):
+class StreamAnswer(NamedTuple):
     """A PublishStreamResponse."""
 
     receipts: list[tuple[int, ReceiptColumns]]
@@ -46,7 +46,7 @@ class Answer(NamedTuple):
     durable_index: int
 
 
-def decode_answer(raw: bytes, rows_of: Callable[[int], int | None]) -> Answer:
+def decode_answer(raw: bytes, rows_of: Callable[[int], int | None]) -> StreamAnswer:
     """The answer in these bytes. `rows_of` says how many rows a frame has that is out; receipts of others may be left
     out.
 
@@ -60,10 +60,10 @@ def decode_answer(raw: bytes, rows_of: Callable[[int], int | None]) -> Answer:
         answer = wire.PublishStreamResponse.FromString(_canonical(raw))
     out = [receipt for receipt in answer.receipts if rows_of(receipt.frame) is not None]
     receipts = [(receipt.frame, receipt_columns(receipt)) for receipt in out]
-    return Answer(receipts, answer.refusals, answer.incarnation, answer.term, answer.durable_index)
+    return StreamAnswer(receipts, answer.refusals, answer.incarnation, answer.term, answer.durable_index)
 
 
-def _usual_answer(raw: bytes) -> Answer | None:
+def _usual_answer(raw: bytes) -> StreamAnswer | None:
     """The answer of fixed width, in a fraction of the time; None if it is another one."""
     end = len(raw) - wire.STATE.size
     if end < 0 or end % wire.ALL_NEW.size:
@@ -77,7 +77,7 @@ def _usual_answer(raw: bytes) -> Answer | None:
         if (a, b, c, d, e, f, g, h, i, j) != wire.ALL_NEW_TAGS:
             return None
         receipts.append((frame, ReceiptColumns.all_stored(first_index, MessageId(ledger_id, entry_id))))
-    return Answer(receipts, (), incarnation, term, durable_index)
+    return StreamAnswer(receipts, (), incarnation, term, durable_index)
 
 
 def _is_plain(receipt: Any, rows: int | None) -> bool:
@@ -150,7 +150,7 @@ async def exchange(
     *,
     frames: Callable[[], Awaitable[Sequence[Frame]]],
     rows_of: Callable[[int], int | None],
-    take: Callable[[Answer], None],
+    take: Callable[[StreamAnswer], None],
     watch: Callable[[], Coroutine[Any, Any, None]],
     early_receipts: bool = False,
 ) -> None:
@@ -204,7 +204,7 @@ MAX_RESUMED_NAMES = 2_048
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class OpenedSession:
     """What `Open` answers for one name."""
 
     incarnation: int
@@ -220,7 +220,7 @@ class Opened:
 class _Waiting:
     name: str
     epoch: int | None
-    answer: asyncio.Future[Opened]
+    answer: asyncio.Future[OpenedSession]
     goes_alone: bool = False
 
 
@@ -236,7 +236,7 @@ class Openings:
         self._waiting: deque[_Waiting] = deque()
         self._task: asyncio.Task[None] | None = None
 
-    async def open(self, name: str, epoch: int | None) -> Opened:
+    async def open(self, name: str, epoch: int | None) -> OpenedSession:
         """Starts a session of this name, or resumes the one of an epoch. Raises what it is refused for."""
         waiting = _Waiting(name, epoch, asyncio.get_running_loop().create_future())
         self._waiting.append(waiting)
@@ -268,7 +268,7 @@ class Openings:
                 for one, answer in zip(some, answers, strict=True):
                     if one.answer.done():  # it was cancelled
                         continue
-                    if isinstance(answer, Opened):
+                    if isinstance(answer, OpenedSession):
                         one.answer.set_result(answer)
                     else:
                         one.answer.set_exception(answer)
@@ -296,7 +296,7 @@ class Openings:
             self._waiting.popleft()
         return list(some.values())
 
-    async def _call(self, some: list[_Waiting]) -> list[Opened | Exception]:
+    async def _call(self, some: list[_Waiting]) -> list[OpenedSession | Exception]:
         """The answers, in their order."""
         names, epochs = [one.name for one in some], [one.epoch for one in some if one.epoch is not None]
         request = publish_pb2.OpenRequest(topic=self._topic, producer_names=names, epochs=epochs)
@@ -304,7 +304,7 @@ class Openings:
             answer = await PublishServiceStub(self._channel).Open(request, timeout=CALL_TIMEOUT_SECONDS)
             check_opened(answer, len(some))
         self.term = max(self.term, answer.term)
-        answers: list[Opened | Exception] = [_opened(answer, place) for place in range(len(some))]
+        answers: list[OpenedSession | Exception] = [_opened(answer, place) for place in range(len(some))]
         for refusal in answer.refusals:
             numbers = {"producer_name": names[refusal.index], "current_epoch": str(refusal.current_epoch)}
             answers[refusal.index] = error_of_reason(refusal.reason, refusal.message, NEVER, numbers)
@@ -321,12 +321,12 @@ def check_opened(answer: publish_pb2.OpenResponse | None, names: int) -> None:
         raise DecodeError(f"it does not open {names} sessions")
 
 
-def _opened(answer: publish_pb2.OpenResponse, place: int) -> Opened:
+def _opened(answer: publish_pb2.OpenResponse, place: int) -> OpenedSession:
     position = None
     if answer.persisted_indexes[place] >= 0:
         message_id = MessageId.from_proto(answer.persisted_message_ids[place])
         position = Position(answer.incarnation, message_id, answer.persisted_indexes[place])
-    return Opened(
+    return OpenedSession(
         answer.incarnation,
         answer.term,
         answer.epochs[place],

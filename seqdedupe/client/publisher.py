@@ -37,8 +37,8 @@ from seqdedupe.client.connection import (
 )
 from seqdedupe.client.outbox import HINT_OF_BREAKS, MAX_BREAKS, SUSPECT_BREAKS, Frame, broke_alone
 from seqdedupe.client.pending import BatchResult, Published, ReceiptColumns, Verdict
-from seqdedupe.client.publish_calls import Answer, exchange, publish_call
-from seqdedupe.client.route import OnWaiting, Route, Sidecars, Waiting
+from seqdedupe.client.publish_calls import StreamAnswer, exchange, publish_call
+from seqdedupe.client.route import OnWaiting, Route, Sidecars, WaitingNotice
 from seqdedupe.client.session import DELIVERY_TIMEOUT_SECONDS, ProducerConfig
 from seqdedupe.client.stream import (
     ANSWER_TIMEOUT_SECONDS,
@@ -92,7 +92,7 @@ class _Call:
         return self.result
 
 
-class History:
+class TopicHistory:
     """What receipts have said of a topic, which those of another history of it contradict: of an older copy of its log,
     or of a topic that was made anew under its name.
 
@@ -175,7 +175,7 @@ class Delivery:
         self._sidecars = sidecars
         self._route = Route(sidecars, topic)
         self._backoff = Backoff(_FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS)
-        self._waiting = Waiting(on_waiting)
+        self._waiting = WaitingNotice(on_waiting)
         self._timeout_seconds = timeout_seconds
         self._ready: deque[_Call] = deque()
         self._out: dict[int, _Call] = {}
@@ -194,7 +194,7 @@ class Delivery:
         self._last_refusal: UnavailableError | None = None
         self._is_closed = False
         self._has_begun = False  # a sidecar has answered
-        self._history = History()
+        self._history = TopicHistory()
         self._older: set[SidecarAddress] = set()
         """Who has answered a lower term than was seen before, since one last answered another."""
 
@@ -407,7 +407,7 @@ class Delivery:
         call = self._out.get(number)
         return None if call is None else len(call.batch)
 
-    def _take(self, answer: Answer) -> None:
+    def _take(self, answer: StreamAnswer) -> None:
         self._answered_at = asyncio.get_running_loop().time()
         self._has_begun = True
         if answer.receipts:
@@ -426,7 +426,7 @@ class Delivery:
         if not self._out:
             self._news.set()  # a suspect may wait for that, or others for its answer
 
-    def _check_history(self, answer: Answer) -> None:
+    def _check_history(self, answer: StreamAnswer) -> None:
         """Before any of its receipts counts. Raises DATA_LOSS; and NOT_OWNER if this sidecar alone answers a lower term
         than was seen before: one that was the owner answers copies from memory."""
         history = self._history

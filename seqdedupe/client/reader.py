@@ -22,7 +22,7 @@ from seqdedupe.client.connection import (
 from seqdedupe.client.cursor import Cursor, Kept
 from seqdedupe.client.message import Message, Messages, StoredBatch
 from seqdedupe.client.pending import NO_PARTITION
-from seqdedupe.client.route import OnWaiting, Route, Sidecars, Waiting
+from seqdedupe.client.route import OnWaiting, Route, Sidecars, WaitingNotice
 from seqdedupe.errors import SeqdedupeError, UnavailableError, error
 from seqdedupe.message_id import MessageId, Position, checked_index
 from seqdedupe.message_ids import MessageIds
@@ -91,7 +91,7 @@ class Reader(Messages):
         self._kept: Kept | None = None  # in the cursor, as far as is known
         self._knows_cursor = cursor is None
         self._skip_damaged = skip_damaged
-        self._waiting = Waiting(on_waiting)
+        self._waiting = WaitingNotice(on_waiting)
         self._sidecars = sidecars
         self._route = Route(sidecars, self.topic)
         self._start = start

@@ -122,7 +122,7 @@ def logged(on_waiting: OnWaiting) -> OnWaiting:
     return call
 
 
-class Waiting:
+class WaitingNotice:
     """Calls `on_waiting`, on the event loop, once each time that something has waited for SAY_WAITING_SECONDS.
 
     What it raises ends nobody's work: the loop's exception handler is given it, which logs it.

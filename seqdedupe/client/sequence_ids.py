@@ -1,7 +1,7 @@
 """The sequence IDs of a producer of a partitioned topic: they rise over all partitions, and up to some all is settled.
 
-Begin with `Numbering`. `Settled` says up to which ID, and each batch carries that (`Partition.mark`). After a crash it
-is from where the producer's source has to be sent again: `complete_up_to` reads it out of the last messages.
+Begin with `Numbering`. `SettledIds` says up to which ID; each batch carries that (`Partition.mark`). After a crash it is
+from where the producer's source has to be sent again: `complete_up_to` reads it out of the last messages.
 """
 
 import threading
@@ -66,7 +66,7 @@ async def complete_up_to(sidecars: Sidecars, producer_name: str, last: Iterable[
 _SWEEP_BATCHES = 1024
 
 
-class Settled:
+class SettledIds:
     """Up to which ID everything that was sent is settled in all partitions. Threads may share it."""
 
     def __init__(self) -> None:
@@ -102,7 +102,7 @@ class Partition(NamedTuple):
     """Which one a producer of a single partition has, and what is settled in all of them."""
 
     number: int
-    settled: Settled
+    settled: SettledIds
 
     def mark(self, pending: PendingBatch) -> None:
         """Gives a sealed batch what goes with every batch of a partition."""
@@ -116,7 +116,7 @@ class Numbering:
     """The sequence IDs of a producer over all partitions, and the partitions of its messages."""
 
     def __init__(self, name: str, encoded_name: bytes, partitions: int, config: ProducerConfig) -> None:
-        self.settled = Settled()
+        self.settled = SettledIds()
         self.resumed_after = NO_SEQUENCE_ID
         self._name = name
         self._encoded_name = encoded_name

@@ -11,8 +11,8 @@ from seqdedupe.client.connection import NOT_A_SIDECAR, Backoff, may_break_for_a_
 from seqdedupe.client.outbox import SUSPECT_BREAKS, Frame, Outbox
 from seqdedupe.client.pending import PendingBatch
 from seqdedupe.client.publish_calls import Openings
-from seqdedupe.client.route import OnWaiting, Route, Waiting
-from seqdedupe.client.stream import Answers, Connections, PublishStream
+from seqdedupe.client.route import OnWaiting, Route, WaitingNotice
+from seqdedupe.client.stream import Answers, PublishStream, SharedConnections
 from seqdedupe.errors import AccessDeniedError, InvalidRequestError, SeqdedupeError, UnavailableError, error
 from seqdedupe.limits import MAX_BATCH_BYTES, MAX_BATCH_ROWS
 from seqdedupe.message_id import Position
@@ -76,7 +76,7 @@ class Session:
 
     def __init__(
         self,
-        connections: Connections,
+        connections: SharedConnections,
         topic: str,
         name: str,
         config: ProducerConfig,
@@ -94,7 +94,7 @@ class Session:
         """Who has answered a lower term than was seen before, since one last answered another."""
         self._topic = topic
         self._config = config
-        self._waiting = Waiting(on_waiting)
+        self._waiting = WaitingNotice(on_waiting)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._epoch: int | None = None
         self._started: asyncio.Future[None] | None = None

@@ -15,7 +15,7 @@ from seqdedupe.batch import NO_INT32S, NO_INT64S, Batch, Binary, Int32s, Int64s
 from seqdedupe.client.connection import CALL_TIMEOUT_SECONDS, channel_to, refusal_error, typed_errors
 from seqdedupe.client.outbox import Frame
 from seqdedupe.client.pending import ReceiptColumns
-from seqdedupe.client.publish_calls import Answer, Openings, exchange, publish_call
+from seqdedupe.client.publish_calls import Openings, StreamAnswer, exchange, publish_call
 from seqdedupe.client.route import Sidecars
 from seqdedupe.errors import SeqdedupeError, UnavailableError, error
 from seqdedupe.limits import MAX_BATCH_ROWS, NO_SEQUENCE_ID
@@ -29,7 +29,7 @@ S = TypeVar("S")
 
 
 @dataclass(slots=True)
-class Part(Generic[S]):
+class ProducerFrame(Generic[S]):
     """A producer's frame, on its way alone or as a part of another."""
 
     sender: S
@@ -41,11 +41,11 @@ class Part(Generic[S]):
         return len(self.frame.batch)
 
 
-def parts_of(parts: Sequence[Part[S]]) -> list[list[Part[S]]]:
+def parts_of(parts: Sequence[ProducerFrame[S]]) -> list[list[ProducerFrame[S]]]:
     """The frames to be sent, in this order: parts that stand together may be one, no producer twice in it."""
     if len(parts) == 1:
         return [[*parts]]
-    frames: list[list[Part[S]]] = []
+    frames: list[list[ProducerFrame[S]]] = []
     names: set[bytes] = set()
     rows = 0
     is_open = False
@@ -210,7 +210,7 @@ class Seat:
 
 
 @dataclass(slots=True, eq=False)
-class Link:
+class StreamChannel:
     """A connection, and how many publish streams are open over it."""
 
     channel: grpc.aio.Channel
@@ -223,7 +223,7 @@ class PublishStream:
     A sender that leaves, or is sent away, leaves the others alone. When the stream ends all of them are told why.
     """
 
-    def __init__(self, first: Link, second: Link, address: SidecarAddress, topic: str) -> None:
+    def __init__(self, first: StreamChannel, second: StreamChannel, address: SidecarAddress, topic: str) -> None:
         """It goes over the first connection, or the second one if that has no place for it; `Open` over the second one.
         So streams that take all places of a connection do not keep `Open` from being called."""
         self.users = 0
@@ -232,7 +232,7 @@ class PublishStream:
         self.ended_alone = False
         """Whether it has ended soon after a frame of one sender, with nothing else out."""
         self._first, self._second = first, second
-        self._link: Link | None = None  # that counts it
+        self._link: StreamChannel | None = None  # that counts it
         self._address = address
         self._topic = topic
         self._call = publish_call(first.channel)
@@ -240,7 +240,7 @@ class PublishStream:
         self._turns: deque[Seat] = deque()
         self._waits_for_lone = False
         """While the frame of a suspect is out: nothing else goes."""
-        self._out: dict[int, list[Part[Seat]]] = {}
+        self._out: dict[int, list[ProducerFrame[Seat]]] = {}
         """What the frames consist of that wait for their answers, by number."""
         self._not_durable: set[Seat] = set()
         """Those with a receipt of what is not durable yet."""
@@ -365,7 +365,7 @@ class PublishStream:
         if self._link is None:
             self._count(first)
 
-    def _count(self, link: Link) -> None:
+    def _count(self, link: StreamChannel) -> None:
         self._link = link
         link.streams += 1
 
@@ -385,7 +385,7 @@ class PublishStream:
         While others are on their way a small message waits for as long as each turn of the event loop brings more:
         whoever sends several batches one after the other is not done with the first.
         """
-        parts: list[Part[Seat]] = []
+        parts: list[ProducerFrame[Seat]] = []
         while not self._add_ready(parts):
             self._work.clear()
             await self._work.wait()
@@ -395,7 +395,7 @@ class PublishStream:
             is_more_likely = self._add_ready(parts)
         return [self._frame_of(some) for some in parts_of(parts)]
 
-    def _add_ready(self, parts: list[Part[Seat]]) -> bool:
+    def _add_ready(self, parts: list[ProducerFrame[Seat]]) -> bool:
         """Adds what is ready to be sent now, for one message; whether there was anything."""
         if not self._out:
             self._answered_at = asyncio.get_running_loop().time()
@@ -409,13 +409,13 @@ class PublishStream:
             seat.is_ready = False
             frame = seat.sender.next_frame() if seat.is_taken else None
             if frame is not None:
-                parts.append(Part(seat, frame, seat.goes_alone))
+                parts.append(ProducerFrame(seat, frame, seat.goes_alone))
                 size_bytes += frame.size_bytes
                 self._queue(seat)
                 self._waits_for_lone = seat.sender.is_suspect
         return len(parts) > before
 
-    def _frame_of(self, parts: list[Part[Seat]]) -> Frame:
+    def _frame_of(self, parts: list[ProducerFrame[Seat]]) -> Frame:
         frame = whole([part.frame for part in parts])
         self._out[frame.number] = parts
         return frame
@@ -429,7 +429,7 @@ class PublishStream:
 
     # -- in ----------------------------------------------------------------------------------------------------
 
-    def _take(self, answer: Answer) -> None:
+    def _take(self, answer: StreamAnswer) -> None:
         self._answered_at = asyncio.get_running_loop().time()
         self._term = max(self._term, self.openings.term, answer.term)
         told: dict[Seat, Answers] = {}
@@ -468,7 +468,9 @@ class PublishStream:
         parts = self._out.get(frame)
         return None if parts is None else sum(len(part) for part in parts)
 
-    def _take_receipt(self, parts: list[Part[Seat]], receipt: ReceiptColumns, told: dict[Seat, Answers]) -> None:
+    def _take_receipt(
+        self, parts: list[ProducerFrame[Seat]], receipt: ReceiptColumns, told: dict[Seat, Answers]
+    ) -> None:
         first = 0
         for part in parts:
             columns = receipt if len(parts) == 1 else receipt.cut(first, first + len(part))
@@ -476,7 +478,7 @@ class PublishStream:
             part.sender.goes_alone = False
             _of(part.sender, told).receipts.append((part.frame.number, columns))
 
-    def _take_refusal(self, parts: list[Part[Seat]], refusal: Any, told: dict[Seat, Answers]) -> None:
+    def _take_refusal(self, parts: list[ProducerFrame[Seat]], refusal: Any, told: dict[Seat, Answers]) -> None:
         """A shared frame that is refused because of some of its producers, or for good, is taken apart: those that are
         the cause, or may be, go again in frames of their own, which say what becomes of them."""
         named = {producer.producer_name for producer in refusal.producers}
@@ -490,11 +492,11 @@ class PublishStream:
             _of(part.sender, told).refusals.append((part.frame.number, why))
 
 
-def _size_bytes(parts: list[Part[Seat]]) -> int:
+def _size_bytes(parts: list[ProducerFrame[Seat]]) -> int:
     return sum(part.frame.size_bytes for part in parts)
 
 
-def _put_back(parts: list[Part[Seat]], told: dict[Seat, Answers]) -> None:
+def _put_back(parts: list[ProducerFrame[Seat]], told: dict[Seat, Answers]) -> None:
     for part in parts:
         _of(part.sender, told).refusals.append((part.frame.number, None))
 
@@ -519,13 +521,13 @@ _Place = tuple[asyncio.AbstractEventLoop, SidecarAddress]
 class _Shared:
     """Two connections to a sidecar, and the streams by topic."""
 
-    first: Link
-    second: Link
+    first: StreamChannel
+    second: StreamChannel
     streams: dict[str, PublishStream] = field(default_factory=dict)
     users: int = 0
 
 
-class Connections:
+class SharedConnections:
     """Made when a producer needs them, and closed when none does any more.
 
     Those who come after a connection was lost get a new one, which starts afresh.
@@ -541,7 +543,8 @@ class Connections:
         place = asyncio.get_running_loop(), address
         shared = self._shared.get(place)
         if shared is None:
-            first, second = (Link(channel_to(self.sidecars, address, is_brief=brief)) for brief in (False, True))
+            first = StreamChannel(channel_to(self.sidecars, address))
+            second = StreamChannel(channel_to(self.sidecars, address, is_brief=True))
             shared = self._shared[place] = _Shared(first, second)
         shared.users += 1
         try:

@@ -42,10 +42,10 @@ class DedupeFunction(pulsar.Function):  # type: ignore[misc]  # Pulsar's client 
 def _instance(context: Any, process: InstanceProcess) -> Any:
     """Made late: what it imports may not be there, and the runtime says nothing of that."""
     try:
-        from seqdedupe.functions.instance import Instance
+        from seqdedupe.functions.instance import FunctionInstance
     except Exception as e:
         raise RuntimeError(
             "the worker's Python environment lacks what the wrapper needs, or has it in a version that does not fit: "
             f"{type(e).__name__}: {e}. docs/functions.md has the list."
         ) from e
-    return Instance(context, process)
+    return FunctionInstance(context, process)

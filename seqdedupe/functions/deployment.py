@@ -21,7 +21,7 @@ IDENTITIES = ("message_id", "index")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class FunctionSettings:
     """The keys of `userConfig` that are the wrapper's; all others are the wrapped function's own."""
 
     wrapped: str
@@ -64,9 +64,9 @@ def _invalid(why: str, hint: str | None = None) -> SeqdedupeError:
     return error("INVALID_FUNCTION", why, hint=hint)
 
 
-def settings_of(user_config: Mapping[str, Any]) -> Settings:
+def settings_of(user_config: Mapping[str, Any]) -> FunctionSettings:
     """The settings that `userConfig` has. Raises INVALID_FUNCTION, INVALID_ADDRESS, INVALID_TOPIC_NAME."""
-    kinds = {item.name: type(item.default) if item.name != "wrapped" else str for item in fields(Settings)}
+    kinds = {item.name: type(item.default) if item.name != "wrapped" else str for item in fields(FunctionSettings)}
     values: dict[str, Any] = {}
     for key, value in user_config.items():
         if key in kinds:
@@ -77,7 +77,7 @@ def settings_of(user_config: Mapping[str, Any]) -> Settings:
             logger.warning("%s in userConfig is taken for the function's own: do you mean %s?", key, near[0])
     if not values.get("wrapped"):
         raise _invalid("wrapped is required in userConfig: the function, as 'module.Class' or 'module'")
-    settings = Settings(**values)
+    settings = FunctionSettings(**values)
     if settings.identity not in IDENTITIES:
         raise _invalid(f"identity is {settings.identity!r}: it should be {' or '.join(IDENTITIES)}")
     Sidecars.parse(settings.sidecar_address)

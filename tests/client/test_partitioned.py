@@ -27,7 +27,7 @@ from seqdedupe.client import (
 )
 from seqdedupe.client.pending import PendingBatch
 from seqdedupe.client.producer import PartitionedProducer
-from seqdedupe.client.sequence_ids import Numbering, Settled
+from seqdedupe.client.sequence_ids import Numbering, SettledIds
 from seqdedupe.errors import error
 from seqdedupe.routing import partition_of
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
@@ -183,7 +183,7 @@ async def test_control_who_says_too_early_that_all_is_settled_loses_messages(
     shared_sidecar: Sidecar, made: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(Settled, "up_to", lambda settled: settled._last_sent)
+        patch.setattr(SettledIds, "up_to", lambda settled: settled._last_sent)
         await crash(shared_sidecar, made)
     await resume(shared_sidecar, made, None)
     parts = await read_parts(shared_sidecar, made)
@@ -324,7 +324,7 @@ async def test_a_send_that_is_given_up_was_not_sent(shared_sidecar: Sidecar, mad
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), max_size=60), st.integers(-1, 5))
 def test_what_is_settled_is_never_said_too_early_nor_forgotten(steps: list[tuple[int, int]], after: int) -> None:
     """Against the definition: up to which ID all that was sent has its receipt."""
-    settled = Settled()
+    settled = SettledIds()
     settled._sweep_at = 4
     settled.resume(after)
     batches: list[tuple[list[int], PendingBatch]] = []

@@ -13,7 +13,7 @@ from seqdedupe.batch import Binary, single_producer
 from seqdedupe.client import blocking, publish_calls
 from seqdedupe.client import pending as pending_module
 from seqdedupe.client.pending import BatchResult, PendingBatch, Verdict
-from seqdedupe.client.publish_calls import Answer, decode_answer
+from seqdedupe.client.publish_calls import StreamAnswer, decode_answer
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.log.contract import Run
 from seqdedupe.message_id import MessageId
@@ -170,7 +170,7 @@ def usual(*receipts: Receipt) -> bytes:
     return b"".join(encode_receipt(cast(Any, None), receipt) for receipt in receipts) + wire.STATE.pack(*state)
 
 
-def read(answer: Answer) -> Any:
+def read(answer: StreamAnswer) -> Any:
     """What the client takes from an answer of frames of which all rows are new."""
     receipts = [(frame, it.first_index, it.first_message_id, it.durable_at) for frame, it in answer.receipts]
     return receipts, list(answer.refusals), answer.incarnation, answer.term, answer.durable_index

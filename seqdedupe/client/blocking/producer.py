@@ -18,7 +18,7 @@ from seqdedupe.client.pending import PendingBatch, SpreadBatch
 from seqdedupe.client.producer import PartitionedProducer, ProducerBase, TopicProducer
 from seqdedupe.client.route import OnWaiting
 from seqdedupe.client.session import ProducerConfig, Session
-from seqdedupe.client.stream import Connections
+from seqdedupe.client.stream import SharedConnections
 from seqdedupe.errors import error
 
 _producers: "weakref.WeakSet[BlockingTopicProducer | BlockingPartitionedProducer]" = weakref.WeakSet()
@@ -312,7 +312,7 @@ class Producer(ProducerBase):
 
     def __init__(
         self,
-        connections: Connections,
+        connections: SharedConnections,
         topic: str,
         name: str,
         config: ProducerConfig,
