@@ -192,6 +192,8 @@ class Delivery:
         self._passed_on: list[asyncio.Task[None]] = []
         """Those that were made before it was known that the topic is partitioned."""
         self._last_refusal: UnavailableError | None = None
+        self._is_in_trouble = False
+        """Whether anything has failed or was refused since a call had its receipts."""
         self._is_closed = False
         self._has_begun = False  # a sidecar has answered
         self._history = TopicHistory()
@@ -285,6 +287,7 @@ class Delivery:
                     return
                 await self._connect()
             except UnavailableError as e:
+                self._is_in_trouble = True
                 moves_on = e.reason == "STREAM_IDLE" or self._route.moves_on(e)
                 if e.reason == NOT_A_SIDECAR and not (moves_on or self._has_begun):
                     self._end_calls(e)
@@ -294,7 +297,7 @@ class Delivery:
                 if not moves_on:
                     await asyncio.sleep(max(self._backoff.next_seconds(), e.retry_delay_ms / 1000))
             except SeqdedupeError as failure:
-                self._has_begun = True
+                self._has_begun = self._is_in_trouble = True
                 if failure.reason == "TOPIC_IS_PARTITIONED" and self._describe is not None and not is_partitioned:
                     is_partitioned = True
                     continue
@@ -451,10 +454,12 @@ class Delivery:
         self._waiting.waits(why)
 
     def _decided(self, call: _Call, result: BatchResult) -> None:
-        self._last_refusal = None
-        self._route.goes_well()
-        self._waiting.goes_on()
-        self._backoff.reset()
+        if self._is_in_trouble:
+            self._is_in_trouble = False
+            self._last_refusal = None
+            self._route.goes_well()
+            self._waiting.goes_on()
+            self._backoff.reset()
         if result.verdicts.all():
             if not call.done.done():
                 call.done.set_result(result)
@@ -473,6 +478,7 @@ class Delivery:
             call.done.set_exception(why)
 
     def _again(self, call: _Call, delay_seconds: float) -> None:
+        self._is_in_trouble = True
         self._delay_until = max(self._delay_until, asyncio.get_running_loop().time() + delay_seconds)
         self._ready.append(call)
         self._news.set()

@@ -1,7 +1,7 @@
 """The sequence IDs of a producer of a partitioned topic: they rise over all partitions, and up to some all is settled.
 
-Begin with `Numbering`. `SettledIds` says up to which ID; each batch carries that (`Partition.mark`). After a crash it is
-from where the producer's source has to be sent again: `complete_up_to` reads it out of the last messages.
+Begin with `Numbering`. `SettledIds` says up to which ID, and each batch carries that (`Partition.mark`). After a crash
+it is from where the producer's source has to be sent again: `complete_up_to` reads it out of the last messages.
 """
 
 import threading
