@@ -1,6 +1,6 @@
 """Where positions live: the contract of a cursor, a place that keeps how far somebody has got with a topic.
 
-tests/client/cursors.py is the suite that each kind of cursor has to pass.
+Two kinds are here: in a file, and with the sidecar. tests/client/cursors.py is the suite that each kind has to pass.
 """
 
 import asyncio

@@ -1,4 +1,8 @@
-"""The producer: messages in, receipts out, in batches that wait for a moment to fill up."""
+"""The producer: messages in, receipts out, in batches that wait for a moment to fill up.
+
+Begin with `Producer`, at the end. It hands its calls to what sends to one topic, or, if the topic is partitioned, to
+what sends to all partitions. The base classes are what those for threads, in blocking/producer.py, are made of, too.
+"""
 
 import asyncio
 from collections.abc import Callable, Coroutine

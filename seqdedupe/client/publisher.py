@@ -1,4 +1,8 @@
-"""A publisher: sends messages that have an ID of their own, in batches that are sent until all have their receipt."""
+"""A publisher: sends messages that have an ID of their own, in batches that are sent until all have their receipt.
+
+Begin with `Publisher`, at the end. Its `Delivery` sends to one topic, a `PartitionedDelivery` to one of each partition.
+`TopicHistory` is what tells that a topic is not the one that gave earlier receipts.
+"""
 
 import asyncio
 import secrets

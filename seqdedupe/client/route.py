@@ -1,4 +1,8 @@
-"""Which sidecar is asked: the one place that decides it, without any I/O."""
+"""Which sidecar is asked: the one place that decides it, without any I/O.
+
+Begin with `Sidecars`, those that a client was given, and `Route`, which one of them is asked now. `WaitingNotice` tells
+the user that none answers.
+"""
 
 import asyncio
 import logging

@@ -1,4 +1,7 @@
-"""A producer's session with the sidecar: opens, sends, takes the answers, reconnects and resumes, until closed."""
+"""A producer's session with the sidecar: opens, sends, takes the answers, reconnects and resumes, until closed.
+
+Before it stands what may be told to a producer, `ProducerConfig`.
+"""
 
 import asyncio
 import logging
@@ -72,7 +75,14 @@ _SHORTEST_WAIT_SECONDS = 0.01
 
 
 class Session:
-    """One producer name on one topic. All of it runs on one event loop."""
+    """One producer name on one topic. All of it runs on one event loop.
+
+    connecting --> opening --> serving        `_run`, again and again: `_connect` is all three
+         ^            |           |
+         +--- after a delay, or where another sidecar is; or idle, until there is something to send
+
+    any --> ended, by `stop` or with `failure`: what has no receipt fails with it
+    """
 
     def __init__(
         self,

@@ -1,4 +1,8 @@
-"""A publish stream to one topic: the producers that share it, their frames out, together if several, answers in."""
+"""A publish stream to one topic: the producers that share it, their frames out, together if several, answers in.
+
+Begin with `PublishStream`. Before it stands how small frames become one (`parts_of`, `whole`). After it stands what the
+producers of a client share: connections, and over them a stream for each topic.
+"""
 
 import asyncio
 from collections import deque

@@ -1,4 +1,8 @@
-"""An instance of a function at work: from Pulsar's message to the wrapped function, and its results to the pipeline."""
+"""An instance of a function at work: from Pulsar's message to the wrapped function, and its results to the pipeline.
+
+Begin with `FunctionInstance`, at the end. Before it stand what it shows the sidecar, which entries of a topic count,
+the context that the wrapped function gets, and how that function is found and called.
+"""
 
 import importlib
 import logging

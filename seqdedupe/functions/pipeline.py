@@ -1,4 +1,7 @@
-"""From inputs to acknowledgements: a thread publishes outputs, and acknowledges each input once they are settled."""
+"""From inputs to acknowledgements: a thread publishes outputs, and acknowledges each input once they are settled.
+
+Begin with `Pipeline`. It has an `OutputPublisher` for each topic, which stands before it.
+"""
 
 import asyncio
 import logging
