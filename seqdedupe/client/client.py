@@ -12,10 +12,10 @@ from seqdedupe.client.connection import DEFAULT_ADDRESS, ClientCalls, typed_erro
 from seqdedupe.client.credentials import Credentials
 from seqdedupe.client.cursor import Cursor, SidecarCursor
 from seqdedupe.client.producer import Producer
+from seqdedupe.client.producer_session import DELIVERY_TIMEOUT_SECONDS, ProducerConfig
 from seqdedupe.client.publisher import Publisher
 from seqdedupe.client.reader import PartitionedReader, PartitionedStart, PartitionEnds, Reader, Start
 from seqdedupe.client.route import Addresses, OnWaiting, Sidecars
-from seqdedupe.client.session import DELIVERY_TIMEOUT_SECONDS, ProducerConfig
 from seqdedupe.client.stream import SharedConnections
 from seqdedupe.errors import UnavailableError, error
 from seqdedupe.limits import MAX_INDEX

@@ -15,10 +15,10 @@ from seqdedupe.batch import Batch
 from seqdedupe.client.builder import Builder, Keys, Numbers, Payloads, Properties, PropertyRows, key_bytes
 from seqdedupe.client.connection import check_not_forked
 from seqdedupe.client.outbox import Counters
+from seqdedupe.client.partitioned_ids import Numbering, Partition, Persisted, SettledIds, complete_up_to
 from seqdedupe.client.pending import BatchReceipt, PendingBatch, Receipt, SpreadBatch
+from seqdedupe.client.producer_session import ProducerConfig, Session
 from seqdedupe.client.route import OnWaiting, Sidecars
-from seqdedupe.client.sequence_ids import Numbering, Partition, Persisted, SettledIds, complete_up_to
-from seqdedupe.client.session import ProducerConfig, Session
 from seqdedupe.client.stream import SharedConnections
 from seqdedupe.errors import InvalidRequestError, error
 from seqdedupe.message_id import Position

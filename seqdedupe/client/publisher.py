@@ -41,9 +41,9 @@ from seqdedupe.client.connection import (
 )
 from seqdedupe.client.outbox import HINT_OF_BREAKS, MAX_BREAKS, SUSPECT_BREAKS, Frame, broke_alone
 from seqdedupe.client.pending import BatchResult, Published, ReceiptColumns, Verdict
+from seqdedupe.client.producer_session import DELIVERY_TIMEOUT_SECONDS, ProducerConfig
 from seqdedupe.client.publish_calls import StreamAnswer, exchange, publish_call
 from seqdedupe.client.route import OnWaiting, Route, Sidecars, WaitingNotice
-from seqdedupe.client.session import DELIVERY_TIMEOUT_SECONDS, ProducerConfig
 from seqdedupe.client.stream import (
     ANSWER_TIMEOUT_SECONDS,
     FULL_MESSAGE_BYTES,

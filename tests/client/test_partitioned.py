@@ -25,9 +25,9 @@ from seqdedupe.client import (
     Verdict,
     blocking,
 )
+from seqdedupe.client.partitioned_ids import Numbering, SettledIds
 from seqdedupe.client.pending import PendingBatch
 from seqdedupe.client.producer import PartitionedProducer
-from seqdedupe.client.sequence_ids import Numbering, SettledIds
 from seqdedupe.errors import error
 from seqdedupe.routing import partition_of
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar

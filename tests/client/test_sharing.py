@@ -439,7 +439,7 @@ def one_stream(tmp_path: Path) -> Iterator[Sidecar]:
 async def test_a_limit_is_an_error_of_open(one_stream: Sidecar, monkeypatch: pytest.MonkeyPatch) -> None:
     async with Client(one_stream.address) as client, Client(one_stream.address) as elsewhere:
         producers = await opened(client, "t", 3)  # which are one stream
-        monkeypatch.setattr("seqdedupe.client.session.OPEN_TIMEOUT_SECONDS", 0.5)
+        monkeypatch.setattr("seqdedupe.client.producer_session.OPEN_TIMEOUT_SECONDS", 0.5)
         for one_too_many in (elsewhere.producer("t", "q"), client.producer("u", "q")):
             with pytest.raises(UnavailableError, match="1 streams are open") as caught:
                 await one_too_many.open()

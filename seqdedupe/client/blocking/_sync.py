@@ -26,10 +26,10 @@ from seqdedupe.client.connection import DEFAULT_ADDRESS
 from seqdedupe.client.credentials import Credentials
 from seqdedupe.client.cursor import Kept
 from seqdedupe.client.pending import BatchResult, Published
+from seqdedupe.client.producer_session import DELIVERY_TIMEOUT_SECONDS, ProducerConfig
 from seqdedupe.client.publisher import Ids
 from seqdedupe.client.reader import PartitionedPosition, PartitionedStart, Start
 from seqdedupe.client.route import Addresses, OnWaiting
-from seqdedupe.client.session import DELIVERY_TIMEOUT_SECONDS, ProducerConfig
 from seqdedupe.message_id import Position
 from seqdedupe.v1 import admin_pb2
 

@@ -16,8 +16,8 @@ from seqdedupe.client.blocking.receipts import BatchReceipt, Receipt
 from seqdedupe.client.builder import Builder, Keys, Numbers, Payloads, Properties, PropertyRows, key_bytes
 from seqdedupe.client.pending import PendingBatch, SpreadBatch
 from seqdedupe.client.producer import PartitionedProducer, ProducerBase, TopicProducer
+from seqdedupe.client.producer_session import ProducerConfig, Session
 from seqdedupe.client.route import OnWaiting
-from seqdedupe.client.session import ProducerConfig, Session
 from seqdedupe.client.stream import SharedConnections
 from seqdedupe.errors import error
 

@@ -14,9 +14,9 @@ import numpy as np
 from seqdedupe.batch import Batch, Int64s
 from seqdedupe.client.builder import Builder
 from seqdedupe.client.pending import PendingBatch
+from seqdedupe.client.producer_session import ProducerConfig
 from seqdedupe.client.reader import Reader
 from seqdedupe.client.route import Sidecars
-from seqdedupe.client.session import ProducerConfig
 from seqdedupe.errors import PositionError, error
 from seqdedupe.limits import NO_SEQUENCE_ID
 from seqdedupe.message_id import Position
