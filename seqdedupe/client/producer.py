@@ -75,7 +75,7 @@ class TopicProducer:
         self._connections = connections
         self._on_waiting = on_waiting
         self._partition = partition
-        self._builder = self._new_builder()
+        self.builder = self._new_builder()
         self._linger = BatchLinger(config.linger_ms)
         self._state: Literal["new", "open", "closed"] = "new"
 
@@ -105,7 +105,7 @@ class TopicProducer:
     async def start(self) -> None:
         """On the client's event loop: starts the session."""
         await self.session.start()
-        self._builder = self._new_builder()
+        self.builder = self._new_builder()
 
     def give_up(self) -> None:
         """It could not be started."""
@@ -121,11 +121,11 @@ class TopicProducer:
 
     def add_batch(self, batch: Batch) -> PendingBatch:
         """Queues a batch that was checked, for which there is room."""
-        return self._builder.add_batch(batch)
+        return self.builder.add_batch(batch)
 
     @property
     def last_sequence_id(self) -> int:
-        return self._builder.last_sequence_id
+        return self.builder.last_sequence_id
 
     @property
     def persisted_sequence_id(self) -> int:
@@ -277,9 +277,9 @@ class AsyncTopicProducer(TopicProducer):
         properties: Properties | None,
     ) -> Receipt:
         """Queues a message, for which there is room."""
-        pending, row = self._builder.append(payload, sequence_id, key, event_time, properties)
+        pending, row = self.builder.append(payload, sequence_id, key, event_time, properties)
         if row == 0:
-            self._begin_batch()
+            self.begin_batch()
         return Receipt(pending, row)
 
     async def send(self, *message: Any) -> Receipt:
@@ -289,10 +289,10 @@ class AsyncTopicProducer(TopicProducer):
     async def send_batch(self, *columns: Any) -> BatchReceipt:
         if self.must_pause:
             await self.pause()
-        return BatchReceipt(self._builder.add_columns(*columns))
+        return BatchReceipt(self.builder.add_columns(*columns))
 
     async def flush(self) -> None:
-        self._builder.seal()
+        self.builder.seal()
         await self.session.flush()
 
     async def close(self) -> None:
@@ -307,20 +307,20 @@ class AsyncTopicProducer(TopicProducer):
     def _end(self) -> None:
         self._state = "closed"
         self.must_pause = True
-        self._builder.seal()
+        self.builder.seal()
 
-    def _begin_batch(self) -> None:
+    def begin_batch(self) -> None:
         """A batch has its first message, and may be full with it."""
-        if self._builder.is_empty:
+        if self.builder.is_empty:
             return
         loop = asyncio.get_running_loop()
         if self.session.is_idle:
-            self._sealing = loop.call_soon(self._builder.seal)
+            self._sealing = loop.call_soon(self.builder.seal)
         else:
             self._sealing = loop.call_later(self._linger.seconds, self._seal_unless_more_come)
 
     def _seal_unless_more_come(self) -> None:
-        builder = self._builder
+        builder = self.builder
         if self._linger.is_over(builder.pending, builder.rows):
             builder.seal()
         else:
@@ -488,9 +488,14 @@ class Producer(ProducerBase):
         Raises `InvalidRequestError` for a message that cannot be sent (it changes nothing) and, once the producer
         has failed or is closed, what it failed with. If it is cancelled the message was not queued.
         """
-        if self._topic.must_pause:  # always, where there are partitions
+        topic = self._topic
+        if topic.must_pause:  # always, where there are partitions
             return await self._sends.send(payload, sequence_id, key, event_time, properties)
-        return self._topic.append(payload, sequence_id, key, event_time, properties)
+        # `topic.append`, without calling it: this is done for every message.
+        pending, row = topic.builder.append(payload, sequence_id, key, event_time, properties)
+        if row == 0:
+            topic.begin_batch()
+        return Receipt(pending, row)
 
     async def send_batch(
         self,

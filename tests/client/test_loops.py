@@ -61,7 +61,7 @@ def test_receipts_do_not_outlive_their_event_loop(shared_sidecar: Sidecar, topic
     async def send() -> Receipt:
         producer = await opened(shared_sidecar.address, topic)
         receipt = await producer.send(b"late")
-        producer._topic._builder.seal()
+        producer._topic.builder.seal()
         return receipt
 
     async def late(receipt: Receipt) -> None:

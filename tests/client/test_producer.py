@@ -205,7 +205,7 @@ async def test_lost_receipts_end_in_dup_and_nothing_is_doubled(
             for round_number in range(5):
                 proxy.swallows_answers = loses_receipts
                 receipts += [await producer.send(b"%d" % i) for i in range(100)]
-                producer._topic._builder.seal()
+                producer._topic.builder.seal()
                 await until_stored(direct, topic, 100 * (round_number + 1))
                 proxy.swallows_answers = False
                 if loses_receipts:

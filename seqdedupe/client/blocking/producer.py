@@ -62,9 +62,9 @@ class BlockingTopicProducer(TopicProducer):
             try:
                 self._lock.acquire()  # `with` costs twice as much, and this is called for every message
                 if not self.must_pause or self._goes_on():
-                    pending, row = self._builder.append(payload, sequence_id, key, event_time, properties)
+                    pending, row = self.builder.append(payload, sequence_id, key, event_time, properties)
                     if row == 0:
-                        self._begin_batch()
+                        self.begin_batch()
                     self._lock.release()
                     return Receipt(pending, row)
                 self._lock.release()
@@ -80,7 +80,7 @@ class BlockingTopicProducer(TopicProducer):
             with self._lock:
                 if not self.must_pause or self._goes_on():
                     with self._interrupts():
-                        return BatchReceipt(self._builder.add_columns(*columns))
+                        return BatchReceipt(self.builder.add_columns(*columns))
             self._wait_for_room()
 
     def add_batch(self, batch: Batch) -> PendingBatch:
@@ -111,7 +111,7 @@ class BlockingTopicProducer(TopicProducer):
     def seal(self) -> None:
         """Hands over what is gathered."""
         with self._lock, self._interrupts():
-            self._builder.seal()
+            self.builder.seal()
 
     @contextmanager
     def _interrupts(self) -> Iterator[None]:
@@ -127,8 +127,8 @@ class BlockingTopicProducer(TopicProducer):
         if isinstance(failure, Exception):
             return
         with self._lock:
-            left, self._builder = self._builder, self._new_builder()
-            self._builder.last_sequence_id = left.last_sequence_id
+            left, self.builder = self.builder, self._new_builder()
+            self.builder.last_sequence_id = left.last_sequence_id
             self.must_pause = True
             event_loop().call_soon_threadsafe(self._end_interrupted, left)
 
@@ -141,14 +141,14 @@ class BlockingTopicProducer(TopicProducer):
         with self._room:
             self._room.notify_all()
 
-    def _begin_batch(self) -> None:
-        if self._builder.is_empty:
+    def begin_batch(self) -> None:
+        if self.builder.is_empty:
             return
         if not self._is_watched:
             self._is_watched = True
             nothing_in_flight = self._handed_over_batches == self._settled_batches
             begin = self._seal_gathered if nothing_in_flight else self._watch
-            event_loop().call_soon_threadsafe(begin, self._builder.pending)
+            event_loop().call_soon_threadsafe(begin, self.builder.pending)
 
     def _watch(self, pending: PendingBatch) -> None:
         """On the loop's thread: looks after a while whether this batch still lingers, and so on while there is any."""
@@ -156,7 +156,7 @@ class BlockingTopicProducer(TopicProducer):
 
     def _look(self, pending: PendingBatch) -> None:
         # What a caller does meanwhile makes the answer that of a moment ago.
-        if self._builder.pending is pending and not self._linger.is_over(pending, self._builder.rows):
+        if self.builder.pending is pending and not self._linger.is_over(pending, self.builder.rows):
             self._watch(pending)
         else:
             self._seal_gathered(pending)
@@ -166,11 +166,11 @@ class BlockingTopicProducer(TopicProducer):
             self._watch(pending)
             return
         try:
-            if self._builder.pending is pending:
-                self._builder.seal()
-            self._is_watched = not self._builder.is_empty
+            if self.builder.pending is pending:
+                self.builder.seal()
+            self._is_watched = not self.builder.is_empty
             if self._is_watched:
-                self._watch(self._builder.pending)
+                self._watch(self.builder.pending)
         finally:
             self._lock.release()
 
