@@ -11,7 +11,7 @@ from seqdedupe.names import producer_name
 from seqdedupe.topic import operations
 from seqdedupe.topic.base import TopicBase
 from seqdedupe.topic.directory import Topics
-from seqdedupe.topic.finding import find
+from seqdedupe.topic.lookup import find
 from seqdedupe.topic.topic import Topic
 from seqdedupe.v1 import admin_pb2
 

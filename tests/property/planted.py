@@ -23,10 +23,10 @@ from seqdedupe.store import snapshots
 from seqdedupe.topic import control, judge, operations, recovery, retention
 from seqdedupe.topic.flight import Flight
 from seqdedupe.topic.frame import NumbersCache, Refusal
+from seqdedupe.topic.keeper import Snapshotter
 from seqdedupe.topic.owner import Owner
 from seqdedupe.topic.policy import Policy
 from seqdedupe.topic.sessions import Sessions
-from seqdedupe.topic.snapshotter import Snapshotter
 from seqdedupe.topic.topic import Topic
 from tests.log.faulty import FaultyLog
 from tests.property.client import Session
