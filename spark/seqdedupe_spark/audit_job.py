@@ -37,7 +37,7 @@ import pyarrow as pa
 from pyspark.sql import DataFrame, SparkSession
 
 from seqdedupe.client.blocking import Client
-from seqdedupe.client.stored import StoredBatch
+from seqdedupe.client.message import StoredBatch
 from seqdedupe.command import sidecar_options, told_files
 from seqdedupe.errors import error
 from seqdedupe.message_id import Position

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 
 from seqdedupe.batch import Binary, Int64s
-from seqdedupe.client.stored import StoredBatch
+from seqdedupe.client.message import StoredBatch
 from seqdedupe_spark.message_id_column import encoded
 from seqdedupe_spark.ranges import partition_of
 from seqdedupe_spark.stock import STOCK, StockBatch

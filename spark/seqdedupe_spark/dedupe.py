@@ -10,7 +10,7 @@ from itertools import pairwise
 import numpy as np
 
 from seqdedupe.batch import Batch, Binary, Int64s
-from seqdedupe.client.stored import StoredBatch
+from seqdedupe.client.message import StoredBatch
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.limits import NO_SEQUENCE_ID
 

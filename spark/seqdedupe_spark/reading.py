@@ -8,7 +8,7 @@ import pyarrow as pa
 
 from seqdedupe.client import blocking
 from seqdedupe.client.connection import NOT_A_SIDECAR, Backoff
-from seqdedupe.client.stored import StoredBatch
+from seqdedupe.client.message import StoredBatch
 from seqdedupe.errors import UnavailableError, error
 from seqdedupe.message_id import MessageId, Position
 from seqdedupe_spark.cluster import compiled

@@ -14,7 +14,7 @@ from pyspark.sql import SparkSession
 from seqdedupe.batch import Binary
 from seqdedupe.client.blocking import Client
 from seqdedupe.client.client import TopicEnds
-from seqdedupe.client.stored import StoredBatch
+from seqdedupe.client.message import StoredBatch
 from seqdedupe.errors import NotFoundError, PositionError, SeqdedupeError, error
 from seqdedupe.log.contract import Outcome
 from seqdedupe.log.embedded.logs import EmbeddedLogs

@@ -25,7 +25,7 @@ from pyspark.sql.types import (
 )
 
 from seqdedupe.client import blocking
-from seqdedupe.client.stored import Message
+from seqdedupe.client.message import Message
 from seqdedupe.errors import ConfigurationError, NotFoundError, PositionError, SeqdedupeError
 from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from seqdedupe.client.stored import StoredBatch
+from seqdedupe.client.message import StoredBatch
 from seqdedupe_spark.audit.ranges import EXAMPLES
 from seqdedupe_spark.columns import SCHEMA, to_arrow
 

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from seqdedupe.batch import Int64s
-from seqdedupe.client.stored import StoredBatch
+from seqdedupe.client.message import StoredBatch
 from seqdedupe.limits import MAX_SEQUENCE_ID, NO_SEQUENCE_ID
 from seqdedupe_spark.audit.ranges import EXAMPLES, Suspects, indexes_of
 from seqdedupe_spark.dedupe import split

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from seqdedupe.batch import Batch, Int32s, Int64s
-from seqdedupe.client.stored import StoredBatch
+from seqdedupe.client.message import StoredBatch
 from seqdedupe.limits import LINK_LEFT_OUT, MAX_SEQUENCE_ID, NO_SEQUENCE_ID
 from seqdedupe_spark.dedupe import ProducerNumbers, grown
 

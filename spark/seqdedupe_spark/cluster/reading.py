@@ -12,7 +12,7 @@ import numpy as np
 from seqdedupe import batch as batches
 from seqdedupe.batch import NO_INT32S, NO_INT64S, Batch, Binary, decode
 from seqdedupe.client.blocking.loop import run
-from seqdedupe.client.stored import StoredBatch
+from seqdedupe.client.message import StoredBatch
 from seqdedupe.entry_properties import ENTRY, Place
 from seqdedupe.errors import DamagedError, NotFoundError, SeqdedupeError, UnavailableError, error
 from seqdedupe.format.layout import BASE_INDEX, PUBLISH_TIME_MS, ROWS

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 from seqdedupe.client.connection import Backoff
-from seqdedupe.client.stored import StoredBatch
+from seqdedupe.client.message import StoredBatch
 from seqdedupe.errors import UnavailableError, error
 from seqdedupe.log.pulsar.places import Ledgers
 from seqdedupe_spark.cluster.connection import MAX_QUEUE_ENTRIES, QUEUE_BYTES, Connection, connected
