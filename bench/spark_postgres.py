@@ -19,7 +19,7 @@ from seqdedupe_spark.columns import SCHEMA
 from seqdedupe_spark.job.rounds import JobConfig, ReaderJob
 from seqdedupe_spark.options import Limits, Options
 from seqdedupe_spark.reading import read_range
-from seqdedupe_spark.stores.postgres import PostgresStore
+from seqdedupe_spark.stores.postgresql import PostgresStore
 from tests.spark.postgres import PostgresServer
 
 ROWS = 500_000

@@ -23,8 +23,8 @@ from seqdedupe_spark.job.range_task import Output, RangeTask, Step, Transform
 from seqdedupe_spark.options import Options, parse
 from seqdedupe_spark.ranges import Range
 from seqdedupe_spark.stores.contract import Advance, Beside, Binding, OutputStore, Stored, StoreFactory
-from seqdedupe_spark.stores.postgres import PostgresStore
-from seqdedupe_spark.stores.sqlite import SqliteStore
+from seqdedupe_spark.stores.postgresql import PostgresStore
+from seqdedupe_spark.stores.sqlite_file import SqliteStore
 from seqdedupe_spark.stores.urls import from_url
 
 JOB = "job"

@@ -38,10 +38,9 @@ from seqdedupe_spark.stores.kinds import (
     BAD_VALUES,
     Column,
     Kind,
-    bad_value,
     check_schema,
     check_table,
-    first_bad,
+    converted,
     in_batch,
     kind_of,
 )
@@ -171,11 +170,7 @@ def to_table(batch: pa.RecordBatch, there: pa.Schema, partitions: Sequence[str])
         if field.name not in batch.schema.names:
             columns.append(pa.nulls(len(batch), field.type))
             continue
-        given, cast = batch.column(field.name), partial(_cast, field.type)
-        try:
-            column = cast(given)
-        except BAD_VALUES as e:
-            raise bad_value(field.name, first_bad(cast, given), e) from e
+        column = converted(field.name, partial(_cast, field.type), batch.column(field.name))
         if column.null_count and not field.nullable:
             row = pc.index(column.is_null(), True).as_py()
             raise error("INVALID_OUTPUT", f"column {field.name!r} takes no null", row=row)
