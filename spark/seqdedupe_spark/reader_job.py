@@ -7,7 +7,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import click
@@ -18,8 +17,8 @@ from seqdedupe.command import FAILED, say, sidecar_options
 from seqdedupe.errors import PositionError, UnavailableError, error
 from seqdedupe.names import topic_name
 from seqdedupe_spark import options
-from seqdedupe_spark.job.operations import positions_of, reset_position
 from seqdedupe_spark.job.poison import MAX_DEAD_LETTERS, SUFFIX
+from seqdedupe_spark.job.operations import positions_of, reset_position
 from seqdedupe_spark.job.progress import Progress, summary, text
 from seqdedupe_spark.job.range_task import Transform
 from seqdedupe_spark.job.rounds import TRIGGER_SECONDS, JobConfig, ReaderJob, Round
@@ -136,7 +135,6 @@ def cli() -> None:
 @click.option("--table", required=True, help="Where the rows go; made if it is missing.")
 @_source_options
 @click.option("--transform", metavar="MODULE:FUNCTION", help="Makes an Arrow RecordBatch of rows of one of messages.")
-@click.option("--sql", metavar="TEXT|@FILE", help="Or: a query over the view messages, which works row by row.")
 @click.option("--deduplicate", is_flag=True, help="Drop messages that the topic itself holds twice.")
 @click.option(
     "--transaction",
@@ -175,7 +173,6 @@ def run(
     store_url: str,
     table: str,
     transform: str | None,
-    sql: str | None,
     deduplicate: bool,
     transaction: Any,
     on_error: str,
@@ -200,8 +197,7 @@ def run(
     config = JobConfig(
         job, options.parse(given), from_url(store_url), table, deduplicate, transaction, max_dead_letters
     )
-    function = _imported(transform) if transform else None
-    reader = ReaderJob(None, config, function, frame=_text(sql) if sql else None)
+    reader = ReaderJob(None, config, _imported(transform) if transform else None)
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     began = time.monotonic()
     reader.spark = spark = start_session(f"seqdedupe {job}", master)
@@ -289,10 +285,6 @@ def _imported(name: str) -> Transform:
     if not callable(found):
         raise error("INVALID_OPTION", f"--transform {name}: that is no function")
     return found  # type: ignore[no-any-return]
-
-
-def _text(value: str) -> str:
-    return Path(value[1:]).read_text() if value.startswith("@") else value
 
 
 @cli.command(short_help="Show where the job is.")

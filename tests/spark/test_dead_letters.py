@@ -372,8 +372,6 @@ def test_a_job_puts_them_aside_round_after_round(
     total = job.run()
     assert (total.read, total.written, total.dead_letters) == (MESSAGES, MESSAGES - len(BAD), len(BAD))
     assert len(letters(database)) == len(BAD)
-    with pytest.raises(ConfigurationError, match="dead letters: of a DataFrame or SQL"):
-        ReaderJob(SESSION, config, frame="SELECT * FROM messages")
 
 
 def test_a_delta_table_keeps_none(address: str, tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """A job's rounds, planned from the stored positions. The tasks run here, one after the other, without Spark."""
 
 import json
-import pickle
 import shutil
 import sqlite3
 import threading
@@ -592,13 +591,6 @@ def test_following_reads_what_comes_until_it_is_stopped(address: str, database: 
     each_once(database.indexes(full), 30)
 
 
-def test_a_job_can_be_pickled(address: str, database: Database, topic: str) -> None:
-    full = publish(address, topic, 10)
-    copy = pickle.loads(pickle.dumps(job(address, database, topic)))
-    copy.foreach_batch(SimpleNamespace(sparkSession=SESSION), 0)
-    each_once(database.indexes(full), 10)
-
-
 def test_trimmed_messages_are_an_error_or_skipped(
     start_sidecar: Callable[..., Sidecar], database: Database, topic: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -652,8 +644,6 @@ def test_missing_topics_and_wrong_tables_are_named(address: str, database: Datab
         job(address, database, topic).run()
     with pytest.raises(ConfigurationError, match="job"):
         ReaderJob(SESSION, replace(config(address, database, topic), job=""), select).run()
-    with pytest.raises(ConfigurationError, match="deduplicate"):
-        ReaderJob(SESSION, replace(config(address, database, topic), deduplicate=True), frame="select 1")
 
 
 def test_a_sidecar_that_is_not_there_is_waited_for_and_named(
