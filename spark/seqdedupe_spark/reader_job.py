@@ -17,7 +17,7 @@ from seqdedupe.command import FAILED, say, sidecar_options
 from seqdedupe.errors import PositionError, UnavailableError, error
 from seqdedupe.names import topic_name
 from seqdedupe_spark import options
-from seqdedupe_spark.job.poison import MAX_DEAD_LETTERS, SUFFIX
+from seqdedupe_spark.job.dead_letters import MAX_DEAD_LETTERS, SUFFIX
 from seqdedupe_spark.job.operations import positions_of, reset_position
 from seqdedupe_spark.job.progress import Progress, summary, text
 from seqdedupe_spark.job.range_task import Transform

@@ -15,7 +15,7 @@ from sqlalchemy import NullPool, create_engine, text
 from seqdedupe.client.blocking import Client
 from seqdedupe.errors import ConfigurationError, SeqdedupeError, error
 from seqdedupe.testing import Sidecar
-from seqdedupe_spark.job import poison, rounds
+from seqdedupe_spark.job import dead_letters, range_task, rounds
 from seqdedupe_spark.job.range_task import RangeTask, Report, Step, Transform
 from seqdedupe_spark.job.rounds import JobConfig, ReaderJob
 from seqdedupe_spark.stores.urls import from_url
@@ -65,13 +65,13 @@ def burying(address: str, database: Database, transform: Transform, most: int = 
 def prepared(database: Database, *steps: Step) -> None:
     begin(database.store, steps)
     with database.store() as store:
-        store.prepare(TABLE + poison.SUFFIX, poison.SCHEMA)
+        store.prepare(TABLE + dead_letters.SUFFIX, dead_letters.SCHEMA)
 
 
 def letters(database: Database) -> list[tuple[object, ...]]:
     return database.query(
         'SELECT topic, "index", message_id, reason, error, value, job, incarnation '
-        f'FROM {TABLE}{poison.SUFFIX} ORDER BY topic, "index"'
+        f'FROM {TABLE}{dead_letters.SUFFIX} ORDER BY topic, "index"'
     )
 
 
@@ -227,7 +227,7 @@ def test_who_is_ended_by_the_failure_of_another_one_is_not_blamed() -> None:
         was_ended, others["are ended"] = others["are ended"], is_bad
         return error("OUTPUT_UNAVAILABLE", "the connection was lost") if is_bad or was_ended else None
 
-    found = poison.find_refused(take, [rows.slice(0, 4), rows.slice(4, 0), rows.slice(4)], ended=True)
+    found = range_task.find_refused(take, [rows.slice(0, 4), rows.slice(4, 0), rows.slice(4)], ended=True)
     assert found is not None
     assert (found.reason, found.numbers["batch"], found.numbers["row"]) == ("INVALID_OUTPUT", "2", "11")
 
@@ -235,7 +235,7 @@ def test_who_is_ended_by_the_failure_of_another_one_is_not_blamed() -> None:
 def test_of_a_table_that_takes_nothing_no_message_is_blamed(
     address: str, postgres_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(poison, "MAX_SUSPECTS", MESSAGES - 1)
+    monkeypatch.setattr(range_task, "MAX_SUSPECTS", MESSAGES - 1)
     database = postgres_database(postgres_url)
     step = whole(address, "full")
     prepared(database, step)

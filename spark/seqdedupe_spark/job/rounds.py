@@ -16,8 +16,8 @@ from seqdedupe.databases.failures import refuses_entry
 from seqdedupe.errors import SeqdedupeError, UnavailableError, error
 from seqdedupe.message_id import Position
 from seqdedupe_spark.columns import columns_of
-from seqdedupe_spark.job import poison
-from seqdedupe_spark.job.poison import SUFFIX
+from seqdedupe_spark.job import dead_letters
+from seqdedupe_spark.job.dead_letters import SUFFIX
 from seqdedupe_spark.job.positions import Positions, Standing
 from seqdedupe_spark.job.range_task import Output, RangeTask, Report, Step, Transform, output_schema
 from seqdedupe_spark.options import Options
@@ -250,7 +250,7 @@ class ReaderJob:
                 self._positions.check_have_producers(self._client, self._stopping.is_set)
             self._positions.bind(store, Binding(config.table, config.deduplicate), schema)
             if config.max_dead_letters is not None:
-                store.prepare(config.table + SUFFIX, poison.SCHEMA)
+                store.prepare(config.table + SUFFIX, dead_letters.SCHEMA)
         self._output = Output(config.store, config.job, config.table, schema)
         return self._output
 
