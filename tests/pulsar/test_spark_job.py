@@ -23,11 +23,10 @@ from seqdedupe.log.pulsar.admin import Admin, AdminUrl
 from seqdedupe.names import partition_name, topic_name
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from seqdedupe_spark import reader_job
-from seqdedupe_spark.audit.report import TopicReport
-from seqdedupe_spark.audit_job import audit, selection_of
+from seqdedupe_spark.audit_job import TopicReport, audit, selection_of
 from seqdedupe_spark.job.rounds import JobConfig, ReaderJob
 from seqdedupe_spark.options import Options, parse
-from seqdedupe_spark.planning import SUBSCRIPTION_PREFIX, Listing, open_client
+from seqdedupe_spark.planning import SUBSCRIPTION_PREFIX, TopicListing, open_client
 from tests.pulsar import secured
 from tests.pulsar.owners import quiet
 from tests.pulsar.test_sidecar import broker as broker
@@ -256,7 +255,7 @@ def test_without_the_compare_the_task_tried_again_doubles_its_rows(
 ) -> None:
     publish(sidecar.address, topic, 200)
     options = direct.options(topic)
-    listing = Listing(open_client(options.service, options.selection))
+    listing = TopicListing(open_client(options.service, options.selection))
     believed = listing.resolve([topic], "earliest", "")[topic]
     gate = Gate(tmp_path / "gate")
     killer = kill_who_comes(gate, lambda: None)

@@ -16,7 +16,7 @@ from seqdedupe.client.blocking import Client
 from seqdedupe.errors import ConfigurationError, SeqdedupeError, error
 from seqdedupe.testing import Sidecar
 from seqdedupe_spark.job import dead_letters, range_task, rounds
-from seqdedupe_spark.job.range_task import RangeTask, Report, Step, Transform
+from seqdedupe_spark.job.range_task import RangeStep, RangeTask, TaskReport, Transform
 from seqdedupe_spark.job.rounds import JobConfig, ReaderJob
 from seqdedupe_spark.stores.urls import from_url
 from tests.services.mariadb import mariadb_url as mariadb_url
@@ -62,7 +62,7 @@ def burying(address: str, database: Database, transform: Transform, most: int = 
     return replace(task(address, database.store, transform, **more), max_dead_letters=most)
 
 
-def prepared(database: Database, *steps: Step) -> None:
+def prepared(database: Database, *steps: RangeStep) -> None:
     begin(database.store, steps)
     with database.store() as store:
         store.prepare(TABLE + dead_letters.SUFFIX, dead_letters.SCHEMA)
@@ -129,7 +129,7 @@ def test_what_cannot_be_written_is_put_aside_once(
         assert value == f"value {index}".encode()
     assert database.position(step.range.topic) == step.range.end
     # Tried again it has been done.
-    assert run([step]) == Report()
+    assert run([step]) == TaskReport()
     assert letters(database) == found
 
 
@@ -335,7 +335,7 @@ def test_too_many_are_an_error_and_nothing_is_written(address: str, database: Da
 def test_what_another_run_was_faster_with_is_not_doubled(address: str, database: Database) -> None:
     step = whole(address, "full")
     prepared(database, step)
-    others: list[Report] = []
+    others: list[TaskReport] = []
 
     def slow(batch: pa.RecordBatch) -> pa.RecordBatch:
         if not others:
@@ -395,4 +395,4 @@ def test_topics_without_a_message_need_none(address: str, database: Database) ->
         client.admin.create_topic(f"empty-{database.url[:6]}")
     step = whole(address, f"empty-{database.url[:6]}")
     prepared(database, step)
-    assert burying(address, database, failing).run([step]) == Report()
+    assert burying(address, database, failing).run([step]) == TaskReport()

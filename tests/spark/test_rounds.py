@@ -11,11 +11,10 @@ from pyspark.sql import DataFrame, SparkSession
 
 from seqdedupe.message_id import Position
 from seqdedupe.testing import Sidecar
-from seqdedupe_spark.job.progress import Progress
-from seqdedupe_spark.job.range_task import Report, Step
+from seqdedupe_spark.job.range_task import RangeStep, TaskReport
 from seqdedupe_spark.job.rounds import JobConfig, ReaderJob, run_tasks
 from seqdedupe_spark.ranges import Range
-from seqdedupe_spark.reader_job import _stream
+from seqdedupe_spark.reader_job import Progress, _stream
 from tests.spark.jobs import (
     JOB,
     TABLE,
@@ -119,11 +118,11 @@ def test_a_checkpoint_of_another_history_of_the_topic_does_not_stop_the_job(
 
 def test_small_groups_share_tasks_and_report_in_their_order(spark: SparkSession) -> None:
     start, end = Position.before(1, 0), Position.before(1, 1)
-    groups = [[Step(Range(f"topic {number}", start, end), 0)] for number in range(70)]
+    groups = [[RangeStep(Range(f"topic {number}", start, end), 0)] for number in range(70)]
 
-    def run(steps: Sequence[Step]) -> Report:
+    def run(steps: Sequence[RangeStep]) -> TaskReport:
         context = TaskContext.get()
-        return Report(read=int(steps[0].range.topic[6:]), written=context.partitionId() if context else -1)
+        return TaskReport(read=int(steps[0].range.topic[6:]), written=context.partitionId() if context else -1)
 
     reports = run_tasks(spark, run, groups)
     assert [report.read for report in reports] == list(range(70))

@@ -19,20 +19,20 @@ import pyarrow.compute as pc
 from seqdedupe.databases.failures import ended
 from seqdedupe.errors import SeqdedupeError, UnavailableError, error
 from seqdedupe.message_id import MessageId, Position
-from seqdedupe_spark.cluster.settings import Service
 from seqdedupe_spark.columns import column_of, to_arrow
 from seqdedupe_spark.dedupe import Deduplicator
-from seqdedupe_spark.job.dead_letters import SUFFIX, DeadLetters, Key
+from seqdedupe_spark.job.dead_letters import SUFFIX, DeadLetterRows, Key
 from seqdedupe_spark.planning import patiently
+from seqdedupe_spark.range_reader import joined, message_id_at, read_range, read_stored
 from seqdedupe_spark.ranges import Range
-from seqdedupe_spark.reading import joined, message_id_at, read_range, read_stored
+from seqdedupe_spark.service import Service
 from seqdedupe_spark.stores.contract import Advance, Beside, OutputStore, Stored, StoreFactory, Take, Watermarks
 
 Transform = Callable[[pa.RecordBatch], pa.RecordBatch | None]
 """Row by row: what it makes of a message may depend on that message alone. None stands for no rows."""
 
 
-class Step(NamedTuple):
+class RangeStep(NamedTuple):
     """What a round does with one topic: its range, planned in an epoch of the topic's position."""
 
     range: Range
@@ -40,7 +40,7 @@ class Step(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Report:
+class TaskReport:
     """What became of a task. `failure` is of those that trying the task again as it is cannot cure."""
 
     read: int = 0
@@ -51,7 +51,7 @@ class Report:
 
 
 @dataclass(frozen=True)
-class Output:
+class JobOutput:
     """Where a job writes rows of this schema, and keeps its positions."""
 
     store: StoreFactory
@@ -60,7 +60,7 @@ class Output:
     schema: pa.Schema
 
 
-def all_done(steps: Sequence[Step], stored: Sequence[Stored | None]) -> bool:
+def all_done(steps: Sequence[RangeStep], stored: Sequence[Stored | None]) -> bool:
     """Whether the steps have been taken already, by an earlier attempt or by another run; false if all are to be taken.
 
     Raises POSITION_CHANGED if another run has moved a position elsewhere, POSITION_RESET if an operator has,
@@ -72,7 +72,7 @@ def all_done(steps: Sequence[Step], stored: Sequence[Stored | None]) -> bool:
     return all(done)
 
 
-def _is_done(step: Step, stored: Stored | None) -> bool:
+def _is_done(step: RangeStep, stored: Stored | None) -> bool:
     span = step.range
     if stored is None or stored.epoch < step.epoch:
         raise error("POSITION_WENT_BACK", f"the position for {span.topic}, {span.start} when planned, is gone")
@@ -95,7 +95,7 @@ def _is_done(step: Step, stored: Stored | None) -> bool:
 
 @dataclass
 class _Tally:
-    dead: DeadLetters | None = None
+    dead: DeadLetterRows | None = None
     """None: none are kept."""
     read: int = 0
     duplicates: int = 0
@@ -108,7 +108,7 @@ class _Tally:
 class RangeTask:
     """What all tasks of a job have in common: pickled, and run with the steps of one transaction."""
 
-    output: Output
+    output: JobOutput
     service: Service
     columns: pa.Schema
     transform: Transform | None
@@ -117,15 +117,15 @@ class RangeTask:
     max_dead_letters: int | None = None
     """So many messages of a transaction that cannot be written are put aside; None: the first one is an error."""
 
-    def run(self, steps: Sequence[Step]) -> Report:
+    def run(self, steps: Sequence[RangeStep]) -> TaskReport:
         """Takes the steps in one transaction, unless they are taken already. The report carries what is raised."""
         try:
             with self.output.store() as store:
                 return self._run(store, steps)
         except SeqdedupeError as failure:
-            return Report(failure=failure)
+            return TaskReport(failure=failure)
 
-    def _run(self, store: OutputStore, steps: Sequence[Step]) -> Report:
+    def _run(self, store: OutputStore, steps: Sequence[RangeStep]) -> TaskReport:
         """Takes the steps, however often that was tried before:
 
         1. What the store has decides whether somebody has taken them.
@@ -140,9 +140,9 @@ class RangeTask:
         # 1.
         found = [store.watermarks(job, step.range.topic) for step in steps]
         if all_done(steps, [stored for stored, _ in found]):
-            return Report()
+            return TaskReport()
         known = [watermarks for _, watermarks in found]
-        dead = None if self.max_dead_letters is None else DeadLetters(job, self.max_dead_letters)
+        dead = None if self.max_dead_letters is None else DeadLetterRows(job, self.max_dead_letters)
         has_ended = False
         while True:
             # 2.
@@ -156,7 +156,7 @@ class RangeTask:
                 positions = patiently(partial(store.positions, job))
                 if all_done(steps, [positions.get(step.range.topic) for step in steps]):
                     # It was lost in the commit.
-                    return Report()
+                    return TaskReport()
                 if not has_ended:
                     has_ended = True
                     continue
@@ -177,7 +177,7 @@ class RangeTask:
     def _refused(
         self,
         store: OutputStore,
-        steps: Sequence[Step],
+        steps: Sequence[RangeStep],
         watermarks: Sequence[Watermarks],
         tally: _Tally,
         failure: SeqdedupeError,
@@ -202,18 +202,18 @@ class RangeTask:
         return found
 
     def _write(
-        self, store: OutputStore, steps: Sequence[Step], watermarks: Sequence[Watermarks], tally: _Tally
-    ) -> Report:
+        self, store: OutputStore, steps: Sequence[RangeStep], watermarks: Sequence[Watermarks], tally: _Tally
+    ) -> TaskReport:
         rows, advances = self._source(steps, watermarks, tally)
         table = self.output.table
         if tally.dead is None:
             written = store.write(self.output.job, table, rows, advances)
-            return Report(tally.read, written, tally.duplicates)
+            return TaskReport(tally.read, written, tally.duplicates)
         written = store.write(self.output.job, table, rows, advances, Beside(table + SUFFIX, tally.dead.rows))
-        return Report(tally.read, written, tally.duplicates, len(tally.dead))
+        return TaskReport(tally.read, written, tally.duplicates, len(tally.dead))
 
     def _source(
-        self, steps: Sequence[Step], watermarks: Sequence[Watermarks], tally: _Tally
+        self, steps: Sequence[RangeStep], watermarks: Sequence[Watermarks], tally: _Tally
     ) -> tuple[Iterator[pa.RecordBatch], list[Advance]]:
         """The rows of the steps' messages, and how the positions move when all are taken."""
         sources: list[Iterator[pa.RecordBatch]] = []

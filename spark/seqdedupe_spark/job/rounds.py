@@ -18,10 +18,10 @@ from seqdedupe.message_id import Position
 from seqdedupe_spark.columns import columns_of
 from seqdedupe_spark.job import dead_letters
 from seqdedupe_spark.job.dead_letters import SUFFIX
-from seqdedupe_spark.job.positions import Positions, Standing
-from seqdedupe_spark.job.range_task import Output, RangeTask, Report, Step, Transform, output_schema
+from seqdedupe_spark.job.positions import Positions, TopicStanding
+from seqdedupe_spark.job.range_task import JobOutput, RangeStep, RangeTask, TaskReport, Transform, output_schema
 from seqdedupe_spark.options import Options
-from seqdedupe_spark.planning import Waiting, of_job, open_client
+from seqdedupe_spark.planning import WaitingLine, of_job, open_client
 from seqdedupe_spark.ranges import packed
 from seqdedupe_spark.session import activate, typed_failures
 from seqdedupe_spark.stores.contract import Binding, StoreFactory, check_name
@@ -72,11 +72,11 @@ class Round:
     written: int = 0
     duplicates: int = 0
     dead_letters: int = 0
-    standings: dict[str, Standing] = field(default_factory=dict)
+    standings: dict[str, TopicStanding] = field(default_factory=dict)
     has_looked: bool = True
     """Whether sidecar and database have said where the topics stand; else nothing is known of them."""
 
-    def count(self, report: Report) -> None:
+    def count(self, report: TaskReport) -> None:
         """Adds what a task has done."""
         self.read += report.read
         self.written += report.written
@@ -114,7 +114,7 @@ class ReaderJob:
         self._service = of_job(source.service, config.job)
         self._client = open_client(self._service, source.selection)
         self._positions = Positions(config.job, config.table, source)
-        self._output: Output | None = None
+        self._output: JobOutput | None = None
         self._stopping = threading.Event()
 
     def run(
@@ -178,7 +178,9 @@ class ReaderJob:
                 listing.hold(topic, standing.stored.position)
         return done
 
-    def _take(self, spark: SparkSession, output: Output, steps: Sequence[Step], done: Round) -> list[SeqdedupeError]:
+    def _take(
+        self, spark: SparkSession, output: JobOutput, steps: Sequence[RangeStep], done: Round
+    ) -> list[SeqdedupeError]:
         """Has the steps taken, counts what was done, and returns what went wrong."""
         groups = [steps] if self.config.transaction == "batch" else [[step] for step in steps]
         config = self.config
@@ -204,7 +206,7 @@ class ReaderJob:
     def _round_at_last(self, *, patient: bool) -> Round | None:
         """A round; one that fails though another try should help is followed by others: unless `patient` for so long.
         None if it was told to stop before one succeeded."""
-        backoff, waiting = Backoff(_FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS), Waiting()
+        backoff, waiting = Backoff(_FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS), WaitingLine()
         began = time.monotonic()
         while True:
             try:
@@ -229,7 +231,7 @@ class ReaderJob:
         activate(self.spark)
         return self.spark
 
-    def _prepare(self, spark: SparkSession) -> Output:
+    def _prepare(self, spark: SparkSession) -> JobOutput:
         """Checks what was told, and makes the tables; once."""
         if self._output is not None:
             return self._output
@@ -251,13 +253,13 @@ class ReaderJob:
             self._positions.bind(store, Binding(config.table, config.deduplicate), schema)
             if config.max_dead_letters is not None:
                 store.prepare(config.table + SUFFIX, dead_letters.SCHEMA)
-        self._output = Output(config.store, config.job, config.table, schema)
+        self._output = JobOutput(config.store, config.job, config.table, schema)
         return self._output
 
 
 def run_tasks(
-    spark: SparkSession, run: Callable[[Sequence[Step]], Report], groups: Sequence[Sequence[Step]]
-) -> list[Report]:
+    spark: SparkSession, run: Callable[[Sequence[RangeStep]], TaskReport], groups: Sequence[Sequence[RangeStep]]
+) -> list[TaskReport]:
     """Runs `run` on every group of steps, and returns the reports. Small groups share a task of Spark's.
 
     What the tasks need travels in their closure, on a classic session and over Spark Connect alike. Errors that another
@@ -276,7 +278,7 @@ def run_tasks(
     return [pickle.loads(row[0]) for row in rows]
 
 
-def _has_reached(standings: dict[str, Standing], ends: dict[str, Position]) -> bool:
+def _has_reached(standings: dict[str, TopicStanding], ends: dict[str, Position]) -> bool:
     """Whether every topic is read up to that end, or is not the topic any more that had it."""
     for topic, end in ends.items():
         position = standings[topic].stored.position if topic in standings else end

@@ -32,8 +32,7 @@ from seqdedupe_spark.stores.contract import (
     check_format,
     check_replacement,
 )
-from seqdedupe_spark.stores.delta_disk import sync
-from seqdedupe_spark.stores.delta_log import DeltaLog
+from seqdedupe_spark.stores.delta_log import DeltaLog, sync
 from seqdedupe_spark.stores.kinds import (
     BAD_VALUES,
     Column,
