@@ -2,7 +2,7 @@
 
 Writes the highest sequence ID of each producer to a file of watermarks (`docs/formats-watermarks.md`): what an old
 topic, or one that is kept in Parquet files, holds of them. Of a topic of deduplication IDs it writes these, as a window
-(`bootstrap_window`). `seqdedupe import` takes either over into a new topic.
+(`docs/formats-window.md`). `seqdedupe import` takes either over into a new topic.
 
 A topic's watermarks come from the sidecar, which knows those of messages too that retention has trimmed; reading the
 log would miss them. Parquet files may be of any size: Spark groups and sorts, and the driver writes the producers as
@@ -11,8 +11,7 @@ they come, one Spark partition of them at a time.
 
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import click
@@ -40,7 +39,7 @@ from seqdedupe.v1 import admin_pb2
 from seqdedupe.watermarks import Watermark
 from seqdedupe.windows import LATEST_MS, Known
 from seqdedupe_spark import planning
-from seqdedupe_spark.service import file_options
+from seqdedupe_spark.options import file_options
 from seqdedupe_spark.session import run_command, start_session
 
 # -- A history in Parquet files: which columns it has, and what is said of one that cannot be.
@@ -180,32 +179,22 @@ def has_window(frame: DataFrame) -> bool:
 
 def _known(frame: DataFrame, id_column: str, time_column: str, topic_column: str | None) -> Iterator[Known]:
     """One an ID, in the order of their bytes. Raises INVALID_SOURCE at the first one that cannot be."""
-    times = _milliseconds(frame, time_column)
-    topics = f.col(quoted(topic_column)).cast("string") if topic_column else f.lit(None).cast("string")
-    # Partitions are of one topic.
-    topics = f.regexp_replace(topics, _PARTITION, "")
-    found = (
-        frame.groupBy(f.col(quoted(id_column)).cast("binary").alias("id"))
-        .agg(f.min(times), f.max(times), f.count("*") - f.count(times), f.min(topics), f.max(topics))
-        .sort("id")
-    )
-    topic = None
-    for one, first_ms, last_ms, nulls, first_topic, last_topic in found.toLocalIterator(prefetchPartitions=True):
-        if one is None:
-            raise bad(id_column, "nulls")
-        shown = repr(bytes(one[:40]))
+
+    def shown(one: bytes) -> str:
         if not 1 <= len(one) <= MAX_DEDUPLICATION_ID_BYTES:
-            raise bad(id_column, f"{shown}, of {len(one)} bytes; an ID has 1 to {MAX_DEDUPLICATION_ID_BYTES}")
-        if nulls:
-            raise bad(time_column, f"{nulls} nulls, one of the ID {shown}")
+            what = f"{one[:40]!r}, of {len(one)} bytes; an ID has 1 to {MAX_DEDUPLICATION_ID_BYTES}"
+            raise bad(id_column, what)
+        return f"the ID {one[:40]!r}"
+
+    # Partitions are of one topic.
+    topics = f.regexp_replace(_topics(topic_column), _PARTITION, "")
+    for one, (first_ms, last_ms), shows in _grouped(
+        frame, (id_column, time_column, topic_column), _milliseconds(frame, time_column), topics, "a window is", shown
+    ):
         for wrong in (first_ms, last_ms):
             if not 0 <= wrong <= LATEST_MS:
-                raise bad(time_column, f"{wrong} ms, of the ID {shown}, which is no publish time: 0 to {LATEST_MS} are")
-        topic = topic or first_topic
-        for other in (first_topic, last_topic):
-            if other != topic:
-                raise bad(str(topic_column), f"{topic} and {other}: a window is of one topic, select its rows")
-        yield Known(bytes(one), int(last_ms))
+                raise bad(time_column, f"{wrong} ms, of {shows}, which is no publish time: 0 to {LATEST_MS} are")
+        yield Known(one, last_ms)
 
 
 def _milliseconds(frame: DataFrame, name: str) -> Column:
@@ -218,15 +207,6 @@ def _milliseconds(frame: DataFrame, name: str) -> Column:
 
 PRODUCER_COLUMN = "__producerName"
 SEQUENCE_ID_COLUMN = "__sequenceId"
-
-
-@dataclass(frozen=True)
-class HistoryColumns:
-    """The columns of a history in Parquet: producers, sequence IDs, and topics if it says."""
-
-    producer: str
-    sequence_id: str
-    topic: str | None
 
 
 def bootstrap_from_topic(client: Client, topic: str, output: Path) -> int:
@@ -256,58 +236,81 @@ def bootstrap_from_parquet(
     producer's name (1 to 255 bytes of UTF-8) or a sequence ID (0 to 2^63 - 1); OSError.
     """
     frame = read_parquet(spark, paths)
-    columns = HistoryColumns(
-        column_of(frame.schema, "--producer-column", producer_column, PRODUCER_COLUMN, "text", StringType, BinaryType),
-        column_of(
-            frame.schema,
-            "--sequence-id-column",
-            sequence_id_column,
-            SEQUENCE_ID_COLUMN,
-            "whole numbers",
-            IntegralType,
-            DecimalType,
-        ),
-        topic_column_of(frame.schema),
+    schema = frame.schema
+    name = column_of(schema, "--producer-column", producer_column, PRODUCER_COLUMN, "text", StringType, BinaryType)
+    number = column_of(
+        schema,
+        "--sequence-id-column",
+        sequence_id_column,
+        SEQUENCE_ID_COLUMN,
+        "whole numbers",
+        IntegralType,
+        DecimalType,
     )
-    return watermarks.write(output, _watermarks(frame, columns))
+    return watermarks.write(output, _watermarks(frame, name, number, topic_column_of(schema)))
 
 
-def _watermarks(frame: DataFrame, columns: HistoryColumns) -> Iterator[Watermark]:
+def _watermarks(frame: DataFrame, producers: str, numbers: str, topic_column: str | None) -> Iterator[Watermark]:
     """One a producer, by name in bytes. Raises INVALID_SOURCE at the first one that cannot be."""
-    ids = f.col(quoted(columns.sequence_id))
-    topics = f.col(quoted(columns.topic)).cast("string") if columns.topic else f.lit(None).cast("string")
-    found = (
-        frame.groupBy(f.col(quoted(columns.producer)).cast("binary").alias("producer"))
-        .agg(f.min(ids), f.max(ids), f.count("*") - f.count(ids), f.min(topics), f.max(topics))
-        .sort("producer")
-    )
-    topic = None
-    for name, lowest, highest, nulls, first_topic, last_topic in found.toLocalIterator(prefetchPartitions=True):
-        producer = _checked_name(columns.producer, name)
-        shown = producer.decode()[:40]
-        if nulls:
-            raise bad(columns.sequence_id, f"{nulls} nulls, one of producer {shown!r}")
+
+    def shown(name: bytes) -> str:
+        return f"producer {_checked_name(producers, name)[:40]!r}"
+
+    columns = (producers, numbers, topic_column)
+    for producer, (lowest, highest), shows in _grouped(
+        frame, columns, f.col(quoted(numbers)), _topics(topic_column), "watermarks are", shown
+    ):
         for wrong in (lowest, highest):
             if not 0 <= wrong <= MAX_SEQUENCE_ID:
-                raise bad(columns.sequence_id, f"{wrong}, of producer {shown!r}, which is no sequence ID")
-        topic = topic or first_topic
-        for other in (first_topic, last_topic):
-            if other != topic:
-                raise bad(str(columns.topic), f"{topic} and {other}: watermarks are of one topic, select its rows")
-        yield Watermark(producer, int(highest))
+                raise bad(numbers, f"{wrong}, of {shows}, which is no sequence ID")
+        yield Watermark(producer, highest)
 
 
-def _checked_name(column: str, name: bytearray | None) -> bytes:
-    if name is None:
-        raise bad(column, "nulls")
+def _checked_name(column: str, name: bytes) -> str:
     if not 1 <= len(name) <= MAX_NAME_BYTES:
-        shown = repr(bytes(name[:40]).decode(errors="replace"))
+        shown = repr(name[:40].decode(errors="replace"))
         raise bad(column, f"{shown}, of {len(name)} bytes; a name has 1 to {MAX_NAME_BYTES}")
     try:
-        name.decode()
+        return name.decode()
     except UnicodeDecodeError as e:
-        raise bad(column, f"{bytes(name[:40])!r}, which is not UTF-8") from e
-    return bytes(name)
+        raise bad(column, f"{name[:40]!r}, which is not UTF-8") from e
+
+
+def _topics(column: str | None) -> Column:
+    return f.col(quoted(column)).cast("string") if column else f.lit(None).cast("string")
+
+
+def _grouped(
+    frame: DataFrame,
+    columns: tuple[str, str, str | None],
+    numbers: Column,
+    topics: Column,
+    they_are: str,
+    shown: Callable[[bytes], str],
+) -> Iterator[tuple[bytes, tuple[int, int], str]]:
+    """Each key in the order of their bytes, the lowest and the highest of its numbers, and how it is `shown`.
+
+    `columns` are called so: keys, numbers, and topics if there are any. Raises INVALID_SOURCE for nulls, and for rows
+    of several topics; and what `shown` does, for a key that cannot be.
+    """
+    of_keys, of_numbers, of_topics = columns
+    found = (
+        frame.groupBy(f.col(quoted(of_keys)).cast("binary").alias("key"))
+        .agg(f.min(numbers), f.max(numbers), f.count("*") - f.count(numbers), f.min(topics), f.max(topics))
+        .sort("key")
+    )
+    topic = None
+    for key, lowest, highest, nulls, *of_key in found.toLocalIterator(prefetchPartitions=True):
+        if key is None:
+            raise bad(of_keys, "nulls")
+        shows = shown(bytes(key))
+        if nulls:
+            raise bad(of_numbers, f"{nulls} nulls, one of {shows}")
+        topic = topic or of_key[0]
+        for other in of_key:
+            if other != topic:
+                raise bad(str(of_topics), f"{topic} and {other}: {they_are} of one topic, select its rows")
+        yield bytes(key), (int(lowest), int(highest)), shows
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})

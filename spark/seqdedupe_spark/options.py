@@ -1,13 +1,19 @@
-"""The options of the data source: text from a user, checked, as one value that can be pickled."""
+"""The options of the data source and the sink: text from a user, checked, as one value that can be pickled.
+
+Begin with `parse`, or with `parse_sink`. `advice` is what an error says of an option that is none.
+"""
 
 import difflib
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 from seqdedupe.client.connection import DEFAULT_ADDRESS
 from seqdedupe.client.route import Sidecars
+from seqdedupe.command import told_files
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.names import topic_name
 from seqdedupe_spark import read_bounds
@@ -237,6 +243,28 @@ def sidecar_of(given: "Given", address: str) -> str | SidecarService:
         given.take("tlsKeyFilePath", str, ""),
     )
     return found if found != SidecarService(address) else address
+
+
+FILE_OPTIONS = {
+    "token_file": "authParams",
+    "tls_ca_file": "tlsTrustCertsFilePath",
+    "tls_certificate_file": "tlsCertificateFilePath",
+    "tls_key_file": "tlsKeyFilePath",
+}
+"""The data source's options of the files that a sidecar is shown, by the names of a command's."""
+
+
+def file_options() -> dict[str, str]:
+    """Those for the files that the command at work was told."""
+    return {
+        FILE_OPTIONS[name]: url_of(path) if name == "token_file" else os.path.abspath(path)
+        for name, path in told_files().items()
+    }
+
+
+def url_of(path: str | os.PathLike[str]) -> str:
+    """The URL of a file, from where this process is."""
+    return Path(path).absolute().as_uri()
 
 
 def of_table(given: Mapping[str, str]) -> dict[str, str]:

@@ -1,4 +1,8 @@
-"""`python -m seqdedupe_spark.reader_job`: topics into a table, each message once. As a library: `ReaderJob`."""
+"""`python -m seqdedupe_spark.reader_job`: topics into a table, each message once. As a library: `ReaderJob`.
+
+Begin with `run`. There is one way to run a job, `ReaderJob.run`; with a checkpoint a streaming query is its clock
+(`_stream`). Above the commands stands what a job shows of itself.
+"""
 
 import importlib
 import json
@@ -21,7 +25,7 @@ from seqdedupe_spark.job.dead_letters import MAX_DEAD_LETTERS, SUFFIX
 from seqdedupe_spark.job.positions import positions_of, reset_position
 from seqdedupe_spark.job.range_task import Transform
 from seqdedupe_spark.job.rounds import TRIGGER_SECONDS, JobConfig, ReaderJob, Round
-from seqdedupe_spark.service import FILE_OPTIONS, file_options
+from seqdedupe_spark.options import FILE_OPTIONS, file_options
 from seqdedupe_spark.session import run_command, start_session, typed_failures
 from seqdedupe_spark.source import SeqdedupeDataSource
 from seqdedupe_spark.stores.urls import from_url
@@ -112,22 +116,8 @@ _job = click.option("--job", required=True, metavar="NAME", help="The job: its p
 _store = click.option("--store", "store_url", required=True, metavar="URL", help="sqlite:///FILE, postgresql://…, …")
 _as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON, as docs/spark-job.md describes it.")
 
-_SOURCE_OPTIONS = {
-    "address": "service.url",
-    "admin_url": "admin.url",
-    "topic": "topic",
-    "topics": "topics",
-    "topics_pattern": "topicsPattern",
-    "starting_offsets": "startingOffsets",
-    "starting_time": "startingTime",
-    "max_offsets_per_trigger": "maxOffsetsPerTrigger",
-    "max_bytes_per_trigger": "maxBytesPerTrigger",
-    "fail_on_data_loss": "failOnDataLoss",
-    "plain_column_names": "plainColumnNames",
-    "pulsar_columns": "pulsarColumns",
-    "read_timeout_seconds": "readTimeoutSeconds",
-}
-"""The data source's options that a job takes too."""
+_OTHER_NAMES = {"address": "service.url", "admin_url": "admin.url"}
+"""Of the data source's options that a job takes too: it has all others by the command's names, in camel case."""
 
 _CLIENT = "pulsar.client."
 
@@ -152,12 +142,18 @@ def _service_options(command: Command) -> Command:
 
 def _given(source: dict[str, Any]) -> dict[str, str]:
     """The options of the data source that were said."""
-    given = {name: str(source[key]) for key, name in _SOURCE_OPTIONS.items() if source.get(key) is not None}
+    said = {name: value for name, value in source.items() if value is not None and name != "pulsar_client"}
+    given = {_OTHER_NAMES.get(name) or _camel_case(name): str(value) for name, value in said.items()}
     given |= file_options()
     for one in source["pulsar_client"]:
         name, _, value = one.partition("=")
         given[_CLIENT + name] = value
     return given
+
+
+def _camel_case(name: str) -> str:
+    first, *others = name.split("_")
+    return first + "".join(map(str.capitalize, others))
 
 
 def _source_options(command: Command) -> Command:

@@ -3,14 +3,11 @@
 A `Service` travels to every task.
 """
 
-import os
 from dataclasses import dataclass, field
-from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from seqdedupe.client import blocking
 from seqdedupe.client.credentials import Credentials
-from seqdedupe.command import told_files
 
 
 @dataclass(frozen=True)
@@ -45,28 +42,6 @@ def path_of(url: str) -> str | None:
     """The path of a URL like file:///path; None if this is none."""
     parts = urlsplit(url)
     return unquote(parts.path) if parts.scheme == "file" and not parts.netloc and parts.path else None
-
-
-def url_of(path: str | os.PathLike[str]) -> str:
-    """The URL of a file, from where this process is."""
-    return Path(path).absolute().as_uri()
-
-
-FILE_OPTIONS = {
-    "token_file": "authParams",
-    "tls_ca_file": "tlsTrustCertsFilePath",
-    "tls_certificate_file": "tlsCertificateFilePath",
-    "tls_key_file": "tlsKeyFilePath",
-}
-"""The data source's options of the files that a sidecar is shown, by the names of a command's."""
-
-
-def file_options() -> dict[str, str]:
-    """Those for the files that the command at work was told."""
-    return {
-        FILE_OPTIONS[name]: url_of(path) if name == "token_file" else os.path.abspath(path)
-        for name, path in told_files().items()
-    }
 
 
 AUTHENTICATIONS = ("AuthenticationToken", "AuthenticationOAuth2")

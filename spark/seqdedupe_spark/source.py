@@ -1,4 +1,8 @@
-"""The PySpark data source `seqdedupe`: a topic's messages as a DataFrame, all at once or as a stream; and the sink."""
+"""The PySpark data source `seqdedupe`: a topic's messages as a DataFrame, all at once or as a stream; and the sink.
+
+Begin with `SeqdedupeDataSource`, which Spark makes. The offsets that a streaming query keeps in its checkpoint are
+above it, its readers and when a trigger waits below.
+"""
 
 import logging
 import math

@@ -1,8 +1,9 @@
-"""An audit's first look, at every message, range by range: what is missing, and who has late messages.
+"""An audit of topics of sequence IDs, in two looks: what is missing, doubled or out of order?
 
-`summarise` makes a few numbers a producer of a range, and keeps the links that may prove something. `TopicMerge` puts
-a topic's ranges together in order. It finds what is missing, and the producers that have *late* messages (an ID not
-above all before it of the producer) with the span of IDs that these have: `audit_late` judges them.
+The first look is at every message, range by range. `summarise` makes a few numbers a producer of a range, and keeps the
+links that may prove something. `TopicMerge` puts a topic's ranges together in order. It finds what is missing, and the
+producers that have *late* messages (an ID not above all before it of the producer) with the span of IDs that these
+have. The second look, at these messages only, is `suspect_rows` and `judge`.
 """
 
 from collections import Counter

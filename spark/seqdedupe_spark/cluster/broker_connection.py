@@ -1,4 +1,4 @@
-"""A connection to a cluster, for as long as a call or a task takes."""
+"""A connection to a cluster, for as long as a call or a task takes, and as whom: begin with `connected`."""
 
 import asyncio
 import json

@@ -1,4 +1,8 @@
-"""Reading a range of a topic from its brokers, in the process that needs its messages."""
+"""Reading a range of a topic from its brokers, in the process that needs its messages.
+
+Begin with `read_stored`. `Task` is how what fails is tried again; `_LogTask` reads what a sidecar has written, judged
+by the rule of terms, and `StockTask` what none has, entry by entry.
+"""
 
 import asyncio
 import base64

@@ -1,4 +1,7 @@
-"""A job's positions as its driver sees them: where each topic stands, checked before anything is planned."""
+"""A job's positions: as its driver sees them, checked before anything is planned; and what an operator does to them.
+
+Begin with `Positions.look`; an operator's are `positions_of` and `reset_position`.
+"""
 
 import logging
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The commits of a Delta table, one file each, as they stand in its log."""
+"""The commits of a Delta table, one file each: as they stand in its log, and made durable on a disk (`sync`)."""
 
 import json
 import os

@@ -8,29 +8,6 @@ from typing import Any
 
 import pyarrow as pa
 import sqlalchemy as sa
-from sqlalchemy import (
-    BigInteger,
-    Boolean,
-    Connection,
-    Insert,
-    Integer,
-    MetaData,
-    NullPool,
-    String,
-    TableClause,
-    bindparam,
-    column,
-    create_engine,
-    delete,
-    event,
-    insert,
-    inspect,
-    literal,
-    make_url,
-    select,
-    table,
-    text,
-)
 from sqlalchemy.dialects import mysql
 from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, NoSuchModuleError, SQLAlchemyError
 from sqlalchemy.sql import quoted_name
@@ -48,7 +25,6 @@ from seqdedupe_spark.stores.sql import (
     POSITIONS,
     WATERMARKS,
     SqlStore,
-    check_outlives_a_crash,
     json_texts,
     quoted,
     split_name,
@@ -143,7 +119,7 @@ _MYSQL_SESSION = (
     f"/*M!100300 , idle_transaction_timeout = {IDLE_TIMEOUT_SECONDS} */"
 )
 
-_MYSQL_TRANSACTIONS = text(
+_MYSQL_TRANSACTIONS = sa.text(
     "SELECT COALESCE(e.transactions, 'NO'), COALESCE(e.xa, 'NO') FROM information_schema.tables t "
     "LEFT JOIN information_schema.engines e ON t.engine = e.engine "
     "WHERE t.table_schema = COALESCE(:schema, DATABASE()) AND t.table_name = :name"
@@ -155,17 +131,17 @@ _CREATE_ATTEMPTS = 5
 
 _NAMES_A_STATEMENT = 1000
 
-METADATA = MetaData()
+METADATA = sa.MetaData()
 
 tables.table(
     POSITIONS,
     METADATA,
     sa.Column("job", name_type(), primary_key=True),
     sa.Column("topic", name_type(), primary_key=True),
-    sa.Column("epoch", BigInteger, nullable=False),
-    sa.Column("incarnation", BigInteger, nullable=False),
-    sa.Column("message_index", BigInteger, nullable=False),
-    sa.Column("position", String(255), nullable=False),
+    sa.Column("epoch", sa.BigInteger, nullable=False),
+    sa.Column("incarnation", sa.BigInteger, nullable=False),
+    sa.Column("message_index", sa.BigInteger, nullable=False),
+    sa.Column("position", sa.String(255), nullable=False),
 )
 _WATERMARKS = tables.table(
     WATERMARKS,
@@ -173,25 +149,25 @@ _WATERMARKS = tables.table(
     sa.Column("job", name_type(), primary_key=True),
     sa.Column("topic", name_type(), primary_key=True),
     sa.Column("producer_name", name_type(), primary_key=True),
-    sa.Column("sequence_id", BigInteger, nullable=False),
+    sa.Column("sequence_id", sa.BigInteger, nullable=False),
 )
 tables.table(
     JOBS,
     METADATA,
     sa.Column("job", name_type(), primary_key=True),
-    sa.Column("format_version", Integer, nullable=False),
+    sa.Column("format_version", sa.Integer, nullable=False),
     sa.Column("output_table", name_type(), nullable=False),
-    sa.Column("deduplicate", Boolean, nullable=False),
+    sa.Column("deduplicate", sa.Boolean, nullable=False),
 )
 
 _PARAMETERS: dict[str, TypeEngine[Any]] = {
     **dict.fromkeys(("job", "topic", "table"), name_type()),
-    "drops": Boolean(),
+    "drops": sa.Boolean(),
 }
 """The types of parameters in statements, where a value of Python's does not say it."""
 
 
-class GeneralStore(SqlStore[Connection]):
+class GeneralStore(SqlStore[sa.Connection]):
     """Rows and positions in one database, by an SQLAlchemy URL with the driver's name (`mysql+pymysql://…`).
 
     The database has to have transactions, and to say how many rows an UPDATE has found: of MariaDB and MySQL every
@@ -204,8 +180,8 @@ class GeneralStore(SqlStore[Connection]):
 
     def __init__(self, url: str) -> None:
         try:
-            parsed = make_url(url)
-            self._engine = create_engine(parsed, poolclass=NullPool, isolation_level="READ COMMITTED")
+            parsed = sa.make_url(url)
+            self._engine = sa.create_engine(parsed, poolclass=sa.NullPool, isolation_level="READ COMMITTED")
         except (ArgumentError, NoSuchModuleError, ImportError, ValueError):
             what = "the store's URL is none of SQLAlchemy's, or its driver is not installed"
             raise error(
@@ -220,7 +196,7 @@ class GeneralStore(SqlStore[Connection]):
         shown = parsed.render_as_string(hide_password=True)
         super().__init__(f"the database {shown}", shown)
         if self._is_mysql:
-            event.listen(self._engine, "connect", _begin_session)
+            sa.event.listen(self._engine, "connect", _begin_session)
 
     def close(self) -> None:
         self._engine.dispose()
@@ -231,14 +207,14 @@ class GeneralStore(SqlStore[Connection]):
         return super().bind(job, binding)
 
     @contextmanager
-    def _transaction(self) -> Iterator[Connection]:
+    def _transaction(self) -> Iterator[sa.Connection]:
         with self._errors(), self._engine.begin() as connection:
             yield connection
 
     _reading = _transaction
 
     @contextmanager
-    def _making(self, table: str | None = None, schema: pa.Schema | None = None) -> Iterator[Connection]:
+    def _making(self, table: str | None = None, schema: pa.Schema | None = None) -> Iterator[sa.Connection]:
         with self._errors():
             tables.make_tables(self._engine, METADATA)
             if table is not None:
@@ -250,7 +226,7 @@ class GeneralStore(SqlStore[Connection]):
     def _create(self, table: str, schema: pa.Schema) -> None:
         of_schema, name = _split(table)
         columns = (sa.Column(quoted_name(field.name, True), declared(field)) for field in schema)
-        output = tables.table(quoted_name(name, True), MetaData(schema=of_schema), *columns)
+        output = tables.table(quoted_name(name, True), sa.MetaData(schema=of_schema), *columns)
         for attempt in range(1, _CREATE_ATTEMPTS + 1):
             try:
                 output.create(self._engine, checkfirst=True)
@@ -259,16 +235,16 @@ class GeneralStore(SqlStore[Connection]):
                 if attempt == _CREATE_ATTEMPTS:
                     raise
 
-    def _execute(self, connection: Connection, statement: str, values: Mapping[str, object]) -> Any:
-        typed = (bindparam(name, type_=kind) for name, kind in _PARAMETERS.items() if name in values)
-        return connection.execute(text(statement).bindparams(*typed), values)
+    def _execute(self, connection: sa.Connection, statement: str, values: Mapping[str, object]) -> Any:
+        typed = (sa.bindparam(name, type_=kind) for name, kind in _PARAMETERS.items() if name in values)
+        return connection.execute(sa.text(statement).bindparams(*typed), values)
 
-    def _rows(self, connection: Connection, statement: str, **values: object) -> list[Any]:
+    def _rows(self, connection: sa.Connection, statement: str, **values: object) -> list[Any]:
         # Names are bytes in MariaDB.
         rows = super()._rows(connection, statement, **values)
         return [tuple(cell.decode() if isinstance(cell, bytes) else cell for cell in row) for row in rows]
 
-    def _add(self, connection: Connection, statement: str, values: Mapping[str, object]) -> bool:
+    def _add(self, connection: sa.Connection, statement: str, values: Mapping[str, object]) -> bool:
         try:
             with connection.begin_nested():
                 self._execute(connection, statement, values)
@@ -276,7 +252,7 @@ class GeneralStore(SqlStore[Connection]):
             return False
         return True
 
-    def _check_kept(self, connection: Connection, names: Iterable[str]) -> None:
+    def _check_kept(self, connection: sa.Connection, names: Iterable[str]) -> None:
         """Raises INVALID_OUTPUT if rows and positions would not be committed, and be there after a crash, together."""
         for name in names if self._is_mysql else ():
             schema, last = _split(name)
@@ -287,17 +263,17 @@ class GeneralStore(SqlStore[Connection]):
                 raise error("INVALID_OUTPUT", f"the table {name} has {what}", hint=hint)
         if self._is_postgres:
             quoted_names = [quoted(*split_name(name)) for name in names]
-            asked = text(tables.POSTGRESQL_UNSAFE_TABLES.format(names=":names"))
-            check_outlives_a_crash(connection.execute(asked, {"names": quoted_names}).first())
+            asked = sa.text(tables.POSTGRESQL_UNSAFE_TABLES.format(names=":names"))
+            tables.check_outlives_a_crash(connection.execute(asked, {"names": quoted_names}).first())
 
-    def _check_fits(self, connection: Connection, table: str, schemas: Iterable[pa.Schema]) -> None:
+    def _check_fits(self, connection: sa.Connection, table: str, schemas: Iterable[pa.Schema]) -> None:
         # Its columns stay as they are until the end of the transaction, where reading a table locks what it is.
-        connection.execute(select(literal(1)).select_from(_named(table)).limit(0))
+        connection.execute(sa.select(sa.literal(1)).select_from(_named(table)).limit(0))
         super()._check_fits(connection, table, schemas)
 
-    def _columns_of(self, connection: Connection, table: str) -> dict[str, Column]:
+    def _columns_of(self, connection: sa.Connection, table: str) -> dict[str, Column]:
         schema, name = _split(table)
-        found = inspect(connection).get_columns(name, schema)
+        found = sa.inspect(connection).get_columns(name, schema)
         return {one["name"]: Column(one["type"], _is_required(one)) for one in found}
 
     def _fits(self, field: pa.Field, there: Any) -> bool:
@@ -306,19 +282,21 @@ class GeneralStore(SqlStore[Connection]):
     def has_table(self, table: str) -> bool:
         schema, name = _split(table)
         with self._reading() as connection:
-            return inspect(connection).has_table(name, schema)
+            return sa.inspect(connection).has_table(name, schema)
 
-    def _look_first(self, connection: Connection, job: str, tables: Sequence[str], advances: Sequence[Advance]) -> None:
+    def _look_first(
+        self, connection: sa.Connection, job: str, tables: Sequence[str], advances: Sequence[Advance]
+    ) -> None:
         for name in (*tables, POSITIONS, WATERMARKS):
-            connection.execute(select(literal(1)).select_from(_named(name)).limit(0))
+            connection.execute(sa.select(sa.literal(1)).select_from(_named(name)).limit(0))
         if self._is_mysql:
             self._check_kept(connection, [*tables, POSITIONS, WATERMARKS])
 
-    def _look_last(self, connection: Connection) -> None:
+    def _look_last(self, connection: sa.Connection) -> None:
         if self._is_postgres:
-            check_outlives_a_crash(connection.exec_driver_sql(tables.POSTGRESQL_UNSAFE_WRITES).first())
+            tables.check_outlives_a_crash(connection.exec_driver_sql(tables.POSTGRESQL_UNSAFE_WRITES).first())
 
-    def _insert(self, connection: Connection, table: str, batch: pa.RecordBatch) -> None:
+    def _insert(self, connection: sa.Connection, table: str, batch: pa.RecordBatch) -> None:
         statement, rows = _insertion(table, batch)
 
         def take(some: Sequence[dict[str, Any]]) -> DBAPIError | None:
@@ -339,14 +317,14 @@ class GeneralStore(SqlStore[Connection]):
                 raise error("OUTPUT_UNAVAILABLE", f"the database takes what it has just refused: {told(failure)}")
             raise error("INVALID_OUTPUT", f"the database refuses: {told(failure)}", row=row) from failure
 
-    def _raise(self, connection: Connection, job: str, topic: str, watermarks: Watermarks) -> None:
+    def _raise(self, connection: sa.Connection, job: str, topic: str, watermarks: Watermarks) -> None:
         names, mine = list(watermarks), _WATERMARKS.c
         for first in range(0, len(names), _NAMES_A_STATEMENT):
             some = names[first : first + _NAMES_A_STATEMENT]
             of_some = (mine.job == job) & (mine.topic == topic) & mine.producer_name.in_(some)
-            connection.execute(delete(_WATERMARKS).where(of_some))
+            connection.execute(sa.delete(_WATERMARKS).where(of_some))
             rows = [{"job": job, "topic": topic, "producer_name": one, "sequence_id": watermarks[one]} for one in some]
-            connection.execute(insert(_WATERMARKS), rows)
+            connection.execute(sa.insert(_WATERMARKS), rows)
 
     @contextmanager
     def trial(self, table: str) -> Iterator[Take]:
@@ -357,7 +335,7 @@ class GeneralStore(SqlStore[Connection]):
                     with connection.begin_nested():
                         connection.execute(*_insertion(table, rows))
                         if self._is_postgres:
-                            connection.execute(text("SET CONSTRAINTS ALL IMMEDIATE"))
+                            connection.execute(sa.text("SET CONSTRAINTS ALL IMMEDIATE"))
                 except DBAPIError as e:
                     if fault_of(e) is not Fault.MESSAGE and not ended(e):
                         raise
@@ -383,10 +361,10 @@ def _split(name: str) -> tuple[str | None, str]:
     return (schema[0] if schema else None), last
 
 
-def _named(name: str, columns: Sequence[str] = ()) -> TableClause:
+def _named(name: str, columns: Sequence[str] = ()) -> sa.TableClause:
     """A table of this name, with these columns of it."""
     schema, last = _split(name)
-    return table(quoted_name(last, True), *(column(quoted_name(one, True)) for one in columns), schema=schema)
+    return sa.table(quoted_name(last, True), *(sa.column(quoted_name(one, True)) for one in columns), schema=schema)
 
 
 def _is_required(found: Any) -> bool:
@@ -394,12 +372,12 @@ def _is_required(found: Any) -> bool:
     return not found["nullable"] and not has_default and "identity" not in found
 
 
-def _insertion(table: str, batch: pa.RecordBatch) -> tuple[Insert, list[dict[str, Any]]]:
+def _insertion(table: str, batch: pa.RecordBatch) -> tuple[sa.Insert, list[dict[str, Any]]]:
     """The statement, and its parameters for each row."""
     names = batch.schema.names
     into = _named(table, names)
     # Parameters by number: a column's name may be anything.
-    statement = insert(into).values({into.c[one]: bindparam(f"p{n}") for n, one in enumerate(names)})
+    statement = sa.insert(into).values({into.c[one]: sa.bindparam(f"p{n}") for n, one in enumerate(names)})
     keys = [f"p{n}" for n in range(len(names))]
     columns = [
         converted(field.name, partial(_values, kind_of(field)), array)

@@ -15,7 +15,12 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.pq import TransactionStatus
 
 from seqdedupe.databases.failures import ended
-from seqdedupe.databases.tables import CONNECTION, POSTGRESQL_UNSAFE_TABLES, POSTGRESQL_UNSAFE_WRITES
+from seqdedupe.databases.tables import (
+    CONNECTION,
+    POSTGRESQL_UNSAFE_TABLES,
+    POSTGRESQL_UNSAFE_WRITES,
+    check_outlives_a_crash,
+)
 from seqdedupe.errors import SeqdedupeError, UnavailableError, error
 from seqdedupe_spark.stores.contract import Advance, Beside, Stored, Take, Watermarks
 from seqdedupe_spark.stores.kinds import Column, Kind, bad_value, check_table, converted, in_batch, kind_of, one_line
@@ -26,7 +31,6 @@ from seqdedupe_spark.stores.sql import (
     WATERMARKS,
     SqlStore,
     cells,
-    check_outlives_a_crash,
     json_texts,
     quoted,
     split_name,

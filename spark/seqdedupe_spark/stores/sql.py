@@ -17,7 +17,6 @@ from typing import Any, Generic, TypeVar
 import pyarrow as pa
 
 from seqdedupe.databases.failures import Fault, fault_of, told
-from seqdedupe.databases.tables import cure_of
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.message_id import Position
 from seqdedupe_spark.stores.contract import (
@@ -262,14 +261,6 @@ class SqlStore(OutputStore, Generic[C]):
         if fault_of(cause) is Fault.MESSAGE:
             return error("INVALID_OUTPUT", f"{self.database} refuses: {told(cause)}")
         return error("OUTPUT_UNAVAILABLE", f"{self._place} cannot be used: {told(cause)}")
-
-
-def check_outlives_a_crash(found: Any) -> None:
-    """Raises INVALID_OUTPUT for a table and what it is, if one of the queries for tables that are not safe has found
-    one."""
-    if found:
-        what = f"the table {found[0]} is {found[1]}: after a crash it would not hold what the other tables hold"
-        raise error("INVALID_OUTPUT", what, hint=cure_of(*found))
 
 
 # -- Names and values, as SQL has them.

@@ -25,18 +25,11 @@ _RETRY_SECONDS = 0.01
 _PRIMARY = 0xFF
 """The bits of an error code that say what went wrong; the others say where."""
 
-_DECLARED = {
-    Kind.NULL: "TEXT",
+_DECLARED = dict.fromkeys(Kind, "TEXT") | {
     Kind.BOOLEAN: "INTEGER",
     Kind.INTEGER: "INTEGER",
     Kind.FLOAT: "REAL",
-    Kind.DECIMAL: "TEXT",
-    Kind.TEXT: "TEXT",
     Kind.BINARY: "BLOB",
-    Kind.TIMESTAMP: "TEXT",
-    Kind.LOCAL_TIMESTAMP: "TEXT",
-    Kind.DATE: "TEXT",
-    Kind.JSON: "TEXT",
 }
 
 _AS_TEXT = frozenset({Kind.DECIMAL, Kind.TIMESTAMP, Kind.LOCAL_TIMESTAMP, Kind.DATE})
