@@ -124,20 +124,28 @@ _CLIENT = "pulsar.client."
 _CLOCK_OPTIONS = ("service.url", "admin.url", "topic", "topics", "topicsPattern", *FILE_OPTIONS.values())
 
 
-def _service_options(command: Command) -> Command:
-    for option in (
-        click.option(
-            "--pulsar-client",
-            "pulsar_client",
-            multiple=True,
-            metavar="NAME=VALUE",
-            help="An option pulsar.client.NAME, as authParams=file:///PATH.",
-        ),
-        click.option("--admin-url", metavar="URL", help="With --address pulsar://…: the cluster's admin URL."),
-        sidecar_options,
-    ):
-        command = option(command)
-    return command
+def _options(*options: Command) -> Command:
+    """A decorator that is all of these; `--help` shows them in this order."""
+
+    def decorate(command: Command) -> Command:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+_service_options = _options(
+    sidecar_options,
+    click.option("--admin-url", metavar="URL", help="With --address pulsar://…: the cluster's admin URL."),
+    click.option(
+        "--pulsar-client",
+        "pulsar_client",
+        multiple=True,
+        metavar="NAME=VALUE",
+        help="An option pulsar.client.NAME, as authParams=file:///PATH.",
+    ),
+)
 
 
 def _given(source: dict[str, Any]) -> dict[str, str]:
@@ -156,40 +164,33 @@ def _camel_case(name: str) -> str:
     return first + "".join(map(str.capitalize, others))
 
 
-def _source_options(command: Command) -> Command:
-    for option in reversed(
-        [
-            _service_options,
-            click.option("--topic", metavar="TOPIC", help="One topic, or all partitions of one."),
-            click.option("--topics", metavar="TOPIC,…", help="Several."),
-            click.option("--topics-pattern", metavar="REGEX", help="All whose full or short name matches."),
-            click.option("--starting-offsets", metavar="earliest|latest|JSON", help="Where the first start begins."),
-            click.option(
-                "--starting-time", metavar="MS|JSON", help="Or: what was published then or later, in ms since 1970."
-            ),
-            click.option("--max-offsets-per-trigger", metavar="N", help="Messages in a round at most, of all topics."),
-            click.option("--max-bytes-per-trigger", metavar="N", help="Bytes in a round at most, about."),
-            click.option(
-                "--fail-on-data-loss/--no-fail-on-data-loss",
-                default=True,
-                show_default=True,
-                help="Whether messages that are gone before they were read are an error, or a warning.",
-            ),
-            click.option(
-                "--read-timeout-seconds",
-                metavar="N",
-                help="A task to which no message has come for so long ends, and is planned again; default: 20.",
-            ),
-            click.option("--plain-column-names", is_flag=True, help="Columns without the leading __."),
-            click.option(
-                "--pulsar-columns",
-                is_flag=True,
-                help="More columns: exact keys, ordering keys, schema versions.",
-            ),
-        ]
-    ):
-        command = option(command)
-    return command
+_source_options = _options(
+    _service_options,
+    click.option("--topic", metavar="TOPIC", help="One topic, or all partitions of one."),
+    click.option("--topics", metavar="TOPIC,…", help="Several."),
+    click.option("--topics-pattern", metavar="REGEX", help="All whose full or short name matches."),
+    click.option("--starting-offsets", metavar="earliest|latest|JSON", help="Where the first start begins."),
+    click.option("--starting-time", metavar="MS|JSON", help="Or: what was published then or later, in ms since 1970."),
+    click.option("--max-offsets-per-trigger", metavar="N", help="Messages in a round at most, of all topics."),
+    click.option("--max-bytes-per-trigger", metavar="N", help="Bytes in a round at most, about."),
+    click.option(
+        "--fail-on-data-loss/--no-fail-on-data-loss",
+        default=True,
+        show_default=True,
+        help="Whether messages that are gone before they were read are an error, or a warning.",
+    ),
+    click.option(
+        "--read-timeout-seconds",
+        metavar="N",
+        help="A task to which no message has come for so long ends, and is planned again; default: 20.",
+    ),
+    click.option("--plain-column-names", is_flag=True, help="Columns without the leading __."),
+    click.option(
+        "--pulsar-columns",
+        is_flag=True,
+        help="More columns: exact keys, ordering keys, schema versions.",
+    ),
+)
 
 
 @click.group(

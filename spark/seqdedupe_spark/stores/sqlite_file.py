@@ -12,9 +12,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from seqdedupe.errors import ConfigurationError, error
+from seqdedupe.errors import ConfigurationError, SeqdedupeError, error
 from seqdedupe_spark.stores.contract import Advance, Stored
-from seqdedupe_spark.stores.kinds import Column, Kind, check_table, converted, kind_of
+from seqdedupe_spark.stores.kinds import Column, Kind, check_table, converted, kind_of, one_line
 from seqdedupe_spark.stores.sql import POSITIONS, SqlStore, cells, from_cells, json_texts, quoted, split_name
 
 BUSY_TIMEOUT_SECONDS = 60.0
@@ -167,6 +167,12 @@ class SqliteStore(SqlStore[sqlite3.Connection]):
             if (left := length_hint(taken)) < len(batch):
                 e.numbers["row"] = str(len(batch) - left - 1)
             raise
+
+    def _error(self, cause: Exception) -> SeqdedupeError:
+        # Of a value that it has no type for, an error of the driver's own: no connection was lost.
+        if isinstance(cause, sqlite3.InterfaceError):
+            return error("INVALID_OUTPUT", f"{self.database} refuses: {one_line(cause)}")
+        return super()._error(cause)
 
     def _fits(self, field: pa.Field, there: Any) -> bool:
         kind, affinity = kind_of(field), _affinity(there)
