@@ -1,6 +1,6 @@
 """The columns of messages: their names and types, and Arrow batches of them, made from the log's own columns."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -157,14 +157,21 @@ def _joined_numbers(columns: list[Int64s]) -> Int64s:
     return columns[0] if len(columns) == 1 else np.concatenate(columns)
 
 
+def _bytes(columns: Iterable[Binary], rows: _Rows) -> pa.Array:
+    """What each batch has of a column, in one; all null where it is left out of all."""
+    columns = list(columns)
+    if not any(columns):
+        return pa.nulls(len(rows), pa.binary())
+    counts = rows.counts.tolist()
+    return _joined([_array(pa.binary(), one, count) for one, count in zip(columns, counts, strict=True)])
+
+
 def _values(rows: _Rows) -> pa.Array:
-    return _joined([_array(pa.binary(), one.batch.payloads, len(one)) for one in rows.stored])
+    return _bytes((one.batch.payloads for one in rows.stored), rows)
 
 
 def _keys(rows: _Rows) -> pa.Array:
-    if not any(one.batch.keys for one in rows.stored):
-        return pa.nulls(len(rows), pa.binary())
-    return _joined([_array(pa.binary(), one.batch.keys, len(one)) for one in rows.stored])
+    return _bytes((one.batch.keys for one in rows.stored), rows)
 
 
 def _topics(rows: _Rows) -> pa.Array:
@@ -293,21 +300,15 @@ def _incarnations(rows: _Rows) -> pa.Array:
 
 
 def _deduplication_ids(rows: _Rows) -> pa.Array:
-    if not rows.have_ids:
-        return pa.nulls(len(rows), pa.binary())
-    return _joined([_array(pa.binary(), one.batch.deduplication_ids, len(one)) for one in rows.stored])
+    return _bytes((one.batch.deduplication_ids for one in rows.stored), rows)
 
 
 def _key_bytes(rows: _Rows) -> pa.Array:
-    if rows.have_indexes:
-        return _keys(rows)
-    return _joined([_array(pa.binary(), one.key_bytes, len(one)) for one in rows.of_pulsar()])
+    return _keys(rows) if rows.have_indexes else _bytes((one.key_bytes for one in rows.of_pulsar()), rows)
 
 
 def _ordering_keys(rows: _Rows) -> pa.Array:
-    if rows.have_indexes:
-        return pa.nulls(len(rows), pa.binary())
-    return _joined([_array(pa.binary(), one.ordering_keys, len(one)) for one in rows.of_pulsar()])
+    return _bytes((one.ordering_keys for one in rows.of_pulsar()), rows)
 
 
 def _schema_versions(rows: _Rows) -> pa.Array:
