@@ -17,8 +17,7 @@ from seqdedupe.batch import Binary
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.limits import MAX_BATCH_ROWS, MAX_NAMES_AT_ONCE
 from seqdedupe.names import topic_name
-from seqdedupe.topic.attached import AttachedTopic
-from seqdedupe.topic.attachment import ADMISSION_BYTES, CHECK_BYTES, Attachment, Columns
+from seqdedupe.topic.attached import ADMISSION_BYTES, CHECK_BYTES, AttachedTopic, Attachment, Columns
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.sessions import NAMES_A_STEP
 from seqdedupe.v1 import dedupe_pb2
@@ -163,8 +162,8 @@ class DedupeService:
         # What it replays and reports is the truth of the whole topic, whatever names it says.
         self._permissions.check_topic(Action.ATTACH, name)
         await self._topics.waiting.use(name)
-        if name not in self._topics.live and name not in self._topics.closed:
-            self._permissions.check_creates(name, self._topics.taken_names())
+        if not self._topics.is_there(name):
+            self._permissions.check_creates(name, self._topics.registry.names())
         return await self._topics.get_or_create(name)
 
 

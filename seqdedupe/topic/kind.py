@@ -7,8 +7,8 @@ from seqdedupe.log.contract import AS_USUAL, Layout, LogName
 from seqdedupe.store.snapshots import Loaded
 from seqdedupe.store.topics import LogKind, TopicRecord
 from seqdedupe.topic.base import TopicBase
+from seqdedupe.topic.keeper import Stored
 from seqdedupe.topic.policy import Applied
-from seqdedupe.topic.stored import Stored
 
 T_co = TypeVar("T_co", bound=TopicBase, covariant=True)
 
