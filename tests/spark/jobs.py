@@ -63,7 +63,7 @@ def whole(address: str, topic: str, start: int = 0, stop: int | None = None, epo
 
 
 def task(address: str, store: StoreFactory, transform: Transform | None = select, **more: bool) -> RangeTask:
-    """A fast route's task into TABLE."""
+    """A job's task into TABLE."""
     schema = OUTPUT if transform else SCHEMA
     return RangeTask(JobOutput(store, JOB, TABLE, schema), address, SCHEMA, transform, more.get("deduplicate", False))
 

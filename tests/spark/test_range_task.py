@@ -1,4 +1,4 @@
-"""The fast route's task, without Spark: whatever happens to it, a range takes effect once."""
+"""A job's task, without Spark: whatever happens to it, a range takes effect once."""
 
 import signal
 from collections.abc import Callable, Iterator

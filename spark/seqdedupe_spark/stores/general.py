@@ -25,6 +25,7 @@ from seqdedupe_spark.stores.sql import (
     POSITIONS,
     WATERMARKS,
     SqlStore,
+    Values,
     json_texts,
     quoted,
     split_name,
@@ -235,7 +236,7 @@ class GeneralStore(SqlStore[sa.Connection]):
                 if attempt == _CREATE_ATTEMPTS:
                     raise
 
-    def _execute(self, connection: sa.Connection, statement: str, values: Mapping[str, object]) -> Any:
+    def _execute(self, connection: sa.Connection, statement: str, values: Values) -> Any:
         typed = (sa.bindparam(name, type_=kind) for name, kind in _PARAMETERS.items() if name in values)
         return connection.execute(sa.text(statement).bindparams(*typed), values)
 

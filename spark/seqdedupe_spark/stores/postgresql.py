@@ -30,6 +30,7 @@ from seqdedupe_spark.stores.sql import (
     POSITIONS,
     WATERMARKS,
     SqlStore,
+    Values,
     cells,
     json_texts,
     quoted,
@@ -269,8 +270,13 @@ class PostgresStore(SqlStore[Connection]):
             self._check_format_of_positions(connection)
             yield connection
 
-    def _execute(self, connection: Connection, statement: str, values: Mapping[str, object]) -> psycopg.Cursor:
-        return connection.execute(_PARAMETER.sub(r"%(\1)s", statement).encode(), values)
+    def _execute(self, connection: Connection, statement: str, values: Values) -> psycopg.Cursor:
+        with_names = _PARAMETER.sub(r"%(\1)s", statement).encode()
+        if isinstance(values, list):
+            cursor = connection.cursor()
+            cursor.executemany(with_names, values)
+            return cursor
+        return connection.execute(with_names, values)
 
     def _columns_of(self, connection: Connection, table: str) -> dict[str, Column]:
         rows = connection.execute(_COLUMNS, (_quoted(table),)).fetchall()

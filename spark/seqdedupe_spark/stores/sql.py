@@ -34,6 +34,8 @@ from seqdedupe_spark.stores.kinds import Column, check_schema, check_table, in_b
 
 C = TypeVar("C")
 
+Values = Mapping[str, object] | list[dict[str, object]]
+
 POSITIONS, WATERMARKS, JOBS = OWN_TABLES = ("seqdedupe_positions", "seqdedupe_watermarks", "seqdedupe_jobs")
 
 _MAKE_OWN = (
@@ -103,8 +105,9 @@ class SqlStore(OutputStore, Generic[C]):
         """A transaction, when our own tables and that one are made where they are missing."""
 
     @abstractmethod
-    def _execute(self, connection: C, statement: str, values: Mapping[str, object]) -> Any:
-        """Runs a statement with values for `:name`; what it returns has `rowcount` and `fetchall`."""
+    def _execute(self, connection: C, statement: str, values: Values) -> Any:
+        """Runs a statement with values for `:name`, or with each of several; what it returns has `rowcount` and, of a
+        query, `fetchall`."""
 
     @abstractmethod
     def _columns_of(self, connection: C, table: str) -> dict[str, Column]:
@@ -129,9 +132,12 @@ class SqlStore(OutputStore, Generic[C]):
 
     def _raise(self, connection: C, job: str, topic: str, watermarks: Watermarks) -> None:
         """Stores watermarks in the place of those that are there."""
-        for name, sequence_id in watermarks.items():
-            values = {"job": job, "topic": topic, "producer": name, "sequence_id": sequence_id}
-            self._execute(connection, _RAISE, values)
+        rows = [
+            {"job": job, "topic": topic, "producer": name, "sequence_id": sequence_id}
+            for name, sequence_id in watermarks.items()
+        ]
+        if rows:
+            self._execute(connection, _RAISE, rows)
 
     # -- What all of them do.
 
@@ -231,7 +237,8 @@ class SqlStore(OutputStore, Generic[C]):
         return bool(self._execute(connection, statement + " ON CONFLICT DO NOTHING", values).rowcount == 1)
 
     def _rows(self, connection: C, statement: str, **values: object) -> list[Any]:
-        return list(self._execute(connection, statement, values).fetchall())
+        found: list[Any] = self._execute(connection, statement, values).fetchall()
+        return found
 
     def _check_fits(self, connection: C, table: str, schemas: Iterable[pa.Schema]) -> None:
         """Raises INVALID_OUTPUT if the table does not take such rows."""

@@ -2,7 +2,7 @@
 
 import sqlite3
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from operator import length_hint
@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 from seqdedupe.errors import ConfigurationError, SeqdedupeError, error
 from seqdedupe_spark.stores.contract import Advance, Stored
 from seqdedupe_spark.stores.kinds import Column, Kind, check_table, converted, kind_of, one_line
-from seqdedupe_spark.stores.sql import POSITIONS, SqlStore, cells, from_cells, json_texts, quoted, split_name
+from seqdedupe_spark.stores.sql import POSITIONS, SqlStore, Values, cells, from_cells, json_texts, quoted, split_name
 
 BUSY_TIMEOUT_SECONDS = 60.0
 """How long to wait for another writer. A transaction reads no input, so each is short."""
@@ -110,7 +110,9 @@ class SqliteStore(SqlStore[sqlite3.Connection]):
                 connection.execute(f"CREATE TABLE IF NOT EXISTS {quoted(*split_name(table))} ({declared})")
             yield connection
 
-    def _execute(self, connection: sqlite3.Connection, statement: str, values: Mapping[str, object]) -> sqlite3.Cursor:
+    def _execute(self, connection: sqlite3.Connection, statement: str, values: Values) -> sqlite3.Cursor:
+        if isinstance(values, list):
+            return connection.executemany(statement, values)
         return connection.execute(statement, values)
 
     def _columns_of(self, connection: sqlite3.Connection, table: str) -> dict[str, Column]:
