@@ -20,7 +20,6 @@ from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe_spark.stores.contract import Advance, Binding, Take, Watermarks
 from seqdedupe_spark.stores.kinds import Column, Kind, converted, kind_of
 from seqdedupe_spark.stores.sql import (
-    JOBS,
     OWN_TABLES,
     POSITIONS,
     WATERMARKS,
@@ -132,34 +131,22 @@ _CREATE_ATTEMPTS = 5
 
 _NAMES_A_STATEMENT = 1000
 
-METADATA = sa.MetaData()
+_OWN_TYPES: dict[str, TypeEngine[Any]] = {
+    "name": name_type(),
+    "position": sa.String(255),
+    "bigint": sa.BigInteger(),
+    "integer": sa.Integer(),
+    "boolean": sa.Boolean(),
+}
 
-tables.table(
-    POSITIONS,
-    METADATA,
-    sa.Column("job", name_type(), primary_key=True),
-    sa.Column("topic", name_type(), primary_key=True),
-    sa.Column("epoch", sa.BigInteger, nullable=False),
-    sa.Column("incarnation", sa.BigInteger, nullable=False),
-    sa.Column("message_index", sa.BigInteger, nullable=False),
-    sa.Column("position", sa.String(255), nullable=False),
-)
-_WATERMARKS = tables.table(
-    WATERMARKS,
-    METADATA,
-    sa.Column("job", name_type(), primary_key=True),
-    sa.Column("topic", name_type(), primary_key=True),
-    sa.Column("producer_name", name_type(), primary_key=True),
-    sa.Column("sequence_id", sa.BigInteger, nullable=False),
-)
-tables.table(
-    JOBS,
-    METADATA,
-    sa.Column("job", name_type(), primary_key=True),
-    sa.Column("format_version", sa.Integer, nullable=False),
-    sa.Column("output_table", name_type(), nullable=False),
-    sa.Column("deduplicate", sa.Boolean, nullable=False),
-)
+METADATA = sa.MetaData()
+for _name, (_key, _kinds) in OWN_TABLES.items():
+    _columns = [
+        sa.Column(one, _OWN_TYPES[kind], primary_key=place < _key, nullable=False)
+        for place, (one, kind) in enumerate(_kinds.items())
+    ]
+    tables.table(_name, METADATA, *_columns)
+_WATERMARKS = METADATA.tables[WATERMARKS]
 
 _PARAMETERS: dict[str, TypeEngine[Any]] = {
     **dict.fromkeys(("job", "topic", "table"), name_type()),

@@ -180,6 +180,8 @@ _LINE = re.compile(r"^COPY .*, line (\d+)", re.MULTILINE)
 _PREPARE_LOCK = 0x5E9DED09E
 """The advisory lock of those who make tables: CREATE TABLE IF NOT EXISTS alone fails when two run it at once."""
 
+_OWN_TYPES = {kind: kind for kind in ("bigint", "integer", "boolean")} | {"name": "text", "position": "text"}
+
 _COLUMNS = (
     "SELECT attname, format_type(atttypid, atttypmod), attnotnull AND NOT atthasdef AND attidentity = '' "
     "FROM pg_attribute WHERE attrelid = to_regclass(%s) AND attnum > 0 AND NOT attisdropped"
@@ -263,7 +265,7 @@ class PostgresStore(SqlStore[Connection]):
             if not all(self._columns_of(connection, one) for one in {table or JOBS, JOBS}):
                 # CREATE TABLE IF NOT EXISTS alone fails when two run it at once, and for who may not make tables.
                 connection.execute("SELECT pg_advisory_xact_lock(%s)", (_PREPARE_LOCK,))
-                self._make_own(connection, text="text", bigint="bigint", integer="integer", boolean="boolean", keyed="")
+                self._make_own(connection, _OWN_TYPES, {})
                 if table is not None:
                     declared = ", ".join(f"{quoted(one.name)} {declared_type(one)}" for one in schema or ())
                     connection.execute(f"CREATE TABLE IF NOT EXISTS {_quoted(table)} ({declared})".encode())

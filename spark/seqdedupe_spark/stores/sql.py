@@ -36,18 +36,25 @@ C = TypeVar("C")
 
 Values = Mapping[str, object] | list[dict[str, object]]
 
-POSITIONS, WATERMARKS, JOBS = OWN_TABLES = ("seqdedupe_positions", "seqdedupe_watermarks", "seqdedupe_jobs")
+POSITIONS, WATERMARKS, JOBS = "seqdedupe_positions", "seqdedupe_watermarks", "seqdedupe_jobs"
 
-_MAKE_OWN = (
-    f"CREATE TABLE IF NOT EXISTS {POSITIONS} (job {{text}} NOT NULL, topic {{text}} NOT NULL, epoch {{bigint}} "
-    "NOT NULL, incarnation {bigint} NOT NULL, message_index {bigint} NOT NULL, position {text} NOT NULL, "
-    "PRIMARY KEY (job, topic))",
-    f"CREATE TABLE IF NOT EXISTS {WATERMARKS} (job {{text}} NOT NULL, topic {{text}} NOT NULL, "
-    "producer_name {text} NOT NULL, sequence_id {bigint} NOT NULL, PRIMARY KEY (job, topic, producer_name)){keyed}",
-    f"CREATE TABLE IF NOT EXISTS {JOBS} (job {{text}} PRIMARY KEY NOT NULL, format_version {{integer}} NOT NULL, "
-    "output_table {text} NOT NULL, deduplicate {boolean} NOT NULL)",
-)
-"""Where a dialect has no way of its own to make them; the words in braces are its types."""
+OWN_TABLES: Mapping[str, tuple[int, Mapping[str, str]]] = {
+    POSITIONS: (
+        2,
+        {
+            "job": "name",
+            "topic": "name",
+            "epoch": "bigint",
+            "incarnation": "bigint",
+            "message_index": "bigint",
+            "position": "position",
+        },
+    ),
+    WATERMARKS: (3, {"job": "name", "topic": "name", "producer_name": "name", "sequence_id": "bigint"}),
+    JOBS: (1, {"job": "name", "format_version": "integer", "output_table": "name", "deduplicate": "boolean"}),
+}
+"""The tables that a job's positions are kept in: how many of the first columns are the key, and the columns, none of
+which is null. What they are declared as a dialect says."""
 
 _BIND = f"INSERT INTO {JOBS} (job, format_version, output_table, deduplicate) VALUES (:job, :version, :table, :drops)"
 _BOUND = f"SELECT format_version, output_table, deduplicate FROM {JOBS} WHERE job = :job"
@@ -246,11 +253,14 @@ class SqlStore(OutputStore, Generic[C]):
         for schema in schemas:
             check_table(table, schema, columns, self._fits)
 
-    def _make_own(self, connection: C, **types: str) -> None:
-        """Makes the tables of positions, watermarks and jobs where they are missing."""
+    def _make_own(self, connection: C, types: Mapping[str, str], suffixes: Mapping[str, str]) -> None:
+        """Makes our own tables where they are missing."""
         self._check_format_of_positions(connection)
-        for statement in _MAKE_OWN:
-            self._execute(connection, statement.format(**types), {})
+        for table, (key, columns) in OWN_TABLES.items():
+            declared = "".join(f"{name} {types[kind]} NOT NULL, " for name, kind in columns.items())
+            key_columns = ", ".join(list(columns)[:key])
+            statement = f"CREATE TABLE IF NOT EXISTS {table} ({declared}PRIMARY KEY ({key_columns}))"
+            self._execute(connection, statement + suffixes.get(table, ""), {})
 
     def _check_format_of_positions(self, connection: C) -> None:
         columns = self._columns_of(connection, POSITIONS)

@@ -15,7 +15,17 @@ import pyarrow.compute as pc
 from seqdedupe.errors import ConfigurationError, SeqdedupeError, error
 from seqdedupe_spark.stores.contract import Advance, Stored
 from seqdedupe_spark.stores.kinds import Column, Kind, check_table, converted, kind_of, one_line
-from seqdedupe_spark.stores.sql import POSITIONS, SqlStore, Values, cells, from_cells, json_texts, quoted, split_name
+from seqdedupe_spark.stores.sql import (
+    POSITIONS,
+    WATERMARKS,
+    SqlStore,
+    Values,
+    cells,
+    from_cells,
+    json_texts,
+    quoted,
+    split_name,
+)
 
 BUSY_TIMEOUT_SECONDS = 60.0
 """How long to wait for another writer. A transaction reads no input, so each is short."""
@@ -31,6 +41,8 @@ _DECLARED = dict.fromkeys(Kind, "TEXT") | {
     Kind.FLOAT: "REAL",
     Kind.BINARY: "BLOB",
 }
+
+_OWN_TYPES = dict.fromkeys(("name", "position"), "TEXT") | dict.fromkeys(("bigint", "integer", "boolean"), "INTEGER")
 
 _AS_TEXT = frozenset({Kind.DECIMAL, Kind.TIMESTAMP, Kind.LOCAL_TIMESTAMP, Kind.DATE})
 
@@ -102,9 +114,7 @@ class SqliteStore(SqlStore[sqlite3.Connection]):
     @contextmanager
     def _making(self, table: str | None = None, schema: pa.Schema | None = None) -> Iterator[sqlite3.Connection]:
         with self._transaction() as connection:
-            self._make_own(
-                connection, text="TEXT", bigint="INTEGER", integer="INTEGER", boolean="INTEGER", keyed=" WITHOUT ROWID"
-            )
+            self._make_own(connection, _OWN_TYPES, {WATERMARKS: " WITHOUT ROWID"})
             if table is not None:
                 declared = ", ".join(f"{quoted(one.name)} {_DECLARED[kind_of(one)]}" for one in schema or ())
                 connection.execute(f"CREATE TABLE IF NOT EXISTS {quoted(*split_name(table))} ({declared})")
