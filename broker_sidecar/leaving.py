@@ -33,7 +33,7 @@ from seqdedupe.store.snapshots import Snapshots
 from seqdedupe.store.topics import TopicRecord
 from seqdedupe.topic.base import State
 from seqdedupe.topic.directory import Topics
-from seqdedupe.topic.finding import find
+from seqdedupe.topic.lookup import find
 from seqdedupe.topic.policy import ImportedWindow
 from seqdedupe.topic.registry import Closed, Entry, Phase
 from seqdedupe.topic.tasks import again_until

@@ -25,7 +25,7 @@ from broker_sidecar.rpc import unary
 from seqdedupe.log.pulsar import owner
 from seqdedupe.shards import to_text
 from seqdedupe.topic.directory import Topics
-from seqdedupe.topic.finding import find
+from seqdedupe.topic.lookup import find
 
 if TYPE_CHECKING:
     from broker_sidecar.cluster import Cluster

@@ -26,8 +26,8 @@ from seqdedupe.topic import policy as policy_module
 from seqdedupe.topic.base import TopicBase
 from seqdedupe.topic.control import decode_policy
 from seqdedupe.topic.directory import Topics
-from seqdedupe.topic.finding import find, look_for
-from seqdedupe.topic.renewing import renew
+from seqdedupe.topic.lookup import find, look_for
+from seqdedupe.topic.renewal import renew
 from seqdedupe.topic.saved import SavedParts, parts, saved
 from seqdedupe.topic.topic import Topic
 from seqdedupe.topic.watermarks import WatermarksImport, begin_import, watermarks
