@@ -23,9 +23,8 @@ from seqdedupe.message_ids import MessageIds
 from seqdedupe.names import topic_name
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from seqdedupe_spark import audit_job
-from seqdedupe_spark.audit.ranges import EXAMPLES
-from seqdedupe_spark.audit.report import TopicReport
-from seqdedupe_spark.audit_job import Target, audit, audit_targets, find_targets, selection_of
+from seqdedupe_spark.audit.sequence_ids import EXAMPLES
+from seqdedupe_spark.audit_job import Target, TopicReport, audit, audit_targets, find_targets, selection_of
 from seqdedupe_spark.options import Selection
 from seqdedupe_spark.ranges import Range
 from seqdedupe_spark.session import run_command
