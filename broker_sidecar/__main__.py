@@ -18,9 +18,12 @@ from broker_sidecar import event_engine
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 event_engine.turn_off()
 
-from broker_sidecar.config import KEYS, Config  # noqa: E402
-from broker_sidecar.keys import flag_of  # noqa: E402
-from broker_sidecar.loading import from_process  # noqa: E402
+from broker_sidecar.config import (  # noqa: E402
+    KEYS,
+    Config,
+    flag_of,
+    from_process,
+)
 from seqdedupe.address import SidecarAddress  # noqa: E402
 from seqdedupe.errors import SeqdedupeError  # noqa: E402
 

@@ -4,7 +4,7 @@ from contextlib import closing
 from pathlib import Path
 
 from broker_sidecar.cluster import Cluster
-from broker_sidecar.loading import load
+from broker_sidecar.config import load
 from seqdedupe.client.route import in_order
 from seqdedupe.store.db import Store
 

@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from broker_sidecar.config import KEYS, Config
-from broker_sidecar.keys import environment_of, flag_of
-from broker_sidecar.loading import load
+from broker_sidecar.config import KEYS, Config, environment_of, flag_of, load
 from broker_sidecar.security import authentication
 from seqdedupe.shards import SHARDS, from_text
 from tests.deploy.durations import longest_stop_seconds

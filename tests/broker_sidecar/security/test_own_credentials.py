@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from broker_sidecar.config import Config
-from broker_sidecar.config_checks import check
+from broker_sidecar.config import Config, check
 from broker_sidecar.peers import Neighbours
 from broker_sidecar.security.own_credentials import listed
 from seqdedupe.client import Credentials, UnavailableError
