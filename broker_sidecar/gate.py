@@ -12,19 +12,17 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2
 
-from broker_sidecar.calls import method_of_call
 from broker_sidecar.config import Config
 from broker_sidecar.connections import origin_of, taken_from
-from broker_sidecar.rpc import Context, abort, parse_small
+from broker_sidecar.rpc import Context, Handle, Wrapping, abort, method_of_call, parse_small
 from broker_sidecar.security.audit import Audit
 from broker_sidecar.security.authentication import Authentication
 from broker_sidecar.security.permissions import CHANGES, HEALTH_OF_THE_WHOLE, NO_RULES, Permissions, request_class
 from broker_sidecar.security.rules import RulesFile, read_rules
 from broker_sidecar.security.subject import Subject, caller, set_caller
 from broker_sidecar.security.trail import Trail
-from broker_sidecar.security.watching import Watched, Watching
+from broker_sidecar.security.watched_files import Watched, Watching
 from broker_sidecar.streams import Streams
-from broker_sidecar.wrapping import Handle, Wrapping
 from seqdedupe.errors import SeqdedupeError, error
 
 _HEALTH = frozenset({"/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"})

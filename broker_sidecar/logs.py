@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from broker_sidecar.rpc import Context, known_code
-from broker_sidecar.wrapping import Handle, Wrapping
+from broker_sidecar.rpc import Context, Handle, Wrapping, known_code
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider

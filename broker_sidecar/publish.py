@@ -11,12 +11,12 @@ import grpc
 import grpc.aio
 import numpy as np
 
-from broker_sidecar.budget import Share
 from broker_sidecar.rpc import Context, abort, parse, refusals, unary
 from broker_sidecar.security.permissions import Permissions
 from broker_sidecar.security.rules import Action
 from broker_sidecar.security.subject import caller
 from broker_sidecar.security.trail import Trail
+from broker_sidecar.shares import Share
 from broker_sidecar.streams import COPIES, Stream, Streams
 from seqdedupe import wire
 from seqdedupe.errors import NotFoundError, SeqdedupeError, error

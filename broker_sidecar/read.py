@@ -8,10 +8,10 @@ from typing import Any
 
 import grpc
 
-from broker_sidecar.budget import Share
 from broker_sidecar.rpc import Context, parse_small, unary
 from broker_sidecar.security.permissions import Permissions
 from broker_sidecar.security.subject import caller
+from broker_sidecar.shares import Share
 from broker_sidecar.streams import Stream, Streams
 from seqdedupe.errors import error
 from seqdedupe.log.contract import LargerRecordError

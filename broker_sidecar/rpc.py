@@ -2,18 +2,23 @@
 
 import asyncio
 import logging
+import time
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from contextvars import ContextVar
+from inspect import iscoroutinefunction
 from typing import Any, NoReturn, TypeAlias, TypeVar
 
 import grpc
 import grpc.aio
-from google.protobuf import any_pb2
+from google.protobuf import any_pb2, descriptor_pool
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import DecodeError, Message
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
+from seqdedupe.buckets import Buckets
 from seqdedupe.errors import REASONS, SeqdedupeError, error
 from seqdedupe.wire import EMPTY
 
@@ -126,3 +131,146 @@ def unary(kind: type[M], call: Callable[[M], Awaitable[R]]) -> "grpc.RpcMethodHa
             await abort(context, e)
 
     return grpc.unary_unary_rpc_method_handler(handle)
+
+
+# -- A gRPC service whose calls pass something on the way to their handlers.
+
+Handle = Callable[[Any, Context], Awaitable[Any]]
+
+
+class Wrapping(grpc.GenericRpcHandler, ABC):
+    """A service as `handler` serves it, each call by what `wrap` makes of its handler."""
+
+    reads_itself = False
+    """Whether gRPC leaves the requests of all calls to what `wrap` makes, also where a request is one message."""
+
+    def __init__(self, handler: grpc.GenericRpcHandler) -> None:
+        self._handler = handler
+        self._wrapped: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
+
+    @abstractmethod
+    def wrap(self, method: str, handle: Handle, found: "grpc.RpcMethodHandler[Any, Any]") -> Handle:
+        """The handler of this method, by its full name, around `handle`, which is that of `found`. Called once."""
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> "grpc.RpcMethodHandler[Any, Any] | None":
+        """As gRPC asks for it. Raises TypeError for a handler that is no coroutine function."""
+        method = handler_call_details.method
+        if method not in self._wrapped:
+            found = self._handler.service(handler_call_details)
+            if found is None:
+                return None
+            self._wrapped[method] = self._around(method, found)
+        return self._wrapped[method]
+
+    def _around(self, method: str, found: Any) -> "grpc.RpcMethodHandler[Any, Any]":
+        handle = getattr(found, _shape(found.request_streaming, found.response_streaming))
+        if not iscoroutinefunction(handle):
+            raise TypeError(f"the handler of {method} is no coroutine function")
+        shape = _shape(self.reads_itself or found.request_streaming, found.response_streaming)
+        make: Any = getattr(grpc, f"{shape}_rpc_method_handler")
+        wrapped: grpc.RpcMethodHandler[Any, Any] = make(
+            self.wrap(method, handle, found), found.request_deserializer, found.response_serializer
+        )
+        return wrapped
+
+
+def _shape(*streaming: bool) -> str:
+    """gRPC's word for a handler, by whether the requests and the responses are streams."""
+    return "_".join("stream" if streams else "unary" for streams in streaming)
+
+
+# -- RPCs by method, counted around everything else that is done for them.
+
+HANDLING_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+
+_WORDS = {
+    grpc.StatusCode.OK: "OK",
+    grpc.StatusCode.CANCELLED: "Canceled",
+}
+"""As Go writes them, and everybody's dashboards: those that are not just their words in one."""
+
+_KINDS = {
+    (False, False): "unary",
+    (True, False): "client_stream",
+    (False, True): "server_stream",
+    (True, True): "bidi_stream",
+}
+"""By whether the requests and the responses are streams in the schema."""
+
+
+class Method:
+    """What is counted of one method's calls."""
+
+    def __init__(self, service: str, name: str, kind: str) -> None:
+        self.service = service
+        self.name = name
+        self.kind = kind
+        """`unary`, `client_stream`, `server_stream` or `bidi_stream`."""
+        self.started = 0
+        self.handled: Counter[str] = Counter()
+        """By code. What is under way is `started` without these."""
+        self.received = 0
+        self.sent = 0
+        self.seconds = Buckets(HANDLING_SECONDS)
+
+
+_method: ContextVar[Method] = ContextVar("method")
+_NOWHERE = Method("", "", "")
+
+
+def method_of_call() -> Method:
+    """That of the call that is being handled; one that nobody looks at outside of a call."""
+    return _method.get(_NOWHERE)
+
+
+class Calls:
+    """All methods that were called since the process began."""
+
+    def __init__(self) -> None:
+        self.methods: dict[str, Method] = {}
+
+    def counted(self, handler: grpc.GenericRpcHandler) -> "Counted":
+        """The service as this handler serves it, counted."""
+        return Counted(handler, self)
+
+
+class Counted(Wrapping):
+    """A service whose calls are counted. The reader of a request counts its messages (`Gate`, `Stream`), and the writer
+    of a stream counts the responses."""
+
+    def __init__(self, handler: grpc.GenericRpcHandler, calls: Calls) -> None:
+        super().__init__(handler)
+        self._calls = calls
+
+    def wrap(self, method: str, handle: Handle, found: "grpc.RpcMethodHandler[Any, Any]") -> Handle:
+        service, _, name = method.removeprefix("/").rpartition("/")
+        schema: Any = descriptor_pool.Default().FindMethodByName(f"{service}.{name}")
+        kind = _KINDS[schema.client_streaming, schema.server_streaming]
+        counts = self._calls.methods[method] = Method(service, name, kind)
+
+        async def counted(request: Any, context: Context) -> Any:
+            _method.set(counts)
+            counts.started += 1
+            began = time.perf_counter()
+            code = "Unknown"
+            try:
+                response = await handle(request, context)
+                counts.sent += not found.response_streaming
+                code = _word(context.code(), "OK")
+                return response
+            except asyncio.CancelledError:
+                code = "Canceled"
+                raise
+            except grpc.aio.AbortError:
+                code = _word(context.code(), "Unknown")
+                raise
+            finally:
+                counts.handled[code] += 1
+                counts.seconds.add(time.perf_counter() - began)
+
+        return counted
+
+
+def _word(code: Any, default: str) -> str:
+    known = known_code(code)
+    return default if known is None else _WORDS.get(known) or known.name.title().replace("_", "")

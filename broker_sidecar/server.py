@@ -5,6 +5,7 @@ SIGHUP reads again what an operator may replace.
 """
 
 import asyncio
+import ctypes
 import logging
 import os
 import signal
@@ -12,12 +13,11 @@ import sys
 from pathlib import Path
 
 from broker_sidecar import directory, logs
-from broker_sidecar.budget import give_back_freed_memory, keep_freed_memory
 from broker_sidecar.config import Config
 from broker_sidecar.data import fatal
 from broker_sidecar.listening import connections_within, raise_limit
 from broker_sidecar.notify import Manager
-from broker_sidecar.security import authentication
+from broker_sidecar.security import tokens
 from broker_sidecar.sidecar import Sidecar
 from broker_sidecar.watchdog import Watchdog
 from seqdedupe.errors import SeqdedupeError
@@ -50,7 +50,7 @@ async def _serve(config: Config, lock: Lock, repairs: dict[str, bool]) -> None:
         )
     folder = Path(config.data_directory)
     if config.authentication == "token" and whole_of(folder) is None:
-        authentication.tell(authentication.path_of(folder), config.log_format)
+        tokens.tell(tokens.path_of(folder), config.log_format)
     recovery = asyncio.ensure_future(sidecar.recover())
     stop = asyncio.ensure_future(stopping.wait())
     await asyncio.wait({recovery, stop}, return_when=asyncio.FIRST_COMPLETED)
@@ -111,3 +111,39 @@ async def _served(config: Config, lock: Lock, repairs: dict[str, bool]) -> int:
         logging.shutdown()
         os._exit(status)
     return status
+
+
+# -- What the C library does with freed memory.
+
+_TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
+"""Parameters of glibc's mallopt(3), with values in bytes."""
+
+_AT_START = ((_TRIM_THRESHOLD, 8 << 20), (_MMAP_THRESHOLD, 4 << 20))
+_WHILE_SERVING = ((_TRIM_THRESHOLD, 1 << 30), (_TOP_PAD, 64 << 20), (_MMAP_THRESHOLD, 256 << 20))
+
+
+def give_back_freed_memory() -> None:
+    """Gives large blocks back as soon as start-up frees them, where the C library is glibc.
+
+    Each thread frees into a heap of its own, and what stays at the end of one cannot be given back later: tens of
+    megabytes for each thread that reads a log or a snapshot.
+    """
+    _set(_AT_START)
+
+
+def keep_freed_memory() -> None:
+    """Gives back what start-up has freed, and keeps what is freed from now on, where the C library is glibc.
+
+    Pages given back while serving have to be fetched again, at microseconds a page.
+    """
+    _set(_WHILE_SERVING)
+
+
+def _set(parameters: tuple[tuple[int, int], ...]) -> None:
+    try:
+        library = ctypes.CDLL(None)
+        library.malloc_trim(0)
+        for parameter, value in parameters:
+            library.mallopt(parameter, value)
+    except (AttributeError, OSError, TypeError):
+        logger.debug("the C library has no mallopt")

@@ -11,7 +11,6 @@ import grpc.aio
 
 from broker_sidecar import admin, dedupe, health, publish, read, reflection
 from broker_sidecar.backup import Backup
-from broker_sidecar.calls import Calls
 from broker_sidecar.config import Config
 from broker_sidecar.connections import UNREAD_BYTES, Connections
 from broker_sidecar.data import Data
@@ -20,6 +19,7 @@ from broker_sidecar.last_warnings import LastWarnings
 from broker_sidecar.listening import SocketPath, cannot_listen
 from broker_sidecar.logs import Traces
 from broker_sidecar.metrics.exposition import Metrics, Sources
+from broker_sidecar.rpc import Calls
 from broker_sidecar.security.permissions import CONFIGURATION
 from broker_sidecar.statistics import Statistics
 from broker_sidecar.streams import CONNECTION_SHARE, Streams

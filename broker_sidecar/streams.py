@@ -8,12 +8,11 @@ from typing import Any
 
 import grpc.aio
 
-from broker_sidecar.budget import MAX_HELD_BYTES, READING_PART, Budget, Share
-from broker_sidecar.calls import method_of_call
 from broker_sidecar.connections import taken_from
-from broker_sidecar.rpc import Context, abort
+from broker_sidecar.rpc import Context, abort, method_of_call
 from broker_sidecar.security.permissions import Permissions, allowed_so_far
-from broker_sidecar.security.subject import ANONYMOUS, OF_NOBODY, Shares, Subject, Use, caller
+from broker_sidecar.security.subject import ANONYMOUS, Subject, caller
+from broker_sidecar.shares import MAX_HELD_BYTES, OF_NOBODY, READING_PART, Budget, CallerShares, Share, Use
 from seqdedupe.errors import SeqdedupeError, error
 
 FIRST_MESSAGE_SECONDS = 10.0
@@ -46,7 +45,7 @@ health. They take no place of a known caller."""
 class Stream:
     """One stream that is being served, by a task of its own."""
 
-    def __init__(self, context: Context, budget: Budget, subject: Subject, shares: Shares) -> None:
+    def __init__(self, context: Context, budget: Budget, subject: Subject, shares: CallerShares) -> None:
         """`budget` is that of the memory for its answers and what is in flight."""
         self.subject = subject
         self.use = shares.of(subject.name)

@@ -18,7 +18,7 @@ from broker_sidecar import directory, kernels, logs
 from broker_sidecar.config import Config
 from broker_sidecar.listening import cannot_listen, family_of
 from broker_sidecar.notify import BEATS_WITHIN_PATIENCE, PROCESS_VARIABLE, Listener, Manager, patience_seconds
-from broker_sidecar.security import authentication
+from broker_sidecar.security import tokens
 from seqdedupe.address import SidecarAddress
 from seqdedupe.backup.manifest import MANIFEST_FILE
 from seqdedupe.errors import error
@@ -100,7 +100,7 @@ def run(config: Config, count: int, flags: Sequence[str], lock: Lock) -> int:
         folder = Path(config.data_directory)
         split = make(folder, count)
         if config.authentication == "token":
-            authentication.tell(authentication.make(folder), config.log_format)
+            tokens.tell(tokens.make(folder), config.log_format)
         listen = [held.enter_context(_reserved(address)) for address in _addresses(config.listen, count)]
         advertised = _addresses(config.advertised_address, count) or listen
         also = [held.enter_context(_reserved(address)) for address in _addresses(config.also_listen, count)]

@@ -19,11 +19,11 @@ from prometheus_client.metrics_core import InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from broker_sidecar import rpc
-from broker_sidecar.calls import Calls, Method
 from broker_sidecar.config import Config
 from broker_sidecar.connections import Connections
 from broker_sidecar.data import Data
 from broker_sidecar.read import Reading, ReadService
+from broker_sidecar.rpc import Calls, Method
 from broker_sidecar.streams import Streams
 from broker_sidecar.topics import replay_left_messages, snapshot_age_seconds
 from broker_sidecar.web.server import LOOP_SECONDS, Request, Response, on_loop

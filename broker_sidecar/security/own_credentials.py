@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 from broker_sidecar.config import Config
-from broker_sidecar.security import authentication
+from broker_sidecar.security import tokens
 from seqdedupe.client.credentials import SIDECAR_USER, Credentials
 from seqdedupe.client.route import Sidecars
 from seqdedupe.errors import SeqdedupeError, error
@@ -27,7 +27,7 @@ def _credentials(config: Config) -> Credentials:
     token_file: str | Path | None = config.peer_token_file or None
     folder = Path(config.data_directory)
     if token_file is None and config.authentication == "token" and whole_of(folder) is not None:
-        token_file = authentication.make(folder)
+        token_file = tokens.make(folder)
     has_tls = bool(config.tls_certificate_file)
     return Credentials(
         token_file=token_file,

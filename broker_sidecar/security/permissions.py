@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from broker_sidecar.rpc import parse_small
 from broker_sidecar.security.rules import Action, Decision, Rule, Rules, RulesFile
-from broker_sidecar.security.subject import DISK_SECONDS, MAX_CURSORS_A_CALLER, Shares, Subject, Use, caller
+from broker_sidecar.security.subject import Subject, caller
+from broker_sidecar.shares import DISK_SECONDS, MAX_CURSORS_A_CALLER, CallerShares, Use
 from seqdedupe.core.names import joined
 from seqdedupe.core.producers import Producers
 from seqdedupe.errors import SeqdedupeError, error
@@ -231,7 +232,7 @@ class Permissions:
 
     def __init__(self, file: RulesFile = NO_RULES, on_denied: Callable[[Denial], None] = lambda denial: None) -> None:
         self._rules = file.rules
-        self.shares = Shares(file.shares, file.in_all)
+        self.shares = CallerShares(file.shares, file.in_all)
         self._on_denied = on_denied
         self._allowing: WeakValueDictionary[tuple[str, int], _Allowing] = WeakValueDictionary()
         self.on_replaced: list[Callable[[], None]] = []

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from broker_sidecar.security.subject import IN_ALL, NO_LIMITS, Limits, Share
+from broker_sidecar.shares import IN_ALL, NO_LIMITS, CallerLimits, CallerShare
 from seqdedupe.core.names import joined
 from seqdedupe.core.patterns import Pattern, words_in
 from seqdedupe.errors import error
@@ -212,7 +212,7 @@ _OF_RULES = ("name", "subjects", "actions", "topics", "producers", "cursors")
 _OF_NAMES = {"producers": Action.PUBLISH, "cursors": Action.READ}
 """Keys of rules that have this action alone."""
 _OWN_NAMES = ("${sub}", "${sub}/*")
-_LIMITS = tuple(one.name for one in fields(Limits))
+_LIMITS = tuple(one.name for one in fields(CallerLimits))
 _KEYS = {"allow": _OF_RULES, "deny": _OF_RULES, "share": ("name", "subjects", *_LIMITS)}
 
 _EVERYTHING = ("*", "**")
@@ -225,8 +225,8 @@ class RulesFile:
     """What a file says."""
 
     rules: Rules = field(default_factory=Rules)
-    shares: tuple[Share, ...] = ()
-    in_all: Limits = NO_LIMITS
+    shares: tuple[CallerShare, ...] = ()
+    in_all: CallerLimits = NO_LIMITS
 
 
 class _Wrong(Exception):
@@ -298,13 +298,13 @@ def _rule(kind: str, table: Mapping[str, Any], where: str) -> Rule:
         )
 
 
-def _share(table: Mapping[str, Any], where: str) -> Share:
+def _share(table: Mapping[str, Any], where: str) -> CallerShare:
     with _within(where):
         _check_keys(table, _KEYS["share"])
-        return Share(_name(table, where), _patterns_of(table, "subjects"), _limits(table))
+        return CallerShare(_name(table, where), _patterns_of(table, "subjects"), _limits(table))
 
 
-def _in_all(tables: Mapping[str, Any]) -> Limits:
+def _in_all(tables: Mapping[str, Any]) -> CallerLimits:
     with _within(f"[{_ALL}]"):
         table = tables.get(_ALL, {})
         if not isinstance(table, dict):
@@ -366,11 +366,11 @@ def _topic(text: str) -> str:
     return full
 
 
-def _limits(table: Mapping[str, Any]) -> Limits:
+def _limits(table: Mapping[str, Any]) -> CallerLimits:
     found = {key: value for key, value in table.items() if key in _LIMITS}
     for key, value in found.items():
         if type(value) is not int or value < 1:
             raise _Wrong(f"{key} is {value!r}: a whole number from 1 up is needed; left out, there is no limit")
     if not found and table:
         raise _Wrong(f"it limits nothing: there are {', '.join(_LIMITS)}")
-    return Limits(**found)
+    return CallerLimits(**found)

@@ -96,7 +96,7 @@ def create(key_file: Path, key_id: str | None, subject: str, audience: str, expi
 def validate(keys_file: Path, audience: str, token_file: IO[bytes], as_json: bool) -> None:
     """Say whose a token is and when it expires, if a sidecar would take it now."""
     with _needs_the_sidecar():
-        from broker_sidecar.security.authentication import LEEWAY_SECONDS, read_keys, verify
+        from broker_sidecar.security.tokens import LEEWAY_SECONDS, read_keys, verify
     shown = token_file.read(MAX_READ_BYTES)
     try:
         claims = verify(shown.strip(), read_keys(keys_file), audience)

@@ -11,11 +11,10 @@ from typing import Any, cast
 
 import pytest
 
-from broker_sidecar.budget import MAX_SHARE_BYTES, Budget, Share
 from broker_sidecar.publish import FRAME_BYTES, _Publishing
 from broker_sidecar.rpc import Context
 from broker_sidecar.security.authentication import anybody
-from broker_sidecar.security.subject import NO_LIMITS, Shares
+from broker_sidecar.shares import MAX_SHARE_BYTES, NO_LIMITS, Budget, CallerShares, Share
 from broker_sidecar.streams import Stream
 from seqdedupe.store import id_runs
 from seqdedupe.store.db import Store
@@ -57,7 +56,7 @@ def stalled(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
 def stream_of(budget: Budget) -> Stream:
     context = cast(Context, SimpleNamespace(peer=lambda: "somewhere"))
-    return Stream(context, budget, anybody(context), Shares((), NO_LIMITS))
+    return Stream(context, budget, anybody(context), CallerShares((), NO_LIMITS))
 
 
 class Sender:
@@ -212,7 +211,7 @@ class Memory:
     def __init__(self) -> None:
         self.all = Budget(lambda _: None, 12 * MIB)
         self.reading = Budget(lambda _: None, 6 * MIB, within=self.all)
-        self._shares = Shares((), NO_LIMITS)
+        self._shares = CallerShares((), NO_LIMITS)
 
     def share(self, caller: str, budget: Budget | None = None) -> Share:
         return Share(budget or self.reading, self._shares.of(caller))

@@ -23,7 +23,7 @@ from cryptography.hazmat.primitives.serialization import (
 from grpc.experimental import session_cache
 
 from broker_sidecar.config import Config
-from broker_sidecar.security.certificates import Certificates, name_in
+from broker_sidecar.security.authentication import Certificates, name_in
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.testing import Sidecar
 from seqdedupe.v1 import admin_pb2, read_pb2, read_pb2_grpc

@@ -9,7 +9,7 @@ import grpc
 import grpc.aio
 import trustme
 
-from broker_sidecar.security.authentication import LEEWAY_SECONDS
+from broker_sidecar.security.tokens import LEEWAY_SECONDS
 from seqdedupe.client import Client, Credentials, ProducerConfig
 from seqdedupe.testing import Sidecar
 from seqdedupe.v1 import admin_pb2, read_pb2, read_pb2_grpc

@@ -1,13 +1,183 @@
-"""Memory that clients make the sidecar hold: frames in flight, answers that wait to be read, pages for readers."""
+"""How much of a sidecar each caller may use at once, and what each uses now."""
 
 import asyncio
-import ctypes
-import logging
+import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from broker_sidecar.security.subject import Use
-from seqdedupe.errors import error
+from seqdedupe.core.patterns import Pattern
+from seqdedupe.errors import SeqdedupeError, error
+
+BURST_SECONDS = 1.0
+"""Who was silent for so long may send as much at once as in this time."""
+
+MAX_CURSORS_A_CALLER = 8
+"""In one topic, of callers for whom rules count, where their share says nothing else: a quarter of all of a topic's."""
+
+MOVES_PER_SECOND = 10
+MOVED_BYTES_PER_SECOND = 2_500
+"""Moving cursors of a topic, for one caller: in an hour these are 9 MB of its log, whatever the notes hold."""
+
+MAX_MOVE_WAIT_SECONDS = 5.0
+"""A move that would have to wait for longer is refused."""
+
+_MAX_MOVED_TOPICS = 1_000
+"""Of which is remembered when a caller may move cursors again; more, as long as it may not yet."""
+
+DISK_SECONDS = 1.0
+"""What logs hold is looked at so often: so long a caller may go on that is over its share."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallerLimits:
+    """At most so much; None: as much as there is."""
+
+    connections: int | None = None
+    """From which streams are open. (Of Unix sockets nobody says which connection it is.)"""
+    streams: int | None = None
+    bytes_per_second: int | None = None
+    """That are sent to the sidecar: on streams, by `Publish`, `Open` and `MoveCursor`."""
+    bytes_in_flight: int | None = None
+    """Frames that have no answer yet, and answers and pages that were not read yet."""
+    producer_names: int | None = None
+    """In any one topic, under which it may publish: those that are known count, whoever has made them known."""
+    topics: int | None = None
+    """That it may create: those that are there count, whoever has made them."""
+    bytes_on_disk: int | None = None
+    """In the logs of those topics, whoever has published to them."""
+    cursors: int | None = None
+    """In any one topic, with names that are its own: those that are there count, whoever has made them."""
+
+
+NO_LIMITS = CallerLimits()
+OF_NOBODY = CallerLimits(streams=16)
+"""Of those who are not known, all together, whatever the rules say: they watch the health of the whole."""
+
+IN_ALL = ("bytes_per_second", "producer_names")
+"""What can be limited for all callers together; the configuration limits the others."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallerShare:
+    """What each caller with such a name may use."""
+
+    name: str
+    subjects: tuple[str, ...]
+    limits: CallerLimits
+
+
+class Use:
+    """What one caller uses, or all of them together."""
+
+    def __init__(self, name: str, limits: CallerLimits) -> None:
+        self.name = name
+        self.limits = limits
+        self.held_bytes = 0
+        """In flight."""
+        self.disk_bytes = 0
+        """On disk, at `disk_counted_at`."""
+        self.disk_counted_at = -math.inf
+        self._paid_until = 0.0
+        """When what has come will have been as much as may come."""
+        self._moves_paid_until: dict[str, float] = {}
+        """The same of moved cursors, by topic."""
+
+    def fits(self, size: int) -> bool:
+        """Whether so many more bytes may be in flight. One thing may always, or it never could."""
+        limit = self.limits.bytes_in_flight
+        return limit is None or not self.held_bytes or self.held_bytes + size <= limit
+
+    def spend(self, size: int, now_seconds: float) -> None:
+        """So many bytes have come."""
+        if (limit := self.limits.bytes_per_second) is not None:
+            self._paid_until = max(self._paid_until, now_seconds - BURST_SECONDS) + size / limit
+
+    def rest_seconds(self, now_seconds: float) -> float:
+        """For how long nothing more is taken."""
+        return max(0.0, self._paid_until - now_seconds) if self.limits.bytes_per_second is not None else 0.0
+
+    def move(self, topic: str, size: int, now_seconds: float) -> float:
+        """A cursor of the topic is to be moved, which adds so many bytes to its log. Returns for how long that has to
+        wait. Raises SHARE_EXCEEDED, and nothing has come, if that is too long."""
+        paid_until = self._moves_paid_until
+        if len(paid_until) >= _MAX_MOVED_TOPICS:
+            self._moves_paid_until = paid_until = {t: at for t, at in paid_until.items() if at > now_seconds}
+        begins = max(paid_until.get(topic, -math.inf), now_seconds - BURST_SECONDS)
+        wait_seconds = max(0.0, begins - now_seconds)
+        if wait_seconds > MAX_MOVE_WAIT_SECONDS:
+            delay_ms = int(wait_seconds * 1000) + 1
+            raise self.exceeded("cursor_moves", "more cursor moves a second have come", delay_ms, MOVES_PER_SECOND)
+        paid_until[topic] = begins + max(1 / MOVES_PER_SECOND, size / MOVED_BYTES_PER_SECOND)
+        return wait_seconds
+
+    def check(self, what: str, count: int, *, otherwise: int | None = None) -> None:
+        """Raises SHARE_EXCEEDED if so many are more than it may have of this, one of the limits; `otherwise` is in
+        force where it is not limited."""
+        limit = getattr(self.limits, what)
+        limit = otherwise if limit is None else limit
+        if limit is not None and count > limit:
+            raise self.exceeded(what, f"{what.replace('_', ' ')} would be {count}", limit=limit)
+
+    def exceeded(
+        self, what: str, message: str, retry_delay_ms: int | None = None, limit: int | None = None
+    ) -> SeqdedupeError:
+        """The error for this limit; `limit` where it is not one of its own."""
+        limit = getattr(self.limits, what) if limit is None else limit
+        why = f"the share of {self.name}: {message}, and {limit} is the limit"
+        return error("SHARE_EXCEEDED", why, retry_delay_ms=retry_delay_ms, share=what, limit=limit)
+
+
+class CallerShares:
+    """The shares in force, and what each caller uses of its own."""
+
+    def __init__(self, shares: Sequence[CallerShare], in_all: CallerLimits) -> None:
+        self._shares = shares
+        self._uses: dict[str, Use] = {}
+        self.in_all = Use("all callers together", in_all)
+
+    def of(self, subject: str) -> Use:
+        """The use of the caller with this name; empty: of all who are not known."""
+        if (use := self._uses.get(subject)) is None:
+            use = self._uses[subject] = Use(
+                repr(subject) if subject else "all who are not known", self._limits_of(subject)
+            )
+        return use
+
+    def replace(self, shares: Sequence[CallerShare], in_all: CallerLimits) -> None:
+        """These are in force from now on."""
+        self._shares, self.in_all.limits = shares, in_all
+        for subject, use in self._uses.items():
+            use.limits = self._limits_of(subject)
+            use.disk_counted_at = -math.inf  # the rules say which topics count
+
+    def _limits_of(self, subject: str) -> CallerLimits:
+        """Those of the first share that is about this caller; of an empty name, nobody's."""
+        if not subject:
+            return OF_NOBODY
+        name = subject.encode(errors="surrogatepass")
+        about = (s.limits for s in self._shares if any(Pattern(text).matches(name) for text in s.subjects))
+        return next(about, NO_LIMITS)
+
+    def rest_seconds(self, use: Use, now_seconds: float) -> float:
+        """For how long nothing more is taken from this caller."""
+        return max(use.rest_seconds(now_seconds), self.in_all.rest_seconds(now_seconds))
+
+    def spend(self, use: Use, size: int, now_seconds: float) -> None:
+        """So many bytes have come from this caller."""
+        use.spend(size, now_seconds)
+        self.in_all.spend(size, now_seconds)
+
+    def check_rate(self, use: Use, size: int, now_seconds: float) -> None:
+        """Counts a unary call's bytes. Raises SHARE_EXCEEDED, with how long to wait, if nothing more is taken now."""
+        for one in (use, self.in_all):
+            if rest_seconds := one.rest_seconds(now_seconds):
+                delay_ms = int(rest_seconds * 1000) + 1
+                raise one.exceeded("bytes_per_second", "more bytes a second have come", delay_ms)
+        self.spend(use, size, now_seconds)
+
+
+# -- Memory that clients make the sidecar hold: frames in flight, answers that wait to be read, pages for readers.
 
 MAX_HELD_BYTES = 96 * 1024 * 1024
 """For all clients together. With what gRPC holds for 20 streams the process grows by less than 200 MB
@@ -209,39 +379,3 @@ class Share:
         finally:
             self._found, self._is_given = None, False
             self._budget.wait_no_more(self)
-
-
-# -- What the C library does with freed memory.
-
-_TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
-"""Parameters of glibc's mallopt(3), with values in bytes."""
-
-_AT_START = ((_TRIM_THRESHOLD, 8 << 20), (_MMAP_THRESHOLD, 4 << 20))
-_WHILE_SERVING = ((_TRIM_THRESHOLD, 1 << 30), (_TOP_PAD, 64 << 20), (_MMAP_THRESHOLD, 256 << 20))
-
-
-def give_back_freed_memory() -> None:
-    """Gives large blocks back as soon as start-up frees them, where the C library is glibc.
-
-    Each thread frees into a heap of its own, and what stays at the end of one cannot be given back later: tens of
-    megabytes for each thread that reads a log or a snapshot.
-    """
-    _set(_AT_START)
-
-
-def keep_freed_memory() -> None:
-    """Gives back what start-up has freed, and keeps what is freed from now on, where the C library is glibc.
-
-    Pages given back while serving have to be fetched again, at microseconds a page.
-    """
-    _set(_WHILE_SERVING)
-
-
-def _set(parameters: tuple[tuple[int, int], ...]) -> None:
-    try:
-        library = ctypes.CDLL(None)
-        library.malloc_trim(0)
-        for parameter, value in parameters:
-            library.mallopt(parameter, value)
-    except (AttributeError, OSError, TypeError):
-        logging.getLogger("seqdedupe.server").debug("the C library has no mallopt")
