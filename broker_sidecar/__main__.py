@@ -85,8 +85,8 @@ def main(argv: list[str] | None = None, *, prog: str = "broker_sidecar") -> int:
 
 
 def _run(config: Config, held: ExitStack, flags: Sequence[str], rebuild_store: bool, gives_up_journal: bool) -> int:
-    from broker_sidecar import directory, kernels, workers
-    from broker_sidecar.listening import check_nobody_listens
+    from broker_sidecar import data_directory, kernels, workers
+    from broker_sidecar.sockets import check_nobody_listens
     from broker_sidecar.workers import EXIT_ERROR
 
     if faulthandler.is_enabled():
@@ -95,7 +95,7 @@ def _run(config: Config, held: ExitStack, flags: Sequence[str], rebuild_store: b
     folder = Path(config.data_directory)
     try:
         workers.check_is_no_backup(folder)
-        lock = held.enter_context(directory.taken(folder))
+        lock = held.enter_context(data_directory.taken(folder))
         count = workers.count_of(config)
         workers.divide(config, count)
         if count > 1:
@@ -104,7 +104,7 @@ def _run(config: Config, held: ExitStack, flags: Sequence[str], rebuild_store: b
             if text := getattr(config, key):
                 check_nobody_listens(SidecarAddress.parse(text), key)
     except (SeqdedupeError, OSError) as e:
-        failure = e if isinstance(e, SeqdedupeError) else directory.failed(folder, e)
+        failure = e if isinstance(e, SeqdedupeError) else data_directory.failed(folder, e)
         print(f"seqdedupe: {failure} {failure.hint}", file=sys.stderr)
         return EXIT_ERROR
     if has_to_compile := kernels.prepare(config.data_directory):

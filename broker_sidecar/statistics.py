@@ -7,7 +7,7 @@ from importlib.metadata import version
 from typing import Any
 
 from broker_sidecar.history import DUP, INTERVAL_SECONDS, NOT_DUP, REFUSED, UNKNOWN, Counts, History, Past
-from broker_sidecar.last_warnings import LastWarnings
+from broker_sidecar.telemetry import LastWarnings
 from broker_sidecar.topics import WORST_FIRST, replay_left_messages, snapshot_age_seconds, topic_to_proto
 from seqdedupe.errors import error
 from seqdedupe.topic.base import TopicBase

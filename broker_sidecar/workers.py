@@ -14,11 +14,11 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from broker_sidecar import directory, kernels, logs
+from broker_sidecar import data_directory, kernels, telemetry
 from broker_sidecar.config import Config
-from broker_sidecar.listening import cannot_listen, family_of
-from broker_sidecar.notify import BEATS_WITHIN_PATIENCE, PROCESS_VARIABLE, Listener, Manager, patience_seconds
+from broker_sidecar.liveness import BEATS_WITHIN_PATIENCE, PROCESS_VARIABLE, Listener, Manager, patience_seconds
 from broker_sidecar.security import tokens
+from broker_sidecar.sockets import cannot_listen, family_of
 from seqdedupe.address import SidecarAddress
 from seqdedupe.backup.manifest import MANIFEST_FILE
 from seqdedupe.errors import error
@@ -80,13 +80,13 @@ def divide(config: Config, count: int) -> None:
     else:
         is_due = split.workers > 0 and (split.to or split.workers, split.to is None) != (count, True)
     if is_due:
-        logs.configure(config.log_level, config.log_format)
+        telemetry.configure(config.log_level, config.log_format)
         if kernels.prepare(config.data_directory):
             kernels.say_compiling()
         # Not before: it imports what is compiled.
-        from broker_sidecar import dividing
+        from broker_sidecar import division
 
-        dividing.change(folder, count)
+        division.change(folder, count)
 
 
 def run(config: Config, count: int, flags: Sequence[str], lock: Lock) -> int:
@@ -95,7 +95,7 @@ def run(config: Config, count: int, flags: Sequence[str], lock: Lock) -> int:
 
     Raises INVALID_CONFIGURATION if it cannot listen, and what `make` raises; OSError.
     """
-    logs.configure(config.log_level, config.log_format)
+    telemetry.configure(config.log_level, config.log_format)
     with contextlib.ExitStack() as held:
         folder = Path(config.data_directory)
         split = make(folder, count)
@@ -291,7 +291,7 @@ async def run_all(workers: Sequence[Worker], lock: Lock) -> int:
             worker.send(number)
 
     async def stop_without_lock() -> None:
-        logger.critical("the workers are stopped: %s", await directory.lost(lock))
+        logger.critical("the workers are stopped: %s", await data_directory.lost(lock))
         stop()
 
     watching = asyncio.ensure_future(stop_without_lock())

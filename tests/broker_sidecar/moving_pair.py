@@ -14,7 +14,7 @@ from unittest.mock import patch
 import pytest
 
 from broker_sidecar.config import Config
-from broker_sidecar.sidecar import Sidecar
+from broker_sidecar.server import Sidecar
 from seqdedupe.client import Client
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.log.embedded.logs import EmbeddedLogs

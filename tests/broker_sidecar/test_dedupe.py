@@ -11,10 +11,10 @@ import grpc.aio
 import psutil
 import pytest
 
-from broker_sidecar import dedupe, sidecar
+from broker_sidecar import dedupe, server
 from broker_sidecar.config import Config
 from broker_sidecar.dedupe import MAX_CHECKS, SMALL_BYTES
-from broker_sidecar.sidecar import MAX_REQUEST_BYTES
+from broker_sidecar.server import MAX_REQUEST_BYTES
 from seqdedupe import wire
 from seqdedupe.limits import MAX_BATCH_ROWS, MAX_NAME_BYTES, MAX_NAMES_AT_ONCE, MAX_POSITION_BYTES, MAX_SEQUENCE_ID
 from seqdedupe.testing import Sidecar
@@ -43,8 +43,8 @@ CPU_SECONDS = 4.0
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sidecar]:
     """A sidecar for brokers that no test may kill."""
-    with Sidecar(tmp_path_factory.mktemp("dedupe"), log="broker") as sidecar:
-        yield sidecar
+    with Sidecar(tmp_path_factory.mktemp("dedupe"), log="broker") as server:
+        yield server
 
 
 @pytest.fixture
@@ -604,7 +604,7 @@ HUGE: list[tuple[str, Callable[[], bytes], str]] = [
 
 
 def cpu_seconds(sidecar: Sidecar) -> float:
-    used = psutil.Process(sidecar.pid).cpu_times()
+    used = psutil.Process(server.pid).cpu_times()
     return used.user + used.system
 
 
@@ -686,7 +686,7 @@ async def test_others_get_their_turn_while_names_are_registered(
     monkeypatch.setattr(dedupe, "NAMES_A_STEP", names_a_step)
     address = f"unix:{tmp_path}/socket"
     config = Config(data_directory=str(tmp_path), listen=address, authentication="none", log="broker")
-    served = sidecar.Sidecar(config, connections=10)
+    served = server.Sidecar(config, connections=10)
     await served.listen()
     await served.recover()
     try:

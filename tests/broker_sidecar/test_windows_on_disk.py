@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from broker_sidecar import data
-from broker_sidecar.sidecar import Sidecar
+from broker_sidecar.server import Sidecar
 from seqdedupe.backup.restoring import restore
 from seqdedupe.client import Client, InvalidRequestError, Verdict
 from seqdedupe.doctor.examine import examine

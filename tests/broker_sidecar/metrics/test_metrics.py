@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
-from broker_sidecar.metrics.exposition import MAX_NAMED, OTHER
+from broker_sidecar.metrics import MAX_NAMED, OTHER
 from seqdedupe import windows
 from seqdedupe.client.blocking import Client as BlockingClient
 from seqdedupe.testing import Sidecar
