@@ -8,10 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from broker_sidecar.cluster.departures import Leaving
+from broker_sidecar.cluster.peers import Neighbours, Peers, claim_of, listed
 from broker_sidecar.config import Config
-from broker_sidecar.leaving import Leaving
-from broker_sidecar.peers import Neighbours, Peers, claim_of
-from broker_sidecar.security.own_credentials import listed
 from seqdedupe.address import SidecarAddress
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.log.contract import Logs
@@ -32,7 +31,7 @@ from seqdedupe.topic.state import State
 from seqdedupe.topic.window_memory import WindowMemory
 
 if TYPE_CHECKING:
-    from broker_sidecar.cluster import Cluster
+    from broker_sidecar.cluster.pulsar_cluster import Cluster
 
 logger = logging.getLogger("seqdedupe.server")
 
@@ -256,7 +255,7 @@ def _peers(config: Config, store: Store) -> Peers | None:
 
 def _cluster(config: Config, store: Store) -> "Cluster":
     try:
-        from broker_sidecar.cluster import Cluster
+        from broker_sidecar.cluster.pulsar_cluster import Cluster
     except ModuleNotFoundError as e:
         raise error(
             "INVALID_CONFIGURATION",

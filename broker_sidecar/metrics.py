@@ -22,11 +22,11 @@ from broker_sidecar import rpc
 from broker_sidecar.config import Config
 from broker_sidecar.connections import Connections
 from broker_sidecar.data import Data
-from broker_sidecar.read import Reading, ReadService
 from broker_sidecar.rpc import Calls, Method
+from broker_sidecar.services.read_service import Reading, ReadService
 from broker_sidecar.streams import Streams
-from broker_sidecar.topics import replay_left_messages, snapshot_age_seconds
-from broker_sidecar.web.server import LOOP_SECONDS, Request, Response, on_loop
+from broker_sidecar.topic_messages import replay_left_messages, snapshot_age_seconds
+from broker_sidecar.web.http_server import LOOP_SECONDS, Request, Response, on_loop
 from seqdedupe.buckets import Buckets
 from seqdedupe.errors import REASONS
 from seqdedupe.topic.base import TopicBase

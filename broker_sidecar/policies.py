@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from broker_sidecar.peers import Peers
-from broker_sidecar.topics import policy_of, policy_to_proto, topic_to_proto
+from broker_sidecar.cluster.peers import Peers
+from broker_sidecar.topic_messages import policy_of, policy_to_proto, topic_to_proto
 from seqdedupe.errors import error
 from seqdedupe.names import namespace_name
 from seqdedupe.topic.directory import Topics

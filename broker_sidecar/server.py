@@ -17,8 +17,7 @@ from typing import Any
 
 import grpc.aio
 
-from broker_sidecar import admin, data_directory, dedupe, health, publish, read, reflection, telemetry
-from broker_sidecar.backup import Backup
+from broker_sidecar import data_directory, telemetry
 from broker_sidecar.config import Config
 from broker_sidecar.connections import UNREAD_BYTES, Connections
 from broker_sidecar.data import Data, fatal
@@ -28,12 +27,14 @@ from broker_sidecar.metrics import Metrics, Sources
 from broker_sidecar.rpc import Calls
 from broker_sidecar.security import tokens
 from broker_sidecar.security.permissions import CONFIGURATION
+from broker_sidecar.services import admin_service, dedupe_service, publish_service, read_service, standard_services
+from broker_sidecar.services.backup_calls import Backup
+from broker_sidecar.services.statistics import Statistics
 from broker_sidecar.sockets import SocketPath, cannot_listen, connections_within, raise_limit
-from broker_sidecar.statistics import Statistics
 from broker_sidecar.streams import CONNECTION_SHARE, Streams
 from broker_sidecar.telemetry import LastWarnings, Traces
+from broker_sidecar.web.http_server import Route, Visitors, WebServer
 from broker_sidecar.web.pages import Pages
-from broker_sidecar.web.server import Route, Visitors, WebServer
 from seqdedupe.address import SidecarAddress
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.locks import Lock
@@ -79,7 +80,7 @@ class Sidecar:
         # gRPC counts those of each address by itself.
         places = connections // (2 if config.also_listen else 1)
         self._connections = Connections(places, self._streams.peers)
-        self._health = health.Health(
+        self._health = standard_services.Health(
             self._streams,
             lambda name: self._topics.waiting.begin(name),
             check_owner=lambda name: self._topics.ownership.check(name),
@@ -101,7 +102,7 @@ class Sidecar:
         self._data = Data(self._config, self._topic_changed, **self._repairs)
         self._topics = self._data.all_topics
         self._statistics = Statistics(self._topics, lambda: self._health.is_serving, self._warnings)
-        self._admin = admin.AdminService(
+        self._admin = admin_service.AdminService(
             self._topics,
             self._data.topics,
             self._streams,
@@ -132,7 +133,7 @@ class Sidecar:
             logger.info("metrics", extra={"address": str(self._web.address)})
         self._guard.trail.begin()
 
-    def _listen_for_http(self, reading: read.ReadService | None) -> None:
+    def _listen_for_http(self, reading: read_service.ReadService | None) -> None:
         if self._config.metrics_listen:
             sources = Sources(
                 self._config,
@@ -161,7 +162,7 @@ class Sidecar:
             self._data.leaving.go_on()
         await self._topics.recover_all()
         self._data.begin_looking()
-        self._health.set("", health.SERVING)
+        self._health.set("", standard_services.SERVING)
 
     async def _listen(self) -> None:
         services, reading = self._services()
@@ -222,17 +223,21 @@ class Sidecar:
                 if told != (told := str(e)):
                     logger.error("%s was removed or replaced, and nobody reaches the sidecar there: %s", address, e)
 
-    def _services(self) -> tuple[dict[str, Any], read.ReadService | None]:
+    def _services(self) -> tuple[dict[str, Any], read_service.ReadService | None]:
         """By their names; and that for readers, if there is one."""
         streams, permissions = self._streams, self._guard.permissions
-        services: dict[str, Any] = {admin.SERVICE: self._admin, health.SERVICE: self._health}
-        reading: read.ReadService | None = None
+        services: dict[str, Any] = {admin_service.SERVICE: self._admin, standard_services.HEALTH_SERVICE: self._health}
+        reading: read_service.ReadService | None = None
         if (topics := self._data.topics) is not None:
-            services[publish.SERVICE] = publish.PublishService(topics, streams, permissions, self._guard.trail)
-            services[read.SERVICE] = reading = read.ReadService(topics, streams, permissions)
+            services[publish_service.SERVICE] = publish_service.PublishService(
+                topics, streams, permissions, self._guard.trail
+            )
+            services[read_service.SERVICE] = reading = read_service.ReadService(topics, streams, permissions)
         if (brokers_topics := self._data.brokers_topics) is not None:
-            services[dedupe.SERVICE] = dedupe.DedupeService(brokers_topics, streams, permissions)
-        services[reflection.SERVICE] = reflection.Reflection((*services, reflection.SERVICE), streams)
+            services[dedupe_service.SERVICE] = dedupe_service.DedupeService(brokers_topics, streams, permissions)
+        services[standard_services.REFLECTION_SERVICE] = standard_services.Reflection(
+            (*services, standard_services.REFLECTION_SERVICE), streams
+        )
         return services, reading
 
     def reload(self) -> None:
@@ -241,7 +246,7 @@ class Sidecar:
 
     def _files_read_again(self) -> None:
         is_in_force = not self._guard.has_problem
-        self._health.set(CONFIGURATION, health.SERVING if is_in_force else health.NOT_SERVING)
+        self._health.set(CONFIGURATION, standard_services.SERVING if is_in_force else standard_services.NOT_SERVING)
 
     def status(self) -> str:
         """How far it is, in a line for people."""
@@ -254,7 +259,9 @@ class Sidecar:
         if state is None:
             self._health.set(name, None)
         else:
-            self._health.set(name, health.SERVING if state is State.SERVING else health.NOT_SERVING)
+            self._health.set(
+                name, standard_services.SERVING if state is State.SERVING else standard_services.NOT_SERVING
+            )
 
     async def stop(self) -> None:
         """Drains: takes nothing more, finishes what is in flight, takes durable snapshots, ends all calls."""

@@ -11,10 +11,9 @@ from urllib.parse import urlencode
 
 from google.protobuf.message import Message
 
-from broker_sidecar.admin import AdminService
-from broker_sidecar.history import INTERVAL_SECONDS, INTERVALS
-from broker_sidecar.statistics import Statistics
-from broker_sidecar.web.server import ASK, Request, Response, Route, Visitors, asks, on_loop
+from broker_sidecar.services.admin_service import AdminService
+from broker_sidecar.services.statistics import INTERVAL_SECONDS, INTERVALS, Statistics
+from broker_sidecar.web.http_server import ASK, Request, Response, Route, Visitors, asks, on_loop
 from seqdedupe.command import printable
 from seqdedupe.errors import NotFoundError, SeqdedupeError, error
 from seqdedupe.figures import ORDERS, beyond_snapshot, duration, merged, per_second, short, state_name

@@ -3,7 +3,7 @@
 from contextlib import closing
 from pathlib import Path
 
-from broker_sidecar.cluster import Cluster
+from broker_sidecar.cluster.pulsar_cluster import Cluster
 from broker_sidecar.config import load
 from seqdedupe.client.route import in_order
 from seqdedupe.store.db import Store

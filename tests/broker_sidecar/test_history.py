@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from broker_sidecar import history
-from broker_sidecar.history import INTERVALS, History
+from broker_sidecar.services import statistics
+from broker_sidecar.services.statistics import INTERVALS, History
 from seqdedupe.topic.counters import Counters
 
 
@@ -77,8 +77,8 @@ async def test_topics_come_go_and_are_opened_anew() -> None:
 
 
 async def test_histories_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(history, "MAX_HISTORIES", 3)
-    monkeypatch.setattr(history, "TOPICS_AT_ONCE", 2)
+    monkeypatch.setattr(statistics, "MAX_HISTORIES", 3)
+    monkeypatch.setattr(statistics, "TOPICS_AT_ONCE", 2)
     past, live = _past_of(**{f"t{k}": Counters() for k in range(10)})
     for topic in live.values():
         topic.counters.not_dup += 1

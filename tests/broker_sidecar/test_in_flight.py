@@ -11,9 +11,9 @@ from typing import Any, cast
 
 import pytest
 
-from broker_sidecar.publish import FRAME_BYTES, _Publishing
 from broker_sidecar.rpc import Context
 from broker_sidecar.security.authentication import anybody
+from broker_sidecar.services.publish_service import FRAME_BYTES, _Publishing
 from broker_sidecar.shares import MAX_SHARE_BYTES, NO_LIMITS, Budget, CallerShares, Share
 from broker_sidecar.streams import Stream
 from seqdedupe.store import id_runs

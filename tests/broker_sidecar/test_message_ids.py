@@ -10,11 +10,11 @@ import grpc.aio
 import pytest
 
 from broker_sidecar.gate import Gate
-from broker_sidecar.publish import PublishService
-from broker_sidecar.read import ReadService
 from broker_sidecar.security.authentication import anybody
 from broker_sidecar.security.permissions import Permissions
 from broker_sidecar.security.trail import Trail
+from broker_sidecar.services.publish_service import PublishService
+from broker_sidecar.services.read_service import ReadService
 from broker_sidecar.streams import Streams
 from seqdedupe.client import Client, MessageId, Position, PositionError, ProducerConfig
 from seqdedupe.format.headers import BODY_AT, CHECKED_END, HEADER_BYTES

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from broker_sidecar import peers, sidecars
-from broker_sidecar.peers import Neighbours
-from broker_sidecar.sidecars import Moves
+from broker_sidecar.cluster import peers
+from broker_sidecar.cluster.peers import Neighbours
+from broker_sidecar.services import cluster_calls
+from broker_sidecar.services.cluster_calls import Moves
 from seqdedupe.errors import UnavailableError, error
 from seqdedupe.topic.state import State
 from tests.topic.test_standby import Two
@@ -27,7 +28,7 @@ class Others(Neighbours):
         self.refused: dict[str, str] = {}
         """Why the sidecar at an address does not take the topic, by address."""
         self.asked: list[str] = []
-        monkeypatch.setattr(sidecars, "owner_of", self._owner_of)
+        monkeypatch.setattr(cluster_calls, "owner_of", self._owner_of)
 
     async def _owner_of(self, topic: str, _admin: object) -> str:
         return self.owners.pop(0) if len(self.owners) > 1 else self.owners[0]

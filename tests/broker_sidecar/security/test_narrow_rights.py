@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from broker_sidecar.read import RECORD_BYTES
+from broker_sidecar.services.read_service import RECORD_BYTES
 from broker_sidecar.shares import MAX_CURSORS_A_CALLER, MOVES_PER_SECOND, NO_LIMITS, CallerLimits, Use
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.format.headers import HEADER_BYTES

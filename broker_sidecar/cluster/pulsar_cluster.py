@@ -9,9 +9,8 @@ from pathlib import Path
 import pulsar
 import pulsar.asyncio
 
+from broker_sidecar.cluster.peers import Neighbours, listed
 from broker_sidecar.config import Config, PulsarConfig
-from broker_sidecar.peers import Neighbours
-from broker_sidecar.security.own_credentials import listed
 from seqdedupe.address import SidecarAddress
 from seqdedupe.errors import error
 from seqdedupe.log.pulsar.admin import Admin, AdminUrl

@@ -3,8 +3,8 @@
 import asyncio
 from typing import TYPE_CHECKING
 
-from broker_sidecar import peers
-from broker_sidecar.peers import Neighbours
+from broker_sidecar.cluster import peers
+from broker_sidecar.cluster.peers import Neighbours
 from seqdedupe.address import SidecarAddress
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.log.pulsar.owner import owner_of
@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from broker_sidecar.leaving import Leaving
-from broker_sidecar.peers import Peers
+from broker_sidecar.cluster.departures import Leaving
+from broker_sidecar.cluster.peers import Peers
 from broker_sidecar.rpc import unary
 from seqdedupe.log.pulsar import owner
 from seqdedupe.shards import to_text
@@ -28,7 +28,7 @@ from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.finding import find
 
 if TYPE_CHECKING:
-    from broker_sidecar.cluster import Cluster
+    from broker_sidecar.cluster.pulsar_cluster import Cluster
 
 
 # -- Moving a topic of a cluster from this sidecar to another one.

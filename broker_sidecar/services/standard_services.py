@@ -4,18 +4,19 @@ Telling a state never waits for anybody who watches it.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from broker_sidecar.rpc import Context, abort, parse_small
 from broker_sidecar.security.permissions import ALL_SHARDS, CONFIGURATION
 from broker_sidecar.security.subject import Subject, caller
-from broker_sidecar.streams import Stream, Streams
+from broker_sidecar.streams import Stream, Streams, messages
 
-SERVICE = "grpc.health.v1.Health"
+HEALTH_SERVICE = "grpc.health.v1.Health"
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -78,7 +79,7 @@ class Health:
             "Check": grpc.unary_unary_rpc_method_handler(self._check),
             "Watch": grpc.unary_stream_rpc_method_handler(self._streams.handler(self._watch)),
         }
-        return grpc.method_handlers_generic_handler(SERVICE, methods)
+        return grpc.method_handlers_generic_handler(HEALTH_SERVICE, methods)
 
     async def _check(self, data: bytes, context: Context) -> bytes:
         self._called(caller())
@@ -123,3 +124,31 @@ def _name_in(data: bytes) -> str:
 
 def _response(status: Any) -> bytes:
     return health_pb2.HealthCheckResponse(status=status).SerializeToString()
+
+
+# -- grpc.reflection.v1alpha: tools learn the schema from the sidecar. Its streams count like all others.
+
+REFLECTION_SERVICE: str = reflection.SERVICE_NAME
+
+
+class Reflection:
+    """The handler of grpc.reflection.v1alpha.ServerReflection."""
+
+    def __init__(self, services: Sequence[str], streams: Streams) -> None:
+        self._streams = streams
+        self._answers = reflection.aio.ReflectionServicer(services)
+
+    def handlers(self) -> grpc.GenericRpcHandler:
+        methods: dict[str, Any] = {
+            "ServerReflectionInfo": grpc.stream_stream_rpc_method_handler(self._streams.handler(self._serve))
+        }
+        return grpc.method_handlers_generic_handler(REFLECTION_SERVICE, methods)
+
+    async def _serve(self, _requests: object, context: Context, stream: Stream) -> None:
+        async def requests() -> Any:
+            async for data in messages(stream):
+                yield parse_small(reflection_pb2.ServerReflectionRequest, data)
+
+        answers: Any = self._answers.ServerReflectionInfo(requests(), context)
+        async for answer in answers:
+            await stream.write(answer.SerializeToString())

@@ -9,22 +9,22 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from broker_sidecar.arriving import Arriving
-from broker_sidecar.backup import Backup
-from broker_sidecar.leaving import Leaving
+from broker_sidecar.cluster.departures import Leaving
+from broker_sidecar.cluster.peers import Peers
 from broker_sidecar.listing import Listing
-from broker_sidecar.operate import Operate, producer_proto
-from broker_sidecar.peers import Peers
 from broker_sidecar.policies import Policies
-from broker_sidecar.read import Cursors
 from broker_sidecar.rpc import unary
 from broker_sidecar.security.permissions import Permissions
 from broker_sidecar.security.trail import Trail
-from broker_sidecar.sidecars import Sidecars
-from broker_sidecar.statistics import Statistics
+from broker_sidecar.services.arrivals import Arriving
+from broker_sidecar.services.backup_calls import Backup
+from broker_sidecar.services.cluster_calls import Sidecars
+from broker_sidecar.services.producer_calls import Operate, producer_proto
+from broker_sidecar.services.read_service import Cursors
+from broker_sidecar.services.statistics import Statistics
+from broker_sidecar.services.transfer_calls import Transfer
 from broker_sidecar.streams import Streams
-from broker_sidecar.topics import layout_of, mode_of, partitioned_to_proto, policy_of, route_of, topic_to_proto
-from broker_sidecar.transfer import Transfer
+from broker_sidecar.topic_messages import layout_of, mode_of, partitioned_to_proto, policy_of, route_of, topic_to_proto
 from seqdedupe.errors import error
 from seqdedupe.format.headers import FORMAT_VERSION
 from seqdedupe.limits import MAX_BATCH_BYTES, MAX_BATCH_ROWS
@@ -40,7 +40,7 @@ from seqdedupe.topic.state import State
 from seqdedupe.v1 import admin_pb2
 
 if TYPE_CHECKING:
-    from broker_sidecar.cluster import Cluster
+    from broker_sidecar.cluster.pulsar_cluster import Cluster
 
 SERVICE = "seqdedupe.v1.AdminService"
 

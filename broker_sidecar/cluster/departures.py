@@ -17,7 +17,7 @@ from typing import Any
 
 import grpc.aio
 
-from broker_sidecar.peers import SILENT_SECONDS, TAKE_SECONDS, Neighbours
+from broker_sidecar.cluster.peers import SILENT_SECONDS, TAKE_SECONDS, Neighbours
 from seqdedupe.address import SidecarAddress
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.format import headers

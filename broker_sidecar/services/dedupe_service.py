@@ -8,14 +8,13 @@ import grpc
 import grpc.aio
 import numpy as np
 
-from broker_sidecar.rpc import Context, parse_columns, refusals, unary
+from broker_sidecar.rpc import INT32, INT64, Context, binary, column_of_names, parse_columns, refusals, unary, values
 from broker_sidecar.security.permissions import Permissions
 from broker_sidecar.security.rules import Action
 from broker_sidecar.streams import Stream, Streams
 from seqdedupe import wire
 from seqdedupe.batch import Binary
 from seqdedupe.errors import SeqdedupeError, error
-from seqdedupe.limits import MAX_BATCH_ROWS, MAX_NAMES_AT_ONCE
 from seqdedupe.names import topic_name
 from seqdedupe.topic.attached import AttachedTopic
 from seqdedupe.topic.attachment import ADMISSION_BYTES, CHECK_BYTES, Attachment, Columns
@@ -24,8 +23,6 @@ from seqdedupe.topic.sessions import NAMES_A_STEP
 from seqdedupe.v1 import dedupe_pb2
 
 # -- The messages of `DedupeService.Attach` as bytes: what a broker says, and its columns.
-
-INT32, INT64 = np.dtype("<i4"), np.dtype("<i8")
 
 MAX_CHECKS = 256
 """In one message."""
@@ -70,38 +67,6 @@ def columns_of(message: Any) -> Columns:
     if message.highest_sequence_ids:
         highest = values(message.highest_sequence_ids, INT64, "highest_sequence_ids")
     return Columns(values(message.handles, INT32, "handles"), lowest, highest, np.frombuffer(message.passes, np.uint8))
-
-
-def binary(offsets: bytes, data: bytes, name: str) -> Binary:
-    """A column of byte strings, whose offsets have this name; whether they fit is not looked at. As `values`."""
-    return Binary(values(offsets, INT32, name), data)
-
-
-def values(column: bytes, kind: Any, name: str) -> np.ndarray:
-    """The values of a column, or of offsets, of which there is one more. Raises INVALID_REQUEST."""
-    size = kind.itemsize
-    if len(column) % size or len(column) // size > MAX_BATCH_ROWS + 1:
-        raise error(
-            "INVALID_REQUEST", f"{name} has {len(column)} bytes: values of {size} bytes are needed, and at most "
-            f"{MAX_BATCH_ROWS} rows",
-        )  # fmt: skip
-    return np.frombuffer(column, kind)
-
-
-def names_of(message: Any) -> list[bytes]:
-    """The names in a message's columns, not checked. Raises INVALID_REQUEST."""
-    return column_of_names(message).values()
-
-
-def column_of_names(message: Any) -> Binary:
-    """The same as a column."""
-    names = binary(message.producer_name_offsets, message.producer_names, "producer_name_offsets")
-    count = len(names.offsets) - 1
-    if not 1 <= count <= MAX_NAMES_AT_ONCE:
-        raise error("INVALID_REQUEST", f"producer_names takes 1 to {MAX_NAMES_AT_ONCE} names at once")
-    if not names.cuts_into(count):
-        raise error("INVALID_REQUEST", "the offsets of producer_names do not fit")
-    return names
 
 
 SERVICE = "seqdedupe.v1.DedupeService"

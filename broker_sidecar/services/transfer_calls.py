@@ -3,114 +3,30 @@
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
-from dataclasses import replace
 from typing import Any
 
 import grpc
 import grpc.aio
 
-from broker_sidecar.dedupe import INT64, names_of, values
-from broker_sidecar.rpc import Context, columns, parse, parse_small, unary
+from broker_sidecar.cluster.snapshot_stream import Taking, answers_of
+from broker_sidecar.rpc import INT64, Context, columns, names_of, parse, parse_small, unary, values
 from broker_sidecar.security.permissions import Permissions
 from broker_sidecar.security.rules import Action
 from broker_sidecar.security.trail import Trail
 from broker_sidecar.streams import Stream, Streams, messages
-from broker_sidecar.topics import policy_of, topic_to_proto
+from broker_sidecar.topic_messages import topic_to_proto
 from seqdedupe import wire
 from seqdedupe.batch import Binary
 from seqdedupe.errors import SeqdedupeError, error
-from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name
-from seqdedupe.store.snapshots import Loaded
-from seqdedupe.topic import cursors
 from seqdedupe.topic.base import TopicBase
-from seqdedupe.topic.control import decode_policy
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.finding import find, look_for
 from seqdedupe.topic.publishing import Topic
 from seqdedupe.topic.renewing import renew
-from seqdedupe.topic.saved import SavedParts, parts, saved
 from seqdedupe.topic.watermarks import WatermarksImport, begin_import, watermarks
 from seqdedupe.topic.window_import import WindowImport
 from seqdedupe.v1 import admin_pb2
-
-# -- A topic's snapshot as it goes from sidecar to sidecar, and to whoever saves it: messages with a part of it each.
-
-
-def answers_of(topic: TopicBase) -> Iterator[bytes]:
-    """Each a message of `ExportSnapshot`. Raises as `saved`."""
-    snapshot = saved(topic)
-    yield _head(topic, snapshot).SerializeToString()
-    for names, persisted, epochs, stated in parts(snapshot):
-        column = Binary.of_all(names)
-        answer = wire.ExportSnapshotResponse()
-        answer.part.producer_name_offsets, answer.part.producer_names = column.offsets.tobytes(), column.data
-        answer.part.persisted, answer.part.epochs = persisted.tobytes(), epochs.tobytes()
-        answer.part.stated = stated.tobytes()
-        yield answer.SerializeToString()
-
-
-def part_of_answer(data: bytes) -> Any:
-    """The part in a message of `ExportSnapshot`, of the alias schema. Raises INVALID_REQUEST, MALFORMED_MESSAGE."""
-    return columns(wire.ExportSnapshotResponse, admin_pb2.ExportSnapshotResponse, data).part
-
-
-class Taking:
-    """A snapshot that comes in parts of the alias schema. Raises INVALID_REQUEST, INVALID_NAME, INVALID_POSITION for
-    what cannot be one."""
-
-    def __init__(self) -> None:
-        self._head: admin_pb2.SnapshotHead | None = None
-
-    def add(self, part: Any) -> None:
-        """The next one."""
-        if self._head is None:
-            if not part.HasField("head"):
-                raise error("INVALID_REQUEST", "the first message has the head of a snapshot")
-            self._head = parse(admin_pb2.SnapshotHead, part.head.SerializeToString())
-            self._taken = _parts_of(self._head)
-        if part.producer_names or part.persisted:
-            numbers = [values(getattr(part, column), INT64, column) for column in ("persisted", "epochs", "stated")]
-            self._taken.add(names_of(part), *numbers)
-
-    def finish(self) -> tuple[admin_pb2.SnapshotHead, Loaded]:
-        """All of it."""
-        if self._head is None:
-            raise error("INVALID_REQUEST", "nothing has come")
-        return self._head, self._taken.finish()
-
-
-def _head(topic: TopicBase, snapshot: Loaded) -> Any:
-    """The first part of a snapshot, of the alias schema."""
-    policy = admin_pb2.TopicPolicy()
-    kept = decode_policy(snapshot.policy)
-    kept.fill(policy)
-    position = Position(topic.incarnation, snapshot.message_id, snapshot.next_index - 1, snapshot.ownership)
-    head = admin_pb2.SnapshotHead(
-        topic=topic.name,
-        term=snapshot.term,
-        position=position.to_proto(),
-        policy=policy,
-        broker_position=snapshot.opaque,
-        producers=len(snapshot.names),
-        has_forgotten=snapshot.has_forgotten,
-    )
-    cursors.fill(kept.cursors, head.cursors)
-    answer = wire.ExportSnapshotResponse()
-    answer.part.head.ParseFromString(head.SerializeToString())
-    return answer
-
-
-def _parts_of(head: admin_pb2.SnapshotHead) -> SavedParts:
-    """Raises INVALID_REQUEST, INVALID_POSITION."""
-    position = Position.from_proto(head.position)
-    if len(head.cursors) > cursors.MAX_CURSORS:
-        raise error("INVALID_REQUEST", f"the snapshot has {len(head.cursors)} cursors: more than a topic can have")
-    policy = replace(policy_of(head.policy), cursors=cursors.of(head.cursors))
-    return SavedParts(
-        head.term, position, policy, head.broker_position, head.producers, has_forgotten=head.has_forgotten
-    )
-
 
 MAX_PART_BYTES = 5 * 256 * 1024
 """Of an export: 4,096 producers with the longest names, and their numbers."""
