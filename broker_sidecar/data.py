@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from broker_sidecar.cluster.departures import Leaving
+from broker_sidecar.cluster.departures import Departures
 from broker_sidecar.cluster.peers import Neighbours, Peers, claim_of, listed
 from broker_sidecar.config import Config
 from seqdedupe.address import SidecarAddress
@@ -31,7 +31,7 @@ from seqdedupe.topic.state import State
 from seqdedupe.topic.window_memory import WindowMemory
 
 if TYPE_CHECKING:
-    from broker_sidecar.cluster.pulsar_cluster import Cluster
+    from broker_sidecar.cluster.pulsar_cluster import PulsarCluster
 
 logger = logging.getLogger("seqdedupe.server")
 
@@ -61,7 +61,7 @@ class Data:
     """The data directory of a sidecar: `topics` if it writes the logs itself, `brokers_topics` if a broker does.
 
     Raises INVALID_CONFIGURATION if there are logs though `log` says that they are elsewhere, and what `Store.open` and
-    `Cluster` raise.
+    `PulsarCluster` raise.
     """
 
     def __init__(
@@ -78,8 +78,8 @@ class Data:
         self.store = store = Store.open(folder / "store")
         self.logs: EmbeddedLogs | None = None
         self.peers: Peers | None = None
-        self.leaving: Leaving | None = None
-        self.cluster: Cluster | None = None
+        self.leaving: Departures | None = None
+        self.cluster: PulsarCluster | None = None
         self._is_standby = config.standby
         self._advertised_address = config.advertised_address and str(SidecarAddress.parse(config.advertised_address))
         self._scrub_bytes_per_second = config.scrub_bytes_per_second
@@ -139,7 +139,7 @@ class Data:
         )
         if self.logs is not None:
             _remove_arrivals(store, self.logs)
-            self.leaving = Leaving(self.logs, self.topics, Neighbours(listed(config, config.peers)))
+            self.leaving = Departures(self.logs, self.topics, Neighbours(listed(config, config.peers)))
 
     def _stands_by(self, topic: str) -> bool:
         return self._is_standby and self.cluster is not None and self.cluster.is_near(topic)
@@ -253,9 +253,9 @@ def _peers(config: Config, store: Store) -> Peers | None:
     return peers
 
 
-def _cluster(config: Config, store: Store) -> "Cluster":
+def _cluster(config: Config, store: Store) -> "PulsarCluster":
     try:
-        from broker_sidecar.cluster.pulsar_cluster import Cluster
+        from broker_sidecar.cluster.pulsar_cluster import PulsarCluster
     except ModuleNotFoundError as e:
         raise error(
             "INVALID_CONFIGURATION",
@@ -263,7 +263,7 @@ def _cluster(config: Config, store: Store) -> "Cluster":
             hint="Install it: pip install 'seqdedupe[sidecar,pulsar]'",
             key="log",
         ) from e
-    return Cluster(config, store)
+    return PulsarCluster(config, store)
 
 
 def _check_no_logs(log: str, folder: Path) -> None:

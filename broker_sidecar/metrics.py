@@ -20,12 +20,12 @@ from prometheus_client.registry import Collector
 
 from broker_sidecar import rpc
 from broker_sidecar.config import Config
-from broker_sidecar.connections import Connections
+from broker_sidecar.connections import TcpConnections
 from broker_sidecar.data import Data
-from broker_sidecar.rpc import Calls, Method
+from broker_sidecar.rpc import Method, MethodCounts
 from broker_sidecar.services.read_service import Reading, ReadService
+from broker_sidecar.services.statistics import replay_left_messages, snapshot_age_seconds
 from broker_sidecar.streams import Streams
-from broker_sidecar.topic_messages import replay_left_messages, snapshot_age_seconds
 from broker_sidecar.web.http_server import LOOP_SECONDS, Request, Response, on_loop
 from seqdedupe.buckets import Buckets
 from seqdedupe.errors import REASONS
@@ -398,8 +398,8 @@ class Sources:
     config: Config
     data: Data
     streams: Streams
-    connections: Connections
-    calls: Calls
+    connections: TcpConnections
+    calls: MethodCounts
     reading: ReadService | None
     """None where a broker's own log holds the messages."""
     is_configuration_in_force: Callable[[], bool]

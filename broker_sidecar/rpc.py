@@ -261,7 +261,7 @@ def method_of_call() -> Method:
     return _method.get(_NOWHERE)
 
 
-class Calls:
+class MethodCounts:
     """All methods that were called since the process began."""
 
     def __init__(self) -> None:
@@ -276,7 +276,7 @@ class Counted(Wrapping):
     """A service whose calls are counted. The reader of a request counts its messages (`Gate`, `Stream`), and the writer
     of a stream counts the responses."""
 
-    def __init__(self, handler: grpc.GenericRpcHandler, calls: Calls) -> None:
+    def __init__(self, handler: grpc.GenericRpcHandler, calls: MethodCounts) -> None:
         super().__init__(handler)
         self._calls = calls
 

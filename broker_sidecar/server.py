@@ -19,16 +19,15 @@ import grpc.aio
 
 from broker_sidecar import data_directory, telemetry
 from broker_sidecar.config import Config
-from broker_sidecar.connections import UNREAD_BYTES, Connections
+from broker_sidecar.connections import UNREAD_BYTES, TcpConnections
 from broker_sidecar.data import Data, fatal
 from broker_sidecar.gate import Guard
 from broker_sidecar.liveness import Manager, Watchdog
 from broker_sidecar.metrics import Metrics, Sources
-from broker_sidecar.rpc import Calls
+from broker_sidecar.rpc import MethodCounts
 from broker_sidecar.security import tokens
 from broker_sidecar.security.permissions import CONFIGURATION
 from broker_sidecar.services import admin_service, dedupe_service, publish_service, read_service, standard_services
-from broker_sidecar.services.backup_calls import Backup
 from broker_sidecar.services.statistics import Statistics
 from broker_sidecar.sockets import SocketPath, cannot_listen, connections_within, raise_limit
 from broker_sidecar.streams import CONNECTION_SHARE, Streams
@@ -67,7 +66,7 @@ UNARY_CALLS_A_CONNECTION = 100
 """At once, beside its streams; more wait in the client."""
 
 
-class Sidecar:
+class SidecarServer:
     """A sidecar in this process."""
 
     def __init__(self, config: Config, *, connections: int, **repairs: bool) -> None:
@@ -79,7 +78,7 @@ class Sidecar:
         self._streams = Streams(config.max_streams, self._guard.permissions, lambda peer: self._connections.end(peer))
         # gRPC counts those of each address by itself.
         places = connections // (2 if config.also_listen else 1)
-        self._connections = Connections(places, self._streams.peers)
+        self._connections = TcpConnections(places, self._streams.peers)
         self._health = standard_services.Health(
             self._streams,
             lambda name: self._topics.waiting.begin(name),
@@ -92,7 +91,7 @@ class Sidecar:
         """Of the Unix sockets at which it listens, by their keys."""
         self._servers: list[grpc.aio.Server] = []
         """The last one listens. Others may have open streams."""
-        self._calls = Calls()
+        self._calls = MethodCounts()
         self._traces = Traces(os.environ)
         self._metrics: Metrics | None = None
         self._web: WebServer | None = None
@@ -102,20 +101,7 @@ class Sidecar:
         self._data = Data(self._config, self._topic_changed, **self._repairs)
         self._topics = self._data.all_topics
         self._statistics = Statistics(self._topics, lambda: self._health.is_serving, self._warnings)
-        self._admin = admin_service.AdminService(
-            self._topics,
-            self._data.topics,
-            self._streams,
-            self._guard.permissions,
-            self._guard.trail,
-            self._data.cluster,
-            self._data.peers,
-            self._data.logs,
-            self._data.leaving,
-            lambda: self._health.is_serving,
-            self._statistics,
-            Backup(self._config, self._data, self._streams),
-        )
+        self._admin = admin_service.AdminService(self._config, self._data, self._streams, self._guard, self._statistics)
         try:
             self._guard.begin(self._streams, self._connections.called)
             if self._data.peers is not None:
@@ -146,7 +132,7 @@ class Sidecar:
             )
             self._metrics = Metrics(sources)
             visitors = Visitors(self._guard.authentication, self._guard.permissions, self._guard.trail)
-            pages = Pages(self._statistics, self._admin, visitors, self._config.listen)
+            pages = Pages(self._statistics, self._admin.producers, visitors, self._config.listen)
             routes: dict[str, Route] = {"/metrics": self._metrics, **pages.routes()}
             self._web = WebServer(SidecarAddress.parse(self._config.metrics_listen), routes, "metrics_listen")
 
@@ -290,7 +276,7 @@ async def _serve(config: Config, lock: Lock, repairs: dict[str, bool]) -> None:
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
-    sidecar = Sidecar(config, connections=connections_within(raise_limit()), **repairs)
+    sidecar = SidecarServer(config, connections=connections_within(raise_limit()), **repairs)
     if config.log == "pulsar":
         Watchdog(fatal)
     watching = asyncio.ensure_future(_end_without(lock))

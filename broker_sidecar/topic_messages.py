@@ -1,17 +1,14 @@
-"""Topics and policies as the messages of `admin.proto`, and what is told of a topic beside that."""
+"""Topics and policies as the messages of `admin.proto`."""
 
-import asyncio
 import time
 from collections.abc import Sequence
 
 from seqdedupe.errors import error
-from seqdedupe.log.contract import Layout
 from seqdedupe.names import whole_of
-from seqdedupe.store.topics import LogKind
 from seqdedupe.topic.base import TopicBase
 from seqdedupe.topic.closed import Closed
 from seqdedupe.topic.logged import LoggedTopic
-from seqdedupe.topic.policy import Applied, Policy, Route
+from seqdedupe.topic.policy import Applied, Policy
 from seqdedupe.topic.state import State
 from seqdedupe.v1 import admin_pb2
 
@@ -31,54 +28,11 @@ def policy_of(message: admin_pb2.TopicPolicy) -> Policy:
         raise error("INVALID_REQUEST", f"the policy has a value that this sidecar does not know: {e}") from e
 
 
-_ENTRY_FORMATS = {
+ENTRY_FORMATS = {
     "": admin_pb2.ENTRY_FORMAT_UNSPECIFIED,
     "plain": admin_pb2.ENTRY_FORMAT_PLAIN,
     "packed": admin_pb2.ENTRY_FORMAT_PACKED,
 }
-
-
-def layout_of(request: admin_pb2.CreateTopicRequest, log: LogKind) -> Layout:
-    """The layout that is asked for. Raises INVALID_REQUEST."""
-    value = request.entry_format
-    for field, is_given in (("entry_format", value != admin_pb2.ENTRY_FORMAT_UNSPECIFIED), ("schema", request.schema)):
-        if is_given and log is not LogKind.PULSAR:
-            why = f"{field} can be chosen only where the log is a Pulsar cluster's, and here it is not"
-            raise error("INVALID_REQUEST", why, hint="Leave it out.")
-    for name, known in _ENTRY_FORMATS.items():
-        if known == value:
-            return Layout(name, request.schema)
-    raise error("INVALID_REQUEST", f"entry_format is {value}, which this version does not know")
-
-
-def mode_of(request: admin_pb2.CreateTopicRequest, log: LogKind) -> bool:
-    """Whether a topic of deduplication IDs is asked for. Raises INVALID_REQUEST."""
-    mode = request.deduplication_mode
-    if mode == admin_pb2.DEDUPLICATION_MODE_DEDUPLICATION_ID:
-        if log is not LogKind.EMBEDDED:
-            why = (
-                "deduplication_mode can be DEDUPLICATION_ID only where the log is the sidecar's own, and here it is not"
-            )
-            raise error("INVALID_REQUEST", why)
-        return True
-    if mode not in (admin_pb2.DEDUPLICATION_MODE_UNSPECIFIED, admin_pb2.DEDUPLICATION_MODE_SEQUENCE_ID):
-        raise error("INVALID_REQUEST", f"deduplication_mode is {mode}, which this version does not know")
-    return False
-
-
-def route_of(request: admin_pb2.CreateTopicRequest) -> Route | None:
-    """By what messages are to find their partitions; None where nothing is to be found. Raises INVALID_REQUEST."""
-    by_id = request.deduplication_mode == admin_pb2.DEDUPLICATION_MODE_DEDUPLICATION_ID
-    if by_id and request.partitions:
-        try:
-            return Route(request.deduplication_route or Route.ID.value)
-        except ValueError:
-            why = f"deduplication_route is {request.deduplication_route}, which this version does not know"
-            raise error("INVALID_REQUEST", why) from None
-    if request.deduplication_route != admin_pb2.DEDUPLICATION_ROUTE_UNSPECIFIED:
-        why = "deduplication_route is for topics of deduplication IDs with partitions, and this is none"
-        raise error("INVALID_REQUEST", why, hint="Leave it out.")
-    return None
 
 
 WORST_FIRST = (
@@ -192,7 +146,7 @@ def _topic_to_proto(topic: TopicBase | Closed) -> admin_pb2.Topic:
         log_repeats=skipped.repeats,
         log_foreign=skipped.foreign,
         log_earlier=skipped.earlier,
-        entry_format=_ENTRY_FORMATS[topic.entry_format],
+        entry_format=ENTRY_FORMATS[topic.entry_format],
         may_lose_messages=0 if interval.is_every_commit else interval.messages - 1,
         may_lose_ms=0 if interval.is_every_commit else interval.ms,
         not_durable_messages=topic.not_durable,
@@ -225,15 +179,3 @@ def _fill_window(message: admin_pb2.Topic, topic: TopicBase) -> None:
         message.window_memory_bytes += topic.imported.memory_bytes
         message.window_imported_missing = topic.imported.is_missing
     message.window_messages_on_disk = window.on_disk
-
-
-def replay_left_messages(topic: TopicBase | Closed) -> int:
-    """Messages that are known to be in its log, and not read yet by its recovery."""
-    return 0 if isinstance(topic, Closed) or topic.knows_its_end else topic.readable_index - topic.confirmed_index
-
-
-def snapshot_age_seconds(topic: TopicBase | Closed) -> float:
-    """Since its last durable snapshot, or since it was opened; 0 if that covers all messages."""
-    if isinstance(topic, Closed) or topic.confirmed_index <= topic.snapshot_index:
-        return 0.0
-    return asyncio.get_running_loop().time() - topic.snapshotter.durable_at

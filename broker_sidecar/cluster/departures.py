@@ -243,7 +243,7 @@ def _pieces(parts: Iterator[bytes]) -> Iterator[bytes]:
 logger = logging.getLogger("seqdedupe.server")
 
 
-class Leaving:
+class Departures:
     """Moves that are under way, and those of which it is still to be found out what became of them."""
 
     def __init__(self, logs: EmbeddedLogs, topics: Topics[Topic], others: Neighbours) -> None:

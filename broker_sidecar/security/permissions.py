@@ -14,7 +14,7 @@ from google.protobuf import descriptor_pool, message_factory
 from numpy.typing import NDArray
 
 from broker_sidecar.rpc import parse_small
-from broker_sidecar.security.rules import Action, Decision, Rule, Rules, RulesFile
+from broker_sidecar.security.rules import Action, Rule, RuleDecision, Rules, RulesFile
 from broker_sidecar.security.subject import Subject, caller
 from broker_sidecar.shares import DISK_SECONDS, MAX_CURSORS_A_CALLER, CallerShares, Use
 from seqdedupe.core.names import joined
@@ -289,9 +289,9 @@ class Permissions:
                 return decision.rule.name
         raise self._denied(subject, need.actions[0], name, decisions[0].rule)
 
-    def _decide(self, subject: str, action: Action, on: On, name: str) -> Decision:
+    def _decide(self, subject: str, action: Action, on: On, name: str) -> RuleDecision:
         if not subject:
-            return Decision(False, None)
+            return RuleDecision(False, None)
         match on:
             case On.TOPIC | On.CURSOR:
                 return self._rules.decide(subject, action, name)

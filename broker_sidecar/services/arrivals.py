@@ -16,10 +16,10 @@ from typing import Any, TypeVar
 import grpc
 import grpc.aio
 
+from broker_sidecar.data import Data
+from broker_sidecar.gate import Guard
 from broker_sidecar.rpc import Context, parse_small, unary
-from broker_sidecar.security.permissions import Permissions
 from broker_sidecar.security.rules import Action
-from broker_sidecar.security.trail import Trail
 from broker_sidecar.streams import Stream, Streams
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.format import headers
@@ -111,29 +111,22 @@ SILENT_SECONDS = 60.0
 """So long the other sidecar may say nothing: it may wait for its disk, and copies while its clients leave it time."""
 
 
-class Arriving:
-    """The handlers. `logs` and `topics` are the sidecar's own; None if it has none, or only some shards."""
+class ArrivalCalls:
+    """The handlers. Only a sidecar with logs of its own takes topics, and none that has some shards alone."""
 
-    def __init__(
-        self,
-        logs: EmbeddedLogs | None,
-        topics: Topics[Topic] | None,
-        streams: Streams,
-        permissions: Permissions,
-        trail: Trail,
-    ) -> None:
-        self._logs = logs
-        self._topics = topics
+    def __init__(self, data: Data, streams: Streams, guard: Guard) -> None:
+        self._logs = data.logs if data.peers is None else None
+        self._topics = data.topics
         self._streams = streams
-        self._permissions = permissions
-        self._trail = trail
+        self._permissions = guard.permissions
+        self._trail = guard.trail
         self._under_way: dict[str, Coming] = {}
 
     def methods(self) -> "dict[str, grpc.RpcMethodHandler[Any, Any]]":
         """By the name of the call."""
         return {
-            "ReceiveTopic": grpc.stream_stream_rpc_method_handler(self._streams.handler(self._receive)),
-            "SettleMove": unary(admin_pb2.SettleMoveRequest, self._settle),
+            "ReceiveTopic": grpc.stream_stream_rpc_method_handler(self._streams.handler(self._receive_topic)),
+            "SettleMove": unary(admin_pb2.SettleMoveRequest, self._settle_move),
         }
 
     def check_is_known(self, name: str) -> None:
@@ -148,7 +141,7 @@ class Arriving:
             raise error("INVALID_REQUEST", "this is only for sidecars with logs of their own, and without shards")
         return self._logs, self._topics
 
-    async def _receive(self, _requests: object, _context: Context, stream: Stream) -> None:
+    async def _receive_topic(self, _requests: object, _context: Context, stream: Stream) -> None:
         logs, topics = self._own()
         head = parse_small(admin_pb2.ReceiveTopicRequest, await stream.read_first() or b"").head
         self._permissions.check_topic(Action.ADMINISTER, topic_name(head.topic))
@@ -220,7 +213,7 @@ class Arriving:
         finally:
             coming.end(topics)
 
-    async def _settle(self, request: admin_pb2.SettleMoveRequest) -> admin_pb2.SettleMoveResponse:
+    async def _settle_move(self, request: admin_pb2.SettleMoveRequest) -> admin_pb2.SettleMoveResponse:
         logs, topics = self._own()
         name = topic_name(request.topic)
         if request.receiver[:RECEIVER_BYTES].hex() != await asyncio.to_thread(logs.receiver):

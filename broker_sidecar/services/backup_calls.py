@@ -148,7 +148,7 @@ PROGRESS_SECONDS = 1.0
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
-class Backup:
+class BackupCalls:
     """The handler. One backup is made at a time."""
 
     def __init__(self, config: Config, data: Data, streams: Streams) -> None:

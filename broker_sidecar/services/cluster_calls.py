@@ -1,35 +1,28 @@
 """The calls of AdminService about the sidecars of a cluster: who there is, who is gone, who has a topic; moving one."""
 
 import asyncio
-from typing import TYPE_CHECKING
-
-from broker_sidecar.cluster import peers
-from broker_sidecar.cluster.peers import Neighbours
-from seqdedupe.address import SidecarAddress
-from seqdedupe.errors import SeqdedupeError, error
-from seqdedupe.log.pulsar.owner import owner_of
-from seqdedupe.topic.publishing import Topic
-from seqdedupe.topic.shielded import shielded
-from seqdedupe.v1 import admin_pb2
-
-if TYPE_CHECKING:
-    from seqdedupe.log.pulsar.log import Shared
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from broker_sidecar.cluster.departures import Leaving
-from broker_sidecar.cluster.peers import Peers
+from broker_sidecar.cluster import peers
+from broker_sidecar.cluster.peers import Neighbours
+from broker_sidecar.data import Data
 from broker_sidecar.rpc import unary
+from seqdedupe.address import SidecarAddress
+from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.log.pulsar import owner
+from seqdedupe.log.pulsar.owner import owner_of
 from seqdedupe.shards import to_text
-from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.finding import find
+from seqdedupe.topic.publishing import Topic
+from seqdedupe.topic.shielded import shielded
+from seqdedupe.v1 import admin_pb2
 
 if TYPE_CHECKING:
-    from broker_sidecar.cluster.pulsar_cluster import Cluster
-
+    from broker_sidecar.cluster.pulsar_cluster import PulsarCluster
+    from seqdedupe.log.pulsar.log import Shared
 
 # -- Moving a topic of a cluster from this sidecar to another one.
 
@@ -113,37 +106,29 @@ async def _next_owner(name: str, shared: "Shared") -> str:
     return address
 
 
-class Sidecars:
-    """The handlers. `cluster` is None if the log is not a cluster's, `peers` if this process has all topics, `leaving`
-    if it has no logs of its own."""
+class ClusterCalls:
+    """The handlers."""
 
-    def __init__(
-        self,
-        topics: Topics[Any],
-        cluster: "Cluster | None",
-        peers: Peers | None,
-        leaving: Leaving | None,
-        is_serving: Callable[[], bool],
-    ) -> None:
-        self._topics: Topics[Topic] = topics
-        self._known_cluster = cluster
-        self._peers = peers
-        self._leaving = leaving
+    def __init__(self, data: Data, is_serving: Callable[[], bool]) -> None:
+        self._topics = data.all_topics
+        self._known_cluster = data.cluster
+        self._peers = data.peers
+        self._leaving = data.leaving
         self._is_serving = is_serving
         self._moves = Moves()
 
     def methods(self) -> "dict[str, grpc.RpcMethodHandler[Any, Any]]":
         """By the name of the call."""
         return {
-            "GetShards": unary(admin_pb2.GetShardsRequest, self._shards),
-            "ListSidecars": unary(admin_pb2.ListSidecarsRequest, self._list),
-            "ForgetSidecar": unary(admin_pb2.ForgetSidecarRequest, self._forget),
-            "MoveTopic": unary(admin_pb2.MoveTopicRequest, self._move),
-            "TakeTopic": unary(admin_pb2.TakeTopicRequest, self._take),
+            "GetShards": unary(admin_pb2.GetShardsRequest, self._get_shards),
+            "ListSidecars": unary(admin_pb2.ListSidecarsRequest, self._list_sidecars),
+            "ForgetSidecar": unary(admin_pb2.ForgetSidecarRequest, self._forget_sidecar),
+            "MoveTopic": unary(admin_pb2.MoveTopicRequest, self._move_topic),
+            "TakeTopic": unary(admin_pb2.TakeTopicRequest, self._take_topic),
         }
 
     @property
-    def _cluster(self) -> "Cluster":
+    def _cluster(self) -> "PulsarCluster":
         if self._known_cluster is None:
             raise error(
                 "INVALID_REQUEST",
@@ -153,7 +138,7 @@ class Sidecars:
             )
         return self._known_cluster
 
-    async def _list(self, _request: admin_pb2.ListSidecarsRequest) -> admin_pb2.ListSidecarsResponse:
+    async def _list_sidecars(self, _request: admin_pb2.ListSidecarsRequest) -> admin_pb2.ListSidecarsResponse:
         if self._peers is not None:
             return admin_pb2.ListSidecarsResponse(sidecars=await self._peers.list_sidecars(len(self._topics.records)))
         shared, namespaces = self._cluster.shared, self._cluster.namespaces
@@ -172,7 +157,7 @@ class Sidecars:
             ]
         )
 
-    async def _shards(self, _request: admin_pb2.GetShardsRequest) -> admin_pb2.GetShardsResponse:
+    async def _get_shards(self, _request: admin_pb2.GetShardsRequest) -> admin_pb2.GetShardsResponse:
         if self._peers is None:
             raise error("INVALID_REQUEST", "here no shards of topics are spread over the processes of a cluster")
         return admin_pb2.GetShardsResponse(
@@ -183,14 +168,14 @@ class Sidecars:
             topics=len(self._topics.records),
         )
 
-    async def _forget(self, request: admin_pb2.ForgetSidecarRequest) -> admin_pb2.ForgetSidecarResponse:
+    async def _forget_sidecar(self, request: admin_pb2.ForgetSidecarRequest) -> admin_pb2.ForgetSidecarResponse:
         shared, namespaces = self._cluster.shared, self._cluster.namespaces
         if request.name == shared.instance_name:
             raise error("SIDECAR_ALIVE", f"{request.name} is the sidecar that was asked")
         topics = await owner.forget(shared.admin, namespaces, request.name, self._cluster.neighbours.instance_name)
         return admin_pb2.ForgetSidecarResponse(topics=topics)
 
-    async def _move(self, request: admin_pb2.MoveTopicRequest) -> admin_pb2.MoveTopicResponse:
+    async def _move_topic(self, request: admin_pb2.MoveTopicRequest) -> admin_pb2.MoveTopicResponse:
         if self._leaving is not None and self._peers is None:
             return admin_pb2.MoveTopicResponse(owner_address=await self._leaving.move(request.topic, request.to))
         cluster = self._cluster
@@ -198,7 +183,7 @@ class Sidecars:
         address = await self._moves.move(topic, request.to, cluster.shared, cluster.neighbours)
         return admin_pb2.MoveTopicResponse(owner_address=address)
 
-    async def _take(self, request: admin_pb2.TakeTopicRequest) -> admin_pb2.TakeTopicResponse:
+    async def _take_topic(self, request: admin_pb2.TakeTopicRequest) -> admin_pb2.TakeTopicResponse:
         _ = self._cluster
         await (await find(self._topics, request.topic)).take()
         return admin_pb2.TakeTopicResponse()

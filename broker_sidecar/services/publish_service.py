@@ -216,7 +216,7 @@ NO_MESSAGE_ID = MessageId(-1, -1, -1).to_proto()
 _STATE_OF_TOPIC = struct.Struct("<BqBq")
 
 
-class _Publishing:
+class _FrameStream:
     """What one publish stream has under way, and the answers that wait to be sent.
 
     A batch counts from its admission until it has settled, then its answer until that is sent. `is_early`: receipts may
@@ -502,7 +502,7 @@ class PublishService:
         stream.allowed.clear()
         topic = await find(self._topics, name)
         allowing = self._permissions.allowing(topic.name, topic.producers)
-        publishing = _Publishing(topic, stream, allowing, is_early=is_early)
+        publishing = _FrameStream(topic, stream, allowing, is_early=is_early)
         writer = asyncio.ensure_future(publishing.send_all())
         # When the client is gone writing fails; the call is cancelled then, and nobody asks the task.
         writer.add_done_callback(lambda task: task.cancelled() or task.exception())
@@ -519,7 +519,7 @@ class PublishService:
             writer.cancel()
             publishing.give_up()
 
-    async def _take_frames(self, publishing: _Publishing, frames: list[tuple[int, bytes]]) -> None:
+    async def _take_frames(self, publishing: _FrameStream, frames: list[tuple[int, bytes]]) -> None:
         """Admits these frames and all that come after them, until the client says that no more do."""
         topic = publishing.topic
         while True:

@@ -9,12 +9,13 @@ from importlib.metadata import version
 from operator import attrgetter
 from typing import Any
 
+import grpc
 import numpy as np
 import numpy.typing as npt
 
-from broker_sidecar import rpc
+from broker_sidecar.rpc import refusals, unary
 from broker_sidecar.telemetry import LastWarnings
-from broker_sidecar.topic_messages import WORST_FIRST, replay_left_messages, snapshot_age_seconds, topic_to_proto
+from broker_sidecar.topic_messages import WORST_FIRST, topic_to_proto
 from seqdedupe.errors import error
 from seqdedupe.topic.base import TopicBase
 from seqdedupe.topic.closed import Closed
@@ -77,7 +78,7 @@ class Past:
         self.quiet_intervals = 0 if any(counts) else self.quiet_intervals + 1
 
 
-class History:
+class RecentActivity:
     """The pasts of `topics` from `begin` on."""
 
     def __init__(self, topics: Topics[Any]) -> None:
@@ -101,7 +102,7 @@ class History:
     def look(self) -> None:
         """The first interval begins."""
         self._before = {name: _counted(topic.counters) for name, topic in self._topics.live.items()}
-        self._told.append(rpc.refusals.copy())
+        self._told.append(refusals.copy())
 
     async def _run(self) -> None:
         clock = asyncio.get_running_loop().time
@@ -134,7 +135,7 @@ class History:
                 past.add(place, counts)
         self._all.add(place, total)
         self._before = seen
-        self._told.append(rpc.refusals.copy())
+        self._told.append(refusals.copy())
         self._ended += 1
         for name in [
             name for name, past in self._pasts.items() if name not in seen or past.quiet_intervals > INTERVALS
@@ -156,7 +157,7 @@ class History:
 
     def refusals(self) -> list[admin_pb2.ReasonCount]:
         """What callers were told meanwhile, the most frequent first."""
-        since = rpc.refusals - self._told[0] if self._told else Counter[str]()
+        since = refusals - self._told[0] if self._told else Counter[str]()
         return [admin_pb2.ReasonCount(reason=reason, count=count) for reason, count in since.most_common()]
 
 
@@ -203,16 +204,20 @@ class Statistics:
 
     def __init__(self, topics: Topics[Any], is_serving: Callable[[], bool], warnings: LastWarnings) -> None:
         self._topics = topics
-        self._is_serving = is_serving
+        self.is_serving = is_serving
         self._warnings = warnings
         self._began = time.monotonic()
-        self.history = History(topics)
+        self.history = RecentActivity(topics)
+
+    def methods(self) -> "dict[str, grpc.RpcMethodHandler[Any, Any]]":
+        """By the name of the call."""
+        return {"GetStatistics": unary(admin_pb2.GetStatisticsRequest, self.get_statistics)}
 
     @property
     def uptime_seconds(self) -> int:
         return int(time.monotonic() - self._began)
 
-    async def answer(self, request: admin_pb2.GetStatisticsRequest) -> admin_pb2.GetStatisticsResponse:
+    async def get_statistics(self, request: admin_pb2.GetStatisticsRequest) -> admin_pb2.GetStatisticsResponse:
         """Raises INVALID_REQUEST, TOPIC_NOT_FOUND, as `Topics.look_at`."""
         self.history.begin()
         _check(request)
@@ -224,7 +229,7 @@ class Statistics:
         return admin_pb2.GetStatisticsResponse(
             version=version("seqdedupe"),
             uptime_seconds=self.uptime_seconds,
-            is_serving=self._is_serving(),
+            is_serving=self.is_serving(),
             now_ms=time.time_ns() // 1_000_000,
             interval_ms=int(INTERVAL_SECONDS * 1000),
             activity=self.history.activity(),
@@ -271,3 +276,15 @@ def _check(request: admin_pb2.GetStatisticsRequest) -> None:
         raise error("INVALID_REQUEST", f"limit is {request.limit}: it should be 0 to {MAX_TOPICS}")
     if request.order not in _ORDERS:
         raise error("INVALID_REQUEST", f"order is {request.order}, which this version does not know")
+
+
+def replay_left_messages(topic: TopicBase | Closed) -> int:
+    """Messages that are known to be in its log, and not read yet by its recovery."""
+    return 0 if isinstance(topic, Closed) or topic.knows_its_end else topic.readable_index - topic.confirmed_index
+
+
+def snapshot_age_seconds(topic: TopicBase | Closed) -> float:
+    """Since its last durable snapshot, or since it was opened; 0 if that covers all messages."""
+    if isinstance(topic, Closed) or topic.confirmed_index <= topic.snapshot_index:
+        return 0.0
+    return asyncio.get_running_loop().time() - topic.snapshotter.durable_at

@@ -9,10 +9,9 @@ import grpc
 import grpc.aio
 
 from broker_sidecar.cluster.snapshot_stream import Taking, answers_of
+from broker_sidecar.gate import Guard
 from broker_sidecar.rpc import INT64, Context, columns, names_of, parse, parse_small, unary, values
-from broker_sidecar.security.permissions import Permissions
 from broker_sidecar.security.rules import Action
-from broker_sidecar.security.trail import Trail
 from broker_sidecar.streams import Stream, Streams, messages
 from broker_sidecar.topic_messages import topic_to_proto
 from seqdedupe import wire
@@ -35,14 +34,14 @@ SILENT_SECONDS = 2.0
 """A client that says nothing for so long after what was refused is told why, whether it has ended or not."""
 
 
-class Transfer:
+class TransferCalls:
     """The handlers."""
 
-    def __init__(self, topics: Topics[Any], streams: Streams, permissions: Permissions, trail: Trail) -> None:
+    def __init__(self, topics: Topics[Any], streams: Streams, guard: Guard) -> None:
         self._topics = topics
         self._streams = streams
-        self._permissions = permissions
-        self._trail = trail
+        self._permissions = guard.permissions
+        self._trail = guard.trail
 
     def methods(self) -> "dict[str, grpc.RpcMethodHandler[Any, Any]]":
         """By the name of the call."""
@@ -51,7 +50,7 @@ class Transfer:
             "ExportWatermarks": grpc.unary_stream_rpc_method_handler(self._streams.handler(self._export_watermarks)),
             "ExportSnapshot": grpc.unary_stream_rpc_method_handler(self._streams.handler(self._export_snapshot)),
             "ImportSnapshot": grpc.stream_stream_rpc_method_handler(self._streams.handler(self._import_snapshot)),
-            "RebuildTopic": unary(admin_pb2.RebuildTopicRequest, self._rebuild),
+            "RebuildTopic": unary(admin_pb2.RebuildTopicRequest, self._rebuild_topic),
             "ImportWatermarks": grpc.stream_stream_rpc_method_handler(self._streams.handler(self._import_watermarks)),
             "ImportWindow": grpc.stream_stream_rpc_method_handler(self._streams.handler(self._import_window)),
         }
@@ -86,7 +85,7 @@ class Transfer:
                     topic = await renew(self._topics, found, head.position.incarnation, loaded)
         await stream.write(admin_pb2.ImportSnapshotResponse(topic=topic_to_proto(topic)).SerializeToString())
 
-    async def _rebuild(self, request: admin_pb2.RebuildTopicRequest) -> admin_pb2.RebuildTopicResponse:
+    async def _rebuild_topic(self, request: admin_pb2.RebuildTopicRequest) -> admin_pb2.RebuildTopicResponse:
         topic = await renew(self._topics, await look_for(self._topics, request.topic), None, None)
         return admin_pb2.RebuildTopicResponse(topic=topic_to_proto(topic))
 

@@ -17,7 +17,7 @@ from seqdedupe.errors import AccessDeniedError, SeqdedupeError, error
 from seqdedupe.names import is_namespace, namespace_name, producer_name, topic_name
 
 if TYPE_CHECKING:
-    from broker_sidecar.security.rules import Decision
+    from broker_sidecar.security.rules import RuleDecision
 
 
 from seqdedupe.audit_trail import Link, verify
@@ -180,7 +180,7 @@ def explain(
 
 def _decide(
     file: Path, subject: str, action: str, what: str, producer: str | None, cursor: str | None
-) -> "tuple[str, Decision]":
+) -> "tuple[str, RuleDecision]":
     """The full name of what it is about, and the decision. Raises INVALID_CONFIGURATION, and what the names are."""
     from broker_sidecar import kernels
 

@@ -23,7 +23,7 @@ PLANTED = ".planted"
 
 STEPS = (
     "broker_sidecar.cluster.departures.Giving._answer",
-    "broker_sidecar.cluster.departures.Leaving._let_go",
+    "broker_sidecar.cluster.departures.Departures._let_go",
     "seqdedupe.log.embedded.moved.leave",
     "seqdedupe.log.embedded.moved.has_left",
     "seqdedupe.log.embedded.moved.stays",
@@ -97,10 +97,10 @@ def _plant_bug(bug: str) -> None:
         moved.leave = lambda folder, to: None
     elif bug == "lets go first":
 
-        async def settled(self: departures.Leaving, record: Any, to: moved.To) -> None:
+        async def settled(self: departures.Departures, record: Any, to: moved.To) -> None:
             moved.has_left(self._logs.folder_of(record.incarnation))
 
-        departures.Leaving._settle = settled  # type: ignore[method-assign]
+        departures.Departures._settle = settled  # type: ignore[method-assign]
 
 
 def main() -> int:

@@ -44,8 +44,8 @@ CPU_SECONDS = 4.0
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sidecar]:
     """A sidecar for brokers that no test may kill."""
-    with Sidecar(tmp_path_factory.mktemp("dedupe"), log="broker") as server:
-        yield server
+    with Sidecar(tmp_path_factory.mktemp("dedupe"), log="broker") as sidecar:
+        yield sidecar
 
 
 @pytest.fixture
@@ -605,7 +605,7 @@ HUGE: list[tuple[str, Callable[[], bytes], str]] = [
 
 
 def cpu_seconds(sidecar: Sidecar) -> float:
-    used = psutil.Process(server.pid).cpu_times()
+    used = psutil.Process(sidecar.pid).cpu_times()
     return used.user + used.system
 
 
@@ -687,7 +687,7 @@ async def test_others_get_their_turn_while_names_are_registered(
     monkeypatch.setattr(dedupe_service, "NAMES_A_STEP", names_a_step)
     address = f"unix:{tmp_path}/socket"
     config = Config(data_directory=str(tmp_path), listen=address, authentication="none", log="broker")
-    served = server.Sidecar(config, connections=10)
+    served = server.SidecarServer(config, connections=10)
     await served.listen()
     await served.recover()
     try:

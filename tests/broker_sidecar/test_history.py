@@ -6,15 +6,15 @@ from typing import Any
 import pytest
 
 from broker_sidecar.services import statistics
-from broker_sidecar.services.statistics import INTERVALS, History
+from broker_sidecar.services.statistics import INTERVALS, RecentActivity
 from seqdedupe.topic.counters import Counters
 
 
-def _past_of(**counters: Counters) -> tuple[History, dict[str, Any]]:
+def _past_of(**counters: Counters) -> tuple[RecentActivity, dict[str, Any]]:
     """Of topics with these counters, and the topics, by name."""
     live = {name: SimpleNamespace(counters=one) for name, one in counters.items()}
     topics: Any = SimpleNamespace(live=live)
-    past = History(topics)
+    past = RecentActivity(topics)
     past.look()
     return past, live
 

@@ -32,7 +32,7 @@ OLD_STEPS = [
     ("seqdedupe.log.embedded.moved.leave", "after", 1),
     ("broker_sidecar.cluster.departures.Giving._answer", "before", 3),
     ("broker_sidecar.cluster.departures.Giving._answer", "after", 3),
-    ("broker_sidecar.cluster.departures.Leaving._let_go", "after", 1),
+    ("broker_sidecar.cluster.departures.Departures._let_go", "after", 1),
     ("seqdedupe.log.embedded.moved.has_left", "before", 1),
     ("seqdedupe.log.embedded.moved.has_left", "after", 1),
     ("seqdedupe.log.embedded.moved.remove_messages", "before", 1),

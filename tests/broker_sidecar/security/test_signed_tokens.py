@@ -281,7 +281,7 @@ def test_what_is_remembered_expires_and_is_bounded(tmp_path: Path, monkeypatch: 
     with pytest.raises(SeqdedupeError) as raised:
         tokens.claims_of(token, HERE, time.time())
     assert raised.value.reason == "TOKEN_EXPIRED"
-    monkeypatch.setattr(tokens, "MAX_REMEMBERED", 3)
+    monkeypatch.setattr("broker_sidecar.security.tokens.MAX_REMEMBERED", 3)
     for k in range(10):
         assert tokens.claims_of(ED.token(sub=f"shop-{k}").encode(), HERE, now).subject == f"shop-{k}"
     assert len(tokens._verified) <= 3
