@@ -96,10 +96,6 @@ class Taken:
     def __init__(self) -> None:
         self.messages = self.size = 0
 
-    def add(self, size: int) -> None:
-        self.messages += 1
-        self.size += size
-
 
 class PeerEnd(NamedTuple):
     """A peer's end of a TCP connection."""

@@ -5,7 +5,8 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from inspect import iscoroutinefunction
 from typing import Any, NoReturn, TypeAlias, TypeVar
@@ -251,6 +252,27 @@ class Method:
         self.sent = 0
         self.seconds = Buckets(HANDLING_SECONDS)
 
+    @contextmanager
+    def handling(self, context: Context) -> Iterator[None]:
+        """Counts a call from its beginning to its end. The reader of a request counts its messages (`Gate`, `Stream`),
+        and who answers the responses."""
+        _method.set(self)
+        self.started += 1
+        began = time.perf_counter()
+        code = "Unknown"
+        try:
+            yield
+            code = _word(context.code(), "OK")
+        except asyncio.CancelledError:
+            code = "Canceled"
+            raise
+        except grpc.aio.AbortError:
+            code = _word(context.code(), "Unknown")
+            raise
+        finally:
+            self.handled[code] += 1
+            self.seconds.add(time.perf_counter() - began)
+
 
 _method: ContextVar[Method] = ContextVar("method")
 _NOWHERE = Method("", "", "")
@@ -267,46 +289,12 @@ class MethodCounts:
     def __init__(self) -> None:
         self.methods: dict[str, Method] = {}
 
-    def counted(self, handler: grpc.GenericRpcHandler) -> "Counted":
-        """The service as this handler serves it, counted."""
-        return Counted(handler, self)
-
-
-class Counted(Wrapping):
-    """A service whose calls are counted. The reader of a request counts its messages (`Gate`, `Stream`), and the writer
-    of a stream counts the responses."""
-
-    def __init__(self, handler: grpc.GenericRpcHandler, calls: MethodCounts) -> None:
-        super().__init__(handler)
-        self._calls = calls
-
-    def wrap(self, method: str, handle: Handle, found: "grpc.RpcMethodHandler[Any, Any]") -> Handle:
+    def of(self, method: str) -> Method:
+        """The counts of a method, by its full name. Called once for each."""
         service, _, name = method.removeprefix("/").rpartition("/")
         schema: Any = descriptor_pool.Default().FindMethodByName(f"{service}.{name}")
-        kind = _KINDS[schema.client_streaming, schema.server_streaming]
-        counts = self._calls.methods[method] = Method(service, name, kind)
-
-        async def counted(request: Any, context: Context) -> Any:
-            _method.set(counts)
-            counts.started += 1
-            began = time.perf_counter()
-            code = "Unknown"
-            try:
-                response = await handle(request, context)
-                counts.sent += not found.response_streaming
-                code = _word(context.code(), "OK")
-                return response
-            except asyncio.CancelledError:
-                code = "Canceled"
-                raise
-            except grpc.aio.AbortError:
-                code = _word(context.code(), "Unknown")
-                raise
-            finally:
-                counts.handled[code] += 1
-                counts.seconds.add(time.perf_counter() - began)
-
-        return counted
+        counts = self.methods[method] = Method(service, name, _KINDS[schema.client_streaming, schema.server_streaming])
+        return counts
 
 
 def _word(code: Any, default: str) -> str:

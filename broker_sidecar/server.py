@@ -21,7 +21,7 @@ from broker_sidecar import data_directory, telemetry
 from broker_sidecar.config import Config
 from broker_sidecar.connections import UNREAD_BYTES, TcpConnections
 from broker_sidecar.data import Data, fatal
-from broker_sidecar.gate import Guard
+from broker_sidecar.gate import Gate, Guard
 from broker_sidecar.liveness import Manager, Watchdog
 from broker_sidecar.metrics import Metrics, Sources
 from broker_sidecar.rpc import MethodCounts
@@ -128,7 +128,7 @@ class SidecarServer:
                 self._connections,
                 self._calls,
                 reading,
-                lambda: not self._guard.has_problem,
+                lambda: not self._guard.watching.has_problem,
             )
             self._metrics = Metrics(sources)
             visitors = Visitors(self._guard.authentication, self._guard.permissions, self._guard.trail)
@@ -153,12 +153,13 @@ class SidecarServer:
     async def _listen(self) -> None:
         services, reading = self._services()
         self._listen_for_http(reading)
-        guarded = (self._guard.guarded(self._traces.traced(one.handlers())) for one in services.values())
-        self._handlers = [self._calls.counted(handler) for handler in guarded]
+        self._handlers = [
+            Gate(self._traces.traced(one.handlers()), self._guard, self._calls) for one in services.values()
+        ]
         self.address = await self._serve_at("listen")
         addresses = [self.address, *([await self._serve_at("also_listen")] if self._config.also_listen else [])]
         self._data.listens(self.address)
-        self._topics.in_background(self._guard.keep_looking())
+        self._topics.in_background(self._guard.watching.keep_looking())
         if ports := {address.port for address in addresses if not address.path}:
             self._topics.in_background(self._connections.keep_looking(ports))
         for key in self._paths:
@@ -231,7 +232,7 @@ class SidecarServer:
         self._guard.reload()
 
     def _files_read_again(self) -> None:
-        is_in_force = not self._guard.has_problem
+        is_in_force = not self._guard.watching.has_problem
         self._health.set(CONFIGURATION, standard_services.SERVING if is_in_force else standard_services.NOT_SERVING)
 
     def status(self) -> str:

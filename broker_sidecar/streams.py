@@ -95,7 +95,8 @@ class Stream:
         data = await self._context.read()
         if data is not grpc.aio.EOF:
             self._method.received += 1
-            self._taken.add(len(data))
+            self._taken.messages += 1
+            self._taken.size += len(data)
             self._shares.spend(self.use, len(data), time.monotonic())
         return data
 

@@ -16,7 +16,7 @@ from broker_sidecar.security.permissions import Permissions
 from broker_sidecar.security.rules import Action
 from broker_sidecar.security.subject import caller
 from broker_sidecar.security.trail import Trail
-from broker_sidecar.shares import Share
+from broker_sidecar.shares import Share, Use
 from broker_sidecar.streams import COPIES, Stream, Streams
 from seqdedupe import wire
 from seqdedupe.errors import NotFoundError, SeqdedupeError, error
@@ -229,7 +229,7 @@ class _FrameStream:
         self.topic = topic
         self.stream = stream
         self.cache = topic.connect(stream.end)
-        self.cache.allowing = allowing
+        self.cache.allowing = self.allowing = allowing
         self.has_ended = False
         self.is_gone = False
         self.unsent: deque[bytes] = deque()
@@ -447,6 +447,11 @@ class PublishService:
         self._permissions.check_creates(topic_name(request.topic), self._topics.taken_names())
         return await find_or_create(self._topics, request.topic)
 
+    def _check_disk(self, use: Use) -> None:
+        """Raises SHARE_EXCEEDED if the logs that count for this caller hold more than they may."""
+        if use.limits.bytes_on_disk is not None:
+            self._permissions.check_disk(use, self._log_bytes, time.monotonic())
+
     def _log_bytes(self) -> dict[str, int]:
         return {name: topic.log_bytes for name, topic in self._topics.live.items()}
 
@@ -456,7 +461,7 @@ class PublishService:
             self._permissions.check_topic(Action.PUBLISH, topic_name(name))
             shares = self._permissions.shares
             shares.check_rate(use := shares.of(caller().name), len(data), time.monotonic())
-            self._permissions.check_disk(use, self._log_bytes, time.monotonic())
+            self._check_disk(use)
             topic = await find(self._topics, name)
             self._check_unnamed(topic)
             looked_up = await topic.look_up(batch)
@@ -527,8 +532,9 @@ class PublishService:
                 # Raises where it is, if not here.
                 self._topics.get(topic.name)
                 raise error("DRAINING", f"topic {topic.name} was opened again: open the stream again")
-            self._permissions.check_disk(publishing.stream.use, self._log_bytes, time.monotonic())
-            self._check_unnamed(topic)
+            self._check_disk(publishing.stream.use)
+            if publishing.allowing is not None:
+                self._check_unnamed(topic)
             size = await publishing.take_all(frames)
             # What comes next is likely to be as large. Once it is read it cannot be left to gRPC any more.
             if not publishing.has_room(size, to_read=True):
