@@ -94,7 +94,7 @@ def _run(config: Config, held: ExitStack, flags: Sequence[str], rebuild_store: b
         faulthandler.register(signal.SIGUSR2)
     folder = Path(config.data_directory)
     try:
-        workers.check_is_no_backup(folder)
+        data_directory.check_is_no_backup(folder)
         lock = held.enter_context(data_directory.taken(folder))
         count = workers.count_of(config)
         workers.divide(config, count)

@@ -1,6 +1,8 @@
-"""What the sidecar can be told: its keys. `loading` takes them from a file, the environment and flags.
+"""What the sidecar can be told: its keys, what they cannot be, and where their values come from.
 
-`docs/configuration.md` has the table of keys; a test holds it and this file together.
+`Config` has all keys, `PulsarConfig` those of the table `[pulsar]`; `check` says which values contradict or lack each
+other; `load` takes them from a TOML file, `SEQDEDUPE_*` in the environment and flags. A new key is a field, and its
+bounds in `check`. `docs/configuration.md` has the table of keys; a test holds it and this file together.
 """
 
 import difflib

@@ -1,4 +1,5 @@
-"""The data directory: made if need be, locked, and looked at before anything is opened in it."""
+"""The data directory: made if need be, locked, and looked at before anything is opened in it. What it holds is
+`data.py`."""
 
 import asyncio
 import errno
@@ -9,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from seqdedupe.backup.manifest import MANIFEST_FILE
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.locks import DIRECTORY_LOCK, Lock, locked_directory
 from seqdedupe.store.directories import SHARDS_FILE, WORKERS_FILE
@@ -82,6 +84,18 @@ def taken(folder: Path) -> Iterator[Lock]:
     prepare(folder)
     with locked_directory(folder) as lock:
         yield lock
+
+
+def check_is_no_backup(folder: Path) -> None:
+    """Other backups share its files, which a sidecar would append to. Raises INVALID_CONFIGURATION."""
+    for part in (folder, *folder.glob("worker-*")):
+        if (part / MANIFEST_FILE).exists():
+            raise error(
+                "INVALID_CONFIGURATION",
+                f"data_directory = {str(folder)!r} is a backup",
+                hint=f"Restore it: seqdedupe restore {folder} DATA_DIRECTORY",
+                key="data_directory",
+            )
 
 
 async def lost(lock: Lock) -> str:

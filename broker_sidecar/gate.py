@@ -1,4 +1,7 @@
-"""The one place that every call passes before its handler: who calls, what they may do, what is written down of it."""
+"""The one place that every call passes before its handler: who calls, what they may do, what is written down of it.
+
+`Gate` has the steps of a call. `Guard` is what they ask, from the configuration and the files that it names.
+"""
 
 import asyncio
 from collections import deque

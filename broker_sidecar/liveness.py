@@ -1,7 +1,9 @@
-"""What a service manager is told, as `sd_notify(3)` has it: that the sidecar serves, how far it is, that it stops; and,
-if it wants that (`WatchdogSec`), again and again that the event loop runs.
+"""Whether this process lives, for whoever started it, and for itself.
 
-NOTIFY_SOCKET in the environment says where; without it nobody is told. That nobody listens there changes nothing.
+`Manager` tells a service manager, as `sd_notify(3)` has it: that the sidecar serves, how far it is, that it stops; and,
+if it wants that (`WatchdogSec`), again and again that the event loop runs. NOTIFY_SOCKET in the environment says where;
+without it nobody is told. That nobody listens there changes nothing. `Listener` hears what workers tell their parent
+so. `Watchdog` ends a process whose event loop stands still.
 """
 
 import asyncio

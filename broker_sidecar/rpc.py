@@ -1,4 +1,9 @@
-"""Between gRPC and the rest: errors become statuses, bytes become messages, at one place."""
+"""Between gRPC and the rest: errors become statuses, bytes become messages, and every method is counted, at one place.
+
+`abort` ends a call with an error, `parse` and its kin read requests, `unary` makes a handler of a coroutine. `Wrapping`
+is a service whose calls pass something on the way to their handlers, `Method` what is counted of one method's calls.
+What a call passes, and in which order, is in `gate.py`.
+"""
 
 import asyncio
 import logging
@@ -13,17 +18,14 @@ from typing import Any, NoReturn, TypeAlias, TypeVar
 
 import grpc
 import grpc.aio
-import numpy as np
 from google.protobuf import any_pb2, descriptor_pool
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import DecodeError, Message
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
-from seqdedupe.batch import Binary
 from seqdedupe.buckets import Buckets
 from seqdedupe.errors import REASONS, SeqdedupeError, error
-from seqdedupe.limits import MAX_BATCH_ROWS, MAX_NAMES_AT_ONCE
 from seqdedupe.wire import EMPTY
 
 ERROR_DOMAIN = "seqdedupe"
@@ -120,41 +122,6 @@ def columns(alias: Any, published: type[Message], data: bytes) -> Any:
     """A request of the alias schema. Raises as `parse_small`."""
     check_small(published, data)
     return parse_columns(alias, published, data)
-
-
-INT32, INT64 = np.dtype("<i4"), np.dtype("<i8")
-
-
-def binary(offsets: bytes, data: bytes, name: str) -> Binary:
-    """A column of byte strings, whose offsets have this name; whether they fit is not looked at. As `values`."""
-    return Binary(values(offsets, INT32, name), data)
-
-
-def values(column: bytes, kind: Any, name: str) -> np.ndarray:
-    """The values of a column, or of offsets, of which there is one more. Raises INVALID_REQUEST."""
-    size = kind.itemsize
-    if len(column) % size or len(column) // size > MAX_BATCH_ROWS + 1:
-        raise error(
-            "INVALID_REQUEST", f"{name} has {len(column)} bytes: values of {size} bytes are needed, and at most "
-            f"{MAX_BATCH_ROWS} rows",
-        )  # fmt: skip
-    return np.frombuffer(column, kind)
-
-
-def names_of(message: Any) -> list[bytes]:
-    """The names in a message's columns, not checked. Raises INVALID_REQUEST."""
-    return column_of_names(message).values()
-
-
-def column_of_names(message: Any) -> Binary:
-    """The same as a column."""
-    names = binary(message.producer_name_offsets, message.producer_names, "producer_name_offsets")
-    count = len(names.offsets) - 1
-    if not 1 <= count <= MAX_NAMES_AT_ONCE:
-        raise error("INVALID_REQUEST", f"producer_names takes 1 to {MAX_NAMES_AT_ONCE} names at once")
-    if not names.cuts_into(count):
-        raise error("INVALID_REQUEST", "the offsets of producer_names do not fit")
-    return names
 
 
 def unary(kind: type[M], call: Callable[[M], Awaitable[R]]) -> "grpc.RpcMethodHandler[bytes, bytes]":

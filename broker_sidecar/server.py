@@ -1,7 +1,8 @@
 """The sidecar's process: start, serve, drain.
 
-SIGTERM or SIGINT drains: health says NOT_SERVING, what is in flight is finished, a last snapshot is durable, exit 0.
-SIGHUP reads again what an operator may replace.
+`run` is the process, from its arguments to its exit status; `SidecarServer` the sidecar in it, which joins data,
+services, web server and whoever may use them. SIGTERM or SIGINT drains: health says NOT_SERVING, what is in flight is
+finished, a last snapshot is durable, exit 0. SIGHUP reads again what an operator may replace.
 """
 
 import asyncio
@@ -27,13 +28,18 @@ from broker_sidecar.metrics import Metrics, Sources
 from broker_sidecar.rpc import MethodCounts
 from broker_sidecar.security import tokens
 from broker_sidecar.security.permissions import CONFIGURATION
-from broker_sidecar.services import admin_service, dedupe_service, publish_service, read_service, standard_services
+from broker_sidecar.services.admin_service import AdminService
+from broker_sidecar.services.dedupe_service import DedupeService
+from broker_sidecar.services.publish_service import PublishService
+from broker_sidecar.services.read_service import ReadService
+from broker_sidecar.services.standard_services import NOT_SERVING, REFLECTION_SERVICE, SERVING, Health, Reflection
 from broker_sidecar.services.statistics import Statistics
 from broker_sidecar.sockets import SocketPath, cannot_listen, connections_within, raise_limit
 from broker_sidecar.streams import CONNECTION_SHARE, Streams
 from broker_sidecar.telemetry import LastWarnings, Traces
 from broker_sidecar.web.http_server import Route, Visitors, WebServer
 from broker_sidecar.web.pages import Pages
+from broker_sidecar.workers import EXIT_ERROR
 from seqdedupe.address import SidecarAddress
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.locks import Lock
@@ -79,7 +85,7 @@ class SidecarServer:
         # gRPC counts those of each address by itself.
         places = connections // (2 if config.also_listen else 1)
         self._connections = TcpConnections(places, self._streams.peers)
-        self._health = standard_services.Health(
+        self._health = Health(
             self._streams,
             lambda name: self._topics.waiting.begin(name),
             check_owner=lambda name: self._topics.ownership.check(name),
@@ -101,7 +107,7 @@ class SidecarServer:
         self._data = Data(self._config, self._topic_changed, **self._repairs)
         self._topics = self._data.all_topics
         self._statistics = Statistics(self._topics, lambda: self._health.is_serving, self._warnings)
-        self._admin = admin_service.AdminService(self._config, self._data, self._streams, self._guard, self._statistics)
+        self._admin = AdminService(self._config, self._data, self._streams, self._guard, self._statistics)
         try:
             self._guard.begin(self._streams, self._connections.called)
             if self._data.peers is not None:
@@ -119,7 +125,7 @@ class SidecarServer:
             logger.info("metrics", extra={"address": str(self._web.address)})
         self._guard.trail.begin()
 
-    def _listen_for_http(self, reading: read_service.ReadService | None) -> None:
+    def _listen_for_http(self, reading: ReadService | None) -> None:
         if self._config.metrics_listen:
             sources = Sources(
                 self._config,
@@ -148,14 +154,12 @@ class SidecarServer:
             self._data.leaving.go_on()
         await self._topics.recover_all()
         self._data.begin_looking()
-        self._health.set("", standard_services.SERVING)
+        self._health.set("", SERVING)
 
     async def _listen(self) -> None:
         services, reading = self._services()
         self._listen_for_http(reading)
-        self._handlers = [
-            Gate(self._traces.traced(one.handlers()), self._guard, self._calls) for one in services.values()
-        ]
+        self._handlers = [Gate(self._traces.traced(one), self._guard, self._calls) for one in services]
         self.address = await self._serve_at("listen")
         addresses = [self.address, *([await self._serve_at("also_listen")] if self._config.also_listen else [])]
         self._data.listens(self.address)
@@ -210,22 +214,19 @@ class SidecarServer:
                 if told != (told := str(e)):
                     logger.error("%s was removed or replaced, and nobody reaches the sidecar there: %s", address, e)
 
-    def _services(self) -> tuple[dict[str, Any], read_service.ReadService | None]:
-        """By their names; and that for readers, if there is one."""
+    def _services(self) -> tuple[list[Any], ReadService | None]:
+        """Their handlers; and the service for readers, if there is one."""
         streams, permissions = self._streams, self._guard.permissions
-        services: dict[str, Any] = {admin_service.SERVICE: self._admin, standard_services.HEALTH_SERVICE: self._health}
-        reading: read_service.ReadService | None = None
+        services: list[Any] = [self._admin, self._health]
+        reading: ReadService | None = None
         if (topics := self._data.topics) is not None:
-            services[publish_service.SERVICE] = publish_service.PublishService(
-                topics, streams, permissions, self._guard.trail
-            )
-            services[read_service.SERVICE] = reading = read_service.ReadService(topics, streams, permissions)
+            reading = ReadService(topics, streams, permissions)
+            services += PublishService(topics, streams, permissions, self._guard.trail), reading
         if (brokers_topics := self._data.brokers_topics) is not None:
-            services[dedupe_service.SERVICE] = dedupe_service.DedupeService(brokers_topics, streams, permissions)
-        services[standard_services.REFLECTION_SERVICE] = standard_services.Reflection(
-            (*services, standard_services.REFLECTION_SERVICE), streams
-        )
-        return services, reading
+            services.append(DedupeService(brokers_topics, streams, permissions))
+        handlers = [service.handlers() for service in services]
+        names = [handler.service_name() for handler in handlers]
+        return [*handlers, Reflection([*names, REFLECTION_SERVICE], streams).handlers()], reading
 
     def reload(self) -> None:
         """Reads again whatever an operator may replace, and goes on in the file that has the audit trail's name."""
@@ -233,7 +234,7 @@ class SidecarServer:
 
     def _files_read_again(self) -> None:
         is_in_force = not self._guard.watching.has_problem
-        self._health.set(CONFIGURATION, standard_services.SERVING if is_in_force else standard_services.NOT_SERVING)
+        self._health.set(CONFIGURATION, SERVING if is_in_force else NOT_SERVING)
 
     def status(self) -> str:
         """How far it is, in a line for people."""
@@ -246,9 +247,7 @@ class SidecarServer:
         if state is None:
             self._health.set(name, None)
         else:
-            self._health.set(
-                name, standard_services.SERVING if state is State.SERVING else standard_services.NOT_SERVING
-            )
+            self._health.set(name, SERVING if state is State.SERVING else NOT_SERVING)
 
     async def stop(self) -> None:
         """Drains: takes nothing more, finishes what is in flight, takes durable snapshots, ends all calls."""
@@ -268,8 +267,6 @@ class SidecarServer:
 
 
 logger = logging.getLogger("seqdedupe.server")
-
-EXIT_ERROR = 1
 
 
 async def _serve(config: Config, lock: Lock, repairs: dict[str, bool]) -> None:
@@ -293,7 +290,7 @@ async def _serve(config: Config, lock: Lock, repairs: dict[str, bool]) -> None:
         )
     folder = Path(config.data_directory)
     if config.authentication == "token" and whole_of(folder) is None:
-        tokens.tell(tokens.path_of(folder), config.log_format)
+        tokens.tell(folder, config.log_format)
     recovery = asyncio.ensure_future(sidecar.recover())
     stop = asyncio.ensure_future(stopping.wait())
     await asyncio.wait({recovery, stop}, return_when=asyncio.FIRST_COMPLETED)

@@ -1,4 +1,9 @@
-"""How much of a sidecar each caller may use at once, and what each uses now."""
+"""How much of a sidecar each caller may use at once: what the rules say, what each uses now, and the memory of all.
+
+`CallerShares` finds the limits of a caller; `Use` has what it uses, of the bytes a second among it. `Budget` is the
+memory that clients make the sidecar hold, which is frames in flight, answers that wait to be read, and pages for
+readers; `Share` is what one stream or call holds of it, for its caller's `Use`.
+"""
 
 import asyncio
 import math

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -421,6 +421,14 @@ def _at_expiry(stream: Stream) -> asyncio.TimerHandle | None:
         return None
     why = error("TOKEN_EXPIRED", f"the token of {stream.subject.name} has expired: this stream ends with it")
     return asyncio.get_running_loop().call_later(expires_at_seconds - time.time(), stream.end, why)
+
+
+def unasked(work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
+    """A task that writes to a stream. When the client is gone that fails; the call is cancelled then, and nobody asks
+    the task."""
+    task = asyncio.ensure_future(work)
+    task.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return task
 
 
 async def messages(stream: Stream) -> Any:

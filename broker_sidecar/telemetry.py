@@ -1,4 +1,8 @@
-"""What a sidecar tells of itself as it runs: structured logs on standard error, and traces."""
+"""What a sidecar tells of itself as it runs: structured logs on standard error, traces, and its last warnings.
+
+`configure` sends what is logged to standard error; `Traces` has OpenTelemetry's spans; `LastWarnings` keeps what
+`GetStatistics` shows.
+"""
 
 import asyncio
 import json

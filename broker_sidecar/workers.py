@@ -1,4 +1,8 @@
-"""Several sidecars on one data directory, each with shards of its own, and the parent that starts them again."""
+"""Several sidecars on one data directory, each with shards of its own, and the parent that starts them again.
+
+`count_of` says how many there are to be, `divide` has `division.py` move the topics where that is another number, and
+`run` is the parent: `Worker` is one process and whichever takes its place.
+"""
 
 import asyncio
 import contextlib
@@ -20,7 +24,6 @@ from broker_sidecar.liveness import BEATS_WITHIN_PATIENCE, PROCESS_VARIABLE, Lis
 from broker_sidecar.security import tokens
 from broker_sidecar.sockets import cannot_listen, family_of
 from seqdedupe.address import SidecarAddress
-from seqdedupe.backup.manifest import MANIFEST_FILE
 from seqdedupe.errors import error
 from seqdedupe.locks import Lock
 from seqdedupe.shards import shards_of_worker, to_text
@@ -56,18 +59,6 @@ def count_of(config: Config) -> int:
     return config.workers or split.to or split.workers
 
 
-def check_is_no_backup(folder: Path) -> None:
-    """Other backups share its files, which a sidecar would append to. Raises INVALID_CONFIGURATION."""
-    for part in (folder, *folder.glob("worker-*")):
-        if (part / MANIFEST_FILE).exists():
-            raise error(
-                "INVALID_CONFIGURATION",
-                f"data_directory = {str(folder)!r} is a backup",
-                hint=f"Restore it: seqdedupe restore {folder} DATA_DIRECTORY",
-                key="data_directory",
-            )
-
-
 def divide(config: Config, count: int) -> None:
     """The data directory has so many workers from now on, also if it had another number. Blocks.
 
@@ -100,7 +91,8 @@ def run(config: Config, count: int, flags: Sequence[str], lock: Lock) -> int:
         folder = Path(config.data_directory)
         split = make(folder, count)
         if config.authentication == "token":
-            tokens.tell(tokens.make(folder), config.log_format)
+            tokens.make(folder)
+            tokens.tell(folder, config.log_format)
         listen = [held.enter_context(_reserved(address)) for address in _addresses(config.listen, count)]
         advertised = _addresses(config.advertised_address, count) or listen
         also = [held.enter_context(_reserved(address)) for address in _addresses(config.also_listen, count)]

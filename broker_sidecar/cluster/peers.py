@@ -1,4 +1,8 @@
-"""The processes that have a cluster's shards among them: who has a topic, and what all of them say together."""
+"""The processes that have a cluster's shards among them: who has a topic, and what all of them say together.
+
+`Neighbours` are the calls to other sidecars, shards or not, with what `listed` shows them; `Peers` knows who has which
+shard.
+"""
 
 import asyncio
 import logging

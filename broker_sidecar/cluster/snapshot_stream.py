@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from broker_sidecar.rpc import INT64, columns, names_of, parse, values
-from broker_sidecar.topic_messages import policy_of
+from broker_sidecar.proto_messages import INT64, names_of, policy_of, values
+from broker_sidecar.rpc import columns, parse
 from seqdedupe import wire
 from seqdedupe.batch import Binary
 from seqdedupe.errors import error

@@ -1,4 +1,8 @@
-"""Who makes a call, by what it shows."""
+"""Who makes a call, by what it shows: a token, or the certificate of its connection.
+
+`Authentication` joins both, as the configuration has it. `Certificates` is TLS, with `Revoked` for what its authorities
+take back; tokens are in `tokens.py`.
+"""
 
 import math
 import time

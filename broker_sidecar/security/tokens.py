@@ -1,4 +1,8 @@
-"""The tokens that callers show: the data directory's own, and those that somebody signs who is trusted."""
+"""The tokens that callers show: the data directory's own, and those that somebody signs who is trusted.
+
+`SignedTokens` checks JSON Web Tokens, and `RefusedTokens` remembers those that were bad; `OwnToken` is the one in the
+file that `make` makes. `Authentication` asks both.
+"""
 
 import hashlib
 import hmac
@@ -293,9 +297,9 @@ def make(data_directory: Path) -> Path:
     return path
 
 
-def tell(path: Path, log_format: str) -> None:
+def tell(data_directory: Path, log_format: str) -> None:
     """Says how clients get it: as a line for a shell, where a person reads."""
-    line = f"export SEQDEDUPE_TOKEN_FILE={shlex.quote(str(path.absolute()))}"
+    line = f"export SEQDEDUPE_TOKEN_FILE={shlex.quote(str(path_of(data_directory).absolute()))}"
     if log_format == "text" or sys.stderr.isatty():
         print(line, file=sys.stderr, flush=True)
     else:

@@ -18,6 +18,13 @@ import grpc
 from broker_sidecar.config import Config
 from broker_sidecar.data import Data
 from broker_sidecar.gate import Guard
+from broker_sidecar.proto_messages import (
+    ENTRY_FORMATS,
+    partitioned_to_proto,
+    policy_of,
+    policy_to_proto,
+    topic_to_proto,
+)
 from broker_sidecar.rpc import unary
 from broker_sidecar.services.arrivals import ArrivalCalls
 from broker_sidecar.services.backup_calls import BackupCalls
@@ -27,13 +34,6 @@ from broker_sidecar.services.read_service import Cursors
 from broker_sidecar.services.statistics import Statistics
 from broker_sidecar.services.transfer_calls import TransferCalls
 from broker_sidecar.streams import Streams
-from broker_sidecar.topic_messages import (
-    ENTRY_FORMATS,
-    partitioned_to_proto,
-    policy_of,
-    policy_to_proto,
-    topic_to_proto,
-)
 from seqdedupe.errors import error
 from seqdedupe.format.headers import FORMAT_VERSION
 from seqdedupe.limits import MAX_BATCH_BYTES, MAX_BATCH_ROWS

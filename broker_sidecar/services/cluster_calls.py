@@ -1,4 +1,8 @@
-"""The calls of AdminService about the sidecars of a cluster: who there is, who is gone, who has a topic; moving one."""
+"""The calls of AdminService about other sidecars: who there is, who is gone, who has a topic; moving one.
+
+In front of a Pulsar cluster a topic is given up and taken here (`Moves`). One on a sidecar's own log is given away by
+`cluster/departures.py`.
+"""
 
 import asyncio
 from collections.abc import Callable
@@ -6,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from broker_sidecar.cluster import peers
-from broker_sidecar.cluster.peers import Neighbours
+from broker_sidecar.cluster.peers import TAKE_SECONDS, Neighbours
 from broker_sidecar.data import Data
 from broker_sidecar.rpc import unary
 from seqdedupe.address import SidecarAddress
@@ -26,7 +29,7 @@ if TYPE_CHECKING:
 
 # -- Moving a topic of a cluster from this sidecar to another one.
 
-AWAY_SECONDS = 2 * peers.TAKE_SECONDS
+AWAY_SECONDS = 2 * TAKE_SECONDS
 """From a topic that was given up. Another sidecar must serve it within half of that, and a client waits longer."""
 POLL_SECONDS = 0.1
 
@@ -55,9 +58,9 @@ async def _move(topic: Topic, to: str, shared: "Shared", others: Neighbours) -> 
     if to:
         await _check_can_have(topic, to, others)
     await topic.hand_over(to, AWAY_SECONDS)
-    said = [f"nobody has taken it within {peers.TAKE_SECONDS:.0f} s"]
+    said = [f"nobody has taken it within {TAKE_SECONDS:.0f} s"]
     try:
-        async with asyncio.timeout(peers.TAKE_SECONDS):
+        async with asyncio.timeout(TAKE_SECONDS):
             return await _taken(topic, to, shared, others, said)
     except (SeqdedupeError, TimeoutError) as e:
         why = "; ".join(said)

@@ -8,10 +8,11 @@ import grpc
 import grpc.aio
 import numpy as np
 
-from broker_sidecar.rpc import INT32, INT64, Context, binary, column_of_names, parse_columns, refusals, unary, values
+from broker_sidecar.proto_messages import INT32, INT64, binary, column_of_names, values
+from broker_sidecar.rpc import Context, parse_columns, refusals, unary
 from broker_sidecar.security.permissions import Permissions
 from broker_sidecar.security.rules import Action
-from broker_sidecar.streams import Stream, Streams
+from broker_sidecar.streams import Stream, Streams, unasked
 from seqdedupe import wire
 from seqdedupe.batch import Binary
 from seqdedupe.errors import SeqdedupeError, error
@@ -94,11 +95,11 @@ class DedupeService:
     def handlers(self) -> grpc.GenericRpcHandler:
         methods: dict[str, Any] = {
             "Attach": grpc.stream_stream_rpc_method_handler(self._streams.handler(self._attach, publishes=True)),
-            "GetProducer": unary(dedupe_pb2.DedupeServiceGetProducerRequest, self._producer),
+            "GetProducer": unary(dedupe_pb2.DedupeServiceGetProducerRequest, self._get_producer),
         }
         return grpc.method_handlers_generic_handler(SERVICE, methods)
 
-    async def _producer(
+    async def _get_producer(
         self, request: dedupe_pb2.DedupeServiceGetProducerRequest
     ) -> dedupe_pb2.DedupeServiceGetProducerResponse:
         pushed, persisted = self._topics.get(request.topic).numbers_of(request.producer_name)
@@ -154,9 +155,7 @@ class _Hold:
         self._has_ended = False
         self._told_trim_position = b""
         self._attachment: Attachment = topic.attach(stream.end, self._trim_moved)
-        self._writer = asyncio.ensure_future(self._send_all())
-        # When the client is gone writing fails; the call is cancelled then, and nobody asks the task.
-        self._writer.add_done_callback(lambda task: task.cancelled() or task.exception())
+        self._writer = unasked(self._send_all())
 
     async def serve(self) -> None:
         """Answers what the broker says until it says no more. Raises why the attachment ends before that."""

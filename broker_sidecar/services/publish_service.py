@@ -17,7 +17,7 @@ from broker_sidecar.security.rules import Action
 from broker_sidecar.security.subject import caller
 from broker_sidecar.security.trail import Trail
 from broker_sidecar.shares import Share, Use
-from broker_sidecar.streams import COPIES, Stream, Streams
+from broker_sidecar.streams import COPIES, Stream, Streams, unasked
 from seqdedupe import wire
 from seqdedupe.errors import NotFoundError, SeqdedupeError, error
 from seqdedupe.limits import MAX_BATCH_ROWS, MAX_OPEN_NAMES
@@ -366,7 +366,9 @@ class PublishService:
         methods: dict[str, Any] = {
             "Open": unary(publish_pb2.OpenRequest, self._open),
             "Publish": grpc.unary_unary_rpc_method_handler(self._publish),
-            "PublishStream": grpc.stream_stream_rpc_method_handler(self._streams.handler(self._stream, publishes=True)),
+            "PublishStream": grpc.stream_stream_rpc_method_handler(
+                self._streams.handler(self._publish_stream, publishes=True)
+            ),
         }
         return grpc.method_handlers_generic_handler(SERVICE, methods)
 
@@ -493,7 +495,7 @@ class PublishService:
         if topic.window is not None:
             self._permissions.check_publishes_unnamed(topic.name)
 
-    async def _stream(self, _requests: object, context: Context, stream: Stream) -> None:
+    async def _publish_stream(self, _requests: object, context: Context, stream: Stream) -> None:
         if any(key == wire.GREETING for key, _ in context.invocation_metadata() or ()):
             await stream.write(b"")
         first = await stream.read_first()
@@ -508,9 +510,7 @@ class PublishService:
         topic = await find(self._topics, name)
         allowing = self._permissions.allowing(topic.name, topic.producers)
         publishing = _FrameStream(topic, stream, allowing, is_early=is_early)
-        writer = asyncio.ensure_future(publishing.send_all())
-        # When the client is gone writing fails; the call is cancelled then, and nobody asks the task.
-        writer.add_done_callback(lambda task: task.cancelled() or task.exception())
+        writer = unasked(publishing.send_all())
         try:
             await self._take_frames(publishing, frames)
             publishing.end()

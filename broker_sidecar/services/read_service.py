@@ -1,4 +1,4 @@
-"""ReadService: pages, streams, and questions about where things are."""
+"""ReadService: pages, streams, and questions about where things are; and named cursors, those of AdminService too."""
 
 import asyncio
 import struct
@@ -12,7 +12,7 @@ from broker_sidecar.rpc import Context, parse_small, unary
 from broker_sidecar.security.permissions import Permissions
 from broker_sidecar.security.subject import caller
 from broker_sidecar.shares import Share
-from broker_sidecar.streams import Stream, Streams
+from broker_sidecar.streams import Stream, Streams, unasked
 from seqdedupe.errors import error
 from seqdedupe.log.contract import LargerRecordError
 from seqdedupe.message_id import Position
@@ -98,9 +98,9 @@ class ReadService:
         methods: dict[str, Any] = {
             # On the wire a call with one answer is as one with a stream of them.
             "Read": grpc.unary_stream_rpc_method_handler(self._streams.handler(self._read, is_call=True)),
-            "ReadStream": grpc.unary_stream_rpc_method_handler(self._streams.handler(self._stream)),
+            "ReadStream": grpc.unary_stream_rpc_method_handler(self._streams.handler(self._read_stream)),
             "Locate": unary(read_pb2.LocateRequest, self._locate),
-            "GetLastMessageId": unary(read_pb2.GetLastMessageIdRequest, self._last),
+            "GetLastMessageId": unary(read_pb2.GetLastMessageIdRequest, self._get_last_message_id),
             **Cursors(self._topics, self._permissions).reading(),
         }
         return grpc.method_handlers_generic_handler(SERVICE, methods)
@@ -133,7 +133,7 @@ class ReadService:
             except LargerRecordError as e:
                 size = e.size
 
-    async def _stream(self, data: bytes, _context: Context, stream: Stream) -> None:
+    async def _read_stream(self, data: bytes, _context: Context, stream: Stream) -> None:
         request = parse_small(read_pb2.ReadStreamRequest, data)
         topic = await find(self._topics, request.topic)
         index = await _start(topic, request.start, skip_damaged=request.skip_damaged)
@@ -157,9 +157,7 @@ class ReadService:
         reading = Reading(topic, index, stop)
         self.readings.add(reading)
         writing = asyncio.Lock()
-        keeping = asyncio.ensure_future(_keep_alive(stream, reading, writing, alive_ms / 1000))
-        # When the client is gone writing fails; the call is cancelled then, and nobody asks the task.
-        keeping.add_done_callback(lambda task: task.cancelled() or task.exception())
+        keeping = unasked(_keep_alive(stream, reading, writing, alive_ms / 1000))
         try:
             async for page in read_on(
                 topic, index, stop, room, skip_damaged=request.skip_damaged, followers=self._followers
@@ -205,7 +203,9 @@ class ReadService:
             topic.check_knows_its_end()
         return read_pb2.LocateResponse(index=index, incarnation=topic.incarnation)
 
-    async def _last(self, request: read_pb2.GetLastMessageIdRequest) -> read_pb2.GetLastMessageIdResponse:
+    async def _get_last_message_id(
+        self, request: read_pb2.GetLastMessageIdRequest
+    ) -> read_pb2.GetLastMessageIdResponse:
         topic = await find(self._topics, request.topic)
         end_index(topic)
         return read_pb2.GetLastMessageIdResponse(last=topic.last_position.to_proto(), first_index=topic.log.first_index)
@@ -252,16 +252,16 @@ class Cursors:
     def reading(self) -> "dict[str, grpc.RpcMethodHandler[Any, Any]]":
         """Those of ReadService, by the name of the call."""
         return {
-            "GetCursor": unary(read_pb2.GetCursorRequest, self._get),
-            "MoveCursor": unary(read_pb2.MoveCursorRequest, self._move),
+            "GetCursor": unary(read_pb2.GetCursorRequest, self._get_cursor),
+            "MoveCursor": unary(read_pb2.MoveCursorRequest, self._move_cursor),
         }
 
     def methods(self) -> "dict[str, grpc.RpcMethodHandler[Any, Any]]":
         """Those of AdminService."""
         return {
-            "ListCursors": unary(admin_pb2.ListCursorsRequest, self._list),
-            "SetCursorHold": unary(admin_pb2.SetCursorHoldRequest, self._hold),
-            "DeleteCursor": unary(admin_pb2.DeleteCursorRequest, self._delete),
+            "ListCursors": unary(admin_pb2.ListCursorsRequest, self._list_cursors),
+            "SetCursorHold": unary(admin_pb2.SetCursorHoldRequest, self._set_cursor_hold),
+            "DeleteCursor": unary(admin_pb2.DeleteCursorRequest, self._delete_cursor),
         }
 
     async def _topic(self, name: str) -> Topic:
@@ -270,14 +270,14 @@ class Cursors:
             raise error("INVALID_REQUEST", what, hint="Keep the position with the broker.")
         return await find(self._topics, name)
 
-    async def _get(self, request: read_pb2.GetCursorRequest) -> read_pb2.GetCursorResponse:
+    async def _get_cursor(self, request: read_pb2.GetCursorRequest) -> read_pb2.GetCursorResponse:
         kept = moving_cursors.kept(await self._topic(request.topic), request.name)
         if kept is None:
             return read_pb2.GetCursorResponse()
         position, note = kept
         return read_pb2.GetCursorResponse(kept=read_pb2.CursorValue(position=position.to_proto(), note=note))
 
-    async def _move(self, request: read_pb2.MoveCursorRequest) -> read_pb2.MoveCursorResponse:
+    async def _move_cursor(self, request: read_pb2.MoveCursorRequest) -> read_pb2.MoveCursorResponse:
         if not request.HasField("new"):
             raise error("INVALID_REQUEST", "new is missing: what the cursor is to keep")
         expected = _kept(request.expected) if request.HasField("expected") else None
@@ -301,12 +301,12 @@ class Cursors:
                 await asyncio.sleep(wait_seconds)
         shares.check_rate(use, request.ByteSize(), time.monotonic())
 
-    async def _list(self, request: admin_pb2.ListCursorsRequest) -> admin_pb2.ListCursorsResponse:
+    async def _list_cursors(self, request: admin_pb2.ListCursorsRequest) -> admin_pb2.ListCursorsResponse:
         answer = admin_pb2.ListCursorsResponse()
         cursors.fill(moving_cursors.all_of(await self._topic(request.topic)), answer.cursors)
         return answer
 
-    async def _hold(self, request: admin_pb2.SetCursorHoldRequest) -> admin_pb2.SetCursorHoldResponse:
+    async def _set_cursor_hold(self, request: admin_pb2.SetCursorHoldRequest) -> admin_pb2.SetCursorHoldResponse:
         topic = await self._topic(request.topic)
         if self._topics is not None and self._topics.kind.log.is_shared:
             what = "retention of topics on Pulsar's log is Pulsar's: cursors cannot hold it back"
@@ -314,7 +314,7 @@ class Cursors:
         await moving_cursors.hold(topic, request.name, request.hold_retention_in_mb)
         return admin_pb2.SetCursorHoldResponse()
 
-    async def _delete(self, request: admin_pb2.DeleteCursorRequest) -> admin_pb2.DeleteCursorResponse:
+    async def _delete_cursor(self, request: admin_pb2.DeleteCursorRequest) -> admin_pb2.DeleteCursorResponse:
         await moving_cursors.remove(await self._topic(request.topic), request.name)
         return admin_pb2.DeleteCursorResponse()
 

@@ -1,6 +1,7 @@
-"""grpc.health.v1.Health: of the sidecar as a whole (no name), and of each topic by its full name.
+"""The two services that are gRPC's own: health and reflection.
 
-Telling a state never waits for anybody who watches it.
+grpc.health.v1.Health: of the sidecar as a whole (no name), and of each topic by its full name. Telling a state never
+waits for anybody who watches it. grpc.reflection.v1alpha: tools learn the schema from the sidecar.
 """
 
 import asyncio
@@ -140,11 +141,13 @@ class Reflection:
 
     def handlers(self) -> grpc.GenericRpcHandler:
         methods: dict[str, Any] = {
-            "ServerReflectionInfo": grpc.stream_stream_rpc_method_handler(self._streams.handler(self._serve))
+            "ServerReflectionInfo": grpc.stream_stream_rpc_method_handler(
+                self._streams.handler(self._server_reflection_info)
+            )
         }
         return grpc.method_handlers_generic_handler(REFLECTION_SERVICE, methods)
 
-    async def _serve(self, _requests: object, context: Context, stream: Stream) -> None:
+    async def _server_reflection_info(self, _requests: object, context: Context, stream: Stream) -> None:
         async def requests() -> Any:
             async for data in messages(stream):
                 yield parse_small(reflection_pb2.ServerReflectionRequest, data)

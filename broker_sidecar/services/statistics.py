@@ -1,4 +1,9 @@
-"""How the sidecar does, for people who look at it: what `AdminService.GetStatistics` answers, and the page shows."""
+"""How the sidecar does, for people who look at it: what `AdminService.GetStatistics` answers, and the page shows.
+
+`RecentActivity` is what happened in the topics in the last minutes, interval by interval. Topics count anyway; what
+they have counted is looked at once an interval. So a message costs nothing more, and a topic in which nothing happens
+next to nothing. `Statistics` is the answer, for the topics that are asked for.
+"""
 
 import asyncio
 import time
@@ -13,9 +18,9 @@ import grpc
 import numpy as np
 import numpy.typing as npt
 
+from broker_sidecar.proto_messages import WORST_FIRST, topic_to_proto
 from broker_sidecar.rpc import refusals, unary
 from broker_sidecar.telemetry import LastWarnings
-from broker_sidecar.topic_messages import WORST_FIRST, topic_to_proto
 from seqdedupe.errors import error
 from seqdedupe.topic.base import TopicBase
 from seqdedupe.topic.closed import Closed

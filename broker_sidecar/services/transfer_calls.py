@@ -1,4 +1,7 @@
-"""The calls of AdminService that take a topic's numbers out of a sidecar, and into one: streams of columns."""
+"""The calls of AdminService that take a topic's numbers out of a sidecar, and into one: streams of columns.
+
+A snapshot on its way is in `cluster/snapshot_stream.py`, for other sidecars take it too.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
@@ -10,10 +13,10 @@ import grpc.aio
 
 from broker_sidecar.cluster.snapshot_stream import Taking, answers_of
 from broker_sidecar.gate import Guard
-from broker_sidecar.rpc import INT64, Context, columns, names_of, parse, parse_small, unary, values
+from broker_sidecar.proto_messages import INT64, names_of, topic_to_proto, values
+from broker_sidecar.rpc import Context, columns, parse, parse_small, unary
 from broker_sidecar.security.rules import Action
 from broker_sidecar.streams import Stream, Streams, messages
-from broker_sidecar.topic_messages import topic_to_proto
 from seqdedupe import wire
 from seqdedupe.batch import Binary
 from seqdedupe.errors import SeqdedupeError, error

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from broker_sidecar.cluster import peers
 from broker_sidecar.cluster.peers import Neighbours
 from broker_sidecar.services import cluster_calls
 from broker_sidecar.services.cluster_calls import Moves
@@ -59,7 +58,7 @@ async def test_whoever_has_it_in_the_end_serves_it(two: Two, monkeypatch: pytest
 
 
 async def test_if_nobody_takes_it_it_is_served_again_and_told_why(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "TAKE_SECONDS", 0.3)
+    monkeypatch.setattr(cluster_calls, "TAKE_SECONDS", 0.3)
     others = Others(two, monkeypatch)
     others.refused = {"other:6680": "RECOVERING"}
     with pytest.raises(UnavailableError, match=r"nobody has taken it within 0 s; .*it has not got it"):

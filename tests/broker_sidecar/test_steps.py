@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from google.protobuf.message import DecodeError, Message
 
-from broker_sidecar.rpc import INT32, binary, values
+from broker_sidecar.proto_messages import INT32, binary, values
 from broker_sidecar.services.dedupe_service import MAX_CHECKS, columns_of, parse_steps
 from seqdedupe.core.producers import Producers
 from seqdedupe.errors import SeqdedupeError
