@@ -46,6 +46,8 @@ from seqdedupe.locks import Lock
 from seqdedupe.store.directories import whole_of
 from seqdedupe.topic.state import State
 
+logger = logging.getLogger("seqdedupe.server")
+
 # -- A sidecar: its topics, its services, and who may use them.
 
 MAX_REQUEST_BYTES = 16 * 1024 * 1024
@@ -244,10 +246,7 @@ class SidecarServer:
         return self._data.peers is None or await self._data.peers.are_serving()
 
     def _topic_changed(self, name: str, state: State | None) -> None:
-        if state is None:
-            self._health.set(name, None)
-        else:
-            self._health.set(name, SERVING if state is State.SERVING else NOT_SERVING)
+        self._health.set(name, state and (SERVING if state is State.SERVING else NOT_SERVING))
 
     async def stop(self) -> None:
         """Drains: takes nothing more, finishes what is in flight, takes durable snapshots, ends all calls."""
@@ -266,7 +265,7 @@ class SidecarServer:
         logging.getLogger().removeHandler(self._warnings)
 
 
-logger = logging.getLogger("seqdedupe.server")
+# -- The process around it, from its start to its exit status.
 
 
 async def _serve(config: Config, lock: Lock, repairs: dict[str, bool]) -> None:

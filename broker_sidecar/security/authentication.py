@@ -24,6 +24,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat,
 
 from broker_sidecar.config import Config
 from broker_sidecar.rpc import Context
+from broker_sidecar.security import tokens
 from broker_sidecar.security.subject import (
     ANONYMOUS,
     MAX_NAME_BYTES,
@@ -32,7 +33,7 @@ from broker_sidecar.security.subject import (
     Subject,
     can_be_name,
 )
-from broker_sidecar.security.tokens import OwnToken, SignedTokens, make
+from broker_sidecar.security.tokens import OwnToken, SignedTokens
 from broker_sidecar.security.watched_files import Watched
 from seqdedupe.address import SidecarAddress
 from seqdedupe.errors import SeqdedupeError, error
@@ -332,7 +333,7 @@ class Authentication:
         self._end_streams = end_streams
         self._token: OwnToken | None = None
         if config.authentication == "token":
-            self._token = OwnToken(make(Path(config.data_directory)), self._end("token"))
+            self._token = OwnToken(tokens.make(Path(config.data_directory)), self._end("token"))
             self.watched.append(self._token.watched)
         self._signed_tokens: SignedTokens | None = None
         if config.token_keys_file:

@@ -31,7 +31,7 @@ from seqdedupe.topic.frame import NumbersCache
 from seqdedupe.topic.opening import check_names, open_sessions
 from seqdedupe.topic.partitioned import check_gap_policy
 from seqdedupe.topic.publishing import Topic
-from seqdedupe.topic.sessions import NAMES_A_STEP
+from seqdedupe.topic.sessions import NAMES_A_STEP, Opened
 from seqdedupe.topic.state import State
 from seqdedupe.topic.window_runs import LookedUp
 from seqdedupe.v1 import publish_pb2
@@ -217,10 +217,15 @@ _STATE_OF_TOPIC = struct.Struct("<BqBq")
 
 
 class _FrameStream:
-    """What one publish stream has under way, and the answers that wait to be sent.
+    """What one publish stream has under way, and the answers that wait to be sent. A frame passes these steps:
 
-    A batch counts from its admission until it has settled, then its answer until that is sent. `is_early`: receipts may
-    come before what they say is durable.
+    1. Its message is read when there is room for one as large as the last, and cut into frames (`parse_frames`).
+    2. What the topic has of it on disk is looked up, while others are served (`take`).
+    3. It waits until there is room for it and its answer.
+    4. The topic judges it and hands it to its log, all in one step of the event loop (`admit`).
+    5. The topic answers, now or when it is stored. The answer takes the frame's room, and is sent (`send_all`).
+
+    `is_early`: receipts may come before what they say is durable.
     """
 
     def __init__(
@@ -373,14 +378,23 @@ class PublishService:
         return grpc.method_handlers_generic_handler(SERVICE, methods)
 
     async def _open(self, request: publish_pb2.OpenRequest) -> publish_pb2.OpenResponse:
+        """Opens sessions, or resumes those whose epochs are given, in these steps:
+
+        1. What the caller sends counts for its share, for the log gets a record of it.
+        2. Names as which it may not publish are set aside, and answered so at their places.
+        3. The topic is found, or made.
+        4. Names that are new to it have to fit the shares. Resuming makes names known too: the epoch of another one is
+           as good as its own.
+        5. The topic gives sessions to the others, in parts if they are many, between which others may open names.
+        6. The audit trail has who took over whose names, and the answer is made.
+        """
         if len(request.producer_names) > MAX_OPEN_NAMES:  # before they become objects of Python
             raise error("INVALID_NAME", f"Open takes 1 to {MAX_OPEN_NAMES} producer names, each once")
-        # The log gets a record of them.
         shares = self._permissions.shares
-        shares.check_rate(shares.of(caller().name), request.ByteSize(), time.monotonic())
+        shares.check_rate(shares.of(caller().name), request.ByteSize(), time.monotonic())  # 1
         names, epochs = list(request.producer_names), list(request.epochs)
-        denied = await self._denied(topic_name(request.topic), names)
-        topic = await self._topic_of(request, names)
+        denied = await self._denied(topic_name(request.topic), names)  # 2
+        topic = await self._topic_of(request, names)  # 3
         if self._topics.partitions_beside(topic.name):
             check_gap_policy(topic.name, topic.applied.gap)
         if denied:
@@ -392,39 +406,13 @@ class PublishService:
         def check_new(some: list[str]) -> None:
             self._permissions.check_new_names(topic.name, topic.producers, [name.encode() for name in some])
 
-        # Resuming makes names known too: the epoch of another one is as good as its own.
-        check_new(names)
-        # Others may open names while it does that in parts.
-        opened = await open_sessions(topic, names, epochs or None, check_new)
+        check_new(names)  # 4
+        opened = await open_sessions(topic, names, epochs or None, check_new)  # 5
         del judged
         if not epochs:
             fenced = ((names[place], epoch) for place, epoch in opened.fenced_epochs.items())
-            self._trail.opened(topic.name, topic.log.incarnation, set(opened.epochs), fenced)
-        opened = opened.among(len(request.producer_names), denied)
-        response = publish_pb2.OpenResponse(
-            incarnation=topic.log.incarnation,
-            term=topic.term,
-            epochs=opened.epochs,
-            persisted=opened.persisted,
-            persisted_indexes=opened.indexes,
-            forgotten=opened.forgotten,
-        )
-        for k, (place, e) in enumerate(sorted(opened.refusals.items())):
-            if k % NAMES_A_STEP == NAMES_A_STEP - 1:
-                await asyncio.sleep(0)
-            refusals[e.reason] += 1
-            current = int(e.numbers.get("current_epoch", "0"))
-            response.refusals.add(index=place, reason=e.reason, message=e.message, current_epoch=current)
-        for first in range(0, len(opened.indexes), NAMES_A_STEP):
-            if first:
-                await asyncio.sleep(0)
-            indexes = np.array(opened.indexes[first : first + NAMES_A_STEP], np.int64)
-            columns = [column.tolist() for column in (*topic.log.known_message_ids(indexes), indexes)]
-            response.persisted_message_ids.extend(
-                MessageId(*message_id).to_proto() if index >= 0 else NO_MESSAGE_ID
-                for *message_id, index in zip(*columns, strict=True)
-            )
-        return response
+            self._trail.opened(topic.name, topic.log.incarnation, set(opened.epochs), fenced)  # 6
+        return await _opened_to_proto(topic, opened.among(len(request.producer_names), denied))
 
     async def _denied(self, topic: str, names: list[str]) -> dict[int, SeqdedupeError]:
         """Those of the names as which the caller may not publish, by place. Raises NOT_ALLOWED, which names the first
@@ -547,6 +535,34 @@ class PublishService:
             # Names alone are compared: what is known of another topic is none of this caller's business.
             if name and topic_name(name) != topic.name:
                 raise error("INVALID_REQUEST", "a stream is for one topic: open another stream for the other one")
+
+
+async def _opened_to_proto(topic: Topic, opened: Opened) -> publish_pb2.OpenResponse:
+    """What an Open came to. However many names it has, others are served meanwhile."""
+    response = publish_pb2.OpenResponse(
+        incarnation=topic.log.incarnation,
+        term=topic.term,
+        epochs=opened.epochs,
+        persisted=opened.persisted,
+        persisted_indexes=opened.indexes,
+        forgotten=opened.forgotten,
+    )
+    for k, (place, e) in enumerate(sorted(opened.refusals.items())):
+        if k % NAMES_A_STEP == NAMES_A_STEP - 1:
+            await asyncio.sleep(0)
+        refusals[e.reason] += 1
+        current = int(e.numbers.get("current_epoch", "0"))
+        response.refusals.add(index=place, reason=e.reason, message=e.message, current_epoch=current)
+    for first in range(0, len(opened.indexes), NAMES_A_STEP):
+        if first:
+            await asyncio.sleep(0)
+        indexes = np.array(opened.indexes[first : first + NAMES_A_STEP], np.int64)
+        columns = [column.tolist() for column in (*topic.log.known_message_ids(indexes), indexes)]
+        response.persisted_message_ids.extend(
+            MessageId(*message_id).to_proto() if index >= 0 else NO_MESSAGE_ID
+            for *message_id, index in zip(*columns, strict=True)
+        )
+    return response
 
 
 def _answer_bytes(size: int) -> int:
