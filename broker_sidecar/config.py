@@ -160,6 +160,8 @@ def _check_file(name: str, path: str) -> None:
         raise invalid(name, f"is {path!r}: there is no such file that can be read")
 
 
+# -- All keys.
+
 RETENTION = ("default_retention_size_in_mb", "default_retention_time_in_minutes")
 
 

@@ -24,9 +24,9 @@ from google.protobuf.message import DecodeError, Message
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
+from seqdedupe import wire
 from seqdedupe.buckets import Buckets
 from seqdedupe.errors import REASONS, SeqdedupeError, error
-from seqdedupe.wire import EMPTY
 
 ERROR_DOMAIN = "seqdedupe"
 
@@ -124,6 +124,21 @@ def columns(alias: Any, published: type[Message], data: bytes) -> Any:
     return parse_columns(alias, published, data)
 
 
+def field_tags(data: bytes, what: str, most: int) -> Iterator[bytes]:
+    """The first byte of the tag of each field of a message, which is not parsed. Raises INVALID_REQUEST if there are
+    more than that: too many to make objects of; MALFORMED_MESSAGE if it is not `what` it should be."""
+    at = 0
+    for _ in range(most):
+        if at >= len(data):
+            return
+        yield data[at : at + 1]
+        at = wire.skip_field(data, at)
+        if at < 0:
+            raise error("MALFORMED_MESSAGE", f"the request is not {what}")
+    if at < len(data):
+        raise error("INVALID_REQUEST", f"a message has more than {most} fields")
+
+
 def unary(kind: type[M], call: Callable[[M], Awaitable[R]]) -> "grpc.RpcMethodHandler[bytes, bytes]":
     """The handler of a unary call that takes a `kind`."""
 
@@ -131,7 +146,7 @@ def unary(kind: type[M], call: Callable[[M], Awaitable[R]]) -> "grpc.RpcMethodHa
         try:
             answer = (await call(parse_small(kind, data))).SerializeToString()
             if not answer:
-                context.set_trailing_metadata(((EMPTY, "1"),))
+                context.set_trailing_metadata(((wire.EMPTY, "1"),))
             return answer
         except Exception as e:  # noqa: BLE001 (whatever it is, the caller gets an answer)
             await abort(context, e)
