@@ -28,12 +28,13 @@ from seqdedupe import wire
 from seqdedupe.buckets import Buckets
 from seqdedupe.errors import REASONS, SeqdedupeError, error
 
+logger = logging.getLogger("seqdedupe.server")
+
 ERROR_DOMAIN = "seqdedupe"
 
 MAX_CALL_BYTES = 1024 * 1024
 """A request, unless it publishes. (gRPC's own limit is one for all calls.)"""
 
-logger = logging.getLogger("seqdedupe.server")
 
 refusals: Counter[str] = Counter()
 """How often callers were told which reason since the process began, as the status of a call or within a stream."""

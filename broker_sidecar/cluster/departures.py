@@ -40,6 +40,8 @@ from seqdedupe.topic.retry import again_until
 from seqdedupe.topic.state import State
 from seqdedupe.v1 import admin_pb2
 
+logger = logging.getLogger("seqdedupe.server")
+
 # -- What another sidecar is given of a topic: its log, most of it while the topic serves, and a snapshot.
 
 PIECE_BYTES = 1024 * 1024 - 1024
@@ -240,11 +242,19 @@ def _pieces(parts: Iterator[bytes]) -> Iterator[bytes]:
     yield bytes(waiting)
 
 
-logger = logging.getLogger("seqdedupe.server")
+# -- A topic that leaves, from the call that moves it until it is certain who has it.
 
 
 class Departures:
-    """Moves that are under way, and those of which it is still to be found out what became of them."""
+    """Moves that are under way, and those of which it is still to be found out what became of them.
+
+    What a topic is to this sidecar is said by the files in its log's folder:
+
+        served here ── moved.leave ──> leaving ── the other one has it: moved.has_left ──> moved
+             ^                            │                                                 │ it serves it, and knows
+             └── it has it not: stays ────┘                                                 v
+                                                                      nothing is left but where it went
+    """
 
     def __init__(self, logs: EmbeddedLogs, topics: Topics[Topic], others: Neighbours) -> None:
         self.address = ""

@@ -36,6 +36,8 @@ from seqdedupe.topic.ownership import Ownership
 from seqdedupe.v1 import admin_pb2
 from seqdedupe.v1.admin_pb2_grpc import AdminServiceStub
 
+logger = logging.getLogger("seqdedupe.server")
+
 # -- What this sidecar shows to others.
 
 
@@ -190,8 +192,6 @@ async def _next(coming: Any, owner: SidecarAddress) -> Any:
     except TimeoutError as e:
         raise error("UNREACHABLE", f"the sidecar at {owner} said nothing for {SILENT_SECONDS:.0f} s") from e
 
-
-logger = logging.getLogger("seqdedupe.server")
 
 LOOK_SECONDS = 5.0
 """So often the others are asked what they claim."""

@@ -309,6 +309,8 @@ def _is_indirect(crl: x509.CertificateRevocationList) -> bool:
     return False
 
 
+# -- Who makes a call.
+
 AUTHORIZATION = "authorization"
 _SCHEME = "bearer"
 

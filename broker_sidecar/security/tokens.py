@@ -34,6 +34,8 @@ from seqdedupe.files import sync_folder, write_synced
 from seqdedupe.limits import MAX_TOKEN_BYTES, MIN_RSA_BITS
 from seqdedupe.store.directories import whole_of
 
+logger = logging.getLogger("seqdedupe.security")
+
 # -- Tokens that were refused: who shows the same one again and again costs no signature check.
 
 MAX_HOSTS = 1_024
@@ -263,7 +265,6 @@ class SignedTokens:
 
 # -- The data directory's own token: who can read its file may do everything.
 
-logger = logging.getLogger("seqdedupe.security")
 
 TOKEN_FILE = "token"
 TOKEN_BYTES = 32

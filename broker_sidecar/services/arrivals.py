@@ -42,17 +42,21 @@ from seqdedupe.topic.state import State
 from seqdedupe.topic.stored import Stored
 from seqdedupe.v1 import admin_pb2
 
+logger = logging.getLogger("seqdedupe.server")
+
 # -- A topic that comes from another sidecar: what has come of it, until it is a topic of this one, or nothing is
 # left.
 
 T = TypeVar("T")
 
-logger = logging.getLogger("seqdedupe.server")
-
 
 @dataclass(eq=False)
 class Coming:
-    """One that comes. What writes it is done by one thread, in order, whoever waits for it."""
+    """One that comes. What writes it is done by one thread, in order, whoever waits for it.
+
+    coming ── all of it is here, and nobody asked what became of it ──> taken: its record says so
+       └── anything else ──> dropped: nothing is left of it
+    """
 
     record: TopicRecord
     arrival: Arrival
@@ -106,6 +110,8 @@ class Coming:
             return False
         return True
 
+
+# -- The calls by which it comes.
 
 SILENT_SECONDS = 60.0
 """So long the other sidecar may say nothing: it may wait for its disk, and copies while its clients leave it time."""

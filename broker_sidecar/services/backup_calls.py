@@ -31,6 +31,8 @@ from seqdedupe.store.topics import TopicRecord, TopicState
 from seqdedupe.topic.directory import Topics
 from seqdedupe.v1 import admin_pb2
 
+logger = logging.getLogger("seqdedupe.backup")
+
 # -- What goes into a backup, of one moment.
 #
 # What the store says, and how far readers may see the logs, is looked at in one step of the event loop. The rest is
@@ -140,8 +142,6 @@ def _is_deleted(topics: Topics[Any], record: TopicRecord) -> bool:
     is_changing = record.name in topics.deleting or (record.partitions and whole_of(record.name) in topics.changing)
     return bool(is_changing) or known is None or known.incarnation != record.incarnation
 
-
-logger = logging.getLogger("seqdedupe.backup")
 
 PROGRESS_SECONDS = 1.0
 

@@ -109,6 +109,9 @@ async def _next_owner(name: str, shared: "Shared") -> str:
     return address
 
 
+# -- The calls.
+
+
 class ClusterCalls:
     """The handlers."""
 

@@ -56,6 +56,8 @@ def columns_of(message: Any) -> Columns:
     return Columns(values(message.handles, INT32, "handles"), lowest, highest, np.frombuffer(message.passes, np.uint8))
 
 
+# -- An attachment, and the service.
+
 SERVICE = "seqdedupe.v1.DedupeService"
 
 MAX_TOKEN = 2**64 - 1

@@ -36,6 +36,8 @@ from seqdedupe.topic.state import State
 from seqdedupe.topic.window_runs import LookedUp
 from seqdedupe.v1 import publish_pb2
 
+logger = logging.getLogger("broker_sidecar.publish")
+
 # -- The messages of PublishService as bytes: frames in, answers out.
 
 MAX_FRAMES = 256
@@ -184,7 +186,7 @@ def encode_refusal(refusal: Refusal) -> bytes:
     return b"".join(wire.length_delimited(2, message.SerializeToString()))
 
 
-logger = logging.getLogger("broker_sidecar.publish")
+# -- A stream, and the service.
 
 SERVICE = "seqdedupe.v1.PublishService"
 

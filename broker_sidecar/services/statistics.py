@@ -30,9 +30,6 @@ from seqdedupe.topic.state import State
 from seqdedupe.v1 import admin_pb2
 
 # -- What happened in the topics in the last minutes, interval by interval.
-#
-# Topics count anyway; what they have counted is looked at once an interval. So a message costs nothing more, and a
-# topic in which nothing happens next to nothing.
 
 INTERVAL_SECONDS = 3.0
 
@@ -165,6 +162,8 @@ class RecentActivity:
         since = refusals - self._told[0] if self._told else Counter[str]()
         return [admin_pb2.ReasonCount(reason=reason, count=count) for reason, count in since.most_common()]
 
+
+# -- The answer, for the topics that are asked for.
 
 DEFAULT_TOPICS = 50
 MAX_TOPICS = 500
