@@ -10,11 +10,10 @@ from seqdedupe.batch import Binary
 from seqdedupe.errors import error
 from seqdedupe.limits import MAX_BATCH_ROWS, MAX_NAMES_AT_ONCE
 from seqdedupe.names import whole_of
-from seqdedupe.topic.base import TopicBase
+from seqdedupe.topic.base import State, TopicBase
 from seqdedupe.topic.closed import Closed
-from seqdedupe.topic.logged import LoggedTopic
 from seqdedupe.topic.policy import Applied, Policy
-from seqdedupe.topic.state import State
+from seqdedupe.topic.topic import Topic
 from seqdedupe.v1 import admin_pb2
 
 
@@ -136,7 +135,7 @@ def _topic_to_proto(topic: TopicBase | Closed) -> admin_pb2.Topic:
         last=topic.certain_position.to_proto(),
         producers=topic.producers.known_count(),
         log_bytes=topic.log_bytes,
-        snapshot_index=topic.snapshot_index,
+        snapshot_index=topic.keeper.snapshot_index,
         not_dup=counters.not_dup,
         dup=counters.dup,
         unknown=counters.unknown,
@@ -180,9 +179,9 @@ def _fill_window(message: admin_pb2.Topic, topic: TopicBase) -> None:
     message.window_memory_bytes = window.memory_bytes
     if topic.policy.imported is not None:
         message.window_imported = topic.policy.imported.ids
-    if isinstance(topic, LoggedTopic):
-        message.window_memory_bytes += topic.imported.memory_bytes
-        message.window_imported_missing = topic.imported.is_missing
+    if isinstance(topic, Topic):
+        message.window_memory_bytes += topic.ids.imported.memory_bytes
+        message.window_imported_missing = topic.ids.imported.is_missing
     message.window_messages_on_disk = window.on_disk
 
 

@@ -44,7 +44,7 @@ from seqdedupe.address import SidecarAddress
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.locks import Lock
 from seqdedupe.store.directories import whole_of
-from seqdedupe.topic.state import State
+from seqdedupe.topic.base import State
 
 logger = logging.getLogger("seqdedupe.server")
 

@@ -105,7 +105,7 @@ class AdminService:
         policy = replace(policy, route=_route_of(request))
         layout = _layout_of(request, self._topics.kind.log)
         partitions = max(1, request.partitions)
-        self._permissions.check_creates(topic_name(request.topic), self._topics.taken_names(), partitions)
+        self._permissions.check_creates(topic_name(request.topic), self._topics.registry.names(), partitions)
         topics, name = self._topics, request.topic
         if request.partitions:
             await in_time(name, partitioned.create(topics, name, request.partitions, policy, layout))
@@ -150,8 +150,10 @@ class AdminService:
     async def _snapshot(self, request: admin_pb2.SnapshotRequest) -> admin_pb2.SnapshotResponse:
         topic = await find(self._topics, request.topic)
         topic.check_serving()
-        await topic.snapshot()
-        return admin_pb2.SnapshotResponse(position=(await topic.position_before(topic.snapshot_index)).to_proto())
+        await topic.keeper.snapshot()
+        return admin_pb2.SnapshotResponse(
+            position=(await topic.position_before(topic.keeper.snapshot_index)).to_proto()
+        )
 
     async def _get_version(self, request: admin_pb2.GetVersionRequest) -> admin_pb2.GetVersionResponse:
         return admin_pb2.GetVersionResponse(

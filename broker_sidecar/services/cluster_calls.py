@@ -19,8 +19,8 @@ from seqdedupe.log.pulsar import owner
 from seqdedupe.log.pulsar.owner import owner_of
 from seqdedupe.shards import to_text
 from seqdedupe.topic.finding import find
-from seqdedupe.topic.publishing import Topic
-from seqdedupe.topic.shielded import shielded
+from seqdedupe.topic.tasks import shielded
+from seqdedupe.topic.topic import Topic
 from seqdedupe.v1 import admin_pb2
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class Moves:
 async def _move(topic: Topic, to: str, shared: "Shared", others: Neighbours) -> str:
     if to:
         await _check_can_have(topic, to, others)
-    await topic.hand_over(to, AWAY_SECONDS)
+    await topic.owner.hand_over(to, AWAY_SECONDS)
     said = [f"nobody has taken it within {TAKE_SECONDS:.0f} s"]
     try:
         async with asyncio.timeout(TAKE_SECONDS):
@@ -67,7 +67,7 @@ async def _move(topic: Topic, to: str, shared: "Shared", others: Neighbours) -> 
         raise error("MOVE_FAILED", f"topic {topic.name} was not moved, and is taken again here: {why}") from e
     finally:
         # Keeping away ends. If nobody has the topic it is taken back by that, else it is seen who has it.
-        topic.wanted.set()
+        topic.owner.wanted.set()
 
 
 async def _check_can_have(topic: Topic, address: str, others: Neighbours) -> None:
@@ -146,7 +146,7 @@ class ClusterCalls:
 
     async def _list_sidecars(self, _request: admin_pb2.ListSidecarsRequest) -> admin_pb2.ListSidecarsResponse:
         if self._peers is not None:
-            return admin_pb2.ListSidecarsResponse(sidecars=await self._peers.list_sidecars(len(self._topics.records)))
+            return admin_pb2.ListSidecarsResponse(sidecars=await self._peers.list_sidecars(len(self._topics.registry)))
         shared, namespaces = self._cluster.shared, self._cluster.namespaces
         return admin_pb2.ListSidecarsResponse(
             sidecars=[
@@ -171,7 +171,7 @@ class ClusterCalls:
             shards=to_text(self._peers.claim.shards),
             process_id=self._peers.process_id,
             is_serving=self._is_serving(),
-            topics=len(self._topics.records),
+            topics=len(self._topics.registry),
         )
 
     async def _forget_sidecar(self, request: admin_pb2.ForgetSidecarRequest) -> admin_pb2.ForgetSidecarResponse:
@@ -191,5 +191,5 @@ class ClusterCalls:
 
     async def _take_topic(self, request: admin_pb2.TakeTopicRequest) -> admin_pb2.TakeTopicResponse:
         _ = self._cluster
-        await (await find(self._topics, request.topic)).take()
+        await (await find(self._topics, request.topic)).owner.take()
         return admin_pb2.TakeTopicResponse()

@@ -13,10 +13,9 @@ from seqdedupe.core.rule import EPOCH, PERSISTED, PUSHED
 from seqdedupe.errors import error
 from seqdedupe.names import producer_name
 from seqdedupe.topic import operating
-from seqdedupe.topic.base import TopicBase
+from seqdedupe.topic.base import State, TopicBase
 from seqdedupe.topic.finding import find
-from seqdedupe.topic.publishing import Topic
-from seqdedupe.topic.state import State
+from seqdedupe.topic.topic import Topic
 from seqdedupe.v1 import admin_pb2
 
 PAGE_PRODUCERS = 1_000

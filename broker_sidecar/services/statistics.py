@@ -22,11 +22,9 @@ from broker_sidecar.proto_messages import WORST_FIRST, topic_to_proto
 from broker_sidecar.rpc import refusals, unary
 from broker_sidecar.telemetry import LastWarnings
 from seqdedupe.errors import error
-from seqdedupe.topic.base import TopicBase
+from seqdedupe.topic.base import Counters, State, TopicBase
 from seqdedupe.topic.closed import Closed
-from seqdedupe.topic.counters import Counters
 from seqdedupe.topic.directory import Topics
-from seqdedupe.topic.state import State
 from seqdedupe.v1 import admin_pb2
 
 # -- What happened in the topics in the last minutes, interval by interval.
@@ -103,7 +101,7 @@ class RecentActivity:
 
     def look(self) -> None:
         """The first interval begins."""
-        self._before = {name: _counted(topic.counters) for name, topic in self._topics.live.items()}
+        self._before = {topic.name: _counted(topic.counters) for topic in self._topics.registry.open_topics()}
         self._told.append(refusals.copy())
 
     async def _run(self) -> None:
@@ -119,7 +117,8 @@ class RecentActivity:
         place = self._ended % _PLACES
         total = _NOTHING
         seen: dict[str, Counts] = {}
-        for k, (name, topic) in enumerate(list(self._topics.live.items())):
+        for k, topic in enumerate(self._topics.registry.open_topics()):
+            name = topic.name
             if k % TOPICS_AT_ONCE == TOPICS_AT_ONCE - 1:
                 await asyncio.sleep(0)
             now = seen[name] = _counted(topic.counters)
@@ -188,7 +187,7 @@ def _by_state(topic: AnyTopic, _past: Past) -> tuple[Any, ...]:
 
 
 def _by_snapshot(topic: AnyTopic, _past: Past) -> tuple[Any, ...]:
-    return (0 if isinstance(topic, Closed) else topic.snapshot_index - topic.confirmed_index,)
+    return (0 if isinstance(topic, Closed) else topic.keeper.snapshot_index - topic.confirmed_index,)
 
 
 _STATES = (*WORST_FIRST, State.SERVING)
@@ -226,7 +225,7 @@ class Statistics:
         self.history.begin()
         _check(request)
         # Also while it is not known whether there are more.
-        every: dict[str, AnyTopic] = {**self._topics.closed, **self._topics.live}
+        every: dict[str, AnyTopic] = self._topics.found()
         names = self._names(request, every)
         page = names[request.offset : request.offset + (request.limit or DEFAULT_TOPICS)]
         states = Counter(topic.state for topic in every.values())
@@ -289,6 +288,6 @@ def replay_left_messages(topic: TopicBase | Closed) -> int:
 
 def snapshot_age_seconds(topic: TopicBase | Closed) -> float:
     """Since its last durable snapshot, or since it was opened; 0 if that covers all messages."""
-    if isinstance(topic, Closed) or topic.confirmed_index <= topic.snapshot_index:
+    if isinstance(topic, Closed) or topic.confirmed_index <= topic.keeper.snapshot_index:
         return 0.0
-    return asyncio.get_running_loop().time() - topic.snapshotter.durable_at
+    return asyncio.get_running_loop().time() - topic.keeper.snapshotter.durable_at

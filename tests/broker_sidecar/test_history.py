@@ -7,7 +7,7 @@ import pytest
 
 from broker_sidecar.services import statistics
 from broker_sidecar.services.statistics import INTERVALS, RecentActivity
-from seqdedupe.topic.counters import Counters
+from seqdedupe.topic.base import Counters
 
 
 def _past_of(**counters: Counters) -> tuple[RecentActivity, dict[str, Any]]:
