@@ -72,35 +72,30 @@ class Data:
         rebuild_store: bool = False,
         gives_up_journal: bool = False,
     ) -> None:
+        self._config = config
         folder = Path(config.data_directory)
         if config.log != "embedded":
             _check_no_logs(config.log, folder / "logs")
         self.store = store = Store.open(folder / "store")
+        self._clock = Clock(store)
         self.logs: EmbeddedLogs | None = None
         self.peers: Peers | None = None
         self.leaving: Departures | None = None
         self.cluster: PulsarCluster | None = None
-        self._is_standby = config.standby
-        self._advertised_address = config.advertised_address and str(SidecarAddress.parse(config.advertised_address))
-        self._scrub_bytes_per_second = config.scrub_bytes_per_second
-        self._clock = Clock(store)
         self.topics: Topics[Topic] | None = None
         self.brokers_topics: Topics[AttachedTopic] | None = None
-        limits: dict[str, Any] = {
+        settings: dict[str, Any] = {
+            "on_state": on_state,
             "max_topics": config.max_topics,
             "allow_auto_topic_creation": config.allow_auto_topic_creation,
             "applied": _applied(config),
         }
         if config.log == "broker":
+            timeout_seconds = config.admission_timeout_seconds
             self.brokers_topics = Topics(
                 store,
-                lambda told: BrokersTopics(
-                    store,
-                    admission_timeout_seconds=config.admission_timeout_seconds,
-                    on_state=told,
-                ),
-                on_state=on_state,
-                **limits,
+                lambda told: BrokersTopics(store, admission_timeout_seconds=timeout_seconds, on_state=told),
+                **settings,
             )
             return
         logs: Logs
@@ -109,16 +104,7 @@ class Data:
             kind, logs = LogKind.PULSAR, self.cluster.logs
         else:
             self.peers = _peers(config, store)
-            self.logs = EmbeddedLogs(
-                folder / "logs",
-                clock_ms=_clock_ms,
-                earliest_ms=lambda: self._clock.now().earliest_ms,
-                fatal=fatal,
-                has_journal=store.has_journal,
-                tell_journal=store.tell_journal,
-                gives_up_journal=gives_up_journal,
-                known_names=lambda: _names(store),
-            )
+            self.logs = self._own_logs(folder / "logs", gives_up_journal)
             kind, logs = LogKind.EMBEDDED, self.logs
         self.topics = Topics(
             store,
@@ -132,17 +118,29 @@ class Data:
                 window_memory=WindowMemory(config.deduplication_window_memory_in_mb * BYTES_A_MB),
                 clock=self._clock,
             ),
-            on_state=on_state,
             rebuild_store=rebuild_store,
             ownership=self.peers,
-            **limits,
+            **settings,
         )
         if self.logs is not None:
             _remove_arrivals(store, self.logs)
             self.leaving = Departures(self.logs, self.topics, Neighbours(listed(config, config.peers)))
 
+    def _own_logs(self, folder: Path, gives_up_journal: bool) -> EmbeddedLogs:
+        store, clock = self.store, self._clock
+        return EmbeddedLogs(
+            folder,
+            clock_ms=_clock_ms,
+            earliest_ms=lambda: clock.now().earliest_ms,
+            fatal=fatal,
+            has_journal=store.has_journal,
+            tell_journal=store.tell_journal,
+            gives_up_journal=gives_up_journal,
+            known_names=lambda: _names(store),
+        )
+
     def _stands_by(self, topic: str) -> bool:
-        return self._is_standby and self.cluster is not None and self.cluster.is_near(topic)
+        return self._config.standby and self.cluster is not None and self.cluster.is_near(topic)
 
     @property
     def all_topics(self) -> Topics[Any]:
@@ -172,8 +170,8 @@ class Data:
         self.all_topics.in_background(self._clock.keep_looking())
         if self.logs is not None and self.topics is not None:
             self.topics.in_background(_keep_trimming(self.topics))
-        if self.logs is not None and self._scrub_bytes_per_second:
-            self.logs.scrub(self._scrub_bytes_per_second)
+        if self.logs is not None and (bytes_per_second := self._config.scrub_bytes_per_second):
+            self.logs.scrub(bytes_per_second)
         if self.cluster is not None:
             self.all_topics.in_background(_keep_looking(self.all_topics))
             fetching = Fetching(self.all_topics, self.cluster.owner_of, self.cluster.neighbours.snapshot_of)
@@ -181,8 +179,9 @@ class Data:
 
     def listens(self, address: SidecarAddress) -> None:
         """Where, which is what the sidecar advertises unless it was told something else."""
-        reached_at = self._advertised_address or str(address)
-        if self.cluster is not None and not self._advertised_address:
+        advertised = self._config.advertised_address
+        reached_at = str(SidecarAddress.parse(advertised) if advertised else address)
+        if self.cluster is not None and not advertised:
             self.cluster.shared.address = reached_at
         if self.leaving is not None:
             self.leaving.address = reached_at
