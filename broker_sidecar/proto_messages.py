@@ -11,8 +11,8 @@ from seqdedupe.errors import error
 from seqdedupe.limits import MAX_BATCH_ROWS, MAX_NAMES_AT_ONCE
 from seqdedupe.names import whole_of
 from seqdedupe.topic.base import State, TopicBase
-from seqdedupe.topic.closed import Closed
 from seqdedupe.topic.policy import Applied, Policy
+from seqdedupe.topic.registry import Closed
 from seqdedupe.topic.topic import Topic
 from seqdedupe.v1 import admin_pb2
 

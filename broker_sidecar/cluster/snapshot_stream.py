@@ -11,9 +11,9 @@ from seqdedupe.batch import Binary
 from seqdedupe.errors import error
 from seqdedupe.message_id import Position
 from seqdedupe.store.snapshots import Loaded
-from seqdedupe.topic import cursors
 from seqdedupe.topic.base import TopicBase
 from seqdedupe.topic.control import decode_policy
+from seqdedupe.topic.policy import MAX_CURSORS, cursors_of, fill_cursors
 from seqdedupe.topic.saved import SavedParts, parts, saved
 from seqdedupe.v1 import admin_pb2
 
@@ -76,7 +76,7 @@ def _head(topic: TopicBase, snapshot: Loaded) -> Any:
         producers=len(snapshot.names),
         has_forgotten=snapshot.has_forgotten,
     )
-    cursors.fill(kept.cursors, head.cursors)
+    fill_cursors(kept.cursors, head.cursors)
     answer = wire.ExportSnapshotResponse()
     answer.part.head.ParseFromString(head.SerializeToString())
     return answer
@@ -85,9 +85,9 @@ def _head(topic: TopicBase, snapshot: Loaded) -> Any:
 def _parts_of(head: admin_pb2.SnapshotHead) -> SavedParts:
     """Raises INVALID_REQUEST, INVALID_POSITION."""
     position = Position.from_proto(head.position)
-    if len(head.cursors) > cursors.MAX_CURSORS:
+    if len(head.cursors) > MAX_CURSORS:
         raise error("INVALID_REQUEST", f"the snapshot has {len(head.cursors)} cursors: more than a topic can have")
-    policy = replace(policy_of(head.policy), cursors=cursors.of(head.cursors))
+    policy = replace(policy_of(head.policy), cursors=cursors_of(head.cursors))
     return SavedParts(
         head.term, position, policy, head.broker_position, head.producers, has_forgotten=head.has_forgotten
     )

@@ -18,7 +18,7 @@ from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.log.pulsar import owner
 from seqdedupe.log.pulsar.owner import owner_of
 from seqdedupe.shards import to_text
-from seqdedupe.topic.finding import find
+from seqdedupe.topic.lookup import find
 from seqdedupe.topic.tasks import shielded
 from seqdedupe.topic.topic import Topic
 from seqdedupe.v1 import admin_pb2

@@ -23,8 +23,8 @@ from broker_sidecar.rpc import refusals, unary
 from broker_sidecar.telemetry import LastWarnings
 from seqdedupe.errors import error
 from seqdedupe.topic.base import Counters, State, TopicBase
-from seqdedupe.topic.closed import Closed
 from seqdedupe.topic.directory import Topics
+from seqdedupe.topic.registry import Closed
 from seqdedupe.v1 import admin_pb2
 
 # -- What happened in the topics in the last minutes, interval by interval.

@@ -23,8 +23,8 @@ from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.names import topic_name
 from seqdedupe.topic.base import TopicBase
 from seqdedupe.topic.directory import Topics
-from seqdedupe.topic.finding import find, look_for
-from seqdedupe.topic.renewing import renew
+from seqdedupe.topic.lookup import find, look_for
+from seqdedupe.topic.renewal import renew
 from seqdedupe.topic.topic import Topic
 from seqdedupe.topic.watermarks import WatermarksImport, begin_import, watermarks
 from seqdedupe.topic.window_import import WindowImport

@@ -28,7 +28,7 @@ from seqdedupe.format.jit import Uint8s
 from seqdedupe.store import imported as stored_import
 from seqdedupe.store.id_runs import RunWriter, read_pages
 from seqdedupe.topic.base import State
-from seqdedupe.topic.imported_window import ImportedWindow
+from seqdedupe.topic.policy import ImportedWindow
 from seqdedupe.topic.topic import Topic
 from seqdedupe.windows import LATEST_MS, Block, Checksum, parse
 

@@ -62,7 +62,7 @@ BACK_STEPS = [
     ("seqdedupe.store.incoming.IncomingSnapshot.finish", "after", 1),
     ("broker_sidecar.services.arrivals._take", "before", 1),
     ("seqdedupe.store.db.Store.put_topics", "after", 1),
-    ("seqdedupe.topic.published.PublishedTopics.delete", "after", 1),
+    ("seqdedupe.topic.kinds.PublishedTopics.delete", "after", 1),
     ("seqdedupe.log.embedded.moved.Arrival.finish", "after", 1),
     ("seqdedupe.store.db.Store.put_topics", "before", 2),
     ("seqdedupe.store.db.Store.put_topics", "after", 2),

@@ -22,7 +22,7 @@ from seqdedupe.store import id_runs, rocksdb
 from seqdedupe.store import imported as stored_import
 from seqdedupe.store.db import Store
 from seqdedupe.topic import window_import
-from seqdedupe.topic.operating import MessageState, state_by_id
+from seqdedupe.topic.operations import MessageState, state_by_id
 from seqdedupe.topic.window_import import WindowImport
 from seqdedupe.windows import Known
 from tests.log.faulty import FaultyLog, Storage
