@@ -67,8 +67,8 @@ COUNTED = (
     "counters.resets",
     "counters.purged",
     "counters.resumed_after_purge",
-    "snapshotter.taken",
-    "snapshotter.failed",
+    "keeper.snapshotter.taken",
+    "keeper.snapshotter.failed",
 )
 """Numbers of a topic that rise only, by where they stand."""
 
@@ -232,8 +232,8 @@ _COUNTED_IN_ALL = {
         "seqdedupe_resumed_after_purge",
         "Sessions resumed of producers that were forgotten: what they send again is new, stored or not.",
     ),
-    "snapshotter.taken": ("seqdedupe_snapshots", "Snapshots of topics that became durable."),
-    "snapshotter.failed": ("seqdedupe_snapshot_failures", "Snapshots of topics that could not be stored."),
+    "keeper.snapshotter.taken": ("seqdedupe_snapshots", "Snapshots of topics that became durable."),
+    "keeper.snapshotter.failed": ("seqdedupe_snapshot_failures", "Snapshots of topics that could not be stored."),
 }
 
 _NOW_BY_TOPIC = {
