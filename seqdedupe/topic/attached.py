@@ -1,4 +1,7 @@
-"""A topic whose log is a broker's own: the numbers, and snapshots of them, for as long as a broker is attached."""
+"""A topic whose log is a broker's own: the numbers, and snapshots of them, for as long as a broker is attached.
+
+Begin with `AttachedTopic`; `Attachment` is the hold that one broker has on it, a stream.
+"""
 
 import asyncio
 import logging

@@ -1,7 +1,8 @@
 """All topics: from the store and the logs to live topics, and back. It knows no kind of log.
 
-A topic's record says where it is in its life; it is durable before anything that it says is done. Creating and
-deleting run as tasks of their own: whoever asked for them may give up waiting, they are finished all the same.
+Begin with `Topics`. A topic's record says where it is in its life; it is durable before anything that it says is done.
+Creating and deleting run as tasks of their own: whoever asked for them may give up waiting, they are finished all the
+same.
 """
 
 import asyncio

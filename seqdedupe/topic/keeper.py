@@ -1,8 +1,9 @@
-"""What is kept of a topic for the next start, and what is let go: snapshots, and producers that nobody uses.
+"""What is kept of a topic for the next start, and what is let go. Begin with `Keeper`.
 
-A topic is looked through three times within the time after which its policy has producers forgotten, as Pulsar does,
-and each look counts as a third of it: so only time counts in which this process runs and the topic takes messages,
-however the clock jumps, and every name has a full timeout after a restart and after a change of the policy.
+`Snapshotter` says when a topic's numbers go to the store. `Inactivity` has producers forgotten that nobody uses: a
+topic is looked through three times within the time that its policy gives them, as Pulsar does, and each look counts as
+a third of it. So only time counts in which this process runs and the topic takes messages, however the clock jumps, and
+every name has a full timeout after a restart and after a change of the policy. `Stored` is what a start finds.
 """
 
 import asyncio

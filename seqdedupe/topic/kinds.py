@@ -1,4 +1,8 @@
-"""Topics with a log that is no attached broker's: opened from their log and their snapshot."""
+"""The two kinds of topics, by their logs, as the directory of topics needs them: made, opened, checked and deleted.
+
+`PublishedTopics` are opened from a log of ours and a snapshot; `BrokersTopics` have nothing but the store's records and
+snapshots.
+"""
 
 import asyncio
 import logging

@@ -1,4 +1,8 @@
-"""Which topics there are: what a list of the logs says, at the start, and again where others make and delete topics."""
+"""Which topics there are, and which of them are opened when: at the start, and again where others make and delete them.
+
+Begin with `open_all` and `look_again`. `Waiting` has those that a start does not wait for; `Looking` keeps looks into a
+cluster apart.
+"""
 
 import asyncio
 import logging

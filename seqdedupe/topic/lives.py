@@ -1,4 +1,7 @@
-"""The lives of topics: opened, made and deleted, with records, logs and live topics in step; of several all or none."""
+"""The lives of topics: opened, made and deleted, with records, logs and topics in step; of several all or none.
+
+`Records` writes what the store says of a topic, and puts right what could not be written; `Lives` does the rest.
+"""
 
 import asyncio
 import logging

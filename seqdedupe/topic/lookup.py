@@ -1,9 +1,11 @@
-"""Making and deleting partitioned topics, each in one step.
+"""Topics by name that are more than one topic of this sidecar: partitioned ones, and those that others make.
 
 A partition is a topic of its own, `name-partition-0` and on, with a log, snapshots and a recovery of its own. How many
 there are stands in each one's record and beside its log, for good: which partition a message belongs to follows from
 it. The records of all partitions change their state in one write. So after a crash start-up finds all of them made,
 or all of them half made, or all of them being deleted, and finishes that for each by itself.
+
+In a cluster others make and delete topics: it is asked before it is said for good that there is none.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""What an operator asks and does about a topic's messages and producers: one message, what is in flight, a reset."""
+"""What is asked of a live topic beside frames: sessions, where one message is, what is in flight, a reset."""
 
 import asyncio
 import logging

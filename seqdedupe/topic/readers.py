@@ -1,4 +1,7 @@
-"""Pages of a topic for readers: where to start, how far to go, batches cut at both ends."""
+"""A topic's messages for its readers: where to start, pages with batches cut at both ends, and streams of pages.
+
+Begin with `read_page` and `read_on`. At the end of a topic `Followers` give one page to all, who take turns.
+"""
 
 import asyncio
 import itertools

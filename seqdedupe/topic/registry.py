@@ -1,4 +1,7 @@
-"""The names of topics, and what is under way with each: one entry a name, which says whether more may begin."""
+"""The names of topics, and what is under way with each: one entry a name, which says whether more may begin.
+
+Begin with `Entry`. `Registry` has all of them, and which topics are partitioned.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence

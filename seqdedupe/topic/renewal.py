@@ -1,6 +1,7 @@
 """Opening a topic again: from a saved snapshot, which takes the place of the one in the store, or from its log alone.
 
-It runs as a task of its own: whoever asked for it may give up waiting, it is finished all the same.
+Begin with `renew`, which runs as a task of its own: whoever asked for it may give up waiting, it is finished all the
+same. `Fetching` does it by itself for a topic of which this sidecar has no state, and another one does.
 """
 
 import asyncio

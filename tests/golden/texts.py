@@ -68,9 +68,9 @@ def _uses(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
     match node:
         case ast.Call(func=ast.Name("error"), args=[reason, message, *_]):
             for one in reason, *_branches(reason):
-                if isinstance(one, ast.Constant):
-                    yield f"error {one.value}", message
-            if not any(isinstance(one, ast.Constant) for one in (reason, *_branches(reason))):
+                if _is_text(one):
+                    yield f"error {_shown(one)}", message
+            if not any(map(_is_text, (reason, *_branches(reason)))):
                 yield "error {}", message
         case ast.Call(func=ast.Attribute(ast.Name(logger), level)) if logger in _LOGGERS and level in _LEVELS:
             at = int(level == "log")
@@ -103,8 +103,9 @@ def _meant(
 
 def _values(name: ast.Name, parents: dict[ast.AST, ast.AST]) -> list[ast.expr]:
     """What a name is given in the nearest function around it that gives it anything, or in the module."""
-    scope: ast.AST | None = name
-    while scope := parents.get(scope):
+    scope: ast.AST = name
+    while scope in parents:
+        scope = parents[scope]
         is_scope = isinstance(scope, ast.FunctionDef | ast.AsyncFunctionDef | ast.Module)
         if is_scope and (values := [value for assigned, value in _assigned(scope) if assigned == name.id]):
             return values
