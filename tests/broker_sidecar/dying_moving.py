@@ -22,17 +22,17 @@ FILE = "SEQDEDUPE_TEST_DIES_AT"
 PLANTED = ".planted"
 
 STEPS = (
-    "broker_sidecar.leaving.Giving._answer",
-    "broker_sidecar.leaving.Leaving._let_go",
+    "broker_sidecar.cluster.departures.Giving._answer",
+    "broker_sidecar.cluster.departures.Departures._let_go",
     "seqdedupe.log.embedded.moved.leave",
     "seqdedupe.log.embedded.moved.has_left",
     "seqdedupe.log.embedded.moved.stays",
     "seqdedupe.log.embedded.moved.remove_messages",
     "seqdedupe.log.embedded.moved.is_known",
-    "broker_sidecar.arriving._check_is_free",
-    "broker_sidecar.arriving.Coming.read",
-    "broker_sidecar.arriving._keep_from_who_had_it",
-    "broker_sidecar.arriving._take",
+    "broker_sidecar.services.arrivals._check_is_free",
+    "broker_sidecar.services.arrivals.Coming.read",
+    "broker_sidecar.services.arrivals._keep_from_who_had_it",
+    "broker_sidecar.services.arrivals._take",
     "seqdedupe.log.embedded.moved.Arrival.begin",
     "seqdedupe.log.embedded.moved.Arrival.finish",
     "seqdedupe.store.incoming.IncomingSnapshot.add",
@@ -89,7 +89,7 @@ def _plant(file: Path, step: str) -> None:
 
 
 def _plant_bug(bug: str) -> None:
-    from broker_sidecar import leaving
+    from broker_sidecar.cluster import departures
     from seqdedupe.log.embedded import moved
 
     if bug == "nothing says that it leaves":
@@ -97,10 +97,10 @@ def _plant_bug(bug: str) -> None:
         moved.leave = lambda folder, to: None
     elif bug == "lets go first":
 
-        async def settled(self: leaving.Leaving, record: Any, to: moved.To) -> None:
+        async def settled(self: departures.Departures, record: Any, to: moved.To) -> None:
             moved.has_left(self._logs.folder_of(record.incarnation))
 
-        leaving.Leaving._settle = settled  # type: ignore[method-assign]
+        departures.Departures._settle = settled  # type: ignore[method-assign]
 
 
 def main() -> int:
