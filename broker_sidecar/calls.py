@@ -12,7 +12,7 @@ from google.protobuf import descriptor_pool
 
 from broker_sidecar.rpc import Context, known_code
 from broker_sidecar.wrapping import Handle, Wrapping
-from seqdedupe.buckets import Buckets
+from seqdedupe.figures import Buckets
 
 HANDLING_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 

@@ -9,7 +9,7 @@ from seqdedupe.address import SidecarAddress
 from seqdedupe.client.route import Sidecars
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.limits import MIN_WINDOW_MEMORY_IN_MB
-from seqdedupe.shards import from_text
+from seqdedupe.names import from_text
 from seqdedupe.store.directories import CLUSTER_ID, MAX_WORKERS
 from seqdedupe.topic import policy
 

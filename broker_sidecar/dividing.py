@@ -25,7 +25,7 @@ from seqdedupe.log.embedded.replaying import Replay
 from seqdedupe.log.embedded.secret import secret_of
 from seqdedupe.log.embedded.segment import Identity
 from seqdedupe.log.embedded.tail import open_segments
-from seqdedupe.shards import ALL_SHARDS, shard_of, shards_of_worker
+from seqdedupe.names import ALL_SHARDS, shard_of, shards_of_worker
 from seqdedupe.store import directories, ids, imported
 from seqdedupe.store.db import Store
 from seqdedupe.store.directories import SHARDS_FILE, WORKERS_FILE, Claim, Split, of_worker

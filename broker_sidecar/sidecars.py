@@ -23,7 +23,7 @@ from broker_sidecar.leaving import Leaving
 from broker_sidecar.peers import Peers
 from broker_sidecar.rpc import unary
 from seqdedupe.log.pulsar import owner
-from seqdedupe.shards import to_text
+from seqdedupe.names import to_text
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.finding import find
 

@@ -23,7 +23,7 @@ from seqdedupe.address import SidecarAddress
 from seqdedupe.backup.manifest import MANIFEST_FILE
 from seqdedupe.errors import error
 from seqdedupe.locks import Lock
-from seqdedupe.shards import shards_of_worker, to_text
+from seqdedupe.names import shards_of_worker, to_text
 from seqdedupe.store import directories
 from seqdedupe.store.directories import Claim, Split, of_worker
 

@@ -9,14 +9,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from seqdedupe import sealed
 from seqdedupe.errors import InvalidRequestError, SeqdedupeError, error
+from seqdedupe.files import check_sealed, head_of, writing_sealed
 
 MANIFEST_FILE = "BACKUP"
 MAGIC = b"seqdedupe-backup"
 FORMAT_VERSION = 1
 
-_HEAD = sealed.head_of(MAGIC, FORMAT_VERSION)
+_HEAD = head_of(MAGIC, FORMAT_VERSION)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Manifest:
 
     def write(self, folder: Path) -> None:
         """Writes it, durable on return. Raises OSError."""
-        with sealed.writing(folder / MANIFEST_FILE, _HEAD) as put:
+        with writing_sealed(folder / MANIFEST_FILE, _HEAD) as put:
             put(json.dumps(asdict(self), indent=1, ensure_ascii=False).encode())
 
 
@@ -71,7 +71,7 @@ def read(folder: Path) -> Manifest:
     path = folder / MANIFEST_FILE
     try:
         with path.open("rb") as file:
-            size = sealed.check(path, file, _HEAD, 1, "a backup's manifest")
+            size = check_sealed(path, file, _HEAD, 1, "a backup's manifest")
             said: dict[str, Any] = json.loads(file.read(size))
     except FileNotFoundError as e:
         if not folder.exists():

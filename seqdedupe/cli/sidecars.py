@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from seqdedupe import sealed, snapshot_file, watermarks, windows
+from seqdedupe import exports, files
 from seqdedupe.cli.doctor import prepare, print_findings
 from seqdedupe.cli.options import as_json_option, common, connect, connect_to, is_alone, print_json, print_table
 from seqdedupe.cli.topics import position_json, topics
@@ -130,14 +130,16 @@ def import_file(topic: str, file: Path, address: str, as_json: bool) -> None:
     A snapshot goes into the topic that it was taken of. Watermarks go into one that was created, and that no producer
     has opened yet; a window of deduplication IDs into one of these without messages.
     """
-    magic = sealed.magic_of(file)
-    if magic not in (snapshot_file.MAGIC, watermarks.MAGIC, windows.MAGIC):
-        raise sealed.damaged(file, "it begins neither as a snapshot nor as a file of watermarks or of a window does")
+    magic = files.magic_of(file)
+    if magic not in (exports.SNAPSHOT_MAGIC, exports.WATERMARKS_MAGIC, exports.WINDOW_MAGIC):
+        raise files.not_as_written(
+            file, "it begins neither as a snapshot nor as a file of watermarks or of a window does"
+        )
     with connect_to(address, topic) as client:
-        if magic == snapshot_file.MAGIC:
+        if magic == exports.SNAPSHOT_MAGIC:
             _say_opened(client.admin.import_snapshot(topic, file), "snapshot", "from the snapshot", as_json)
             return
-        if magic == windows.MAGIC:
+        if magic == exports.WINDOW_MAGIC:
             ids = client.admin.import_window(topic, file)
             values = {"topic": topic_name(topic), "kind": "window", "ids": ids}
             _say(values, f"a window of {ids:,} deduplication IDs is in force", as_json)

@@ -18,7 +18,7 @@ from seqdedupe.client.session import ProducerConfig
 from seqdedupe.errors import PositionError, SeqdedupeError, error
 from seqdedupe.limits import NO_SEQUENCE_ID
 from seqdedupe.message_id import Position
-from seqdedupe.routing import partition_of
+from seqdedupe.names import partition_of
 from seqdedupe.v1 import admin_pb2
 
 # -- From where the source of a partitioned topic's producer has to be sent again: its last messages say it.

@@ -17,8 +17,7 @@ from seqdedupe.log.embedded.replaying import Replay
 from seqdedupe.log.embedded.secret import secret_of
 from seqdedupe.log.embedded.segment import Identity, segment_path
 from seqdedupe.log.embedded.tail import base_indexes
-from seqdedupe.names import partition_name, topic_name, whole_of
-from seqdedupe.shards import shard_of, to_text
+from seqdedupe.names import partition_name, shard_of, to_text, topic_name, whole_of
 from seqdedupe.store import imported as stored_import
 from seqdedupe.store.copy import check_all, of_original, opened_copy
 from seqdedupe.store.db import Store

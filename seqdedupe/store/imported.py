@@ -10,19 +10,19 @@ from collections.abc import Iterator
 from rocksdict import WriteBatch
 
 from seqdedupe.core.id_runs import Imported, Run
+from seqdedupe.exports import WINDOW_CHECKSUM_BYTES
 from seqdedupe.format.headers import SECRET_BYTES
 from seqdedupe.store import id_runs
 from seqdedupe.store.db import Store
 from seqdedupe.store.ids import write_all
 from seqdedupe.store.parts import IMPORTED, MAX_NUMBER, damaged, other_format, part_key, part_number, seal, unseal
-from seqdedupe.windows import CHECKSUM_BYTES
 
 FORMAT_VERSION = 1
 
 FIRST_RUN = id_runs.MAX_RUN + 1
 """Imported runs have numbers from here on."""
 
-_IMPORTED = struct.Struct(f"<BI{SECRET_BYTES}s{CHECKSUM_BYTES}s")
+_IMPORTED = struct.Struct(f"<BI{SECRET_BYTES}s{WINDOW_CHECKSUM_BYTES}s")
 
 
 def _key(incarnation: int) -> bytes:

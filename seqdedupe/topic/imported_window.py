@@ -6,7 +6,7 @@ The log says which one it was, the store alone has the IDs.
 from dataclasses import dataclass
 from typing import Any
 
-from seqdedupe.windows import CHECKSUM_BYTES
+from seqdedupe.exports import WINDOW_CHECKSUM_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +24,6 @@ class ImportedWindow:
 
 def of(message: Any) -> ImportedWindow:
     """That of a message. Raises ValueError if it is none."""
-    if len(message.checksum) != CHECKSUM_BYTES or min(message.ids, message.last_publish_time_ms) < 0:
+    if len(message.checksum) != WINDOW_CHECKSUM_BYTES or min(message.ids, message.last_publish_time_ms) < 0:
         raise ValueError("it names an imported window that cannot be")
     return ImportedWindow(message.checksum, message.ids, message.last_publish_time_ms)

@@ -19,8 +19,7 @@ from seqdedupe.format.layout import (
 )
 from seqdedupe.format.records import END, body_of, ownership, scan_record, span
 from seqdedupe.log.contract import ANY_BYTES, Runs
-from seqdedupe.message_id import Position
-from seqdedupe.message_ids import MessageIds
+from seqdedupe.message_id import MessageIds, Position
 from seqdedupe.topic.base import TopicBase
 from seqdedupe.topic.logged import LoggedTopic
 

@@ -23,6 +23,7 @@ from seqdedupe.core.id_runs import (
     seconds_of,
 )
 from seqdedupe.errors import SeqdedupeError, UnavailableError, error
+from seqdedupe.exports import LATEST_MS, WindowBlock, WindowChecksum, parse_block
 from seqdedupe.format.headers import SECRET_BYTES, key_of
 from seqdedupe.format.jit import Uint8s
 from seqdedupe.store import imported as stored_import
@@ -30,7 +31,6 @@ from seqdedupe.store.id_runs import RunWriter, read_pages
 from seqdedupe.topic.imported_window import ImportedWindow
 from seqdedupe.topic.publishing import Topic
 from seqdedupe.topic.state import State
-from seqdedupe.windows import LATEST_MS, Block, Checksum, parse
 
 logger = logging.getLogger("seqdedupe.topic")
 
@@ -56,11 +56,11 @@ class WindowImport:
         if topic.imported.there is None:
             # What could not be read may name a run that is written anew now, and would pass for whole.
             stored_import.remove(topic.store, topic.incarnation)
-        self._digest = Checksum()
+        self._digest = WindowChecksum()
         self._ids = self._id_bytes = 0
         self._first_ms, self._last_ms = LATEST_MS, 0
         self._last_id: Uint8s = _NO_BYTES
-        self._part: list[Block] = []
+        self._part: list[WindowBlock] = []
         """What has come and is in no run yet."""
         self._part_bytes = 0
         self._runs: list[Run] = []
@@ -136,7 +136,7 @@ class WindowImport:
     # -- blocks and runs -----------------------------------------------------------------------------------------
 
     def _take(self, raw: bytes) -> None:
-        block = parse(raw)
+        block = parse_block(raw)
         rows = len(block.sizes)
         ids = np.concatenate((self._last_id, block.ids))
         begins = [0] * bool(len(self._last_id)) + [len(self._last_id)]

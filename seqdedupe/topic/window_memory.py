@@ -11,7 +11,7 @@ from seqdedupe.topic.window_runs import WindowRuns
 EXCESS = 4
 """One in so many of the limit may be taken more before publishers wait."""
 
-logger = logging.getLogger("seqdedupe.windows")
+logger = logging.getLogger("seqdedupe.exports")
 
 
 class WindowMemory:

@@ -22,9 +22,9 @@ from pyspark.sql.types import BinaryType, DecimalType, IntegralType, StringType
 from seqdedupe.client.blocking import Client
 from seqdedupe.command import sidecar_options, told_credentials
 from seqdedupe.errors import error
+from seqdedupe.exports import Watermark, write_watermarks
 from seqdedupe.limits import MAX_NAME_BYTES, MAX_SEQUENCE_ID
 from seqdedupe.v1 import admin_pb2
-from seqdedupe.watermarks import Watermark, write
 from seqdedupe_spark import planning
 from seqdedupe_spark.bootstrap_window import (
     ID_COLUMN,
@@ -57,7 +57,7 @@ def bootstrap_from_topic(client: Client, topic: str, output: Path) -> int:
     producers = planning.patiently(lambda: client.admin.producers(topic))
     # A name that was opened and has sent nothing has none.
     marks = [Watermark(one.name.encode(), one.persisted) for one in producers if one.persisted >= 0]
-    return write(output, sorted(marks))
+    return write_watermarks(output, sorted(marks))
 
 
 def bootstrap_from_parquet(
@@ -89,7 +89,7 @@ def bootstrap_from_parquet(
         ),
         topic_column_of(frame.schema),
     )
-    return write(output, _watermarks(frame, columns))
+    return write_watermarks(output, _watermarks(frame, columns))
 
 
 def _watermarks(frame: DataFrame, columns: Columns) -> Iterator[Watermark]:

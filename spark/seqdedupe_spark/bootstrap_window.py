@@ -13,10 +13,10 @@ from pyspark.sql.types import BinaryType, DecimalType, IntegralType, StringType,
 
 from seqdedupe.client.blocking import Client
 from seqdedupe.errors import error
+from seqdedupe.exports import LATEST_MS, KnownId, write_window
 from seqdedupe.limits import MAX_DEDUPLICATION_ID_BYTES
 from seqdedupe.names import partition_name
 from seqdedupe.v1 import admin_pb2
-from seqdedupe.windows import LATEST_MS, Known, write
 from seqdedupe_spark.history import bad, column_of, quoted, read_parquet, topic_column_of
 
 ID_COLUMN = "__deduplicationId"
@@ -44,7 +44,7 @@ def bootstrap_window_from_topic(
         _check_log_tells_all(one)
     first = json.dumps({one.name: one.first_index for one in partitions or [found]})
     reader = spark.read.format("seqdedupe").options(**options).option("topic", found.name)
-    return write(output, _known(reader.option("startingOffsets", first).load(), ID_COLUMN, TIME_COLUMN, None))
+    return write_window(output, _known(reader.option("startingOffsets", first).load(), ID_COLUMN, TIME_COLUMN, None))
 
 
 def _check_log_tells_all(topic: admin_pb2.Topic) -> None:
@@ -90,7 +90,7 @@ def bootstrap_window_from_parquet(
         IntegralType,
         DecimalType,
     )
-    return write(output, _known(frame, one, time, topic_column_of(frame.schema)))
+    return write_window(output, _known(frame, one, time, topic_column_of(frame.schema)))
 
 
 def has_window(frame: DataFrame) -> bool:
@@ -99,7 +99,7 @@ def has_window(frame: DataFrame) -> bool:
     return bool(there) and bool(frame.where(f.col(quoted(there[0])).isNotNull()).head(1))
 
 
-def _known(frame: DataFrame, id_column: str, time_column: str, topic_column: str | None) -> Iterator[Known]:
+def _known(frame: DataFrame, id_column: str, time_column: str, topic_column: str | None) -> Iterator[KnownId]:
     """One an ID, in the order of their bytes. Raises INVALID_SOURCE at the first one that cannot be."""
     times = _milliseconds(frame, time_column)
     topics = f.col(quoted(topic_column)).cast("string") if topic_column else f.lit(None).cast("string")
@@ -126,7 +126,7 @@ def _known(frame: DataFrame, id_column: str, time_column: str, topic_column: str
         for other in (first_topic, last_topic):
             if other != topic:
                 raise bad(str(topic_column), f"{topic} and {other}: a window is of one topic, select its rows")
-        yield Known(bytes(one), int(last_ms))
+        yield KnownId(bytes(one), int(last_ms))
 
 
 def _milliseconds(frame: DataFrame, name: str) -> Column:

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from seqdedupe import sealed
 from seqdedupe.backup import manifest, restoring
 from seqdedupe.backup.making import Making
 from seqdedupe.backup.manifest import MAGIC, MANIFEST_FILE, Manifest
 from seqdedupe.backup.restoring import check, restore
 from seqdedupe.errors import ConfigurationError, DamagedError, SeqdedupeError, UnavailableError
+from seqdedupe.files import DIGEST_BYTES, MAGIC_BYTES, head_of, writing_sealed
 from seqdedupe.format.headers import key_of
 from seqdedupe.log.embedded.inspection import DurablePart
 from seqdedupe.log.embedded.segment import Identity
@@ -94,7 +94,7 @@ async def test_each_file_that_is_changed_cut_or_missing_is_noticed(tmp_path: Pat
 
 async def test_another_version_is_told_from_damage(tmp_path: Path) -> None:
     backup = await made(tmp_path)
-    with sealed.writing(backup / MANIFEST_FILE, sealed.head_of(MAGIC, manifest.FORMAT_VERSION + 1)) as put:
+    with writing_sealed(backup / MANIFEST_FILE, head_of(MAGIC, manifest.FORMAT_VERSION + 1)) as put:
         put(b"{}")
     with pytest.raises(DamagedError, match="NEWER_FORMAT"):
         check(backup)
@@ -103,10 +103,10 @@ async def test_another_version_is_told_from_damage(tmp_path: Path) -> None:
 @pytest.mark.parametrize("path", ["../escaped", "/tmp/escaped", "a/../../escaped", "", "BACKUP"])
 async def test_a_manifest_leads_nowhere_else(tmp_path: Path, path: str) -> None:
     backup = await made(tmp_path)
-    body = (backup / MANIFEST_FILE).read_bytes()[sealed.MAGIC_BYTES + 4 : -sealed.DIGEST_BYTES]
+    body = (backup / MANIFEST_FILE).read_bytes()[MAGIC_BYTES + 4 : -DIGEST_BYTES]
     said = json.loads(body)
     said["files"][0]["path"] = path
-    with sealed.writing(backup / MANIFEST_FILE, sealed.head_of(MAGIC, manifest.FORMAT_VERSION)) as put:
+    with writing_sealed(backup / MANIFEST_FILE, head_of(MAGIC, manifest.FORMAT_VERSION)) as put:
         put(json.dumps(said).encode())
     with pytest.raises(DamagedError, match="BACKUP_DAMAGED"):
         restore(backup, tmp_path / "restored")

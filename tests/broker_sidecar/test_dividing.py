@@ -22,7 +22,7 @@ from seqdedupe.errors import ConfigurationError, SeqdedupeError
 from seqdedupe.locks import locked_directory
 from seqdedupe.log.embedded import moved
 from seqdedupe.log.embedded.replaying import Replay
-from seqdedupe.shards import shard_of
+from seqdedupe.names import shard_of
 from seqdedupe.store import directories
 from seqdedupe.store.db import Store
 from seqdedupe.store.directories import SHARDS_FILE, WORKERS_FILE, of_worker, parts_of, read_claim

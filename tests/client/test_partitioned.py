@@ -27,7 +27,7 @@ from seqdedupe.client import (
 from seqdedupe.client.partitioned import Numbering, Settled
 from seqdedupe.client.pending import PendingBatch
 from seqdedupe.errors import error
-from seqdedupe.routing import partition_of
+from seqdedupe.names import partition_of
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from seqdedupe.v1 import admin_pb2
 from tests.client.helpers import read_all

@@ -14,7 +14,7 @@ from broker_sidecar.config import KEYS, Config
 from broker_sidecar.keys import environment_of, flag_of
 from broker_sidecar.loading import load
 from broker_sidecar.security import authentication
-from seqdedupe.shards import SHARDS, from_text
+from seqdedupe.names import SHARDS, from_text
 from tests.deploy.durations import longest_stop_seconds
 
 DEPLOY = Path(__file__).parents[2] / "deploy"

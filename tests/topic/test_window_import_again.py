@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from broker_sidecar import dividing
-from seqdedupe import windows
+from seqdedupe import exports
 from seqdedupe.core.id_runs import Imported
 from seqdedupe.core.rule import DUP, NOT_DUP
 from seqdedupe.errors import InvalidRequestError
@@ -36,7 +36,7 @@ async def put_and_broken_off(place: ImportPlace, path: Path, monkeypatch: Patch)
         was_put.set()
         return put(*arguments)
 
-    checksum, *blocks = windows.read(path)
+    checksum, *blocks = exports.read_window(path)
     with monkeypatch.context() as patched:
         patched.setattr(stored_import, "put", seen)
         importing = WindowImport(place.topic, checksum)
@@ -119,7 +119,7 @@ async def test_an_import_ends_that_is_under_way_when_all_that_was_imported_has_e
     await place.start()
     path = tmp_path / "window"
     await place.bring(OLD, path)
-    checksum, *blocks = windows.read(path)
+    checksum, *blocks = exports.read_window(path)
     importing = WindowImport(place.topic, checksum)
     for block in blocks:
         await importing.add(block)

@@ -16,7 +16,7 @@ from enum import Enum
 from queue import SimpleQueue
 from typing import NamedTuple
 
-from seqdedupe.buckets import Buckets
+from seqdedupe.figures import Buckets
 from seqdedupe.log.embedded.journal import Journal
 from seqdedupe.log.embedded.syncing import Syncer
 from seqdedupe.log.embedded.writer import FatalError, Late, Opening, Writer, Written

@@ -13,8 +13,7 @@ from seqdedupe.batch import Batch, Binary, properties, single_producer
 from seqdedupe.client.stored import Message, StoredBatch
 from seqdedupe.databases.failures import Fault, fault_of, told
 from seqdedupe.limits import LINK_LEFT_OUT, NO_EPOCH
-from seqdedupe.message_id import Position
-from seqdedupe.message_ids import MessageIds
+from seqdedupe.message_id import MessageIds, Position
 from seqdedupe.services.consumer.database import DEAD_LETTERS, PARKED
 
 BEHIND = "waits behind an earlier message of its key"

@@ -10,8 +10,7 @@ from seqdedupe.batch import Batch, Int64s
 from seqdedupe.client import Client
 from seqdedupe.errors import PositionError
 from seqdedupe.limits import MAX_SEQUENCE_ID
-from seqdedupe.names import partition_name
-from seqdedupe.routing import partition_of
+from seqdedupe.names import partition_name, partition_of
 from seqdedupe.services.outbox.rows import Page
 from seqdedupe.services.outbox.steps import Found
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from seqdedupe.batch import Int64s
 from seqdedupe.limits import NO_SEQUENCE_ID
-from seqdedupe.routing import partition_of
+from seqdedupe.names import partition_of
 from seqdedupe.services.outbox.rows import Page, Route
 
 BEGINNING = -(2**63)

@@ -25,8 +25,7 @@ from seqdedupe.log.pulsar.finder import Finder, last_of, trimmed
 from seqdedupe.log.pulsar.places import Ledgers, begins_record, size_of
 from seqdedupe.log.pulsar.reader import Collector, Reader, fields_of
 from seqdedupe.log.pulsar.terms import Standing, Terms, Verdict
-from seqdedupe.message_id import MessageId, Position
-from seqdedupe.message_ids import MessageIds
+from seqdedupe.message_id import MessageId, MessageIds, Position
 from seqdedupe_spark import stock
 from seqdedupe_spark.cluster import task
 from seqdedupe_spark.cluster.connection import Connection, next_entries

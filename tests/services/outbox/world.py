@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from seqdedupe.errors import error
-from seqdedupe.routing import partition_of
+from seqdedupe.names import partition_of
 from seqdedupe.services.outbox import steps
 from seqdedupe.services.outbox.finding import ANYWHERE, Seen, is_one_of, token_name
 from seqdedupe.services.outbox.postgres import Horizon
