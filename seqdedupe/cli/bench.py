@@ -14,9 +14,9 @@ import click
 import numpy as np
 import numpy.typing as npt
 
-from seqdedupe.cli.options import common, print_json
+from seqdedupe.cli.options import common
 from seqdedupe.client import Client, Producer, Receipt
-from seqdedupe.command import INTERRUPTED, echo, told_credentials
+from seqdedupe.command import INTERRUPTED, echo, print_json, told_credentials
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.limits import MAX_PAYLOAD_BYTES
 from seqdedupe.names import topic_name

@@ -1,10 +1,9 @@
-"""What the commands share: where the sidecar is, the form of the output, a hint for a topic that is not there."""
+"""What the commands about a sidecar share: where it is, a client of it, a hint for a topic that is not there."""
 
 import difflib
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
 
 import click
 
@@ -12,26 +11,9 @@ from seqdedupe.client.blocking import Client
 from seqdedupe.client.connection import NOT_A_SIDECAR
 from seqdedupe.client.route import OnWaiting
 from seqdedupe.client.session import OPEN_TIMEOUT_SECONDS
-from seqdedupe.command import (
-    CREDENTIAL_PARAMETERS,
-    Command,
-    echo,
-    json_text,
-    printable,
-    say,
-    sidecar_options,
-    told_credentials,
-)
-from seqdedupe.errors import (
-    InvalidRequestError,
-    NotFoundError,
-    OutcomeUnknownError,
-    SeqdedupeError,
-    UnavailableError,
-    error,
-)
+from seqdedupe.command import CREDENTIAL_PARAMETERS, Command, sidecar_options, told_credentials
+from seqdedupe.errors import NotFoundError, OutcomeUnknownError, SeqdedupeError, UnavailableError, error
 from seqdedupe.names import topic_name
-from seqdedupe.v1 import admin_pb2
 
 _SHORT_NAMES = "persistent://public/default/"
 
@@ -111,68 +93,9 @@ def naming_near(client: Client, topic: str, *, makes: bool = False) -> Iterator[
         raise error(e.reason, e.message, hint=hint) from e
 
 
-@contextmanager
-def right_kind(client: Client, topic: str, *, by_id: bool) -> Iterator[None]:
-    """What cannot be published in the block because the topic is of the other kind says with which options it can."""
-    try:
-        yield
-    except InvalidRequestError as e:
-        found = None
-        with suppress(SeqdedupeError):
-            found = client.admin.topic(topic).deduplication_mode
-        if by_id and found == admin_pb2.DEDUPLICATION_MODE_SEQUENCE_ID:
-            what, hint = "sequence IDs", "Say --producer, and no deduplication IDs."
-        elif not by_id and found == admin_pb2.DEDUPLICATION_MODE_DEDUPLICATION_ID:
-            what = "deduplication IDs"
-            hint = "Say --deduplication-id-column or --deduplication-id-path, and no producer."
-        else:
-            raise
-        raise error(e.reason, f"{topic_name(topic)} is a topic of {what}", hint=hint) from e
-
-
 def _near_name(topic: str, client: Client) -> str | None:
     """The topic whose name is one edit or so from this one."""
     wanted = topic_name(topic).removeprefix(_SHORT_NAMES)
     names = [known.name.removeprefix(_SHORT_NAMES) for known in client.admin.topics()]
     long_names = [name for name in names if min(len(name), len(wanted)) >= _SHORTEST_NEAR_NAME]
     return next(iter(difflib.get_close_matches(wanted, long_names, 1, max(0.0, 1 - 1.5 / len(wanted)))), None)
-
-
-def tell_waiting(topic: str, as_json: bool, why: UnavailableError) -> None:
-    """Says what the command waits for: from the client's thread, once each time. If nobody reads that, it waits on."""
-    with suppress(OSError):
-        if as_json:
-            found = {"topic": topic_name(topic), "reason": why.reason, "message": why.message}
-            click.echo(json_text({"waiting": found}), err=True)
-        else:
-            say("seqdedupe", f"waiting: {why}")
-
-
-def print_json(value: Any) -> None:
-    """One line of JSON."""
-    echo(json_text(value))
-
-
-def _cell(value: object) -> str:
-    if value is None:
-        return "?"
-    return f"{value:,}" if isinstance(value, int) else printable(str(value))
-
-
-def print_table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Columns as wide as needed; those with numbers stand to the right. A value that is not known (None) is a
-    `?`, and one that there is not a `-`."""
-    values = [tuple(row) for row in rows]
-    table = [tuple(heads), *(tuple(map(_cell, row)) for row in values)]
-    numeric = [
-        all(value in (None, "-") or isinstance(value, int) for value in column)
-        and any(value is not None for value in column)
-        for column in zip(*values, strict=True)
-    ] or [False] * len(heads)
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    for row in table:
-        cells = (
-            cell.rjust(width) if right else cell.ljust(width)
-            for cell, width, right in zip(row, widths, numeric, strict=True)
-        )
-        echo("  ".join(cells).rstrip())

@@ -4,7 +4,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from heapq import merge
 from operator import attrgetter
@@ -14,14 +14,15 @@ from typing import NamedTuple, get_args
 import click
 import numpy as np
 
-from seqdedupe.cli.options import common, connect_to, print_json, print_table, right_kind, tell_waiting
+from seqdedupe.cli.options import common, connect_to
 from seqdedupe.cli.source import STANDARD_INPUT, Form, JsonPath, Record, Source
 from seqdedupe.client import Message, Persisted, PositionError, Verdict
 from seqdedupe.client.blocking import Client, Producer, Publisher, Receipt
-from seqdedupe.command import echo, say
-from seqdedupe.errors import DataLossError, NotFoundError, SeqdedupeError, error
+from seqdedupe.command import echo, print_json, print_table, say, tell_waiting
+from seqdedupe.errors import DataLossError, InvalidRequestError, NotFoundError, SeqdedupeError, error
 from seqdedupe.limits import MAX_DEDUPLICATION_ID_BYTES
 from seqdedupe.names import partition_name, producer_name, topic_name
+from seqdedupe.v1 import admin_pb2
 
 # -- Going on where an earlier run has ended, only if the source is still the one that was published.
 
@@ -378,6 +379,25 @@ class _PathType(click.ParamType[JsonPath]):
             raise click.BadParameter(shown, ctx, param) from None
 
 
+@contextmanager
+def _right_kind(client: Client, topic: str, *, by_id: bool) -> Iterator[None]:
+    """What cannot be published in the block because the topic is of the other kind says with which options it can."""
+    try:
+        yield
+    except InvalidRequestError as e:
+        found = None
+        with suppress(SeqdedupeError):
+            found = client.admin.topic(topic).deduplication_mode
+        if by_id and found == admin_pb2.DEDUPLICATION_MODE_SEQUENCE_ID:
+            what, hint = "sequence IDs", "Say --producer, and no deduplication IDs."
+        elif not by_id and found == admin_pb2.DEDUPLICATION_MODE_DEDUPLICATION_ID:
+            what = "deduplication IDs"
+            hint = "Say --deduplication-id-column or --deduplication-id-path, and no producer."
+        else:
+            raise
+        raise error(e.reason, f"{topic_name(topic)} is a topic of {what}", hint=hint) from e
+
+
 @click.command(short_help="Publish the records of a file.")
 @click.argument("file", type=click.Path(path_type=Path, allow_dash=True))
 @click.option("--topic", required=True, help="The topic.")
@@ -470,7 +490,7 @@ def publish(
         waiting = partial(tell_waiting, topic, as_json)
         with connect_to(address, topic, makes=True, on_waiting=waiting if follow else None) as client:
             makes_topic = _is_missing(client, topic)
-            with right_kind(client, topic, by_id=False), client.producer(topic, name, on_waiting=waiting) as producer:
+            with _right_kind(client, topic, by_id=False), client.producer(topic, name, on_waiting=waiting) as producer:
                 if makes_topic and follow and not as_json:  # which ends without a summary
                     say("seqdedupe", f"made the topic {producer.topic}")
                 resume = Resume(client, producer, numbers_are_ids=source.numbers_are_ids, trust_source=trust_source)
@@ -498,7 +518,7 @@ def _publish_by_id(source: Source, topic: str, address: str, *, as_json: bool) -
     waiting = partial(tell_waiting, topic, as_json)
     with (
         connect_to(address, topic, makes=True) as client,
-        right_kind(client, topic, by_id=True),
+        _right_kind(client, topic, by_id=True),
         client.publisher(topic, on_waiting=waiting) as publisher,
     ):
         summary = publish_by_id(publisher, source)

@@ -12,13 +12,13 @@ from itertools import islice
 
 import click
 
-from seqdedupe.cli.options import common, connect_to, tell_waiting
+from seqdedupe.cli.options import common, connect_to
 from seqdedupe.client import Message, PartitionedPosition
 from seqdedupe.client.blocking import Client, PartitionedReader, Reader
 from seqdedupe.client.pending import NO_PARTITION
 from seqdedupe.client.reader import Start
 from seqdedupe.client.route import OnWaiting
-from seqdedupe.command import json_text, printable, standard_output
+from seqdedupe.command import json_text, printable, standard_output, tell_waiting
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.limits import MAX_INDEX
 from seqdedupe.message_id import Position

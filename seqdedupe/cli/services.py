@@ -1,28 +1,24 @@
 """The commands of the services: `consumer`, `inbox`, `outbox`, `pipe`, each on the database or topics it is told."""
 
-from collections.abc import Iterator
+import importlib
+import os
+import signal
+import sys
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from seqdedupe.cli.options import as_json_option
-from seqdedupe.command import Command
+from seqdedupe.cli.options import as_json_option, common, connect, naming_near
+from seqdedupe.client.blocking import Client
+from seqdedupe.command import Command, echo, json_text, print_json, print_table, printable, say, told_credentials
 from seqdedupe.errors import error
+from seqdedupe.services.pipe.blocking import Pipe
 
 if TYPE_CHECKING:
     from sqlalchemy import Engine
-import importlib
-import signal
-from collections.abc import Mapping
-from dataclasses import asdict
-from typing import Any
-
-from seqdedupe.cli.options import common, connect, naming_near, print_json, print_table
-from seqdedupe.cli.python_object import PythonObject
-from seqdedupe.client.blocking import Client
-from seqdedupe.command import echo, json_text, printable, say, told_credentials
-from seqdedupe.services.pipe.blocking import Pipe
 
 # -- The database of a service's consumers and inboxes, as a command is told it.
 
@@ -76,6 +72,20 @@ def told_errors(whose: str) -> Iterator[None]:
     except SQLAlchemyError as e:
         what = f"the {whose}'s tables cannot be used: {told(e)}"
         raise error("OUTPUT_UNAVAILABLE", what, hint=f"Is it the {whose}'s database?") from e
+
+
+class PythonObject(click.ParamType[Any]):
+    """It is imported, also from the current directory."""
+
+    name = "object"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        module, _, name = str(value).partition(":")
+        sys.path.insert(0, os.getcwd())  # as `python -m` does
+        try:
+            return getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError, ValueError) as e:
+            raise click.BadParameter(f"{value} cannot be imported: {e}", ctx, param) from e
 
 
 _SHOWN = 80
@@ -175,8 +185,6 @@ def _tell(name: str, count: int, said: str) -> None:
 
 
 # -- `seqdedupe inbox`: what inboxes have parked.
-
-"""Characters of an error in the table."""
 
 
 @click.group(short_help="Look after messages that inboxes have parked.")

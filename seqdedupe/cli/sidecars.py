@@ -1,25 +1,23 @@
-"""The operators' commands about sidecars as a whole: clusters, numbers to and from files, backups, named cursors."""
+"""The operators' commands about a sidecar as a whole: a cluster's list, numbers to and from files, and `top`."""
 
 import sys
-from datetime import UTC, datetime
+import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from seqdedupe import exports, files
-from seqdedupe.cli.doctor import prepare, print_findings
-from seqdedupe.cli.options import as_json_option, common, connect, connect_to, is_alone, print_json, print_table
-from seqdedupe.cli.topics import position_json, topics
-from seqdedupe.command import FAILED, echo, printable
-from seqdedupe.figures import state_name
+from seqdedupe.cli.options import common, connect, connect_to, is_alone
+from seqdedupe.cli.topics import position_json
+from seqdedupe.command import echo, print_json, print_table, printable
+from seqdedupe.errors import error
+from seqdedupe.figures import ORDERS, beyond_snapshot, per_second, state_name
 from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name
 from seqdedupe.v1 import admin_pb2
-
-if TYPE_CHECKING:
-    from seqdedupe.backup.manifest import Manifest
-    from seqdedupe.v1 import admin_pb2
 
 
 @click.group(invoke_without_command=True, short_help="List the sidecars of a cluster, forget one.")
@@ -77,20 +75,6 @@ def forget(name: str, address: str, as_json: bool) -> None:
         return
     for topic in removed:
         echo(f"{topic}: the subscription of {printable(name)} is removed")
-
-
-@topics.command()
-@click.argument("name")
-@click.option("--to", metavar="ADDRESS", default="", help="The sidecar that is to have it. Left out: who takes it.")
-@common
-def move(name: str, to: str, address: str, as_json: bool) -> None:
-    """Move a topic to another sidecar, of a cluster or with a log of its own; returns when that one serves it."""
-    with connect_to(address, name) as client:
-        owner = client.admin.move_topic(name, to)
-    if as_json:
-        print_json({"topic": topic_name(name), "owner_address": owner})
-    else:
-        echo(printable(f"{topic_name(name)} is served by the sidecar at {owner}"))
 
 
 # -- The operators' commands that take a topic's numbers to a file, from one, and from its log.
@@ -172,181 +156,104 @@ def _say(values: dict[str, object], text: str, as_json: bool) -> None:
         echo(printable(text))
 
 
-# -- The commands about backups: one is made by the sidecar, while it runs; it is checked and restored without one.
+# -- `seqdedupe top`: how a sidecar does, in a terminal.
 
-_FOLDER = click.Path(file_okay=False, path_type=Path)
-
-
-@click.command(short_help="Have the sidecar make a backup of all that it has.")
-@click.argument("name")
-@common
-def backup(name: str, address: str, as_json: bool) -> int:
-    """Have the running sidecar make a backup of all that it has, in a new folder NAME in its backup_directory.
-
-    Exit status 1 if something was damaged where it was taken, and is so in the backup.
-    """
-    with connect(address) as client:
-        made = client.admin.backup(name, _say_progress)
-    is_whole = not any(one.damaged or one.left_out for one in made)
-    if as_json:
-        print_json({"whole": is_whole, "parts": [_part_json(one) for one in made]})
-    else:
-        for one in made:
-            echo(
-                printable(
-                    f"{one.directory}: {one.topics:,} topics, {one.bytes:,} bytes, {one.linked_bytes:,} of them shared "
-                    f"with an earlier backup; as of {_moment(one.made_at_us)}"
-                )
-            )
-            _say_faults(one.damaged, one.left_out)
-    return 0 if is_whole else FAILED
+DEFAULT_TOPICS = 20
 
 
-@click.command(short_help="Check a backup, every byte of it.")
-@click.argument("directory", type=_FOLDER)
-@as_json_option
-def verify(directory: Path, as_json: bool) -> int:
-    """Check a backup: that each file is what was written, and, as the doctor does, that logs and store are whole and
-    belong together.
-
-    Exit status 1 if not.
-    """
-    prepare()
-    from seqdedupe.backup.restoring import check, parts_of
-    from seqdedupe.doctor.examine import examine
-
-    parts = parts_of(directory)
-    manifests = [check(part) for part in parts]
-    findings = [examine(part) for part in parts]
-    is_whole = all(found.is_whole for found in findings) and not any(one.damaged or one.left_out for one in manifests)
-    if as_json:
-        values = [
-            _manifest_json(part, manifest) | {"findings": found.to_json()}
-            for part, manifest, found in zip(parts, manifests, findings, strict=True)
-        ]
-        print_json({"directory": str(directory), "whole": is_whole, "parts": values})
-    else:
-        for part, manifest, found in zip(parts, manifests, findings, strict=True):
-            print_findings(found)
-            _say_manifest(part, manifest)
-        echo(printable(f"the backup {directory} is " + ("whole" if is_whole else "NOT WHOLE")))
-    return 0 if is_whole else FAILED
+Ask = Callable[[], admin_pb2.GetStatisticsResponse]
 
 
-@click.command(short_help="Make a data directory of a backup.")
-@click.argument("backup", type=_FOLDER)
-@click.argument("data_directory", type=_FOLDER)
-@as_json_option
-def restore(backup: Path, data_directory: Path, as_json: bool) -> int:
-    """Make a data directory of a backup, for a sidecar to be started on. It must be empty or not there.
-
-    Each file is checked against what was written. Exit status 1 if something was damaged already where the backup was
-    taken.
-    """
-    prepare()
-    from seqdedupe.backup.restoring import restore
-
-    manifests = restore(backup, data_directory)
-    is_whole = not any(one.damaged or one.left_out for one in manifests)
-    if as_json:
-        values = [_manifest_json(data_directory, manifest) for manifest in manifests]
-        print_json({"directory": str(data_directory), "whole": is_whole, "parts": values})
-    else:
-        for manifest in manifests:
-            _say_manifest(data_directory, manifest)
-    return 0 if is_whole else FAILED
-
-
-def _say_progress(so_far: "list[admin_pb2.BackupResponse]") -> None:
-    """To whoever looks on."""
-    if sys.stderr.isatty():
-        click.echo(f"\r{sum(one.bytes for one in so_far):,} bytes ", err=True, nl=False)
-
-
-def _moment(at_us: int) -> str:
-    return datetime.fromtimestamp(at_us / 1e6, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-
-
-def _say_manifest(place: Path, manifest: "Manifest") -> None:
-    text = (
-        f"{place}: {len(manifest.files):,} files, {manifest.size_bytes:,} bytes, as of {_moment(manifest.made_at_us)}"
-    )
-    echo(printable(text))
-    _say_faults(manifest.damaged, manifest.left_out)
-
-
-def _say_faults(damaged: Any, left_out: Any) -> None:
-    for one in damaged:
-        echo(printable(f"  damaged, as where it was taken: {one.topic}: {one.what}"))
-    for one in left_out:
-        echo(printable(f"  LEFT OUT: {one.topic}: {one.what}"))
-
-
-def _faults_json(faults: Any) -> list[dict[str, Any]]:
-    return [{"topic": one.topic, "incarnation": one.incarnation, "what": one.what} for one in faults]
-
-
-def _part_json(one: Any) -> dict[str, Any]:
-    """The form is documented: keep it stable."""
-    return {
-        "directory": one.directory,
-        "made_at_us": one.made_at_us,
-        "topics": one.topics,
-        "bytes": one.bytes,
-        "linked_bytes": one.linked_bytes,
-        "damaged": _faults_json(one.damaged),
-        "left_out": _faults_json(one.left_out),
-    }
-
-
-def _manifest_json(place: Path, manifest: "Manifest") -> dict[str, Any]:
-    """The form is documented: keep it stable."""
-    return {
-        "directory": str(place),
-        "made_at_us": manifest.made_at_us,
-        "version": manifest.version,
-        "files": len(manifest.files),
-        "bytes": manifest.size_bytes,
-        "damaged": _faults_json(manifest.damaged),
-        "left_out": _faults_json(manifest.left_out),
-    }
-
-
-# -- `seqdedupe cursors`: the named cursors of a topic.
-
-
-@click.command(short_help="List a topic's named cursors; have retention wait for one, or remove it.")
-@click.argument("topic")
-@click.option("--remove", metavar="NAME", help="Remove this cursor: it keeps nothing any more.")
+@click.command(short_help="Show how a sidecar does, again and again.")
+@click.option("--once", is_flag=True, help="Show it once and end.")
 @click.option(
-    "--hold",
-    nargs=2,
-    type=(str, click.IntRange(0, 2**31 - 1)),
-    metavar="NAME MB",
-    help="Have retention keep what this cursor has not passed, while the log is not larger than MB; 0: no more.",
+    "--order", type=click.Choice(tuple(ORDERS)), default="rate", show_default=True, help="Which topics come first."
+)
+@click.option("--search", default="", metavar="TEXT", help="Only topics with this in their names.")
+@click.option(
+    "--topics", "limit", type=click.IntRange(1, 500), default=DEFAULT_TOPICS, show_default=True, help="At most so many."
 )
 @common
-def cursors(topic: str, remove: str | None, hold: tuple[str, int] | None, address: str, as_json: bool) -> None:
-    """List the named cursors that the sidecar keeps of a topic, after what --hold and --remove do."""
-    with connect_to(address, topic) as client:
-        if hold is not None:
-            client.admin.hold_cursor(topic, *hold)
-        if remove is not None:
-            client.admin.delete_cursor(topic, remove)
-        found = client.admin.cursors(topic)
-    if as_json:
-        listed = [
+def top(once: bool, order: str, search: str, limit: int, address: str, as_json: bool) -> None:
+    """Show the busiest topics of a sidecar with their rates, states and refusals, and what it warned of, every few
+    seconds. Press q to end.
+
+    With --json it prints a line each time. Where the output is no terminal, it shows it once.
+    """
+    with connect(address) as client:
+        ask = partial(client.admin.statistics, search=search, order=ORDERS[order], limit=limit)
+        if as_json:
+            _print_again_and_again(ask, once)
+            return
+        try:
+            from seqdedupe.cli import top_view
+        except ModuleNotFoundError as e:
+            raise error(
+                "INVALID_CONFIGURATION",
+                f"`top` needs {e.name}, which is not installed",
+                hint="Install it: pip install 'seqdedupe[top]'. With --json it is not needed.",
+            ) from e
+        if once or not (sys.stdout.isatty() and sys.stdin.isatty()):
+            top_view.show_once(first(ask), address)
+        else:
+            top_view.show(ask, address)
+
+
+def first(ask: Ask) -> admin_pb2.GetStatisticsResponse:
+    """With rates: where nobody has asked before, counting begins with the first question."""
+    while not (found := ask()).activity.not_dup:
+        time.sleep(found.interval_ms / 1000)
+    return found
+
+
+def _print_again_and_again(ask: Ask, once: bool) -> None:
+    found = first(ask)
+    print_json(_json(found))
+    while not once:
+        time.sleep(found.interval_ms / 1000)
+        found = ask()
+        print_json(_json(found))
+
+
+def _json(found: admin_pb2.GetStatisticsResponse) -> dict[str, Any]:
+    """The form is documented: keep it stable."""
+    return {
+        "version": found.version,
+        "uptime_seconds": found.uptime_seconds,
+        "is_serving": found.is_serving,
+        "now_ms": found.now_ms,
+        "interval_ms": found.interval_ms,
+        "intervals": len(found.activity.not_dup),
+        **_rates(found.activity, found.interval_ms),
+        "states": {state_name(one.state): one.topics for one in found.states},
+        "replay_left_messages": found.replay_left_messages,
+        "refusals": {one.reason: one.count for one in found.refusals},
+        "topics_found": found.topics_found,
+        "topics": [
             {
-                "name": one.name,
-                "position": position_json(Position.from_proto(one.position)),
-                "note": one.note,
-                "hold_retention_in_mb": one.hold_retention_in_mb,
+                "name": one.topic.name,
+                "state": state_name(one.topic.state),
+                "why": one.topic.why or None,
+                **_rates(one.activity, found.interval_ms),
+                "beyond_snapshot": beyond_snapshot(one.topic),
+                "snapshot_age_ms": one.snapshot_age_ms,
+                "replay_left_messages": one.replay_left_messages,
+                "producers": one.topic.producers,
             }
-            for one in found
-        ]
-        print_json(listed)
-        return
-    rows = [(one.name, one.position.index, one.hold_retention_in_mb or "-", one.note) for one in found]
-    print_table(("CURSOR", "INDEX", "HOLDS MB", "NOTE"), rows)
-    if not rows:
-        echo(f"{printable(topic)} has none")
+            for one in found.topics
+        ],
+        "warnings": [{"time_ms": one.time_ms, "level": one.level, "message": one.message} for one in found.warnings],
+    }
+
+
+def _rates(activity: admin_pb2.Activity, interval_ms: int) -> dict[str, float | int]:
+    """Of the last interval a second, and sums of all intervals."""
+    return {
+        "stored_per_second": round(per_second(activity.not_dup, interval_ms), 3),
+        "stored_bytes_per_second": round(per_second(activity.stored_bytes, interval_ms), 3),
+        "dup_per_second": round(per_second(activity.dup, interval_ms), 3),
+        "stored": sum(activity.not_dup),
+        "dup": sum(activity.dup),
+        "unknown": sum(activity.unknown),
+        "refused": sum(activity.refused),
+    }

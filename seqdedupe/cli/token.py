@@ -11,16 +11,14 @@ from typing import IO, TYPE_CHECKING
 
 import click
 
-from seqdedupe.cli.options import as_json_option, print_json
-from seqdedupe.command import FAILED, WRONG_USAGE, echo, printable, say_failure
+from seqdedupe.audit_trail import Link, verify
+from seqdedupe.cli.options import as_json_option
+from seqdedupe.command import FAILED, WRONG_USAGE, echo, print_json, printable, say_failure
 from seqdedupe.errors import AccessDeniedError, SeqdedupeError, error
 from seqdedupe.names import is_namespace, namespace_name, producer_name, topic_name
 
 if TYPE_CHECKING:
     from broker_sidecar.security.rules import Decision
-
-
-from seqdedupe.audit_trail import Link, verify
 
 MAX_READ_BYTES = 64 * 1024
 """Of what may be a token."""

@@ -1,4 +1,4 @@
-"""The operators' commands about topics: what there is, single messages and producers, and policies."""
+"""The operators' commands about topics: what there is, single messages and producers, cursors, and policies."""
 
 from datetime import UTC, datetime
 from importlib import metadata
@@ -6,9 +6,9 @@ from typing import Any, TextIO, TypeVar
 
 import click
 
-from seqdedupe.cli.options import common, connect, connect_to, is_alone, print_json, print_table
+from seqdedupe.cli.options import common, connect, connect_to, is_alone
 from seqdedupe.client.admin import MODES, ROUTES, PolicyState
-from seqdedupe.command import echo, printable
+from seqdedupe.command import echo, print_json, print_table, printable
 from seqdedupe.figures import state_name
 from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name
@@ -346,6 +346,20 @@ def show(name: str, address: str, as_json: bool) -> None:
         _print_topic(client.admin.topic(name), as_json)
 
 
+@topics.command()
+@click.argument("name")
+@click.option("--to", metavar="ADDRESS", default="", help="The sidecar that is to have it. Left out: who takes it.")
+@common
+def move(name: str, to: str, address: str, as_json: bool) -> None:
+    """Move a topic to another sidecar, of a cluster or with a log of its own; returns when that one serves it."""
+    with connect_to(address, name) as client:
+        owner = client.admin.move_topic(name, to)
+    if as_json:
+        print_json({"topic": topic_name(name), "owner_address": owner})
+    else:
+        echo(printable(f"{topic_name(name)} is served by the sidecar at {owner}"))
+
+
 @click.command(short_help="List a topic's producers.")
 @click.argument("topic")
 @common
@@ -389,7 +403,45 @@ def version(address: str, as_json: bool) -> None:
     echo(f"batches       at most {answer.max_batch_rows:,} rows and {answer.max_batch_bytes:,} bytes")
 
 
-# -- The operators' commands about single messages and producers.
+# -- The operators' commands about cursors, single messages and producers.
+
+
+@click.command(short_help="List a topic's named cursors; have retention wait for one, or remove it.")
+@click.argument("topic")
+@click.option("--remove", metavar="NAME", help="Remove this cursor: it keeps nothing any more.")
+@click.option(
+    "--hold",
+    nargs=2,
+    type=(str, click.IntRange(0, 2**31 - 1)),
+    metavar="NAME MB",
+    help="Have retention keep what this cursor has not passed, while the log is not larger than MB; 0: no more.",
+)
+@common
+def cursors(topic: str, remove: str | None, hold: tuple[str, int] | None, address: str, as_json: bool) -> None:
+    """List the named cursors that the sidecar keeps of a topic, after what --hold and --remove do."""
+    with connect_to(address, topic) as client:
+        if hold is not None:
+            client.admin.hold_cursor(topic, *hold)
+        if remove is not None:
+            client.admin.delete_cursor(topic, remove)
+        found = client.admin.cursors(topic)
+    if as_json:
+        listed = [
+            {
+                "name": one.name,
+                "position": position_json(Position.from_proto(one.position)),
+                "note": one.note,
+                "hold_retention_in_mb": one.hold_retention_in_mb,
+            }
+            for one in found
+        ]
+        print_json(listed)
+        return
+    rows = [(one.name, one.position.index, one.hold_retention_in_mb or "-", one.note) for one in found]
+    print_table(("CURSOR", "INDEX", "HOLDS MB", "NOTE"), rows)
+    if not rows:
+        echo(f"{printable(topic)} has none")
+
 
 _PREFIX = "MESSAGE_STATE_"
 
