@@ -104,7 +104,7 @@ def consumer() -> None:
 def parked(name: str, limit: int, database: str, as_json: bool) -> None:
     """List what the consumer NAME has parked and given up, with the error of the last attempt."""
     with opened(database, "consumer") as engine:
-        from seqdedupe.services.consumer.operating import set_aside
+        from seqdedupe.services.consumer.dead_letters import set_aside
 
         found = set_aside(engine, name, limit)
     if as_json:
@@ -151,9 +151,9 @@ def retry(name: str, indexes: tuple[int, ...], database: str, as_json: bool) -> 
     """Let the consumer NAME try the messages with these indexes again, or all that are parked; dead letters only where
     their index is given."""
     with opened(database, "consumer") as engine:
-        from seqdedupe.services.consumer import operating
+        from seqdedupe.services.consumer import dead_letters
 
-        found = operating.retry(engine, name, indexes)
+        found = dead_letters.retry(engine, name, indexes)
     if as_json:
         print_json({"retried": found.now, "behind": found.behind, "leaving": found.leaving})
         return
@@ -171,9 +171,9 @@ def retry(name: str, indexes: tuple[int, ...], database: str, as_json: bool) -> 
 def drop(name: str, indexes: tuple[int, ...], database: str, as_json: bool) -> None:
     """Remove the messages with these indexes from what the consumer NAME has parked, and from its dead letters."""
     with opened(database, "consumer") as engine:
-        from seqdedupe.services.consumer import operating
+        from seqdedupe.services.consumer import dead_letters
 
-        count = operating.drop(engine, name, indexes)
+        count = dead_letters.drop(engine, name, indexes)
     if as_json:
         print_json({"dropped": count})
         return

@@ -9,7 +9,7 @@ from sqlalchemy import Connection, Engine, select
 
 from seqdedupe.client.blocking import Client
 from seqdedupe.client.stored import Message
-from seqdedupe.services.consumer import Consumer, ConsumerConfig, ownership, work
+from seqdedupe.services.consumer import Consumer, ConsumerConfig, ownership
 from seqdedupe.services.consumer.database import DEAD_LETTERS, PARKED
 from tests.services.effects import write
 
@@ -28,7 +28,7 @@ def mortal(engine: Engine, die: Callable[[], None]) -> Iterator[None]:
         dialect.do_commit,
         Consumer._let_go,
         ownership.TAKE_OVER_SECONDS,
-        work.KEEP_UP_SECONDS,
+        ownership.KEEP_UP_SECONDS,
     )
 
     def do_commit(connection: Any) -> None:
@@ -39,14 +39,14 @@ def mortal(engine: Engine, die: Callable[[], None]) -> Iterator[None]:
     dialect.do_commit = do_commit
     Consumer._let_go = lambda self: None  # type: ignore[method-assign]
     ownership.TAKE_OVER_SECONDS = 0.0
-    work.KEEP_UP_SECONDS = 0.0
+    ownership.KEEP_UP_SECONDS = 0.0
     try:
         yield
     finally:
         dialect.do_commit = commit
         Consumer._let_go = let_go  # type: ignore[method-assign]
         ownership.TAKE_OVER_SECONDS = take_over
-        work.KEEP_UP_SECONDS = keep_up
+        ownership.KEEP_UP_SECONDS = keep_up
 
 
 def live_and_die(

@@ -17,9 +17,9 @@ from seqdedupe.client.stored import Message
 from seqdedupe.errors import ConfigurationError, SeqdedupeError, UnavailableError
 from seqdedupe.services.consumer import Consumer, ConsumerConfig, database, ownership
 from seqdedupe.services.consumer import consumer as consumer_module
-from seqdedupe.services.consumer.config import Poison
 from seqdedupe.services.consumer.database import DEAD_LETTERS
-from seqdedupe.services.consumer.operating import retry
+from seqdedupe.services.consumer.dead_letters import retry
+from seqdedupe.services.consumer.work import Poison
 from seqdedupe.services.inbox import Inbox
 from tests.services.conftest import Publish, url_of
 from tests.services.effects import TIMEOUT_SECONDS, effects, make_table, numbers, until, write, write_all

@@ -25,6 +25,8 @@ NOBODY = ""
 TAKE_OVER_SECONDS = 3.0
 """A process of which the row has said nothing for so long, by the clock of who stands by, has ended."""
 
+KEEP_UP_SECONDS = 1.0
+"""So often, at most, the row says that this process lives, and the parked messages are looked at."""
 
 HELD_SECONDS = 15.0
 """A row that has been locked for so long, at each look, is spoken of: a transaction is over within that, unless its

@@ -14,9 +14,10 @@ from sqlalchemy.exc import SQLAlchemyError
 from seqdedupe.client.route import OnWaiting
 from seqdedupe.errors import UnavailableError
 from seqdedupe.message_id import Position
-from seqdedupe.services.consumer import database, ownership, work
-from seqdedupe.services.consumer.database import CONSUMERS, PROCESSES
+from seqdedupe.services.consumer import database, ownership
+from seqdedupe.services.consumer.database import CONSUMERS, PROCESSES, row_name
 from seqdedupe.services.consumer.ownership import (
+    KEEP_UP_SECONDS,
     NOBODY,
     Arrivals,
     Held,
@@ -27,7 +28,7 @@ from seqdedupe.services.consumer.ownership import (
     is_there,
     wait_for_any,
 )
-from seqdedupe.services.consumer.work import KEEP_UP_SECONDS, Work
+from seqdedupe.services.consumer.work import Work
 
 # -- The processes that share a consumer of a partitioned topic: which of them live, and what is whose.
 
@@ -50,7 +51,7 @@ class Processes:
 
     def beat(self) -> None:
         """Tells the others that this process lives, if it is time for that."""
-        if time.monotonic() - self._beat_at < work.KEEP_UP_SECONDS:
+        if time.monotonic() - self._beat_at < ownership.KEEP_UP_SECONDS:
             return
         with self._engine.begin() as connection:
             if not self._touch(connection):
@@ -150,11 +151,6 @@ class Part(NamedTuple):
 
 Begin = Callable[[str, str, Ownership, str], Part]
 """Begins to work: the row's name, the topic, the hold on the row, the position."""
-
-
-def row_name(consumer: str, partition: int) -> str:
-    """The name of a partition's row, and of what was set aside there."""
-    return f"{consumer}-partition-{partition}"
 
 
 class Shares:

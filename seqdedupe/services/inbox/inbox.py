@@ -17,7 +17,7 @@ from seqdedupe.databases.tables import MARIADB, make_tables
 from seqdedupe.errors import error
 from seqdedupe.services.consumer.consumer import purpose_of
 from seqdedupe.services.consumer.database import Away, reaching
-from seqdedupe.services.consumer.set_aside import content, message_of, why
+from seqdedupe.services.consumer.dead_letters import content, message_of, why
 from seqdedupe.services.consumer.work import check_deferred
 from seqdedupe.services.inbox import waiting
 from seqdedupe.services.inbox.waiting import KEYS, METADATA, PARKED, Waiting

@@ -10,7 +10,7 @@ from sqlalchemy import BigInteger, Column, Engine, Index, MetaData, String, sele
 from seqdedupe.client.stored import Message
 from seqdedupe.databases.tables import name_type, table, text_type
 from seqdedupe.services.consumer.database import content_columns
-from seqdedupe.services.consumer.set_aside import message_of
+from seqdedupe.services.consumer.dead_letters import message_of
 
 # -- The tables of inboxes, in the user's database.
 
