@@ -13,19 +13,9 @@ from seqdedupe.cli.doctor import backup, doctor, restore, verify
 from seqdedupe.cli.publish import publish
 from seqdedupe.cli.read import read
 from seqdedupe.cli.services import consumer, inbox, outbox, pipe
-from seqdedupe.cli.sidecars import export_file, import_file, rebuild_topic, sidecars, top
+from seqdedupe.cli.sidecars import export_file, import_file, rebuild_topic, sidecars, top, version
 from seqdedupe.cli.token import audit, auth, token
-from seqdedupe.cli.topics import (
-    cursors,
-    in_flight,
-    message_state,
-    policy,
-    producers,
-    reset_producer,
-    snapshot,
-    topics,
-    version,
-)
+from seqdedupe.cli.topics import cursors, in_flight, message_state, policy, producers, reset_producer, snapshot, topics
 from seqdedupe.command import run_command, say_failure, says_json
 from seqdedupe.errors import error
 

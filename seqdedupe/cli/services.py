@@ -199,9 +199,9 @@ def inbox() -> None:
 def waiting(name: str, longer_than: float, database: str, as_json: bool) -> None:
     """List what the inbox NAME has parked, the longest first: what it waits for, and the error if it was refused."""
     with opened(database, "inbox") as engine:
-        from seqdedupe.services.inbox import waiting as waiting_module
+        from seqdedupe.services.inbox import waiting_in
 
-        found = waiting_module.waiting(engine, name, longer_than)
+        found = waiting_in(engine, name, longer_than)
     if as_json:
         print_json([_parked_json(one) for one in found])
         return

@@ -4,6 +4,7 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,23 @@ from seqdedupe.figures import ORDERS, beyond_snapshot, per_second, state_name
 from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name
 from seqdedupe.v1 import admin_pb2
+
+
+@click.command(short_help="Show the versions of this command and of the sidecar.")
+@common
+def version(address: str, as_json: bool) -> None:
+    """Show the versions of this command and of the sidecar, and the sidecar's limits."""
+    with connect(address) as client:
+        answer = client.admin.version()
+    own = metadata.version("seqdedupe")
+    if as_json:
+        numbers = ("record_format_version", "uptime_seconds", "max_batch_bytes", "max_batch_rows")
+        print_json({"command": own, "sidecar": answer.version} | {name: getattr(answer, name) for name in numbers})
+        return
+    echo(f"command       {own}")
+    where = f"one of {address}" if "," in address else address
+    echo(f"sidecar       {answer.version}, serving at {where} for {answer.uptime_seconds:,} s")
+    echo(f"batches       at most {answer.max_batch_rows:,} rows and {answer.max_batch_bytes:,} bytes")
 
 
 @click.group(invoke_without_command=True, short_help="List the sidecars of a cluster, forget one.")

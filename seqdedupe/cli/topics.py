@@ -1,7 +1,6 @@
 """The operators' commands about topics: what there is, single messages and producers, cursors, and policies."""
 
 from datetime import UTC, datetime
-from importlib import metadata
 from typing import Any, TextIO, TypeVar
 
 import click
@@ -384,23 +383,6 @@ def snapshot(topic: str, address: str, as_json: bool) -> None:
         print_json({"topic": topic_name(topic), "position": position_json(position)})
     else:
         echo(f"the snapshot is durable: recovery would start after {position}")
-
-
-@click.command(short_help="Show the versions of this command and of the sidecar.")
-@common
-def version(address: str, as_json: bool) -> None:
-    """Show the versions of this command and of the sidecar, and the sidecar's limits."""
-    with connect(address) as client:
-        answer = client.admin.version()
-    own = metadata.version("seqdedupe")
-    if as_json:
-        numbers = ("record_format_version", "uptime_seconds", "max_batch_bytes", "max_batch_rows")
-        print_json({"command": own, "sidecar": answer.version} | {name: getattr(answer, name) for name in numbers})
-        return
-    echo(f"command       {own}")
-    where = f"one of {address}" if "," in address else address
-    echo(f"sidecar       {answer.version}, serving at {where} for {answer.uptime_seconds:,} s")
-    echo(f"batches       at most {answer.max_batch_rows:,} rows and {answer.max_batch_bytes:,} bytes")
 
 
 # -- The operators' commands about cursors, single messages and producers.

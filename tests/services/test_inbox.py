@@ -17,9 +17,7 @@ from seqdedupe.client.stored import Message
 from seqdedupe.errors import ConfigurationError, InvalidRequestError
 from seqdedupe.services.consumer import Consumer, ConsumerConfig
 from seqdedupe.services.consumer.database import DEAD_LETTERS
-from seqdedupe.services.inbox import Inbox
-from seqdedupe.services.inbox.inbox import Verdict, checked, decide
-from seqdedupe.services.inbox.waiting import KEYS, PARKED, in_cycles
+from seqdedupe.services.inbox import KEYS, PARKED, Inbox, Verdict, checked, decide, in_cycles
 from seqdedupe.testing import LAST_RESORT_SECONDS
 from tests.services.effects import make_table, places_as_written, write
 

@@ -18,8 +18,9 @@ from seqdedupe.databases.tables import make_tables
 from seqdedupe.errors import ConfigurationError
 from seqdedupe.message_id import Position
 from seqdedupe.services.consumer import Consumer, ConsumerConfig, ownership
-from seqdedupe.services.consumer.database import CONSUMERS, METADATA, PROCESSES, row_name
+from seqdedupe.services.consumer.database import CONSUMERS, METADATA, PROCESSES
 from seqdedupe.services.consumer.dead_letters import drop, retry, set_aside
+from seqdedupe.services.consumer.ownership import row_name
 from seqdedupe.services.consumer.sharing import PartOwnership, Processes, fair_share
 from seqdedupe.services.consumer.work import carry_out
 from seqdedupe.testing import Sidecar

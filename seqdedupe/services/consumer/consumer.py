@@ -26,25 +26,22 @@ from seqdedupe.limits import MAX_NAME_BYTES
 from seqdedupe.message_id import Position
 from seqdedupe.names import partition_name, topic_name
 from seqdedupe.services.consumer import database, ownership
-from seqdedupe.services.consumer.database import METADATA, row_name
+from seqdedupe.services.consumer.arrivals import Arrivals, Stop, Stopped, is_there, wait_for_any
+from seqdedupe.services.consumer.database import METADATA
 from seqdedupe.services.consumer.dead_letters import DeadLetters, check_topic
 from seqdedupe.services.consumer.ownership import (
     KEEP_UP_SECONDS,
     NOBODY,
-    Arrivals,
     Held,
     Lost,
     Ownership,
     Seen,
-    Stop,
-    Stopped,
     check_transactions,
-    is_there,
-    wait_for_any,
+    row_name,
 )
 from seqdedupe.services.consumer.sharing import Part, Shares
 from seqdedupe.services.consumer.work import FIRST_AWAY_SECONDS, LONGEST_AWAY_SECONDS, ConsumerConfig, Work
-from seqdedupe.services.standing_by import Stillness
+from seqdedupe.services.stillness import Stillness
 
 LOOK_SECONDS = 0.5
 """Who stands by looks so often."""

@@ -43,11 +43,6 @@ PROCESSES = table(
 of partitions."""
 
 
-def row_name(consumer: str, partition: int) -> str:
-    """The name of a partition's row, and of what was set aside there."""
-    return f"{consumer}-partition-{partition}"
-
-
 def content_columns() -> list[Column[Any]]:
     """A message, whole: `dead_letters.content` fills them, `dead_letters.message_of` reads them."""
     return [

@@ -25,8 +25,9 @@ from seqdedupe.errors import InvalidRequestError, error
 from seqdedupe.limits import LINK_LEFT_OUT, MAX_DEDUPLICATION_ID_BYTES, MAX_PARTITIONS, NO_EPOCH
 from seqdedupe.message_id import MessageIds, Position
 from seqdedupe.services.consumer import database, ownership
-from seqdedupe.services.consumer.database import CONSUMERS, DEAD_LETTERS, PARKED, row_name
-from seqdedupe.services.consumer.ownership import Stop
+from seqdedupe.services.consumer.arrivals import Stop
+from seqdedupe.services.consumer.database import CONSUMERS, DEAD_LETTERS, PARKED
+from seqdedupe.services.consumer.ownership import row_name
 from seqdedupe.v1 import admin_pb2
 
 BEHIND = "waits behind an earlier message of its key"

@@ -15,19 +15,9 @@ from seqdedupe.client.route import OnWaiting
 from seqdedupe.errors import UnavailableError
 from seqdedupe.message_id import Position
 from seqdedupe.services.consumer import database, ownership
-from seqdedupe.services.consumer.database import CONSUMERS, PROCESSES, row_name
-from seqdedupe.services.consumer.ownership import (
-    KEEP_UP_SECONDS,
-    NOBODY,
-    Arrivals,
-    Held,
-    Lost,
-    Ownership,
-    Seen,
-    Stop,
-    is_there,
-    wait_for_any,
-)
+from seqdedupe.services.consumer.arrivals import Arrivals, Stop, is_there, wait_for_any
+from seqdedupe.services.consumer.database import CONSUMERS, PROCESSES
+from seqdedupe.services.consumer.ownership import KEEP_UP_SECONDS, NOBODY, Held, Lost, Ownership, Seen, row_name
 from seqdedupe.services.consumer.work import Work
 
 # -- The processes that share a consumer of a partitioned topic: which of them live, and what is whose.

@@ -20,9 +20,10 @@ from seqdedupe.databases.tables import MARIADB, POSTGRESQL_UNSAFE_WRITES
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.names import topic_name
 from seqdedupe.services.consumer import database, ownership
+from seqdedupe.services.consumer.arrivals import Stop
 from seqdedupe.services.consumer.database import check_mariadb_writes, not_transactional, reaching, refusing_writes
 from seqdedupe.services.consumer.dead_letters import BEHIND, SetAside, key_hash, message_of, why
-from seqdedupe.services.consumer.ownership import Lost, Ownership, Stop
+from seqdedupe.services.consumer.ownership import Lost, Ownership
 
 Poison = Literal["stop", "dead letter", "retry later"]
 

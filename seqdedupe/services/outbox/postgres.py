@@ -18,7 +18,6 @@ from seqdedupe.batch import Int64s
 from seqdedupe.databases import failures
 from seqdedupe.databases.tables import CONNECTION, POSTGRESQL_UNSAFE_TABLES, cure_of
 from seqdedupe.limits import MAX_PAYLOAD_BYTES, NO_SEQUENCE_ID
-from seqdedupe.services.outbox.ddl import CHANNEL, DELETED, ID_TYPES, NUMBERING, POSTGRES_TRIGGERS, RELAY_SETTING
 from seqdedupe.services.outbox.rows import (
     ASIDE_TABLE,
     COLUMNS,
@@ -41,6 +40,7 @@ from seqdedupe.services.outbox.store import (
     check_names,
     unavailable,
 )
+from seqdedupe.services.outbox.table import CHANNEL, DELETED, ID_TYPES, NUMBERING, POSTGRES_TRIGGERS, RELAY_SETTING
 
 # -- Up to which number all rows of an outbox in PostgreSQL are there that ever will be.
 #

@@ -11,7 +11,6 @@ from sqlalchemy.engine import URL
 
 from seqdedupe.databases import failures
 from seqdedupe.limits import MAX_PAYLOAD_BYTES, NO_SEQUENCE_ID
-from seqdedupe.services.outbox.ddl import SQLITE_TRIGGERS
 from seqdedupe.services.outbox.rows import ASIDE_TABLE, COLUMNS, SEQUENCE_ID, TABLE, TOKEN_TABLE, Page, page_of
 from seqdedupe.services.outbox.steps import State
 from seqdedupe.services.outbox.store import (
@@ -24,6 +23,7 @@ from seqdedupe.services.outbox.store import (
     check_names,
     unavailable,
 )
+from seqdedupe.services.outbox.table import SQLITE_TRIGGERS
 
 BUSY_TIMEOUT_SECONDS = 30.0
 

@@ -18,7 +18,7 @@ from seqdedupe.client import Client
 from seqdedupe.errors import FencedError, InvalidRequestError, SeqdedupeError, UnavailableError
 from seqdedupe.limits import MAX_PAYLOAD_BYTES
 from seqdedupe.services.outbox import Outbox, Relay, ddl, run_relay
-from seqdedupe.services.outbox.finding import token_name
+from seqdedupe.services.outbox.relay import token_name
 from seqdedupe.services.outbox.rows import Page
 from seqdedupe.services.outbox.store import PAGE_ROWS, open_store
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
