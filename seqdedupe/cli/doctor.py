@@ -224,7 +224,7 @@ def verify(directory: Path, as_json: bool) -> int:
     Exit status 1 if not.
     """
     prepare()
-    from seqdedupe.backup.restoring import check, parts_of
+    from seqdedupe.backup.manifest import check, parts_of
     from seqdedupe.doctor.examine import examine
 
     parts = parts_of(directory)
@@ -256,7 +256,7 @@ def restore(backup: Path, data_directory: Path, as_json: bool) -> int:
     taken.
     """
     prepare()
-    from seqdedupe.backup.restoring import restore
+    from seqdedupe.backup.manifest import restore
 
     manifests = restore(backup, data_directory)
     is_whole = not any(one.damaged or one.left_out for one in manifests)

@@ -1,5 +1,5 @@
-"""The inbox: messages take effect in the order that the business means, whatever order they arrive in. `Inbox` stands in
-front of a handler, and restores the order of the versions that messages say they are.
+"""The inbox: messages take effect in the order that the business means, whatever order they arrive in. `Inbox` stands
+in front of a handler, and restores the order of the versions that messages say they are.
 
 First come its tables and what is asked of them without a handler, then what is decided about a message, then `Inbox`.
 """

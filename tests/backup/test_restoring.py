@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from seqdedupe.backup import manifest, restoring
-from seqdedupe.backup.making import Making
-from seqdedupe.backup.manifest import MAGIC, MANIFEST_FILE, Manifest
-from seqdedupe.backup.restoring import check, restore
+from seqdedupe.backup import manifest
+from seqdedupe.backup.maker import BackupMaker
+from seqdedupe.backup.manifest import MAGIC, MANIFEST_FILE, Manifest, check, restore
 from seqdedupe.errors import ConfigurationError, DamagedError, SeqdedupeError, UnavailableError
 from seqdedupe.files import DIGEST_BYTES, MAGIC_BYTES, head_of, writing_sealed
 from seqdedupe.format.headers import key_of
@@ -21,12 +20,12 @@ from seqdedupe.store.db import Store
 from tests.doctor.directories import fingerprint, opened, segments
 
 
-def do_nothing(_: Making) -> None:
+def do_nothing(_: BackupMaker) -> None:
     """Not broken off."""
 
 
 async def made(
-    folder: Path, *earlier: Path, to: str = "backup", break_at: Callable[[Making], None] = do_nothing
+    folder: Path, *earlier: Path, to: str = "backup", break_at: Callable[[BackupMaker], None] = do_nothing
 ) -> Path:
     """A backup of a data directory with a topic of several segments."""
     data = folder / "data"
@@ -35,7 +34,7 @@ async def made(
             for i in range(30):
                 await there.publish("t", [("p", i)], [bytes(500)])
             await there.topics.get("t").snapshot()
-    making = Making(folder / to)
+    making = BackupMaker(folder / to)
     making.begin(list(earlier))
     store = Store.open(data / "store")
     try:
@@ -195,8 +194,8 @@ async def test_what_the_earlier_one_has_lost_is_copied(tmp_path: Path) -> None:
 async def test_two_that_are_made_at_once_under_one_name(tmp_path: Path) -> None:
     """By two processes that share the folder: the one that came first has it, whole; the other one touches nothing."""
 
-    def another(_: Making) -> None:
-        second = Making(tmp_path / "backup")
+    def another(_: BackupMaker) -> None:
+        second = BackupMaker(tmp_path / "backup")
         with pytest.raises(UnavailableError, match="BACKUP_FAILED"):
             second.begin([])
         second.remove()
@@ -219,9 +218,9 @@ async def test_what_is_left_unfinished_goes_and_a_link_is_not_followed(tmp_path:
 
 async def test_it_can_be_stopped(tmp_path: Path) -> None:
     with pytest.raises(UnavailableError, match="OUTCOME_UNKNOWN"):
-        await made(tmp_path, break_at=Making.stop)
+        await made(tmp_path, break_at=BackupMaker.stop)
     assert not (tmp_path / "backup").exists()
 
 
 def test_of_no_workers_there_is_one_part(tmp_path: Path) -> None:
-    assert restoring.parts_of(tmp_path) == [tmp_path]
+    assert manifest.parts_of(tmp_path) == [tmp_path]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from seqdedupe import exports
-from seqdedupe.backup.restoring import restore
+from seqdedupe.backup.manifest import restore
 from seqdedupe.client import Verdict
 from seqdedupe.client.blocking import Client
 from seqdedupe.doctor.examine import examine

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from seqdedupe.backup.restoring import restore
+from seqdedupe.backup.manifest import restore
 from seqdedupe.batch import Binary
 from seqdedupe.client import (
     Client,

@@ -4,16 +4,14 @@ import fcntl
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
-import google_crc32c
-
 from seqdedupe.backup import manifest
-from seqdedupe.backup.manifest import MANIFEST_FILE, BackupFile, Fault, Manifest
+from seqdedupe.backup.manifest import MANIFEST_FILE, BackupFile, Fault, Manifest, checksum, copy_file
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.files import UNFINISHED, sync_folder
 from seqdedupe.log.embedded.inspection import Damage, DurablePart, inspect_part
@@ -22,69 +20,7 @@ from seqdedupe.log.embedded.segment import unreadable
 from seqdedupe.log.embedded.tail import read_what_can_be
 from seqdedupe.store.copy import write_copy
 from seqdedupe.store.db import Store
-from seqdedupe.store.directories import WORKERS_FILE
 from seqdedupe.store.topics import TopicRecord
-
-# -- Copying a file while it is read, with its checksum, durable on return.
-
-PIECE_BYTES = 1024 * 1024
-SYNC_BYTES = 8 * 1024 * 1024
-"""What is written is synced in so large parts, so that syncs of a log on the same disk do not wait for much more."""
-
-Pay = Callable[[int], None]
-"""Told how many bytes were copied. May raise, which breaks the copying off."""
-
-
-def copy_file(source: Path, target: Path, size: int, pay: Pay) -> tuple[int, int]:
-    """The first bytes of a file, as a new file that only its owner may read; how many there were, and their CRC32C.
-
-    Zeros stand for what the disk cannot give. Raises LOG_UNREADABLE if the source cannot be read; OSError if the target
-    cannot be written, FileExistsError among them.
-    """
-    try:
-        there = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError as e:
-        raise unreadable(source, e) from e
-    try:
-        made = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            return _copy(source, there, made, size, pay)
-        finally:
-            os.close(made)
-    finally:
-        os.close(there)
-
-
-def _copy(path: Path, source: int, target: int, size: int, pay: Pay) -> tuple[int, int]:
-    at = synced = crc = 0
-    while at < size:
-        try:
-            raw = read_what_can_be(source, min(PIECE_BYTES, size - at), at)
-        except OSError as e:
-            raise unreadable(path, e) from e
-        if not raw:
-            break
-        crc = google_crc32c.extend(crc, raw)
-        rest = memoryview(raw)
-        while rest:
-            rest = rest[os.write(target, rest) :]
-        at += len(raw)
-        if at - synced >= SYNC_BYTES:
-            os.fdatasync(target)
-            synced = at
-        pay(len(raw))
-    os.fsync(target)
-    return at, crc
-
-
-def checksum(path: Path, pay: Pay) -> int:
-    """The CRC32C of a file. Raises OSError."""
-    crc = 0
-    with path.open("rb", buffering=0) as file:
-        while raw := file.read(PIECE_BYTES):
-            crc = google_crc32c.extend(crc, raw)
-            pay(len(raw))
-    return crc
 
 
 def forget_pages(path: Path) -> None:
@@ -100,11 +36,8 @@ def forget_pages(path: Path) -> None:
 
 
 LOGS, STORE = "logs", "store"
-TOKEN_FILE = "token"
 LOCK_FILE = "LOCK"
 """In a backup while it is written."""
-OF_THE_WHOLE = (WORKERS_FILE, TOKEN_FILE)
-"""What a data directory has once, however many workers it is split into."""
 MAX_FAULTS_A_FILE = 100
 
 
@@ -128,7 +61,7 @@ class Earlier:
         return None
 
 
-class Making:
+class BackupMaker:
     """A backup that is being written, to the folder `to`, which is not there before `finish`. Blocks; for one thread,
     but for `stop` and the numbers.
 
