@@ -24,6 +24,7 @@ from seqdedupe.doctor.findings import Findings
 from seqdedupe.doctor.tally import Tally
 from seqdedupe.errors import error
 from seqdedupe.files import becoming, sync_folder
+from seqdedupe.format import records
 from seqdedupe.format.headers import HEADER_BYTES, SECRET_BYTES, TOKEN_BYTES, key_of
 from seqdedupe.format.layout import BASE_INDEX, COLUMNS_END, PUBLISH_TIME_MS, RECORD_START, ROWS
 from seqdedupe.format.records import body_of
@@ -31,11 +32,11 @@ from seqdedupe.limits import NO_SEQUENCE_ID
 from seqdedupe.locks import kept_unused
 from seqdedupe.log.embedded import moved
 from seqdedupe.log.embedded.inspection import Intact, inspect
-from seqdedupe.log.embedded.logs import create_log
+from seqdedupe.log.embedded.logs import DEFAULT_SEGMENT_BYTES, create_log
 from seqdedupe.log.embedded.replaying import put_back
-from seqdedupe.log.embedded.rewriting import NewLog
-from seqdedupe.log.embedded.segment import Identity
-from seqdedupe.log.embedded.writer import Append
+from seqdedupe.log.embedded.segment import Identity, Segment
+from seqdedupe.log.embedded.tail import Tail
+from seqdedupe.log.embedded.writer import Append, FatalError, Opening, Writer
 from seqdedupe.names import topic_name
 from seqdedupe.store import ids, imported
 from seqdedupe.store.copy import opened_copy
@@ -44,6 +45,60 @@ from seqdedupe.store.directories import read_claim, write
 from seqdedupe.store.snapshots import Loaded, Snapshots
 from seqdedupe.store.topics import TopicRecord, TopicState
 from seqdedupe.topic import control
+
+# -- Writing a log anew from what was read of another one, with the publish times of that one.
+
+
+class NewLog:
+    """An empty log, which is written from its first record to its last. Nobody else has it.
+
+    Made on an event loop, though nothing waits there. Everything raises LOG_REFUSED if the log cannot be written:
+    then what there is of it is of no use.
+    """
+
+    def __init__(self, folder: Path, identity: Identity, term: int, random_bytes: bytes) -> None:
+        tail = Tail(Segment(folder, identity, 0, 0), 0, 0, 0, 0, records.END)
+        self._writer = Writer(folder, tail, DEFAULT_SEGMENT_BYTES, on_news=lambda news: None, on_late=lambda late: None)
+        self._publish_time_ms = 0
+        self.next_index = 0
+        self._opening = self._open(term, random_bytes)
+
+    def append(self, appends: list[Append], publish_time_ms: int) -> None:
+        """Batches, and control records, with that publish time, or with the one before where it would go down."""
+        self._publish_time_ms = publish_time_ms
+        for append in appends:
+            self._opening.append(append)
+        left = len(appends)
+        while left > 0:
+            left -= self._write()
+
+    def finish(self, term: int, token: bytes) -> None:
+        """Durable on return. A last marker, of a higher term, says that all before it is."""
+        try:
+            self._writer.sync()
+            self._opening = self._open(term, token)
+            self._writer.sync()
+        except FatalError as e:
+            raise error("LOG_REFUSED", str(e)) from e
+        self._writer.close()
+
+    def _open(self, term: int, token: bytes) -> Opening:
+        self._opening = Opening(self._writer, lambda opening: None, term, token, lambda outcome: None)
+        self._write()
+        return self._opening
+
+    def _write(self) -> int:
+        """Writes some of what was handed over; how many appends. The first time, the marker."""
+        try:
+            written = self._writer.write(self._opening, self._publish_time_ms)
+        except FatalError as e:
+            raise error("LOG_REFUSED", str(e)) from e
+        if written is None or written.failure is not None:
+            raise error("LOG_REFUSED", written.why if written else "the log takes nothing")
+        self._writer.forget_written()
+        self.next_index = written.next_index
+        return len(written.runs)
+
 
 REPORT_FILE = "salvage.json"
 

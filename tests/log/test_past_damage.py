@@ -12,8 +12,7 @@ from seqdedupe.format import headers
 from seqdedupe.format.layout import BASE_INDEX
 from seqdedupe.log.embedded.inspection import Damage, Intact, inspect
 from seqdedupe.log.embedded.log import EmbeddedLog
-from seqdedupe.log.embedded.logs import EmbeddedLogs
-from seqdedupe.log.embedded.scrub import Scrub
+from seqdedupe.log.embedded.logs import EmbeddedLogs, Scrub
 from seqdedupe.log.embedded.segment import Identity, Point
 from tests.log.conformance import Owner, parsed
 from tests.log.test_damage import INCARNATION, KEY, File, Stored, put, small_file
