@@ -26,7 +26,7 @@ from seqdedupe.log.embedded.secret import secret_of
 from seqdedupe.log.embedded.segment import Identity
 from seqdedupe.log.embedded.tail import open_segments
 from seqdedupe.names import ALL_SHARDS, shard_of, shards_of_worker
-from seqdedupe.store import directories, ids, imported
+from seqdedupe.store import directories, imported, windows
 from seqdedupe.store.db import Store
 from seqdedupe.store.directories import SHARDS_FILE, WORKERS_FILE, Claim, Split, of_worker
 from seqdedupe.store.snapshots import Snapshots
@@ -238,7 +238,7 @@ async def _copy(old: Store, new: Store, incarnation: int) -> None:
         try:
             if loaded is not None:
                 await new.flush(await Snapshots(new, incarnation).write_anew(loaded.whole()))
-                await ids.copy(old, new, incarnation)
+                await windows.copy(old, new, incarnation)
             # It may be there before any snapshot is.
             await imported.copy(old, new, incarnation, incarnation)
             return

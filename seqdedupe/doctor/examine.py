@@ -29,9 +29,9 @@ from seqdedupe.store import imported as stored_import
 from seqdedupe.store.copy import check_all, of_original, opened_copy
 from seqdedupe.store.db import Store
 from seqdedupe.store.directories import read_claim
-from seqdedupe.store.id_runs import read_pages
 from seqdedupe.store.snapshots import Loaded, Snapshots
 from seqdedupe.store.topics import LogKind, TopicRecord, TopicState
+from seqdedupe.store.windows import read_pages
 from seqdedupe.topic.imported_window import ImportedWindow
 
 # -- What was imported into a topic of deduplication IDs: the log says what it was, and the store is to have it.

@@ -38,7 +38,7 @@ from seqdedupe.log.embedded.segment import Identity, Segment
 from seqdedupe.log.embedded.tail import Tail
 from seqdedupe.log.embedded.writer import Append, FatalError, Opening, Writer
 from seqdedupe.names import topic_name
-from seqdedupe.store import ids, imported
+from seqdedupe.store import imported, windows
 from seqdedupe.store.copy import opened_copy
 from seqdedupe.store.db import Store
 from seqdedupe.store.directories import read_claim, write
@@ -295,7 +295,7 @@ async def _make_store(
                     snapshots = Snapshots(store, topic.record.incarnation)
                     await store.flush(await snapshots.write_anew(topic.loaded.whole()))
                     if old is not None:
-                        await ids.copy(old, store, topic.record.incarnation)
+                        await windows.copy(old, store, topic.record.incarnation)
                 if old is not None and topic.imported_of is not None:
                     await imported.copy(old, store, topic.imported_of, topic.record.incarnation)
                 await store.put_topics(topic.record)

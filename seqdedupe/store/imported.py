@@ -12,14 +12,14 @@ from rocksdict import WriteBatch
 from seqdedupe.core.id_runs import Imported, Run
 from seqdedupe.exports import WINDOW_CHECKSUM_BYTES
 from seqdedupe.format.headers import SECRET_BYTES
-from seqdedupe.store import id_runs
+from seqdedupe.store import windows
 from seqdedupe.store.db import Store
-from seqdedupe.store.ids import write_all
 from seqdedupe.store.parts import IMPORTED, MAX_NUMBER, damaged, other_format, part_key, part_number, seal, unseal
+from seqdedupe.store.windows import write_all
 
 FORMAT_VERSION = 1
 
-FIRST_RUN = id_runs.MAX_RUN + 1
+FIRST_RUN = windows.MAX_RUN + 1
 """Imported runs have numbers from here on."""
 
 _IMPORTED = struct.Struct(f"<BI{SECRET_BYTES}s{WINDOW_CHECKSUM_BYTES}s")
@@ -70,11 +70,11 @@ def has_other_runs(store: Store, incarnation: int, imported: Imported | None) ->
 
 def _around(incarnation: int, imported: Imported | None) -> list[tuple[bytes, bytes]]:
     """The keys of all runs of imports but this one."""
-    first, end = id_runs.key_of(incarnation, FIRST_RUN, 0), part_key(incarnation, IMPORTED, MAX_NUMBER)
+    first, end = windows.run_key(incarnation, FIRST_RUN, 0), part_key(incarnation, IMPORTED, MAX_NUMBER)
     if imported is None:
         return [(first, end)]
     number = imported.run.number
-    return [(first, id_runs.key_of(incarnation, number, 0)), (id_runs.key_of(incarnation, number + 1, 0), end)]
+    return [(first, windows.run_key(incarnation, number, 0)), (windows.run_key(incarnation, number + 1, 0), end)]
 
 
 async def copy(old: Store, new: Store, incarnation: int, as_incarnation: int) -> None:
@@ -103,7 +103,7 @@ def load(store: Store, incarnation: int) -> Imported | None:
     if len(body) != _IMPORTED.size:
         raise damaged(key, f"it is {len(body)} bytes long")
     _, number, secret, checksum = _IMPORTED.unpack(body)
-    run: Run = id_runs.load(store, incarnation, number)
+    run: Run = windows.load_run(store, incarnation, number)
     if run.first_index != 0:
         raise damaged(key, f"the run {number} is none that was imported")
     return Imported(run, secret, checksum)

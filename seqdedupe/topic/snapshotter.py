@@ -13,8 +13,8 @@ from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.format.jit import Int64s
 from seqdedupe.message_id import Position
 from seqdedupe.store.db import Store
-from seqdedupe.store.ids import StoredIds
 from seqdedupe.store.snapshots import Delta, Snapshots
+from seqdedupe.store.windows import StoredIds
 from seqdedupe.topic.policy import Applied
 
 logger = logging.getLogger("seqdedupe.snapshots")

@@ -27,7 +27,7 @@ from seqdedupe.exports import LATEST_MS, WindowBlock, WindowChecksum, parse_bloc
 from seqdedupe.format.headers import SECRET_BYTES, key_of
 from seqdedupe.format.jit import Uint8s
 from seqdedupe.store import imported as stored_import
-from seqdedupe.store.id_runs import RunWriter, read_pages
+from seqdedupe.store.windows import RunWriter, read_pages
 from seqdedupe.topic.imported_window import ImportedWindow
 from seqdedupe.topic.publishing import Topic
 from seqdedupe.topic.state import State

@@ -17,7 +17,7 @@ from broker_sidecar.rpc import Context
 from broker_sidecar.security.authentication import anybody
 from broker_sidecar.security.subject import NO_LIMITS, Shares
 from broker_sidecar.streams import Stream
-from seqdedupe.store import id_runs
+from seqdedupe.store import windows
 from seqdedupe.store.db import Store
 from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe.topic import window_runs
@@ -180,7 +180,7 @@ async def test_a_frame_that_waited_for_room_is_looked_up_again_beside_the_event_
     await place.store_each(b"a")
     await place.to_a_run()
     threads: list[threading.Thread] = []
-    real = id_runs.read_pages
+    real = windows.read_pages
 
     def read_pages(*arguments: Any) -> list[bytes]:
         threads.append(threading.current_thread())

@@ -19,8 +19,8 @@ from seqdedupe import exports
 from seqdedupe.core.rule import DUP, NOT_DUP
 from seqdedupe.errors import DamagedError
 from seqdedupe.exports import KnownId
-from seqdedupe.store import id_runs, rocksdb
 from seqdedupe.store import imported as stored_import
+from seqdedupe.store import rocksdb, windows
 from seqdedupe.store.db import Store
 from seqdedupe.topic import window_import
 from seqdedupe.topic.operating import MessageState, state_by_id
@@ -54,7 +54,7 @@ def many_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     """An import has several parts, which are merged; a run has several writes."""
     monkeypatch.setattr(exports, "WINDOW_BLOCK_BYTES", 4096)
     monkeypatch.setattr(window_import, "PART_BYTES", 8192)
-    monkeypatch.setattr(id_runs, "PAGES_A_WRITE", 1)
+    monkeypatch.setattr(windows, "PAGES_A_WRITE", 1)
     monkeypatch.setattr(rocksdb, "MEMTABLE_BYTES", 1024 * 1024)
 
 
@@ -228,8 +228,8 @@ def the_old_one_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     def put_after_all_has_gone(store: Store, incarnation: int, imported: Any) -> int:
         batch = WriteBatch(raw_mode=True)
         batch.delete_range(
-            id_runs.key_of(incarnation, stored_import.FIRST_RUN, 0),
-            id_runs.key_of(incarnation, imported.run.number, 0),
+            windows.run_key(incarnation, stored_import.FIRST_RUN, 0),
+            windows.run_key(incarnation, imported.run.number, 0),
         )
         store.write(batch)
         return put(store, incarnation, imported)

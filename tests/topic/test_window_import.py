@@ -22,9 +22,9 @@ from seqdedupe.errors import DamagedError, SeqdedupeError, UnavailableError, err
 from seqdedupe.exports import KnownId
 from seqdedupe.store import imported as stored_import
 from seqdedupe.store.db import Store
-from seqdedupe.store.id_runs import key_of
 from seqdedupe.store.parts import IMPORTED, part_key
 from seqdedupe.store.snapshots import Snapshots
+from seqdedupe.store.windows import run_key
 from seqdedupe.topic import by_id, window_import
 from seqdedupe.topic.answers import Receipt, Refusal
 from seqdedupe.topic.frame import NumbersCache
@@ -375,7 +375,7 @@ async def test_what_could_not_be_read_never_passes_for_whole(place: ImportPlace,
     await place.bring(OLD, tmp_path / "window")
     (run,) = place.import_runs()
     batch = WriteBatch(raw_mode=True)
-    batch.delete(key_of(INCARNATION, run, 0))
+    batch.delete(run_key(INCARNATION, run, 0))
     place.store.write(batch)
     await place.crash()
     assert place.topic.imported.is_missing
