@@ -1,5 +1,5 @@
-"""All embedded logs of a sidecar: one folder, in which each log has a folder of its own; and the scrub, which reads them
-again in the background."""
+"""All embedded logs of a sidecar: one folder, in which each log has a folder of its own; and the scrub, which reads
+them again in the background."""
 
 import asyncio
 import logging
