@@ -24,7 +24,7 @@ from broker_sidecar.pulsar_config import PulsarConfig
 from pulsar_broker.distribution import get
 from pulsar_broker.standalone import Broker
 from seqdedupe.batch import Binary, single_producer
-from seqdedupe.log.pulsar.admin import Admin, AdminUrl
+from seqdedupe.log.pulsar.admin_url import Admin, AdminUrl
 from seqdedupe.topic.answers import Receipt, Refusal
 from seqdedupe.topic.frame import NumbersCache
 from seqdedupe.topic.opening import open_sessions

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from broker_sidecar.rpc import parse_small
 from broker_sidecar.security.rules import Action, Decision, Rule, Rules, RulesFile
 from broker_sidecar.security.subject import DISK_SECONDS, MAX_CURSORS_A_CALLER, Shares, Subject, Use, caller
-from seqdedupe.core.names import joined
+from seqdedupe.core.name_table import joined
 from seqdedupe.core.producers import Producers
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.names import namespace_name, producer_name, topic_name

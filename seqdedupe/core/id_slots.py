@@ -33,7 +33,7 @@ from seqdedupe.core.id_table import (
     sweep_beside,
     take_out,
 )
-from seqdedupe.core.names import Growing
+from seqdedupe.core.name_table import Growing
 from seqdedupe.format.jit import Int32s, Int64s, Int64s2, Uint8s
 from seqdedupe.format.layout import DEDUPLICATION_ID_OFFSETS, start
 

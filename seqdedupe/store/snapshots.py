@@ -16,7 +16,7 @@ from rocksdict import WriteBatch
 
 from seqdedupe.core.id_runs import Piece
 from seqdedupe.core.id_window import IdWindow
-from seqdedupe.core.names import Names
+from seqdedupe.core.name_table import Names
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.limits import NO_EPOCH, NO_SEQUENCE_ID
 from seqdedupe.message_id import MessageId

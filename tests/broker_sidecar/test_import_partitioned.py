@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from seqdedupe import exports
-from seqdedupe.cli.sidecars import import_file
+from seqdedupe.cli.sidecar_commands import import_file
 from seqdedupe.client import Client, Verdict, transfer
 from seqdedupe.errors import InvalidRequestError, SeqdedupeError, UnavailableError, error
 from seqdedupe.exports import KnownId

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from seqdedupe.cli.main import main
-from seqdedupe.cli.topics import _print_topic, _print_topics
+from seqdedupe.cli.topic_commands import _print_topic, _print_topics
 from seqdedupe.client.blocking import Client
 from seqdedupe.command import json_text, print_table, printable, tell_waiting
 from seqdedupe.errors import error

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from seqdedupe.cli.source import JsonPath, Record, Source
+from seqdedupe.cli.record_source import JsonPath, Record, Source
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.limits import MAX_SEQUENCE_ID
 from tests.cli.conftest import COMMAND, TIMEOUT_SECONDS, Run

@@ -19,7 +19,7 @@ import pytest
 
 from seqdedupe.batch import Binary, single_producer
 from seqdedupe.cli.main import main
-from seqdedupe.cli.publish import _Publishing
+from seqdedupe.cli.publish_command import _Publishing
 from seqdedupe.client import ProducerConfig
 from seqdedupe.client.blocking import Client, Producer, Receipt
 from seqdedupe.client.pending import PendingBatch, ReceiptColumns

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from seqdedupe.cli.source import Record, Source
+from seqdedupe.cli.record_source import Record, Source
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.limits import MAX_PAYLOAD_BYTES, MAX_SEQUENCE_ID
 from seqdedupe.testing import LAST_RESORT_SECONDS
@@ -88,7 +88,7 @@ def test_a_zip_in_a_pipe_is_refused_for_what_it_is(tmp_path: Path) -> None:
 def test_standard_input_that_does_not_block_is_read_to_its_end() -> None:
     program = """
 import os, threading
-from seqdedupe.cli.source import STANDARD_INPUT, Source
+from seqdedupe.cli.record_source import STANDARD_INPUT, Source
 read_end, write_end = os.pipe()
 os.set_blocking(read_end, False)
 os.dup2(read_end, 0)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from seqdedupe.cli import source as source_module
-from seqdedupe.cli.source import Record, Source
+from seqdedupe.cli import record_source as source_module
+from seqdedupe.cli.record_source import Record, Source
 from seqdedupe.errors import SeqdedupeError
 
 LINES = 20_000

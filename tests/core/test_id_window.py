@@ -18,7 +18,7 @@ from seqdedupe.core import id_slots, id_table, id_window
 from seqdedupe.core.id_runs import NO_LIMIT, WindowLimits
 from seqdedupe.core.id_table import CONFIRMED, USED
 from seqdedupe.core.moment import Moment
-from seqdedupe.core.names import Growing
+from seqdedupe.core.name_table import Growing
 from seqdedupe.core.rule import DUP, NOT_DUP, UNKNOWN
 from seqdedupe.format import layout
 from seqdedupe.format.layout import PLACES

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from seqdedupe.core import names as names_module
-from seqdedupe.core.names import Names, joined
+from seqdedupe.core import name_table as names_module
+from seqdedupe.core.name_table import Names, joined
 from seqdedupe.core.producers import Producers
 from tests.plain import PLAIN
 

@@ -14,7 +14,7 @@ from seqdedupe.errors import DamagedError, SeqdedupeError, UnavailableError
 from seqdedupe.format import journal as rounds_format
 from seqdedupe.format.headers import key_of
 from seqdedupe.format.journal import Part, Round
-from seqdedupe.log.embedded import journal, replaying
+from seqdedupe.log.embedded import journal_files, replaying
 from seqdedupe.log.embedded.inspection import Intact, inspect
 from seqdedupe.log.embedded.replaying import Replay
 from seqdedupe.log.embedded.segment import Identity, segment_path
@@ -78,7 +78,7 @@ async def test_what_is_written_in_bulk_is_not_written_twice(
     rounds = await make_rounds().begin(2)
     with monkeypatch.context() as patch:
         names = synced(patch)
-        await rounds.together(1, 2, size=journal.SYNC_BYTES)
+        await rounds.together(1, 2, size=journal_files.SYNC_BYTES)
     assert names == [f"{0:020d}.log"] * 2
     await rounds.end()
 

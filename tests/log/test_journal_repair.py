@@ -15,7 +15,7 @@ from seqdedupe.format.headers import key_of
 from seqdedupe.format.journal import SECTOR_BYTES, rounds_in
 from seqdedupe.log.embedded import replaying
 from seqdedupe.log.embedded.commit import Committer
-from seqdedupe.log.embedded.journal import Journal
+from seqdedupe.log.embedded.journal_files import Journal
 from seqdedupe.log.embedded.replaying import BEGUN_FILE, Replay
 from seqdedupe.log.embedded.syncing import Syncer
 from tests.log.power import Disk

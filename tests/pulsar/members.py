@@ -13,7 +13,7 @@ from weakref import WeakSet
 import pulsar.asyncio
 
 from seqdedupe.errors import SeqdedupeError, UnavailableError, error
-from seqdedupe.log.pulsar.admin import JSON, Admin, AdminUrl, Answer
+from seqdedupe.log.pulsar.admin_url import JSON, Admin, AdminUrl, Answer
 from seqdedupe.log.pulsar.entries import EntryFormat
 from seqdedupe.log.pulsar.log import Shared
 from seqdedupe.log.pulsar.logs import PulsarLogs

@@ -11,7 +11,7 @@ import pulsar.asyncio
 
 from pulsar_broker.standalone import Broker
 from seqdedupe.errors import SeqdedupeError, UnavailableError
-from seqdedupe.log.pulsar.admin import Admin, AdminUrl
+from seqdedupe.log.pulsar.admin_url import Admin, AdminUrl
 from seqdedupe.log.pulsar.entries import Message
 from seqdedupe.log.pulsar.writer import COUNTER_BITS, Settled, Writer, open_writer
 from seqdedupe.message_id import MessageId

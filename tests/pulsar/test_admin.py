@@ -10,7 +10,7 @@ import pytest
 
 from pulsar_broker.standalone import Broker
 from seqdedupe.errors import SeqdedupeError
-from seqdedupe.log.pulsar.admin import Admin, AdminUrl, Publisher, TopicStats
+from seqdedupe.log.pulsar.admin_url import Admin, AdminUrl, Publisher, TopicStats
 from seqdedupe.log.pulsar.policies import ensure_safe
 from seqdedupe.testing import LAST_RESORT_SECONDS
 

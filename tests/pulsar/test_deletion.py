@@ -6,7 +6,7 @@ import pytest
 
 from seqdedupe.errors import UnavailableError
 from seqdedupe.log.pulsar import content, policies, wholes
-from seqdedupe.log.pulsar.admin import Admin
+from seqdedupe.log.pulsar.admin_url import Admin
 from seqdedupe.topic import partitioned
 from seqdedupe.topic.policy import Policy
 from seqdedupe.topic.state import State

@@ -10,7 +10,7 @@ import pytest
 
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.log.pulsar import wholes
-from seqdedupe.log.pulsar.admin import Admin
+from seqdedupe.log.pulsar.admin_url import Admin
 from seqdedupe.log.pulsar.wholes import Whole
 from seqdedupe.names import partition_name
 from seqdedupe.testing import LAST_RESORT_SECONDS

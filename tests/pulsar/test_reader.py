@@ -13,8 +13,8 @@ import pytest
 from pulsar_broker.standalone import Broker, free_port
 from seqdedupe.entry_properties import ENTRY
 from seqdedupe.errors import SeqdedupeError
-from seqdedupe.log.pulsar.client import PulsarClient
 from seqdedupe.log.pulsar.entries import Entry, Message
+from seqdedupe.log.pulsar.pulsar_client import PulsarClient
 from seqdedupe.log.pulsar.reader import READ_STEP_ENTRIES, Reader, open_reader
 from seqdedupe.message_id import MessageId
 from tests.pulsar.line import Line

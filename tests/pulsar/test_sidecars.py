@@ -14,7 +14,7 @@ import pytest
 from pulsar_broker.standalone import Broker
 from seqdedupe.client import Client
 from seqdedupe.errors import SeqdedupeError
-from seqdedupe.log.pulsar.admin import Admin, AdminUrl
+from seqdedupe.log.pulsar.admin_url import Admin, AdminUrl
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from seqdedupe.v1 import admin_pb2
 from tests.cli.conftest import COMMAND

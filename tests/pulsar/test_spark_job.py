@@ -19,7 +19,7 @@ from pyspark.sql import SparkSession
 from pulsar_broker.standalone import Broker
 from seqdedupe.client import blocking
 from seqdedupe.errors import ConfigurationError
-from seqdedupe.log.pulsar.admin import Admin, AdminUrl
+from seqdedupe.log.pulsar.admin_url import Admin, AdminUrl
 from seqdedupe.names import partition_name, topic_name
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from seqdedupe_spark import reader_job

@@ -13,7 +13,7 @@ from seqdedupe.client import blocking
 from seqdedupe.entry_properties import PARTITIONS as COUNT
 from seqdedupe.errors import ConfigurationError, NotFoundError
 from seqdedupe.log.pulsar import wholes
-from seqdedupe.log.pulsar.admin import Admin
+from seqdedupe.log.pulsar.admin_url import Admin
 from seqdedupe.log.pulsar.wholes import FIRST_INCARNATION, LIFE, MAKER, Life
 from seqdedupe.names import partition_name
 from seqdedupe.testing import Sidecar

@@ -13,7 +13,7 @@ import pytest
 from pulsar_broker.standalone import Broker
 from seqdedupe.log.pulsar import owner as owner_module
 from seqdedupe.log.pulsar import policies
-from seqdedupe.log.pulsar.admin import Admin, TopicStats
+from seqdedupe.log.pulsar.admin_url import Admin, TopicStats
 from seqdedupe.log.pulsar.entries import EntryFormat
 from seqdedupe.topic.state import State
 from tests.pulsar.crashes import KEEP_ALIVE_SECONDS, Faults, Scene

@@ -11,8 +11,8 @@ import pytest
 from pulsar_broker.standalone import Broker
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.log.pulsar import writer as writers
-from seqdedupe.log.pulsar.client import keep_state
 from seqdedupe.log.pulsar.entries import Message
+from seqdedupe.log.pulsar.pulsar_client import keep_state
 from seqdedupe.log.pulsar.writer import PRODUCER_NAMES, open_writer
 from seqdedupe.message_id import MessageId
 from tests.pulsar.line import Line

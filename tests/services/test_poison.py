@@ -16,7 +16,7 @@ from seqdedupe.client.blocking import Client
 from seqdedupe.client.stored import Message
 from seqdedupe.errors import ConfigurationError, SeqdedupeError
 from seqdedupe.limits import MAX_BATCH_BYTES, MAX_PAYLOAD_BYTES
-from seqdedupe.services.consumer import Consumer, ConsumerConfig, ownership, work
+from seqdedupe.services.consumer import Consumer, ConsumerConfig, consumer_row, work
 from seqdedupe.services.consumer.database import DEAD_LETTERS, PARKED
 from seqdedupe.services.consumer.dead_letters import DeadLetters, SetAside, deduplication_id, drop, retry
 from tests.services.conftest import Publish
@@ -33,7 +33,7 @@ FOR_EVER = replace(LATER, max_retries=10**6)
 @pytest.fixture(autouse=True)
 def _often(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is parked is looked at after every transaction."""
-    monkeypatch.setattr(ownership, "KEEP_UP_SECONDS", 0.0)
+    monkeypatch.setattr(consumer_row, "KEEP_UP_SECONDS", 0.0)
 
 
 @contextmanager
@@ -181,7 +181,7 @@ def test_a_run_that_does_not_follow_tries_at_its_end_what_is_due(
     engine: Engine, client: Client, topic: str, publish: Publish, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However short it is: it never comes to what is done from time to time."""
-    monkeypatch.setattr(ownership, "KEEP_UP_SECONDS", 3600.0)
+    monkeypatch.setattr(consumer_row, "KEEP_UP_SECONDS", 3600.0)
     monkeypatch.setattr(work, "MAX_RETRIES_IN_A_ROW", 2)
     make_table(engine)
     publish(*numbers(8), keys=["a", "b"] * 4)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from seqdedupe.errors import InvalidRequestError
-from seqdedupe.log.pulsar.admin import Answer
+from seqdedupe.log.pulsar.admin_url import Answer
 from seqdedupe.log.pulsar.entries import Entry, Message
 from seqdedupe.log.pulsar.places import Ledger, Ledgers
 from seqdedupe.log.pulsar.reader import fields_of

@@ -17,7 +17,7 @@ from queue import SimpleQueue
 from typing import NamedTuple
 
 from seqdedupe.figures import Buckets
-from seqdedupe.log.embedded.journal import Journal
+from seqdedupe.log.embedded.journal_files import Journal
 from seqdedupe.log.embedded.syncing import Syncer
 from seqdedupe.log.embedded.writer import FatalError, Late, Opening, Writer, Written
 

@@ -21,7 +21,7 @@ from seqdedupe.log.contract import AS_USUAL, Layout, LogName
 from seqdedupe.log.embedded import moved
 from seqdedupe.log.embedded.commit import Committer
 from seqdedupe.log.embedded.inspection import Damage, DurablePart, inspect_part
-from seqdedupe.log.embedded.journal import Journal
+from seqdedupe.log.embedded.journal_files import Journal
 from seqdedupe.log.embedded.log import MAX_PLACES, EmbeddedLog, Shared
 from seqdedupe.log.embedded.reader import ReadAhead
 from seqdedupe.log.embedded.replaying import Replay

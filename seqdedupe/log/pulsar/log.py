@@ -32,7 +32,7 @@ from seqdedupe.log.contract import (
     Skipped,
 )
 from seqdedupe.log.pulsar import entries
-from seqdedupe.log.pulsar.admin import Admin
+from seqdedupe.log.pulsar.admin_url import Admin
 from seqdedupe.log.pulsar.content import Content
 from seqdedupe.log.pulsar.entries import MAX_ENTRY_BYTES, NOWHERE, EntryFormat, Part, Settings
 from seqdedupe.log.pulsar.owner import ADDRESS, Answers, Connect, evicting, is_terminated, not_owner, wait_until_free

@@ -11,8 +11,8 @@ import pulsar
 import pulsar.asyncio
 
 from seqdedupe.errors import NotFoundError, SeqdedupeError, error
-from seqdedupe.log.pulsar.admin import Admin, Publisher, TopicStats
-from seqdedupe.log.pulsar.client import told
+from seqdedupe.log.pulsar.admin_url import Admin, Publisher, TopicStats
+from seqdedupe.log.pulsar.pulsar_client import told
 from seqdedupe.log.pulsar.wholes import schema_of
 
 logger = logging.getLogger("seqdedupe.log")

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from seqdedupe.entry_properties import INCARNATION
 from seqdedupe.errors import ConfigurationError, SeqdedupeError, error
-from seqdedupe.log.pulsar.admin import Admin
+from seqdedupe.log.pulsar.admin_url import Admin
 from seqdedupe.log.pulsar.entries import MAX_ENTRY_BYTES
 from seqdedupe.log.pulsar.wholes import is_going
 from seqdedupe.log.pulsar.writer import Opening, Writer

@@ -16,7 +16,6 @@ from seqdedupe.errors import DamagedError, SeqdedupeError, UnavailableError, err
 from seqdedupe.format import layout, records
 from seqdedupe.format.headers import BATCH_TAG, CONTROL_TAG, MARKER_BYTES, MARKER_TAG, NO_KEY, header, marker_body
 from seqdedupe.log.contract import Entries, Run, Runs
-from seqdedupe.log.pulsar.client import opened, told
 from seqdedupe.log.pulsar.entries import (
     NOWHERE,
     Entry,
@@ -29,6 +28,7 @@ from seqdedupe.log.pulsar.entries import (
     read_marker,
 )
 from seqdedupe.log.pulsar.places import STEP_BYTES, Ledgers, Point, begins_record, size_of
+from seqdedupe.log.pulsar.pulsar_client import opened, told
 from seqdedupe.log.pulsar.terms import Terms, Verdict, gap
 from seqdedupe.message_id import MessageId
 

@@ -16,7 +16,7 @@ import pulsar.schema
 from seqdedupe.entry_properties import PARTITIONS, PREFIX
 from seqdedupe.errors import NotFoundError, SeqdedupeError, error
 from seqdedupe.log.contract import LogName
-from seqdedupe.log.pulsar.admin import Admin
+from seqdedupe.log.pulsar.admin_url import Admin
 from seqdedupe.names import namespace_of, partition_name, whole_of
 
 # -- The schema of a topic: what consumers of Pulsar's own clients decode its messages by. Pulsar keeps it.

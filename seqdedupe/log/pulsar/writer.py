@@ -15,7 +15,6 @@ from seqdedupe import batch as batches
 from seqdedupe.entry_properties import Owner
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.log.contract import Failure, Outcome, Run, Runs
-from seqdedupe.log.pulsar.client import keep_state, name_of, opened, told
 from seqdedupe.log.pulsar.content import Found
 from seqdedupe.log.pulsar.entries import (
     EntryFormat,
@@ -31,6 +30,7 @@ from seqdedupe.log.pulsar.entries import (
     surely_taken_bytes,
 )
 from seqdedupe.log.pulsar.places import Places, Point, size_of
+from seqdedupe.log.pulsar.pulsar_client import keep_state, name_of, opened, told
 from seqdedupe.log.pulsar.terms import Receipts, Standing
 from seqdedupe.log.pulsar.wholes import Schema
 from seqdedupe.message_id import MessageId

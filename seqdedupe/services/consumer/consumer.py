@@ -25,11 +25,9 @@ from seqdedupe.errors import InvalidRequestError, SeqdedupeError, UnavailableErr
 from seqdedupe.limits import MAX_NAME_BYTES
 from seqdedupe.message_id import Position
 from seqdedupe.names import partition_name, topic_name
-from seqdedupe.services.consumer import database, ownership
+from seqdedupe.services.consumer import consumer_row, database
 from seqdedupe.services.consumer.arrivals import Arrivals, Stop, Stopped, is_there, wait_for_any
-from seqdedupe.services.consumer.database import METADATA
-from seqdedupe.services.consumer.dead_letters import DeadLetters, check_topic
-from seqdedupe.services.consumer.ownership import (
+from seqdedupe.services.consumer.consumer_row import (
     KEEP_UP_SECONDS,
     NOBODY,
     Held,
@@ -39,6 +37,8 @@ from seqdedupe.services.consumer.ownership import (
     check_transactions,
     row_name,
 )
+from seqdedupe.services.consumer.database import METADATA
+from seqdedupe.services.consumer.dead_letters import DeadLetters, check_topic
 from seqdedupe.services.consumer.sharing import Part, Shares
 from seqdedupe.services.consumer.work import FIRST_AWAY_SECONDS, LONGEST_AWAY_SECONDS, ConsumerConfig, Work
 from seqdedupe.services.stillness import Stillness
@@ -308,7 +308,7 @@ class Consumer:
 
     def _acquire(self, until: Position | None) -> str | None:
         """Stands by until nobody else works; returns the position. None if whoever works has come so far."""
-        stillness = Stillness(ownership.TAKE_OVER_SECONDS)
+        stillness = Stillness(consumer_row.TAKE_OVER_SECONDS)
         held = Held(self._on_waiting)
         first: Seen | None = None
         while True:

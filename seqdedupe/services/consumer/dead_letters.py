@@ -24,10 +24,10 @@ from seqdedupe.databases.failures import Fault, fault_of, told
 from seqdedupe.errors import InvalidRequestError, error
 from seqdedupe.limits import LINK_LEFT_OUT, MAX_DEDUPLICATION_ID_BYTES, MAX_PARTITIONS, NO_EPOCH
 from seqdedupe.message_id import MessageIds, Position
-from seqdedupe.services.consumer import database, ownership
+from seqdedupe.services.consumer import consumer_row, database
 from seqdedupe.services.consumer.arrivals import Stop
+from seqdedupe.services.consumer.consumer_row import row_name
 from seqdedupe.services.consumer.database import CONSUMERS, DEAD_LETTERS, PARKED
-from seqdedupe.services.consumer.ownership import row_name
 from seqdedupe.v1 import admin_pb2
 
 BEHIND = "waits behind an earlier message of its key"
@@ -374,7 +374,7 @@ class DeadLetters:
 
     def keep_up(self) -> None:
         """From time to time: looks what there is, without waiting for anything. Raises what ends a publisher; Away."""
-        if time.monotonic() - self._looked_at >= ownership.KEEP_UP_SECONDS:
+        if time.monotonic() - self._looked_at >= consumer_row.KEEP_UP_SECONDS:
             self._looked_at = time.monotonic()
             self._step()
 

@@ -14,10 +14,10 @@ from sqlalchemy.exc import SQLAlchemyError
 from seqdedupe.client.route import OnWaiting
 from seqdedupe.errors import UnavailableError
 from seqdedupe.message_id import Position
-from seqdedupe.services.consumer import database, ownership
+from seqdedupe.services.consumer import consumer_row, database
 from seqdedupe.services.consumer.arrivals import Arrivals, Stop, is_there, wait_for_any
+from seqdedupe.services.consumer.consumer_row import KEEP_UP_SECONDS, NOBODY, Held, Lost, Ownership, Seen, row_name
 from seqdedupe.services.consumer.database import CONSUMERS, PROCESSES
-from seqdedupe.services.consumer.ownership import KEEP_UP_SECONDS, NOBODY, Held, Lost, Ownership, Seen, row_name
 from seqdedupe.services.consumer.work import Work
 
 # -- The processes that share a consumer of a partitioned topic: which of them live, and what is whose.
@@ -41,7 +41,7 @@ class Processes:
 
     def beat(self) -> None:
         """Tells the others that this process lives, if it is time for that."""
-        if time.monotonic() - self._beat_at < ownership.KEEP_UP_SECONDS:
+        if time.monotonic() - self._beat_at < consumer_row.KEEP_UP_SECONDS:
             return
         with self._engine.begin() as connection:
             if not self._touch(connection):
@@ -82,7 +82,7 @@ class Processes:
             if token != self.token
         }
         for token, (beat, since) in self._seen.items():
-            if now - since >= ownership.TAKE_OVER_SECONDS and self._remove(token, beat):
+            if now - since >= consumer_row.TAKE_OVER_SECONDS and self._remove(token, beat):
                 tokens.discard(token)
         self.shown &= tokens
         return tokens

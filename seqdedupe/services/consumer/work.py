@@ -19,11 +19,11 @@ from seqdedupe.databases.failures import Fault, codes_of, fault_of, lost_connect
 from seqdedupe.databases.tables import MARIADB, POSTGRESQL_UNSAFE_WRITES
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.names import topic_name
-from seqdedupe.services.consumer import database, ownership
+from seqdedupe.services.consumer import consumer_row, database
 from seqdedupe.services.consumer.arrivals import Stop
+from seqdedupe.services.consumer.consumer_row import Lost, Ownership
 from seqdedupe.services.consumer.database import check_mariadb_writes, not_transactional, reaching, refusing_writes
 from seqdedupe.services.consumer.dead_letters import BEHIND, SetAside, key_hash, message_of, why
-from seqdedupe.services.consumer.ownership import Lost, Ownership
 
 Poison = Literal["stop", "dead letter", "retry later"]
 
@@ -429,7 +429,7 @@ class Work:
 
     def keep_up(self) -> None:
         """From time to time: says that this process lives, and tries again what is parked and due."""
-        if time.monotonic() - self._kept_up < ownership.KEEP_UP_SECONDS:
+        if time.monotonic() - self._kept_up < consumer_row.KEEP_UP_SECONDS:
             return
         self._kept_up = time.monotonic()
         with database.reaching():
@@ -491,7 +491,7 @@ class Work:
         """Others must not take over while it waits to try again."""
         until = time.monotonic() + seconds
         while (left := until - time.monotonic()) > 0:
-            self._stop.pause(min(left, ownership.KEEP_UP_SECONDS))
+            self._stop.pause(min(left, consumer_row.KEEP_UP_SECONDS))
             with database.reaching():
                 self._ownership.beat()
 

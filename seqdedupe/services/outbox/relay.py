@@ -23,7 +23,7 @@ from seqdedupe.errors import FencedError, NotFoundError, PositionError, Unavaila
 from seqdedupe.limits import MAX_BATCH_BYTES, MAX_BATCH_ROWS, MAX_SEQUENCE_ID
 from seqdedupe.names import partition_name, partition_of, producer_name, topic_name
 from seqdedupe.services.outbox import steps
-from seqdedupe.services.outbox.rows import Page, Route
+from seqdedupe.services.outbox.row_page import Page, Route
 from seqdedupe.services.outbox.steps import Found
 from seqdedupe.services.outbox.store import Lag, Store, open_store
 from seqdedupe.services.stillness import Stillness

@@ -20,7 +20,7 @@ import numpy as np
 from seqdedupe.batch import Int64s
 from seqdedupe.limits import NO_SEQUENCE_ID
 from seqdedupe.names import partition_of
-from seqdedupe.services.outbox.rows import Page, Route
+from seqdedupe.services.outbox.row_page import Page, Route
 
 BEGINNING = -(2**63)
 """Before all rows, those among them whose number cannot be published."""

@@ -10,7 +10,7 @@ from sqlalchemy.exc import ArgumentError
 
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.limits import NO_SEQUENCE_ID
-from seqdedupe.services.outbox.rows import ASIDE_TABLE, TABLE, Page
+from seqdedupe.services.outbox.row_page import ASIDE_TABLE, TABLE, Page
 from seqdedupe.services.outbox.steps import State
 
 PAGE_ROWS = 5000
@@ -18,6 +18,7 @@ PAGE_BYTES = 2 * 1024 * 1024
 """A page ends after the row with which it has so many bytes, or so many rows."""
 
 _DRIVERS = {"postgresql": "psycopg", "sqlite": "sqlite3"}
+_MODULES = {"postgresql": "postgres_outbox", "sqlite": "sqlite_outbox"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +116,7 @@ def open_store(database: str) -> Store:
     url = database_url(database)
     kind = url.get_backend_name()
     try:
-        module = importlib.import_module(f"seqdedupe.services.outbox.{'postgres' if kind == 'postgresql' else kind}")
+        module = importlib.import_module(f"seqdedupe.services.outbox.{_MODULES[kind]}")
     except ModuleNotFoundError as e:
         if e.name != _DRIVERS[kind]:
             raise

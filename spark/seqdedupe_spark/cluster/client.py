@@ -11,7 +11,7 @@ from seqdedupe.client.blocking.loop import run
 from seqdedupe.client.client import Located, TopicEnds
 from seqdedupe.errors import DamagedError, NotFoundError, error
 from seqdedupe.log.pulsar import wholes
-from seqdedupe.log.pulsar.admin import Admin
+from seqdedupe.log.pulsar.admin_url import Admin
 from seqdedupe.log.pulsar.finder import Finder
 from seqdedupe.log.pulsar.wholes import Life, Whole
 from seqdedupe.message_id import MessageId, Position

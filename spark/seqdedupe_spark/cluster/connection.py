@@ -10,10 +10,10 @@ import pulsar.asyncio
 
 from seqdedupe.entry_properties import INCARNATION
 from seqdedupe.errors import error
-from seqdedupe.log.pulsar.admin import Admin, AdminUrl
-from seqdedupe.log.pulsar.client import PulsarClient, client_logger, never_raises
+from seqdedupe.log.pulsar.admin_url import Admin, AdminUrl
 from seqdedupe.log.pulsar.entries import NOWHERE, Entry
 from seqdedupe.log.pulsar.finder import Finder
+from seqdedupe.log.pulsar.pulsar_client import PulsarClient, client_logger, never_raises
 from seqdedupe.log.pulsar.reader import Reader, open_reader
 from seqdedupe.message_id import MessageId
 from seqdedupe_spark.cluster.credentials import tls_of, token_of

@@ -6,7 +6,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from seqdedupe.errors import SeqdedupeError, error
-from seqdedupe.log.pulsar.client import OAuth2, Token, from_file
+from seqdedupe.log.pulsar.pulsar_client import OAuth2, Token, from_file
 from seqdedupe_spark.cluster.settings import Cluster
 from seqdedupe_spark.session import path_of
 

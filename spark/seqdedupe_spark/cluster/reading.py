@@ -19,7 +19,7 @@ from seqdedupe.format.layout import BASE_INDEX, PUBLISH_TIME_MS, ROWS
 from seqdedupe.format.records import body_of, ownership
 from seqdedupe.limits import NO_SEQUENCE_ID
 from seqdedupe.log.contract import Entries
-from seqdedupe.log.pulsar.admin import Answer
+from seqdedupe.log.pulsar.admin_url import Answer
 from seqdedupe.log.pulsar.entries import Entry
 from seqdedupe.log.pulsar.finder import Finder, last_of, trimmed
 from seqdedupe.log.pulsar.places import Ledgers, begins_record, size_of

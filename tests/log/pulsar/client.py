@@ -8,7 +8,7 @@ import pulsar
 import pulsar.asyncio
 
 from seqdedupe.errors import error
-from seqdedupe.log.pulsar.admin import Admin, Publisher, TopicStats
+from seqdedupe.log.pulsar.admin_url import Admin, Publisher, TopicStats
 from seqdedupe.log.pulsar.entries import Entry, Message
 from seqdedupe.log.pulsar.places import Ledgers
 from seqdedupe.message_id import MessageId

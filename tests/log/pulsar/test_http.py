@@ -11,8 +11,8 @@ from typing import NamedTuple
 import pytest
 
 from seqdedupe.errors import SeqdedupeError
-from seqdedupe.log.pulsar import admin as admin_module
-from seqdedupe.log.pulsar.admin import Admin, AdminUrl
+from seqdedupe.log.pulsar import admin_url as admin_module
+from seqdedupe.log.pulsar.admin_url import Admin, AdminUrl
 from seqdedupe.log.pulsar.policies import ensure_safe
 from seqdedupe.testing import LAST_RESORT_SECONDS
 

@@ -7,7 +7,7 @@ import pytest
 
 from seqdedupe.errors import InvalidRequestError
 from seqdedupe.log.contract import Layout
-from seqdedupe.log.pulsar.admin import Admin, AdminUrl
+from seqdedupe.log.pulsar.admin_url import Admin, AdminUrl
 from seqdedupe.log.pulsar.entries import EntryFormat
 from seqdedupe.log.pulsar.logs import PulsarLogs
 from tests.log.pulsar.test_log import StandInHarness

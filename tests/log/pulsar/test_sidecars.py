@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from seqdedupe.errors import InvalidRequestError, NotFoundError, UnavailableError, error
-from seqdedupe.log.pulsar.admin import Admin, AdminUrl, Publisher, Subscription, TopicStats
+from seqdedupe.log.pulsar.admin_url import Admin, AdminUrl, Publisher, Subscription, TopicStats
 from seqdedupe.log.pulsar.owner import forget, not_owner, sidecars
 
 NAMESPACES = ("a/b", "a/c")

@@ -13,12 +13,12 @@ from click.testing import CliRunner
 from sqlalchemy import create_engine, text
 from sqlalchemy.ext.asyncio import create_async_engine
 
-from seqdedupe.cli.services import outbox
+from seqdedupe.cli.service_commands import outbox
 from seqdedupe.errors import InvalidRequestError
 from seqdedupe.limits import MAX_PAYLOAD_BYTES
 from seqdedupe.services.outbox import Outbox, ddl
 from seqdedupe.services.outbox import steps as outbox_steps
-from seqdedupe.services.outbox.postgres import Horizon
+from seqdedupe.services.outbox.postgres_outbox import Horizon
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from tests.cli.conftest import COMMAND
 from tests.services.outbox.conftest import NAME, Database, payloads, relay_all

@@ -15,9 +15,9 @@ import numpy as np
 from seqdedupe.errors import error
 from seqdedupe.names import partition_of
 from seqdedupe.services.outbox import steps
-from seqdedupe.services.outbox.postgres import Horizon
+from seqdedupe.services.outbox.postgres_outbox import Horizon
 from seqdedupe.services.outbox.relay import ANYWHERE, Seen, is_one_of, token_name
-from seqdedupe.services.outbox.rows import ORDINAL_BITS, Page, page_of
+from seqdedupe.services.outbox.row_page import ORDINAL_BITS, Page, page_of
 
 TOPIC = "topic"
 NAME = "shop"

@@ -5,7 +5,7 @@ from typing import Any, TextIO, TypeVar
 
 import click
 
-from seqdedupe.cli.options import common, connect, connect_to, is_alone
+from seqdedupe.cli.common import common, connect, connect_to, is_alone
 from seqdedupe.client.admin import MODES, ROUTES, PolicyState
 from seqdedupe.command import echo, print_json, print_table, printable
 from seqdedupe.figures import state_name

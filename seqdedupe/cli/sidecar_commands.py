@@ -11,8 +11,8 @@ from typing import Any
 import click
 
 from seqdedupe import exports, files
-from seqdedupe.cli.options import common, connect, connect_to, is_alone
-from seqdedupe.cli.topics import position_json
+from seqdedupe.cli.common import common, connect, connect_to, is_alone
+from seqdedupe.cli.topic_commands import position_json
 from seqdedupe.command import echo, print_json, print_table, printable
 from seqdedupe.errors import error
 from seqdedupe.figures import ORDERS, beyond_snapshot, per_second, state_name

@@ -12,7 +12,7 @@ from itertools import islice
 
 import click
 
-from seqdedupe.cli.options import common, connect_to
+from seqdedupe.cli.common import common, connect_to
 from seqdedupe.client import Message, PartitionedPosition
 from seqdedupe.client.blocking import Client, PartitionedReader, Reader
 from seqdedupe.client.pending import NO_PARTITION

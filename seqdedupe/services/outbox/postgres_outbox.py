@@ -18,7 +18,7 @@ from seqdedupe.batch import Int64s
 from seqdedupe.databases import failures
 from seqdedupe.databases.tables import CONNECTION, POSTGRESQL_UNSAFE_TABLES, cure_of
 from seqdedupe.limits import MAX_PAYLOAD_BYTES, NO_SEQUENCE_ID
-from seqdedupe.services.outbox.rows import (
+from seqdedupe.services.outbox.row_page import (
     ASIDE_TABLE,
     COLUMNS,
     ORDINAL_BITS,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from seqdedupe.cli.options import as_json_option, common, connect
+from seqdedupe.cli.common import as_json_option, common, connect
 from seqdedupe.command import FAILED, WRONG_USAGE, echo, print_json, printable, say_failure
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.v1 import admin_pb2

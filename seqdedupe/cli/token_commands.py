@@ -12,7 +12,7 @@ from typing import IO, TYPE_CHECKING
 import click
 
 from seqdedupe.audit_trail import Link, verify
-from seqdedupe.cli.options import as_json_option
+from seqdedupe.cli.common import as_json_option
 from seqdedupe.command import FAILED, WRONG_USAGE, echo, print_json, printable, say_failure
 from seqdedupe.errors import AccessDeniedError, SeqdedupeError, error
 from seqdedupe.names import is_namespace, namespace_name, producer_name, topic_name

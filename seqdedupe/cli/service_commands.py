@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from seqdedupe.cli.options import as_json_option, common, connect, naming_near
+from seqdedupe.cli.common import as_json_option, common, connect, naming_near
 from seqdedupe.client.blocking import Client
 from seqdedupe.command import Command, echo, json_text, print_json, print_table, printable, say, told_credentials
 from seqdedupe.errors import error

@@ -14,7 +14,7 @@ import click
 import numpy as np
 import numpy.typing as npt
 
-from seqdedupe.cli.options import common
+from seqdedupe.cli.common import common
 from seqdedupe.client import Client, Producer, Receipt
 from seqdedupe.command import INTERRUPTED, echo, print_json, told_credentials
 from seqdedupe.errors import SeqdedupeError

@@ -11,7 +11,7 @@ from sqlalchemy.engine import URL
 
 from seqdedupe.databases import failures
 from seqdedupe.limits import MAX_PAYLOAD_BYTES, NO_SEQUENCE_ID
-from seqdedupe.services.outbox.rows import ASIDE_TABLE, COLUMNS, SEQUENCE_ID, TABLE, TOKEN_TABLE, Page, page_of
+from seqdedupe.services.outbox.row_page import ASIDE_TABLE, COLUMNS, SEQUENCE_ID, TABLE, TOKEN_TABLE, Page, page_of
 from seqdedupe.services.outbox.steps import State
 from seqdedupe.services.outbox.store import (
     PAGE_BYTES,

@@ -14,8 +14,8 @@ from typing import NamedTuple, get_args
 import click
 import numpy as np
 
-from seqdedupe.cli.options import common, connect_to
-from seqdedupe.cli.source import STANDARD_INPUT, Form, JsonPath, Record, Source
+from seqdedupe.cli.common import common, connect_to
+from seqdedupe.cli.record_source import STANDARD_INPUT, Form, JsonPath, Record, Source
 from seqdedupe.client import Message, Persisted, PositionError, Verdict
 from seqdedupe.client.blocking import Client, Producer, Publisher, Receipt
 from seqdedupe.command import echo, print_json, print_table, say, tell_waiting

@@ -20,7 +20,7 @@ import pulsar
 import pulsar.asyncio
 
 from seqdedupe.errors import SeqdedupeError, error
-from seqdedupe.log.pulsar.admin import Connection
+from seqdedupe.log.pulsar.admin_url import Connection
 
 # -- Who the sidecar is to Pulsar: a token, as it is now. Nothing of it is ever in an error or a log.
 
