@@ -17,10 +17,10 @@ from seqdedupe.address import SidecarAddress
 from seqdedupe.errors import error
 from seqdedupe.log.pulsar.admin_url import Admin, AdminUrl
 from seqdedupe.log.pulsar.entries import EntryFormat
+from seqdedupe.log.pulsar.entry_limit import Brokers
 from seqdedupe.log.pulsar.log import Shared
 from seqdedupe.log.pulsar.logs import PulsarLogs
 from seqdedupe.log.pulsar.owner import owner_of
-from seqdedupe.log.pulsar.policies import Brokers
 from seqdedupe.log.pulsar.pulsar_client import OAuth2, PulsarClient, Token, client_logger, from_file, never_raises
 from seqdedupe.store.db import Store
 from seqdedupe.store.directories import Instance

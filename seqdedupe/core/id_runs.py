@@ -14,40 +14,10 @@ from seqdedupe.format.headers import key_of, siphash
 from seqdedupe.format.jit import Bytes, Int64s, Int64s2, Uint8s, for_kernels, kernel, shl64
 from seqdedupe.format.layout import DEDUPLICATION_ID_OFFSETS, DEDUPLICATION_IDS, ROWS, load32, start
 
-# -- Chunks of a window of deduplication IDs, pieces of them, as snapshots keep them, and how far a window is to
-# reach.
-
-NO_LIMIT = -1
-
-PARTS = 16
-"""A window moves forward by one in so many parts of it, or less."""
+# -- Pieces of a window's chunks, as snapshots keep them.
 
 PIECE_BYTES = 64 * 1024
 """Of IDs with their lengths, that a snapshot writes at once: what writes them holds the whole process."""
-
-
-@dataclass(frozen=True, slots=True)
-class WindowLimits:
-    """How far back a window reaches at least: until one of these is reached by what came later. NO_LIMIT: never."""
-
-    messages: int
-    id_bytes: int = NO_LIMIT
-    milliseconds: int = NO_LIMIT
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """A chunk of a window: it is forgotten as a whole."""
-
-    first_index: int
-    rows: int
-    id_bytes: int
-    first_time_ms: int
-    last_time_ms: int
-
-    @property
-    def end_index(self) -> int:
-        return self.first_index + self.rows
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,8 +20,8 @@ from itertools import islice, pairwise
 import numpy as np
 
 from seqdedupe.core import id_table
-from seqdedupe.core.id_runs import MAX_ROWS, NO_LIMIT, Chunk, Piece, Run, WindowLimits, hash_rows, probe
-from seqdedupe.core.id_slots import Newer, Slots
+from seqdedupe.core.id_runs import MAX_ROWS, Piece, Run, hash_rows, probe
+from seqdedupe.core.id_slots import NO_LIMIT, Chunk, Newer, Slots, WindowLimits
 from seqdedupe.core.id_table import (
     CHUNK_ROWS,
     CONFIRMED,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from seqdedupe.core.id_runs import NO_LIMIT
+from seqdedupe.core.id_slots import NO_LIMIT
 from seqdedupe.core.id_table import IMPORTED
 from seqdedupe.core.id_window import NONE_OLDER, IdWindow
 from seqdedupe.core.moment import Moment

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from enum import Enum
 from typing import Any
 
-from seqdedupe.core.id_runs import WindowLimits
+from seqdedupe.core.id_slots import WindowLimits
 from seqdedupe.errors import error
 from seqdedupe.log.contract import FlushInterval, Retention
 from seqdedupe.store.topics import LogKind

@@ -14,9 +14,9 @@ from seqdedupe.errors import ConfigurationError, SeqdedupeError
 from seqdedupe.log.contract import Failure, Log, LogName
 from seqdedupe.log.pulsar import policies
 from seqdedupe.log.pulsar.entries import EntryFormat, Settings
+from seqdedupe.log.pulsar.entry_limit import Brokers
 from seqdedupe.log.pulsar.log import PulsarLog, Shared
 from seqdedupe.log.pulsar.logs import PulsarLogs
-from seqdedupe.log.pulsar.policies import Brokers
 from seqdedupe.names import namespace_of
 from seqdedupe.topic.state import State
 from tests.log.conformance import LogConformance, LogHarness, replayed

@@ -11,8 +11,8 @@ from seqdedupe.errors import InvalidRequestError, UnavailableError
 from seqdedupe.log.contract import Failure
 from seqdedupe.log.pulsar import writer
 from seqdedupe.log.pulsar.entries import EntryFormat, Settings
+from seqdedupe.log.pulsar.entry_limit import Brokers
 from seqdedupe.log.pulsar.log import PulsarLog
-from seqdedupe.log.pulsar.policies import Brokers
 from tests.log.batches import encoded_batch
 from tests.log.conformance import Owner, replayed, what
 from tests.pulsar.owners import Cluster, quiet

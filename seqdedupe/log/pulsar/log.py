@@ -35,17 +35,10 @@ from seqdedupe.log.pulsar import entries
 from seqdedupe.log.pulsar.admin_url import Admin
 from seqdedupe.log.pulsar.content import Content
 from seqdedupe.log.pulsar.entries import MAX_ENTRY_BYTES, NOWHERE, EntryFormat, Part, Settings
+from seqdedupe.log.pulsar.entry_limit import Brokers, max_entry_bytes
 from seqdedupe.log.pulsar.owner import ADDRESS, Answers, Connect, evicting, is_terminated, not_owner, wait_until_free
 from seqdedupe.log.pulsar.places import Point, bytes_of_points, points_of_bytes
-from seqdedupe.log.pulsar.policies import (
-    Brokers,
-    Looks,
-    check_alone,
-    check_deduplicates,
-    check_stays,
-    guard,
-    max_entry_bytes,
-)
+from seqdedupe.log.pulsar.policies import Looks, check_alone, check_deduplicates, check_stays, guard
 from seqdedupe.log.pulsar.wholes import schema_of
 from seqdedupe.log.pulsar.writer import (
     Opening,
