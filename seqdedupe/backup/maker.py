@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
-from seqdedupe.backup import manifest
-from seqdedupe.backup.manifest import MANIFEST_FILE, BackupFile, Fault, Manifest, checksum, copy_file
+from seqdedupe.backup.manifest import MANIFEST_FILE, BackupFile, Fault, Manifest, checksum, copy_file, read_manifest
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.files import UNFINISHED, sync_folder
 from seqdedupe.log.embedded.inspection import Damage, DurablePart, inspect_part
@@ -57,7 +56,7 @@ class Earlier:
                 found.append(((folder / MANIFEST_FILE).lstat().st_mtime_ns, folder))
         for _, folder in sorted(found, reverse=True):
             with suppress(SeqdedupeError, OSError):
-                return Earlier(folder, {file.path: file for file in manifest.read(folder).files})
+                return Earlier(folder, {file.path: file for file in read_manifest(folder).files})
         return None
 
 

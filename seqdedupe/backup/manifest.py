@@ -73,7 +73,7 @@ class Manifest:
             put(json.dumps(asdict(self), indent=1, ensure_ascii=False).encode())
 
 
-def read(folder: Path) -> Manifest:
+def read_manifest(folder: Path) -> Manifest:
     """The manifest of a backup. Raises BACKUP_DAMAGED if there is none or it is not what was written, NEWER_FORMAT;
     OSError."""
     path = folder / MANIFEST_FILE
@@ -204,7 +204,7 @@ def parts_of(backup: Path) -> list[Path]:
 def check(backup: Path) -> Manifest:
     """Reads all files of a part of a backup. Raises BACKUP_DAMAGED if one is not what the manifest says, NEWER_FORMAT;
     OSError."""
-    found = read(backup)
+    found = read_manifest(backup)
     for file in found.files:
         path = backup / file.path
         if not path.is_file() or path.is_symlink():
@@ -232,7 +232,7 @@ def restore(backup: Path, to: Path) -> list[Manifest]:
 
 
 def _restore_part(backup: Path, to: Path) -> Manifest:
-    found = read(backup)
+    found = read_manifest(backup)
     to.mkdir(mode=0o700, exist_ok=True)
     folders = {to}
     for file in found.files:

@@ -56,7 +56,7 @@ def prepare() -> None:
         from broker_sidecar import kernels
 
         kernels.prepare()
-        from seqdedupe.doctor import examine
+        from seqdedupe.doctor.examine import examine
     except ModuleNotFoundError as e:
         raise error(
             "INVALID_CONFIGURATION",

@@ -204,7 +204,7 @@ def top(once: bool, order: str, search: str, limit: int, address: str, as_json: 
             _print_again_and_again(ask, once)
             return
         try:
-            from seqdedupe.cli import top_view
+            from seqdedupe.cli.top_view import show, show_once
         except ModuleNotFoundError as e:
             raise error(
                 "INVALID_CONFIGURATION",
@@ -212,9 +212,9 @@ def top(once: bool, order: str, search: str, limit: int, address: str, as_json: 
                 hint="Install it: pip install 'seqdedupe[top]'. With --json it is not needed.",
             ) from e
         if once or not (sys.stdout.isatty() and sys.stdin.isatty()):
-            top_view.show_once(first(ask), address)
+            show_once(first(ask), address)
         else:
-            top_view.show(ask, address)
+            show(ask, address)
 
 
 def first(ask: Ask) -> admin_pb2.GetStatisticsResponse:

@@ -1,10 +1,10 @@
-"""What a window of deduplication IDs has in memory: its newer part, chunks that fill up, and the table that leads to them,
-with the work that is done on it bit by bit: it grows, and is cleared.
+"""What a window of deduplication IDs has in memory: its newer part, chunks that fill up, and the table that leads to
+them, with the work that is done on it bit by bit: it grows, and is cleared.
 
-The table leads to all IDs of the chunks in memory, and to some of those that are forgotten or lie in runs, which is harmless:
-whoever finds one sees that its chunk is gone. With the frames that come a share of the slots is swept clear of these,
-one slot after the other, which is quicker than looking for each of them; and a share of all IDs is put into a larger
-table, if one is needed, so that no frame waits for all of it.
+The table leads to all IDs of the chunks in memory, and to some of those that are forgotten or lie in runs, which is
+harmless: whoever finds one sees that its chunk is gone. With the frames that come a share of the slots is swept clear
+of these, one slot after the other, which is quicker than looking for each of them; and a share of all IDs is put into a
+larger table, if one is needed, so that no frame waits for all of it.
 """
 
 from bisect import bisect_right
