@@ -24,7 +24,7 @@ from broker_sidecar.pulsar_config import PulsarConfig
 from pulsar_broker.distribution import get
 from pulsar_broker.standalone import Broker
 from seqdedupe.batch import Binary, single_producer
-from seqdedupe.log.pulsar.admin_url import Admin, AdminUrl
+from seqdedupe.log.pulsar.admin_url import AdminUrl, PulsarAdmin
 from seqdedupe.topic.answers import Receipt, Refusal
 from seqdedupe.topic.frame import NumbersCache
 from seqdedupe.topic.opening import open_sessions
@@ -77,7 +77,7 @@ async def _fill(config: Config) -> None:
     await data.close()
 
 
-async def _recovered(config: Config, admin: Admin) -> float:
+async def _recovered(config: Config, admin: PulsarAdmin) -> float:
     """The seconds that it takes to open the topic."""
     data = Data(config, lambda name, state: None)
     topics = data.all_topics
@@ -116,7 +116,7 @@ def _publish(broker: Broker) -> None:
     client.close()
 
 
-def _opened(broker: Broker, admin: Admin) -> float:
+def _opened(broker: Broker, admin: PulsarAdmin) -> float:
     """The seconds that it takes to open a producer, which is when the broker has replayed the topic."""
     client = _client(broker)
     asyncio.run(admin.unload(STOCK_TOPIC))
@@ -132,7 +132,7 @@ def _opened(broker: Broker, admin: Admin) -> float:
 @contextmanager
 def figure(folder: Path) -> Iterator[Figure]:
     with Broker(get(), **KEYS | NO_SNAPSHOTS) as broker:
-        config, admin = _config(broker, folder / "data"), Admin(AdminUrl(broker.admin_url))
+        config, admin = _config(broker, folder / "data"), PulsarAdmin(AdminUrl(broker.admin_url))
         asyncio.run(_fill(config))
         _publish(broker)
         yield Figure(

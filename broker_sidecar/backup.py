@@ -19,7 +19,7 @@ from broker_sidecar.data import Data
 from broker_sidecar.rpc import Context, parse_small
 from broker_sidecar.streams import Stream, Streams
 from seqdedupe.backup.maker import BackupMaker
-from seqdedupe.backup.manifest import OF_THE_WHOLE, Fault
+from seqdedupe.backup.manifest import OF_THE_WHOLE, BackupFault
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.files import UNFINISHED
 from seqdedupe.log.embedded.inspection import DurablePart
@@ -234,5 +234,5 @@ def _progress(making: BackupMaker) -> admin_pb2.BackupResponse:
     return admin_pb2.BackupResponse(bytes=making.bytes_done, linked_bytes=making.bytes_linked)
 
 
-def _faults(faults: Iterable[Fault]) -> Iterable[admin_pb2.BackupFault]:
+def _faults(faults: Iterable[BackupFault]) -> Iterable[admin_pb2.BackupFault]:
     return (admin_pb2.BackupFault(topic=one.topic, incarnation=one.incarnation, what=one.what) for one in faults)

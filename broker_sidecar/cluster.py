@@ -15,7 +15,7 @@ from broker_sidecar.pulsar_config import PulsarConfig
 from broker_sidecar.security.own_credentials import listed
 from seqdedupe.address import SidecarAddress
 from seqdedupe.errors import error
-from seqdedupe.log.pulsar.admin_url import Admin, AdminUrl
+from seqdedupe.log.pulsar.admin_url import AdminUrl, PulsarAdmin
 from seqdedupe.log.pulsar.entries import EntryFormat
 from seqdedupe.log.pulsar.entry_limit import Brokers
 from seqdedupe.log.pulsar.log import Shared
@@ -23,7 +23,7 @@ from seqdedupe.log.pulsar.logs import PulsarLogs
 from seqdedupe.log.pulsar.owner import owner_of
 from seqdedupe.log.pulsar.pulsar_client import OAuth2, PulsarClient, Token, client_logger, from_file, never_raises
 from seqdedupe.store.db import Store
-from seqdedupe.store.directories import Instance
+from seqdedupe.store.directories import StoreInstance
 
 OPERATION_TIMEOUT_SECONDS = 30
 """Opening a producer can take Pulsar as long: it reads what its deduplication has not in a snapshot."""
@@ -41,7 +41,7 @@ class Cluster:
     """`logs` and what they need, until `close`. Raises INVALID_CONFIGURATION, STORE_UNAVAILABLE."""
 
     def __init__(self, config: Config, store: Store) -> None:
-        asked, instance = config.pulsar, Instance(store)
+        asked, instance = config.pulsar, StoreInstance(store)
         tls, self._token = _tls(asked), _token(asked)
         self._asked = asked
         self._sidecars = listed(config, config.sidecars)
@@ -53,11 +53,11 @@ class Cluster:
             config.advertised_address or config.listen,
             lambda: time.time_ns() // 1_000_000,
             lambda _, known: instance.claim_opening(known),
-            Admin(AdminUrl(asked.admin_url, self._token, tls)),
+            PulsarAdmin(AdminUrl(asked.admin_url, self._token, tls)),
             self._connect,
             self.neighbours.answers,
             Brokers(asked.service_url, self._token, tls),
-            Admin(AdminUrl(asked.admin_url, self._token, tls, pause_seconds=LOOK_PAUSE_SECONDS)),
+            PulsarAdmin(AdminUrl(asked.admin_url, self._token, tls, pause_seconds=LOOK_PAUSE_SECONDS)),
             asked.manage_topic_policies,
         )
         self.namespaces = asked.namespace_names

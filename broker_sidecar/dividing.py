@@ -21,9 +21,9 @@ from seqdedupe.format.headers import key_of
 from seqdedupe.locks import DIRECTORY_LOCK, locked_directory
 from seqdedupe.log.embedded import moved
 from seqdedupe.log.embedded.logs import incarnations
-from seqdedupe.log.embedded.replaying import Replay
+from seqdedupe.log.embedded.replaying import JournalReplay
 from seqdedupe.log.embedded.secret import secret_of
-from seqdedupe.log.embedded.segment import Identity
+from seqdedupe.log.embedded.segment import LogIdentity
 from seqdedupe.log.embedded.tail import open_segments
 from seqdedupe.names import ALL_SHARDS, shard_of, shards_of_worker
 from seqdedupe.store import directories, imported, windows
@@ -136,7 +136,7 @@ def _check(folder: Path, split: Split, count: int, old: Sequence[_Part]) -> None
         if unknown := set(_incarnations(part.folder / LOGS)) - seen:
             why = f"{part.folder / LOGS} has the logs {sorted(unknown)}, of which the store knows nothing"
             raise error("STORE_MISSING", why)
-        replay = Replay(part.folder / LOGS, is_expected=part.store.has_journal)
+        replay = JournalReplay(part.folder / LOGS, is_expected=part.store.has_journal)
         for record in part.active():
             try:
                 _check_topic(part, record, replay)
@@ -158,7 +158,7 @@ def _check_files(folder: Path, part: Path) -> None:
         raise _refused(f"{folder} has a folder {MOVING} or {MOVED} with files, and no change is under way")
 
 
-def _check_topic(part: _Part, record: TopicRecord, replay: Replay) -> None:
+def _check_topic(part: _Part, record: TopicRecord, replay: JournalReplay) -> None:
     if record.log is not LogKind.EMBEDDED:
         raise _refused(f"{record.name} is on the log {record.log.name.lower()!r}")
     if shard_of(record.name) not in part.shards:
@@ -169,7 +169,7 @@ def _check_topic(part: _Part, record: TopicRecord, replay: Replay) -> None:
     found = secret_of(folder, record.secret)
     if found.why is not None:
         raise found.why
-    identity = Identity(record.incarnation, key_of(found.secret))
+    identity = LogIdentity(record.incarnation, key_of(found.secret))
     replay.take_back(folder, identity)
     loaded = Snapshots(part.store, record.incarnation).load()
     open_segments(folder, identity, loaded.next_index if loaded is not None else 0)

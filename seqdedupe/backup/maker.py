@@ -10,7 +10,15 @@ from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
-from seqdedupe.backup.manifest import MANIFEST_FILE, BackupFile, Fault, Manifest, checksum, copy_file, read_manifest
+from seqdedupe.backup.manifest import (
+    MANIFEST_FILE,
+    BackupFault,
+    BackupFile,
+    Manifest,
+    checksum,
+    copy_file,
+    read_manifest,
+)
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.files import UNFINISHED, sync_folder
 from seqdedupe.log.embedded.inspection import Damage, DurablePart, inspect_part
@@ -188,7 +196,7 @@ class BackupMaker:
 
     def leave_out(self, record: TopicRecord, why: str) -> None:
         """There is nothing of this topic but its record: restored, it is DAMAGED, and its name taken."""
-        self.manifest.left_out.append(Fault(record.name, record.incarnation, why))
+        self.manifest.left_out.append(BackupFault(record.name, record.incarnation, why))
 
     def finish(self) -> None:
         """The backup is whole, durable, and there by its name."""
@@ -239,7 +247,7 @@ class BackupMaker:
             self._add(part.path, path, part.end)
         for damage in self._damage_of(part, path):
             what = f"{part.path}, byte {damage.offset}: {damage.what}"
-            self.manifest.damaged.append(Fault(record.name, record.incarnation, what))
+            self.manifest.damaged.append(BackupFault(record.name, record.incarnation, what))
 
     def _damage_of(self, part: DurablePart, path: str) -> list[Damage]:
         """What was written is read once more, as the scrub does. Raises LOG_UNREADABLE for a newer format version."""

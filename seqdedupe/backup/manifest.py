@@ -40,7 +40,7 @@ class BackupFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
+class BackupFault:
     """A topic that is not whole in the backup, because it was not where it was taken."""
 
     topic: str
@@ -57,9 +57,9 @@ class Manifest:
     version: str
     """Of the program that made it."""
     files: list[BackupFile] = field(default_factory=list)
-    damaged: list[Fault] = field(default_factory=list)
+    damaged: list[BackupFault] = field(default_factory=list)
     """Places where the copy is damaged as the original is."""
-    left_out: list[Fault] = field(default_factory=list)
+    left_out: list[BackupFault] = field(default_factory=list)
     """Topics of which there is nothing but the name."""
 
     @property
@@ -92,7 +92,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise damaged(folder, e.message) from e
     try:
         files = [BackupFile(**one) for one in said.pop("files")]
-        damaged_, left_out = ([Fault(**one) for one in said.pop(name)] for name in ("damaged", "left_out"))
+        damaged_, left_out = ([BackupFault(**one) for one in said.pop(name)] for name in ("damaged", "left_out"))
         manifest = Manifest(**said, files=files, damaged=damaged_, left_out=left_out)
         _check_paths(file.path for file in files)
     except (KeyError, TypeError, InvalidRequestError) as e:

@@ -139,7 +139,7 @@ class Plan:
 
 
 @dataclass
-class Lane:
+class BenchLane:
     """A producer and its messages without a receipt: when each was due."""
 
     producer: Producer
@@ -176,7 +176,7 @@ class Load:
         """How many messages were to be sent until the sending ended."""
         self._latencies = Histogram()  # of the interval
         self._payload = os.urandom(plan.size_bytes)
-        self._lanes: list[Lane] = []
+        self._lanes: list[BenchLane] = []
         self._stop = asyncio.Event()
         self._began = 0.0
 
@@ -190,7 +190,7 @@ class Load:
                 await producer.open()
                 stack.push_async_callback(producer.abort)
                 # Each message is another one: none is sent again that an earlier run may have left open.
-                self._lanes.append(Lane(producer, max(one.sequence_id for one in producer.persisted) + 1))
+                self._lanes.append(BenchLane(producer, max(one.sequence_id for one in producer.persisted) + 1))
             self._began = time.perf_counter()
             work = asyncio.create_task(self._work())
             try:
@@ -252,7 +252,7 @@ class Load:
             for sender in senders:
                 sender.cancel()
 
-    async def _send(self, lane: Lane, number: int) -> None:
+    async def _send(self, lane: BenchLane, number: int) -> None:
         """Sends every `names`th message, from this one on."""
         plan = self.plan
         sequence_id: int | None = lane.next_sequence_id
@@ -269,7 +269,7 @@ class Load:
             self.sent += 1
             number += plan.names
 
-    async def _collect(self, lane: Lane) -> None:
+    async def _collect(self, lane: BenchLane) -> None:
         """Takes the time when receipts come. They come in order, a batch at a time."""
         while True:
             while not lane.pending:

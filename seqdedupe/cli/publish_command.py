@@ -15,7 +15,7 @@ import click
 import numpy as np
 
 from seqdedupe.cli.common import common, connect_to
-from seqdedupe.cli.record_source import STANDARD_INPUT, Form, JsonPath, Record, Source
+from seqdedupe.cli.record_source import STANDARD_INPUT, Form, JsonPath, RecordSource, SourceRecord
 from seqdedupe.client import Message, Persisted, PositionError, Verdict
 from seqdedupe.client.blocking import Client, Producer, Publisher, Receipt
 from seqdedupe.command import echo, print_json, print_table, say, tell_waiting
@@ -53,13 +53,15 @@ class Resume:
         self._is_verified = False
         self._why_not = ""
 
-    def new_records(self, source: Source) -> Iterator[Record]:
+    def new_records(self, source: RecordSource) -> Iterator[SourceRecord]:
         """The records to be published.
 
         Raises SOURCE_CHANGED, SOURCE_UNVERIFIED or SOURCE_INCOMPLETE before the first of them.
         """
         left = dict(self._last)
-        held: list[Record] = []  # not more than a producer has in flight: what comes after the last one checked is sent
+        held: list[
+            SourceRecord
+        ] = []  # not more than a producer has in flight: what comes after the last one checked is sent
         for record in source:
             self.records_read += 1
             if left:
@@ -75,7 +77,7 @@ class Resume:
         self._check_verified()
         yield from held
 
-    def _check_off(self, record: Record, left: dict[int, Persisted]) -> None:
+    def _check_off(self, record: SourceRecord, left: dict[int, Persisted]) -> None:
         """Compares the record with what was published last, and forgets what is before it."""
         for sequence_id in [one for one in left if one < record.sequence_id]:
             if record.number:
@@ -84,7 +86,7 @@ class Resume:
         if one := left.pop(record.sequence_id, None):
             self._compare(record, one)
 
-    def _check_end(self, source: Source, sequence_id: int) -> None:
+    def _check_end(self, source: RecordSource, sequence_id: int) -> None:
         """The source has ended before the last record published."""
         if source.unfinished_line:
             raise source.incomplete()
@@ -93,7 +95,7 @@ class Resume:
         if self.records_read:
             self._why_not = "all of its records come before that one"
 
-    def _compare(self, record: Record, one: Persisted) -> None:
+    def _compare(self, record: SourceRecord, one: Persisted) -> None:
         """The record of the last ID published with what was published."""
         message = self._published(one)
         if message is None:
@@ -153,7 +155,7 @@ BYTES = 1024 * 1024
 """So much goes at once: with the next record, whose payload may have 5 MiB, it still is a batch."""
 
 
-def publish_by_id(publisher: Publisher, source: Source) -> dict[str, object]:
+def publish_by_id(publisher: Publisher, source: RecordSource) -> dict[str, object]:
     """Publishes all records of a source whose keys are the IDs; what came of it.
 
     Raises INVALID_DEDUPLICATION_ID for a record without an ID: those before it are published, and are Dup when the file
@@ -176,8 +178,8 @@ def publish_by_id(publisher: Publisher, source: Source) -> dict[str, object]:
     }
 
 
-def _batches(source: Source) -> Iterator[list[Record]]:
-    some: list[Record] = []
+def _batches(source: RecordSource) -> Iterator[list[SourceRecord]]:
+    some: list[SourceRecord] = []
     size_bytes = 0
     for record in source:
         if not 1 <= len(record.key or b"") <= MAX_DEDUPLICATION_ID_BYTES:
@@ -235,7 +237,7 @@ class Comparison:
         self.counts = dict.fromkeys(_KINDS, 0)
         self.shown = list[Difference]()
 
-    def compare(self, records: Iterable[Record], messages: Iterable[Message]) -> None:
+    def compare(self, records: Iterable[SourceRecord], messages: Iterable[Message]) -> None:
         """Merges the two, which both rise by sequence ID, in constant memory.
 
         A message that does not rise is out of order: the topic has it once more, or too late, as can be where
@@ -254,7 +256,7 @@ class Comparison:
                 self._compare_one(record, message)
                 record, message = next(expected, None), next(found, None)
 
-    def _counted(self, records: Iterable[Record]) -> Iterator[Record]:
+    def _counted(self, records: Iterable[SourceRecord]) -> Iterator[SourceRecord]:
         for record in records:
             self.records += 1
             yield record
@@ -269,7 +271,7 @@ class Comparison:
             else:
                 self._note("out_of_order", None, message)
 
-    def _compare_one(self, record: Record, message: Message) -> None:
+    def _compare_one(self, record: SourceRecord, message: Message) -> None:
         if (message.payload or b"") != record.payload:
             self._note("payload_differs", record, message)
         elif message.key != record.key:
@@ -277,7 +279,7 @@ class Comparison:
         else:
             self.same += 1
 
-    def _note(self, kind: str, record: Record | None, message: Message | None) -> None:
+    def _note(self, kind: str, record: SourceRecord | None, message: Message | None) -> None:
         self.counts[kind] += 1
         if self.counts[kind] > _MOST_SHOWN:
             return
@@ -332,7 +334,7 @@ class Comparison:
                 echo(f"and {count - _MOST_SHOWN:,} more {_KINDS[kind]}")
 
 
-def verify(client: Client, topic: str, name: str, records: Iterable[Record]) -> Comparison:
+def verify(client: Client, topic: str, name: str, records: Iterable[SourceRecord]) -> Comparison:
     """Compares the records with all messages of that producer that are in the topic now. Publishes nothing, and takes
     no name over."""
     comparison = Comparison(topic, name)
@@ -459,7 +461,7 @@ def publish(
     if deduplication_id_column is not None and deduplication_id_path is not None:
         raise click.UsageError("Columns are for CSV and paths for JSON lines: a file is one of them.")
     if by_id:
-        with Source(
+        with RecordSource(
             file, form=form, key_column=deduplication_id_column, key_path=deduplication_id_path, final=final
         ) as source:
             source.check()
@@ -473,7 +475,7 @@ def publish(
         raise click.UsageError("--verify compares the file as it is: it goes with neither --follow nor --trust-source.")
     if (sequence_id_column, key_column) != (None, None) != (sequence_id_path, key_path):
         raise click.UsageError("Columns are for CSV and paths for JSON lines: a file is one of them.")
-    with Source(
+    with RecordSource(
         file,
         form=form,
         sequence_id_column=sequence_id_column,
@@ -495,7 +497,7 @@ def publish(
                     say("seqdedupe", f"made the topic {producer.topic}")
                 resume = Resume(client, producer, numbers_are_ids=source.numbers_are_ids, trust_source=trust_source)
                 with_numbers = not source.numbers_are_ids
-                run = _Publishing(producer, source, resume, with_numbers=with_numbers, makes_topic=makes_topic)
+                run = _Publication(producer, source, resume, with_numbers=with_numbers, makes_topic=makes_topic)
                 run.publish()
         if as_json:
             print_json(run.summary())
@@ -514,7 +516,7 @@ def _is_missing(client: Client, topic: str) -> bool:
     return False
 
 
-def _publish_by_id(source: Source, topic: str, address: str, *, as_json: bool) -> None:
+def _publish_by_id(source: RecordSource, topic: str, address: str, *, as_json: bool) -> None:
     waiting = partial(tell_waiting, topic, as_json)
     with (
         connect_to(address, topic, makes=True) as client,
@@ -531,7 +533,7 @@ def _publish_by_id(source: Source, topic: str, address: str, *, as_json: bool) -
         raise source.incomplete()
 
 
-def _verify(source: Source, topic: str, name: str, address: str, *, as_json: bool) -> None:
+def _verify(source: RecordSource, topic: str, name: str, address: str, *, as_json: bool) -> None:
     with connect_to(address, topic) as client:
         comparison = verify(client, topic, name, source)
     if as_json:
@@ -544,9 +546,9 @@ def _verify(source: Source, topic: str, name: str, address: str, *, as_json: boo
         raise failure
 
 
-class _Publishing:
+class _Publication:
     def __init__(
-        self, producer: Producer, source: Source, resume: Resume, *, with_numbers: bool, makes_topic: bool
+        self, producer: Producer, source: RecordSource, resume: Resume, *, with_numbers: bool, makes_topic: bool
     ) -> None:
         self._producer = producer
         self._source = source

@@ -1,30 +1,28 @@
 """The records of a file: lines, CSV, JSON lines, plain, gzip, zip; and whether it stays the same while it is read."""
 
-import io
-import os
-import stat
-from contextlib import suppress
-from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from _typeshed import WriteableBuffer
 import csv
 import difflib
 import gzip
+import io
 import json
+import os
 import re
+import stat
 import time
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Literal, NamedTuple, NoReturn, Self
+from typing import IO, TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, Self
 
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.limits import MAX_PAYLOAD_BYTES, MAX_SEQUENCE_ID
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
 
 # -- A file that notices when it becomes another one while it is read.
 
@@ -262,7 +260,7 @@ _HINTS_UNREADABLE = {
 }
 
 
-class Record(NamedTuple):
+class SourceRecord(NamedTuple):
     """A record: the payload is its text in the file, byte for byte, without the line's end."""
 
     number: int
@@ -274,7 +272,7 @@ class Record(NamedTuple):
     """Where it begins, from 1."""
 
 
-class Source:
+class RecordSource:
     """The records of a file, or of standard input (`-`), in order, with sequence IDs that rise.
 
     A line is a record, also an empty one; lines end with LF or CR LF. In a CSV file (by its name, or its `form`) the
@@ -382,7 +380,7 @@ class Source:
         """How much of `size_bytes` has been read, about."""
         return self._raw.tell() if self.size_bytes else 0
 
-    def __iter__(self) -> Iterator[Record]:
+    def __iter__(self) -> Iterator[SourceRecord]:
         last = -1
         with self._readable():
             for record in self._records:
@@ -457,11 +455,11 @@ class Source:
             line=self.unfinished_line,
         )
 
-    def _line_records(self) -> Iterator[Record]:
+    def _line_records(self) -> Iterator[SourceRecord]:
         for number, line in enumerate(self._lines()):
-            yield Record(number, number, _without_end(line), None, self._line)
+            yield SourceRecord(number, number, _without_end(line), None, self._line)
 
-    def _json_records(self) -> Iterator[Record]:
+    def _json_records(self) -> Iterator[SourceRecord]:
         id_path, key_path = self._paths
         number = 0
         for line in self._lines():
@@ -474,10 +472,10 @@ class Source:
                 key = None if key_path is None else key_path.key(value)
             except BadLineError as e:
                 raise self._bad(str(e)) from e
-            yield Record(number, sequence_id, payload, key, self._line)
+            yield SourceRecord(number, sequence_id, payload, key, self._line)
             number += 1
 
-    def _csv_records(self) -> Iterator[Record]:
+    def _csv_records(self) -> Iterator[SourceRecord]:
         """Reads the header now and the records when they are asked for."""
         taken: list[bytes] = []  # the lines of the record that is being read
 
@@ -501,7 +499,7 @@ class Source:
 
     def _csv_rows(
         self, rows: Iterator[list[str]], taken: list[bytes], width: int, id_place: int | None, key_place: int | None
-    ) -> Iterator[Record]:
+    ) -> Iterator[SourceRecord]:
         number = 0
         while (row := self._next_row(rows, taken)) is not None:
             payload, line = _without_end(b"".join(taken)), self._line - len(taken) + 1
@@ -512,7 +510,7 @@ class Source:
                 raise self._bad(f"has {len(row)} fields, the header {width}")
             sequence_id = number if id_place is None else self._sequence_id(row[id_place])
             key = None if key_place is None else row[key_place].encode(errors="surrogateescape")
-            yield Record(number, sequence_id, payload, key, line)
+            yield SourceRecord(number, sequence_id, payload, key, line)
             number += 1
 
     def _next_row(self, rows: Iterator[list[str]], taken: list[bytes]) -> list[str] | None:

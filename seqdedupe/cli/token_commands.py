@@ -11,7 +11,7 @@ from typing import IO, TYPE_CHECKING
 
 import click
 
-from seqdedupe.audit_trail import Link, verify
+from seqdedupe.audit_trail import TrailLink, verify
 from seqdedupe.cli.common import as_json_option
 from seqdedupe.command import FAILED, WRONG_USAGE, echo, print_json, printable, say_failure
 from seqdedupe.errors import AccessDeniedError, SeqdedupeError, error
@@ -215,7 +215,7 @@ def audit() -> None:
 @as_json_option
 def verify_files(files: tuple[Path, ...], expect: str | None, as_json: bool) -> int:
     """Check a trail of FILES, the oldest first. Print its last line's number and hash: keep them elsewhere."""
-    expected = Link.parse(expect) if expect else None
+    expected = TrailLink.parse(expect) if expect else None
     found = verify(files, expected)
     if not found.has_expected:
         raise error("AUDIT_DAMAGED", f"line {expect} is not in the trail: it was cut, or made anew")

@@ -20,9 +20,9 @@ from seqdedupe.locks import kept_unused
 from seqdedupe.log.embedded.inspection import Damage, Intact, TornEnd, inspect
 from seqdedupe.log.embedded.logs import incarnations, said_by
 from seqdedupe.log.embedded.moved import ARRIVING, leaving_to, moved_to
-from seqdedupe.log.embedded.replaying import Replay
+from seqdedupe.log.embedded.replaying import JournalReplay
 from seqdedupe.log.embedded.secret import secret_of
-from seqdedupe.log.embedded.segment import Identity, segment_path
+from seqdedupe.log.embedded.segment import LogIdentity, segment_path
 from seqdedupe.log.embedded.tail import base_indexes
 from seqdedupe.names import partition_name, shard_of, to_text, topic_name, whole_of
 from seqdedupe.store import imported as stored_import
@@ -85,11 +85,11 @@ class Examined:
 
     findings: TopicFindings
     folder: Path
-    identity: Identity
+    identity: LogIdentity
     secret: bytes
     loaded: Loaded | None
     tally: Tally
-    replay: Replay
+    replay: JournalReplay
 
 
 def examine(directory: Path, each: Callable[[Examined], None] = lambda examined: None) -> Findings:
@@ -107,7 +107,7 @@ def examine(directory: Path, each: Callable[[Examined], None] = lambda examined:
         store, records = _open_store(directory / "store", found, opened)
         known = {record.incarnation: record for record in records}
         folders = incarnations(logs) if logs.is_dir() else []
-        replay = Replay(logs, is_expected=store is not None and store.has_journal, gives_up=True)
+        replay = JournalReplay(logs, is_expected=store is not None and store.has_journal, gives_up=True)
         if given_up := replay.look():
             found.journal_why = "; ".join(given_up)
             found.cures.append(GIVE_UP)
@@ -171,7 +171,7 @@ def _topic_or_why(
     incarnation: int,
     stored: _Stored,
     store: StoreState,
-    replay: Replay,
+    replay: JournalReplay,
     each: Callable[[Examined], None],
 ) -> TopicFindings:
     """A file of one topic that the disk does not give keeps no other from being looked at."""
@@ -192,7 +192,7 @@ def _topic(
     incarnation: int,
     stored: _Stored,
     store: StoreState,
-    replay: Replay,
+    replay: JournalReplay,
     each: Callable[[Examined], None],
 ) -> TopicFindings:
     record = stored.record
@@ -240,7 +240,7 @@ def _topic(
     secret = _secret(folder, record, found)
     if not secret:
         return found
-    identity = Identity(incarnation, key_of(secret))
+    identity = LogIdentity(incarnation, key_of(secret))
     found.log_bytes = sum(path.stat().st_size for path in _segments(folder))
     expects_snapshot = record is not None and not stored.why
     tally = examine_log(folder, identity, loaded, found, replay, expects_snapshot=expects_snapshot)
@@ -332,10 +332,10 @@ NAMED = 3
 
 def examine_log(
     folder: Path,
-    identity: Identity,
+    identity: LogIdentity,
     loaded: Loaded | None,
     found: TopicFindings,
-    replay: Replay,
+    replay: JournalReplay,
     *,
     expects_snapshot: bool,
 ) -> Tally | None:

@@ -34,7 +34,7 @@ from seqdedupe.log.embedded import moved
 from seqdedupe.log.embedded.inspection import Intact, inspect
 from seqdedupe.log.embedded.logs import DEFAULT_SEGMENT_BYTES, create_log
 from seqdedupe.log.embedded.replaying import put_back
-from seqdedupe.log.embedded.segment import Identity, Segment
+from seqdedupe.log.embedded.segment import LogIdentity, Segment
 from seqdedupe.log.embedded.tail import Tail
 from seqdedupe.log.embedded.writer import Append, FatalError, Opening, Writer
 from seqdedupe.names import topic_name
@@ -56,7 +56,7 @@ class NewLog:
     then what there is of it is of no use.
     """
 
-    def __init__(self, folder: Path, identity: Identity, term: int, random_bytes: bytes) -> None:
+    def __init__(self, folder: Path, identity: LogIdentity, term: int, random_bytes: bytes) -> None:
         tail = Tail(Segment(folder, identity, 0, 0), 0, 0, 0, 0, records.END)
         self._writer = Writer(folder, tail, DEFAULT_SEGMENT_BYTES, on_news=lambda news: None, on_late=lambda late: None)
         self._publish_time_ms = 0
@@ -104,7 +104,7 @@ REPORT_FILE = "salvage.json"
 
 
 @dataclass(slots=True)
-class Kept:
+class KeptStretch:
     """Messages that stand one after the other in the old log, and where the first one stands in the new one."""
 
     first_index: int
@@ -118,7 +118,7 @@ class SalvagedTopic:
 
     record: TopicRecord
     is_copied: bool
-    kept: list[Kept] = field(default_factory=list)
+    kept: list[KeptStretch] = field(default_factory=list)
     loaded: Loaded | None = None
     imported_of: int | None = None
     """What was imported is there, as that of this incarnation."""
@@ -218,7 +218,7 @@ def _copy(examined: Examined, to: Path) -> SalvagedTopic:
         with path.open("rb") as file:
             os.fsync(file.fileno())
     create_log(folder, found.name, examined.secret, found.partitions)
-    kept = [Kept(found.first_index, found.next_index - 1, found.first_index)] if found.messages else []
+    kept = [KeptStretch(found.first_index, found.next_index - 1, found.first_index)] if found.messages else []
     record = TopicRecord(found.name, incarnation, TopicState.ACTIVE, examined.secret, partitions=found.partitions)
     return SalvagedTopic(record, True, kept, examined.loaded)
 
@@ -232,7 +232,7 @@ def _rewrite(examined: Examined, to: Path, others: list[SalvagedTopic]) -> Salva
     create_log(folder, record.name, record.secret, record.partitions)
     tally = examined.tally
     term = tally.term + 1
-    identity = Identity(incarnation, key_of(record.secret))
+    identity = LogIdentity(incarnation, key_of(record.secret))
     log = NewLog(folder, identity, term, secrets.token_bytes(TOKEN_BYTES))
     if tally.policy is not None:
         body = control.encode(tally.policy, term=term)
@@ -264,7 +264,7 @@ def _last_words(tally: Tally) -> Iterator[control.Change]:
             yield control.Purge(gone)
 
 
-def _write_batches(log: NewLog, part: Intact, kept: list[Kept]) -> None:
+def _write_batches(log: NewLog, part: Intact, kept: list[KeptStretch]) -> None:
     batches = part.table[part.table[:, ROWS] > 0]
     for publish_time_ms, group in groupby(batches, lambda places: int(places[PUBLISH_TIME_MS])):
         appends: list[Append] = []
@@ -275,7 +275,7 @@ def _write_batches(log: NewLog, part: Intact, kept: list[Kept]) -> None:
             if kept and kept[-1].last_index + 1 == first:
                 kept[-1].last_index += rows
             else:
-                kept.append(Kept(first, first + rows - 1, new_index))
+                kept.append(KeptStretch(first, first + rows - 1, new_index))
             appends.append((body_of(part.raw, places), rows, column_bytes))
         log.append(appends, publish_time_ms)
 

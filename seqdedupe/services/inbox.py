@@ -174,21 +174,21 @@ Versions = Mapping[str, int]
 """By key: the version of it that a message is, or the last one applied."""
 
 
-class Verdict(Enum):
+class InboxVerdict(Enum):
     APPLY = "apply"
     DROP = "drop"
     PARK = "park"
 
 
-class Decision(NamedTuple):
+class InboxDecision(NamedTuple):
     """With PARK: a key, and the version of it that has to be applied before."""
 
-    verdict: Verdict
+    verdict: InboxVerdict
     key: str = ""
     version: int = 0
 
 
-def decide(order: Order, wanted: Versions, applied: Versions) -> Decision:
+def decide(order: Order, wanted: Versions, applied: Versions) -> InboxDecision:
     """A message that is not above what was applied is dropped. One that is above is applied, with "contiguous" only
     when the version before it was, of every key; until then it waits, for the first key for which that is not so.
 
@@ -196,7 +196,7 @@ def decide(order: Order, wanted: Versions, applied: Versions) -> Decision:
     """
     passed = [key for key in sorted(wanted) if wanted[key] <= applied[key]]
     if len(passed) == len(wanted):
-        return Decision(Verdict.DROP)
+        return InboxDecision(InboxVerdict.DROP)
     if passed:
         rest = sorted(set(wanted).difference(passed))
         raise error(
@@ -207,8 +207,8 @@ def decide(order: Order, wanted: Versions, applied: Versions) -> Decision:
     if order == "contiguous":
         for key in sorted(wanted):
             if wanted[key] - 1 != applied[key]:
-                return Decision(Verdict.PARK, key, wanted[key] - 1)
-    return Decision(Verdict.APPLY)
+                return InboxDecision(InboxVerdict.PARK, key, wanted[key] - 1)
+    return InboxDecision(InboxVerdict.APPLY)
 
 
 def name_of(key: str | bytes) -> str:
@@ -352,9 +352,9 @@ class Inbox:
         applied = self._lock(connection, wanted)
         applied |= self._continued(connection, message, wanted, applied)
         decision = decide(self._order, wanted, applied)
-        if decision.verdict is Verdict.DROP:
+        if decision.verdict is InboxVerdict.DROP:
             self._count_dropped(connection, wanted)
-        elif decision.verdict is Verdict.PARK:
+        elif decision.verdict is InboxVerdict.PARK:
             connection.execute(
                 insert(PARKED).values(
                     id=uuid.uuid4().hex,
@@ -448,14 +448,14 @@ class Inbox:
             applied = self._lock(connection, wanted)
         try:
             decision = decide(self._order, wanted, applied)
-            if decision.verdict is Verdict.PARK:
+            if decision.verdict is InboxVerdict.PARK:
                 waits = {"waits_for_key": decision.key, "waits_for_version": decision.version}
                 values = waits | {"versions": json.dumps(wanted)}
                 connection.execute(update(PARKED).where(this).values(**values))
                 return {}
             # What it does is taken back if it fails: what woke it has nothing to do with that.
             with connection.begin_nested():
-                if decision.verdict is Verdict.DROP:
+                if decision.verdict is InboxVerdict.DROP:
                     self._count_dropped(connection, wanted)
                 else:
                     self._handle(connection, message_of(row))
@@ -471,7 +471,7 @@ class Inbox:
                 raise
             connection.execute(update(PARKED).where(this).values(attempts=PARKED.c.attempts + 1, error=why(e)))
             return {}
-        return wanted if decision.verdict is Verdict.APPLY else {}
+        return wanted if decision.verdict is InboxVerdict.APPLY else {}
 
     def sweep(self) -> int:
         """Looks at all that is parked once more, each in a transaction of its own; returns how many are parked no more.

@@ -211,7 +211,7 @@ OPENINGS_BEGIN_SECONDS = 1_577_836_800
 _NUMBER_BYTES = 8
 
 
-class Instance:
+class StoreInstance:
     """The name and the openings of the sidecar that has this store."""
 
     def __init__(self, store: Store) -> None:

@@ -15,7 +15,7 @@ from seqdedupe.errors import ConfigurationError, DamagedError, SeqdedupeError, U
 from seqdedupe.files import DIGEST_BYTES, MAGIC_BYTES, head_of, writing_sealed
 from seqdedupe.format.headers import key_of
 from seqdedupe.log.embedded.inspection import DurablePart
-from seqdedupe.log.embedded.segment import Identity
+from seqdedupe.log.embedded.segment import LogIdentity
 from seqdedupe.store.db import Store
 from tests.doctor.directories import fingerprint, opened, segments
 
@@ -44,7 +44,7 @@ async def made(
         store.close()
     files = segments(data)
     ends = [int(path.stem) for path in files[1:]] + [30]
-    identity = Identity(record.incarnation, key_of(record.secret))
+    identity = LogIdentity(record.incarnation, key_of(record.secret))
     making.add_log(
         record,
         [

@@ -116,11 +116,11 @@ def _plant(bug: str) -> None:
     from broker_sidecar.security.permissions import Need, On, Permissions
     from broker_sidecar.security.rules import Action
     from seqdedupe.core import moment
-    from seqdedupe.log.embedded.replaying import Replay
+    from seqdedupe.log.embedded.replaying import JournalReplay
 
     match bug:
         case "the newest file of the journal is named nowhere":
-            Replay.begun = lambda self, number: None  # type: ignore[method-assign]
+            JournalReplay.begun = lambda self, number: None  # type: ignore[method-assign]
         case "one look at the clock is enough":
             moment.LOOKS = 1
         case "who may publish may attach":

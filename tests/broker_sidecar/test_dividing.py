@@ -21,7 +21,7 @@ from seqdedupe.client import Client
 from seqdedupe.errors import ConfigurationError, SeqdedupeError
 from seqdedupe.locks import locked_directory
 from seqdedupe.log.embedded import moved
-from seqdedupe.log.embedded.replaying import Replay
+from seqdedupe.log.embedded.replaying import JournalReplay
 from seqdedupe.names import shard_of
 from seqdedupe.store import directories
 from seqdedupe.store.db import Store
@@ -210,7 +210,7 @@ async def test_what_the_journal_alone_holds_is_kept(
 ) -> None:
     """The control arm leaves the journal out."""
     if not takes_back:
-        monkeypatch.setattr(Replay, "take_back", lambda *arguments: None)
+        monkeypatch.setattr(JournalReplay, "take_back", lambda *arguments: None)
     await asyncio.to_thread(change, cut.directory, 2)
     found: dict[str, list[Message]] = {}
     for part in parts_of(cut.directory):

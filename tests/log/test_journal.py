@@ -16,8 +16,8 @@ from seqdedupe.format.headers import key_of
 from seqdedupe.format.journal import Part, Round
 from seqdedupe.log.embedded import journal_files, replaying
 from seqdedupe.log.embedded.inspection import Intact, inspect
-from seqdedupe.log.embedded.replaying import Replay
-from seqdedupe.log.embedded.segment import Identity, segment_path
+from seqdedupe.log.embedded.replaying import JournalReplay
+from seqdedupe.log.embedded.segment import LogIdentity, segment_path
 from seqdedupe.log.embedded.syncing import LeftFile, Syncer
 from seqdedupe.log.embedded.writer import Writer
 from tests.log.batches import SECRET, TOPIC
@@ -138,7 +138,7 @@ async def test_who_looks_without_writing_sees_it(make_rounds: Callable[[], Round
     cut(folder, 3, to=130)
     before = files_in(folder)
     for incarnation in ALL:
-        found = list(inspect(folder / str(incarnation), Identity(incarnation, key_of(SECRET))))
+        found = list(inspect(folder / str(incarnation), LogIdentity(incarnation, key_of(SECRET))))
         assert [type(one) for one in found] == [Intact]
         assert [len(one.table) for one in found if isinstance(one, Intact)] == [4]
     assert files_in(folder) == before
@@ -245,15 +245,15 @@ async def test_a_topic_made_anew_gets_nothing(make_rounds: Callable[[], Rounds],
 async def test_control_replay_into_a_topic_made_anew(
     make_rounds: Callable[[], Rounds], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, checks: bool
 ) -> None:
-    rounds, really = make_rounds(), Replay.take_back
+    rounds, really = make_rounds(), JournalReplay.take_back
 
-    def take_back(self: Replay, folder: Path, identity: Any) -> None:
+    def take_back(self: JournalReplay, folder: Path, identity: Any) -> None:
         self._read()
         if 1 in self._parts and identity.incarnation == 9:
             self._parts[9] = self._parts.pop(1)
         really(self, folder, identity)
 
-    monkeypatch.setattr(Replay, "take_back", take_back)
+    monkeypatch.setattr(JournalReplay, "take_back", take_back)
     if not checks:
         monkeypatch.setattr(replaying, "_check_place", lambda *arguments: None)
     with pytest.raises((DamagedError, AssertionError)):
@@ -326,7 +326,7 @@ async def test_an_old_journal_that_reappears(make_rounds: Callable[[], Rounds], 
 
 
 def believe_it(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Replay, "_forgotten", lambda self: 0)
+    patch.setattr(JournalReplay, "_forgotten", lambda self: 0)
 
 
 def believe_it_and_look_at_nothing(patch: pytest.MonkeyPatch) -> None:
@@ -353,7 +353,7 @@ async def a_refused_round_that_survives(
     """The sync of the second round failed; it stands in the journal all the same, and what it says was undone."""
     await rounds.begin()
     with monkeypatch.context() as patch:
-        patch.setattr(Replay, "forget", lambda *arguments: (_ for _ in ()).throw(OSError("not now")))
+        patch.setattr(JournalReplay, "forget", lambda *arguments: (_ for _ in ()).throw(OSError("not now")))
         with patch.context() as failing:
             failing_syncs(failing, lambda path: "/journal/" in path)
             await rounds.together(1, 2)

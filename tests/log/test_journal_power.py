@@ -9,7 +9,7 @@ import pytest
 
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.log.embedded import commit, journal_files, replaying
-from seqdedupe.log.embedded.replaying import Replay
+from seqdedupe.log.embedded.replaying import JournalReplay
 from seqdedupe.log.embedded.syncing import LeftFile, Syncer
 from seqdedupe.log.embedded.writer import Writer
 from tests.log.rounds import Cuts, LosingDisk, Rounds
@@ -70,7 +70,7 @@ class NoSync:
 
 
 def take_nothing_back(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Replay, "take_back", lambda self, folder, identity: None)
+    patch.setattr(JournalReplay, "take_back", lambda self, folder, identity: None)
 
 
 def leave_the_journals_folder_unsynced(patch: pytest.MonkeyPatch) -> None:

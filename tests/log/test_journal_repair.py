@@ -16,7 +16,7 @@ from seqdedupe.format.journal import SECTOR_BYTES, rounds_in
 from seqdedupe.log.embedded import replaying
 from seqdedupe.log.embedded.commit import Committer
 from seqdedupe.log.embedded.journal_files import Journal
-from seqdedupe.log.embedded.replaying import BEGUN_FILE, Replay
+from seqdedupe.log.embedded.replaying import BEGUN_FILE, JournalReplay
 from seqdedupe.log.embedded.syncing import Syncer
 from tests.log.power import Disk
 from tests.log.rounds import Cuts, LosingDisk, Rounds, failing_syncs, found_in, ids_in, logs_in, put
@@ -319,13 +319,13 @@ async def test_one_bad_read_is_no_damage(rounds: Rounds, tmp_path: Path, monkeyp
 async def test_control_one_bad_read_that_is_believed(
     rounds: Rounds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    really = Replay._read
+    really = JournalReplay._read
 
-    def read_once(self: Replay) -> None:
+    def read_once(self: JournalReplay) -> None:
         self._is_read = self._is_read or bool(self._why)
         really(self)
 
-    monkeypatch.setattr(Replay, "_read", read_once)
+    monkeypatch.setattr(JournalReplay, "_read", read_once)
     with pytest.raises(DamagedError):
         await one_bad_read(rounds, tmp_path / "killed", monkeypatch)
 
@@ -391,7 +391,7 @@ async def test_a_folder_that_was_half_made_is_made_durable(
 async def test_control_a_folder_that_is_there_is_taken_for_durable(
     rounds: Rounds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Replay, "_make", lambda self: None)
+    monkeypatch.setattr(JournalReplay, "_make", lambda self: None)
     with pytest.raises((AssertionError, DamagedError)):
         await a_folder_that_was_half_made(rounds, tmp_path, monkeypatch)
 
@@ -538,7 +538,7 @@ def take_back_without_a_sync(patch: pytest.MonkeyPatch) -> None:
 
 
 def forget_before_it_is_kept(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Replay, "_keep", lambda self, incarnation, parts: None)
+    patch.setattr(JournalReplay, "_keep", lambda self, incarnation, parts: None)
 
 
 class WithoutFsync:

@@ -11,9 +11,9 @@ import pulsar.asyncio
 
 from pulsar_broker.standalone import Broker
 from seqdedupe.errors import SeqdedupeError, UnavailableError
-from seqdedupe.log.pulsar.admin_url import Admin, AdminUrl
-from seqdedupe.log.pulsar.entries import Message
-from seqdedupe.log.pulsar.writer import COUNTER_BITS, Settled, Writer, open_writer
+from seqdedupe.log.pulsar.admin_url import AdminUrl, PulsarAdmin
+from seqdedupe.log.pulsar.entries import PulsarMessage
+from seqdedupe.log.pulsar.writer import COUNTER_BITS, SettledEntry, Writer, open_writer
 from seqdedupe.message_id import MessageId
 from seqdedupe.testing import LAST_RESORT_SECONDS
 
@@ -58,7 +58,7 @@ class Cluster:
         self.service_url = service_url
         self.admin_url = admin_url
         self.url = AdminUrl(admin_url)
-        self.admin = Admin(self.url)
+        self.admin = PulsarAdmin(self.url)
         self.silent: set[str] = set()
         """The addresses of sidecars that answer nothing."""
 
@@ -179,7 +179,7 @@ class Owner:
             {"address": self.instance_name},
             self._settle,
         )
-        writer.append([Message(marker, {})])
+        writer.append([PulsarMessage(marker, {})])
         self.was_read(writer, [await self.doubt()])
         return writer
 
@@ -214,7 +214,7 @@ class Owner:
         self.opening = max(next(_openings), known + 1)
         return self.opening
 
-    def _settle(self, settled: Settled) -> None:
+    def _settle(self, settled: SettledEntry) -> None:
         assert asyncio.get_running_loop()
         assert self.failure is None, "something is settled after a failure"
         assert not (settled.confirmed and self.doubtful), "something is confirmed beyond a doubt"

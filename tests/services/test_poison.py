@@ -18,7 +18,7 @@ from seqdedupe.errors import ConfigurationError, SeqdedupeError
 from seqdedupe.limits import MAX_BATCH_BYTES, MAX_PAYLOAD_BYTES
 from seqdedupe.services.consumer import Consumer, ConsumerConfig, consumer_row, work
 from seqdedupe.services.consumer.database import DEAD_LETTERS, PARKED
-from seqdedupe.services.consumer.dead_letters import DeadLetters, SetAside, deduplication_id, drop, retry
+from seqdedupe.services.consumer.dead_letters import DeadLetterPublisher, SetAside, deduplication_id, drop, retry
 from tests.services.conftest import Publish
 from tests.services.effects import TIMEOUT_SECONDS, effects, make_table, numbers, places_as_written, until, write
 from tests.services.killed import Killed
@@ -272,12 +272,12 @@ def test_dead_letters_go_to_a_topic_once(
         for n in range(20):
             producer.send(b"%d" % n, key=f"k{n}", event_time=n + 1, properties={"n": "ä"})
     handle, left = refusing(3, 17)
-    settle = DeadLetters._settle
-    monkeypatch.setattr(DeadLetters, "keep_up", lambda _: None)  # both go at the end
-    monkeypatch.setattr(DeadLetters, "_settle", _killed)  # it is there, and nobody deletes it
+    settle = DeadLetterPublisher._settle
+    monkeypatch.setattr(DeadLetterPublisher, "keep_up", lambda _: None)  # both go at the end
+    monkeypatch.setattr(DeadLetterPublisher, "_settle", _killed)  # it is there, and nobody deletes it
     with pytest.raises(Killed):
         Consumer(client, topic, "c", engine, handle, config=replace(DEAD, dead_letter_topic=letters)).run(follow=False)
-    monkeypatch.setattr(DeadLetters, "_settle", settle)
+    monkeypatch.setattr(DeadLetterPublisher, "_settle", settle)
     assert indexes(engine, DEAD_LETTERS) == [3, 17]
     assert retry(engine, "c", [3]) == (0, [], [3])  # it is on its way
     left.clear()

@@ -15,8 +15,8 @@ from seqdedupe.errors import SeqdedupeError
 from seqdedupe.files import sync_folder, write_all
 from seqdedupe.format import journal
 from seqdedupe.format.journal import Part
-from seqdedupe.log.embedded.replaying import Replay, journal_path
-from seqdedupe.log.embedded.writer import Written
+from seqdedupe.log.embedded.replaying import JournalReplay, journal_path
+from seqdedupe.log.embedded.writer import WrittenAppends
 
 logger = logging.getLogger("seqdedupe.log")
 
@@ -38,7 +38,7 @@ class Journal:
     OSError.
     """
 
-    def __init__(self, replay: Replay, tell: Callable[[bool], None]) -> None:
+    def __init__(self, replay: JournalReplay, tell: Callable[[bool], None]) -> None:
         self._replay = replay
         self._tell = tell
         self._folder = replay.folder
@@ -67,7 +67,7 @@ class Journal:
         """Whether the file could not be written or synced."""
         return self._file is not None and self._rests
 
-    def confirm(self, round_: Sequence[Written]) -> bool:
+    def confirm(self, round_: Sequence[WrittenAppends]) -> bool:
         """Makes a round durable: all of it, or nothing of it counts. False if each segment has to be synced instead."""
         new = [news for news in round_ if news.buffers]
         size = sum(news.end - news.start for news in new)
@@ -161,5 +161,5 @@ class Journal:
         return self._file
 
 
-def _part(news: Written) -> Part:
+def _part(news: WrittenAppends) -> Part:
     return Part(news.opening.writer.incarnation, news.base_index, news.start, b"".join(news.buffers))

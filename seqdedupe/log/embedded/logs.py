@@ -24,9 +24,9 @@ from seqdedupe.log.embedded.inspection import Damage, DurablePart, inspect_part
 from seqdedupe.log.embedded.journal_files import Journal
 from seqdedupe.log.embedded.log import MAX_PLACES, EmbeddedLog, Shared
 from seqdedupe.log.embedded.reader import ReadAhead
-from seqdedupe.log.embedded.replaying import Replay
+from seqdedupe.log.embedded.replaying import JournalReplay
 from seqdedupe.log.embedded.secret import SECRET_FILE, TOPIC_FILE, secret_of
-from seqdedupe.log.embedded.segment import Identity, Segment, segment_path, unreadable
+from seqdedupe.log.embedded.segment import LogIdentity, Segment, segment_path, unreadable
 from seqdedupe.log.embedded.tail import Tail, base_indexes, open_segments, read_what_can_be
 from seqdedupe.names import topic_name
 
@@ -220,7 +220,7 @@ class EmbeddedLogs:
         """Logs that are durable, and were not opened since."""
         self._scrub: Scrub | None = None
         self._tell_journal = tell_journal
-        self._replay = Replay(folder, is_expected=has_journal, gives_up=gives_up_journal)
+        self._replay = JournalReplay(folder, is_expected=has_journal, gives_up=gives_up_journal)
         self._shared = Shared(
             clock_ms=clock_ms,
             earliest_ms=earliest_ms or clock_ms,
@@ -339,7 +339,7 @@ class EmbeddedLogs:
             found = secret_of(folder, secret or b"")
             if found.why is not None:
                 raise found.why
-            identity = Identity(incarnation, key_of(found.secret))
+            identity = LogIdentity(incarnation, key_of(found.secret))
             self._replay.take_back(folder, identity)
             segments, tail = open_segments(folder, identity, covered_index)
             if found.missing is not None:
@@ -414,7 +414,7 @@ def create_log(folder: Path, topic: str, secret: bytes, partitions: int = 0) -> 
         list(threads.map(sync_folder, folders))
 
 
-def _names(folder: Path, replay: Replay, known: Mapping[int, tuple[str, int]]) -> list[LogName]:
+def _names(folder: Path, replay: JournalReplay, known: Mapping[int, tuple[str, int]]) -> list[LogName]:
     if not folder.exists():
         return []
     unfinished = set[int]()

@@ -22,7 +22,7 @@ from seqdedupe.format.journal import Part, Round
 from seqdedupe.log.embedded.segment import (
     END,
     START,
-    Identity,
+    LogIdentity,
     damaged,
     read_piece,
     scan_bytes,
@@ -56,7 +56,7 @@ def journal_path(folder: Path, number: int) -> Path:
     return folder / f"{number:020d}{SUFFIX}"
 
 
-class Replay:
+class JournalReplay:
     """What is left of earlier processes in the journal of a folder of logs. For any thread.
 
     Read when it is first asked for. While something of it is missing or damaged nothing of it is forgotten, unless
@@ -120,7 +120,7 @@ class Replay:
                 raise why
             return list(self._parts.get(incarnation, ()))
 
-    def take_back(self, folder: Path, identity: Identity) -> None:
+    def take_back(self, folder: Path, identity: LogIdentity) -> None:
         """Writes a log's part of the journal to its segments, durable on return.
 
         Raises LOG_DAMAGED, NEWER_FORMAT; OSError, and then it can be tried again: the journal keeps it.
@@ -349,7 +349,7 @@ def may_miss_later(raw: bytes, last: Round, begun: int) -> bool:
     return journal.has_damaged_head(raw, last.end)
 
 
-def put_back(folder: Path, identity: Identity, parts: list[Part]) -> bool:
+def put_back(folder: Path, identity: LogIdentity, parts: list[Part]) -> bool:
     """Writes a log's parts to its segments, durable on return; False if it has none. Raises LOG_DAMAGED; OSError."""
     bases = base_indexes(folder) if folder.exists() else []
     # Without any there is damage enough: `open_segments` says so. What retention has dropped is not made again.
@@ -358,7 +358,7 @@ def put_back(folder: Path, identity: Identity, parts: list[Part]) -> bool:
     return bool(bases)
 
 
-def _put_back(folder: Path, identity: Identity, base_index: int, parts: list[Part]) -> None:
+def _put_back(folder: Path, identity: LogIdentity, base_index: int, parts: list[Part]) -> None:
     path = segment_path(folder, base_index)
     try:
         file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -374,7 +374,7 @@ def _put_back(folder: Path, identity: Identity, base_index: int, parts: list[Par
         os.close(file)
 
 
-def why_not(path: Path, file: int, identity: Identity, parts: list[Part]) -> DamagedError | None:
+def why_not(path: Path, file: int, identity: LogIdentity, parts: list[Part]) -> DamagedError | None:
     """Why a segment cannot take these back; None if it can. Changes nothing."""
     end = os.fstat(file).st_size
     try:
@@ -386,7 +386,7 @@ def why_not(path: Path, file: int, identity: Identity, parts: list[Part]) -> Dam
     return None
 
 
-def _check_place(path: Path, file: int, identity: Identity, part: Part, end: int) -> None:
+def _check_place(path: Path, file: int, identity: LogIdentity, part: Part, end: int) -> None:
     """Raises LOG_DAMAGED if the segment holds other records there, or the part is none of this log."""
     body, offset = part.body, part.offset
     table, size, _ = scan_bytes(body, identity, offset, -1, -1)

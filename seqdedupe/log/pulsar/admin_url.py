@@ -34,7 +34,7 @@ _TITLE = re.compile(r"<title>([^<]+)")
 _TOKEN = re.compile(r"[\x21-\x7e]+")
 
 
-class Answer(NamedTuple):
+class AdminAnswer(NamedTuple):
     status: int
     raw: bytes
     headers: Mapping[str, str] = {}
@@ -93,7 +93,7 @@ class AdminUrl:
 
     async def call(
         self, method: str, path: str, body: object = None, conflict: str = "LOG_REFUSED", media_type: str = JSON
-    ) -> Answer:
+    ) -> AdminAnswer:
         """The answer of a call that succeeded, wherever in the cluster it was sent on to. `media_type` is the body's.
 
         Raises TOPIC_NOT_FOUND (404), `conflict` (409), TOPIC_IN_USE (412), PULSAR_FORBIDS (401, 403),
@@ -113,13 +113,13 @@ class AdminUrl:
             raise _refusal(method, path, answer, conflict)
         return answer
 
-    def _call(self, method: str, path: str, body: object, media_type: str) -> Answer:
+    def _call(self, method: str, path: str, body: object, media_type: str) -> AdminAnswer:
         limit = time.monotonic() + self._timeout_seconds
         url = f"{self._url}/admin/v2/{path}"
         raw = None if body is None else json.dumps(body).encode()
         headers = {"Accept": JSON} | ({"Content-Type": media_type} if raw is not None else {})
         for _ in range(1 + MAX_REDIRECTS):
-            with Connection(url, self._tls, limit) as connection:
+            with HttpConnection(url, self._tls, limit) as connection:
                 answer, location = connection.call(method, raw, headers | self._authorization())
             if answer.status not in _REDIRECTS or not location:
                 return answer
@@ -140,7 +140,7 @@ class AdminUrl:
         return {"Authorization": f"Bearer {token}"}
 
 
-class Connection:
+class HttpConnection:
     """For one call, which ends at a limit of `time.monotonic()`. Raises OSError, HTTPException, ValueError."""
 
     def __init__(self, url: str, tls: ssl.SSLContext | None, limit: float) -> None:
@@ -154,18 +154,18 @@ class Connection:
             else HTTPConnection(host, parts.port, timeout=timeout)
         )
 
-    def __enter__(self) -> "Connection":
+    def __enter__(self) -> "HttpConnection":
         return self
 
     def __exit__(self, *_: object) -> None:
         self._connection.close()
 
-    def call(self, method: str, body: bytes | None, headers: Mapping[str, str]) -> tuple[Answer, str | None]:
+    def call(self, method: str, body: bytes | None, headers: Mapping[str, str]) -> tuple[AdminAnswer, str | None]:
         """The answer, and where it sends on to."""
         self._connection.request(method, self._target, body, dict(headers))
         with self._connection.getresponse() as response:
             headers = {name.lower(): value for name, value in response.getheaders()}
-            return Answer(response.status, self._read(response), headers), headers.get("location")
+            return AdminAnswer(response.status, self._read(response), headers), headers.get("location")
 
     def _read(self, response: HTTPResponse) -> bytes:
         read = bytearray()
@@ -193,7 +193,7 @@ def _unavailable(method: str, path: str, why: str) -> SeqdedupeError:
     )
 
 
-def _refusal(method: str, path: str, answer: Answer, conflict: str) -> SeqdedupeError:
+def _refusal(method: str, path: str, answer: AdminAnswer, conflict: str) -> SeqdedupeError:
     what = f"{method} {path} of pulsar.admin_url: {answer.status}, {answer.why}"
     if answer.status == 409 and conflict != "LOG_REFUSED":
         return error(conflict, what)
@@ -262,7 +262,7 @@ _PARTITIONED = "application/vnd.partitioned-topic-metadata+json"
 """In this form properties go with the number of partitions."""
 
 
-class Admin:
+class PulsarAdmin:
     """The admin calls that the log needs. All raise what `AdminUrl.call` does.
 
     Topics are given by their full names; a partition is a topic, `…-partition-0`.
@@ -428,7 +428,7 @@ class Admin:
         except (KeyError, TypeError) as e:
             raise _not_pulsar(path) from e
 
-    async def entry(self, topic: str, entry: MessageId) -> Answer:
+    async def entry(self, topic: str, entry: MessageId) -> AdminAnswer:
         """Return an entry's payload, and as headers `x-pulsar-…` what a broker says of it, also if no reader gets it.
 
         Raises TOPIC_NOT_FOUND also if the entry is not there.

@@ -12,7 +12,7 @@ from contextlib import suppress
 from urllib.parse import urlsplit
 
 from seqdedupe.errors import SeqdedupeError, error
-from seqdedupe.log.pulsar.admin_url import Admin
+from seqdedupe.log.pulsar.admin_url import PulsarAdmin
 from seqdedupe.log.pulsar.entries import MAX_ENTRY_BYTES
 from seqdedupe.names import whole_of
 
@@ -95,7 +95,7 @@ class Brokers:
         return limit if isinstance(limit, int) and limit > 0 else MAX_ENTRY_BYTES
 
 
-async def max_entry_bytes(topic: str, admin: Admin, brokers: Brokers | None) -> int:
+async def max_entry_bytes(topic: str, admin: PulsarAdmin, brokers: Brokers | None) -> int:
     """The most that an entry of the topic may have: of its brokers' limit and the one of its policies, the lower one.
 
     Raises what asking for either does.

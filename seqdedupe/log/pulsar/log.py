@@ -32,9 +32,9 @@ from seqdedupe.log.contract import (
     Skipped,
 )
 from seqdedupe.log.pulsar import entries
-from seqdedupe.log.pulsar.admin_url import Admin
+from seqdedupe.log.pulsar.admin_url import PulsarAdmin
 from seqdedupe.log.pulsar.content import Content
-from seqdedupe.log.pulsar.entries import MAX_ENTRY_BYTES, NOWHERE, EntryFormat, Part, Settings
+from seqdedupe.log.pulsar.entries import MAX_ENTRY_BYTES, NOWHERE, EntryFormat, EntrySettings, Part
 from seqdedupe.log.pulsar.entry_limit import Brokers, max_entry_bytes
 from seqdedupe.log.pulsar.owner import ADDRESS, Answers, Connect, evicting, is_terminated, not_owner, wait_until_free
 from seqdedupe.log.pulsar.places import Point, bytes_of_points, points_of_bytes
@@ -42,7 +42,7 @@ from seqdedupe.log.pulsar.policies import Looks, check_alone, check_deduplicates
 from seqdedupe.log.pulsar.wholes import schema_of
 from seqdedupe.log.pulsar.writer import (
     Opening,
-    Settled,
+    SettledEntry,
     Writer,
     check_fits,
     open_writer,
@@ -74,12 +74,12 @@ class Shared:
     claim_opening: Callable[[str, int], Awaitable[int]]
     """Given a topic and an opening number that Pulsar knows of, answers one above it and above all that it ever
     answered for the topic, durable."""
-    admin: Admin
+    admin: PulsarAdmin
     connect: Connect
     answers: Answers
     brokers: Brokers | None = None
     """Who says how large an entry may be; without them it is what brokers take as they are delivered."""
-    unhurried: Admin | None = None
+    unhurried: PulsarAdmin | None = None
     """For looks that come again and again, at whatever pace; without it `admin`."""
     may_change_policies: bool = False
     """Whether a topic's own policies are set where they are not safe."""
@@ -106,7 +106,7 @@ class PulsarLog:
         shared: Shared,
         topic: str,
         incarnation: int,
-        settings: Settings,
+        settings: EntrySettings,
         place: bytes = b"",
     ) -> None:
         """`place` is that of a snapshot. Raises STORE_DAMAGED, NEWER_FORMAT for one that is none."""
@@ -228,7 +228,7 @@ class PulsarLog:
         failed = ""
         marked: asyncio.Future[MessageId] = asyncio.get_running_loop().create_future()
 
-        def hear(settled: Settled) -> None:
+        def hear(settled: SettledEntry) -> None:
             nonlocal failed
             if opening is not None:
                 self._hear(opening, settled)
@@ -267,7 +267,7 @@ class PulsarLog:
         self._guarding = asyncio.get_running_loop().create_task(guarding)
         return 0
 
-    async def _open_writer(self, hear: Callable[[Settled], None]) -> Writer:
+    async def _open_writer(self, hear: Callable[[SettledEntry], None]) -> Writer:
         shared = self._shared
         try:
             return await open_writer(
@@ -290,13 +290,13 @@ class PulsarLog:
             marked = self._content.marked_address
             raise await not_owner(e, shared.admin, self._topic, shared.address, shared.instance_name, marked) from e
 
-    async def _look_at_policies(self, admin: Admin) -> str:
+    async def _look_at_policies(self, admin: PulsarAdmin) -> str:
         """Why nothing should be acknowledged, if the topic's policies are not safe now; else empty."""
         await self._learn_limits(admin)
         may_change = self._shared.may_change_policies
         return await self._shared.looks.why_unsafe(admin, self._topic, may_change=may_change)
 
-    async def _learn_limits(self, admin: Admin) -> None:
+    async def _learn_limits(self, admin: PulsarAdmin) -> None:
         """How large an entry may be now. What is not answered stays as it was."""
         try:
             self._max_entry_bytes = await max_entry_bytes(self._topic, admin, self._shared.brokers)
@@ -324,7 +324,7 @@ class PulsarLog:
             writer, self._writer = self._writer, None
             await writer.close()
 
-    def _hear(self, opening: Opening, settled: Settled) -> None:
+    def _hear(self, opening: Opening, settled: SettledEntry) -> None:
         """What the writer of an opening tells."""
         if opening is not self._opening or opening.failed:
             return

@@ -11,7 +11,7 @@ import pulsar
 import pulsar.asyncio
 
 from seqdedupe.errors import NotFoundError, SeqdedupeError, error
-from seqdedupe.log.pulsar.admin_url import Admin, Publisher, TopicStats
+from seqdedupe.log.pulsar.admin_url import Publisher, PulsarAdmin, TopicStats
 from seqdedupe.log.pulsar.pulsar_client import told
 from seqdedupe.log.pulsar.wholes import schema_of
 
@@ -22,7 +22,7 @@ ADDRESS = "address"
 
 
 async def not_owner(
-    e: SeqdedupeError, admin: Admin, topic: str, own_address: str, own_name: str, marked_address: str
+    e: SeqdedupeError, admin: PulsarAdmin, topic: str, own_address: str, own_name: str, marked_address: str
 ) -> SeqdedupeError:
     """A NOT_OWNER with `owner_address` where that is known, and is not this sidecar's own: a producer of its own that
     it has lost may still be listed. One with the sidecar's own name at another address is told loudly: each of the two
@@ -48,13 +48,13 @@ async def not_owner(
     return error("NOT_OWNER", message, owner_address=address)
 
 
-async def owner_of(topic: str, admin: Admin) -> str:
+async def owner_of(topic: str, admin: PulsarAdmin) -> str:
     """The address of the sidecar that writes to the topic; empty if none does. Raises why it is not known now."""
     writer = await _writer(topic, admin)
     return writer.metadata.get(ADDRESS, "") if writer else ""
 
 
-async def _writer(topic: str, admin: Admin) -> Publisher | None:
+async def _writer(topic: str, admin: PulsarAdmin) -> Publisher | None:
     publishers = (await admin.stats(topic)).publishers
     return publishers[0] if publishers else None
 
@@ -71,7 +71,7 @@ Connect = Callable[[], pulsar.asyncio.Client]
 """Makes a client of its own, as all of the sidecar's are."""
 
 
-async def wait_until_free(topic: str, admin: Admin, connect: Connect, *, has_schema: bool = False) -> None:
+async def wait_until_free(topic: str, admin: PulsarAdmin, connect: Connect, *, has_schema: bool = False) -> None:
     """Returns when the broker has given the topic to whoever waits for it, who has let go of it again. Where the topic
     `has_schema`, it may be given only to those who name it.
 
@@ -84,7 +84,7 @@ async def wait_until_free(topic: str, admin: Admin, connect: Connect, *, has_sch
             return
 
 
-async def _until_nobody_writes(topic: str, admin: Admin) -> None:
+async def _until_nobody_writes(topic: str, admin: PulsarAdmin) -> None:
     now = asyncio.get_running_loop().time
     free_since: float | None = None
     while True:
@@ -98,7 +98,7 @@ async def _until_nobody_writes(topic: str, admin: Admin) -> None:
         await asyncio.sleep(POLL_SECONDS if free_since is None else FREE_POLL_SECONDS)
 
 
-async def _was_given(topic: str, admin: Admin, connect: Connect, has_schema: bool) -> bool:
+async def _was_given(topic: str, admin: PulsarAdmin, connect: Connect, has_schema: bool) -> bool:
     """Waits at the broker, which tells at once. Whether it gave the topic, and nobody else has it."""
     try:
         schema = (await schema_of(topic, admin)).of_client() if has_schema else None
@@ -127,7 +127,7 @@ async def _was_given(topic: str, admin: Admin, connect: Connect, has_schema: boo
         await asyncio.shield(_closed(client))
 
 
-async def is_terminated(topic: str, admin: Admin) -> bool:
+async def is_terminated(topic: str, admin: PulsarAdmin) -> bool:
     """Whether it is, for certain: then a broker gives it to nobody, and does not say so."""
     try:
         return await admin.is_terminated(topic)
@@ -142,7 +142,7 @@ async def _closed(client: pulsar.asyncio.Client) -> None:
         logger.warning("a client that waited for a topic could not be closed: %s", told(e))
 
 
-async def publishers_of(topic: str, admin: Admin) -> tuple[Publisher, ...] | None:
+async def publishers_of(topic: str, admin: PulsarAdmin) -> tuple[Publisher, ...] | None:
     """Who writes to the topic, by its statistics; None if they cannot be had now."""
     try:
         return (await admin.stats(topic)).publishers
@@ -166,7 +166,7 @@ Answers = Callable[[str], Awaitable[bool]]
 
 
 @asynccontextmanager
-async def evicting(topic: str, admin: Admin, answers: Answers) -> AsyncIterator[None]:
+async def evicting(topic: str, admin: PulsarAdmin, answers: Answers) -> AsyncIterator[None]:
     """Meanwhile the topic is unloaded when its owner has answered nothing for FROZEN_SECONDS; longer each time.
 
     An owner that is well has the topic again in a fraction of a second, because nobody waits for one that was just
@@ -180,7 +180,7 @@ async def evicting(topic: str, admin: Admin, answers: Answers) -> AsyncIterator[
         await asyncio.wait([looking])
 
 
-async def _evict_when_frozen(topic: str, admin: Admin, answers: Answers) -> None:
+async def _evict_when_frozen(topic: str, admin: PulsarAdmin, answers: Answers) -> None:
     now = asyncio.get_running_loop().time
     owner, silent_since, patience_seconds = "", now(), FROZEN_SECONDS
     while True:
@@ -195,7 +195,7 @@ async def _evict_when_frozen(topic: str, admin: Admin, answers: Answers) -> None
             silent_since, patience_seconds = now(), min(2 * patience_seconds, LONGEST_SECONDS)
 
 
-async def _unload(topic: str, admin: Admin) -> None:
+async def _unload(topic: str, admin: PulsarAdmin) -> None:
     try:
         await admin.unload(topic)
     except SeqdedupeError as e:
@@ -215,7 +215,7 @@ NameAt = Callable[[str], Awaitable[str | None]]
 
 
 @dataclass(slots=True)
-class Seen:
+class SeenOwner:
     """What the topics of a cluster show of one sidecar."""
 
     name: str
@@ -232,13 +232,13 @@ class Seen:
     kept_bytes: int = 0
 
 
-async def sidecars(admin: Admin, namespaces: Sequence[str]) -> list[Seen]:
+async def sidecars(admin: PulsarAdmin, namespaces: Sequence[str]) -> list[SeenOwner]:
     """The sidecars that have a subscription or a producer in these namespaces, by name. All or an error: raises as
-    `Admin`."""
-    seen: dict[str, Seen] = {}
+    `PulsarAdmin`."""
+    seen: dict[str, SeenOwner] = {}
 
-    def of(name: str, address: str | None) -> Seen:
-        one = seen.setdefault(name, Seen(name))
+    def of(name: str, address: str | None) -> SeenOwner:
+        one = seen.setdefault(name, SeenOwner(name))
         one.addresses.update([address] if address else [])
         return one
 
@@ -259,7 +259,7 @@ async def sidecars(admin: Admin, namespaces: Sequence[str]) -> list[Seen]:
     return [seen[name] for name in sorted(seen) if seen[name].addresses]
 
 
-async def _stats(admin: Admin, namespaces: Sequence[str]) -> dict[str, TopicStats]:
+async def _stats(admin: PulsarAdmin, namespaces: Sequence[str]) -> dict[str, TopicStats]:
     topics = [topic for namespace in namespaces for topic in await admin.topics(namespace)]
     found: dict[str, TopicStats] = {}
     left = iter(topics)
@@ -274,7 +274,7 @@ async def _stats(admin: Admin, namespaces: Sequence[str]) -> dict[str, TopicStat
     return {topic: found[topic] for topic in topics if topic in found}
 
 
-async def forget(admin: Admin, namespaces: Sequence[str], name: str, name_at: NameAt) -> list[str]:
+async def forget(admin: PulsarAdmin, namespaces: Sequence[str], name: str, name_at: NameAt) -> list[str]:
     """Removes all subscriptions of a sidecar that is gone for good; answers on which topics it had one.
 
     Raises SIDECAR_ALIVE if it is connected to a topic or answers at an address, and SIDECAR_NOT_FOUND if it has no

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from seqdedupe.entry_properties import INCARNATION
 from seqdedupe.errors import ConfigurationError, SeqdedupeError, error
-from seqdedupe.log.pulsar.admin_url import Admin
+from seqdedupe.log.pulsar.admin_url import PulsarAdmin
 from seqdedupe.log.pulsar.wholes import is_going
 from seqdedupe.log.pulsar.writer import Opening, Writer
 from seqdedupe.names import namespace_of, whole_of
@@ -115,7 +115,7 @@ class Looks:
         self.seen_at: dict[str, float] = {}
         """When each was last seen, in seconds since 1970."""
 
-    async def why_unsafe(self, admin: Admin, topic: str, *, may_change: bool) -> str:
+    async def why_unsafe(self, admin: PulsarAdmin, topic: str, *, may_change: bool) -> str:
         """Why nothing should be acknowledged in a topic; empty if its policies are safe, or cannot be looked at now.
 
         Then they are taken to be as they were.
@@ -141,7 +141,7 @@ class Looks:
         self.seen_at.pop(topic, None)
 
 
-async def check_takes_producers(admin: Admin, topic: str) -> None:
+async def check_takes_producers(admin: PulsarAdmin, topic: str) -> None:
     """Raises UNSAFE_TOPIC_POLICY, with the command to run, if Pulsar takes messages in the topic's namespace only from
     those who encrypt, which no sidecar does. Its client says nothing of that: its time is up."""
     namespace = namespace_of(topic)
@@ -150,12 +150,12 @@ async def check_takes_producers(admin: Admin, topic: str) -> None:
         raise error("UNSAFE_TOPIC_POLICY", f"{topic} cannot be written: messages must be encrypted there ({command})")
 
 
-async def ensure_safe(admin: Admin, topic: str, *, may_change: bool, is_new: bool = False) -> None:
+async def ensure_safe(admin: PulsarAdmin, topic: str, *, may_change: bool, is_new: bool = False) -> None:
     """Returns if the topic can be a log: what its policies are is in force. With `may_change` they are set if need be.
     Those of a partition are the whole topic's.
 
     Never set is what belongs to the namespace. Raises UNSAFE_TOPIC_POLICY with the commands to run, otherwise as
-    `Admin`. They are commands for the namespace where the topic `is_new`, so that it will be gone.
+    `PulsarAdmin`. They are commands for the namespace where the topic `is_new`, so that it will be gone.
     """
     dangers = await _of_namespace(admin, topic)
     are_safe = await asyncio.gather(*(_is_safe(admin, topic, policy) for policy in _POLICIES))
@@ -183,7 +183,7 @@ def _with_policies(topic: str) -> str:
     return whole_of(topic) or topic
 
 
-async def _is_safe(admin: Admin, topic: str, policy: _Policy) -> bool:
+async def _is_safe(admin: PulsarAdmin, topic: str, policy: _Policy) -> bool:
     try:
         value = await admin.policy(_with_policies(topic), policy.name)
         if value is None and policy.name == _SNAPSHOT_INTERVAL:
@@ -194,7 +194,7 @@ async def _is_safe(admin: Admin, topic: str, policy: _Policy) -> bool:
         raise error("PULSAR_REFUSES", f"{policy.name} of {topic} is not answered as Pulsar does") from e
 
 
-async def _still_unsafe(admin: Admin, topic: str, changed: list[_Policy]) -> list[_Policy]:
+async def _still_unsafe(admin: PulsarAdmin, topic: str, changed: list[_Policy]) -> list[_Policy]:
     """Those that are not in force in time."""
     limit = time.monotonic() + IN_FORCE_TIMEOUT_SECONDS
     while True:
@@ -206,7 +206,7 @@ async def _still_unsafe(admin: Admin, topic: str, changed: list[_Policy]) -> lis
         await asyncio.sleep(_POLL_SECONDS)
 
 
-async def _of_namespace(admin: Admin, topic: str) -> list[str]:
+async def _of_namespace(admin: PulsarAdmin, topic: str) -> list[str]:
     """A sidecar's subscription must outlive the time for which the sidecar is down."""
     namespace = namespace_of(topic)
     minutes = await admin.subscription_expiration_minutes(namespace)
@@ -244,7 +244,7 @@ DISCONNECTED_SECONDS = 2.0
 does not."""
 
 
-async def check_alone(topic: str, admin: Admin, producer_name: str) -> None:
+async def check_alone(topic: str, admin: PulsarAdmin, producer_name: str) -> None:
     """Raises NOT_OWNER if the topic's statistics do not show this producer, alone. That they do is no proof."""
     until = asyncio.get_running_loop().time() + ALONE_SECONDS
     while (names := {each.name for each in (await admin.stats(topic)).publishers}) != {producer_name}:
@@ -254,13 +254,13 @@ async def check_alone(topic: str, admin: Admin, producer_name: str) -> None:
         await asyncio.sleep(_POLL_SECONDS)
 
 
-async def check_deduplicates(topic: str, admin: Admin) -> None:
+async def check_deduplicates(topic: str, admin: PulsarAdmin) -> None:
     """Raises LOG_REFUSED if Pulsar's deduplication is not in force."""
     if not (await admin.stats(topic)).deduplicates:
         raise error("LOG_REFUSED", _not_deduplicated(topic))
 
 
-async def check_stays(topic: str, incarnation: int, admin: Admin) -> None:
+async def check_stays(topic: str, incarnation: int, admin: PulsarAdmin) -> None:
     """Raises NOT_OWNER if the topic is being deleted, by whomever, or made anew already: nobody takes it any more."""
     properties = await admin.properties(topic)
     if is_going(properties):
@@ -269,7 +269,7 @@ async def check_stays(topic: str, incarnation: int, admin: Admin) -> None:
         raise error("NOT_OWNER", f"{topic} was deleted and made anew: it is {now}, not {incarnation}")
 
 
-async def guard(topic: str, admin: Admin, opening: Opening, look: Callable[[], Awaitable[str]]) -> None:
+async def guard(topic: str, admin: PulsarAdmin, opening: Opening, look: Callable[[], Awaitable[str]]) -> None:
     """Ends an opening when its producer is not connected any more, so that somebody else may have the topic, which one
     that sends nothing would not notice; when somebody deletes the topic; or when Pulsar's deduplication is off.
     `look` is called at the same intervals, and says why the opening should end, if it should.
@@ -277,7 +277,7 @@ async def guard(topic: str, admin: Admin, opening: Opening, look: Callable[[], A
     opening.fail(await _why_lost(topic, admin, opening.writer, look))
 
 
-async def _why_lost(topic: str, admin: Admin, writer: Writer, look: Callable[[], Awaitable[str]]) -> str:
+async def _why_lost(topic: str, admin: PulsarAdmin, writer: Writer, look: Callable[[], Awaitable[str]]) -> str:
     now = asyncio.get_running_loop().time
     # Topics that were opened together are not looked at together.
     connected_at, looked_at = now(), now() - LOOK_SECONDS * random.random() / 2
@@ -293,7 +293,7 @@ async def _why_lost(topic: str, admin: Admin, writer: Writer, look: Callable[[],
                 return why
 
 
-async def _why_not(topic: str, admin: Admin) -> str:
+async def _why_not(topic: str, admin: PulsarAdmin) -> str:
     """Why nobody should own the topic any more; empty if there is no reason."""
     # An admin URL that does not answer ends no owner.
     with suppress(SeqdedupeError):

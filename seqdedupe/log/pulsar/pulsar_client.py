@@ -20,7 +20,7 @@ import pulsar
 import pulsar.asyncio
 
 from seqdedupe.errors import SeqdedupeError, error
-from seqdedupe.log.pulsar.admin_url import Connection
+from seqdedupe.log.pulsar.admin_url import HttpConnection
 
 # -- Who the sidecar is to Pulsar: a token, as it is now. Nothing of it is ever in an error or a log.
 
@@ -99,7 +99,7 @@ class OAuth2:
             headers["Content-Type"] = "application/x-www-form-urlencoded"
         try:
             # Where it sends on to, the secret does not follow.
-            with Connection(url, self._tls, time.monotonic() + TIMEOUT_SECONDS) as connection:
+            with HttpConnection(url, self._tls, time.monotonic() + TIMEOUT_SECONDS) as connection:
                 answered, _ = connection.call("GET" if form is None else "POST", form, headers)
             answer = json.loads(answered.raw) if answered.status == HTTPStatus.OK else None
         except (OSError, HTTPException, ValueError) as e:

@@ -38,7 +38,7 @@ class Lost(Exception):
     """Another process has moved the position, or taken the consumer over: nothing was committed."""
 
 
-class Seen(NamedTuple):
+class SeenRow(NamedTuple):
     """What the row says: `beat` grows with everything that the owner does."""
 
     owner: str
@@ -79,16 +79,16 @@ class Ownership:
                     f"the consumer {self._name!r} of this database has the {what} {stored}, and not {given}",
                 )
 
-    def look(self) -> Seen | None:
+    def look(self) -> SeenRow | None:
         """What the row says now; None while its owner is in a transaction, where the database can tell."""
         wanted = select(CONSUMERS.c.owner, CONSUMERS.c.beat, CONSUMERS.c.position)
         with self._engine.begin() as connection:
             found = connection.execute(
                 wanted.where(CONSUMERS.c.name == self._name).with_for_update(skip_locked=True)
             ).one_or_none()
-        return Seen(*found) if found else None
+        return SeenRow(*found) if found else None
 
-    def take(self, seen: Seen) -> bool:
+    def take(self, seen: SeenRow) -> bool:
         """Makes this process the owner, if nothing has happened since that was seen."""
         with self._engine.begin() as connection:
             unchanged = (CONSUMERS.c.owner == seen.owner) & (CONSUMERS.c.beat == seen.beat)

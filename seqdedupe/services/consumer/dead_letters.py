@@ -354,7 +354,7 @@ async def check_topic(client: Client, topic: str) -> None:
         )
 
 
-class DeadLetters:
+class DeadLetterPublisher:
     """Publishes what was given up for a topic, beside the consumer's work, and deletes what is there.
 
     Any process may, and several at once: the topic takes each dead letter once.

@@ -16,7 +16,7 @@ from seqdedupe.errors import UnavailableError
 from seqdedupe.message_id import Position
 from seqdedupe.services.consumer import consumer_row, database
 from seqdedupe.services.consumer.arrivals import Arrivals, Stop, is_there, wait_for_any
-from seqdedupe.services.consumer.consumer_row import KEEP_UP_SECONDS, NOBODY, Held, Lost, Ownership, Seen, row_name
+from seqdedupe.services.consumer.consumer_row import KEEP_UP_SECONDS, NOBODY, Held, Lost, Ownership, SeenRow, row_name
 from seqdedupe.services.consumer.database import CONSUMERS, PROCESSES
 from seqdedupe.services.consumer.work import Work
 
@@ -143,7 +143,7 @@ Begin = Callable[[str, str, Ownership, str], Part]
 """Begins to work: the row's name, the topic, the hold on the row, the position."""
 
 
-class Shares:
+class PartitionShares:
     """One process's share: `work` is its whole life, in one thread."""
 
     def __init__(
@@ -225,7 +225,7 @@ class Shares:
             mine = mine[:share]
             for k, row in enumerate(rows):
                 is_free = row.owner == NOBODY or row.owner not in living
-                if is_free and len(mine) < share and self._holds[k].take(Seen(row.owner, row.beat, row.position)):
+                if is_free and len(mine) < share and self._holds[k].take(SeenRow(row.owner, row.beat, row.position)):
                     mine.append(k)
         for k in mine:
             if k not in self._parts:

@@ -25,16 +25,16 @@ from seqdedupe.services.outbox.row_page import (
     SEQUENCE_ID,
     TABLE,
     TOKEN_TABLE,
-    Page,
+    RowPage,
     column_of,
     page_of,
 )
-from seqdedupe.services.outbox.steps import State
+from seqdedupe.services.outbox.steps import OutboxState
 from seqdedupe.services.outbox.store import (
     PAGE_BYTES,
     PAGE_ROWS,
     Lag,
-    Store,
+    OutboxStore,
     bad_outbox,
     changed,
     check_names,
@@ -175,11 +175,11 @@ _HOLDER = (
 _WAITING = f"age(xmin) <= age({_OLDEST_RUNNING}::xid)"
 
 
-def store(url: URL) -> "PostgresStore":
-    return PostgresStore(url.set(drivername="postgresql").render_as_string(hide_password=False))
+def store(url: URL) -> "PostgresOutbox":
+    return PostgresOutbox(url.set(drivername="postgresql").render_as_string(hide_password=False))
 
 
-class PostgresStore(Store):
+class PostgresOutbox(OutboxStore):
     """By a libpq URL, with a connection for reading and one for deleting beside it."""
 
     poll_seconds = 0.01
@@ -312,28 +312,28 @@ class PostgresStore(Store):
             if is_now != told:
                 raise changed(what, is_now, told)
 
-    def state(self, number: int = NO_SEQUENCE_ID) -> State:
+    def state(self, number: int = NO_SEQUENCE_ID) -> OutboxState:
         query = f"SELECT token, {self._next_sequence_id}, {self._has_had} FROM {TOKEN_TABLE}"
         with self._reader():
             [row] = self._read(query, {"number": number}).fetchall()
-        return State(*row)
+        return OutboxState(*row)
 
     def _hear(self) -> None:
         self._is_told = True
 
-    def read(self, after: int) -> Page:
+    def read(self, after: int) -> RowPage:
         with self._reader():
             self._is_told = False
             page = self._read_page(after)
             return self._read_page(after) if not len(page) and self._advance() else page
 
-    def _read_page(self, after: int) -> Page:
+    def _read_page(self, after: int) -> RowPage:
         if self._sequence is not None and after >= self._horizon.bound:
             return _page([None] * 7)
         bounds = {"after": after, "bound": self._horizon.bound}
         return _page(self._read(self._page, bounds, binary=True).fetchone())
 
-    def read_elsewhere(self) -> Page:
+    def read_elsewhere(self) -> RowPage:
         with self._reader():
             return _page(self._read(self._page_elsewhere, binary=True).fetchone())
 
@@ -359,12 +359,12 @@ class PostgresStore(Store):
             raise unavailable("it is not connected")
         return connection.execute(query.encode(), parameters, binary=binary)
 
-    def delete(self, pages: Sequence[Page]) -> None:
+    def delete(self, pages: Sequence[RowPage]) -> None:
         rest = [page for page in pages if not (page.ids_as_read is not None and self._delete_range(page))]
         if rest:
             self._delete_each(rest)
 
-    def _delete_range(self, page: Page) -> bool:
+    def _delete_range(self, page: RowPage) -> bool:
         """Deletes what stands between a page's first and last row, if these are exactly its rows: a third of the work.
         Answers whether they are; if not, nothing is changed."""
         query = (
@@ -381,7 +381,7 @@ class PostgresStore(Store):
                 return False
         return True
 
-    def _delete_each(self, pages: Sequence[Page]) -> None:
+    def _delete_each(self, pages: Sequence[RowPage]) -> None:
         numbers = np.concatenate([page.sequence_ids for page in pages])
         ids = [one for page in pages for one in page.ids()]
         with self._using() as connection:
@@ -399,7 +399,7 @@ class PostgresStore(Store):
                 },
             )
 
-    def set_aside(self, page: Page, reason: str) -> None:
+    def set_aside(self, page: RowPage, reason: str) -> None:
         with self._using() as connection:
             names = sql.SQL(", ").join(map(sql.Identifier, self._all_columns(connection)))
             move = sql.SQL(
@@ -412,7 +412,7 @@ class PostgresStore(Store):
     def _all_columns(self, connection: Connection) -> list[str]:
         return [row[0] for row in connection.execute(_COLUMNS, (TABLE,))]
 
-    def renumber(self, page: Page) -> None:
+    def renumber(self, page: RowPage) -> None:
         numbers = page.sequence_ids
         number = f"(pg_current_xact_id()::text::bigint << {ORDINAL_BITS}) | (row_number() OVER (ORDER BY s) - 1)"
         with self._using() as connection:
@@ -508,7 +508,7 @@ def _page_query(id_text: str, payload: str, where: str) -> str:
     )
 
 
-def _page(row: Any) -> Page:
+def _page(row: Any) -> RowPage:
     numbers, keys, ids, kinds, types, payload_lengths, payloads = row
     if numbers is None:
         return page_of([], [], [], [], [], [])
@@ -517,7 +517,7 @@ def _page(row: Any) -> Page:
     by_property = np.stack([_lengths(column) for column in properties], axis=1)
     there = by_property >= 0
     values = b"".join(chain.from_iterable(zip(*map(_values, properties), strict=True)))
-    return Page(
+    return RowPage(
         np.frombuffer(numbers, ">i8").astype(np.int64),
         column_of(_lengths(keys), b"".join(_values(keys)), may_be_left_out=True),
         column_of(np.where(sizes > MAX_PAYLOAD_BYTES, -1, sizes), payloads or b"", may_be_left_out=False),

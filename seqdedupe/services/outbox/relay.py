@@ -23,9 +23,9 @@ from seqdedupe.errors import FencedError, NotFoundError, PositionError, Unavaila
 from seqdedupe.limits import MAX_BATCH_BYTES, MAX_BATCH_ROWS, MAX_SEQUENCE_ID
 from seqdedupe.names import partition_name, partition_of, producer_name, topic_name
 from seqdedupe.services.outbox import steps
-from seqdedupe.services.outbox.row_page import Page, Route
-from seqdedupe.services.outbox.steps import Found
-from seqdedupe.services.outbox.store import Lag, Store, open_store
+from seqdedupe.services.outbox.row_page import Route, RowPage
+from seqdedupe.services.outbox.steps import FoundRows
+from seqdedupe.services.outbox.store import Lag, OutboxStore, open_store
 from seqdedupe.services.stillness import Stillness
 
 # -- The work of a relay: it does the steps, and beside them waits for receipts and deletes what they prove.
@@ -63,16 +63,16 @@ class Counters:
     times_fenced: int = 0
 
 
-class _Sent(NamedTuple):
-    page: Page
+class _SentPage(NamedTuple):
+    page: RowPage
     receipt: BatchReceipt
 
 
-class Work:
+class RelayWork:
     """That of one relay, from when it opens its topics until it is fenced, fails or is done."""
 
     def __init__(
-        self, client: Client, store: Store, name: str, counters: Counters, report: Callable[[str], None]
+        self, client: Client, store: OutboxStore, name: str, counters: Counters, report: Callable[[str], None]
     ) -> None:
         self._client = client
         self._store = store
@@ -83,12 +83,12 @@ class Work:
         self.has_opened = False
         """Whether a sidecar has answered."""
         self._only_topic: str | None = None
-        self._sent: deque[_Sent] = deque()
+        self._sent: deque[_SentPage] = deque()
         self._changed = asyncio.Condition()
         self._must_sweep = False
         self._swept_at = time.monotonic()
         self._after = steps.BEGINNING
-        self._ahead: asyncio.Task[Page] | None = None
+        self._ahead: asyncio.Task[RowPage] | None = None
         self._read_at = time.monotonic()
 
     async def drive(self, work: steps.Steps, only_topic: str | None) -> None:
@@ -125,7 +125,7 @@ class Work:
                     await self._publish(self._producers[topic], part)
             case steps.Wait():
                 return await self._wait()
-            case steps.Linger():
+            case steps.AwaitLeft():
                 is_over = time.monotonic() - self._read_at >= ONCE_SECONDS
                 if is_over or not await asyncio.to_thread(store.has_more, steps.BEGINNING):
                     return False
@@ -143,7 +143,7 @@ class Work:
             case steps.Delete(page):
                 self._counters.found += len(page)
                 await asyncio.to_thread(store.delete, [page])
-            case steps.SetAside(page, reason):
+            case steps.SetRowsAside(page, reason):
                 self._counters.set_aside += len(page)
                 self._report(f"{len(page)} rows are set aside: {reason}")
                 await asyncio.to_thread(store.set_aside, page, reason)
@@ -162,7 +162,7 @@ class Work:
                 await asyncio.to_thread(store.replace_token, token)
         return None
 
-    async def _read(self, after: int) -> Page:
+    async def _read(self, after: int) -> RowPage:
         """The page after this row, and while that is worked on the database makes the next one."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None and after == self._after:
@@ -214,13 +214,13 @@ class Work:
             return set()  # it is made when it is opened, or is not there
         return await _names_of(self._client, topic, partitions)
 
-    async def _publish(self, producer: Producer, page: Page) -> None:
+    async def _publish(self, producer: Producer, page: RowPage) -> None:
         async with self._changed:
             await self._changed.wait_for(lambda: len(self._sent) < _PAGES_IN_FLIGHT)
         receipt = await producer.send_batch(
             page.payloads, page.sequence_ids, keys=page.keys if page.keys else None, properties=page.properties()
         )
-        self._sent.append(_Sent(page, receipt))
+        self._sent.append(_SentPage(page, receipt))
         async with self._changed:
             self._changed.notify_all()
 
@@ -229,7 +229,7 @@ class Work:
         while True:
             async with self._changed:
                 await self._changed.wait_for(lambda: bool(self._sent))
-            proven: list[Page] = []
+            proven: list[RowPage] = []
             done = 0
             for sent in list(self._sent)[:_DELETED_TOGETHER]:
                 if done and not sent.receipt.is_over():
@@ -329,7 +329,7 @@ class Relay:
             self._route("any")
         producer_name(token_name(name, "0" * 16))
         self._name = name
-        self._store: Store = open_store(database)
+        self._store: OutboxStore = open_store(database)
         self._standby_seconds = standby_seconds
         self._has_begun = False  # a sidecar has answered
         self._report = report or _log.warning
@@ -402,7 +402,7 @@ class Relay:
             await asyncio.sleep(min(_LOOK_SECONDS, self._standby_seconds))
 
     async def _relay(self, *, follow: bool) -> None:
-        work = Work(self._client, self._store, self._name, self.counters, self._report)
+        work = RelayWork(self._client, self._store, self._name, self.counters, self._report)
         try:
             await work.drive(steps.relay(self._topic, self._route, follow=follow), None if self._route else self._topic)
         finally:
@@ -460,12 +460,12 @@ def is_one_of(name: str) -> Callable[[str], bool]:
 class Wanted:
     """The rows that are looked for, in whatever page they stand."""
 
-    page: Page
+    page: RowPage
     at_any_number: bool
     is_ours: Callable[[str], bool]
     ids: frozenset[bytes]
 
-    def there(self, seen: Sequence["Seen"]) -> Int64s:
+    def there(self, seen: Sequence["SeenTopic"]) -> Int64s:
         """The places of those that were found."""
         rows = [
             row
@@ -476,7 +476,7 @@ class Wanted:
 
 
 @dataclass(slots=True)
-class Seen:
+class SeenTopic:
     """What was read of one topic, or of one partition."""
 
     is_whole: bool = False
@@ -518,7 +518,7 @@ class Seen:
         )
 
 
-async def find(client: Client, topic: str, name: str, page: Page, *, at_any_number: bool) -> Found:
+async def find(client: Client, topic: str, name: str, page: RowPage, *, at_any_number: bool) -> FoundRows:
     """Which rows of a page the topic holds, and of which it cannot be told. Reads the topic's end, and all of it if
     that does not have all of them."""
     while True:
@@ -529,10 +529,10 @@ async def find(client: Client, topic: str, name: str, page: Page, *, at_any_numb
                 raise
 
 
-async def _find(client: Client, topic: str, wanted: Wanted) -> Found:
+async def _find(client: Client, topic: str, wanted: Wanted) -> FoundRows:
     partitions = (await client.admin.topic(topic)).partitions
     parts = [partition_name(topic, k) for k in range(partitions)] if partitions else [topic]
-    seen = [Seen() for _ in parts]
+    seen = [SeenTopic() for _ in parts]
     ends = [await client.ends(part) for part in parts]
     begin_at = [max(one.first_index, one.last.index + 1 - _NEAR_END) for one in ends]
     for number, part in enumerate(parts):
@@ -547,10 +547,10 @@ async def _find(client: Client, topic: str, wanted: Wanted) -> Found:
     there = wanted.there(seen)
     missing = np.setdiff1d(np.arange(len(wanted.page)), there)
     untold = [row for row in missing.tolist() if not _is_certainly_missing(wanted, row, seen)]
-    return Found(there, np.array(untold, np.int64))
+    return FoundRows(there, np.array(untold, np.int64))
 
 
-async def _read(client: Client, topic: str, seen: Seen, first_index: int, stop_index: int, wanted: Wanted) -> None:
+async def _read(client: Client, topic: str, seen: SeenTopic, first_index: int, stop_index: int, wanted: Wanted) -> None:
     if first_index >= stop_index:
         return
     async with client.reader(topic, first_index, stop_index=stop_index) as reader:
@@ -558,7 +558,7 @@ async def _read(client: Client, topic: str, seen: Seen, first_index: int, stop_i
             seen.take(stored.batch, wanted)
 
 
-def _is_certainly_missing(wanted: Wanted, row: int, seen: list[Seen]) -> bool:
+def _is_certainly_missing(wanted: Wanted, row: int, seen: list[SeenTopic]) -> bool:
     number = ANYWHERE if wanted.at_any_number else int(wanted.page.sequence_ids[row])
     key = wanted.page.keys[row]
     if key is not None:

@@ -42,7 +42,7 @@ Route = Callable[[str], str]
 
 
 @dataclass(slots=True)
-class Page:
+class RowPage:
     """Rows of the outbox, by rising sequence IDs."""
 
     sequence_ids: Int64s
@@ -94,14 +94,14 @@ class Page:
         names = [_NAMES[place] for place in np.nonzero(self.there)[1]]
         return PropertyColumns(offsets, Binary.of_all(names), self.values)
 
-    def take(self, rows: Int64s) -> "Page":
+    def take(self, rows: Int64s) -> "RowPage":
         """The page of these rows, which rise."""
         if len(rows) == len(self):
             return self
         ends = np.concatenate(([0], np.cumsum(self.there.sum(axis=1))))
         picked = [np.arange(ends[row], ends[row + 1]) for row in rows.tolist()]
         values = np.concatenate(picked).astype(np.int64) if picked else NO_INT64S
-        return Page(
+        return RowPage(
             self.sequence_ids[rows],
             _keys_of(self.keys.take(rows)),
             self.payloads.take(rows),
@@ -110,7 +110,7 @@ class Page:
             self.there[rows],
         )
 
-    def cut(self, max_bytes: int) -> Iterator["Page"]:
+    def cut(self, max_bytes: int) -> Iterator["RowPage"]:
         """The page in parts of at most about so many bytes, at least a row each."""
         total = int(self.sizes.sum()) + len(self.values.data) + len(self.keys.data)
         if total <= max_bytes:
@@ -171,7 +171,7 @@ class Page:
                     bad[row] = why[kind]
         return bad
 
-    def by_topic(self, route: Route | None, topic: str) -> list[tuple[str, "Page"]]:
+    def by_topic(self, route: Route | None, topic: str) -> list[tuple[str, "RowPage"]]:
         """The page cut by topics; without a route there is one."""
         if route is None:
             return [(topic, self)]
@@ -192,11 +192,11 @@ def page_of(
     types: Sequence[bytes | None],
     payloads: Sequence[bytes | None],
     sizes: Sequence[int] | None = None,
-) -> Page:
+) -> RowPage:
     """The page of these values, `None` for NULL."""
     flat = [value for row in zip(ids, kinds, types, strict=True) for value in row]
     there = np.array([value is not None for value in flat], np.bool_).reshape(len(sequence_ids), len(PROPERTIES))
-    return Page(
+    return RowPage(
         np.array(sequence_ids, np.int64),
         Binary.of(keys),
         payload_column(payloads),

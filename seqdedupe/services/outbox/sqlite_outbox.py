@@ -11,13 +11,13 @@ from sqlalchemy.engine import URL
 
 from seqdedupe.databases import failures
 from seqdedupe.limits import MAX_PAYLOAD_BYTES, NO_SEQUENCE_ID
-from seqdedupe.services.outbox.row_page import ASIDE_TABLE, COLUMNS, SEQUENCE_ID, TABLE, TOKEN_TABLE, Page, page_of
-from seqdedupe.services.outbox.steps import State
+from seqdedupe.services.outbox.row_page import ASIDE_TABLE, COLUMNS, SEQUENCE_ID, TABLE, TOKEN_TABLE, RowPage, page_of
+from seqdedupe.services.outbox.steps import OutboxState
 from seqdedupe.services.outbox.store import (
     PAGE_BYTES,
     PAGE_ROWS,
     Lag,
-    Store,
+    OutboxStore,
     bad_outbox,
     changed,
     check_names,
@@ -41,13 +41,13 @@ _PAGE = (
 _FETCH_ROWS = 100
 
 
-def store(url: URL) -> "SqliteStore":
+def store(url: URL) -> "SqliteOutbox":
     if not url.database or url.database == ":memory:":
         raise bad_outbox("an outbox in memory is seen by nobody else: name a file")
-    return SqliteStore(url.database)
+    return SqliteOutbox(url.database)
 
 
-class SqliteStore(Store):
+class SqliteOutbox(OutboxStore):
     """By the path of its file."""
 
     poll_seconds = idle_poll_seconds = 0.01
@@ -90,14 +90,14 @@ class SqliteStore(Store):
             if is_now != told:
                 raise changed(what, is_now, told)
 
-    def state(self, number: int = NO_SEQUENCE_ID) -> State:
+    def state(self, number: int = NO_SEQUENCE_ID) -> OutboxState:
         with self._using() as connection:
             [token] = connection.execute(f"SELECT token FROM {TOKEN_TABLE}").fetchone()
             last = connection.execute("SELECT seq FROM sqlite_sequence WHERE name = ?", (TABLE,)).fetchone()
         next_sequence_id = (last[0] if last else 0) + 1
-        return State(token, next_sequence_id, number < next_sequence_id)
+        return OutboxState(token, next_sequence_id, number < next_sequence_id)
 
-    def read(self, after: int) -> Page:
+    def read(self, after: int) -> RowPage:
         rows: list[tuple[int, bytes, bytes, bytes, bytes, int, bytes]] = []
         size = 0
         with self._using() as connection:
@@ -111,7 +111,7 @@ class SqliteStore(Store):
         numbers, ids, kinds, keys, types, sizes, payloads = zip(*rows, strict=True)
         return page_of(numbers, ids, kinds, keys, types, payloads, [one or 0 for one in sizes])
 
-    def read_elsewhere(self) -> Page:
+    def read_elsewhere(self) -> RowPage:
         return page_of([], [], [], [], [], [])  # AUTOINCREMENT goes on above whatever was restored
 
     def oldest(self) -> int | None:
@@ -122,12 +122,12 @@ class SqliteStore(Store):
     def has_more(self, after: int) -> bool:
         return False
 
-    def delete(self, pages: Sequence[Page]) -> None:
+    def delete(self, pages: Sequence[RowPage]) -> None:
         gone = [row for page in pages for row in _named(page)]
         with self._removing() as connection:
             connection.executemany(f"DELETE FROM {TABLE} WHERE {SEQUENCE_ID} = ? AND {_ID_BYTES} IS ?", gone)
 
-    def set_aside(self, page: Page, reason: str) -> None:
+    def set_aside(self, page: RowPage, reason: str) -> None:
         with self._removing() as connection:
             all_names, there = _quoted_columns(connection, TABLE), _quoted_columns(connection, ASIDE_TABLE)
             for column in all_names:
@@ -142,7 +142,7 @@ class SqliteStore(Store):
                 )
                 connection.execute(f"DELETE FROM {TABLE} WHERE {SEQUENCE_ID} = ? AND {_ID_BYTES} IS ?", (number, name))
 
-    def renumber(self, page: Page) -> None:
+    def renumber(self, page: RowPage) -> None:
         raise NotImplementedError("no row is from elsewhere")
 
     def replace_token(self, token: str) -> None:
@@ -178,7 +178,7 @@ class SqliteStore(Store):
                 raise
 
 
-def _named(page: Page) -> list[tuple[int, bytes | None]]:
+def _named(page: RowPage) -> list[tuple[int, bytes | None]]:
     """Number and `id` of each row."""
     there = page.there[:, 0].tolist()
     return [

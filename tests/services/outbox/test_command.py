@@ -232,10 +232,10 @@ async def test_a_relay_by_serial_number_loses_messages(
     monkeypatch.setattr("seqdedupe.services.outbox.relay.ONCE_SECONDS", 0.0)
     if is_planted:
 
-        async def all_there(*given: object, **_: object) -> outbox_steps.Found:
+        async def all_there(*given: object, **_: object) -> outbox_steps.FoundRows:
 
             page = given[3]
-            return outbox_steps.Found(np.arange(len(page)), np.zeros(0, np.int64))  # type: ignore[arg-type]
+            return outbox_steps.FoundRows(np.arange(len(page)), np.zeros(0, np.int64))  # type: ignore[arg-type]
 
         monkeypatch.setattr(Horizon, "note", reads_all)
         monkeypatch.setattr("seqdedupe.services.outbox.relay.find", all_there)
