@@ -366,9 +366,9 @@ class Slots:
     def _begin_larger(self, needed: int) -> None:
         if self._larger is None or needed > _LOAD * len(self._larger.rows):
             self.give_up_larger()
-            self._larger = _table(_slots_for(needed))
-            self._touched = 0
-            self._larger_state = np.zeros(STATES, np.int64)
+            # Both or neither: there may be no memory for one of them.
+            larger, state = _table(_slots_for(needed)), np.zeros(STATES, np.int64)
+            self._larger, self._larger_state, self._touched = larger, state, 0
             self._moved = (int(self._state[WINDOW]), 0)
 
     def _sweep(self, slots: int) -> None:
