@@ -470,7 +470,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
         return real(first, end, *rest)
 
     monkeypatch.setattr(id_slots, "put", put)
-    monkeypatch.setattr(id_slots, "sweep", sweep)
+    monkeypatch.setattr(id_slots, "sweep_beside", sweep)
     return counts
 
 
