@@ -54,7 +54,7 @@ async def _fill(data: Path, producers: int) -> None:
         ids = np.zeros(len(names), np.int64)
         topic.check(attachment, Columns(handles, ids, ids))
         topic.report(attachment, first, len(names), SNAPSHOT, 0)
-    await topic.snapshot()
+    await topic.keeper.snapshot()
     await opened.all_topics.drain()
     await opened.close()
 

@@ -25,10 +25,9 @@ from pulsar_broker.distribution import get
 from pulsar_broker.standalone import Broker
 from seqdedupe.batch import Binary, single_producer
 from seqdedupe.log.pulsar.admin_url import AdminUrl, PulsarAdmin
-from seqdedupe.topic.answers import Receipt, Refusal
-from seqdedupe.topic.frame import NumbersCache
+from seqdedupe.topic.base import State
+from seqdedupe.topic.frame import NumbersCache, Receipt, Refusal
 from seqdedupe.topic.opening import open_sessions
-from seqdedupe.topic.state import State
 
 TAIL = 200_000
 ROWS = 1_000
@@ -62,7 +61,7 @@ async def _fill(config: Config) -> None:
     data = Data(config, lambda name, state: None)
     topic = await data.all_topics.create(setup.TOPIC)
     opened = await open_sessions(topic, ["p"], None)
-    await topic.snapshot()
+    await topic.keeper.snapshot()
     payloads, base = Binary.of_all([b"x" * 100] * ROWS), np.arange(ROWS, dtype=np.int64)
 
     def reply(answer: Receipt | Refusal) -> None:

@@ -27,9 +27,7 @@ from seqdedupe.store.snapshots import Snapshots
 from seqdedupe.topic.frame import check_by_id
 from seqdedupe.topic.policy import Applied, Policy
 from seqdedupe.topic.snapshotter import Snapshotter
-from seqdedupe.topic.window_imported import WindowImported
-from seqdedupe.topic.window_memory import WindowMemory
-from seqdedupe.topic.window_runs import WindowRuns
+from seqdedupe.topic.window_runs import WindowImported, WindowMemory, WindowRuns
 
 IDS = int(os.environ.get("SEQDEDUPE_BENCH_WINDOW_ON_DISK", "50000000"))
 MEMORY_BYTES = IDS // 5 * 45

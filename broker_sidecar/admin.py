@@ -31,12 +31,11 @@ from seqdedupe.limits import MAX_BATCH_BYTES, MAX_BATCH_ROWS
 from seqdedupe.log.embedded.logs import EmbeddedLogs
 from seqdedupe.names import producer_name, topic_name
 from seqdedupe.topic import partitioned
-from seqdedupe.topic.base import TopicBase
+from seqdedupe.topic.base import State, TopicBase
 from seqdedupe.topic.closed import Closed
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.finding import delete, find, look_for
-from seqdedupe.topic.publishing import Topic
-from seqdedupe.topic.state import State
+from seqdedupe.topic.topic import Topic
 from seqdedupe.v1 import admin_pb2
 
 if TYPE_CHECKING:
@@ -115,7 +114,7 @@ class AdminService:
         policy = replace(policy, route=route_of(request))
         layout = layout_of(request, self._topics.kind.log)
         partitions = max(1, request.partitions)
-        self._permissions.check_creates(topic_name(request.topic), self._topics.taken_names(), partitions)
+        self._permissions.check_creates(topic_name(request.topic), self._topics.registry.names(), partitions)
         topics, name = self._topics, request.topic
         if request.partitions:
             await in_time(name, partitioned.create(topics, name, request.partitions, policy, layout))
@@ -190,8 +189,10 @@ class AdminService:
     async def _snapshot(self, request: admin_pb2.SnapshotRequest) -> admin_pb2.SnapshotResponse:
         topic = await find(self._topics, request.topic)
         topic.check_serving()
-        await topic.snapshot()
-        return admin_pb2.SnapshotResponse(position=(await topic.position_before(topic.snapshot_index)).to_proto())
+        await topic.keeper.snapshot()
+        return admin_pb2.SnapshotResponse(
+            position=(await topic.position_before(topic.keeper.snapshot_index)).to_proto()
+        )
 
     async def _version(self, request: admin_pb2.GetVersionRequest) -> admin_pb2.GetVersionResponse:
         return admin_pb2.GetVersionResponse(

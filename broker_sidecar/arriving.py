@@ -11,6 +11,7 @@ import secrets
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import grpc
@@ -33,13 +34,13 @@ from seqdedupe.store import parts
 from seqdedupe.store.db import Store
 from seqdedupe.store.incoming import IncomingSnapshot
 from seqdedupe.store.topics import TopicRecord, TopicState
+from seqdedupe.topic.base import State
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.kind import TopicKind
-from seqdedupe.topic.publishing import Topic
-from seqdedupe.topic.retry import again_until
-from seqdedupe.topic.shielded import shielded
-from seqdedupe.topic.state import State
+from seqdedupe.topic.registry import Phase
 from seqdedupe.topic.stored import Stored
+from seqdedupe.topic.tasks import again_until
+from seqdedupe.topic.topic import Topic
 from seqdedupe.v1 import admin_pb2
 
 # -- A topic that comes from another sidecar: what has come of it, until it is a topic of this one, or nothing is
@@ -139,7 +140,7 @@ class Arriving:
     def check_is_known(self, name: str) -> None:
         """Raises RECOVERING if a topic of this name has come from a sidecar that need not know yet that it is here: if
         it was deleted, or given on, that one would take it again."""
-        record = self._topics.records.get(name) if self._topics is not None else None
+        record = self._topics.registry.record(name) if self._topics is not None else None
         if self._logs is not None and record is not None and self._logs.has_arrived(record.incarnation):
             raise error("RECOVERING", f"the sidecar that topic {name} came from does not know yet that it is here")
 
@@ -212,7 +213,7 @@ class Arriving:
             raise error("MOVE_FAILED", f"topic {name} is not taken any more: it was asked what became of it")
         _check_is_free(logs, topics, coming.record)
         coming.is_taken = True
-        await shielded(topics.creating, name, self._taken(topics, coming, stored, next_index))
+        await topics.registry.run(Phase.CREATING, name, partial(self._taken, topics, coming, stored, next_index))
 
     async def _taken(self, topics: Topics[Topic], coming: Coming, stored: Stored, next_index: int) -> Topic:
         try:
@@ -229,10 +230,11 @@ class Arriving:
         if coming is not None and coming.record.incarnation == request.incarnation:
             del self._under_way[name]
             coming.stream.end(error("MOVE_FAILED", f"it was asked what became of the move of topic {name}"))
-        if taking := topics.creating.get(name):
-            await asyncio.wait({taking})
+        entry = topics.registry.get(name)
+        if entry is not None and entry.phase is Phase.CREATING and entry.under_way is not None:
+            await asyncio.wait({entry.under_way})
         topics.stored.check_written(name)
-        record = topics.records.get(name)
+        record = topics.registry.record(name)
         if record is None or record.incarnation != request.incarnation:
             return admin_pb2.SettleMoveResponse()
         folder, has_moved = logs.folder_of(record.incarnation), logs.has_moved(record.incarnation)
@@ -243,7 +245,7 @@ class Arriving:
             return admin_pb2.SettleMoveResponse()
         elif moved.leaving_to(folder) is not None:
             raise error("MOVE_FAILED", f"topic {name} was given away here, too: who has it is being found out")
-        topic = topics.live.get(name)
+        topic = topics.registry.topic(name)
         is_serving = topic.state is State.SERVING if topic is not None else has_moved
         return admin_pb2.SettleMoveResponse(has_it=True, is_serving=is_serving)
 
@@ -265,10 +267,9 @@ async def _keep_from_who_had_it(topics: Topics[Topic], record: TopicRecord) -> N
     now on: it comes back."""
     # One that nobody has used since the start says by then where it went.
     await topics.waiting.use(record.name)
-    async with topics.lives.opening[record.name]:
-        former = topics.records.get(record.name)
-        if former is not None and former.incarnation == record.incarnation:
-            topics.records[record.name] = replace(former)
+    async with topics.registry.locked(record.name) as entry:
+        if entry.record is not None and entry.record.incarnation == record.incarnation:
+            entry.record = replace(entry.record)
 
 
 def _check_is_free(logs: EmbeddedLogs, topics: Topics[Topic], record: TopicRecord) -> None:
@@ -276,13 +277,14 @@ def _check_is_free(logs: EmbeddedLogs, topics: Topics[Topic], record: TopicRecor
     name = record.name
     topics.check_takes_changes(name)
     topics.partitions.check_is_free(name)
-    former = topics.records.get(name)
+    entry = topics.registry.get(name)
+    former = None if entry is None else entry.record
     if former is not None and not logs.has_moved(former.incarnation):
         raise error("TOPIC_EXISTS", f"the topic {name} is there already", topic=name)
-    if name in topics.creating or name in topics.deleting or name in topics.renewing:
-        raise error("TOPIC_EXISTS", f"a topic {name} is being made or deleted", topic=name)
+    if entry is not None:
+        entry.check_may(Phase.CREATING)
     if former is None or former.incarnation != record.incarnation:
-        topics.stored.check_is_free(record.incarnation, topics.records.values())
+        topics.stored.check_is_free(record.incarnation, topics.known_records())
     topics.check_room()
 
 
@@ -298,7 +300,7 @@ async def _take(topics: Topics[Topic], coming: Coming, stored: Stored, next_inde
 
     name = coming.record.name
     try:
-        async with topics.lives.opening[name]:
+        async with topics.registry.locked(name):
             former = await _forgotten(topics, coming.record)
 
             async def put() -> None:
@@ -317,11 +319,10 @@ async def _take(topics: Topics[Topic], coming: Coming, stored: Stored, next_inde
 async def _forgotten(topics: Topics[Topic], record: TopicRecord) -> bool:
     """One of this name that was here before, and has nothing left but where it went, is not known any more. Whether it
     was of this incarnation: then that is still to be removed."""
-    former = topics.records.pop(record.name, None)
+    former = topics.registry.record(record.name)
     if former is None:
         return False
-    topics.closed.pop(record.name, None)
-    topics.on_state(record.name, None)
+    topics.lives.forget(record.name)
     if former.incarnation == record.incarnation:
         return True
     await _remove(topics, former)

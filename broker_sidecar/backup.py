@@ -29,6 +29,7 @@ from seqdedupe.store import directories
 from seqdedupe.store.parts import incarnation_of
 from seqdedupe.store.topics import TopicRecord, TopicState
 from seqdedupe.topic.directory import Topics
+from seqdedupe.topic.registry import Phase
 from seqdedupe.v1 import admin_pb2
 
 # -- What goes into a backup, of one moment.
@@ -81,7 +82,7 @@ async def back_up(data: Data, folder: Path, making: BackupMaker, others: list[Pa
 
 
 async def _settled_moment(data: Data, logs: EmbeddedLogs) -> _Moment:
-    while renewing := list(data.all_topics.renewing.values()):
+    while renewing := data.all_topics.registry.tasks(Phase.RENEWING):
         await asyncio.wait(renewing)
     return _moment(data, logs.parts())
 
@@ -94,12 +95,12 @@ def _moment(data: Data, parts: dict[int, Sequence[DurablePart]]) -> _Moment:
     rows = store.scan(b"", b"\xff")
     # From the first one on the store is shown as it is now, whenever the others are read.
     first = list(islice(rows, 1))
-    moved = {one.record.incarnation for one in topics.closed.values() if data.has_moved(one.record)}
+    moved = {one.record.incarnation for one in topics.registry.closed_topics() if data.has_moved(one.record)}
     active = [record for record in store.topics() if record.state is TopicState.ACTIVE]
     records = [record for record in active if record.incarnation not in moved]
     wanted = {None, *(record.incarnation for record in records)}
     kept = ((key, value) for key, value in chain(first, rows) if incarnation_of(key) in wanted)
-    closed = {one.record.incarnation: one.told for one in topics.closed.values()}
+    closed = {one.record.incarnation: one.told for one in topics.registry.closed_topics()}
     return _Moment(time.time_ns() // 1000, records, kept, parts, closed)
 
 
@@ -136,9 +137,10 @@ async def _add_logs(making: BackupMaker, moment: _Moment, topics: Topics[Any], r
 
 def _is_deleted(topics: Topics[Any], record: TopicRecord) -> bool:
     """Whether the topic is being deleted, or was."""
-    known = topics.records.get(record.name)
-    is_changing = record.name in topics.deleting or (record.partitions and whole_of(record.name) in topics.changing)
-    return bool(is_changing) or known is None or known.incarnation != record.incarnation
+    entry = topics.registry.get(record.name)
+    if entry is None or entry.record is None or entry.record.incarnation != record.incarnation:
+        return True
+    return entry.phase is Phase.DELETING
 
 
 logger = logging.getLogger("seqdedupe.backup")

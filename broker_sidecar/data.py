@@ -21,15 +21,15 @@ from seqdedupe.store import directories
 from seqdedupe.store.db import Store
 from seqdedupe.store.topics import LogKind, TopicRecord, TopicState
 from seqdedupe.topic.attached import AttachedTopic
+from seqdedupe.topic.base import State
 from seqdedupe.topic.clock import Clock
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.fetching import Fetching
 from seqdedupe.topic.of_brokers import BrokersTopics
 from seqdedupe.topic.policy import BYTES_A_MB, Applied, GapPolicy, OverlapPolicy
 from seqdedupe.topic.published import PublishedTopics
-from seqdedupe.topic.publishing import Topic
-from seqdedupe.topic.state import State
-from seqdedupe.topic.window_memory import WindowMemory
+from seqdedupe.topic.topic import Topic
+from seqdedupe.topic.window_runs import WindowMemory
 
 if TYPE_CHECKING:
     from broker_sidecar.cluster import Cluster
@@ -233,9 +233,9 @@ async def _keep_trimming(topics: Topics[Topic]) -> None:
     """One topic after the other, so that others have their turn however many there are."""
     while True:
         await asyncio.sleep(RETENTION_SECONDS)
-        for name in list(topics.live):
-            if (topic := topics.live.get(name)) is not None:
-                topic.look_at_retention()
+        for entry in topics.registry:
+            if (topic := entry.topic) is not None:
+                topic.trimmer.look_by_time()
             await asyncio.sleep(0)
 
 

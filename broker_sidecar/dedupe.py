@@ -163,8 +163,8 @@ class DedupeService:
         # What it replays and reports is the truth of the whole topic, whatever names it says.
         self._permissions.check_topic(Action.ATTACH, name)
         await self._topics.waiting.use(name)
-        if name not in self._topics.live and name not in self._topics.closed:
-            self._permissions.check_creates(name, self._topics.taken_names())
+        if not self._topics.is_there(name):
+            self._permissions.check_creates(name, self._topics.registry.names())
         return await self._topics.get_or_create(name)
 
 

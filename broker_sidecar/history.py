@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from broker_sidecar import rpc
-from seqdedupe.topic.counters import Counters
+from seqdedupe.topic.base import Counters
 from seqdedupe.topic.directory import Topics
 from seqdedupe.v1 import admin_pb2
 
@@ -91,7 +91,7 @@ class History:
 
     def look(self) -> None:
         """The first interval begins."""
-        self._before = {name: _counted(topic.counters) for name, topic in self._topics.live.items()}
+        self._before = {topic.name: _counted(topic.counters) for topic in self._topics.registry.open_topics()}
         self._told.append(rpc.refusals.copy())
 
     async def _run(self) -> None:
@@ -107,9 +107,10 @@ class History:
         place = self._ended % _PLACES
         total = _NOTHING
         seen: dict[str, Counts] = {}
-        for k, (name, topic) in enumerate(list(self._topics.live.items())):
+        for k, topic in enumerate(self._topics.registry.open_topics()):
             if k % TOPICS_AT_ONCE == TOPICS_AT_ONCE - 1:
                 await asyncio.sleep(0)
+            name = topic.name
             now = seen[name] = _counted(topic.counters)
             # A topic that was opened meanwhile counts from 0.
             before = self._before.get(name, _NOTHING)

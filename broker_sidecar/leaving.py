@@ -31,13 +31,14 @@ from seqdedupe.store.incoming import row_bytes
 from seqdedupe.store.parts import FORMAT_VERSION, snapshot_range
 from seqdedupe.store.snapshots import Snapshots
 from seqdedupe.store.topics import TopicRecord
+from seqdedupe.topic.base import State
 from seqdedupe.topic.closed import Closed
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.finding import find
 from seqdedupe.topic.imported_window import ImportedWindow
-from seqdedupe.topic.publishing import Topic
-from seqdedupe.topic.retry import again_until
-from seqdedupe.topic.state import State
+from seqdedupe.topic.registry import Entry, Phase
+from seqdedupe.topic.tasks import again_until
+from seqdedupe.topic.topic import Topic
 from seqdedupe.v1 import admin_pb2
 
 # -- What another sidecar is given of a topic: its log, most of it while the topic serves, and a snapshot.
@@ -101,7 +102,7 @@ class Giving:
         """Log and snapshot, until the other one has read that, and little of the log is left. Raises MOVE_FAILED if
         that grows faster than it is copied."""
         await self._catch_up(topic)
-        await topic.snapshot()
+        await topic.keeper.snapshot()
         self._imported = topic.policy.imported
         rows = self._store.scan(*snapshot_range(self._record.incarnation))
         pieces = _pieces(row_bytes(key, value) for key, value in rows)
@@ -258,7 +259,7 @@ class Leaving:
         self._topics.in_background(self._go_on())
 
     async def _go_on(self) -> None:
-        for record, to in await asyncio.to_thread(self._not_settled, [*self._topics.records.values()]):
+        for record, to in await asyncio.to_thread(self._not_settled, [*self._topics.known_records()]):
             self._topics.in_background(self._settle(record, to))
 
     def _not_settled(self, of: list[TopicRecord]) -> list[tuple[TopicRecord, To]]:
@@ -282,7 +283,7 @@ class Leaving:
         try:
             topic = await find(self._topics, name)
         except SeqdedupeError as e:
-            record = self._topics.records.get(topic_name(name))
+            record = self._topics.registry.record(topic_name(name))
             is_there = e.reason == "NOT_OWNER" and e.numbers.get("owner_address") == to
             if is_there and record is not None and self._logs.has_moved(record.incarnation):
                 # It has been done before.
@@ -306,12 +307,12 @@ class Leaving:
             raise error("INVALID_ADDRESS", f"{to!r} is none of the sidecars that a topic may be given to", hint=hint)
         if self._topics.partitions_beside(topic.name):
             raise error("INVALID_REQUEST", f"{topic.name} is a partition: they stay together")
-        if any(topic.name in some for some in (self._topics.moving, self._topics.renewing, self._topics.deleting)):
-            raise error("MOVE_FAILED", f"topic {topic.name} is being moved, opened again or deleted already")
-        self._topics.moving.add(topic.name)
+        entry = self._topics.registry.entry(topic.name)
+        entry.change_to(Phase.MOVING)
         # A sidecar that drains gives it up, wherever it is.
         moving = self._topics.in_background(self._move(topic, str(address)))
-        moving.add_done_callback(partial(self._ended, topic.name))
+        entry.under_way = moving
+        moving.add_done_callback(partial(self._ended, entry))
         await asyncio.wait({moving})
         if moving.cancelled():
             raise error(
@@ -320,14 +321,17 @@ class Leaving:
         moving.result()
         return str(address)
 
-    def _ended(self, name: str, moving: "asyncio.Task[None]") -> None:
-        self._topics.moving.discard(name)
+    def _ended(self, entry: Entry[Topic], moving: "asyncio.Task[None]") -> None:
+        if entry.under_way is moving:
+            entry.ended(Phase.MOVING)
+            self._topics.registry.tidy(entry.name)
         # Whoever asked for it may have gone.
         if not moving.cancelled():
             moving.exception()
 
     async def _move(self, topic: Topic, address: str) -> None:
-        record = self._topics.records[topic.name]
+        if (record := self._topics.registry.record(topic.name)) is None:
+            raise error("MOVE_FAILED", f"topic {topic.name} is not here any more")
         folder = self._logs.folder_of(record.incarnation)
         to: To | None = None
         try:
@@ -365,9 +369,8 @@ class Leaving:
     async def _let_go(self, topic: Topic, record: TopicRecord, to: To) -> None:
         """Whoever uses the topic here comes again, and is told where it is."""
         why = moved.not_here(to, "has it, or is asked whether it has it")
-        async with self._topics.lives.opening[record.name]:
-            self._topics.live.pop(record.name, None)
-            self._topics.closed[record.name] = Closed(record, why, State.STANDBY)
+        async with self._topics.registry.locked(record.name) as entry:
+            entry.found = Closed(record, why, State.STANDBY)
             self._topics.on_state(record.name, State.STANDBY)
             topic.has_successor = True
             await topic.close("it was moved to another sidecar")
@@ -408,7 +411,7 @@ class Leaving:
         if not self._is_gone(record) and moved.moved_to(self._logs.folder_of(record.incarnation)) is None:
             if not await self._topics.lives.opened(record):
                 self._topics.in_background(self._topics.lives.go_on_opening(record))
-            elif topic := self._topics.live.get(record.name):
+            elif topic := self._topics.registry.topic(record.name):
                 await topic.recover()
 
     async def _is_settled(self, record: TopicRecord, to: To) -> bool:
@@ -416,7 +419,7 @@ class Leaving:
         folder = self._logs.folder_of(record.incarnation)
         if moved.moved_to(folder) is None:
             answer = await self._ask(record, to, is_known=False)
-            async with self._topics.lives.opening[record.name]:
+            async with self._topics.registry.locked(record.name):
                 if self._is_gone(record):
                     return True
                 await asyncio.to_thread(moved.has_left if answer.has_it else moved.stays, folder)
@@ -428,7 +431,7 @@ class Leaving:
         answer = await self._ask(record, to, is_known=True)
         if answer.is_serving:
             # It may come back meanwhile.
-            async with self._topics.lives.opening[record.name]:
+            async with self._topics.registry.locked(record.name):
                 if not self._is_gone(record):
                     await asyncio.to_thread(self._logs.remove_moved, record.incarnation)
                     await self._topics.store.flush(Snapshots(self._topics.store, record.incarnation).remove())
@@ -446,4 +449,4 @@ class Leaving:
 
     def _is_gone(self, record: TopicRecord) -> bool:
         """Whether the topic that was given away is not what has its name now: it has come back, perhaps."""
-        return self._topics.records.get(record.name) is not record
+        return self._topics.registry.record(record.name) is not record

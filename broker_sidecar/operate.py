@@ -12,7 +12,7 @@ from seqdedupe.topic import operating
 from seqdedupe.topic.base import TopicBase
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.finding import find
-from seqdedupe.topic.publishing import Topic
+from seqdedupe.topic.topic import Topic
 from seqdedupe.v1 import admin_pb2
 
 PAGE_ITEMS = 1_000

@@ -23,16 +23,14 @@ from seqdedupe.errors import NotFoundError, SeqdedupeError, error
 from seqdedupe.limits import MAX_BATCH_ROWS, MAX_OPEN_NAMES
 from seqdedupe.message_id import MessageId
 from seqdedupe.names import topic_name
-from seqdedupe.topic.allowing import Allowing
-from seqdedupe.topic.answers import Receipt, Refusal
+from seqdedupe.topic.base import State
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.finding import find, find_or_create
-from seqdedupe.topic.frame import NumbersCache
+from seqdedupe.topic.frame import Allowing, NumbersCache, Receipt, Refusal
 from seqdedupe.topic.opening import check_names, open_sessions
 from seqdedupe.topic.partitioned import check_gap_policy
-from seqdedupe.topic.publishing import Topic
 from seqdedupe.topic.sessions import NAMES_A_STEP
-from seqdedupe.topic.state import State
+from seqdedupe.topic.topic import Topic
 from seqdedupe.topic.window_runs import LookedUp
 from seqdedupe.v1 import publish_pb2
 
@@ -256,11 +254,11 @@ class _Publishing:
 
     async def take(self, frame: int, batch: bytes) -> None:
         """Admits a frame when there is room for it, in the step that follows on looking up."""
-        looked_up = await self.topic.look_up(batch)
+        looked_up = await self.topic.ids.look_up(batch)
         while not self.has_room(len(batch)):
             await self.wait_for_room(len(batch))
             # The window's runs may be others by now: the event loop would wait for the disk.
-            looked_up = await self.topic.look_up(batch)
+            looked_up = await self.topic.ids.look_up(batch)
         self.admit(frame, batch, looked_up)
 
     def admit(self, frame: int, batch: bytes, looked_up: LookedUp | None = None) -> None:
@@ -444,11 +442,11 @@ class PublishService:
             if request.epochs:
                 return await find(self._topics, request.topic)
         await check_names(names)
-        self._permissions.check_creates(topic_name(request.topic), self._topics.taken_names())
+        self._permissions.check_creates(topic_name(request.topic), self._topics.registry.names())
         return await find_or_create(self._topics, request.topic)
 
     def _log_bytes(self) -> dict[str, int]:
-        return {name: topic.log_bytes for name, topic in self._topics.live.items()}
+        return {topic.name: topic.log_bytes for topic in self._topics.registry.open_topics()}
 
     async def _publish(self, data: bytes, context: Context) -> bytes:
         try:
@@ -459,7 +457,7 @@ class PublishService:
             self._permissions.check_disk(use, self._log_bytes, time.monotonic())
             topic = await find(self._topics, name)
             self._check_unnamed(topic)
-            looked_up = await topic.look_up(batch)
+            looked_up = await topic.ids.look_up(batch)
             share = Share(self._streams.budget, use)
             why = f"topic {topic.name}, or all clients together, have too much in flight"
             share.check(max(len(batch), _answer_bytes(len(batch))), why)

@@ -21,9 +21,8 @@ from seqdedupe.topic import cursors, moving_cursors
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.finding import find
 from seqdedupe.topic.following import Followers, read_on
-from seqdedupe.topic.logged import LoggedTopic
-from seqdedupe.topic.publishing import Topic
 from seqdedupe.topic.reading import PAGE_BYTES, Page, check_index, end_index, index_after, read_page
+from seqdedupe.topic.topic import Topic
 from seqdedupe.v1 import admin_pb2, read_pb2
 
 SERVICE = "seqdedupe.v1.ReadService"
@@ -42,7 +41,7 @@ _LEAST_ALIVE_MS, _MOST_ALIVE_MS = 1_000, 3_600_000
 """A client may ask for answers as often and as rarely as that."""
 
 
-def _encode(topic: LoggedTopic, page: Page) -> bytes:
+def _encode(topic: Topic, page: Page) -> bytes:
     """A ReadResponse or ReadStreamResponse: the stored records are its encoding already."""
     end = topic.confirmed_index if topic.knows_its_end else UNKNOWN_END
     tail = _TAIL.pack(13 << 3 | 1, page.next_index, 14 << 3 | 1, end, 15 << 3 | 1, topic.incarnation)

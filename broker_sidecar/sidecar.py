@@ -27,7 +27,7 @@ from broker_sidecar.web.pages import Pages
 from broker_sidecar.web.server import Route, Visitors, WebServer
 from seqdedupe.address import SidecarAddress
 from seqdedupe.errors import SeqdedupeError
-from seqdedupe.topic.state import State
+from seqdedupe.topic.base import State
 
 logger = logging.getLogger("seqdedupe.server")
 

@@ -1,34 +1,29 @@
 """The calls of AdminService about the sidecars of a cluster: who there is, who is gone, who has a topic; moving one."""
 
 import asyncio
-from typing import TYPE_CHECKING
-
-from broker_sidecar import peers
-from broker_sidecar.peers import Neighbours
-from seqdedupe.address import SidecarAddress
-from seqdedupe.errors import SeqdedupeError, error
-from seqdedupe.log.pulsar.owner import owner_of
-from seqdedupe.topic.publishing import Topic
-from seqdedupe.topic.shielded import shielded
-from seqdedupe.v1 import admin_pb2
-
-if TYPE_CHECKING:
-    from seqdedupe.log.pulsar.log import Shared
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import grpc
 
+from broker_sidecar import peers
 from broker_sidecar.leaving import Leaving
-from broker_sidecar.peers import Peers
+from broker_sidecar.peers import Neighbours, Peers
 from broker_sidecar.rpc import unary
+from seqdedupe.address import SidecarAddress
+from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.log.pulsar import owner
+from seqdedupe.log.pulsar.owner import owner_of
 from seqdedupe.names import to_text
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.finding import find
+from seqdedupe.topic.tasks import shielded
+from seqdedupe.topic.topic import Topic
+from seqdedupe.v1 import admin_pb2
 
 if TYPE_CHECKING:
     from broker_sidecar.cluster import Cluster
+    from seqdedupe.log.pulsar.log import Shared
 
 
 # -- Moving a topic of a cluster from this sidecar to another one.
@@ -61,7 +56,7 @@ class Moves:
 async def _move(topic: Topic, to: str, shared: "Shared", others: Neighbours) -> str:
     if to:
         await _check_can_have(topic, to, others)
-    await topic.hand_over(to, AWAY_SECONDS)
+    await topic.owner.hand_over(to, AWAY_SECONDS)
     said = [f"nobody has taken it within {peers.TAKE_SECONDS:.0f} s"]
     try:
         async with asyncio.timeout(peers.TAKE_SECONDS):
@@ -71,7 +66,7 @@ async def _move(topic: Topic, to: str, shared: "Shared", others: Neighbours) -> 
         raise error("MOVE_FAILED", f"topic {topic.name} was not moved, and is taken again here: {why}") from e
     finally:
         # Keeping away ends. If nobody has the topic it is taken back by that, else it is seen who has it.
-        topic.wanted.set()
+        topic.owner.wanted.set()
 
 
 async def _check_can_have(topic: Topic, address: str, others: Neighbours) -> None:
@@ -155,7 +150,7 @@ class Sidecars:
 
     async def _list(self, _request: admin_pb2.ListSidecarsRequest) -> admin_pb2.ListSidecarsResponse:
         if self._peers is not None:
-            return admin_pb2.ListSidecarsResponse(sidecars=await self._peers.list_sidecars(len(self._topics.records)))
+            return admin_pb2.ListSidecarsResponse(sidecars=await self._peers.list_sidecars(len(self._topics.registry)))
         shared, namespaces = self._cluster.shared, self._cluster.namespaces
         return admin_pb2.ListSidecarsResponse(
             sidecars=[
@@ -180,7 +175,7 @@ class Sidecars:
             shards=to_text(self._peers.claim.shards),
             process_id=self._peers.process_id,
             is_serving=self._is_serving(),
-            topics=len(self._topics.records),
+            topics=len(self._topics.registry),
         )
 
     async def _forget(self, request: admin_pb2.ForgetSidecarRequest) -> admin_pb2.ForgetSidecarResponse:
@@ -200,5 +195,5 @@ class Sidecars:
 
     async def _take(self, request: admin_pb2.TakeTopicRequest) -> admin_pb2.TakeTopicResponse:
         _ = self._cluster
-        await (await find(self._topics, request.topic)).take()
+        await (await find(self._topics, request.topic)).owner.take()
         return admin_pb2.TakeTopicResponse()

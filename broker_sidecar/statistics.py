@@ -10,10 +10,9 @@ from broker_sidecar.history import DUP, INTERVAL_SECONDS, NOT_DUP, REFUSED, UNKN
 from broker_sidecar.last_warnings import LastWarnings
 from broker_sidecar.topics import WORST_FIRST, replay_left_messages, snapshot_age_seconds, topic_to_proto
 from seqdedupe.errors import error
-from seqdedupe.topic.base import TopicBase
+from seqdedupe.topic.base import State, TopicBase
 from seqdedupe.topic.closed import Closed
 from seqdedupe.topic.directory import Topics
-from seqdedupe.topic.state import State
 from seqdedupe.v1 import admin_pb2
 
 DEFAULT_TOPICS = 50
@@ -35,7 +34,7 @@ def _by_state(topic: AnyTopic, _past: Past) -> tuple[Any, ...]:
 
 
 def _by_snapshot(topic: AnyTopic, _past: Past) -> tuple[Any, ...]:
-    return (0 if isinstance(topic, Closed) else topic.snapshot_index - topic.confirmed_index,)
+    return (0 if isinstance(topic, Closed) else topic.keeper.snapshot_index - topic.confirmed_index,)
 
 
 _STATES = (*WORST_FIRST, State.SERVING)
@@ -69,7 +68,7 @@ class Statistics:
         self.history.begin()
         _check(request)
         # Also while it is not known whether there are more.
-        every: dict[str, AnyTopic] = {**self._topics.closed, **self._topics.live}
+        every: dict[str, AnyTopic] = self._topics.found()
         names = self._names(request, every)
         page = names[request.offset : request.offset + (request.limit or DEFAULT_TOPICS)]
         states = Counter(topic.state for topic in every.values())

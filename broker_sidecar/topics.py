@@ -8,11 +8,10 @@ from seqdedupe.errors import error
 from seqdedupe.log.contract import Layout
 from seqdedupe.names import whole_of
 from seqdedupe.store.topics import LogKind
-from seqdedupe.topic.base import TopicBase
+from seqdedupe.topic.base import State, TopicBase
 from seqdedupe.topic.closed import Closed
-from seqdedupe.topic.logged import LoggedTopic
 from seqdedupe.topic.policy import Applied, Policy, Route
-from seqdedupe.topic.state import State
+from seqdedupe.topic.topic import Topic
 from seqdedupe.v1 import admin_pb2
 
 
@@ -177,7 +176,7 @@ def _topic_to_proto(topic: TopicBase | Closed) -> admin_pb2.Topic:
         last=topic.certain_position.to_proto(),
         producers=topic.producers.known_count(),
         log_bytes=topic.log_bytes,
-        snapshot_index=topic.snapshot_index,
+        snapshot_index=topic.keeper.snapshot_index,
         not_dup=counters.not_dup,
         dup=counters.dup,
         unknown=counters.unknown,
@@ -221,9 +220,9 @@ def _fill_window(message: admin_pb2.Topic, topic: TopicBase) -> None:
     message.window_memory_bytes = window.memory_bytes
     if topic.policy.imported is not None:
         message.window_imported = topic.policy.imported.ids
-    if isinstance(topic, LoggedTopic):
-        message.window_memory_bytes += topic.imported.memory_bytes
-        message.window_imported_missing = topic.imported.is_missing
+    if isinstance(topic, Topic):
+        message.window_memory_bytes += topic.ids.imported.memory_bytes
+        message.window_imported_missing = topic.ids.imported.is_missing
     message.window_messages_on_disk = window.on_disk
 
 
@@ -234,6 +233,6 @@ def replay_left_messages(topic: TopicBase | Closed) -> int:
 
 def snapshot_age_seconds(topic: TopicBase | Closed) -> float:
     """Since its last durable snapshot, or since it was opened; 0 if that covers all messages."""
-    if isinstance(topic, Closed) or topic.confirmed_index <= topic.snapshot_index:
+    if isinstance(topic, Closed) or topic.confirmed_index <= topic.keeper.snapshot_index:
         return 0.0
-    return asyncio.get_running_loop().time() - topic.snapshotter.durable_at
+    return asyncio.get_running_loop().time() - topic.keeper.snapshotter.durable_at

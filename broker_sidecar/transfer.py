@@ -27,9 +27,9 @@ from seqdedupe.topic.base import TopicBase
 from seqdedupe.topic.control import decode_policy
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.finding import find, look_for
-from seqdedupe.topic.publishing import Topic
 from seqdedupe.topic.renewing import renew
 from seqdedupe.topic.saved import SavedParts, parts, saved
+from seqdedupe.topic.topic import Topic
 from seqdedupe.topic.watermarks import WatermarksImport, begin_import, watermarks
 from seqdedupe.topic.window_import import WindowImport
 from seqdedupe.v1 import admin_pb2

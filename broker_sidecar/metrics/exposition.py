@@ -29,11 +29,10 @@ from broker_sidecar.topics import replay_left_messages, snapshot_age_seconds
 from broker_sidecar.web.server import LOOP_SECONDS, Request, Response, on_loop
 from seqdedupe.errors import REASONS
 from seqdedupe.figures import Buckets
-from seqdedupe.topic.base import TopicBase
+from seqdedupe.topic.base import State, TopicBase
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.flight import Admitted
-from seqdedupe.topic.logged import LoggedTopic
-from seqdedupe.topic.state import State
+from seqdedupe.topic.topic import Topic
 
 # -- All topics looked at together, for a scrape: sums of what they count, and how they are at the moment.
 #
@@ -128,14 +127,14 @@ class TopicsTally:
     async def look(self, readings: Iterable[Reading]) -> Looked:
         """Looks at all, some in each step of the event loop. One at a time."""
         topics = self._topics
-        live = list(topics.live.values())
+        live = topics.registry.open_topics()
         states = Counter(dict.fromkeys(STATES, 0))
         states[WAITING] = len(topics.waiting)
-        for closed in topics.closed.values():
+        for closed in topics.registry.closed_topics():
             states[closed.state.name.lower()] += 1
         # They are among those that are closed.
         states[State.RECOVERING.name.lower()] -= states[WAITING]
-        are_few = len(live) + len(topics.closed) <= MAX_NAMED
+        are_few = len(topics.registry) <= MAX_NAMED
         now: dict[str, Now] = {}
         for at in range(0, len(live), AT_ONCE):
             for topic in live[at : at + AT_ONCE]:
@@ -165,7 +164,7 @@ class TopicsTally:
 
     def _end_series(self) -> None:
         """Those of topics that are gone: another one may have one instead."""
-        for name in self._named - self._topics.live.keys() - self._topics.closed.keys():
+        for name in self._named - self._topics.registry.names():
             self._named.discard(name)
             for k, gone in enumerate(self._sums.pop(name, ())):
                 self._gone[k] += gone
@@ -189,7 +188,7 @@ def _look_at(topic: TopicBase, now: Now) -> None:
     now.producers += len(topic.producers)
     now.damaged_places += damage.places
     now.damaged_messages += damage.messages
-    distance = max(topic.confirmed_index - topic.snapshot_index, 0)
+    distance = max(topic.confirmed_index - topic.keeper.snapshot_index, 0)
     now.max_snapshot_distance_messages = max(now.max_snapshot_distance_messages, distance)
     now.max_snapshot_age_seconds = max(now.max_snapshot_age_seconds, snapshot_age_seconds(topic))
     now.replay_left_messages += replay_left_messages(topic)
@@ -200,11 +199,11 @@ def _look_at(topic: TopicBase, now: Now) -> None:
         now.window_bytes += window.memory_bytes
         age_seconds = time.time() - window.first_time_ms / 1000 if len(window) else 0.0
         now.max_window_age_seconds = max(now.max_window_age_seconds, age_seconds)
-    if isinstance(topic, LoggedTopic):
-        now.window_bytes += topic.imported.memory_bytes
+    if isinstance(topic, Topic):
+        now.window_bytes += topic.ids.imported.memory_bytes
         now.window_imported += topic.policy.imported.ids if topic.policy.imported is not None else 0
-        now.window_imported_missing += topic.imported.is_missing
-    if isinstance(topic, LoggedTopic) and (frames := len(topic.flight)):
+        now.window_imported_missing += topic.ids.imported.is_missing
+    if isinstance(topic, Topic) and (frames := len(topic.flight)):
         now.in_flight_frames += frames
         now.in_flight_bytes += topic.flight.bytes
         now.not_durable_messages += topic.not_durable

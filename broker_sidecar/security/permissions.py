@@ -21,7 +21,7 @@ from seqdedupe.core.producers import Producers
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.names import namespace_name, producer_name, topic_name
 from seqdedupe.topic import moving_cursors
-from seqdedupe.topic.allowing import Allowing, Judge
+from seqdedupe.topic.frame import Allowing, NamesJudge
 
 # -- What each call needs, by the call's full name. One that is not listed is refused to all for whom rules count.
 
@@ -430,7 +430,7 @@ class Permissions:
             is_its = self._rules.on(subject.name, Action.READ, topic).are_allowed(*names)
             use.check("cursors", int(np.count_nonzero(is_its)) + 1, otherwise=MAX_CURSORS_A_CALLER)
 
-    def names_judge(self, subject: str, topic: str) -> Judge:
+    def names_judge(self, subject: str, topic: str) -> NamesJudge:
         """Judges names under which somebody would publish to the topic."""
         return self._rules.on(subject, Action.PUBLISH, topic).are_allowed
 

@@ -15,11 +15,11 @@ from seqdedupe.names import producer_name
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Loaded, Snapshots
 from seqdedupe.topic.attachment import Attachment, Checked, Columns
-from seqdedupe.topic.base import TopicBase
-from seqdedupe.topic.inactivity import DUE_PERIODS
+from seqdedupe.topic.base import State, TopicBase
+from seqdedupe.topic.keeper import DUE_PERIODS, Keeper
 from seqdedupe.topic.policy import Applied, Policy
-from seqdedupe.topic.retry import again_until
-from seqdedupe.topic.state import State
+from seqdedupe.topic.stored import producers_of
+from seqdedupe.topic.tasks import again_until
 
 logger = logging.getLogger("seqdedupe.topic")
 
@@ -54,13 +54,11 @@ class AttachedTopic(TopicBase):
         super().__init__(
             name,
             incarnation,
-            store,
-            snapshots,
+            producers_of(loaded) if producers is None else producers,
             loaded,
             first_index=0,
             applied=applied,
             on_state=on_state,
-            producers=producers,
         )
         self.position = loaded.opaque if loaded else b""
         """Of the last entry that is known to be in the log; empty: none."""
@@ -76,6 +74,12 @@ class AttachedTopic(TopicBase):
         self._timer: asyncio.TimerHandle | None = None
         self._uncounted = 0
         self._counting: asyncio.TimerHandle | None = None
+        self.keeper = Keeper(self, store, snapshots)
+
+    @property
+    def window(self) -> None:
+        """There are no deduplication IDs."""
+        return None
 
     @property
     def first_index(self) -> int:
@@ -96,14 +100,14 @@ class AttachedTopic(TopicBase):
     def check_serving(self) -> None:
         """Raises DRAINING, TOPIC_NOT_FOUND: the numbers are there whoever is attached."""
         if self.state is State.DRAINING:
-            raise error(self._closed_because, f"topic {self.name}: {self.why}")
+            raise error(self.closed_because, f"topic {self.name}: {self.why}")
 
     def log_place(self) -> bytes:
         return self.position
 
-    def _snapshot_is_durable(self) -> None:
-        if self.trim_position != self.snapshotter.opaque:
-            self.trim_position = self.snapshotter.opaque
+    def snapshot_is_durable(self) -> None:
+        if self.trim_position != self.keeper.snapshotter.opaque:
+            self.trim_position = self.keeper.snapshotter.opaque
             if self._trim_moved is not None:
                 self._trim_moved()
 
@@ -115,15 +119,15 @@ class AttachedTopic(TopicBase):
         `end` is called once, with the reason, when the attachment ends by itself; `trim_moved` when `trim_position` has
         changed. Raises DRAINING, TOPIC_NOT_FOUND.
         """
-        if self._held is not None:
-            raise self._held
+        if self.held is not None:
+            raise self.held
         if self.state is State.DRAINING:
-            raise error(self._closed_because, f"topic {self.name} is closed")
+            raise error(self.closed_because, f"topic {self.name} is closed")
         self._detach(error("NOT_ATTACHED", f"another broker has attached topic {self.name}"))
         self.producers.fail_in_flight()
         self._attachment = attachment = Attachment(self.producers, self.position)
         self._end, self._trim_moved = end, trim_moved
-        self._set_state(State.RECOVERING, "the broker replays its log")
+        self.change_state(State.RECOVERING, "the broker replays its log")
         return attachment
 
     @property
@@ -136,7 +140,7 @@ class AttachedTopic(TopicBase):
         if attachment is self._attachment:
             self._end = None
             self._detach(error("NOT_ATTACHED", NOBODY))
-            self._set_state(State.RECOVERING, NOBODY)
+            self.change_state(State.RECOVERING, NOBODY)
 
     def _detach(self, why: SeqdedupeError) -> None:
         end, self._end = self._end, None
@@ -156,13 +160,13 @@ class AttachedTopic(TopicBase):
 
     def ready(self) -> None:
         """The replay has ended."""
-        self._set_state(State.SERVING, "")
+        self.change_state(State.SERVING, "")
 
     def check(self, attachment: Attachment, columns: Columns) -> Checked:
         """See `Attachment.check`; raises what the topic is held for too."""
         try:
-            if self._held is not None:
-                raise self._held
+            if self.held is not None:
+                raise self.held
             checked = attachment.check(columns, self.applied, self._now_seconds())
         except SeqdedupeError:
             self.counters.refused += 1
@@ -191,7 +195,7 @@ class AttachedTopic(TopicBase):
     def _count(self) -> None:
         self._counting = None
         if self._uncounted:
-            self.snapshotter.stored(self._uncounted)
+            self.keeper.snapshotter.stored(self._uncounted)
             self._uncounted = 0
             self._counting = asyncio.get_running_loop().call_later(COUNT_SECONDS, self._count)
 
@@ -208,7 +212,7 @@ class AttachedTopic(TopicBase):
         why = f"of an admission nothing was reported for {self._timeout_seconds:g} seconds"
         logger.warning("topic %s: %s", self.name, why)
         self._detach(error("NOT_ATTACHED", why))
-        self._set_state(State.RECOVERING, NOBODY)
+        self.change_state(State.RECOVERING, NOBODY)
 
     # -- what others ask ---------------------------------------------------------------------------------------
 
@@ -222,30 +226,35 @@ class AttachedTopic(TopicBase):
         numbers = self.producers.numbers[number]
         return int(numbers[PUSHED]), int(numbers[PERSISTED])
 
+    def put_in_force(self, policy: Policy) -> None:
+        self.policy = policy
+        self.applied = self.inherited.under(policy)
+        self.keeper.apply(self.applied)
+
     async def set_policy(self, policy: Policy) -> None:
         """Sets the policy, as a whole: in force at once, durable on return. Raises STORE_UNAVAILABLE: it is tried
         again, and until then it is in force but not durable."""
-        self._put_in_force(policy)
+        self.put_in_force(policy)
         try:
-            await self.snapshot()
+            await self.keeper.snapshot()
         except SeqdedupeError:
-            self._spawn(again_until(self._is_durable))
+            self.spawn(again_until(self._is_durable))
             raise
 
     async def _is_durable(self) -> bool:
         try:
-            await self.snapshot()
+            await self.keeper.snapshot()
         except SeqdedupeError:
             return False
         return True
 
     # -- producers that nobody uses ----------------------------------------------------------------------------
 
-    def _in_use(self) -> list[Int64s]:
+    def in_use(self) -> list[Int64s]:
         """Those that the broker has registered, or that have something in flight."""
         return [] if self._attachment is None else self._attachment.in_use()
 
-    async def _purge(self, numbers: Int64s) -> int:
+    async def purge(self, numbers: Int64s) -> int:
         """A durable snapshot says so first: a replay begins after it, and never meets what is forgotten again."""
         producers, before = self.producers, self.counters.purged
 
@@ -261,12 +270,12 @@ class AttachedTopic(TopicBase):
             producers.mark_dirty(forgotten)
             if len(still) < len(forgotten):
                 # Of those that came back meanwhile the store has to be told again.
-                self._spawn(self.snapshot_in_background())
+                self.spawn(self.keeper.snapshot_in_background())
 
-        await self.snapshotter.forget(due, forget)
+        await self.keeper.snapshotter.forget(due, forget)
         return self.counters.purged - before
 
-    def _renumber(self, new_numbers: Int64s) -> None:
+    def renumber(self, new_numbers: Int64s) -> None:
         if self._attachment is not None:
             self._attachment.renumber(new_numbers)
 
@@ -278,19 +287,19 @@ class AttachedTopic(TopicBase):
     async def drain(self) -> None:
         """Takes nothing more, takes a last snapshot."""
         self._closing("the sidecar is shutting down")
-        await self.snapshot_in_background()
-        await self._end_tasks()
+        await self.keeper.snapshot_in_background()
+        await self.end_tasks()
 
     async def close(self, why: str) -> None:
         self._closing(why)
-        await self._end_tasks()
+        await self.end_tasks()
 
     async def delete(self) -> None:
         """Closes it for good: whoever still uses the topic is told that it is not there."""
-        self._closed_because = "TOPIC_NOT_FOUND"
+        self.closed_because = "TOPIC_NOT_FOUND"
         self._closing("it was deleted")
-        await self._end_tasks()
+        await self.end_tasks()
 
     def _closing(self, why: str) -> None:
-        self._set_state(State.DRAINING, why)
-        self._detach(error(self._closed_because, f"topic {self.name}: {why}"))
+        self.change_state(State.DRAINING, why)
+        self._detach(error(self.closed_because, f"topic {self.name}: {why}"))

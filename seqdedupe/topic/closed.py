@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.store.topics import TopicRecord
-from seqdedupe.topic.state import State, damaged_topic
+from seqdedupe.topic.base import State, damaged_topic
 
 
 @dataclass(slots=True)

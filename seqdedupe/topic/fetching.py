@@ -7,11 +7,10 @@ from typing import Any
 
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.store.snapshots import Loaded
-from seqdedupe.topic.base import TopicBase
+from seqdedupe.topic.base import State, TopicBase
 from seqdedupe.topic.closed import Closed
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.renewing import renew
-from seqdedupe.topic.state import State
 
 logger = logging.getLogger("seqdedupe.topics")
 
@@ -41,7 +40,7 @@ class Fetching:
         """Looks for such topics, and tries again for those that it could not help."""
         while True:
             await asyncio.sleep(FETCH_SECONDS)
-            every = [*self._topics.closed.values(), *self._topics.live.values()]
+            every = [entry.found for entry in self._topics.registry if entry.found is not None]
             await asyncio.gather(*(self._fetch(topic) for topic in every if _has_no_state(topic)))
 
     async def _fetch(self, topic: Closed | TopicBase) -> None:

@@ -1,14 +1,14 @@
 """Topics of a cluster that others make and delete: it is asked before it is said for good that there is none."""
 
 from collections.abc import Collection
+from functools import partial
 from typing import TypeVar
 
 from seqdedupe.names import topic_name
-from seqdedupe.topic.base import TopicBase
+from seqdedupe.topic.base import State, TopicBase
 from seqdedupe.topic.closed import Closed
 from seqdedupe.topic.directory import Topics
-from seqdedupe.topic.shielded import shielded
-from seqdedupe.topic.state import State
+from seqdedupe.topic.registry import Phase
 
 T = TypeVar("T", bound=TopicBase)
 
@@ -45,11 +45,11 @@ async def delete(topics: Topics[T], name: str) -> None:
     full = await look_for(topics, name)
     topic = _there(topics, full)
     is_lost = bool(await lost(topics, [full])) and not topics.partitions_beside(full)
-    if not is_lost or _there(topics, full) is not topic or full in topics.deleting:
+    if not is_lost or _there(topics, full) is not topic or topics.registry.phase(full) is Phase.DELETING:
         await topics.delete(full)
         return
     topics.check_takes_changes(full)
-    await shielded(topics.deleting, full, topics.remove([full], full))
+    await topics.registry.run(Phase.DELETING, full, partial(topics.remove, [full], full))
 
 
 async def lost(topics: Topics[T], names: Collection[str]) -> set[str]:
@@ -59,8 +59,10 @@ async def lost(topics: Topics[T], names: Collection[str]) -> set[str]:
     if not damaged or not topics.kind.log.is_shared:
         return set()
     listed = {log.incarnation for log in await topics.kind.list()}
-    return {name for name in damaged if name in topics.records and topics.records[name].incarnation not in listed}
+    records = [record for name in damaged if (record := topics.registry.record(name)) is not None]
+    return {record.name for record in records if record.incarnation not in listed}
 
 
 def _there(topics: Topics[T], full: str) -> T | Closed | None:
-    return topics.live.get(full) or topics.closed.get(full)
+    entry = topics.registry.get(full)
+    return None if entry is None else entry.found

@@ -12,9 +12,9 @@ from weakref import WeakKeyDictionary
 
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.log.contract import LargerRecordError
-from seqdedupe.topic.logged import LoggedTopic
+from seqdedupe.topic.base import State
 from seqdedupe.topic.reading import PAGE_BYTES, Page, read_page
-from seqdedupe.topic.state import State
+from seqdedupe.topic.topic import Topic
 
 TURNS_AT_ONCE = 2
 TURN_SECONDS = 0.002
@@ -68,24 +68,24 @@ class Turns:
 class Followers:
     """What the followers of all topics of a sidecar share. `encode` makes of a page what goes out."""
 
-    def __init__(self, encode: Callable[[LoggedTopic, Page], bytes]) -> None:
+    def __init__(self, encode: Callable[[Topic, Page], bytes]) -> None:
         self.turns = Turns()
         self._encode = encode
-        self._ends: WeakKeyDictionary[LoggedTopic, int] = WeakKeyDictionary()
+        self._ends: WeakKeyDictionary[Topic, int] = WeakKeyDictionary()
         """Up to where the newest page of each goes."""
         self._count = itertools.count()
-        self._numbers: WeakKeyDictionary[LoggedTopic, int] = WeakKeyDictionary()
+        self._numbers: WeakKeyDictionary[Topic, int] = WeakKeyDictionary()
         """Of the topics. One that was opened again has another one: its log may have been replaced meanwhile."""
         self._pages: OrderedDict[tuple[int, int, int], asyncio.Future[Page | None]] = OrderedDict()
 
-    def end(self, topic: LoggedTopic, index: int) -> int:
+    def end(self, topic: Topic, index: int) -> int:
         """Up to where a follower that has all below `index` reads now, so that all end at the same message."""
         end = self._ends.get(topic, 0)
         if end <= index:
             end = self._ends[topic] = topic.readable_index
         return end
 
-    async def page(self, topic: LoggedTopic, from_index: int, stop_index: int, max_bytes: int) -> Page | None:
+    async def page(self, topic: Topic, from_index: int, stop_index: int, max_bytes: int) -> Page | None:
         """`read_page`, made once for all who ask for the same; None if each has to read for itself.
 
         That is when it cannot be read, so that each hears why, when whoever was reading it went away, and for a record
@@ -109,7 +109,7 @@ class Followers:
             made.set_result(page)
         return page
 
-    def encoded(self, topic: LoggedTopic, page: Page) -> Page:
+    def encoded(self, topic: Topic, page: Page) -> Page:
         """A page as it goes out. What it was read with is not held any more."""
         data = self._encode(topic, page)
         # The records are where its encoding begins: they are held once.
@@ -121,7 +121,7 @@ async def _any_room(least_bytes: int) -> int:
 
 
 async def read_on(
-    topic: LoggedTopic,
+    topic: Topic,
     from_index: int,
     stop_index: int | None,
     room: Callable[[int], Awaitable[int]] = _any_room,

@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -11,9 +12,9 @@ from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.log.contract import LogName
 from seqdedupe.names import topic_name, whole_of
 from seqdedupe.store.topics import TopicRecord, TopicState
+from seqdedupe.topic.base import State
 from seqdedupe.topic.closed import Closed
-from seqdedupe.topic.shielded import shielded
-from seqdedupe.topic.state import State
+from seqdedupe.topic.registry import Phase
 
 if TYPE_CHECKING:
     from seqdedupe.topic.directory import Topics
@@ -33,8 +34,11 @@ async def open_all(topics: "Topics[Any]") -> None:
     if topics.kind.log.is_shared and (changed := _changed(logs, records)):
         await topics.store.put_topics(*changed)
         for record in changed:
-            if topics.closed.pop(record.name, None):
+            entry = topics.registry.entry(record.name)
+            if entry.closed is not None:
+                entry.found = None
                 topics.on_state(record.name, None)
+            topics.registry.tidy(record.name)
     topics.partitions.unused = _unused(logs)
     topics.waiting.unfinished = frozenset(log.incarnation for log in logs if log.is_unfinished)
     topics.unlisted = None
@@ -59,7 +63,7 @@ def cannot_list(topics: "Topics[Any]", records: Iterable[TopicRecord], why: Seqd
     topics.unlisted = unlisted
     for record in records:
         if record.state is TopicState.ACTIVE:
-            topics.closed[record.name] = Closed(record, why)
+            topics.registry.entry(record.name).found = Closed(record, why)
             topics.on_state(record.name, State.RECOVERING)
 
 
@@ -68,14 +72,14 @@ async def look_again(topics: "Topics[Any]") -> None:
     `Topics.looking`."""
     before = topics.store.topics()
     # What is served here nobody else can delete.
-    logs = await topics.kind.list(without=[name for name, one in topics.live.items() if one.state is State.SERVING])
+    logs = await topics.kind.list(without=[one.name for one in topics.registry.open_topics() if one.is_serving])
     await _leave_made_anew(topics, before, logs)
     # What was known before may have been deleted here since the list was made.
     known = {record.incarnation for record in (*before, *topics.store.topics())}
     new = [
         await _record(topics, log)
         for log in logs
-        if log.incarnation not in known and log.topic and log.topic not in (*topics.records, *topics.creating)
+        if log.incarnation not in known and log.topic and not _is_taken(topics, log.topic)
     ]
     for records in _together(new):
         await _open_together(topics, records)
@@ -83,6 +87,11 @@ async def look_again(topics: "Topics[Any]") -> None:
         if log.is_going and log.topic:
             await _let_go_of(topics, log.topic, log.incarnation)
     topics.partitions.unused = _unused(logs)
+
+
+def _is_taken(topics: "Topics[Any]", name: str) -> bool:
+    entry = topics.registry.get(name)
+    return entry is not None and (entry.record is not None or entry.phase is Phase.CREATING)
 
 
 async def _record(topics: "Topics[Any]", log: LogName) -> TopicRecord:
@@ -143,14 +152,14 @@ async def _open_together(topics: "Topics[Any]", records: list[TopicRecord]) -> N
 
 async def _let_go_of(topics: "Topics[Any]", name: str, incarnation: int) -> None:
     """Somebody else deletes a topic, or the topic of which this one is a partition."""
-    known = topics.records.get(name)
+    known, registry = topics.registry.record(name), topics.registry
     if known is None or known.incarnation != incarnation:
         return
     whole = whole_of(name) if known.partitions else None
-    if whole is None and name not in topics.deleting:
-        await shielded(topics.deleting, name, topics.remove([name], name))
-    elif whole is not None and whole not in topics.changing:
-        await shielded(topics.changing, whole, topics.remove_partitions(whole))
+    if whole is None and registry.phase(name) is not Phase.DELETING:
+        await registry.run(Phase.DELETING, name, partial(topics.remove, [name], name))
+    elif whole is not None and registry.changes(whole) is None:
+        await registry.change_whole(Phase.DELETING, whole, partial(topics.remove_partitions, whole))
 
 
 async def _leave_made_anew(topics: "Topics[Any]", records: Iterable[TopicRecord], logs: Iterable[LogName]) -> None:
@@ -180,11 +189,14 @@ def _asked(name: str, partitions: int) -> str:
 
 def _is_in_use(topics: "Topics[Any]", record: TopicRecord) -> bool:
     """Whether it is served here, opened, made or deleted: then the next look sees what has become of it."""
-    name, live = record.name, topics.live.get(record.name)
+    entry = topics.registry.get(record.name)
+    if topics.registry.changes(_asked(record.name, record.partitions)) is not None:
+        return True
+    if entry is None:
+        return False
     return (
-        (live is not None and live.state is State.SERVING)
-        or topics.lives.opening[name].locked()
-        or any(name in some for some in (topics.creating, topics.deleting, topics.renewing))
-        or _asked(name, record.partitions) in topics.changing
-        or topics.records.get(name, record) != record
+        (entry.topic is not None and entry.topic.is_serving)
+        or entry.openers > 0
+        or entry.phase not in (Phase.SETTLED, Phase.MOVING)
+        or (entry.record is not None and entry.record != record)
     )

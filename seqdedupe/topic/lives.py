@@ -4,7 +4,6 @@ import asyncio
 import logging
 import secrets
 import time
-from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Generic, TypeVar
@@ -15,14 +14,14 @@ from seqdedupe.log.contract import AS_USUAL, Layout
 from seqdedupe.names import shard_of, whole_of
 from seqdedupe.store.db import Store
 from seqdedupe.store.topics import LogKind, TopicRecord, TopicState
-from seqdedupe.topic.base import TopicBase
+from seqdedupe.topic.base import State, TopicBase
 from seqdedupe.topic.closed import Closed
 from seqdedupe.topic.kind import TopicKind
 from seqdedupe.topic.policy import Applied, Policy
 from seqdedupe.topic.records import Records
-from seqdedupe.topic.retry import again_until
-from seqdedupe.topic.state import State
+from seqdedupe.topic.registry import Registry
 from seqdedupe.topic.stored import Stored
+from seqdedupe.topic.tasks import again_until
 
 logger = logging.getLogger("seqdedupe.topics")
 
@@ -33,8 +32,8 @@ MADE_AT_ONCE = 32
 
 
 class Lives(Generic[T]):
-    """Puts what it has opened or made into `live`, or into `closed` with the reason, and takes it out; what it makes,
-    into `records` too. `inherited` is the policy of a name; `topic_changed` is told of a topic that is open.
+    """Puts what it has opened or made into the registry, or the reason why not, and takes it out. `inherited` is the
+    policy of a name; `topic_changed` is told of a topic that is open.
     """
 
     def __init__(
@@ -42,23 +41,17 @@ class Lives(Generic[T]):
         store: Store,
         kind: TopicKind[T],
         stored: Records,
-        live: dict[str, T],
-        closed: dict[str, Closed],
-        records: dict[str, TopicRecord],
+        registry: Registry[T],
         inherited: Callable[[str], Applied],
         on_state: Callable[[str, State | None], None],
         topic_changed: Callable[[T], None],
     ) -> None:
-        self.opening: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-        """By name: nobody opens a topic that another one opens."""
         self.rebuilt: set[int] = set()
         """Incarnations that begin again from their log alone, and have no durable snapshot yet."""
         self._store = store
         self._kind = kind
         self._stored = stored
-        self._live = live
-        self._closed = closed
-        self._records = records
+        self._registry = registry
         self._inherited = inherited
         self._on_state = on_state
         self._topic_changed = topic_changed
@@ -67,13 +60,14 @@ class Lives(Generic[T]):
 
     async def opened(self, record: TopicRecord) -> bool:
         """Tries to open a topic. Whether there is nothing left to try: it is open, or damaged at the second look."""
-        async with self.opening[record.name]:
-            is_gone = self._records.get(record.name) is not record
-            return is_gone or record.name in self._live or await self.open(record)
+        async with self._registry.locked(record.name) as entry:
+            is_gone = entry.record is not record
+            return is_gone or entry.topic is not None or await self.open(record)
 
     async def open(self, record: TopicRecord) -> bool:
         """As `opened`, for whoever holds the lock of the name and knows that the topic is not live."""
-        before = self._closed.get(record.name)
+        entry = self._registry.entry(record.name)
+        before = entry.closed
         inherited = self._inherited(record.name)
         without_snapshot = record.incarnation in self.rebuilt
         try:
@@ -90,8 +84,7 @@ class Lives(Generic[T]):
             state = State.STANDBY if has_moved else State.DAMAGED if is_damaged else State.RECOVERING
             self.close(Closed(record, why, state))
             return is_damaged or has_moved
-        self._closed.pop(record.name, None)
-        self._live[topic.name] = topic
+        entry.found = topic
         topic.inherit(self._inherited(topic.name))
         self._topic_changed(topic)
         return True
@@ -99,14 +92,14 @@ class Lives(Generic[T]):
     async def go_on_opening(self, record: TopicRecord) -> None:
         """Tries until nothing is left to try, and recovers the topic."""
         await again_until(lambda: self.opened(record))
-        if topic := self._live.get(record.name):
+        if topic := self._registry.topic(record.name):
             await topic.recover()
 
     def close(self, closed: Closed) -> None:
         """The topic of this record is there, and cannot be used."""
         name = closed.record.name
-        before = self._closed.get(name)
-        self._closed[name] = closed
+        entry = self._registry.entry(name)
+        before, entry.found = entry.closed, closed
         if before is not None and (before.state, str(before.why)) == (closed.state, str(closed.why)):
             # It is tried again and again.
             return
@@ -176,8 +169,8 @@ class Lives(Generic[T]):
         return topic
 
     def _begins(self, record: TopicRecord, topic: T) -> None:
-        self._records[topic.name] = record
-        self._live[topic.name] = topic
+        entry = self._registry.entry(topic.name)
+        entry.record, entry.found = record, topic
         topic.inherit(self._inherited(topic.name))
         self._on_state(topic.name, topic.state)
 
@@ -207,21 +200,25 @@ class Lives(Generic[T]):
 
     async def remove(self, names: list[str], asked: str) -> None:
         """Deletes topics, live or closed, all of them or none. `asked` is what they are to whoever asks."""
-        topics = [self._live[name] for name in names if name in self._live]
+        topics = [topic for name in names if (topic := self._registry.topic(name)) is not None]
         for topic in topics:
             topic.hold(error("DRAINING", f"topic {asked} is being deleted"))
-        records = [self._records[name] for name in names]
+        records = [record for name in names if (record := self._registry.record(name)) is not None]
         deleting = [replace(record, state=TopicState.DELETING) for record in records]
         await self._stored.write(topics, deleting, records)
         try:
             await asyncio.gather(*(topic.delete() for topic in topics))
         finally:
             for name in names:
-                self._live.pop(name, None)
-                self._closed.pop(name, None)
-                del self._records[name]
-                self._on_state(name, None)
+                self.forget(name)
         await self._stored.clean_up(*deleting)
+
+    def forget(self, name: str) -> None:
+        """There is no topic of this name any more."""
+        entry = self._registry.entry(name)
+        entry.record = entry.found = None
+        self._on_state(name, None)
+        self._registry.tidy(name)
 
     async def leave(self, records: Sequence[TopicRecord]) -> None:
         """Forgets topics, live or closed, whose logs are gone, and whose names others have; nothing else is deleted.
@@ -229,11 +226,9 @@ class Lives(Generic[T]):
         Whoever uses one comes again, and finds what has its name now. Raises STORE_UNAVAILABLE: then it is to be done
         again.
         """
-        topics = [self._live[record.name] for record in records if record.name in self._live]
+        topics = [topic for record in records if (topic := self._registry.topic(record.name)) is not None]
         for record in records:
-            for some in (self._live, self._closed, self._records):
-                some.pop(record.name, None)
-            self._on_state(record.name, None)
+            self.forget(record.name)
         for topic in topics:
             topic.has_successor = True
             await topic.close("it was deleted and made anew")

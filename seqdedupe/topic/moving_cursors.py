@@ -5,17 +5,17 @@ from dataclasses import replace
 from seqdedupe.errors import InvalidRequestError, error
 from seqdedupe.message_id import Position
 from seqdedupe.names import new_producer_name
+from seqdedupe.topic.base import State
 from seqdedupe.topic.control import CursorChange
 from seqdedupe.topic.cursors import MAX_CURSORS, MAX_NOTE_BYTES, NamedCursor
-from seqdedupe.topic.logged import LoggedTopic
 from seqdedupe.topic.policy import LARGEST
-from seqdedupe.topic.state import State
+from seqdedupe.topic.topic import Topic
 
 Kept = tuple[Position, str]
 """A position, and a note."""
 
 
-def all_of(topic: LoggedTopic) -> tuple[NamedCursor, ...]:
+def all_of(topic: Topic) -> tuple[NamedCursor, ...]:
     """Those that are in force, by name. Raises RECOVERING, LOG_DAMAGED, NOT_OWNER while that is not certain."""
     topic.check_knows_its_end()
     if topic.state is State.RECOVERING:
@@ -23,14 +23,14 @@ def all_of(topic: LoggedTopic) -> tuple[NamedCursor, ...]:
     return topic.policy.cursors
 
 
-def kept(topic: LoggedTopic, name: str) -> Kept | None:
+def kept(topic: Topic, name: str) -> Kept | None:
     """What a cursor keeps. Raises as `all_of`, INVALID_NAME."""
     check_name(name)
     found = next((one for one in all_of(topic) if one.name == name), None)
     return None if found is None else (found.position, found.note)
 
 
-async def move(topic: LoggedTopic, name: str, expected: Kept | None, new: Kept) -> None:
+async def move(topic: Topic, name: str, expected: Kept | None, new: Kept) -> None:
     """Has it keep something else, if it keeps this: durable on return. Where that is what it keeps, nothing is written.
 
     What is under way counts as if it were done: if it fails, this fails with it. Raises CURSOR_MOVED, INVALID_NAME,
@@ -60,7 +60,7 @@ async def move(topic: LoggedTopic, name: str, expected: Kept | None, new: Kept) 
         await topic.append_change(CursorChange(name, moved))
 
 
-async def hold(topic: LoggedTopic, name: str, mb: int) -> None:
+async def hold(topic: Topic, name: str, mb: int) -> None:
     """Has retention wait for it while the log is not larger than this; 0: not any more. Raises CURSOR_NOT_FOUND,
     INVALID_REQUEST, and as `move`."""
     if not 0 <= mb <= LARGEST:
@@ -68,12 +68,12 @@ async def hold(topic: LoggedTopic, name: str, mb: int) -> None:
     await topic.append_change(CursorChange(name, replace(_found(topic, name), hold_retention_in_mb=mb)))
 
 
-async def remove(topic: LoggedTopic, name: str) -> None:
+async def remove(topic: Topic, name: str) -> None:
     """It keeps nothing any more. Raises CURSOR_NOT_FOUND, and as `move`."""
     await topic.append_change(CursorChange(_found(topic, name).name, None))
 
 
-def _found(topic: LoggedTopic, name: str) -> NamedCursor:
+def _found(topic: Topic, name: str) -> NamedCursor:
     topic.check_serving()
     for one in topic.newest_policy.cursors:
         if one.name == name:

@@ -8,7 +8,7 @@ from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.store.db import Store
 from seqdedupe.topic.control import decode_policy, encode
 from seqdedupe.topic.policy import Applied, Policy
-from seqdedupe.topic.retry import again_until
+from seqdedupe.topic.tasks import again_until
 
 MAX_NAMESPACE_POLICIES = 10_000
 

@@ -63,9 +63,9 @@ class BrokersTopics:
             raise error(
                 "INVALID_REQUEST", why, hint="Import a snapshot; or delete the topic, and let the broker replay."
             )
-        if live is not None and loaded.next_index < live.snapshot_index:
+        if live is not None and loaded.next_index < live.keeper.snapshot_index:
             # The broker was told that it may drop what stands before that.
-            why = f"the snapshot covers {loaded.next_index} entries, the one in the store {live.snapshot_index}"
+            why = f"the snapshot covers {loaded.next_index} entries, the one in the store {live.keeper.snapshot_index}"
             raise error("POSITION_TRIMMED", why, hint="Import a newer snapshot.")
 
     async def announce(self, whole: str) -> None:

@@ -13,8 +13,8 @@ from seqdedupe.format.jit import Int64s
 from seqdedupe.limits import NO_EPOCH, NO_SEQUENCE_ID
 from seqdedupe.topic.control import Purge, Sessions
 from seqdedupe.topic.originals import index_in_log
-from seqdedupe.topic.publishing import Topic
 from seqdedupe.topic.sessions import NAMES_A_STEP, Opened, Opening, check_count, encoded_names
+from seqdedupe.topic.topic import Topic
 
 MAX_LOOKED_UP = 64
 """Of so many names at most `Open` answers where their last message stands: that may take a read each."""
@@ -107,7 +107,7 @@ async def _begin(
         topic.check_serving()
     check(names)
     if epochs is None:
-        topic.check_has_epochs()
+        topic.owner.check_has_epochs()
     opening = topic.sessions.open(names, epochs)
     durable_epochs = topic.producers.numbers[opening.numbers, DURABLE_EPOCH]
     if (durable_epochs < opening.epochs).any():

@@ -15,13 +15,13 @@ from seqdedupe.errors import DamagedError, PositionError, error
 from seqdedupe.limits import NO_SEQUENCE_ID
 from seqdedupe.message_id import Position
 from seqdedupe.names import producer_name
-from seqdedupe.topic.by_id import since_ms
+from seqdedupe.topic.base import State
 from seqdedupe.topic.control import Reset
 from seqdedupe.topic.flight import InFlight
 from seqdedupe.topic.frame import check_by_id
+from seqdedupe.topic.judge_by_id import since_ms
 from seqdedupe.topic.originals import NOT_KNOWN, find_in_log, publish_time_ms
-from seqdedupe.topic.publishing import Topic
-from seqdedupe.topic.state import State
+from seqdedupe.topic.topic import Topic
 
 logger = logging.getLogger("seqdedupe.topic")
 
@@ -110,12 +110,12 @@ async def state_by_id(topic: Topic, deduplication_id: bytes) -> Message:
     payload, one = Binary.of_all([b""]), Binary.of_all([deduplication_id])
     batch = Batch(Binary(), NO_INT64S, NO_INT64S, NO_INT64S, payload, deduplication_ids=one)
     frame = check_by_id(batch.encode())
-    looked_up = await topic.window_runs.look_up(frame.encoded)
+    looked_up = await topic.ids.runs.look_up(frame.encoded)
     index = topic.window.index_of(frame.view, frame.places)
     if index >= topic.confirmed_index:
         return Message(MessageState.IN_FLIGHT, NO_SEQUENCE_ID, NO_SEQUENCE_ID)
-    since = since_ms(topic.applied, topic.now())
-    if index == NOWHERE and len(older := topic.window_runs.older(frame, since, looked_up)):
+    since = since_ms(topic.applied, topic.ids.now())
+    if index == NOWHERE and len(older := topic.ids.runs.older(frame, since, looked_up)):
         index = int(older[0])
     if index == IMPORTED:
         return Message(MessageState.IMPORTED, NO_SEQUENCE_ID, NO_SEQUENCE_ID)
@@ -197,7 +197,7 @@ async def reset_producer(topic: Topic, name: str, persisted: int) -> int:
             f"persisted is {persisted}: it should be {NO_SEQUENCE_ID} to {before}, which producer {name!r} has sent",
             persisted=before,
         )
-    topic.check_has_epochs()
+    topic.owner.check_has_epochs()
     opening = topic.sessions.open([name], None)
     await topic.append_change(Reset(opening.names, opening.epochs, np.array([persisted], np.int64)))
     logger.warning(

@@ -7,6 +7,7 @@ or all of them half made, or all of them being deleted, and finishes that for ea
 """
 
 import asyncio
+from functools import partial
 from typing import TypeVar
 
 from seqdedupe.errors import error
@@ -19,14 +20,15 @@ from seqdedupe.topic.base import TopicBase
 from seqdedupe.topic.closed import Closed
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.policy import GapPolicy, Policy
-from seqdedupe.topic.shielded import shielded
+from seqdedupe.topic.registry import Phase
 
 T = TypeVar("T", bound=TopicBase)
 
 
 def partitions_of(topics: Topics[T], whole: str) -> "list[T | Closed | None]":
     """The partitions of a partitioned topic, in order; None for one that is not there. Raises KeyError."""
-    return [topics.live.get(name) or topics.closed.get(name) for name in topics.partitions.names(whole)]
+    entries = [topics.registry.get(name) for name in topics.partitions.names(whole)]
+    return [None if entry is None else entry.found for entry in entries]
 
 
 async def create(topics: Topics[T], name: str, partitions: int, policy: Policy, layout: Layout = AS_USUAL) -> None:
@@ -37,7 +39,7 @@ async def create(topics: Topics[T], name: str, partitions: int, policy: Policy, 
     """
     whole = topic_name(name)
     _check_can_be(topics, whole, partitions, policy)
-    while change := topics.changing.get(whole):
+    while change := topics.registry.changes(whole):
         await asyncio.wait({change})
     names = [partition_name(whole, k) for k in range(partitions)]
     for one in (whole, *names):
@@ -45,7 +47,8 @@ async def create(topics: Topics[T], name: str, partitions: int, policy: Policy, 
     _check_is_free(topics, whole)
     topics.check_room(partitions)
     topics.partitions.claim(whole, partitions)
-    await shielded(topics.changing, whole, _create(topics, whole, names, policy, layout))
+    work = partial(_create, topics, whole, names, policy, layout)
+    await topics.registry.change_whole(Phase.CREATING, whole, work)
 
 
 def _check_can_be(topics: Topics[T], whole: str, partitions: int, policy: Policy) -> None:
@@ -74,8 +77,8 @@ def check_gap_policy(topic: str, gap: GapPolicy | None) -> None:
 
 def _check_is_free(topics: Topics[T], whole: str) -> None:
     topics.partitions.check_is_free(whole)
-    there = (*topics.live, *topics.closed, *topics.creating, *topics.deleting)
-    if taken := next((name for name in there if name == whole or whole_of(name) == whole), None):
+    there = (name for name in topics.registry.names() if name == whole or whole_of(name) == whole)
+    if taken := min(there, default=None):
         what = f"the topic {taken} is there already" + (
             "" if taken == whole else f", with the name of a partition of {whole}"
         )
@@ -99,12 +102,12 @@ async def delete(topics: Topics[T], whole: str) -> None:
     """
     await topics.waiting.use(*topics.partitions.names(whole))
     lost = await finding.lost(topics, topics.partitions.names(whole))
-    if change := topics.changing.get(whole):
+    if change := topics.registry.changes(whole):
         await asyncio.shield(change)
     if change or whole not in topics.partitions:
         return
     for name in topics.partitions.names(whole):
         topics.check_takes_changes(name)
-        if name in topics.records and name not in lost:
+        if topics.registry.record(name) is not None and name not in lost:
             topics.get(name).check_not_damaged()
-    await shielded(topics.changing, whole, topics.remove_partitions(whole))
+    await topics.registry.change_whole(Phase.DELETING, whole, partial(topics.remove_partitions, whole))

@@ -13,14 +13,13 @@ from seqdedupe.store import imported as stored_import
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Loaded, Snapshots
 from seqdedupe.store.topics import LogKind, TopicRecord
-from seqdedupe.topic.base import TopicBase
+from seqdedupe.topic.base import State, TopicBase
 from seqdedupe.topic.clock import Clock
 from seqdedupe.topic.control import decode_policy
 from seqdedupe.topic.policy import Applied, Policy
-from seqdedupe.topic.publishing import Topic
-from seqdedupe.topic.state import State
 from seqdedupe.topic.stored import Stored
-from seqdedupe.topic.window_memory import WindowMemory
+from seqdedupe.topic.topic import Topic
+from seqdedupe.topic.window_runs import WindowMemory
 
 logger = logging.getLogger("seqdedupe.topic")
 
@@ -111,7 +110,7 @@ class PublishedTopics:
             imported=stored.imported,
             producers=stored.producers,
         )
-        topic.now = self._clock.now
+        topic.ids.now = self._clock.now
         return topic
 
     async def _imported(self, record: TopicRecord) -> Imported | None:

@@ -8,20 +8,12 @@ import numpy as np
 from seqdedupe import batch as batches
 from seqdedupe.errors import PositionError, SeqdedupeError, error
 from seqdedupe.format.headers import BATCH_TAG, NO_KEY, header
-from seqdedupe.format.layout import (
-    BASE_INDEX,
-    COLUMNS_END,
-    PLACES,
-    PUBLISH_TIME_MS,
-    RECORD_END,
-    ROWS,
-    layout_columns,
-)
+from seqdedupe.format.layout import BASE_INDEX, COLUMNS_END, PLACES, PUBLISH_TIME_MS, RECORD_END, ROWS, layout_columns
 from seqdedupe.format.records import END, body_of, ownership, scan_record, span
 from seqdedupe.log.contract import ANY_BYTES, Runs
 from seqdedupe.message_id import MessageIds, Position
 from seqdedupe.topic.base import TopicBase
-from seqdedupe.topic.logged import LoggedTopic
+from seqdedupe.topic.topic import Topic
 
 PAGE_BYTES = 1024 * 1024
 """What an answer holds, about: large enough that gRPC's cost a message does not count."""
@@ -54,7 +46,7 @@ def end_index(topic: TopicBase) -> int:
     return topic.confirmed_index
 
 
-async def index_after(topic: LoggedTopic, position: Position, *, skip_damaged: bool = False) -> int:
+async def index_after(topic: Topic, position: Position, *, skip_damaged: bool = False) -> int:
     """The index at which to read on after a position.
 
     Raises POSITION_OF_ANOTHER_INCARNATION, POSITION_AFTER_END, POSITION_DIVERGED if another message stands there or one
@@ -86,7 +78,7 @@ async def index_after(topic: LoggedTopic, position: Position, *, skip_damaged: b
     return position.index + 1
 
 
-async def _check_is_the_same(topic: LoggedTopic, position: Position) -> None:
+async def _check_is_the_same(topic: Topic, position: Position) -> None:
     """Raises POSITION_DIVERGED if another message stands there than the position's. Of one that is gone none knows."""
     if position.index < max(0, topic.log.first_index):
         return
@@ -112,7 +104,7 @@ async def _check_is_the_same(topic: LoggedTopic, position: Position) -> None:
         )
 
 
-def check_index(topic: LoggedTopic, index: int) -> None:
+def check_index(topic: Topic, index: int) -> None:
     """Raises INVALID_POSITION, POSITION_TRIMMED, POSITION_AFTER_END, RECOVERING unless reading can start here."""
     if index < 0:
         raise error("INVALID_POSITION", f"{index} is not an index: they begin with 0")
@@ -132,7 +124,7 @@ def check_index(topic: LoggedTopic, index: int) -> None:
 
 
 async def read_page(
-    topic: LoggedTopic,
+    topic: Topic,
     from_index: int,
     stop_index: int,
     max_bytes: int,
@@ -157,7 +149,7 @@ async def read_page(
     return await _limited_page(topic, from_index, stop_index, max_bytes, most_bytes)
 
 
-async def _next_readable(topic: LoggedTopic, index: int, e: SeqdedupeError, skip_damaged: bool) -> int:
+async def _next_readable(topic: Topic, index: int, e: SeqdedupeError, skip_damaged: bool) -> int:
     """The first message from this one on that can be read, where `e` was raised when it was.
 
     Raises `e` unless it says that something cannot be read, and the reader that this may be skipped.
@@ -169,7 +161,7 @@ async def _next_readable(topic: LoggedTopic, index: int, e: SeqdedupeError, skip
     raise e
 
 
-async def _limited_page(topic: LoggedTopic, from_index: int, stop_index: int, max_bytes: int, most_bytes: int) -> Page:
+async def _limited_page(topic: Topic, from_index: int, stop_index: int, max_bytes: int, most_bytes: int) -> Page:
     page = await _read_page(topic, from_index, stop_index, max_bytes, most_bytes)
     while len(page.records) > CUT_BYTES and (rows := page.next_index - from_index) > 1:
         del page  # while the same record is read again
@@ -177,7 +169,7 @@ async def _limited_page(topic: LoggedTopic, from_index: int, stop_index: int, ma
     return page
 
 
-async def _read_page(topic: LoggedTopic, from_index: int, stop_index: int, max_bytes: int, most_bytes: int) -> Page:
+async def _read_page(topic: Topic, from_index: int, stop_index: int, max_bytes: int, most_bytes: int) -> Page:
     raw, runs = await topic.log.read(from_index, stop_index, max_bytes, most_bytes)
     if runs is not None:
         return _with_message_ids(topic, raw, runs, from_index, stop_index)
@@ -198,7 +190,7 @@ async def _read_page(topic: LoggedTopic, from_index: int, stop_index: int, max_b
 
 
 def _with_message_ids(
-    topic: LoggedTopic, raw: bytes | memoryview, runs: Sequence[Runs], from_index: int, stop_index: int
+    topic: Topic, raw: bytes | memoryview, runs: Sequence[Runs], from_index: int, stop_index: int
 ) -> Page:
     """Records cut to what was asked for, each with the message IDs of its rows."""
     at, end = 0, from_index
@@ -210,7 +202,7 @@ def _with_message_ids(
 
 
 def _cut(
-    topic: LoggedTopic, raw: bytes | memoryview, at: int, from_index: int, stop_index: int, runs: Runs = ()
+    topic: Topic, raw: bytes | memoryview, at: int, from_index: int, stop_index: int, runs: Runs = ()
 ) -> tuple[bytes, int, int]:
     """The record at `at` with only those of its rows that were asked for, and where it ends; the index after it.
 

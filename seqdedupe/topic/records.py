@@ -12,7 +12,7 @@ from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.store.db import Store
 from seqdedupe.store.topics import TopicRecord, TopicState
 from seqdedupe.topic.base import TopicBase
-from seqdedupe.topic.retry import again_until
+from seqdedupe.topic.tasks import again_until
 
 logger = logging.getLogger("seqdedupe.topics")
 

@@ -4,19 +4,19 @@ It runs as a task of its own: whoever asked for it may give up waiting, it is fi
 """
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any, TypeVar
 
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.names import topic_name
 from seqdedupe.store.snapshots import Loaded, Snapshots
 from seqdedupe.store.topics import LogKind, TopicRecord, TopicState
-from seqdedupe.topic.base import TopicBase
+from seqdedupe.topic.base import State, TopicBase
 from seqdedupe.topic.closed import Closed
 from seqdedupe.topic.directory import Topics
-from seqdedupe.topic.retry import again_until
-from seqdedupe.topic.shielded import shielded
-from seqdedupe.topic.state import State
+from seqdedupe.topic.registry import Phase
+from seqdedupe.topic.tasks import again_until
 
 T = TypeVar("T", bound=TopicBase)
 
@@ -36,16 +36,14 @@ async def renew(topics: Topics[T], name: str, incarnation: int | None, loaded: L
     """
     full = topic_name(name)
     topics.check_takes_changes(full)
-    topics.check_stays(full)
     topics.partitions.check_is_none(full)
-    if full in topics.renewing:
-        raise error("RECOVERING", f"topic {full} is being opened again")
-    record = topics.records.get(full)
-    if full in topics.creating or full in topics.deleting:
-        record = None
-    elif record is None and topics.kind.log is LogKind.BROKER and incarnation is not None and loaded is not None:
+    entry = topics.registry.get(full)
+    if entry is not None:
+        entry.check_may(Phase.RENEWING)
+    record = None if entry is None else entry.record
+    if record is None and topics.kind.log is LogKind.BROKER and incarnation is not None and loaded is not None:
         # The store was lost, and with it all that was known of the topic.
-        return await _renewed(topics, full, _make_anew(topics, _claimed(topics, full, incarnation), loaded))
+        return await _renewed(topics, full, partial(_make_anew, topics, _claimed(topics, full, incarnation), loaded))
     if record is None:
         raise error("TOPIC_NOT_FOUND", f"there is no topic {full}", topic=full)
     if incarnation not in (None, record.incarnation):
@@ -55,22 +53,22 @@ async def renew(topics: Topics[T], name: str, incarnation: int | None, loaded: L
             f"{record.incarnation}",
             hint="The topic was deleted and made anew since the snapshot was taken, or it is another topic's.",
         )
-    return await _renewed(topics, full, _renew(topics, record, loaded))
+    return await _renewed(topics, full, partial(_renew, topics, record, loaded))
 
 
-async def _renewed(topics: Topics[T], name: str, work: Coroutine[Any, Any, Begun]) -> T | Closed:
-    if begun := await shielded(topics.renewing, name, work):
+async def _renewed(topics: Topics[T], name: str, work: Callable[[], Coroutine[Any, Any, Begun]]) -> T | Closed:
+    if begun := await topics.registry.run(Phase.RENEWING, name, work):
         await asyncio.wait({begun})
     return topics.look_at(name)
 
 
 def _claimed(topics: Topics[T], name: str, incarnation: int) -> TopicRecord:
     """The record of a topic that is made anew. Name and incarnation are taken from now on."""
-    topics.stored.check_is_free(incarnation, topics.records.values())
+    topics.stored.check_is_free(incarnation, topics.known_records())
     topics.check_room()
     record = TopicRecord(name, incarnation, TopicState.ACTIVE, log=LogKind.BROKER)
-    topics.records[name] = record
-    topics.closed[name] = Closed(record, error("RECOVERING", "its snapshot is being imported"))
+    entry = topics.registry.entry(name)
+    entry.record, entry.found = record, Closed(record, error("RECOVERING", "its snapshot is being imported"))
     topics.on_state(name, State.RECOVERING)
     return record
 
@@ -82,23 +80,21 @@ async def _make_anew(topics: Topics[T], record: TopicRecord, loaded: Loaded) -> 
         await topics.store.put_topics(record)
     except Exception:
         await topics.stored.undo(record)
-        del topics.closed[record.name], topics.records[record.name]
-        topics.on_state(record.name, None)
+        topics.lives.forget(record.name)
         raise
-    async with topics.lives.opening[record.name]:
+    async with topics.registry.locked(record.name):
         return await _open_again(topics, record)
 
 
 async def _renew(topics: Topics[T], record: TopicRecord, loaded: Loaded | None) -> Begun:
     """`renew`, up to where the topic begins to recover, which goes on beside this."""
     name = record.name
-    async with topics.lives.opening[name]:
-        topic = topics.live.get(name)
+    async with topics.registry.locked(name) as entry:
+        topic = entry.topic
         # Before the topic is closed: what is refused disturbs nobody.
         await topics.kind.check_snapshot(record, topic, loaded)
         _check_is_still(topics, record, topic)
-        topics.live.pop(name, None)
-        topics.closed[name] = Closed(record, error("RECOVERING", "it is being opened again"))
+        entry.found = Closed(record, error("RECOVERING", "it is being opened again"))
         topics.on_state(name, State.RECOVERING)
         try:
             if topic is not None:
@@ -126,21 +122,22 @@ def _check_is_still(topics: Topics[T], record: TopicRecord, topic: T | None) -> 
     """Raises TOPIC_NOT_FOUND, DRAINING, STORE_UNAVAILABLE if the topic was deleted since it was looked at, also if
     another of its name is there, or may yet be."""
     name = record.name
-    if name in topics.deleting or topics.records.get(name) is not record or topics.live.get(name) is not topic:
+    entry = topics.registry.entry(name)
+    if entry.phase is Phase.DELETING or entry.record is not record or entry.topic is not topic:
         raise error("TOPIC_NOT_FOUND", f"topic {name} was deleted meanwhile", topic=name)
     topics.check_takes_changes(name)
 
 
 async def _open_again(topics: Topics[T], record: TopicRecord) -> Begun:
-    if await topics.lives.open(record):
-        return topics.in_background(_begin_again(topics, topics.live[record.name]))
+    if await topics.lives.open(record) and (topic := topics.registry.topic(record.name)):
+        return topics.in_background(_begin_again(topics, topic))
     topics.in_background(_go_on_opening(topics, record))
     return None
 
 
 async def _go_on_opening(topics: Topics[T], record: TopicRecord) -> None:
     await again_until(lambda: topics.lives.opened(record))
-    if topic := topics.live.get(record.name):
+    if topic := topics.registry.topic(record.name):
         await _begin_again(topics, topic)
 
 
@@ -159,7 +156,7 @@ async def _is_saved(topics: Topics[T], topic: T) -> bool:
         # What it was opened from is durable, and what comes later is the owner's to say.
         return True
     try:
-        await topic.snapshot()
+        await topic.keeper.snapshot()
     except SeqdedupeError:
         return False
     topics.lives.rebuilt.discard(topic.incarnation)

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from seqdedupe.errors import error
 from seqdedupe.store.topics import LogKind, TopicRecord
+from seqdedupe.topic.base import State
 from seqdedupe.topic.closed import Closed
-from seqdedupe.topic.shielded import shielded
-from seqdedupe.topic.state import State
+from seqdedupe.topic.tasks import shielded
 
 if TYPE_CHECKING:
     from seqdedupe.topic.directory import Topics
@@ -62,7 +62,8 @@ class Waiting:
         # What a crash has left of it would be written to a file of its own before others may use the journal.
         if record.incarnation in self.unfinished:
             return False
-        self._waiting[record.name] = topics.closed[record.name] = Closed(record, error("RECOVERING", WHY))
+        self._waiting[record.name] = closed = Closed(record, error("RECOVERING", WHY))
+        topics.registry.entry(record.name).found = closed
         topics.on_state(record.name, State.RECOVERING)
         return True
 
@@ -88,7 +89,7 @@ class Waiting:
         if not await shielded(self.opening, record.name, topics.lives.opened(record)):
             # It looks again soon, in case of damage. Nobody waits for more.
             await asyncio.wait({topics.in_background(topics.lives.go_on_opening(record))}, timeout=USE_SECONDS)
-        elif topic := topics.live.get(record.name):
+        elif topic := topics.registry.topic(record.name):
             await topic.recover()
 
     async def use_all(self) -> None:

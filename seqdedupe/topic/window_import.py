@@ -28,9 +28,9 @@ from seqdedupe.format.headers import SECRET_BYTES, key_of
 from seqdedupe.format.jit import Uint8s
 from seqdedupe.store import imported as stored_import
 from seqdedupe.store.windows import RunWriter, read_pages
+from seqdedupe.topic.base import State
 from seqdedupe.topic.imported_window import ImportedWindow
-from seqdedupe.topic.publishing import Topic
-from seqdedupe.topic.state import State
+from seqdedupe.topic.topic import Topic
 
 logger = logging.getLogger("seqdedupe.topic")
 
@@ -53,7 +53,7 @@ class WindowImport:
         self._check_takes()
         topic.newest_import = self
         self._key = secrets.token_bytes(SECRET_BYTES)
-        if topic.imported.there is None:
+        if topic.ids.imported.there is None:
             # What could not be read may name a run that is written anew now, and would pass for whole.
             stored_import.remove(topic.store, topic.incarnation)
         self._digest = WindowChecksum()
@@ -82,12 +82,12 @@ class WindowImport:
         run = await (self._merged() if self._runs else self._part_written(for_good=True))
         imported = Imported(run, self._key, self._checksum)
         topic = self._topic
-        async with topic.imported.changing:
+        async with topic.ids.imported.changing:
             await topic.store.wait_until_idle()
             self._check()
             await topic.store.flush(stored_import.put(topic.store, topic.incarnation, imported))
             self._check()
-            topic.imported.there = imported
+            topic.ids.imported.there = imported
             self._remove_other_runs()
             await self._put_in_force(ImportedWindow(self._checksum, self._ids, self._last_ms))
 
@@ -101,7 +101,7 @@ class WindowImport:
     def _remove_other_runs(self) -> None:
         """Nothing is left of runs that were made on the way, nor what names one that never came to count."""
         try:
-            stored_import.keep_only(self._topic.store, self._topic.incarnation, self._topic.imported.there)
+            stored_import.keep_only(self._topic.store, self._topic.incarnation, self._topic.ids.imported.there)
         except UnavailableError as e:
             logger.warning("what is left of an import goes at the next start: %s", e)
 
@@ -129,8 +129,8 @@ class WindowImport:
             await topic.all_settled()
             return
         done = topic.append_change(replace(topic.newest_policy, imported=window))
-        topic.imported.is_under_way = True
-        done.add_done_callback(lambda _: topic.imported.settled())
+        topic.ids.imported.is_under_way = True
+        done.add_done_callback(lambda _: topic.ids.imported.settled())
         await asyncio.shield(done)
 
     # -- blocks and runs -----------------------------------------------------------------------------------------
@@ -185,7 +185,7 @@ class WindowImport:
         return entries_in([(page, 0) for page in pages], key_of(self._key))
 
     async def _begun(self, ids: int) -> RunWriter:
-        number = self._topic.imported.take_number()
+        number = self._topic.ids.imported.take_number()
         writer = RunWriter(self._topic.store, self._topic.incarnation, number, 0, ids, self._check)
         await writer.begin()
         return writer

@@ -33,7 +33,7 @@ async def made(
         async with opened(data) as there:
             for i in range(30):
                 await there.publish("t", [("p", i)], [bytes(500)])
-            await there.topics.get("t").snapshot()
+            await there.topics.get("t").keeper.snapshot()
     making = BackupMaker(folder / to)
     making.begin(list(earlier))
     store = Store.open(data / "store")

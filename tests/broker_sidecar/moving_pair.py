@@ -19,7 +19,7 @@ from seqdedupe.client import Client
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.log.embedded.logs import EmbeddedLogs
 from seqdedupe.testing import LAST_RESORT_SECONDS
-from seqdedupe.topic.state import State
+from seqdedupe.topic.base import State
 
 TOPIC = "persistent://public/default/moved"
 LIMIT_SECONDS = LAST_RESORT_SECONDS
@@ -70,7 +70,7 @@ class One:
         return self.sidecar._data.leaving
 
     def serves(self, name: str = TOPIC) -> bool:
-        topic = self.topics.live.get(name)
+        topic = self.topics.registry.topic(name)
         if topic is None or topic.state is not State.SERVING:
             return False
         with suppress(SeqdedupeError):

@@ -33,13 +33,16 @@ from seqdedupe.log.embedded.moved import ARRIVING, MOVE_BYTES, RECEIVER_BYTES, A
 from seqdedupe.message_id import Position
 from seqdedupe.store import parts, rocksdb
 from seqdedupe.store.incoming import IncomingSnapshot, row_bytes
-from seqdedupe.topic.publishing import Topic
+from seqdedupe.topic.keeper import Keeper
+from seqdedupe.topic.registry import Phase
 from seqdedupe.topic.stored import Stored
+from seqdedupe.topic.topic import Topic
 from seqdedupe.v1 import admin_pb2
 from seqdedupe.v1.admin_pb2_grpc import AdminServiceStub
 from tests.broker_sidecar.moving_messages import rows_in_store
 from tests.broker_sidecar.moving_pair import LIMIT_SECONDS, TOPIC, One, Pair, answers_late, pair
 from tests.log.power import Disk
+from tests.records_of import record_of
 
 BEFORE = 200
 """Messages that are there at first: several segments."""
@@ -59,7 +62,7 @@ async def two(empty: Pair) -> Pair:
 
 
 def incarnation(one: One) -> int:
-    found: int = one.topics.records[TOPIC].incarnation
+    found: int = record_of(one.topics, TOPIC).incarnation
     return found
 
 
@@ -156,7 +159,7 @@ async def test_numbers_sessions_policy_cursors_and_what_retention_dropped_go_wit
             await (await producer.send(b"1"))
         await two.publish(two.old, BEFORE, "q")
         await old.admin.snapshot(TOPIC)
-        await until(lambda: two.old.topics.live[TOPIC].first_index > BEFORE // 2)
+        await until(lambda: two.old.topics.get(TOPIC).first_index > BEFORE // 2)
         before = await old.admin.topic(TOPIC)
         await old.admin.move_topic(TOPIC, two.new.address)
         # Their sessions go on.
@@ -188,7 +191,7 @@ async def test_the_window_of_deduplication_ids_goes_with_it(empty: Pair) -> None
         for start in range(0, 300, 50):
             await asyncio.gather(*(publisher.send(b"x" * 60, deduplication_id=one) for one in ids[start : start + 50]))
         await old.admin.snapshot(TOPIC)
-        await until(lambda: empty.old.topics.live[TOPIC].first_index > 100)
+        await until(lambda: empty.old.topics.get(TOPIC).first_index > 100)
         last = asyncio.gather(*(publisher.send(b"y", deduplication_id=f"last {k}") for k in range(20)))
         await old.admin.move_topic(TOPIC, empty.new.address)
         await last
@@ -203,8 +206,8 @@ async def test_the_window_of_deduplication_ids_goes_with_it(empty: Pair) -> None
 async def test_a_secret_that_only_the_log_knows_goes_with_it(two: Pair) -> None:
     """As after a start that has made the store's records anew."""
     topics = two.old.topics
-    record = topics.records[TOPIC]
-    topics.records[TOPIC] = type(record)(record.name, record.incarnation, record.state)
+    record = record_of(topics, TOPIC)
+    topics.registry.entry(TOPIC).record = type(record)(record.name, record.incarnation, record.state)
     await two.old.client.admin.move_topic(TOPIC, two.new.address)
     assert await two.stored(two.new) == list(range(BEFORE))
 
@@ -391,7 +394,7 @@ FAILURES: dict[str, Callable[[pytest.MonkeyPatch, Pair], None]] = {
     "the new store at the end": in_store("put_topics", 2),
     "the new log's opening": in_opening,
     "the old disk": lambda m, two: m.setattr(moved, "leave", full),
-    "the old store's snapshot": lambda m, two: m.setattr(Topic, "snapshot", at_await(Topic.snapshot, 1, lost)),
+    "the old store's snapshot": lambda m, two: m.setattr(Keeper, "snapshot", at_await(Keeper.snapshot, 1, lost)),
     "the old log's reading": lambda m, two: m.setattr(leaving, "_read", full),
     "a defect": lambda m, two: m.setattr(leaving, "_read", lambda *_: 1 // 0),
     "a defect at the end": lambda m, two: m.setattr(Giving, "end", lambda *_: 1 // 0),
@@ -432,7 +435,7 @@ async def test_whatever_fails_the_old_one_goes_on_and_it_can_be_moved_afterwards
                 raise AssertionError(f"{what}: {e}") from e
             assert why.reason == "MOVE_FAILED", what
         assert not two.new.arriving._under_way, what
-        assert TOPIC not in two.new.topics.records, what
+        assert two.new.topics.registry.record(TOPIC) is None, what
         assert not two.new.topics.store.topics(), what
         assert not rows_in_store(two.new, incarnation(two.old)), what
     await two.old.client.admin.move_topic(TOPIC, two.new.address)
@@ -460,7 +463,7 @@ async def test_whatever_fails_on_the_way_back_nothing_is_lost(two: Pair, monkeyp
     back.old, back.new = two.new, two.old
     total = BEFORE
     for what, plant in BACK.items():
-        if TOPIC not in two.old.topics.records:
+        if two.old.topics.registry.record(TOPIC) is None:
             if await two.the_owner() is back.old:
                 await until(lambda: not two.old.topics.store.topics())
                 await back.old.client.admin.move_topic(TOPIC, back.new.address)
@@ -475,7 +478,7 @@ async def test_whatever_fails_on_the_way_back_nothing_is_lost(two: Pair, monkeyp
                 raise AssertionError(f"{what}: {e}") from e
         total += 1
         assert await two.stored(two.new) == list(range(total)), what
-    await until(lambda: TOPIC in two.old.topics.records or not two.old.topics.store.topics())
+    await until(lambda: two.old.topics.registry.record(TOPIC) is not None or not two.old.topics.store.topics())
     await two.new.client.admin.move_topic(TOPIC, two.old.address)
     assert await two.stored(two.old) == list(range(total))
 
@@ -568,21 +571,21 @@ async def test_a_store_that_is_behind_is_waited_for(two: Pair, monkeypatch: pyte
 
 async def test_one_that_somebody_else_holds_stays_held(two: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     why = error("STORE_UNAVAILABLE", "planted")
-    snapshot = Topic.snapshot
+    snapshot = Keeper.snapshot
 
-    async def held(self: Topic) -> None:
+    async def held(self: Keeper) -> None:
         await snapshot(self)
-        self.hold(why)
+        self._topic.hold(why)  # type: ignore[attr-defined]
 
     with monkeypatch.context() as m:
-        m.setattr(Topic, "snapshot", held)
+        m.setattr(Keeper, "snapshot", held)
         assert await reason_of(two.old.client.admin.move_topic(TOPIC, two.new.address)) == "MOVE_FAILED"
     assert not two.old.serves()
-    two.old.topics.live[TOPIC].release(why)
+    two.old.topics.get(TOPIC).release(why)
     assert two.old.serves()
-    two.old.topics.deleting[TOPIC] = asyncio.get_running_loop().create_future()
+    two.old.topics.registry.entry(TOPIC).change_to(Phase.DELETING)
     assert await reason_of(two.old.client.admin.move_topic(TOPIC, two.new.address)) == "MOVE_FAILED"
-    del two.old.topics.deleting[TOPIC]
+    two.old.topics.registry.entry(TOPIC).ended(Phase.DELETING)
 
 
 def test_who_gave_it_long_ago_says_nothing_of_the_last_move(tmp_path: Path) -> None:
@@ -600,7 +603,7 @@ async def test_the_log_fails_while_the_topic_is_held(two: Pair, monkeypatch: pyt
     async def failing(self: Giving, topic: Topic) -> None:
         await rest(self, topic)
         # What becomes of it is found out, in another term.
-        topic._log_failed(Failure.UNKNOWN, "planted")
+        topic.owner.log_failed(Failure.UNKNOWN, "planted")
         await until(lambda: topic.state.name == "SERVING" and topic.term > 1)
 
     monkeypatch.setattr(Giving, "copy_rest", failing)
@@ -634,7 +637,7 @@ async def test_who_asked_for_it_may_go(two: Pair) -> None:
             await asyncio.sleep(0)
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
-        await until(lambda owner=owner: not owner.topics.moving)  # type: ignore[misc]
+        await until(lambda owner=owner: owner.topics.registry.phase(TOPIC) is not Phase.MOVING)  # type: ignore[misc]
         await two.the_owner()
     assert await two.stored(await two.the_owner()) == list(range(BEFORE))
 
@@ -673,7 +676,7 @@ async def test_what_is_asked_for_in_the_middle(
     await old.admin.set_policy(TOPIC, admin_pb2.TopicPolicy(retention_size_in_mb=0))
     await two.publish(two.old, 10)
     await old.admin.snapshot(TOPIC)
-    assert two.old.topics.live[TOPIC].first_index == 0
+    assert two.old.topics.get(TOPIC).first_index == 0
     assert [one.topics for one in await old.admin.backup("meanwhile")] == [1]
     halfway[1].set()
     await moving
@@ -756,7 +759,7 @@ async def test_one_that_has_come_stays_until_the_old_one_has_heard(two: Pair, mo
     assert await soon(two.new.client.admin.move_topic(TOPIC, two.old.address)) == "RECOVERING"
     # Nor is anything removed at the old one, whose next backup says what it lacks.
     assert two.old.segments(made)
-    await until(lambda: TOPIC in two.old.topics.closed)
+    await until(lambda: two.old.topics.registry.entry(TOPIC).closed is not None)
     [made_then] = await two.old.client.admin.backup("in-doubt")
     assert [one.topic for one in made_then.left_out] == [TOPIC]
     heard.set()
@@ -946,7 +949,7 @@ async def test_a_peer_that_lies_leaves_nothing(empty: Pair, monkeypatch: pytest.
             await said_all(call, said, ends=what != "silence")
             assert await call.code() not in (grpc.StatusCode.OK, grpc.StatusCode.INTERNAL), (what, await call.details())
             await until(lambda: not two.new.arriving._under_way)
-            assert TOPIC not in two.new.topics.records, what
+            assert two.new.topics.registry.record(TOPIC) is None, what
             await until(lambda: not leftovers(two.new))
         # Whoever gives it in earnest has it taken in one piece; a second one at the same time has not.
         first, second = stub.ReceiveTopic(), stub.ReceiveTopic()

@@ -69,9 +69,9 @@ async def test_a_start_removes_what_had_come_half(two: Pair, monkeypatch: pytest
         if not is_cleaned:
             m.setattr(Store, "remove_snapshots", lambda self, incarnations: None)
         # Nobody was told that it is there.
-        assert TOPIC not in two.new.topics.records
+        assert two.new.topics.registry.record(TOPIC) is None
         await two.new.restart()
-    assert TOPIC not in two.new.topics.records
+    assert two.new.topics.registry.record(TOPIC) is None
     assert not list((two.new.folder / "logs").glob(f"{ARRIVING}/*"))
     assert (rows_in_store(two.new, made) == 0) is is_cleaned
     # The old one has it, and it can be moved by the next try, whatever is left.
@@ -165,7 +165,7 @@ async def test_none_comes_while_what_is_left_of_it_is_still_to_be_removed(
     await publishing.make()
     await publishing.new("p", range(BEFORE))
     await two.old.client.admin.snapshot(TOPIC)
-    await until(lambda: two.old.topics.live[TOPIC].first_index > 0)
+    await until(lambda: two.old.topics.get(TOPIC).first_index > 0)
     go_on, calls = asyncio.Event(), 0
     remove_topic = Store.remove_topic
 
@@ -225,7 +225,7 @@ async def moved_there_and_half_back(two: Pair, publishing: Publishing, m: pytest
     await publishing.make()
     await publishing.new("p", range(BEFORE))
     await two.old.client.admin.snapshot(TOPIC)
-    await until(lambda: two.old.topics.live[TOPIC].first_index > 0)
+    await until(lambda: two.old.topics.get(TOPIC).first_index > 0)
     # It may say that it does not know yet.
     with suppress(UnavailableError):
         await two.old.client.admin.move_topic(TOPIC, two.new.address)

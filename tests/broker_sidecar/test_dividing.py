@@ -56,7 +56,7 @@ async def fill(directory: Path) -> None:
         for name in NAMES:
             for k in range(3):
                 await data.publish(name, [("p", 2 * k), ("p", 2 * k + 1)], [b"%d" % k * 100, name.encode()])
-        await data.topics.get(NAMES[0]).snapshot()
+        await data.topics.get(NAMES[0]).keeper.snapshot()
     store = Store.open(directory / "store")
     await store.put_namespace_policy(NAMESPACE, POLICY)
     store.close()
@@ -68,7 +68,7 @@ async def _held(directory: Path) -> dict[str, Held]:
         claim = read_claim(part)
         async with opened(part) as data:
             assert data.topics.store.namespace_policies() == [(NAMESPACE, POLICY)]
-            for name, record in data.topics.records.items():
+            for name, record in [(one.name, one) for one in data.topics.known_records()]:
                 assert name not in held
                 assert claim is None or shard_of(name) in claim.shards
                 found = await data.messages(name), await data.persisted(name, "p")
@@ -215,7 +215,7 @@ async def test_what_the_journal_alone_holds_is_kept(
     found: dict[str, list[Message]] = {}
     for part in parts_of(cut.directory):
         async with opened(part) as data:
-            found |= {name: await data.messages(name) for name in data.topics.records}
+            found |= {name: await data.messages(name) for name in data.topics.registry.names()}
     assert ([found[name] for name in TOPICS] == cut.held) is takes_back
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from broker_sidecar import history
 from broker_sidecar.history import INTERVALS, History
-from seqdedupe.topic.counters import Counters
+from seqdedupe.topic.base import Counters
 
 
 def _past_of(**counters: Counters) -> tuple[History, dict[str, Any]]:

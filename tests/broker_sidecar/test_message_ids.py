@@ -23,7 +23,7 @@ from seqdedupe.store.db import Store
 from seqdedupe.topic import reading
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.published import PublishedTopics
-from seqdedupe.topic.publishing import Topic
+from seqdedupe.topic.topic import Topic
 from seqdedupe.v1 import batch_pb2, read_pb2
 from seqdedupe.v1.read_pb2_grpc import ReadServiceStub
 from tests.log.faulty import Storage

@@ -11,7 +11,7 @@ from broker_sidecar import peers, sidecars
 from broker_sidecar.peers import Neighbours
 from broker_sidecar.sidecars import Moves
 from seqdedupe.errors import UnavailableError, error
-from seqdedupe.topic.state import State
+from seqdedupe.topic.base import State
 from tests.topic.test_standby import Two
 
 SHARED: Any = SimpleNamespace(address="one:6680", admin=None)
@@ -36,7 +36,7 @@ class Others(Neighbours):
         self.asked.append(address)
         if address in self.refused:
             raise error(self.refused[address], "it has not got it")
-        await self._two.other.topic.take()
+        await self._two.other.topic.owner.take()
 
 
 @pytest.fixture

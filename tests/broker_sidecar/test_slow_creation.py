@@ -13,8 +13,8 @@ from broker_sidecar.data import Data
 from seqdedupe.errors import InvalidRequestError, UnavailableError
 from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe.topic import partitioned
+from seqdedupe.topic.base import State
 from seqdedupe.topic.policy import Policy
-from seqdedupe.topic.state import State
 
 
 @pytest.mark.parametrize("partitions", [0, 2])
@@ -49,6 +49,6 @@ async def test_a_creation_that_takes_long_is_said_to_be_under_way(
     with pytest.raises(InvalidRequestError, match="TOPIC_EXISTS"):
         await ask()
     assert [topic.state for topic in topics.all()] == [State.SERVING] * max(1, partitions)
-    assert not asyncio.all_tasks() & {*topics.creating.values(), *topics.changing.values()}
+    assert not asyncio.all_tasks() & {*topics.registry.tasks()}
     await topics.drain()
     await data.close()

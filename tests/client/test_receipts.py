@@ -17,7 +17,7 @@ from seqdedupe.client.pending import BatchResult, PendingBatch, Verdict
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.log.contract import Run
 from seqdedupe.message_id import MessageId
-from seqdedupe.topic.answers import Receipt
+from seqdedupe.topic.frame import Receipt
 from seqdedupe.v1 import batch_pb2, publish_pb2
 
 NOT_DUP, DUP = Verdict.NOT_DUP, Verdict.DUP

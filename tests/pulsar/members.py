@@ -20,13 +20,12 @@ from seqdedupe.log.pulsar.logs import PulsarLogs
 from seqdedupe.store.db import Store
 from seqdedupe.store.directories import StoreInstance
 from seqdedupe.store.topics import LogKind
-from seqdedupe.topic.answers import Receipt, Refusal
+from seqdedupe.topic.base import State
 from seqdedupe.topic.directory import Topics
-from seqdedupe.topic.frame import NumbersCache
+from seqdedupe.topic.frame import NumbersCache, Receipt, Refusal
 from seqdedupe.topic.opening import open_sessions
 from seqdedupe.topic.published import PublishedTopics
-from seqdedupe.topic.publishing import Topic
-from seqdedupe.topic.state import State
+from seqdedupe.topic.topic import Topic
 from tests.batches import batch
 from tests.pulsar.owners import LIMIT_SECONDS, Cluster, until
 
@@ -178,7 +177,7 @@ class Member:
         """Asks for a topic until it is this one's."""
 
         def is_taken() -> bool:
-            topic = self.topics.live.get(name)
+            topic = self.topics.registry.topic(name)
             if topic is None:
                 return False
             with suppress(UnavailableError):
@@ -187,7 +186,7 @@ class Member:
 
         async with asyncio.timeout(LIMIT_SECONDS):
             await until(is_taken)
-        return self.topics.live[name]
+        return self.topics.get(name)
 
     async def publish(self, name: str, sequence_id: int, payload: bytes = b"payload") -> int:
         """The index of a message that is stored. Raises why it is not."""

@@ -23,11 +23,10 @@ from seqdedupe.message_id import MessageId
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Loaded, Snapshots
 from seqdedupe.testing import LAST_RESORT_SECONDS
-from seqdedupe.topic.answers import Receipt, Refusal
-from seqdedupe.topic.frame import NumbersCache
+from seqdedupe.topic.frame import NumbersCache, Receipt, Refusal
 from seqdedupe.topic.opening import open_sessions
 from seqdedupe.topic.policy import Applied
-from seqdedupe.topic.publishing import Topic
+from seqdedupe.topic.topic import Topic
 from tests.batches import batch
 from tests.pulsar.line import Line
 from tests.pulsar.owners import LIMIT_SECONDS, Cluster, quiet

@@ -18,7 +18,7 @@ from seqdedupe.log.pulsar.entry_limit import Brokers
 from seqdedupe.log.pulsar.log import PulsarLog, Shared
 from seqdedupe.log.pulsar.logs import PulsarLogs
 from seqdedupe.names import namespace_of
-from seqdedupe.topic.state import State
+from seqdedupe.topic.base import State
 from tests.log.conformance import LogConformance, LogHarness, replayed
 from tests.log.conformance import Owner as OwnerOfLog
 from tests.pulsar.members import MakeMember
@@ -124,8 +124,8 @@ async def test_where_messages_must_be_encrypted_a_topic_takes_nothing_and_says_w
     await one.publish(topic, 0)
     await cluster.url.call("POST", f"namespaces/{namespace}/encryptionRequired", True)
     command = f"pulsar-admin namespaces set-encryption-required --disable {namespace}"
-    await until(lambda: command in one.topics.live[topic].why)
-    assert one.topics.live[topic].state is State.READ_ONLY
+    await until(lambda: command in one.topics.get(topic).why)
+    assert one.topics.get(topic).state is State.READ_ONLY
     with pytest.raises(ConfigurationError, match=command) as e:
         await one.run(one.topics.create(other))
     assert e.value.reason == "UNSAFE_TOPIC_POLICY"

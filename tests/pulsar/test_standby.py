@@ -15,7 +15,7 @@ from seqdedupe.log.pulsar import owner as owner_module
 from seqdedupe.log.pulsar import policies
 from seqdedupe.log.pulsar.admin_url import PulsarAdmin, TopicStats
 from seqdedupe.log.pulsar.entries import EntryFormat
-from seqdedupe.topic.state import State
+from seqdedupe.topic.base import State
 from tests.pulsar.crashes import KEEP_ALIVE_SECONDS, Faults, Scene
 from tests.pulsar.line import Line
 from tests.pulsar.owners import Cluster, until

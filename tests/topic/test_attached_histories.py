@@ -274,20 +274,20 @@ class History:
 
     async def _kill(self) -> None:
         """The sidecar is gone, and the machine's power with it: what was not synced is lost, from some point on."""
-        await self.topic.snapshotter.close()
+        await self.topic.keeper.snapshotter.close()
         self.store.cut_power(self.rng.randint(0, 3))
         self.store.restart()
         await self.start()
         self.attach()
 
     async def _snapshot(self) -> None:
-        await self.topic.snapshot()
+        await self.topic.keeper.snapshot()
 
     async def _bad_snapshot(self) -> None:
         """The store fails; of what was written then some may be there all the same."""
         self.store.fail_next_sync(self.rng.randint(0, 2))
         with suppress(UnavailableError):
-            await self.topic.snapshot()
+            await self.topic.keeper.snapshot()
 
     # -- a case ------------------------------------------------------------------------------------------------------
 

@@ -13,13 +13,14 @@ from seqdedupe.store.db import Store
 from seqdedupe.store.topics import LogKind
 from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe.topic import finding, partitioned
+from seqdedupe.topic.base import State
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.looking import Looking
 from seqdedupe.topic.policy import Policy
 from seqdedupe.topic.published import PublishedTopics
-from seqdedupe.topic.publishing import Topic
-from seqdedupe.topic.state import State
+from seqdedupe.topic.topic import Topic
 from tests.log.faulty import FaultyLog, Storage
+from tests.records_of import record_of
 from tests.topic.logs import MemoryLogs
 from tests.topic.publisher import Publisher, stored
 
@@ -176,8 +177,8 @@ async def test_a_topic_whose_log_somebody_has_deleted_in_the_cluster_can_be_dele
     for name in (NAME, "damaged"):
         topic = await one.topics.create(name)
         await Publisher("p", lambda topic=topic: [topic]).publish(30)  # type: ignore[misc]
-        await topic.snapshot()
-    gone, damaged = one.topics.records[NAME].incarnation, one.topics.get("damaged").incarnation
+        await topic.keeper.snapshot()
+    gone, damaged = record_of(one.topics, NAME).incarnation, one.topics.get("damaged").incarnation
     await one.stop()
     del one.logs.storages[gone]
     harm(one.logs.storages[damaged][1])
@@ -255,30 +256,30 @@ async def test_a_topic_that_others_have_made_anew_is_followed(
         await Publisher("p", lambda name=name: [maker.topics.get(name)]).publish(30)  # type: ignore[misc]
     for each in two:
         await each.topics.looking.once()
-        assert len(each.topics.records) == max(before, 1)
-    old = [topic for topic in other.topics.live.values() if isinstance(topic.log, FaultyLog)]
+        assert len(each.topics.registry) == max(before, 1)
+    old = [topic for topic in other.topics.registry.open_topics() if isinstance(topic.log, FaultyLog)]
     for topic in old if is_owner else []:
         # Nobody hears of it.
-        await topic.hand_over("", LIMIT_SECONDS)
+        await topic.owner.hand_over("", LIMIT_SECONDS)
     await delete(one)
     names = await make(one, after)
     await Publisher("p", lambda: [one.topics.get(names[0])]).publish(2)
     await other.topics.looking.once()
     assert incarnations(other) == incarnations(one)
-    assert sorted(other.topics.live) == sorted(names)
+    assert sorted(topic.name for topic in other.topics.registry.open_topics()) == sorted(names)
     assert {name: state for name, state in other.states.items() if state} == dict.fromkeys(names, State.STANDBY)
     assert list(other.topics.partitions) == list(one.topics.partitions)
     assert all(topic.has_successor and topic.state is State.DRAINING for topic in old)
     # What the old one had is not the new one's.
     for name in names:
-        await one.topics.live[name].hand_over("", LIMIT_SECONDS)
+        await one.topics.get(name).owner.hand_over("", LIMIT_SECONDS)
         topic = await finding.find(other.topics, name)
-        await topic.take()
+        await topic.owner.take()
         assert await stored(topic) == ({"p": [0, 1]} if name == names[0] else {})
     await other.stop()
     await other.start()
     assert incarnations(other) == incarnations(one)
-    assert sorted(other.topics.live) == sorted(names)
+    assert sorted(topic.name for topic in other.topics.registry.open_topics()) == sorted(names)
 
 
 @pytest.mark.parametrize(("before", "after"), SHAPES)

@@ -13,9 +13,8 @@ from seqdedupe.store.db import Store
 from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe.topic import following
 from seqdedupe.topic.following import TURNS_AT_ONCE, Followers, Turns, read_on
-from seqdedupe.topic.logged import LoggedTopic
-from seqdedupe.topic.publishing import Topic
 from seqdedupe.topic.reading import PAGE_BYTES, Page
+from seqdedupe.topic.topic import Topic
 from tests.log.conformance import parsed
 from tests.log.faulty import FaultyLog, Storage
 from tests.topic.test_originals import Process
@@ -48,7 +47,7 @@ async def publish(process: Process, commits: int = 1, rows: int = ROWS) -> None:
 def sharing(encodings: list[Page] | None = None) -> Followers:
     """What followers share; `encodings` gets the pages that were encoded."""
 
-    def encode(_: LoggedTopic, page: Page) -> bytes:
+    def encode(_: Topic, page: Page) -> bytes:
         if encodings is not None:
             encodings.append(page)
         return b"".join((page.records, b"end"))
@@ -193,7 +192,7 @@ class LastPage(Followers):
 
     last: Page | None = None
 
-    async def page(self, topic: LoggedTopic, from_index: int, stop_index: int, max_bytes: int) -> Page | None:
+    async def page(self, topic: Topic, from_index: int, stop_index: int, max_bytes: int) -> Page | None:
         self.last = self.last or await super().page(topic, from_index, stop_index, max_bytes)
         return self.last
 

@@ -83,7 +83,7 @@ class Life(Machine):
         self.is_answered = True
         self.keep("answered")
         assert self.place.new(*MESSAGES) == [NOT_DUP] * len(MESSAGES)
-        await self.place.topic.snapshot()
+        await self.place.topic.keeper.snapshot()
         await self.broken_off(FIRST, window, after_put=False)
         await self.broken_off(FIRST, window, after_put=True)
         await self.place.bring(FIRST, window)
@@ -169,8 +169,8 @@ async def check(folder: Path, log_then: Storage, answered: bool, window: Path) -
         topic = place.topic
         in_force = topic.policy.imported is not None
         assert in_force or not answered
-        assert not topic.imported.is_missing
-        assert place.import_runs() == ({topic.imported.there.run.number} if topic.imported.there else set())
+        assert not topic.ids.imported.is_missing
+        assert place.import_runs() == ({topic.ids.imported.there.run.number} if topic.ids.imported.there else set())
         if in_force:
             known_to_all(place)
         else:

@@ -64,7 +64,7 @@ async def test_partitions_are_made_at_once(process: Held) -> None:
     process.at_least = PARTITIONS
     await process.start()
     await partitioned.create(process.topics, "w", PARTITIONS, Policy(deduplication_entries_interval=7))
-    made = process.topics.live.values()
+    made = process.topics.registry.open_topics()
     assert [topic.policy.deduplication_entries_interval for topic in made] == [7] * PARTITIONS
     assert process.topics.partitions.names("persistent://public/default/w") == [topic.name for topic in made]
     assert sorted(topic.incarnation for topic in made) == [topic.incarnation for topic in made]

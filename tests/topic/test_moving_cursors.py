@@ -14,8 +14,8 @@ from seqdedupe.topic import control, moving_cursors
 from seqdedupe.topic.control import CursorChange
 from seqdedupe.topic.cursors import MAX_CURSORS, NamedCursor
 from seqdedupe.topic.policy import Applied, Policy
-from seqdedupe.topic.publishing import Topic
-from seqdedupe.topic.trimming import state_again
+from seqdedupe.topic.retention import state_again
+from seqdedupe.topic.topic import Topic
 from tests.log.faulty import FaultyLog, Storage
 
 INCARNATION = 5

@@ -13,15 +13,14 @@ from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Snapshots
 from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe.topic import control, originals
-from seqdedupe.topic.answers import Receipt, Refusal
+from seqdedupe.topic.base import State
 from seqdedupe.topic.flight import LISTED_AT_ONCE, Flight
-from seqdedupe.topic.frame import NumbersCache
+from seqdedupe.topic.frame import NumbersCache, Receipt, Refusal
 from seqdedupe.topic.opening import open_sessions
 from seqdedupe.topic.operating import MessageState, in_flight, message_state, reset_producer
 from seqdedupe.topic.policy import Applied
-from seqdedupe.topic.publishing import Topic
-from seqdedupe.topic.state import State
-from seqdedupe.topic.trimming import state_again
+from seqdedupe.topic.retention import state_again
+from seqdedupe.topic.topic import Topic
 from tests.batches import batch
 from tests.topic.scene import INCARNATION, Scene
 

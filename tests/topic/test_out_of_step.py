@@ -17,15 +17,14 @@ from seqdedupe.core.producers import Producers
 from seqdedupe.core.rule import DUP
 from seqdedupe.store.db import Store
 from seqdedupe.testing import LAST_RESORT_SECONDS
-from seqdedupe.topic import admission, by_id, publishing
-from seqdedupe.topic.answers import Receipt, Refusal
-from seqdedupe.topic.counters import Counters
+from seqdedupe.topic import judge, judge_by_id
+from seqdedupe.topic.base import Counters, State
 from seqdedupe.topic.flight import Flight
-from seqdedupe.topic.frame import NumbersCache
-from seqdedupe.topic.logged import LoggedTopic
+from seqdedupe.topic.frame import NumbersCache, Receipt, Refusal
+from seqdedupe.topic.judge_by_id import ByDeduplicationId
+from seqdedupe.topic.owner import Owner
 from seqdedupe.topic.policy import Policy
-from seqdedupe.topic.publishing import Topic
-from seqdedupe.topic.state import State
+from seqdedupe.topic.topic import Topic
 from tests.log.faulty import FaultyLog
 from tests.topic.scene import Scene
 from tests.topic.test_by_id import Place, frame
@@ -62,8 +61,8 @@ BY_ID = {
     "deciding a part": (id_window, "decide"),
     "the work of a frame on the table": (Slots, "go_on"),
     "a chunk": (Newer, "open"),
-    "cutting": (by_id, "cut"),
-    "its receipt": (by_id, "Receipt"),
+    "cutting": (judge_by_id, "cut"),
+    "its receipt": (judge_by_id, "Receipt"),
     "noting it": (Flight, "add"),
     "handing it over": (FaultyLog, "append"),
     "confirming": (IdWindow, "confirm"),
@@ -135,9 +134,9 @@ async def settled(log: FaultyLog, topic: Topic) -> None:
 
 
 IN_SEQUENCE = {
-    "cutting": (admission, "cut"),
+    "cutting": (judge, "cut"),
     "originals": (Producers, "originals"),
-    "its receipt": (admission, "Receipt"),
+    "its receipt": (judge, "Receipt"),
     "noting it": (Flight, "add"),
     "handing it over": (FaultyLog, "append"),
     "persisting": (Producers, "persist"),
@@ -174,7 +173,7 @@ async def test_nor_is_a_sequence_id(
 
 @pytest.mark.parametrize(
     ("name", "afterwards"),
-    [("_found", False), ("_found", True), ("_learn", False), ("_replay_ids", False), ("_replay_ids", True),
+    [("_found", False), ("_found", True), ("_learn", False), ("replay", False), ("replay", True),
      ("_apply", False), ("_apply", True)],
 )  # fmt: skip
 async def test_a_replay_that_fails_is_done_again(
@@ -186,7 +185,7 @@ async def test_a_replay_that_fails_is_done_again(
     answers = [place.send(*ids) for ids in frames]
     setting = asyncio.ensure_future(place.topic.set_policy(Policy(by_deduplication_id=True, retention_size_in_mb=7)))
     await asyncio.sleep(0)
-    holder = Topic if name == "_found" else LoggedTopic
+    holder = ByDeduplicationId if name == "replay" else Topic
     fails = Fails(getattr(holder, name), 1, afterwards=afterwards)
     monkeypatch.setattr(holder, name, fails.method())
     place.log.unknown(lands=None)
@@ -223,6 +222,6 @@ async def test_an_answer_that_cannot_be_given_loses_no_other(store: Store) -> No
 
 async def test_control_out_of_step_nothing_is_found_out(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without finding it out what was decided stays in flight."""
-    monkeypatch.setattr(publishing.Topic, "_log_failed", lambda self, failure, why: None)
+    monkeypatch.setattr(Owner, "log_failed", lambda self, failure, why: None)
     with pytest.raises((AssertionError, TimeoutError)):
         await test_no_id_is_in_flight_for_ever(store, "its receipt", False, monkeypatch)

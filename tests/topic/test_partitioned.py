@@ -13,9 +13,10 @@ from seqdedupe.names import partition_name
 from seqdedupe.store.db import Store
 from seqdedupe.store.topics import TopicRecord
 from seqdedupe.topic import partitioned
+from seqdedupe.topic.base import State
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.policy import GapPolicy, Policy
-from seqdedupe.topic.state import State
+from tests.records_of import record_of
 from tests.topic.test_directory import TURNS, Process, cancelled_after
 
 WHOLE = "persistent://public/default/w"
@@ -37,7 +38,7 @@ def there(process: Process) -> list[str]:
     """The names of the topics, sorted: several are made at once. All serve."""
     topics = process.topics.all()
     assert {topic.state for topic in topics} <= {State.SERVING}
-    return sorted(topic.name for topic in process.topics.live.values())
+    return sorted(topic.name for topic in process.topics.registry.open_topics())
 
 
 def is_whole(process: Process) -> bool:
@@ -154,13 +155,13 @@ async def test_a_creation_and_a_deletion_that_are_given_up_at_any_await_are_done
     for steps in TURNS[::4]:
         under_way = await cancelled_after(steps, lambda: make(process))
         if steps:
-            while change := process.topics.changing.get(WHOLE):
+            while change := process.topics.registry.changes(WHOLE):
                 await asyncio.wait({change})
             assert is_whole(process)
             deleting = await cancelled_after(steps, lambda: partitioned.delete(process.topics, WHOLE))
             # Whoever makes it anew waits for the deletion, and finds nothing of it.
             await make(process) if deleting else None
-            while change := process.topics.changing.get(WHOLE):
+            while change := process.topics.registry.changes(WHOLE):
                 await asyncio.wait({change})
             await process.restart()
             assert is_whole(process) == deleting
@@ -261,13 +262,13 @@ async def test_a_process_that_ends_after_any_write_leaves_all_or_nothing(
     halves = 0
     for begin, work in ((None, make), (make, delete)):
         for at in range(1, 20):
-            if begin is not None and not process.topics.live:
+            if begin is not None and not process.topics.registry.open_topics():
                 await begin(process)
             ended = await _ended_at(process, at, one_by_one, monkeypatch, work(process))
             halves += len(there(process)) not in (0, 3)
             if halves or not ended:
                 break
-            if begin is None and process.topics.live:
+            if begin is None and process.topics.registry.open_topics():
                 await delete(process)
         if halves:
             break
@@ -281,7 +282,7 @@ async def test_a_process_that_ends_after_any_write_leaves_all_or_nothing(
 async def test_a_partition_that_is_not_there_is_said(process: Process) -> None:
     await process.start()
     await make(process)
-    lost = process.topics.records[PARTS[1]].incarnation
+    lost = record_of(process.topics, PARTS[1]).incarnation
     await process.stop()
     process.store = type(process.store).open_failing(process.folder)
     await process.store.remove_topic(lost)

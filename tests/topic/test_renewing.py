@@ -12,9 +12,9 @@ from seqdedupe.errors import SeqdedupeError, UnavailableError
 from seqdedupe.store.snapshots import Snapshots
 from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe.topic import renewing
+from seqdedupe.topic.base import State
+from seqdedupe.topic.retention import state_again
 from seqdedupe.topic.saved import saved
-from seqdedupe.topic.state import State
-from seqdedupe.topic.trimming import state_again
 from tests.topic.test_directory import NAME, FailingStore, Process
 from tests.topic.test_saved import append, attach, begun, brokers, history, known, live
 from tests.topic.test_two_at_once import lost, outcomes
@@ -42,7 +42,7 @@ def is_serving(process: Process) -> bool:
 async def trimmed(process: Process) -> None:
     """Retention has dropped the log's beginning; what is in force is stated again."""
     topic = live(process)
-    await topic.snapshot()
+    await topic.keeper.snapshot()
     await state_again(topic, topic.confirmed_index - 1)
     await topic.log.trim(topic.confirmed_index - 1)
     assert topic.log.first_index > 0
@@ -131,7 +131,7 @@ async def test_retention_drops_meanwhile_what_the_log_alone_would_have_to_say(
     close = topic.close
 
     async def close_when_trimmed(why: str) -> None:
-        await topic.snapshot()
+        await topic.keeper.snapshot()
         await topic.log.trim(topic.confirmed_index - 1)
         await close(why)
 
@@ -155,7 +155,7 @@ async def test_a_broker_is_told_meanwhile_that_it_may_drop_what_the_snapshot_doe
     close = topic.close
 
     async def close_with_a_snapshot(why: str) -> None:
-        await topic.snapshot()
+        await topic.keeper.snapshot()
         await close(why)
 
     monkeypatch.setattr(topic, "close", close_with_a_snapshot)
@@ -243,7 +243,7 @@ async def test_a_topic_is_rebuilt_though_something_fails_for_a_moment(process: P
     await until(lambda: is_serving(process))
     assert known(process) == before
     # Without anything that would make it take one.
-    await until(lambda: live(process).snapshot_index == live(process).confirmed_index)
+    await until(lambda: live(process).keeper.snapshot_index == live(process).confirmed_index)
     await process.restart()
     assert known(process) == before
 
@@ -265,7 +265,7 @@ async def test_a_topic_that_cannot_be_closed_in_order_is_opened_again(
 
     if failing == "compaction":
         monkeypatch.setattr(Snapshots, "compact_if_due", lambda self: fail())
-        await topic.snapshot()
+        await topic.keeper.snapshot()
         await renewing.renew(process.topics, NAME, topic.incarnation, snapshot)
     else:
         monkeypatch.setattr(topic, "close", close_and_fail)

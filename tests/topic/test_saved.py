@@ -18,20 +18,19 @@ from seqdedupe.store.parts import DELTA, part_key
 from seqdedupe.store.snapshots import Loaded
 from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe.topic import renewing
-from seqdedupe.topic.answers import Receipt, Refusal
 from seqdedupe.topic.attached import AttachedTopic
 from seqdedupe.topic.attachment import Columns
+from seqdedupe.topic.base import State
 from seqdedupe.topic.directory import Topics
-from seqdedupe.topic.frame import NumbersCache
+from seqdedupe.topic.frame import NumbersCache, Receipt, Refusal
 from seqdedupe.topic.of_brokers import BrokersTopics
 from seqdedupe.topic.opening import open_sessions
 from seqdedupe.topic.operating import reset_producer
 from seqdedupe.topic.policy import GapPolicy, Policy
-from seqdedupe.topic.publishing import Topic
+from seqdedupe.topic.retention import state_again
 from seqdedupe.topic.saved import SAVED_AT_ONCE, SavedParts, parts, saved
 from seqdedupe.topic.sessions import LAST_OPEN
-from seqdedupe.topic.state import State
-from seqdedupe.topic.trimming import state_again
+from seqdedupe.topic.topic import Topic
 from tests.batches import batch
 from tests.topic.test_directory import NAME, FailingStore, Process
 
@@ -302,7 +301,7 @@ async def test_a_snapshot_of_what_is_trimmed_is_refused(process: Process) -> Non
 async def test_a_store_that_fails(process: Process, fail_at: int, from_log: bool) -> None:
     snapshot = None if from_log else await history(process)
     before, incarnation = known(process), live(process).incarnation
-    await live(process).snapshot()
+    await live(process).keeper.snapshot()
     process.store.syncs, process.store.fail_at = 0, fail_at
     if fail_at == 1:
         with pytest.raises(UnavailableError, match="STORE_UNAVAILABLE"):
@@ -432,7 +431,7 @@ async def test_a_brokers_topic_goes_on_from_where_the_snapshot_is(tmp_path: Path
     early = saved(topic)
     append(topic, attachment, 5, b"two")
     snapshot = saved(topic)
-    await topic.snapshot()
+    await topic.keeper.snapshot()
     with pytest.raises(PositionError, match="POSITION_TRIMMED"):
         await renewing.renew(topics, "t", topic.incarnation, early)
     with pytest.raises(SeqdedupeError, match="INVALID_REQUEST"):

@@ -50,7 +50,7 @@ async def begun(store: Store, **policy: Any) -> Place:
     place = Place(store, **policy)
     await place.start()
     send(place, *SOME[:9])
-    await place.topic.snapshot()
+    await place.topic.keeper.snapshot()
     send(place, *SOME[9:])
     return place
 
@@ -72,7 +72,7 @@ async def all_is_known(place: Place) -> None:
     stored = place.stored()
     assert originals(place, place.send(*stored)) == dict(enumerate(range(len(stored))))
     send(place, b"another-%d" % len(stored))
-    await place.topic.snapshot()
+    await place.topic.keeper.snapshot()
     await place.crash()
     stored = place.stored()
     assert originals(place, place.send(*stored)) == dict(enumerate(range(len(stored))))
@@ -101,8 +101,8 @@ async def at_each_write(store: Store, monkeypatch: pytest.MonkeyPatch, then: Cal
         place = await begun(store)
         with monkeypatch.context() as patched:
             patched.setattr(Store, "write", only_so_many(writes))
-            await place.topic.snapshot_in_background()
-        is_whole = place.topic.snapshotter.failed == 0
+            await place.topic.keeper.snapshot_in_background()
+        is_whole = place.topic.keeper.snapshotter.failed == 0
         assert named_index(store, INCARNATION) == (26 if is_whole else 9)
         await then(place)
         await place.topic.close("")
@@ -129,7 +129,7 @@ async def test_a_store_that_fails_at_any_piece_has_all_in_the_next_snapshot(
     async def then(place: Place) -> None:
         monkeypatch.setattr(id_slots, "PIECE_BYTES", SMALL + 17)
         send(place, b"one more")
-        await place.topic.snapshot()
+        await place.topic.keeper.snapshot()
         assert named_index(store, INCARNATION) == 27
         await place.crash(0)
         assert place.topic.counters.replayed == 0
@@ -160,7 +160,7 @@ async def _opened_again_meanwhile(store: Store, monkeypatch: pytest.MonkeyPatch,
 
     with monkeypatch.context() as patched:
         patched.setattr(Store, "wait_until_idle", wait_until_idle)
-        await place.topic.snapshot()
+        await place.topic.keeper.snapshot()
     assert count[0] > after
     assert named_index(store, INCARNATION) == 26
     await all_is_known(place)
@@ -201,7 +201,7 @@ async def test_control_what_is_left_over_stays(store: Store, monkeypatch: pytest
 async def test_control_a_piece_that_is_named_was_not_written(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Snapshots, "write_piece", lambda self, piece: self._pieces.written(piece))
     place = await begun(store)
-    await place.topic.snapshot()
+    await place.topic.keeper.snapshot()
     with pytest.raises(SeqdedupeError, match="should be there") as raised:
         Snapshots(store, INCARNATION).load()
     assert raised.value.reason == "STORE_DAMAGED"
@@ -227,7 +227,7 @@ async def test_what_is_forgotten_while_a_snapshot_is_written_is_not_missed(
 
     with monkeypatch.context() as patched:
         patched.setattr(Store, "wait_until_idle", wait_until_idle)
-        await place.topic.snapshot()
+        await place.topic.keeper.snapshot()
     assert sent[0] >= a_piece
     before = place.topic.window
     await place.crash(None)
@@ -236,7 +236,7 @@ async def test_what_is_forgotten_while_a_snapshot_is_written_is_not_missed(
     assert place.topic.window.first_index <= before.first_index
     end = len(place.stored())
     assert originals(place, place.send(*place.stored()[-32:])) == dict(enumerate(range(end - 32, end)))
-    await place.topic.snapshot()
+    await place.topic.keeper.snapshot()
     assert min(pieces(store), default=0) >= min(place.topic.window.first_index, len(place.stored()))
     await place.topic.close("")
 
@@ -253,13 +253,13 @@ async def test_a_store_that_stays_behind_has_the_snapshot_given_up_and_made_late
     with monkeypatch.context() as patched:
         patched.setattr(snapshotter, "IDLE_SECONDS", 0.1)
         patched.setattr(rocksdb, "BEHIND_MEMTABLES", 0)
-        await topic.snapshot_in_background()
-        assert (topic.snapshotter.failed, named_index(store, INCARNATION)) == (1, 9)
+        await topic.keeper.snapshot_in_background()
+        assert (topic.keeper.snapshotter.failed, named_index(store, INCARNATION)) == (1, 9)
         written = [index for index in pieces(store) if index >= 9]
         assert len(written) == 1
         assert "no snapshot of topic t: the store has not worked off in time" in caplog.text
-    await topic.snapshot()
-    assert (topic.snapshotter.failed, named_index(store, INCARNATION)) == (1, 26)
+    await topic.keeper.snapshot()
+    assert (topic.keeper.snapshotter.failed, named_index(store, INCARNATION)) == (1, 26)
     assert written[0] in pieces(store)
     await all_is_known(place)
     await place.topic.close("")
@@ -271,12 +271,12 @@ async def test_a_drain_ends_although_the_store_stays_behind(store: Store, monkey
     with monkeypatch.context() as patched:
         patched.setattr(snapshotter, "IDLE_SECONDS", 0.1)
         patched.setattr(rocksdb, "BEHIND_MEMTABLES", 0)
-        running = asyncio.ensure_future(place.topic.snapshot_in_background())
+        running = asyncio.ensure_future(place.topic.keeper.snapshot_in_background())
         while not any(index >= 9 for index in pieces(store)):  # noqa: ASYNC110 (nobody tells)
             await asyncio.sleep(0)
         await place.topic.drain()
         await running
-    assert place.topic.snapshotter.failed == 2
+    assert place.topic.keeper.snapshotter.failed == 2
     assert sum(index >= 9 for index in pieces(store)) == 2
     assert named_index(store, INCARNATION) == 9
     await place.crash(None)
@@ -291,9 +291,9 @@ async def _a_little_behind_at_each_piece(store: Store, monkeypatch: pytest.Monke
     with monkeypatch.context() as patched:
         patched.setattr(snapshotter, "IDLE_SECONDS", wait_seconds)
         patched.setattr(rocksdb, "is_behind", lambda db: bool(next(asked) % 3))
-        await place.topic.snapshot_in_background()
+        await place.topic.keeper.snapshot_in_background()
     await place.topic.close("")
-    assert place.topic.snapshotter.failed == (named_index(store, INCARNATION) == 9)
+    assert place.topic.keeper.snapshotter.failed == (named_index(store, INCARNATION) == 9)
     return sum(index >= 9 for index in pieces(store))
 
 
@@ -363,7 +363,7 @@ async def _turns_of_a_large_one(
 
     others_run = asyncio.ensure_future(others())
     monkeypatch.setattr(Store, "write", write)
-    await place.topic.snapshot()
+    await place.topic.keeper.snapshot()
     others_run.cancel()
     await place.topic.close("")
     return writes

@@ -12,8 +12,8 @@ from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Loaded
 from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe.topic import renewing
+from seqdedupe.topic.base import State
 from seqdedupe.topic.saved import saved
-from seqdedupe.topic.state import State
 from tests.topic.test_directory import NAME, FailingStore, Process, turns
 from tests.topic.test_saved import begun, brokers, history, known, live
 
@@ -94,7 +94,7 @@ async def test_retention_goes_on_while_a_snapshot_is_imported(
         await close()
 
     monkeypatch.setattr(topic.log, "close", close_when_trimmed)
-    await topic.snapshot()
+    await topic.keeper.snapshot()
     with pytest.raises(SeqdedupeError, match="POSITION_TRIMMED"):
         await renewing.renew(process.topics, NAME, topic.incarnation, snapshot)
     async with asyncio.timeout(LAST_RESORT_SECONDS):

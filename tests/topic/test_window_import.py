@@ -25,16 +25,15 @@ from seqdedupe.store.db import Store
 from seqdedupe.store.parts import IMPORTED, part_key
 from seqdedupe.store.snapshots import Snapshots
 from seqdedupe.store.windows import run_key
-from seqdedupe.topic import by_id, window_import
-from seqdedupe.topic.answers import Receipt, Refusal
-from seqdedupe.topic.frame import NumbersCache
+from seqdedupe.topic import judge_by_id, window_import
+from seqdedupe.topic.base import State
+from seqdedupe.topic.frame import NumbersCache, Receipt, Refusal
 from seqdedupe.topic.imported_window import ImportedWindow
 from seqdedupe.topic.operating import MessageState, state_by_id
 from seqdedupe.topic.policy import Policy
-from seqdedupe.topic.publishing import Topic
-from seqdedupe.topic.state import State
+from seqdedupe.topic.topic import Topic
 from seqdedupe.topic.window_import import WindowImport
-from seqdedupe.topic.window_imported import WindowImported
+from seqdedupe.topic.window_runs import WindowImported
 from tests.plain import PLAIN
 from tests.topic.test_by_id import INCARNATION, frame, originals, receipt, until_serving, verdicts
 from tests.topic.test_window_runs import SmallPlace
@@ -275,8 +274,8 @@ async def test_a_store_that_fails_at_any_write_leaves_all_or_nothing(
             await place.bring(OLD, tmp_path / "window")
             is_done = True
         await place.crash()
-        assert place.topic.imported.in_force is None or is_done
-        assert place.import_keys() == [] or is_done or place.topic.imported.there is not None
+        assert place.topic.ids.imported.in_force is None or is_done
+        assert place.import_keys() == [] or is_done or place.topic.ids.imported.there is not None
         if is_done:
             break
     assert is_done
@@ -290,7 +289,7 @@ async def test_each_id_expires_by_its_time_and_all_of_it_for_good(store: Store, 
     await place.bring(OLD, tmp_path / "window")
     place.now_ms = HOUR_MS + HOUR_MS + 1000 * 4
     assert place.new(*(b"old %d" % k for k in range(10))) == [NOT_DUP] * 5 + [DUP] * 5, "known for 60 minutes, not more"
-    assert place.topic.imported.in_force is not None
+    assert place.topic.ids.imported.in_force is not None
     place.now_ms += 5000
     assert place.new(b"old 7") == [NOT_DUP]
     await asyncio.sleep(0)
@@ -303,7 +302,7 @@ async def test_each_id_expires_by_its_time_and_all_of_it_for_good(store: Store, 
     place.log.settle()
     await setting
     await place.crash()
-    assert not place.topic.imported.is_missing
+    assert not place.topic.ids.imported.is_missing
     assert place.new(b"old 8") == [NOT_DUP], "what has expired stays so"
     await place.topic.close("")
 
@@ -324,7 +323,7 @@ async def test_a_window_that_the_store_has_lost_is_missed_loudly(
     await place.bring(OLD, tmp_path / "window")
     assert place.new(b"new") == [NOT_DUP]
     await store_loses_all(place)
-    assert place.topic.imported.is_missing
+    assert place.topic.ids.imported.is_missing
     assert "imported again" in caplog.text
     for ids in ([b"old 1"], [b"never"], [b"new"]):
         assert reason(place.send(*ids)) == "WINDOW_MISSING"
@@ -378,14 +377,14 @@ async def test_what_could_not_be_read_never_passes_for_whole(place: ImportPlace,
     batch.delete(run_key(INCARNATION, run, 0))
     place.store.write(batch)
     await place.crash()
-    assert place.topic.imported.is_missing
+    assert place.topic.ids.imported.is_missing
     checksum = next(exports.read_window(tmp_path / "window"))
     importing = WindowImport(place.topic, checksum)
     few = exports.parse_block(exports._encoded([1], [b"few"]))
     importing._part.append(few)
     await importing._part_written(for_good=False)
     await place.crash()
-    assert place.topic.imported.is_missing
+    assert place.topic.ids.imported.is_missing
     assert reason(place.send(b"old 1")) == "WINDOW_MISSING"
 
 
@@ -428,7 +427,7 @@ async def history(place: ImportPlace, seed: int, path: Path) -> None:
             case 1 | 2:
                 place.now_ms += rng.choice([1000, 2000, 30_000])
             case 3:
-                await place.topic.snapshot()
+                await place.topic.keeper.snapshot()
             case 4:
                 await place.to_a_run()
             case 5:
@@ -438,7 +437,7 @@ async def history(place: ImportPlace, seed: int, path: Path) -> None:
             case _:
                 some = rng.choices(ids, k=rng.randint(1, 6))
                 before, since_ms = place.stored(), -1 if minutes < 0 else place.now_ms - 60_000 * minutes
-                looked_up = await place.topic.look_up(frame(*some)) if rng.random() < 0.5 else None
+                looked_up = await place.topic.ids.look_up(frame(*some)) if rng.random() < 0.5 else None
                 answers: list[Receipt | Refusal] = []
                 place.topic.admit(frame(*some), 1, answers.append, NumbersCache(), looked_up=looked_up)
                 place.log.settle()
@@ -483,7 +482,7 @@ def _not_stated(self: ImportedWindow, message: Any) -> None:
 
 PLANTED: dict[str, tuple[Any, str, Any]] = {
     "what was imported does not count": (WindowImported, "to_look_into", _not_looked_into),
-    "it never expires": (by_id, "since_ms", lambda applied, now: -1),
+    "it never expires": (judge_by_id, "since_ms", lambda applied, now: -1),
     "the log does not say what was imported": (ImportedWindow, "fill", _not_stated),
     "the times are cut, and not rounded up": (window_import, "seconds_of", lambda times: times // 1000 - 1),
     "a part of the import is left out": (window_import, "entries_with", lambda *a: _without_the_last(*a)),

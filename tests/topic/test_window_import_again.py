@@ -17,7 +17,7 @@ from seqdedupe.store import imported as stored_import
 from seqdedupe.store.db import Store
 from seqdedupe.topic.operating import state_by_id
 from seqdedupe.topic.window_import import WindowImport
-from seqdedupe.topic.window_imported import WindowImported
+from seqdedupe.topic.window_runs import WindowImported
 from tests.topic.test_by_id import INCARNATION, verdicts
 from tests.topic.test_window_import import HOUR_MS, OLD, ImportPlace
 from tests.topic.test_window_import import place as place

@@ -23,7 +23,7 @@ from seqdedupe.store.db import Store
 from seqdedupe.topic import opening
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.published import PublishedTopics
-from seqdedupe.topic.publishing import Topic
+from seqdedupe.topic.topic import Topic
 from seqdedupe.v1 import publish_pb2
 from tests.topic.logs import MemoryLogs
 

@@ -18,11 +18,11 @@ from seqdedupe.core.id_window import IdWindow, Older
 from seqdedupe.store import windows
 from seqdedupe.store import windows as stored_runs
 from seqdedupe.store.snapshots import Snapshots
-from seqdedupe.topic import logged, window_runs
+from seqdedupe.topic import window_runs
 from seqdedupe.topic.frame import check_by_id
 from seqdedupe.topic.snapshotter import Snapshotter
-from seqdedupe.topic.window_memory import WindowMemory
-from seqdedupe.topic.window_runs import WindowRuns
+from seqdedupe.topic.topic import Topic
+from seqdedupe.topic.window_runs import WindowMemory, WindowRuns
 
 
 def runs_that_were_looked_up_before_count(patch: pytest.MonkeyPatch) -> None:
@@ -108,17 +108,17 @@ def a_run_in_use_is_dropped(patch: pytest.MonkeyPatch) -> None:
 
 def the_window_is_cut_where_the_log_begins(patch: pytest.MonkeyPatch) -> None:
     """Recovery puts in order what the log has no more."""
-    original = logged.LoggedTopic._replay_ids
+    original = Topic._learn
 
-    def replay_ids(self: Any, chunk: bytes, batches: Any) -> None:
+    def learn(self: Topic, *arguments: Any) -> None:
         window = self.window
         if window is not None and window.first_index < self.log.first_index <= window.confirmed_index:
             index = window.confirmed_index
             window._begin_at(self.log.first_index)
             window._state[[id_table.CONFIRMED, id_table.NEXT]] = index
-        original(self, chunk, batches)
+        original(self, *arguments)
 
-    patch.setattr(logged.LoggedTopic, "_replay_ids", replay_ids)
+    patch.setattr(Topic, "_learn", learn)
 
 
 def a_filter_lies(patch: pytest.MonkeyPatch) -> None:

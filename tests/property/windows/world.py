@@ -12,13 +12,12 @@ from seqdedupe.errors import UnavailableError
 from seqdedupe.log.contract import Log
 from seqdedupe.store.parts import IDS, MAX_NUMBER, RUN, part_key, part_number
 from seqdedupe.store.snapshots import Snapshots
-from seqdedupe.topic.answers import Receipt, Refusal
-from seqdedupe.topic.frame import NumbersCache
+from seqdedupe.topic.base import State
+from seqdedupe.topic.frame import NumbersCache, Receipt, Refusal
 from seqdedupe.topic.policy import NO_LIMIT, Applied, Policy
 from seqdedupe.topic.published import PublishedTopics
-from seqdedupe.topic.publishing import Topic
-from seqdedupe.topic.state import State
-from seqdedupe.topic.window_memory import WindowMemory
+from seqdedupe.topic.topic import Topic
+from seqdedupe.topic.window_runs import WindowMemory
 from tests.log.faulty import FaultyLog
 from tests.property.disk import CrashableStore, Left, Violation
 from tests.property.loop import StepLoop
@@ -203,7 +202,7 @@ class WindowWorld:
     async def call(self, place: Place, frame: Frame, waits: int) -> None:
         topic, model = place.topic, place.model
         encoded = frame.encoded()
-        looked_up = await topic.look_up(encoded)
+        looked_up = await topic.ids.look_up(encoded)
         for _ in range(waits):
             await asyncio.sleep(0)
         if waits < 0:

@@ -1,6 +1,12 @@
-"""Why a frame is not admitted: the error, and the numbers of the producers that were the cause."""
+"""What decides about a frame before it goes to the log, and what of it counts afterwards.
 
-from typing import Any
+There are two judges: by sequence ID (here), where the links and epochs of producers and the rule count, and by
+deduplication ID (`judge_by_id`). What leaves a judge is finished: the batch to append, with the index that it gets, and
+the receipt to give once it is stored; or a refusal.
+"""
+
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -8,21 +14,113 @@ from seqdedupe.core import rule
 from seqdedupe.core.producers import Producers
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.format.jit import Int64s
-from seqdedupe.format.layout import (
-    EPOCHS,
-    LINKS,
-    PRODUCER_INDEXES,
-    SEQUENCE_IDS,
-    size,
-    start,
-)
+from seqdedupe.format.layout import BASE_INDEX, EPOCHS, LINKS, PRODUCER_INDEXES, SEQUENCE_IDS, size, start
 from seqdedupe.limits import NO_EPOCH, NO_SEQUENCE_ID
-from seqdedupe.topic.allowing import Allowing
-from seqdedupe.topic.answers import ProducerNumbers
-from seqdedupe.topic.frame import Frame, names_of
+from seqdedupe.topic.frame import (
+    Allowing,
+    Frame,
+    NumbersCache,
+    OutOfStepError,
+    ProducerNumbers,
+    Receipt,
+    Refusal,
+    check,
+    cut,
+    names_of,
+)
+from seqdedupe.topic.policy import Applied, GapPolicy
 from seqdedupe.topic.sessions import can_have_been_given
 
 MAX_PRODUCERS_IN_REFUSAL = 16
+
+
+class Judge(Protocol):
+    """Decides about frames in the order of their arrival. What is new counts as in flight from then on, until it is
+    confirmed, in the same order, or all that is in flight has failed."""
+
+    def decide(
+        self,
+        encoded: bytes,
+        number: int,
+        cache: NumbersCache,
+        *,
+        next_index: int,
+        applied: Applied,
+        lone: bool,
+        check_log: Callable[[bytes], None],
+        looked_up: Any,
+    ) -> tuple[Frame | None, Receipt | Refusal]:
+        """What is to be appended of a frame (None: nothing) and what to answer once that is stored, or at once.
+
+        New rows get indexes from `next_index`. `check_log` raises if the log cannot take a batch. `lone`: links may be
+        left out. `looked_up`: see `ByDeduplicationId.look_up`. Nothing is raised for what is wrong with the frame.
+        Raises OutOfStepError.
+        """
+
+    def confirm(self, frame: Frame) -> None:
+        """The oldest in flight is in the log."""
+
+    def fail(self) -> None:
+        """Nothing that is in flight counts as pushed any more."""
+
+
+class BySequenceId:
+    """Judges by the numbers of producers: links, epochs, and the rule."""
+
+    def __init__(self, producers: Producers) -> None:
+        self._producers = producers
+
+    def decide(
+        self,
+        encoded: bytes,
+        number: int,
+        cache: NumbersCache,
+        *,
+        next_index: int,
+        applied: Applied,
+        lone: bool,
+        check_log: Callable[[bytes], None],
+        looked_up: Any,
+    ) -> tuple[Frame | None, Receipt | Refusal]:
+        """See `Judge.decide`."""
+        producers = self._producers
+        try:
+            frame = check(encoded, producers, cache)
+            check_log(frame.encoded)
+        except SeqdedupeError as e:
+            return None, Refusal(number, e)
+        if cache.allowing is not None and len(cache.forbidden):
+            return None, Refusal(number, *forbidden(cache.allowing, cache.forbidden))
+        gapless = applied.gap is GapPolicy.REJECT
+        why = producers.refusal(frame.view, frame.places, frame.producer_rows, lone, gapless)
+        if why:
+            return None, Refusal(number, *refused(frame, producers, why, lone, gapless))
+        try:
+            new, verdicts = producers.decide(
+                frame.view, frame.places, frame.producer_rows, applied.deduplication_enabled
+            )
+            if new == frame.rows:
+                frame.places[BASE_INDEX] = next_index
+                return frame, Receipt(number, None, next_index)
+            known = producers.originals(frame.view, frame.places, frame.producer_rows, verdicts)
+            if not new:
+                return None, Receipt(number, verdicts, -1, (), *known)
+            frame = cut(frame, verdicts)
+            frame.places[BASE_INDEX] = next_index
+            return frame, Receipt(number, verdicts, next_index, (), *known)
+        except Exception as e:
+            raise OutOfStepError from e
+
+    def confirm(self, frame: Frame) -> None:
+        """See `Judge.confirm`."""
+        self._producers.persist(frame.view, frame.places, frame.producer_rows)
+
+    def fail(self) -> None:
+        """See `Judge.fail`."""
+        self._producers.fail_in_flight()
+
+
+# -- Why a frame is refused, and the numbers of the producers that were the cause.
 
 
 def forbidden(allowing: Allowing, numbers: Int64s) -> tuple[SeqdedupeError, list[ProducerNumbers]]:
