@@ -20,8 +20,8 @@ from seqdedupe.log.pulsar.entries import EntryFormat
 from seqdedupe.log.pulsar.entry_limit import Brokers
 from seqdedupe.log.pulsar.log import Shared
 from seqdedupe.log.pulsar.logs import PulsarLogs
-from seqdedupe.log.pulsar.owner import owner_of
 from seqdedupe.log.pulsar.pulsar_client import OAuth2, PulsarClient, Token, client_logger, from_file, never_raises
+from seqdedupe.log.pulsar.topic_owner import owner_of
 from seqdedupe.store.db import Store
 from seqdedupe.store.directories import StoreInstance
 

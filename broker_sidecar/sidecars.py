@@ -12,8 +12,8 @@ from broker_sidecar.peers import Neighbours, Peers
 from broker_sidecar.rpc import unary
 from seqdedupe.address import SidecarAddress
 from seqdedupe.errors import SeqdedupeError, error
-from seqdedupe.log.pulsar import owner
-from seqdedupe.log.pulsar.owner import owner_of
+from seqdedupe.log.pulsar import topic_owner
+from seqdedupe.log.pulsar.topic_owner import owner_of
 from seqdedupe.names import to_text
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.finding import find
@@ -163,7 +163,7 @@ class Sidecars:
                     kept_bytes=one.kept_bytes,
                     is_this=one.name == shared.instance_name,
                 )
-                for one in await owner.sidecars(shared.admin, namespaces)
+                for one in await topic_owner.sidecars(shared.admin, namespaces)
             ]
         )
 
@@ -182,7 +182,9 @@ class Sidecars:
         shared, namespaces = self._cluster.shared, self._cluster.namespaces
         if request.name == shared.instance_name:
             raise error("SIDECAR_ALIVE", f"{request.name} is the sidecar that was asked")
-        topics = await owner.forget(shared.admin, namespaces, request.name, self._cluster.neighbours.instance_name)
+        topics = await topic_owner.forget(
+            shared.admin, namespaces, request.name, self._cluster.neighbours.instance_name
+        )
         return admin_pb2.ForgetSidecarResponse(topics=topics)
 
     async def _move(self, request: admin_pb2.MoveTopicRequest) -> admin_pb2.MoveTopicResponse:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from rocksdict import WriteBatch
 
-from seqdedupe.core.id_runs import Imported, Run
+from seqdedupe.core.id_runs import IdRun, ImportedIds
 from seqdedupe.exports import WINDOW_CHECKSUM_BYTES
 from seqdedupe.format.headers import SECRET_BYTES
 from seqdedupe.store import windows
@@ -29,7 +29,7 @@ def _key(incarnation: int) -> bytes:
     return part_key(incarnation, IMPORTED, 0)
 
 
-def put(store: Store, incarnation: int, imported: Imported) -> int:
+def put(store: Store, incarnation: int, imported: ImportedIds) -> int:
     """This is what was imported: one write, unsynced; `await store.flush()` with the number returned. Raises
     STORE_UNAVAILABLE."""
     batch = WriteBatch(raw_mode=True)
@@ -37,7 +37,7 @@ def put(store: Store, incarnation: int, imported: Imported) -> int:
     return store.write(batch)
 
 
-def _put(batch: WriteBatch, incarnation: int, imported: Imported) -> None:
+def _put(batch: WriteBatch, incarnation: int, imported: ImportedIds) -> None:
     key = _key(incarnation)
     body = _IMPORTED.pack(FORMAT_VERSION, imported.run.number, imported.key, imported.checksum)
     batch.put(key, seal(key, body))
@@ -50,7 +50,7 @@ def remove(store: Store, incarnation: int) -> None:
     store.write(batch)
 
 
-def keep_only(store: Store, incarnation: int, imported: Imported | None) -> None:
+def keep_only(store: Store, incarnation: int, imported: ImportedIds | None) -> None:
     """This is what was imported, whatever was put since, and nothing is left of other runs of imports: one write.
     Raises STORE_UNAVAILABLE."""
     if imported is None:
@@ -63,12 +63,12 @@ def keep_only(store: Store, incarnation: int, imported: Imported | None) -> None
     store.write(batch)
 
 
-def has_other_runs(store: Store, incarnation: int, imported: Imported | None) -> bool:
+def has_other_runs(store: Store, incarnation: int, imported: ImportedIds | None) -> bool:
     """Whether something is stored of such. Blocks, in any thread."""
     return any(True for start, end in _around(incarnation, imported) for _ in store.scan(start, end))
 
 
-def _around(incarnation: int, imported: Imported | None) -> list[tuple[bytes, bytes]]:
+def _around(incarnation: int, imported: ImportedIds | None) -> list[tuple[bytes, bytes]]:
     """The keys of all runs of imports but this one."""
     first, end = windows.run_key(incarnation, FIRST_RUN, 0), part_key(incarnation, IMPORTED, MAX_NUMBER)
     if imported is None:
@@ -90,7 +90,7 @@ def _all_of(store: Store, incarnation: int, as_incarnation: int) -> Iterator[tup
         yield as_key, seal(as_key, unseal(key, value))
 
 
-def load(store: Store, incarnation: int) -> Imported | None:
+def load(store: Store, incarnation: int) -> ImportedIds | None:
     """What was imported, whether it counts or not. Blocks, in any thread. Raises STORE_DAMAGED, NEWER_FORMAT,
     STORE_UNAVAILABLE."""
     key = _key(incarnation)
@@ -103,7 +103,7 @@ def load(store: Store, incarnation: int) -> Imported | None:
     if len(body) != _IMPORTED.size:
         raise damaged(key, f"it is {len(body)} bytes long")
     _, number, secret, checksum = _IMPORTED.unpack(body)
-    run: Run = windows.load_run(store, incarnation, number)
+    run: IdRun = windows.load_run(store, incarnation, number)
     if run.first_index != 0:
         raise damaged(key, f"the run {number} is none that was imported")
-    return Imported(run, secret, checksum)
+    return ImportedIds(run, secret, checksum)

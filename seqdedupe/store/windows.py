@@ -17,9 +17,9 @@ from seqdedupe.core.id_runs import (
     CHUNK_COLUMNS,
     FILTER_WORDS,
     PAGE_BYTES,
-    Entries,
+    IdRun,
     Piece,
-    Run,
+    RunEntries,
     add_to_filter,
     fill_pages,
     filter_of,
@@ -118,7 +118,7 @@ class RunWriter:
         self._check()
         self._opening = self._store.write(batch)
 
-    async def add(self, entries: Entries, low: int | None = None, high: int | None = None) -> None:
+    async def add(self, entries: RunEntries, low: int | None = None, high: int | None = None) -> None:
         """The IDs whose hashes come next: of these the ones from `low` on and before `high`, but for forgotten ones."""
         order = await asyncio.to_thread(self._ordered, entries, low, high)
         at = 0
@@ -127,10 +127,10 @@ class RunWriter:
             for batch in batches:
                 await self._write(batch)
 
-    async def finish(self, end_index: int, chunks: Int64s2) -> Run:
+    async def finish(self, end_index: int, chunks: Int64s2) -> IdRun:
         """The run, durable on return, but named by none yet."""
         firsts = np.concatenate(self._first_hashes) if self._first_hashes else np.zeros(0, np.int64)
-        run = Run(self._number, self.first_index, end_index, firsts, self._filter, chunks)
+        run = IdRun(self._number, self.first_index, end_index, firsts, self._filter, chunks)
         for batch in await asyncio.to_thread(lambda: list(self._described(run))):
             await self._write(batch)
         # That of the first write: if RocksDB was opened again since, a page may be missing.
@@ -143,12 +143,12 @@ class RunWriter:
         self._store.write(batch)
         await asyncio.sleep(0)
 
-    def _ordered(self, entries: Entries, low: int | None, high: int | None) -> Int64s:
+    def _ordered(self, entries: RunEntries, low: int | None, high: int | None) -> Int64s:
         order = entries.in_order(low, high)
         add_to_filter(entries.hashes[order], self._filter)
         return order
 
-    def _filled(self, entries: Entries, order: Int64s, at: int) -> tuple[int, list[WriteBatch]]:
+    def _filled(self, entries: RunEntries, order: Int64s, at: int) -> tuple[int, list[WriteBatch]]:
         out = np.empty(PAGES_AT_ONCE * PAGE_BYTES, np.uint8)
         ends, firsts = np.zeros(PAGES_AT_ONCE, np.int64), np.zeros(PAGES_AT_ONCE, np.int64)
         at = fill_pages(
@@ -166,7 +166,7 @@ class RunWriter:
         self._pages += pages
         return at, batches
 
-    def _described(self, run: Run) -> Iterator[WriteBatch]:
+    def _described(self, run: IdRun) -> Iterator[WriteBatch]:
         """What memory has of it, and at last how much that is."""
         raw = run.first_hashes.astype("<i8").tobytes() + run.filter.astype("<i8").tobytes()
         head = _RUN.pack(run.first_index, run.end_index, len(run.first_hashes), len(run.filter), len(run.chunks))
@@ -178,7 +178,7 @@ class RunWriter:
             yield batch
 
 
-def load_run(store: Store, incarnation: int, number: int) -> Run:
+def load_run(store: Store, incarnation: int, number: int) -> IdRun:
     """What memory has of a run. Blocks, in any thread. Raises STORE_DAMAGED, STORE_UNAVAILABLE."""
     head_key = run_key(incarnation, number, _HEAD)
     parts = store.scan(head_key, run_key(incarnation, number, _PAGES))
@@ -198,13 +198,13 @@ def load_run(store: Store, incarnation: int, number: int) -> Run:
         raise damaged(key, f"its {pages} pages, {words} words of a filter and {chunks} chunks do not fit")
     numbers = np.frombuffer(raw, "<i8").astype(np.int64)
     table = np.frombuffer(head, "<i8", offset=_RUN.size).astype(np.int64).reshape(chunks, CHUNK_COLUMNS)
-    run = Run(number, first_index, end_index, numbers[:pages].copy(), numbers[pages:].copy(), table)
+    run = IdRun(number, first_index, end_index, numbers[:pages].copy(), numbers[pages:].copy(), table)
     if not _fits(run):
         raise damaged(key, "its pages, filter or chunks cannot be")
     return run
 
 
-def _fits(run: Run) -> bool:
+def _fits(run: IdRun) -> bool:
     ends = [run.first_index, *(run.chunks[:, 0] + run.chunks[:, 1]).tolist()]
     follow = len(run.chunks) > 0 and run.chunks[:, 0].tolist() == ends[:-1] and ends[-1] == run.end_index
     filter_fits = len(run.filter) > 0 and len(run.filter) % FILTER_WORDS == 0
@@ -254,7 +254,7 @@ class StoredIds:
     key: bytes
     first_index: int
     next_index: int
-    runs: tuple[Run, ...] = ()
+    runs: tuple[IdRun, ...] = ()
     last: Piece | None = None
     moved_from: int | None = None
 
@@ -370,7 +370,7 @@ def load(store: Store, incarnation: int, next_index: int) -> IdWindow | None:
     return None
 
 
-def _checked_end(key: bytes, runs: tuple[Run, ...], first_index: int, end_index: int) -> int:
+def _checked_end(key: bytes, runs: tuple[IdRun, ...], first_index: int, end_index: int) -> int:
     """Where the pieces begin that follow on these runs of a window."""
     index = None
     for run in runs:

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
-from seqdedupe.core.id_runs import Run
+from seqdedupe.core.id_runs import IdRun
 from seqdedupe.core.id_window import IdWindow
 from seqdedupe.core.producers import Producers
 from seqdedupe.errors import SeqdedupeError, error
@@ -242,7 +242,7 @@ class Snapshotter:
             ids.moved_from = self._pieces_stored
         return ids
 
-    def _named(self, window: IdWindow, runs: tuple[Run, ...]) -> None:
+    def _named(self, window: IdWindow, runs: tuple[IdRun, ...]) -> None:
         """The runs that a durable snapshot names are in force; others are not needed any more."""
         generation = window.older.generation
         window.named(runs)

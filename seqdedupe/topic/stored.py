@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from seqdedupe.core.id_runs import Imported
+from seqdedupe.core.id_runs import ImportedIds
 from seqdedupe.core.producers import Producers
 from seqdedupe.store.snapshots import Loaded, Snapshots
 
@@ -16,7 +16,7 @@ class Stored:
     """Its newest snapshot."""
     producers: Producers
     """Those of that."""
-    imported: Imported | None = None
+    imported: ImportedIds | None = None
 
     @staticmethod
     def load(snapshots: Snapshots) -> "Stored":

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from seqdedupe.core.id_runs import Imported
+from seqdedupe.core.id_runs import ImportedIds
 from seqdedupe.core.id_window import IdWindow
 from seqdedupe.core.producers import Producers
 from seqdedupe.errors import SeqdedupeError, error
@@ -73,7 +73,7 @@ class Topic(TopicBase):
         on_state: Callable[[Any], None] = lambda topic: None,
         is_standby: bool = False,
         window_memory: WindowMemory | None = None,
-        imported: Imported | None = None,
+        imported: ImportedIds | None = None,
         producers: Producers | None = None,
     ) -> None:
         super().__init__(

@@ -392,7 +392,7 @@ PLANTED: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
         "smallest_pair",
         lambda real: lambda self, most: pair and (pair[1], pair[1]) if (pair := real(self, most)) else None,
     ),
-    "the first of a run is left out": ("id_runs.Entries", "in_order", lambda real: lambda *a: real(*a)[1:]),
+    "the first of a run is left out": ("id_runs.RunEntries", "in_order", lambda real: lambda *a: real(*a)[1:]),
     "indexes count from the wrong run": (
         "id_runs",
         "entries_in",

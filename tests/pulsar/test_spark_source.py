@@ -74,7 +74,7 @@ async def written(
 
 def void(entry_format: EntryFormat) -> PulsarMessage:
     """What the first owner of a topic has under way and nobody waits for any more."""
-    owner = entry_properties.Owner(OF_LOG, 1, ownership_of(b"token%011d" % 1))
+    owner = entry_properties.EntryOwner(OF_LOG, 1, ownership_of(b"token%011d" % 1))
     encoded = batch([("late", 1)]).encode()
     if entry_format is EntryFormat.PLAIN:
         return next(entries.messages_of_part(owner, 402, 400, encoded))

@@ -11,8 +11,8 @@ import pulsar
 import pytest
 
 from pulsar_broker.standalone import Broker
-from seqdedupe.log.pulsar import owner as owner_module
 from seqdedupe.log.pulsar import policies
+from seqdedupe.log.pulsar import topic_owner as owner_module
 from seqdedupe.log.pulsar.admin_url import PulsarAdmin, TopicStats
 from seqdedupe.log.pulsar.entries import EntryFormat
 from seqdedupe.topic.base import State

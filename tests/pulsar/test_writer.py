@@ -25,7 +25,7 @@ def numbered(first: int, entries: int) -> list[bytes]:
     return [b"%d" % number for number in range(first, first + entries)]
 
 
-def append(writer: writers.Writer, payloads: list[bytes]) -> None:
+def append(writer: writers.EntryWriter, payloads: list[bytes]) -> None:
     writer.append([PulsarMessage(payload, {}) for payload in payloads])
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from broker_sidecar import dividing
 from seqdedupe import exports
-from seqdedupe.core.id_runs import Imported
+from seqdedupe.core.id_runs import ImportedIds
 from seqdedupe.core.rule import DUP, NOT_DUP
 from seqdedupe.errors import InvalidRequestError
 from seqdedupe.store import imported as stored_import
@@ -86,7 +86,7 @@ async def test_what_is_in_force_stays_though_the_same_is_broken_off_again_and_ag
 
 
 def what_was_put_stays(monkeypatch: Patch) -> None:
-    def runs_alone(store: Store, incarnation: int, imported: Imported | None) -> None:
+    def runs_alone(store: Store, incarnation: int, imported: ImportedIds | None) -> None:
         with monkeypatch.context() as patched:
             patched.setattr(stored_import, "_put", lambda *_: None)
             keep_only(store, incarnation, imported)

@@ -11,7 +11,7 @@ import numpy as np
 import pulsar.asyncio
 
 from seqdedupe.batch import Int32s, Int64s
-from seqdedupe.entry_properties import Owner
+from seqdedupe.entry_properties import EntryOwner
 from seqdedupe.errors import DamagedError, SeqdedupeError, UnavailableError, error
 from seqdedupe.format import records
 from seqdedupe.format.layout import BASE_INDEX, PUBLISH_TIME_MS, RECORD_END, RECORD_START, ROWS
@@ -185,7 +185,7 @@ class FoundEntry(NamedTuple):
     """Of its messages."""
 
     @property
-    def owner(self) -> Owner:
+    def owner(self) -> EntryOwner:
         """Whose it is."""
         return self.after.standing.owner
 

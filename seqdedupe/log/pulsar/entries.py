@@ -34,8 +34,8 @@ from seqdedupe.entry_properties import (
     TOKEN,
     USER,
     VERSION,
-    Owner,
-    Place,
+    EntryOwner,
+    EntryPlace,
 )
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.format.headers import BATCH_TAG, HEADER_BYTES, NO_KEY, TOKEN_BYTES, header, ownership_of
@@ -137,7 +137,9 @@ def marker_message(
     return PulsarMessage(
         b"" if settings.version < SCHEMA_VERSION else None,
         {
-            ENTRY: str(Place(Owner(incarnation, term, ownership_of(token)), 0, known_index, settings.version)),
+            ENTRY: str(
+                EntryPlace(EntryOwner(incarnation, term, ownership_of(token)), 0, known_index, settings.version)
+            ),
             KIND: MARKER,
             TOKEN: token.hex(),
             FORMAT: settings.format.value,
@@ -149,7 +151,7 @@ def marker_message(
 
 
 def control_message(
-    owner: Owner,
+    owner: EntryOwner,
     number: int,
     next_index: int,
     body: bytes,
@@ -157,7 +159,7 @@ def control_message(
     version: int = VERSION,
 ) -> PulsarMessage:
     """The entry of a control record, an encoded `Control`. Raises MESSAGE_TOO_LARGE."""
-    properties = {ENTRY: str(Place(owner, number, next_index, version)), KIND: CONTROL}
+    properties = {ENTRY: str(EntryPlace(owner, number, next_index, version)), KIND: CONTROL}
     if version < SCHEMA_VERSION:
         return checked(PulsarMessage(body, properties), limit_bytes)
     properties[CONTROL_BASE64] = base64.b64encode(body).decode()
@@ -181,7 +183,7 @@ def content_bytes(message: PulsarMessage) -> int:
 
 
 def packed_message(
-    owner: Owner, number: int, index: int, publish_time_ms: int, part: Part, limit_bytes: int = MAX_ENTRY_BYTES
+    owner: EntryOwner, number: int, index: int, publish_time_ms: int, part: Part, limit_bytes: int = MAX_ENTRY_BYTES
 ) -> PulsarMessage:
     """The entry of a batch: a stored record, whose first message has this index. Raises MESSAGE_TOO_LARGE."""
     record = header(
@@ -198,7 +200,7 @@ def packed_message(
         key=NO_KEY,
     )
     properties = {
-        ENTRY: str(Place(owner, number, index)),
+        ENTRY: str(EntryPlace(owner, number, index)),
         KIND: BATCH,
         ROWS: str(part.rows),
     }
@@ -242,7 +244,7 @@ def checked(message: PulsarMessage, limit_bytes: int = MAX_ENTRY_BYTES) -> Pulsa
     return message
 
 
-def read_marker(message: PulsarMessage, owner: Owner) -> Marker:
+def read_marker(message: PulsarMessage, owner: EntryOwner) -> Marker:
     """What a marker of this owner says. Raises LOG_DAMAGED, NEWER_FORMAT."""
     properties = message.properties
     try:
@@ -273,7 +275,7 @@ def damaged(what: str) -> SeqdedupeError:
 
 
 def messages_of_part(
-    owner: Owner,
+    owner: EntryOwner,
     number: int,
     index: int,
     encoded: bytes,

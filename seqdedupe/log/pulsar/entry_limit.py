@@ -15,6 +15,7 @@ from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.log.pulsar.admin_url import PulsarAdmin
 from seqdedupe.log.pulsar.entries import MAX_ENTRY_BYTES
 from seqdedupe.names import whole_of
+from seqdedupe.wire import varint
 
 TIMEOUT_SECONDS = 10.0
 FRESH_SECONDS = 30.0
@@ -113,28 +114,19 @@ def _unreadable(where: str, why: str) -> SeqdedupeError:
 # Protobuf, as far as these commands have it.
 
 
-def _varint(value: int) -> bytes:
-    encoded = bytearray()
-    while value > 0x7F:
-        encoded.append(value & 0x7F | 0x80)
-        value >>= 7
-    encoded.append(value)
-    return bytes(encoded)
-
-
 def _number(field: int, value: int) -> bytes:
-    return _varint(field << 3 | _VARINT) + _varint(value)
+    return varint(field << 3 | _VARINT) + varint(value)
 
 
 def _text(field: int, value: bytes) -> bytes:
-    return _varint(field << 3 | _BYTES) + _varint(len(value)) + value
+    return varint(field << 3 | _BYTES) + varint(len(value)) + value
 
 
 def _fields(raw: bytes) -> Iterator[tuple[int, int | bytes]]:
     """Raises ValueError for what is no message of numbers and bytes."""
     at = 0
 
-    def varint() -> int:
+    def number() -> int:
         nonlocal at
         value = shift = 0
         while at < len(raw):
@@ -147,8 +139,8 @@ def _fields(raw: bytes) -> Iterator[tuple[int, int | bytes]]:
         raise ValueError("its answer is cut off")
 
     while at < len(raw):
-        field, kind = divmod(varint(), 8)
-        value = varint()
+        field, kind = divmod(number(), 8)
+        value = number()
         if kind == _VARINT:
             yield field, value
         elif kind == _BYTES and at + value <= len(raw):

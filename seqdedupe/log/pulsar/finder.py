@@ -16,7 +16,7 @@ An entry that is valid stays so, whatever comes after it.
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
-from seqdedupe.entry_properties import BATCH, ENTRY, KIND, ROWS, Place
+from seqdedupe.entry_properties import BATCH, ENTRY, KIND, ROWS, EntryPlace
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.log.pulsar.entries import PulsarEntry
 from seqdedupe.log.pulsar.places import Ledgers, begins_record
@@ -70,7 +70,7 @@ class Finder:
 
     async def _first_standing(self) -> TermStanding:
         nothing = TermStanding.start(self.incarnation)
-        marker: Place | None = None
+        marker: EntryPlace | None = None
         first, count = 0, 1
         while first < len(self.ledgers):
             for entry in await self._entries(first, first + count - 1):
@@ -163,7 +163,7 @@ class Finder:
             return None
         return _after_valid(entry, place, at)
 
-    def _is_of_another(self, place: Place) -> bool:
+    def _is_of_another(self, place: EntryPlace) -> bool:
         return place.owner.incarnation != self.incarnation
 
     async def _after(self, known: Known, at: int) -> Known:
@@ -232,8 +232,8 @@ def trimmed(topic: str, index: int, first_index: int) -> SeqdedupeError:
     )
 
 
-def _place(entry: PulsarEntry) -> Place | None:
-    return Place.parse(entry.message.properties.get(ENTRY, ""))
+def _place(entry: PulsarEntry) -> EntryPlace | None:
+    return EntryPlace.parse(entry.message.properties.get(ENTRY, ""))
 
 
 def _time_ms(entry: PulsarEntry) -> int:
@@ -242,7 +242,7 @@ def _time_ms(entry: PulsarEntry) -> int:
     return (KIND in message.properties and message.event_time_ms) or entry.publish_time_ms
 
 
-def _after_valid(entry: PulsarEntry, place: Place, at: int) -> Known:
+def _after_valid(entry: PulsarEntry, place: EntryPlace, at: int) -> Known:
     terms = Terms(TermStanding(*place[:3]))
     terms.judge(entry.message, entry.message_id)
     return Known(at, terms.standing, last_of(entry, terms.standing))

@@ -17,7 +17,7 @@ from functools import partial
 import pulsar.asyncio
 
 from seqdedupe.batch import Int32s, Int64s
-from seqdedupe.entry_properties import SCHEMA_VERSION, Owner
+from seqdedupe.entry_properties import SCHEMA_VERSION, EntryOwner
 from seqdedupe.errors import DamagedError, NotFoundError, SeqdedupeError, error
 from seqdedupe.format.headers import ownership_of
 from seqdedupe.log.contract import (
@@ -36,14 +36,22 @@ from seqdedupe.log.pulsar.admin_url import PulsarAdmin
 from seqdedupe.log.pulsar.content import Content
 from seqdedupe.log.pulsar.entries import MAX_ENTRY_BYTES, NOWHERE, EntryFormat, EntrySettings, Part
 from seqdedupe.log.pulsar.entry_limit import Brokers, max_entry_bytes
-from seqdedupe.log.pulsar.owner import ADDRESS, Answers, Connect, evicting, is_terminated, not_owner, wait_until_free
 from seqdedupe.log.pulsar.places import Point, bytes_of_points, points_of_bytes
 from seqdedupe.log.pulsar.policies import Looks, check_alone, check_deduplicates, check_stays, guard
+from seqdedupe.log.pulsar.topic_owner import (
+    ADDRESS,
+    Answers,
+    Connect,
+    evicting,
+    is_terminated,
+    not_owner,
+    wait_until_free,
+)
 from seqdedupe.log.pulsar.wholes import schema_of
 from seqdedupe.log.pulsar.writer import (
+    EntryWriter,
     Opening,
     SettledEntry,
-    Writer,
     check_fits,
     open_writer,
     records_of_batch,
@@ -134,7 +142,7 @@ class PulsarLog:
         self._max_entry_bytes = MAX_ENTRY_BYTES
         """As it was last found out."""
         self._name_number = 0
-        self._writer: Writer | None = None
+        self._writer: EntryWriter | None = None
         self._opening: Opening | None = None
         self._reading: asyncio.Task[None] | None = None
         self._guarding: asyncio.Task[None] | None = None
@@ -223,7 +231,7 @@ class PulsarLog:
 
     async def open_for_writing(self, term: int, token: bytes, settle: Callable[[Outcome], None]) -> int:
         await self.let_go()
-        owner = Owner(self.incarnation, term, ownership_of(token))
+        owner = EntryOwner(self.incarnation, term, ownership_of(token))
         opening: Opening | None = None
         failed = ""
         marked: asyncio.Future[MessageId] = asyncio.get_running_loop().create_future()
@@ -267,7 +275,7 @@ class PulsarLog:
         self._guarding = asyncio.get_running_loop().create_task(guarding)
         return 0
 
-    async def _open_writer(self, hear: Callable[[SettledEntry], None]) -> Writer:
+    async def _open_writer(self, hear: Callable[[SettledEntry], None]) -> EntryWriter:
         shared = self._shared
         try:
             return await open_writer(

@@ -19,8 +19,8 @@ from seqdedupe.log.contract import AS_USUAL, Layout, LogName
 from seqdedupe.log.pulsar import wholes
 from seqdedupe.log.pulsar.entries import EntryFormat, EntrySettings
 from seqdedupe.log.pulsar.log import PulsarLog, Shared
-from seqdedupe.log.pulsar.owner import ADDRESS
 from seqdedupe.log.pulsar.policies import check_takes_producers, ensure_safe
+from seqdedupe.log.pulsar.topic_owner import ADDRESS
 from seqdedupe.log.pulsar.wholes import LIFE, Life, Whole
 from seqdedupe.names import check_is_no_system_topic, namespace_of, number_of, whole_of
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from seqdedupe.entry_properties import BATCH, KIND, Owner
+from seqdedupe.entry_properties import BATCH, KIND, EntryOwner
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.log.contract import Run, Runs
 from seqdedupe.log.pulsar.entries import NOWHERE, PulsarMessage, begins_batch, content_bytes
@@ -326,7 +326,7 @@ def _decode(
     at_latest_ms: int,
     size_bytes: int,
 ) -> Point:
-    standing = TermStanding(Owner(incarnation, term, ownership), number, index)
+    standing = TermStanding(EntryOwner(incarnation, term, ownership), number, index)
     return Point(standing, MessageId(ledger_id, entry_id), publish_time_ms, at_latest_ms, size_bytes)
 
 

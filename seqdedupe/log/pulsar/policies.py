@@ -12,7 +12,7 @@ from seqdedupe.entry_properties import INCARNATION
 from seqdedupe.errors import ConfigurationError, SeqdedupeError, error
 from seqdedupe.log.pulsar.admin_url import PulsarAdmin
 from seqdedupe.log.pulsar.wholes import is_going
-from seqdedupe.log.pulsar.writer import Opening, Writer
+from seqdedupe.log.pulsar.writer import EntryWriter, Opening
 from seqdedupe.names import namespace_of, whole_of
 
 logger = logging.getLogger("seqdedupe.log")
@@ -277,7 +277,7 @@ async def guard(topic: str, admin: PulsarAdmin, opening: Opening, look: Callable
     opening.fail(await _why_lost(topic, admin, opening.writer, look))
 
 
-async def _why_lost(topic: str, admin: PulsarAdmin, writer: Writer, look: Callable[[], Awaitable[str]]) -> str:
+async def _why_lost(topic: str, admin: PulsarAdmin, writer: EntryWriter, look: Callable[[], Awaitable[str]]) -> str:
     now = asyncio.get_running_loop().time
     # Topics that were opened together are not looked at together.
     connected_at, looked_at = now(), now() - LOOK_SECONDS * random.random() / 2

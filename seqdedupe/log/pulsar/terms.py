@@ -10,7 +10,18 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
-from seqdedupe.entry_properties import BATCH, CONTROL, ENTRY, KIND, MARKER, ROWS, SCHEMA_VERSION, VERSION, Owner, Place
+from seqdedupe.entry_properties import (
+    BATCH,
+    CONTROL,
+    ENTRY,
+    KIND,
+    MARKER,
+    ROWS,
+    SCHEMA_VERSION,
+    VERSION,
+    EntryOwner,
+    EntryPlace,
+)
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.log.pulsar.entries import NOWHERE, Marker, PulsarMessage, damaged, read_marker
 from seqdedupe.message_id import MessageId
@@ -46,7 +57,7 @@ class TermVerdict(Enum):
 class TermStanding(NamedTuple):
     """How far a topic was read: what has to be known to read on."""
 
-    owner: Owner
+    owner: EntryOwner
     """The last that took ownership; before the first marker one of term 0."""
     next_number: int = 0
     """That of the owner's next entry."""
@@ -57,7 +68,7 @@ class TermStanding(NamedTuple):
     @staticmethod
     def start(incarnation: int) -> "TermStanding":
         """Before everything."""
-        return TermStanding(Owner(incarnation, 0, 0))
+        return TermStanding(EntryOwner(incarnation, 0, 0))
 
 
 @dataclass
@@ -174,7 +185,7 @@ class Terms:
         return TermVerdict.VALID
 
     def _of_another(self, message: PulsarMessage, text: str) -> TermVerdict:
-        place = Place.parse(text)
+        place = EntryPlace.parse(text)
         if place is None:
             return TermVerdict.FOREIGN if self.owner.term else TermVerdict.EARLIER
         owner = place.owner
@@ -235,7 +246,7 @@ class Receipts:
         self._confirmed = message_id
 
 
-def _texts(owner: Owner) -> tuple[str, ...]:
+def _texts(owner: EntryOwner) -> tuple[str, ...]:
     """What ENTRY of an owner's entries begins with, in any version. All are of one length."""
     return tuple(owner.prefix(version) for version in range(VERSION, SCHEMA_VERSION + 1))
 

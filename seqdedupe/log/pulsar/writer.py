@@ -12,7 +12,7 @@ import pulsar
 import pulsar.asyncio
 
 from seqdedupe import batch as batches
-from seqdedupe.entry_properties import Owner
+from seqdedupe.entry_properties import EntryOwner
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.log.contract import Failure, Outcome, Run, Runs
 from seqdedupe.log.pulsar.content import FoundEntry
@@ -97,7 +97,7 @@ class Unsettled:
 # -- What becomes of an append: entries of its topic, in the topic's format.
 
 _WIDEST_NUMBER = 2**62
-_WIDEST_OWNER = Owner(_WIDEST_NUMBER, _WIDEST_NUMBER, 2**64 - 1)
+_WIDEST_OWNER = EntryOwner(_WIDEST_NUMBER, _WIDEST_NUMBER, 2**64 - 1)
 
 
 class Record(NamedTuple):
@@ -110,7 +110,7 @@ class Record(NamedTuple):
 
 
 def records_of_batch(
-    settings: EntrySettings, owner: Owner, number: int, index: int, now_ms: int, part: Part, limit_bytes: int
+    settings: EntrySettings, owner: EntryOwner, number: int, index: int, now_ms: int, part: Part, limit_bytes: int
 ) -> list[Record]:
     """Those of a batch; its first entry gets this number, its first row this index. Raises MESSAGE_TOO_LARGE for what
     does not fit into an entry of so many bytes."""
@@ -126,7 +126,7 @@ def records_of_batch(
 
 
 def records_of_control(
-    settings: EntrySettings, owner: Owner, number: int, next_index: int, now_ms: int, body: bytes, limit_bytes: int
+    settings: EntrySettings, owner: EntryOwner, number: int, next_index: int, now_ms: int, body: bytes, limit_bytes: int
 ) -> list[Record]:
     """That of a control record. Raises MESSAGE_TOO_LARGE."""
     message = control_message(owner, number, next_index, body, limit_bytes, settings.version)
@@ -174,7 +174,7 @@ class SettledEntry(NamedTuple):
     """Set once, and last: why the outcome of all others is unknown. Opening again and reading tells."""
 
 
-class Writer:
+class EntryWriter:
     """One opening of a topic for writing. Everything is called on one event loop.
 
     Pulsar's client sends again what it has in flight whenever it connects anew, so the topic must have Pulsar's own
@@ -341,7 +341,7 @@ async def open_writer(
     properties: Mapping[str, str],
     settle: Callable[[SettledEntry], None],
     schema: Schema | None = None,
-) -> Writer:
+) -> EntryWriter:
     """Takes the topic, if nobody else writes to it. `schema` is the topic's, None if it has none.
 
     Producers are named `seqdedupe-<instance_name>-<name number>`, from the first number on, which should be the one
@@ -367,7 +367,7 @@ async def open_writer(
         except BaseException:
             await producer.close()
             raise
-        return Writer(producer, name, name_number, opening, settle)
+        return EntryWriter(producer, name, name_number, opening, settle)
     raise busy or error("INTERNAL", "an instance has no producer names")
 
 
@@ -438,8 +438,8 @@ class Opening:
 
     def __init__(
         self,
-        owner: Owner,
-        writer: Writer,
+        owner: EntryOwner,
+        writer: EntryWriter,
         places: Places,
         settle: Callable[[Outcome], None],
         max_entry_bytes: int,

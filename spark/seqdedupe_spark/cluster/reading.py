@@ -13,7 +13,7 @@ from seqdedupe import batch as batches
 from seqdedupe.batch import NO_INT32S, NO_INT64S, Batch, Binary, decode
 from seqdedupe.client.blocking.loop import run
 from seqdedupe.client.stored import StoredBatch
-from seqdedupe.entry_properties import ENTRY, Place
+from seqdedupe.entry_properties import ENTRY, EntryPlace
 from seqdedupe.errors import DamagedError, NotFoundError, SeqdedupeError, UnavailableError, error
 from seqdedupe.format.layout import BASE_INDEX, PUBLISH_TIME_MS, ROWS
 from seqdedupe.format.records import body_of, ownership
@@ -116,7 +116,7 @@ class _LogTask(Task):
     def _standing_before(self, entry: PulsarEntry, start: MessageId) -> TermStanding:
         """Before the entry of the position after which to read: it is valid, if it is the one."""
         position = self._span.start
-        place = Place.parse(entry.message.properties.get(ENTRY, ""))
+        place = EntryPlace.parse(entry.message.properties.get(ENTRY, ""))
         if entry.message_id != start or place is None or not _holds(entry, place, position):
             found = f"{entry.message_id} of {self._span.topic} is not the message of the position {position}"
             raise error("POSITION_DIVERGED", found)
@@ -137,7 +137,7 @@ class _LogTask(Task):
         return trimmed(span.topic, self._next_index, first_index) if first_index > self._next_index else failure
 
 
-def _holds(entry: PulsarEntry, place: Place, position: Position) -> bool:
+def _holds(entry: PulsarEntry, place: EntryPlace, position: Position) -> bool:
     """Whether an entry, if it is valid, holds the message of a position."""
     terms = Terms(TermStanding(*place[:3]))
     last = last_of(entry, terms.standing) if terms.judge(entry.message, entry.message_id) is TermVerdict.VALID else None

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 
 import pytest
 
-from seqdedupe.entry_properties import Owner
+from seqdedupe.entry_properties import EntryOwner
 from seqdedupe.errors import DamagedError, PositionError, SeqdedupeError
 from seqdedupe.log.contract import Retention
 from seqdedupe.log.pulsar import content, places
@@ -366,7 +366,7 @@ def grown(entries: int, seed: int) -> tuple[Places, list[Point]]:
         if begins:
             every.append(of.end)
         count = rng.choice((0, 1, 1, 5)) if begins else 1
-        standing = TermStanding(Owner(INCARNATION, 1, 7), i + 1, of.end.next_index + count)
+        standing = TermStanding(EntryOwner(INCARNATION, 1, 7), i + 1, of.end.next_index + count)
         to = of.end.after(standing, MessageId(1, i), i, i, rng.randrange(64, STEP_BYTES))
         of.advance(to, begins_record=begins, is_batch=count > 1)
     return of, every

@@ -6,7 +6,7 @@ import pytest
 
 from seqdedupe.errors import InvalidRequestError, NotFoundError, UnavailableError, error
 from seqdedupe.log.pulsar.admin_url import AdminUrl, Publisher, PulsarAdmin, Subscription, TopicStats
-from seqdedupe.log.pulsar.owner import forget, not_owner, sidecars
+from seqdedupe.log.pulsar.topic_owner import forget, not_owner, sidecars
 
 NAMESPACES = ("a/b", "a/c")
 

@@ -11,7 +11,7 @@ import pytest
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.log.pulsar import writer as writers
 from seqdedupe.log.pulsar.entries import PulsarMessage
-from seqdedupe.log.pulsar.writer import COUNTER_BITS, PRODUCER_NAMES, Confirmed, SettledEntry, Writer, open_writer
+from seqdedupe.log.pulsar.writer import COUNTER_BITS, PRODUCER_NAMES, Confirmed, EntryWriter, SettledEntry, open_writer
 from seqdedupe.message_id import MessageId
 from seqdedupe.testing import LAST_RESORT_SECONDS
 
@@ -64,7 +64,7 @@ class Client:
         return self.producer
 
 
-async def opened(client: Any, settle: Callable[[SettledEntry], None], first_name_number: int = 6) -> Writer:
+async def opened(client: Any, settle: Callable[[SettledEntry], None], first_name_number: int = 6) -> EntryWriter:
     async def claim(_: int) -> int:
         return OPENING
 
@@ -74,7 +74,7 @@ async def opened(client: Any, settle: Callable[[SettledEntry], None], first_name
 class Sent:
     """A writer that has handed over so many entries."""
 
-    def __init__(self, writer: Writer, native: Native) -> None:
+    def __init__(self, writer: EntryWriter, native: Native) -> None:
         self.writer = writer
         self.settled: list[SettledEntry] = []
         self._native = native

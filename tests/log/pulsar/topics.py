@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from seqdedupe import batch as batches
 from seqdedupe.batch import Batch
-from seqdedupe.entry_properties import VERSION, Owner
+from seqdedupe.entry_properties import VERSION, EntryOwner
 from seqdedupe.format.headers import ownership_of
 from seqdedupe.format.records import body_of
 from seqdedupe.log.contract import Entries
@@ -23,8 +23,8 @@ def token(term: int, whose: str = "") -> bytes:
     return f"{term % 10000:04d}{whose:.<12}".encode()
 
 
-def owner(term: int, whose: str = "") -> Owner:
-    return Owner(INCARNATION, term, ownership_of(token(term, whose)))
+def owner(term: int, whose: str = "") -> EntryOwner:
+    return EntryOwner(INCARNATION, term, ownership_of(token(term, whose)))
 
 
 def marker(term: int, whose: str = "", version: int = VERSION) -> PulsarMessage:

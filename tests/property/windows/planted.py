@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from seqdedupe.core import id_table
-from seqdedupe.core.id_runs import Run, add_to_filter, entries_in
+from seqdedupe.core.id_runs import IdRun, add_to_filter, entries_in
 from seqdedupe.core.id_slots import Slots
 from seqdedupe.core.id_table import NOWHERE, ROWS
 from seqdedupe.core.id_window import IdWindow, Older
@@ -38,7 +38,7 @@ def what_leaves_memory_is_no_news_to_a_look_up(patch: pytest.MonkeyPatch) -> Non
     """A chunk is freed while somebody has looked into the runs before it."""
     original = Older.named
 
-    def named(self: Older, runs: tuple[Run, ...]) -> None:
+    def named(self: Older, runs: tuple[IdRun, ...]) -> None:
         generation = self.generation
         original(self, runs)
         self.generation = generation
