@@ -19,14 +19,14 @@ from seqdedupe.errors import DamagedError, UnavailableError, error
 from seqdedupe.files import sync_folder
 from seqdedupe.format.headers import key_of
 from seqdedupe.locks import DIRECTORY_LOCK, locked_directory
-from seqdedupe.log.embedded import moved
+from seqdedupe.log.embedded import relocation
+from seqdedupe.log.embedded.journal_replay import JournalReplay
 from seqdedupe.log.embedded.logs import incarnations
-from seqdedupe.log.embedded.replaying import JournalReplay
 from seqdedupe.log.embedded.secret import secret_of
 from seqdedupe.log.embedded.segment import LogIdentity
 from seqdedupe.log.embedded.tail import open_segments
 from seqdedupe.names import ALL_SHARDS, shard_of, shards_of_worker
-from seqdedupe.store import directories, imported, windows
+from seqdedupe.store import directories, imported_run, windows
 from seqdedupe.store.db import Store
 from seqdedupe.store.directories import SHARDS_FILE, WORKERS_FILE, Claim, Split, of_worker
 from seqdedupe.store.snapshots import Snapshots
@@ -178,10 +178,10 @@ def _check_topic(part: _Part, record: TopicRecord, replay: JournalReplay) -> Non
 def _has_moved(folder: Path, name: str) -> bool:
     """Whether another sidecar has the topic, and knows so. Raises INVALID_CONFIGURATION where a sidecar still has to
     ask, or to be asked: workers do not."""
-    is_known = moved.moved_to(folder) is not None
-    if moved.leaving_to(folder) is not None or (folder / moved.ARRIVED_FILE).exists():
+    is_known = relocation.moved_to(folder) is not None
+    if relocation.leaving_to(folder) is not None or (folder / relocation.ARRIVED_FILE).exists():
         raise _refused(f"{name} is being moved from one sidecar to another, and only one of them knows")
-    if is_known and moved.has_messages(folder):
+    if is_known and relocation.has_messages(folder):
         raise _refused(f"{name} was moved to another sidecar that does not serve it yet, as far as is known here")
     return is_known
 
@@ -240,7 +240,7 @@ async def _copy(old: Store, new: Store, incarnation: int) -> None:
                 await new.flush(await Snapshots(new, incarnation).write_anew(loaded.whole()))
                 await windows.copy(old, new, incarnation)
             # It may be there before any snapshot is.
-            await imported.copy(old, new, incarnation, incarnation)
+            await imported_run.copy(old, new, incarnation, incarnation)
             return
         except UnavailableError:
             # The store takes nothing while its background work has too much before it.

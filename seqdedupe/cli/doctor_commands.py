@@ -204,11 +204,9 @@ def backup(name: str, address: str, as_json: bool) -> int:
         print_json({"whole": is_whole, "parts": [_part_json(one) for one in made]})
     else:
         for one in made:
-            echo(
-                printable(
-                    f"{one.directory}: {one.topics:,} topics, {one.bytes:,} bytes, {one.linked_bytes:,} of them shared "
-                    f"with an earlier backup; as of {_moment(one.made_at_us)}"
-                )
+            _say(
+                f"{one.directory}: {one.topics:,} topics, {one.bytes:,} bytes, {one.linked_bytes:,} of them shared "
+                f"with an earlier backup; as of {_moment(one.made_at_us)}"
             )
             _say_faults(one.damaged, one.left_out)
     return 0 if is_whole else FAILED
@@ -241,7 +239,7 @@ def verify(directory: Path, as_json: bool) -> int:
         for part, manifest, found in zip(parts, manifests, findings, strict=True):
             print_findings(found)
             _say_manifest(part, manifest)
-        echo(printable(f"the backup {directory} is " + ("whole" if is_whole else "NOT WHOLE")))
+        _say(f"the backup {directory} is " + ("whole" if is_whole else "NOT WHOLE"))
     return 0 if is_whole else FAILED
 
 
@@ -283,15 +281,15 @@ def _say_manifest(place: Path, manifest: "Manifest") -> None:
     text = (
         f"{place}: {len(manifest.files):,} files, {manifest.size_bytes:,} bytes, as of {_moment(manifest.made_at_us)}"
     )
-    echo(printable(text))
+    _say(text)
     _say_faults(manifest.damaged, manifest.left_out)
 
 
 def _say_faults(damaged: Any, left_out: Any) -> None:
     for one in damaged:
-        echo(printable(f"  damaged, as where it was taken: {one.topic}: {one.what}"))
+        _say(f"  damaged, as where it was taken: {one.topic}: {one.what}")
     for one in left_out:
-        echo(printable(f"  LEFT OUT: {one.topic}: {one.what}"))
+        _say(f"  LEFT OUT: {one.topic}: {one.what}")
 
 
 def _faults_json(faults: Any) -> list[dict[str, Any]]:

@@ -66,7 +66,7 @@ def keys(private_file: Path, keys_file: Path, key_id: str | None) -> None:
     Sidecars get KEYS_FILE as their token_keys_file. Whoever can read PRIVATE_FILE can make tokens.
     """
     with _needs_the_sidecar():
-        from seqdedupe.cli.signing import make_keys
+        from seqdedupe.cli.token_keys import make_keys
     kid = key_id or secrets.token_hex(8)
     make_keys(private_file, keys_file, kid)
     echo(printable(f"key {kid}: {private_file} signs tokens, {keys_file} checks them"))
@@ -81,7 +81,7 @@ def keys(private_file: Path, keys_file: Path, key_id: str | None) -> None:
 def create(key_file: Path, key_id: str | None, subject: str, audience: str, expires_in: int) -> None:
     """Sign a token, and print it."""
     with _needs_the_sidecar():
-        from seqdedupe.cli.signing import read_private_key, sign
+        from seqdedupe.cli.token_keys import read_private_key, sign
     key, kid = read_private_key(key_file, key_id)
     echo(sign(key, kid, subject, audience, int(time.time()), expires_in))
 

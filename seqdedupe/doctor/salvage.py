@@ -30,15 +30,15 @@ from seqdedupe.format.layout import BASE_INDEX, COLUMNS_END, PUBLISH_TIME_MS, RE
 from seqdedupe.format.records import body_of
 from seqdedupe.limits import NO_SEQUENCE_ID
 from seqdedupe.locks import kept_unused
-from seqdedupe.log.embedded import moved
+from seqdedupe.log.embedded import relocation
 from seqdedupe.log.embedded.inspection import Intact, inspect
+from seqdedupe.log.embedded.journal_replay import put_back
 from seqdedupe.log.embedded.logs import DEFAULT_SEGMENT_BYTES, create_log
-from seqdedupe.log.embedded.replaying import put_back
 from seqdedupe.log.embedded.segment import LogIdentity, Segment
 from seqdedupe.log.embedded.tail import Tail
 from seqdedupe.log.embedded.writer import Append, FatalError, Opening, Writer
 from seqdedupe.names import topic_name
-from seqdedupe.store import imported, windows
+from seqdedupe.store import imported_run, windows
 from seqdedupe.store.copy import opened_copy
 from seqdedupe.store.db import Store
 from seqdedupe.store.directories import read_claim, write
@@ -178,7 +178,7 @@ async def _fill(directory: Path, to: Path) -> Salvage:
         found = examined.findings
         # Without a snapshot a log must begin with index 0.
         can_be_copied = found.has_whole_log and (examined.loaded is not None or found.first_index == 0)
-        if not can_be_copied and moved.leaving_to(examined.folder) is not None:
+        if not can_be_copied and relocation.leaving_to(examined.folder) is not None:
             # As another incarnation it would serve beside the one that the other sidecar may have.
             return
         if any(found.name == other.record.name for other in topics):
@@ -297,7 +297,7 @@ async def _make_store(
                     if old is not None:
                         await windows.copy(old, store, topic.record.incarnation)
                 if old is not None and topic.imported_of is not None:
-                    await imported.copy(old, store, topic.imported_of, topic.record.incarnation)
+                    await imported_run.copy(old, store, topic.imported_of, topic.record.incarnation)
                 await store.put_topics(topic.record)
     finally:
         store.close()

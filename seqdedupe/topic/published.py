@@ -9,7 +9,7 @@ from dataclasses import replace
 from seqdedupe.core.id_runs import ImportedIds
 from seqdedupe.errors import DamagedError, PositionError, UnavailableError, error
 from seqdedupe.log.contract import AS_USUAL, Layout, Log, LogName, Logs
-from seqdedupe.store import imported as stored_import
+from seqdedupe.store import imported_run as stored_import
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Loaded, Snapshots
 from seqdedupe.store.topics import LogKind, TopicRecord

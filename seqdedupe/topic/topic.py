@@ -22,7 +22,7 @@ from seqdedupe.format.layout import BASE_INDEX, ROWS, TERM
 from seqdedupe.format.records import body_of, ownership
 from seqdedupe.log.contract import DamageFound, Log, Outcome, Runs, Skipped, last_of
 from seqdedupe.message_id import MessageId, Position
-from seqdedupe.store import imported as stored_import
+from seqdedupe.store import imported_run as stored_import
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Loaded, Snapshots
 from seqdedupe.topic import control

@@ -26,7 +26,7 @@ from seqdedupe.errors import SeqdedupeError, UnavailableError, error
 from seqdedupe.exports import LATEST_MS, WindowBlock, WindowChecksum, parse_block
 from seqdedupe.format.headers import SECRET_BYTES, key_of
 from seqdedupe.format.jit import Uint8s
-from seqdedupe.store import imported as stored_import
+from seqdedupe.store import imported_run as stored_import
 from seqdedupe.store.windows import RunWriter, read_pages
 from seqdedupe.topic.base import State
 from seqdedupe.topic.imported_window import ImportedWindow

@@ -116,7 +116,7 @@ def _plant(bug: str) -> None:
     from broker_sidecar.security.permissions import Need, On, Permissions
     from broker_sidecar.security.rules import Action
     from seqdedupe.core import moment
-    from seqdedupe.log.embedded.replaying import JournalReplay
+    from seqdedupe.log.embedded.journal_replay import JournalReplay
 
     match bug:
         case "the newest file of the journal is named nowhere":

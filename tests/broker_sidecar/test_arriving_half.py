@@ -12,9 +12,9 @@ from broker_sidecar import arriving, leaving
 from broker_sidecar.arriving import Coming
 from broker_sidecar.leaving import Giving
 from seqdedupe.errors import SeqdedupeError, UnavailableError, error
-from seqdedupe.log.embedded.moved import ARRIVING, Arrival
+from seqdedupe.log.embedded.relocation import ARRIVING, Arrival
 from seqdedupe.store.db import Store
-from seqdedupe.store.incoming import IncomingSnapshot
+from seqdedupe.store.incoming_snapshot import IncomingSnapshot
 from seqdedupe.store.snapshots import Snapshots
 from seqdedupe.topic import waiting
 from seqdedupe.topic.records import Records

@@ -14,11 +14,11 @@ from seqdedupe.errors import DamagedError, SeqdedupeError, UnavailableError
 from seqdedupe.format import journal as rounds_format
 from seqdedupe.format.headers import key_of
 from seqdedupe.format.journal import Part, Round
-from seqdedupe.log.embedded import journal_files, replaying
+from seqdedupe.log.embedded import journal_files, journal_replay
 from seqdedupe.log.embedded.inspection import Intact, inspect
-from seqdedupe.log.embedded.replaying import JournalReplay
+from seqdedupe.log.embedded.journal_replay import JournalReplay
 from seqdedupe.log.embedded.segment import LogIdentity, segment_path
-from seqdedupe.log.embedded.syncing import LeftFile, Syncer
+from seqdedupe.log.embedded.sync_thread import LeftFile, Syncer
 from seqdedupe.log.embedded.writer import Writer
 from tests.log.batches import SECRET, TOPIC
 from tests.log.conformance import Owner
@@ -183,7 +183,7 @@ async def test_control_replay_into_segments_that_are_gone(
     make_rounds: Callable[[], Rounds], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rounds = make_rounds()
-    monkeypatch.setattr(replaying, "base_indexes", lambda folder: [0])
+    monkeypatch.setattr(journal_replay, "base_indexes", lambda folder: [0])
     with pytest.raises(DamagedError):
         await after_retention(rounds, tmp_path / "killed")
 
@@ -210,9 +210,9 @@ async def test_control_replay_into_a_newer_segment(
     make_rounds: Callable[[], Rounds], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, checks: bool
 ) -> None:
     rounds = make_rounds()
-    monkeypatch.setattr(replaying, "segment_path", lambda folder, base: max(folder.glob("*.log")))
+    monkeypatch.setattr(journal_replay, "segment_path", lambda folder, base: max(folder.glob("*.log")))
     if not checks:
-        monkeypatch.setattr(replaying, "_check_place", lambda *arguments: None)
+        monkeypatch.setattr(journal_replay, "_check_place", lambda *arguments: None)
     try:
         assert not await after_a_cut_of_the_last_segment(rounds, tmp_path / "killed")
     except DamagedError:
@@ -255,7 +255,7 @@ async def test_control_replay_into_a_topic_made_anew(
 
     monkeypatch.setattr(JournalReplay, "take_back", take_back)
     if not checks:
-        monkeypatch.setattr(replaying, "_check_place", lambda *arguments: None)
+        monkeypatch.setattr(journal_replay, "_check_place", lambda *arguments: None)
     with pytest.raises((DamagedError, AssertionError)):
         await a_topic_made_anew(rounds, tmp_path / "killed")
 
@@ -275,7 +275,7 @@ async def a_lost_journal(rounds: Rounds, to: Path) -> dict[int, list[int]]:
     """Of two rounds a segment has the second one only, and the journal is gone."""
     folder = await killed(rounds, to, count=2)
     shutil.rmtree(folder / "journal")
-    (folder / replaying.BEGUN_FILE).unlink()
+    (folder / journal_replay.BEGUN_FILE).unlink()
     path = segment_path(folder / "1", 0)
     raw = path.read_bytes()
     # After the marker stand two records of one size.
@@ -331,7 +331,7 @@ def believe_it(patch: pytest.MonkeyPatch) -> None:
 
 def believe_it_and_look_at_nothing(patch: pytest.MonkeyPatch) -> None:
     believe_it(patch)
-    patch.setattr(replaying, "_check_place", lambda *arguments: None)
+    patch.setattr(journal_replay, "_check_place", lambda *arguments: None)
 
 
 @pytest.mark.parametrize("plant", [believe_it, believe_it_and_look_at_nothing])
@@ -395,7 +395,7 @@ async def test_control_a_refused_round_that_is_taken_back(
     def everything(found: list[Round], *arguments: int) -> Iterator[Round]:
         return iter(found)
 
-    monkeypatch.setattr(replaying, "confirmed", everything)
+    monkeypatch.setattr(journal_replay, "confirmed", everything)
     with pytest.raises(DamagedError):
         await a_refused_round_that_survives(rounds, tmp_path / "killed", monkeypatch)
 
@@ -437,8 +437,8 @@ async def test_every_byte_flipped(make_rounds: Callable[[], Rounds], tmp_path: P
 async def test_control_every_byte_flipped(
     make_rounds: Callable[[], Rounds], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rounds, really = make_rounds(), replaying.confirmed
-    monkeypatch.setattr(replaying, "confirmed", lambda *arguments: (one for one in really(*arguments) if one))
+    rounds, really = make_rounds(), journal_replay.confirmed
+    monkeypatch.setattr(journal_replay, "confirmed", lambda *arguments: (one for one in really(*arguments) if one))
     with pytest.raises(AssertionError, match="byte"):
         await every_byte_flipped(rounds, tmp_path / "killed")
 

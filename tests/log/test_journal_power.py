@@ -8,9 +8,9 @@ from random import Random
 import pytest
 
 from seqdedupe.errors import SeqdedupeError
-from seqdedupe.log.embedded import commit, journal_files, replaying
-from seqdedupe.log.embedded.replaying import JournalReplay
-from seqdedupe.log.embedded.syncing import LeftFile, Syncer
+from seqdedupe.log.embedded import commit, journal_files, journal_replay
+from seqdedupe.log.embedded.journal_replay import JournalReplay
+from seqdedupe.log.embedded.sync_thread import LeftFile, Syncer
 from seqdedupe.log.embedded.writer import Writer
 from tests.log.rounds import Cuts, LosingDisk, Rounds
 
@@ -79,7 +79,7 @@ def leave_the_journals_folder_unsynced(patch: pytest.MonkeyPatch) -> None:
 
 def take_back_without_a_sync(patch: pytest.MonkeyPatch) -> None:
     """And forget it at the first round."""
-    patch.setattr(replaying, "_put_back", lambda folder, identity, base, parts: None)
+    patch.setattr(journal_replay, "_put_back", lambda folder, identity, base, parts: None)
 
 
 @pytest.mark.parametrize(

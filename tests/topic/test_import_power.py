@@ -19,7 +19,7 @@ from seqdedupe import exports
 from seqdedupe.core.rule import DUP, NOT_DUP
 from seqdedupe.errors import DamagedError
 from seqdedupe.exports import KnownId
-from seqdedupe.store import imported as stored_import
+from seqdedupe.store import imported_run as stored_import
 from seqdedupe.store import rocksdb, windows
 from seqdedupe.store.db import Store
 from seqdedupe.topic import window_import

@@ -20,7 +20,7 @@ from seqdedupe.core.id_runs import entries_with
 from seqdedupe.core.rule import DUP, NOT_DUP
 from seqdedupe.errors import DamagedError, SeqdedupeError, UnavailableError, error
 from seqdedupe.exports import KnownId
-from seqdedupe.store import imported as stored_import
+from seqdedupe.store import imported_run as stored_import
 from seqdedupe.store.db import Store
 from seqdedupe.store.parts import IMPORTED, part_key
 from seqdedupe.store.snapshots import Snapshots

@@ -13,7 +13,7 @@ from seqdedupe import exports
 from seqdedupe.core.id_runs import ImportedIds
 from seqdedupe.core.rule import DUP, NOT_DUP
 from seqdedupe.errors import InvalidRequestError
-from seqdedupe.store import imported as stored_import
+from seqdedupe.store import imported_run as stored_import
 from seqdedupe.store.db import Store
 from seqdedupe.topic.operating import state_by_id
 from seqdedupe.topic.window_import import WindowImport

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from seqdedupe.figures import Buckets
 from seqdedupe.log.embedded.journal_files import Journal
-from seqdedupe.log.embedded.syncing import Syncer
+from seqdedupe.log.embedded.sync_thread import Syncer
 from seqdedupe.log.embedded.writer import FatalError, LateAppends, Opening, Writer, WrittenAppends
 
 GATHER_SECONDS = 0.0001

@@ -15,7 +15,7 @@ from seqdedupe.errors import SeqdedupeError
 from seqdedupe.files import sync_folder, write_all
 from seqdedupe.format import journal
 from seqdedupe.format.journal import Part
-from seqdedupe.log.embedded.replaying import JournalReplay, journal_path
+from seqdedupe.log.embedded.journal_replay import JournalReplay, journal_path
 from seqdedupe.log.embedded.writer import WrittenAppends
 
 logger = logging.getLogger("seqdedupe.log")

@@ -12,7 +12,7 @@ from seqdedupe.format import headers
 from seqdedupe.format.headers import NO_KEY
 from seqdedupe.log.contract import Failure, FlushInterval, Outcome, Run, Runs
 from seqdedupe.log.embedded.segment import POINT_INTERVAL_BYTES, SegmentPoint, segment_path
-from seqdedupe.log.embedded.syncing import LeftFile
+from seqdedupe.log.embedded.sync_thread import LeftFile
 from seqdedupe.log.embedded.tail import Tail, mend
 
 GROUP_APPENDS = 256

@@ -144,11 +144,7 @@ def client_logger() -> pulsar.FileLogger:
 # -- The threads of Pulsar's client, which call back into Python.
 
 
-class _This(threading.local):
-    has_state = False
-
-
-_this = _This()
+_this = threading.local()
 
 
 def keep_state() -> None:
@@ -158,7 +154,7 @@ def keep_state() -> None:
     answer, and a stack for it, which is memory that the system has to map; and throws both away again. That takes
     longer than all else about an answer.
     """
-    if not _this.has_state:
+    if not hasattr(_this, "has_state"):
         _this.has_state = True
         # Never released: a state that is in use is not thrown away.
         ctypes.pythonapi.PyGILState_Ensure()

@@ -39,7 +39,7 @@ from seqdedupe.services.consumer.consumer_row import (
 )
 from seqdedupe.services.consumer.database import METADATA
 from seqdedupe.services.consumer.dead_letters import DeadLetterPublisher, check_topic
-from seqdedupe.services.consumer.sharing import Part, PartitionShares
+from seqdedupe.services.consumer.partition_shares import Part, PartitionShares
 from seqdedupe.services.consumer.work import FIRST_AWAY_SECONDS, LONGEST_AWAY_SECONDS, ConsumerConfig, Work
 from seqdedupe.services.stillness import Stillness
 
