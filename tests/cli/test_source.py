@@ -89,7 +89,7 @@ def test_a_zip_in_a_pipe_is_refused_for_what_it_is(tmp_path: Path) -> None:
 def test_standard_input_that_does_not_block_is_read_to_its_end() -> None:
     program = """
 import os, threading
-from seqdedupe.cli.record_source import STANDARD_INPUT, Source
+from seqdedupe.cli.record_source import STANDARD_INPUT, RecordSource
 read_end, write_end = os.pipe()
 os.set_blocking(read_end, False)
 os.dup2(read_end, 0)
@@ -97,7 +97,7 @@ os.write(write_end, b"one\\n")
 def write_the_rest():
     os.write(write_end, b"two\\n")
     os.close(write_end)
-for record in Source(STANDARD_INPUT):
+for record in RecordSource(STANDARD_INPUT):
     print(record.payload.decode())
     if record.number == 0:
         threading.Timer(0.5, write_the_rest).start()
