@@ -22,8 +22,7 @@ from seqdedupe.client.credentials import VARIABLES
 from seqdedupe.client.route import Sidecars
 from seqdedupe.errors import ConfigurationError, SeqdedupeError, error
 from seqdedupe.limits import MIN_WINDOW_MEMORY_IN_MB
-from seqdedupe.names import namespace_name
-from seqdedupe.shards import from_text
+from seqdedupe.names import from_text, namespace_name
 from seqdedupe.store.directories import CLUSTER_ID, MAX_WORKERS
 from seqdedupe.topic import policy
 

@@ -19,14 +19,14 @@ from seqdedupe.errors import DamagedError, UnavailableError, error
 from seqdedupe.files import sync_folder
 from seqdedupe.format.headers import key_of
 from seqdedupe.locks import DIRECTORY_LOCK, locked_directory
-from seqdedupe.log.embedded import moved
+from seqdedupe.log.embedded import relocation
+from seqdedupe.log.embedded.journal_replay import JournalReplay
 from seqdedupe.log.embedded.logs import incarnations
-from seqdedupe.log.embedded.replaying import Replay
 from seqdedupe.log.embedded.secret import secret_of
-from seqdedupe.log.embedded.segment import Identity
+from seqdedupe.log.embedded.segment import LogIdentity
 from seqdedupe.log.embedded.tail import open_segments
-from seqdedupe.shards import ALL_SHARDS, shard_of, shards_of_worker
-from seqdedupe.store import directories, ids, imported
+from seqdedupe.names import ALL_SHARDS, shard_of, shards_of_worker
+from seqdedupe.store import directories, imported_run, windows
 from seqdedupe.store.db import Store
 from seqdedupe.store.directories import SHARDS_FILE, WORKERS_FILE, Claim, Split, of_worker
 from seqdedupe.store.snapshots import Snapshots
@@ -136,7 +136,7 @@ def _check(folder: Path, split: Split, count: int, old: Sequence[_Part]) -> None
         if unknown := set(_incarnations(part.folder / LOGS)) - seen:
             why = f"{part.folder / LOGS} has the logs {sorted(unknown)}, of which the store knows nothing"
             raise error("STORE_MISSING", why)
-        replay = Replay(part.folder / LOGS, is_expected=part.store.has_journal)
+        replay = JournalReplay(part.folder / LOGS, is_expected=part.store.has_journal)
         for record in part.active():
             try:
                 _check_topic(part, record, replay)
@@ -158,7 +158,7 @@ def _check_files(folder: Path, part: Path) -> None:
         raise _refused(f"{folder} has a folder {MOVING} or {MOVED} with files, and no change is under way")
 
 
-def _check_topic(part: _Part, record: TopicRecord, replay: Replay) -> None:
+def _check_topic(part: _Part, record: TopicRecord, replay: JournalReplay) -> None:
     if record.log is not LogKind.EMBEDDED:
         raise _refused(f"{record.name} is on the log {record.log.name.lower()!r}")
     if shard_of(record.name) not in part.shards:
@@ -169,7 +169,7 @@ def _check_topic(part: _Part, record: TopicRecord, replay: Replay) -> None:
     found = secret_of(folder, record.secret)
     if found.why is not None:
         raise found.why
-    identity = Identity(record.incarnation, key_of(found.secret))
+    identity = LogIdentity(record.incarnation, key_of(found.secret))
     replay.take_back(folder, identity)
     loaded = Snapshots(part.store, record.incarnation).load()
     open_segments(folder, identity, loaded.next_index if loaded is not None else 0)
@@ -178,10 +178,10 @@ def _check_topic(part: _Part, record: TopicRecord, replay: Replay) -> None:
 def _has_moved(folder: Path, name: str) -> bool:
     """Whether another sidecar has the topic, and knows so. Raises INVALID_CONFIGURATION where a sidecar still has to
     ask, or to be asked: workers do not."""
-    is_known = moved.moved_to(folder) is not None
-    if moved.leaving_to(folder) is not None or (folder / moved.ARRIVED_FILE).exists():
+    is_known = relocation.moved_to(folder) is not None
+    if relocation.leaving_to(folder) is not None or (folder / relocation.ARRIVED_FILE).exists():
         raise _refused(f"{name} is being moved from one sidecar to another, and only one of them knows")
-    if is_known and moved.has_messages(folder):
+    if is_known and relocation.has_messages(folder):
         raise _refused(f"{name} was moved to another sidecar that does not serve it yet, as far as is known here")
     return is_known
 
@@ -238,9 +238,9 @@ async def _copy(old: Store, new: Store, incarnation: int) -> None:
         try:
             if loaded is not None:
                 await new.flush(await Snapshots(new, incarnation).write_anew(loaded.whole()))
-                await ids.copy(old, new, incarnation)
+                await windows.copy(old, new, incarnation)
             # It may be there before any snapshot is.
-            await imported.copy(old, new, incarnation, incarnation)
+            await imported_run.copy(old, new, incarnation, incarnation)
             return
         except UnavailableError:
             # The store takes nothing while its background work has too much before it.

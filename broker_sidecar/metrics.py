@@ -27,8 +27,8 @@ from broker_sidecar.services.read_service import Reading, ReadService
 from broker_sidecar.services.statistics import replay_left_messages, snapshot_age_seconds
 from broker_sidecar.streams import Streams
 from broker_sidecar.web.http_server import LOOP_SECONDS, Request, Response, on_loop
-from seqdedupe.buckets import Buckets
 from seqdedupe.errors import REASONS
+from seqdedupe.figures import Buckets
 from seqdedupe.topic.base import State, TopicBase
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.flight import Admitted

@@ -25,8 +25,8 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 from seqdedupe import wire
-from seqdedupe.buckets import Buckets
 from seqdedupe.errors import REASONS, SeqdedupeError, error
+from seqdedupe.figures import Buckets
 
 logger = logging.getLogger("seqdedupe.server")
 

@@ -26,7 +26,7 @@ from broker_sidecar.sockets import cannot_listen, family_of
 from seqdedupe.address import SidecarAddress
 from seqdedupe.errors import error
 from seqdedupe.locks import Lock
-from seqdedupe.shards import shards_of_worker, to_text
+from seqdedupe.names import shards_of_worker, to_text
 from seqdedupe.store import directories
 from seqdedupe.store.directories import Claim, Split, of_worker
 

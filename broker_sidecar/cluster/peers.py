@@ -29,7 +29,7 @@ from seqdedupe.client.credentials import NO_CREDENTIALS, SIDECAR_USER, Credentia
 from seqdedupe.client.listeners import is_of_tls
 from seqdedupe.client.route import Sidecars
 from seqdedupe.errors import SeqdedupeError, error
-from seqdedupe.shards import from_text, shard_of, to_text
+from seqdedupe.names import from_text, shard_of, to_text
 from seqdedupe.store.directories import Claim, check_once, read_claim, unclaimed, whole_of
 from seqdedupe.store.snapshots import Loaded
 from seqdedupe.topic.registry import Ownership

@@ -13,15 +13,15 @@ from broker_sidecar.cluster.peers import Neighbours, listed
 from broker_sidecar.config import Config, PulsarConfig
 from seqdedupe.address import SidecarAddress
 from seqdedupe.errors import error
-from seqdedupe.log.pulsar.admin import Admin, AdminUrl
-from seqdedupe.log.pulsar.client import OAuth2, PulsarClient, Token, client_logger, from_file, never_raises
+from seqdedupe.log.pulsar.admin_url import AdminUrl, PulsarAdmin
 from seqdedupe.log.pulsar.entries import EntryFormat
+from seqdedupe.log.pulsar.entry_limit import Brokers
 from seqdedupe.log.pulsar.log import Shared
 from seqdedupe.log.pulsar.logs import PulsarLogs
-from seqdedupe.log.pulsar.owner import owner_of
-from seqdedupe.log.pulsar.policies import Brokers
+from seqdedupe.log.pulsar.pulsar_client import OAuth2, PulsarClient, Token, client_logger, from_file, never_raises
+from seqdedupe.log.pulsar.topic_owner import owner_of
 from seqdedupe.store.db import Store
-from seqdedupe.store.directories import Instance
+from seqdedupe.store.directories import StoreInstance
 
 OPERATION_TIMEOUT_SECONDS = 30
 """Opening a producer can take Pulsar as long: it reads what its deduplication has not in a snapshot."""
@@ -39,7 +39,7 @@ class PulsarCluster:
     """`logs` and what they need, until `close`. Raises INVALID_CONFIGURATION, STORE_UNAVAILABLE."""
 
     def __init__(self, config: Config, store: Store) -> None:
-        asked, instance = config.pulsar, Instance(store)
+        asked, instance = config.pulsar, StoreInstance(store)
         tls, self._token = _tls(asked), _token(asked)
         self._asked = asked
         self._sidecars = listed(config, config.sidecars)
@@ -51,11 +51,11 @@ class PulsarCluster:
             config.advertised_address or config.listen,
             lambda: time.time_ns() // 1_000_000,
             lambda _, known: instance.claim_opening(known),
-            Admin(AdminUrl(asked.admin_url, self._token, tls)),
+            PulsarAdmin(AdminUrl(asked.admin_url, self._token, tls)),
             self._connect,
             self.neighbours.answers,
             Brokers(asked.service_url, self._token, tls),
-            Admin(AdminUrl(asked.admin_url, self._token, tls, pause_seconds=LOOK_PAUSE_SECONDS)),
+            PulsarAdmin(AdminUrl(asked.admin_url, self._token, tls, pause_seconds=LOOK_PAUSE_SECONDS)),
             asked.manage_topic_policies,
         )
         self.namespaces = asked.namespace_names

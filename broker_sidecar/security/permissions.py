@@ -17,7 +17,7 @@ from broker_sidecar.rpc import parse_small
 from broker_sidecar.security.rules import Action, Rule, RuleDecision, Rules, RulesFile
 from broker_sidecar.security.subject import Subject, caller
 from broker_sidecar.shares import DISK_SECONDS, MAX_CURSORS_A_CALLER, CallerShares, Use
-from seqdedupe.core.names import joined
+from seqdedupe.core.name_table import joined
 from seqdedupe.core.producers import Producers
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.names import namespace_name, producer_name, topic_name

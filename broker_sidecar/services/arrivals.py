@@ -25,14 +25,14 @@ from broker_sidecar.streams import Stream, Streams
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.format import headers
 from seqdedupe.format.headers import SECRET_BYTES
-from seqdedupe.log.embedded import moved
+from seqdedupe.log.embedded import relocation
 from seqdedupe.log.embedded.log import EmbeddedLog
 from seqdedupe.log.embedded.logs import EmbeddedLogs
-from seqdedupe.log.embedded.moved import MOVE_BYTES, RECEIVER_BYTES, Arrival
+from seqdedupe.log.embedded.relocation import MOVE_BYTES, RECEIVER_BYTES, Arrival
 from seqdedupe.names import topic_name
 from seqdedupe.store import parts
 from seqdedupe.store.db import Store
-from seqdedupe.store.incoming import IncomingSnapshot
+from seqdedupe.store.incoming_snapshot import IncomingSnapshot
 from seqdedupe.store.topics import TopicRecord, TopicState
 from seqdedupe.topic.base import State
 from seqdedupe.topic.directory import Topics
@@ -238,11 +238,11 @@ class ArrivalCalls:
             return admin_pb2.SettleMoveResponse()
         folder, has_moved = logs.folder_of(record.incarnation), logs.has_moved(record.incarnation)
         if request.is_known:
-            await asyncio.to_thread(moved.is_known, folder, request.receiver.hex())
+            await asyncio.to_thread(relocation.is_known, folder, request.receiver.hex())
         elif has_moved:
             # Nobody gives one on whose giver does not know yet that it came: it was here before, and did not come back.
             return admin_pb2.SettleMoveResponse()
-        elif moved.leaving_to(folder) is not None:
+        elif relocation.leaving_to(folder) is not None:
             raise error("MOVE_FAILED", f"topic {name} was given away here, too: who has it is being found out")
         topic = topics.registry.topic(name)
         is_serving = topic.state is State.SERVING if topic is not None else has_moved

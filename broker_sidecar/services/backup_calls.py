@@ -18,8 +18,8 @@ from broker_sidecar.config import Config
 from broker_sidecar.data import Data
 from broker_sidecar.rpc import Context, parse_small
 from broker_sidecar.streams import Stream, Streams
-from seqdedupe.backup.making import OF_THE_WHOLE, Making
-from seqdedupe.backup.manifest import Fault
+from seqdedupe.backup.maker import BackupMaker
+from seqdedupe.backup.manifest import OF_THE_WHOLE, BackupFault
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.files import UNFINISHED
 from seqdedupe.log.embedded.inspection import DurablePart
@@ -57,10 +57,10 @@ class _Moment(NamedTuple):
     """Why others are not."""
 
 
-async def back_up(data: Data, folder: Path, making: Making, others: list[Path], run: Run) -> int:
+async def back_up(data: Data, folder: Path, making: BackupMaker, others: list[Path], run: Run) -> int:
     """Makes a backup of the data directory in this folder; how many topics it has. `others` are perhaps backups too.
 
-    Raises DRAINING, STORE_DAMAGED, STORE_UNAVAILABLE, and what `Making` raises.
+    Raises DRAINING, STORE_DAMAGED, STORE_UNAVAILABLE, and what `BackupMaker` raises.
     """
     await run(making.begin, others)
     topics = data.all_topics
@@ -106,7 +106,7 @@ def _moment(data: Data, parts: dict[int, Sequence[DurablePart]]) -> _Moment:
     return _Moment(time.time_ns() // 1000, records, kept, parts, closed)
 
 
-async def _add_logs(making: Making, moment: _Moment, topics: Topics[Any], run: Run) -> list[TopicRecord]:
+async def _add_logs(making: BackupMaker, moment: _Moment, topics: Topics[Any], run: Run) -> list[TopicRecord]:
     """The topics that are in the backup."""
     gone: list[TopicRecord] = []
     for record in moment.records:
@@ -188,7 +188,7 @@ class BackupCalls:
         except OSError as e:
             raise error("BACKUP_FAILED", f"{self._backup_directory} cannot be read: {e}") from e
 
-    async def _made(self, making: Making, others: list[Path], stream: Stream) -> int:
+    async def _made(self, making: BackupMaker, others: list[Path], stream: Stream) -> int:
         """Makes it, and says how far it is; how many topics it has."""
         run = partial(asyncio.get_running_loop().run_in_executor, self._thread)
         work = asyncio.ensure_future(back_up(self._data, self._data_directory, making, others, run))
@@ -201,9 +201,9 @@ class BackupCalls:
             await asyncio.wait({work})
 
     @asynccontextmanager
-    async def _making(self, to: Path) -> AsyncIterator[Making]:
+    async def _making(self, to: Path) -> AsyncIterator[BackupMaker]:
         """A backup that is whole after the block, or gone. Raises BACKUP_FAILED."""
-        making = Making(to)
+        making = BackupMaker(to)
         try:
             yield making
         except BaseException as e:
@@ -232,9 +232,9 @@ class BackupCalls:
         return folder.joinpath(name, *below), [path.joinpath(*below) for path in folder.iterdir() if path.is_dir()]
 
 
-def _progress(making: Making) -> admin_pb2.BackupResponse:
+def _progress(making: BackupMaker) -> admin_pb2.BackupResponse:
     return admin_pb2.BackupResponse(bytes=making.bytes_done, linked_bytes=making.bytes_linked)
 
 
-def _faults(faults: Iterable[Fault]) -> Iterable[admin_pb2.BackupFault]:
+def _faults(faults: Iterable[BackupFault]) -> Iterable[admin_pb2.BackupFault]:
     return (admin_pb2.BackupFault(topic=one.topic, incarnation=one.incarnation, what=one.what) for one in faults)

@@ -11,21 +11,22 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from broker_sidecar.cluster.peers import TAKE_SECONDS, Neighbours
+from broker_sidecar.cluster.pulsar_cluster import PulsarCluster
 from broker_sidecar.data import Data
 from broker_sidecar.rpc import unary
 from seqdedupe.address import SidecarAddress
 from seqdedupe.errors import SeqdedupeError, error
-from seqdedupe.log.pulsar import owner
-from seqdedupe.log.pulsar.owner import owner_of
-from seqdedupe.shards import to_text
+from seqdedupe.log.pulsar import topic_owner
+from seqdedupe.log.pulsar.topic_owner import owner_of
+from seqdedupe.names import to_text
 from seqdedupe.topic.lookup import find
 from seqdedupe.topic.tasks import shielded
 from seqdedupe.topic.topic import Topic
 from seqdedupe.v1 import admin_pb2
 
 if TYPE_CHECKING:
-    from broker_sidecar.cluster.pulsar_cluster import PulsarCluster
     from seqdedupe.log.pulsar.log import Shared
+
 
 # -- Moving a topic of a cluster from this sidecar to another one.
 
@@ -159,7 +160,7 @@ class ClusterCalls:
                     kept_bytes=one.kept_bytes,
                     is_this=one.name == shared.instance_name,
                 )
-                for one in await owner.sidecars(shared.admin, namespaces)
+                for one in await topic_owner.sidecars(shared.admin, namespaces)
             ]
         )
 
@@ -178,7 +179,9 @@ class ClusterCalls:
         shared, namespaces = self._cluster.shared, self._cluster.namespaces
         if request.name == shared.instance_name:
             raise error("SIDECAR_ALIVE", f"{request.name} is the sidecar that was asked")
-        topics = await owner.forget(shared.admin, namespaces, request.name, self._cluster.neighbours.instance_name)
+        topics = await topic_owner.forget(
+            shared.admin, namespaces, request.name, self._cluster.neighbours.instance_name
+        )
         return admin_pb2.ForgetSidecarResponse(topics=topics)
 
     async def _move_topic(self, request: admin_pb2.MoveTopicRequest) -> admin_pb2.MoveTopicResponse:

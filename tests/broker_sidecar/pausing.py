@@ -111,16 +111,16 @@ if __name__ == "__main__":
     kernels.prepare()
 
     from broker_sidecar.__main__ import main
-    from seqdedupe.backup.making import Making
+    from seqdedupe.backup.maker import BackupMaker
     from seqdedupe.log.embedded.logs import EmbeddedLogs
 
     EmbeddedLogs.__init__ = partialmethod(EmbeddedLogs.__init__, segment_bytes=SEGMENT_BYTES)  # type: ignore[assignment]
-    add_store = Making.add_store
+    add_store = BackupMaker.add_store
 
-    def then_stop(self: Making, rows: Any, at_us: int) -> None:
+    def then_stop(self: BackupMaker, rows: Any, at_us: int) -> None:
         add_store(self, rows, at_us)
         _stop(Path(os.environ[FOLDER]))
 
-    Making.add_store = then_stop  # type: ignore[method-assign]
+    BackupMaker.add_store = then_stop  # type: ignore[method-assign]
     _plant(os.environ[BUG])
     sys.exit(main())

@@ -13,9 +13,9 @@ from broker_sidecar.cluster.departures import Giving
 from broker_sidecar.services import arrivals
 from broker_sidecar.services.arrivals import Coming
 from seqdedupe.errors import SeqdedupeError, UnavailableError, error
-from seqdedupe.log.embedded.moved import ARRIVING, Arrival
+from seqdedupe.log.embedded.relocation import ARRIVING, Arrival
 from seqdedupe.store.db import Store
-from seqdedupe.store.incoming import IncomingSnapshot
+from seqdedupe.store.incoming_snapshot import IncomingSnapshot
 from seqdedupe.store.snapshots import Snapshots
 from seqdedupe.topic import listing
 from seqdedupe.topic.lives import Records

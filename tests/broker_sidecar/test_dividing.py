@@ -20,9 +20,9 @@ from broker_sidecar.workers import count_of, divide
 from seqdedupe.client import Client
 from seqdedupe.errors import ConfigurationError, SeqdedupeError
 from seqdedupe.locks import locked_directory
-from seqdedupe.log.embedded import moved
-from seqdedupe.log.embedded.replaying import Replay
-from seqdedupe.shards import shard_of
+from seqdedupe.log.embedded import relocation
+from seqdedupe.log.embedded.journal_replay import JournalReplay
+from seqdedupe.names import shard_of
 from seqdedupe.store import directories
 from seqdedupe.store.db import Store
 from seqdedupe.store.directories import SHARDS_FILE, WORKERS_FILE, of_worker, parts_of, read_claim
@@ -210,7 +210,7 @@ async def test_what_the_journal_alone_holds_is_kept(
 ) -> None:
     """The control arm leaves the journal out."""
     if not takes_back:
-        monkeypatch.setattr(Replay, "take_back", lambda *arguments: None)
+        monkeypatch.setattr(JournalReplay, "take_back", lambda *arguments: None)
     await asyncio.to_thread(change, cut.directory, 2)
     found: dict[str, list[Message]] = {}
     for part in parts_of(cut.directory):
@@ -256,16 +256,16 @@ def _with_moved(data: Path) -> None:
 
 
 def _leaving(data: Path) -> None:
-    moved.leave(segments(of_worker(data, 1))[0].parent, moved.To("elsewhere:6660", "00"))
+    relocation.leave(segments(of_worker(data, 1))[0].parent, relocation.To("elsewhere:6660", "00"))
 
 
 def _arrived(data: Path) -> None:
-    (segments(of_worker(data, 1))[0].parent / moved.ARRIVED_FILE).write_text("00")
+    (segments(of_worker(data, 1))[0].parent / relocation.ARRIVED_FILE).write_text("00")
 
 
 def _not_served_elsewhere(data: Path) -> None:
     _leaving(data)
-    moved.has_left(segments(of_worker(data, 1))[0].parent)
+    relocation.has_left(segments(of_worker(data, 1))[0].parent)
 
 
 @pytest.mark.parametrize(
@@ -302,9 +302,9 @@ def test_one_that_another_sidecar_has_goes_along(made: tuple[Path, dict[str, Hel
     data = shutil.copytree(made[0] / "1", tmp_path / "data")
     gone = made[1][NAMES[0]].incarnation
     folder = data / "logs" / str(gone)
-    moved.leave(folder, moved.To("elsewhere:6660", "00"))
-    moved.has_left(folder)
-    moved.remove_messages(folder)
+    relocation.leave(folder, relocation.To("elsewhere:6660", "00"))
+    relocation.has_left(folder)
+    relocation.remove_messages(folder)
     change(data, 2)
 
     async def refused() -> str:

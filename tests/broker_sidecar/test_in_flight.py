@@ -16,7 +16,7 @@ from broker_sidecar.security.authentication import anybody
 from broker_sidecar.services.publish_service import FRAME_BYTES, _FrameStream
 from broker_sidecar.shares import MAX_SHARE_BYTES, NO_LIMITS, Budget, CallerShares, Share
 from broker_sidecar.streams import Stream
-from seqdedupe.store import id_runs
+from seqdedupe.store import windows
 from seqdedupe.store.db import Store
 from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe.topic import window_runs
@@ -179,7 +179,7 @@ async def test_a_frame_that_waited_for_room_is_looked_up_again_beside_the_event_
     await place.store_each(b"a")
     await place.to_a_run()
     threads: list[threading.Thread] = []
-    real = id_runs.read_pages
+    real = windows.read_pages
 
     def read_pages(*arguments: Any) -> list[bytes]:
         threads.append(threading.current_thread())

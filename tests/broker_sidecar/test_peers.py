@@ -6,7 +6,7 @@ import pytest
 
 from broker_sidecar.cluster.peers import Neighbours, Peers
 from seqdedupe.client.route import Sidecars
-from seqdedupe.shards import from_text
+from seqdedupe.names import from_text
 from seqdedupe.store.directories import Claim
 from seqdedupe.v1 import admin_pb2
 

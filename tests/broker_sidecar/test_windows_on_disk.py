@@ -14,7 +14,7 @@ import pytest
 
 from broker_sidecar import data
 from broker_sidecar.server import SidecarServer
-from seqdedupe.backup.restoring import restore
+from seqdedupe.backup.manifest import restore
 from seqdedupe.client import Client, InvalidRequestError, Verdict
 from seqdedupe.doctor.examine import examine
 from seqdedupe.doctor.salvage import salvage
