@@ -24,6 +24,7 @@ from seqdedupe.exports import (
     read_snapshot,
     read_watermarks,
     read_window,
+    write_watermarks,
     writing_snapshot,
     writing_window,
 )
