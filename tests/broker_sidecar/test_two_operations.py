@@ -22,14 +22,16 @@ from pathlib import Path
 import pytest
 
 from seqdedupe.testing import LAST_RESORT_SECONDS
-from seqdedupe.topic import waiting
+from seqdedupe.topic import listing
 from tests.broker_sidecar import held_operations as ask
 from tests.broker_sidecar.held_operations import Hold, Holds, Key, Operation, Place, Side, asked
 
 RECORD = os.environ.get("RECORD_OPERATIONS")
 """A file to which the table is written instead of being compared."""
+TOO_LONG_SECONDS = 60.0
+"""What takes longer waits, whatever the table says."""
 RECORD_SECONDS = 3.0
-"""What takes longer waits, then."""
+"""The same, when there is no table yet."""
 
 SECOND: dict[str, Operation] = {
     "create": ask.create,
@@ -131,7 +133,7 @@ async def met(hold: Hold, doing: "asyncio.Task[str]", second: str, place: Place,
         # What does not wait has ended before the same operation that was begun later and meets nothing.
         await elsewhere(second, place)
     else:
-        await asyncio.wait({asking}, timeout=RECORD_SECONDS if RECORD else LAST_RESORT_SECONDS)
+        await asyncio.wait({asking}, timeout=RECORD_SECONDS if RECORD else TOO_LONG_SECONDS)
     waits = "" if asking.done() else "waits, "
     hold.let_go()
     async with asyncio.timeout(LAST_RESORT_SECONDS):
@@ -230,9 +232,9 @@ async def test_while_it_drains(tmp_path: Path) -> None:
 
 def all_wait(patch: pytest.MonkeyPatch) -> None:
     """No topic is opened by a start, or in its turn; who uses one waits until it is open."""
-    patch.setattr(waiting, "OPENED_AT_START", 0)
-    patch.setattr(waiting, "APART_SECONDS", LAST_RESORT_SECONDS)
-    patch.setattr(waiting, "USE_SECONDS", LAST_RESORT_SECONDS)
+    patch.setattr(listing, "OPENED_AT_START", 0)
+    patch.setattr(listing, "APART_SECONDS", LAST_RESORT_SECONDS)
+    patch.setattr(listing, "USE_SECONDS", LAST_RESORT_SECONDS)
 
 
 TABLE: dict[str, dict[str, str]] = {
