@@ -18,13 +18,12 @@ import pulsar
 from bench import setup
 from bench.figure import Figure, Ratio, over
 from bench.pulsar_setup import KEYS, NAMESPACE
-from broker_sidecar.config import Config
+from broker_sidecar.config import Config, PulsarConfig
 from broker_sidecar.data import Data
-from broker_sidecar.pulsar_config import PulsarConfig
 from pulsar_broker.distribution import get
 from pulsar_broker.standalone import Broker
 from seqdedupe.batch import Binary, single_producer
-from seqdedupe.log.pulsar.admin import Admin, AdminUrl
+from seqdedupe.log.pulsar.admin_url import AdminUrl, PulsarAdmin
 from seqdedupe.topic.base import State
 from seqdedupe.topic.frame import NumbersCache, Receipt, Refusal
 from seqdedupe.topic.operations import open_sessions
@@ -76,7 +75,7 @@ async def _fill(config: Config) -> None:
     await data.close()
 
 
-async def _recovered(config: Config, admin: Admin) -> float:
+async def _recovered(config: Config, admin: PulsarAdmin) -> float:
     """The seconds that it takes to open the topic."""
     data = Data(config, lambda name, state: None)
     topics = data.all_topics
@@ -115,7 +114,7 @@ def _publish(broker: Broker) -> None:
     client.close()
 
 
-def _opened(broker: Broker, admin: Admin) -> float:
+def _opened(broker: Broker, admin: PulsarAdmin) -> float:
     """The seconds that it takes to open a producer, which is when the broker has replayed the topic."""
     client = _client(broker)
     asyncio.run(admin.unload(STOCK_TOPIC))
@@ -131,7 +130,7 @@ def _opened(broker: Broker, admin: Admin) -> float:
 @contextmanager
 def figure(folder: Path) -> Iterator[Figure]:
     with Broker(get(), **KEYS | NO_SNAPSHOTS) as broker:
-        config, admin = _config(broker, folder / "data"), Admin(AdminUrl(broker.admin_url))
+        config, admin = _config(broker, folder / "data"), PulsarAdmin(AdminUrl(broker.admin_url))
         asyncio.run(_fill(config))
         _publish(broker)
         yield Figure(

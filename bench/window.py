@@ -19,7 +19,8 @@ from rocksdict import AccessType, BlockBasedOptions, Cache, Options, Rdict, SstF
 
 from bench.figure import Figure, Ratio, over, percentiles_ms, shown
 from seqdedupe.batch import Binary, without_producers
-from seqdedupe.core.id_runs import Piece, WindowLimits
+from seqdedupe.core.id_runs import Piece
+from seqdedupe.core.id_slots import WindowLimits
 from seqdedupe.core.id_window import IdWindow
 from seqdedupe.core.moment import Moment
 from seqdedupe.format import layout

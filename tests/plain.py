@@ -10,7 +10,7 @@ MODULES = {
         "rule",
         "recent",
         "replay",
-        "names",
+        "name_table",
         "producers",
         "patterns",
         "id_table",

@@ -8,15 +8,23 @@ from types import TracebackType
 
 import click
 
-from seqdedupe.cli.bench import bench
-from seqdedupe.cli.doctor import doctor
-from seqdedupe.cli.publish import publish
-from seqdedupe.cli.read import read
-from seqdedupe.cli.services import consumer, inbox, outbox, pipe
-from seqdedupe.cli.sidecars import backup, cursors, export_file, import_file, rebuild_topic, restore, sidecars, verify
-from seqdedupe.cli.token import audit, auth, token
-from seqdedupe.cli.top import top
-from seqdedupe.cli.topics import in_flight, message_state, policy, producers, reset_producer, snapshot, topics, version
+from seqdedupe.cli.bench_command import bench
+from seqdedupe.cli.doctor_commands import backup, doctor, restore, verify
+from seqdedupe.cli.publish_command import publish
+from seqdedupe.cli.read_command import read
+from seqdedupe.cli.service_commands import consumer, inbox, outbox, pipe
+from seqdedupe.cli.sidecar_commands import export_file, import_file, rebuild_topic, sidecars, top, version
+from seqdedupe.cli.token_commands import audit, auth, token
+from seqdedupe.cli.topic_commands import (
+    cursors,
+    in_flight,
+    message_state,
+    policy,
+    producers,
+    reset_producer,
+    snapshot,
+    topics,
+)
 from seqdedupe.command import run_command, say_failure, says_json
 from seqdedupe.errors import error
 

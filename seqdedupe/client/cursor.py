@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from seqdedupe import sealed
+from seqdedupe import files
 from seqdedupe.client.connection import ClientCalls
 from seqdedupe.errors import InvalidRequestError, SeqdedupeError, error
 from seqdedupe.message_id import Position
@@ -78,7 +78,7 @@ def moved(name: str, expected: Kept | None, found: Kept | None) -> SeqdedupeErro
 MAGIC = b"seqdedupe-cursor"
 FORMAT_VERSION = 1
 
-_HEAD = sealed.head_of(MAGIC, FORMAT_VERSION)
+_HEAD = files.head_of(MAGIC, FORMAT_VERSION)
 _LENGTH = struct.Struct("<I")
 
 
@@ -108,7 +108,7 @@ class FileCursor(Cursor):
         with self._locked() as path:
             if (found := self._read()) != expected:
                 raise moved(str(self.path), expected, found)
-            with sealed.writing(path, _HEAD) as put:
+            with files.writing_sealed(path, _HEAD) as put:
                 for part in (new.position.to_bytes(), new.note.encode()):
                     put(_LENGTH.pack(len(part)) + part)
 
@@ -136,7 +136,7 @@ class FileCursor(Cursor):
     def _read(self) -> Kept | None:
         try:
             with self.path.open("rb") as file:
-                size = sealed.check(self.path, file, _HEAD, 2 * _LENGTH.size, "a cursor")
+                size = files.check_sealed(self.path, file, _HEAD, 2 * _LENGTH.size, "a cursor")
                 return _parsed(file.read(size))
         except (FileNotFoundError, NotADirectoryError) as e:
             if self._file.parent.is_dir():

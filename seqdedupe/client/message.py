@@ -12,8 +12,7 @@ import numpy as np
 from seqdedupe.batch import Batch
 from seqdedupe.client.pending import NO_PARTITION
 from seqdedupe.limits import NO_SEQUENCE_ID
-from seqdedupe.message_id import MessageId, Position
-from seqdedupe.message_ids import MessageIds
+from seqdedupe.message_id import MessageId, MessageIds, Position
 
 
 @dataclass(slots=True)

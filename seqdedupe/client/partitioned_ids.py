@@ -20,7 +20,7 @@ from seqdedupe.client.route import Sidecars
 from seqdedupe.errors import PositionError, error
 from seqdedupe.limits import NO_SEQUENCE_ID
 from seqdedupe.message_id import Position
-from seqdedupe.routing import partition_of
+from seqdedupe.names import partition_of
 
 # -- From where the source of a partitioned topic's producer has to be sent again: its last messages say it.
 

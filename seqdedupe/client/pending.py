@@ -15,8 +15,7 @@ import numpy.typing as npt
 
 from seqdedupe.batch import NO_INT32S, NO_INT64S, Batch, Int32s, Int64s
 from seqdedupe.errors import SeqdedupeError, error
-from seqdedupe.message_id import MessageId
-from seqdedupe.message_ids import MessageIds
+from seqdedupe.message_id import MessageId, MessageIds
 
 # -- What the sidecar answers to a frame: verdicts, and where its messages stand, in columns.
 

@@ -52,8 +52,7 @@ from seqdedupe.client.stream import (
 )
 from seqdedupe.errors import SeqdedupeError, UnavailableError, error
 from seqdedupe.limits import MAX_BATCH_BYTES, MAX_DEDUPLICATION_ID_BYTES, NO_SEQUENCE_ID
-from seqdedupe.names import partition_name, topic_name
-from seqdedupe.routing import partition_of
+from seqdedupe.names import partition_name, partition_of, topic_name
 from seqdedupe.v1 import admin_pb2
 
 # -- Batches of deduplication IDs on their way to a topic: sent until all of each has its receipt, whatever breaks.

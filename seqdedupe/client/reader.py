@@ -24,8 +24,7 @@ from seqdedupe.client.message import Message, Messages, StoredBatch
 from seqdedupe.client.pending import NO_PARTITION
 from seqdedupe.client.route import OnWaiting, Route, Sidecars, WaitingNotice
 from seqdedupe.errors import SeqdedupeError, UnavailableError, error
-from seqdedupe.message_id import MessageId, Position, checked_index
-from seqdedupe.message_ids import MessageIds
+from seqdedupe.message_id import MessageId, MessageIds, Position, checked_index
 from seqdedupe.names import topic_name
 from seqdedupe.v1 import read_pb2
 from seqdedupe.v1.read_pb2_grpc import ReadServiceStub

@@ -14,40 +14,10 @@ from seqdedupe.format.headers import key_of, siphash
 from seqdedupe.format.jit import Bytes, Int64s, Int64s2, Uint8s, for_kernels, kernel, shl64
 from seqdedupe.format.layout import DEDUPLICATION_ID_OFFSETS, DEDUPLICATION_IDS, ROWS, load32, start
 
-# -- Chunks of a window of deduplication IDs, pieces of them, as snapshots keep them, and how far a window is to
-# reach.
-
-NO_LIMIT = -1
-
-PARTS = 16
-"""A window moves forward by one in so many parts of it, or less."""
+# -- Pieces of a window's chunks, as snapshots keep them.
 
 PIECE_BYTES = 64 * 1024
 """Of IDs with their lengths, that a snapshot writes at once: what writes them holds the whole process."""
-
-
-@dataclass(frozen=True, slots=True)
-class WindowLimits:
-    """How far back a window reaches at least: until one of these is reached by what came later. NO_LIMIT: never."""
-
-    messages: int
-    id_bytes: int = NO_LIMIT
-    milliseconds: int = NO_LIMIT
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """A chunk of a window: it is forgotten as a whole."""
-
-    first_index: int
-    rows: int
-    id_bytes: int
-    first_time_ms: int
-    last_time_ms: int
-
-    @property
-    def end_index(self) -> int:
-        return self.first_index + self.rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +58,7 @@ PAGE_HEAD = 2
 _OF_AN_ID = 5
 """Bytes of a page for an ID, beside its own: how far its index is from the run's first one, and its length."""
 
-# Columns of `Run.chunks`, one row a chunk that the run was made of.
+# Columns of `IdRun.chunks`, one row a chunk that the run was made of.
 CHUNK_FIRST_INDEX = 0
 CHUNK_ROWS = 1
 CHUNK_ID_BYTES = 2
@@ -98,7 +68,7 @@ CHUNK_COLUMNS = 5
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Run:
+class IdRun:
     """What memory has of a run. It never changes."""
 
     number: int
@@ -117,7 +87,7 @@ class Run:
     def memory_bytes(self) -> int:
         return self.first_hashes.nbytes + self.filter.nbytes
 
-    def covers(self, other: "Run") -> bool:
+    def covers(self, other: "IdRun") -> bool:
         """Whether it has all that the other one has."""
         return self.first_index <= other.first_index and other.end_index <= self.end_index
 
@@ -134,7 +104,7 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Entries:
+class RunEntries:
     """IDs with their indexes, in any order."""
 
     hashes: Int64s
@@ -161,14 +131,14 @@ def filter_of(ids: int) -> Int64s:
     return np.zeros(blocks * FILTER_WORDS, np.int64)
 
 
-def entries_of(pieces: list[Piece], first_index: int, key: Int64s) -> Entries:
+def entries_of(pieces: list[Piece], first_index: int, key: Int64s) -> RunEntries:
     """The IDs of pieces that follow one another. Takes long, in any thread."""
     sizes = np.concatenate([piece.sizes for piece in pieces])
     deltas = np.arange(len(sizes), dtype=np.int64) + (pieces[0].first_index - first_index)
     return entries_with(sizes, deltas, np.concatenate([piece.ids for piece in pieces]), key)
 
 
-def entries_in(pages: list[tuple[bytes, int]], key: Int64s) -> Entries:
+def entries_in(pages: list[tuple[bytes, int]], key: Int64s) -> RunEntries:
     """The IDs in pages; with each how far its run's first index is from that of the run that is made."""
     sizes, deltas, ids = [], [], []
     for page, base in pages:
@@ -179,13 +149,13 @@ def entries_in(pages: list[tuple[bytes, int]], key: Int64s) -> Entries:
     return entries_with(np.concatenate(sizes), np.concatenate(deltas), np.concatenate(ids), key)
 
 
-def entries_with(sizes: Uint8s, deltas: Int64s, ids: Uint8s, key: Int64s) -> Entries:
+def entries_with(sizes: Uint8s, deltas: Int64s, ids: Uint8s, key: Int64s) -> RunEntries:
     """IDs that lie one after the other. Takes long, in any thread."""
     offsets = np.zeros(len(sizes) + 1, np.int64)
     np.cumsum(sizes, dtype=np.int64, out=offsets[1:])
     hashes = np.empty(len(sizes), np.int64)
     hash_all(ids, offsets, key, hashes)
-    return Entries(hashes, deltas, offsets, ids)
+    return RunEntries(hashes, deltas, offsets, ids)
 
 
 def page_fits(page: bytes) -> bool:
@@ -319,7 +289,7 @@ def find(page: Bytes, raw: Bytes, places: Int64s, row: int) -> int:
     return found
 
 
-def parts_of(runs: list[Run], pages: int) -> Iterator[tuple[int | None, int | None]]:
+def parts_of(runs: list[IdRun], pages: int) -> Iterator[tuple[int | None, int | None]]:
     """Ranges of hashes, from one to before the next (None: all), in which no run has more than about so many pages."""
     cuts = np.unique(np.concatenate([run.first_hashes[pages::pages] for run in runs])).tolist()
     return iter(zip([None, *cuts], [*cuts, None], strict=True))
@@ -331,11 +301,11 @@ MILLISECONDS_A_SECOND = 1000
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Imported:
+class ImportedIds:
     """What memory has of it. Its run begins with 0 and has as many IDs as its `end_index` says; how far an ID is from
     the first one is the second since 1970 up to which it was published."""
 
-    run: Run
+    run: IdRun
     key: bytes
     """Of the hash, SECRET_BYTES of them. It is the run's own: the topic's may be another one by the next start."""
     checksum: bytes

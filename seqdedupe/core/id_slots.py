@@ -1,18 +1,20 @@
-"""The table of a window of deduplication IDs, with the work that is done on it bit by bit: it grows, and is cleared.
+"""What a window of deduplication IDs has in memory: its newer part, chunks that fill up, and the table that leads to
+them, with the work that is done on it bit by bit: it grows, and is cleared.
 
-It leads to all IDs of the chunks in memory, and to some of those that are forgotten or lie in runs, which is harmless:
-whoever finds one sees that its chunk is gone. With the frames that come a share of the slots is swept clear of these,
-one slot after the other, which is quicker than looking for each of them; and a share of all IDs is put into a larger
-table, if one is needed, so that no frame waits for all of it.
+The table leads to all IDs of the chunks in memory, and to some of those that are forgotten or lie in runs, which is
+harmless: whoever finds one sees that its chunk is gone. With the frames that come a share of the slots is swept clear
+of these, one slot after the other, which is quicker than looking for each of them; and a share of all IDs is put into a
+larger table, if one is needed, so that no frame waits for all of it.
 """
 
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
-from seqdedupe.core.id_runs import NO_LIMIT, PARTS, PIECE_BYTES, Chunk, Piece, WindowLimits
+from seqdedupe.core.id_runs import PIECE_BYTES, Piece
 from seqdedupe.core.id_table import (
     CHUNK_BYTES,
     CHUNK_OFFSETS,
@@ -33,14 +35,43 @@ from seqdedupe.core.id_table import (
     sweep_beside,
     take_out,
 )
-from seqdedupe.core.names import Growing
+from seqdedupe.core.name_table import Growing
 from seqdedupe.format.jit import Int32s, Int64s, Int64s2, Uint8s
 from seqdedupe.format.layout import DEDUPLICATION_ID_OFFSETS, start
 
-# -- The newer part of a window of deduplication IDs: chunks in memory, each at a place (`id_table`), which fill up.
+# -- The newer part of a window: chunks in memory, each at a place (`id_table`), which fill up.
 #
 # What lies at a place stays there until the place is given back: the table may lead to it, long after the chunk has
 # been forgotten.
+
+NO_LIMIT = -1
+
+PARTS = 16
+"""A window moves forward by one in so many parts of it, or less."""
+
+
+@dataclass(frozen=True, slots=True)
+class WindowLimits:
+    """How far back a window reaches at least: until one of these is reached by what came later. NO_LIMIT: never."""
+
+    messages: int
+    id_bytes: int = NO_LIMIT
+    milliseconds: int = NO_LIMIT
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A chunk of a window: it is forgotten as a whole."""
+
+    first_index: int
+    rows: int
+    id_bytes: int
+    first_time_ms: int
+    last_time_ms: int
+
+    @property
+    def end_index(self) -> int:
+        return self.first_index + self.rows
 
 
 class Newer:
@@ -335,9 +366,9 @@ class Slots:
     def _begin_larger(self, needed: int) -> None:
         if self._larger is None or needed > _LOAD * len(self._larger.rows):
             self.give_up_larger()
-            self._larger = _table(_slots_for(needed))
-            self._touched = 0
-            self._larger_state = np.zeros(STATES, np.int64)
+            # Both or neither: there may be no memory for one of them.
+            larger, state = _table(_slots_for(needed)), np.zeros(STATES, np.int64)
+            self._larger, self._larger_state, self._touched = larger, state, 0
             self._moved = (int(self._state[WINDOW]), 0)
 
     def _sweep(self, slots: int) -> None:

@@ -20,8 +20,8 @@ from itertools import islice, pairwise
 import numpy as np
 
 from seqdedupe.core import id_table
-from seqdedupe.core.id_runs import MAX_ROWS, NO_LIMIT, Chunk, Piece, Run, WindowLimits, hash_rows, probe
-from seqdedupe.core.id_slots import Newer, Slots
+from seqdedupe.core.id_runs import MAX_ROWS, IdRun, Piece, hash_rows, probe
+from seqdedupe.core.id_slots import NO_LIMIT, Chunk, Newer, Slots, WindowLimits
 from seqdedupe.core.id_table import (
     CHUNK_ROWS,
     CONFIRMED,
@@ -50,10 +50,10 @@ class Older:
     """Runs, each of which begins where the one before it ends, the oldest first."""
 
     def __init__(self) -> None:
-        self.runs: tuple[Run, ...] = ()
+        self.runs: tuple[IdRun, ...] = ()
         self.generation = 0
         """Of the runs: what was found in those of another one says nothing."""
-        self.offered: Run | None = None
+        self.offered: IdRun | None = None
         """A run that is whole, and is to be named by the next snapshot: of the oldest chunks in memory, or of some runs
         that follow one another."""
         self.next_number = 1
@@ -72,10 +72,10 @@ class Older:
     def memory_bytes(self) -> int:
         return sum(run.memory_bytes for run in self.runs)
 
-    def candidates(self, view: Uint8s, places: Int64s, key: Int64s, first_index: int) -> list[tuple[Run, int, range]]:
+    def candidates(self, view: Uint8s, places: Int64s, key: Int64s, first_index: int) -> list[tuple[IdRun, int, range]]:
         """The rows of a batch whose IDs may be in runs, but for forgotten ones; in which, and in which of its pages."""
         runs = [run for run in self.runs if run.end_index > first_index]
-        found: list[tuple[Run, int, range]] = []
+        found: list[tuple[IdRun, int, range]] = []
         if not runs:
             return found
         hashes, rows = np.empty(int(places[layout.ROWS]), np.int64), np.empty(int(places[layout.ROWS]), np.int64)
@@ -85,7 +85,7 @@ class Older:
             found += [(run, row, pages) for row in through if (pages := run.pages_of(int(hashes[row])))]
         return found
 
-    def to_name(self, first_index: int) -> tuple[Run, ...]:
+    def to_name(self, first_index: int) -> tuple[IdRun, ...]:
         """Those that a snapshot of now has to name: with the one that is offered, and without what is forgotten."""
         runs = self.runs
         if (new := self.offered) is not None:
@@ -93,12 +93,12 @@ class Older:
             runs = (*before, new, *(run for run in runs if run.first_index >= new.end_index))
         return tuple(run for run in runs if run.end_index > first_index)
 
-    def offer(self, run: Run) -> None:
+    def offer(self, run: IdRun) -> None:
         """This one is whole."""
         self.offered = run
         self.next_number = run.number + 1
 
-    def named(self, runs: tuple[Run, ...]) -> None:
+    def named(self, runs: tuple[IdRun, ...]) -> None:
         """These are in force from now on. What else is offered is whole, and was not named yet."""
         if self.offered in runs:
             self.offered = None
@@ -111,7 +111,7 @@ class Older:
         """Those of all runs, the one that is offered too, rising."""
         return sorted({run.number for run in (*self.runs, self.offered) if run is not None})
 
-    def smallest_pair(self, most_runs: int, without: Container[tuple[Run, Run]] = ()) -> tuple[Run, Run] | None:
+    def smallest_pair(self, most_runs: int, without: Container[tuple[IdRun, IdRun]] = ()) -> tuple[IdRun, IdRun] | None:
         """Two neighbours, but not these, that are to be one run, where there are more than so many; None if there are
         none."""
         if len(self.runs) <= most_runs:
@@ -123,7 +123,7 @@ class Older:
             default=None,
         )
 
-    def load(self, runs: tuple[Run, ...], first_index: int) -> None:
+    def load(self, runs: tuple[IdRun, ...], first_index: int) -> None:
         """Takes over the runs of a snapshot."""
         self.runs = runs
         self.next_number = max((run.number for run in runs), default=0) + 1
@@ -342,7 +342,7 @@ class IdWindow:
                 return self._newer.piece(place, 0, self.confirmed_index)
         return None
 
-    def named(self, runs: tuple[Run, ...]) -> None:
+    def named(self, runs: tuple[IdRun, ...]) -> None:
         """A snapshot is durable that names these runs, and has no chunks that lie in them."""
         self.older.named(runs)
         order = self._newer.order
@@ -364,7 +364,7 @@ class IdWindow:
         one chunk; None if that is nothing."""
         return self._newer.piece_from(index, end_index)
 
-    def load(self, pieces: Iterable[Piece], runs: tuple[Run, ...] = ()) -> None:
+    def load(self, pieces: Iterable[Piece], runs: tuple[IdRun, ...] = ()) -> None:
         """Takes over the runs and the pieces of a snapshot, which follow each other from `first_index` on. Only before
         anything else came."""
         self.older.load(runs, self.first_index)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
-from seqdedupe.entry_properties import ENTRY, EVENT_TIME_MS, KEY_BASE64, KIND, PREFIX, USER, Place
+from seqdedupe.entry_properties import ENTRY, EVENT_TIME_MS, KEY_BASE64, KIND, PREFIX, USER, EntryPlace
 from seqdedupe.errors import InvalidRequestError, error
 from seqdedupe.limits import MAX_BATCH_BYTES, MAX_NAME_BYTES, MAX_PAYLOAD_BYTES, MAX_SEQUENCE_ID
 from seqdedupe.names import new_producer_name, source_name, topic_name
@@ -91,7 +91,7 @@ class InputSource:
         """Why some of it is missing here: Pulsar takes properties and keys that are no text, its client gives none."""
         self.topic = str(context.get_current_message_topic_name())
         given: Mapping[str, str] = self._read(context.get_message_properties, {})
-        self.place = Place.parse(given.get(ENTRY, ""), self.topic)
+        self.place = EntryPlace.parse(given.get(ENTRY, ""), self.topic)
         """Where it stands in a topic that a sidecar writes; None if none has written it."""
         self.kind = given.get(KIND, "") if self.place is not None else ""
         self.key: bytes | None = self._read(context.get_message_key, "").encode() or None
@@ -202,7 +202,7 @@ def by_message_id(function: str, topic: str, ledger_id: int, entry_id: int, batc
     return InputIdentity(source_name(function, topic, ledger_id), entry_id << BATCH_INDEX_BITS | max(batch_index, 0))
 
 
-def by_index(function: str, topic: str, place: Place | None) -> InputIdentity:
+def by_index(function: str, topic: str, place: EntryPlace | None) -> InputIdentity:
     """By the index that a sidecar gave the message. Raises INVALID_FUNCTION for one that no sidecar wrote."""
     if place is None or place.index < 0:
         raise error(

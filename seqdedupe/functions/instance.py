@@ -17,7 +17,7 @@ from typing import Any
 
 from seqdedupe.client.credentials import Credentials
 from seqdedupe.client.route import Sidecars
-from seqdedupe.entry_properties import BATCH, CONTROL, MARKER, Owner, Place
+from seqdedupe.entry_properties import BATCH, CONTROL, MARKER, EntryOwner, EntryPlace
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.functions.deployment import FunctionSettings, check_deployment, settings_of
 from seqdedupe.functions.identity import (
@@ -69,16 +69,16 @@ class Owners:
     """
 
     def __init__(self) -> None:
-        self._last: Place | None = None
+        self._last: EntryPlace | None = None
         """The owner's last entry before which none is missing."""
         self._since = self._at = -1, -1
         """Where the owner began; the last entry that came first."""
         self._is_whole = False
         """Whether every position was met since the owner's last entry."""
-        self._hole: tuple[Owner, tuple[int, int]] | None = None
+        self._hole: tuple[EntryOwner, tuple[int, int]] | None = None
         """Whose the newest one is, and where what follows it begins."""
 
-    def is_void(self, place: Place | None, ledger_id: int, entry_id: int) -> bool:
+    def is_void(self, place: EntryPlace | None, ledger_id: int, entry_id: int) -> bool:
         """The verdict on an entry, which is not a sidecar's without a place. They come in order, and may come again."""
         at, is_new = (ledger_id, entry_id), (ledger_id, entry_id) > self._at
         if is_new:

@@ -23,7 +23,7 @@ from rocksdict import Rdict, ReadOptions, WriteBatch
 
 from seqdedupe.errors import DamagedError, SeqdedupeError, UnavailableError, error
 from seqdedupe.files import sync_folder
-from seqdedupe.shards import SHARDS
+from seqdedupe.names import SHARDS
 from seqdedupe.store import rocksdb
 from seqdedupe.store.parts import (
     LAST_INCARNATION,

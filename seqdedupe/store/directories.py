@@ -15,7 +15,7 @@ from rocksdict import WriteBatch
 
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.files import sync_folder, write_synced
-from seqdedupe.shards import ALL_SHARDS, SHARDS, from_text, shards_of_worker, to_text
+from seqdedupe.names import ALL_SHARDS, SHARDS, from_text, shards_of_worker, to_text
 from seqdedupe.store.db import Store
 from seqdedupe.store.parts import INSTANCE_NAME, LAST_OPENING, seal
 
@@ -211,7 +211,7 @@ OPENINGS_BEGIN_SECONDS = 1_577_836_800
 _NUMBER_BYTES = 8
 
 
-class Instance:
+class StoreInstance:
     """The name and the openings of the sidecar that has this store."""
 
     def __init__(self, store: Store) -> None:

@@ -16,13 +16,12 @@ from rocksdict import WriteBatch
 
 from seqdedupe.core.id_runs import Piece
 from seqdedupe.core.id_window import IdWindow
-from seqdedupe.core.names import Names
+from seqdedupe.core.name_table import Names
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.limits import NO_EPOCH, NO_SEQUENCE_ID
 from seqdedupe.message_id import MessageId
-from seqdedupe.store import id_runs, ids
+from seqdedupe.store import windows
 from seqdedupe.store.db import Store
-from seqdedupe.store.ids import StoredIds, WrittenPieces
 from seqdedupe.store.parts import (
     DELTA,
     HEADER,
@@ -50,6 +49,7 @@ from seqdedupe.store.parts import (
     seal,
     snapshot_range,
 )
+from seqdedupe.store.windows import StoredIds, WrittenPieces
 
 # -- Compaction of a topic's snapshots: deltas into pages, small records of names into full ones.
 #
@@ -347,7 +347,7 @@ class Snapshots:
             delta_bytes += len(value)
         if position.producers != len(names):
             raise damaged(self._key(NAMES, position.producers), "no snapshot knows of the names there")
-        pieces = WrittenPieces(self._incarnation, ids.end_index(self._store, self._incarnation))
+        pieces = WrittenPieces(self._incarnation, windows.end_index(self._store, self._incarnation))
         self._opening, self._header, self._last_delta = opening, header, last_delta
         self._position, self._delta_bytes, self._pieces = position, delta_bytes, pieces
         if last_delta == 0:
@@ -364,7 +364,7 @@ class Snapshots:
             position.policy,
             position.opaque,
             position.has_forgotten,
-            ids.load(self._store, self._incarnation, position.next_index),
+            windows.load(self._store, self._incarnation, position.next_index),
         )
 
     @property
@@ -403,7 +403,7 @@ class Snapshots:
             self._put(batch, NAMES, first, encode_names(delta.names[at : at + PAGE_PRODUCERS]))
         if delta.ids is not None:
             self._pieces.check_follows(delta.ids)
-            ids.put(batch, self._incarnation, delta.ids, self._pieces)
+            windows.put(batch, self._incarnation, delta.ids, self._pieces)
         size_bytes = self._put(batch, DELTA, self._last_delta + 1, stored.encode())
         # What it builds on was written in this opening, or is durable.
         opening = self._store.write(batch, self._opening)
@@ -436,13 +436,13 @@ class Snapshots:
 
     def has_left_over(self, window: IdWindow) -> bool:
         """Whether something is stored of runs that the window does not have. Blocks, in any thread."""
-        return id_runs.has_gaps(self._store, self._incarnation, window.older.numbers)
+        return windows.has_gaps(self._store, self._incarnation, window.older.numbers)
 
-    def drop_left_over(self, window: IdWindow, *, end: int = id_runs.MAX_RUN) -> None:
+    def drop_left_over(self, window: IdWindow, *, end: int = windows.MAX_RUN) -> None:
         """Nothing is left of runs below this number that the window does not have. What cannot be removed now is at the
         next start."""
         batch = WriteBatch(raw_mode=True)
-        id_runs.put_gaps(batch, self._incarnation, window.older.numbers, end)
+        windows.put_gaps(batch, self._incarnation, window.older.numbers, end)
         try:
             self._store.write(batch)
         except SeqdedupeError as e:
@@ -507,7 +507,7 @@ class Snapshots:
             position = StoredDelta.decode(key, value).position
             last_delta = part_number(key)
             delta_bytes += len(value)
-        pieces = WrittenPieces(self._incarnation, ids.end_index(self._store, self._incarnation))
+        pieces = WrittenPieces(self._incarnation, windows.end_index(self._store, self._incarnation))
         self._opening, self._header, self._last_delta = opening, header, last_delta
         self._position, self._delta_bytes, self._pieces = position, delta_bytes, pieces
 

@@ -9,7 +9,7 @@ from google.protobuf.message import DecodeError
 
 from seqdedupe import wire
 from seqdedupe.batch import Binary
-from seqdedupe.core.names import Names
+from seqdedupe.core.name_table import Names
 from seqdedupe.core.producers import Producers
 from seqdedupe.core.rule import DURABLE_EPOCH, PERSISTED
 from seqdedupe.errors import DamagedError, error

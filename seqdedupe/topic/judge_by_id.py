@@ -9,7 +9,8 @@ from collections.abc import Awaitable, Callable
 
 import numpy as np
 
-from seqdedupe.core.id_runs import NO_LIMIT, Imported
+from seqdedupe.core.id_runs import ImportedIds
+from seqdedupe.core.id_slots import NO_LIMIT
 from seqdedupe.core.id_table import IMPORTED
 from seqdedupe.core.id_window import NONE_OLDER, IdWindow
 from seqdedupe.core.moment import Moment
@@ -40,7 +41,7 @@ class ByDeduplicationId:
         incarnation: int,
         store: Store,
         window: IdWindow | None,
-        imported: Imported | None,
+        imported: ImportedIds | None,
         *,
         policy: Callable[[], Policy],
         on_expired: Callable[[], None],

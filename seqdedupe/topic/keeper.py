@@ -15,15 +15,15 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from seqdedupe.core.id_runs import Imported, Run
+from seqdedupe.core.id_runs import IdRun, ImportedIds
 from seqdedupe.core.id_window import IdWindow
 from seqdedupe.core.producers import Bools, LettingGo, Producers
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.format.jit import Int64s
 from seqdedupe.message_id import Position
 from seqdedupe.store.db import Store
-from seqdedupe.store.ids import StoredIds
 from seqdedupe.store.snapshots import Delta, Loaded, Snapshots
+from seqdedupe.store.windows import StoredIds
 from seqdedupe.topic.control import STATED_A_RECORD, encode
 from seqdedupe.topic.policy import NEVER, Applied, Policy
 
@@ -254,7 +254,7 @@ class Snapshotter:
             ids.moved_from = self._pieces_stored
         return ids
 
-    def _named(self, window: IdWindow, runs: tuple[Run, ...]) -> None:
+    def _named(self, window: IdWindow, runs: tuple[IdRun, ...]) -> None:
         """The runs that a durable snapshot names are in force; others are not needed any more."""
         generation = window.older.generation
         window.named(runs)
@@ -306,7 +306,7 @@ class Stored:
     """Its newest snapshot."""
     producers: Producers
     """Those of that."""
-    imported: Imported | None = None
+    imported: ImportedIds | None = None
 
     @staticmethod
     def load(snapshots: Snapshots) -> "Stored":

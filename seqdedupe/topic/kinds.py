@@ -12,10 +12,10 @@ from collections.abc import Callable, Container
 from dataclasses import replace
 from typing import Protocol, TypeVar
 
-from seqdedupe.core.id_runs import Imported
+from seqdedupe.core.id_runs import ImportedIds
 from seqdedupe.errors import DamagedError, PositionError, UnavailableError, error
 from seqdedupe.log.contract import AS_USUAL, Layout, Log, LogName, Logs
-from seqdedupe.store import imported as stored_import
+from seqdedupe.store import imported_run as stored_import
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Loaded, Snapshots
 from seqdedupe.store.topics import LogKind, TopicRecord
@@ -232,7 +232,7 @@ class PublishedTopics:
         topic.ids.now = self._clock.now
         return topic
 
-    async def _imported(self, record: TopicRecord) -> Imported | None:
+    async def _imported(self, record: TopicRecord) -> ImportedIds | None:
         """What the store has of an imported window. What is damaged is as good as missing: the file has it."""
         incarnation = record.incarnation
         try:

@@ -15,8 +15,7 @@ from typing import Any, Generic, TypeVar
 from seqdedupe.errors import DamagedError, SeqdedupeError, error
 from seqdedupe.format.headers import SECRET_BYTES
 from seqdedupe.log.contract import AS_USUAL, Layout
-from seqdedupe.names import whole_of
-from seqdedupe.shards import shard_of
+from seqdedupe.names import shard_of, whole_of
 from seqdedupe.store.db import Store
 from seqdedupe.store.topics import LogKind, TopicRecord, TopicState
 from seqdedupe.topic.base import State, TopicBase

@@ -9,12 +9,12 @@ from dataclasses import dataclass, fields, replace
 from enum import Enum
 from typing import Any
 
-from seqdedupe.core.id_runs import WindowLimits
+from seqdedupe.core.id_slots import WindowLimits
 from seqdedupe.errors import error
+from seqdedupe.exports import WINDOW_CHECKSUM_BYTES
 from seqdedupe.log.contract import FlushInterval, Retention
 from seqdedupe.message_id import Position
 from seqdedupe.store.topics import LogKind
-from seqdedupe.windows import CHECKSUM_BYTES
 
 # -- Which window of deduplication IDs was imported into a topic. It is kept, and changes, with the topic's policy.
 #
@@ -36,7 +36,7 @@ class ImportedWindow:
 
 def imported_window_of(message: Any) -> ImportedWindow:
     """That of a message. Raises ValueError if it is none."""
-    if len(message.checksum) != CHECKSUM_BYTES or min(message.ids, message.last_publish_time_ms) < 0:
+    if len(message.checksum) != WINDOW_CHECKSUM_BYTES or min(message.ids, message.last_publish_time_ms) < 0:
         raise ValueError("it names an imported window that cannot be")
     return ImportedWindow(message.checksum, message.ids, message.last_publish_time_ms)
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from seqdedupe.core.names import Names
+from seqdedupe.core.name_table import Names
 from seqdedupe.core.rule import DURABLE_EPOCH, PERSISTED, STATED
 from seqdedupe.errors import error
 from seqdedupe.format.jit import Int64s

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from seqdedupe.core.id_runs import Imported
+from seqdedupe.core.id_runs import ImportedIds
 from seqdedupe.core.id_window import IdWindow
 from seqdedupe.core.producers import Producers
 from seqdedupe.errors import SeqdedupeError, error
@@ -22,7 +22,7 @@ from seqdedupe.format.layout import BASE_INDEX, ROWS, TERM
 from seqdedupe.format.records import body_of, ownership
 from seqdedupe.log.contract import DamageFound, Log, Outcome, Runs, Skipped, last_of
 from seqdedupe.message_id import MessageId, Position
-from seqdedupe.store import imported as stored_import
+from seqdedupe.store import imported_run as stored_import
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Loaded, Snapshots
 from seqdedupe.topic import control
@@ -72,7 +72,7 @@ class Topic(TopicBase):
         on_state: Callable[[Any], None] = lambda topic: None,
         is_standby: bool = False,
         window_memory: WindowMemory | None = None,
-        imported: Imported | None = None,
+        imported: ImportedIds | None = None,
         producers: Producers | None = None,
     ) -> None:
         super().__init__(

@@ -13,9 +13,9 @@ import numpy as np
 
 from seqdedupe.core.id_runs import (
     MAX_ROWS,
-    Entries,
-    Imported,
-    Run,
+    IdRun,
+    ImportedIds,
+    RunEntries,
     entries_in,
     entries_with,
     first_not_above,
@@ -23,14 +23,14 @@ from seqdedupe.core.id_runs import (
     seconds_of,
 )
 from seqdedupe.errors import SeqdedupeError, UnavailableError, error
+from seqdedupe.exports import LATEST_MS, WindowBlock, WindowChecksum, parse_block
 from seqdedupe.format.headers import SECRET_BYTES, key_of
 from seqdedupe.format.jit import Uint8s
-from seqdedupe.store import imported as stored_import
-from seqdedupe.store.id_runs import RunWriter, read_pages
+from seqdedupe.store import imported_run as stored_import
+from seqdedupe.store.windows import RunWriter, read_pages
 from seqdedupe.topic.base import State
 from seqdedupe.topic.policy import ImportedWindow
 from seqdedupe.topic.topic import Topic
-from seqdedupe.windows import LATEST_MS, Block, Checksum, parse
 
 logger = logging.getLogger("seqdedupe.topic")
 
@@ -56,14 +56,14 @@ class WindowImport:
         if topic.ids.imported.there is None:
             # What could not be read may name a run that is written anew now, and would pass for whole.
             stored_import.remove(topic.store, topic.incarnation)
-        self._digest = Checksum()
+        self._digest = WindowChecksum()
         self._ids = self._id_bytes = 0
         self._first_ms, self._last_ms = LATEST_MS, 0
         self._last_id: Uint8s = _NO_BYTES
-        self._part: list[Block] = []
+        self._part: list[WindowBlock] = []
         """What has come and is in no run yet."""
         self._part_bytes = 0
-        self._runs: list[Run] = []
+        self._runs: list[IdRun] = []
 
     async def add(self, block: bytes) -> None:
         """The next block of the file."""
@@ -80,7 +80,7 @@ class WindowImport:
         if self._digest.finish() != self._checksum:
             raise error("INVALID_REQUEST", "the checksum is that of other deduplication IDs than have come")
         run = await (self._merged() if self._runs else self._part_written(for_good=True))
-        imported = Imported(run, self._key, self._checksum)
+        imported = ImportedIds(run, self._key, self._checksum)
         topic = self._topic
         async with topic.ids.imported.changing:
             await topic.store.wait_until_idle()
@@ -136,7 +136,7 @@ class WindowImport:
     # -- blocks and runs -----------------------------------------------------------------------------------------
 
     def _take(self, raw: bytes) -> None:
-        block = parse(raw)
+        block = parse_block(raw)
         rows = len(block.sizes)
         ids = np.concatenate((self._last_id, block.ids))
         begins = [0] * bool(len(self._last_id)) + [len(self._last_id)]
@@ -155,7 +155,7 @@ class WindowImport:
         self._part.append(block)
         self._part_bytes += len(raw)
 
-    async def _part_written(self, *, for_good: bool) -> Run:
+    async def _part_written(self, *, for_good: bool) -> IdRun:
         """A run of what has come and is in none yet."""
         entries = await asyncio.to_thread(self._entries)
         self._part, self._part_bytes = [], 0
@@ -164,13 +164,13 @@ class WindowImport:
         await writer.add(entries)
         return await self._finished(writer, self._ids if for_good else len(entries.hashes))
 
-    def _entries(self) -> Entries:
+    def _entries(self) -> RunEntries:
         sizes = np.concatenate([_NO_BYTES, *(block.sizes for block in self._part)])
         ids = np.concatenate([_NO_BYTES, *(block.ids for block in self._part)])
         times = np.concatenate([np.zeros(0, np.int64), *(block.times_ms for block in self._part)])
         return entries_with(sizes, seconds_of(times), ids, key_of(self._key))
 
-    async def _merged(self) -> Run:
+    async def _merged(self) -> IdRun:
         """One run of all."""
         if self._part:
             self._runs.append(await self._part_written(for_good=False))
@@ -180,7 +180,7 @@ class WindowImport:
             await writer.add(await asyncio.to_thread(self._read, wanted), low, high)
         return await self._finished(writer, self._ids)
 
-    def _read(self, wanted: list[tuple[int, int]]) -> Entries:
+    def _read(self, wanted: list[tuple[int, int]]) -> RunEntries:
         pages = read_pages(self._topic.store, self._topic.incarnation, wanted)
         return entries_in([(page, 0) for page in pages], key_of(self._key))
 
@@ -190,7 +190,7 @@ class WindowImport:
         await writer.begin()
         return writer
 
-    async def _finished(self, writer: RunWriter, ids: int) -> Run:
+    async def _finished(self, writer: RunWriter, ids: int) -> IdRun:
         times = min(self._first_ms, self._last_ms), self._last_ms
         return await writer.finish(ids, np.array([(0, ids, self._id_bytes, *times)], np.int64))
 

@@ -15,10 +15,10 @@ import numpy as np
 
 from seqdedupe.core.id_runs import (
     MILLISECONDS_A_SECOND,
-    Entries,
-    Imported,
+    IdRun,
+    ImportedIds,
     Piece,
-    Run,
+    RunEntries,
     entries_in,
     entries_of,
     find,
@@ -29,8 +29,8 @@ from seqdedupe.core.id_window import IdWindow
 from seqdedupe.errors import DamagedError, SeqdedupeError, error
 from seqdedupe.format.jit import Int64s
 from seqdedupe.store.db import Store
-from seqdedupe.store.id_runs import RunWriter, read_pages
-from seqdedupe.store.imported import FIRST_RUN
+from seqdedupe.store.imported_run import FIRST_RUN
+from seqdedupe.store.windows import RunWriter, read_pages
 from seqdedupe.topic.frame import Frame, check_by_id
 from seqdedupe.topic.policy import Policy
 from seqdedupe.topic.tasks import Broadcast
@@ -61,7 +61,7 @@ class WindowImported:
     def __init__(
         self,
         topic: str,
-        there: Imported | None,
+        there: ImportedIds | None,
         policy: Callable[[], Policy],
         on_expired: Callable[[], None],
     ) -> None:
@@ -83,7 +83,7 @@ class WindowImported:
         return self._next_number - 1
 
     @property
-    def in_force(self) -> Imported | None:
+    def in_force(self) -> ImportedIds | None:
         """What counts; None if nothing was imported, or it is missing."""
         wanted = self._policy().imported
         if wanted is None or self.there is None or self.there.checksum != wanted.checksum:
@@ -114,7 +114,7 @@ class WindowImported:
                 wanted.checksum.hex(),
             )
 
-    def to_look_into(self, since_ms: int) -> Imported | None:
+    def to_look_into(self, since_ms: int) -> ImportedIds | None:
         """What a verdict needs that counts IDs published after this time; None if that is nothing.
 
         Raises WINDOW_MISSING, and RECOVERING while an import is not durable yet.
@@ -146,7 +146,7 @@ class LookedUp:
     imported: the second of each."""
 
     generation: int
-    imported: Imported | None
+    imported: ImportedIds | None
     indexes: Int64s
     seconds: Int64s
 
@@ -173,7 +173,7 @@ class WindowRuns:
         self._take_snapshot = take_snapshot
         self._building = asyncio.Lock()
         self.is_closed = False
-        self._damaged: list[tuple[Run, Run]] = []
+        self._damaged: list[tuple[IdRun, IdRun]] = []
         """Neighbours of which one cannot be read: others are merged in their stead."""
 
     def close(self) -> None:
@@ -234,14 +234,14 @@ class WindowRuns:
         counts = (seconds != NOWHERE) & (seconds * MILLISECONDS_A_SECOND > since_ms)
         return np.where(counts & (looked_up.indexes < window.first_index), IMPORTED, looked_up.indexes)
 
-    def _candidates(self, window: IdWindow, frame: Frame) -> list[tuple[Run, int, int]]:
+    def _candidates(self, window: IdWindow, frame: Frame) -> list[tuple[IdRun, int, int]]:
         """Rows that a filter lets through: in which run, and in which of its pages."""
         found = window.older.candidates(frame.view, frame.places, window.hash_key, window.first_index)
         if (imported := self.imported.in_force) is not None:
             found += [(imported.run, row, pages) for row, pages in imported.candidates(frame.view, frame.places)]
         return [(run, row, page) for run, row, pages in found for page in pages]
 
-    def _found(self, frame: Frame, wanted: "list[tuple[Run, int, int]] | tuple[()]") -> tuple[Int64s, Int64s]:
+    def _found(self, frame: Frame, wanted: "list[tuple[IdRun, int, int]] | tuple[()]") -> tuple[Int64s, Int64s]:
         """The highest index of each row, and the highest second, of those that these pages have with its very bytes.
         Blocks, in any thread."""
         indexes, seconds = np.full(frame.rows, NOWHERE, np.int64), np.full(frame.rows, NOWHERE, np.int64)
@@ -329,7 +329,7 @@ class WindowRuns:
             await asyncio.sleep(0)
         return pieces
 
-    async def _made(self, window: IdWindow, pieces: list[Piece]) -> Run:
+    async def _made(self, window: IdWindow, pieces: list[Piece]) -> IdRun:
         first_index, end_index = pieces[0].first_index, pieces[-1].end_index
         entries = await asyncio.to_thread(entries_of, pieces, first_index, window.hash_key)
         chunks = [
@@ -340,7 +340,7 @@ class WindowRuns:
         await writer.add(entries)
         return await writer.finish(end_index, np.array(chunks, np.int64))
 
-    async def _merged(self, window: IdWindow, pair: tuple[Run, Run]) -> Run | None:
+    async def _merged(self, window: IdWindow, pair: tuple[IdRun, IdRun]) -> IdRun | None:
         """One run with all of these that is not forgotten; None if all of it is."""
         chunks = np.concatenate([run.chunks for run in pair])
         chunks = chunks[chunks[:, 0] + chunks[:, 1] > window.first_index]
@@ -366,7 +366,7 @@ class WindowRuns:
         await writer.begin()
         return writer
 
-    def _entries(self, wanted: list[tuple[Run, int]], first_index: int, key: Int64s) -> Entries:
+    def _entries(self, wanted: list[tuple[IdRun, int]], first_index: int, key: Int64s) -> RunEntries:
         pages = read_pages(self._store, self._incarnation, [(run.number, page) for run, page in wanted])
         based = [(page, run.first_index - first_index) for (run, _), page in zip(wanted, pages, strict=True)]
         return entries_in(based, key)

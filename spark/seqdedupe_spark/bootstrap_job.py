@@ -29,15 +29,13 @@ from pyspark.sql.types import (
     TimestampType,
 )
 
-from seqdedupe import watermarks, windows
 from seqdedupe.client.blocking import Client
 from seqdedupe.command import sidecar_options, told_credentials
 from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.exports import LATEST_MS, KnownId, Watermark, write_watermarks, write_window
 from seqdedupe.limits import MAX_DEDUPLICATION_ID_BYTES, MAX_NAME_BYTES, MAX_SEQUENCE_ID
 from seqdedupe.names import partition_name
 from seqdedupe.v1 import admin_pb2
-from seqdedupe.watermarks import Watermark
-from seqdedupe.windows import LATEST_MS, Known
 from seqdedupe_spark import planning
 from seqdedupe_spark.options import file_options
 from seqdedupe_spark.session import run_command, start_session
@@ -122,7 +120,7 @@ def bootstrap_window_from_topic(
         _check_log_tells_all(one)
     first = json.dumps({one.name: one.first_index for one in partitions or [found]})
     reader = spark.read.format("seqdedupe").options(**options).option("topic", found.name)
-    return windows.write(output, _known(reader.option("startingOffsets", first).load(), ID_COLUMN, TIME_COLUMN, None))
+    return write_window(output, _known(reader.option("startingOffsets", first).load(), ID_COLUMN, TIME_COLUMN, None))
 
 
 def _check_log_tells_all(topic: admin_pb2.Topic) -> None:
@@ -168,7 +166,7 @@ def bootstrap_window_from_parquet(
         IntegralType,
         DecimalType,
     )
-    return windows.write(output, _known(frame, one, time, topic_column_of(frame.schema)))
+    return write_window(output, _known(frame, one, time, topic_column_of(frame.schema)))
 
 
 def has_window(frame: DataFrame) -> bool:
@@ -177,7 +175,7 @@ def has_window(frame: DataFrame) -> bool:
     return bool(there) and bool(frame.where(f.col(quoted(there[0])).isNotNull()).head(1))
 
 
-def _known(frame: DataFrame, id_column: str, time_column: str, topic_column: str | None) -> Iterator[Known]:
+def _known(frame: DataFrame, id_column: str, time_column: str, topic_column: str | None) -> Iterator[KnownId]:
     """One an ID, in the order of their bytes. Raises INVALID_SOURCE at the first one that cannot be."""
 
     def shown(one: bytes) -> str:
@@ -194,7 +192,7 @@ def _known(frame: DataFrame, id_column: str, time_column: str, topic_column: str
         for wrong in (first_ms, last_ms):
             if not 0 <= wrong <= LATEST_MS:
                 raise bad(time_column, f"{wrong} ms, of {shows}, which is no publish time: 0 to {LATEST_MS} are")
-        yield Known(one, last_ms)
+        yield KnownId(one, last_ms)
 
 
 def _milliseconds(frame: DataFrame, name: str) -> Column:
@@ -217,7 +215,7 @@ def bootstrap_from_topic(client: Client, topic: str, output: Path) -> int:
     producers = planning.patiently(lambda: client.admin.producers(topic))
     # A name that was opened and has sent nothing has none.
     marks = [Watermark(one.name.encode(), one.persisted) for one in producers if one.persisted >= 0]
-    return watermarks.write(output, sorted(marks))
+    return write_watermarks(output, sorted(marks))
 
 
 def bootstrap_from_parquet(
@@ -247,7 +245,7 @@ def bootstrap_from_parquet(
         IntegralType,
         DecimalType,
     )
-    return watermarks.write(output, _watermarks(frame, name, number, topic_column_of(schema)))
+    return write_watermarks(output, _watermarks(frame, name, number, topic_column_of(frame.schema)))
 
 
 def _watermarks(frame: DataFrame, producers: str, numbers: str, topic_column: str | None) -> Iterator[Watermark]:

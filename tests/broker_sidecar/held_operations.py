@@ -16,12 +16,12 @@ import grpc.aio
 import pytest
 
 from broker_sidecar.config import Config
-from broker_sidecar.sidecar import Sidecar
+from broker_sidecar.server import SidecarServer
 from seqdedupe.address import SidecarAddress
-from seqdedupe.backup.making import Making
+from seqdedupe.backup.maker import BackupMaker
 from seqdedupe.client.connection import typed_errors
 from seqdedupe.errors import SeqdedupeError
-from seqdedupe.log.embedded import moved
+from seqdedupe.log.embedded import relocation
 from seqdedupe.log.embedded.log import EmbeddedLog
 from seqdedupe.log.embedded.logs import EmbeddedLogs, incarnations, topic_of
 from seqdedupe.names import partition_name, topic_name
@@ -87,9 +87,9 @@ class Holds:
         self._around(EmbeddedLogs, "open", lambda _, incarnation, *_a, **_k: [("open", incarnation)])
         self._around(EmbeddedLogs, "delete", lambda _, *some: [("delete", incarnation) for incarnation in some])
         self._around(EmbeddedLog, "close", lambda log: [("close", log.incarnation)])
-        self._around_in_thread(moved, "leave", lambda folder, _: ("leave", int(folder.name)))
-        self._around_in_thread(moved.Arrival, "begin", lambda _, topic, __: ("arrival", topic))
-        self._around_in_thread(Making, "add_log", lambda _, record, __: ("backup", record.name))
+        self._around_in_thread(relocation, "leave", lambda folder, _: ("leave", int(folder.name)))
+        self._around_in_thread(relocation.Arrival, "begin", lambda _, topic, __: ("arrival", topic))
+        self._around_in_thread(BackupMaker, "add_log", lambda _, record, __: ("backup", record.name))
         for name in ("append", "append_control"):
             self._around_append(name)
 
@@ -155,7 +155,7 @@ class Side:
 
     async def start(self) -> None:
         self.folder.mkdir(exist_ok=True)
-        self._sidecar = Sidecar(self._config, connections=1000)
+        self._sidecar = SidecarServer(self._config, connections=1000)
         await self._sidecar.listen()
         await self._sidecar.recover()
         self._channel = grpc.aio.insecure_channel(self.address)

@@ -7,15 +7,14 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from seqdedupe import windows
-from seqdedupe.cli.sidecars import import_file
+from seqdedupe import exports
+from seqdedupe.cli.sidecar_commands import import_file
 from seqdedupe.client import Client, Verdict, admin
 from seqdedupe.errors import InvalidRequestError, SeqdedupeError, UnavailableError, error
-from seqdedupe.names import partition_name, topic_name
-from seqdedupe.routing import partition_of
+from seqdedupe.exports import KnownId
+from seqdedupe.names import partition_name, partition_of, topic_name
 from seqdedupe.testing import Sidecar
 from seqdedupe.v1 import admin_pb2
-from seqdedupe.windows import Known
 
 IDS = [b"%04d" % k for k in range(600)]
 PARTITIONS = 5
@@ -29,7 +28,7 @@ def in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def window(tmp_path: Path) -> Path:
-    windows.write(tmp_path / "window", [Known(one, 1_000 + k) for k, one in enumerate(IDS)])
+    exports.write_window(tmp_path / "window", [KnownId(one, 1_000 + k) for k, one in enumerate(IDS)])
     return tmp_path / "window"
 
 
@@ -71,7 +70,7 @@ async def test_each_partition_gets_what_belongs_there(client: Client, topic: str
     await check(client, topic, b"new")
     assert await client.admin.import_window(topic, window) == len(IDS), "the same again"
     await check(client, topic, b"newer")
-    windows.write(tmp_path / "other", [Known(b"x", 1)])
+    exports.write_window(tmp_path / "other", [KnownId(b"x", 1)])
     with pytest.raises(InvalidRequestError, match="another one was"):
         await client.admin.import_window(topic, tmp_path / "other")
 
@@ -121,7 +120,7 @@ async def test_control_parts_that_are_not_the_same_again_are_refused(
 ) -> None:
     await create(client, topic)
     await client.admin.import_window(topic, window)
-    monkeypatch.setattr(windows, "BLOCK_BYTES", 1000)
+    monkeypatch.setattr(exports, "WINDOW_BLOCK_BYTES", 1000)
     with pytest.raises(InvalidRequestError, match="another one was"):
         await client.admin.import_window(topic, window)
 
@@ -141,7 +140,7 @@ async def test_a_partition_with_messages_is_found_before_anything_is_in_force(
 
 async def test_a_partition_to_which_no_id_belongs_is_left_alone(client: Client, topic: str, tmp_path: Path) -> None:
     names = await create(client, topic)
-    windows.write(tmp_path / "window", [Known(IDS[0], 1)])
+    exports.write_window(tmp_path / "window", [KnownId(IDS[0], 1)])
     for _ in range(2):
         assert await client.admin.import_window(topic, tmp_path / "window") == 1
         async with client.publisher(topic) as publisher:

@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
-from broker_sidecar.peers import Neighbours, Peers
+from broker_sidecar.cluster.peers import Neighbours, Peers
 from seqdedupe.client.route import Sidecars
-from seqdedupe.shards import from_text
+from seqdedupe.names import from_text
 from seqdedupe.store.directories import Claim
 from seqdedupe.v1 import admin_pb2
 

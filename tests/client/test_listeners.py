@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from broker_sidecar.peers import Neighbours
+from broker_sidecar.cluster.peers import Neighbours
 from seqdedupe.address import SidecarAddress
 from seqdedupe.client import BrokerClient, Client, Credentials, SeqdedupeError, blocking, listeners
 from seqdedupe.client.listeners import Host, Looking, check_listener, in_tables, over_netlink

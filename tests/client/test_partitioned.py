@@ -29,7 +29,7 @@ from seqdedupe.client.partitioned_ids import Numbering, SettledIds
 from seqdedupe.client.pending import PendingBatch
 from seqdedupe.client.producer import PartitionedProducer
 from seqdedupe.errors import error
-from seqdedupe.routing import partition_of
+from seqdedupe.names import partition_of
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from seqdedupe.v1 import admin_pb2
 from tests.client.helpers import read_all

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from seqdedupe.backup.restoring import restore
+from seqdedupe.backup.manifest import restore
 from seqdedupe.batch import Binary
 from seqdedupe.client import (
     Client,
@@ -28,7 +28,7 @@ from seqdedupe.client import (
 )
 from seqdedupe.client.publisher import TopicHistory, new_id
 from seqdedupe.errors import SeqdedupeError
-from seqdedupe.routing import partition_of
+from seqdedupe.names import partition_of
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from seqdedupe.v1 import admin_pb2, publish_pb2
 from tests.client.fake_sidecar import FakeSidecar, fake_sidecar

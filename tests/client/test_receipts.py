@@ -7,7 +7,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from broker_sidecar.publish import encode_receipt
+from broker_sidecar.services.publish_service import encode_receipt
 from seqdedupe import wire
 from seqdedupe.batch import Binary, single_producer
 from seqdedupe.client import blocking, publish_calls

@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import pytest
 
-from broker_sidecar.sidecar import MAX_REQUEST_BYTES
+from broker_sidecar.server import MAX_REQUEST_BYTES
 from seqdedupe.batch import Binary, single_producer
 from seqdedupe.client import (
     AccessDeniedError,

@@ -15,8 +15,7 @@ import numpy as np
 import pytest
 
 from seqdedupe.core import id_runs, id_slots, id_table, id_window
-from seqdedupe.core.id_runs import NO_LIMIT, WindowLimits
-from seqdedupe.core.id_slots import Newer, Slots
+from seqdedupe.core.id_slots import NO_LIMIT, Newer, Slots, WindowLimits
 from seqdedupe.core.id_window import IdWindow
 from seqdedupe.core.moment import Moment
 from seqdedupe.core.rule import DUP, NOT_DUP, UNKNOWN

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from seqdedupe.batch import NO_INT64S, Batch, Binary
 from seqdedupe.core import id_slots, id_table, id_window
-from seqdedupe.core.id_runs import NO_LIMIT, WindowLimits
+from seqdedupe.core.id_slots import NO_LIMIT, WindowLimits
 from seqdedupe.core.id_table import CONFIRMED, USED
 from seqdedupe.core.moment import Moment
-from seqdedupe.core.names import Growing
+from seqdedupe.core.name_table import Growing
 from seqdedupe.core.rule import DUP, NOT_DUP, UNKNOWN
 from seqdedupe.format import layout
 from seqdedupe.format.layout import PLACES
@@ -470,7 +470,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
         return real(first, end, *rest)
 
     monkeypatch.setattr(id_slots, "put", put)
-    monkeypatch.setattr(id_slots, "sweep", sweep)
+    monkeypatch.setattr(id_slots, "sweep_beside", sweep)
     return counts
 
 

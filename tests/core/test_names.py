@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from seqdedupe.core import names as names_module
-from seqdedupe.core.names import Names, joined
+from seqdedupe.core import name_table as names_module
+from seqdedupe.core.name_table import Names, joined
 from seqdedupe.core.producers import Producers
 from tests.plain import PLAIN
 
@@ -51,7 +51,7 @@ def test_it_says_what_a_plain_list_says(seed: int, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("bits", [0, 32, -(2**32), 2**63 - 1])
 def test_names_of_which_the_hashes_are_alike_are_told_apart(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain: Any = PLAIN["names"]
+    plain: Any = PLAIN["name_table"]
     siphash = plain.siphash
     monkeypatch.setattr(plain, "siphash", lambda *name: siphash(*name) & bits)
     rng = random.Random(bits)
@@ -64,7 +64,7 @@ def test_names_of_which_the_hashes_are_alike_are_told_apart(bits: int, monkeypat
 
 def test_the_compiled_kernels_and_the_plain_ones_leave_the_same_table() -> None:
     rng = random.Random(5)
-    both: list[Any] = [Names(), PLAIN["names"].Names()]
+    both: list[Any] = [Names(), PLAIN["name_table"].Names()]
     for _ in range(20):
         come = [a_name(rng) for _ in range(rng.choice([1, 30, 70]))]
         assert len({tuple(names.add_all(come).tolist()) for names in both}) == 1

@@ -31,7 +31,7 @@ from seqdedupe.format.headers import (
 )
 from seqdedupe.format.jit import Bytes, Int64s, Uint8s, kernel, load32
 from seqdedupe.format.layout import BASE_INDEX, COLUMNS_END, PLACES, PRODUCERS, ROWS
-from seqdedupe.message_ids import MessageIds
+from seqdedupe.message_id import MessageIds
 from tests.format.guarded import Guarded
 from tests.format.mutations import FIELDS, SEEDS, mutated, spoilt
 from tests.plain import PLAIN

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from seqdedupe import functions
-from seqdedupe.entry_properties import ENTRY, EVENT_TIME_MS, KEY_BASE64, KIND, USER, Place
+from seqdedupe.entry_properties import ENTRY, EVENT_TIME_MS, KEY_BASE64, KIND, USER, EntryPlace
 from seqdedupe.errors import ConfigurationError
 from seqdedupe.functions import DedupeFunction
 from seqdedupe.functions.deployment import check_deployment
@@ -269,7 +269,7 @@ def test_what_follows_a_refused_entry_counts_for_nobody(
 def verdicts(*places: tuple[dict[str, str] | None, int, int]) -> list[bool]:
     owners = Owners()
     return [
-        owners.is_void(None if properties is None else Place.parse(properties[ENTRY], TOPIC), *at)
+        owners.is_void(None if properties is None else EntryPlace.parse(properties[ENTRY], TOPIC), *at)
         for properties, *at in places
     ]
 
@@ -294,7 +294,7 @@ def test_a_topic_that_was_made_anew_begins_with_any_term() -> None:
         (written(1, term=1, incarnation=100), 3),
     ]
     for properties, entry_id in places:
-        place = Place.parse(properties[ENTRY], TOPIC)
+        place = EntryPlace.parse(properties[ENTRY], TOPIC)
         assert place is not None
         assert not owners.is_void(place, 7, entry_id)
 

@@ -14,7 +14,7 @@ from seqdedupe.errors import DamagedError, PositionError
 from seqdedupe.log.embedded import reader, writer
 from seqdedupe.log.embedded.log import EmbeddedLog
 from seqdedupe.log.embedded.logs import EmbeddedLogs
-from seqdedupe.log.embedded.segment import Piece, Segment, segment_path, unreadable
+from seqdedupe.log.embedded.segment import Segment, SegmentPiece, segment_path, unreadable
 from tests.log.batches import SECRET, TOPIC
 from tests.log.conformance import LIMIT_SECONDS, Owner, parsed
 
@@ -40,7 +40,7 @@ class Reads:
         self.fails_at = 0
         really = Segment.read
 
-        def read(segment: Segment, offset: int, *arguments: Any) -> Piece:
+        def read(segment: Segment, offset: int, *arguments: Any) -> SegmentPiece:
             self.threads.append(threading.current_thread())
             self.offsets.append(offset)
             number = len(self.offsets)

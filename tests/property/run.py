@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import NamedTuple
 
 from seqdedupe.core import id_slots
-from seqdedupe.store import id_runs, parts, snapshots
+from seqdedupe.store import parts, snapshots, windows
 from seqdedupe.topic import window_runs
 from tests.property import cases
 from tests.property.actions import Case
@@ -33,7 +33,7 @@ def many_cases() -> Iterator[CrashableStore]:
     ]
     small += [(snapshots, "MAX_DELTAS", 3), (snapshots, "DELTAS_A_STEP", 2), (snapshots, "PAGES_A_FLUSH", 1)]
     small += [(window_runs, "MAX_RUNS", 2), (window_runs, "PAGES_A_PART", 1), (window_runs, "READ_AT_ONCE", 2)]
-    small += [(id_runs, "PAGES_A_WRITE", 1), (id_runs, "PAGES_AT_ONCE", 2), (window_runs, "TIDIED_AT_ONCE", 3)]
+    small += [(windows, "PAGES_A_WRITE", 1), (windows, "PAGES_AT_ONCE", 2), (window_runs, "TIDIED_AT_ONCE", 3)]
     small += [(id_slots, "PIECE_BYTES", 60)]
     before = [(module, name, getattr(module, name)) for module, name, _ in small]
     logger = logging.getLogger("seqdedupe")

@@ -13,12 +13,12 @@ from weakref import WeakSet
 import pulsar.asyncio
 
 from seqdedupe.errors import SeqdedupeError, UnavailableError, error
-from seqdedupe.log.pulsar.admin import JSON, Admin, AdminUrl, Answer
+from seqdedupe.log.pulsar.admin_url import JSON, AdminAnswer, AdminUrl, PulsarAdmin
 from seqdedupe.log.pulsar.entries import EntryFormat
 from seqdedupe.log.pulsar.log import Shared
 from seqdedupe.log.pulsar.logs import PulsarLogs
 from seqdedupe.store.db import Store
-from seqdedupe.store.directories import Instance
+from seqdedupe.store.directories import StoreInstance
 from seqdedupe.store.topics import LogKind
 from seqdedupe.topic.base import State
 from seqdedupe.topic.directory import Topics
@@ -77,7 +77,7 @@ class FaultyUrl(AdminUrl):
 
     async def call(
         self, method: str, path: str, body: object = None, conflict: str = "LOG_REFUSED", media_type: str = JSON
-    ) -> Answer:
+    ) -> AdminAnswer:
         if self.is_dead:
             raise error("LOG_REFUSED", "the process has ended")
         answer = await super().call(method, path, body, conflict, media_type)
@@ -110,14 +110,14 @@ class Member:
         self.store = Store.open(self.folder)
         self.url = FaultyUrl(self._cluster.admin_url)
         self.client = self._cluster.connect()
-        instance = Instance(self.store)
+        instance = StoreInstance(self.store)
         shared = Shared(
             self.client,
             instance.named(""),
             self.address,
             lambda: time.time_ns() // 1_000_000,
             lambda _, known: instance.claim_opening(known),
-            Admin(self.url),
+            PulsarAdmin(self.url),
             self._cluster.connect,
             self._cluster.answers,
         )

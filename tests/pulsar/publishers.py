@@ -17,7 +17,7 @@ from examples.pulsar.messages import Received, messages
 from examples.pulsar.messages import Topic as Decoder
 from seqdedupe.core.rule import DUP, NOT_DUP, UNKNOWN
 from seqdedupe.errors import SeqdedupeError, UnavailableError
-from seqdedupe.log.pulsar.entries import EntryFormat, Settings
+from seqdedupe.log.pulsar.entries import EntryFormat, EntrySettings
 from seqdedupe.log.pulsar.log import PulsarLog, Shared
 from seqdedupe.message_id import MessageId
 from seqdedupe.store.db import Store
@@ -60,7 +60,7 @@ class Process:
         self._topic_name = topic
         self._topic: Topic | None = None
         self._is_closed = False
-        self._settings = Settings(entry_format, "SEQUENCE_ID", 0, name)
+        self._settings = EntrySettings(entry_format, "SEQUENCE_ID", 0, name)
         self._is_standby = is_standby
         self.shared = Shared(
             self.client,

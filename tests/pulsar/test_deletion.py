@@ -6,7 +6,7 @@ import pytest
 
 from seqdedupe.errors import UnavailableError
 from seqdedupe.log.pulsar import content, policies, wholes
-from seqdedupe.log.pulsar.admin import Admin
+from seqdedupe.log.pulsar.admin_url import PulsarAdmin
 from seqdedupe.topic import lookup
 from seqdedupe.topic.base import State
 from seqdedupe.topic.policy import Policy
@@ -196,7 +196,7 @@ async def test_without_looking_at_the_incarnation_it_is_damaged(
     """The control arm: whoever asks is told so for good."""
     monkeypatch.setattr(content, "IDLE_SECONDS", 0.1)
 
-    async def stays(topic: str, incarnation: int, admin: Admin) -> None:
+    async def stays(topic: str, incarnation: int, admin: PulsarAdmin) -> None:
         return
 
     monkeypatch.setattr("seqdedupe.log.pulsar.log.check_stays", stays)

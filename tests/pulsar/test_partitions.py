@@ -10,7 +10,7 @@ import pytest
 
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.log.pulsar import wholes
-from seqdedupe.log.pulsar.admin import Admin
+from seqdedupe.log.pulsar.admin_url import PulsarAdmin
 from seqdedupe.log.pulsar.wholes import Whole
 from seqdedupe.names import partition_name
 from seqdedupe.testing import LAST_RESORT_SECONDS
@@ -260,7 +260,7 @@ async def test_without_saying_so_first_others_go_on_with_what_is_deleted(
     """The control arm: Pulsar deletes what nobody uses, and the owner of another partition is not told."""
     one, other = await shared_out(member, whole)
 
-    async def silent(admin: Admin, whole: Whole) -> None:
+    async def silent(admin: PulsarAdmin, whole: Whole) -> None:
         await admin.delete_partitioned(whole.topic)
 
     monkeypatch.setattr(wholes, "remove", silent)

@@ -10,7 +10,7 @@ import pytest
 
 from seqdedupe.errors import DamagedError, PositionError
 from seqdedupe.log.pulsar import content
-from seqdedupe.log.pulsar.entries import EntryFormat, Settings
+from seqdedupe.log.pulsar.entries import EntryFormat, EntrySettings
 from seqdedupe.log.pulsar.log import PulsarLog, Shared
 from seqdedupe.testing import LAST_RESORT_SECONDS
 from tests.log.conformance import Owner, parsed
@@ -19,7 +19,7 @@ from tests.pulsar.owners import Cluster, quiet, until
 INCARNATION = 1_700_000_000_000_000
 LEDGER_ROWS = 1_200
 """Of more than 1,000 entries Pulsar's deduplication needs none any more for its own recovery."""
-SETTINGS = Settings(EntryFormat.PLAIN, "SEQUENCE_ID", 0, "host:6680")
+SETTINGS = EntrySettings(EntryFormat.PLAIN, "SEQUENCE_ID", 0, "host:6680")
 
 _openings = itertools.count(1)
 

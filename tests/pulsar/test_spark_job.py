@@ -19,7 +19,7 @@ from pyspark.sql import SparkSession
 from pulsar_broker.standalone import Broker
 from seqdedupe.client import blocking
 from seqdedupe.errors import ConfigurationError
-from seqdedupe.log.pulsar.admin import Admin, AdminUrl
+from seqdedupe.log.pulsar.admin_url import AdminUrl, PulsarAdmin
 from seqdedupe.names import partition_name, topic_name
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from seqdedupe_spark import reader_job
@@ -97,7 +97,7 @@ def direct(folder: Path, ports: tuple[int, int]) -> Direct:
 
 @pytest.fixture
 def unload(broker: Broker) -> Callable[[str], None]:
-    admin = Admin(AdminUrl(broker.admin_url, secured.token))
+    admin = PulsarAdmin(AdminUrl(broker.admin_url, secured.token))
     return lambda topic: asyncio.run(admin.unload(topic))
 
 
@@ -240,7 +240,7 @@ def test_a_worker_is_killed_where_no_sidecar_writes(
     ReaderJob(spark, JobConfig(JOB, options, database.store, TABLE), select).run()
     each_once(values(database, TABLE), 300)
     # Its driver has let go of what is committed.
-    position, admin = database.position(topic), Admin(AdminUrl(broker.admin_url, secured.token))
+    position, admin = database.position(topic), PulsarAdmin(AdminUrl(broker.admin_url, secured.token))
     let_go = asyncio.run(admin.storage(topic, SUBSCRIPTION_PREFIX + JOB)).let_go
     assert position.message_id is not None
     assert let_go == position.message_id._replace(entry_id=position.message_id.entry_id - 1)

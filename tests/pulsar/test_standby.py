@@ -11,9 +11,9 @@ import pulsar
 import pytest
 
 from pulsar_broker.standalone import Broker
-from seqdedupe.log.pulsar import owner as owner_module
 from seqdedupe.log.pulsar import policies
-from seqdedupe.log.pulsar.admin import Admin, TopicStats
+from seqdedupe.log.pulsar import topic_owner as owner_module
+from seqdedupe.log.pulsar.admin_url import PulsarAdmin, TopicStats
 from seqdedupe.log.pulsar.entries import EntryFormat
 from seqdedupe.topic.base import State
 from tests.pulsar.crashes import KEEP_ALIVE_SECONDS, Faults, Scene
@@ -199,7 +199,7 @@ async def test_without_pulsars_deduplication_a_topic_takes_nothing_until_it_is_o
         assert found == list(range(len(found)))
 
 
-class Blind(Admin):
+class Blind(PulsarAdmin):
     """Sees nobody."""
 
     async def stats(self, topic: str) -> TopicStats:

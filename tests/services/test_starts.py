@@ -21,7 +21,7 @@ from seqdedupe.services.consumer import Consumer
 from seqdedupe.services.consumer.database import METADATA
 from seqdedupe.services.inbox import Inbox
 from seqdedupe.services.outbox import Relay
-from seqdedupe.services.outbox import sqlite as outbox_sqlite
+from seqdedupe.services.outbox import sqlite_outbox as outbox_sqlite
 from seqdedupe.testing import Sidecar
 from tests.services.conftest import Publish, url_of
 from tests.services.effects import TIMEOUT_SECONDS, effects, make_table, numbers, until, write

@@ -18,8 +18,7 @@ from seqdedupe.client.message import StoredBatch
 from seqdedupe.errors import NotFoundError, PositionError, SeqdedupeError, error
 from seqdedupe.log.contract import Outcome
 from seqdedupe.log.embedded.logs import EmbeddedLogs
-from seqdedupe.message_id import MessageId, Position
-from seqdedupe.message_ids import MessageIds
+from seqdedupe.message_id import MessageId, MessageIds, Position
 from seqdedupe.names import topic_name
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from seqdedupe_spark import audit_job

@@ -39,8 +39,7 @@ from pyspark.sql.types import (
 from seqdedupe.client import blocking
 from seqdedupe.errors import ConfigurationError, InvalidRequestError, SeqdedupeError, UnavailableError
 from seqdedupe.message_id import Position
-from seqdedupe.names import topic_name
-from seqdedupe.routing import partition_of
+from seqdedupe.names import partition_of, topic_name
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from seqdedupe.v1 import admin_pb2
 from seqdedupe_spark import planning

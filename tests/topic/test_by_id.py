@@ -24,7 +24,7 @@ from seqdedupe.errors import SeqdedupeError
 from seqdedupe.format.layout import ROWS
 from seqdedupe.format.records import body_of
 from seqdedupe.message_id import MessageId
-from seqdedupe.store import ids as stored_ids
+from seqdedupe.store import windows as stored_ids
 from seqdedupe.store.db import Store
 from seqdedupe.store.parts import IDS, part_key
 from seqdedupe.store.snapshots import Loaded, Snapshots

@@ -10,10 +10,10 @@ import pytest
 from seqdedupe.core import id_window
 from seqdedupe.core.moment import LOOK_SECONDS, LOOKS, Moment, Steadied
 from seqdedupe.core.rule import DUP, NOT_DUP
+from seqdedupe.exports import KnownId
 from seqdedupe.store.db import Store
 from seqdedupe.topic.clock import Clock
 from seqdedupe.topic.topic import Topic
-from seqdedupe.windows import Known
 from tests.log.faulty import FaultyLog, Storage
 from tests.topic.test_by_id import INCARNATION
 from tests.topic.test_window_import import ImportPlace
@@ -23,7 +23,7 @@ HOUR_MS = 60 * MINUTE_MS
 DAY_MS = 24 * HOUR_MS
 LOOK_MS = int(1000 * LOOK_SECONDS)
 BEGAN_MS = 1_700_000_000_000
-OLD = [Known(b"old %d" % k, BEGAN_MS - 10 * MINUTE_MS + k * MINUTE_MS) for k in range(1, 5)]
+OLD = [KnownId(b"old %d" % k, BEGAN_MS - 10 * MINUTE_MS + k * MINUTE_MS) for k in range(1, 5)]
 
 
 @pytest.fixture

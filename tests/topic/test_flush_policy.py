@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from broker_sidecar.publish import encode_receipt
+from broker_sidecar.services.publish_service import encode_receipt
 from seqdedupe import wire
 from seqdedupe.batch import Binary, single_producer
 from seqdedupe.client.outbox import Outbox

@@ -16,8 +16,8 @@ from rocksdict import WriteBatch
 from seqdedupe.core import id_slots
 from seqdedupe.core.id_runs import PIECE_BYTES
 from seqdedupe.errors import SeqdedupeError, error
-from seqdedupe.store import ids as stored_ids
 from seqdedupe.store import rocksdb
+from seqdedupe.store import windows as stored_ids
 from seqdedupe.store.db import Store
 from seqdedupe.store.parts import IDS, part_key, part_number
 from seqdedupe.store.snapshots import Snapshots

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from seqdedupe.core.names import Names
+from seqdedupe.core.name_table import Names
 from seqdedupe.core.producers import Producers
 from seqdedupe.core.rule import PERSISTED
 from seqdedupe.doctor.tally import Tally

@@ -17,9 +17,9 @@ from rocksdict import WriteBatch
 from seqdedupe.core.id_window import Older
 from seqdedupe.core.rule import DUP
 from seqdedupe.errors import SeqdedupeError, error
-from seqdedupe.store import id_runs as stored_runs
-from seqdedupe.store import ids as stored_ids
 from seqdedupe.store import rocksdb
+from seqdedupe.store import windows as stored_ids
+from seqdedupe.store import windows as stored_runs
 from seqdedupe.store.db import Store
 from seqdedupe.store.parts import RUN, part_key
 from seqdedupe.store.snapshots import Snapshots
@@ -221,7 +221,7 @@ async def test_what_no_snapshot_names_goes_at_the_next_start(place: SmallPlace, 
     named = place.run_keys()
     left = WriteBatch(raw_mode=True)
     for number in (0, 2, 3, 70):
-        left.put(stored_runs.key_of(INCARNATION, number, 5), b"left")
+        left.put(stored_runs.run_key(INCARNATION, number, 5), b"left")
     store.write(left)
     await place.crash()
     assert place.run_keys() == named
@@ -604,7 +604,7 @@ def _names_before_it_is_whole(real: Callable[..., Any]) -> Callable[..., Any]:
     async def made(self: WindowRuns, window: Any, pieces: Any) -> Any:
         run = await real(self, window, pieces)
         batch = WriteBatch(raw_mode=True)
-        key = stored_runs.key_of(INCARNATION, run.number, 0)
+        key = stored_runs.run_key(INCARNATION, run.number, 0)
         batch.delete(key)
         self._store.write(batch)
         return run

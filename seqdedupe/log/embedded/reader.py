@@ -31,11 +31,11 @@ from seqdedupe.log.embedded.segment import (
     SCAN_BYTES,
     START,
     TIME_MS,
-    Identity,
+    LogIdentity,
     NotInMemoryError,
-    Piece,
     Segment,
-    Step,
+    SegmentPiece,
+    SegmentStep,
     damaged,
     read_from_memory,
 )
@@ -171,7 +171,7 @@ class Window:
     `goes_on`: it is for a reader that has had the one before. Where there are more readers than windows there is none.
     """
 
-    def __init__(self, segment: Segment, piece: Piece, first: int, *, goes_on: bool) -> None:
+    def __init__(self, segment: Segment, piece: SegmentPiece, first: int, *, goes_on: bool) -> None:
         table = piece.table[first:]
         self.segment = segment
         self.goes_on = goes_on
@@ -184,7 +184,7 @@ class Window:
         # Markers were left out: a slice ends where one stood.
         self._gaps = np.append(np.flatnonzero(self._starts[1:] != self._ends[:-1]) + 1, len(table))
         self._next = 0
-        self._following: asyncio.Future[Piece] | None = None
+        self._following: asyncio.Future[SegmentPiece] | None = None
 
     @property
     def next_index(self) -> int:
@@ -221,13 +221,13 @@ class Window:
             self._raw = b""
         return found
 
-    def read_ahead(self, following: asyncio.Future[Piece]) -> None:
+    def read_ahead(self, following: asyncio.Future[SegmentPiece]) -> None:
         """The piece after this window is being read."""
         # Where nobody asks for it, what it fails with is not reported either.
         following.add_done_callback(lambda done: done.cancelled() or done.exception())
         self._following = following
 
-    async def take_ahead(self) -> Piece | None:
+    async def take_ahead(self) -> SegmentPiece | None:
         """What was read ahead; None if nothing was, or it failed: whoever reads it then hears why."""
         following, self._following = self._following, None
         try:
@@ -284,7 +284,7 @@ class Reader:
 
     def __init__(
         self,
-        identity: Identity,
+        identity: LogIdentity,
         segments: list[Segment],
         next_index: int,
         threads: ThreadPoolExecutor,
@@ -316,7 +316,7 @@ class Reader:
         first = self._place_of(from_index - 1 if at_end else from_index)
         steps = self._steps([(segment, segment.end) for segment in self.segments[first:]], from_index)
 
-        async def read() -> Step | None:
+        async def read() -> SegmentStep | None:
             return await anext(steps, None)
 
         skipping = from_index > self.first_index
@@ -341,7 +341,7 @@ class Reader:
             last = self.segments[-1]
             raise damaged(last.path, last.end, f"the message with index {from_index} should be here")
 
-    async def _steps(self, wanted: list[tuple[Segment, int]], from_index: int) -> AsyncGenerator[Step, None]:
+    async def _steps(self, wanted: list[tuple[Segment, int]], from_index: int) -> AsyncGenerator[SegmentStep, None]:
         offset, index = wanted[0][0].before_index(from_index)
         ownership = 0
         for i, (segment, end) in enumerate(wanted):
@@ -509,13 +509,13 @@ class Reader:
         segment: Segment,
         offset: int,
         index: int,
-        wanted: Callable[[Piece], np.ndarray],
+        wanted: Callable[[SegmentPiece], np.ndarray],
         *,
         past: int,
         size: int = CHUNK_BYTES,
         payloads_from: int | None = None,
         most_bytes: int = ANY_BYTES,
-    ) -> tuple[Piece, int] | None:
+    ) -> tuple[SegmentPiece, int] | None:
         """The first wanted record of a segment from an offset on: its place in the piece that was read with it.
 
         Damage is passed over if it ends at or before the index `past`.
@@ -540,7 +540,7 @@ class Reader:
         most_bytes: int = ANY_BYTES,
         *,
         past: int,
-    ) -> Piece | None:
+    ) -> SegmentPiece | None:
         """The next piece of a segment from an offset on, None at its end."""
         while offset < segment.end:
             end = segment.end
@@ -568,7 +568,7 @@ class Reader:
         size: int,
         payloads_from: int | None = None,
         most_bytes: int = ANY_BYTES,
-    ) -> Piece:
+    ) -> SegmentPiece:
         """A piece of a segment, checked. Raises what is damaged or has been trimmed."""
         self.check_is_there(segment.base_index)
         piece = None
@@ -656,14 +656,14 @@ def _may_be_damage(e: SeqdedupeError) -> bool:
     return e.reason == "LOG_DAMAGED"
 
 
-def _holds(index: int) -> Callable[[Piece], np.ndarray]:
+def _holds(index: int) -> Callable[[SegmentPiece], np.ndarray]:
     """Wants the record that holds a message."""
     return lambda piece: piece.table[:, BASE] + piece.table[:, COUNT] > index
 
 
 def _read_from_memory(
     segment: Segment, offset: int, end: int, index: int, size: int, payloads_from: int | None, most_bytes: int
-) -> Piece | None:
+) -> SegmentPiece | None:
     """A small piece, or None if it is not in memory. A hop to a thread would cost more than this does."""
     if size >= CHUNK_BYTES:
         return None

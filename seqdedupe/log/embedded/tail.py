@@ -29,10 +29,10 @@ from seqdedupe.log.embedded.segment import (
     SYNCED,
     TIME_MS,
     WHAT_STANDS_THERE,
-    Identity,
-    Piece,
+    LogIdentity,
     Read,
     Segment,
+    SegmentPiece,
     damaged,
     read_piece,
 )
@@ -51,7 +51,7 @@ class Onward(NamedTuple):
 
 
 def past_damage(
-    file: int, identity: Identity, at: int, end: int, index: int, base_index: int, read: Read
+    file: int, identity: LogIdentity, at: int, end: int, index: int, base_index: int, read: Read
 ) -> Onward | None:
     """Where to read on after a record at `at` that should have that index, and cannot be read.
 
@@ -88,7 +88,7 @@ def look_past(
 
 
 def headers_from(
-    file: int, identity: Identity, at: int, end: int, base_index: int, read: Read = os.pread
+    file: int, identity: LogIdentity, at: int, end: int, base_index: int, read: Read = os.pread
 ) -> Iterator[tuple[int, bytes]]:
     """Offset and bytes of the headers that this log wrote where they stand, between two offsets of a segment file.
 
@@ -170,7 +170,7 @@ def base_indexes(folder: Path) -> list[int]:
     )
 
 
-def open_segments(folder: Path, identity: Identity, covered_index: int) -> tuple[list[Segment], Tail]:
+def open_segments(folder: Path, identity: LogIdentity, covered_index: int) -> tuple[list[Segment], Tail]:
     """A log's segments, and what its end is. Writes nothing.
 
     Before the last file is written to it must be mended. Raises LOG_DAMAGED, NEWER_FORMAT; OSError.
@@ -218,7 +218,7 @@ def _survey_sealed(segment: Segment, folder: Path, next_base: int) -> Tail:
     return tail
 
 
-def survey(folder: Path, identity: Identity, base_index: int, file: int, end: int) -> Tail:
+def survey(folder: Path, identity: LogIdentity, base_index: int, file: int, end: int) -> Tail:
     """The intact records from the beginning of a segment on, up to an offset. Payloads are not looked at."""
     segment = Segment(folder, identity, base_index, 0)
     tail = Tail(segment, base_index, 0, 0, base_index, records.END)
@@ -228,7 +228,7 @@ def survey(folder: Path, identity: Identity, base_index: int, file: int, end: in
     return tail
 
 
-def _add(tail: Tail, piece: Piece) -> None:
+def _add(tail: Tail, piece: SegmentPiece) -> None:
     tail.why = piece.why
     tail.segment.learn(piece)
     tail.segment.end = piece.end
@@ -239,7 +239,7 @@ def _add(tail: Tail, piece: Piece) -> None:
         tail.synced_offset = max(tail.synced_offset, int(piece.table[:, SYNCED].max()))
 
 
-def recover(folder: Path, identity: Identity, base_index: int, file: int) -> Tail:
+def recover(folder: Path, identity: LogIdentity, base_index: int, file: int) -> Tail:
     """The last segment up to its last intact record. Changes nothing: see `mend`.
 
     Raises LOG_DAMAGED if something is wrong below the synced offset, NEWER_FORMAT.

@@ -11,15 +11,15 @@ import numpy as np
 import pulsar.asyncio
 
 from seqdedupe.batch import Int32s, Int64s
-from seqdedupe.entry_properties import Owner
+from seqdedupe.entry_properties import EntryOwner
 from seqdedupe.errors import DamagedError, SeqdedupeError, UnavailableError, error
 from seqdedupe.format import records
 from seqdedupe.format.layout import BASE_INDEX, PUBLISH_TIME_MS, RECORD_END, RECORD_START, ROWS
 from seqdedupe.log.contract import ANY_BYTES, Entries, LargerRecordError, Location, Records, Runs
-from seqdedupe.log.pulsar.entries import NOWHERE, Entry
+from seqdedupe.log.pulsar.entries import NOWHERE, PulsarEntry
 from seqdedupe.log.pulsar.places import Ledgers, Places, Point, begins_record, is_batch
-from seqdedupe.log.pulsar.reader import KEPT_TIMEOUT_SECONDS, Cursor, Step, open_reader
-from seqdedupe.log.pulsar.terms import Counts, Verdict
+from seqdedupe.log.pulsar.reader import KEPT_TIMEOUT_SECONDS, Cursor, ReaderStep, open_reader
+from seqdedupe.log.pulsar.terms import Counts, TermVerdict
 from seqdedupe.message_id import MessageId
 
 # -- What is kept of a topic for whoever reads on: cursors where somebody stopped, and the newest steps.
@@ -35,7 +35,7 @@ KEPT_BYTES = 4 * 1024 * 1024
 """Of steps, together; the newest is kept whatever its size."""
 
 
-class Kept:
+class KeptReaders:
     """The readers of one topic. So many entries are fetched ahead by each."""
 
     def __init__(
@@ -50,7 +50,7 @@ class Kept:
         self._queue_entries = queue_entries
         self._ledgers = ledgers
         self._idle: deque[Cursor] = deque()
-        self._steps: deque[Step] = deque(maxlen=KEPT_STEPS)
+        self._steps: deque[ReaderStep] = deque(maxlen=KEPT_STEPS)
         self._reading = asyncio.Semaphore(MAX_READING)
         self._closing: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
@@ -65,7 +65,7 @@ class Kept:
         points = [point, *(step.end for step in self._steps), *(cursor.here for cursor in self._idle)]
         return max((one for one in points if one.next_index <= index), key=lambda one: one.size_bytes, default=point)
 
-    async def step(self, here: Point, limit: Point) -> Step:
+    async def step(self, here: Point, limit: Point) -> ReaderStep:
         """The step that begins here. Raises what `Cursor.step` does."""
         for step in self._steps:
             if step.start.size_bytes == here.size_bytes:
@@ -78,11 +78,11 @@ class Kept:
                 pass
         return await self._read(here, limit)
 
-    async def _read(self, here: Point, limit: Point) -> Step:
+    async def _read(self, here: Point, limit: Point) -> ReaderStep:
         async with self.cursor(here) as cursor:
             return self.keep(await cursor.step(limit))
 
-    def keep(self, step: Step) -> Step:
+    def keep(self, step: ReaderStep) -> ReaderStep:
         """Keeps a step."""
         if step.entries is not None:
             self._steps.append(step)
@@ -177,7 +177,7 @@ QUEUE_BYTES = 4 * 1024 * 1024
 LEAST_QUEUED = 4
 
 
-class Found(NamedTuple):
+class FoundEntry(NamedTuple):
     """A valid entry that was read."""
 
     after: Point
@@ -185,7 +185,7 @@ class Found(NamedTuple):
     """Of its messages."""
 
     @property
-    def owner(self) -> Owner:
+    def owner(self) -> EntryOwner:
         """Whose it is."""
         return self.after.standing.owner
 
@@ -221,7 +221,7 @@ class Content:
         self.needed = points[-1]
         """What stands before this point is nothing but old messages."""
         self._most_queued = queue_entries
-        self._kept = Kept(client, topic, self._queue_entries, ledgers)
+        self._kept = KeptReaders(client, topic, self._queue_entries, ledgers)
         self._reading_on = asyncio.Lock()
         self._covered_index = points[-1].next_index
 
@@ -243,27 +243,27 @@ class Content:
                 index=self.places.end.next_index,
             )
 
-    async def read_on(self, up_to: MessageId, *, within_batches: bool = False) -> list[Found]:
+    async def read_on(self, up_to: MessageId, *, within_batches: bool = False) -> list[FoundEntry]:
         """Judges what stands after the known end, up to this entry; to the topic's end where that is no place.
 
         Answers the valid entries. The known end is after them then, whatever is raised.
         """
-        found: list[Found] = []
+        found: list[FoundEntry] = []
         end = up_to if up_to.ledger_id >= 0 else None
         # What begins or ends within a batch would not be read as others read it.
         while (await self._read_on(end, found, keeps=not within_batches)).is_full:
             pass
         return found
 
-    async def _read_on(self, up_to: MessageId | None, found: list[Found], *, keeps: bool = True) -> Step:
+    async def _read_on(self, up_to: MessageId | None, found: list[FoundEntry], *, keeps: bool = True) -> ReaderStep:
         """A step from the known end on."""
 
-        def hear(entry: Entry, verdict: Verdict, after: Point) -> None:
+        def hear(entry: PulsarEntry, verdict: TermVerdict, after: Point) -> None:
             self.counts.add(verdict)
-            if verdict is Verdict.VALID:
+            if verdict is TermVerdict.VALID:
                 message = entry.message
                 runs = self.places.advance(after, begins_record=begins_record(message), is_batch=is_batch(message))
-                found.append(Found(after, runs))
+                found.append(FoundEntry(after, runs))
 
         async with self._reading_on:
             start = self.places.end
@@ -321,7 +321,7 @@ class Content:
         """A place to read from that has not the message with this index before it."""
         return self._kept.nearest(index, self.places.at(index))
 
-    async def _steps(self, here: Point) -> AsyncGenerator[Step, None]:
+    async def _steps(self, here: Point) -> AsyncGenerator[ReaderStep, None]:
         """Up to the limit of now. Nobody has to close it."""
         limit = self._limit()
         while here.size_bytes < limit.size_bytes:
@@ -429,7 +429,7 @@ class Content:
                 break
         return stop_index
 
-    async def _step_with(self, index: int) -> Step:
+    async def _step_with(self, index: int) -> ReaderStep:
         """The one that has this message, which is there."""
         async for step in self._steps(self._from(index)):
             if index < step.end.next_index:
@@ -456,7 +456,7 @@ class Content:
         await self._kept.close()
 
 
-def _batches(step: Step) -> list[tuple[bytes, Int64s, Runs]]:
+def _batches(step: ReaderStep) -> list[tuple[bytes, Int64s, Runs]]:
     """The records of batches in a step, with places and message IDs."""
     if step.entries is None:
         return []

@@ -1,6 +1,6 @@
 """Markers, control records and packed batches as entries of a Pulsar topic; rows that are an entry each are in `plain`.
 
-No I/O, and nothing of Pulsar's client: `Message` is what it is given, `Entry` what it gives.
+No I/O, and nothing of Pulsar's client: `PulsarMessage` is what it is given, `PulsarEntry` what it gives.
 """
 
 import base64
@@ -34,8 +34,8 @@ from seqdedupe.entry_properties import (
     TOKEN,
     USER,
     VERSION,
-    Owner,
-    Place,
+    EntryOwner,
+    EntryPlace,
 )
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.format.headers import BATCH_TAG, HEADER_BYTES, NO_KEY, TOKEN_BYTES, header, ownership_of
@@ -57,7 +57,7 @@ NOWHERE = MessageId(-1, -1)
 """Of no entry, and before them all: what a receipt says that proves nothing."""
 
 
-class Message(NamedTuple):
+class PulsarMessage(NamedTuple):
     """A Pulsar message: what it is handed over as, and what is read of it however often it was sent."""
 
     payload: bytes | None
@@ -69,10 +69,10 @@ class Message(NamedTuple):
     """0 is none."""
 
 
-class Entry(NamedTuple):
+class PulsarEntry(NamedTuple):
     """A message as a topic holds it."""
 
-    message: Message
+    message: PulsarMessage
     message_id: MessageId
     publish_time_ms: int
     """By the clock of the client that sent it."""
@@ -99,7 +99,7 @@ class EntryFormat(Enum):
     """A batch is an entry."""
 
 
-class Settings(NamedTuple):
+class EntrySettings(NamedTuple):
     """What every marker says of its topic and its owner."""
 
     format: EntryFormat
@@ -118,7 +118,7 @@ class Marker(NamedTuple):
 
     term: int
     token: bytes
-    settings: Settings
+    settings: EntrySettings
 
 
 class Part(NamedTuple):
@@ -129,13 +129,17 @@ class Part(NamedTuple):
     column_bytes: int
 
 
-def marker_message(incarnation: int, term: int, token: bytes, settings: Settings, known_index: int = -1) -> Message:
+def marker_message(
+    incarnation: int, term: int, token: bytes, settings: EntrySettings, known_index: int = -1
+) -> PulsarMessage:
     """The entry with which an ownership begins. Its number is 0. Its index is that of the next message as far as its
     writer knows the topic: the true one is not below it."""
-    return Message(
+    return PulsarMessage(
         b"" if settings.version < SCHEMA_VERSION else None,
         {
-            ENTRY: str(Place(Owner(incarnation, term, ownership_of(token)), 0, known_index, settings.version)),
+            ENTRY: str(
+                EntryPlace(EntryOwner(incarnation, term, ownership_of(token)), 0, known_index, settings.version)
+            ),
             KIND: MARKER,
             TOKEN: token.hex(),
             FORMAT: settings.format.value,
@@ -147,22 +151,22 @@ def marker_message(incarnation: int, term: int, token: bytes, settings: Settings
 
 
 def control_message(
-    owner: Owner,
+    owner: EntryOwner,
     number: int,
     next_index: int,
     body: bytes,
     limit_bytes: int = MAX_ENTRY_BYTES,
     version: int = VERSION,
-) -> Message:
+) -> PulsarMessage:
     """The entry of a control record, an encoded `Control`. Raises MESSAGE_TOO_LARGE."""
-    properties = {ENTRY: str(Place(owner, number, next_index, version)), KIND: CONTROL}
+    properties = {ENTRY: str(EntryPlace(owner, number, next_index, version)), KIND: CONTROL}
     if version < SCHEMA_VERSION:
-        return checked(Message(body, properties), limit_bytes)
+        return checked(PulsarMessage(body, properties), limit_bytes)
     properties[CONTROL_BASE64] = base64.b64encode(body).decode()
-    return checked(Message(None, properties), limit_bytes)
+    return checked(PulsarMessage(None, properties), limit_bytes)
 
 
-def control_body(message: Message) -> bytes:
+def control_body(message: PulsarMessage) -> bytes:
     """The encoded `Control` of a control record, in whichever version. Raises LOG_DAMAGED."""
     encoded = message.properties.get(CONTROL_BASE64)
     if encoded is None and message.payload is not None:
@@ -173,14 +177,14 @@ def control_body(message: Message) -> bytes:
         raise damaged(f"the control record {message.properties[ENTRY]} does not say what it should: {e}") from e
 
 
-def content_bytes(message: Message) -> int:
+def content_bytes(message: PulsarMessage) -> int:
     """The size of a message's payload, or of what stands in a property in its place."""
     return len(message.payload or message.properties.get(CONTROL_BASE64, ""))
 
 
 def packed_message(
-    owner: Owner, number: int, index: int, publish_time_ms: int, part: Part, limit_bytes: int = MAX_ENTRY_BYTES
-) -> Message:
+    owner: EntryOwner, number: int, index: int, publish_time_ms: int, part: Part, limit_bytes: int = MAX_ENTRY_BYTES
+) -> PulsarMessage:
     """The entry of a batch: a stored record, whose first message has this index. Raises MESSAGE_TOO_LARGE."""
     record = header(
         part.encoded,
@@ -196,11 +200,11 @@ def packed_message(
         key=NO_KEY,
     )
     properties = {
-        ENTRY: str(Place(owner, number, index)),
+        ENTRY: str(EntryPlace(owner, number, index)),
         KIND: BATCH,
         ROWS: str(part.rows),
     }
-    return checked(Message(record + part.encoded, properties), limit_bytes)
+    return checked(PulsarMessage(record + part.encoded, properties), limit_bytes)
 
 
 def split_part(part: Part, limit_bytes: int = MAX_ENTRY_BYTES) -> list[Part]:
@@ -226,7 +230,7 @@ def surely_taken_bytes(limit_bytes: int) -> int:
     return max(0, limit_bytes // 5 - _SLACK_BYTES)
 
 
-def checked(message: Message, limit_bytes: int = MAX_ENTRY_BYTES) -> Message:
+def checked(message: PulsarMessage, limit_bytes: int = MAX_ENTRY_BYTES) -> PulsarMessage:
     """The message, if a broker takes it. Raises MESSAGE_TOO_LARGE."""
     size = len(message.payload or b"") + len(message.key.encode()) + _CLIENT_BYTES
     for name, value in message.properties.items():
@@ -240,14 +244,14 @@ def checked(message: Message, limit_bytes: int = MAX_ENTRY_BYTES) -> Message:
     return message
 
 
-def read_marker(message: Message, owner: Owner) -> Marker:
+def read_marker(message: PulsarMessage, owner: EntryOwner) -> Marker:
     """What a marker of this owner says. Raises LOG_DAMAGED, NEWER_FORMAT."""
     properties = message.properties
     try:
         token = bytes.fromhex(properties[TOKEN])
         entry_format, partitions = EntryFormat(properties[FORMAT]), int(properties[PARTITIONS])
         version = int(properties[ENTRY].partition(":")[0])
-        settings = Settings(entry_format, properties[MODE], partitions, properties[ADDRESS], version)
+        settings = EntrySettings(entry_format, properties[MODE], partitions, properties[ADDRESS], version)
     except (KeyError, ValueError) as e:
         raise damaged(f"the marker of term {owner.term} does not say {e}") from e
     if len(token) != TOKEN_BYTES or ownership_of(token) != owner.ownership:
@@ -271,13 +275,13 @@ def damaged(what: str) -> SeqdedupeError:
 
 
 def messages_of_part(
-    owner: Owner,
+    owner: EntryOwner,
     number: int,
     index: int,
     encoded: bytes,
     limit_bytes: int = MAX_ENTRY_BYTES,
     version: int = VERSION,
-) -> Iterator[Message]:
+) -> Iterator[PulsarMessage]:
     """The entries of a batch's rows; the first one gets this number and index, the others count on from there.
 
     `encoded` was checked: its names and properties are UTF-8, and no row has two properties of one name. Raises
@@ -309,7 +313,7 @@ def messages_of_part(
         if of_users:
             for name, value in of_users[row]:
                 properties[USER + name if name.startswith(PREFIX) else name] = value
-        message = Message(payload := payloads[row], properties, key, event_time_ms)
+        message = PulsarMessage(payload := payloads[row], properties, key, event_time_ms)
         if of_users or len(key) + len(payload or b"") > surely_taken:
             checked(message, limit_bytes)
         yield message
@@ -346,7 +350,7 @@ def _properties(batch: Batch) -> list[list[tuple[str, str]]]:
     return [pairs[start:end] for start, end in pairwise(offsets)]
 
 
-def begins_batch(message: Message) -> bool:
+def begins_batch(message: PulsarMessage) -> bool:
     """Whether a row is the first of its batch, as far as it says."""
     return message.properties.get(MESSAGE, "").split(":", 5)[4:5] != ["0"]
 
@@ -369,7 +373,7 @@ class Rows:
     def __len__(self) -> int:
         return len(self._sequence_ids)
 
-    def add(self, message: Message) -> bool:
+    def add(self, message: PulsarMessage) -> bool:
         """Takes a row; False, and it is not taken, if another batch begins with it. Raises LOG_DAMAGED."""
         properties = message.properties
         try:
@@ -429,7 +433,7 @@ def _int64s(numbers: Sequence[int]) -> Int64s:
         raise damaged("a number of a message is too large") from e
 
 
-def _own_key(message: Message) -> bytes | None:
+def _own_key(message: PulsarMessage) -> bytes | None:
     """The key as the producer gave it. Raises ValueError."""
     exact = message.properties.get(KEY_BASE64)
     if exact is None:

@@ -17,7 +17,7 @@ from functools import partial
 import pulsar.asyncio
 
 from seqdedupe.batch import Int32s, Int64s
-from seqdedupe.entry_properties import SCHEMA_VERSION, Owner
+from seqdedupe.entry_properties import SCHEMA_VERSION, EntryOwner
 from seqdedupe.errors import DamagedError, NotFoundError, SeqdedupeError, error
 from seqdedupe.format.headers import ownership_of
 from seqdedupe.log.contract import (
@@ -32,25 +32,26 @@ from seqdedupe.log.contract import (
     Skipped,
 )
 from seqdedupe.log.pulsar import entries
-from seqdedupe.log.pulsar.admin import Admin
+from seqdedupe.log.pulsar.admin_url import PulsarAdmin
 from seqdedupe.log.pulsar.content import Content
-from seqdedupe.log.pulsar.entries import MAX_ENTRY_BYTES, NOWHERE, EntryFormat, Part, Settings
-from seqdedupe.log.pulsar.owner import ADDRESS, Answers, Connect, evicting, is_terminated, not_owner, wait_until_free
+from seqdedupe.log.pulsar.entries import MAX_ENTRY_BYTES, NOWHERE, EntryFormat, EntrySettings, Part
+from seqdedupe.log.pulsar.entry_limit import Brokers, max_entry_bytes
 from seqdedupe.log.pulsar.places import Point, bytes_of_points, points_of_bytes
-from seqdedupe.log.pulsar.policies import (
-    Brokers,
-    Looks,
-    check_alone,
-    check_deduplicates,
-    check_stays,
-    guard,
-    max_entry_bytes,
+from seqdedupe.log.pulsar.policies import Looks, check_alone, check_deduplicates, check_stays, guard
+from seqdedupe.log.pulsar.topic_owner import (
+    ADDRESS,
+    Answers,
+    Connect,
+    evicting,
+    is_terminated,
+    not_owner,
+    wait_until_free,
 )
 from seqdedupe.log.pulsar.wholes import schema_of
 from seqdedupe.log.pulsar.writer import (
+    EntryWriter,
     Opening,
-    Settled,
-    Writer,
+    SettledEntry,
     check_fits,
     open_writer,
     records_of_batch,
@@ -81,12 +82,12 @@ class Shared:
     claim_opening: Callable[[str, int], Awaitable[int]]
     """Given a topic and an opening number that Pulsar knows of, answers one above it and above all that it ever
     answered for the topic, durable."""
-    admin: Admin
+    admin: PulsarAdmin
     connect: Connect
     answers: Answers
     brokers: Brokers | None = None
     """Who says how large an entry may be; without them it is what brokers take as they are delivered."""
-    unhurried: Admin | None = None
+    unhurried: PulsarAdmin | None = None
     """For looks that come again and again, at whatever pace; without it `admin`."""
     may_change_policies: bool = False
     """Whether a topic's own policies are set where they are not safe."""
@@ -113,7 +114,7 @@ class PulsarLog:
         shared: Shared,
         topic: str,
         incarnation: int,
-        settings: Settings,
+        settings: EntrySettings,
         place: bytes = b"",
     ) -> None:
         """`place` is that of a snapshot. Raises STORE_DAMAGED, NEWER_FORMAT for one that is none."""
@@ -141,7 +142,7 @@ class PulsarLog:
         self._max_entry_bytes = MAX_ENTRY_BYTES
         """As it was last found out."""
         self._name_number = 0
-        self._writer: Writer | None = None
+        self._writer: EntryWriter | None = None
         self._opening: Opening | None = None
         self._reading: asyncio.Task[None] | None = None
         self._guarding: asyncio.Task[None] | None = None
@@ -230,12 +231,12 @@ class PulsarLog:
 
     async def open_for_writing(self, term: int, token: bytes, settle: Callable[[Outcome], None]) -> int:
         await self.let_go()
-        owner = Owner(self.incarnation, term, ownership_of(token))
+        owner = EntryOwner(self.incarnation, term, ownership_of(token))
         opening: Opening | None = None
         failed = ""
         marked: asyncio.Future[MessageId] = asyncio.get_running_loop().create_future()
 
-        def hear(settled: Settled) -> None:
+        def hear(settled: SettledEntry) -> None:
             nonlocal failed
             if opening is not None:
                 self._hear(opening, settled)
@@ -274,7 +275,7 @@ class PulsarLog:
         self._guarding = asyncio.get_running_loop().create_task(guarding)
         return 0
 
-    async def _open_writer(self, hear: Callable[[Settled], None]) -> Writer:
+    async def _open_writer(self, hear: Callable[[SettledEntry], None]) -> EntryWriter:
         shared = self._shared
         try:
             return await open_writer(
@@ -297,13 +298,13 @@ class PulsarLog:
             marked = self._content.marked_address
             raise await not_owner(e, shared.admin, self._topic, shared.address, shared.instance_name, marked) from e
 
-    async def _look_at_policies(self, admin: Admin) -> str:
+    async def _look_at_policies(self, admin: PulsarAdmin) -> str:
         """Why nothing should be acknowledged, if the topic's policies are not safe now; else empty."""
         await self._learn_limits(admin)
         may_change = self._shared.may_change_policies
         return await self._shared.looks.why_unsafe(admin, self._topic, may_change=may_change)
 
-    async def _learn_limits(self, admin: Admin) -> None:
+    async def _learn_limits(self, admin: PulsarAdmin) -> None:
         """How large an entry may be now. What is not answered stays as it was."""
         try:
             self._max_entry_bytes = await max_entry_bytes(self._topic, admin, self._shared.brokers)
@@ -331,7 +332,7 @@ class PulsarLog:
             writer, self._writer = self._writer, None
             await writer.close()
 
-    def _hear(self, opening: Opening, settled: Settled) -> None:
+    def _hear(self, opening: Opening, settled: SettledEntry) -> None:
         """What the writer of an opening tells."""
         if opening is not self._opening or opening.failed:
             return

@@ -17,10 +17,10 @@ from seqdedupe.entry_properties import (
 from seqdedupe.errors import NotFoundError, SeqdedupeError, error
 from seqdedupe.log.contract import AS_USUAL, Layout, LogName
 from seqdedupe.log.pulsar import wholes
-from seqdedupe.log.pulsar.entries import EntryFormat, Settings
+from seqdedupe.log.pulsar.entries import EntryFormat, EntrySettings
 from seqdedupe.log.pulsar.log import PulsarLog, Shared
-from seqdedupe.log.pulsar.owner import ADDRESS
 from seqdedupe.log.pulsar.policies import check_takes_producers, ensure_safe
+from seqdedupe.log.pulsar.topic_owner import ADDRESS
 from seqdedupe.log.pulsar.wholes import LIFE, Life, Whole
 from seqdedupe.names import check_is_no_system_topic, namespace_of, number_of, whole_of
 
@@ -237,12 +237,12 @@ class PulsarLogs:
                     whole.unused_partitions,
                 )
 
-    def _settings(self, topic: str, properties: Mapping[str, str]) -> Settings:
+    def _settings(self, topic: str, properties: Mapping[str, str]) -> EntrySettings:
         try:
             version = int(properties.get(FORMAT_VERSION, VERSION))
             check_version(version, f"the topic {topic}")
             entry_format, partitions = EntryFormat(properties[FORMAT]), int(properties[PARTITIONS])
-            return Settings(entry_format, properties[MODE], partitions, self._shared.address, version)
+            return EntrySettings(entry_format, properties[MODE], partitions, self._shared.address, version)
         except (KeyError, ValueError) as e:
             raise error("LOG_DAMAGED", f"the properties of {topic} do not say {e}") from e
 

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from seqdedupe.entry_properties import BATCH, KIND, Owner
+from seqdedupe.entry_properties import BATCH, KIND, EntryOwner
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.log.contract import Run, Runs
-from seqdedupe.log.pulsar.entries import NOWHERE, Message, begins_batch, content_bytes
-from seqdedupe.log.pulsar.terms import Standing
+from seqdedupe.log.pulsar.entries import NOWHERE, PulsarMessage, begins_batch, content_bytes
+from seqdedupe.log.pulsar.terms import TermStanding
 from seqdedupe.message_id import MessageId
 
 # -- A topic's ledgers, as its broker lists them: which entries there are, without reading any.
@@ -104,7 +104,7 @@ RECENT_ENTRIES = 4096
 class Point(NamedTuple):
     """A place between two entries, and all that is needed to read on there."""
 
-    standing: Standing
+    standing: TermStanding
     message_id: MessageId
     """That of the valid entry before. At the topic's beginning it has no entry (-1), and the ledger of the first valid
     one, once that is known."""
@@ -118,7 +118,7 @@ class Point(NamedTuple):
     @staticmethod
     def start(incarnation: int) -> "Point":
         """Before everything."""
-        return Point(Standing.start(incarnation), NOWHERE, 0, 0, 0)
+        return Point(TermStanding.start(incarnation), NOWHERE, 0, 0, 0)
 
     @property
     def next_index(self) -> int:
@@ -126,7 +126,7 @@ class Point(NamedTuple):
         return self.standing.next_index
 
     def after(
-        self, standing: Standing, message_id: MessageId, publish_time_ms: int, at_latest_ms: int, size_bytes: int
+        self, standing: TermStanding, message_id: MessageId, publish_time_ms: int, at_latest_ms: int, size_bytes: int
     ) -> "Point":
         """The point after the next valid entry, which has so many bytes, and after which the topic stands so."""
         return Point(
@@ -252,17 +252,17 @@ def thinned(points: Sequence[Point], most: int) -> list[Point]:
     return [*kept, points[-1]]
 
 
-def size_of(message: Message) -> int:
+def size_of(message: PulsarMessage) -> int:
     """What an entry is counted as."""
     return content_bytes(message) + len(message.key) + ENTRY_BYTES
 
 
-def begins_record(message: Message) -> bool:
+def begins_record(message: PulsarMessage) -> bool:
     """Whether a valid entry begins a stored record."""
     return KIND in message.properties or begins_batch(message)
 
 
-def is_batch(message: Message) -> bool:
+def is_batch(message: PulsarMessage) -> bool:
     """Whether an entry of ours has several messages."""
     return message.properties.get(KIND) == BATCH
 
@@ -326,7 +326,7 @@ def _decode(
     at_latest_ms: int,
     size_bytes: int,
 ) -> Point:
-    standing = Standing(Owner(incarnation, term, ownership), number, index)
+    standing = TermStanding(EntryOwner(incarnation, term, ownership), number, index)
     return Point(standing, MessageId(ledger_id, entry_id), publish_time_ms, at_latest_ms, size_bytes)
 
 

@@ -3,173 +3,17 @@
 import asyncio
 import logging
 import random
-import ssl
-import struct
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any, NamedTuple
-from urllib.parse import urlsplit
 
 from seqdedupe.entry_properties import INCARNATION
 from seqdedupe.errors import ConfigurationError, SeqdedupeError, error
-from seqdedupe.log.pulsar.admin import Admin
-from seqdedupe.log.pulsar.entries import MAX_ENTRY_BYTES
+from seqdedupe.log.pulsar.admin_url import PulsarAdmin
 from seqdedupe.log.pulsar.wholes import is_going
-from seqdedupe.log.pulsar.writer import Opening, Writer
+from seqdedupe.log.pulsar.writer import EntryWriter, Opening
 from seqdedupe.names import namespace_of, whole_of
-
-# -- How large an entry may be: what a broker says when somebody connects, and the topic's own policy.
-#
-# Pulsar's client is told the first, and does not tell. So one connection asks, and goes no further.
-
-TIMEOUT_SECONDS = 10.0
-FRESH_SECONDS = 30.0
-"""The topics of a sidecar ask each minute, and a broker says the same to all."""
-_PORTS = {"pulsar": 6650, "pulsar+ssl": 6651}
-_MAX_ANSWER_BYTES = 64 * 1024
-_CONNECT, _CONNECTED, _ERROR = 2, 3, 14
-"""Types of commands. Each is in the field of that number."""
-_TYPE = 1
-_PROTOCOL_VERSION = 20
-_VARINT, _BYTES = 0, 2
-
-
-class Brokers:
-    """Those of a cluster: `service_url` has one host or several, `pulsar://one:6650,two:6650`."""
-
-    def __init__(
-        self, service_url: str, token: Callable[[], str] | None = None, tls: ssl.SSLContext | None = None
-    ) -> None:
-        """`token` is as in `AdminUrl`."""
-        self._service_url = service_url
-        self._token = token
-        self._tls = tls
-        self._asking = asyncio.Lock()
-        self._answer = MAX_ENTRY_BYTES
-        self._asked_at = -FRESH_SECONDS
-
-    async def max_entry_bytes(self) -> int:
-        """What a broker says that it takes at most. Who asks again soon gets the same answer.
-
-        Raises LOG_UNREADABLE, PULSAR_FORBIDS.
-        """
-        async with self._asking:
-            if time.monotonic() - self._asked_at >= FRESH_SECONDS:
-                self._answer = await self._first_answer()
-                self._asked_at = time.monotonic()
-            return self._answer
-
-    async def _first_answer(self) -> int:
-        """Of the first host that gives one."""
-        parts = urlsplit(self._service_url)
-        token = await asyncio.to_thread(self._token) if self._token is not None else ""
-        failure: SeqdedupeError | None = None
-        for host in parts.netloc.split(","):
-            try:
-                async with asyncio.timeout(TIMEOUT_SECONDS):
-                    return await self._ask(parts.scheme, host, token)
-            except (OSError, EOFError, ValueError, struct.error) as e:
-                failure = _unreadable(host, str(e) or type(e).__name__)
-        raise failure or _unreadable(self._service_url, "it names no host")
-
-    async def _ask(self, scheme: str, host: str, token: str) -> int:
-        place = urlsplit(f"//{host}")
-        tls = (self._tls or ssl.create_default_context()) if scheme == "pulsar+ssl" else None
-        reader, writer = await asyncio.open_connection(
-            place.hostname, place.port or _PORTS[scheme], ssl=tls, limit=_MAX_ANSWER_BYTES
-        )
-        try:
-            connect = _text(1, b"seqdedupe") + _number(4, _PROTOCOL_VERSION)
-            if token:
-                connect += _text(3, token.encode()) + _text(5, b"token")
-            command = _number(_TYPE, _CONNECT) + _text(_CONNECT, connect)
-            writer.write(struct.pack(">II", len(command) + 4, len(command)) + command)
-            _, size = struct.unpack(">II", await reader.readexactly(8))
-            if size > _MAX_ANSWER_BYTES:
-                raise ValueError(f"its answer has {size} bytes")
-            answer = dict(_fields(await reader.readexactly(size)))
-        finally:
-            writer.close()
-            with suppress(OSError):
-                await writer.wait_closed()
-        if answer.get(_TYPE) == _ERROR:
-            said = dict(_fields(_bytes(answer.get(_ERROR)))).get(3, b"")
-            raise error("PULSAR_FORBIDS", f"{host} refuses the connection: {_bytes(said).decode(errors='replace')}")
-        if answer.get(_TYPE) != _CONNECTED:
-            raise ValueError(f"it answers a connection with a command of type {answer.get(_TYPE)!r}")
-        limit = dict(_fields(_bytes(answer.get(_CONNECTED)))).get(3, MAX_ENTRY_BYTES)
-        return limit if isinstance(limit, int) and limit > 0 else MAX_ENTRY_BYTES
-
-
-async def max_entry_bytes(topic: str, admin: Admin, brokers: Brokers | None) -> int:
-    """The most that an entry of the topic may have: of its brokers' limit and the one of its policies, the lower one.
-
-    Raises what asking for either does.
-    """
-    own = await admin.policy(whole_of(topic) or topic, "maxMessageSize")
-    limits = [own] if isinstance(own, int) and own > 0 else []
-    limits.append(await brokers.max_entry_bytes() if brokers is not None else MAX_ENTRY_BYTES)
-    return min(limits)
-
-
-def _unreadable(where: str, why: str) -> SeqdedupeError:
-    return error("LOG_UNREADABLE", f"{where} does not say how large an entry may be: {why}")
-
-
-# Protobuf, as far as these commands have it.
-
-
-def _varint(value: int) -> bytes:
-    encoded = bytearray()
-    while value > 0x7F:
-        encoded.append(value & 0x7F | 0x80)
-        value >>= 7
-    encoded.append(value)
-    return bytes(encoded)
-
-
-def _number(field: int, value: int) -> bytes:
-    return _varint(field << 3 | _VARINT) + _varint(value)
-
-
-def _text(field: int, value: bytes) -> bytes:
-    return _varint(field << 3 | _BYTES) + _varint(len(value)) + value
-
-
-def _fields(raw: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """Raises ValueError for what is no message of numbers and bytes."""
-    at = 0
-
-    def varint() -> int:
-        nonlocal at
-        value = shift = 0
-        while at < len(raw):
-            byte = raw[at]
-            at += 1
-            value |= (byte & 0x7F) << shift
-            shift += 7
-            if byte < 0x80:
-                return value
-        raise ValueError("its answer is cut off")
-
-    while at < len(raw):
-        field, kind = divmod(varint(), 8)
-        value = varint()
-        if kind == _VARINT:
-            yield field, value
-        elif kind == _BYTES and at + value <= len(raw):
-            yield field, raw[at : at + value]
-            at += value
-        else:
-            raise ValueError("its answer is not as Pulsar's")
-
-
-def _bytes(value: int | bytes | None) -> bytes:
-    if not isinstance(value, bytes):
-        raise ValueError("its answer is not as Pulsar's")
-    return value
-
 
 logger = logging.getLogger("seqdedupe.log")
 
@@ -192,10 +36,6 @@ class _Policy(NamedTuple):
     namespace_command: str = ""
 
 
-def _keeps(retention: Any) -> bool:
-    return bool(retention) and retention["retentionTimeInMinutes"] != 0 and retention["retentionSizeInMB"] != 0
-
-
 def _quota(kind: str, limit: str) -> "_Policy":
     def evicts_nothing(quotas: Any) -> bool:
         return not quotas or kind not in quotas or quotas[kind]["policy"] != "consumer_backlog_eviction"
@@ -210,12 +50,6 @@ def _quota(kind: str, limit: str) -> "_Policy":
         "a backlog quota evicts messages, also those of the sidecar's own subscription",
         f"set-backlog-quota --type {kind} {limit} --policy producer_request_hold",
     )
-
-
-def _stays(inactive: Any) -> bool:
-    if not inactive or not inactive["deleteWhileInactive"]:
-        return True
-    return bool(inactive["inactiveTopicDeleteMode"] == "delete_when_no_subscriptions")
 
 
 _POLICIES = (
@@ -235,7 +69,7 @@ _POLICIES = (
     ),
     _Policy(
         "retention",
-        _keeps,
+        lambda kept: bool(kept) and kept["retentionTimeInMinutes"] != 0 and kept["retentionSizeInMB"] != 0,
         ("retention", {"retentionTimeInMinutes": -1, "retentionSizeInMB": -1}),
         "there is no retention, so that messages go before anybody has read them",
         "set-retention --time -1 --size -1",
@@ -252,7 +86,11 @@ _POLICIES = (
     _quota("message_age", "--limitTime -1"),
     _Policy(
         "inactiveTopicPolicies",
-        _stays,
+        lambda inactive: (
+            not inactive
+            or not inactive["deleteWhileInactive"]
+            or inactive["inactiveTopicDeleteMode"] == "delete_when_no_subscriptions"
+        ),
         (
             "inactiveTopicPolicies",
             {
@@ -277,7 +115,7 @@ class Looks:
         self.seen_at: dict[str, float] = {}
         """When each was last seen, in seconds since 1970."""
 
-    async def why_unsafe(self, admin: Admin, topic: str, *, may_change: bool) -> str:
+    async def why_unsafe(self, admin: PulsarAdmin, topic: str, *, may_change: bool) -> str:
         """Why nothing should be acknowledged in a topic; empty if its policies are safe, or cannot be looked at now.
 
         Then they are taken to be as they were.
@@ -303,7 +141,7 @@ class Looks:
         self.seen_at.pop(topic, None)
 
 
-async def check_takes_producers(admin: Admin, topic: str) -> None:
+async def check_takes_producers(admin: PulsarAdmin, topic: str) -> None:
     """Raises UNSAFE_TOPIC_POLICY, with the command to run, if Pulsar takes messages in the topic's namespace only from
     those who encrypt, which no sidecar does. Its client says nothing of that: its time is up."""
     namespace = namespace_of(topic)
@@ -312,12 +150,12 @@ async def check_takes_producers(admin: Admin, topic: str) -> None:
         raise error("UNSAFE_TOPIC_POLICY", f"{topic} cannot be written: messages must be encrypted there ({command})")
 
 
-async def ensure_safe(admin: Admin, topic: str, *, may_change: bool, is_new: bool = False) -> None:
+async def ensure_safe(admin: PulsarAdmin, topic: str, *, may_change: bool, is_new: bool = False) -> None:
     """Returns if the topic can be a log: what its policies are is in force. With `may_change` they are set if need be.
     Those of a partition are the whole topic's.
 
     Never set is what belongs to the namespace. Raises UNSAFE_TOPIC_POLICY with the commands to run, otherwise as
-    `Admin`. They are commands for the namespace where the topic `is_new`, so that it will be gone.
+    `PulsarAdmin`. They are commands for the namespace where the topic `is_new`, so that it will be gone.
     """
     dangers = await _of_namespace(admin, topic)
     are_safe = await asyncio.gather(*(_is_safe(admin, topic, policy) for policy in _POLICIES))
@@ -345,7 +183,7 @@ def _with_policies(topic: str) -> str:
     return whole_of(topic) or topic
 
 
-async def _is_safe(admin: Admin, topic: str, policy: _Policy) -> bool:
+async def _is_safe(admin: PulsarAdmin, topic: str, policy: _Policy) -> bool:
     try:
         value = await admin.policy(_with_policies(topic), policy.name)
         if value is None and policy.name == _SNAPSHOT_INTERVAL:
@@ -356,7 +194,7 @@ async def _is_safe(admin: Admin, topic: str, policy: _Policy) -> bool:
         raise error("PULSAR_REFUSES", f"{policy.name} of {topic} is not answered as Pulsar does") from e
 
 
-async def _still_unsafe(admin: Admin, topic: str, changed: list[_Policy]) -> list[_Policy]:
+async def _still_unsafe(admin: PulsarAdmin, topic: str, changed: list[_Policy]) -> list[_Policy]:
     """Those that are not in force in time."""
     limit = time.monotonic() + IN_FORCE_TIMEOUT_SECONDS
     while True:
@@ -368,7 +206,7 @@ async def _still_unsafe(admin: Admin, topic: str, changed: list[_Policy]) -> lis
         await asyncio.sleep(_POLL_SECONDS)
 
 
-async def _of_namespace(admin: Admin, topic: str) -> list[str]:
+async def _of_namespace(admin: PulsarAdmin, topic: str) -> list[str]:
     """A sidecar's subscription must outlive the time for which the sidecar is down."""
     namespace = namespace_of(topic)
     minutes = await admin.subscription_expiration_minutes(namespace)
@@ -406,7 +244,7 @@ DISCONNECTED_SECONDS = 2.0
 does not."""
 
 
-async def check_alone(topic: str, admin: Admin, producer_name: str) -> None:
+async def check_alone(topic: str, admin: PulsarAdmin, producer_name: str) -> None:
     """Raises NOT_OWNER if the topic's statistics do not show this producer, alone. That they do is no proof."""
     until = asyncio.get_running_loop().time() + ALONE_SECONDS
     while (names := {each.name for each in (await admin.stats(topic)).publishers}) != {producer_name}:
@@ -416,13 +254,13 @@ async def check_alone(topic: str, admin: Admin, producer_name: str) -> None:
         await asyncio.sleep(_POLL_SECONDS)
 
 
-async def check_deduplicates(topic: str, admin: Admin) -> None:
+async def check_deduplicates(topic: str, admin: PulsarAdmin) -> None:
     """Raises LOG_REFUSED if Pulsar's deduplication is not in force."""
     if not (await admin.stats(topic)).deduplicates:
         raise error("LOG_REFUSED", _not_deduplicated(topic))
 
 
-async def check_stays(topic: str, incarnation: int, admin: Admin) -> None:
+async def check_stays(topic: str, incarnation: int, admin: PulsarAdmin) -> None:
     """Raises NOT_OWNER if the topic is being deleted, by whomever, or made anew already: nobody takes it any more."""
     properties = await admin.properties(topic)
     if is_going(properties):
@@ -431,7 +269,7 @@ async def check_stays(topic: str, incarnation: int, admin: Admin) -> None:
         raise error("NOT_OWNER", f"{topic} was deleted and made anew: it is {now}, not {incarnation}")
 
 
-async def guard(topic: str, admin: Admin, opening: Opening, look: Callable[[], Awaitable[str]]) -> None:
+async def guard(topic: str, admin: PulsarAdmin, opening: Opening, look: Callable[[], Awaitable[str]]) -> None:
     """Ends an opening when its producer is not connected any more, so that somebody else may have the topic, which one
     that sends nothing would not notice; when somebody deletes the topic; or when Pulsar's deduplication is off.
     `look` is called at the same intervals, and says why the opening should end, if it should.
@@ -439,7 +277,7 @@ async def guard(topic: str, admin: Admin, opening: Opening, look: Callable[[], A
     opening.fail(await _why_lost(topic, admin, opening.writer, look))
 
 
-async def _why_lost(topic: str, admin: Admin, writer: Writer, look: Callable[[], Awaitable[str]]) -> str:
+async def _why_lost(topic: str, admin: PulsarAdmin, writer: EntryWriter, look: Callable[[], Awaitable[str]]) -> str:
     now = asyncio.get_running_loop().time
     # Topics that were opened together are not looked at together.
     connected_at, looked_at = now(), now() - LOOK_SECONDS * random.random() / 2
@@ -455,7 +293,7 @@ async def _why_lost(topic: str, admin: Admin, writer: Writer, look: Callable[[],
                 return why
 
 
-async def _why_not(topic: str, admin: Admin) -> str:
+async def _why_not(topic: str, admin: PulsarAdmin) -> str:
     """Why nobody should own the topic any more; empty if there is no reason."""
     # An admin URL that does not answer ends no owner.
     with suppress(SeqdedupeError):

@@ -16,11 +16,10 @@ from seqdedupe.errors import DamagedError, SeqdedupeError, UnavailableError, err
 from seqdedupe.format import layout, records
 from seqdedupe.format.headers import BATCH_TAG, CONTROL_TAG, MARKER_BYTES, MARKER_TAG, NO_KEY, header, marker_body
 from seqdedupe.log.contract import Entries, Run, Runs
-from seqdedupe.log.pulsar.client import opened, told
 from seqdedupe.log.pulsar.entries import (
     NOWHERE,
-    Entry,
-    Message,
+    PulsarEntry,
+    PulsarMessage,
     Rows,
     content_bytes,
     control_body,
@@ -29,7 +28,8 @@ from seqdedupe.log.pulsar.entries import (
     read_marker,
 )
 from seqdedupe.log.pulsar.places import STEP_BYTES, Ledgers, Point, begins_record, size_of
-from seqdedupe.log.pulsar.terms import Terms, Verdict, gap
+from seqdedupe.log.pulsar.pulsar_client import opened, told
+from seqdedupe.log.pulsar.terms import Terms, TermVerdict, gap
 from seqdedupe.message_id import MessageId
 
 READ_STEP_ENTRIES = 500
@@ -57,7 +57,7 @@ class Reader:
         self._reader = reader
         self._next: asyncio.Future[Any] | None = None
 
-    async def read(self) -> list[Entry]:
+    async def read(self) -> list[PulsarEntry]:
         """The next entries, at least one, for which it waits. Nothing is lost if this is cancelled.
 
         Raises LOG_UNREADABLE: then a new reader is needed.
@@ -129,10 +129,10 @@ async def _opened(client: pulsar.asyncio.Client, topic: str, place: pulsar.Messa
     return await opened(opening, lambda reader: reader._reader.close_async(lambda _: None))
 
 
-def _entry(native: Any) -> Entry:
+def _entry(native: Any) -> PulsarEntry:
     place = native.message_id()
     properties = native.properties()
-    message = Message(
+    message = PulsarMessage(
         None if native.has_null_value() else native.data(),
         properties,
         native.partition_key(),
@@ -140,11 +140,11 @@ def _entry(native: Any) -> Entry:
     )
     message_id = MessageId(place.ledger_id(), place.entry_id(), place.batch_index())
     if ENTRY in properties:
-        return Entry(message, message_id, native.publish_timestamp())
+        return PulsarEntry(message, message_id, native.publish_timestamp())
     producer_name = native.producer_name()
     sequence_id = _sequence_id(native, producer_name)
     of_id = fields_of(place.serialize())
-    return Entry(
+    return PulsarEntry(
         message,
         message_id,
         native.publish_timestamp(),
@@ -256,10 +256,10 @@ class Collector:
         """How many records `take` would give."""
         return len(self._records) + (len(self._rows) > 0)
 
-    def add(self, entry: Entry) -> Verdict:
+    def add(self, entry: PulsarEntry) -> TermVerdict:
         """Judges the next entry, and collects it if it is valid. Raises what `Terms.judge` does."""
         verdict = self.terms.judge(entry.message, entry.message_id)
-        if verdict is Verdict.VALID:
+        if verdict is TermVerdict.VALID:
             kind = entry.message.properties.get(KIND)
             if kind is None:
                 self._add_row(entry)
@@ -267,12 +267,12 @@ class Collector:
                 self._end_rows()
                 self._publish_time_ms = max(self._publish_time_ms, entry.message.event_time_ms or entry.publish_time_ms)
                 self._add_record(kind, entry)
-        elif verdict is Verdict.EARLIER and entry.producer_name and entry.sequence_id >= 0:
+        elif verdict is TermVerdict.EARLIER and entry.producer_name and entry.sequence_id >= 0:
             highest = self.earlier.get(entry.producer_name, entry.sequence_id)
             self.earlier[entry.producer_name] = max(highest, entry.sequence_id)
         return verdict
 
-    async def add_over_borders(self, entry: Entry, ledgers: Callable[[], Awaitable[Ledgers]]) -> Verdict:
+    async def add_over_borders(self, entry: PulsarEntry, ledgers: Callable[[], Awaitable[Ledgers]]) -> TermVerdict:
         """As `add`. Where something seems to be missing, the topic's ledgers say whether every position was read."""
         try:
             return self.add(entry)
@@ -306,7 +306,7 @@ class Collector:
             raise damaged(f"among the entries from index {first_index} to {self._index} one is not intact")
         return Entries(raw, table, runs)
 
-    def _add_row(self, entry: Entry) -> None:
+    def _add_row(self, entry: PulsarEntry) -> None:
         if not self._rows.add(entry.message):
             self._end_rows()
             self._rows.add(entry.message)
@@ -331,7 +331,7 @@ class Collector:
         self._index += part.rows
         self._rows, self._row_runs = Rows(), []
 
-    def _add_record(self, kind: str, entry: Entry) -> None:
+    def _add_record(self, kind: str, entry: PulsarEntry) -> None:
         """An entry that is a record by itself."""
         runs: Runs = ()
         if kind == BATCH:
@@ -373,11 +373,11 @@ READ_TIMEOUT_SECONDS = 30.0
 KEPT_TIMEOUT_SECONDS = 3.0
 """The same for a reader that was kept: it may wait long before it connects again, and a new one does so at once."""
 
-Hear = Callable[[Entry, Verdict, Point], None]
+Hear = Callable[[PulsarEntry, TermVerdict, Point], None]
 """Is told each entry as it was judged, and the point after it."""
 
 
-class Step(NamedTuple):
+class ReaderStep(NamedTuple):
     """What stands between two points."""
 
     start: Point
@@ -410,9 +410,9 @@ class Cursor:
         self._due = start.message_id if start.message_id.entry_id >= 0 else None
         self._last = NOWHERE
         """The entry that was judged last."""
-        self._left: deque[Entry] = deque()
+        self._left: deque[PulsarEntry] = deque()
 
-    async def step(self, limit: Point) -> Step:
+    async def step(self, limit: Point) -> ReaderStep:
         """What stands from here on, about STEP_BYTES, up to the limit, which is known to stand after this.
 
         Raises what the collector does, LOG_GAP if the limit is not as it was known, LOG_UNREADABLE.
@@ -421,16 +421,16 @@ class Cursor:
         while self._last < limit.message_id:
             entry = await self._peek()
             if self._is_full(start, entry):
-                return Step(start, self.here, self.collector.take())
+                return ReaderStep(start, self.here, self.collector.take())
             if entry.message_id <= limit.message_id:
                 await self._judge(entry)
             else:
                 break
         if self.here.standing != limit.standing:
             raise gap(f"it does not end with the entry at {limit.message_id} any more", self.here.next_index)
-        return Step(start, self.here, self.collector.take())
+        return ReaderStep(start, self.here, self.collector.take())
 
-    async def step_on(self, up_to: MessageId | None, hear: Hear) -> Step:
+    async def step_on(self, up_to: MessageId | None, hear: Hear) -> ReaderStep:
         """The same, up to an entry that may not be valid, or to the topic's end: a step that is not full reached it."""
         start = self.here
         while up_to is None or self._last < up_to:
@@ -448,17 +448,17 @@ class Cursor:
             verdict = await self._judge(entry)
             if verdict is not None:
                 hear(entry, verdict, self.here)
-        return Step(start, self.here, self.collector.take())
+        return ReaderStep(start, self.here, self.collector.take())
 
     async def wait_for_more(self) -> None:
         """Returns when there is an entry that was not judged. Nothing is lost if this is cancelled."""
         while all(entry.message_id <= self._last or entry.message_id == self._due for entry in self._left):
             self._left.extend(await self._reader.read())
 
-    def _is_full(self, start: Point, entry: Entry) -> bool:
+    def _is_full(self, start: Point, entry: PulsarEntry) -> bool:
         return self.here.size_bytes - start.size_bytes >= STEP_BYTES and begins_record(entry.message)
 
-    async def _peek(self) -> Entry:
+    async def _peek(self) -> PulsarEntry:
         """The next entry, which must be there. After a broker's crash some come again."""
         while not self._left or self._left[0].message_id <= self._last:
             if self._left:
@@ -472,7 +472,7 @@ class Cursor:
                 raise error("LOG_UNREADABLE", f"{self._topic}: {why}") from e
         return self._left[0]
 
-    async def _judge(self, entry: Entry) -> Verdict | None:
+    async def _judge(self, entry: PulsarEntry) -> TermVerdict | None:
         """The verdict on the next entry; None for the one before the point where this began."""
         self._left.popleft()
         self._last = entry.message_id
@@ -482,7 +482,7 @@ class Cursor:
                 raise gap(f"the entry at {due}, after which it goes on, is not there any more", self.here.next_index)
             return None
         verdict = await self.collector.add_over_borders(entry, self._ledgers)
-        if verdict is Verdict.VALID:
+        if verdict is TermVerdict.VALID:
             message = entry.message
             time_ms = (KIND in message.properties and message.event_time_ms) or entry.publish_time_ms
             standing = self.collector.terms.standing

@@ -16,7 +16,7 @@ import pulsar.schema
 from seqdedupe.entry_properties import PARTITIONS, PREFIX
 from seqdedupe.errors import NotFoundError, SeqdedupeError, error
 from seqdedupe.log.contract import LogName
-from seqdedupe.log.pulsar.admin import Admin
+from seqdedupe.log.pulsar.admin_url import PulsarAdmin
 from seqdedupe.names import namespace_of, partition_name, whole_of
 
 # -- The schema of a topic: what consumers of Pulsar's own clients decode its messages by. Pulsar keeps it.
@@ -67,7 +67,7 @@ def _invalid(why: str) -> Exception:
     return error("INVALID_REQUEST", f"schema: {why}", hint=hint)
 
 
-async def schema_of(topic: str, admin: Admin) -> Schema:
+async def schema_of(topic: str, admin: PulsarAdmin) -> Schema:
     """Return the newest schema of a topic that was created with one. Raises LOG_REFUSED if Pulsar has none."""
     try:
         type_name, definition = await admin.schema(topic)
@@ -132,8 +132,9 @@ class Whole(NamedTuple):
         ]
 
 
-async def look_at(admin: Admin, topic: str) -> Whole | None:
-    """What a partitioned topic says; None if it is not there, or not a log's. Raises LOG_DAMAGED, and as `Admin`."""
+async def look_at(admin: PulsarAdmin, topic: str) -> Whole | None:
+    """What a partitioned topic says; None if it is not there, or not a log's. Raises LOG_DAMAGED, and as
+    `PulsarAdmin`."""
     try:
         found = await admin.partitioned(topic)
     except NotFoundError:
@@ -148,10 +149,10 @@ async def look_at(admin: Admin, topic: str) -> Whole | None:
         raise error("LOG_DAMAGED", f"the properties of the partitioned topic {topic} do not say {e}") from e
 
 
-async def begin(admin: Admin, topic: str, first_incarnation: int, partitions: int, maker: str) -> None:
+async def begin(admin: PulsarAdmin, topic: str, first_incarnation: int, partitions: int, maker: str) -> None:
     """Makes a partitioned topic of which its maker alone knows until it is `announce`d. One that was begun stays.
 
-    Raises TOPIC_EXISTS, and as `Admin`.
+    Raises TOPIC_EXISTS, and as `PulsarAdmin`.
     """
     await _sweep(admin, topic)
     properties = {
@@ -186,7 +187,7 @@ def _exists(topic: str, there: Whole | None) -> SeqdedupeError:
     return error("TOPIC_EXISTS", what, hint=hint, topic=topic)
 
 
-async def announce(admin: Admin, topic: str) -> None:
+async def announce(admin: PulsarAdmin, topic: str) -> None:
     """Lets everybody use a partitioned topic that was begun. Raises LOG_REFUSED: then it is not certain that they do
     not, and it is to be removed."""
     try:
@@ -198,10 +199,10 @@ async def announce(admin: Admin, topic: str) -> None:
             raise
 
 
-async def remove(admin: Admin, whole: Whole) -> None:
+async def remove(admin: PulsarAdmin, whole: Whole) -> None:
     """Deletes a partitioned topic. Nobody begins to use it from now on.
 
-    Raises TOPIC_IN_USE while somebody is connected to a partition, and as `Admin`: then it is to be tried again.
+    Raises TOPIC_IN_USE while somebody is connected to a partition, and as `PulsarAdmin`: then it is to be tried again.
     """
     # Looking at all topics takes a while, and somebody else may have deleted this one and made it anew.
     if (there := await look_at(admin, whole.topic)) is not None:
@@ -214,7 +215,7 @@ async def remove(admin: Admin, whole: Whole) -> None:
     await _sweep(admin, whole.topic)
 
 
-async def _sweep(admin: Admin, topic: str) -> None:
+async def _sweep(admin: PulsarAdmin, topic: str) -> None:
     """Deletes empty partitions without their topic: a client that is still connected when it is deleted can let Pulsar
     make one anew, and nobody could make the topic then."""
     left = [name for name in await admin.topics(namespace_of(topic)) if whole_of(name) == topic]

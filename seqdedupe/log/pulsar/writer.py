@@ -12,16 +12,15 @@ import pulsar
 import pulsar.asyncio
 
 from seqdedupe import batch as batches
-from seqdedupe.entry_properties import Owner
+from seqdedupe.entry_properties import EntryOwner
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.log.contract import Failure, Outcome, Run, Runs
-from seqdedupe.log.pulsar.client import keep_state, name_of, opened, told
-from seqdedupe.log.pulsar.content import Found
+from seqdedupe.log.pulsar.content import FoundEntry
 from seqdedupe.log.pulsar.entries import (
     EntryFormat,
-    Message,
+    EntrySettings,
     Part,
-    Settings,
+    PulsarMessage,
     content_bytes,
     control_message,
     encoded_part,
@@ -31,7 +30,8 @@ from seqdedupe.log.pulsar.entries import (
     surely_taken_bytes,
 )
 from seqdedupe.log.pulsar.places import Places, Point, size_of
-from seqdedupe.log.pulsar.terms import Receipts, Standing
+from seqdedupe.log.pulsar.pulsar_client import keep_state, name_of, opened, told
+from seqdedupe.log.pulsar.terms import Receipts, TermStanding
 from seqdedupe.log.pulsar.wholes import Schema
 from seqdedupe.message_id import MessageId
 
@@ -97,20 +97,20 @@ class Unsettled:
 # -- What becomes of an append: entries of its topic, in the topic's format.
 
 _WIDEST_NUMBER = 2**62
-_WIDEST_OWNER = Owner(_WIDEST_NUMBER, _WIDEST_NUMBER, 2**64 - 1)
+_WIDEST_OWNER = EntryOwner(_WIDEST_NUMBER, _WIDEST_NUMBER, 2**64 - 1)
 
 
 class Record(NamedTuple):
     """What becomes one stored record: the rows of a batch that are an entry each, or one entry for all of them."""
 
-    entries: Sequence[Message]
+    entries: Sequence[PulsarMessage]
     rows: int
     """In each entry: one, or those of its batch, or none of a control record."""
     is_batch: bool
 
 
 def records_of_batch(
-    settings: Settings, owner: Owner, number: int, index: int, now_ms: int, part: Part, limit_bytes: int
+    settings: EntrySettings, owner: EntryOwner, number: int, index: int, now_ms: int, part: Part, limit_bytes: int
 ) -> list[Record]:
     """Those of a batch; its first entry gets this number, its first row this index. Raises MESSAGE_TOO_LARGE for what
     does not fit into an entry of so many bytes."""
@@ -126,14 +126,14 @@ def records_of_batch(
 
 
 def records_of_control(
-    settings: Settings, owner: Owner, number: int, next_index: int, now_ms: int, body: bytes, limit_bytes: int
+    settings: EntrySettings, owner: EntryOwner, number: int, next_index: int, now_ms: int, body: bytes, limit_bytes: int
 ) -> list[Record]:
     """That of a control record. Raises MESSAGE_TOO_LARGE."""
     message = control_message(owner, number, next_index, body, limit_bytes, settings.version)
     return [Record([message._replace(event_time_ms=now_ms)], 0, is_batch=False)]
 
 
-def check_fits(settings: Settings, batch: bytes, limit_bytes: int) -> None:
+def check_fits(settings: EntrySettings, batch: bytes, limit_bytes: int) -> None:
     """Raises MESSAGE_TOO_LARGE for a batch that a broker would not take, whoever owns the topic then."""
     if len(batch) > surely_taken_bytes(limit_bytes):
         part = encoded_part(batches.decode(batch))
@@ -161,7 +161,7 @@ ClaimOpening = Callable[[int], Awaitable[int]]
 """Given an opening number that Pulsar knows of, answers one above it and above all that it ever answered, durable."""
 
 
-class Settled(NamedTuple):
+class SettledEntry(NamedTuple):
     """What is known of the oldest unsettled appends."""
 
     confirmed: Confirmed | None
@@ -174,7 +174,7 @@ class Settled(NamedTuple):
     """Set once, and last: why the outcome of all others is unknown. Opening again and reading tells."""
 
 
-class Writer:
+class EntryWriter:
     """One opening of a topic for writing. Everything is called on one event loop.
 
     Pulsar's client sends again what it has in flight whenever it connects anew, so the topic must have Pulsar's own
@@ -183,7 +183,7 @@ class Writer:
     """
 
     def __init__(
-        self, producer: Any, producer_name: str, name_number: int, opening: int, settle: Callable[[Settled], None]
+        self, producer: Any, producer_name: str, name_number: int, opening: int, settle: Callable[[SettledEntry], None]
     ) -> None:
         """For `open_writer`."""
         self.producer_name = producer_name
@@ -193,7 +193,7 @@ class Writer:
         self._settle = settle
         self._loop = asyncio.get_running_loop()
         self._next_id = opening << COUNTER_BITS
-        self._waiting: deque[Message] = deque()
+        self._waiting: deque[PulsarMessage] = deque()
         self._sent_bytes: deque[int] = deque()
         self._in_flight_bytes = 0
         self._unsettled = Unsettled()
@@ -211,7 +211,7 @@ class Writer:
         """Whether the producer is connected now. One that lost the topic to another writer never is again."""
         return bool(self._producer.is_connected())
 
-    def append(self, messages: Sequence[Message]) -> None:
+    def append(self, messages: Sequence[PulsarMessage]) -> None:
         """Hands over entries. Returns at once; what is above the bounds in flight waits here.
 
         After a failure nothing is sent any more: what is handed over then has failed with the others.
@@ -312,7 +312,7 @@ class Writer:
         if failure is not None:
             self._end()
         if confirmed is not None or doubtful is not None or failure is not None:
-            self._settle(Settled(confirmed, doubtful, failure))
+            self._settle(SettledEntry(confirmed, doubtful, failure))
 
     def _check_time(self) -> None:
         self._timer = None
@@ -339,9 +339,9 @@ async def open_writer(
     first_name_number: int,
     claim_opening: ClaimOpening,
     properties: Mapping[str, str],
-    settle: Callable[[Settled], None],
+    settle: Callable[[SettledEntry], None],
     schema: Schema | None = None,
-) -> Writer:
+) -> EntryWriter:
     """Takes the topic, if nobody else writes to it. `schema` is the topic's, None if it has none.
 
     Producers are named `seqdedupe-<instance_name>-<name number>`, from the first number on, which should be the one
@@ -367,7 +367,7 @@ async def open_writer(
         except BaseException:
             await producer.close()
             raise
-        return Writer(producer, name, name_number, opening, settle)
+        return EntryWriter(producer, name, name_number, opening, settle)
     raise busy or error("INTERNAL", "an instance has no producer names")
 
 
@@ -391,7 +391,7 @@ async def _opened(
     return await opened(opening, lambda producer: producer._producer.close_async(lambda _: None))
 
 
-def built(message: Message, sequence_id: int) -> Any:
+def built(message: PulsarMessage, sequence_id: int) -> Any:
     """The message as Pulsar's client sends it."""
     builder = _pulsar.MessageBuilder()
     if message.payload is None:
@@ -420,7 +420,7 @@ def _refused(topic: str, failure: pulsar.asyncio.PulsarException) -> SeqdedupeEr
 
 
 @dataclass(slots=True)
-class _Sent:
+class _SentEntry:
     """A record of which not all entries are confirmed."""
 
     sizes_bytes: list[int]
@@ -438,8 +438,8 @@ class Opening:
 
     def __init__(
         self,
-        owner: Owner,
-        writer: Writer,
+        owner: EntryOwner,
+        writer: EntryWriter,
         places: Places,
         settle: Callable[[Outcome], None],
         max_entry_bytes: int,
@@ -451,7 +451,7 @@ class Opening:
         self.failed = False
         self._settle = settle
         self._places = places
-        self._sent: deque[_Sent] = deque()
+        self._sent: deque[_SentEntry] = deque()
         self._runs: list[Run] = []
         """Of the oldest append, as far as it is confirmed."""
         self._confirmed: list[Runs] = []
@@ -467,7 +467,7 @@ class Opening:
         for entries, rows, is_batch in records:
             left -= 1
             sizes = [size_of(message) for message in entries]
-            self._sent.append(_Sent(sizes, rows, is_batch, publish_time_ms, ends_append=not left))
+            self._sent.append(_SentEntry(sizes, rows, is_batch, publish_time_ms, ends_append=not left))
             self.writer.append(entries)
             self.next_number += len(entries)
             self.next_index += len(entries) * rows
@@ -482,7 +482,7 @@ class Opening:
             entry_id += entries
             _, number, index, _ = end.standing
             to = end.after(
-                Standing(self.owner, number + entries, index + entries * sent.rows),
+                TermStanding(self.owner, number + entries, index + entries * sent.rows),
                 MessageId(ledger_id, entry_id - 1),
                 sent.publish_time_ms,
                 now_ms,
@@ -491,7 +491,7 @@ class Opening:
             runs = self._places.advance(to, begins_record=sent.is_whole, is_batch=sent.is_batch)
             self._take(entries, runs, to)
 
-    def found(self, several: Sequence[Found]) -> None:
+    def found(self, several: Sequence[FoundEntry]) -> None:
         """The oldest entries were read. `tell` has to follow."""
         for one in several:
             self._take(1, one.runs, one.after)

@@ -44,7 +44,7 @@ of partitions."""
 
 
 def content_columns() -> list[Column[Any]]:
-    """A message, whole: `set_aside.content` fills them, `set_aside.message_of` reads them."""
+    """A message, whole: `dead_letters.content` fills them, `dead_letters.message_of` reads them."""
     return [
         Column("position", String(255), nullable=False),
         Column("message_key", bytes_type()),

@@ -1,29 +1,32 @@
-"""The relay: what is in the outbox goes to a topic, each row once, those of an aggregate in the order of commits."""
+"""The relay: what is in the outbox goes to a topic, each row once, those of an aggregate in the order of commits. It
+carries out `steps`; what finds rows in a topic by their `id` stands last."""
 
 import asyncio
 import logging
+import re
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from seqdedupe.batch import Batch, Int64s
 from seqdedupe.client import BatchReceipt, Client, Credentials, Producer, ProducerConfig, Verdict
 from seqdedupe.client.blocking.loop import run
 from seqdedupe.client.connection import NOT_A_SIDECAR
 from seqdedupe.client.route import Addresses
 from seqdedupe.databases.failures import refuses_entry
-from seqdedupe.errors import FencedError, NotFoundError, UnavailableError
-from seqdedupe.limits import MAX_BATCH_BYTES, MAX_BATCH_ROWS
-from seqdedupe.names import partition_name, producer_name, topic_name
+from seqdedupe.errors import FencedError, NotFoundError, PositionError, UnavailableError
+from seqdedupe.limits import MAX_BATCH_BYTES, MAX_BATCH_ROWS, MAX_SEQUENCE_ID
+from seqdedupe.names import partition_name, partition_of, producer_name, topic_name
 from seqdedupe.services.outbox import steps
-from seqdedupe.services.outbox.finding import find, is_one_of, token_name
-from seqdedupe.services.outbox.rows import Page, Route
-from seqdedupe.services.outbox.store import Lag, Store, open_store
-from seqdedupe.services.standing_by import Stillness
+from seqdedupe.services.outbox.row_page import Route, RowPage
+from seqdedupe.services.outbox.steps import FoundRows
+from seqdedupe.services.outbox.store import Lag, OutboxStore, open_store
+from seqdedupe.services.stillness import Stillness
 
 # -- The work of a relay: it does the steps, and beside them waits for receipts and deletes what they prove.
 
@@ -60,16 +63,16 @@ class Counters:
     times_fenced: int = 0
 
 
-class _Sent(NamedTuple):
-    page: Page
+class _SentPage(NamedTuple):
+    page: RowPage
     receipt: BatchReceipt
 
 
-class Work:
+class RelayWork:
     """That of one relay, from when it opens its topics until it is fenced, fails or is done."""
 
     def __init__(
-        self, client: Client, store: Store, name: str, counters: Counters, report: Callable[[str], None]
+        self, client: Client, store: OutboxStore, name: str, counters: Counters, report: Callable[[str], None]
     ) -> None:
         self._client = client
         self._store = store
@@ -80,12 +83,12 @@ class Work:
         self.has_opened = False
         """Whether a sidecar has answered."""
         self._only_topic: str | None = None
-        self._sent: deque[_Sent] = deque()
+        self._sent: deque[_SentPage] = deque()
         self._changed = asyncio.Condition()
         self._must_sweep = False
         self._swept_at = time.monotonic()
         self._after = steps.BEGINNING
-        self._ahead: asyncio.Task[Page] | None = None
+        self._ahead: asyncio.Task[RowPage] | None = None
         self._read_at = time.monotonic()
 
     async def drive(self, work: steps.Steps, only_topic: str | None) -> None:
@@ -122,7 +125,7 @@ class Work:
                     await self._publish(self._producers[topic], part)
             case steps.Wait():
                 return await self._wait()
-            case steps.Linger():
+            case steps.AwaitLeft():
                 is_over = time.monotonic() - self._read_at >= ONCE_SECONDS
                 if is_over or not await asyncio.to_thread(store.has_more, steps.BEGINNING):
                     return False
@@ -140,7 +143,7 @@ class Work:
             case steps.Delete(page):
                 self._counters.found += len(page)
                 await asyncio.to_thread(store.delete, [page])
-            case steps.SetAside(page, reason):
+            case steps.SetRowsAside(page, reason):
                 self._counters.set_aside += len(page)
                 self._report(f"{len(page)} rows are set aside: {reason}")
                 await asyncio.to_thread(store.set_aside, page, reason)
@@ -159,7 +162,7 @@ class Work:
                 await asyncio.to_thread(store.replace_token, token)
         return None
 
-    async def _read(self, after: int) -> Page:
+    async def _read(self, after: int) -> RowPage:
         """The page after this row, and while that is worked on the database makes the next one."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None and after == self._after:
@@ -211,13 +214,13 @@ class Work:
             return set()  # it is made when it is opened, or is not there
         return await _names_of(self._client, topic, partitions)
 
-    async def _publish(self, producer: Producer, page: Page) -> None:
+    async def _publish(self, producer: Producer, page: RowPage) -> None:
         async with self._changed:
             await self._changed.wait_for(lambda: len(self._sent) < _PAGES_IN_FLIGHT)
         receipt = await producer.send_batch(
             page.payloads, page.sequence_ids, keys=page.keys if page.keys else None, properties=page.properties()
         )
-        self._sent.append(_Sent(page, receipt))
+        self._sent.append(_SentPage(page, receipt))
         async with self._changed:
             self._changed.notify_all()
 
@@ -226,7 +229,7 @@ class Work:
         while True:
             async with self._changed:
                 await self._changed.wait_for(lambda: bool(self._sent))
-            proven: list[Page] = []
+            proven: list[RowPage] = []
             done = 0
             for sent in list(self._sent)[:_DELETED_TOGETHER]:
                 if done and not sent.receipt.is_over():
@@ -326,7 +329,7 @@ class Relay:
             self._route("any")
         producer_name(token_name(name, "0" * 16))
         self._name = name
-        self._store: Store = open_store(database)
+        self._store: OutboxStore = open_store(database)
         self._standby_seconds = standby_seconds
         self._has_begun = False  # a sidecar has answered
         self._report = report or _log.warning
@@ -399,7 +402,7 @@ class Relay:
             await asyncio.sleep(min(_LOOK_SECONDS, self._standby_seconds))
 
     async def _relay(self, *, follow: bool) -> None:
-        work = Work(self._client, self._store, self._name, self.counters, self._report)
+        work = RelayWork(self._client, self._store, self._name, self.counters, self._report)
         try:
             await work.drive(steps.relay(self._topic, self._route, follow=follow), None if self._route else self._topic)
         finally:
@@ -429,3 +432,135 @@ def run_relay(
             return one.counters
 
     return run(work)
+
+
+# -- Comparing by `id` what a topic holds at a sequence ID with the row that has it.
+
+_NEAR_END = 65_536
+"""So many messages from the end are looked at first: what a relay that was killed has left is there."""
+
+_ID = "id"
+
+ANYWHERE = -1
+"""In place of a sequence ID."""
+
+
+def token_name(name: str, token: str) -> str:
+    """The producer name of the relay NAME under a token."""
+    return f"{name}/{token}"
+
+
+def is_one_of(name: str) -> Callable[[str], bool]:
+    """Whether a producer name is the relay's, under whatever token."""
+    pattern = re.compile(re.escape(name) + "/[0-9a-f]{16}")
+    return lambda producer: pattern.fullmatch(producer) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """The rows that are looked for, in whatever page they stand."""
+
+    page: RowPage
+    at_any_number: bool
+    is_ours: Callable[[str], bool]
+    ids: frozenset[bytes]
+
+    def there(self, seen: Sequence["SeenTopic"]) -> Int64s:
+        """The places of those that were found."""
+        rows = [
+            row
+            for row, (number, one) in enumerate(zip(self.page.sequence_ids.tolist(), self.page.ids(), strict=True))
+            if any(one in part.ids.get(ANYWHERE if self.at_any_number else number, ()) for part in seen)
+        ]
+        return np.array(rows, np.int64)
+
+
+@dataclass(slots=True)
+class SeenTopic:
+    """What was read of one topic, or of one partition."""
+
+    is_whole: bool = False
+    """Its log still begins with its first message."""
+    ids: dict[int, set[bytes]] = field(default_factory=dict)
+    """The `id`s at the sequence IDs that are wanted; where any will do, those that are wanted, at ANYWHERE."""
+    lowest: dict[str, int] = field(default_factory=dict)
+    """The lowest sequence ID that each of the names has in it."""
+    persisted: dict[str, int] = field(default_factory=dict)
+    """The highest one that each of the names ever had."""
+
+    def take(self, batch: Batch, wanted: Wanted) -> None:
+        """Notes what a batch has of it."""
+        for place, name in enumerate(batch.names()):
+            if not wanted.is_ours(name):
+                continue
+            rows = np.arange(len(batch))
+            if len(batch.producer_indexes):
+                rows = np.flatnonzero(batch.producer_indexes == place)
+            numbers = batch.sequence_ids[rows]
+            self.lowest[name] = min(self.lowest.get(name, MAX_SEQUENCE_ID), int(numbers[0]))
+            if not wanted.at_any_number:
+                rows = rows[np.isin(numbers, wanted.page.sequence_ids)]
+            for row in rows.tolist():
+                one = batch.properties_of(row).get(_ID, "").encode()
+                if one in wanted.ids:
+                    number = ANYWHERE if wanted.at_any_number else int(batch.sequence_ids[row])
+                    self.ids.setdefault(number, set()).add(one)
+
+    def lacks(self, number: int) -> bool:
+        """Whether it is certain that none of the names ever published this sequence ID, or anything where it is
+        ANYWHERE, which was not found: the messages among which it would stand are all there."""
+        if self.is_whole:
+            return True
+        return all(
+            self.lowest.get(name, MAX_SEQUENCE_ID) <= number
+            for name, persisted in self.persisted.items()
+            if persisted >= max(number, 0)
+        )
+
+
+async def find(client: Client, topic: str, name: str, page: RowPage, *, at_any_number: bool) -> FoundRows:
+    """Which rows of a page the topic holds, and of which it cannot be told. Reads the topic's end, and all of it if
+    that does not have all of them."""
+    while True:
+        try:
+            return await _find(client, topic, Wanted(page, at_any_number, is_one_of(name), frozenset(page.ids())))
+        except PositionError as e:
+            if e.reason != "POSITION_TRIMMED":  # retention was faster: there is less to read now
+                raise
+
+
+async def _find(client: Client, topic: str, wanted: Wanted) -> FoundRows:
+    partitions = (await client.admin.topic(topic)).partitions
+    parts = [partition_name(topic, k) for k in range(partitions)] if partitions else [topic]
+    seen = [SeenTopic() for _ in parts]
+    ends = [await client.ends(part) for part in parts]
+    begin_at = [max(one.first_index, one.last.index + 1 - _NEAR_END) for one in ends]
+    for number, part in enumerate(parts):
+        await _read(client, part, seen[number], begin_at[number], ends[number].last.index + 1, wanted)
+    if len(wanted.there(seen)) < len(wanted.page):
+        for number, part in enumerate(parts):
+            first_index = ends[number].first_index
+            await _read(client, part, seen[number], first_index, begin_at[number], wanted)
+            seen[number].is_whole = first_index == 0
+            producers = await client.admin.producers(part)
+            seen[number].persisted = {one.name: one.persisted for one in producers if wanted.is_ours(one.name)}
+    there = wanted.there(seen)
+    missing = np.setdiff1d(np.arange(len(wanted.page)), there)
+    untold = [row for row in missing.tolist() if not _is_certainly_missing(wanted, row, seen)]
+    return FoundRows(there, np.array(untold, np.int64))
+
+
+async def _read(client: Client, topic: str, seen: SeenTopic, first_index: int, stop_index: int, wanted: Wanted) -> None:
+    if first_index >= stop_index:
+        return
+    async with client.reader(topic, first_index, stop_index=stop_index) as reader:
+        async for stored in reader.batches():
+            seen.take(stored.batch, wanted)
+
+
+def _is_certainly_missing(wanted: Wanted, row: int, seen: list[SeenTopic]) -> bool:
+    number = ANYWHERE if wanted.at_any_number else int(wanted.page.sequence_ids[row])
+    key = wanted.page.keys[row]
+    if key is not None:
+        return seen[partition_of(key, b"", len(seen))].lacks(number)
+    return all(part.lacks(number) for part in seen)

@@ -14,10 +14,10 @@ import pulsar.asyncio
 
 from seqdedupe.entry_properties import INCARNATION
 from seqdedupe.errors import SeqdedupeError, error
-from seqdedupe.log.pulsar.admin import Admin, AdminUrl
-from seqdedupe.log.pulsar.client import OAuth2, PulsarClient, Token, client_logger, from_file, never_raises
-from seqdedupe.log.pulsar.entries import NOWHERE, Entry
+from seqdedupe.log.pulsar.admin_url import AdminUrl, PulsarAdmin
+from seqdedupe.log.pulsar.entries import NOWHERE, PulsarEntry
 from seqdedupe.log.pulsar.finder import Finder
+from seqdedupe.log.pulsar.pulsar_client import OAuth2, PulsarClient, Token, client_logger, from_file, never_raises
 from seqdedupe.log.pulsar.reader import Reader, open_reader
 from seqdedupe.message_id import MessageId
 from seqdedupe_spark.service import PulsarCluster, path_of
@@ -92,7 +92,9 @@ _LOOK_ENTRIES = 4
 class BrokerConnection:
     """Made by `connected`. Its methods raise LOG_UNREADABLE for what may pass."""
 
-    def __init__(self, client: pulsar.asyncio.Client, admin: Admin, quick_admin: Admin, subscription: str) -> None:
+    def __init__(
+        self, client: pulsar.asyncio.Client, admin: PulsarAdmin, quick_admin: PulsarAdmin, subscription: str
+    ) -> None:
         self.admin = admin
         self.quick_admin = quick_admin
         """For what a broker may not answer at all."""
@@ -128,10 +130,10 @@ class BrokerConnection:
         ledgers, first_ledger, let_go = await self.admin.storage(topic, self._subscription)
         return StockEnds(ledgers, first_ledger, let_go, len(ledgers))
 
-    async def entries(self, topic: str, first: MessageId, last: MessageId) -> list[Entry]:
+    async def entries(self, topic: str, first: MessageId, last: MessageId) -> list[PulsarEntry]:
         """Those that a reader is given from one to the other, without their payloads."""
         reader = await self.open_reader(topic, first, _LOOK_ENTRIES)
-        found, seen = list[Entry](), NOWHERE
+        found, seen = list[PulsarEntry](), NOWHERE
         try:
             while seen < last and not await reader.is_at_end():
                 for entry in await next_entries(reader, topic):
@@ -144,7 +146,7 @@ class BrokerConnection:
             await reader.close()
 
 
-async def next_entries(reader: Reader, topic: str) -> list[Entry]:
+async def next_entries(reader: Reader, topic: str) -> list[PulsarEntry]:
     """The next entries of a topic, where some must be. Raises LOG_UNREADABLE."""
     try:
         async with asyncio.timeout(READ_TIMEOUT_SECONDS):
@@ -168,8 +170,8 @@ async def connected(cluster: PulsarCluster) -> AsyncGenerator[BrokerConnection, 
         logger=client_logger(),
     )
     try:
-        admin = Admin(AdminUrl(cluster.admin_url, token, tls))
-        quick_admin = Admin(AdminUrl(cluster.admin_url, token, tls, QUICK_SECONDS))
+        admin = PulsarAdmin(AdminUrl(cluster.admin_url, token, tls))
+        quick_admin = PulsarAdmin(AdminUrl(cluster.admin_url, token, tls, QUICK_SECONDS))
         yield BrokerConnection(client, admin, quick_admin, cluster.subscription)
     finally:
         # Not `shutdown`: it keeps the interpreter's lock, for which the client's threads may wait.

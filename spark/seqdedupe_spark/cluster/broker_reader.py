@@ -21,20 +21,19 @@ from seqdedupe.batch import NO_INT32S, NO_INT64S, Batch, Binary, decode
 from seqdedupe.client.blocking.loop import run
 from seqdedupe.client.connection import Backoff
 from seqdedupe.client.message import StoredBatch
-from seqdedupe.entry_properties import ENTRY, Place
+from seqdedupe.entry_properties import ENTRY, EntryPlace
 from seqdedupe.errors import DamagedError, NotFoundError, SeqdedupeError, UnavailableError, error
 from seqdedupe.format.layout import BASE_INDEX, PUBLISH_TIME_MS, ROWS
 from seqdedupe.format.records import body_of, ownership
 from seqdedupe.limits import NO_SEQUENCE_ID
 from seqdedupe.log.contract import Entries
-from seqdedupe.log.pulsar.admin import Answer
-from seqdedupe.log.pulsar.entries import Entry
+from seqdedupe.log.pulsar.admin_url import AdminAnswer
+from seqdedupe.log.pulsar.entries import PulsarEntry
 from seqdedupe.log.pulsar.finder import Finder, last_of, trimmed
 from seqdedupe.log.pulsar.places import Ledgers, begins_record, size_of
 from seqdedupe.log.pulsar.reader import Collector, Reader, fields_of
-from seqdedupe.log.pulsar.terms import Standing, Terms, Verdict
-from seqdedupe.message_id import MessageId, Position
-from seqdedupe.message_ids import MessageIds
+from seqdedupe.log.pulsar.terms import Terms, TermStanding, TermVerdict
+from seqdedupe.message_id import MessageId, MessageIds, Position
 from seqdedupe_spark import stock
 from seqdedupe_spark.cluster.broker_connection import (
     MAX_QUEUE_ENTRIES,
@@ -111,7 +110,7 @@ class _LogTask(Task):
         self._next_index = span.first_index
         self._at: MessageId | None = None
         """The last valid entry that was read."""
-        self._standing: Standing | None = None
+        self._standing: TermStanding | None = None
         """How the topic stands after it."""
 
     @property
@@ -154,7 +153,7 @@ class _LogTask(Task):
         if failure is not None:
             raise await self._explained(connection, failure)
 
-    async def _start(self, finder: Finder) -> tuple[MessageId, Standing | None]:
+    async def _start(self, finder: Finder) -> tuple[MessageId, TermStanding | None]:
         """The entry at which to begin; how the topic stands before it, or None if it says so itself."""
         if self._at is not None and finder.ledgers.ordinal(self._at) is not None:
             return self._at, self._standing
@@ -169,14 +168,14 @@ class _LogTask(Task):
         before, _ = await finder.around(self._next_index)
         return finder.ledgers.message_id(before.at + 1), before.standing
 
-    def _standing_before(self, entry: Entry, start: MessageId) -> Standing:
+    def _standing_before(self, entry: PulsarEntry, start: MessageId) -> TermStanding:
         """Before the entry of the position after which to read: it is valid, if it is the one."""
         position = self._span.start
-        place = Place.parse(entry.message.properties.get(ENTRY, ""))
+        place = EntryPlace.parse(entry.message.properties.get(ENTRY, ""))
         if entry.message_id != start or place is None or not _holds(entry, place, position):
             found = f"{entry.message_id} of {self._span.topic} is not the message of the position {position}"
             raise error("POSITION_DIVERGED", found)
-        return Standing(*place[:3])
+        return TermStanding(*place[:3])
 
     def _taken(self, collector: Collector, seen: MessageId) -> list[StoredBatch]:
         """What was collected, as far as it is of the range."""
@@ -193,10 +192,10 @@ class _LogTask(Task):
         return trimmed(span.topic, self._next_index, first_index) if first_index > self._next_index else failure
 
 
-def _holds(entry: Entry, place: Place, position: Position) -> bool:
+def _holds(entry: PulsarEntry, place: EntryPlace, position: Position) -> bool:
     """Whether an entry, if it is valid, holds the message of a position."""
-    terms = Terms(Standing(*place[:3]))
-    last = last_of(entry, terms.standing) if terms.judge(entry.message, entry.message_id) is Verdict.VALID else None
+    terms = Terms(TermStanding(*place[:3]))
+    last = last_of(entry, terms.standing) if terms.judge(entry.message, entry.message_id) is TermVerdict.VALID else None
     return (
         last is not None
         and place.owner.incarnation == position.incarnation
@@ -277,7 +276,7 @@ class StockTask(Task):
         finally:
             await reader.close()
 
-    async def _next(self, connection: BrokerConnection, reader: Reader, run: "_EntryRun") -> list[Entry]:
+    async def _next(self, connection: BrokerConnection, reader: Reader, run: "_EntryRun") -> list[PulsarEntry]:
         try:
             return await next_entries(reader, self._span.topic)
         except UnavailableError:
@@ -360,11 +359,11 @@ class _EntryRun:
         self._stop = stop
         self._rows = rows
         """So many of its messages are not wanted any more."""
-        self._found: list[Entry] = []
+        self._found: list[PulsarEntry] = []
         self._whole = 0
         """So many of these messages are of entries that are whole."""
 
-    def number(self, entry: Entry) -> int:
+    def number(self, entry: PulsarEntry) -> int:
         """That of an entry; what stands after the range has the number after the last one of it."""
         number = self.ends.ledgers.ordinal(entry.message_id)
         return self._stop if number is None else min(number, self._stop)
@@ -374,7 +373,7 @@ class _EntryRun:
         if len(self._found) > self._whole:
             raise error("LOG_UNREADABLE", f"Pulsar's client gave {self._rows} messages of a batch, and then others")
 
-    def take(self, entry: Entry, number: int) -> None:
+    def take(self, entry: PulsarEntry, number: int) -> None:
         """Takes a message, unless it was taken before: after a broker's crash some come again."""
         if number > self.due:
             self.due, self._rows = number, 0
@@ -391,7 +390,7 @@ class _EntryRun:
         if row + 1 >= entry.of_batch:
             self.due, self._rows, self._whole = self.due + 1, 0, len(self._found)
 
-    def taken(self) -> list[Entry]:
+    def taken(self) -> list[PulsarEntry]:
         """The messages of whole entries, once."""
         found, self._found = self._found[: self._whole], self._found[self._whole :]
         self._whole, self.size_bytes = 0, sum(size_of(entry.message) for entry in self._found)
@@ -475,7 +474,7 @@ def _check_supported(topic: str, entry: MessageId, said: Mapping[str, str]) -> N
         raise error("UNSUPPORTED_MESSAGE", f"{entry} of {topic} is encrypted, and nothing here has its key")
 
 
-async def exact_keys(connection: BrokerConnection, topic: str, entries: Sequence[Entry]) -> list[bytes | None]:
+async def exact_keys(connection: BrokerConnection, topic: str, entries: Sequence[PulsarEntry]) -> list[bytes | None]:
     """The keys as their producers set them. Pulsar's client shows bytes in base64, and no key as an empty one: where a
     key may be either, the broker is asked for its entry. Raises POSITION_TRIMMED if that is gone."""
     keys: list[bytes | None] = [entry.message.key.encode() for entry in entries]
@@ -513,7 +512,7 @@ def _may_be_base64(key: str) -> bool:
     return True
 
 
-def keys_in(answer: Answer) -> list[bytes | None]:
+def keys_in(answer: AdminAnswer) -> list[bytes | None]:
     """The keys of an entry's messages, as the broker gives the entry. Raises ValueError, IndexError or KeyError for
     what is no batch."""
     said, raw = answer.headers, answer.raw
@@ -546,7 +545,7 @@ async def _each(call: Callable[[T], Awaitable[None]], several: Sequence[T]) -> N
         await asyncio.gather(*map(call, several[first : first + ASKED_AT_ONCE]))
 
 
-def stored(entries: Sequence[Entry], keys: Sequence[bytes | None] | None = None) -> Iterator[StoredBatch]:
+def stored(entries: Sequence[PulsarEntry], keys: Sequence[bytes | None] | None = None) -> Iterator[StoredBatch]:
     """Messages that stand one after the other, of whole entries; `keys` are their exact ones."""
     first = 0
     highest: dict[str, int] = {}
@@ -560,7 +559,7 @@ def stored(entries: Sequence[Entry], keys: Sequence[bytes | None] | None = None)
         yield _stored(entries[first:], keys and keys[first:])
 
 
-def _stored(entries: Sequence[Entry], keys: Sequence[bytes | None] | None) -> StockBatch:
+def _stored(entries: Sequence[PulsarEntry], keys: Sequence[bytes | None] | None) -> StockBatch:
     last = entries[-1]
     is_whole = last.message_id.batch_index + 1 >= last.of_batch
     end = stock.after(last.message_id._replace(batch_index=-1) if is_whole else last.message_id)
@@ -579,7 +578,7 @@ def _stored(entries: Sequence[Entry], keys: Sequence[bytes | None] | None) -> St
     )
 
 
-def _batch(entries: Sequence[Entry]) -> Batch:
+def _batch(entries: Sequence[PulsarEntry]) -> Batch:
     numbers: dict[str, int] = {}
     producers = [numbers.setdefault(entry.producer_name, len(numbers)) for entry in entries]
     messages = [entry.message for entry in entries]

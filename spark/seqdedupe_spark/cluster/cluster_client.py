@@ -11,7 +11,7 @@ from seqdedupe.client.blocking.loop import run
 from seqdedupe.client.client import Located, TopicEnds
 from seqdedupe.errors import DamagedError, NotFoundError, error
 from seqdedupe.log.pulsar import wholes
-from seqdedupe.log.pulsar.admin import Admin
+from seqdedupe.log.pulsar.admin_url import PulsarAdmin
 from seqdedupe.log.pulsar.finder import Finder
 from seqdedupe.log.pulsar.wholes import Life, Whole
 from seqdedupe.message_id import MessageId, Position
@@ -144,7 +144,7 @@ class ClusterClient:
             self._call(lambda connection: connection.admin.keep_from(topic, self._cluster.subscription, entry))
             self._kept[topic] = position
 
-    async def _names(self, admin: Admin) -> tuple[list[str], list[Whole]]:
+    async def _names(self, admin: PulsarAdmin) -> tuple[list[str], list[Whole]]:
         """The topics that are wanted. Of a partitioned one that sidecars have made, it says which its partitions are:
         none while it is being made or deleted, and never those that Pulsar has added."""
         names, found = list[str](), list[Whole]()

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from broker_sidecar.security.rules import Action, Rule, Rules, RulesFile, read_rules
-from seqdedupe.core.names import joined
+from seqdedupe.core.name_table import joined
 from seqdedupe.core.patterns import Pattern
 from seqdedupe.errors import ConfigurationError
 

@@ -12,7 +12,7 @@ from seqdedupe.entry_properties import BATCH, KEY_BASE64, KIND, ROWS, SCHEMA_VER
 from seqdedupe.errors import DamagedError
 from seqdedupe.format.layout import OWNERSHIP, TERM
 from seqdedupe.log.pulsar import entries
-from seqdedupe.log.pulsar.entries import MAX_ENTRY_BYTES, Message
+from seqdedupe.log.pulsar.entries import MAX_ENTRY_BYTES, PulsarMessage
 from seqdedupe.log.pulsar.places import ENTRY_BYTES, size_of
 from seqdedupe.message_id import MessageId
 from seqdedupe.v1 import batch_pb2, read_pb2
@@ -40,7 +40,7 @@ def parsed(raw: bytes) -> list[batch_pb2.Record]:
     return list(read_pb2.ReadStreamResponse.FromString(raw).records)
 
 
-def topic_of(*, is_packed: bool, version: int = VERSION) -> list[Message]:
+def topic_of(*, is_packed: bool, version: int = VERSION) -> list[PulsarMessage]:
     """A marker, three messages, a control record, another owner, two messages."""
     first = batch([("p", 1), ("q", 1), ("p", 4)])
     second = batch([("p", 6), ("p", 7)], links={"p": 4})
@@ -138,7 +138,7 @@ def test_producers_from_before_the_first_marker() -> None:
     assert (reading.terms.counts.earlier, reading.terms.counts.foreign) == (5, 1)
 
 
-def bad_packed() -> list[Message]:
+def bad_packed() -> list[PulsarMessage]:
     good = packed(1, 1, 0, batch([("p", 1), ("p", 2)]))
     payload = good.payload or b""
     elsewhere = packed(1, 1, 5, batch([("p", 1), ("p", 2)]))
@@ -161,7 +161,7 @@ def bad_packed() -> list[Message]:
 
 
 @pytest.mark.parametrize("bad", bad_packed())
-def test_a_packed_payload_is_what_its_properties_say(bad: Message) -> None:
+def test_a_packed_payload_is_what_its_properties_say(bad: PulsarMessage) -> None:
     for following in ([], [packed(1, 2, 2, batch([("p", 3)], links={"p": 2}))]):
         reading = collector()
         with pytest.raises(DamagedError):  # noqa: PT012
@@ -283,7 +283,7 @@ TEXTS = st.sampled_from(["", "0", "-1", "1:2", "batch", "control", "marker", str
 
 
 @st.composite
-def mutated(draw: st.DrawFn) -> list[Message]:
+def mutated(draw: st.DrawFn) -> list[PulsarMessage]:
     """A topic of both formats in which one entry or two are something else, or elsewhere."""
     messages = list(WHOLE)
     for _ in range(draw(st.integers(1, 2))):
@@ -311,11 +311,11 @@ def mutated(draw: st.DrawFn) -> list[Message]:
 
 @settings(max_examples=300)
 @given(mutated())
-def test_whatever_stands_there_is_read_or_is_damage(messages: list[Message]) -> None:
+def test_whatever_stands_there_is_read_or_is_damage(messages: list[PulsarMessage]) -> None:
     assert outcome_of(messages) in ("read", "LOG_GAP", "LOG_DAMAGED", "NEWER_FORMAT")
 
 
-def outcome_of(messages: list[Message]) -> str:
+def outcome_of(messages: list[PulsarMessage]) -> str:
     reading = collector()
     try:
         for entry in stored(messages):

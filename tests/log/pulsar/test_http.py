@@ -11,8 +11,8 @@ from typing import NamedTuple
 import pytest
 
 from seqdedupe.errors import SeqdedupeError
-from seqdedupe.log.pulsar import admin as admin_module
-from seqdedupe.log.pulsar.admin import Admin, AdminUrl
+from seqdedupe.log.pulsar import admin_url as admin_module
+from seqdedupe.log.pulsar.admin_url import AdminUrl, PulsarAdmin
 from seqdedupe.log.pulsar.policies import ensure_safe
 from seqdedupe.testing import LAST_RESORT_SECONDS
 
@@ -89,8 +89,8 @@ def raw(text: bytes) -> Respond:
     return respond
 
 
-def admin(server: Server, timeout_seconds: float = 20.0) -> Admin:
-    return Admin(AdminUrl(server.url, lambda: TOKEN, timeout_seconds=timeout_seconds))
+def admin(server: Server, timeout_seconds: float = 20.0) -> PulsarAdmin:
+    return PulsarAdmin(AdminUrl(server.url, lambda: TOKEN, timeout_seconds=timeout_seconds))
 
 
 async def failure(server: Server, timeout_seconds: float = 20.0) -> SeqdedupeError:
@@ -225,7 +225,7 @@ async def test_it_does_not_go_on_for_ever_nor_to_another_protocol() -> None:
 async def test_a_token_that_is_none_is_not_shown(token: str) -> None:
     with serving(saying(200)) as server:
         with pytest.raises(SeqdedupeError, match="INVALID_CONFIGURATION") as e:
-            await Admin(AdminUrl(server.url, lambda: token)).stats(TOPIC)
+            await PulsarAdmin(AdminUrl(server.url, lambda: token)).stats(TOPIC)
         assert "SECRET" not in f"{e.value!r} {e.value.__cause__!r} {e.value.__context__!r}"
         assert not server.requests
 
@@ -233,7 +233,7 @@ async def test_a_token_that_is_none_is_not_shown(token: str) -> None:
 async def test_a_token_may_change_and_end_with_a_newline() -> None:
     tokens = iter(["one\n", "two\n"])
     with serving(saying(200, b"[]")) as server:
-        changing = Admin(AdminUrl(server.url, lambda: next(tokens)))
+        changing = PulsarAdmin(AdminUrl(server.url, lambda: next(tokens)))
         for _ in range(2):
             await changing.topics("public/default")
         assert [request.token for request in server.requests] == ["Bearer one", "Bearer two"]

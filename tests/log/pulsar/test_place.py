@@ -8,7 +8,7 @@ from contextlib import nullcontext
 
 import pytest
 
-from seqdedupe.entry_properties import Owner
+from seqdedupe.entry_properties import EntryOwner
 from seqdedupe.errors import DamagedError, PositionError, SeqdedupeError
 from seqdedupe.log.contract import Retention
 from seqdedupe.log.pulsar import content, places
@@ -17,7 +17,7 @@ from seqdedupe.log.pulsar import places as places_module
 from seqdedupe.log.pulsar.entries import EntryFormat
 from seqdedupe.log.pulsar.log import PulsarLog
 from seqdedupe.log.pulsar.places import MAX_POINTS, STEP_BYTES, Places, Point, thinned
-from seqdedupe.log.pulsar.terms import Standing
+from seqdedupe.log.pulsar.terms import TermStanding
 from seqdedupe.message_id import MessageId
 from seqdedupe.testing import LAST_RESORT_SECONDS
 from tests.log.conformance import Owner as OwnerOfLog
@@ -366,7 +366,7 @@ def grown(entries: int, seed: int) -> tuple[Places, list[Point]]:
         if begins:
             every.append(of.end)
         count = rng.choice((0, 1, 1, 5)) if begins else 1
-        standing = Standing(Owner(INCARNATION, 1, 7), i + 1, of.end.next_index + count)
+        standing = TermStanding(EntryOwner(INCARNATION, 1, 7), i + 1, of.end.next_index + count)
         to = of.end.after(standing, MessageId(1, i), i, i, rng.randrange(64, STEP_BYTES))
         of.advance(to, begins_record=begins, is_batch=count > 1)
     return of, every

@@ -8,7 +8,7 @@ import pytest
 from seqdedupe.errors import UnavailableError
 from seqdedupe.log.contract import Failure
 from seqdedupe.log.pulsar import policies
-from seqdedupe.log.pulsar.admin import AdminUrl
+from seqdedupe.log.pulsar.admin_url import AdminUrl
 from seqdedupe.log.pulsar.entries import MAX_ENTRY_BYTES, EntryFormat
 from seqdedupe.log.pulsar.policies import Looks
 from tests.log.batches import encoded_batch

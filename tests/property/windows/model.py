@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from seqdedupe import batch as batches
 from seqdedupe.batch import Binary
-from seqdedupe.core.id_runs import NO_LIMIT, PARTS, WindowLimits
+from seqdedupe.core.id_slots import NO_LIMIT, PARTS, WindowLimits
 from seqdedupe.core.rule import DUP, NOT_DUP
 from seqdedupe.log.contract import Runs
 from seqdedupe.topic import control

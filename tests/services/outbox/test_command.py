@@ -13,12 +13,12 @@ from click.testing import CliRunner
 from sqlalchemy import create_engine, text
 from sqlalchemy.ext.asyncio import create_async_engine
 
-from seqdedupe.cli.services import outbox
+from seqdedupe.cli.service_commands import outbox
 from seqdedupe.errors import InvalidRequestError
 from seqdedupe.limits import MAX_PAYLOAD_BYTES
 from seqdedupe.services.outbox import Outbox, ddl
 from seqdedupe.services.outbox import steps as outbox_steps
-from seqdedupe.services.outbox.postgres import Horizon
+from seqdedupe.services.outbox.postgres_outbox import Horizon
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from tests.cli.conftest import COMMAND
 from tests.services.outbox.conftest import NAME, Database, payloads, relay_all
@@ -232,10 +232,10 @@ async def test_a_relay_by_serial_number_loses_messages(
     monkeypatch.setattr("seqdedupe.services.outbox.relay.ONCE_SECONDS", 0.0)
     if is_planted:
 
-        async def all_there(*given: object, **_: object) -> outbox_steps.Found:
+        async def all_there(*given: object, **_: object) -> outbox_steps.FoundRows:
 
             page = given[3]
-            return outbox_steps.Found(np.arange(len(page)), np.zeros(0, np.int64))  # type: ignore[arg-type]
+            return outbox_steps.FoundRows(np.arange(len(page)), np.zeros(0, np.int64))  # type: ignore[arg-type]
 
         monkeypatch.setattr(Horizon, "note", reads_all)
         monkeypatch.setattr("seqdedupe.services.outbox.relay.find", all_there)
