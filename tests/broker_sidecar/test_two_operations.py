@@ -22,7 +22,7 @@ from pathlib import Path
 import pytest
 
 from seqdedupe.testing import LAST_RESORT_SECONDS
-from seqdedupe.topic import waiting
+from seqdedupe.topic import listing
 from tests.broker_sidecar import held_operations as ask
 from tests.broker_sidecar.held_operations import Hold, Holds, Key, Operation, Place, Side, asked
 
@@ -230,9 +230,9 @@ async def test_while_it_drains(tmp_path: Path) -> None:
 
 def all_wait(patch: pytest.MonkeyPatch) -> None:
     """No topic is opened by a start, or in its turn; who uses one waits until it is open."""
-    patch.setattr(waiting, "OPENED_AT_START", 0)
-    patch.setattr(waiting, "APART_SECONDS", LAST_RESORT_SECONDS)
-    patch.setattr(waiting, "USE_SECONDS", LAST_RESORT_SECONDS)
+    patch.setattr(listing, "OPENED_AT_START", 0)
+    patch.setattr(listing, "APART_SECONDS", LAST_RESORT_SECONDS)
+    patch.setattr(listing, "USE_SECONDS", LAST_RESORT_SECONDS)
 
 
 TABLE: dict[str, dict[str, str]] = {
