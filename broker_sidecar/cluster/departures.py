@@ -340,7 +340,7 @@ class Departures:
 
     async def _move(self, topic: Topic, address: str) -> None:
         if (record := self._topics.registry.record(topic.name)) is None:
-            raise error("MOVE_FAILED", f"topic {topic.name} is not here any more")
+            raise self._topics.ownership.missing(topic.name)
         folder = self._logs.folder_of(record.incarnation)
         to: To | None = None
         try:

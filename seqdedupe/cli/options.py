@@ -10,8 +10,8 @@ import click
 
 from seqdedupe.client.blocking import Client
 from seqdedupe.client.connection import NOT_A_SIDECAR
+from seqdedupe.client.producer_session import OPEN_TIMEOUT_SECONDS
 from seqdedupe.client.route import OnWaiting
-from seqdedupe.client.session import OPEN_TIMEOUT_SECONDS
 from seqdedupe.command import (
     CREDENTIAL_PARAMETERS,
     Command,

@@ -371,7 +371,7 @@ async def test_a_defect_leaves_nobody_waiting(fake: FakeSidecar, monkeypatch: py
     def fails(*_: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("seqdedupe.client.stream.decode_answer", fails)
+    monkeypatch.setattr("seqdedupe.client.publish_calls.decode_answer", fails)
     async with Client(fake.address) as client:
         producer = client.producer("t", "p")
         await producer.open()

@@ -11,9 +11,9 @@ from sqlalchemy import Connection, Engine, delete, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
 from seqdedupe.client.blocking.loop import event_loop, run
+from seqdedupe.client.message import Message
 from seqdedupe.client.reader import Reader
 from seqdedupe.client.route import OnWaiting
-from seqdedupe.client.stored import Message
 from seqdedupe.databases.tables import NO_AUTOCOMMIT
 from seqdedupe.errors import UnavailableError, error
 from seqdedupe.message_id import Position

@@ -10,7 +10,7 @@ import numpy as np
 from sqlalchemy import Connection, Engine, Row, delete, func, insert, select, update
 
 from seqdedupe.batch import Batch, Binary, properties, single_producer
-from seqdedupe.client.stored import Message, StoredBatch
+from seqdedupe.client.message import Message, StoredBatch
 from seqdedupe.databases.failures import Fault, fault_of, told
 from seqdedupe.limits import LINK_LEFT_OUT, NO_EPOCH
 from seqdedupe.message_id import Position

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 from sqlalchemy import Connection, Engine, Row, delete, insert, select, update
 from sqlalchemy.dialects import mysql, postgresql, sqlite
 
-from seqdedupe.client.stored import Message
+from seqdedupe.client.message import Message
 from seqdedupe.databases.failures import Fault, fault_of, lost_connection
 from seqdedupe.databases.tables import MARIADB, make_tables
 from seqdedupe.errors import error

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from sqlalchemy import BigInteger, Column, Engine, Index, MetaData, String, select
 
-from seqdedupe.client.stored import Message
+from seqdedupe.client.message import Message
 from seqdedupe.databases.tables import name_type, table, text_type
 from seqdedupe.services.consumer.database import content_columns
 from seqdedupe.services.consumer.set_aside import message_of

@@ -18,9 +18,9 @@ from seqdedupe.message_id import MessageId, Position
 from seqdedupe.names import number_of, whole_of
 from seqdedupe.v1 import admin_pb2
 from seqdedupe_spark import stock
-from seqdedupe_spark.cluster.connection import Connection, connected
-from seqdedupe_spark.cluster.reading import last_readable
-from seqdedupe_spark.cluster.settings import Cluster
+from seqdedupe_spark.cluster.broker_connection import BrokerConnection, connected
+from seqdedupe_spark.cluster.broker_reader import last_readable
+from seqdedupe_spark.service import PulsarCluster
 from seqdedupe_spark.stock import STOCK, StockEnds
 
 AT_ONCE = 16
@@ -38,7 +38,7 @@ class ClusterClient:
 
     def __init__(
         self,
-        cluster: Cluster,
+        cluster: PulsarCluster,
         namespaces: Collection[str],
         is_wanted: Callable[[str], bool],
         *,
@@ -71,7 +71,7 @@ class ClusterClient:
     def topics(self) -> list[admin_pb2.Topic]:
         """Those that are wanted. Raises INVALID_OPTION."""
 
-        async def all_of(connection: Connection) -> list[admin_pb2.Topic]:
+        async def all_of(connection: BrokerConnection) -> list[admin_pb2.Topic]:
             places = asyncio.Semaphore(AT_ONCE)
             names, found = await self._names(connection.admin)
             due = {name: incarnation for whole in found for incarnation, name in whole.topics.items()}
@@ -98,7 +98,7 @@ class ClusterClient:
     def ends(self, topic: str) -> TopicEnds | StockEnds:
         """Raises NotFoundError."""
 
-        async def find(connection: Connection) -> TopicEnds | StockEnds:
+        async def find(connection: BrokerConnection) -> TopicEnds | StockEnds:
             if await connection.is_log(topic):
                 return await _looked(connection, topic, _ends)
             return await self._stock_ends(connection, topic)
@@ -109,7 +109,7 @@ class ClusterClient:
         async def locate(finder: Finder) -> Located:
             return Located(finder.incarnation, await finder.first_at(publish_time_ms))
 
-        async def find(connection: Connection) -> Located:
+        async def find(connection: BrokerConnection) -> Located:
             if await connection.is_log(topic):
                 return await _looked(connection, topic, locate)
             place = stock.before(await connection.admin.first_since(topic, publish_time_ms))
@@ -163,7 +163,7 @@ class ClusterClient:
                     names.append(name)
         return names, found
 
-    async def _stock(self, connection: Connection, topic: str) -> admin_pb2.Topic:
+    async def _stock(self, connection: BrokerConnection, topic: str) -> admin_pb2.Topic:
         if not self._cluster.subscription and not self._may_lose:
             raise error(
                 "INVALID_OPTION",
@@ -173,7 +173,7 @@ class ClusterClient:
         size_bytes = (await connection.stored(topic)).ledgers.size_bytes
         return admin_pb2.Topic(name=topic, log_bytes=size_bytes)
 
-    async def _stock_ends(self, connection: Connection, topic: str) -> StockEnds:
+    async def _stock_ends(self, connection: BrokerConnection, topic: str) -> StockEnds:
         found = await connection.stored(topic)
         ledgers = found.ledgers
         if not len(ledgers):
@@ -186,12 +186,12 @@ class ClusterClient:
         return replace(found, readable=0 if number is None else number + 1)
 
     def _find(self, topic: str, find: Callable[[Finder], Awaitable[T]]) -> T:
-        async def found(connection: Connection) -> T:
+        async def found(connection: BrokerConnection) -> T:
             return await _looked(connection, topic, find)
 
         return self._call(found)
 
-    def _call(self, call: Callable[[Connection], Awaitable[T]]) -> T:
+    def _call(self, call: Callable[[BrokerConnection], Awaitable[T]]) -> T:
         async def connect_and_call() -> T:
             async with connected(self._cluster) as connection:
                 return await call(connection)
@@ -199,7 +199,7 @@ class ClusterClient:
         return run(connect_and_call)
 
 
-async def _listed(connection: Connection, topic: str) -> admin_pb2.Topic:
+async def _listed(connection: BrokerConnection, topic: str) -> admin_pb2.Topic:
     async def look(finder: Finder) -> admin_pb2.Topic:
         first_index, last = await _ends(finder)
         return admin_pb2.Topic(
@@ -219,7 +219,7 @@ async def _ends(finder: Finder) -> TopicEnds:
     return TopicEnds(beginning.standing.next_index, last)
 
 
-async def _looked(connection: Connection, topic: str, find: Callable[[Finder], Awaitable[T]]) -> T:
+async def _looked(connection: BrokerConnection, topic: str, find: Callable[[Finder], Awaitable[T]]) -> T:
     """What is found in a topic as it is now. Raises TOPIC_NOT_FOUND."""
     incarnation = await connection.incarnation(topic)
     finder = await connection.finder(topic, incarnation)

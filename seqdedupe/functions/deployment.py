@@ -1,12 +1,8 @@
-"""What a function is told in its `userConfig`, what it must be deployed with, and how its process ends."""
+"""What a function is told in its `userConfig`, and what it must be deployed with."""
 
 import difflib
 import logging
 import operator
-import os
-import sys
-import threading
-import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -25,7 +21,7 @@ IDENTITIES = ("message_id", "index")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class FunctionSettings:
     """The keys of `userConfig` that are the wrapper's; all others are the wrapped function's own."""
 
     wrapped: str
@@ -68,9 +64,9 @@ def _invalid(why: str, hint: str | None = None) -> SeqdedupeError:
     return error("INVALID_FUNCTION", why, hint=hint)
 
 
-def settings_of(user_config: Mapping[str, Any]) -> Settings:
+def settings_of(user_config: Mapping[str, Any]) -> FunctionSettings:
     """The settings that `userConfig` has. Raises INVALID_FUNCTION, INVALID_ADDRESS, INVALID_TOPIC_NAME."""
-    kinds = {item.name: type(item.default) if item.name != "wrapped" else str for item in fields(Settings)}
+    kinds = {item.name: type(item.default) if item.name != "wrapped" else str for item in fields(FunctionSettings)}
     values: dict[str, Any] = {}
     for key, value in user_config.items():
         if key in kinds:
@@ -81,7 +77,7 @@ def settings_of(user_config: Mapping[str, Any]) -> Settings:
             logger.warning("%s in userConfig is taken for the function's own: do you mean %s?", key, near[0])
     if not values.get("wrapped"):
         raise _invalid("wrapped is required in userConfig: the function, as 'module.Class' or 'module'")
-    settings = Settings(**values)
+    settings = FunctionSettings(**values)
     if settings.identity not in IDENTITIES:
         raise _invalid(f"identity is {settings.identity!r}: it should be {' or '.join(IDENTITIES)}")
     Sidecars.parse(settings.sidecar_address)
@@ -152,63 +148,3 @@ def _serde(what: str) -> SeqdedupeError:
         f"the function is deployed with {what}: one that fails loses the message before the wrapper sees it",
         "Deploy it without, and name the SerDe as input_serde in userConfig.",
     )
-
-
-# -- The process of an instance, and how it ends: at once, so that what is not acknowledged comes again in order.
-
-FAILED = 1
-LOG_TOPIC_SECONDS = 2.0
-"""The end of a process waits so long until the log topic has its last lines."""
-
-
-def text_of(e: BaseException) -> str:
-    """An error's kind and text. Raises nothing: an error's text may be code that fails in its turn."""
-    try:
-        said = str(e)
-    except BaseException as again:  # noqa: BLE001 (it is the wrapped function's code)
-        said = f"its text cannot be had, it raises {type(again).__name__}"
-    return f"{type(e).__name__}: {said}"
-
-
-def traceback_of(e: BaseException) -> str:
-    """As Python prints it, for a line of the log. Not every formatter takes an error whose text cannot be had."""
-    return "".join(traceback.format_exception(e)).rstrip()
-
-
-def ending(e: BaseException) -> str:
-    """An error as the reason why an instance ends: with what to do about it, where it says that."""
-    return f"{text_of(e)} {e.hint}" if isinstance(e, SeqdedupeError) else text_of(e)
-
-
-def _send_log_topic() -> None:
-    """The runtime's handler for a log topic sends in the background, and has no flush; a broker may be away."""
-    producers = [getattr(handler, "producer", None) for handler in logging.getLogger().handlers]
-    for producer in filter(None, producers):
-        sending = threading.Thread(target=producer.flush, daemon=True)
-        sending.start()
-        sending.join(LOG_TOPIC_SECONDS)
-
-
-class InstanceProcess:
-    """This process, which Pulsar's runtime starts again when it ends.
-
-    Neither SystemExit nor an exception ends an instance: the runtime catches what `process` raises, and goes on without
-    the message.
-    """
-
-    @property
-    def is_stopping(self) -> bool:
-        """Whether the runtime was told to end (SIGTERM); while `process` runs it does not."""
-        main: Any = sys.modules.get("__main__")
-        return getattr(main, "to_run", True) is False
-
-    def end(self, why: str, *, failed: bool) -> None:
-        """Does not return."""
-        try:
-            logger.log(logging.CRITICAL if failed else logging.INFO, "the instance ends: %s", why)
-            logging.shutdown()
-            _send_log_topic()
-            sys.stdout.flush()
-            sys.stderr.flush()
-        finally:  # also where nobody reads the output any more, and flushing it fails
-            os._exit(FAILED if failed else 0)

@@ -1,8 +1,15 @@
-"""Reading a range of a topic from its brokers, in the process that needs its messages."""
+"""Reading a range of a topic from its brokers, in the process that needs its messages.
+
+Begin with `read_stored`. `Task` is how what fails is tried again; `_LogTask` reads what a sidecar has written, judged
+by the rule of terms, and `StockTask` what none has, entry by entry.
+"""
 
 import asyncio
 import base64
+import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing
 from enum import Enum
 from functools import partial
 from typing import TypeVar
@@ -12,7 +19,8 @@ import numpy as np
 from seqdedupe import batch as batches
 from seqdedupe.batch import NO_INT32S, NO_INT64S, Batch, Binary, decode
 from seqdedupe.client.blocking.loop import run
-from seqdedupe.client.stored import StoredBatch
+from seqdedupe.client.connection import Backoff
+from seqdedupe.client.message import StoredBatch
 from seqdedupe.entry_properties import ENTRY, Place
 from seqdedupe.errors import DamagedError, NotFoundError, SeqdedupeError, UnavailableError, error
 from seqdedupe.format.layout import BASE_INDEX, PUBLISH_TIME_MS, ROWS
@@ -28,16 +36,63 @@ from seqdedupe.log.pulsar.terms import Standing, Terms, Verdict
 from seqdedupe.message_id import MessageId, Position
 from seqdedupe.message_ids import MessageIds
 from seqdedupe_spark import stock
-from seqdedupe_spark.cluster import task
-from seqdedupe_spark.cluster.connection import Connection, next_entries
-from seqdedupe_spark.cluster.settings import Cluster
-from seqdedupe_spark.cluster.task import Task, queue_entries
+from seqdedupe_spark.cluster.broker_connection import (
+    MAX_QUEUE_ENTRIES,
+    QUEUE_BYTES,
+    BrokerConnection,
+    connected,
+    next_entries,
+)
 from seqdedupe_spark.ranges import Range
+from seqdedupe_spark.service import PulsarCluster
 from seqdedupe_spark.stock import STOCK, StockBatch, StockEnds
 
+# -- What tasks that read from brokers have in common: what fails and may pass is tried again, from where they are.
 
-def read_stored(cluster: Cluster, span: Range, timeout_seconds: float | None) -> Iterator[StoredBatch]:
-    """As `seqdedupe_spark.reading.read_stored`. A sidecar's entries are judged by the rule of terms."""
+STEP_BYTES = 1024 * 1024
+"""About so much is read at a time."""
+
+
+class Task(ABC):
+    """The reading of one range."""
+
+    def __init__(self, span: Range, timeout_seconds: float | None) -> None:
+        self._span = span
+        self._timeout_seconds = timeout_seconds
+
+    @property
+    @abstractmethod
+    def is_done(self) -> bool:
+        """Whether all of the range was read."""
+
+    @abstractmethod
+    def _read(self, connection: BrokerConnection) -> AsyncGenerator[Sequence[StoredBatch], None]:
+        """The messages that are still to be read. Raises UnavailableError for what may pass."""
+
+    async def steps(self, cluster: PulsarCluster) -> AsyncGenerator[Sequence[StoredBatch], None]:
+        """The messages of the range. What fails and may pass is tried again."""
+        backoff, heard = Backoff(0.05, 5.0), time.monotonic()
+        while not self.is_done:
+            try:
+                async with connected(cluster) as connection, aclosing(self._read(connection)) as steps:
+                    async for step in steps:
+                        yield step
+                        backoff, heard = Backoff(0.05, 5.0), time.monotonic()
+            except UnavailableError as e:
+                delay = backoff.next_seconds()
+                if self._timeout_seconds is not None and time.monotonic() + delay - heard > self._timeout_seconds:
+                    what = f"no message of {self._span} has come for {self._timeout_seconds:g} seconds"
+                    raise error("UNREACHABLE", f"{what}: {e.message}", hint=e.hint) from e
+                await asyncio.sleep(delay)
+
+
+def queue_entries(ledgers: Ledgers) -> int:
+    """Pulsar's client bounds what it fetches ahead by number only."""
+    return max(2, min(MAX_QUEUE_ENTRIES, QUEUE_BYTES * len(ledgers) // max(ledgers.size_bytes, 1)))
+
+
+def read_stored(cluster: PulsarCluster, span: Range, timeout_seconds: float | None) -> Iterator[StoredBatch]:
+    """As `seqdedupe_spark.range_reader.read_stored`. A sidecar's entries are judged by the rule of terms."""
     is_stock = span.incarnation == STOCK
     reading = StockTask(span, timeout_seconds, cluster.tells_keys) if is_stock else _LogTask(span, timeout_seconds)
     steps = reading.steps(cluster)
@@ -63,7 +118,7 @@ class _LogTask(Task):
     def is_done(self) -> bool:
         return self._next_index >= self._span.stop_index
 
-    async def _read(self, connection: Connection) -> AsyncGenerator[list[StoredBatch], None]:
+    async def _read(self, connection: BrokerConnection) -> AsyncGenerator[list[StoredBatch], None]:
         topic, stop_index = self._span.topic, self._span.stop_index
         finder = await connection.finder_of(topic, self._span.incarnation)
         start, standing = await self._start(finder)
@@ -80,7 +135,7 @@ class _LogTask(Task):
                         collector = Collector(Terms(standing or self._standing_before(entry, start), after))
                         if is_known:
                             continue
-                    if size_bytes >= task.STEP_BYTES and begins_record(entry.message):
+                    if size_bytes >= STEP_BYTES and begins_record(entry.message):
                         yield self._taken(collector, seen)
                         size_bytes = 0
                     try:
@@ -130,7 +185,7 @@ class _LogTask(Task):
         self._next_index = max(first_index, collector.terms.next_index)
         return [] if entries is None else list(_batches(entries, first_index, span.stop_index, span.incarnation))
 
-    async def _explained(self, connection: Connection, failure: DamagedError) -> SeqdedupeError:
+    async def _explained(self, connection: BrokerConnection, failure: DamagedError) -> SeqdedupeError:
         """What is missing because Pulsar has trimmed it is no damage; nor is a topic that was made anew."""
         span = self._span
         finder = await connection.finder_of(span.topic, span.incarnation)
@@ -193,16 +248,19 @@ class StockTask(Task):
     def is_done(self) -> bool:
         return self._at.index >= self._span.end.index
 
-    async def _read(self, connection: Connection) -> AsyncGenerator[Sequence[StoredBatch], None]:
+    async def _read(self, connection: BrokerConnection) -> AsyncGenerator[Sequence[StoredBatch], None]:
         topic, ends = self._span.topic, await connection.stored(self._span.topic)
         first, stop = ends.entries_up_to(self._at), ends.entries_up_to(self._span.end)
         if first is None or stop is None:
             raise stock.trimmed(topic, f"after {stock.entry_before(self._at)}")
-        if not self._steps_back and await part_at(connection, topic, ends.ledgers.message_id(first)) is not Part.NONE:
+        if (
+            not self._steps_back
+            and await part_at(connection, topic, ends.ledgers.message_id(first)) is not ChunkPart.NONE
+        ):
             self._steps_back = _FIRST_STEPS_BACK
         place = ends.ledgers.message_id(max(first - self._steps_back, 0))
-        reader = await connection.open_reader(topic, place, task.queue_entries(ends.ledgers))
-        run = _Run(ends, first, stop, stock.rows_read(self._at))
+        reader = await connection.open_reader(topic, place, queue_entries(ends.ledgers))
+        run = _EntryRun(ends, first, stop, stock.rows_read(self._at))
         try:
             while run.due < stop:
                 for entry in await self._next(connection, reader, run):
@@ -210,7 +268,7 @@ class StockTask(Task):
                         run.check_is_between()
                         await self._explain(connection, ends.ledgers, range(run.due, number), entry.first_chunk)
                     run.take(entry, number)
-                if run.size_bytes >= task.STEP_BYTES or run.due >= stop:
+                if run.size_bytes >= STEP_BYTES or run.due >= stop:
                     found = run.taken()
                     keys = await exact_keys(connection, topic, found) if self._tells_keys else None
                     if run.due > first:
@@ -219,38 +277,38 @@ class StockTask(Task):
         finally:
             await reader.close()
 
-    async def _next(self, connection: Connection, reader: Reader, run: "_Run") -> list[Entry]:
+    async def _next(self, connection: BrokerConnection, reader: Reader, run: "_EntryRun") -> list[Entry]:
         try:
             return await next_entries(reader, self._span.topic)
         except UnavailableError:
             # At what it cannot read a client stops without a word, and it drops the end of what began before it reads.
             entry = run.ends.ledgers.message_id(run.due)
-            if (part := await part_at(connection, self._span.topic, entry)) is not Part.NONE:
+            if (part := await part_at(connection, self._span.topic, entry)) is not ChunkPart.NONE:
                 self._go_back(entry, part)
             raise
 
     async def _explain(
-        self, connection: Connection, ledgers: Ledgers, numbers: range, first_chunk: MessageId | None
+        self, connection: BrokerConnection, ledgers: Ledgers, numbers: range, first_chunk: MessageId | None
     ) -> None:
         """As `explain`; the end of a chunked message that began before the reading has it begin earlier."""
         topic = self._span.topic
         try:
             ends = await explain(connection, topic, ledgers, numbers, first_chunk)
         except UnavailableError:
-            self._go_back(ledgers.message_id(numbers.start), Part.UNTOLD)
+            self._go_back(ledgers.message_id(numbers.start), ChunkPart.UNTOLD)
             raise
         if ends:
-            self._go_back(min(ends), Part.LAST)
+            self._go_back(min(ends), ChunkPart.LAST)
             raise error("LOG_UNREADABLE", f"{min(ends)} of {topic} ends a message that began before the reading")
 
-    def _go_back(self, entry: MessageId, part: "Part") -> None:
+    def _go_back(self, entry: MessageId, part: "ChunkPart") -> None:
         """Has the next try begin earlier. Raises UNSUPPORTED_MESSAGE if that has not helped."""
-        if self._steps_back >= MAX_STEPS_BACK and part is Part.LAST:
+        if self._steps_back >= MAX_STEPS_BACK and part is ChunkPart.LAST:
             raise not_whole(self._span.topic, entry)
         self._steps_back = min(max(_FIRST_STEPS_BACK, self._steps_back * 16), MAX_STEPS_BACK)
 
 
-class Part(Enum):
+class ChunkPart(Enum):
     """What an entry is of a chunked message."""
 
     NONE = 0
@@ -261,22 +319,22 @@ class Part(Enum):
     """The broker does not answer, as for parts of compressed messages, which it fails to decompress."""
 
 
-def _part(said: Mapping[str, str]) -> Part:
+def _part(said: Mapping[str, str]) -> ChunkPart:
     """By what the broker says of an entry."""
     if "x-pulsar-chunk-id" not in said:
-        return Part.NONE
+        return ChunkPart.NONE
     is_last = int(said["x-pulsar-chunk-id"]) + 1 >= int(said.get("x-pulsar-num-chunks-from-msg", 0))
-    return Part.LAST if is_last else Part.INNER
+    return ChunkPart.LAST if is_last else ChunkPart.INNER
 
 
-async def part_at(connection: Connection, topic: str, entry: MessageId) -> Part:
+async def part_at(connection: BrokerConnection, topic: str, entry: MessageId) -> ChunkPart:
     """What an entry is of a chunked message. Raises UNSUPPORTED_MESSAGE for one that cannot be read here."""
     try:
         said = (await connection.quick_admin.entry(topic, entry)).headers
     except NotFoundError:
-        return Part.NONE
+        return ChunkPart.NONE
     except UnavailableError:
-        return Part.UNTOLD
+        return ChunkPart.UNTOLD
     _check_supported(topic, entry, said)
     return _part(said)
 
@@ -290,7 +348,7 @@ def not_whole(topic: str, entry: MessageId) -> SeqdedupeError:
     )
 
 
-class _Run:
+class _EntryRun:
     """The entries that one reader gives, in their order. Those that are whole are taken."""
 
     def __init__(self, ends: StockEnds, first: int, stop: int, rows: int) -> None:
@@ -340,27 +398,27 @@ class _Run:
         return found
 
 
-async def last_readable(connection: Connection, topic: str, ledgers: Ledgers) -> MessageId | None:
+async def last_readable(connection: BrokerConnection, topic: str, ledgers: Ledgers) -> MessageId | None:
     """The last entry that readers are given, of a topic that has some: after it are none, or such as `explain` knows.
 
     None if there is none. Raises UNSUPPORTED_MESSAGE.
     """
-    count, part = len(ledgers), Part.INNER
-    while count and (part := await part_at(connection, topic, ledgers.message_id(count - 1))) is Part.INNER:
+    count, part = len(ledgers), ChunkPart.INNER
+    while count and (part := await part_at(connection, topic, ledgers.message_id(count - 1))) is ChunkPart.INNER:
         # Its message is still being written.
         count -= 1
     if not count:
         return None
-    looked_at = 1 if part is Part.NONE else _FIRST_STEPS_BACK
+    looked_at = 1 if part is ChunkPart.NONE else _FIRST_STEPS_BACK
     while True:
         first = max(count - looked_at, 0)
         try:
             found = await connection.entries(topic, ledgers.message_id(first), ledgers.message_id(count - 1))
         except UnavailableError:
-            if part is not Part.NONE and first and looked_at < MAX_STEPS_BACK:
+            if part is not ChunkPart.NONE and first and looked_at < MAX_STEPS_BACK:
                 looked_at *= 16
                 continue
-            if part is Part.LAST:
+            if part is ChunkPart.LAST:
                 raise not_whole(topic, ledgers.message_id(count - 1)) from None
             for number in range(count - 1, max(count - ASKED_AT_ONCE, first) - 1, -1):
                 await part_at(connection, topic, ledgers.message_id(number))
@@ -371,7 +429,7 @@ async def last_readable(connection: Connection, topic: str, ledgers: Ledgers) ->
 
 
 async def explain(
-    connection: Connection, topic: str, ledgers: Ledgers, numbers: range, first_chunk: MessageId | None
+    connection: BrokerConnection, topic: str, ledgers: Ledgers, numbers: range, first_chunk: MessageId | None
 ) -> list[MessageId]:
     """Returns if these are entries that no reader is given: of transactions that were aborted, markers, or parts of
     chunked messages. The list has those that end a message, which the client has dropped.
@@ -399,9 +457,9 @@ async def explain(
             raise
         _check_supported(topic, entry, said)
         part = _part(said)
-        if part is Part.LAST:
+        if part is ChunkPart.LAST:
             ends.append(entry)
-        if part is not Part.NONE or "x-pulsar-marker-type" in said or said.get("x-pulsar-txn-aborted") == "true":
+        if part is not ChunkPart.NONE or "x-pulsar-marker-type" in said or said.get("x-pulsar-txn-aborted") == "true":
             return
         if said.get("x-pulsar-txn-uncommitted") == "true":
             raise error("LOG_UNREADABLE", f"{entry} of {topic} waits for a transaction that is not over")
@@ -417,7 +475,7 @@ def _check_supported(topic: str, entry: MessageId, said: Mapping[str, str]) -> N
         raise error("UNSUPPORTED_MESSAGE", f"{entry} of {topic} is encrypted, and nothing here has its key")
 
 
-async def exact_keys(connection: Connection, topic: str, entries: Sequence[Entry]) -> list[bytes | None]:
+async def exact_keys(connection: BrokerConnection, topic: str, entries: Sequence[Entry]) -> list[bytes | None]:
     """The keys as their producers set them. Pulsar's client shows bytes in base64, and no key as an empty one: where a
     key may be either, the broker is asked for its entry. Raises POSITION_TRIMMED if that is gone."""
     keys: list[bytes | None] = [entry.message.key.encode() for entry in entries]

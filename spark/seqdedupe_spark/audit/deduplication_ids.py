@@ -11,8 +11,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from seqdedupe.client.stored import StoredBatch
-from seqdedupe_spark.audit.ranges import EXAMPLES
+from seqdedupe.client.message import StoredBatch
+from seqdedupe_spark.audit.sequence_ids import EXAMPLES
 from seqdedupe_spark.columns import SCHEMA, to_arrow
 
 ROWS_SCHEMA = pa.schema([("topic", pa.int32()), ("id", pa.binary()), ("index", pa.int64())])

@@ -1,24 +1,80 @@
-"""A connection to a cluster, for as long as a call or a task takes."""
+"""A connection to a cluster, for as long as a call or a task takes, and as whom: begin with `connected`."""
 
 import asyncio
+import json
+import ssl
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager, suppress
 from functools import partial
+from pathlib import Path
+from urllib.parse import urlsplit
 
 import pulsar
 import pulsar.asyncio
 
 from seqdedupe.entry_properties import INCARNATION
-from seqdedupe.errors import error
+from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.log.pulsar.admin import Admin, AdminUrl
-from seqdedupe.log.pulsar.client import PulsarClient, client_logger, never_raises
+from seqdedupe.log.pulsar.client import OAuth2, PulsarClient, Token, client_logger, from_file, never_raises
 from seqdedupe.log.pulsar.entries import NOWHERE, Entry
 from seqdedupe.log.pulsar.finder import Finder
 from seqdedupe.log.pulsar.reader import Reader, open_reader
 from seqdedupe.message_id import MessageId
-from seqdedupe_spark.cluster.credentials import tls_of, token_of
-from seqdedupe_spark.cluster.settings import Cluster
+from seqdedupe_spark.service import PulsarCluster, path_of
 from seqdedupe_spark.stock import STOCK, StockEnds
+
+# -- As whom a cluster is read: Pulsar's own names for it, and what they stand for. Nothing secret is ever in an
+# error.
+
+_PARAMS = "pulsar.client.authParams"
+_TOKEN = "token:"
+
+
+def token_of(cluster: PulsarCluster) -> Token | None:
+    """What gives the token; None if there is none. Raises INVALID_OPTION."""
+    params = cluster.credentials
+    if cluster.authentication == "AuthenticationOAuth2":
+        return _oauth2(params)
+    if cluster.authentication != "AuthenticationToken":
+        if params:
+            raise error("INVALID_OPTION", f"{_PARAMS} is given, but no pulsar.client.authPluginClassName")
+        return None
+    if params.startswith(_TOKEN) and params != _TOKEN:
+        return lambda: params.removeprefix(_TOKEN)
+    if path := path_of(params):
+        return from_file(Path(path))
+    raise _wrong("token:… or file:///path")
+
+
+def _oauth2(params: str) -> Token:
+    try:
+        given = json.loads(params)
+        issuer_url, path, audience = given["issuerUrl"], path_of(given["privateKey"]), given.get("audience", "")
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise _wrong('JSON, as {"issuerUrl": "https://…", "privateKey": "file:///path", "audience": "…"}') from None
+    if path is None or urlsplit(issuer_url).scheme not in ("https", "http"):
+        raise _wrong("such that privateKey is like file:///path, and issuerUrl like https://host")
+    return OAuth2(issuer_url, Path(path), audience)
+
+
+def _wrong(should_be: str) -> SeqdedupeError:
+    return error("INVALID_OPTION", f"{_PARAMS}: it should be {should_be}")
+
+
+def tls_of(cluster: PulsarCluster) -> ssl.SSLContext | None:
+    """For the admin calls, as strict as the client for messages is told to be. Raises INVALID_OPTION."""
+    if not cluster.admin_url.startswith("https:"):
+        return None
+    try:
+        context = ssl.create_default_context(cafile=cluster.trust_certs_path or None)
+    except (OSError, ssl.SSLError) as e:
+        what = f"pulsar.client.tlsTrustCertsFilePath is {cluster.trust_certs_path!r}: no certificate can be read ({e})"
+        raise error("INVALID_OPTION", what) from e
+    context.check_hostname = cluster.verifies_hostname and not cluster.allows_insecure
+    if cluster.allows_insecure:
+        context.verify_mode = ssl.CERT_NONE
+    return context
+
 
 OPERATION_TIMEOUT_SECONDS = 10
 CLOSE_TIMEOUT_SECONDS = 5.0
@@ -33,7 +89,7 @@ MAX_QUEUE_ENTRIES = 5000
 _LOOK_ENTRIES = 4
 
 
-class Connection:
+class BrokerConnection:
     """Made by `connected`. Its methods raise LOG_UNREADABLE for what may pass."""
 
     def __init__(self, client: pulsar.asyncio.Client, admin: Admin, quick_admin: Admin, subscription: str) -> None:
@@ -98,7 +154,7 @@ async def next_entries(reader: Reader, topic: str) -> list[Entry]:
 
 
 @asynccontextmanager
-async def connected(cluster: Cluster) -> AsyncGenerator[Connection, None]:
+async def connected(cluster: PulsarCluster) -> AsyncGenerator[BrokerConnection, None]:
     """A connection for the length of a block. Raises INVALID_OPTION, PULSAR_FORBIDS."""
     token, tls = token_of(cluster), tls_of(cluster)
     client = PulsarClient(
@@ -114,7 +170,7 @@ async def connected(cluster: Cluster) -> AsyncGenerator[Connection, None]:
     try:
         admin = Admin(AdminUrl(cluster.admin_url, token, tls))
         quick_admin = Admin(AdminUrl(cluster.admin_url, token, tls, QUICK_SECONDS))
-        yield Connection(client, admin, quick_admin, cluster.subscription)
+        yield BrokerConnection(client, admin, quick_admin, cluster.subscription)
     finally:
         # Not `shutdown`: it keeps the interpreter's lock, for which the client's threads may wait.
         with suppress(TimeoutError, pulsar.asyncio.PulsarException):

@@ -1,4 +1,7 @@
-"""A producer's session with the sidecar: opens, sends, takes the answers, reconnects and resumes, until closed."""
+"""A producer's session with the sidecar: opens, sends, takes the answers, reconnects and resumes, until closed.
+
+Before it stands what may be told to a producer, `ProducerConfig`.
+"""
 
 import asyncio
 import logging
@@ -8,11 +11,11 @@ from typing import Any
 
 from seqdedupe.address import SidecarAddress
 from seqdedupe.client.connection import NOT_A_SIDECAR, Backoff, may_break_for_a_frame
-from seqdedupe.client.frames import Openings
 from seqdedupe.client.outbox import SUSPECT_BREAKS, Frame, Outbox
 from seqdedupe.client.pending import PendingBatch
-from seqdedupe.client.route import OnWaiting, Route, Waiting
-from seqdedupe.client.stream import Answers, Connections, PublishStream
+from seqdedupe.client.publish_calls import Openings
+from seqdedupe.client.route import OnWaiting, Route, WaitingNotice
+from seqdedupe.client.stream import Answers, PublishStream, SharedConnections
 from seqdedupe.errors import AccessDeniedError, InvalidRequestError, SeqdedupeError, UnavailableError, error
 from seqdedupe.limits import MAX_BATCH_BYTES, MAX_BATCH_ROWS
 from seqdedupe.message_id import Position
@@ -72,11 +75,18 @@ _SHORTEST_WAIT_SECONDS = 0.01
 
 
 class Session:
-    """One producer name on one topic. All of it runs on one event loop."""
+    """One producer name on one topic. All of it runs on one event loop.
+
+    connecting --> opening --> serving        `_run`, again and again: `_connect` is all three
+         ^            |           |
+         +--- after a delay, or where another sidecar is; or idle, until there is something to send
+
+    any --> ended, by `stop` or with `failure`: what has no receipt fails with it
+    """
 
     def __init__(
         self,
-        connections: Connections,
+        connections: SharedConnections,
         topic: str,
         name: str,
         config: ProducerConfig,
@@ -94,7 +104,7 @@ class Session:
         """Who has answered a lower term than was seen before, since one last answered another."""
         self._topic = topic
         self._config = config
-        self._waiting = Waiting(on_waiting)
+        self._waiting = WaitingNotice(on_waiting)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._epoch: int | None = None
         self._started: asyncio.Future[None] | None = None
@@ -102,6 +112,8 @@ class Session:
         self._added = asyncio.Event()
         self._stream: PublishStream | None = None  # while it is served by one
         self._rewinding: asyncio.TimerHandle | None = None
+        self._is_in_trouble = False
+        """Whether anything has failed or was refused since something had its receipt."""
         self._resumed_in_vain = False
         """Whether a refusal was answered by a resume, and nothing has had a receipt since."""
         self._backoff = Backoff(_FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS)
@@ -250,6 +262,7 @@ class Session:
             try:
                 await self._connect()
             except SeqdedupeError as failure:
+                self._is_in_trouble = True
                 # The stream, too, may have been refused by one to which the topic came only then.
                 e = self._route.doubted(failure)
                 if not isinstance(e, UnavailableError):
@@ -377,10 +390,10 @@ class Session:
         for frame, receipt in answers.receipts:
             self.outbox.receipt(frame, receipt)
         self.outbox.durable_up_to(answers.durable_index)
-        if self.outbox.without_receipt < waiting:
+        if self._is_in_trouble and self.outbox.without_receipt < waiting:
+            self._is_in_trouble = self._resumed_in_vain = False
             self._backoff.reset()
             self._route.goes_well()
-            self._resumed_in_vain = False
             self.outbox.held_up(None)
             self._waiting.goes_on()
         for frame, why in answers.refusals:
@@ -394,6 +407,7 @@ class Session:
         return self.failure is not None and not len(self.outbox)
 
     def _refused(self, frame: int, why: SeqdedupeError) -> None:
+        self._is_in_trouble = True
         if not self._resumed_in_vain and self.outbox.asks_for_resume(frame, why):
             self._resumed_in_vain = True
             raise why
@@ -407,6 +421,7 @@ class Session:
         if self.outbox.rewinds_at_once:
             self._rewind()
         elif self._rewinding is None:
+            self._is_in_trouble = True
             delay_seconds = max(self._backoff.next_seconds(), self.outbox.retry_delay_ms / 1000)
             self._rewinding = asyncio.get_running_loop().call_later(delay_seconds, self._rewind)
 

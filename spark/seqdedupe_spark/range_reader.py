@@ -8,14 +8,13 @@ import pyarrow as pa
 
 from seqdedupe.client import blocking
 from seqdedupe.client.connection import NOT_A_SIDECAR, Backoff
-from seqdedupe.client.stored import StoredBatch
+from seqdedupe.client.message import StoredBatch
 from seqdedupe.errors import UnavailableError, error
 from seqdedupe.message_id import MessageId, Position
 from seqdedupe_spark.cluster import compiled
-from seqdedupe_spark.cluster.settings import Cluster, Service
 from seqdedupe_spark.columns import SCHEMA, to_arrow
 from seqdedupe_spark.ranges import Range
-from seqdedupe_spark.session import sidecar_at
+from seqdedupe_spark.service import PulsarCluster, Service, sidecar_at
 
 MAX_ROWS = 16_384
 """Stored batches are joined until they have so many rows; a single one may have more."""
@@ -37,12 +36,12 @@ def read_stored(service: Service, range: Range, timeout_seconds: float | None = 
     """
     if not len(range):
         return
-    if isinstance(service, Cluster):
+    if isinstance(service, PulsarCluster):
         # The packages for it need not be there.
         compiled.prepare()
-        from seqdedupe_spark.cluster import reading
+        from seqdedupe_spark.cluster import broker_reader
 
-        yield from reading.read_stored(service, range, timeout_seconds)
+        yield from broker_reader.read_stored(service, range, timeout_seconds)
         return
     client = sidecar_at(service).connect()
     with client.reader(range.topic, range.start, stop_index=range.stop_index) as reader:

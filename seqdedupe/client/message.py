@@ -1,4 +1,4 @@
-"""What readers get: batches as the log stores them, and the messages in them."""
+"""What readers get: batches as the log stores them, and the messages in them; and what all readers have in common."""
 
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator

@@ -64,7 +64,7 @@ def ids_of(topics: pa.Array, incarnations: pa.Array, indexes: pa.Array, ordinals
     return pc.binary_join_element_wise(*parts, "/").cast(pa.binary())
 
 
-class Seen:
+class SeenIdentities:
     """The identities that a task has seen of each source, as runs of numbers: next to nothing where rows come in order,
     else 16 bytes a row."""
 
@@ -175,7 +175,7 @@ _SEQUENCE = ("__producerName", "__sequenceId", "producerName", "sequenceId")
 
 
 @dataclass(frozen=True)
-class Layout:
+class RowLayout:
     """Where the parts of a message stand. What it does not say, the names of the columns do."""
 
     topic: str | None
@@ -191,7 +191,7 @@ class Layout:
         return self.topic is not None and self.columns.keys() >= set(SOURCE)
 
 
-def layout_of(schema: StructType, topic: str | None) -> Layout:
+def layout_of(schema: StructType, topic: str | None) -> RowLayout:
     """The layout of rows with this schema for a topic, or for those that they name.
 
     Raises ConfigurationError (INVALID_OPTION) that names the column that is missing, unknown or of another type.
@@ -222,12 +222,12 @@ def layout_of(schema: StructType, topic: str | None) -> Layout:
         raise _wrong("the rows have no column value")
     if topic is None and "__topic" not in columns:
         raise _wrong("which topic? Give the option topic, or the rows a column __topic")
-    layout = Layout(topic, columns, other_id)
+    layout = RowLayout(topic, columns, other_id)
     _check_identity(layout, names)
     return layout
 
 
-def _check_identity(layout: Layout, names: list[str]) -> None:
+def _check_identity(layout: RowLayout, names: list[str]) -> None:
     columns = layout.columns
     if layout.has_source:
         return
@@ -275,7 +275,7 @@ _PARTS = ("value", "__key", "__eventTime", "__messageProperties")
 _ID_COLUMN = "id"
 
 
-class Frame(NamedTuple):
+class SinkFrame(NamedTuple):
     """What `Publisher.send_batch` takes."""
 
     payloads: Binary
@@ -306,7 +306,7 @@ def joined(batches: Iterable[pa.RecordBatch], is_idle: Callable[[], bool]) -> It
         yield pa.concat_batches(held)
 
 
-def frames_of(batch: pa.RecordBatch, layout: Layout, seen: Seen) -> Iterator[tuple[str, Frame]]:
+def frames_of(batch: pa.RecordBatch, layout: RowLayout, seen: SeenIdentities) -> Iterator[tuple[str, SinkFrame]]:
     """The rows in frames, with the topic that each is for.
 
     Raises InvalidRequestError before the first one: INVALID_DEDUPLICATION_ID, INVALID_REQUEST for what no message can
@@ -331,7 +331,7 @@ def _by_topic(topics: pa.Array, rows: pa.RecordBatch) -> list[tuple[str, pa.Reco
     return [(name, rows.filter(pc.equal(encoded.indices, place))) for place, name in enumerate(names)]
 
 
-def _ids(batch: pa.RecordBatch, layout: Layout, seen: Seen) -> pa.Array:
+def _ids(batch: pa.RecordBatch, layout: RowLayout, seen: SeenIdentities) -> pa.Array:
     """The identity of each row: its own ID, or of a source topic without IDs the message that it comes from."""
     if ID not in layout.columns:
         return _source_ids(batch, layout, seen)
@@ -355,7 +355,7 @@ def _ids(batch: pa.RecordBatch, layout: Layout, seen: Seen) -> pa.Array:
     return pc.replace_with_mask(ids, ids.is_null(), derived)
 
 
-def _own_ids(batch: pa.RecordBatch, layout: Layout) -> pa.Array:
+def _own_ids(batch: pa.RecordBatch, layout: RowLayout) -> pa.Array:
     """The rows' own IDs; null where they have none."""
     name, other = layout.columns[ID], layout.other_id
     ids = batch.column(name).cast(pa.binary())
@@ -386,7 +386,7 @@ def _check_whole_topics(topics: pa.Array, ids: pa.Array) -> None:
             raise error("INVALID_DEDUPLICATION_ID", what)
 
 
-def _source_ids(batch: pa.RecordBatch, layout: Layout, seen: Seen) -> pa.Array:
+def _source_ids(batch: pa.RecordBatch, layout: RowLayout, seen: SeenIdentities) -> pa.Array:
     names = [layout.columns[name] for name in SOURCE]
     topics, incarnations, indexes = (batch.column(name) for name in names)
     ordinal = layout.columns.get(ORDINAL, ORDINAL)
@@ -426,10 +426,10 @@ def pieces(rows: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
         yield rows
 
 
-def frame_of(rows: pa.RecordBatch) -> Frame:
+def frame_of(rows: pa.RecordBatch) -> SinkFrame:
     """Of a piece, whose columns are named as the sink takes them, with the IDs in `id` where there are any."""
     there = rows.schema.names
-    return Frame(
+    return SinkFrame(
         _binary(rows.column("value")),
         _binary(rows.column(_ID_COLUMN)) if _ID_COLUMN in there else Binary(),
         _binary(rows.column("__key")) if "__key" in there else None,

@@ -1,8 +1,11 @@
-"""The messages of a publish stream: frames out, answers in; and the sessions that are opened before them."""
+"""The calls of `PublishService`, as a client makes them: a stream's frames and its answers, and the sessions before it.
+
+Begin with `exchange`, a stream at work; `Openings` starts and resumes sessions.
+"""
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,8 +19,7 @@ from seqdedupe.address import SidecarAddress
 from seqdedupe.client.connection import CALL_TIMEOUT_SECONDS, error_of_reason, typed_errors
 from seqdedupe.client.outbox import Frame
 from seqdedupe.client.pending import ReceiptColumns
-from seqdedupe.client.route import OWNER_ADDRESS
-from seqdedupe.errors import NEVER, SeqdedupeError
+from seqdedupe.errors import NEVER, SeqdedupeError, error
 from seqdedupe.message_id import MessageId, Position
 from seqdedupe.v1 import publish_pb2
 from seqdedupe.v1.publish_pb2_grpc import PublishServiceStub
@@ -33,7 +35,7 @@ def encode_frames(frames: Sequence[Frame]) -> bytes:
     return b"".join(message)
 
 
-class Answer(NamedTuple):
+class StreamAnswer(NamedTuple):
     """A PublishStreamResponse."""
 
     receipts: list[tuple[int, ReceiptColumns]]
@@ -44,7 +46,7 @@ class Answer(NamedTuple):
     durable_index: int
 
 
-def decode_answer(raw: bytes, rows_of: Callable[[int], int | None]) -> Answer:
+def decode_answer(raw: bytes, rows_of: Callable[[int], int | None]) -> StreamAnswer:
     """The answer in these bytes. `rows_of` says how many rows a frame has that is out; receipts of others may be left
     out.
 
@@ -58,10 +60,10 @@ def decode_answer(raw: bytes, rows_of: Callable[[int], int | None]) -> Answer:
         answer = wire.PublishStreamResponse.FromString(_canonical(raw))
     out = [receipt for receipt in answer.receipts if rows_of(receipt.frame) is not None]
     receipts = [(receipt.frame, receipt_columns(receipt)) for receipt in out]
-    return Answer(receipts, answer.refusals, answer.incarnation, answer.term, answer.durable_index)
+    return StreamAnswer(receipts, answer.refusals, answer.incarnation, answer.term, answer.durable_index)
 
 
-def _usual_answer(raw: bytes) -> Answer | None:
+def _usual_answer(raw: bytes) -> StreamAnswer | None:
     """The answer of fixed width, in a fraction of the time; None if it is another one."""
     end = len(raw) - wire.STATE.size
     if end < 0 or end % wire.ALL_NEW.size:
@@ -75,7 +77,7 @@ def _usual_answer(raw: bytes) -> Answer | None:
         if (a, b, c, d, e, f, g, h, i, j) != wire.ALL_NEW_TAGS:
             return None
         receipts.append((frame, ReceiptColumns.all_stored(first_index, MessageId(ledger_id, entry_id))))
-    return Answer(receipts, (), incarnation, term, durable_index)
+    return StreamAnswer(receipts, (), incarnation, term, durable_index)
 
 
 def _is_plain(receipt: Any, rows: int | None) -> bool:
@@ -125,23 +127,71 @@ def receipt_columns(receipt: Any) -> ReceiptColumns:
     )
 
 
-def refusal_error(refusal: Any) -> SeqdedupeError:
-    """The error that one of the answer's refusals stands for, with the numbers of a producer that caused it."""
-    numbers: dict[str, str] = {}
-    for producer in refusal.producers:
-        numbers = {
-            "epoch": str(producer.epoch),
-            "current_epoch": str(producer.current_epoch),
-            "sequence_id": str(producer.sequence_id),
-            "previous_sequence_id": str(producer.previous_sequence_id),
-            "pushed": str(producer.pushed),
-            "persisted": str(producer.persisted),
-        }
-        if producer.HasField("expected_sequence_id"):
-            numbers["expected_sequence_id"] = str(producer.expected_sequence_id)
-    if refusal.owner_address:
-        numbers[OWNER_ADDRESS] = refusal.owner_address
-    return error_of_reason(refusal.reason, refusal.message, refusal.retry_delay_ms, numbers)
+# -- A publish stream at work: frames out and answers in, until one side has ended.
+
+Call = grpc.aio.StreamStreamCall[bytes, bytes]
+
+_PUBLISH_STREAM = "/seqdedupe.v1.PublishService/PublishStream"
+
+_GREETED = ((wire.GREETING, "1"),)
+"""Some proxies, as nginx with TLS, hold headers back until a message follows. So the sidecar sends one when it takes a
+stream."""
+
+
+def publish_call(channel: grpc.aio.Channel) -> Call:
+    """A publish stream that has said nothing yet."""
+    return channel.stream_stream(_PUBLISH_STREAM)(metadata=_GREETED)
+
+
+async def exchange(
+    call: Call,
+    address: SidecarAddress,
+    topic: str,
+    *,
+    frames: Callable[[], Awaitable[Sequence[Frame]]],
+    rows_of: Callable[[int], int | None],
+    take: Callable[[StreamAnswer], None],
+    watch: Callable[[], Coroutine[Any, Any, None]],
+    early_receipts: bool = False,
+) -> None:
+    """Sends what `frames` waits for, and gives each answer to `take`, until one of the three raises. `watch` goes on
+    beside them. With `early_receipts` some may be of what is not durable yet. `rows_of`: see `decode_answer`.
+
+    Raises what they do, and what the stream ends with; UNREACHABLE if that is nothing.
+    """
+
+    async def write() -> None:
+        with typed_errors(address):
+            try:
+                first = publish_pb2.PublishStreamRequest(topic=topic, early_receipts=early_receipts)
+                await call.write(first.SerializeToString())
+                while True:
+                    await call.write(encode_frames(await frames()))
+            except asyncio.InvalidStateError:
+                # The call has ended: the reader learns why.
+                await asyncio.Event().wait()
+
+    async def read() -> None:
+        with typed_errors(address):
+            while True:
+                raw = await call.read()
+                if not isinstance(raw, bytes):  # grpc.aio.EOF
+                    raise error("UNREACHABLE", f"the sidecar at {address} ended the stream")
+                take(decode_answer(raw, rows_of))
+
+    reading = asyncio.create_task(read())
+    others = [asyncio.create_task(work) for work in (write(), watch())]
+    try:
+        done, _ = await asyncio.wait([reading, *others], return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in others:
+            task.cancel()
+        call.cancel()
+        # The reader hears of that from gRPC, and so late that nothing of the call is left to be told to a loop that may
+        # be closed by then.
+        await asyncio.gather(reading, *others, return_exceptions=True)
 
 
 # -- Sessions are opened together: names that come while a call is under way go in the next one.
@@ -154,7 +204,7 @@ MAX_RESUMED_NAMES = 2_048
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class OpenedSession:
     """What `Open` answers for one name."""
 
     incarnation: int
@@ -170,7 +220,7 @@ class Opened:
 class _Waiting:
     name: str
     epoch: int | None
-    answer: asyncio.Future[Opened]
+    answer: asyncio.Future[OpenedSession]
     goes_alone: bool = False
 
 
@@ -186,7 +236,7 @@ class Openings:
         self._waiting: deque[_Waiting] = deque()
         self._task: asyncio.Task[None] | None = None
 
-    async def open(self, name: str, epoch: int | None) -> Opened:
+    async def open(self, name: str, epoch: int | None) -> OpenedSession:
         """Starts a session of this name, or resumes the one of an epoch. Raises what it is refused for."""
         waiting = _Waiting(name, epoch, asyncio.get_running_loop().create_future())
         self._waiting.append(waiting)
@@ -218,7 +268,7 @@ class Openings:
                 for one, answer in zip(some, answers, strict=True):
                     if one.answer.done():  # it was cancelled
                         continue
-                    if isinstance(answer, Opened):
+                    if isinstance(answer, OpenedSession):
                         one.answer.set_result(answer)
                     else:
                         one.answer.set_exception(answer)
@@ -246,7 +296,7 @@ class Openings:
             self._waiting.popleft()
         return list(some.values())
 
-    async def _call(self, some: list[_Waiting]) -> list[Opened | Exception]:
+    async def _call(self, some: list[_Waiting]) -> list[OpenedSession | Exception]:
         """The answers, in their order."""
         names, epochs = [one.name for one in some], [one.epoch for one in some if one.epoch is not None]
         request = publish_pb2.OpenRequest(topic=self._topic, producer_names=names, epochs=epochs)
@@ -254,7 +304,7 @@ class Openings:
             answer = await PublishServiceStub(self._channel).Open(request, timeout=CALL_TIMEOUT_SECONDS)
             check_opened(answer, len(some))
         self.term = max(self.term, answer.term)
-        answers: list[Opened | Exception] = [_opened(answer, place) for place in range(len(some))]
+        answers: list[OpenedSession | Exception] = [_opened(answer, place) for place in range(len(some))]
         for refusal in answer.refusals:
             numbers = {"producer_name": names[refusal.index], "current_epoch": str(refusal.current_epoch)}
             answers[refusal.index] = error_of_reason(refusal.reason, refusal.message, NEVER, numbers)
@@ -271,12 +321,12 @@ def check_opened(answer: publish_pb2.OpenResponse | None, names: int) -> None:
         raise DecodeError(f"it does not open {names} sessions")
 
 
-def _opened(answer: publish_pb2.OpenResponse, place: int) -> Opened:
+def _opened(answer: publish_pb2.OpenResponse, place: int) -> OpenedSession:
     position = None
     if answer.persisted_indexes[place] >= 0:
         message_id = MessageId.from_proto(answer.persisted_message_ids[place])
         position = Position(answer.incarnation, message_id, answer.persisted_indexes[place])
-    return Opened(
+    return OpenedSession(
         answer.incarnation,
         answer.term,
         answer.epochs[place],

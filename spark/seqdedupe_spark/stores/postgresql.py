@@ -2,8 +2,9 @@
 
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import psycopg
@@ -13,37 +14,27 @@ from psycopg import Connection
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.pq import TransactionStatus
 
-from seqdedupe.databases.failures import Fault, ended, fault_of, told
-from seqdedupe.databases.tables import CONNECTION, POSTGRESQL_UNSAFE_TABLES, POSTGRESQL_UNSAFE_WRITES, cure_of
-from seqdedupe.errors import SeqdedupeError, UnavailableError, error
-from seqdedupe_spark.stores.contract import (
-    FORMAT_VERSION,
-    Advance,
-    Beside,
-    Binding,
-    OutputStore,
-    Stored,
-    Take,
-    Watermarks,
-    check_format,
-    check_replacement,
+from seqdedupe.databases.failures import ended
+from seqdedupe.databases.tables import (
+    CONNECTION,
+    POSTGRESQL_UNSAFE_TABLES,
+    POSTGRESQL_UNSAFE_WRITES,
+    check_outlives_a_crash,
 )
-from seqdedupe_spark.stores.kinds import (
-    BAD_VALUES,
-    Column,
-    Kind,
-    bad_value,
-    check_schema,
-    check_table,
-    first_bad,
-    from_cells,
-    in_batch,
+from seqdedupe.errors import SeqdedupeError, UnavailableError, error
+from seqdedupe_spark.stores.contract import Advance, Beside, Stored, Take, Watermarks
+from seqdedupe_spark.stores.kinds import Column, Kind, bad_value, check_table, converted, in_batch, kind_of, one_line
+from seqdedupe_spark.stores.sql import (
+    JOBS,
+    OWN_TABLES,
+    POSITIONS,
+    WATERMARKS,
+    SqlStore,
+    Values,
+    cells,
     json_texts,
-    kind_of,
-    one_line,
     quoted,
     split_name,
-    to_cells,
 )
 
 # -- How rows go into PostgreSQL: which of its types take which Arrow types, and a batch as binary COPY.
@@ -97,26 +88,22 @@ _CASTS: dict[str, tuple[pa.DataType | None, str]] = {
 }
 
 
-def copy_in(connection: Connection, parts: Sequence[str], batch: pa.RecordBatch, columns: Mapping[str, Column]) -> None:
+def copy_in(connection: Connection, table: str, batch: pa.RecordBatch, columns: Mapping[str, Column]) -> None:
     """Sends the rows, in one COPY. Raises INVALID_OUTPUT for a value that its column cannot take."""
-    cells, types = [], []
+    sent, types = [], []
     for field, column in zip(batch.schema, batch.columns, strict=True):
-        base = _base(columns[field.name].type)
-        try:
-            values, wire = _cells(field, column, base)
-        except BAD_VALUES as e:
-            raise bad_value(field.name, first_bad(lambda part: _cells(field, part, base), column), e) from e  # noqa: B023
+        values, wire = converted(field.name, partial(_sendable, field, _base(columns[field.name].type)), column)
         if kind_of(field) is Kind.TEXT and (row := _first_nul(column)) is not None:
             raise bad_value(field.name, row, "it has a NUL character, which PostgreSQL text does not")
-        cells.append(values)
+        sent.append(values)
         types.append(wire)
     names = ", ".join(map(quoted, batch.schema.names))
-    statement = f"COPY {quoted(*parts)} ({names}) FROM STDIN (FORMAT BINARY)"
+    statement = f"COPY {_quoted(table)} ({names}) FROM STDIN (FORMAT BINARY)"
     with connection.cursor() as cursor, cursor.copy(statement.encode()) as copy:
         copy.set_types(types)
-        for number, cells_of_row in enumerate(zip(*cells, strict=True)):
+        for number, row_sent in enumerate(zip(*sent, strict=True)):
             try:
-                copy.write_row(cells_of_row)
+                copy.write_row(row_sent)
             except psycopg.Error as e:
                 if e.sqlstate is not None:
                     raise
@@ -128,7 +115,7 @@ def _first_nul(column: pa.Array) -> int | None:
     return found if found >= 0 else None
 
 
-def _cells(field: pa.Field, column: pa.Array, base: str) -> tuple[list[Any], str]:
+def _sendable(field: pa.Field, base: str, column: pa.Array) -> tuple[list[Any], str]:
     """The values for a column of that type, and the type that they are to be sent as."""
     if kind_of(field) is Kind.JSON:
         values, wire = json_texts(column), "text"
@@ -193,17 +180,7 @@ _LINE = re.compile(r"^COPY .*, line (\d+)", re.MULTILINE)
 _PREPARE_LOCK = 0x5E9DED09E
 """The advisory lock of those who make tables: CREATE TABLE IF NOT EXISTS alone fails when two run it at once."""
 
-_OWN_TABLES = (
-    "CREATE TABLE IF NOT EXISTS seqdedupe_positions (job text, topic text, epoch bigint NOT NULL, "
-    "incarnation bigint NOT NULL, message_index bigint NOT NULL, position text NOT NULL, PRIMARY KEY (job, topic))",
-    "CREATE TABLE IF NOT EXISTS seqdedupe_watermarks (job text, topic text, producer_name text, "
-    "sequence_id bigint NOT NULL, PRIMARY KEY (job, topic, producer_name))",
-    "CREATE TABLE IF NOT EXISTS seqdedupe_jobs (job text PRIMARY KEY, format_version integer NOT NULL, "
-    "output_table text NOT NULL, deduplicate boolean NOT NULL)",
-)
-
-_MOVED = ("seqdedupe_positions", "seqdedupe_watermarks")
-_OWN_NAMES = (*_MOVED, "seqdedupe_jobs")
+_OWN_TYPES = {kind: kind for kind in ("bigint", "integer", "boolean")} | {"name": "text", "position": "text"}
 
 _COLUMNS = (
     "SELECT attname, format_type(atttypid, atttypmod), attnotnull AND NOT atthasdef AND attidentity = '' "
@@ -218,12 +195,10 @@ _WAITING = (
 )
 """The sessions that wait for a table that this transaction writes to, and the tables."""
 
-# Each of these fails with a division by zero, and takes the transaction with it, unless it changes one row.
-_INSERT = (
-    "WITH moved AS (INSERT INTO seqdedupe_positions (job, topic, epoch, incarnation, message_index, position) "
-    "VALUES (%s, %s, %s, %s, %s, %s) ON CONFLICT DO NOTHING RETURNING 1) SELECT 1 / count(*) FROM moved; "
-)
+_PARAMETER = re.compile(r":(\w+)")
+
 _MOVE = (
+    # It fails with a division by zero, and takes the transaction with it, unless it changes one row.
     "WITH moved AS (UPDATE seqdedupe_positions SET (epoch, incarnation, message_index, position) = (%s, %s, %s, %s) "
     "WHERE job = %s AND topic = %s AND (epoch, incarnation, message_index, position) = (%s, %s, %s, %s) RETURNING 1) "
     "SELECT 1 / count(*) FROM moved; "
@@ -232,10 +207,9 @@ _RAISE = (
     "INSERT INTO seqdedupe_watermarks SELECT %s, %s, * FROM unnest(%s::text[], %s::bigint[]) "
     "ON CONFLICT (job, topic, producer_name) DO UPDATE SET sequence_id = excluded.sequence_id; "
 )
-_FORGET = "DELETE FROM seqdedupe_watermarks WHERE job = %s AND topic = %s; "
 
 
-class PostgresStore(OutputStore):
+class PostgresStore(SqlStore[Connection]):
     """Rows and positions in one PostgreSQL database, reached by a URL or a libpq connection string.
 
     It connects when it is first used, and again after the connection was lost. Rows are sent while they are read, one
@@ -243,8 +217,12 @@ class PostgresStore(OutputStore):
     the server's `synchronous_commit` says.
     """
 
+    database = "PostgreSQL"
+    raises = (psycopg.Error,)
+
     def __init__(self, dsn: str) -> None:
         """Raises ConfigurationError (INVALID_OPTION), which does not quote the password."""
+        super().__init__("the PostgreSQL database")
         try:
             self._dsn = make_conninfo("", **(CONNECTION | _APPLICATION | conninfo_to_dict(dsn)))
         except psycopg.ProgrammingError:
@@ -267,77 +245,52 @@ class PostgresStore(OutputStore):
         if self._open is not None:
             self._open.close()
 
-    def bind(self, job: str, binding: Binding) -> Binding:
-        with self._using() as connection:
-            if not _columns_of(connection, ["seqdedupe_jobs"]):
-                with connection.transaction():
-                    _make_tables(connection)
-            _check_format_of_positions(connection)
-            found = self._bound(connection, job)
-            if found is None:
-                connection.execute(
-                    "INSERT INTO seqdedupe_jobs VALUES (%s, %s, %s, %s) ON CONFLICT DO NOTHING",
-                    (job, FORMAT_VERSION, *binding),
-                )
-                found = self._bound(connection, job)
-        version, *bound = found or (FORMAT_VERSION, *binding)
-        check_format(version, "the PostgreSQL database")
-        return Binding(*bound)
-
-    def _bound(self, connection: Connection, job: str) -> tuple[Any, ...] | None:
-        return connection.execute(
-            "SELECT format_version, output_table, deduplicate FROM seqdedupe_jobs WHERE job = %s", (job,)
-        ).fetchone()
-
-    def has_table(self, table: str) -> bool:
-        with self._using() as connection:
-            return bool(_columns_of(connection, split_name(table)))
-
-    def prepare(self, table: str, schema: pa.Schema) -> None:
-        parts = split_name(table)
-        check_schema(schema)
-        declared = ", ".join(f"{quoted(field.name)} {declared_type(field)}" for field in schema)
-        with self._using() as connection, connection.transaction():
-            columns = _columns_of(connection, parts)
-            if not columns or not _columns_of(connection, ["seqdedupe_jobs"]):
-                _make_tables(connection, f"CREATE TABLE IF NOT EXISTS {quoted(*parts)} ({declared})")
-                columns = _columns_of(connection, parts)
-            _check_outlives_a_crash(connection, parts, *([name] for name in _OWN_NAMES))
-        check_table(table, schema, columns, fits)
-
-    def positions(self, job: str) -> dict[str, Stored]:
-        with self._using() as connection:
-            rows = connection.execute(
-                "SELECT topic, epoch, position FROM seqdedupe_positions WHERE job = %s", (job,)
-            ).fetchall()
-        return {topic: from_cells(*rest) for topic, *rest in rows}
-
-    def watermarks(self, job: str, topic: str) -> tuple[Stored | None, dict[str, int]]:
-        with self._using() as connection, connection.transaction():
-            connection.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY")
-            row = connection.execute(
-                "SELECT epoch, position FROM seqdedupe_positions WHERE job = %s AND topic = %s", (job, topic)
-            ).fetchone()
-            rows = connection.execute(
-                "SELECT producer_name, sequence_id FROM seqdedupe_watermarks WHERE job = %s AND topic = %s",
-                (job, topic),
-            ).fetchall()
-        return from_cells(*row) if row else None, dict(rows)
-
-    def replace(self, job: str, topic: str, expected: Stored | None, new: Stored) -> bool:
-        check_replacement(topic, expected, new)
-        if expected is None:
-            statement, values = _INSERT, [job, topic, *to_cells(new)]
-        else:
-            statement, values = _MOVE, [*to_cells(new), job, topic, *to_cells(expected)]
-        with self._using() as connection:
+    @contextmanager
+    def _reading(self) -> Iterator[Connection]:
+        with self._errors():
+            connection = self._connection()
             try:
-                _commit(connection, statement + _FORGET, [*values, job, topic])
-            except psycopg.errors.DivisionByZero as e:
-                if not _is_ours(e):
-                    raise
-                return False
-        return True
+                yield connection
+            finally:
+                _roll_back(connection)
+
+    @contextmanager
+    def _transaction(self) -> Iterator[Connection]:
+        with self._reading() as connection, connection.transaction():
+            yield connection
+
+    @contextmanager
+    def _making(self, table: str | None = None, schema: pa.Schema | None = None) -> Iterator[Connection]:
+        with self._transaction() as connection:
+            if not all(self._columns_of(connection, one) for one in {table or JOBS, JOBS}):
+                # CREATE TABLE IF NOT EXISTS alone fails when two run it at once, and for who may not make tables.
+                connection.execute("SELECT pg_advisory_xact_lock(%s)", (_PREPARE_LOCK,))
+                self._make_own(connection, _OWN_TYPES, {})
+                if table is not None:
+                    declared = ", ".join(f"{quoted(one.name)} {declared_type(one)}" for one in schema or ())
+                    connection.execute(f"CREATE TABLE IF NOT EXISTS {_quoted(table)} ({declared})".encode())
+            self._check_format_of_positions(connection)
+            yield connection
+
+    def _execute(self, connection: Connection, statement: str, values: Values) -> psycopg.Cursor:
+        with_names = _PARAMETER.sub(r"%(\1)s", statement).encode()
+        if isinstance(values, list):
+            cursor = connection.cursor()
+            cursor.executemany(with_names, values)
+            return cursor
+        return connection.execute(with_names, values)
+
+    def _columns_of(self, connection: Connection, table: str) -> dict[str, Column]:
+        rows = connection.execute(_COLUMNS, (_quoted(table),)).fetchall()
+        return {name: Column(declared, required) for name, declared, required in rows}
+
+    def _fits(self, field: pa.Field, there: Any) -> bool:
+        return fits(field, there)
+
+    def _check_kept(self, connection: Connection, tables: Iterable[str]) -> None:
+        names = [_quoted(one) for one in (*tables, *OWN_TABLES)]
+        found = connection.execute(POSTGRESQL_UNSAFE_TABLES.format(names="%s").encode(), (names,)).fetchone()
+        check_outlives_a_crash(found)
 
     def write(
         self,
@@ -347,28 +300,26 @@ class PostgresStore(OutputStore):
         advances: Sequence[Advance],
         beside: Beside | None = None,
     ) -> int:
-        parts = split_name(table)
         rows = 0
         columns: dict[str, Column] | None = None
-        with _errors():
+        with self._errors():
             # This very connection until the end: after a new one the rows sent so far would be missing.
             connection = self._connection()
         others = _Others(connection)
         try:
             for number, batch in enumerate(batches):
                 if len(batch):
-                    with in_batch(number), _errors():
-                        columns = columns or _lock(connection, parts)
+                    with in_batch(number), self._errors():
+                        columns = columns or self._lock(connection, table)
                         check_table(table, batch.schema, columns, fits)
-                        copy_in(connection, parts, batch, columns)
+                        copy_in(connection, table, batch, columns)
                         others.give_way()
                     rows += len(batch)
             changed = [advance.changed_watermarks() for advance in advances]
             if beside and len(letters := beside.rows()):
-                with _errors():
-                    other_parts = split_name(beside.table)
-                    copy_in(connection, other_parts, letters, _lock(connection, other_parts))
-            with _errors():
+                with self._errors():
+                    self._insert(connection, beside.table, letters)
+            with self._errors():
                 _check_landed(connection)
                 _move(connection, job, list(zip(advances, changed, strict=True)))
         finally:
@@ -377,28 +328,27 @@ class PostgresStore(OutputStore):
 
     @contextmanager
     def trial(self, table: str) -> Iterator[Take]:
-        parts = split_name(table)
         columns: dict[str, Column] = {}
         others: _Others | None = None
 
         def take(rows: pa.RecordBatch) -> SeqdedupeError | None:
             nonlocal columns, others
-            with _errors():
+            with self._errors():
                 connection = self._connection()
                 if others is None or connection.info.transaction_status is TransactionStatus.IDLE:
-                    columns, others = _lock(connection, parts), _Others(connection)
+                    columns, others = self._lock(connection, table), _Others(connection)
                     check_table(table, rows.schema, columns, fits)
                 others.give_way()
                 connection.execute("SAVEPOINT trial")
             try:
-                with _errors():
-                    copy_in(connection, parts, rows, columns)
+                with self._errors():
+                    copy_in(connection, table, rows, columns)
                     connection.execute("SET CONSTRAINTS ALL IMMEDIATE; RELEASE SAVEPOINT trial")
             except SeqdedupeError as e:
                 if isinstance(e, UnavailableError) and not (e.__cause__ and ended(e.__cause__)):
                     raise
                 if not connection.closed:
-                    with _errors():
+                    with self._errors():
                         connection.execute("ROLLBACK TO SAVEPOINT trial")
                 return e
             return None
@@ -409,14 +359,21 @@ class PostgresStore(OutputStore):
             if self._open is not None and not self._open.closed:
                 _roll_back(self._open)
 
-    @contextmanager
-    def _using(self) -> Iterator[Connection]:
-        with _errors():
-            connection = self._connection()
-            try:
-                yield connection
-            finally:
-                _roll_back(connection)
+    def _insert(self, connection: Connection, table: str, batch: pa.RecordBatch) -> None:
+        copy_in(connection, table, batch, self._lock(connection, table))
+
+    def _lock(self, connection: Connection, table: str) -> dict[str, Column]:
+        """The columns of a table, which stay as they are until the end of the transaction; begins one if there is
+        none."""
+        connection.execute(f"{_begin(connection)}LOCK TABLE ONLY {_quoted(table)} IN ROW EXCLUSIVE MODE".encode())
+        return self._columns_of(connection, table)
+
+    def _error(self, cause: Exception) -> SeqdedupeError:
+        failure = super()._error(cause)
+        context = cause.diag.context if isinstance(cause, psycopg.Error) else None
+        if failure.reason == "INVALID_OUTPUT" and (line := _LINE.search(context or "")):
+            failure.numbers["row"] = str(int(line[1]) - 1)
+        return failure
 
 
 def _move(connection: Connection, job: str, moves: list[tuple[Advance, Watermarks]]) -> None:
@@ -426,7 +383,8 @@ def _move(connection: Connection, job: str, moves: list[tuple[Advance, Watermark
     for advance, watermarks in sorted(moves, key=lambda move: move[0].range.topic):
         topic, start, end = advance.range.topic, advance.range.start, advance.range.end
         statements += _MOVE
-        values += [*to_cells(Stored(end, advance.epoch)), job, topic, *to_cells(Stored(start, advance.epoch))]
+        old, new = (cells(Stored(one, advance.epoch)).values() for one in (start, end))
+        values += [*new, job, topic, *old]
         if watermarks:
             statements += _RAISE
             values += [job, topic, list(watermarks), list(watermarks.values())]
@@ -455,30 +413,8 @@ def _commit(connection: Connection, statements: str, values: Sequence[object]) -
     psycopg.ClientCursor(connection).execute((_begin(connection) + statements + "COMMIT").encode(), values)
 
 
-def _make_tables(connection: Connection, *more: str) -> None:
-    """Makes the tables of our own, and others, where they are missing."""
-    connection.execute("SELECT pg_advisory_xact_lock(%s)", (_PREPARE_LOCK,))
-    _check_format_of_positions(connection)
-    for statement in (*_OWN_TABLES, *more):
-        connection.execute(statement.encode())
-
-
-def _check_format_of_positions(connection: Connection) -> None:
-    columns = _columns_of(connection, ["seqdedupe_positions"])
-    if columns and "position" not in columns:
-        check_format(1, "the PostgreSQL database")
-
-
-def _columns_of(connection: Connection, parts: Sequence[str]) -> dict[str, Column]:
-    """The columns of a table; none if it is missing."""
-    rows = connection.execute(_COLUMNS, (quoted(*parts),)).fetchall()
-    return {name: Column(declared, required) for name, declared, required in rows}
-
-
-def _lock(connection: Connection, parts: Sequence[str]) -> dict[str, Column]:
-    """The columns of a table, which stay as they are until the end of the transaction; begins one if there is none."""
-    connection.execute(f"{_begin(connection)}LOCK TABLE ONLY {quoted(*parts)} IN ROW EXCLUSIVE MODE".encode())
-    return _columns_of(connection, parts)
+def _quoted(table: str) -> str:
+    return quoted(*split_name(table))
 
 
 def _begin(connection: Connection) -> str:
@@ -486,25 +422,16 @@ def _begin(connection: Connection) -> str:
     return "BEGIN; " if connection.info.transaction_status is TransactionStatus.IDLE else ""
 
 
-def _check_outlives_a_crash(connection: Connection, *tables: Sequence[str]) -> None:
-    """Raises INVALID_OUTPUT if rows and positions would not be there together after the server has crashed."""
-    names = [quoted(*parts) for parts in tables]
-    _refuse(connection.execute(POSTGRESQL_UNSAFE_TABLES.format(names="%s").encode(), (names,)).fetchone())
-
-
 def _check_landed(connection: Connection) -> None:
-    """The same, of what this transaction has written to, and of our own tables, which it then writes to."""
-    statements = f"{_begin(connection)}LOCK TABLE {', '.join(_MOVED)} IN ROW EXCLUSIVE MODE; {POSTGRESQL_UNSAFE_WRITES}"
+    """Raises INVALID_OUTPUT if what this transaction has written to, and our own tables, which it then writes to, would
+    not be there together after the server has crashed."""
+    statements = (
+        f"{_begin(connection)}LOCK TABLE {POSITIONS}, {WATERMARKS} IN ROW EXCLUSIVE MODE; {POSTGRESQL_UNSAFE_WRITES}"
+    )
     cursor = connection.execute(statements.encode())
     while cursor.nextset():
         pass
-    _refuse(cursor.fetchone())
-
-
-def _refuse(found: tuple[Any, ...] | None) -> None:
-    if found:
-        what = f"table {found[0]} is {found[1]}: after a crash it would not hold what the other tables hold"
-        raise error("INVALID_OUTPUT", what, hint=cure_of(*found))
+    check_outlives_a_crash(cursor.fetchone())
 
 
 class _Others:
@@ -538,16 +465,3 @@ def _roll_back(connection: Connection) -> None:
             connection.rollback()
         except psycopg.Error:
             connection.close()
-
-
-@contextmanager
-def _errors() -> Iterator[None]:
-    try:
-        yield
-    except psycopg.Error as e:
-        if fault_of(e) is not Fault.MESSAGE:
-            raise error("OUTPUT_UNAVAILABLE", f"the PostgreSQL database cannot be used: {told(e)}") from e
-        failure = error("INVALID_OUTPUT", f"PostgreSQL refuses: {told(e)}")
-        if line := _LINE.search(e.diag.context or ""):
-            failure.numbers["row"] = str(int(line[1]) - 1)
-        raise failure from e
