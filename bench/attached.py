@@ -25,7 +25,7 @@ from seqdedupe.batch import Binary
 from seqdedupe.client.broker import ATTACH
 from seqdedupe.limits import MAX_NAMES_AT_ONCE
 from seqdedupe.testing import Sidecar
-from seqdedupe.topic.attachment import Columns
+from seqdedupe.topic.attached import Columns
 from seqdedupe.topic.policy import LARGEST
 
 REPLAY_ROWS = 10_000

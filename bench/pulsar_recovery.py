@@ -27,7 +27,7 @@ from seqdedupe.batch import Binary, single_producer
 from seqdedupe.log.pulsar.admin_url import AdminUrl, PulsarAdmin
 from seqdedupe.topic.base import State
 from seqdedupe.topic.frame import NumbersCache, Receipt, Refusal
-from seqdedupe.topic.opening import open_sessions
+from seqdedupe.topic.operations import open_sessions
 
 TAIL = 200_000
 ROWS = 1_000

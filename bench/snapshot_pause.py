@@ -21,8 +21,8 @@ from seqdedupe.core.producers import Producers
 from seqdedupe.message_id import MessageId, Position
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Snapshots
+from seqdedupe.topic.keeper import Snapshotter
 from seqdedupe.topic.policy import Applied
-from seqdedupe.topic.snapshotter import Snapshotter
 
 PRODUCERS = 1_000_000
 CHANGED = 10_000

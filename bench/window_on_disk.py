@@ -25,8 +25,8 @@ from seqdedupe.message_id import MessageId, Position
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Snapshots
 from seqdedupe.topic.frame import check_by_id
+from seqdedupe.topic.keeper import Snapshotter
 from seqdedupe.topic.policy import Applied, Policy
-from seqdedupe.topic.snapshotter import Snapshotter
 from seqdedupe.topic.window_runs import WindowImported, WindowMemory, WindowRuns
 
 IDS = int(os.environ.get("SEQDEDUPE_BENCH_WINDOW_ON_DISK", "50000000"))

@@ -30,11 +30,11 @@ from seqdedupe.format.headers import FORMAT_VERSION
 from seqdedupe.limits import MAX_BATCH_BYTES, MAX_BATCH_ROWS
 from seqdedupe.log.embedded.logs import EmbeddedLogs
 from seqdedupe.names import producer_name, topic_name
-from seqdedupe.topic import partitioned
+from seqdedupe.topic import lookup
 from seqdedupe.topic.base import State, TopicBase
-from seqdedupe.topic.closed import Closed
 from seqdedupe.topic.directory import Topics
-from seqdedupe.topic.finding import delete, find, look_for
+from seqdedupe.topic.lookup import delete, find, look_for
+from seqdedupe.topic.registry import Closed
 from seqdedupe.topic.topic import Topic
 from seqdedupe.v1 import admin_pb2
 
@@ -117,7 +117,7 @@ class AdminService:
         self._permissions.check_creates(topic_name(request.topic), self._topics.registry.names(), partitions)
         topics, name = self._topics, request.topic
         if request.partitions:
-            await in_time(name, partitioned.create(topics, name, request.partitions, policy, layout))
+            await in_time(name, lookup.create_partitioned(topics, name, request.partitions, policy, layout))
         else:
             await in_time(name, topics.create(name, policy=policy, layout=layout))
         return admin_pb2.CreateTopicResponse(topic=self._topic(topic_name(request.topic)))
@@ -125,7 +125,7 @@ class AdminService:
     async def _delete(self, request: admin_pb2.DeleteTopicRequest) -> admin_pb2.DeleteTopicResponse:
         full = await look_for(self._topics, request.topic)
         if full in self._topics.partitions:
-            await partitioned.delete(self._topics, full)
+            await lookup.delete_partitioned(self._topics, full)
         else:
             self._arriving.check_is_known(full)
             await delete(self._topics, full)
@@ -151,7 +151,7 @@ class AdminService:
     def _topic(self, name: str) -> admin_pb2.Topic:
         """A topic by its full name, as it is now. Raises TOPIC_NOT_FOUND."""
         if name in self._topics.partitions:
-            partitions = partitioned.partitions_of(self._topics, name)
+            partitions = lookup.partitions_of(self._topics, name)
             return partitioned_to_proto(name, partitions, self._topics.partitions.unused.get(name, 0))
         topic = self._topics.look_at(name)
         return topic_to_proto(topic, self._topics.partitions_beside(name))

@@ -36,9 +36,9 @@ from seqdedupe.store.incoming_snapshot import IncomingSnapshot
 from seqdedupe.store.topics import TopicRecord, TopicState
 from seqdedupe.topic.base import State
 from seqdedupe.topic.directory import Topics
-from seqdedupe.topic.kind import TopicKind
+from seqdedupe.topic.keeper import Stored
+from seqdedupe.topic.kinds import TopicKind
 from seqdedupe.topic.registry import Phase
-from seqdedupe.topic.stored import Stored
 from seqdedupe.topic.tasks import again_until
 from seqdedupe.topic.topic import Topic
 from seqdedupe.v1 import admin_pb2

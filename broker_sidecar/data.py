@@ -24,10 +24,9 @@ from seqdedupe.topic.attached import AttachedTopic
 from seqdedupe.topic.base import State
 from seqdedupe.topic.clock import Clock
 from seqdedupe.topic.directory import Topics
-from seqdedupe.topic.fetching import Fetching
-from seqdedupe.topic.of_brokers import BrokersTopics
+from seqdedupe.topic.kinds import BrokersTopics, PublishedTopics
 from seqdedupe.topic.policy import BYTES_A_MB, Applied, GapPolicy, OverlapPolicy
-from seqdedupe.topic.published import PublishedTopics
+from seqdedupe.topic.renewal import Fetching
 from seqdedupe.topic.topic import Topic
 from seqdedupe.topic.window_runs import WindowMemory
 

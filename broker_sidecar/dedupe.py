@@ -17,8 +17,7 @@ from seqdedupe.batch import Binary
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.limits import MAX_BATCH_ROWS, MAX_NAMES_AT_ONCE
 from seqdedupe.names import topic_name
-from seqdedupe.topic.attached import AttachedTopic
-from seqdedupe.topic.attachment import ADMISSION_BYTES, CHECK_BYTES, Attachment, Columns
+from seqdedupe.topic.attached import ADMISSION_BYTES, CHECK_BYTES, AttachedTopic, Attachment, Columns
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.sessions import NAMES_A_STEP
 from seqdedupe.v1 import dedupe_pb2

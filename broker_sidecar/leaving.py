@@ -32,11 +32,10 @@ from seqdedupe.store.parts import FORMAT_VERSION, snapshot_range
 from seqdedupe.store.snapshots import Snapshots
 from seqdedupe.store.topics import TopicRecord
 from seqdedupe.topic.base import State
-from seqdedupe.topic.closed import Closed
 from seqdedupe.topic.directory import Topics
-from seqdedupe.topic.finding import find
-from seqdedupe.topic.imported_window import ImportedWindow
-from seqdedupe.topic.registry import Entry, Phase
+from seqdedupe.topic.lookup import find
+from seqdedupe.topic.policy import ImportedWindow
+from seqdedupe.topic.registry import Closed, Entry, Phase
 from seqdedupe.topic.tasks import again_until
 from seqdedupe.topic.topic import Topic
 from seqdedupe.v1 import admin_pb2

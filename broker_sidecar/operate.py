@@ -8,10 +8,10 @@ from broker_sidecar.rpc import unary
 from seqdedupe.core.rule import EPOCH, PERSISTED, PUSHED
 from seqdedupe.errors import error
 from seqdedupe.names import producer_name
-from seqdedupe.topic import operating
+from seqdedupe.topic import operations
 from seqdedupe.topic.base import TopicBase
 from seqdedupe.topic.directory import Topics
-from seqdedupe.topic.finding import find
+from seqdedupe.topic.lookup import find
 from seqdedupe.topic.topic import Topic
 from seqdedupe.v1 import admin_pb2
 
@@ -45,9 +45,9 @@ class Operate:
     async def _message_state(self, request: admin_pb2.GetMessageStateRequest) -> admin_pb2.GetMessageStateResponse:
         topic = await self._topic(request.topic)
         if request.deduplication_id:
-            found = await operating.state_by_id(topic, request.deduplication_id)
+            found = await operations.state_by_id(topic, request.deduplication_id)
         else:
-            found = await operating.message_state(topic, request.producer_name, request.sequence_id)
+            found = await operations.message_state(topic, request.producer_name, request.sequence_id)
         return admin_pb2.GetMessageStateResponse(
             state=found.state.value,  # type: ignore[arg-type]
             in_flight_ms=found.in_flight_ms,
@@ -58,7 +58,7 @@ class Operate:
         )
 
     async def _in_flight(self, request: admin_pb2.ListInFlightRequest) -> admin_pb2.ListInFlightResponse:
-        found = await operating.in_flight(await self._topic(request.topic), request.longer_than_ms)
+        found = await operations.in_flight(await self._topic(request.topic), request.longer_than_ms)
         return admin_pb2.ListInFlightResponse(
             in_flight=[
                 admin_pb2.InFlight(
@@ -74,7 +74,7 @@ class Operate:
 
     async def _reset(self, request: admin_pb2.ResetProducerRequest) -> admin_pb2.ResetProducerResponse:
         topic = await self._topic(request.topic)
-        before = await operating.reset_producer(topic, request.producer_name, request.persisted)
+        before = await operations.reset_producer(topic, request.producer_name, request.persisted)
         name = producer_name(request.producer_name)
         return admin_pb2.ResetProducerResponse(
             producer=producer_proto(topic, name, topic.producers.add(name)), persisted_before=before

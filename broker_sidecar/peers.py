@@ -26,7 +26,7 @@ from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.names import from_text, shard_of, to_text
 from seqdedupe.store.directories import Claim, check_once, read_claim, unclaimed
 from seqdedupe.store.snapshots import Loaded
-from seqdedupe.topic.ownership import Ownership
+from seqdedupe.topic.registry import Ownership
 from seqdedupe.v1 import admin_pb2
 from seqdedupe.v1.admin_pb2_grpc import AdminServiceStub
 

@@ -7,7 +7,7 @@ from broker_sidecar.topics import policy_of, policy_to_proto, topic_to_proto
 from seqdedupe.errors import error
 from seqdedupe.names import namespace_name
 from seqdedupe.topic.directory import Topics
-from seqdedupe.topic.finding import find
+from seqdedupe.topic.lookup import find
 from seqdedupe.topic.policy import Policy
 from seqdedupe.v1 import admin_pb2
 

@@ -25,10 +25,9 @@ from seqdedupe.message_id import MessageId
 from seqdedupe.names import topic_name
 from seqdedupe.topic.base import State
 from seqdedupe.topic.directory import Topics
-from seqdedupe.topic.finding import find, find_or_create
 from seqdedupe.topic.frame import Allowing, NumbersCache, Receipt, Refusal
-from seqdedupe.topic.opening import check_names, open_sessions
-from seqdedupe.topic.partitioned import check_gap_policy
+from seqdedupe.topic.lookup import check_gap_policy, find, find_or_create
+from seqdedupe.topic.operations import check_names, open_sessions
 from seqdedupe.topic.sessions import NAMES_A_STEP
 from seqdedupe.topic.topic import Topic
 from seqdedupe.topic.window_runs import LookedUp

@@ -16,7 +16,7 @@ from seqdedupe.log.pulsar import topic_owner
 from seqdedupe.log.pulsar.topic_owner import owner_of
 from seqdedupe.names import to_text
 from seqdedupe.topic.directory import Topics
-from seqdedupe.topic.finding import find
+from seqdedupe.topic.lookup import find
 from seqdedupe.topic.tasks import shielded
 from seqdedupe.topic.topic import Topic
 from seqdedupe.v1 import admin_pb2

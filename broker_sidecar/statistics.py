@@ -11,8 +11,8 @@ from broker_sidecar.last_warnings import LastWarnings
 from broker_sidecar.topics import WORST_FIRST, replay_left_messages, snapshot_age_seconds, topic_to_proto
 from seqdedupe.errors import error
 from seqdedupe.topic.base import State, TopicBase
-from seqdedupe.topic.closed import Closed
 from seqdedupe.topic.directory import Topics
+from seqdedupe.topic.registry import Closed
 from seqdedupe.v1 import admin_pb2
 
 DEFAULT_TOPICS = 50

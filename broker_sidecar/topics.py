@@ -9,8 +9,8 @@ from seqdedupe.log.contract import Layout
 from seqdedupe.names import whole_of
 from seqdedupe.store.topics import LogKind
 from seqdedupe.topic.base import State, TopicBase
-from seqdedupe.topic.closed import Closed
 from seqdedupe.topic.policy import Applied, Policy, Route
+from seqdedupe.topic.registry import Closed
 from seqdedupe.topic.topic import Topic
 from seqdedupe.v1 import admin_pb2
 

@@ -22,12 +22,12 @@ from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name
 from seqdedupe.store.snapshots import Loaded
-from seqdedupe.topic import cursors
+from seqdedupe.topic import policy as policy_module
 from seqdedupe.topic.base import TopicBase
 from seqdedupe.topic.control import decode_policy
 from seqdedupe.topic.directory import Topics
-from seqdedupe.topic.finding import find, look_for
-from seqdedupe.topic.renewing import renew
+from seqdedupe.topic.lookup import find, look_for
+from seqdedupe.topic.renewal import renew
 from seqdedupe.topic.saved import SavedParts, parts, saved
 from seqdedupe.topic.topic import Topic
 from seqdedupe.topic.watermarks import WatermarksImport, begin_import, watermarks
@@ -95,7 +95,7 @@ def _head(topic: TopicBase, snapshot: Loaded) -> Any:
         producers=len(snapshot.names),
         has_forgotten=snapshot.has_forgotten,
     )
-    cursors.fill(kept.cursors, head.cursors)
+    policy_module.fill_cursors(kept.cursors, head.cursors)
     answer = wire.ExportSnapshotResponse()
     answer.part.head.ParseFromString(head.SerializeToString())
     return answer
@@ -104,9 +104,9 @@ def _head(topic: TopicBase, snapshot: Loaded) -> Any:
 def _parts_of(head: admin_pb2.SnapshotHead) -> SavedParts:
     """Raises INVALID_REQUEST, INVALID_POSITION."""
     position = Position.from_proto(head.position)
-    if len(head.cursors) > cursors.MAX_CURSORS:
+    if len(head.cursors) > policy_module.MAX_CURSORS:
         raise error("INVALID_REQUEST", f"the snapshot has {len(head.cursors)} cursors: more than a topic can have")
-    policy = replace(policy_of(head.policy), cursors=cursors.of(head.cursors))
+    policy = replace(policy_of(head.policy), cursors=policy_module.cursors_of(head.cursors))
     return SavedParts(
         head.term, position, policy, head.broker_position, head.producers, has_forgotten=head.has_forgotten
     )

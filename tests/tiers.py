@@ -32,6 +32,7 @@ TIER_OF: Mapping[str, str] = {
     "tests/broker_sidecar/test_arriving.py": UNIT,
     "tests/broker_sidecar/test_arriving_half.py": UNIT,
     "tests/broker_sidecar/test_steps.py": UNIT,
+    "tests/broker_sidecar/test_two_operations.py": UNIT,
     "tests/broker_sidecar/web/test_server.py": UNIT,
     "tests/broker_sidecar/web/test_browser.py": SYSTEM,
     "tests/cli/": INTEGRATION,

@@ -32,7 +32,7 @@ from seqdedupe.store.directories import read_claim
 from seqdedupe.store.snapshots import Loaded, Snapshots
 from seqdedupe.store.topics import LogKind, TopicRecord, TopicState
 from seqdedupe.store.windows import read_pages
-from seqdedupe.topic.imported_window import ImportedWindow
+from seqdedupe.topic.policy import ImportedWindow
 
 # -- What was imported into a topic of deduplication IDs: the log says what it was, and the store is to have it.
 

@@ -1,16 +1,69 @@
-"""The names of topics, and what is under way with each: one entry a name, which says whether more may begin."""
+"""The names of topics, and what is under way with each: one entry a name, which says whether more may begin.
+
+Begin with `Entry`. `Registry` has all of them, and which topics are partitioned.
+"""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Generic, TypeVar
 
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.names import partition_name, whole_of
 from seqdedupe.store.topics import TopicRecord
-from seqdedupe.topic.base import TopicBase
-from seqdedupe.topic.closed import Closed
+from seqdedupe.topic.base import State, TopicBase, damaged_topic
+
+# -- A topic that is there and cannot be opened.
+
+
+@dataclass(slots=True)
+class Closed:
+    """A topic whose log or snapshot could not be opened: it will be tried again, or is DAMAGED."""
+
+    record: TopicRecord
+    why: SeqdedupeError
+    state: State = State.RECOVERING
+    owner_address: str = ""
+    """Of the sidecar that owns it and serves, while this one has NO_STATE."""
+    note: str = ""
+    """What was tried, and is tried again."""
+
+    @property
+    def told(self) -> SeqdedupeError:
+        """Why, with what was tried."""
+        return error(self.why.reason, f"{self.why.message}; {self.note}") if self.note else self.why
+
+    def error(self) -> SeqdedupeError:
+        """What whoever asks for the topic is told."""
+        if self.why.reason == "NOT_OWNER":
+            why, owner = f"topic {self.record.name}: {self.why.message}", self.why.numbers.get("owner_address", "")
+            return error("NOT_OWNER", why, hint=self.why.hint, owner_address=owner)
+        if self.owner_address:
+            why = f"the sidecar at {self.owner_address} owns topic {self.record.name}, of which this one has no state"
+            return error("NOT_OWNER", why, owner_address=self.owner_address)
+        if self.state is State.DAMAGED:
+            return damaged_topic(self.record.name, self.told)
+        return error("RECOVERING", f"topic {self.record.name} cannot be opened now: {self.why.message}")
+
+
+# -- Whose a topic is, where topics are spread over processes by their names.
+
+
+class Ownership:
+    """Of a process that has all topics there are, or is told by its log which ones."""
+
+    def check(self, topic: str) -> None:
+        """Raises NOT_OWNER if a topic of this full name is another process's."""
+
+    def check_found(self, topics: Iterable[str]) -> None:
+        """Raises SHARD_CLAIMED_TWICE if a topic that was found in the data directory is another process's."""
+
+    def missing(self, topic: str) -> SeqdedupeError:
+        """What is said of a topic that is not here, though it is of this process."""
+        return error("TOPIC_NOT_FOUND", f"there is no topic {topic}", topic=topic)
+
 
 T = TypeVar("T", bound=TopicBase)
 R = TypeVar("R")

@@ -32,12 +32,11 @@ from seqdedupe.topic.flight import Admitted, Changing, Flight
 from seqdedupe.topic.frame import NumbersCache, OutOfStepError, Refusal, Reply
 from seqdedupe.topic.judge import BySequenceId, Judge
 from seqdedupe.topic.judge_by_id import ByDeduplicationId
-from seqdedupe.topic.keeper import Keeper
+from seqdedupe.topic.keeper import Keeper, producers_of
 from seqdedupe.topic.owner import Owner
 from seqdedupe.topic.policy import Applied, Policy
 from seqdedupe.topic.recovery import RunsOf, Table
 from seqdedupe.topic.retention import Trimmer
-from seqdedupe.topic.stored import producers_of
 from seqdedupe.topic.window_runs import LookedUp, WindowMemory
 
 logger = logging.getLogger("seqdedupe.topic")

@@ -29,7 +29,7 @@ from seqdedupe.format.jit import Uint8s
 from seqdedupe.store import imported_run as stored_import
 from seqdedupe.store.windows import RunWriter, read_pages
 from seqdedupe.topic.base import State
-from seqdedupe.topic.imported_window import ImportedWindow
+from seqdedupe.topic.policy import ImportedWindow
 from seqdedupe.topic.topic import Topic
 
 logger = logging.getLogger("seqdedupe.topic")

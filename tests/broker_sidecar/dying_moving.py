@@ -38,7 +38,7 @@ STEPS = (
     "seqdedupe.store.incoming_snapshot.IncomingSnapshot.add",
     "seqdedupe.store.incoming_snapshot.IncomingSnapshot.finish",
     "seqdedupe.store.db.Store.put_topics",
-    "seqdedupe.topic.published.PublishedTopics.delete",
+    "seqdedupe.topic.kinds.PublishedTopics.delete",
     "seqdedupe.topic.lives.Lives._begins",
 )
 

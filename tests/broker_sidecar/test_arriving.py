@@ -33,9 +33,8 @@ from seqdedupe.log.embedded.relocation import ARRIVING, MOVE_BYTES, RECEIVER_BYT
 from seqdedupe.message_id import Position
 from seqdedupe.store import parts, rocksdb
 from seqdedupe.store.incoming_snapshot import IncomingSnapshot, row_bytes
-from seqdedupe.topic.keeper import Keeper
+from seqdedupe.topic.keeper import Keeper, Stored
 from seqdedupe.topic.registry import Phase
-from seqdedupe.topic.stored import Stored
 from seqdedupe.topic.topic import Topic
 from seqdedupe.v1 import admin_pb2
 from seqdedupe.v1.admin_pb2_grpc import AdminServiceStub

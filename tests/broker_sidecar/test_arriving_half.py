@@ -16,8 +16,8 @@ from seqdedupe.log.embedded.relocation import ARRIVING, Arrival
 from seqdedupe.store.db import Store
 from seqdedupe.store.incoming_snapshot import IncomingSnapshot
 from seqdedupe.store.snapshots import Snapshots
-from seqdedupe.topic import waiting
-from seqdedupe.topic.records import Records
+from seqdedupe.topic import listing
+from seqdedupe.topic.lives import Records
 from tests.broker_sidecar.moving_messages import (
     BEFORE,
     Publishing,
@@ -263,8 +263,8 @@ async def test_one_that_does_not_come_back_says_where_it_is_also_if_nobody_had_u
     await publishing.make()
     await publishing.new("p", range(BEFORE))
     await two.old.client.admin.move_topic(TOPIC, two.new.address)
-    monkeypatch.setattr(waiting, "OPENED_AT_START", 0)
-    monkeypatch.setattr(waiting, "APART_SECONDS", LIMIT_SECONDS)
+    monkeypatch.setattr(listing, "OPENED_AT_START", 0)
+    monkeypatch.setattr(listing, "APART_SECONDS", LIMIT_SECONDS)
     await two.old.restart()
     assert len(two.old.topics.waiting) == 1
 

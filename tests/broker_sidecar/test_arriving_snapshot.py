@@ -10,8 +10,8 @@ import pytest
 from broker_sidecar.leaving import Giving
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.message_id import MessageId
-from seqdedupe.topic.published import PublishedTopics
-from seqdedupe.topic.stored import Stored
+from seqdedupe.topic.keeper import Stored
+from seqdedupe.topic.kinds import PublishedTopics
 from seqdedupe.topic.topic import Topic
 from tests.broker_sidecar.moving_messages import Publishing, moved_with_all
 from tests.broker_sidecar.moving_pair import TOPIC, Pair, pair

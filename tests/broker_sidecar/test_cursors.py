@@ -12,8 +12,7 @@ from seqdedupe.client import Client, Cursor, InvalidRequestError, Kept, MessageI
 from seqdedupe.log.contract import Retention
 from seqdedupe.testing import Sidecar
 from seqdedupe.topic import retention
-from seqdedupe.topic.cursors import MAX_CURSORS, NamedCursor
-from seqdedupe.topic.policy import Policy
+from seqdedupe.topic.policy import MAX_CURSORS, NamedCursor, Policy
 from seqdedupe.v1 import admin_pb2
 from tests.broker_sidecar import planted_cursor
 from tests.client.cursors import ONE, CursorSuite

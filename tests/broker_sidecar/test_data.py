@@ -11,7 +11,7 @@ from seqdedupe.core.moment import LOOKS, Moment
 from seqdedupe.log.contract import Retention
 from seqdedupe.topic import clock
 from seqdedupe.topic.frame import NumbersCache
-from seqdedupe.topic.opening import open_sessions
+from seqdedupe.topic.operations import open_sessions
 from tests.batches import batch
 from tests.client.helpers import until
 

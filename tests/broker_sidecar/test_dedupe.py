@@ -18,7 +18,7 @@ from broker_sidecar.sidecar import MAX_REQUEST_BYTES
 from seqdedupe import wire
 from seqdedupe.limits import MAX_BATCH_ROWS, MAX_NAME_BYTES, MAX_NAMES_AT_ONCE, MAX_POSITION_BYTES, MAX_SEQUENCE_ID
 from seqdedupe.testing import Sidecar
-from seqdedupe.topic.attachment import Attachment
+from seqdedupe.topic.attached import Attachment
 from seqdedupe.topic.sessions import NAMES_A_STEP
 from seqdedupe.v1 import admin_pb2, dedupe_pb2
 from tests.broker_sidecar.attaching import (

@@ -19,7 +19,7 @@ from seqdedupe.client import BrokerClient, Entry, InvalidRequestError, Seqdedupe
 from seqdedupe.client import Client as ProducerClient
 from seqdedupe.limits import MAX_BATCH_ROWS
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
-from seqdedupe.topic.attachment import ADMISSION_BYTES, CHECK_BYTES
+from seqdedupe.topic.attached import ADMISSION_BYTES, CHECK_BYTES
 from seqdedupe.v1 import admin_pb2
 from tests.broker_sidecar.attaching import Attaching, attached, check, numbers
 from tests.broker_sidecar.calls import DUP, NOT_DUP, Client, refused

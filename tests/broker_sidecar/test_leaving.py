@@ -62,7 +62,7 @@ BACK_STEPS = [
     ("seqdedupe.store.incoming_snapshot.IncomingSnapshot.finish", "after", 1),
     ("broker_sidecar.arriving._take", "before", 1),
     ("seqdedupe.store.db.Store.put_topics", "after", 1),
-    ("seqdedupe.topic.published.PublishedTopics.delete", "after", 1),
+    ("seqdedupe.topic.kinds.PublishedTopics.delete", "after", 1),
     ("seqdedupe.log.embedded.relocation.Arrival.finish", "after", 1),
     ("seqdedupe.store.db.Store.put_topics", "before", 2),
     ("seqdedupe.store.db.Store.put_topics", "after", 2),

@@ -20,9 +20,9 @@ from seqdedupe.client import Client, MessageId, Position, PositionError, Produce
 from seqdedupe.format.headers import BODY_AT, CHECKED_END, HEADER_BYTES
 from seqdedupe.log.contract import AS_USUAL, Layout
 from seqdedupe.store.db import Store
-from seqdedupe.topic import reading
+from seqdedupe.topic import readers
 from seqdedupe.topic.directory import Topics
-from seqdedupe.topic.published import PublishedTopics
+from seqdedupe.topic.kinds import PublishedTopics
 from seqdedupe.topic.topic import Topic
 from seqdedupe.v1 import batch_pb2, read_pb2
 from seqdedupe.v1.read_pb2_grpc import ReadServiceStub
@@ -158,7 +158,7 @@ async def test_a_large_batch_is_cut_with_its_message_ids(tmp_path: Path) -> None
     async with served(tmp_path) as address, Client(address) as client, stub(address) as reading_of:
         told = await publish(address, (3, 12), payload_bytes=600_000)
         page = await reading_of.Read(read_pb2.ReadRequest(topic="t", start=read_pb2.ReadStart(index=3)))
-        assert page.ByteSize() < reading.CUT_BYTES + 1000
+        assert page.ByteSize() < readers.CUT_BYTES + 1000
         assert 0 < page.next_index - 3 < 12
         async with client.reader("t") as reader:
             assert [message.message_id async for message in reader] == told

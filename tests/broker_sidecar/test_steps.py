@@ -10,7 +10,7 @@ from google.protobuf.message import DecodeError, Message
 from broker_sidecar.dedupe import INT32, MAX_CHECKS, binary, columns_of, parse_steps, values
 from seqdedupe.core.producers import Producers
 from seqdedupe.errors import SeqdedupeError
-from seqdedupe.topic.attachment import Attachment
+from seqdedupe.topic.attached import Attachment
 from seqdedupe.topic.policy import Applied
 from seqdedupe.v1 import dedupe_pb2
 from tests.broker_sidecar.attaching import AttachRequest, check, register, replay, report

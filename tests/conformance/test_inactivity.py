@@ -14,8 +14,7 @@ from seqdedupe.client import Verdict
 from seqdedupe.core.rule import PERSISTED, PUSHED
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Snapshots
-from seqdedupe.topic.attached import AttachedTopic
-from seqdedupe.topic.attachment import Columns
+from seqdedupe.topic.attached import AttachedTopic, Columns
 from seqdedupe.topic.keeper import DUE_PERIODS
 from seqdedupe.topic.policy import Applied, Policy
 from tests.conformance.cases import UPSTREAM, names

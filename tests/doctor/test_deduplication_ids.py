@@ -13,7 +13,7 @@ from seqdedupe.doctor.salvage import salvage
 from seqdedupe.store.snapshots import Snapshots
 from seqdedupe.topic.frame import NumbersCache, Receipt, Refusal
 from seqdedupe.topic.policy import Policy
-from seqdedupe.topic.renewing import renew
+from seqdedupe.topic.renewal import renew
 from tests.doctor.directories import Opened, opened, segments
 
 TOPIC = "persistent://public/default/ids"

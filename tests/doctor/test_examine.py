@@ -21,7 +21,7 @@ from seqdedupe.log.embedded import relocation
 from seqdedupe.store.db import Store
 from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe.topic import control
-from seqdedupe.topic.operating import reset_producer
+from seqdedupe.topic.operations import reset_producer
 from seqdedupe.topic.policy import GapPolicy, Policy
 from tests.doctor.directories import Opened, fingerprint, opened, segments
 

@@ -20,13 +20,13 @@ from seqdedupe.format.layout import BASE_INDEX, EPOCHS, PRODUCER_INDEXES, PRODUC
 from seqdedupe.log.contract import Entries, Failure
 from seqdedupe.message_id import MessageId, Position
 from seqdedupe.store import snapshots
-from seqdedupe.topic import control, judge, operating, recovery, retention
+from seqdedupe.topic import control, judge, operations, recovery, retention
 from seqdedupe.topic.flight import Flight
 from seqdedupe.topic.frame import NumbersCache, Refusal
+from seqdedupe.topic.keeper import Snapshotter
 from seqdedupe.topic.owner import Owner
 from seqdedupe.topic.policy import Policy
 from seqdedupe.topic.sessions import Sessions
-from seqdedupe.topic.snapshotter import Snapshotter
 from seqdedupe.topic.topic import Topic
 from tests.log.faulty import FaultyLog
 from tests.property.client import Session
@@ -319,7 +319,7 @@ def reset_does_not_fence(patch: pytest.MonkeyPatch) -> None:
     def reset(names: Any, epochs: Any, persisted: Any) -> Any:
         return original(names, np.zeros_like(epochs), persisted)
 
-    patch.setattr(operating, "Reset", reset)
+    patch.setattr(operations, "Reset", reset)
 
 
 def reset_answered_before_it_is_durable(patch: pytest.MonkeyPatch) -> None:

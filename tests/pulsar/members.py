@@ -23,8 +23,8 @@ from seqdedupe.store.topics import LogKind
 from seqdedupe.topic.base import State
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.frame import NumbersCache, Receipt, Refusal
-from seqdedupe.topic.opening import open_sessions
-from seqdedupe.topic.published import PublishedTopics
+from seqdedupe.topic.kinds import PublishedTopics
+from seqdedupe.topic.operations import open_sessions
 from seqdedupe.topic.topic import Topic
 from tests.batches import batch
 from tests.pulsar.owners import LIMIT_SECONDS, Cluster, until

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.topic.frame import NumbersCache, Receipt, Refusal
-from seqdedupe.topic.opening import open_sessions
-from seqdedupe.topic.reading import PAGE_BYTES, end_index, read_page
+from seqdedupe.topic.operations import open_sessions
+from seqdedupe.topic.readers import PAGE_BYTES, end_index, read_page
 from seqdedupe.topic.topic import Topic
 from tests.batches import batch
 from tests.log.conformance import parsed

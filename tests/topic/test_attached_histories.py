@@ -19,8 +19,7 @@ from seqdedupe.core.rule import DUP, NOT_DUP, PERSISTED, PUSHED, UNKNOWN
 from seqdedupe.errors import SeqdedupeError, UnavailableError
 from seqdedupe.store.snapshots import Snapshots
 from seqdedupe.topic import attached
-from seqdedupe.topic.attached import AttachedTopic
-from seqdedupe.topic.attachment import Attachment, Columns
+from seqdedupe.topic.attached import AttachedTopic, Attachment, Columns
 from seqdedupe.topic.policy import Applied, GapPolicy
 from tests.property.disk import CrashableStore
 

@@ -14,8 +14,7 @@ from seqdedupe.core.rule import DUP, NOT_DUP
 from seqdedupe.errors import UnavailableError, error
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Snapshots
-from seqdedupe.topic.attached import AttachedTopic
-from seqdedupe.topic.attachment import Columns
+from seqdedupe.topic.attached import AttachedTopic, Columns
 from seqdedupe.topic.keeper import DUE_PERIODS
 from seqdedupe.topic.policy import Applied
 from tests.topic.test_directory import turns

@@ -21,10 +21,9 @@ from seqdedupe.store.db import _Opening
 from seqdedupe.store.snapshots import Snapshots
 from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe.topic import attached
-from seqdedupe.topic.attached import AttachedTopic
-from seqdedupe.topic.attachment import Attachment, Columns
+from seqdedupe.topic.attached import AttachedTopic, Attachment, Columns
 from seqdedupe.topic.directory import Topics
-from seqdedupe.topic.of_brokers import BrokersTopics
+from seqdedupe.topic.kinds import BrokersTopics
 from seqdedupe.topic.policy import Applied, GapPolicy, Policy
 from seqdedupe.topic.saved import saved
 from tests.property.disk import CrashableStore

@@ -18,8 +18,8 @@ from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe.topic.base import State
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.frame import NumbersCache, Receipt, Refusal
-from seqdedupe.topic.opening import open_sessions
-from seqdedupe.topic.published import PublishedTopics
+from seqdedupe.topic.kinds import PublishedTopics
+from seqdedupe.topic.operations import open_sessions
 from tests.batches import batch
 from tests.log.faulty import FaultyLog, Storage
 from tests.topic.logs import MemoryLogs

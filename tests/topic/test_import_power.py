@@ -23,7 +23,7 @@ from seqdedupe.store import imported_run as stored_import
 from seqdedupe.store import rocksdb, windows
 from seqdedupe.store.db import Store
 from seqdedupe.topic import window_import
-from seqdedupe.topic.operating import MessageState, state_by_id
+from seqdedupe.topic.operations import MessageState, state_by_id
 from seqdedupe.topic.window_import import WindowImport
 from tests.log.faulty import FaultyLog, Storage
 from tests.store.model import fast_folder

@@ -22,7 +22,7 @@ from seqdedupe.topic import control, keeper
 from seqdedupe.topic.base import State
 from seqdedupe.topic.frame import NumbersCache, Receipt, Refusal
 from seqdedupe.topic.keeper import DUE_PERIODS
-from seqdedupe.topic.opening import open_sessions
+from seqdedupe.topic.operations import open_sessions
 from seqdedupe.topic.policy import Applied, Policy
 from seqdedupe.topic.sessions import Opened
 from seqdedupe.topic.topic import Topic

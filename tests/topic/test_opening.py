@@ -12,8 +12,7 @@ from seqdedupe.errors import UnavailableError
 from seqdedupe.topic.base import State
 from seqdedupe.topic.flight import Flight
 from seqdedupe.topic.frame import Receipt
-from seqdedupe.topic.opening import open_sessions
-from seqdedupe.topic.operating import reset_producer
+from seqdedupe.topic.operations import open_sessions, reset_producer
 from seqdedupe.topic.sessions import LAST_OPEN
 from tests.topic.scene import Scene
 

@@ -15,9 +15,9 @@ from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Snapshots
 from seqdedupe.store.topics import LogKind
 from seqdedupe.testing import LAST_RESORT_SECONDS
+from seqdedupe.topic.directory import Namespaces
 from seqdedupe.topic.frame import NumbersCache, Receipt, Refusal
-from seqdedupe.topic.namespaces import Namespaces
-from seqdedupe.topic.opening import open_sessions
+from seqdedupe.topic.operations import open_sessions
 from seqdedupe.topic.policy import LEAST, MOST, NAMES, WINDOW, Applied, GapPolicy, OverlapPolicy, Policy
 from seqdedupe.topic.retention import state_again
 from seqdedupe.topic.topic import Topic
@@ -353,7 +353,7 @@ async def test_what_is_under_way_at_the_end_is_finished_and_nothing_more_is_take
 
 
 async def test_there_are_not_too_many_of_them(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("seqdedupe.topic.namespaces.MAX_NAMESPACE_POLICIES", 1)
+    monkeypatch.setattr("seqdedupe.topic.directory.MAX_NAMESPACE_POLICIES", 1)
     namespaces = Namespaces(store, Applied(), lambda name: None)
     await namespaces.change("a/a", reject)
     with pytest.raises(InvalidRequestError, match="1 namespaces have a policy"):

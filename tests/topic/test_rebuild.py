@@ -17,10 +17,9 @@ from seqdedupe.store.snapshots import Snapshots
 from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe.topic.base import State
 from seqdedupe.topic.control import Purge, Sessions, decode, encode, runs
-from seqdedupe.topic.cursors import NamedCursor
 from seqdedupe.topic.frame import NumbersCache, Receipt, Refusal
-from seqdedupe.topic.opening import open_sessions
-from seqdedupe.topic.policy import NAMES, Applied, GapPolicy, OverlapPolicy, Policy, Route
+from seqdedupe.topic.operations import open_sessions
+from seqdedupe.topic.policy import NAMES, Applied, GapPolicy, NamedCursor, OverlapPolicy, Policy, Route
 from seqdedupe.topic.topic import Topic
 from tests.batches import batch
 from tests.log.batches import encoded_batch

@@ -19,11 +19,10 @@ from seqdedupe.store.snapshots import Snapshots
 from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe.topic import owner
 from seqdedupe.topic.base import State
-from seqdedupe.topic.following import read_on
 from seqdedupe.topic.frame import NumbersCache, Receipt, Refusal, check
-from seqdedupe.topic.opening import open_sessions
+from seqdedupe.topic.operations import open_sessions
 from seqdedupe.topic.policy import Applied
-from seqdedupe.topic.reading import check_index, end_index, index_after
+from seqdedupe.topic.readers import check_index, end_index, index_after, read_on
 from seqdedupe.topic.tasks import Broadcast
 from seqdedupe.topic.topic import Topic
 from tests.batches import batch

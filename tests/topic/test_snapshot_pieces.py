@@ -21,7 +21,7 @@ from seqdedupe.store import windows as stored_ids
 from seqdedupe.store.db import Store
 from seqdedupe.store.parts import IDS, part_key, part_number
 from seqdedupe.store.snapshots import Snapshots
-from seqdedupe.topic import snapshotter
+from seqdedupe.topic import keeper
 from tests.topic.test_by_id import INCARNATION, Place, originals
 from tests.topic.test_window_runs import fail_a_sync
 
@@ -251,7 +251,7 @@ async def test_a_store_that_stays_behind_has_the_snapshot_given_up_and_made_late
     place = await begun(store)
     topic = place.topic
     with monkeypatch.context() as patched:
-        patched.setattr(snapshotter, "IDLE_SECONDS", 0.1)
+        patched.setattr(keeper, "IDLE_SECONDS", 0.1)
         patched.setattr(rocksdb, "BEHIND_MEMTABLES", 0)
         await topic.keeper.snapshot_in_background()
         assert (topic.keeper.snapshotter.failed, named_index(store, INCARNATION)) == (1, 9)
@@ -269,7 +269,7 @@ async def test_a_drain_ends_although_the_store_stays_behind(store: Store, monkey
     """Also where a snapshot is being written when it begins; the next start finds all in the log."""
     place = await begun(store)
     with monkeypatch.context() as patched:
-        patched.setattr(snapshotter, "IDLE_SECONDS", 0.1)
+        patched.setattr(keeper, "IDLE_SECONDS", 0.1)
         patched.setattr(rocksdb, "BEHIND_MEMTABLES", 0)
         running = asyncio.ensure_future(place.topic.keeper.snapshot_in_background())
         while not any(index >= 9 for index in pieces(store)):  # noqa: ASYNC110 (nobody tells)
@@ -289,7 +289,7 @@ async def _a_little_behind_at_each_piece(store: Store, monkeypatch: pytest.Monke
     place = await begun(store)
     asked = itertools.count(1)
     with monkeypatch.context() as patched:
-        patched.setattr(snapshotter, "IDLE_SECONDS", wait_seconds)
+        patched.setattr(keeper, "IDLE_SECONDS", wait_seconds)
         patched.setattr(rocksdb, "is_behind", lambda db: bool(next(asked) % 3))
         await place.topic.keeper.snapshot_in_background()
     await place.topic.close("")
@@ -316,7 +316,7 @@ async def test_control_each_piece_waits_for_itself(store: Store, monkeypatch: py
 
     async def wait_until_idle(self: Store, at_most_seconds: float) -> None:
         with suppress(SeqdedupeError):
-            await real(self, snapshotter.IDLE_SECONDS)
+            await real(self, keeper.IDLE_SECONDS)
 
     monkeypatch.setattr(Store, "wait_until_idle", wait_until_idle)
     with pytest.raises(AssertionError):

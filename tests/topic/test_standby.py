@@ -17,12 +17,10 @@ from seqdedupe.store.snapshots import Snapshots
 from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe.topic import owner, recovery, retention
 from seqdedupe.topic.base import State
-from seqdedupe.topic.following import read_on
-from seqdedupe.topic.opening import open_sessions
-from seqdedupe.topic.operating import message_state, reset_producer
+from seqdedupe.topic.operations import message_state, open_sessions, reset_producer
 from seqdedupe.topic.owner import FIRST_SECONDS, LONGEST_SECONDS, KeepingAway
 from seqdedupe.topic.policy import Applied
-from seqdedupe.topic.reading import check_index, end_index
+from seqdedupe.topic.readers import check_index, end_index, read_on
 from seqdedupe.topic.recovery import Ownership
 from seqdedupe.topic.retention import state_again
 from seqdedupe.topic.topic import Topic

@@ -23,13 +23,11 @@ from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Snapshots
 from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe.topic import control
-from seqdedupe.topic.attached import AttachedTopic
-from seqdedupe.topic.attachment import Columns
+from seqdedupe.topic.attached import AttachedTopic, Columns
 from seqdedupe.topic.base import State, TopicBase
 from seqdedupe.topic.control import Import, Imported, ImportParts
 from seqdedupe.topic.frame import NumbersCache, Receipt, Refusal
-from seqdedupe.topic.opening import open_sessions
-from seqdedupe.topic.operating import reset_producer
+from seqdedupe.topic.operations import open_sessions, reset_producer
 from seqdedupe.topic.policy import Applied
 from seqdedupe.topic.topic import Topic
 from seqdedupe.topic.watermarks import _ImportIntoLog, begin_import, watermarks

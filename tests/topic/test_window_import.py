@@ -28,9 +28,8 @@ from seqdedupe.store.windows import run_key
 from seqdedupe.topic import judge_by_id, window_import
 from seqdedupe.topic.base import State
 from seqdedupe.topic.frame import NumbersCache, Receipt, Refusal
-from seqdedupe.topic.imported_window import ImportedWindow
-from seqdedupe.topic.operating import MessageState, state_by_id
-from seqdedupe.topic.policy import Policy
+from seqdedupe.topic.operations import MessageState, state_by_id
+from seqdedupe.topic.policy import ImportedWindow, Policy
 from seqdedupe.topic.topic import Topic
 from seqdedupe.topic.window_import import WindowImport
 from seqdedupe.topic.window_runs import WindowImported

@@ -15,7 +15,7 @@ from seqdedupe.core.rule import DUP, NOT_DUP
 from seqdedupe.errors import InvalidRequestError
 from seqdedupe.store import imported_run as stored_import
 from seqdedupe.store.db import Store
-from seqdedupe.topic.operating import state_by_id
+from seqdedupe.topic.operations import state_by_id
 from seqdedupe.topic.window_import import WindowImport
 from seqdedupe.topic.window_runs import WindowImported
 from tests.topic.test_by_id import INCARNATION, verdicts

@@ -14,7 +14,7 @@ from seqdedupe.format.headers import HEADER_BYTES
 from seqdedupe.message_id import MessageId, Position
 from seqdedupe.topic import control
 from seqdedupe.topic.control import CursorChange
-from seqdedupe.topic.cursors import MAX_NOTE_BYTES, NamedCursor
+from seqdedupe.topic.policy import MAX_NOTE_BYTES, NamedCursor
 from seqdedupe.v1 import batch_pb2, read_pb2
 from tests.broker_sidecar.attaching import Attaching
 from tests.broker_sidecar.calls import DUP, NOT_DUP, Refused, refused

@@ -20,7 +20,7 @@ from seqdedupe.store import windows as stored_runs
 from seqdedupe.store.snapshots import Snapshots
 from seqdedupe.topic import window_runs
 from seqdedupe.topic.frame import check_by_id
-from seqdedupe.topic.snapshotter import Snapshotter
+from seqdedupe.topic.keeper import Snapshotter
 from seqdedupe.topic.topic import Topic
 from seqdedupe.topic.window_runs import WindowMemory, WindowRuns
 

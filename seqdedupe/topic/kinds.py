@@ -1,10 +1,16 @@
-"""Topics with a log that is no attached broker's: opened from their log and their snapshot."""
+"""The two kinds of topics, by their logs, as the directory of topics needs them: made, opened, checked and deleted.
+
+`PublishedTopics` are opened from a log of ours and a snapshot; `BrokersTopics` have nothing but the store's records and
+snapshots.
+"""
 
 import asyncio
 import logging
 import secrets
+import time
 from collections.abc import Callable, Container
 from dataclasses import replace
+from typing import Protocol, TypeVar
 
 from seqdedupe.core.id_runs import ImportedIds
 from seqdedupe.errors import DamagedError, PositionError, UnavailableError, error
@@ -13,13 +19,126 @@ from seqdedupe.store import imported_run as stored_import
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Loaded, Snapshots
 from seqdedupe.store.topics import LogKind, TopicRecord
+from seqdedupe.topic.attached import AttachedTopic
 from seqdedupe.topic.base import State, TopicBase
 from seqdedupe.topic.clock import Clock
 from seqdedupe.topic.control import decode_policy
+from seqdedupe.topic.keeper import Stored
 from seqdedupe.topic.policy import Applied, Policy
-from seqdedupe.topic.stored import Stored
 from seqdedupe.topic.topic import Topic
 from seqdedupe.topic.window_runs import WindowMemory
+
+# -- What the directory of topics needs of a kind of log: topics on it, and what is there.
+
+T_co = TypeVar("T_co", bound=TopicBase, covariant=True)
+
+
+class TopicKind(Protocol[T_co]):
+    """Topics on one kind of log."""
+
+    log: LogKind
+
+    async def list(self, without: Container[str] = ()) -> list[LogName]:
+        """The logs that are there. See `Logs.list`."""
+
+    async def make(self, record: TopicRecord, applied: Applied, layout: Layout = AS_USUAL) -> T_co:
+        """A topic on a new log, ready to be used, which inherits this policy. `layout`: see `Logs.create`.
+
+        Raises why there is none; then the log is `delete`d.
+        """
+
+    async def load(self, record: TopicRecord) -> Stored:
+        """What the store has of a topic, which takes long where that is much. Raises what is damaged,
+        STORE_UNAVAILABLE."""
+
+    async def open(
+        self, record: TopicRecord, applied: Applied, *, without_snapshot: bool = False, stored: Stored | None = None
+    ) -> T_co:
+        """A topic on the log that is there, which inherits this policy. `without_snapshot`: it need not have one.
+        `stored` is what `load` has answered, if it was asked before.
+
+        Raises what is damaged, or why it cannot be opened now.
+        """
+
+    async def check_snapshot(self, record: TopicRecord, live: TopicBase | None, loaded: Loaded | None) -> None:
+        """Whether a topic can go on from this snapshot, or from its log alone. Changes nothing.
+
+        `live` is the topic if it is open, or was until it was closed just now.
+
+
+        Raises POSITION_AFTER_END, POSITION_TRIMMED, POSITION_DIVERGED, INVALID_REQUEST, LOG_INCOMPLETE, and why the log
+        cannot be looked at.
+        """
+
+    async def announce(self, whole: str) -> None:
+        """All partitions of a new partitioned topic are ready. See `Logs.announce`."""
+
+    async def delete(self, *incarnations: int) -> None:
+        """Removes logs that are not open, those that are there. See `Logs.delete`."""
+
+
+# -- Topics whose logs are a broker's own: nothing but the store's records and snapshots.
+
+
+class BrokersTopics:
+    """A `TopicKind`. `on_state` is told each change of a topic's state."""
+
+    log = LogKind.BROKER
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        admission_timeout_seconds: float,
+        on_state: Callable[[AttachedTopic], None],
+    ) -> None:
+        self._store = store
+        self._admission_timeout_seconds = admission_timeout_seconds
+        self._on_state = on_state
+
+    async def list(self, without: Container[str] = ()) -> list[LogName]:
+        return []
+
+    async def make(self, record: TopicRecord, applied: Applied, layout: Layout = AS_USUAL) -> AttachedTopic:
+        return await self.open(record, applied)
+
+    async def load(self, record: TopicRecord) -> Stored:
+        return await asyncio.to_thread(Stored.load, Snapshots(self._store, record.incarnation))
+
+    async def open(
+        self, record: TopicRecord, applied: Applied, *, without_snapshot: bool = False, stored: Stored | None = None
+    ) -> AttachedTopic:
+        stored = stored or await self.load(record)
+        return AttachedTopic(
+            record.name,
+            record.incarnation,
+            self._store,
+            stored.snapshots,
+            stored.loaded,
+            applied=applied,
+            admission_timeout_seconds=self._admission_timeout_seconds,
+            now_seconds=time.monotonic,
+            on_state=self._on_state,
+            producers=stored.producers,
+        )
+
+    async def check_snapshot(self, record: TopicRecord, live: TopicBase | None, loaded: Loaded | None) -> None:
+        if loaded is None:
+            why = "the log is a broker's own: there is nothing here to make the records anew from"
+            raise error(
+                "INVALID_REQUEST", why, hint="Import a snapshot; or delete the topic, and let the broker replay."
+            )
+        if live is not None and loaded.next_index < live.keeper.snapshot_index:
+            # The broker was told that it may drop what stands before that.
+            why = f"the snapshot covers {loaded.next_index} entries, the one in the store {live.keeper.snapshot_index}"
+            raise error("POSITION_TRIMMED", why, hint="Import a newer snapshot.")
+
+    async def announce(self, whole: str) -> None:
+        """There are no partitions."""
+
+    async def delete(self, *incarnations: int) -> None:
+        """Its log is none of ours."""
+
 
 logger = logging.getLogger("seqdedupe.topic")
 
