@@ -18,9 +18,8 @@ import pulsar
 from bench import setup
 from bench.figure import Figure, Ratio, over
 from bench.pulsar_setup import KEYS, NAMESPACE
-from broker_sidecar.config import Config
+from broker_sidecar.config import Config, PulsarConfig
 from broker_sidecar.data import Data
-from broker_sidecar.pulsar_config import PulsarConfig
 from pulsar_broker.distribution import get
 from pulsar_broker.standalone import Broker
 from seqdedupe.batch import Binary, single_producer

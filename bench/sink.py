@@ -26,7 +26,7 @@ from seqdedupe.client import Client
 from seqdedupe.client.blocking import Client as BlockingClient
 from seqdedupe.testing import Sidecar
 from seqdedupe_spark.sink import task as task_module
-from seqdedupe_spark.sink.rows import layout_of
+from seqdedupe_spark.sink.row_layout import layout_of
 from seqdedupe_spark.sink.task import SinkTask
 
 ROWS = 1_000

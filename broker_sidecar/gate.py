@@ -1,4 +1,7 @@
-"""The one place that every call passes before its handler: who calls, what they may do, what is written down of it."""
+"""The one place that every call passes before its handler: who calls, what they may do, what is written down of it.
+
+`Gate` has the steps of a call. `Guard` is what they ask, from the configuration and the files that it names.
+"""
 
 import asyncio
 from collections import deque
@@ -12,19 +15,17 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2
 
-from broker_sidecar.calls import method_of_call
 from broker_sidecar.config import Config
 from broker_sidecar.connections import origin_of, taken_from
-from broker_sidecar.rpc import Context, abort, parse_small
+from broker_sidecar.rpc import Context, Handle, MethodCounts, Wrapping, abort, method_of_call, parse_small
 from broker_sidecar.security.audit import Audit
 from broker_sidecar.security.authentication import Authentication
 from broker_sidecar.security.permissions import CHANGES, HEALTH_OF_THE_WHOLE, NO_RULES, Permissions, request_class
 from broker_sidecar.security.rules import RulesFile, read_rules
 from broker_sidecar.security.subject import Subject, caller, set_caller
 from broker_sidecar.security.trail import Trail
-from broker_sidecar.security.watching import Watched, Watching
+from broker_sidecar.security.watched_files import Watched, Watching
 from broker_sidecar.streams import Streams
-from broker_sidecar.wrapping import Handle, Wrapping
 from seqdedupe.errors import SeqdedupeError, error
 
 _HEALTH = frozenset({"/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"})
@@ -47,30 +48,31 @@ KNOWN_SECONDS = 30.0
 KNOWN_HURRY_SECONDS = 10.0
 """The same while others of this caller's wait."""
 
-Authenticate = Callable[[Context], Subject]
-"""Who makes a call. Raises UNAUTHENTICATED, TOKEN_EXPIRED."""
-
 
 class Gate(Wrapping):
     """A service as `handler` serves it, for callers who are known and may make the call. `caller` is theirs within its
-    handlers.
+    handlers. A call passes these steps, in this order:
 
-    The gate finds out who calls before it receives anything. gRPC itself receives a request that is one message before
-    it asks any handler. So to gRPC every call here is a stream, which is the same on the wire. Of a stream that nobody
-    reads, gRPC takes no more than `UNREAD_BYTES`.
+    1. It is counted, whatever becomes of it.
+    2. Who calls is found out, before anything is received.
+    3. The request is received, if it is one message: few of one caller's at once, and none for long. A stream is left
+       to its handler.
+    4. The rules judge the call, and its request.
+    5. What an operator changes stands in the audit trail before it is done, and before it is answered.
+    6. The handler answers. That of a stream is in `Streams.handler`, which finds a place for it.
+
+    gRPC itself receives a request that is one message before it asks any handler. So to gRPC every call here is a
+    stream, which is the same on the wire. Of a stream that nobody reads, gRPC takes no more than `UNREAD_BYTES`.
 
     The gate tells everybody the health of the whole: what asks for it, such as a probe, has no token.
     """
 
     reads_itself = True
 
-    def __init__(
-        self, handler: grpc.GenericRpcHandler, authenticate: Authenticate, permissions: Permissions, trail: Trail
-    ) -> None:
+    def __init__(self, handler: grpc.GenericRpcHandler, guard: "Guard", counts: MethodCounts) -> None:
         super().__init__(handler)
-        self._authenticate = authenticate
-        self._permissions = permissions
-        self._trail = trail
+        self._guard = guard
+        self._counts = counts
         self._unknown = _Receiving(
             "calls without a valid token", UNKNOWN_AT_ONCE, UNKNOWN_WAITING, UNKNOWN_SECONDS, UNKNOWN_HURRY_SECONDS
         )
@@ -78,22 +80,28 @@ class Gate(Wrapping):
         """By caller, as long as something of it is received."""
 
     def wrap(self, method: str, handle: Handle, found: "grpc.RpcMethodHandler[Any, Any]") -> Handle:
+        counts, guard = self._counts.of(method), self._guard
+
         async def guarded(request: Any, context: Context) -> Any:
-            try:
+            with counts.handling(context):  # 1
                 try:
-                    set_caller(self._authenticate(context))
+                    try:
+                        set_caller(guard.authenticate(context))  # 2
+                    except SeqdedupeError as e:
+                        request = await self._of_the_whole(method, context, e)
+                    else:
+                        if not found.request_streaming:
+                            request = await self._receiving_of(caller()).receive(context)  # 3
+                    guard.permissions.check_call(method, request)  # 4
+                    if method in CHANGES:
+                        async with guard.trail.change(method, parse_small(request_class(method), request)):  # 5
+                            response = await handle(request, context)
+                    else:
+                        response = await handle(request, context)  # 6
                 except SeqdedupeError as e:
-                    request = await self._of_the_whole(method, context, e)
-                else:
-                    if not found.request_streaming:
-                        request = await self._receiving_of(caller()).receive(context)
-                self._permissions.check_call(method, request)
-                if method in CHANGES:
-                    async with self._trail.change(method, parse_small(request_class(method), request)):
-                        return await handle(request, context)
-            except SeqdedupeError as e:
-                await abort(context, e)
-            return await handle(request, context)
+                    await abort(context, e)
+                counts.sent += not found.response_streaming
+                return response
 
         return guarded
 
@@ -112,7 +120,7 @@ class Gate(Wrapping):
             if _is_of_the_whole(request):
                 set_caller(Subject("", "nobody", None, context.peer()))
                 return request
-        self._trail.unauthenticated(method, context.peer(), why_unknown)
+        self._guard.trail.unauthenticated(method, context.peer(), why_unknown)
         raise why_unknown
 
 
@@ -205,7 +213,9 @@ async def _receive(context: Context) -> bytes:
     if data is grpc.aio.EOF:
         raise error("MALFORMED_MESSAGE", "the call has no request")
     method_of_call().received += 1
-    taken_from(context.peer()).add(len(data))
+    taken = taken_from(context.peer())
+    taken.messages += 1
+    taken.size += len(data)
     return bytes(data)
 
 
@@ -222,7 +232,7 @@ def _is_of_the_whole(request: bytes) -> bool:
 class Guard:
     """Knows callers from the time that it has begun, judges what they may do, and writes down what it is to.
 
-    `on_read_again` is called when a file that an operator may replace was read again: see `has_problem`.
+    `on_read_again` is called when a file that an operator may replace was read again: see `watching`.
     """
 
     def __init__(self, config: Config, on_read_again: Callable[[], None]) -> None:
@@ -241,30 +251,18 @@ class Guard:
         self.authentication = Authentication(self._config, streams.end_where)
         self._called = called
         rules = [self._rules] if self._rules else []
-        self._watching = Watching([*self.authentication.watched, *rules], self._was_read_again)
+        self.watching = Watching([*self.authentication.watched, *rules], self._was_read_again)
 
-    def guarded(self, handler: grpc.GenericRpcHandler) -> Gate:
-        """The handler's calls, for those who may make them."""
-        return Gate(handler, self._authenticate, self.permissions, self.trail)
-
-    def _authenticate(self, context: Context) -> Subject:
+    def authenticate(self, context: Context) -> Subject:
+        """Who makes a call. Raises UNAUTHENTICATED, TOKEN_EXPIRED."""
         subject = self.authentication(context)
         self._called(subject)
         return subject
 
-    @property
-    def has_problem(self) -> bool:
-        """Whether a file that was replaced says something that is not in force."""
-        return self._watching.has_problem
-
-    async def keep_looking(self) -> None:
-        """Looks at the files again and again."""
-        await self._watching.keep_looking()
-
     def reload(self) -> None:
         """Reads all of them again, and goes on in the file that has the audit trail's name."""
         self.trail.rotated()
-        self._watching.reload()
+        self.watching.reload()
 
     def _watched_rules(self) -> Watched[RulesFile] | None:
         if not self._config.rules_file:

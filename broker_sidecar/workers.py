@@ -1,4 +1,8 @@
-"""Several sidecars on one data directory, each with shards of its own, and the parent that starts them again."""
+"""Several sidecars on one data directory, each with shards of its own, and the parent that starts them again.
+
+`count_of` says how many there are to be, `divide` has `division.py` move the topics where that is another number, and
+`run` is the parent: `Worker` is one process and whichever takes its place.
+"""
 
 import asyncio
 import contextlib
@@ -14,13 +18,12 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from broker_sidecar import directory, kernels, logs
+from broker_sidecar import data_directory, kernels, telemetry
 from broker_sidecar.config import Config
-from broker_sidecar.listening import cannot_listen, family_of
-from broker_sidecar.notify import BEATS_WITHIN_PATIENCE, PROCESS_VARIABLE, Listener, Manager, patience_seconds
-from broker_sidecar.security import authentication
+from broker_sidecar.liveness import BEATS_WITHIN_PATIENCE, PROCESS_VARIABLE, Listener, Manager, patience_seconds
+from broker_sidecar.security import tokens
+from broker_sidecar.sockets import cannot_listen, family_of
 from seqdedupe.address import SidecarAddress
-from seqdedupe.backup.manifest import MANIFEST_FILE
 from seqdedupe.errors import error
 from seqdedupe.locks import Lock
 from seqdedupe.names import shards_of_worker, to_text
@@ -56,18 +59,6 @@ def count_of(config: Config) -> int:
     return config.workers or split.to or split.workers
 
 
-def check_is_no_backup(folder: Path) -> None:
-    """Other backups share its files, which a sidecar would append to. Raises INVALID_CONFIGURATION."""
-    for part in (folder, *folder.glob("worker-*")):
-        if (part / MANIFEST_FILE).exists():
-            raise error(
-                "INVALID_CONFIGURATION",
-                f"data_directory = {str(folder)!r} is a backup",
-                hint=f"Restore it: seqdedupe restore {folder} DATA_DIRECTORY",
-                key="data_directory",
-            )
-
-
 def divide(config: Config, count: int) -> None:
     """The data directory has so many workers from now on, also if it had another number. Blocks.
 
@@ -80,13 +71,13 @@ def divide(config: Config, count: int) -> None:
     else:
         is_due = split.workers > 0 and (split.to or split.workers, split.to is None) != (count, True)
     if is_due:
-        logs.configure(config.log_level, config.log_format)
+        telemetry.configure(config.log_level, config.log_format)
         if kernels.prepare(config.data_directory):
             kernels.say_compiling()
         # Not before: it imports what is compiled.
-        from broker_sidecar import dividing
+        from broker_sidecar import division
 
-        dividing.change(folder, count)
+        division.change(folder, count)
 
 
 def run(config: Config, count: int, flags: Sequence[str], lock: Lock) -> int:
@@ -95,12 +86,13 @@ def run(config: Config, count: int, flags: Sequence[str], lock: Lock) -> int:
 
     Raises INVALID_CONFIGURATION if it cannot listen, and what `make` raises; OSError.
     """
-    logs.configure(config.log_level, config.log_format)
+    telemetry.configure(config.log_level, config.log_format)
     with contextlib.ExitStack() as held:
         folder = Path(config.data_directory)
         split = make(folder, count)
         if config.authentication == "token":
-            authentication.tell(authentication.make(folder), config.log_format)
+            tokens.make(folder)
+            tokens.tell(folder, config.log_format)
         listen = [held.enter_context(_reserved(address)) for address in _addresses(config.listen, count)]
         advertised = _addresses(config.advertised_address, count) or listen
         also = [held.enter_context(_reserved(address)) for address in _addresses(config.also_listen, count)]
@@ -291,7 +283,7 @@ async def run_all(workers: Sequence[Worker], lock: Lock) -> int:
             worker.send(number)
 
     async def stop_without_lock() -> None:
-        logger.critical("the workers are stopped: %s", await directory.lost(lock))
+        logger.critical("the workers are stopped: %s", await data_directory.lost(lock))
         stop()
 
     watching = asyncio.ensure_future(stop_without_lock())

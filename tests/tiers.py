@@ -47,6 +47,7 @@ TIER_OF: Mapping[str, str] = {
     "tests/client/test_route.py": UNIT,
     "tests/client/test_session.py": UNIT,
     "tests/client/test_sidecars.py": UNIT,
+    "tests/client/test_sync.py": UNIT,
     "tests/conformance/": INTEGRATION,
     "tests/conformance/test_core.py": UNIT,
     "tests/conformance/test_inactivity.py": UNIT,

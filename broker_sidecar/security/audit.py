@@ -15,6 +15,8 @@ from seqdedupe.audit_trail import NO_LINE, encode, last_link
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.files import sync_folder
 
+logger = logging.getLogger("seqdedupe.audit")
+
 # -- What happens again and again is told once, and then counted, for each caller apart.
 
 T = TypeVar("T", bound=Hashable)
@@ -70,8 +72,6 @@ class Repeats(Generic[C, T]):
         if others:
             yield None, None, others
 
-
-logger = logging.getLogger("seqdedupe.audit")
 
 REPEATS_SECONDS = 10.0
 """Of refusals that are alike the first is written at once, and after so long how many more there were."""

@@ -1,369 +1,308 @@
-"""Who makes a call, by what it shows."""
+"""Who makes a call, by what it shows: a token, or the certificate of its connection.
 
-import hashlib
-import hmac
-import json
-import logging
+`Authentication` joins both, as the configuration has it. `Certificates` is TLS, with `Revoked` for what its authorities
+take back; tokens are in `tokens.py`.
+"""
+
 import math
-import os
-import secrets
-import shlex
-import sys
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import grpc
 import grpc.aio
-import jwt
-from cryptography.hazmat.primitives.asymmetric.rsa import RSAPublicKey
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.hazmat.primitives.asymmetric import ec, rsa
+from cryptography.hazmat.primitives.asymmetric.types import PublicKeyTypes
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_private_key
 
 from broker_sidecar.config import Config
 from broker_sidecar.rpc import Context
-from broker_sidecar.security.certificates import Certificates, Revoked, connection_age, name_in
-from broker_sidecar.security.subject import (
-    ANONYMOUS,
-    MAX_NAME_BYTES,
-    OPERATOR,
-    RESERVED,
-    Subject,
-    can_be_name,
-    network_of,
-)
-from broker_sidecar.security.watching import Watched
+from broker_sidecar.security import tokens
+from broker_sidecar.security.subject import ANONYMOUS, MAX_NAME_BYTES, OPERATOR, RESERVED, Subject, can_be_name
+from broker_sidecar.security.tokens import OwnToken, SignedTokens
+from broker_sidecar.security.watched_files import Watched
 from seqdedupe.address import SidecarAddress
 from seqdedupe.errors import SeqdedupeError, error
-from seqdedupe.files import sync_folder, write_synced
-from seqdedupe.limits import MAX_TOKEN_BYTES, MIN_RSA_BITS
-from seqdedupe.store.directories import whole_of
+from seqdedupe.limits import MIN_RSA_BITS
 
-# -- Tokens that were refused: who shows the same one again and again costs no signature check.
+# -- TLS: the sidecar's certificate, read again when its files change; and whose a client's certificate is.
 
-MAX_HOSTS = 1_024
-"""Of which tokens are remembered; the one that showed none for the longest time makes room."""
+MAX_CONNECTION_AGE_SECONDS = 3600
+"""A connection ends after so long, more or less by a tenth: then certificates are shown and judged anew."""
 
-MAX_TOKENS = 16
-"""Remembered of one host: what it shows pushes out nothing that others have shown."""
+CONNECTION_GRACE_SECONDS = 30
+"""So long calls and streams may go on after that."""
 
-MAX_WHY_LETTERS = 200
-"""Kept of why a token was refused: some of it is what the token says."""
+LONGEST_CONNECTION_SECONDS = 1.1 * MAX_CONNECTION_AGE_SECONDS + CONNECTION_GRACE_SECONDS
+"""No client has shown a certificate for longer, unless it resumes a session of TLS: nobody judges it again then."""
 
+CERTIFICATES_KNOWN = 1024
+"""So many are not read again with each call of their connections."""
 
-class _Refusal(NamedTuple):
-    """Numbers and text alone. An error would hold, by its traceback, all that the refused call had."""
-
-    reason: str
-    why: str
-    numbers: dict[str, Any]
-    since_seconds: float
-    until_seconds: float
+_CURVES = ("secp256r1", "secp384r1")
+"""Those that gRPC has."""
 
 
-class RefusedTokens:
-    """Why tokens were refused, by who showed them and the token's digest. Bounded, whatever comes."""
-
-    def __init__(self) -> None:
-        self._of_hosts: OrderedDict[str, OrderedDict[bytes, _Refusal]] = OrderedDict()
-
-    def check(self, token: bytes, address: str, now_seconds: float) -> None:
-        """Raises what this token was refused with, when it was shown from there."""
-        # Nearly always there is nothing: a digest is for those who have shown something bad.
-        if (tokens := self._of_hosts.get(host := network_of(address))) is None:
-            return
-        if (refusal := tokens.get(digest := _digest(token))) is None:
-            return
-        if not refusal.since_seconds <= now_seconds < refusal.until_seconds:
-            del tokens[digest]
-            return
-        tokens.move_to_end(digest)
-        self._of_hosts.move_to_end(host)
-        # Kept in a variable, it would keep what the refused call had.
-        raise error(refusal.reason, refusal.why, **refusal.numbers)
-
-    def add(self, token: bytes, address: str, e: SeqdedupeError, since_seconds: float, until_seconds: float) -> None:
-        """From now on it is refused so. Where the clock says an earlier or a later time, it is looked at anew."""
-        host = network_of(address)
-        tokens = self._of_hosts.setdefault(host, OrderedDict())
-        self._of_hosts.move_to_end(host)
-        if len(self._of_hosts) > MAX_HOSTS:
-            self._of_hosts.popitem(last=False)
-        why = e.message[:MAX_WHY_LETTERS]
-        tokens[_digest(token)] = _Refusal(e.reason, why, e.numbers, since_seconds, until_seconds)
-        if len(tokens) > MAX_TOKENS:
-            tokens.popitem(last=False)
-
-    def clear(self) -> None:
-        """Forgets all of them: other keys are taken."""
-        self._of_hosts.clear()
+def connection_age() -> tuple[tuple[str, int], ...]:
+    """What a server is told so that connections end."""
+    return (
+        ("grpc.max_connection_age_ms", MAX_CONNECTION_AGE_SECONDS * 1000),
+        ("grpc.max_connection_age_grace_ms", CONNECTION_GRACE_SECONDS * 1000),
+    )
 
 
-def _digest(token: bytes) -> bytes:
-    return hashlib.sha256(token).digest()
+class Certificates:
+    """The sidecar's certificate as it is now. `takes_clients`: each client needs one too, of `tls_client_ca_file`."""
 
-
-# -- Tokens that somebody signs who is trusted (JSON Web Tokens): the role is `sub`, as in Pulsar.
-
-ALGORITHMS = {("OKP", "Ed25519"): "EdDSA", ("EC", "P-256"): "ES256", ("RSA", None): "RS256"}
-"""By the type and curve of a key: that of a token is its key's, whatever its header says."""
-
-LEEWAY_SECONDS = 5
-"""So far the clocks of who signs and who checks may be apart. A token is taken for so long after its end, too."""
-
-MAX_REMEMBERED = 1024
-"""Tokens whose signature need not be checked again."""
-
-EARLY_SECONDS = 1.0
-"""So often a token is looked at again that is not valid yet."""
-
-_LATEST_SECONDS = 253_402_300_799
-"""The end of the year 9999."""
-
-
-class PublicKey(jwt.PyJWK):
-    """One that a file says; equal to what the same words have made before."""
-
-    def __init__(self, said: dict[str, Any], algorithm: str) -> None:
-        super().__init__(said, algorithm)
-        self._said = said
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, PublicKey) and self._said == other._said
-
-    def __hash__(self) -> int:
-        return hash(self._said["kid"])
-
-
-Keys = Mapping[str, PublicKey]
-"""Public keys by `kid`."""
-
-
-class Claims(NamedTuple):
-    """What a valid token says."""
-
-    subject: str
-    expires_at_seconds: float
-    """Unix time, from which it is not taken any more."""
-
-
-def read_keys(path: Path) -> Keys:
-    """The public keys in a JSON Web Key Set. Raises INVALID_CONFIGURATION."""
-    try:
-        found = json.loads(path.read_bytes())["keys"]
-        keys = {key["kid"]: _public_key(key) for key in found}
-        if not keys or len(keys) < len(found) or not all(isinstance(kid, str) and kid for kid in keys):
-            raise ValueError("each key needs a kid of its own, and there has to be one")
-    except OSError as e:
-        raise _unusable(path, f"cannot be read: {e.strerror}") from e
-    except (ValueError, TypeError, KeyError, RecursionError, jwt.PyJWTError) as e:
-        # What else these say may have a key in it.
-        why = str(e) if type(e) is ValueError else type(e).__name__
-        raise _unusable(path, f"is no set of public keys (JWKS): {why}") from e
-    return keys
-
-
-def _public_key(key: dict[str, Any]) -> PublicKey:
-    """Raises ValueError with what is wrong; TypeError, KeyError, PyJWTError."""
-    if "d" in key:
-        raise ValueError("one of the keys is private; whoever can read it can make tokens")
-    algorithm = ALGORITHMS.get((key["kty"], key.get("crv")))
-    if algorithm is None or key.get("alg", algorithm) != algorithm or key.get("use", "sig") != "sig":
-        raise ValueError("a key is of none of the kinds Ed25519 (EdDSA), P-256 (ES256), RSA (RS256), for signatures")
-    made = PublicKey(key, algorithm)
-    if isinstance(made.key, RSAPublicKey) and made.key.key_size < MIN_RSA_BITS:
-        raise ValueError(f"an RSA key has less than {MIN_RSA_BITS} bits")
-    return made
-
-
-def _unusable(path: Path, why: str) -> SeqdedupeError:
-    hint = "`seqdedupe token keys` makes such a file; docs/security.md says what it holds."
-    return error("INVALID_CONFIGURATION", f"the file {path} {why}", hint=hint, key="token_keys_file")
-
-
-def verify(token: bytes, keys: Keys, audience: str, max_lifetime_seconds: float = math.inf) -> Claims:
-    """What the token says, if it is signed by one of the keys, for this audience, and valid now and for no longer in
-    all than that.
-
-    Raises UNAUTHENTICATED, TOKEN_EXPIRED. Of a token that is signed and for this audience, the error names the subject.
-    """
-    try:
-        key = keys.get(jwt.get_unverified_header(token).get("kid", ""))
-        if key is None:
-            raise error("UNAUTHENTICATED", "the token names none of the keys (`kid`) that are taken here")
-        claims = jwt.decode(
-            token,
-            key,
-            algorithms=[key.algorithm_name],
-            audience=audience,
-            leeway=LEEWAY_SECONDS,
-            options={"require": ["exp", "aud", "sub"], "verify_exp": False},
-        )
-    except jwt.PyJWTError as e:
-        raise error("UNAUTHENTICATED", f"the token is not valid here: {e}") from e
-    subject = claims["sub"]
-    if not can_be_name(subject):
-        raise error("UNAUTHENTICATED", f"the token's `sub` is not 1 to {MAX_NAME_BYTES} bytes that can be printed")
-    proven = {"subject": subject, "kind": "jwt"}
-    times = {name: claims[name] for name in ("exp", "iat", "nbf") if name in claims}
-    for name, value in times.items():
-        if type(value) not in (int, float) or not -math.inf < value < math.inf:
-            raise error("UNAUTHENTICATED", f"the token's `{name}` is not a finite number", **proven)
-        times[name] = max(-_LATEST_SECONDS, min(value, _LATEST_SECONDS))
-    ends_at_seconds = times["exp"] + LEEWAY_SECONDS
-    if ends_at_seconds <= time.time():
-        raise error("TOKEN_EXPIRED", "the token has expired", **proven)
-    if max_lifetime_seconds < math.inf:
-        if "iat" not in times:
-            raise error("UNAUTHENTICATED", "the token has no `iat`: it is not known how long it lives", **proven)
-        if (lifetime_seconds := times["exp"] - times["iat"]) > max_lifetime_seconds:
-            lives = f"the token lives {lifetime_seconds:.0f} s, from `iat` to `exp`"
-            raise error("UNAUTHENTICATED", f"{lives}: at most {max_lifetime_seconds:.0f} are taken here", **proven)
-    return Claims(subject, ends_at_seconds)
-
-
-class SignedTokens:
-    """Checks tokens against the keys as they are now."""
-
-    def __init__(
-        self,
-        keys_file: Path,
-        audience: str,
-        on_change: Callable[[], None],
-        max_lifetime_seconds: float = math.inf,
-    ) -> None:
+    def __init__(self, config: Config) -> None:
         """Raises INVALID_CONFIGURATION."""
-        self._audience = audience
-        self._max_lifetime_seconds = max_lifetime_seconds
-        self._verified: dict[bytes, Claims] = {}
-        self._refused = RefusedTokens()
-        self._on_change = on_change
-        self.watched = Watched("the keys of tokens", [keys_file], lambda: read_keys(keys_file), self._changed)
+        certificate, key = Path(config.tls_certificate_file), Path(config.tls_key_file)
+        authorities = Path(config.tls_client_ca_file) if config.tls_client_ca_file else None
+        self.takes_clients = authorities is not None
+        files = [certificate, key, *([authorities] if authorities else [])]
+        self.watched = Watched("TLS", files, lambda: _read(certificate, key, authorities), self._changed)
+        self._first = self.watched.value
+        self._news: grpc.ServerCertificateConfiguration | None = None
 
     def _changed(self) -> None:
-        self._verified.clear()
-        self._refused.clear()
-        self._on_change()
+        self._news = self.watched.value
 
-    def claims_of(self, token: bytes, address: str, now_seconds: float) -> Claims:
-        """What a valid token says that is shown from there. Raises UNAUTHENTICATED, TOKEN_EXPIRED."""
-        claims = self._verified.get(token)
-        if claims is not None and now_seconds < claims.expires_at_seconds:
-            return claims
-        # It may be signed with a key that was added just now.
-        self.watched.look(at_once=True)
-        self._refused.check(token, address, now_seconds)
-        try:
-            claims = verify(token, self.watched.value, self._audience, self._max_lifetime_seconds)
-        except SeqdedupeError as e:
-            is_early = isinstance(e.__cause__, jwt.ImmatureSignatureError)
-            until_seconds = now_seconds + EARLY_SECONDS if is_early else math.inf
-            self._refused.add(token, address, e, now_seconds, until_seconds)
-            raise
-        if len(self._verified) >= MAX_REMEMBERED:
-            self._verified.clear()
-        self._verified[token] = claims
-        return claims
+    def _take_news(self) -> "grpc.ServerCertificateConfiguration | None":
+        """What to use from now on, None: as before. gRPC asks at each new connection, in a thread of its own."""
+        news, self._news = self._news, None
+        return news
+
+    def check(self, peer: Mapping[str, Iterable[bytes]]) -> None:
+        """Given what gRPC says of a connection. Raises UNAUTHENTICATED if its certificate ended before any connection
+        can have begun: a resumed session of TLS would be good for months."""
+        for pem in peer.get("x509_pem_cert", ()):
+            if time.time() >= _end_of(pem) + LONGEST_CONNECTION_SECONDS:
+                raise error("UNAUTHENTICATED", "the client's certificate has expired")
+
+    def credentials(self) -> grpc.ServerCredentials:
+        """For a port."""
+        fetch: Any = self._take_news
+        return grpc.dynamic_ssl_server_credentials(self._first, fetch, self.takes_clients)
 
 
-# -- The data directory's own token: who can read its file may do everything.
-
-logger = logging.getLogger("seqdedupe.security")
-
-TOKEN_FILE = "token"
-TOKEN_BYTES = 32
-"""Of chance in a token that is made here. The file has it in 43 letters of base64."""
-
-MIN_TOKEN_LETTERS = 16
-
-_UNWANTED = 0o037
-"""In the file's mode: its group may read it, if somebody has said so; nobody else."""
-
-
-def path_of(data_directory: Path) -> Path:
-    """The token's file. All workers of a data directory have one."""
-    return (whole_of(data_directory) or data_directory) / TOKEN_FILE
+def name_in(peer: Mapping[str, Iterable[bytes]]) -> str:
+    """Whose the certificate of a connection is, given what gRPC says of it: its one URI, as SPIFFE has it, or else its
+    first DNS name. Raises UNAUTHENTICATED."""
+    uris, names = list(peer.get("peer_uri", ())), list(peer.get("peer_dns", ()))
+    if len(uris) > 1:
+        raise error("UNAUTHENTICATED", "the client's certificate has several URIs: it is not clear whose it is")
+    if not uris and not names:
+        raise error("UNAUTHENTICATED", "the client's certificate names nobody: it has no URI and no DNS name as SAN")
+    # What is not UTF-8 cannot be printed either, then.
+    name = (uris or names)[0].decode(errors="surrogateescape")
+    if not can_be_name(name):
+        why = f"its SAN is not 1 to {MAX_NAME_BYTES} bytes that can be printed"
+        raise error("UNAUTHENTICATED", f"the client's certificate names nobody: {why}")
+    return name
 
 
-def make(data_directory: Path) -> Path:
-    """Makes the token if there is none; it is whole and durable on return. Returns its file. Raises OSError."""
-    path = path_of(data_directory)
-    if not os.path.lexists(path):
-        new = path.with_name(f"{TOKEN_FILE}.{secrets.token_hex(4)}.new")
-        write_synced(new, f"{secrets.token_urlsafe(TOKEN_BYTES)}\n".encode())
-        try:
-            # Unlike renaming it takes no other one's place.
-            os.link(new, path)
-        except FileExistsError:
-            pass
-        finally:
-            new.unlink()
-        sync_folder(path.parent)
-    return path
+@lru_cache(CERTIFICATES_KNOWN)
+def _end_of(pem: bytes) -> float:
+    """Unix time."""
+    return x509.load_pem_x509_certificate(pem).not_valid_after_utc.timestamp()
 
 
-def tell(path: Path, log_format: str) -> None:
-    """Says how clients get it: as a line for a shell, where a person reads."""
-    line = f"export SEQDEDUPE_TOKEN_FILE={shlex.quote(str(path.absolute()))}"
-    if log_format == "text" or sys.stderr.isatty():
-        print(line, file=sys.stderr, flush=True)
-    else:
-        logger.info("clients show the token", extra={"export": line})
-
-
-def read(path: Path) -> bytes:
-    """The token in the file. Raises INVALID_CONFIGURATION."""
+def _read(certificate: Path, key: Path, authorities: Path | None) -> grpc.ServerCertificateConfiguration:
+    """What the files hold, if a connection can be made with it. Raises INVALID_CONFIGURATION."""
+    chain_pem, key_pem = bytes_of(certificate), bytes_of(key)
+    own = certificates_in(certificate, chain_pem)[0]
     try:
-        with path.open("rb") as file:
-            mode = os.fstat(file.fileno()).st_mode
-            token = file.read(MAX_TOKEN_BYTES + 1).strip()
+        public = load_pem_private_key(key_pem, None).public_key()
+    except (ValueError, TypeError, UnsupportedAlgorithm) as e:
+        raise unusable(key, "holds no private key that can be read (an encrypted one cannot)") from e
+    if _spki(public) != _spki(own.public_key()):
+        raise unusable(certificate, f"is not of the key in {key}: the sidecar's own certificate stands first in it")
+    if not _is_taken(public):
+        raise unusable(key, f"has a key that gRPC does not take: RSA of {MIN_RSA_BITS} bits, P-256 or P-384 is needed")
+    now = datetime.now(UTC)
+    if not own.not_valid_before_utc <= now < own.not_valid_after_utc:
+        term = f"{own.not_valid_before_utc:%Y-%m-%d %H:%M} to {own.not_valid_after_utc:%Y-%m-%d %H:%M} UTC"
+        raise unusable(certificate, f"is valid from {term}, which is not now")
+    authorities_pem = None
+    if authorities is not None:
+        authorities_pem = bytes_of(authorities)
+        certificates_in(authorities, authorities_pem)
+    return grpc.ssl_server_certificate_configuration([(key_pem, chain_pem)], authorities_pem)
+
+
+def bytes_of(path: Path) -> bytes:
+    """What the file holds. Raises INVALID_CONFIGURATION."""
+    try:
+        return path.read_bytes()
     except OSError as e:
-        raise _unusable_file(
-            path, f"cannot be read: {e.strerror}", "Give it to the user that the sidecar runs as."
-        ) from e
-    if mode & _UNWANTED:
-        raise _unusable_file(path, f"can be read or written by others (mode {mode & 0o777:03o})", f"chmod 600 {path}")
-    if not MIN_TOKEN_LETTERS <= len(token) <= MAX_TOKEN_BYTES or not all(0x21 <= letter <= 0x7E for letter in token):
-        limits = f"{MIN_TOKEN_LETTERS} to {MAX_TOKEN_BYTES} printable ASCII letters without blanks"
-        raise _unusable_file(
-            path, f"holds no token: that is one line of {limits}", "Remove it: the next start makes one."
-        )
-    return token
+        raise unusable(path, f"cannot be read: {e.strerror}") from e
 
 
-def _unusable_file(path: Path, why: str, hint: str) -> SeqdedupeError:
-    return error("INVALID_CONFIGURATION", f"the token file {path} {why}", hint=hint)
+def certificates_in(path: Path, pem: bytes) -> list[x509.Certificate]:
+    """Those that the file holds. Raises INVALID_CONFIGURATION."""
+    try:
+        return x509.load_pem_x509_certificates(pem)
+    except ValueError as e:
+        raise unusable(path, "holds no certificates as PEM") from e
 
 
-class OwnToken:
-    """The token as it is now, and the one before it, whose bearers have to read the file again."""
+def _spki(key: PublicKeyTypes) -> bytes:
+    return key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
 
-    def __init__(self, path: Path, on_change: Callable[[], None]) -> None:
+
+def _is_taken(key: PublicKeyTypes) -> bool:
+    if isinstance(key, rsa.RSAPublicKey):
+        return key.key_size >= MIN_RSA_BITS
+    return isinstance(key, ec.EllipticCurvePublicKey) and key.curve.name in _CURVES
+
+
+def unusable(path: Path, why: str) -> SeqdedupeError:
+    """INVALID_CONFIGURATION, of a file for TLS."""
+    hint = "docs/security.md says what the TLS files hold. A certificate and its key are replaced together."
+    return error("INVALID_CONFIGURATION", f"the file {path} {why}", hint=hint)
+
+
+# -- Clients' certificates that their authority has taken back, as its lists (CRLs) say.
+
+CHAINS_KNOWN = 1024
+"""So many are not read again with each call of their connections."""
+
+_END = b"-----END X509 CRL-----"
+
+Name = tuple[frozenset[tuple[str, str | bytes]], ...]
+"""An authority's name: the same in each encoding, in capitals or not, and with any spaces. TLS compares it so too."""
+
+
+class Serial(NamedTuple):
+    """Which certificate it is: who signed it, and that one's number for it."""
+
+    issuer: Name
+    number: int
+
+
+@dataclass(frozen=True)
+class _Lists:
+    """What the lists say."""
+
+    serials: frozenset[Serial]
+    authorities: tuple[x509.Certificate, ...]
+    """Those in the file of authorities that are not revoked."""
+    revoked_authorities: frozenset[Name]
+    """The names of the others."""
+
+    def has_revoked(self, one: x509.Certificate) -> bool:
+        """Whether the certificate is in a list, or an authority in the file has issued it that is."""
+        if (serial := _serial_of(one)) in self.serials:
+            return True
+        if serial.issuer not in self.revoked_authorities:
+            return False
+        # Two authorities may have one name, as where an authority gets another key.
+        return not any(_has_issued(authority, one) for authority in self.authorities)
+
+
+class Revoked:
+    """The certificates in the lists as they are now. `on_change` is called when there are others."""
+
+    def __init__(self, lists: Path, authorities: Path, on_change: Callable[[], None]) -> None:
         """Raises INVALID_CONFIGURATION."""
-        self._former = b""
-        self._now = b""
-        self._path = path
-        self.watched = Watched("the sidecar's token", [path], self._read, on_change)
+        files = [lists, authorities]
+        self.watched = Watched(
+            "the list of revoked certificates", files, lambda: _read_lists(lists, authorities), on_change
+        )
 
-    def _read(self) -> bytes:
-        token = read(self._path)
-        if token != self._now:
-            self._former, self._now = self._now, token
-        return token
+    def check(self, peer: Mapping[str, Iterable[bytes]]) -> None:
+        """Given what gRPC says of a connection. Raises UNAUTHENTICATED if its certificate was revoked, or any other
+        that the client has shown: TLS has found the way up to an authority in the file among those."""
+        own = b"".join(peer.get("x509_pem_cert", ()))
+        shown = own + b"".join(peer.get("x509_pem_cert_chain", ()))
+        if not shown:  # a Unix socket's connection has none
+            return
+        try:
+            is_revoked = any(map(self.watched.value.has_revoked, _chain_in(shown)))
+        except ValueError as e:
+            raise error("UNAUTHENTICATED", f"the client's certificate cannot be read: {e}") from e
+        if is_revoked:
+            why = "the client's certificate, or one between it and its authority, was revoked"
+            raise error("UNAUTHENTICATED", why, subject=name_in(peer), kind="certificate")
 
-    def is_shown(self, token: bytes) -> bool:
-        """Whether this is the token. Raises TOKEN_EXPIRED if it is the one before it."""
-        if hmac.compare_digest(token, self._now):
-            return True
-        # Who has read the file just now may be the first to tell that it has changed.
-        self.watched.look(at_once=True)
-        if hmac.compare_digest(token, self._now):
-            return True
-        if self._former and hmac.compare_digest(token, self._former):
-            what, hint = "the sidecar has another token now", "Read its file again."
-            raise error("TOKEN_EXPIRED", what, hint=hint, subject=OPERATOR, kind="token")
-        return False
 
+@lru_cache(CHAINS_KNOWN)
+def _chain_in(pem: bytes) -> list[x509.Certificate]:
+    return x509.load_pem_x509_certificates(pem)
+
+
+@lru_cache(CHAINS_KNOWN)
+def _serial_of(one: x509.Certificate) -> Serial:
+    return Serial(_name(one.issuer), one.serial_number)
+
+
+def _name(name: x509.Name) -> Name:
+    return tuple(
+        frozenset((said.oid.dotted_string, _folded(said.value)) for said in relative) for relative in name.rdns
+    )
+
+
+def _folded(value: str | bytes) -> str | bytes:
+    return " ".join(value.split()).casefold() if isinstance(value, str) else value
+
+
+def _has_issued(authority: x509.Certificate, one: x509.Certificate) -> bool:
+    with suppress(ValueError, TypeError, InvalidSignature):
+        one.verify_directly_issued_by(authority)
+        return True
+    return False
+
+
+def _read_lists(lists: Path, authorities: Path) -> _Lists:
+    """What the lists name. Raises INVALID_CONFIGURATION for one that is none of an authority's, or out of date."""
+    known = certificates_in(authorities, bytes_of(authorities))
+    parts = bytes_of(lists).split(_END)
+    if parts.pop().strip() or not parts:
+        raise unusable(lists, "holds no lists of revoked certificates (CRLs) as PEM")
+    serials: set[Serial] = set()
+    for part in parts:
+        try:
+            crl = x509.load_pem_x509_crl(part + _END)
+            issuer = _name(crl.issuer)
+            is_of_others = _is_indirect(crl)
+            is_signed = any(_name(one.subject) == issuer and _has_signed(one, crl) for one in known)
+            serials.update(Serial(issuer, one.serial_number) for one in crl)
+        except ValueError as e:
+            raise unusable(lists, "holds something else than lists of revoked certificates (CRLs) as PEM") from e
+        if not is_signed:
+            raise unusable(lists, f"holds a list that none of the authorities in {authorities} has signed")
+        if is_of_others:
+            raise unusable(lists, "holds a list that revokes certificates of other authorities (an indirect CRL)")
+        if crl.next_update_utc is not None and crl.next_update_utc <= datetime.now(UTC):
+            raise unusable(lists, f"holds a list that was to be replaced by {crl.next_update_utc:%Y-%m-%d %H:%M} UTC")
+    revoked = [one for one in known if _serial_of(one) in serials]
+    return _Lists(
+        frozenset(serials),
+        tuple(one for one in known if one not in revoked),
+        frozenset(_name(one.subject) for one in revoked),
+    )
+
+
+def _has_signed(authority: x509.Certificate, crl: x509.CertificateRevocationList) -> bool:
+    with suppress(TypeError, ValueError):  # a key of another kind
+        return crl.is_signature_valid(authority.public_key())  # type: ignore[arg-type]
+    return False
+
+
+def _is_indirect(crl: x509.CertificateRevocationList) -> bool:
+    with suppress(x509.ExtensionNotFound):
+        return crl.extensions.get_extension_for_class(x509.IssuingDistributionPoint).value.indirect_crl
+    return False
+
+
+# -- Who makes a call.
 
 AUTHORIZATION = "authorization"
 _SCHEME = "bearer"
@@ -389,7 +328,7 @@ class Authentication:
         self._end_streams = end_streams
         self._token: OwnToken | None = None
         if config.authentication == "token":
-            self._token = OwnToken(make(Path(config.data_directory)), self._end("token"))
+            self._token = OwnToken(tokens.make(Path(config.data_directory)), self._end("token"))
             self.watched.append(self._token.watched)
         self._signed_tokens: SignedTokens | None = None
         if config.token_keys_file:

@@ -14,8 +14,9 @@ from google.protobuf import descriptor_pool, message_factory
 from numpy.typing import NDArray
 
 from broker_sidecar.rpc import parse_small
-from broker_sidecar.security.rules import Action, Decision, Rule, Rules, RulesFile
-from broker_sidecar.security.subject import DISK_SECONDS, MAX_CURSORS_A_CALLER, Shares, Subject, Use, caller
+from broker_sidecar.security.rules import Action, Rule, RuleDecision, Rules, RulesFile
+from broker_sidecar.security.subject import Subject, caller
+from broker_sidecar.shares import DISK_SECONDS, MAX_CURSORS_A_CALLER, CallerShares, Use
 from seqdedupe.core.name_table import joined
 from seqdedupe.core.producers import Producers
 from seqdedupe.errors import SeqdedupeError, error
@@ -231,7 +232,7 @@ class Permissions:
 
     def __init__(self, file: RulesFile = NO_RULES, on_denied: Callable[[Denial], None] = lambda denial: None) -> None:
         self._rules = file.rules
-        self.shares = Shares(file.shares, file.in_all)
+        self.shares = CallerShares(file.shares, file.in_all)
         self._on_denied = on_denied
         self._allowing: WeakValueDictionary[tuple[str, int], _Allowing] = WeakValueDictionary()
         self.on_replaced: list[Callable[[], None]] = []
@@ -288,9 +289,9 @@ class Permissions:
                 return decision.rule.name
         raise self._denied(subject, need.actions[0], name, decisions[0].rule)
 
-    def _decide(self, subject: str, action: Action, on: On, name: str) -> Decision:
+    def _decide(self, subject: str, action: Action, on: On, name: str) -> RuleDecision:
         if not subject:
-            return Decision(False, None)
+            return RuleDecision(False, None)
         match on:
             case On.TOPIC | On.CURSOR:
                 return self._rules.decide(subject, action, name)

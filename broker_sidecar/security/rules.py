@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from broker_sidecar.security.subject import IN_ALL, NO_LIMITS, Limits, Share
+from broker_sidecar.shares import IN_ALL, NO_LIMITS, CallerLimits, CallerShare
 from seqdedupe.core.name_table import joined
 from seqdedupe.core.patterns import Pattern, words_in
 from seqdedupe.errors import error
@@ -77,7 +77,7 @@ class Rule:
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class RuleDecision:
     """Whether it is allowed, and the rule that says so. None: no rule allows it."""
 
     is_allowed: bool
@@ -99,19 +99,19 @@ class Granted:
         self.bytes_at_once = max(1, _WORK_AT_ONCE // max(1, sum(pattern.work for _, pattern in self._patterns)))
         """So many bytes of names are judged in some milliseconds at most."""
 
-    def under(self, name: bytes) -> Decision:
+    def under(self, name: bytes) -> RuleDecision:
         """For one producer name, or one cursor."""
         for rule, patterns in self._rules:
             if any(pattern.matches(name) for pattern in patterns):
-                return Decision(not rule.denies, rule)
-        return Decision(False, None)
+                return RuleDecision(not rule.denies, rule)
+        return RuleDecision(False, None)
 
-    def under_any(self) -> Decision:
+    def under_any(self) -> RuleDecision:
         """Under some name, which is still to be judged."""
         for rule, _ in self._rules:
             if not rule.denies or rule.is_of_all_names(self._action):
-                return Decision(not rule.denies, rule)
-        return Decision(False, None)
+                return RuleDecision(not rule.denies, rule)
+        return RuleDecision(False, None)
 
     def are_allowed(self, raw: Bytes, spans: Int64s2) -> Uint8s:
         """1 for each of the names at these places of a buffer that it is allowed for."""
@@ -144,7 +144,7 @@ class Rules:
             granted = self._granted[key] = Granted(about, subject, action)
         return granted
 
-    def decide(self, subject: str, action: Action, topic: str, name: str | None = None) -> Decision:
+    def decide(self, subject: str, action: Action, topic: str, name: str | None = None) -> RuleDecision:
         """Whether it is allowed under this producer name, or for this cursor; None: under some name."""
         granted = self.on(subject, action, topic)
         return granted.under_any() if name is None else granted.under(name.encode())
@@ -158,33 +158,33 @@ class Rules:
                 pattern.mark(raw, spans, denied if rule.denies else allowed)
         return allowed > denied
 
-    def decide_namespace(self, subject: str, action: Action, namespace: str) -> Decision:
+    def decide_namespace(self, subject: str, action: Action, namespace: str) -> RuleDecision:
         """Whether it is allowed on every topic that the namespace has or may have."""
         topics = f"persistent://{namespace}/".encode()
         return self._decide_all(subject, action, topics + _ANY, topics)
 
-    def decide_everything(self, subject: str, action: Action) -> Decision:
+    def decide_everything(self, subject: str, action: Action) -> RuleDecision:
         """Whether it is allowed on every topic that there may be."""
         return self._decide_all(subject, action, _EVERY_TOPIC, b"")
 
-    def decide_anything(self, subject: str, action: Action) -> Decision:
+    def decide_anything(self, subject: str, action: Action) -> RuleDecision:
         """Whether it is allowed on some topic that there may be."""
         for rule in self._about(subject, action):
             if not rule.denies or _matches(rule.topics, _EVERY_TOPIC, subject):
-                return Decision(not rule.denies, rule)
-        return Decision(False, None)
+                return RuleDecision(not rule.denies, rule)
+        return RuleDecision(False, None)
 
-    def _decide_all(self, subject: str, action: Action, sample: bytes, prefix: bytes) -> Decision:
+    def _decide_all(self, subject: str, action: Action, sample: bytes, prefix: bytes) -> RuleDecision:
         """`sample` is matched by what matches all of these topics, and `prefix` is what they begin with."""
         for rule in self._about(subject, action):
             if rule.denies:
                 # One of them is enough. What it begins with tells whether there can be one.
                 begins = [pattern.prefix for pattern in _patterns(rule.topics, subject)]
                 if any(one.startswith(prefix) or prefix.startswith(one) for one in begins):
-                    return Decision(False, rule)
+                    return RuleDecision(False, rule)
             elif _matches(rule.topics, sample, subject):
-                return Decision(True, rule)
-        return Decision(False, None)
+                return RuleDecision(True, rule)
+        return RuleDecision(False, None)
 
     def _about(self, subject: str, action: Action) -> list[Rule]:
         name = subject.encode(errors="surrogatepass")
@@ -212,7 +212,7 @@ _OF_RULES = ("name", "subjects", "actions", "topics", "producers", "cursors")
 _OF_NAMES = {"producers": Action.PUBLISH, "cursors": Action.READ}
 """Keys of rules that have this action alone."""
 _OWN_NAMES = ("${sub}", "${sub}/*")
-_LIMITS = tuple(one.name for one in fields(Limits))
+_LIMITS = tuple(one.name for one in fields(CallerLimits))
 _KEYS = {"allow": _OF_RULES, "deny": _OF_RULES, "share": ("name", "subjects", *_LIMITS)}
 
 _EVERYTHING = ("*", "**")
@@ -225,8 +225,8 @@ class RulesFile:
     """What a file says."""
 
     rules: Rules = field(default_factory=Rules)
-    shares: tuple[Share, ...] = ()
-    in_all: Limits = NO_LIMITS
+    shares: tuple[CallerShare, ...] = ()
+    in_all: CallerLimits = NO_LIMITS
 
 
 class _Wrong(Exception):
@@ -298,13 +298,13 @@ def _rule(kind: str, table: Mapping[str, Any], where: str) -> Rule:
         )
 
 
-def _share(table: Mapping[str, Any], where: str) -> Share:
+def _share(table: Mapping[str, Any], where: str) -> CallerShare:
     with _within(where):
         _check_keys(table, _KEYS["share"])
-        return Share(_name(table, where), _patterns_of(table, "subjects"), _limits(table))
+        return CallerShare(_name(table, where), _patterns_of(table, "subjects"), _limits(table))
 
 
-def _in_all(tables: Mapping[str, Any]) -> Limits:
+def _in_all(tables: Mapping[str, Any]) -> CallerLimits:
     with _within(f"[{_ALL}]"):
         table = tables.get(_ALL, {})
         if not isinstance(table, dict):
@@ -366,11 +366,11 @@ def _topic(text: str) -> str:
     return full
 
 
-def _limits(table: Mapping[str, Any]) -> Limits:
+def _limits(table: Mapping[str, Any]) -> CallerLimits:
     found = {key: value for key, value in table.items() if key in _LIMITS}
     for key, value in found.items():
         if type(value) is not int or value < 1:
             raise _Wrong(f"{key} is {value!r}: a whole number from 1 up is needed; left out, there is no limit")
     if not found and table:
         raise _Wrong(f"it limits nothing: there are {', '.join(_LIMITS)}")
-    return Limits(**found)
+    return CallerLimits(**found)

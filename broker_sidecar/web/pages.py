@@ -11,10 +11,9 @@ from urllib.parse import urlencode
 
 from google.protobuf.message import Message
 
-from broker_sidecar.admin import AdminService
-from broker_sidecar.history import INTERVAL_SECONDS, INTERVALS
-from broker_sidecar.statistics import Statistics
-from broker_sidecar.web.server import ASK, Request, Response, Route, Visitors, asks, on_loop
+from broker_sidecar.services.producer_calls import ProducerCalls
+from broker_sidecar.services.statistics import INTERVAL_SECONDS, INTERVALS, Statistics
+from broker_sidecar.web.http_server import ASK, Request, Response, Route, Visitors, asks, on_loop
 from seqdedupe.command import printable
 from seqdedupe.errors import NotFoundError, SeqdedupeError, error
 from seqdedupe.figures import ORDERS, beyond_snapshot, duration, merged, per_second, short, state_name
@@ -535,10 +534,10 @@ class Pages:
     """Routes `/` and `/topic`, and the files that they need. `address` is what the sidecar is called. To be made on
     the event loop."""
 
-    def __init__(self, statistics: Statistics, admin: AdminService, visitors: Visitors, address: str) -> None:
+    def __init__(self, statistics: Statistics, producers: ProducerCalls, visitors: Visitors, address: str) -> None:
         self._loop = asyncio.get_running_loop()
         self._statistics = statistics
-        self._admin = admin
+        self._calls = producers
         self._visitors = visitors
         self._address = address
 
@@ -552,7 +551,7 @@ class Pages:
         return on_loop(self._loop, lambda: self._visitors.call(visitor, name, handle, request))
 
     def _ask(self, visitor: Request, asked: admin_pb2.GetStatisticsRequest) -> admin_pb2.GetStatisticsResponse:
-        return self._call(visitor, "GetStatistics", self._statistics.answer, asked)
+        return self._call(visitor, "GetStatistics", self._statistics.get_statistics, asked)
 
     def _overview(self, request: Request) -> Response:
         search, order = request.query.get("q", ""), request.query.get("order", "rate")
@@ -577,10 +576,10 @@ class Pages:
     def _producers(self, visitor: Request, topic: str, after: int, wanted: str) -> admin_pb2.ListProducersResponse:
         if wanted:
             one = admin_pb2.GetProducerRequest(topic=topic, producer_name=wanted)
-            found = self._call(visitor, "GetProducer", self._admin.producer, one)
+            found = self._call(visitor, "GetProducer", self._calls.get_producer, one)
             return admin_pb2.ListProducersResponse(producers=[found.producer])
         some = admin_pb2.ListProducersRequest(topic=topic, offset=after, limit=PRODUCERS)
-        return self._call(visitor, "ListProducers", self._admin.producers, some)
+        return self._call(visitor, "ListProducers", self._calls.list_producers, some)
 
 
 def _told(route: Route) -> Route:

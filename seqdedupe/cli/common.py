@@ -9,8 +9,8 @@ import click
 
 from seqdedupe.client.blocking import Client
 from seqdedupe.client.connection import NOT_A_SIDECAR
+from seqdedupe.client.producer_session import OPEN_TIMEOUT_SECONDS
 from seqdedupe.client.route import OnWaiting
-from seqdedupe.client.session import OPEN_TIMEOUT_SECONDS
 from seqdedupe.command import CREDENTIAL_PARAMETERS, Command, sidecar_options, told_credentials
 from seqdedupe.errors import NotFoundError, OutcomeUnknownError, SeqdedupeError, UnavailableError, error
 from seqdedupe.names import topic_name

@@ -18,7 +18,7 @@ from seqdedupe.errors import AccessDeniedError, SeqdedupeError, error
 from seqdedupe.names import is_namespace, namespace_name, producer_name, topic_name
 
 if TYPE_CHECKING:
-    from broker_sidecar.security.rules import Decision
+    from broker_sidecar.security.rules import RuleDecision
 
 MAX_READ_BYTES = 64 * 1024
 """Of what may be a token."""
@@ -94,7 +94,7 @@ def create(key_file: Path, key_id: str | None, subject: str, audience: str, expi
 def validate(keys_file: Path, audience: str, token_file: IO[bytes], as_json: bool) -> None:
     """Say whose a token is and when it expires, if a sidecar would take it now."""
     with _needs_the_sidecar():
-        from broker_sidecar.security.authentication import LEEWAY_SECONDS, read_keys, verify
+        from broker_sidecar.security.tokens import LEEWAY_SECONDS, read_keys, verify
     shown = token_file.read(MAX_READ_BYTES)
     try:
         claims = verify(shown.strip(), read_keys(keys_file), audience)
@@ -178,7 +178,7 @@ def explain(
 
 def _decide(
     file: Path, subject: str, action: str, what: str, producer: str | None, cursor: str | None
-) -> "tuple[str, Decision]":
+) -> "tuple[str, RuleDecision]":
     """The full name of what it is about, and the decision. Raises INVALID_CONFIGURATION, and what the names are."""
     from broker_sidecar import kernels
 

@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives.asymmetric.rsa import RSAPrivateKey
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 from jwt.algorithms import ECAlgorithm, OKPAlgorithm, RSAAlgorithm
 
-from broker_sidecar.security.authentication import ALGORITHMS, read_keys
+from broker_sidecar.security.tokens import ALGORITHMS, read_keys
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.files import sync_folder, write_synced
 

@@ -1,6 +1,7 @@
 """For a broker with a log of its own: it attaches its topics to a sidecar, asks for verdicts, and reports.
 
-What a broker has to keep to stands in dedupe.proto; this does of it what does not concern the broker's own log.
+Begin with `BrokerClient`; an `Attachment` is its hold on one topic. What a broker has to keep to is in dedupe.proto.
+This does of it what does not concern the broker's own log.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
 """Where positions live: the contract of a cursor, a place that keeps how far somebody has got with a topic.
 
-tests/client/cursors.py is the suite that each kind of cursor has to pass.
+Two kinds are here: in a file, and with the sidecar. tests/client/cursors.py is the suite that each kind has to pass.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from seqdedupe import files
-from seqdedupe.client.calls import Calls
+from seqdedupe.client.connection import ClientCalls
 from seqdedupe.errors import InvalidRequestError, SeqdedupeError, error
 from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name
@@ -95,7 +95,7 @@ class FileCursor(Cursor):
     """
 
     def __init__(self, path: Path | str) -> None:
-        self.path = Path(path)
+        self.path: Path = Path(path)
 
     async def read(self) -> Kept | None:
         return await asyncio.to_thread(self._read)
@@ -182,7 +182,7 @@ class SidecarCursor(Cursor):
     INVALID_NAME, TOO_MANY_CURSORS, AccessDeniedError, UnavailableError (LOG_REFUSED, SHARE_EXCEEDED: it did not move).
     """
 
-    def __init__(self, calls: Calls, topic: str, name: str) -> None:
+    def __init__(self, calls: ClientCalls, topic: str, name: str) -> None:
         self.topic = topic_name(topic)
         self.name = name
         try:

@@ -1,4 +1,8 @@
-"""A batch on its way: what its senders wait for, and what it ends in."""
+"""A batch on its way: what its senders wait for, and what it ends in.
+
+Begin with `PendingBatch`. Before it stand the columns of a receipt and of a result, after it the receipts that are
+awaited.
+"""
 
 import asyncio
 from collections.abc import Callable, Generator

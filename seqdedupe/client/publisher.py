@@ -1,4 +1,8 @@
-"""A publisher: sends messages that have an ID of their own, in batches that are sent until all have their receipt."""
+"""A publisher: sends messages that have an ID of their own, in batches that are sent until all have their receipt.
+
+Begin with `Publisher`, at the end. Its `Delivery` sends to one topic, a `PartitionedDelivery` to one of each partition.
+`TopicHistory` is what tells that a topic is not the one that gave earlier receipts.
+"""
 
 import asyncio
 import secrets
@@ -15,7 +19,8 @@ from typing import Self
 import numpy as np
 
 from seqdedupe.address import SidecarAddress
-from seqdedupe.batch import NO_INT64S, Batch, Binary
+from seqdedupe.batch import NO_INT64S, Batch, Binary, Int64s
+from seqdedupe.client.admin import check_route_is_known
 from seqdedupe.client.builder import (
     BATCH_OVERHEAD_BYTES,
     Builder,
@@ -26,24 +31,23 @@ from seqdedupe.client.builder import (
     PropertyRows,
     milliseconds,
 )
-from seqdedupe.client.connection import NOT_A_SIDECAR, Backoff, check_not_forked, may_break_for_a_frame
-from seqdedupe.client.frames import Answer, decode_answer, refusal_error
-from seqdedupe.client.outbox import HINT_OF_BREAKS, MAX_BREAKS, SUSPECT_BREAKS, Frame, broke_alone
-from seqdedupe.client.partitioned import SpreadById, check_route_is_known
-from seqdedupe.client.pending import BatchResult, Published, ReceiptColumns, Verdict
-from seqdedupe.client.route import OnWaiting, Route, Sidecars, Waiting
-from seqdedupe.client.session import DELIVERY_TIMEOUT_SECONDS, ProducerConfig
-from seqdedupe.client.stream import (
-    ANSWER_TIMEOUT_SECONDS,
-    FULL_MESSAGE_BYTES,
-    MAX_FRAMES,
-    SOON_SECONDS,
-    exchange,
-    publish_call,
+from seqdedupe.client.connection import (
+    NOT_A_SIDECAR,
+    Backoff,
+    channel_to,
+    check_not_forked,
+    may_break_for_a_frame,
+    refusal_error,
 )
+from seqdedupe.client.outbox import HINT_OF_BREAKS, MAX_BREAKS, SUSPECT_BREAKS, Frame, broke_alone
+from seqdedupe.client.pending import BatchResult, Published, ReceiptColumns, Verdict
+from seqdedupe.client.producer_session import DELIVERY_TIMEOUT_SECONDS, ProducerConfig
+from seqdedupe.client.publish_calls import StreamAnswer, exchange, publish_call
+from seqdedupe.client.route import OnWaiting, Route, Sidecars, WaitingNotice
+from seqdedupe.client.stream import ANSWER_TIMEOUT_SECONDS, FULL_MESSAGE_BYTES, MAX_FRAMES, SOON_SECONDS
 from seqdedupe.errors import SeqdedupeError, UnavailableError, error
 from seqdedupe.limits import MAX_BATCH_BYTES, MAX_DEDUPLICATION_ID_BYTES, NO_SEQUENCE_ID
-from seqdedupe.names import partition_name, topic_name
+from seqdedupe.names import partition_name, partition_of, topic_name
 from seqdedupe.v1 import admin_pb2
 
 # -- Batches of deduplication IDs on their way to a topic: sent until all of each has its receipt, whatever breaks.
@@ -86,7 +90,7 @@ class _Call:
         return self.result
 
 
-class History:
+class TopicHistory:
     """What receipts have said of a topic, which those of another history of it contradict: of an older copy of its log,
     or of a topic that was made anew under its name.
 
@@ -165,11 +169,11 @@ class Delivery:
         self.topic = topic
         self._describe = describe
         self._on_waiting = on_waiting
-        self._spread: SpreadById | None = None
+        self._spread: PartitionedDelivery | None = None
         self._sidecars = sidecars
         self._route = Route(sidecars, topic)
         self._backoff = Backoff(_FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS)
-        self._waiting = Waiting(on_waiting)
+        self._waiting = WaitingNotice(on_waiting)
         self._timeout_seconds = timeout_seconds
         self._ready: deque[_Call] = deque()
         self._out: dict[int, _Call] = {}
@@ -186,9 +190,11 @@ class Delivery:
         self._passed_on: list[asyncio.Task[None]] = []
         """Those that were made before it was known that the topic is partitioned."""
         self._last_refusal: UnavailableError | None = None
+        self._is_in_trouble = False
+        """Whether anything has failed or was refused since a call had its receipts."""
         self._is_closed = False
         self._has_begun = False  # a sidecar has answered
-        self._history = History()
+        self._history = TopicHistory()
         self._older: set[SidecarAddress] = set()
         """Who has answered a lower term than was seen before, since one last answered another."""
 
@@ -279,6 +285,7 @@ class Delivery:
                     return
                 await self._connect()
             except UnavailableError as e:
+                self._is_in_trouble = True
                 moves_on = e.reason == "STREAM_IDLE" or self._route.moves_on(e)
                 if e.reason == NOT_A_SIDECAR and not (moves_on or self._has_begun):
                     self._end_calls(e)
@@ -288,7 +295,7 @@ class Delivery:
                 if not moves_on:
                     await asyncio.sleep(max(self._backoff.next_seconds(), e.retry_delay_ms / 1000))
             except SeqdedupeError as failure:
-                self._has_begun = True
+                self._has_begun = self._is_in_trouble = True
                 if failure.reason == "TOPIC_IS_PARTITIONED" and self._describe is not None and not is_partitioned:
                     is_partitioned = True
                     continue
@@ -321,14 +328,14 @@ class Delivery:
         for part in parts:
             part._has_begun = True
             part.open()
-        self._spread = spread = SpreadById(parts, found.deduplication_route)
+        self._spread = spread = PartitionedDelivery(parts, found.deduplication_route)
         self._passed_on = [asyncio.create_task(_pass_on(call, spread)) for call in self._ready]
         self._ready.clear()
 
     async def _connect(self) -> None:
         """Sends and takes answers until the stream ends; what has no receipt by then is sent again."""
         address = self._route.address
-        channel = self._sidecars.new_channel(address)
+        channel = channel_to(self._sidecars, address)
         try:
             self._answered_at = asyncio.get_running_loop().time()
             self._history.begin_stream()
@@ -337,6 +344,7 @@ class Delivery:
                 address,
                 self.topic,
                 frames=self._frames,
+                rows_of=self._rows_of,
                 take=self._take,
                 watch=lambda: self._watch(address),
             )
@@ -396,9 +404,12 @@ class Delivery:
             if self._out and silence > ANSWER_TIMEOUT_SECONDS:
                 raise error("OUTCOME_UNKNOWN", f"{address} has not answered for {silence:.0f} seconds")
 
-    def _take(self, raw: bytes) -> bool:
+    def _rows_of(self, number: int) -> int | None:
+        call = self._out.get(number)
+        return None if call is None else len(call.batch)
+
+    def _take(self, answer: StreamAnswer) -> None:
         self._answered_at = asyncio.get_running_loop().time()
-        answer = decode_answer(raw, lambda number: len(self._out[number].batch) if number in self._out else None)
         self._has_begun = True
         if answer.receipts:
             self._check_history(answer)
@@ -415,9 +426,8 @@ class Delivery:
                 self._refused(call, why)
         if not self._out:
             self._news.set()  # a suspect may wait for that, or others for its answer
-        return False
 
-    def _check_history(self, answer: Answer) -> None:
+    def _check_history(self, answer: StreamAnswer) -> None:
         """Before any of its receipts counts. Raises DATA_LOSS; and NOT_OWNER if this sidecar alone answers a lower term
         than was seen before: one that was the owner answers copies from memory."""
         history = self._history
@@ -442,10 +452,12 @@ class Delivery:
         self._waiting.waits(why)
 
     def _decided(self, call: _Call, result: BatchResult) -> None:
-        self._last_refusal = None
-        self._route.goes_well()
-        self._waiting.goes_on()
-        self._backoff.reset()
+        if self._is_in_trouble:
+            self._is_in_trouble = False
+            self._last_refusal = None
+            self._route.goes_well()
+            self._waiting.goes_on()
+            self._backoff.reset()
         if result.verdicts.all():
             if not call.done.done():
                 call.done.set_result(result)
@@ -464,6 +476,7 @@ class Delivery:
             call.done.set_exception(why)
 
     def _again(self, call: _Call, delay_seconds: float) -> None:
+        self._is_in_trouble = True
         self._delay_until = max(self._delay_until, asyncio.get_running_loop().time() + delay_seconds)
         self._ready.append(call)
         self._news.set()
@@ -481,7 +494,55 @@ class Delivery:
         self._ready.clear()
 
 
-async def _pass_on(call: _Call, spread: SpreadById) -> None:
+class PartitionedDelivery:
+    """The batches of a publisher over the deliveries to the partitions, in order, which are open."""
+
+    def __init__(self, parts: Sequence[Delivery], route: int) -> None:
+        self._parts = parts
+        self._by_key = route == admin_pb2.DEDUPLICATION_ROUTE_KEY
+
+    async def send(self, batch: Batch) -> BatchResult:
+        """Returns when all of a batch is in the log; raises what the first partition has raised that failed: some of it
+        may be in the others, and is DUP when it is sent again. Raises INVALID_BATCH where a key is missing."""
+        if self._by_key:
+            self._check_keys(batch)
+        some = self._rows_by_partition(batch)
+        sent = await asyncio.gather(
+            *(self._parts[k].send(batch.take(rows)) for k, rows in some), return_exceptions=True
+        )
+        result = BatchResult.undecided(np.full(len(batch), NO_SEQUENCE_ID, np.int64))
+        for (k, rows), outcome in zip(some, sent, strict=True):
+            if isinstance(outcome, SeqdedupeError) and outcome.reason == "INVALID_REQUEST" and len(some) > 1:
+                # Closed meanwhile: of this partition alone it is certain that nothing was sent.
+                raise error("OUTCOME_UNKNOWN", f"nothing went to partition {k}: {outcome.message}") from outcome
+            if isinstance(outcome, BaseException):
+                raise outcome
+            result.put(rows, outcome)
+            result.partitions[rows] = k
+        return result
+
+    def _check_keys(self, batch: Batch) -> None:
+        for row in range(len(batch)):
+            if not batch.keys.is_there(row):
+                why = f"row {row} has no key, by which messages find their partitions in this topic"
+                raise error("INVALID_BATCH", why)
+
+    def _rows_by_partition(self, batch: Batch) -> list[tuple[int, Int64s]]:
+        column = batch.keys if self._by_key else batch.deduplication_ids
+        of_rows = np.array([partition_of(value, b"", len(self._parts)) for value in column.values()], np.int64)
+        return [(int(k), np.flatnonzero(of_rows == k)) for k in np.unique(of_rows)]
+
+    def abandon(self) -> None:
+        """As of each of them."""
+        for part in self._parts:
+            part.abandon()
+
+    async def close(self) -> None:
+        """Ends all of them."""
+        await asyncio.gather(*(part.close() for part in self._parts))
+
+
+async def _pass_on(call: _Call, spread: PartitionedDelivery) -> None:
     try:
         result = await spread.send(call.batch)
     except Exception as e:  # noqa: BLE001 (whatever it is, the call hears of it)
@@ -524,7 +585,7 @@ class Publisher:
         delivery_timeout_seconds: float | None = DELIVERY_TIMEOUT_SECONDS,
         describe: Callable[[], Awaitable[admin_pb2.Topic]] | None = None,
     ) -> None:
-        self.topic = topic_name(topic)
+        self.topic: str = topic_name(topic)
         config = ProducerConfig(delivery_timeout_seconds=delivery_timeout_seconds)  # which looks at it
         self._checks = Builder(b"", NO_SEQUENCE_ID, config, lambda batch: None)
         self._delivery = Delivery(sidecars, self.topic, on_waiting, config.delivery_timeout_seconds, describe)

@@ -15,13 +15,14 @@ from seqdedupe.client.connection import (
     KEEPALIVE_SECONDS,
     NOT_A_SIDECAR,
     Backoff,
+    channel_to,
     check_not_forked,
     typed_errors,
 )
 from seqdedupe.client.cursor import Cursor, Kept
+from seqdedupe.client.message import Message, Messages, StoredBatch
 from seqdedupe.client.pending import NO_PARTITION
-from seqdedupe.client.route import OnWaiting, Route, Sidecars, Waiting
-from seqdedupe.client.stored import Message, Messages, StoredBatch
+from seqdedupe.client.route import OnWaiting, Route, Sidecars, WaitingNotice
 from seqdedupe.errors import SeqdedupeError, UnavailableError, error
 from seqdedupe.message_id import MessageId, MessageIds, Position, checked_index
 from seqdedupe.names import topic_name
@@ -89,7 +90,7 @@ class Reader(Messages):
         self._kept: Kept | None = None  # in the cursor, as far as is known
         self._knows_cursor = cursor is None
         self._skip_damaged = skip_damaged
-        self._waiting = Waiting(on_waiting)
+        self._waiting = WaitingNotice(on_waiting)
         self._sidecars = sidecars
         self._route = Route(sidecars, self.topic)
         self._start = start
@@ -216,7 +217,7 @@ class Reader(Messages):
 
     async def _connect(self) -> bool:
         """Begins to read at the next index; false if there is nothing to read, or the reader is closed meanwhile."""
-        channel = self._channel = self._sidecars.new_channel(self._route.address)
+        channel = self._channel = channel_to(self._sidecars, self._route.address)
         if self._incarnation is None or (self._stops_at_end and not self._is_at_stop):
             await self._look_at_the_ends(channel)
         if self._is_at_stop or self._closed:

@@ -1,4 +1,8 @@
-"""Which sidecar is asked: the one place that decides it, without any I/O."""
+"""Which sidecar is asked: the one place that decides it, without any I/O.
+
+Begin with `Sidecars`, those that a client was given, and `Route`, which one of them is asked now. `WaitingNotice` tells
+the user that none answers.
+"""
 
 import asyncio
 import logging
@@ -9,10 +13,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from typing import Self
 
-import grpc.aio
-
 from seqdedupe.address import SidecarAddress
-from seqdedupe.client.connection import new_channel
 from seqdedupe.client.credentials import NO_CREDENTIALS, Credentials
 from seqdedupe.errors import SeqdedupeError, UnavailableError, error
 
@@ -82,10 +83,6 @@ class Sidecars:
         by_text = {str(address): address for address in self.addresses}
         return tuple(by_text[text] for text in in_order(topic, by_text))
 
-    def new_channel(self, address: SidecarAddress, *, is_brief: bool = False) -> grpc.aio.Channel:
-        """A channel to one of them, with a connection of its own. See `connection.new_channel`."""
-        return new_channel(address, self.credentials, is_one=self.is_one, is_brief=is_brief)
-
     def allowed(self, text: str) -> SidecarAddress | None:
         """The address, if a client may be sent there: it is listed, or a host in one of the domains. Else None."""
         try:
@@ -129,7 +126,7 @@ def logged(on_waiting: OnWaiting) -> OnWaiting:
     return call
 
 
-class Waiting:
+class WaitingNotice:
     """Calls `on_waiting`, on the event loop, once each time that something has waited for SAY_WAITING_SECONDS.
 
     What it raises ends nobody's work: the loop's exception handler is given it, which logs it.

@@ -1,8 +1,12 @@
-"""A publish stream to one topic: the producers that share it, their frames out, together if several, answers in."""
+"""A publish stream to one topic: the producers that share it, their frames out, together if several, answers in.
+
+Begin with `PublishStream`. Before it stands how small frames become one (`parts_of`, `whole`). After it stands what the
+producers of a client share: connections, and over them a stream for each topic.
+"""
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
@@ -12,82 +16,13 @@ import numpy as np
 
 from seqdedupe.address import SidecarAddress
 from seqdedupe.batch import NO_INT32S, NO_INT64S, Batch, Binary, Int32s, Int64s
-from seqdedupe.client.connection import CALL_TIMEOUT_SECONDS, typed_errors
-from seqdedupe.client.frames import Openings, decode_answer, encode_frames, refusal_error
+from seqdedupe.client.connection import CALL_TIMEOUT_SECONDS, channel_to, refusal_error, typed_errors
 from seqdedupe.client.outbox import Frame
 from seqdedupe.client.pending import ReceiptColumns
+from seqdedupe.client.publish_calls import Openings, StreamAnswer, exchange, publish_call
 from seqdedupe.client.route import Sidecars
 from seqdedupe.errors import SeqdedupeError, UnavailableError, error
 from seqdedupe.limits import MAX_BATCH_ROWS, NO_SEQUENCE_ID
-from seqdedupe.v1 import publish_pb2
-from seqdedupe.wire import GREETING
-
-# -- A publish stream at work: frames out and answers in, until one side has ended.
-
-Call = grpc.aio.StreamStreamCall[bytes, bytes]
-
-_PUBLISH_STREAM = "/seqdedupe.v1.PublishService/PublishStream"
-
-_GREETED = ((GREETING, "1"),)
-"""Some proxies, as nginx with TLS, hold headers back until a message follows. So the sidecar sends one when it takes a
-stream."""
-
-
-def publish_call(channel: grpc.aio.Channel) -> Call:
-    """A publish stream that has said nothing yet."""
-    return channel.stream_stream(_PUBLISH_STREAM)(metadata=_GREETED)
-
-
-async def exchange(
-    call: Call,
-    address: SidecarAddress,
-    topic: str,
-    *,
-    frames: Callable[[], Awaitable[Sequence[Frame]]],
-    take: Callable[[bytes], bool],
-    watch: Callable[[], Coroutine[Any, Any, None]],
-    early_receipts: bool = False,
-) -> None:
-    """Sends what `frames` waits for, and gives each answer to `take`, until that says that it was the last one, or one
-    of the three raises. `watch` goes on beside them. With `early_receipts` some may be of what is not durable yet.
-
-    Raises what they do, and what the stream ends with; UNREACHABLE if that is nothing.
-    """
-
-    async def write() -> None:
-        with typed_errors(address):
-            try:
-                first = publish_pb2.PublishStreamRequest(topic=topic, early_receipts=early_receipts)
-                await call.write(first.SerializeToString())
-                while True:
-                    await call.write(encode_frames(await frames()))
-            except asyncio.InvalidStateError:
-                # The call has ended: the reader learns why.
-                await asyncio.Event().wait()
-
-    async def read() -> None:
-        with typed_errors(address):
-            is_over = False
-            while not is_over:
-                raw = await call.read()
-                if not isinstance(raw, bytes):  # grpc.aio.EOF
-                    raise error("UNREACHABLE", f"the sidecar at {address} ended the stream")
-                is_over = take(raw)
-
-    reading = asyncio.create_task(read())
-    others = [asyncio.create_task(work) for work in (write(), watch())]
-    try:
-        done, _ = await asyncio.wait([reading, *others], return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
-    finally:
-        for task in others:
-            task.cancel()
-        call.cancel()
-        # The reader hears of that from gRPC, and so late that nothing of the call is left to be told to a loop that may
-        # be closed by then.
-        await asyncio.gather(reading, *others, return_exceptions=True)
-
 
 # -- Frames of several producers as one: a message of a topic costs less in company.
 
@@ -98,7 +33,7 @@ S = TypeVar("S")
 
 
 @dataclass(slots=True)
-class Part(Generic[S]):
+class ProducerFrame(Generic[S]):
     """A producer's frame, on its way alone or as a part of another."""
 
     sender: S
@@ -110,11 +45,11 @@ class Part(Generic[S]):
         return len(self.frame.batch)
 
 
-def parts_of(parts: Sequence[Part[S]]) -> list[list[Part[S]]]:
+def parts_of(parts: Sequence[ProducerFrame[S]]) -> list[list[ProducerFrame[S]]]:
     """The frames to be sent, in this order: parts that stand together may be one, no producer twice in it."""
     if len(parts) == 1:
         return [[*parts]]
-    frames: list[list[Part[S]]] = []
+    frames: list[list[ProducerFrame[S]]] = []
     names: set[bytes] = set()
     rows = 0
     is_open = False
@@ -254,7 +189,32 @@ class Sender(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class Link:
+class Seat:
+    """A sender's place on a stream, while it is served."""
+
+    sender: Sender
+    leaving: asyncio.Future[None]
+    """What tells it to leave."""
+    is_ready: bool = False
+    """Whether it has its turn: it may have something to send."""
+    goes_alone: bool = False
+    """Whether its frames share none with others, until one has its receipt."""
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether the sender is still there."""
+        return not self.leaving.done()
+
+    def send_away(self, why: Exception) -> None:
+        """Unless it was told to leave already."""
+        if self.is_taken:
+            self.leaving.set_exception(why)
+            # It may be cancelled before it is told.
+            self.leaving.exception()
+
+
+@dataclass(slots=True, eq=False)
+class StreamChannel:
     """A connection, and how many publish streams are open over it."""
 
     channel: grpc.aio.Channel
@@ -267,7 +227,7 @@ class PublishStream:
     A sender that leaves, or is sent away, leaves the others alone. When the stream ends all of them are told why.
     """
 
-    def __init__(self, first: Link, second: Link, address: SidecarAddress, topic: str) -> None:
+    def __init__(self, first: StreamChannel, second: StreamChannel, address: SidecarAddress, topic: str) -> None:
         """It goes over the first connection, or the second one if that has no place for it; `Open` over the second one.
         So streams that take all places of a connection do not keep `Open` from being called."""
         self.users = 0
@@ -276,22 +236,18 @@ class PublishStream:
         self.ended_alone = False
         """Whether it has ended soon after a frame of one sender, with nothing else out."""
         self._first, self._second = first, second
-        self._link: Link | None = None  # that counts it
+        self._link: StreamChannel | None = None  # that counts it
         self._address = address
         self._topic = topic
         self._call = publish_call(first.channel)
-        self._senders: dict[Sender, asyncio.Future[None]] = {}
-        """Each with what tells it to leave."""
-        self._ready: deque[Sender] = deque()
-        self._is_ready: set[Sender] = set()
+        self._seats: dict[Sender, Seat] = {}
+        self._turns: deque[Seat] = deque()
         self._waits_for_lone = False
         """While the frame of a suspect is out: nothing else goes."""
-        self._goes_alone: set[Sender] = set()
-        """Whose frames share none with others until one has its receipt."""
-        self._out: dict[int, list[Part[Sender]]] = {}
+        self._out: dict[int, list[ProducerFrame[Seat]]] = {}
         """What the frames consist of that wait for their answers, by number."""
-        self._not_durable: set[Sender] = set()
-        """Who has a receipt of what is not durable yet."""
+        self._not_durable: set[Seat] = set()
+        """Those with a receipt of what is not durable yet."""
         self._durable_index = 0
         self._term = 0
         """The highest that was answered; what has a lower one says nothing."""
@@ -336,21 +292,24 @@ class PublishStream:
         then, and what the stream ends with."""
         if self._end is not None:
             raise self._end.with_traceback(None)
-        leaving = self._senders[sender] = asyncio.get_running_loop().create_future()
+        seat = self._seats[sender] = Seat(sender, asyncio.get_running_loop().create_future())
         self._is_used.set()
-        self.ready(sender)
+        self._queue(seat)
         try:
-            await leaving
+            await seat.leaving
         finally:
-            del self._senders[sender]
-            self._goes_alone.discard(sender)
-            self._not_durable.discard(sender)
+            del self._seats[sender]
+            self._not_durable.discard(seat)
 
     def ready(self, sender: Sender) -> None:
         """It may have something to send; it says so itself whenever that is news."""
-        if sender not in self._is_ready:
-            self._is_ready.add(sender)
-            self._ready.append(sender)
+        if (seat := self._seats.get(sender)) is not None:
+            self._queue(seat)
+
+    def _queue(self, seat: Seat) -> None:
+        if not seat.is_ready:
+            seat.is_ready = True
+            self._turns.append(seat)
             self._work.set()
 
     async def _run(self) -> None:
@@ -360,9 +319,16 @@ class PublishStream:
             self._begun.set()
             # Before its first Open there need be no topic.
             await self._is_used.wait()
-            frames, take, watch = self._frames_to_send, self._take, self._watch
-            what = self._call, self._address, self._topic
-            await exchange(*what, frames=frames, take=take, watch=watch, early_receipts=True)
+            await exchange(
+                self._call,
+                self._address,
+                self._topic,
+                frames=self._frames_to_send,
+                rows_of=self._rows_of,
+                take=self._take,
+                watch=self._watch,
+                early_receipts=True,
+            )
         except Exception as e:  # noqa: BLE001 (whatever it is, nobody may wait for answers that nobody reads)
             self._end = e
         finally:
@@ -374,8 +340,8 @@ class PublishStream:
             if self._link is not None:
                 self._link.streams -= 1
             self._over.set()
-            for leaving in self._senders.values():
-                _send_away(leaving, self._end)
+            for seat in self._seats.values():
+                seat.send_away(self._end)
 
     async def _until_taken(self) -> None:
         """Until the sidecar has taken the stream. Raises TOO_MANY_STREAMS if others are open over the connection, else
@@ -403,7 +369,7 @@ class PublishStream:
         if self._link is None:
             self._count(first)
 
-    def _count(self, link: Link) -> None:
+    def _count(self, link: StreamChannel) -> None:
         self._link = link
         link.streams += 1
 
@@ -423,7 +389,7 @@ class PublishStream:
         While others are on their way a small message waits for as long as each turn of the event loop brings more:
         whoever sends several batches one after the other is not done with the first.
         """
-        parts: list[Part[Sender]] = []
+        parts: list[ProducerFrame[Seat]] = []
         while not self._add_ready(parts):
             self._work.clear()
             await self._work.wait()
@@ -433,49 +399,44 @@ class PublishStream:
             is_more_likely = self._add_ready(parts)
         return [self._frame_of(some) for some in parts_of(parts)]
 
-    def _add_ready(self, parts: list[Part[Sender]]) -> bool:
+    def _add_ready(self, parts: list[ProducerFrame[Seat]]) -> bool:
         """Adds what is ready to be sent now, for one message; whether there was anything."""
         if not self._out:
             self._answered_at = asyncio.get_running_loop().time()
         before = len(parts)
         size_bytes = _size_bytes(parts)
         self._waits_for_lone = self._waits_for_lone and bool(self._out)
-        while self._ready and not self._waits_for_lone and size_bytes < FULL_MESSAGE_BYTES and len(parts) < MAX_FRAMES:
-            if self._ready[0].is_suspect and (parts or self._out):
+        while self._turns and not self._waits_for_lone and size_bytes < FULL_MESSAGE_BYTES and len(parts) < MAX_FRAMES:
+            if self._turns[0].sender.is_suspect and (parts or self._out):
                 break
-            sender = self._ready.popleft()
-            self._is_ready.discard(sender)
-            frame = sender.next_frame() if self._is_here(sender) else None
+            seat = self._turns.popleft()
+            seat.is_ready = False
+            frame = seat.sender.next_frame() if seat.is_taken else None
             if frame is not None:
-                parts.append(Part(sender, frame, sender in self._goes_alone))
+                parts.append(ProducerFrame(seat, frame, seat.goes_alone))
                 size_bytes += frame.size_bytes
-                self.ready(sender)
-                self._waits_for_lone = sender.is_suspect
+                self._queue(seat)
+                self._waits_for_lone = seat.sender.is_suspect
         return len(parts) > before
 
-    def _frame_of(self, parts: list[Part[Sender]]) -> Frame:
+    def _frame_of(self, parts: list[ProducerFrame[Seat]]) -> Frame:
         frame = whole([part.frame for part in parts])
         self._out[frame.number] = parts
         return frame
-
-    def _is_here(self, sender: Sender) -> bool:
-        leaving = self._senders.get(sender)
-        return leaving is not None and not leaving.done()
 
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(ANSWER_TIMEOUT_SECONDS / 10)
             silence = asyncio.get_running_loop().time() - self._answered_at
-            if silence > ANSWER_TIMEOUT_SECONDS and any(sender.waits_for_answers for sender in self._senders):
+            if silence > ANSWER_TIMEOUT_SECONDS and any(sender.waits_for_answers for sender in self._seats):
                 raise error("OUTCOME_UNKNOWN", f"{self._address} has not answered for {silence:.0f} seconds")
 
     # -- in ----------------------------------------------------------------------------------------------------
 
-    def _take(self, raw: bytes) -> bool:
+    def _take(self, answer: StreamAnswer) -> None:
         self._answered_at = asyncio.get_running_loop().time()
-        answer = decode_answer(raw, self._rows_of)
         self._term = max(self._term, self.openings.term, answer.term)
-        told: dict[Sender, Answers] = {}
+        told: dict[Seat, Answers] = {}
         durable_index = 0
         if answer.term < self._term:
             # An `Open` of one of them was faster. This says nothing, and nothing else will be said of these frames.
@@ -489,68 +450,63 @@ class PublishStream:
                 self._take_refusal(self._out.pop(refusal.frame, []), refusal, told)
             if durable_index != self._durable_index:
                 self._durable_index = durable_index
-                for sender in self._not_durable:
-                    _of(sender, told)
+                for seat in self._not_durable:
+                    _of(seat, told)
         if not self._out:
             self._work.set()  # a suspect's frame may wait for that, or others for its answer
-        for sender, answers in told.items():
-            if not self._is_here(sender):
+        for seat, answers in told.items():
+            if not seat.is_taken:
                 continue
             try:
                 new = Answers(answers.receipts, answers.refusals, durable_index)
-                if sender.take(answer.incarnation, self._term, new):
-                    self._senders[sender].set_result(None)
+                if seat.sender.take(answer.incarnation, self._term, new):
+                    seat.leaving.set_result(None)
             except Exception as e:  # noqa: BLE001 (whatever it is, it is this one's)
-                _send_away(self._senders[sender], e)
-            if sender.waits_until_durable:
-                self._not_durable.add(sender)
+                seat.send_away(e)
+            if seat.sender.waits_until_durable:
+                self._not_durable.add(seat)
             else:
-                self._not_durable.discard(sender)
-        return False
+                self._not_durable.discard(seat)
 
     def _rows_of(self, frame: int) -> int | None:
         parts = self._out.get(frame)
         return None if parts is None else sum(len(part) for part in parts)
 
-    def _take_receipt(self, parts: list[Part[Sender]], receipt: ReceiptColumns, told: dict[Sender, Answers]) -> None:
+    def _take_receipt(
+        self, parts: list[ProducerFrame[Seat]], receipt: ReceiptColumns, told: dict[Seat, Answers]
+    ) -> None:
         first = 0
         for part in parts:
             columns = receipt if len(parts) == 1 else receipt.cut(first, first + len(part))
             first += len(part)
-            self._goes_alone.discard(part.sender)
+            part.sender.goes_alone = False
             _of(part.sender, told).receipts.append((part.frame.number, columns))
 
-    def _take_refusal(self, parts: list[Part[Sender]], refusal: Any, told: dict[Sender, Answers]) -> None:
+    def _take_refusal(self, parts: list[ProducerFrame[Seat]], refusal: Any, told: dict[Seat, Answers]) -> None:
         """A shared frame that is refused because of some of its producers, or for good, is taken apart: those that are
         the cause, or may be, go again in frames of their own, which say what becomes of them."""
         named = {producer.producer_name for producer in refusal.producers}
         why: SeqdedupeError | None = refusal_error(refusal)
         if len(parts) > 1 and (named or refusal.retry_delay_ms < 0):
             why = None
-            causes = [part.sender for part in parts if part.sender.name in named] or [part.sender for part in parts]
-            self._goes_alone.update(sender for sender in causes if self._is_here(sender))
+            seats = [part.sender for part in parts]
+            for seat in [seat for seat in seats if seat.sender.name in named] or seats:
+                seat.goes_alone = True
         for part in parts:
             _of(part.sender, told).refusals.append((part.frame.number, why))
 
 
-def _send_away(leaving: asyncio.Future[None], why: Exception) -> None:
-    if not leaving.done():
-        leaving.set_exception(why)
-        # It may be cancelled before it is told.
-        leaving.exception()
-
-
-def _size_bytes(parts: list[Part[Sender]]) -> int:
+def _size_bytes(parts: list[ProducerFrame[Seat]]) -> int:
     return sum(part.frame.size_bytes for part in parts)
 
 
-def _put_back(parts: list[Part[Sender]], told: dict[Sender, Answers]) -> None:
+def _put_back(parts: list[ProducerFrame[Seat]], told: dict[Seat, Answers]) -> None:
     for part in parts:
         _of(part.sender, told).refusals.append((part.frame.number, None))
 
 
-def _of(sender: Sender, told: dict[Sender, Answers]) -> Answers:
-    return told.setdefault(sender, Answers([], []))
+def _of(seat: Seat, told: dict[Seat, Answers]) -> Answers:
+    return told.setdefault(seat, Answers([], []))
 
 
 # -- What the producers of a client share: a connection to each sidecar, and over it a stream for each topic.
@@ -569,13 +525,13 @@ _Place = tuple[asyncio.AbstractEventLoop, SidecarAddress]
 class _Shared:
     """Two connections to a sidecar, and the streams by topic."""
 
-    first: Link
-    second: Link
+    first: StreamChannel
+    second: StreamChannel
     streams: dict[str, PublishStream] = field(default_factory=dict)
     users: int = 0
 
 
-class Connections:
+class SharedConnections:
     """Made when a producer needs them, and closed when none does any more.
 
     Those who come after a connection was lost get a new one, which starts afresh.
@@ -591,7 +547,8 @@ class Connections:
         place = asyncio.get_running_loop(), address
         shared = self._shared.get(place)
         if shared is None:
-            first, second = (Link(self.sidecars.new_channel(address, is_brief=brief)) for brief in (False, True))
+            first = StreamChannel(channel_to(self.sidecars, address))
+            second = StreamChannel(channel_to(self.sidecars, address, is_brief=True))
             shared = self._shared[place] = _Shared(first, second)
         shared.users += 1
         try:

@@ -23,7 +23,7 @@ Callback = Callable[[Any, Any], object]
 
 
 @dataclass(frozen=True, slots=True)
-class Output:
+class FunctionOutput:
     """A message for a topic, by its full name. `event_time_ms` is 0 where there is none."""
 
     topic: str
@@ -44,7 +44,7 @@ class Output:
         object.__setattr__(self, "size_bytes", size)
 
 
-def check_fits(outputs: list[Output]) -> None:
+def check_fits(outputs: list[FunctionOutput]) -> None:
     """Whether an input's outputs for a topic can be taken, all in one frame. Raises MESSAGE_TOO_LARGE."""
     for output in outputs:
         if output.size_bytes > MAX_OUTPUT_BYTES:
@@ -80,7 +80,7 @@ def _is_kept(time_ms: int) -> bool:
     return -MAX_EVENT_TIME_MS <= time_ms <= MAX_EVENT_TIME_MS
 
 
-class Source:
+class InputSource:
     """The input that outputs come from: what it has and they do not say is theirs too. Raises NEWER_FORMAT.
 
     Key, event time and properties are what its producer gave, also where a sidecar wrote it down otherwise.
@@ -121,7 +121,7 @@ class Source:
 
     def output(
         self, topic: str, payload: bytes, conf: Mapping[str, Any] | None = None, callback: Callback | None = None
-    ) -> Output:
+    ) -> FunctionOutput:
         """The output, with what `message_conf` says. Raises INVALID_REQUEST for what cannot be kept."""
         conf = conf or {}
         if unknown := sorted(set(conf) - set(_TAKEN)):
@@ -138,12 +138,12 @@ class Source:
             raise error("INVALID_REQUEST", f"the event time {time_ms} ms is beyond what can be kept")
         for text in (*properties, *properties.values()):
             _encoded(text)
-        return Output(topic_name(str(topic)), payload, key, time_ms, dict(properties), callback)
+        return FunctionOutput(topic_name(str(topic)), payload, key, time_ms, dict(properties), callback)
 
-    def dead_letter(self, topic: str, payload: bytes, told: Mapping[str, str]) -> Output:
+    def dead_letter(self, topic: str, payload: bytes, told: Mapping[str, str]) -> FunctionOutput:
         """The input itself, with what is told of it beside its own properties. Whatever cannot be kept is left out."""
         time_ms = self.event_time_ms if _is_kept(self.event_time_ms) else 0
-        return Output(topic_name(topic), payload, self.key, time_ms, {**self.properties, **told})
+        return FunctionOutput(topic_name(topic), payload, self.key, time_ms, {**self.properties, **told})
 
 
 BATCH_INDEX_BITS = 20
@@ -158,7 +158,7 @@ _MOST_OUTPUTS = 10**5 - 1
 """Stand for a ledger and an output's number that are not known yet: no name is longer."""
 
 
-class Identity(NamedTuple):
+class InputIdentity(NamedTuple):
     """An input's place in its order: `source` is the same for all inputs whose sequence IDs rise with that order."""
 
     source: str
@@ -168,9 +168,9 @@ class Identity(NamedTuple):
         """The name under which the k-th output for a topic is published."""
         return f"{self.source}/{k}"
 
-    def of_dead_letter(self) -> "Identity":
+    def of_dead_letter(self) -> "InputIdentity":
         """That of the input's dead letter: names of outputs never are names of dead letters."""
-        return Identity(f"{self.source}/{DEAD_LETTER}", self.sequence_id)
+        return InputIdentity(f"{self.source}/{DEAD_LETTER}", self.sequence_id)
 
 
 def check_names(function: str, topic: str) -> None:
@@ -187,7 +187,7 @@ def check_names(function: str, topic: str) -> None:
         ) from e
 
 
-def by_message_id(function: str, topic: str, ledger_id: int, entry_id: int, batch_index: int) -> Identity:
+def by_message_id(function: str, topic: str, ledger_id: int, entry_id: int, batch_index: int) -> InputIdentity:
     """By Pulsar's message ID, of a topic or a partition by its full name. `batch_index` is -1 where there is none.
 
     The ledger is part of the name: ledgers of a topic made anew are others, and rise within one. Raises
@@ -199,10 +199,10 @@ def by_message_id(function: str, topic: str, ledger_id: int, entry_id: int, batc
             f"the message {ledger_id}:{entry_id}:{batch_index} of {topic} has no sequence ID: entries up to "
             f"{MAX_ENTRY_ID} and batches of {1 << BATCH_INDEX_BITS} messages are possible",
         )
-    return Identity(source_name(function, topic, ledger_id), entry_id << BATCH_INDEX_BITS | max(batch_index, 0))
+    return InputIdentity(source_name(function, topic, ledger_id), entry_id << BATCH_INDEX_BITS | max(batch_index, 0))
 
 
-def by_index(function: str, topic: str, place: EntryPlace | None) -> Identity:
+def by_index(function: str, topic: str, place: EntryPlace | None) -> InputIdentity:
     """By the index that a sidecar gave the message. Raises INVALID_FUNCTION for one that no sidecar wrote."""
     if place is None or place.index < 0:
         raise error(
@@ -210,4 +210,4 @@ def by_index(function: str, topic: str, place: EntryPlace | None) -> Identity:
             f"identity is 'index', but a message of {topic} was written by no sidecar: it has no index",
             hint="Use identity = 'message_id' for topics that others write to.",
         )
-    return Identity(source_name(function, topic, place.owner.incarnation), place.index)
+    return InputIdentity(source_name(function, topic, place.owner.incarnation), place.index)

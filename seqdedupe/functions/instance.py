@@ -1,4 +1,8 @@
-"""An instance of a function at work: from Pulsar's message to the wrapped function, and its results to the pipeline."""
+"""An instance of a function at work: from Pulsar's message to the wrapped function, and its results to the pipeline.
+
+Begin with `FunctionInstance`, at the end. Before it stand what it shows the sidecar, which entries of a topic count,
+the context that the wrapped function gets, and how that function is found and called.
+"""
 
 import importlib
 import logging
@@ -15,16 +19,25 @@ from seqdedupe.client.credentials import Credentials
 from seqdedupe.client.route import Sidecars
 from seqdedupe.entry_properties import BATCH, CONTROL, MARKER, EntryOwner, EntryPlace
 from seqdedupe.errors import SeqdedupeError, error
-from seqdedupe.functions import identity as identities
-from seqdedupe.functions.identity import Callback, Identity, Output, Source, check_fits
+from seqdedupe.functions.deployment import FunctionSettings, check_deployment, settings_of
+from seqdedupe.functions.identity import (
+    Callback,
+    FunctionOutput,
+    InputIdentity,
+    InputSource,
+    by_index,
+    by_message_id,
+    check_fits,
+    check_names,
+)
 from seqdedupe.functions.pipeline import Input, Pipeline, Process
-from seqdedupe.functions.settings import Settings, check_deployment, settings_of, text_of, traceback_of
+from seqdedupe.functions.process import text_of, traceback_of
 from seqdedupe.names import topic_name
 
 # -- What a function shows the sidecar: files, or a secret that Pulsar's provider of secrets keeps.
 
 
-def credentials_of(settings: Settings, get_secret: Callable[[str], str | None]) -> Credentials:
+def credentials_of(settings: FunctionSettings, get_secret: Callable[[str], str | None]) -> Credentials:
     """What userConfig names, and for the rest what the environment says. The secret is asked for again and again.
 
     Raises INVALID_FUNCTION if there is no such secret, INVALID_CREDENTIALS.
@@ -110,14 +123,14 @@ class GatheringContext:
     """
 
     def __init__(
-        self, context: Any, source: Source, serialize_for: Callable[[str], Serialize], output_topic: str
+        self, context: Any, source: InputSource, serialize_for: Callable[[str], Serialize], output_topic: str
     ) -> None:
         self._context = context
         self._source = source
         self._serialize_for = serialize_for
         self._output_topic = output_topic
         self._is_over = False
-        self.outputs: list[Output] = []
+        self.outputs: list[FunctionOutput] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._context, name)
@@ -203,7 +216,7 @@ def as_bytes(value: Any) -> bytes:
 class Wrapped:
     """The function with its SerDes. Raises INVALID_FUNCTION if there is none."""
 
-    def __init__(self, settings: Settings, output_topic: str) -> None:
+    def __init__(self, settings: FunctionSettings, output_topic: str) -> None:
         self._output_topic = output_topic
         function = _made(settings.wrapped)
         process: Callable[..., Any] | None = getattr(function, "process", None)
@@ -222,7 +235,7 @@ class Wrapped:
             self._serializers[name] = _made(name).serialize
         return self._serializers[name]
 
-    def outputs(self, payload: bytes, context: Any, source: Source) -> list[Output]:
+    def outputs(self, payload: bytes, context: Any, source: InputSource) -> list[FunctionOutput]:
         """Runs the function once. Raises what it raises, and what keeps its outputs from being published."""
         if source.unreadable is not None:
             raise source.unreadable
@@ -237,7 +250,7 @@ class Wrapped:
             if not self._output_topic:
                 raise error("INVALID_FUNCTION", "the function returns something, and output_topic is not set")
             outputs = [*outputs, source.output(self._output_topic, payload_of(self._serialize, result))]
-        by_topic: dict[str, list[Output]] = {}
+        by_topic: dict[str, list[FunctionOutput]] = {}
         for output in outputs:
             by_topic.setdefault(output.topic, []).append(output)
         for of_topic in by_topic.values():
@@ -265,7 +278,7 @@ def _full_name(topic: str) -> str:
     return f"persistent://{topic}" if "/" in topic else f"persistent://public/default/{topic}"
 
 
-class Instance:
+class FunctionInstance:
     """Made for the first message, whose context says how the function is deployed.
 
     Raises INVALID_FUNCTION and what else is wrong with the deployment.
@@ -281,7 +294,7 @@ class Instance:
         self._wrapped = Wrapped(settings, settings.output_topic or str(details.sink.topic or ""))
         self._lanes: dict[str, Owners] = {}
         """The input's topics and partitions."""
-        self._set_aside: dict[str, Identity] = {}
+        self._set_aside: dict[str, InputIdentity] = {}
         """By the input's topic or partition: the last dead letter of the ledger from which inputs come."""
         self._counts = Counter(retries=0, dead_letters=0, void=0)
         self._reported: Counter[str] = Counter()
@@ -306,13 +319,13 @@ class Instance:
     def take(self, context: Any) -> None:
         """Takes the context's message; returns when its outputs are under way. Never raises for a message."""
         message_id = context.get_message_id()
-        source = Source(context)
+        source = InputSource(context)
         if source.topic not in self._lanes:
-            identities.check_names(self._function, source.topic)
+            check_names(self._function, source.topic)
             self._lanes[source.topic] = Owners()
         one = Input(source.topic, partial(context.ack, message_id, self._given_topic(source.topic)))
         if self._counts_for_nobody(source, message_id):
-            self._pipeline.add(one, Identity(source.topic, 0), ())
+            self._pipeline.add(one, InputIdentity(source.topic, 0), ())
             return
         identity = self._identity(source, message_id)
         if self._is_set_aside(source.topic, identity):
@@ -333,7 +346,7 @@ class Instance:
         """What an input topic is called where the function is deployed: by that name Pulsar acknowledges."""
         return self._given_topics.get(topic) or self._given_topics.get(_PARTITION.sub("", topic), topic)
 
-    def _counts_for_nobody(self, source: Source, message_id: Any) -> bool:
+    def _counts_for_nobody(self, source: InputSource, message_id: Any) -> bool:
         """Whether it is no message of a producer's, in a topic that a sidecar writes: these are acknowledged unseen."""
         if self._lanes[source.topic].is_void(source.place, message_id.ledger_id(), message_id.entry_id()):
             self._counts["void"] += 1
@@ -347,14 +360,14 @@ class Instance:
             )
         return source.kind in (MARKER, CONTROL)
 
-    def _identity(self, source: Source, message_id: Any) -> Identity:
+    def _identity(self, source: InputSource, message_id: Any) -> InputIdentity:
         if self._settings.identity == "index":
-            return identities.by_index(self._function, source.topic, source.place)
-        return identities.by_message_id(
+            return by_index(self._function, source.topic, source.place)
+        return by_message_id(
             self._function, source.topic, message_id.ledger_id(), message_id.entry_id(), message_id.batch_index()
         )
 
-    def _run(self, context: Any, source: Source) -> tuple[list[Output], bool]:
+    def _run(self, context: Any, source: InputSource) -> tuple[list[FunctionOutput], bool]:
         """What the function gives for the message; or a dead letter, and True, if it fails for good."""
         payload = context.message.data()
         which = f"message {context.get_message_id()} of {source.topic}"
@@ -384,7 +397,7 @@ class Instance:
         }
         return [source.dead_letter(self._settings.dead_letter_topic, payload, told)], True
 
-    def _is_set_aside(self, lane: str, identity: Identity) -> bool:
+    def _is_set_aside(self, lane: str, identity: InputIdentity) -> bool:
         """Whether a dead letter says that the input is settled; its topic is asked when inputs of a ledger begin."""
         if not self._settings.dead_letter_topic:
             return False
@@ -393,7 +406,7 @@ class Instance:
         if known is None or known.source != of_letter.source:
             topic = topic_name(self._settings.dead_letter_topic)
             persisted = self._pipeline.persisted(topic, of_letter.producer_name(0))
-            known = self._set_aside[lane] = Identity(of_letter.source, persisted)
+            known = self._set_aside[lane] = InputIdentity(of_letter.source, persisted)
         return identity.sequence_id <= known.sequence_id
 
     def _sleep(self, seconds: float) -> None:

@@ -1,4 +1,7 @@
-"""From inputs to acknowledgements: a thread publishes outputs, and acknowledges each input once they are settled."""
+"""From inputs to acknowledgements: a thread publishes outputs, and acknowledges each input once they are settled.
+
+Begin with `Pipeline`. It has an `OutputPublisher` for each topic, which stands before it.
+"""
 
 import asyncio
 import logging
@@ -9,15 +12,23 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, Protocol
 
-from seqdedupe.client.connection import CALL_TIMEOUT_SECONDS, NOT_A_SIDECAR, Backoff, error_of_reason, typed_errors
-from seqdedupe.client.frames import check_opened, decode_answer, refusal_error
+from seqdedupe.client.connection import (
+    CALL_TIMEOUT_SECONDS,
+    NOT_A_SIDECAR,
+    Backoff,
+    channel_to,
+    error_of_reason,
+    refusal_error,
+    typed_errors,
+)
 from seqdedupe.client.outbox import Frame
+from seqdedupe.client.publish_calls import StreamAnswer, check_opened, exchange, publish_call
 from seqdedupe.client.route import Route, Sidecars
-from seqdedupe.client.stream import exchange, publish_call
 from seqdedupe.errors import NEVER, FencedError, SeqdedupeError, UnavailableError, error
 from seqdedupe.functions.backlog import Backlog, Row
-from seqdedupe.functions.identity import Callback, Identity, Output
-from seqdedupe.functions.settings import Settings, ending, traceback_of
+from seqdedupe.functions.deployment import FunctionSettings
+from seqdedupe.functions.identity import Callback, FunctionOutput, InputIdentity
+from seqdedupe.functions.process import ending, traceback_of
 from seqdedupe.v1 import publish_pb2
 from seqdedupe.v1.publish_pb2_grpc import PublishServiceStub
 
@@ -43,7 +54,7 @@ _TRIED_AGAIN = frozenset({"FENCED", "INVALID_EPOCH", "PREDECESSOR_MISSING", "OUT
 """Beside all that the sidecar says may be tried again: a new stream, with sessions resumed or new, is the cure."""
 
 
-class Publisher:
+class OutputPublisher:
     """One topic's outputs. All of it runs on one event loop."""
 
     def __init__(self, sidecars: Sidecars, topic: str, has_begun: asyncio.Event) -> None:
@@ -106,7 +117,7 @@ class Publisher:
 
     async def _connect(self) -> None:
         self.backlog.rewind()
-        async with self._sidecars.new_channel(self._route.address) as channel:
+        async with channel_to(self._sidecars, self._route.address) as channel:
             stub = PublishServiceStub(channel)
             await self._resume(stub)
             self.backlog.forget_idle()
@@ -117,6 +128,7 @@ class Publisher:
                 self._route.address,
                 self._topic,
                 frames=lambda: self._frames_to_send(stub),
+                rows_of=self.backlog.rows_of,
                 take=self._take,
                 watch=self._watch,
             )
@@ -188,10 +200,8 @@ class Publisher:
                 self._work.clear()
                 await self._work.wait()
 
-    def _take(self, raw: bytes) -> bool:
-        """Never the last answer."""
+    def _take(self, answer: StreamAnswer) -> None:
         self._answered_at = time.monotonic()
-        answer = decode_answer(raw, self.backlog.rows_of)
         for number, receipt in answer.receipts:
             if not self.backlog.receipt(number, receipt.verdicts):
                 self.unknown += 1
@@ -206,7 +216,6 @@ class Publisher:
         for refusal in answer.refusals:
             if self.backlog.rows_of(refusal.frame) is not None:
                 raise refusal_error(refusal)
-        return False
 
     async def _watch(self) -> None:
         """Ends a stream on which frames wait for an answer for too long."""
@@ -259,14 +268,14 @@ class Input:
 class Pipeline:
     """What a function's inputs have under way. `add`, `settle` and `persisted` belong to the thread of `process`."""
 
-    def __init__(self, settings: Settings, sidecars: Sidecars, process: Process, report: Report) -> None:
+    def __init__(self, settings: FunctionSettings, sidecars: Sidecars, process: Process, report: Report) -> None:
         """`report` is called again and again in the pipeline's thread, whatever waits."""
         self._settings = settings
         self._process = process
         self._report = report
         self._sidecars = sidecars
         self._loop = asyncio.new_event_loop()
-        self._publishers: dict[str, Publisher] = {}
+        self._publishers: dict[str, OutputPublisher] = {}
         self._has_begun = asyncio.Event()
         self._lanes: dict[str, deque[Input]] = {}
         self._room = threading.Condition()
@@ -279,7 +288,7 @@ class Pipeline:
 
     # -- the thread of process() -------------------------------------------------------------------------------
 
-    def add(self, one: Input, identity: Identity, outputs: Iterable[Output]) -> None:
+    def add(self, one: Input, identity: InputIdentity, outputs: Iterable[FunctionOutput]) -> None:
         """Hands over an input with its outputs, in order. Waits while too much is under way."""
         rows: dict[str, list[Row]] = {}
         for output in outputs:
@@ -384,10 +393,10 @@ class Pipeline:
             logger.error("a defect in the wrapper", exc_info=e)
         self._process.end(ending(e), failed=True)
 
-    def _publisher(self, topic: str) -> Publisher:
+    def _publisher(self, topic: str) -> OutputPublisher:
         found = self._publishers.get(topic)
         if found is None:
-            found = self._publishers[topic] = Publisher(self._sidecars, topic, self._has_begun)
+            found = self._publishers[topic] = OutputPublisher(self._sidecars, topic, self._has_begun)
             self._start(found.run())
         return found
 
@@ -404,7 +413,7 @@ class Pipeline:
         except Exception as e:  # noqa: BLE001 (whatever it is: nothing may wait for ever)
             self._end_because(e)
 
-    def _settler(self, one: Input, output: Output) -> Callable[[], None]:
+    def _settler(self, one: Input, output: FunctionOutput) -> Callable[[], None]:
         """What is called when the output is settled."""
 
         def settled() -> None:

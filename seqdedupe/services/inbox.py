@@ -28,7 +28,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.dialects import mysql, postgresql, sqlite
 
-from seqdedupe.client.stored import Message
+from seqdedupe.client.message import Message
 from seqdedupe.databases.failures import Fault, fault_of, lost_connection
 from seqdedupe.databases.tables import MARIADB, make_tables, name_type, table, text_type
 from seqdedupe.errors import error

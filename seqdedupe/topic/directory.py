@@ -352,9 +352,6 @@ class Topics(Generic[T]):
         """
         full = topic_name(name)
         await self.waiting.use(full)
-        if self.registry.phase(full) is Phase.CREATING and (whole_of(full) or "") in self.partitions:
-            # It is a partition that is being made, with all others.
-            self.partitions.check_is_free(full)
         # A creation may be the caller's own, who asks again; and there may be no topic after it.
         while under_way := self._under_way(full, Phase.DELETING) or (
             None if exists_ok else self._under_way(full, Phase.CREATING)
@@ -387,8 +384,11 @@ class Topics(Generic[T]):
             return made
 
     def _under_way(self, full: str, phase: Phase) -> "asyncio.Task[Any] | None":
+        """What somebody does with this topic alone, in this phase."""
         entry = self.registry.get(full)
-        return entry.under_way if entry is not None and entry.phase is phase else None
+        if entry is None or entry.phase is not phase or self.registry.changes(whole_of(full) or "") is not None:
+            return None
+        return entry.under_way
 
     def check_room(self, more: int = 1) -> None:
         """Raises TOO_MANY_TOPICS unless there may be so many more."""
@@ -416,9 +416,9 @@ class Topics(Generic[T]):
             return
         self.check_takes_changes(full)
         topic = self.get(full)
-        self.registry.entry(full).check_may(Phase.DELETING)
         if self.partitions_beside(full):
             whole = whole_of(full)
             raise error("INVALID_REQUEST", f"{full} is a partition of {whole}", hint=f"Delete {whole}, all of it.")
+        self.registry.entry(full).check_may(Phase.DELETING)
         topic.check_not_damaged()
         await self.registry.run(Phase.DELETING, full, partial(self.lives.remove, [full], full))

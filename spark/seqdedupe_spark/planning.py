@@ -17,11 +17,10 @@ from seqdedupe.names import namespace_of, partition_name, topic_name
 from seqdedupe.v1 import admin_pb2
 from seqdedupe_spark import stock
 from seqdedupe_spark.cluster import compiled
-from seqdedupe_spark.cluster.settings import Cluster, Service
-from seqdedupe_spark.options import NO_LIMITS, Limits, Selection
-from seqdedupe_spark.places import Place, PlaceInTopic, Time
+from seqdedupe_spark.options import NO_LIMITS, ReadLimits, Selection
 from seqdedupe_spark.ranges import NOT_PARTITIONED, Range, cut, partition_of, shares
-from seqdedupe_spark.session import sidecar_at
+from seqdedupe_spark.read_bounds import Place, PlaceInTopic, Time
+from seqdedupe_spark.service import PulsarCluster, Service, sidecar_at
 from seqdedupe_spark.stock import StockEnds
 
 # -- Why a topic cannot be read on after a position.
@@ -136,8 +135,8 @@ class _Admin(Protocol):
     def topics(self) -> list[admin_pb2.Topic]: ...
 
 
-class Client(Protocol):
-    """What planning asks: `seqdedupe.client.blocking.Client`, or `seqdedupe_spark.cluster.client.ClusterClient`."""
+class PlanningClient(Protocol):
+    """What planning asks: a sidecar's `blocking.Client`, or `cluster.cluster_client.ClusterClient`."""
 
     @property
     def admin(self) -> _Admin: ...
@@ -159,7 +158,7 @@ class Holder(Protocol):
     def keep_from(self, topic: str, position: Position) -> None: ...
 
 
-class Waiting:
+class WaitingLine:
     """Says in the log, now and then, what is waited for."""
 
     def __init__(self) -> None:
@@ -180,7 +179,7 @@ def patiently(
 ) -> T:
     """Calls until there is an answer. Raises UnavailableError if there is none for so long; while a topic recovers the
     time does not count. Once it should stop it raises what it was told last."""
-    backoff, waiting = Backoff(0.02, 1.0), Waiting()
+    backoff, waiting = Backoff(0.02, 1.0), WaitingLine()
     until = time.monotonic() + seconds
     while True:
         try:
@@ -197,19 +196,19 @@ def patiently(
 
 def of_job(service: Service, job: str) -> Service:
     """The service for a job, which has a subscription of its own in a cluster."""
-    return replace(service, subscription=SUBSCRIPTION_PREFIX + job) if isinstance(service, Cluster) else service
+    return replace(service, subscription=SUBSCRIPTION_PREFIX + job) if isinstance(service, PulsarCluster) else service
 
 
-def open_client(service: Service, selection: Selection, *, may_lose: bool = False) -> Client:
+def open_client(service: Service, selection: Selection, *, may_lose: bool = False) -> PlanningClient:
     """For planning what is selected. `may_lose` allows topics that no sidecar writes without a subscription.
 
     Raises INVALID_CONFIGURATION if packages for reading from brokers are missing.
     """
-    if not isinstance(service, Cluster):
+    if not isinstance(service, PulsarCluster):
         return sidecar_at(service).connect()
     try:
         compiled.prepare()
-        from seqdedupe_spark.cluster.client import ClusterClient
+        from seqdedupe_spark.cluster.cluster_client import ClusterClient
     except ImportError as e:
         raise error(
             "INVALID_CONFIGURATION",
@@ -231,14 +230,14 @@ def open_client(service: Service, selection: Selection, *, may_lose: bool = Fals
     return ClusterClient(service, [namespace], lambda name: _matches(pattern, name), skips=True, may_lose=may_lose)
 
 
-class Listing:
+class TopicListing:
     """The topics of a sidecar and what they hold at one moment, by one call for each 1,000 of them.
 
     Where a topic ends only its owner knows, once it has recovered: others, and those that a position does not fit, are
     asked for by themselves, and waited for.
     """
 
-    def __init__(self, client: Client, should_stop: Callable[[], bool] = lambda: False) -> None:
+    def __init__(self, client: PlanningClient, should_stop: Callable[[], bool] = lambda: False) -> None:
         """Raises UnavailableError after PATIENCE_SECONDS."""
         self._client = client
         self._should_stop = should_stop
@@ -392,7 +391,7 @@ class Listing:
             return Position.before(found.last.incarnation, where)
         return found.last if where == "latest" else earliest(found)
 
-    def plan(self, starts: Mapping[str, Position], limits: Limits = NO_LIMITS) -> list[Range]:
+    def plan(self, starts: Mapping[str, Position], limits: ReadLimits = NO_LIMITS) -> list[Range]:
         """What there is to read after each start, within the limits; no range for a topic that has nothing new.
 
         Raises PositionError or NotFoundError where `look` finds a loss, UnavailableError after PATIENCE_SECONDS.
@@ -410,7 +409,7 @@ class Listing:
         found = self._stock.get(topic)
         return Range(topic, start, end, None if found is None else found.count(start, end))
 
-    def within(self, ranges: Iterable[Range], limits: Limits) -> list[Range]:
+    def within(self, ranges: Iterable[Range], limits: ReadLimits) -> list[Range]:
         """The beginnings of those ranges that are not empty, within the limits.
 
         A limit is shared in proportion to the messages there are. Each range keeps one message at least, even if that

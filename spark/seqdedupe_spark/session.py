@@ -1,4 +1,4 @@
-"""The Spark session of a command: its errors in one line, also a worker's, and which sidecar its tasks read."""
+"""The Spark session of a command: how it starts, and its errors in one line, also a worker's."""
 
 import os
 import re
@@ -7,9 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
 
 import click
 from py4j.protocol import Py4JError, Py4JJavaError  # type: ignore[import-untyped]
@@ -17,9 +15,7 @@ from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
 from seqdedupe import command as commands
-from seqdedupe.client import blocking
-from seqdedupe.client.credentials import Credentials
-from seqdedupe.command import FAILED, told_files
+from seqdedupe.command import FAILED
 from seqdedupe.errors import REASONS, error
 
 # -- Errors that cross Spark: what a worker raised, raised again on the driver.
@@ -135,62 +131,3 @@ def run_command(
     as_json = commands.says_json(sys.argv[1:] if arguments is None else arguments)
     commands.say_foreign(name, "SPARK_ERROR", f"Spark: {first_line(what)}", as_json=as_json)
     return failed
-
-
-FILE_OPTIONS = {
-    "token_file": "authParams",
-    "tls_ca_file": "tlsTrustCertsFilePath",
-    "tls_certificate_file": "tlsCertificateFilePath",
-    "tls_key_file": "tlsKeyFilePath",
-}
-"""The data source's options of the files that a sidecar is shown, by the names of a command's."""
-
-
-def file_options() -> dict[str, str]:
-    """Those for the files that the command at work was told."""
-    return {
-        FILE_OPTIONS[name]: url_of(path) if name == "token_file" else os.path.abspath(path)
-        for name, path in told_files().items()
-    }
-
-
-# -- Which sidecar is read, and what it is shown: what travels to every task. It has no secret in it.
-
-
-@dataclass(frozen=True)
-class Sidecar:
-    """Files by their names in `Credentials`; the driver and every executor read their own. Empty: what the environment
-    of each says."""
-
-    address: str
-    """One address, or several with commas between."""
-    token_file: str = ""
-    tls_ca_file: str = ""
-    tls_certificate_file: str = ""
-    tls_key_file: str = ""
-
-    def connect(self) -> blocking.Client:
-        """A client of it. Raises INVALID_ADDRESS, INVALID_CREDENTIALS."""
-        credentials = Credentials.from_environment(
-            token_file=self.token_file,
-            tls_ca_file=self.tls_ca_file,
-            tls_certificate_file=self.tls_certificate_file,
-            tls_key_file=self.tls_key_file,
-        )
-        return blocking.Client(self.address, credentials)
-
-
-def sidecar_at(service: str | Sidecar) -> Sidecar:
-    """An address alone is that of a sidecar of which the environment says the rest."""
-    return Sidecar(service) if isinstance(service, str) else service
-
-
-def path_of(url: str) -> str | None:
-    """The path of a URL like file:///path; None if this is none."""
-    parts = urlsplit(url)
-    return unquote(parts.path) if parts.scheme == "file" and not parts.netloc and parts.path else None
-
-
-def url_of(path: str | os.PathLike[str]) -> str:
-    """The URL of a file, from where this process is."""
-    return Path(path).absolute().as_uri()

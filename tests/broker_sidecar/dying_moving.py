@@ -22,17 +22,17 @@ FILE = "SEQDEDUPE_TEST_DIES_AT"
 PLANTED = ".planted"
 
 STEPS = (
-    "broker_sidecar.leaving.Giving._answer",
-    "broker_sidecar.leaving.Leaving._let_go",
+    "broker_sidecar.cluster.departures.Giving._answer",
+    "broker_sidecar.cluster.departures.Departures._let_go",
     "seqdedupe.log.embedded.relocation.leave",
     "seqdedupe.log.embedded.relocation.has_left",
     "seqdedupe.log.embedded.relocation.stays",
     "seqdedupe.log.embedded.relocation.remove_messages",
     "seqdedupe.log.embedded.relocation.is_known",
-    "broker_sidecar.arriving._check_is_free",
-    "broker_sidecar.arriving.Coming.read",
-    "broker_sidecar.arriving._keep_from_who_had_it",
-    "broker_sidecar.arriving._take",
+    "broker_sidecar.services.arrivals._check_is_free",
+    "broker_sidecar.services.arrivals.Coming.read",
+    "broker_sidecar.services.arrivals._keep_from_who_had_it",
+    "broker_sidecar.services.arrivals._take",
     "seqdedupe.log.embedded.relocation.Arrival.begin",
     "seqdedupe.log.embedded.relocation.Arrival.finish",
     "seqdedupe.store.incoming_snapshot.IncomingSnapshot.add",
@@ -89,7 +89,7 @@ def _plant(file: Path, step: str) -> None:
 
 
 def _plant_bug(bug: str) -> None:
-    from broker_sidecar import leaving
+    from broker_sidecar.cluster import departures
     from seqdedupe.log.embedded import relocation
 
     if bug == "nothing says that it leaves":
@@ -97,10 +97,10 @@ def _plant_bug(bug: str) -> None:
         relocation.leave = lambda folder, to: None
     elif bug == "lets go first":
 
-        async def settled(self: leaving.Leaving, record: Any, to: relocation.To) -> None:
+        async def settled(self: departures.Departures, record: Any, to: relocation.To) -> None:
             relocation.has_left(self._logs.folder_of(record.incarnation))
 
-        leaving.Leaving._settle = settled  # type: ignore[method-assign]
+        departures.Departures._settle = settled  # type: ignore[method-assign]
 
 
 def main() -> int:

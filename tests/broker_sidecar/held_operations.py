@@ -16,7 +16,7 @@ import grpc.aio
 import pytest
 
 from broker_sidecar.config import Config
-from broker_sidecar.sidecar import Sidecar
+from broker_sidecar.server import SidecarServer
 from seqdedupe.address import SidecarAddress
 from seqdedupe.backup.maker import BackupMaker
 from seqdedupe.client.connection import typed_errors
@@ -155,7 +155,7 @@ class Side:
 
     async def start(self) -> None:
         self.folder.mkdir(exist_ok=True)
-        self._sidecar = Sidecar(self._config, connections=1000)
+        self._sidecar = SidecarServer(self._config, connections=1000)
         await self._sidecar.listen()
         await self._sidecar.recover()
         self._channel = grpc.aio.insecure_channel(self.address)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from broker_sidecar.leaving import Giving
+from broker_sidecar.cluster.departures import Giving
 from seqdedupe.client import Client, Verdict
 from seqdedupe.store.parts import snapshot_range
 from seqdedupe.topic.topic import Topic

@@ -14,7 +14,7 @@ from unittest.mock import patch
 import pytest
 
 from broker_sidecar.config import Config
-from broker_sidecar.sidecar import Sidecar
+from broker_sidecar.server import SidecarServer
 from seqdedupe.client import Client
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.log.embedded.logs import EmbeddedLogs
@@ -46,7 +46,7 @@ class One:
         self.client = Client(address)
 
     async def start(self) -> None:
-        self.sidecar = Sidecar(self.config, connections=_CONNECTIONS)
+        self.sidecar = SidecarServer(self.config, connections=_CONNECTIONS)
         await self.sidecar.listen()
         await self.sidecar.recover()
 
@@ -63,7 +63,7 @@ class One:
 
     @property
     def arriving(self) -> Any:
-        return self.sidecar._admin._arriving
+        return self.sidecar._admin._arrivals
 
     @property
     def leaving(self) -> Any:

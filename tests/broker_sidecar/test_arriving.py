@@ -18,8 +18,9 @@ import grpc
 import grpc.aio
 import pytest
 
-from broker_sidecar import arriving, leaving
-from broker_sidecar.leaving import Giving
+from broker_sidecar.cluster import departures
+from broker_sidecar.cluster.departures import Giving
+from broker_sidecar.services import arrivals
 from seqdedupe.client import Client, Verdict
 from seqdedupe.client.cursor import Kept
 from seqdedupe.client.route import Sidecars
@@ -294,7 +295,7 @@ async def test_one_that_grows_faster_than_it_is_copied_is_never_held(
     two: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in (("ROUNDS", 1), ("REST_BYTES", -1), ("MAX_REST_BYTES", -1)):
-        monkeypatch.setattr(leaving, name, value)
+        monkeypatch.setattr(departures, name, value)
     held: list[object] = []
     hold = Topic.hold
 
@@ -307,9 +308,9 @@ async def test_one_that_grows_faster_than_it_is_copied_is_never_held(
     assert not held
     # Before it is given up those who publish wait in turns; afterwards nobody does.
     turns = itertools.count()
-    clock = SimpleNamespace(monotonic=lambda: next(turns) * leaving.TURN_SECONDS)
-    monkeypatch.setattr(leaving, "time", clock)
-    monkeypatch.setattr(leaving, "SLOW_ROUND", 0)
+    clock = SimpleNamespace(monotonic=lambda: next(turns) * departures.TURN_SECONDS)
+    monkeypatch.setattr(departures, "time", clock)
+    monkeypatch.setattr(departures, "SLOW_ROUND", 0)
     assert "faster" in (await stays(two)).message
     assert 0 < len(held) < next(turns)
 
@@ -317,8 +318,8 @@ async def test_one_that_grows_faster_than_it_is_copied_is_never_held(
 async def test_one_that_does_not_go_on_keeps_nobody_waiting_for_longer_than_a_turn(
     two: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(leaving, "SLOW_ROUND", 0)
-    monkeypatch.setattr(leaving, "time", SimpleNamespace(monotonic=lambda: 1.5 * leaving.TURN_SECONDS))
+    monkeypatch.setattr(departures, "SLOW_ROUND", 0)
+    monkeypatch.setattr(departures, "time", SimpleNamespace(monotonic=lambda: 1.5 * departures.TURN_SECONDS))
     stuck, go_on = asyncio.Event(), asyncio.Event()
     send = Giving._send
 
@@ -394,8 +395,8 @@ FAILURES: dict[str, Callable[[pytest.MonkeyPatch, Pair], None]] = {
     "the new log's opening": in_opening,
     "the old disk": lambda m, two: m.setattr(relocation, "leave", full),
     "the old store's snapshot": lambda m, two: m.setattr(Keeper, "snapshot", at_await(Keeper.snapshot, 1, lost)),
-    "the old log's reading": lambda m, two: m.setattr(leaving, "_read", full),
-    "a defect": lambda m, two: m.setattr(leaving, "_read", lambda *_: 1 // 0),
+    "the old log's reading": lambda m, two: m.setattr(departures, "_read", full),
+    "a defect": lambda m, two: m.setattr(departures, "_read", lambda *_: 1 // 0),
     "a defect at the end": lambda m, two: m.setattr(Giving, "end", lambda *_: 1 // 0),
 }
 
@@ -490,7 +491,7 @@ async def test_one_that_comes_back_is_in_doubt_and_both_start_again(
     back = copy.copy(two)
     back.old, back.new = two.new, two.old
     with monkeypatch.context() as m:
-        m.setattr(leaving, "TAKE_SECONDS", 0.5)
+        m.setattr(departures, "TAKE_SECONDS", 0.5)
 
         async def nothing(*_: Any) -> Any:
             raise error("UNREACHABLE", "planted")
@@ -528,7 +529,7 @@ async def test_an_answer_that_comes_when_the_topic_has_come_back_removes_nothing
     two: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answered, heard = answers_late(two.old, monkeypatch)
-    monkeypatch.setattr(leaving, "TAKE_SECONDS", 0.1)
+    monkeypatch.setattr(departures, "TAKE_SECONDS", 0.1)
     await two.old.client.admin.move_topic(TOPIC, two.new.address)
     await answered.wait()
     await two.new.client.admin.move_topic(TOPIC, two.old.address)
@@ -777,7 +778,7 @@ async def test_the_old_copy_goes_when_the_new_one_serves_and_not_before(
 ) -> None:
     made = incarnation(two.old)
     with monkeypatch.context() as m:
-        m.setattr(leaving, "TAKE_SECONDS", 1.0)
+        m.setattr(departures, "TAKE_SECONDS", 1.0)
         ask = two.old.leaving._others.ask
 
         async def told(address: str, name: str, request: Any, seconds: float) -> Any:
@@ -802,7 +803,7 @@ async def test_another_data_directory_at_that_address_says_nothing(
     two: Pair, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     with monkeypatch.context() as m:
-        m.setattr(leaving, "TAKE_SECONDS", 0.2)
+        m.setattr(departures, "TAKE_SECONDS", 0.2)
         ask = two.old.leaving._others.ask
         asked = asyncio.Event()
 
@@ -939,7 +940,7 @@ LIES: dict[str, list[admin_pb2.ReceiveTopicRequest]] = {
 
 async def test_a_peer_that_lies_leaves_nothing(empty: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     two = empty
-    monkeypatch.setattr(arriving, "SILENT_SECONDS", 0.3)
+    monkeypatch.setattr(arrivals, "SILENT_SECONDS", 0.3)
     await two.new.client.admin.create_topic("another")
     async with grpc.aio.insecure_channel(two.new.address) as channel:
         stub: Any = AdminServiceStub(channel)
@@ -994,8 +995,8 @@ async def test_a_peer_that_stands_still_holds_up_nobody_for_ever(
     two: Pair, monkeypatch: pytest.MonkeyPatch, answers: bool
 ) -> None:
     await two.new.stop()
-    monkeypatch.setattr(leaving, "SILENT_SECONDS", 0.3)
-    monkeypatch.setattr(leaving, "TAKE_SECONDS", 0.3)
+    monkeypatch.setattr(departures, "SILENT_SECONDS", 0.3)
+    monkeypatch.setattr(departures, "TAKE_SECONDS", 0.3)
     server = grpc.aio.server()
     server.add_generic_rpc_handlers([Deaf(answers)])
     server.add_insecure_port(two.new.address)

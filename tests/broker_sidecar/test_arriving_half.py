@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from broker_sidecar import arriving, leaving
-from broker_sidecar.arriving import Coming
-from broker_sidecar.leaving import Giving
+from broker_sidecar.cluster import departures
+from broker_sidecar.cluster.departures import Giving
+from broker_sidecar.services import arrivals
+from broker_sidecar.services.arrivals import Coming
 from seqdedupe.errors import SeqdedupeError, UnavailableError, error
 from seqdedupe.log.embedded.relocation import ARRIVING, Arrival
 from seqdedupe.store.db import Store
@@ -221,7 +222,7 @@ def without_guard(check: Any) -> Any:
 async def moved_there_and_half_back(two: Pair, publishing: Publishing, m: pytest.MonkeyPatch) -> None:
     """The old one hears, while it comes back, that nothing need be left of it there; it removes that at once."""
     answered, heard = answers_late(two.old, m)
-    m.setattr(leaving, "TAKE_SECONDS", 0.1)
+    m.setattr(departures, "TAKE_SECONDS", 0.1)
     await publishing.make()
     await publishing.new("p", range(BEFORE))
     await two.old.client.admin.snapshot(TOPIC)
@@ -244,7 +245,7 @@ async def test_who_removes_what_is_left_of_it_removes_nothing_that_comes_back(
         async def nothing(*_: Any) -> None:
             pass
 
-        monkeypatch.setattr(arriving, "_keep_from_who_had_it", nothing)
+        monkeypatch.setattr(arrivals, "_keep_from_who_had_it", nothing)
     publishing = Publishing(two, by_id=False)
     await moved_there_and_half_back(two, publishing, monkeypatch)
     assert await two.the_owner() is two.old

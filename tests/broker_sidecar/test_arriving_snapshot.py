@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from broker_sidecar.leaving import Giving
+from broker_sidecar.cluster.departures import Giving
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.message_id import MessageId
 from seqdedupe.topic.keeper import Stored

@@ -3,8 +3,8 @@
 from contextlib import closing
 from pathlib import Path
 
-from broker_sidecar.cluster import Cluster
-from broker_sidecar.loading import load
+from broker_sidecar.cluster.pulsar_cluster import PulsarCluster
+from broker_sidecar.config import load
 from seqdedupe.client.route import in_order
 from seqdedupe.store.db import Store
 
@@ -24,7 +24,7 @@ async def near(folder: Path, own: str, sidecars: str) -> set[str]:
         "pulsar.admin_url": "http://127.0.0.1:1",
     }
     with closing(Store.open(folder)) as store:
-        cluster = Cluster(load(None, {}, keys), store)
+        cluster = PulsarCluster(load(None, {}, keys), store)
         found = {topic for topic in TOPICS if cluster.is_near(topic)}
         await cluster.close()
         return found

@@ -14,7 +14,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2
 
-from broker_sidecar.budget import MAX_SHARE_BYTES
+from broker_sidecar.shares import MAX_SHARE_BYTES
 from seqdedupe.client import BrokerClient, Entry, InvalidRequestError, SeqdedupeError
 from seqdedupe.client import Client as ProducerClient
 from seqdedupe.limits import MAX_BATCH_ROWS

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from broker_sidecar import dividing
+from broker_sidecar import division
 from broker_sidecar.config import Config
-from broker_sidecar.dividing import MOVED, MOVING, change
+from broker_sidecar.division import MOVED, MOVING, change
 from broker_sidecar.workers import count_of, divide
 from seqdedupe.client import Client
 from seqdedupe.errors import ConfigurationError, SeqdedupeError
@@ -106,7 +106,7 @@ class Steps:
         for owner, name in (
             (os, "rename"),
             (os, "replace"),
-            (dividing, "sync_folder"),
+            (division, "sync_folder"),
             (directories, "write"),
             (shutil, "rmtree"),
             (Store, "put_topics"),
@@ -158,7 +158,7 @@ def test_broken_off_at_any_step_it_goes_on(
                 parts_of(data)
         change(data, to)
         assert held(data) == before
-        assert parts_of(data) == [place for place, _ in dividing.places(data, to)]
+        assert parts_of(data) == [place for place, _ in division.places(data, to)]
         shutil.rmtree(data)
     assert end > 20
 
@@ -193,7 +193,7 @@ def test_control_named_moved_before_the_logs_are(
     """In another order what is broken off loses them: `moved` says that the old parts are not needed."""
     data = shutil.copytree(made[0] / "2", tmp_path / "data")
     assert segments_of(data)
-    monkeypatch.setattr(dividing, "_move_logs", lambda *arguments: None)
+    monkeypatch.setattr(division, "_move_logs", lambda *arguments: None)
     change(data, 3)
     assert not segments_of(data)
     with pytest.raises(SeqdedupeError):

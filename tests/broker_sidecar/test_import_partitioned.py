@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 from seqdedupe import exports
 from seqdedupe.cli.sidecar_commands import import_file
-from seqdedupe.client import Client, Verdict, transfer
+from seqdedupe.client import Client, Verdict, admin
 from seqdedupe.errors import InvalidRequestError, SeqdedupeError, UnavailableError, error
 from seqdedupe.exports import KnownId
 from seqdedupe.names import partition_name, partition_of, topic_name
@@ -23,7 +23,7 @@ PARTITIONS = 5
 @pytest.fixture(autouse=True)
 def in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two partitions, and the last one of one."""
-    monkeypatch.setattr(transfer, "AT_ONCE", 2)
+    monkeypatch.setattr(admin, "AT_ONCE", 2)
 
 
 @pytest.fixture
@@ -104,7 +104,7 @@ async def test_broken_off_at_any_partition_the_same_file_completes_it(
             return ids
 
         with pytest.raises(SeqdedupeError) as raised:
-            await transfer.import_dealt_window(await client.admin.topic(name), window, client.admin.topic, bring)
+            await admin.import_dealt_window(await client.admin.topic(name), window, client.admin.topic, bring)
         assert raised.value.reason == "OUTCOME_UNKNOWN"
         assert f"{names[broken]}: the wire broke ({broken} partitions before it have their part)" in str(raised.value)
         assert "import the same file again" in raised.value.hint
@@ -128,7 +128,7 @@ async def test_control_parts_that_are_not_the_same_again_are_refused(
 async def test_a_partition_with_messages_is_found_before_anything_is_in_force(
     client: Client, topic: str, window: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transfer, "AT_ONCE", PARTITIONS)
+    monkeypatch.setattr(admin, "AT_ONCE", PARTITIONS)
     names = await create(client, topic)
     async with client.publisher(topic) as publisher:
         await publisher.send(b"x", deduplication_id=next(one for one in IDS if partition_of(one, b"", PARTITIONS) == 3))
@@ -172,7 +172,7 @@ async def test_while_it_is_not_known_whether_ids_lead_to_partitions_it_waits(cli
     """As long as its partitions have not read their logs."""
     recovering = admin_pb2.Topic(name=topic_name("t"), partitions=PARTITIONS)
     with pytest.raises(UnavailableError) as raised:
-        await transfer.import_dealt_window(recovering, window, client.admin.topic, client.admin.import_window)
+        await admin.import_dealt_window(recovering, window, client.admin.topic, client.admin.import_window)
     assert raised.value.reason == "RECOVERING"
 
 
@@ -180,9 +180,7 @@ async def test_control_ids_that_go_elsewhere_are_missed(
     client: Client, topic: str, window: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await create(client, topic)
-    monkeypatch.setattr(
-        transfer, "partition_of", lambda one, name, partitions: partition_of(one + b"!", name, partitions)
-    )
+    monkeypatch.setattr(admin, "partition_of", lambda one, name, partitions: partition_of(one + b"!", name, partitions))
     await client.admin.import_window(topic, window)
     with pytest.raises(AssertionError):
         await check(client, topic, b"new")

@@ -9,12 +9,11 @@ import google_crc32c
 import grpc.aio
 import pytest
 
-from broker_sidecar.gate import Gate
-from broker_sidecar.publish import PublishService
-from broker_sidecar.read import ReadService
-from broker_sidecar.security.authentication import anybody
-from broker_sidecar.security.permissions import Permissions
-from broker_sidecar.security.trail import Trail
+from broker_sidecar.config import Config
+from broker_sidecar.gate import Gate, Guard
+from broker_sidecar.rpc import MethodCounts
+from broker_sidecar.services.publish_service import PublishService
+from broker_sidecar.services.read_service import ReadService
 from broker_sidecar.streams import Streams
 from seqdedupe.client import Client, MessageId, Position, PositionError, ProducerConfig
 from seqdedupe.format.headers import BODY_AT, CHECKED_END, HEADER_BYTES
@@ -58,11 +57,16 @@ async def served(folder: Path, packed: bool = False) -> AsyncIterator[str]:
         on_state=lambda name, state: None,
     )
     await topics.open_all()
-    permissions, trail = Permissions(), Trail(None)
-    streams = Streams(10, permissions)
+    guard = Guard(Config(data_directory=str(folder), authentication="none"), lambda: None)
+    streams = Streams(10, guard.permissions)
+    guard.begin(streams, lambda subject: None)
     server = grpc.aio.server()
-    services = PublishService(topics, streams, permissions, trail), ReadService(topics, streams, permissions)
-    server.add_generic_rpc_handlers([Gate(service.handlers(), anybody, permissions, trail) for service in services])
+    services = (
+        PublishService(topics, streams, guard.permissions, guard.trail),
+        ReadService(topics, streams, guard.permissions),
+    )
+    counts = MethodCounts()
+    server.add_generic_rpc_handlers([Gate(service.handlers(), guard, counts) for service in services])
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:

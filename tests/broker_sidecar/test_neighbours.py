@@ -11,8 +11,8 @@ import grpc
 import grpc.aio
 import pytest
 
-from broker_sidecar import peers
-from broker_sidecar.peers import Neighbours
+from broker_sidecar.cluster import peers
+from broker_sidecar.cluster.peers import Neighbours
 from seqdedupe.client.route import Sidecars
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.names import topic_name

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from broker_sidecar.peers import Neighbours, Peers
+from broker_sidecar.cluster.peers import Neighbours, Peers
 from seqdedupe.client.route import Sidecars
 from seqdedupe.names import from_text
 from seqdedupe.store.directories import Claim

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from broker_sidecar.admin import in_time
 from broker_sidecar.config import Config
 from broker_sidecar.data import Data
+from broker_sidecar.services.admin_service import in_time
 from seqdedupe.errors import InvalidRequestError, UnavailableError
 from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe.topic import lookup
@@ -39,7 +39,7 @@ async def test_a_creation_that_takes_long_is_said_to_be_under_way(
             await in_time("t", topics.create("t"))
 
     with monkeypatch.context() as patch:
-        patch.setattr("broker_sidecar.admin.CREATION_SECONDS", 0.05)
+        patch.setattr("broker_sidecar.services.admin_service.CREATION_SECONDS", 0.05)
         patch.setattr(os, "fsync", sync)
         for _ in range(2):
             with pytest.raises(UnavailableError, match="RECOVERING") as caught:

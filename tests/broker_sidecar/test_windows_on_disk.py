@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from broker_sidecar import data
-from broker_sidecar.sidecar import Sidecar
+from broker_sidecar.server import SidecarServer
 from seqdedupe.backup.manifest import restore
 from seqdedupe.client import Client, InvalidRequestError, Verdict
 from seqdedupe.doctor.examine import examine
@@ -120,7 +120,7 @@ async def serve(one: One, folder: Path, **repairs: bool) -> None:
     """It goes on with this data directory."""
     await one.stop()
     one.config, one.folder = replace(one.config, data_directory=str(folder)), folder
-    one.sidecar = Sidecar(one.config, connections=1000, **repairs)
+    one.sidecar = SidecarServer(one.config, connections=1000, **repairs)
     await one.sidecar.listen()
     await one.sidecar.recover()
 

@@ -24,8 +24,8 @@ from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name
 from seqdedupe.testing import Sidecar
 from seqdedupe.v1 import admin_pb2, publish_pb2
+from seqdedupe_spark.range_reader import read_stored
 from seqdedupe_spark.ranges import Range
-from seqdedupe_spark.reading import read_stored
 from tests.client.fake_sidecar import FakeSidecar, Refused, fake_sidecar
 from tests.client.fronts import Front, addresses, fronts, in_order, move
 from tests.client.helpers import read_all, until

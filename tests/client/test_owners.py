@@ -332,7 +332,7 @@ async def test_when_all_are_away_it_is_as_with_one(
         with pytest.raises(UnavailableError, match="not ready"):
             await client.wait_ready(0.3)
         with monkeypatch.context() as patch:
-            patch.setattr("seqdedupe.client.session.OPEN_TIMEOUT_SECONDS", 0.2)
+            patch.setattr("seqdedupe.client.producer_session.OPEN_TIMEOUT_SECONDS", 0.2)
             with pytest.raises(UnavailableError) as caught:
                 await client.producer(topic, "q").open()
         assert caught.value.reason == "UNREACHABLE"

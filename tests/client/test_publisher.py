@@ -26,7 +26,7 @@ from seqdedupe.client import (
     Verdict,
     blocking,
 )
-from seqdedupe.client.publisher import History, new_id
+from seqdedupe.client.publisher import TopicHistory, new_id
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.names import partition_of
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
@@ -491,7 +491,7 @@ async def test_a_lower_term_counts_when_all_sidecars_answer_one() -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_each_index_is_given_once(seed: int) -> None:
     generator = random.Random(seed)
-    history, given = History(), set[int]()
+    history, given = TopicHistory(), set[int]()
     for _ in range(300):
         first = generator.randrange(400)
         rows = set(range(first, first + generator.randint(1, 4)))

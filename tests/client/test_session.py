@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import pytest
 
-from broker_sidecar.sidecar import MAX_REQUEST_BYTES
+from broker_sidecar.server import MAX_REQUEST_BYTES
 from seqdedupe.batch import Binary, single_producer
 from seqdedupe.client import (
     AccessDeniedError,
@@ -371,7 +371,7 @@ async def test_a_defect_leaves_nobody_waiting(fake: FakeSidecar, monkeypatch: py
     def fails(*_: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("seqdedupe.client.stream.decode_answer", fails)
+    monkeypatch.setattr("seqdedupe.client.publish_calls.decode_answer", fails)
     async with Client(fake.address) as client:
         producer = client.producer("t", "p")
         await producer.open()

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
+from seqdedupe import functions
 from seqdedupe.entry_properties import ENTRY, EVENT_TIME_MS, KEY_BASE64, KIND, USER, EntryPlace
 from seqdedupe.errors import ConfigurationError
-from seqdedupe.functions import DedupeFunction, function
+from seqdedupe.functions import DedupeFunction
+from seqdedupe.functions.deployment import check_deployment
 from seqdedupe.functions.instance import Owners
-from seqdedupe.functions.settings import check_deployment
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from tests.functions import examples
 from tests.functions.awkward import CallsBackForever, Untold
@@ -70,12 +71,12 @@ def test_an_error_that_cannot_say_what_it_is_is_set_aside_as_others(
 def test_whatever_an_error_says_of_itself_nothing_is_raised_into_the_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
     process = TestProcess()
     monkeypatch.setattr(process, "end", lambda why, *, failed: setattr(process, "why", why))
-    monkeypatch.setattr(function, "InstanceProcess", lambda: process)
+    monkeypatch.setattr(functions, "InstanceProcess", lambda: process)
 
     def fails(context: object, process: object) -> None:
         raise Untold(7)
 
-    monkeypatch.setattr(function, "_instance", fails)
+    monkeypatch.setattr(functions, "_instance", fails)
     DedupeFunction().process(b"", None)
     assert process.why.startswith("Untold: ")
 

@@ -8,13 +8,13 @@ import pytest
 from seqdedupe.entry_properties import EntryPlace
 from seqdedupe.errors import ConfigurationError, SeqdedupeError
 from seqdedupe.functions import identity
-from seqdedupe.functions.settings import Settings, check_deployment, settings_of
+from seqdedupe.functions.deployment import FunctionSettings, check_deployment, settings_of
 from tests.functions.runtime import TOPIC, details, source
 
 
 def test_numbers_come_as_floats() -> None:
     given = {"wrapped": "m.C", "max_in_flight_messages": 10.0, "max_message_retries": 0.0, "own": [1]}
-    assert settings_of(given) == Settings(wrapped="m.C", max_in_flight_messages=10, max_message_retries=0)
+    assert settings_of(given) == FunctionSettings(wrapped="m.C", max_in_flight_messages=10, max_message_retries=0)
 
 
 @pytest.mark.parametrize(

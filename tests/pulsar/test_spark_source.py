@@ -23,7 +23,7 @@ from seqdedupe.log.pulsar import entries
 from seqdedupe.log.pulsar.entries import EntryFormat, EntrySettings, Part, PulsarMessage
 from seqdedupe.log.pulsar.log import PulsarLog, Shared
 from seqdedupe.message_id import MessageId, Position
-from seqdedupe_spark.cluster import task
+from seqdedupe_spark.cluster import broker_reader
 from seqdedupe_spark.source import BatchReader, SeqdedupeDataSource, StreamReader
 from tests.batches import batch
 from tests.log.batches import encoded_batch
@@ -199,9 +199,9 @@ async def trim(cluster: Cluster, topic: str) -> None:
 @pytest.fixture
 def in_small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is fetched far ahead."""
-    monkeypatch.setattr(task, "MAX_QUEUE_ENTRIES", 2)
-    monkeypatch.setattr(task, "STEP_BYTES", 1)
-    monkeypatch.setattr("seqdedupe_spark.reading.MAX_ROWS", 1)
+    monkeypatch.setattr(broker_reader, "MAX_QUEUE_ENTRIES", 2)
+    monkeypatch.setattr(broker_reader, "STEP_BYTES", 1)
+    monkeypatch.setattr("seqdedupe_spark.range_reader.MAX_ROWS", 1)
 
 
 def some(batches: Iterator[pa.RecordBatch]) -> pa.RecordBatch:

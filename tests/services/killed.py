@@ -8,7 +8,7 @@ from typing import Any
 from sqlalchemy import Connection, Engine, select
 
 from seqdedupe.client.blocking import Client
-from seqdedupe.client.stored import Message
+from seqdedupe.client.message import Message
 from seqdedupe.services.consumer import Consumer, ConsumerConfig, consumer_row
 from seqdedupe.services.consumer.database import DEAD_LETTERS, PARKED
 from tests.services.effects import write

@@ -9,7 +9,7 @@ from sqlalchemy import Connection, Engine, NullPool, create_engine, text
 
 from seqdedupe.client import Client as AsyncClient
 from seqdedupe.client.blocking import Client
-from seqdedupe.client.stored import Message
+from seqdedupe.client.message import Message
 from seqdedupe.errors import ConfigurationError, NotFoundError, PositionError, SeqdedupeError
 from seqdedupe.services.consumer import Consumer, ConsumerConfig, consumer_row
 from seqdedupe.services.consumer.database import CONSUMERS, METADATA

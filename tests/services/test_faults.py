@@ -13,7 +13,7 @@ from sqlalchemy import Connection, Engine, create_engine, event, select, text
 from sqlalchemy.exc import OperationalError
 
 from seqdedupe.client.blocking import Client
-from seqdedupe.client.stored import Message
+from seqdedupe.client.message import Message
 from seqdedupe.errors import ConfigurationError, SeqdedupeError, UnavailableError
 from seqdedupe.services.consumer import Consumer, ConsumerConfig, consumer_row, database
 from seqdedupe.services.consumer import consumer as consumer_module

@@ -13,7 +13,7 @@ import pytest
 from sqlalchemy import Connection, Engine, create_engine, insert, select, text, update
 
 from seqdedupe.client.blocking import Client
-from seqdedupe.client.stored import Message
+from seqdedupe.client.message import Message
 from seqdedupe.errors import ConfigurationError, InvalidRequestError
 from seqdedupe.services.consumer import Consumer, ConsumerConfig
 from seqdedupe.services.consumer.database import DEAD_LETTERS

@@ -13,7 +13,7 @@ import pytest
 from sqlalchemy import Connection, Engine, Table, select, update
 
 from seqdedupe.client.blocking import Client
-from seqdedupe.client.stored import Message
+from seqdedupe.client.message import Message
 from seqdedupe.errors import ConfigurationError, SeqdedupeError
 from seqdedupe.limits import MAX_BATCH_BYTES, MAX_PAYLOAD_BYTES
 from seqdedupe.services.consumer import Consumer, ConsumerConfig, consumer_row, work

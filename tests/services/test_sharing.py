@@ -12,8 +12,8 @@ import pytest
 from sqlalchemy import Connection, Engine, create_engine, func, insert, select, text, update
 
 from seqdedupe.client.blocking import Client
+from seqdedupe.client.message import Message
 from seqdedupe.client.reader import PartitionedPosition
-from seqdedupe.client.stored import Message
 from seqdedupe.databases.tables import make_tables
 from seqdedupe.errors import ConfigurationError
 from seqdedupe.message_id import Position

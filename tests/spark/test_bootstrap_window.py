@@ -15,7 +15,7 @@ from seqdedupe.client import Verdict
 from seqdedupe.client.blocking import Client
 from seqdedupe.errors import ConfigurationError, InvalidRequestError
 from seqdedupe_spark import bootstrap_job
-from seqdedupe_spark.bootstrap_window import bootstrap_window_from_parquet
+from seqdedupe_spark.bootstrap_job import bootstrap_window_from_parquet
 from seqdedupe_spark.session import run_command
 from tests.spark.test_bootstrap_job import history
 

@@ -16,7 +16,7 @@ from seqdedupe.errors import ConfigurationError
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from seqdedupe_spark import audit_job, bootstrap_job
 from seqdedupe_spark.options import parse
-from seqdedupe_spark.session import Sidecar as Shown
+from seqdedupe_spark.service import SidecarService as Shown
 from seqdedupe_spark.session import run_command
 from tests.certificates import Authority
 from tests.spark.jobs import JOB, TABLE

@@ -199,7 +199,6 @@ def test_positions_and_reset(sidecar: Sidecar, stored: str) -> None:
             1,
             "sep",
         ),
-        (["--job", "j", "--store", "sqlite:///x.db", "--table", "t", "--topic", "a", "--sql", "@none.sql"], 1, "none"),
     ],
 )
 def test_wrong_options_are_one_line(flags: list[str], status: int, said: str) -> None:

@@ -44,15 +44,15 @@ from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from seqdedupe.v1 import admin_pb2
 from seqdedupe_spark import planning
 from seqdedupe_spark.columns import columns_of
+from seqdedupe_spark.options import parse_sink
 from seqdedupe_spark.publish import Published, publish_sorted
+from seqdedupe_spark.range_reader import read_range
 from seqdedupe_spark.ranges import Range
-from seqdedupe_spark.reading import read_range
-from seqdedupe_spark.sink import rows
-from seqdedupe_spark.sink import rows as rows_module
+from seqdedupe_spark.sink import row_layout as rows
+from seqdedupe_spark.sink import row_layout as rows_module
 from seqdedupe_spark.sink import task as task_module
-from seqdedupe_spark.sink.options import parse
-from seqdedupe_spark.sink.rows import Seen, check_apart, layout_of
-from seqdedupe_spark.sink.task import MAX_IN_FLIGHT_BYTES, BatchWriter, Began, Committed, SinkTask, Written
+from seqdedupe_spark.sink.row_layout import SeenIdentities, check_apart, layout_of
+from seqdedupe_spark.sink.task import MAX_IN_FLIGHT_BYTES, BatchWriter, Began, Committed, SinkReport, SinkTask
 from seqdedupe_spark.source import SeqdedupeDataSource
 from tests.client.foreign import CODES, answering
 from tests.client.helpers import until
@@ -176,12 +176,12 @@ def test_all_columns_of_the_source_are_taken(plain: bool) -> None:
 )
 def test_options_that_cannot_be_are_named(options: dict[str, str], said: str) -> None:
     with pytest.raises(ConfigurationError, match=said):
-        parse(options)
+        parse_sink(options)
 
 
 def test_what_is_said_to_spark_is_none_of_the_sinks_business() -> None:
     given = {"topic": "t", "queryname": "q", "checkpointlocation": "/c", "asyncprogresstrackingenabled": "true"}
-    assert parse(given) == parse({"topic": "t", "checkpointLocation": "/c"})
+    assert parse_sink(given) == parse_sink({"topic": "t", "checkpointLocation": "/c"})
 
 
 def test_a_topic_is_only_appended_to(client: blocking.Client, target: str) -> None:
@@ -242,7 +242,7 @@ def test_a_partitioned_topic_is_written_to_while_all_its_partitions_deduplicate(
         {"value": [b"v"] * 60, "deduplicationId": [str(i) for i in range(60)], "__key": [b"k"] * 60}
     )
     one = task(client, whole, f"{OWN}, __key binary")
-    assert (one.run([keyed]), one.run([keyed], attempt=1)) == (Written(60), Written(60, 60))
+    assert (one.run([keyed]), one.run([keyed], attempt=1)) == (SinkReport(60), SinkReport(60, 60))
     client.admin.set_policy(f"{topic}-partition-1", admin_pb2.TopicPolicy(deduplication_enabled=False))
     with pytest.raises(ConfigurationError, match="deduplication is off"):
         one.run([keyed])
@@ -312,7 +312,7 @@ def test_rows_are_read_back_as_they_were(client: blocking.Client, target: str, s
     cuts = sorted({0, many, *(chosen.randint(0, many) for _ in range(chosen.choice([0, 3])))})
     pieces = [table.slice(first, end - first) for first, end in pairwise(cuts)]
     ddl = f"{OWN}, __key string, __eventTime timestamp, __messageProperties map<string,string>"
-    assert task(client, target, ddl).run(pieces) == Written(many)
+    assert task(client, target, ddl).run(pieces) == SinkReport(many)
     end = client.ends(target).last
     whole = Range(target, Position.start(end.incarnation), end)
     found = {row["__deduplicationId"]: row for one in read_range(client.address, whole) for row in one.to_pylist()}
@@ -339,7 +339,7 @@ def test_topics_by_row(client: blocking.Client, topic: str) -> None:
         )
         for n in range(3)
     ]
-    assert task(client, None, f"{OWN}, __topic string").run(batches) == Written(180)
+    assert task(client, None, f"{OWN}, __topic string").run(batches) == SinkReport(180)
     for k, name in enumerate(names):
         assert sorted(ids_in(client, name)) == sorted(b"%d-%d" % (n, i) for n in range(3) for i in range(k, 60, 3))
 
@@ -361,7 +361,7 @@ def test_frames_are_small_and_whole() -> None:
     layout = layout_of(schema(OWN), SOURCE)
     many = pa.record_batch({"value": [b"x" * 1000] * 9000, "deduplicationId": [str(i) for i in range(9000)]})
     large = pa.record_batch({"value": [bytes(4_000_000)] * 3, "deduplicationId": ["a", "b", "c"]})
-    frames = [frame for batch in (many, large) for _, frame in rows.frames_of(batch, layout, Seen())]
+    frames = [frame for batch in (many, large) for _, frame in rows.frames_of(batch, layout, SeenIdentities())]
     assert sum(map(len, frames)) == 9003
     assert all(len(frame) == 1 or frame.size_bytes <= rows.FRAME_BYTES for frame in frames)
     assert max(map(len, frames)) <= rows.FRAME_ROWS
@@ -396,7 +396,7 @@ def test_rows_dealt_out_anew_are_stored_once(client: blocking.Client, target: st
         thread.start()
     for thread in threads:
         thread.join()
-    assert task(client, target).run([own(list(names))]) == Written(3000, 3000)
+    assert task(client, target).run([own(list(names))]) == SinkReport(3000, 3000)
     assert sorted(ids_in(client, target)) == sorted(one.encode() for one in names)
 
 
@@ -457,7 +457,7 @@ def of_source(ids: list[bytes | None], topic: str = SOURCE, *, plain: bool = Fal
     return batch
 
 
-def written_of(client: blocking.Client, topic: str | None, *batches: pa.RecordBatch) -> Written:
+def written_of(client: blocking.Client, topic: str | None, *batches: pa.RecordBatch) -> SinkReport:
     layout = layout_of(from_arrow_schema(batches[0].schema), topic)
     return SinkTask(client.address, layout, task_module.now()).run(batches)
 
@@ -466,8 +466,8 @@ def written_of(client: blocking.Client, topic: str | None, *batches: pa.RecordBa
 def test_ids_of_a_source_name_its_rows(client: blocking.Client, target: str, plain: bool) -> None:
     """Of two topics with the same two IDs two messages are made, and not four; the warning is of something else."""
     first, second = (of_source([b"a", b"b"], f"{SOURCE}-{k}", plain=plain) for k in (1, 2))
-    assert written_of(client, target, first) == Written(2)
-    assert written_of(client, target, second) == Written(2, copies=2)
+    assert written_of(client, target, first) == SinkReport(2)
+    assert written_of(client, target, second) == SinkReport(2, copies=2)
     assert ids_in(client, target) == [b"a", b"b"]
     with client.reader(target) as reader:
         assert {message.key for message in reader} == {b"k"}
@@ -501,8 +501,8 @@ def test_an_id_that_is_not_the_identity_is_an_error(
 
 
 def test_an_id_of_its_own_is_taken_where_the_source_has_none(client: blocking.Client, target: str) -> None:
-    assert written_of(client, target, of_source([None, None], deduplicationId=["x", "y"])) == Written(2)
-    assert written_of(client, target, of_source([b"z"], deduplicationId=["z"])) == Written(1)
+    assert written_of(client, target, of_source([None, None], deduplicationId=["x", "y"])) == SinkReport(2)
+    assert written_of(client, target, of_source([b"z"], deduplicationId=["z"])) == SinkReport(1)
     assert ids_in(client, target) == [b"x", b"y", b"z"]
 
 
@@ -546,7 +546,7 @@ ROWS = st.lists(st.tuples(st.sampled_from([7, 8]), st.integers(0, 12), st.intege
 
 
 def seen_of(batches: list[Rows]) -> dict[rows_module.Source, bytes]:
-    seen = Seen()
+    seen = SeenIdentities()
     for batch in batches:
         if batch:
             incarnations, indexes, ordinals = np.array(batch, np.int64).T
@@ -635,7 +635,7 @@ def test_what_may_be_there_and_forgotten_is_not_written_again(client: blocking.C
     assert len(ids_in(client, forgetful)) == 100
     # The control arm doubles it, and says that it may have.
     accepted = task(client, forgetful, began=again, fail_on_forgotten_ids=False)
-    assert accepted.run([own(["old-0-0"])]) == Written(1, outgrown=(forgetful,))
+    assert accepted.run([own(["old-0-0"])]) == SinkReport(1, outgrown=(forgetful,))
     assert ids_in(client, forgetful).count(b"old-0-0") == 2
 
 

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from broker_sidecar.publish import encode_receipt
+from broker_sidecar.services.publish_service import encode_receipt
 from seqdedupe import wire
 from seqdedupe.batch import Binary, single_producer
-from seqdedupe.client.frames import receipt_columns
 from seqdedupe.client.outbox import Outbox
 from seqdedupe.client.pending import PendingBatch, ReceiptColumns
+from seqdedupe.client.publish_calls import receipt_columns
 from seqdedupe.errors import DataLossError
 from seqdedupe.log.contract import Retention
 from seqdedupe.log.embedded import commit

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from broker_sidecar import dividing
+from broker_sidecar import division
 from seqdedupe import exports
 from seqdedupe.core.id_runs import ImportedIds
 from seqdedupe.core.rule import DUP, NOT_DUP
@@ -139,7 +139,7 @@ async def test_another_number_of_workers_takes_along_what_was_imported(place: Im
     await place.bring(OLD, tmp_path / "window")
     new = Store.open(tmp_path / "divided")
     try:
-        await dividing._copy(place.store, new, INCARNATION)
+        await division._copy(place.store, new, INCARNATION)
         [here, there] = [stored_import.load(one, INCARNATION) for one in (place.store, new)]
         assert here is not None
         assert there is not None

@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import Sequence
 
 from seqdedupe.client.blocking.loop import event_loop, run
+from seqdedupe.client.message import Message
 from seqdedupe.client.reader import Reader
-from seqdedupe.client.stored import Message
 from seqdedupe.message_id import Position
 
 

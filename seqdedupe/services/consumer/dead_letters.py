@@ -18,8 +18,8 @@ from sqlalchemy import Connection, Engine, Row, Table, delete, func, insert, sel
 from seqdedupe.batch import Batch, Binary, properties, single_producer
 from seqdedupe.client import Client, Publisher
 from seqdedupe.client.blocking.loop import event_loop
+from seqdedupe.client.message import Message, StoredBatch
 from seqdedupe.client.route import OnWaiting
-from seqdedupe.client.stored import Message, StoredBatch
 from seqdedupe.databases.failures import Fault, fault_of, told
 from seqdedupe.errors import InvalidRequestError, error
 from seqdedupe.limits import LINK_LEFT_OUT, MAX_DEDUPLICATION_ID_BYTES, MAX_PARTITIONS, NO_EPOCH

@@ -13,8 +13,8 @@ from sqlalchemy import Connection, Engine, Row, text
 from sqlalchemy.exc import DBAPIError
 
 from seqdedupe.client.connection import Backoff
+from seqdedupe.client.message import Message
 from seqdedupe.client.route import OnWaiting
-from seqdedupe.client.stored import Message
 from seqdedupe.databases.failures import Fault, codes_of, fault_of, lost_connection
 from seqdedupe.databases.tables import MARIADB, POSTGRESQL_UNSAFE_WRITES
 from seqdedupe.errors import SeqdedupeError, error

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from seqdedupe.client.blocking import Client
-from seqdedupe.client.blocking.cursor import AnyCursor, on_loop
+from seqdedupe.client.blocking._sync import AnyCursor, on_loop
 from seqdedupe.services.pipe.lane import CallerThread
 from seqdedupe.services.pipe.outputs import Function
 from seqdedupe.services.pipe.pipe import Pipe as AsyncPipe

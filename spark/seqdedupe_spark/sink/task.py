@@ -27,9 +27,9 @@ from seqdedupe.client.publisher import Publisher
 from seqdedupe.errors import UnavailableError, error
 from seqdedupe.files import sync_folder
 from seqdedupe.v1 import admin_pb2
-from seqdedupe_spark.planning import PATIENCE_SECONDS, Waiting, patiently
-from seqdedupe_spark.session import Sidecar, sidecar_at
-from seqdedupe_spark.sink.rows import Frame, Layout, Seen, Source, check_apart, frames_of, joined
+from seqdedupe_spark.planning import PATIENCE_SECONDS, WaitingLine, patiently
+from seqdedupe_spark.service import SidecarService, sidecar_at
+from seqdedupe_spark.sink.row_layout import RowLayout, SeenIdentities, SinkFrame, Source, check_apart, frames_of, joined
 
 # -- Does a topic still know the IDs of what a write may have written before? Only then is writing it again harmless.
 
@@ -143,7 +143,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Written:
+class SinkReport:
     """What a task has done."""
 
     rows: int = 0
@@ -161,8 +161,8 @@ class Written:
 class SinkTask:
     """What all tasks of a write have in common: pickled."""
 
-    service: str | Sidecar
-    layout: Layout
+    service: str | SidecarService
+    layout: RowLayout
     began: Began
     fail_on_forgotten_ids: bool = True
 
@@ -174,7 +174,7 @@ class SinkTask:
         with sidecar_at(self.service).connect() as client, contextlib.suppress(UnavailableError):
             look(client, self.layout.topic, 0)
 
-    def run(self, batches: Iterable[pa.RecordBatch], attempt: int = 0) -> Written:
+    def run(self, batches: Iterable[pa.RecordBatch], attempt: int = 0) -> SinkReport:
         """Publishes all rows; returns when they are durable. A sidecar that goes away meanwhile is waited for, for as
         long as it takes.
 
@@ -184,7 +184,7 @@ class SinkTask:
         """
         may_repeat = self.began.may_repeat or attempt > 0
         check = self.fail_on_forgotten_ids and may_repeat
-        seen = Seen()
+        seen = SeenIdentities()
         rows = 0
         with sidecar_at(self.service).connect() as client, _Targets(client, self.began, check) as targets:
             if self.layout.topic is not None:
@@ -199,10 +199,10 @@ class SinkTask:
                     targets.send(topic, frame)
             targets.flush()
             taken = targets.there_before if seen and not may_repeat else 0
-            return Written(rows, targets.copies, seen.packed(), targets.outgrown(), taken)
+            return SinkReport(rows, targets.copies, seen.packed(), targets.outgrown(), taken)
 
 
-class _Sent(NamedTuple):
+class _SentFrame(NamedTuple):
     future: "Future[BatchResult]"
     size_bytes: int
     end: int
@@ -221,7 +221,7 @@ class _Targets:
         self._check = check
         self._publishers: dict[str, Publisher] = {}
         self._ends: dict[str, int] = {}
-        self._under_way: deque[_Sent] = deque()
+        self._under_way: deque[_SentFrame] = deque()
         self._size_bytes = 0
 
     def __enter__(self) -> Self:
@@ -250,11 +250,11 @@ class _Targets:
 
         self._publishers[topic] = run(opened)
 
-    def send(self, topic: str, frame: Frame) -> None:
+    def send(self, topic: str, frame: SinkFrame) -> None:
         while self._under_way and self._size_bytes + frame.size_bytes > MAX_IN_FLIGHT_BYTES:
             self._take()
         sending = asyncio.run_coroutine_threadsafe(_send(self._publishers[topic], frame), event_loop())
-        self._under_way.append(_Sent(sending, frame.size_bytes, self._ends[topic]))
+        self._under_way.append(_SentFrame(sending, frame.size_bytes, self._ends[topic]))
         self._size_bytes += frame.size_bytes
 
     def is_idle(self) -> bool:
@@ -278,10 +278,10 @@ class _Targets:
         return tuple(topic for topic in self._publishers if not self._began.is_known_by(look(self._client, topic)))
 
 
-async def _send(publisher: Publisher, frame: Frame) -> BatchResult:
+async def _send(publisher: Publisher, frame: SinkFrame) -> BatchResult:
     """`look` has talked to the sidecar, so that an answer of something else to what the publisher begins with does not
     mean a wrong address: it is waited out, for PATIENCE_SECONDS."""
-    waiting = Waiting()
+    waiting = WaitingLine()
     give_up_at = time.monotonic() + PATIENCE_SECONDS
     while True:
         try:
@@ -338,7 +338,7 @@ _BATCH = "streaming.sql.batchId"
 class Committed(WriterCommitMessage):
     """What a task tells the driver."""
 
-    written: Written
+    written: SinkReport
 
 
 class _Writing:

@@ -32,20 +32,18 @@ from seqdedupe_spark.stores.contract import (
     check_format,
     check_replacement,
 )
-from seqdedupe_spark.stores.delta_disk import sync
-from seqdedupe_spark.stores.delta_log import DeltaLog
+from seqdedupe_spark.stores.delta_log import DeltaLog, sync
 from seqdedupe_spark.stores.kinds import (
     BAD_VALUES,
     Column,
     Kind,
-    bad_value,
     check_schema,
     check_table,
-    first_bad,
+    converted,
     in_batch,
     kind_of,
 )
-from seqdedupe_spark.stores.object_store import options_of, plain, room_for_folders
+from seqdedupe_spark.stores.object_store import SCHEME, options_of, plain
 
 # -- The columns of a Delta table: the types that it has, batches cast to them, and columns that partition it.
 
@@ -55,6 +53,12 @@ column's."""
 
 MAX_PARTITION_NAME_BYTES = 255 - 1 - MAX_PARTITION_TEXT_BYTES
 """Of such a column's own name, which stands before the text and a `=`."""
+
+MAX_KEY_BYTES = 1024
+"""What the name of an object has at most, its folders among it."""
+
+FILE_NAME_BYTES = 80
+"""What of it a data file's own name takes, with room to spare."""
 
 _NO_FOLDER = re.compile(r"[\x00-\x1f\x7f/]")
 """What such a name cannot have: folders are named after it as it is."""
@@ -171,11 +175,7 @@ def to_table(batch: pa.RecordBatch, there: pa.Schema, partitions: Sequence[str])
         if field.name not in batch.schema.names:
             columns.append(pa.nulls(len(batch), field.type))
             continue
-        given, cast = batch.column(field.name), partial(_cast, field.type)
-        try:
-            column = cast(given)
-        except BAD_VALUES as e:
-            raise bad_value(field.name, first_bad(cast, given), e) from e
+        column = converted(field.name, partial(_cast, field.type), batch.column(field.name))
         if column.null_count and not field.nullable:
             row = pc.index(column.is_null(), True).as_py()
             raise error("INVALID_OUTPUT", f"column {field.name!r} takes no null", row=row)
@@ -193,6 +193,12 @@ def _check_names_a_folder(name: str, column: pa.Array) -> None:
         why = "would be null" if text in _NULLS else f"has more than {MAX_PARTITION_TEXT_BYTES} bytes"
         what = f"column {name!r} partitions the table, and as the name of a folder {text[:80]!r} {why}"
         raise error("INVALID_OUTPUT", what, row=row)
+
+
+def room_for_folders(uri: str) -> int:
+    """How many bytes a table's own folders may have there, of a data file's key."""
+    _, _, folder = uri.removeprefix(SCHEME).partition("/")
+    return MAX_KEY_BYTES - FILE_NAME_BYTES - len(folder) - len("//")
 
 
 def check_keys(batch: pa.RecordBatch, partitions: Sequence[str], room_bytes: int) -> None:
@@ -358,11 +364,11 @@ class DeltaStore(OutputStore):
     """One Delta table with the positions of the jobs that write to it. The output table's name is its folder's.
 
     A property of the table, `seqdedupe.<job>/<topic>`, holds epoch and incarnation, application transactions the rest,
-    see `delta_positions`. They are in the commit that adds the rows, and it is made on the very version of the table in
-    which they were checked: Delta refuses it if a later version has changed the same ones, and merges those of other
-    topics. Rows and positions stay one when the table is restored to an older version: `bind` stores the positions of
-    that one, and until then nothing is written (POSITION_WENT_BACK). In a table that was replaced nothing is
-    (OUTPUT_MISSING).
+    see `properties` and `transactions`. They are in the commit that adds the rows, and it is made on the very version
+    of the table in which they were checked: Delta refuses it if a later version has changed the same ones, and merges
+    those of other topics. Rows and positions stay one when the table is restored to an older version: `bind` stores the
+    positions of that one, and until then nothing is written (POSITION_WENT_BACK). In a table that was replaced nothing
+    is (OUTPUT_MISSING).
 
     `write` holds all rows of a transaction in memory. Columns that the rows do not have are null.
 

@@ -8,14 +8,14 @@ from typing import Any, TypeVar
 
 import pytest
 
-from broker_sidecar import publish
-from broker_sidecar.publish import PublishService
 from broker_sidecar.security import permissions as permissions_module
 from broker_sidecar.security import rules
 from broker_sidecar.security.permissions import MAX_NAMES_TOLD, Denial, Permissions
 from broker_sidecar.security.rules import Granted
 from broker_sidecar.security.subject import OPERATOR, Subject, set_caller
 from broker_sidecar.security.trail import Trail
+from broker_sidecar.services import publish_service
+from broker_sidecar.services.publish_service import PublishService
 from broker_sidecar.streams import Streams
 from seqdedupe.errors import AccessDeniedError, SeqdedupeError
 from seqdedupe.limits import MAX_OPEN_NAMES
@@ -127,7 +127,7 @@ async def test_others_are_served_while_many_names_are_denied(served: Served) -> 
 
 async def test_without_steps_others_would_wait(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control."""
-    for module in (publish, operations):
+    for module in (publish_service, operations):
         monkeypatch.setattr(module, "NAMES_A_STEP", MAX_OPEN_NAMES)
     monkeypatch.setattr(permissions_module, "_NAMES_AT_ONCE", MAX_OPEN_NAMES)
     monkeypatch.setattr(rules, "_WORK_AT_ONCE", 10**9)

@@ -6,10 +6,8 @@ from typing import Any
 
 import pytest
 
-from broker_sidecar.config import Config
-from broker_sidecar.config_checks import check
-from broker_sidecar.peers import Neighbours
-from broker_sidecar.security.own_credentials import listed
+from broker_sidecar.cluster.peers import Neighbours, listed
+from broker_sidecar.config import Config, check
 from seqdedupe.client import Credentials, UnavailableError
 from seqdedupe.client.blocking import Client
 from seqdedupe.client.route import Sidecars

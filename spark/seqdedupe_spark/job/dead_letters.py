@@ -1,0 +1,108 @@
+"""Messages that a job cannot write: kept in a table of their own, in the transaction that moves over them."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.message_id import MessageId
+from seqdedupe_spark.columns import TIME, column_of
+
+SUFFIX = "_dead_letters"
+"""What the table of dead letters is named by, after the job's table."""
+
+MAX_DEAD_LETTERS = 100
+"""In one transaction, unless the job says otherwise: more of them are taken for a fault of the job's."""
+
+MAX_ERROR_CHARACTERS = 4_000
+
+SCHEMA = pa.schema(
+    {
+        "job": pa.string(),
+        "topic": pa.string(),
+        "incarnation": pa.int64(),
+        "index": pa.int64(),
+        "message_id": pa.string(),
+        "publish_time": TIME,
+        "reason": pa.string(),
+        "error": pa.string(),
+        "key": pa.binary(),
+        "value": pa.binary(),
+    }
+)
+"""The columns of the table."""
+
+
+Key = tuple[str, bytes]
+"""A topic, and the encoding of a message ID."""
+
+
+@dataclass
+class DeadLetterRows:
+    """The dead letters of one transaction, while it is tried: what the store refused in an earlier try is known."""
+
+    job: str
+    most: int
+    refused: dict[Key, SeqdedupeError] = field(default_factory=dict)
+    ended: set[Key] = field(default_factory=set)
+    """The refused messages that ended the connection. Their letters have neither key nor value, which may end it
+    too, as what is too large for the server does."""
+    _letters: list[dict[str, object]] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self._letters)
+
+    def begin(self) -> None:
+        """The transaction is tried anew."""
+        self._letters.clear()
+
+    def bury(self, messages: pa.RecordBatch, row: int, why: SeqdedupeError) -> None:
+        """Keeps a message. Raises why it cannot be written if there are too many."""
+        if len(self._letters) >= self.most:
+            what = f"{why.message}; {self.most} messages before it were to be dead letters of the same transaction"
+            raise error(why.reason, what, hint=why.hint, topic=why.numbers.get("topic")) from why
+        letter = _letter(self.job, messages, row, why)
+        key = (str(letter["topic"]), column_of(messages, "messageId")[row].as_py())
+        self._letters.append(letter | {"key": None, "value": None} if key in self.ended else letter)
+
+    def bury_refused(self, messages: pa.RecordBatch) -> pa.RecordBatch:
+        """Keeps those messages of a topic that the store has refused; returns the others."""
+        if not self.refused or not len(messages):
+            return messages
+        topic = column_of(messages, "topic")[0].as_py()
+        of_topic = {one: why for (name, one), why in self.refused.items() if name == topic}
+        ids = column_of(messages, "messageId")
+        is_refused = pc.is_in(ids, value_set=pa.array(list(of_topic), pa.binary()))
+        for row in np.flatnonzero(is_refused.to_numpy(zero_copy_only=False)).tolist():
+            self.bury(messages, row, of_topic[ids[row].as_py()])
+        return messages.filter(pc.invert(is_refused))
+
+    def rows(self) -> pa.RecordBatch:
+        """All of them, as the table has them."""
+        return pa.RecordBatch.from_pylist(self._letters, SCHEMA)
+
+
+def _letter(job: str, messages: pa.RecordBatch, row: int, why: SeqdedupeError) -> dict[str, object]:
+    columns = {
+        "topic": "topic",
+        "incarnation": "incarnation",
+        "index": "index",
+        "publish_time": "publishTime",
+        "key": "key",
+        "value": "value",
+    }
+    found = {name: column_of(messages, column)[row].as_py() for name, column in columns.items()}
+    return found | {
+        "job": job,
+        "message_id": str(MessageId.from_bytes(column_of(messages, "messageId")[row].as_py())),
+        "reason": why.reason,
+        "error": _storable(why.message),
+    }
+
+
+def _storable(text: str) -> str:
+    """Databases take no NUL in a text, and a text of Python's may have surrogates, which no encoding has."""
+    whole = text.encode(errors="backslashreplace").decode()
+    return whole.replace("\0", "\\0")[:MAX_ERROR_CHARACTERS]
