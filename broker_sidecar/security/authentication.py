@@ -25,14 +25,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat,
 from broker_sidecar.config import Config
 from broker_sidecar.rpc import Context
 from broker_sidecar.security import tokens
-from broker_sidecar.security.subject import (
-    ANONYMOUS,
-    MAX_NAME_BYTES,
-    OPERATOR,
-    RESERVED,
-    Subject,
-    can_be_name,
-)
+from broker_sidecar.security.subject import ANONYMOUS, MAX_NAME_BYTES, OPERATOR, RESERVED, Subject, can_be_name
 from broker_sidecar.security.tokens import OwnToken, SignedTokens
 from broker_sidecar.security.watched_files import Watched
 from seqdedupe.address import SidecarAddress

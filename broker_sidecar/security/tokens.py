@@ -22,12 +22,7 @@ from typing import Any, NamedTuple
 import jwt
 from cryptography.hazmat.primitives.asymmetric.rsa import RSAPublicKey
 
-from broker_sidecar.security.subject import (
-    MAX_NAME_BYTES,
-    OPERATOR,
-    can_be_name,
-    network_of,
-)
+from broker_sidecar.security.subject import MAX_NAME_BYTES, OPERATOR, can_be_name, network_of
 from broker_sidecar.security.watched_files import Watched
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.files import sync_folder, write_synced

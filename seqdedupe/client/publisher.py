@@ -44,12 +44,7 @@ from seqdedupe.client.pending import BatchResult, Published, ReceiptColumns, Ver
 from seqdedupe.client.producer_session import DELIVERY_TIMEOUT_SECONDS, ProducerConfig
 from seqdedupe.client.publish_calls import StreamAnswer, exchange, publish_call
 from seqdedupe.client.route import OnWaiting, Route, Sidecars, WaitingNotice
-from seqdedupe.client.stream import (
-    ANSWER_TIMEOUT_SECONDS,
-    FULL_MESSAGE_BYTES,
-    MAX_FRAMES,
-    SOON_SECONDS,
-)
+from seqdedupe.client.stream import ANSWER_TIMEOUT_SECONDS, FULL_MESSAGE_BYTES, MAX_FRAMES, SOON_SECONDS
 from seqdedupe.errors import SeqdedupeError, UnavailableError, error
 from seqdedupe.limits import MAX_BATCH_BYTES, MAX_DEDUPLICATION_ID_BYTES, NO_SEQUENCE_ID
 from seqdedupe.names import partition_name, partition_of, topic_name

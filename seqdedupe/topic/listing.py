@@ -6,28 +6,19 @@ cluster apart.
 
 import asyncio
 import logging
-from itertools import islice
-from typing import TYPE_CHECKING, Any
-
-from seqdedupe.errors import error
-from seqdedupe.store.topics import LogKind, TopicRecord
-from seqdedupe.topic.base import State
-from seqdedupe.topic.registry import Closed
-from seqdedupe.topic.tasks import shielded
-
-if TYPE_CHECKING:
-    from seqdedupe.topic.directory import Topics
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import replace
 from functools import partial
-from itertools import groupby
-from typing import TYPE_CHECKING
+from itertools import groupby, islice
+from typing import TYPE_CHECKING, Any
 
-from seqdedupe.errors import SeqdedupeError
+from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.log.contract import LogName
 from seqdedupe.names import topic_name, whole_of
-from seqdedupe.store.topics import TopicState
-from seqdedupe.topic.registry import Phase
+from seqdedupe.store.topics import LogKind, TopicRecord, TopicState
+from seqdedupe.topic.base import State
+from seqdedupe.topic.registry import Closed, Phase
+from seqdedupe.topic.tasks import shielded
 
 if TYPE_CHECKING:
     from seqdedupe.topic.directory import Topics

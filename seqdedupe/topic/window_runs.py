@@ -48,7 +48,7 @@ TIDIED_AT_ONCE = 4096
 EXCESS = 4
 """One in so many of the limit may be taken more before publishers wait."""
 
-logger = logging.getLogger("seqdedupe.windows")
+logger = logging.getLogger("seqdedupe.exports")
 _topic_logger = logging.getLogger("seqdedupe.topic")
 
 

@@ -15,16 +15,7 @@ from seqdedupe_spark.job.range_task import RangeStep, TaskReport
 from seqdedupe_spark.job.rounds import JobConfig, ReaderJob, run_tasks
 from seqdedupe_spark.ranges import Range
 from seqdedupe_spark.reader_job import Progress, _stream
-from tests.spark.jobs import (
-    JOB,
-    TABLE,
-    Database,
-    each_once,
-    publish,
-    select,
-    source,
-    sqlite_database,
-)
+from tests.spark.jobs import JOB, TABLE, Database, each_once, publish, select, source, sqlite_database
 from tests.spark.postgres import postgres_url as postgres_url
 from tests.spark.streams import run_stream
 

@@ -35,15 +35,7 @@ from seqdedupe.client import (
     UnavailableError,
     Verdict,
 )
-from seqdedupe.client.blocking._sync import (
-    Admin,
-    Client,
-    Cursor,
-    FileCursor,
-    PartitionedReader,
-    Publisher,
-    Reader,
-)
+from seqdedupe.client.blocking._sync import Admin, Client, Cursor, FileCursor, PartitionedReader, Publisher, Reader
 from seqdedupe.client.blocking.producer import Producer
 from seqdedupe.client.blocking.receipts import BatchReceipt, Receipt
 

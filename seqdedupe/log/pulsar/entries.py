@@ -1,4 +1,4 @@
-"""Markers, control records and packed batches as entries of a Pulsar topic; rows that are an entry each are in `plain`.
+"""Markers, control records and packed batches as entries of a Pulsar topic; at the end, rows that are an entry each.
 
 No I/O, and nothing of Pulsar's client: `PulsarMessage` is what it is given, `PulsarEntry` what it gives.
 """

@@ -26,7 +26,6 @@ from seqdedupe.limits import MAX_NAME_BYTES
 from seqdedupe.message_id import Position
 from seqdedupe.names import partition_name, topic_name
 from seqdedupe.services.consumer import consumer_row, database
-from seqdedupe.services.consumer.arrivals import Arrivals, Stop, Stopped, is_there, wait_for_any
 from seqdedupe.services.consumer.consumer_row import (
     KEEP_UP_SECONDS,
     NOBODY,
@@ -39,6 +38,7 @@ from seqdedupe.services.consumer.consumer_row import (
 )
 from seqdedupe.services.consumer.database import METADATA
 from seqdedupe.services.consumer.dead_letters import DeadLetterPublisher, check_topic
+from seqdedupe.services.consumer.message_arrivals import Arrivals, Stop, Stopped, is_there, wait_for_any
 from seqdedupe.services.consumer.partition_shares import Part, PartitionShares
 from seqdedupe.services.consumer.work import FIRST_AWAY_SECONDS, LONGEST_AWAY_SECONDS, ConsumerConfig, Work
 from seqdedupe.services.stillness import Stillness

@@ -25,9 +25,9 @@ from seqdedupe.errors import InvalidRequestError, error
 from seqdedupe.limits import LINK_LEFT_OUT, MAX_DEDUPLICATION_ID_BYTES, MAX_PARTITIONS, NO_EPOCH
 from seqdedupe.message_id import MessageIds, Position
 from seqdedupe.services.consumer import consumer_row, database
-from seqdedupe.services.consumer.arrivals import Stop
 from seqdedupe.services.consumer.consumer_row import row_name
 from seqdedupe.services.consumer.database import CONSUMERS, DEAD_LETTERS, PARKED
+from seqdedupe.services.consumer.message_arrivals import Stop
 from seqdedupe.v1 import admin_pb2
 
 BEHIND = "waits behind an earlier message of its key"

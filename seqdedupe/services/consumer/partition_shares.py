@@ -15,9 +15,9 @@ from seqdedupe.client.route import OnWaiting
 from seqdedupe.errors import UnavailableError
 from seqdedupe.message_id import Position
 from seqdedupe.services.consumer import consumer_row, database
-from seqdedupe.services.consumer.arrivals import Arrivals, Stop, is_there, wait_for_any
 from seqdedupe.services.consumer.consumer_row import KEEP_UP_SECONDS, NOBODY, Held, Lost, Ownership, SeenRow, row_name
 from seqdedupe.services.consumer.database import CONSUMERS, PROCESSES
+from seqdedupe.services.consumer.message_arrivals import Arrivals, Stop, is_there, wait_for_any
 from seqdedupe.services.consumer.work import Work
 
 # -- The processes that share a consumer of a partitioned topic: which of them live, and what is whose.

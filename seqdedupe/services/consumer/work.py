@@ -20,10 +20,10 @@ from seqdedupe.databases.tables import MARIADB, POSTGRESQL_UNSAFE_WRITES
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.names import topic_name
 from seqdedupe.services.consumer import consumer_row, database
-from seqdedupe.services.consumer.arrivals import Stop
 from seqdedupe.services.consumer.consumer_row import Lost, Ownership
 from seqdedupe.services.consumer.database import check_mariadb_writes, not_transactional, reaching, refusing_writes
 from seqdedupe.services.consumer.dead_letters import BEHIND, SetAside, key_hash, message_of, why
+from seqdedupe.services.consumer.message_arrivals import Stop
 
 Poison = Literal["stop", "dead letter", "retry later"]
 
