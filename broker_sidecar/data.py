@@ -30,7 +30,7 @@ from seqdedupe.topic.topic import Topic
 from seqdedupe.topic.window_runs import WindowMemory
 
 if TYPE_CHECKING:
-    from broker_sidecar.cluster.pulsar_cluster import PulsarCluster
+    from broker_sidecar.cluster.pulsar_cluster import LogCluster
 
 logger = logging.getLogger("seqdedupe.server")
 
@@ -60,7 +60,7 @@ class Data:
     """The data directory of a sidecar: `topics` if it writes the logs itself, `brokers_topics` if a broker does.
 
     Raises INVALID_CONFIGURATION if there are logs though `log` says that they are elsewhere, and what `Store.open` and
-    `PulsarCluster` raise.
+    `LogCluster` raise.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Data:
         self.logs: EmbeddedLogs | None = None
         self.peers: Peers | None = None
         self.leaving: Departures | None = None
-        self.cluster: PulsarCluster | None = None
+        self.cluster: LogCluster | None = None
         self.topics: Topics[Topic] | None = None
         self.brokers_topics: Topics[AttachedTopic] | None = None
         settings: dict[str, Any] = {
@@ -251,9 +251,9 @@ def _peers(config: Config, store: Store) -> Peers | None:
     return peers
 
 
-def _cluster(config: Config, store: Store) -> "PulsarCluster":
+def _cluster(config: Config, store: Store) -> "LogCluster":
     try:
-        from broker_sidecar.cluster.pulsar_cluster import PulsarCluster
+        from broker_sidecar.cluster.pulsar_cluster import LogCluster
     except ModuleNotFoundError as e:
         raise error(
             "INVALID_CONFIGURATION",
@@ -261,7 +261,7 @@ def _cluster(config: Config, store: Store) -> "PulsarCluster":
             hint="Install it: pip install 'seqdedupe[sidecar,pulsar]'",
             key="log",
         ) from e
-    return PulsarCluster(config, store)
+    return LogCluster(config, store)
 
 
 def _check_no_logs(log: str, folder: Path) -> None:

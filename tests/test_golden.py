@@ -12,6 +12,7 @@ SAMPLE = '''
 """A docstring is no text."""
 
 WHY = "nobody has used it"
+GONE = "TOPIC_NOT_FOUND", "there is no {name}"
 
 
 @click.option("--limit", help="In the help alone.")
@@ -49,6 +50,7 @@ def test_what_a_text_is() -> None:
         "error DRAINING: topic {} is {}: {} s ago{}",
         "error RECOVERING: nobody has used it",
         "error TOPIC_EXISTS: topic {} is {}: {} s ago{}",
+        "error TOPIC_NOT_FOUND: there is no {}",
         "error {}: it is {}",
         "hint: Wait a while.",
         "log warning: topic %s goes",

@@ -35,7 +35,7 @@ STANDBYS = 2
 """Sidecars that follow a topic, its owner among them: clients try these first."""
 
 
-class PulsarCluster:
+class LogCluster:
     """`logs` and what they need, until `close`. Raises INVALID_CONFIGURATION, STORE_UNAVAILABLE."""
 
     def __init__(self, config: Config, store: Store) -> None:

@@ -24,7 +24,7 @@ from seqdedupe.topic.topic import Topic
 from seqdedupe.v1 import admin_pb2
 
 if TYPE_CHECKING:
-    from broker_sidecar.cluster.pulsar_cluster import PulsarCluster
+    from broker_sidecar.cluster.pulsar_cluster import LogCluster
     from seqdedupe.log.pulsar.log import Shared
 
 # -- Moving a topic of a cluster from this sidecar to another one.
@@ -134,7 +134,7 @@ class ClusterCalls:
         }
 
     @property
-    def _cluster(self) -> "PulsarCluster":
+    def _cluster(self) -> "LogCluster":
         if self._known_cluster is None:
             raise error(
                 "INVALID_REQUEST",

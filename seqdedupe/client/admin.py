@@ -14,11 +14,20 @@ from typing import Any, NamedTuple, TypeVar
 
 from google.protobuf.message import DecodeError
 
-from seqdedupe import exports
 from seqdedupe.address import SidecarAddress
 from seqdedupe.client.connection import ClientCalls, SidecarConnection, call, check_not_forked, typed_errors
 from seqdedupe.errors import InvalidRequestError, SeqdedupeError, error
-from seqdedupe.exports import Watermark
+from seqdedupe.exports import (
+    Watermark,
+    known_in,
+    parse_block,
+    read_snapshot,
+    read_watermarks,
+    read_window,
+    write_watermarks,
+    writing_snapshot,
+    writing_window,
+)
 from seqdedupe.message_id import Position
 from seqdedupe.names import is_namespace, partition_name, partition_of, topic_name
 from seqdedupe.v1 import admin_pb2
@@ -405,13 +414,13 @@ async def export_watermarks(address: SidecarAddress, stub: Any, topic: str, path
             names = (answer.producer_names[start:end] for start, end in pairwise(answer.producer_name_offsets))
             marks += map(Watermark, names, answer.persisted)
     marks.sort()
-    return await asyncio.to_thread(exports.write_watermarks, path, marks)
+    return await asyncio.to_thread(write_watermarks, path, marks)
 
 
 async def import_watermarks(address: SidecarAddress, stub: Any, topic: str, path: Path) -> int:
     """See `Admin.import_watermarks`."""
     check_not_forked()
-    with closing(exports.read_watermarks(path)) as marks:
+    with closing(read_watermarks(path)) as marks:
         # With the first one the whole file has been checked, before anything is sent.
         first = await asyncio.to_thread(next, marks, None)
         with typed_errors(address):
@@ -423,7 +432,7 @@ async def import_watermarks(address: SidecarAddress, stub: Any, topic: str, path
 async def import_window(address: SidecarAddress, stub: Any, topic: str, path: Path) -> int:
     """See `Admin.import_window`."""
     check_not_forked()
-    with closing(exports.read_window(path)) as parts:
+    with closing(read_window(path)) as parts:
         checksum = await asyncio.to_thread(next, parts)
         with typed_errors(address):
             return await _imported(stub.ImportWindow, _window_requests(topic, checksum, parts), "ids")
@@ -449,7 +458,7 @@ def _window_requests(topic: str, checksum: bytes, blocks: Iterable[bytes]) -> It
     ids = 0
     yield admin_pb2.ImportWindowRequest(topic=topic, checksum=checksum)
     for block in blocks:
-        ids += len(exports.parse_block(block).sizes)
+        ids += len(parse_block(block).sizes)
         yield admin_pb2.ImportWindowRequest(block=block)
     yield admin_pb2.ImportWindowRequest(ids=ids)
 
@@ -459,7 +468,7 @@ async def export_snapshot(address: SidecarAddress, stub: Any, topic: str, path: 
     check_not_forked()
     head: admin_pb2.SnapshotHead | None = None
     producers = 0
-    with typed_errors(address), exports.writing_snapshot(path) as take:
+    with typed_errors(address), writing_snapshot(path) as take:
         async for answer in stub.ExportSnapshot(admin_pb2.ExportSnapshotRequest(topic=topic)):
             head = head or answer.part.head
             producers += len(answer.part.persisted)
@@ -472,7 +481,7 @@ async def export_snapshot(address: SidecarAddress, stub: Any, topic: str, path: 
 async def import_snapshot(address: SidecarAddress, stub: Any, topic: str, path: Path) -> admin_pb2.Topic:
     """See `Admin.import_snapshot`."""
     check_not_forked()
-    with closing(exports.read_snapshot(path)) as parts:
+    with closing(read_snapshot(path)) as parts:
         first = await asyncio.to_thread(next, parts, None)
         requests = (
             admin_pb2.ImportSnapshotRequest(topic=topic, part=part) for part in chain([first] if first else [], parts)
@@ -594,11 +603,11 @@ def _broken_off(e: SeqdedupeError, partition: str, done: int) -> SeqdedupeError:
 def _dealt(whole: admin_pb2.Topic, path: Path, folder: Path, numbers: range) -> list[WindowOfPartition]:
     """Writes what each of these partitions gets; those that get something. Blocks."""
     paths = {number: folder / str(number) for number in numbers}
-    with ExitStack() as files, closing(exports.read_window(path)) as blocks:
-        writers = {number: files.enter_context(exports.writing_window(part)) for number, part in paths.items()}
+    with ExitStack() as files, closing(read_window(path)) as blocks:
+        writers = {number: files.enter_context(writing_window(part)) for number, part in paths.items()}
         next(blocks)
         for block in blocks:
-            for one, time_ms in exports.known_in(block):
+            for one, time_ms in known_in(block):
                 if (writer := writers.get(partition_of(one, b"", whole.partitions))) is not None:
                     writer.add(one, time_ms)
     return [

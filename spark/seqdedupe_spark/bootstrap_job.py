@@ -29,11 +29,10 @@ from pyspark.sql.types import (
     TimestampType,
 )
 
-from seqdedupe import exports
 from seqdedupe.client.blocking import Client
 from seqdedupe.command import sidecar_options, told_credentials
 from seqdedupe.errors import SeqdedupeError, error
-from seqdedupe.exports import LATEST_MS, KnownId, Watermark
+from seqdedupe.exports import LATEST_MS, KnownId, Watermark, write_watermarks, write_window
 from seqdedupe.limits import MAX_DEDUPLICATION_ID_BYTES, MAX_NAME_BYTES, MAX_SEQUENCE_ID
 from seqdedupe.names import partition_name
 from seqdedupe.v1 import admin_pb2
@@ -121,9 +120,7 @@ def bootstrap_window_from_topic(
         _check_log_tells_all(one)
     first = json.dumps({one.name: one.first_index for one in partitions or [found]})
     reader = spark.read.format("seqdedupe").options(**options).option("topic", found.name)
-    return exports.write_window(
-        output, _known(reader.option("startingOffsets", first).load(), ID_COLUMN, TIME_COLUMN, None)
-    )
+    return write_window(output, _known(reader.option("startingOffsets", first).load(), ID_COLUMN, TIME_COLUMN, None))
 
 
 def _check_log_tells_all(topic: admin_pb2.Topic) -> None:
@@ -169,7 +166,7 @@ def bootstrap_window_from_parquet(
         IntegralType,
         DecimalType,
     )
-    return exports.write_window(output, _known(frame, one, time, topic_column_of(frame.schema)))
+    return write_window(output, _known(frame, one, time, topic_column_of(frame.schema)))
 
 
 def has_window(frame: DataFrame) -> bool:
@@ -218,7 +215,7 @@ def bootstrap_from_topic(client: Client, topic: str, output: Path) -> int:
     producers = planning.patiently(lambda: client.admin.producers(topic))
     # A name that was opened and has sent nothing has none.
     marks = [Watermark(one.name.encode(), one.persisted) for one in producers if one.persisted >= 0]
-    return exports.write_watermarks(output, sorted(marks))
+    return write_watermarks(output, sorted(marks))
 
 
 def bootstrap_from_parquet(
@@ -248,7 +245,7 @@ def bootstrap_from_parquet(
         IntegralType,
         DecimalType,
     )
-    return exports.write_watermarks(output, _watermarks(frame, name, number, topic_column_of(schema)))
+    return write_watermarks(output, _watermarks(frame, name, number, topic_column_of(frame.schema)))
 
 
 def _watermarks(frame: DataFrame, producers: str, numbers: str, topic_column: str | None) -> Iterator[Watermark]:

@@ -28,8 +28,10 @@ from tests.broker_sidecar.held_operations import Hold, Holds, Key, Operation, Pl
 
 RECORD = os.environ.get("RECORD_OPERATIONS")
 """A file to which the table is written instead of being compared."""
+TOO_LONG_SECONDS = 60.0
+"""What takes longer waits, whatever the table says."""
 RECORD_SECONDS = 3.0
-"""What takes longer waits, then."""
+"""The same, when there is no table yet."""
 
 SECOND: dict[str, Operation] = {
     "create": ask.create,
@@ -48,6 +50,9 @@ SECOND: dict[str, Operation] = {
     "set a policy": ask.set_policy,
     "drain": ask.drain,
 }
+
+OR = " OR "
+"""Between outcomes of which either may be: it depends on which of two answers is first on its way."""
 
 NEED_A_TOPIC = ("delete", "import a snapshot", "rebuild", "move away", "get", "set a policy")
 
@@ -131,7 +136,7 @@ async def met(hold: Hold, doing: "asyncio.Task[str]", second: str, place: Place,
         # What does not wait has ended before the same operation that was begun later and meets nothing.
         await elsewhere(second, place)
     else:
-        await asyncio.wait({asking}, timeout=RECORD_SECONDS if RECORD else LAST_RESORT_SECONDS)
+        await asyncio.wait({asking}, timeout=RECORD_SECONDS if RECORD else TOO_LONG_SECONDS)
     waits = "" if asking.done() else "waits, "
     hold.let_go()
     async with asyncio.timeout(LAST_RESORT_SECONDS):
@@ -157,11 +162,11 @@ async def elsewhere(second: str, place: Place) -> None:
         assert await asked(SECOND[second], other) in ("ok", "gets old", "TOPIC_NOT_FOUND")
 
 
-async def end_of(place: Place, expected: str) -> str:
-    """Which topics there are in the end. What goes on after an answer is waited for."""
+async def with_its_end(outcome: str, place: Place, expected: str) -> str:
+    """The outcome, and which topics there are in the end. What goes on after an answer is waited for."""
     for _ in range(20 if RECORD else 1000):
-        if (found := await place.end()) == expected:
-            break
+        if (found := f"{outcome} -> {await place.end()}") in expected.split(OR):
+            return expected
         await asyncio.sleep(0.01)
     return found
 
@@ -198,9 +203,9 @@ async def test_while_one_is_under_way(name: str, tmp_path: Path) -> None:
                     # Everything waits, also what a backup has opened.
                     await here.stop()
                     await here.start()
-                expected, _, end = TABLE.get(name, {}).get(second, "").partition(" -> ")
+                expected = TABLE.get(name, {}).get(second, "")
                 outcome = await met(*await begun(holds, first, place), second, place, expected)
-                found[second] = f"{outcome} -> {await end_of(place, end)}"
+                found[second] = await with_its_end(outcome, place, expected)
                 await place.remove()
             await stopped(here, there)
     check(name, found)
@@ -221,8 +226,8 @@ async def test_while_it_drains(tmp_path: Path) -> None:
             assert await draining == "ok"
             await here.start()
             for second, place in places.items():
-                end = TABLE.get("drain", {}).get(second, "").partition(" -> ")[2]
-                found[second] = f"{outcomes[second]} -> {await end_of(place, end)}"
+                expected = TABLE.get("drain", {}).get(second, "")
+                found[second] = await with_its_end(outcomes[second], place, expected)
                 await place.remove()
             await stopped(here, there)
     check("drain", found)
@@ -321,7 +326,7 @@ TABLE: dict[str, dict[str, str]] = {
         "create a partition's name": "ok -> old + partition new",
         "delete a partition's name": "TOPIC_NOT_FOUND -> old",
         "set a policy": "RECOVERING -> old",
-        "drain": "waits, ok -> old",
+        "drain": "waits, ok -> old OR waits, ok; the first: DRAINING -> old",
     },
     "rebuild": {
         "create": "RECOVERING -> old",
@@ -411,9 +416,9 @@ TABLE: dict[str, dict[str, str]] = {
     "arrive: taken": {
         "create": "waits, TOPIC_EXISTS -> other, there other standby",
         "open a producer": "waits, ok -> other, there other standby",
-        # Looks wrong: it is answered OK, and the sidecar that the topic came from takes it again.
-        "delete": "waits, ok; the first: MOVE_FAILED: topic T: the sidecar at here has it not: it is taken again here"
-        " -> none, there other",
+        # Looks wrong: it is answered OK, and the sidecar that the topic came from may take it again.
+        "delete": "waits, ok -> none, there other standby OR waits, ok; the first: MOVE_FAILED: topic T: "
+        "the sidecar at here has it not: it is taken again here -> none, there other",
         "import a snapshot": "TOPIC_NOT_FOUND -> other, there other standby",
         "rebuild": "TOPIC_NOT_FOUND -> other, there other standby",
         "move away": "TOPIC_NOT_FOUND -> other, there other standby",

@@ -8,7 +8,8 @@ stands: code may move without a change here. What is filled in at run time is `{
     log LEVEL       a line of the log
     text            any other text of several words: a part of those above, or what a command prints
 
-A message may have been given a name before, in the same function or for the whole module. Docstrings are no texts
+A message may have been given a name before, in the same function or for the whole module, or stand in a tuple after
+its reason. Docstrings are no texts
 here, nor is what `--help` shows, which help.txt has, nor SQL and patterns.
 """
 
@@ -23,7 +24,9 @@ PRODUCT = ("seqdedupe", "broker_sidecar", "spark")
 GENERATED = "seqdedupe/v1/"
 
 _LEVELS = ("debug", "info", "warning", "error", "exception", "critical", "log")
-_LOGGERS = ("logger", "_log")
+_LOGGER = re.compile("log(ger)?$")
+_REASON = re.compile("[A-Z_]{4,}")
+_FIELD = re.compile(r"\{\w+\}")
 _OF_HELP = ("help", "short_help", "about", "metavar")
 _SQL = re.compile(
     r"(\W|\\n)*(SELECT|INSERT|UPDATE|DELETE|CREATE|ALTER|DROP|WITH|WHERE|FROM|AND|OR|ON|ORDER|SET|PRAGMA|LOCK|VALUES|"
@@ -72,7 +75,9 @@ def _uses(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
                     yield f"error {_shown(one)}", message
             if not any(map(_is_text, (reason, *_branches(reason)))):
                 yield "error {}", message
-        case ast.Call(func=ast.Attribute(ast.Name(logger), level)) if logger in _LOGGERS and level in _LEVELS:
+        case ast.Tuple([ast.Constant(str(reason)), message]) if _REASON.fullmatch(reason):
+            yield f"error {reason}", message
+        case ast.Call(func=ast.Attribute(ast.Name(logger), level)) if _LOGGER.search(logger) and level in _LEVELS:
             at = int(level == "log")
             yield f"log {'{}' if at else level}", node.args[at]
     if isinstance(node, ast.Call):
@@ -169,7 +174,7 @@ def _is_for_others(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> bool:
 def _shown(node: ast.expr) -> str:
     match node:
         case ast.Constant(str(value)):
-            return value.replace("\\", "\\\\").replace("\n", "\\n")
+            return _FIELD.sub("{}", value.replace("\\", "\\\\").replace("\n", "\\n").replace("\r", "\\r"))
         case ast.JoinedStr(values):
             return "".join(_shown(value) for value in values)
         case ast.BinOp(left, _, right):
