@@ -17,10 +17,10 @@ import numpy as np
 
 from bench.figure import Figure, Ratio, over, percentiles_ms, shown
 from bench.window import COPIES, FRAMES, KEY, ROWS, Rocks, frame, ids_from
-from seqdedupe.core.id_slots import WindowLimits
 from seqdedupe.core.id_window import IdWindow
 from seqdedupe.core.moment import Moment
 from seqdedupe.core.producers import Producers
+from seqdedupe.limits import WindowLimits
 from seqdedupe.message_id import MessageId, Position
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Snapshots

@@ -36,27 +36,17 @@ from seqdedupe.core.id_table import (
     take_out,
 )
 from seqdedupe.core.name_table import Growing
+from seqdedupe.format.columns import DEDUPLICATION_ID_OFFSETS, start
 from seqdedupe.format.jit import Int32s, Int64s, Int64s2, Uint8s
-from seqdedupe.format.layout import DEDUPLICATION_ID_OFFSETS, start
+from seqdedupe.limits import NO_LIMIT, WindowLimits
 
 # -- The newer part of a window: chunks in memory, each at a place (`id_table`), which fill up.
 #
 # What lies at a place stays there until the place is given back: the table may lead to it, long after the chunk has
 # been forgotten.
 
-NO_LIMIT = -1
-
 PARTS = 16
 """A window moves forward by one in so many parts of it, or less."""
-
-
-@dataclass(frozen=True, slots=True)
-class WindowLimits:
-    """How far back a window reaches at least: until one of these is reached by what came later. NO_LIMIT: never."""
-
-    messages: int
-    id_bytes: int = NO_LIMIT
-    milliseconds: int = NO_LIMIT
 
 
 @dataclass(frozen=True, slots=True)

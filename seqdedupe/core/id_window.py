@@ -21,7 +21,7 @@ import numpy as np
 
 from seqdedupe.core import id_table
 from seqdedupe.core.id_runs import MAX_ROWS, IdRun, Piece, hash_rows, probe
-from seqdedupe.core.id_slots import NO_LIMIT, Chunk, Newer, Slots, WindowLimits
+from seqdedupe.core.id_slots import Chunk, Newer, Slots
 from seqdedupe.core.id_table import (
     CHUNK_ROWS,
     CONFIRMED,
@@ -38,10 +38,11 @@ from seqdedupe.core.id_table import (
 )
 from seqdedupe.core.moment import Moment
 from seqdedupe.core.rule import DUP
-from seqdedupe.format import layout
+from seqdedupe.format import columns
+from seqdedupe.format.columns import ROWS as ROWS_OF_BATCH
 from seqdedupe.format.headers import key_of
 from seqdedupe.format.jit import Int64s, Int64s2, Uint8s
-from seqdedupe.format.layout import ROWS as ROWS_OF_BATCH
+from seqdedupe.limits import NO_LIMIT, WindowLimits
 
 # -- The older part of a window of deduplication IDs: runs, and the chunks that they were made of.
 
@@ -78,7 +79,7 @@ class Older:
         found: list[tuple[IdRun, int, range]] = []
         if not runs:
             return found
-        hashes, rows = np.empty(int(places[layout.ROWS]), np.int64), np.empty(int(places[layout.ROWS]), np.int64)
+        hashes, rows = np.empty(int(places[columns.ROWS]), np.int64), np.empty(int(places[columns.ROWS]), np.int64)
         hash_rows(view, places, key, hashes)
         for run in runs:
             through = rows[: probe(hashes, run.filter, rows)].tolist()

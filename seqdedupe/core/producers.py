@@ -25,8 +25,8 @@ from seqdedupe.core.rule import (
     mark,
     refusal,
 )
+from seqdedupe.format.columns import ROWS
 from seqdedupe.format.jit import Bytes, Int64s, Int64s2, Uint8s, kernel
-from seqdedupe.format.layout import ROWS
 from seqdedupe.limits import NO_EPOCH, NO_SEQUENCE_ID
 
 # -- Many producer rows (see `rule`) at once: marked as changed, found to say nothing, moved to the front.

@@ -14,8 +14,8 @@ A ring begins without rows and is doubled as messages enter (`with_room`), so th
 import numpy as np
 
 from seqdedupe.core.rule import DUP, NEWEST
+from seqdedupe.format.columns import BASE_INDEX, PRODUCER_INDEXES, SEQUENCE_IDS, int32_column, int64_column
 from seqdedupe.format.jit import Bytes, Int64s, Int64s2, Uint8s, kernel
-from seqdedupe.format.layout import BASE_INDEX, PRODUCER_INDEXES, SEQUENCE_IDS, int32_column, int64_column
 
 RECENT_MESSAGES = 2**16
 _FIRST_ROWS = 64

@@ -5,8 +5,8 @@ import numpy as np
 from seqdedupe.batch import Binary
 from seqdedupe.core.recent import enter
 from seqdedupe.core.rule import PERSISTED, PUSHED, confirm_batch, confirm_rows, decide, leaves_out
+from seqdedupe.format.columns import NAME_OFFSETS, NAMES, PRODUCERS, ROWS, size, start
 from seqdedupe.format.jit import Bytes, Int32Column, Int64Column, Int64s, Int64s2, Uint8s, kernel, load32
-from seqdedupe.format.layout import NAME_OFFSETS, NAMES, PRODUCERS, ROWS, size, start
 
 
 @kernel()

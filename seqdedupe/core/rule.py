@@ -8,8 +8,7 @@ one column; where a row is a range that nobody looks into, the lowest decides an
 
 import numpy as np
 
-from seqdedupe.format.jit import Bytes, Int32Column, Int64Column, Int64s, Int64s2, Uint8s, kernel
-from seqdedupe.format.layout import (
+from seqdedupe.format.columns import (
     BASE_INDEX,
     EPOCHS,
     LINKS,
@@ -18,6 +17,7 @@ from seqdedupe.format.layout import (
     int32_column,
     int64_column,
 )
+from seqdedupe.format.jit import Bytes, Int32Column, Int64Column, Int64s, Int64s2, Uint8s, kernel
 from seqdedupe.limits import LINK_LEFT_OUT
 
 # Columns of `numbers`.

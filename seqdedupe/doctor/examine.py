@@ -12,9 +12,9 @@ from seqdedupe.doctor.findings import Findings, StoreState, TopicFindings
 from seqdedupe.doctor.tally import Tally
 from seqdedupe.errors import REASONS, DamagedError, error
 from seqdedupe.format import records
+from seqdedupe.format.columns import BASE_INDEX, ROWS
 from seqdedupe.format.headers import key_of
 from seqdedupe.format.jit import Int64s
-from seqdedupe.format.layout import BASE_INDEX, ROWS
 from seqdedupe.limits import NO_SEQUENCE_ID
 from seqdedupe.locks import kept_unused
 from seqdedupe.log.embedded.inspection import Damage, Intact, TornEnd, inspect

@@ -25,8 +25,8 @@ from seqdedupe.doctor.tally import Tally
 from seqdedupe.errors import error
 from seqdedupe.files import becoming, sync_folder
 from seqdedupe.format import records
+from seqdedupe.format.columns import BASE_INDEX, COLUMNS_END, PUBLISH_TIME_MS, RECORD_START, ROWS
 from seqdedupe.format.headers import HEADER_BYTES, SECRET_BYTES, TOKEN_BYTES, key_of
-from seqdedupe.format.layout import BASE_INDEX, COLUMNS_END, PUBLISH_TIME_MS, RECORD_START, ROWS
 from seqdedupe.format.records import body_of
 from seqdedupe.limits import NO_SEQUENCE_ID
 from seqdedupe.locks import kept_unused

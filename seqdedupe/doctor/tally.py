@@ -7,9 +7,9 @@ from seqdedupe.core.producers import Producers
 from seqdedupe.core.replay import list_names
 from seqdedupe.core.rule import DURABLE_EPOCH, PERSISTED, confirm_batch
 from seqdedupe.doctor.findings import Missing
+from seqdedupe.format.columns import COLUMNS_END, LINKS, PRODUCERS, RECORD_START, ROWS, TERM, int64_column
 from seqdedupe.format.headers import HEADER_BYTES
 from seqdedupe.format.jit import Bytes, Int64s, Int64s2, Uint8s, kernel
-from seqdedupe.format.layout import COLUMNS_END, LINKS, PRODUCERS, RECORD_START, ROWS, TERM, int64_column
 from seqdedupe.limits import NO_SEQUENCE_ID
 from seqdedupe.log.embedded.inspection import Damage, Intact
 from seqdedupe.store.snapshots import Loaded

@@ -6,10 +6,41 @@ look at: the names' UTF-8 and that none comes twice (their look-up does), and th
 
 import numpy as np
 
+from seqdedupe.format.columns import (
+    BAD,
+    COLUMN_OF_FIELD,
+    COLUMNS,
+    COLUMNS_END,
+    COMPLETE_UP_TO,
+    DEDUPLICATION_ID_OFFSETS,
+    DEDUPLICATION_IDS,
+    EPOCHS,
+    EVENT_TIMES,
+    FIELD_NUMBERS,
+    KEY_OFFSETS,
+    KEY_VALIDITY,
+    KEYS,
+    LINKS,
+    NAME_OFFSETS,
+    NAMES,
+    PAYLOAD_OFFSETS,
+    PAYLOAD_VALIDITY,
+    PAYLOADS,
+    PRODUCER_INDEXES,
+    PRODUCERS,
+    PROPERTY_NAME_OFFSETS,
+    PROPERTY_NAMES,
+    PROPERTY_OFFSETS,
+    PROPERTY_VALUE_OFFSETS,
+    PROPERTY_VALUES,
+    ROWS,
+    SEQUENCE_IDS,
+    put,
+    size,
+    start,
+)
 from seqdedupe.format.jit import (
     Bytes,
-    Int32Column,
-    Int64Column,
     Int64s,
     Uint8s,
     copy,
@@ -17,105 +48,8 @@ from seqdedupe.format.jit import (
     kernel,
     load32,
     load64,
-    view32,
-    view64,
 )
 from seqdedupe.limits import MAX_BATCH_ROWS, MAX_NAME_BYTES, MAX_PAYLOAD_BYTES
-
-# -- The places where a batch's columns stand, and little-endian numbers in raw bytes.
-#
-# A *place row* describes one batch in a buffer: an array of int64 with PLACES elements, filled by `layout` and
-# `scan`. Where a column stands is read through `start` and `size` alone; the other elements have a name each.
-
-__all__ = ["load32", "load64"]
-
-# The columns of a batch, in the order in which they are encoded.
-NAME_OFFSETS = 0
-NAMES = 1
-EPOCHS = 2
-LINKS = 3
-PRODUCER_INDEXES = 4
-SEQUENCE_IDS = 5
-EVENT_TIMES = 6
-KEY_OFFSETS = 7
-KEY_VALIDITY = 8
-KEYS = 9
-PROPERTY_OFFSETS = 10
-PROPERTY_NAME_OFFSETS = 11
-PROPERTY_NAMES = 12
-PROPERTY_VALUE_OFFSETS = 13
-PROPERTY_VALUES = 14
-COMPLETE_UP_TO = 15
-DEDUPLICATION_ID_OFFSETS = 16
-DEDUPLICATION_IDS = 17
-PAYLOAD_OFFSETS = 18
-PAYLOAD_VALIDITY = 19
-PAYLOADS = 20
-COLUMNS = 21
-
-FIELD_NUMBERS = (*range(1, 19), 31, 32, 33)
-"""Of each column, its field number in `Batch` (batch.proto)."""
-
-# The other elements of a place row.
-ROWS = 2 * COLUMNS
-PRODUCERS = ROWS + 1
-"""0 in a batch of deduplication IDs without producers."""
-COLUMNS_END = ROWS + 2
-"""Where the payload fields begin: recovery does not read on from here."""
-BAD = ROWS + 3
-"""The row or producer at which a batch was found wrong, and what it has there instead."""
-BASE_INDEX = ROWS + 4
-PUBLISH_TIME_MS = ROWS + 5
-RECORD_START = ROWS + 6
-RECORD_END = ROWS + 7
-TERM = ROWS + 8
-"""In a marker, its term; 0 in a batch and in a control record."""
-SYNCED_OFFSET = ROWS + 9
-OWNERSHIP = ROWS + 10
-"""As a signed number: see `records.ownership_of`."""
-PLACES = ROWS + 11
-
-
-@for_kernels
-def start(places: Int64s | list[int], column: int) -> int:
-    """Where in the buffer the column begins; 0 where it is left out."""
-    return places[2 * column]
-
-
-@for_kernels
-def size(places: Int64s | list[int], column: int) -> int:
-    """How many bytes the column has; 0 where it is left out."""
-    return places[2 * column + 1]
-
-
-@for_kernels
-def put(places: Int64s, column: int, start: int, size: int) -> None:
-    """The column stands there."""
-    places[2 * column] = start
-    places[2 * column + 1] = size
-
-
-@for_kernels
-def int32_column(raw: Bytes, places: Int64s, column: int) -> Int32Column:
-    """The values of a column of 32-bit numbers. In a kernel they are valid no longer than `raw` is in use there."""
-    return view32(raw, start(places, column), size(places, column) // 4)
-
-
-@for_kernels
-def int64_column(raw: Bytes, places: Int64s, column: int) -> Int64Column:
-    """The same for 64-bit numbers."""
-    return view64(raw, start(places, column), size(places, column) // 8)
-
-
-def _columns_of_fields() -> Int64s:
-    columns = np.full(max(FIELD_NUMBERS) + 1, -1, np.int64)
-    columns[list(FIELD_NUMBERS)] = range(COLUMNS)
-    return columns
-
-
-COLUMN_OF_FIELD = _columns_of_fields()
-"""The column of each field number, -1 where there is none."""
-
 
 # What is wrong with a batch.
 CANONICAL = 0

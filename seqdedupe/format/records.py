@@ -2,6 +2,19 @@
 
 import numpy as np
 
+from seqdedupe.format.columns import (
+    BASE_INDEX,
+    COLUMNS_END,
+    OWNERSHIP,
+    PLACES,
+    PRODUCERS,
+    PUBLISH_TIME_MS,
+    RECORD_END,
+    RECORD_START,
+    ROWS,
+    SYNCED_OFFSET,
+    TERM,
+)
 from seqdedupe.format.headers import (
     BASE_INDEX_AT,
     BATCH_TAG,
@@ -35,21 +48,7 @@ from seqdedupe.format.headers import (
     siphash,
 )
 from seqdedupe.format.jit import Bytes, Int64s, Int64s2, crc_step, kernel, load32, load64
-from seqdedupe.format.layout import (
-    BASE_INDEX,
-    CANONICAL,
-    COLUMNS_END,
-    OWNERSHIP,
-    PLACES,
-    PRODUCERS,
-    PUBLISH_TIME_MS,
-    RECORD_END,
-    RECORD_START,
-    ROWS,
-    SYNCED_OFFSET,
-    TERM,
-    layout_columns,
-)
+from seqdedupe.format.layout import CANONICAL, layout_columns
 
 # -- CRC32C (Castagnoli) as a kernel, eight bytes a step, for scanning many small records without leaving the loop.
 

@@ -29,7 +29,7 @@ from typing import NamedTuple, Protocol
 
 from seqdedupe.batch import Int32s, Int64s
 from seqdedupe.errors import SeqdedupeError
-from seqdedupe.format.layout import BASE_INDEX, ROWS
+from seqdedupe.format.columns import BASE_INDEX, ROWS
 from seqdedupe.message_id import MessageId
 
 # -- The entries of a log: message IDs of their rows, what became of those that were appended, and how they are read.

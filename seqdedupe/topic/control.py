@@ -13,8 +13,8 @@ from seqdedupe.core.name_table import Names
 from seqdedupe.core.producers import Producers
 from seqdedupe.core.rule import DURABLE_EPOCH, PERSISTED
 from seqdedupe.errors import DamagedError, error
+from seqdedupe.format.columns import BASE_INDEX, ROWS, TERM
 from seqdedupe.format.jit import Int64s
-from seqdedupe.format.layout import BASE_INDEX, ROWS, TERM
 from seqdedupe.format.records import body_of, file_offset_of
 from seqdedupe.limits import MAX_BATCH_BYTES
 from seqdedupe.topic import policy as policy_module

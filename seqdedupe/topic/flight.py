@@ -9,8 +9,8 @@ from itertools import islice
 import numpy as np
 
 from seqdedupe.errors import SeqdedupeError
+from seqdedupe.format.columns import PRODUCER_INDEXES, SEQUENCE_IDS, size, start
 from seqdedupe.format.jit import Int64s
-from seqdedupe.format.layout import PRODUCER_INDEXES, SEQUENCE_IDS, size, start
 from seqdedupe.topic.control import Change, CursorChange, Purge, Reset
 from seqdedupe.topic.frame import Frame, Receipt, Reply
 from seqdedupe.topic.policy import Policy

@@ -12,8 +12,7 @@ from seqdedupe.core.producers import Producers, are_all
 from seqdedupe.core.rule import NOT_DUP
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.format import layout
-from seqdedupe.format.jit import Bytes, Int64s, Int64s2, Uint8s
-from seqdedupe.format.layout import (
+from seqdedupe.format.columns import (
     BAD,
     COLUMNS_END,
     DEDUPLICATION_ID_OFFSETS,
@@ -31,8 +30,9 @@ from seqdedupe.format.layout import (
     ROWS,
     size,
     start,
-    take,
 )
+from seqdedupe.format.jit import Bytes, Int64s, Int64s2, Uint8s
+from seqdedupe.format.layout import take
 from seqdedupe.limits import (
     MAX_BATCH_BYTES,
     MAX_BATCH_ROWS,

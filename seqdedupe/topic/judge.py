@@ -13,8 +13,8 @@ import numpy as np
 from seqdedupe.core import rule
 from seqdedupe.core.producers import Producers
 from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.format.columns import BASE_INDEX, EPOCHS, LINKS, PRODUCER_INDEXES, SEQUENCE_IDS, size, start
 from seqdedupe.format.jit import Int64s
-from seqdedupe.format.layout import BASE_INDEX, EPOCHS, LINKS, PRODUCER_INDEXES, SEQUENCE_IDS, size, start
 from seqdedupe.limits import NO_EPOCH, NO_SEQUENCE_ID
 from seqdedupe.topic.frame import (
     Allowing,

@@ -10,14 +10,14 @@ from collections.abc import Awaitable, Callable
 import numpy as np
 
 from seqdedupe.core.id_runs import ImportedIds
-from seqdedupe.core.id_slots import NO_LIMIT
 from seqdedupe.core.id_table import IMPORTED
 from seqdedupe.core.id_window import NONE_OLDER, IdWindow
 from seqdedupe.core.moment import Moment
 from seqdedupe.errors import SeqdedupeError
+from seqdedupe.format.columns import BASE_INDEX, PRODUCERS, PUBLISH_TIME_MS, ROWS
 from seqdedupe.format.headers import SECRET_BYTES
 from seqdedupe.format.jit import Int64s, Int64s2, Uint8s
-from seqdedupe.format.layout import BASE_INDEX, PRODUCERS, PUBLISH_TIME_MS, ROWS
+from seqdedupe.limits import NO_LIMIT
 from seqdedupe.store.db import Store
 from seqdedupe.topic.clock import Clock
 from seqdedupe.topic.frame import Frame, NumbersCache, OutOfStepError, Receipt, Refusal, check_by_id, cut

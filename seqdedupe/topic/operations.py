@@ -15,9 +15,9 @@ from seqdedupe.core.id_table import IMPORTED, NOWHERE
 from seqdedupe.core.producers import Producers
 from seqdedupe.core.rule import DURABLE_EPOCH, PERSISTED, PUSHED, STATED
 from seqdedupe.errors import DamagedError, PositionError, SeqdedupeError, error
+from seqdedupe.format.columns import BASE_INDEX, COLUMNS_END, PLACES, PUBLISH_TIME_MS, RECORD_END, RECORD_START
 from seqdedupe.format.headers import NO_KEY
 from seqdedupe.format.jit import Int64s
-from seqdedupe.format.layout import BASE_INDEX, COLUMNS_END, PLACES, PUBLISH_TIME_MS, RECORD_END, RECORD_START
 from seqdedupe.format.records import END, body_of, scan_record, span
 from seqdedupe.limits import NO_EPOCH, NO_SEQUENCE_ID
 from seqdedupe.log.contract import Log

@@ -14,7 +14,7 @@ import numpy as np
 from seqdedupe.core.producers import Producers
 from seqdedupe.core.rule import DURABLE_EPOCH, PERSISTED
 from seqdedupe.errors import DamagedError, InvalidRequestError, SeqdedupeError, UnavailableError, error
-from seqdedupe.format.layout import TERM
+from seqdedupe.format.columns import TERM
 from seqdedupe.limits import NO_EPOCH, NO_SEQUENCE_ID
 from seqdedupe.log.contract import Failure, Log, Outcome
 from seqdedupe.names import producer_name

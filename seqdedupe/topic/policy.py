@@ -9,9 +9,9 @@ from dataclasses import dataclass, fields, replace
 from enum import Enum
 from typing import Any
 
-from seqdedupe.core.id_slots import WindowLimits
 from seqdedupe.errors import error
 from seqdedupe.exports import WINDOW_CHECKSUM_BYTES
+from seqdedupe.limits import WindowLimits
 from seqdedupe.log.contract import FlushInterval, Retention
 from seqdedupe.message_id import Position
 from seqdedupe.store.topics import LogKind

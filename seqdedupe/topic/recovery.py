@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.format.columns import BASE_INDEX, ROWS, TERM
 from seqdedupe.format.headers import TOKEN_BYTES, ownership_of
-from seqdedupe.format.layout import BASE_INDEX, ROWS, TERM
 from seqdedupe.format.records import marker_token, ownership
 from seqdedupe.log.contract import Entries, Log, Outcome, Runs
 

@@ -17,8 +17,8 @@ from seqdedupe.core.id_runs import ImportedIds
 from seqdedupe.core.id_window import IdWindow
 from seqdedupe.core.producers import Producers
 from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.format.columns import BASE_INDEX, ROWS, TERM
 from seqdedupe.format.jit import Int64s
-from seqdedupe.format.layout import BASE_INDEX, ROWS, TERM
 from seqdedupe.format.records import body_of, ownership
 from seqdedupe.log.contract import DamageFound, Log, Outcome, Runs, Skipped, last_of
 from seqdedupe.message_id import MessageId, Position

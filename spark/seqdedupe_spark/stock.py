@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from seqdedupe.batch import NO_INT64S, Binary, Int64s
 from seqdedupe.client.message import StoredBatch
 from seqdedupe.errors import SeqdedupeError, error
-from seqdedupe.log.pulsar.places import Ledgers
+from seqdedupe.log.pulsar.ledgers import Ledgers
 from seqdedupe.message_id import MessageId, Position
 
 STOCK = 0

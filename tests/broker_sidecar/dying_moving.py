@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from broker_sidecar import kernels
-from broker_sidecar.cluster import departures
 
 MODULE = "tests.broker_sidecar.dying_moving"
 SEGMENT_BYTES = 8192
@@ -90,6 +89,7 @@ def _plant(file: Path, step: str) -> None:
 
 
 def _plant_bug(bug: str) -> None:
+    from broker_sidecar.cluster import departures
     from seqdedupe.log.embedded import relocation
 
     if bug == "nothing says that it leaves":

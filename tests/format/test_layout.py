@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from seqdedupe import batch as batches
 from seqdedupe.batch import Batch, Binary, canonical, decode
 from seqdedupe.format import layout
-from seqdedupe.format.layout import PLACES, PRODUCERS, ROWS
+from seqdedupe.format.columns import PLACES, PRODUCERS, ROWS
 from seqdedupe.limits import MAX_PAYLOAD_BYTES
 from seqdedupe.v1 import batch_pb2
 from tests.batches import batch, put_columns

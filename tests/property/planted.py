@@ -15,8 +15,8 @@ from seqdedupe.core.activity import Activity
 from seqdedupe.core.producers import Producers
 from seqdedupe.core.rule import ADMITTED, EPOCH, NOT_DUP, PERSISTED, PREDECESSOR_MISSING, PUSHED
 from seqdedupe.errors import SeqdedupeError
+from seqdedupe.format.columns import BASE_INDEX, EPOCHS, PRODUCER_INDEXES, PRODUCERS, ROWS, SEQUENCE_IDS, TERM, start
 from seqdedupe.format.headers import TOKEN_BYTES, ownership_of
-from seqdedupe.format.layout import BASE_INDEX, EPOCHS, PRODUCER_INDEXES, PRODUCERS, ROWS, SEQUENCE_IDS, TERM, start
 from seqdedupe.log.contract import Entries, Failure
 from seqdedupe.message_id import MessageId, Position
 from seqdedupe.store import snapshots

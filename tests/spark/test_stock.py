@@ -8,7 +8,7 @@ import pytest
 from seqdedupe.errors import InvalidRequestError
 from seqdedupe.log.pulsar.admin_url import AdminAnswer
 from seqdedupe.log.pulsar.entries import PulsarEntry, PulsarMessage
-from seqdedupe.log.pulsar.places import Ledger, Ledgers
+from seqdedupe.log.pulsar.ledgers import Ledger, Ledgers
 from seqdedupe.log.pulsar.reader import fields_of
 from seqdedupe.message_id import MessageId, Position
 from seqdedupe_spark import stock

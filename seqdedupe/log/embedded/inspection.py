@@ -14,8 +14,8 @@ import numpy as np
 
 from seqdedupe.batch import Int64s
 from seqdedupe.format import records
+from seqdedupe.format.columns import BASE_INDEX, ROWS, SYNCED_OFFSET
 from seqdedupe.format.journal import Part
-from seqdedupe.format.layout import BASE_INDEX, ROWS, SYNCED_OFFSET
 from seqdedupe.log.embedded.journal_replay import JournalReplay, why_not
 from seqdedupe.log.embedded.segment import WHAT_STANDS_THERE, LogIdentity, SegmentStep, damaged, read_step, segment_path
 from seqdedupe.log.embedded.tail import base_indexes, headers_from, past_damage, read_what_can_be

@@ -18,7 +18,7 @@ import numpy as np
 from seqdedupe.batch import Int64s
 from seqdedupe.errors import DamagedError, SeqdedupeError, error
 from seqdedupe.files import write_synced
-from seqdedupe.format.layout import BASE_INDEX, ROWS
+from seqdedupe.format.columns import BASE_INDEX, ROWS
 from seqdedupe.log.contract import ANY_BYTES, Entries, LargerRecordError, Location, Run, Runs
 from seqdedupe.log.embedded.segment import (
     BASE,

@@ -14,8 +14,7 @@ import numpy as np
 from seqdedupe.batch import Int64s
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.format import records
-from seqdedupe.format.headers import HEADER_BYTES, RECORDS_TAG, VERSION_AT, VERSION_TAG
-from seqdedupe.format.layout import (
+from seqdedupe.format.columns import (
     BASE_INDEX,
     OWNERSHIP,
     PUBLISH_TIME_MS,
@@ -24,6 +23,7 @@ from seqdedupe.format.layout import (
     ROWS,
     SYNCED_OFFSET,
 )
+from seqdedupe.format.headers import HEADER_BYTES, RECORDS_TAG, VERSION_AT, VERSION_TAG
 from seqdedupe.limits import MAX_BATCH_BYTES
 from seqdedupe.log.contract import ANY_BYTES, REPLAY_STEP_ENTRIES, LargerRecordError
 

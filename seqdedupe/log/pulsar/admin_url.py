@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from urllib.parse import quote, unquote_plus, urljoin, urlsplit
 
 from seqdedupe.errors import ConfigurationError, InvalidRequestError, NotFoundError, SeqdedupeError, error
-from seqdedupe.log.pulsar.places import Ledger, Ledgers
+from seqdedupe.log.pulsar.ledgers import Ledger, Ledgers
 from seqdedupe.message_id import MessageId
 from seqdedupe.names import whole_of
 

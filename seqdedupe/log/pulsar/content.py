@@ -14,10 +14,11 @@ from seqdedupe.batch import Int32s, Int64s
 from seqdedupe.entry_properties import EntryOwner
 from seqdedupe.errors import DamagedError, SeqdedupeError, UnavailableError, error
 from seqdedupe.format import records
-from seqdedupe.format.layout import BASE_INDEX, PUBLISH_TIME_MS, RECORD_END, RECORD_START, ROWS
+from seqdedupe.format.columns import BASE_INDEX, PUBLISH_TIME_MS, RECORD_END, RECORD_START, ROWS
 from seqdedupe.log.contract import ANY_BYTES, Entries, LargerRecordError, Location, Records, Runs
 from seqdedupe.log.pulsar.entries import NOWHERE, PulsarEntry
-from seqdedupe.log.pulsar.places import Ledgers, Places, Point, begins_record, is_batch
+from seqdedupe.log.pulsar.ledgers import Ledgers
+from seqdedupe.log.pulsar.places import Places, Point, begins_record, is_batch
 from seqdedupe.log.pulsar.reader import KEPT_TIMEOUT_SECONDS, Cursor, ReaderStep, open_reader
 from seqdedupe.log.pulsar.terms import Counts, TermVerdict
 from seqdedupe.message_id import MessageId

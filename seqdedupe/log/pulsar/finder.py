@@ -19,7 +19,8 @@ from typing import NamedTuple
 from seqdedupe.entry_properties import BATCH, ENTRY, KIND, ROWS, EntryPlace
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.log.pulsar.entries import PulsarEntry
-from seqdedupe.log.pulsar.places import Ledgers, begins_record
+from seqdedupe.log.pulsar.ledgers import Ledgers
+from seqdedupe.log.pulsar.places import begins_record
 from seqdedupe.log.pulsar.terms import Terms, TermStanding, TermVerdict
 from seqdedupe.message_id import MessageId, Position
 

@@ -13,7 +13,8 @@ import pulsar.asyncio
 
 from seqdedupe.entry_properties import BATCH, CONTROL, ENTRY, KIND
 from seqdedupe.errors import DamagedError, SeqdedupeError, UnavailableError, error
-from seqdedupe.format import layout, records
+from seqdedupe.format import records
+from seqdedupe.format.columns import RECORD_END, ROWS
 from seqdedupe.format.headers import BATCH_TAG, CONTROL_TAG, MARKER_BYTES, MARKER_TAG, NO_KEY, header, marker_body
 from seqdedupe.log.contract import Entries, Run, Runs
 from seqdedupe.log.pulsar.entries import (
@@ -27,7 +28,8 @@ from seqdedupe.log.pulsar.entries import (
     encoded_part,
     read_marker,
 )
-from seqdedupe.log.pulsar.places import STEP_BYTES, Ledgers, Point, begins_record, size_of
+from seqdedupe.log.pulsar.ledgers import Ledgers
+from seqdedupe.log.pulsar.places import STEP_BYTES, Point, begins_record, size_of
 from seqdedupe.log.pulsar.pulsar_client import opened, told
 from seqdedupe.log.pulsar.terms import Terms, TermVerdict, gap
 from seqdedupe.message_id import MessageId
@@ -299,8 +301,8 @@ class Collector:
         # A packed payload is one record, and says of itself what its properties do.
         if (
             why != records.END
-            or table[:, layout.RECORD_END].tolist() != list(accumulate(map(len, several)))
-            or table[:, layout.ROWS].tolist() != [sum(run.rows for run in each) for each in runs]
+            or table[:, RECORD_END].tolist() != list(accumulate(map(len, several)))
+            or table[:, ROWS].tolist() != [sum(run.rows for run in each) for each in runs]
             or records.first_bad_payload(view, table, len(table)) >= 0
         ):
             raise damaged(f"among the entries from index {first_index} to {self._index} one is not intact")

@@ -23,14 +23,15 @@ from seqdedupe.client.connection import Backoff
 from seqdedupe.client.message import StoredBatch
 from seqdedupe.entry_properties import ENTRY, EntryPlace
 from seqdedupe.errors import DamagedError, NotFoundError, SeqdedupeError, UnavailableError, error
-from seqdedupe.format.layout import BASE_INDEX, PUBLISH_TIME_MS, ROWS
+from seqdedupe.format.columns import BASE_INDEX, PUBLISH_TIME_MS, ROWS
 from seqdedupe.format.records import body_of, ownership
 from seqdedupe.limits import NO_SEQUENCE_ID
 from seqdedupe.log.contract import Entries
 from seqdedupe.log.pulsar.admin_url import AdminAnswer
 from seqdedupe.log.pulsar.entries import PulsarEntry
 from seqdedupe.log.pulsar.finder import Finder, last_of, trimmed
-from seqdedupe.log.pulsar.places import Ledgers, begins_record, size_of
+from seqdedupe.log.pulsar.ledgers import Ledgers
+from seqdedupe.log.pulsar.places import begins_record, size_of
 from seqdedupe.log.pulsar.reader import Collector, Reader, fields_of
 from seqdedupe.log.pulsar.terms import Terms, TermStanding, TermVerdict
 from seqdedupe.message_id import MessageId, MessageIds, Position

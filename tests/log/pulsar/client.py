@@ -10,7 +10,7 @@ import pulsar.asyncio
 from seqdedupe.errors import error
 from seqdedupe.log.pulsar.admin_url import Publisher, PulsarAdmin, TopicStats
 from seqdedupe.log.pulsar.entries import PulsarEntry, PulsarMessage
-from seqdedupe.log.pulsar.places import Ledgers
+from seqdedupe.log.pulsar.ledgers import Ledgers
 from seqdedupe.message_id import MessageId
 from tests.log.pulsar.standin import PulsarTopic
 

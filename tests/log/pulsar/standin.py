@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 
 from seqdedupe.log.pulsar.entries import PulsarEntry, PulsarMessage
-from seqdedupe.log.pulsar.places import Ledger, Ledgers
+from seqdedupe.log.pulsar.ledgers import Ledger, Ledgers
 from seqdedupe.message_id import MessageId
 
 NO_RECEIPT = MessageId(-1, -1)

@@ -12,7 +12,7 @@ from seqdedupe.log.pulsar import entries
 from seqdedupe.log.pulsar import finder as module
 from seqdedupe.log.pulsar.entries import PulsarEntry, PulsarMessage
 from seqdedupe.log.pulsar.finder import Finder, Known, last_of
-from seqdedupe.log.pulsar.places import Ledger, Ledgers
+from seqdedupe.log.pulsar.ledgers import Ledger, Ledgers
 from seqdedupe.log.pulsar.terms import Terms, TermStanding, TermVerdict
 from seqdedupe.message_id import MessageId, Position
 from tests.batches import batch

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from seqdedupe.batch import Batch
 from seqdedupe.entry_properties import ENTRY, MESSAGE, PREFIX, USER
 from seqdedupe.errors import DamagedError, InvalidRequestError
-from seqdedupe.format.layout import PUBLISH_TIME_MS, ROWS
+from seqdedupe.format.columns import PUBLISH_TIME_MS, ROWS
 from seqdedupe.limits import LINK_LEFT_OUT
 from seqdedupe.log.pulsar.entries import MAX_ENTRY_BYTES, PulsarMessage
 from seqdedupe.log.pulsar.reader import Collector

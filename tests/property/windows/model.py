@@ -5,8 +5,9 @@ from dataclasses import dataclass, field
 
 from seqdedupe import batch as batches
 from seqdedupe.batch import Binary
-from seqdedupe.core.id_slots import NO_LIMIT, PARTS, WindowLimits
+from seqdedupe.core.id_slots import PARTS
 from seqdedupe.core.rule import DUP, NOT_DUP
+from seqdedupe.limits import NO_LIMIT, WindowLimits
 from seqdedupe.log.contract import Runs
 from seqdedupe.topic import control
 from seqdedupe.topic.base import State
