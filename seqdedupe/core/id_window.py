@@ -38,7 +38,6 @@ from seqdedupe.core.id_table import (
 )
 from seqdedupe.core.moment import Moment
 from seqdedupe.core.rule import DUP
-from seqdedupe.format import columns
 from seqdedupe.format.columns import ROWS as ROWS_OF_BATCH
 from seqdedupe.format.headers import key_of
 from seqdedupe.format.jit import Int64s, Int64s2, Uint8s
@@ -79,7 +78,7 @@ class Older:
         found: list[tuple[IdRun, int, range]] = []
         if not runs:
             return found
-        hashes, rows = np.empty(int(places[columns.ROWS]), np.int64), np.empty(int(places[columns.ROWS]), np.int64)
+        hashes, rows = np.empty(int(places[ROWS_OF_BATCH]), np.int64), np.empty(int(places[ROWS_OF_BATCH]), np.int64)
         hash_rows(view, places, key, hashes)
         for run in runs:
             through = rows[: probe(hashes, run.filter, rows)].tolist()
