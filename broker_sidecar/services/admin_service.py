@@ -118,12 +118,12 @@ class AdminService:
         if full in self._topics.partitions:
             await lookup.delete_partitioned(self._topics, full)
         else:
-            self._arrivals.check_is_known(full)
-            await delete(self._topics, full)
+            await delete(self._topics, full, self._arrivals.check_is_known)
         return admin_pb2.DeleteTopicResponse()
 
     async def _list_topics(self, request: admin_pb2.ListTopicsRequest) -> admin_pb2.ListTopicsResponse:
-        names = sorted([*map(_name, self._topics.all()), *self._topics.partitions])
+        wholes = (whole for whole in self._topics.partitions if not self._topics.registry.is_being_made(whole))
+        names = sorted([*map(_name, self._topics.all()), *wholes])
         first = bisect_right(names, topic_name(request.after)) if request.after else 0
         page = names[first : first + PAGE_TOPICS]
         here = admin_pb2.ListTopicsResponse(
@@ -141,6 +141,8 @@ class AdminService:
 
     def _topic(self, name: str) -> admin_pb2.Topic:
         """A topic by its full name, as it is now. Raises TOPIC_NOT_FOUND."""
+        if self._topics.registry.is_being_made(name):
+            raise self._topics.ownership.missing(name)
         if name in self._topics.partitions:
             partitions = lookup.partitions_of(self._topics, name)
             return partitioned_to_proto(name, partitions, self._topics.partitions.unused.get(name, 0))

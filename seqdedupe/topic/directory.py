@@ -401,8 +401,9 @@ class Topics(Generic[T]):
         [topic] = await self.lives.make([full], policy, layout=layout)
         return topic
 
-    async def delete(self, name: str) -> None:
-        """Deletes a topic for good. It takes nothing more from now on.
+    async def delete(self, name: str, check: Callable[[str], None] = lambda full: None) -> None:
+        """Deletes a topic for good. It takes nothing more from now on. `check` is asked in the step in which that
+        begins: what it raises keeps the topic.
 
         Raises TOPIC_NOT_FOUND, LOG_DAMAGED; STORE_UNAVAILABLE: then it is still there, and takes messages again once
         the store says so. Whoever is cancelled here does not know: the deletion goes on.
@@ -421,4 +422,5 @@ class Topics(Generic[T]):
             raise error("INVALID_REQUEST", f"{full} is a partition of {whole}", hint=f"Delete {whole}, all of it.")
         self.registry.entry(full).check_may(Phase.DELETING)
         topic.check_not_damaged()
+        check(full)
         await self.registry.run(Phase.DELETING, full, partial(self.lives.remove, [full], full))

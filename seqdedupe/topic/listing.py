@@ -102,9 +102,10 @@ class Waiting:
             await topic.recover()
 
     async def use_all(self) -> None:
-        """As `use`, of all that wait."""
+        """As `use`, of all that wait, and of those that somebody else has begun to open."""
         while self._waiting:
             await self.use(*islice(self._waiting, USED_AT_ONCE))
+        await self.use(*self._begun)
 
     async def open_all(self) -> None:
         """Opens one after the other, until none waits."""

@@ -9,7 +9,7 @@ In a cluster others make and delete topics: it is asked before it is said for go
 """
 
 import asyncio
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import TypeVar
 
@@ -105,10 +105,13 @@ async def delete_partitioned(topics: Topics[T], whole: str) -> None:
     """
     await topics.waiting.use(*topics.partitions.names(whole))
     lost = await without_log(topics, topics.partitions.names(whole))
-    if change := topics.registry.changes(whole):
-        await asyncio.shield(change)
-    if change or whole not in topics.partitions:
-        return
+    while change := topics.registry.changes(whole):
+        if not topics.registry.is_being_made(whole):
+            await asyncio.shield(change)
+            return
+        await asyncio.wait({change})
+    if whole not in topics.partitions:
+        raise topics.ownership.missing(whole)
     for name in topics.partitions.names(whole):
         topics.check_takes_changes(name)
         if topics.registry.record(name) is not None and name not in lost:
@@ -145,14 +148,14 @@ async def find_or_create(topics: Topics[T], name: str) -> T:
     return await (topics.get_or_create(name) if topics.allow_auto_topic_creation else find(topics, name))
 
 
-async def delete(topics: Topics[T], name: str) -> None:
+async def delete(topics: Topics[T], name: str, check: Callable[[str], None] = lambda full: None) -> None:
     """As `Topics.delete`; also of a topic that is damaged because somebody has deleted its log in the cluster. Raises
     why the cluster cannot be asked, too."""
     full = await look_for(topics, name)
     topic = _there(topics, full)
     is_lost = bool(await without_log(topics, [full])) and not topics.partitions_beside(full)
     if not is_lost or _there(topics, full) is not topic or topics.registry.phase(full) is Phase.DELETING:
-        await topics.delete(full)
+        await topics.delete(full, check)
         return
     topics.check_takes_changes(full)
     await topics.registry.run(Phase.DELETING, full, partial(topics.remove, [full], full))

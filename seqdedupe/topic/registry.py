@@ -297,6 +297,10 @@ class Registry(Generic[T]):
             entry.under_way = task
         return task
 
+    def is_being_made(self, whole: str) -> bool:
+        """Whether this is a partitioned topic that is being made: nobody is shown it before it is there as a whole."""
+        return whole in self._changing and self.phase(partition_name(whole, 0)) is Phase.CREATING
+
     def changes(self, whole: str) -> asyncio.Task[Any] | None:
         """What is under way with a partitioned topic as a whole."""
         return self._changing.get(whole)

@@ -416,9 +416,7 @@ TABLE: dict[str, dict[str, str]] = {
     "arrive: taken": {
         "create": "waits, TOPIC_EXISTS -> other, there other standby",
         "open a producer": "waits, ok -> other, there other standby",
-        # Looks wrong: it is answered OK, and the sidecar that the topic came from may take it again.
-        "delete": "waits, ok -> none, there other standby OR waits, ok; the first: MOVE_FAILED: topic T: "
-        "the sidecar at here has it not: it is taken again here -> none, there other",
+        "delete": "waits, RECOVERING -> other, there other standby",
         "import a snapshot": "TOPIC_NOT_FOUND -> other, there other standby",
         "rebuild": "TOPIC_NOT_FOUND -> other, there other standby",
         "move away": "TOPIC_NOT_FOUND -> other, there other standby",
@@ -453,15 +451,13 @@ TABLE: dict[str, dict[str, str]] = {
     "create partitions": {
         "create": "TOPIC_EXISTS -> 2 partitions new",
         "open a producer": "TOPIC_IS_PARTITIONED -> 2 partitions new",
-        # Looks wrong: it is answered OK, and deletes nothing. That of a topic that is being created deletes it.
-        "delete": "waits, ok -> 2 partitions new",
+        "delete": "waits, ok -> none",
         "import a snapshot": "TOPIC_IS_PARTITIONED -> 2 partitions new",
         "rebuild": "TOPIC_IS_PARTITIONED -> 2 partitions new",
         "move away": "TOPIC_IS_PARTITIONED -> 2 partitions new",
         "arrive": "MOVE_FAILED: the topic T is there already, with 2 partitions -> 2 partitions new, there other",
-        # Looks wrong: nothing of it is damaged. A topic that is being created is not listed.
-        "list": "lists 2 partitions damaged -> 2 partitions new",
-        "get": "gets 2 partitions damaged -> 2 partitions new",
+        "list": "lists none -> 2 partitions new",
+        "get": "TOPIC_NOT_FOUND -> 2 partitions new",
         "back up": "has none -> 2 partitions new",
         "create partitions": "waits, TOPIC_EXISTS -> 2 partitions new",
         "create a partition's name": "INVALID_TOPIC_NAME -> 2 partitions new",
@@ -563,8 +559,7 @@ TABLE: dict[str, dict[str, str]] = {
         "arrive": "MOVE_FAILED: the topic T is there already; the first: gets old -> old, there other",
         "list": "lists old recovering; the first: gets old -> old",
         "get": "waits, gets old; the first: gets old -> old",
-        # Looks wrong: a backup opens those topics that nobody has used, and does not wait for one that is being opened.
-        "back up": "has old left out; the first: gets old -> old",
+        "back up": "waits, has old; the first: gets old -> old",
         "create partitions": "TOPIC_EXISTS; the first: gets old -> old",
         "create a partition's name": "ok; the first: gets old -> old + partition new",
         "delete a partition's name": "TOPIC_NOT_FOUND; the first: gets old -> old",
