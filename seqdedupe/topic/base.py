@@ -153,6 +153,7 @@ class TopicBase(ABC):
         """Whether the topic was opened again, so that nothing comes of using this one."""
         self._on_state = on_state
         self._tasks: set[asyncio.Task[None]] = set()
+        self._has_ended = False
         # -- what is known of it
         self.producers = producers
         self.sessions = Sessions(producers)
@@ -380,8 +381,10 @@ class TopicBase(ABC):
         """Closes it for good: whoever still uses the topic is told that it is not there."""
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
-        """Runs it beside the caller, until the topic is closed. What it raises is logged."""
+        """Runs it beside the caller, until the topic is closed, and not at all after that. What it raises is logged."""
         task = asyncio.ensure_future(work)
+        if self._has_ended:
+            task.cancel()
         self._tasks.add(task)
         task.add_done_callback(self._task_done)
         return task
@@ -393,6 +396,7 @@ class TopicBase(ABC):
 
     async def end_tasks(self) -> None:
         """Nothing that was spawned goes on, and no snapshot is taken, on return."""
+        self._has_ended = True
         self.keeper.inactivity.close()
         for task in self._tasks:
             task.cancel()

@@ -480,6 +480,7 @@ class Inactivity:
         self._let_go = let_go
         self._spawn = spawn
         self._minutes = NEVER
+        self._is_closed = False
         self._timer: asyncio.TimerHandle | None = None
         self._look: asyncio.Task[None] | None = None
         self.apply(applied)
@@ -487,13 +488,14 @@ class Inactivity:
     def apply(self, applied: Applied) -> None:
         """This is in force from now on. With another timeout every producer begins with a full one."""
         minutes = applied.deduplication_producer_inactivity_timeout_minutes if applied.forgets else NEVER
-        if minutes != self._minutes:
+        if minutes != self._minutes and not self._is_closed:
             self._minutes = minutes
             self._producers.activity.renew_all()
             self._set_timer()
 
     def close(self) -> None:
-        """Looks no more."""
+        """Looks no more, whatever policy comes."""
+        self._is_closed = True
         self._minutes = NEVER
         self._set_timer()
 

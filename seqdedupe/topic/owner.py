@@ -167,7 +167,9 @@ class Owner:
         """Tries once. Whether there is nothing left to try."""
         topic = self._topic
         try:
-            if not await self._took_over():
+            took_over = await self._took_over()
+            self._seems_damaged = False
+            if not took_over:
                 return False
         except DamagedError as e:
             if self._seems_damaged:
@@ -187,7 +189,6 @@ class Owner:
             else:
                 self._not_now(e)
             return False
-        self._seems_damaged = False
         self._keeping_away.serves()
         # Else it would be taken back at once when it is given up.
         self.wanted.clear()
@@ -368,6 +369,10 @@ class Owner:
             self.wanted.set()
             await self._tried.wait()
         topic.check_serving()
+
+    def close(self) -> None:
+        """Nothing is tried any more: whoever waits for that finds that the topic is closed."""
+        self._tried.tell()
 
     async def _until_free(self) -> None:
         """Returns when it need not be kept away any more from a log that nobody seems to own.

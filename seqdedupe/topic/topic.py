@@ -29,7 +29,7 @@ from seqdedupe.topic import control
 from seqdedupe.topic.base import State, TopicBase
 from seqdedupe.topic.control import Change, CursorChange, Purge
 from seqdedupe.topic.flight import Admitted, Changing, Flight
-from seqdedupe.topic.frame import NumbersCache, OutOfStepError, Refusal, Reply
+from seqdedupe.topic.frame import NumbersCache, OutOfStepError, Receipt, Refusal, Reply
 from seqdedupe.topic.judge import BySequenceId, Judge
 from seqdedupe.topic.judge_by_id import ByDeduplicationId
 from seqdedupe.topic.keeper import Keeper, producers_of
@@ -220,7 +220,10 @@ class Topic(TopicBase):
         self.check_serving()
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         body = control.encode(change, term=self.term, record_id=int.from_bytes(self._random_bytes(8), "little"))
-        self.flight.add(Changing(body, change, done))
+        try:
+            self.flight.add(Changing(body, change, done))
+        except MemoryError as e:
+            raise self.owner.out_of_step(e) from e
         try:
             self.log.append_control(body)
         except Exception as e:  # noqa: BLE001 (as of a frame)
@@ -281,6 +284,7 @@ class Topic(TopicBase):
         self.confirmed.tell()
         for item in found:
             self._answer(item)
+        self.flight.tell()
 
     def _found(self, chunk: bytes, table: Table, runs_of: RunsOf) -> list[Admitted | Changing]:
         """Those in flight that are among these records."""
@@ -338,7 +342,7 @@ class Topic(TopicBase):
                 continue
             self.counters.refused += 1
             if not item.is_told:
-                item.reply(Refusal(item.receipt.frame, e))
+                self._reply(item, Refusal(item.receipt.frame, e))
         if any(isinstance(item, Admitted) and item.is_told for item in failed):
             # Whoever was told that it is written learns by a resume that it is not.
             self.end_streams(e)
@@ -378,10 +382,17 @@ class Topic(TopicBase):
                 item.receipt.runs = runs
                 item.receipt.durable_at = item.receipt.first_index + item.frame.rows
                 item.is_told = True
-                item.reply(item.receipt)
+                self._reply(item, item.receipt)
             else:
                 # Its sender takes nothing less. Before the policy was in force nobody asked for the sync.
                 self.log.flush()
+
+    def _reply(self, item: Admitted, answer: Receipt | Refusal) -> None:
+        try:
+            item.reply(answer)
+        except Exception:
+            # As in `_answer`.
+            logger.exception("topic %s could not give an answer", self.name)
 
     def connect(self, end: Callable[[SeqdedupeError], None] = lambda e: None) -> NumbersCache:
         """A stream begins: its cache. The producers that it uses are in use until `disconnect`.
@@ -549,5 +560,6 @@ class Topic(TopicBase):
         # First: a snapshot that is under way, or an append that settles, would have it measured again.
         await self.ids.close()
         await self.end_tasks()
+        self.owner.close()
         await self.log.close()
         self.fail_in_flight(self.not_appended("OUTCOME_UNKNOWN", why))

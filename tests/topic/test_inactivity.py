@@ -721,3 +721,12 @@ async def test_a_producer_in_parts_and_an_end_in_the_middle(scene: Scene, monkey
     await scene.pass_timeout(1)
     assert parts == [2, 1, 2]
     assert scene.known() == {"d": 7, "g": 7, "h": 7}
+
+
+async def test_nobody_is_looked_for_in_a_topic_that_is_closed(store: Store) -> None:
+    """A policy may come into force while it is being closed."""
+    scene = Scene(store, Storage(INCARNATION))
+    await scene.start()
+    await scene.topic.close("")
+    scene.topic.keeper.inactivity.apply(FORGETS)
+    assert scene.topic.keeper.inactivity._timer is None

@@ -15,6 +15,8 @@ from seqdedupe.core.id_slots import Newer, Slots
 from seqdedupe.core.id_window import IdWindow
 from seqdedupe.core.producers import Producers
 from seqdedupe.core.rule import DUP
+from seqdedupe.errors import SeqdedupeError
+from seqdedupe.log.contract import Failure
 from seqdedupe.store.db import Store
 from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe.topic import judge, judge_by_id
@@ -22,6 +24,7 @@ from seqdedupe.topic.base import Counters, State
 from seqdedupe.topic.flight import Flight
 from seqdedupe.topic.frame import NumbersCache, Receipt, Refusal
 from seqdedupe.topic.judge_by_id import ByDeduplicationId
+from seqdedupe.topic.operations import open_sessions
 from seqdedupe.topic.owner import Owner
 from seqdedupe.topic.policy import Policy
 from seqdedupe.topic.topic import Topic
@@ -218,6 +221,59 @@ async def test_an_answer_that_cannot_be_given_loses_no_other(store: Store) -> No
     assert [isinstance(answer, Receipt) for answer in answers] == [True]
     assert place.topic.state is State.SERVING
     await place.topic.close("")
+
+
+async def test_nor_one_that_refuses_it(store: Store) -> None:
+    """What is in flight is given up: one that cannot hear it keeps no other from hearing it."""
+    place = Place(store)
+    await place.start()
+    answers: list[Receipt | Refusal] = []
+
+    def cannot(answer: Receipt | Refusal) -> None:
+        raise MemoryError
+
+    for one, reply in ((b"a", cannot), (b"b", answers.append)):
+        place.topic.admit(frame(one), 1, reply, NumbersCache())
+    place.log.refuse()
+    assert [isinstance(answer, Refusal) for answer in answers] == [True]
+    await settled(place.log, place.topic)
+    await place.topic.close("")
+
+
+async def test_a_session_whose_record_finds_no_memory_is_found_out(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it would be in flight for ever, and whoever resumes it would hold the event loop."""
+    scene = Scene(store)
+    await scene.start()
+    with monkeypatch.context() as patch:
+        patch.setattr(Flight, "add", Fails(Flight.add, 1, afterwards=False).method())
+        with pytest.raises(SeqdedupeError) as raised:
+            await open_sessions(scene.topic, ["p"], None)
+    assert raised.value.reason == "RECOVERING"
+    await settled(scene.log, scene.topic)
+    assert not scene.topic.sessions.are_in_flight(["p"])
+    await scene.open("p")
+    await scene.topic.close("")
+
+
+async def test_nothing_begins_on_a_topic_that_is_closed(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An append fails while it is being closed: nobody would end what is begun then."""
+    place = Place(store)
+    await place.start()
+    topic, opened = place.topic, place.log.opened
+    close = topic.keeper.snapshotter.close
+
+    async def fails_meanwhile() -> None:
+        topic.owner.log_failed(Failure.UNKNOWN, "planted")
+        await close()
+
+    monkeypatch.setattr(topic.keeper.snapshotter, "close", fails_meanwhile)
+    await topic.close("")
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not topic._tasks
+    assert place.log.opened == opened
 
 
 async def test_control_out_of_step_nothing_is_found_out(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
