@@ -115,7 +115,7 @@ class WithRuns:
                         self.pages[number, count] = page
                         firsts.append(first_hash)
                         begin, count = stop, count + 1
-        run = self.core.runs.Run(number, first, end, np.array(firsts, np.int64), words, chunks)
+        run = self.core.runs.IdRun(number, first, end, np.array(firsts, np.int64), words, chunks)
         self.inner.older.offer(run)
 
     def name(self) -> None:
