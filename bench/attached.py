@@ -22,10 +22,10 @@ from broker_sidecar.config import Config
 from broker_sidecar.data import Data
 from seqdedupe import wire
 from seqdedupe.batch import Binary
-from seqdedupe.client.attachment import ATTACH
+from seqdedupe.client.broker import ATTACH
 from seqdedupe.limits import MAX_NAMES_AT_ONCE
 from seqdedupe.testing import Sidecar
-from seqdedupe.topic.attachment import Columns
+from seqdedupe.topic.attached import Columns
 from seqdedupe.topic.policy import LARGEST
 
 REPLAY_ROWS = 10_000
@@ -54,7 +54,7 @@ async def _fill(data: Path, producers: int) -> None:
         ids = np.zeros(len(names), np.int64)
         topic.check(attachment, Columns(handles, ids, ids))
         topic.report(attachment, first, len(names), SNAPSHOT, 0)
-    await topic.snapshot()
+    await topic.keeper.snapshot()
     await opened.all_topics.drain()
     await opened.close()
 

@@ -11,7 +11,7 @@ from sqlalchemy import Connection, Engine, create_engine, text
 
 from bench.figure import Figure, Ratio, over
 from seqdedupe.client.blocking import Client
-from seqdedupe.client.stored import Message
+from seqdedupe.client.message import Message
 from seqdedupe.services.consumer import Consumer
 from seqdedupe.testing import Sidecar
 from tests.spark.postgres import PostgresServer

@@ -20,7 +20,7 @@ from bench.echo import ECHO
 from bench.figure import Figure, Ratio, over
 from seqdedupe import wire
 from seqdedupe.batch import Binary
-from seqdedupe.client.attachment import ATTACH
+from seqdedupe.client.broker import ATTACH
 from seqdedupe.testing import Sidecar
 
 NAMES = 100

@@ -27,8 +27,7 @@ from seqdedupe import wire
 from seqdedupe.batch import Batch, Binary, single_producer, without_producers
 from seqdedupe.client.blocking import Client
 from seqdedupe.testing import Sidecar
-from seqdedupe.topic.answers import Receipt, Refusal
-from seqdedupe.topic.frame import NumbersCache
+from seqdedupe.topic.frame import NumbersCache, Receipt, Refusal
 from seqdedupe.topic.policy import Policy
 from seqdedupe.v1 import publish_pb2
 
@@ -83,10 +82,10 @@ async def _fill_with_ids(data: Path, case: Case) -> None:
 
     for first in range(0, case.ids, IDS_A_FRAME):
         encoded = without_producers(Binary(offsets, ids_from(first, IDS_A_FRAME)), nothing).encode()
-        looked_up = await topic.look_up(encoded)
+        looked_up = await topic.ids.look_up(encoded)
         topic.admit(encoded, first, reply, cache, looked_up=looked_up)
         await topic.flight.all_of_now()
-    await topic.snapshotter.take()
+    await topic.keeper.snapshotter.take()
     await topic.close("done")
     await opened.close()
 

@@ -18,18 +18,15 @@ import pulsar
 from bench import setup
 from bench.figure import Figure, Ratio, over
 from bench.pulsar_setup import KEYS, NAMESPACE
-from broker_sidecar.config import Config
+from broker_sidecar.config import Config, PulsarConfig
 from broker_sidecar.data import Data
-from broker_sidecar.pulsar_config import PulsarConfig
 from pulsar_broker.distribution import get
 from pulsar_broker.standalone import Broker
 from seqdedupe.batch import Binary, single_producer
-from seqdedupe.log.pulsar.admin import Admin
-from seqdedupe.log.pulsar.http import AdminUrl
-from seqdedupe.topic.answers import Receipt, Refusal
-from seqdedupe.topic.frame import NumbersCache
-from seqdedupe.topic.opening import open_sessions
-from seqdedupe.topic.state import State
+from seqdedupe.log.pulsar.admin_url import AdminUrl, PulsarAdmin
+from seqdedupe.topic.base import State
+from seqdedupe.topic.frame import NumbersCache, Receipt, Refusal
+from seqdedupe.topic.operations import open_sessions
 
 TAIL = 200_000
 ROWS = 1_000
@@ -63,7 +60,7 @@ async def _fill(config: Config) -> None:
     data = Data(config, lambda name, state: None)
     topic = await data.all_topics.create(setup.TOPIC)
     opened = await open_sessions(topic, ["p"], None)
-    await topic.snapshot()
+    await topic.keeper.snapshot()
     payloads, base = Binary.of_all([b"x" * 100] * ROWS), np.arange(ROWS, dtype=np.int64)
 
     def reply(answer: Receipt | Refusal) -> None:
@@ -78,7 +75,7 @@ async def _fill(config: Config) -> None:
     await data.close()
 
 
-async def _recovered(config: Config, admin: Admin) -> float:
+async def _recovered(config: Config, admin: PulsarAdmin) -> float:
     """The seconds that it takes to open the topic."""
     data = Data(config, lambda name, state: None)
     topics = data.all_topics
@@ -117,7 +114,7 @@ def _publish(broker: Broker) -> None:
     client.close()
 
 
-def _opened(broker: Broker, admin: Admin) -> float:
+def _opened(broker: Broker, admin: PulsarAdmin) -> float:
     """The seconds that it takes to open a producer, which is when the broker has replayed the topic."""
     client = _client(broker)
     asyncio.run(admin.unload(STOCK_TOPIC))
@@ -133,7 +130,7 @@ def _opened(broker: Broker, admin: Admin) -> float:
 @contextmanager
 def figure(folder: Path) -> Iterator[Figure]:
     with Broker(get(), **KEYS | NO_SNAPSHOTS) as broker:
-        config, admin = _config(broker, folder / "data"), Admin(AdminUrl(broker.admin_url))
+        config, admin = _config(broker, folder / "data"), PulsarAdmin(AdminUrl(broker.admin_url))
         asyncio.run(_fill(config))
         _publish(broker)
         yield Figure(

@@ -19,7 +19,7 @@ from bench.publish import rising
 from bench.pulsar_setup import KEYS, NAMESPACE, WarmBroker
 from pulsar_broker.distribution import get
 from seqdedupe.client import Client
-from seqdedupe.rendezvous import in_order
+from seqdedupe.client.route import in_order
 from seqdedupe.testing import Sidecar
 
 SIDECARS = 3

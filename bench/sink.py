@@ -25,8 +25,8 @@ from seqdedupe.batch import Binary
 from seqdedupe.client import Client
 from seqdedupe.client.blocking import Client as BlockingClient
 from seqdedupe.testing import Sidecar
-from seqdedupe_spark.sink import window
-from seqdedupe_spark.sink.layout import layout_of
+from seqdedupe_spark.sink import task as task_module
+from seqdedupe_spark.sink.row_layout import layout_of
 from seqdedupe_spark.sink.task import SinkTask
 
 ROWS = 1_000
@@ -105,7 +105,7 @@ def figure(folder: Path) -> Iterator[Figure]:
 
             def task_arm() -> float:
                 batches = _arrow(new())
-                task = SinkTask(sidecar.address, layout, window.now())
+                task = SinkTask(sidecar.address, layout, task_module.now())
                 return _rate(lambda: task.run(batches))
 
             def spark_arm() -> float:

@@ -13,16 +13,16 @@ import numpy as np
 from bench import setup
 from bench.figure import Figure, Ratio
 from bench.window import KEY, frame, ids_from
-from seqdedupe.core.id_chunks import WindowLimits
 from seqdedupe.core.id_window import IdWindow
 from seqdedupe.core.moment import Moment
-from seqdedupe.core.names import Names
+from seqdedupe.core.name_table import Names
 from seqdedupe.core.producers import Producers
+from seqdedupe.limits import WindowLimits
 from seqdedupe.message_id import MessageId, Position
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Snapshots
+from seqdedupe.topic.keeper import Snapshotter
 from seqdedupe.topic.policy import Applied
-from seqdedupe.topic.snapshotter import Snapshotter
 
 PRODUCERS = 1_000_000
 CHANGED = 10_000

@@ -17,7 +17,7 @@ from pyspark.sql import SparkSession
 from bench.figure import Figure, Ratio, over
 from bench.spark_setup import CORES, session
 from seqdedupe.batch import NO_INT32S, Batch, Binary, Int64s, decode
-from seqdedupe.client.stored import StoredBatch
+from seqdedupe.client.message import StoredBatch
 from seqdedupe_spark.dedupe import Deduplicator
 
 ROWS = 500_000

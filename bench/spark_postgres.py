@@ -17,9 +17,9 @@ from bench.figure import Figure, Ratio, over
 from seqdedupe.testing import Sidecar
 from seqdedupe_spark.columns import SCHEMA
 from seqdedupe_spark.job.rounds import JobConfig, ReaderJob
-from seqdedupe_spark.options import Limits, Options
-from seqdedupe_spark.reading import read_range
-from seqdedupe_spark.stores.postgres import PostgresStore
+from seqdedupe_spark.options import Options, ReadLimits
+from seqdedupe_spark.range_reader import read_range
+from seqdedupe_spark.stores.postgresql import PostgresStore
 from tests.spark.postgres import PostgresServer
 
 ROWS = 500_000
@@ -65,7 +65,7 @@ def _postgres() -> Iterator[str]:
 
 def _job(session: SparkSession, address: str, url: str) -> float:
     """A job that starts for the first time and reads all in one round, into an empty table."""
-    source = Options(spark_setup.SELECTION, address, limits=Limits(2 * ROWS, 2**40))
+    source = Options(spark_setup.SELECTION, address, limits=ReadLimits(2 * ROWS, 2**40))
     config = JobConfig(f"job-{next(_jobs)}", source, partial(PostgresStore, url), "by_job")
     job = ReaderJob(session, config, pick)
     _empty(url, "by_job")

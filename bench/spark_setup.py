@@ -11,7 +11,7 @@ from pyspark.sql import SparkSession
 from seqdedupe.client import ProducerConfig, blocking
 from seqdedupe.message_id import Position
 from seqdedupe_spark.options import Selection
-from seqdedupe_spark.planning import Listing
+from seqdedupe_spark.planning import TopicListing
 from seqdedupe_spark.ranges import Range
 from seqdedupe_spark.session import workers_path
 
@@ -51,6 +51,6 @@ def publish(address: str, rows: int, topics: Sequence[str] = PARTITIONS) -> None
 def ranges(address: str) -> list[Range]:
     """All that the two partitions hold."""
     with blocking.Client(address) as client:
-        listing = Listing(client)
+        listing = TopicListing(client)
         names = listing.select(SELECTION)
         return listing.plan({name: Position.before(client.ends(name).last.incarnation, 0) for name in names})

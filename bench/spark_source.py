@@ -16,7 +16,7 @@ from bench import spark_setup
 from bench.figure import Figure, Ratio, over
 from seqdedupe.testing import Sidecar
 from seqdedupe_spark.columns import SCHEMA
-from seqdedupe_spark.reading import read_range
+from seqdedupe_spark.range_reader import read_range
 
 ROWS = 1_000_000
 """In each of the two partitions."""

@@ -14,9 +14,8 @@ from broker_sidecar.config import Config
 from broker_sidecar.data import Data
 from seqdedupe.batch import Binary, single_producer
 from seqdedupe.testing import Sidecar
-from seqdedupe.topic.answers import Receipt, Refusal
-from seqdedupe.topic.frame import NumbersCache
-from seqdedupe.topic.opening import open_sessions
+from seqdedupe.topic.frame import NumbersCache, Receipt, Refusal
+from seqdedupe.topic.operations import open_sessions
 
 PRODUCERS = 1_000_000
 MANY_PRODUCERS = 10_000_000
@@ -36,11 +35,11 @@ async def fill(data: Path, rows: int, *, producers: int = PRODUCERS, tail: int =
         numbers = topic.producers.add_all([b"producer-%07d" % i for i in range(first, end)])
         epochs = np.full(len(numbers), opened.epochs[0])
         topic.producers.confirm_sessions(numbers, epochs, np.arange(first, end), 0)
-        await topic.snapshotter.take()
+        await topic.keeper.snapshotter.take()
     # Compacted as far as it goes, as it is where names come over time.
-    async with topic.snapshotter.stands_still():
+    async with topic.keeper.snapshotter.stands_still():
         pass
-    await topic.snapshotter.take()
+    await topic.keeper.snapshotter.take()
     cache = NumbersCache()
     payloads = Binary.of_all([b"x" * 100] * rows)
     base = np.arange(rows, dtype=np.int64)

@@ -19,12 +19,13 @@ from rocksdict import AccessType, BlockBasedOptions, Cache, Options, Rdict, SstF
 
 from bench.figure import Figure, Ratio, over, percentiles_ms, shown
 from seqdedupe.batch import Binary, without_producers
-from seqdedupe.core.id_chunks import Piece, WindowLimits
+from seqdedupe.core.id_runs import Piece
 from seqdedupe.core.id_window import IdWindow
 from seqdedupe.core.moment import Moment
 from seqdedupe.format import layout
 from seqdedupe.format.columns import PLACES
 from seqdedupe.format.jit import Int64s, Uint8s
+from seqdedupe.limits import WindowLimits
 
 IDS = int(os.environ.get("SEQDEDUPE_BENCH_WINDOW", "10000000"))
 ROWS = 1_000

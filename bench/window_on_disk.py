@@ -17,19 +17,17 @@ import numpy as np
 
 from bench.figure import Figure, Ratio, over, percentiles_ms, shown
 from bench.window import COPIES, FRAMES, KEY, ROWS, Rocks, frame, ids_from
-from seqdedupe.core.id_chunks import WindowLimits
 from seqdedupe.core.id_window import IdWindow
 from seqdedupe.core.moment import Moment
 from seqdedupe.core.producers import Producers
+from seqdedupe.limits import WindowLimits
 from seqdedupe.message_id import MessageId, Position
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Snapshots
 from seqdedupe.topic.frame import check_by_id
+from seqdedupe.topic.keeper import Snapshotter
 from seqdedupe.topic.policy import Applied, Policy
-from seqdedupe.topic.snapshotter import Snapshotter
-from seqdedupe.topic.window_imported import WindowImported
-from seqdedupe.topic.window_memory import WindowMemory
-from seqdedupe.topic.window_runs import WindowRuns
+from seqdedupe.topic.window_runs import WindowImported, WindowMemory, WindowRuns
 
 IDS = int(os.environ.get("SEQDEDUPE_BENCH_WINDOW_ON_DISK", "50000000"))
 MEMORY_BYTES = IDS // 5 * 45

@@ -17,7 +17,7 @@ from bench import setup
 from bench.compare.usage import cpu_seconds_of
 from bench.figure import Arm, Figure, Ratio, over
 from bench.publish import IN_FLIGHT, ROWS, rising
-from seqdedupe.shards import shard_of, shards_of_worker
+from seqdedupe.names import shard_of, shards_of_worker
 from seqdedupe.testing import Sidecar
 
 WORKERS = 2

@@ -18,9 +18,12 @@ from broker_sidecar import event_engine
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 event_engine.turn_off()
 
-from broker_sidecar.config import KEYS, Config  # noqa: E402
-from broker_sidecar.keys import flag_of  # noqa: E402
-from broker_sidecar.loading import from_process  # noqa: E402
+from broker_sidecar.config import (  # noqa: E402
+    KEYS,
+    Config,
+    flag_of,
+    from_process,
+)
 from seqdedupe.address import SidecarAddress  # noqa: E402
 from seqdedupe.errors import SeqdedupeError  # noqa: E402
 
@@ -82,17 +85,17 @@ def main(argv: list[str] | None = None, *, prog: str = "broker_sidecar") -> int:
 
 
 def _run(config: Config, held: ExitStack, flags: Sequence[str], rebuild_store: bool, gives_up_journal: bool) -> int:
-    from broker_sidecar import directory, kernels, workers
-    from broker_sidecar.listening import check_nobody_listens
-    from broker_sidecar.supervising import EXIT_ERROR
+    from broker_sidecar import data_directory, kernels, workers
+    from broker_sidecar.sockets import check_nobody_listens
+    from broker_sidecar.workers import EXIT_ERROR
 
     if faulthandler.is_enabled():
         # Whoever wants its stacks (`seqdedupe.testing`) does not have to end it for them.
         faulthandler.register(signal.SIGUSR2)
     folder = Path(config.data_directory)
     try:
-        workers.check_is_no_backup(folder)
-        lock = held.enter_context(directory.taken(folder))
+        data_directory.check_is_no_backup(folder)
+        lock = held.enter_context(data_directory.taken(folder))
         count = workers.count_of(config)
         workers.divide(config, count)
         if count > 1:
@@ -101,7 +104,7 @@ def _run(config: Config, held: ExitStack, flags: Sequence[str], rebuild_store: b
             if text := getattr(config, key):
                 check_nobody_listens(SidecarAddress.parse(text), key)
     except (SeqdedupeError, OSError) as e:
-        failure = e if isinstance(e, SeqdedupeError) else directory.failed(folder, e)
+        failure = e if isinstance(e, SeqdedupeError) else data_directory.failed(folder, e)
         print(f"seqdedupe: {failure} {failure.hint}", file=sys.stderr)
         return EXIT_ERROR
     if has_to_compile := kernels.prepare(config.data_directory):

@@ -1,13 +1,165 @@
-"""What the sidecar can be told: its keys. `loading` takes them from a file, the environment and flags.
+"""What the sidecar can be told: its keys, what they cannot be, and where their values come from.
 
-`docs/configuration.md` has the table of keys; a test holds it and this file together.
+`Config` has all keys, `PulsarConfig` those of the table `[pulsar]`; `check` says which values contradict or lack each
+other; `load` takes them from a TOML file, `SEQDEDUPE_*` in the environment and flags. A new key is a field, and its
+bounds in `check`. `docs/configuration.md` has the table of keys; a test holds it and this file together.
 """
 
-from dataclasses import dataclass, field
+import difflib
+import os
+import re
+import tomllib
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, cast
+from urllib.parse import urlsplit
 
-from broker_sidecar.keys import key as _key
-from broker_sidecar.keys import keys_of
-from broker_sidecar.pulsar_config import PulsarConfig
+from seqdedupe.address import SidecarAddress
+from seqdedupe.client.credentials import VARIABLES
+from seqdedupe.client.route import Sidecars
+from seqdedupe.errors import ConfigurationError, SeqdedupeError, error
+from seqdedupe.limits import MIN_WINDOW_MEMORY_IN_MB
+from seqdedupe.names import from_text, namespace_name
+from seqdedupe.store.directories import CLUSTER_ID, MAX_WORKERS
+from seqdedupe.topic import policy
+
+# -- What a key of the configuration is: a field of a dataclass, with its default and its meaning.
+
+ENVIRONMENT_PREFIX = "SEQDEDUPE_"
+
+SECRET = "secret"
+"""Of a key that is given in the environment alone, and is never shown."""
+
+
+def key(default: Any, about: str, *kinds: str) -> Any:
+    """A field that is a key."""
+    return field(default=default, metadata={"about": about, "is_secret": SECRET in kinds}, repr=SECRET not in kinds)
+
+
+def keys_of(config: type, prefix: str = "") -> dict[str, Field[Any]]:
+    """All keys by name. Those of a table, which is a dataclass within, have its name before theirs: `pulsar.token`."""
+    found: dict[str, Field[Any]] = {}
+    for item in fields(config):
+        if "about" in item.metadata:
+            found[prefix + item.name] = item
+        elif item.default_factory is not MISSING:
+            found |= keys_of(cast(type, item.default_factory), f"{item.name}.")
+    return found
+
+
+def flag_of(name: str) -> str:
+    """The flag of a key."""
+    return "--" + name.replace("_", "-").replace(".", "-")
+
+
+def environment_of(name: str) -> str:
+    """The name of a key in the environment."""
+    return ENVIRONMENT_PREFIX + name.replace(".", "_").upper()
+
+
+def invalid(name: str, why: str) -> SeqdedupeError:
+    """A key has a value that cannot be."""
+    return error("INVALID_CONFIGURATION", f"{name} {why}", key=name)
+
+
+# -- The keys of the configuration that begin with `pulsar.`: the cluster that holds the logs, if `log = "pulsar"`.
+
+_SERVICE_URL = re.compile(r"pulsar(\+ssl)?://[^\s/@,]+(,[^\s/@,]+)*/?")
+_ENTRY_FORMATS = ("plain", "packed")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PulsarConfig:
+    """All of them. Those about TLS are named as in Pulsar's `client.conf`."""
+
+    service_url: str = key("", "Where Pulsar's brokers are: `pulsar://host:6650`, or `pulsar+ssl://host:6651`.")
+    admin_url: str = key("", "Where their admin calls go: `http://host:8080`, or `https://host:8443`.")
+    namespaces: str = key(
+        "public/default", "The namespaces that are searched for topics, `tenant/namespace`, with commas between."
+    )
+    manage_topic_policies: bool = key(
+        False, "Set a topic's own policies in Pulsar where they are not safe, instead of refusing the topic."
+    )
+    entry_format: str = key(
+        "plain", "Of new topics: `plain`, a Pulsar message each, which any consumer reads; `packed`, a batch each."
+    )
+    token_file: str = key("", "File with the token for Pulsar. It is read anew whenever the token is needed.")
+    token: str = key("", "The token itself. Only in the environment.", SECRET)
+    oauth2_issuer_url: str = key("", "Who gives tokens for Pulsar: the issuer's URL (OAuth 2.0, client credentials).")
+    oauth2_credentials_file: str = key("", "JSON file with `client_id` and `client_secret` for the issuer.")
+    oauth2_audience: str = key("", "What the tokens are for, as the issuer names the cluster. Not all want it.")
+    tls_trust_certs_file_path: str = key(
+        "", "PEM file with the authorities that sign the brokers' certificates. Left out: the usual ones."
+    )
+    tls_enable_hostname_verification: bool = key(True, "Whether a broker's certificate must be for its host name.")
+    tls_allow_insecure_connection: bool = key(False, "Take any certificate of a broker, for trials.")
+
+    @property
+    def has_oauth2(self) -> bool:
+        return bool(self.oauth2_issuer_url or self.oauth2_credentials_file or self.oauth2_audience)
+
+    @property
+    def namespace_names(self) -> list[str]:
+        return [name.strip() for name in self.namespaces.split(",")]
+
+    def check(self) -> None:
+        """For a sidecar whose log is Pulsar. Raises INVALID_CONFIGURATION."""
+        for name, url in (("service_url", self.service_url), ("admin_url", self.admin_url)):
+            if not url:
+                raise invalid(f"pulsar.{name}", "is missing: with log = pulsar both URLs are needed")
+        # What is in a URL may be a password, and is not shown.
+        if not _SERVICE_URL.fullmatch(self.service_url):
+            raise invalid("pulsar.service_url", "should be like pulsar://host:6650 or pulsar+ssl://host:6651")
+        _check_http("pulsar.admin_url", self.admin_url, ("http", "https"))
+        try:
+            for name in self.namespace_names:
+                namespace_name(name)
+        except SeqdedupeError as e:
+            raise invalid("pulsar.namespaces", f"is {self.namespaces!r}: {e.message}") from e
+        if self.entry_format not in _ENTRY_FORMATS:
+            raise invalid("pulsar.entry_format", f"is {self.entry_format!r}: it should be plain or packed")
+        self._check_credentials()
+        _check_file("pulsar.tls_trust_certs_file_path", self.tls_trust_certs_file_path)
+
+    def _check_credentials(self) -> None:
+        given = [
+            name
+            for name, is_given in (
+                ("pulsar.token", self.token),
+                ("pulsar.token_file", self.token_file),
+                ("pulsar.oauth2_issuer_url", self.has_oauth2),
+            )
+            if is_given
+        ]
+        if len(given) > 1:
+            raise invalid(given[1], f"is given, and {given[0]} too: one of them is enough")
+        _check_file("pulsar.token_file", self.token_file)
+        if self.has_oauth2:
+            _check_http("pulsar.oauth2_issuer_url", self.oauth2_issuer_url, ("https", "http"))
+            if not self.oauth2_credentials_file:
+                raise invalid("pulsar.oauth2_credentials_file", "is needed with pulsar.oauth2_issuer_url")
+            _check_file("pulsar.oauth2_credentials_file", self.oauth2_credentials_file)
+
+
+def _check_http(name: str, url: str, schemes: tuple[str, ...]) -> None:
+    try:
+        parts = urlsplit(url)
+        is_good = parts.scheme in schemes and bool(parts.hostname) and parts.username is None and parts.port != 0
+    except ValueError:
+        is_good = False
+    if not is_good:
+        raise invalid(name, "should be like http://host:8080 or https://host, without a user")
+
+
+def _check_file(name: str, path: str) -> None:
+    if path and not (os.path.isfile(path) and os.access(path, os.R_OK)):
+        raise invalid(name, f"is {path!r}: there is no such file that can be read")
+
+
+# -- All keys.
 
 RETENTION = ("default_retention_size_in_mb", "default_retention_time_in_minutes")
 
@@ -16,133 +168,133 @@ RETENTION = ("default_retention_size_in_mb", "default_retention_time_in_minutes"
 class Config:
     """All keys, their defaults and meanings. Names are Pulsar's where it has one."""
 
-    data_directory: str = _key("", "Folder for the store and the logs. Required. One sidecar owns it.")
-    backup_directory: str = _key(
+    data_directory: str = key("", "Folder for the store and the logs. Required. One sidecar owns it.")
+    backup_directory: str = key(
         "",
         "Folder in which `seqdedupe backup` makes backups; it has to be there, also later: it is never made, for a "
         "disk that is not mounted. A sidecar that starts without it serves, and warns. Left out: none can be made.",
     )
-    listen: str = _key("127.0.0.1:6660", "Where to serve gRPC: `host:port` (port 0: a free one) or `unix:/path`.")
-    also_listen: str = _key(
+    listen: str = key("127.0.0.1:6660", "Where to serve gRPC: `host:port` (port 0: a free one) or `unix:/path`.")
+    also_listen: str = key(
         "",
         "Where to serve gRPC as well: `host:port` where `listen` is a Unix socket, or `unix:/path`. It is advertised "
         "nowhere. Left out: nowhere.",
     )
-    allow_insecure_listen: bool = _key(
+    allow_insecure_listen: bool = key(
         False,
         "Listen on an address that is not loopback, though nothing is encrypted, or nobody is asked who they are.",
     )
-    authentication: str = _key(
+    authentication: str = key(
         "token",
         "`token`: every call shows the token in the data directory, or what the keys below accept. `none`: whoever can "
         "connect may do everything.",
     )
-    token_keys_file: str = _key("", "Public keys (JWKS) whose holders sign tokens for others, JSON Web Tokens.")
-    token_audience: str = _key(
+    token_keys_file: str = key("", "Public keys (JWKS) whose holders sign tokens for others, JSON Web Tokens.")
+    token_audience: str = key(
         "", "What these tokens are for: their `aud` has to have it. Needed with `token_keys_file`."
     )
-    token_max_lifetime_minutes: int = _key(
+    token_max_lifetime_minutes: int = key(
         0, "Take only tokens that live at most so many minutes, from their `iat` to their `exp`. 0: no limit."
     )
-    tls_certificate_file: str = _key(
+    tls_certificate_file: str = key(
         "", "The sidecar's certificate, and those up to its authority, as PEM: TLS is spoken."
     )
-    tls_key_file: str = _key("", "The certificate's key, as PEM.")
-    tls_client_ca_file: str = _key(
+    tls_key_file: str = key("", "The certificate's key, as PEM.")
+    tls_client_ca_file: str = key(
         "", "Authorities, as PEM: every client needs a certificate of one of them, whose SAN says who it is."
     )
-    tls_client_crl_file: str = _key(
+    tls_client_crl_file: str = key(
         "", "Lists (CRLs), as PEM, by which these authorities have revoked certificates: whoever shows one is refused."
     )
-    peer_token_file: str = _key(
+    peer_token_file: str = key(
         "", "A file with the token that those in `peers` and `sidecars` are shown. Workers of one directory need none."
     )
-    peer_tls_ca_file: str = _key(
+    peer_tls_ca_file: str = key(
         "",
         "Authorities, as PEM, of other sidecars' certificates. Left out: `tls_client_ca_file`, else the public ones.",
     )
-    socket_mode: str = _key("600", "Permissions of the Unix socket, in octal; 660 lets its group in.")
-    metrics_listen: str = _key(
+    socket_mode: str = key("600", "Permissions of the Unix socket, in octal; 660 lets its group in.")
+    metrics_listen: str = key(
         "",
         "Where to serve metrics and a page for people over HTTP: `host:port` (port 0: a free one). Left out: nowhere.",
     )
-    audit_file: str = _key(
+    audit_file: str = key(
         "",
         "Write down in this file what operators do, and who is refused. Left out: nowhere. A worker adds its number.",
     )
-    log: str = _key(
+    log: str = key(
         "embedded",
         "What holds the messages: `embedded`, the sidecar itself; `pulsar`, a Pulsar cluster; `broker`, a broker that "
         "attaches (`DedupeService`).",
     )
-    instance_name: str = _key(
+    instance_name: str = key(
         "", "Whose the producers and subscriptions in Pulsar are: no two sidecars may have one. Left out: a random one."
     )
-    workers: int = _key(
+    workers: int = key(
         0,
         "So many processes, each with a share of the topics, which are moved if the data directory has another number. "
         "0: as many as it has, in a new one one.",
     )
-    shards: str = _key("", "The shards of the topics that this process has, as `0-15`, where others have the rest.")
-    peers: str = _key(
+    shards: str = key("", "The shards of the topics that this process has, as `0-15`, where others have the rest.")
+    peers: str = key(
         "",
         "The addresses of all processes that have shards, this one too, with commas between. "
         "Without shards: those that topics may be moved to.",
     )
-    cluster_id: str = _key("", "Which cluster the shards are of: the same for all processes. Needed with `shards`.")
-    advertised_address: str = _key("", "Where clients and other sidecars reach this one. Left out: `listen`.")
-    rules_file: str = _key(
+    cluster_id: str = key("", "Which cluster the shards are of: the same for all processes. Needed with `shards`.")
+    advertised_address: str = key("", "Where clients and other sidecars reach this one. Left out: `listen`.")
+    rules_file: str = key(
         "", "A file of TOML that says who may do what, and how much of the sidecar each may use: docs/rules.md."
     )
-    sidecars: str = _key(
+    sidecars: str = key(
         "",
         "The addresses at which the sidecars of a cluster advertise themselves, this one too, and domains as "
         "`*.example.org`, with commas between. A standby follows topics for which it is the first or second of the "
         "addresses. Left out: all topics, and whoever owns one is a sidecar.",
     )
-    standby: bool = _key(
+    standby: bool = key(
         False, "Read along the topics of a cluster that other sidecars own, and take them over as soon as nobody does."
     )
-    allow_auto_topic_creation: bool = _key(
+    allow_auto_topic_creation: bool = key(
         True, "Create a topic when somebody opens a producer on it, or a broker attaches it."
     )
-    deduplication_enabled: bool = _key(True, "Whether topics deduplicate.")
-    deduplication_entries_interval: int = _key(1000, "Take a snapshot of a topic every so many stored batches.")
-    deduplication_snapshot_interval_seconds: int = _key(
+    deduplication_enabled: bool = key(True, "Whether topics deduplicate.")
+    deduplication_entries_interval: int = key(1000, "Take a snapshot of a topic every so many stored batches.")
+    deduplication_snapshot_interval_seconds: int = key(
         120, "Take a snapshot of a topic with news every so many seconds. 0: not by time."
     )
-    default_retention_size_in_mb: int = _key(-1, "Keep at most so many MB of each topic's messages. -1: no limit.")
-    default_retention_time_in_minutes: int = _key(-1, "Keep each message so long. -1: no limit.")
-    deduplication_producer_inactivity_timeout_minutes: int = _key(
+    default_retention_size_in_mb: int = key(-1, "Keep at most so many MB of each topic's messages. -1: no limit.")
+    default_retention_time_in_minutes: int = key(-1, "Keep each message so long. -1: no limit.")
+    deduplication_producer_inactivity_timeout_minutes: int = key(
         0, "Forget a producer that nobody has used for so many minutes that the sidecar ran. 0: never."
     )
-    deduplication_window_max_messages: int = _key(
+    deduplication_window_max_messages: int = key(
         10_000_000, "In topics of deduplication IDs: know a copy until so many messages came after its original."
     )
-    deduplication_window_max_bytes: int = _key(
+    deduplication_window_max_bytes: int = key(
         1_073_741_824, "Or until the IDs that came after it have so many bytes together. -1: no limit."
     )
-    deduplication_window_max_minutes: int = _key(-1, "Or until so many minutes after its original came. -1: no limit.")
-    deduplication_window_memory_in_mb: int = _key(
+    deduplication_window_max_minutes: int = key(-1, "Or until so many minutes after its original came. -1: no limit.")
+    deduplication_window_memory_in_mb: int = key(
         1024, "Of all topics of deduplication IDs together: memory for IDs. What is more lies on disk, and is slower."
     )
-    scrub_bytes_per_second: int = _key(
+    scrub_bytes_per_second: int = key(
         524_288, "Read all logs again and again in the background, at most so fast, to find damage. 0: not."
     )
-    gap_policy: str = _key(
+    gap_policy: str = key(
         "allow", "Of a message whose ID is not the one after its producer's last one: `allow` or `reject` it."
     )
-    overlap_policy: str = _key(
+    overlap_policy: str = key(
         "reject", "Of a broker's range that is persisted in part: `reject` it, or answer Dup as `pulsar` does."
     )
-    admission_timeout_seconds: int = _key(
+    admission_timeout_seconds: int = key(
         30, "Detach a broker that does not report within so long what became of a message that was new."
     )
-    max_topics: int = _key(10_000, "Refuse to create more topics than this.")
-    max_streams: int = _key(1_000, "Serve at most so many streams of all kinds at once.")
-    drain_timeout_seconds: int = _key(30, "At SIGTERM, wait at most so long for what is in flight.")
-    log_level: str = _key("info", "`debug`, `info`, `warning` or `error`.")
-    log_format: str = _key("json", "`json` (one object a line) or `text`.")
+    max_topics: int = key(10_000, "Refuse to create more topics than this.")
+    max_streams: int = key(1_000, "Serve at most so many streams of all kinds at once.")
+    drain_timeout_seconds: int = key(30, "At SIGTERM, wait at most so long for what is in flight.")
+    log_level: str = key("info", "`debug`, `info`, `warning` or `error`.")
+    log_format: str = key("json", "`json` (one object a line) or `text`.")
     pulsar: PulsarConfig = field(default_factory=PulsarConfig)
     retention_was_chosen: bool = False
     """Whether somebody has said how long messages are kept, be it for ever. It is no key."""
@@ -159,3 +311,282 @@ def table() -> str:
         default = str(item.default).lower() if isinstance(item.default, bool) else item.default
         rows.append(f"| `{name}` | {'–' if default == '' else default} | {item.metadata['about']} |")
     return "\n".join(rows)
+
+
+# -- What a configuration cannot be: values that none of them has, and keys that contradict or lack each other.
+
+_WORDS = {
+    "authentication": ("token", "none"),
+    "log": ("embedded", "pulsar", "broker"),
+    "gap_policy": ("allow", "reject"),
+    "overlap_policy": ("reject", "pulsar"),
+    "log_level": ("debug", "info", "warning", "error"),
+    "log_format": ("json", "text"),
+}
+"""What the keys may say that take one of a few words."""
+
+_OF_POLICIES = {
+    f"default_{name}" if name.startswith("retention_") else name: least for name, least in policy.LEAST.items()
+}
+"""Keys that a policy has too, with its bounds, and their least values."""
+
+_LEAST = {
+    **_OF_POLICIES,
+    "admission_timeout_seconds": 1,
+    "deduplication_window_memory_in_mb": MIN_WINDOW_MEMORY_IN_MB,
+    "max_topics": 1,
+    "max_streams": 1,
+}
+"""Of all other numbers it is 0."""
+
+_NEEDS = (
+    ("token_keys_file", "token_audience"),
+    ("token_audience", "token_keys_file"),
+    ("token_max_lifetime_minutes", "token_keys_file"),
+    ("tls_certificate_file", "tls_key_file"),
+    ("tls_key_file", "tls_certificate_file"),
+    ("tls_client_ca_file", "tls_certificate_file"),
+    ("tls_client_crl_file", "tls_client_ca_file"),
+    ("peer_tls_ca_file", "tls_certificate_file"),
+)
+"""The first is of no use without the second."""
+
+_SOCKET_MODE = re.compile(r"0?[0-7]{3}")
+_INSTANCE_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+
+_EVERYWHERE = ("0.0.0.0", "[::]", "*")
+"""Hosts to listen on that are no host to connect to."""
+
+
+def check(config: Config) -> None:
+    """Raises INVALID_CONFIGURATION or INSECURE_LISTEN for the first that is wrong."""
+    _check_values(config)
+    _check_authentication(config)
+    _check_listen(config)
+    _check_metrics_listen(config)
+    _check_advertised(config)
+    _check_sidecars(config)
+    _check_shards(config)
+    _check_pattern(config, "instance_name", _INSTANCE_NAME)
+    if config.log == "pulsar":
+        config.pulsar.check()
+        for name in RETENTION:
+            if getattr(config, name) != policy.NO_LIMIT:
+                raise invalid(name, "has no effect with log = 'pulsar': retention is that of the Pulsar topics")
+
+
+def _check_values(config: Config) -> None:
+    """Of each key by itself."""
+    if not config.data_directory:
+        raise invalid("data_directory", "is required")
+    for name in KEYS:
+        value, least = attrgetter(name)(config), _LEAST.get(name, 0)
+        if isinstance(value, int) and value < least:
+            raise invalid(name, f"is {value}: at least {least} is needed")
+        if name in _OF_POLICIES and value > (most := policy.MOST.get(name, policy.LARGEST)):
+            raise invalid(name, f"is {value}: at most {most} is possible")
+        if name in policy.WINDOW and value == 0:
+            raise invalid(name, "is 0, with which no copy would be known: at least 1 is needed")
+    for key, words in _WORDS.items():
+        if getattr(config, key) not in words:
+            *others, last = words
+            raise invalid(key, f"is {getattr(config, key)!r}: it should be {', '.join(others)} or {last}")
+    if not _SOCKET_MODE.fullmatch(config.socket_mode):
+        raise invalid("socket_mode", f"is {config.socket_mode!r}: it should be three octal digits, like 660")
+
+
+def _check_authentication(config: Config) -> None:
+    for name, other in _NEEDS:
+        if getattr(config, name) and not getattr(config, other):
+            raise invalid(other, f"is needed with {name}")
+    if config.peer_token_file and not (config.peers or config.sidecars):
+        raise invalid("peer_token_file", "has no use without peers or sidecars: to no others the token goes")
+    for name in ("token_keys_file", "tls_client_ca_file", "rules_file"):
+        if getattr(config, name) and config.authentication == "none":
+            raise invalid("authentication", f"is 'none': nobody is asked who they are, and {name} has no use")
+        if getattr(config, name) and not config.rules_file:
+            raise invalid("rules_file", f"is needed with {name}: whoever shows one may do nothing else")
+
+
+def _check_listen(config: Config) -> None:
+    addresses = {name: _address(config, name) for name in ("listen", "also_listen") if getattr(config, name)}
+    if config.tls_certificate_file and all(address.path for address in addresses.values()):
+        raise invalid("tls_certificate_file", f"has no use with listen = {config.listen!r}: sockets are not encrypted")
+    if len(addresses) > 1 and len({address.path for address in addresses.values()}) == 1:
+        raise invalid("also_listen", f"is {config.also_listen!r}: one of both addresses has to be another Unix socket")
+    for name, address in addresses.items():
+        if not config.tls_certificate_file:
+            _check_reach(config, name, address, "nothing is encrypted")
+        elif config.authentication == "none":
+            _check_reach(config, name, address, "nobody is asked who they are")
+
+
+def _check_metrics_listen(config: Config) -> None:
+    if config.metrics_listen:
+        address = _address(config, "metrics_listen", "host:port")
+        if address.path:
+            raise _no_address(config, "metrics_listen", "host:port")
+        is_open = "nothing is encrypted there, and nobody is asked who they are"
+        _check_reach(config, "metrics_listen", address, is_open)
+
+
+def _check_reach(config: Config, name: str, address: SidecarAddress, is_open: str) -> None:
+    """Nobody on another machine may reach an address that is so open, unless the operator says so."""
+    if not address.is_local and not config.allow_insecure_listen:
+        why = f"{name} = {getattr(config, name)!r} can be reached from other machines, and {is_open}"
+        raise error("INSECURE_LISTEN", why, key=name)
+
+
+def _check_advertised(config: Config) -> None:
+    if not config.advertised_address:
+        host = SidecarAddress.parse(config.listen).host
+        if (config.log == "pulsar" or config.workers > 1) and host in _EVERYWHERE:
+            raise invalid("advertised_address", f"is needed: with listen = {config.listen!r} nobody knows where")
+        return
+    address = _address(config, "advertised_address")
+    if address.host in _EVERYWHERE or not (address.port or address.path):
+        raise invalid("advertised_address", f"is {config.advertised_address!r}: nobody can connect to that")
+
+
+def _check_sidecars(config: Config) -> None:
+    among = _sidecars(config, "sidecars")
+    own = SidecarAddress.parse(config.advertised_address or config.listen)
+    if among is not None and config.standby and own not in among.addresses:
+        why = f"is {config.sidecars!r}: {own}, at which this one is reached, is not among them"
+        raise invalid("sidecars", why)
+
+
+def _check_shards(config: Config) -> None:
+    if config.workers > MAX_WORKERS:
+        raise invalid("workers", f"is {config.workers}: at most {MAX_WORKERS} are possible")
+    for name in ("workers", "shards", "peers"):
+        value = getattr(config, name)
+        if config.log != "embedded" and value not in (0, 1, ""):
+            raise invalid(name, f"is {value!r}: only topics on the sidecar's own log are spread over processes")
+        if name != "workers" and value and config.workers > 1:
+            raise invalid(name, f"is {value!r}: each of several workers is given its own")
+    try:
+        _ = from_text(config.shards) if config.shards else None
+    except SeqdedupeError as e:
+        raise invalid("shards", f"is {config.shards!r}: {e.message}") from e
+    _sidecars(config, "peers")
+    if config.shards and not config.cluster_id:
+        raise invalid("cluster_id", "is needed with shards: any name, the same for all processes")
+    _check_pattern(config, "cluster_id", CLUSTER_ID)
+
+
+def _address(config: Config, name: str, should_be: str = "host:port or unix:/path") -> SidecarAddress:
+    try:
+        return SidecarAddress.parse(getattr(config, name))
+    except SeqdedupeError as e:
+        raise _no_address(config, name, should_be) from e
+
+
+def _no_address(config: Config, name: str, should_be: str) -> SeqdedupeError:
+    return invalid(name, f"is {getattr(config, name)!r}: it should be {should_be}")
+
+
+def _sidecars(config: Config, name: str) -> Sidecars | None:
+    """None if none are named."""
+    text = getattr(config, name)
+    try:
+        return Sidecars.parse(text) if text else None
+    except SeqdedupeError as e:
+        raise invalid(name, f"is {text!r}: {e.message}") from e
+
+
+def _check_pattern(config: Config, name: str, pattern: re.Pattern[str]) -> None:
+    """Of a name that may be left out; the patterns of both such names take the same."""
+    if (value := getattr(config, name)) and not pattern.fullmatch(value):
+        raise invalid(name, f"is {value!r}: it should be 1 to 64 ASCII letters, digits and any of ._-")
+
+
+# -- Where the configuration comes from: a TOML file, `SEQDEDUPE_*` in the environment, and flags; the later one wins.
+
+NO_KEYS = VARIABLES | {f"{ENVIRONMENT_PREFIX}ADDRESS"}
+"""Of clients: where the sidecar is, and what they show it."""
+
+_BY_ENVIRONMENT = {environment_of(name): name for name in KEYS}
+_NEEDED = {bool: "true or false", int: "a whole number", str: "text in quotes"}
+
+
+def load(file: Path | None, environment: Mapping[str, str], flags: Mapping[str, Any]) -> Config:
+    """The configuration from a TOML file, the environment and flags by key (None: not given).
+
+    Raises INVALID_CONFIGURATION.
+    """
+    values: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    if file is not None:
+        values |= _in_file(file)
+        sources |= dict.fromkeys(values, f"the file {file}")
+    for variable, value in environment.items():
+        if variable.startswith(ENVIRONMENT_PREFIX) and variable not in NO_KEYS:
+            name = _BY_ENVIRONMENT.get(variable) or variable.removeprefix(ENVIRONMENT_PREFIX).lower()
+            values[name], sources[name] = value, f"{variable} in the environment"
+    for name, value in flags.items():
+        if value is not None:
+            values[name], sources[name] = value, "a flag"
+    try:
+        return _checked(values)
+    except ConfigurationError as e:
+        name = e.numbers.get("key", "")
+        if name not in sources:
+            raise
+        raise error(e.reason, f"{e.message} (given by {sources[name]})", key=name) from e
+
+
+def _in_file(file: Path) -> dict[str, Any]:
+    """The values of a TOML file, by key."""
+    try:
+        tables = tomllib.loads(file.read_text())
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as e:
+        why = e.strerror if isinstance(e, OSError) else e
+        raise error("INVALID_CONFIGURATION", f"the configuration file {file} cannot be read: {why}") from e
+    found: dict[str, Any] = {}
+    for name, value in tables.items():
+        if isinstance(value, dict) and name not in KEYS:
+            found |= {f"{name}.{within}": inner for within, inner in value.items()}
+        else:
+            found[name] = value
+    for name in found.keys() & KEYS.keys():
+        if KEYS[name].metadata["is_secret"]:
+            where = f"may stand in no file of the configuration, but in the environment: {environment_of(name)}"
+            raise error("INVALID_CONFIGURATION", f"{name} {where} (given by the file {file})", key=name)
+    return found
+
+
+def _checked(values: Mapping[str, Any]) -> Config:
+    tables: defaultdict[str, dict[str, Any]] = defaultdict(dict)
+    for name, value in values.items():
+        if name not in KEYS:
+            near = difflib.get_close_matches(name, KEYS, 1)
+            raise invalid(name, "is no key of the configuration" + (f": do you mean {near[0]}?" if near else ""))
+        table, _, within = name.rpartition(".")
+        tables[table][within] = _convert(name, value)
+    chosen = any(name in values for name in RETENTION)
+    pulsar = PulsarConfig(**tables["pulsar"])
+    config = Config(**tables[""], pulsar=pulsar, retention_was_chosen=chosen)
+    check(config)
+    return config
+
+
+def _convert(name: str, value: Any) -> Any:
+    """A value from a file, the environment or a flag, as the key's type."""
+    kind = type(KEYS[name].default)
+    if kind is bool and isinstance(value, str) and value.lower() in ("true", "false"):
+        return value.lower() == "true"
+    shown = str(value).lower() if isinstance(value, bool) else repr(value)
+    if kind is int and isinstance(value, str):
+        try:
+            return int(value)
+        except ValueError as e:
+            raise invalid(name, f"is {shown}: {_NEEDED[kind]} is needed") from e
+    if type(value) is not kind:
+        raise invalid(name, f"is {shown}: {_NEEDED[kind]} is needed")
+    return value
+
+
+def from_process(file: Path | None, flags: Mapping[str, Any]) -> Config:
+    """`load` with this process's environment."""
+    return load(file, os.environ, flags)

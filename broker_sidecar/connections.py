@@ -96,12 +96,8 @@ class Taken:
     def __init__(self) -> None:
         self.messages = self.size = 0
 
-    def add(self, size: int) -> None:
-        self.messages += 1
-        self.size += size
 
-
-class Place(NamedTuple):
+class PeerEnd(NamedTuple):
     """A peer's end of a TCP connection."""
 
     address: bytes
@@ -109,13 +105,13 @@ class Place(NamedTuple):
 
 
 @dataclass(slots=True)
-class Connection:
+class TcpConnection:
     """A TCP connection, as the looks have found it. Times are those of the looks' clock."""
 
     inode: int
     descriptor: int
     """Its number at the last look."""
-    place: Place
+    place: PeerEnd
     address: bytes
     """What it counts under: a host, a network, or this machine."""
     first_look: int
@@ -160,21 +156,21 @@ class Connection:
         return True
 
 
-class Connections:
+class TcpConnections:
     """The TCP connections to the sidecar's ports, at most `limit`. `streaming` tells which peers have a stream."""
 
     def __init__(self, limit: int, streaming: Callable[[], Iterable[str]]) -> None:
         self._limit = limit
         self._streaming = streaming
-        self._open: dict[int, Connection] = {}
+        self._open: dict[int, TcpConnection] = {}
         """By inode. Every look makes another one."""
-        self._places: dict[Place | None, Connection] = {}
+        self._places: dict[PeerEnd | None, TcpConnection] = {}
         """The same, by the peer's end."""
         self._others: set[int] = set()
         """Inodes of sockets that are none of these."""
-        self._known: dict[Place, int] = {}
+        self._known: dict[PeerEnd, int] = {}
         """Where authenticated calls came from, and after which look the last one came."""
-        self._asked: dict[Place, float] = {}
+        self._asked: dict[PeerEnd, float] = {}
         """Where questions for the health came from that were not authenticated, and when."""
         self._looks = 0
         self._now = 0.0
@@ -231,7 +227,7 @@ class Connections:
     async def _look(self, ports: Set[int]) -> float:
         """Finds the connections that are open, and what is known of them; returns how long it worked."""
         self._looks += 1
-        found: dict[int, Connection] = {}
+        found: dict[int, TcpConnection] = {}
         others: set[int] = set()
         work_seconds, began = 0.0, time.perf_counter()
         for k, name in enumerate(os.listdir("/proc/self/fd"), 1):
@@ -262,7 +258,7 @@ class Connections:
         self._learn()
         return work_seconds + time.perf_counter() - began
 
-    def _new(self, descriptor: int, inode: int, ports: Set[int]) -> Connection | None:
+    def _new(self, descriptor: int, inode: int, ports: Set[int]) -> TcpConnection | None:
         """The connection with this descriptor; None if it is none to these ports. Raises OSError."""
         with _duplicate(descriptor, inode) as duplicate:
             if duplicate.family not in (socket.AF_INET, socket.AF_INET6):
@@ -271,7 +267,7 @@ class Connections:
         if own.port not in ports:
             return None
         address = _LOCAL if peer.address == own.address else address_that_counts(peer.address)
-        return Connection(inode, descriptor, peer, address, self._looks, self._now, self._now + CALL_SECONDS)
+        return TcpConnection(inode, descriptor, peer, address, self._looks, self._now, self._now + CALL_SECONDS)
 
     def _learn(self) -> None:
         """Takes over who has called since the look before."""
@@ -288,10 +284,10 @@ class Connections:
         self._known = {place: look for place, look in self._known.items() if place in places or look >= self._looks}
         self._asked = {place: at for place, at in self._asked.items() if place in places or at >= self._now}
 
-    def _holding_halves(self) -> Iterator[tuple[Connection, str]]:
+    def _holding_halves(self) -> Iterator[tuple[TcpConnection, str]]:
         """Those to be ended so that no more than MAX_HALF_BYTES are held; first the one that holds most."""
         streams = Counter(_place_of_peer(peer) for peer in self._streaming())
-        beyond: list[tuple[int, Connection]] = []
+        beyond: list[tuple[int, TcpConnection]] = []
         for one in self._open.values():
             if not streams[one.place]:
                 one.half_bytes = 0
@@ -304,7 +300,7 @@ class Connections:
             held -= size
             yield one, "half"
 
-    def _end(self, chosen: Iterable[tuple[Connection, str]]) -> bool:
+    def _end(self, chosen: Iterable[tuple[TcpConnection, str]]) -> bool:
         """Ends these, each for a reason. Whether there were any."""
         before = self.ended.copy()
         for one, why in chosen:
@@ -316,7 +312,7 @@ class Connections:
         return self.ended != before
 
 
-def choose(connections: Iterable[Connection], limit: int, now: float) -> Iterator[tuple[Connection, str]]:
+def choose(connections: Iterable[TcpConnection], limit: int, now: float) -> Iterator[tuple[TcpConnection, str]]:
     """Those of the connections that have to end, and why. Of the known ones the oldest stay, which are in use; of the
     others the newest, which have had the least time to make a call."""
     open_now = [one for one in connections if not one.has_ended]
@@ -358,7 +354,7 @@ def origin_of(peer: str) -> bytes | str:
     return (place and address_that_counts(place.address)) or peer
 
 
-_all_taken: "WeakValueDictionary[Place, Taken]" = WeakValueDictionary()
+_all_taken: "WeakValueDictionary[PeerEnd, Taken]" = WeakValueDictionary()
 
 
 def taken_from(peer: str) -> Taken:
@@ -367,7 +363,7 @@ def taken_from(peer: str) -> Taken:
     return Taken() if place is None else _taken_at(place)
 
 
-def _taken_at(place: Place) -> Taken:
+def _taken_at(place: PeerEnd) -> Taken:
     if (taken := _all_taken.get(place)) is None:
         taken = _all_taken[place] = Taken()
     return taken
@@ -385,15 +381,15 @@ def _duplicate(descriptor: int, inode: int) -> socket.socket:
         raise
 
 
-def _place_of(name: tuple[Any, ...]) -> Place:
+def _place_of(name: tuple[Any, ...]) -> PeerEnd:
     """The address and port of a socket of TCP. One of IPv4 is the same whichever way the socket has it."""
     address = ip_address(str(name[0]).partition("%")[0])
     mapped = address.ipv4_mapped if isinstance(address, IPv6Address) else None
-    return Place((mapped or address).packed, int(name[1]))
+    return PeerEnd((mapped or address).packed, int(name[1]))
 
 
 @lru_cache(1 << 16)
-def _place_of_peer(peer: str) -> Place | None:
+def _place_of_peer(peer: str) -> PeerEnd | None:
     """The same of a peer as gRPC writes it, such as `ipv6:%5B::1%5D:6650`; None if it is not one of TCP."""
     family, _, rest = unquote(peer).partition(":")
     if family not in ("ipv4", "ipv6"):

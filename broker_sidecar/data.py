@@ -8,11 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from broker_sidecar.cluster.departures import Departures
+from broker_sidecar.cluster.peers import Neighbours, Peers, claim_of, listed
 from broker_sidecar.config import Config
-from broker_sidecar.leaving import Leaving
-from broker_sidecar.neighbours import Neighbours
-from broker_sidecar.peers import Peers, claim_of
-from broker_sidecar.security.own_credentials import listed
 from seqdedupe.address import SidecarAddress
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.log.contract import Logs
@@ -22,18 +20,17 @@ from seqdedupe.store import directories
 from seqdedupe.store.db import Store
 from seqdedupe.store.topics import LogKind, TopicRecord, TopicState
 from seqdedupe.topic.attached import AttachedTopic
+from seqdedupe.topic.base import State
 from seqdedupe.topic.clock import Clock
 from seqdedupe.topic.directory import Topics
-from seqdedupe.topic.fetching import Fetching
-from seqdedupe.topic.of_brokers import BrokersTopics
+from seqdedupe.topic.kinds import BrokersTopics, PublishedTopics
 from seqdedupe.topic.policy import BYTES_A_MB, Applied, GapPolicy, OverlapPolicy
-from seqdedupe.topic.published import PublishedTopics
-from seqdedupe.topic.publishing import Topic
-from seqdedupe.topic.state import State
-from seqdedupe.topic.window_memory import WindowMemory
+from seqdedupe.topic.renewal import Fetching
+from seqdedupe.topic.topic import Topic
+from seqdedupe.topic.window_runs import WindowMemory
 
 if TYPE_CHECKING:
-    from broker_sidecar.cluster import Cluster
+    from broker_sidecar.cluster.pulsar_cluster import LogCluster
 
 logger = logging.getLogger("seqdedupe.server")
 
@@ -63,7 +60,7 @@ class Data:
     """The data directory of a sidecar: `topics` if it writes the logs itself, `brokers_topics` if a broker does.
 
     Raises INVALID_CONFIGURATION if there are logs though `log` says that they are elsewhere, and what `Store.open` and
-    `Cluster` raise.
+    `LogCluster` raise.
     """
 
     def __init__(
@@ -74,35 +71,30 @@ class Data:
         rebuild_store: bool = False,
         gives_up_journal: bool = False,
     ) -> None:
+        self._config = config
         folder = Path(config.data_directory)
         if config.log != "embedded":
             _check_no_logs(config.log, folder / "logs")
         self.store = store = Store.open(folder / "store")
+        self._clock = Clock(store)
         self.logs: EmbeddedLogs | None = None
         self.peers: Peers | None = None
-        self.leaving: Leaving | None = None
-        self.cluster: Cluster | None = None
-        self._is_standby = config.standby
-        self._advertised_address = config.advertised_address and str(SidecarAddress.parse(config.advertised_address))
-        self._scrub_bytes_per_second = config.scrub_bytes_per_second
-        self._clock = Clock(store)
+        self.leaving: Departures | None = None
+        self.cluster: LogCluster | None = None
         self.topics: Topics[Topic] | None = None
         self.brokers_topics: Topics[AttachedTopic] | None = None
-        limits: dict[str, Any] = {
+        settings: dict[str, Any] = {
+            "on_state": on_state,
             "max_topics": config.max_topics,
             "allow_auto_topic_creation": config.allow_auto_topic_creation,
             "applied": _applied(config),
         }
         if config.log == "broker":
+            timeout_seconds = config.admission_timeout_seconds
             self.brokers_topics = Topics(
                 store,
-                lambda told: BrokersTopics(
-                    store,
-                    admission_timeout_seconds=config.admission_timeout_seconds,
-                    on_state=told,
-                ),
-                on_state=on_state,
-                **limits,
+                lambda told: BrokersTopics(store, admission_timeout_seconds=timeout_seconds, on_state=told),
+                **settings,
             )
             return
         logs: Logs
@@ -111,16 +103,7 @@ class Data:
             kind, logs = LogKind.PULSAR, self.cluster.logs
         else:
             self.peers = _peers(config, store)
-            self.logs = EmbeddedLogs(
-                folder / "logs",
-                clock_ms=_clock_ms,
-                earliest_ms=lambda: self._clock.now().earliest_ms,
-                fatal=fatal,
-                has_journal=store.has_journal,
-                tell_journal=store.tell_journal,
-                gives_up_journal=gives_up_journal,
-                known_names=lambda: _names(store),
-            )
+            self.logs = self._own_logs(folder / "logs", gives_up_journal)
             kind, logs = LogKind.EMBEDDED, self.logs
         self.topics = Topics(
             store,
@@ -134,17 +117,29 @@ class Data:
                 window_memory=WindowMemory(config.deduplication_window_memory_in_mb * BYTES_A_MB),
                 clock=self._clock,
             ),
-            on_state=on_state,
             rebuild_store=rebuild_store,
             ownership=self.peers,
-            **limits,
+            **settings,
         )
         if self.logs is not None:
             _remove_arrivals(store, self.logs)
-            self.leaving = Leaving(self.logs, self.topics, Neighbours(listed(config, config.peers)))
+            self.leaving = Departures(self.logs, self.topics, Neighbours(listed(config, config.peers)))
+
+    def _own_logs(self, folder: Path, gives_up_journal: bool) -> EmbeddedLogs:
+        store, clock = self.store, self._clock
+        return EmbeddedLogs(
+            folder,
+            clock_ms=_clock_ms,
+            earliest_ms=lambda: clock.now().earliest_ms,
+            fatal=fatal,
+            has_journal=store.has_journal,
+            tell_journal=store.tell_journal,
+            gives_up_journal=gives_up_journal,
+            known_names=lambda: _names(store),
+        )
 
     def _stands_by(self, topic: str) -> bool:
-        return self._is_standby and self.cluster is not None and self.cluster.is_near(topic)
+        return self._config.standby and self.cluster is not None and self.cluster.is_near(topic)
 
     @property
     def all_topics(self) -> Topics[Any]:
@@ -174,8 +169,8 @@ class Data:
         self.all_topics.in_background(self._clock.keep_looking())
         if self.logs is not None and self.topics is not None:
             self.topics.in_background(_keep_trimming(self.topics))
-        if self.logs is not None and self._scrub_bytes_per_second:
-            self.logs.scrub(self._scrub_bytes_per_second)
+        if self.logs is not None and (bytes_per_second := self._config.scrub_bytes_per_second):
+            self.logs.scrub(bytes_per_second)
         if self.cluster is not None:
             self.all_topics.in_background(_keep_looking(self.all_topics))
             fetching = Fetching(self.all_topics, self.cluster.owner_of, self.cluster.neighbours.snapshot_of)
@@ -183,8 +178,9 @@ class Data:
 
     def listens(self, address: SidecarAddress) -> None:
         """Where, which is what the sidecar advertises unless it was told something else."""
-        reached_at = self._advertised_address or str(address)
-        if self.cluster is not None and not self._advertised_address:
+        advertised = self._config.advertised_address
+        reached_at = str(SidecarAddress.parse(advertised) if advertised else address)
+        if self.cluster is not None and not advertised:
             self.cluster.shared.address = reached_at
         if self.leaving is not None:
             self.leaving.address = reached_at
@@ -234,9 +230,9 @@ async def _keep_trimming(topics: Topics[Topic]) -> None:
     """One topic after the other, so that others have their turn however many there are."""
     while True:
         await asyncio.sleep(RETENTION_SECONDS)
-        for name in list(topics.live):
-            if (topic := topics.live.get(name)) is not None:
-                topic.look_at_retention()
+        for entry in topics.registry:
+            if (topic := entry.topic) is not None:
+                topic.trimmer.look_by_time()
             await asyncio.sleep(0)
 
 
@@ -255,9 +251,9 @@ def _peers(config: Config, store: Store) -> Peers | None:
     return peers
 
 
-def _cluster(config: Config, store: Store) -> "Cluster":
+def _cluster(config: Config, store: Store) -> "LogCluster":
     try:
-        from broker_sidecar.cluster import Cluster
+        from broker_sidecar.cluster.pulsar_cluster import LogCluster
     except ModuleNotFoundError as e:
         raise error(
             "INVALID_CONFIGURATION",
@@ -265,7 +261,7 @@ def _cluster(config: Config, store: Store) -> "Cluster":
             hint="Install it: pip install 'seqdedupe[sidecar,pulsar]'",
             key="log",
         ) from e
-    return Cluster(config, store)
+    return LogCluster(config, store)
 
 
 def _check_no_logs(log: str, folder: Path) -> None:

@@ -1,28 +1,40 @@
-"""Between gRPC and the rest: errors become statuses, bytes become messages, at one place."""
+"""Between gRPC and the rest: errors become statuses, bytes become messages, and every method is counted, at one place.
+
+`abort` ends a call with an error, `parse` and its kin read requests, `unary` makes a handler of a coroutine. `Wrapping`
+is a service whose calls pass something on the way to their handlers, `Method` what is counted of one method's calls.
+What a call passes, and in which order, is in `gate.py`.
+"""
 
 import asyncio
 import logging
+import time
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from inspect import iscoroutinefunction
 from typing import Any, NoReturn, TypeAlias, TypeVar
 
 import grpc
 import grpc.aio
-from google.protobuf import any_pb2
+from google.protobuf import any_pb2, descriptor_pool
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import DecodeError, Message
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
+from seqdedupe import wire
 from seqdedupe.errors import REASONS, SeqdedupeError, error
-from seqdedupe.wire import EMPTY
+from seqdedupe.figures import Buckets
+
+logger = logging.getLogger("seqdedupe.server")
 
 ERROR_DOMAIN = "seqdedupe"
 
 MAX_CALL_BYTES = 1024 * 1024
 """A request, unless it publishes. (gRPC's own limit is one for all calls.)"""
 
-logger = logging.getLogger("seqdedupe.server")
 
 refusals: Counter[str] = Counter()
 """How often callers were told which reason since the process began, as the status of a call or within a stream."""
@@ -113,6 +125,21 @@ def columns(alias: Any, published: type[Message], data: bytes) -> Any:
     return parse_columns(alias, published, data)
 
 
+def field_tags(data: bytes, what: str, most: int) -> Iterator[bytes]:
+    """The first byte of the tag of each field of a message, which is not parsed. Raises INVALID_REQUEST if there are
+    more than that: too many to make objects of; MALFORMED_MESSAGE if it is not `what` it should be."""
+    at = 0
+    for _ in range(most):
+        if at >= len(data):
+            return
+        yield data[at : at + 1]
+        at = wire.skip_field(data, at)
+        if at < 0:
+            raise error("MALFORMED_MESSAGE", f"the request is not {what}")
+    if at < len(data):
+        raise error("INVALID_REQUEST", f"a message has more than {most} fields")
+
+
 def unary(kind: type[M], call: Callable[[M], Awaitable[R]]) -> "grpc.RpcMethodHandler[bytes, bytes]":
     """The handler of a unary call that takes a `kind`."""
 
@@ -120,9 +147,139 @@ def unary(kind: type[M], call: Callable[[M], Awaitable[R]]) -> "grpc.RpcMethodHa
         try:
             answer = (await call(parse_small(kind, data))).SerializeToString()
             if not answer:
-                context.set_trailing_metadata(((EMPTY, "1"),))
+                context.set_trailing_metadata(((wire.EMPTY, "1"),))
             return answer
         except Exception as e:  # noqa: BLE001 (whatever it is, the caller gets an answer)
             await abort(context, e)
 
     return grpc.unary_unary_rpc_method_handler(handle)
+
+
+# -- A gRPC service whose calls pass something on the way to their handlers.
+
+Handle = Callable[[Any, Context], Awaitable[Any]]
+
+
+class Wrapping(grpc.GenericRpcHandler, ABC):
+    """A service as `handler` serves it, each call by what `wrap` makes of its handler."""
+
+    reads_itself = False
+    """Whether gRPC leaves the requests of all calls to what `wrap` makes, also where a request is one message."""
+
+    def __init__(self, handler: grpc.GenericRpcHandler) -> None:
+        self._handler = handler
+        self._wrapped: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
+
+    @abstractmethod
+    def wrap(self, method: str, handle: Handle, found: "grpc.RpcMethodHandler[Any, Any]") -> Handle:
+        """The handler of this method, by its full name, around `handle`, which is that of `found`. Called once."""
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> "grpc.RpcMethodHandler[Any, Any] | None":
+        """As gRPC asks for it. Raises TypeError for a handler that is no coroutine function."""
+        method = handler_call_details.method
+        if method not in self._wrapped:
+            found = self._handler.service(handler_call_details)
+            if found is None:
+                return None
+            self._wrapped[method] = self._around(method, found)
+        return self._wrapped[method]
+
+    def _around(self, method: str, found: Any) -> "grpc.RpcMethodHandler[Any, Any]":
+        handle = getattr(found, _shape(found.request_streaming, found.response_streaming))
+        if not iscoroutinefunction(handle):
+            raise TypeError(f"the handler of {method} is no coroutine function")
+        shape = _shape(self.reads_itself or found.request_streaming, found.response_streaming)
+        make: Any = getattr(grpc, f"{shape}_rpc_method_handler")
+        wrapped: grpc.RpcMethodHandler[Any, Any] = make(
+            self.wrap(method, handle, found), found.request_deserializer, found.response_serializer
+        )
+        return wrapped
+
+
+def _shape(*streaming: bool) -> str:
+    """gRPC's word for a handler, by whether the requests and the responses are streams."""
+    return "_".join("stream" if streams else "unary" for streams in streaming)
+
+
+# -- RPCs by method, counted around everything else that is done for them.
+
+HANDLING_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+
+_WORDS = {
+    grpc.StatusCode.OK: "OK",
+    grpc.StatusCode.CANCELLED: "Canceled",
+}
+"""As Go writes them, and everybody's dashboards: those that are not just their words in one."""
+
+_KINDS = {
+    (False, False): "unary",
+    (True, False): "client_stream",
+    (False, True): "server_stream",
+    (True, True): "bidi_stream",
+}
+"""By whether the requests and the responses are streams in the schema."""
+
+
+class Method:
+    """What is counted of one method's calls."""
+
+    def __init__(self, service: str, name: str, kind: str) -> None:
+        self.service = service
+        self.name = name
+        self.kind = kind
+        """`unary`, `client_stream`, `server_stream` or `bidi_stream`."""
+        self.started = 0
+        self.handled: Counter[str] = Counter()
+        """By code. What is under way is `started` without these."""
+        self.received = 0
+        self.sent = 0
+        self.seconds = Buckets(HANDLING_SECONDS)
+
+    @contextmanager
+    def handling(self, context: Context) -> Iterator[None]:
+        """Counts a call from its beginning to its end. The reader of a request counts its messages (`Gate`, `Stream`),
+        and who answers the responses."""
+        _method.set(self)
+        self.started += 1
+        began = time.perf_counter()
+        code = "Unknown"
+        try:
+            yield
+            code = _word(context.code(), "OK")
+        except asyncio.CancelledError:
+            code = "Canceled"
+            raise
+        except grpc.aio.AbortError:
+            code = _word(context.code(), "Unknown")
+            raise
+        finally:
+            self.handled[code] += 1
+            self.seconds.add(time.perf_counter() - began)
+
+
+_method: ContextVar[Method] = ContextVar("method")
+_NOWHERE = Method("", "", "")
+
+
+def method_of_call() -> Method:
+    """That of the call that is being handled; one that nobody looks at outside of a call."""
+    return _method.get(_NOWHERE)
+
+
+class MethodCounts:
+    """All methods that were called since the process began."""
+
+    def __init__(self) -> None:
+        self.methods: dict[str, Method] = {}
+
+    def of(self, method: str) -> Method:
+        """The counts of a method, by its full name. Called once for each."""
+        service, _, name = method.removeprefix("/").rpartition("/")
+        schema: Any = descriptor_pool.Default().FindMethodByName(f"{service}.{name}")
+        counts = self.methods[method] = Method(service, name, _KINDS[schema.client_streaming, schema.server_streaming])
+        return counts
+
+
+def _word(code: Any, default: str) -> str:
+    known = known_code(code)
+    return default if known is None else _WORDS.get(known) or known.name.title().replace("_", "")

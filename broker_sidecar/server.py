@@ -1,32 +1,271 @@
 """The sidecar's process: start, serve, drain.
 
-SIGTERM or SIGINT drains: health says NOT_SERVING, what is in flight is finished, a last snapshot is durable, exit 0.
-SIGHUP reads again what an operator may replace.
+`run` is the process, from its arguments to its exit status; `SidecarServer` the sidecar in it, which joins data,
+services, web server and whoever may use them. SIGTERM or SIGINT drains: health says NOT_SERVING, what is in flight is
+finished, a last snapshot is durable, exit 0. SIGHUP reads again what an operator may replace.
 """
 
 import asyncio
+import ctypes
 import logging
 import os
 import signal
 import sys
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from broker_sidecar import directory, logs
+import grpc.aio
+
+from broker_sidecar import data_directory, telemetry
 from broker_sidecar.config import Config
-from broker_sidecar.data import fatal
-from broker_sidecar.descriptors import connections_within, raise_limit
-from broker_sidecar.memory import give_back_freed_memory, keep_freed_memory
-from broker_sidecar.notify import Manager
-from broker_sidecar.security import own_token
-from broker_sidecar.sidecar import Sidecar
-from broker_sidecar.watchdog import Watchdog
+from broker_sidecar.connections import UNREAD_BYTES, TcpConnections
+from broker_sidecar.data import Data, fatal
+from broker_sidecar.gate import Gate, Guard
+from broker_sidecar.liveness import Manager, Watchdog
+from broker_sidecar.metrics import Metrics, Sources
+from broker_sidecar.rpc import MethodCounts
+from broker_sidecar.security import tokens
+from broker_sidecar.security.permissions import CONFIGURATION
+from broker_sidecar.services.admin_service import AdminService
+from broker_sidecar.services.dedupe_service import DedupeService
+from broker_sidecar.services.publish_service import PublishService
+from broker_sidecar.services.read_service import ReadService
+from broker_sidecar.services.standard_services import NOT_SERVING, REFLECTION_SERVICE, SERVING, Health, Reflection
+from broker_sidecar.services.statistics import Statistics
+from broker_sidecar.sockets import SocketPath, cannot_listen, connections_within, raise_limit
+from broker_sidecar.streams import CONNECTION_SHARE, Streams
+from broker_sidecar.telemetry import LastWarnings, Traces
+from broker_sidecar.web.http_server import Route, Visitors, WebServer
+from broker_sidecar.web.pages import Pages
+from broker_sidecar.workers import EXIT_ERROR
+from seqdedupe.address import SidecarAddress
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.locks import Lock
 from seqdedupe.store.directories import whole_of
+from seqdedupe.topic.base import State
 
 logger = logging.getLogger("seqdedupe.server")
 
-EXIT_ERROR = 1
+# -- A sidecar: its topics, its services, and who may use them.
+
+MAX_REQUEST_BYTES = 16 * 1024 * 1024
+"""Twice what a batch may have: one that is too large gets an answer that says so. What is larger still is broken
+off by gRPC, which does not say that sending it again cannot help."""
+
+STOP_GRACE_SECONDS = 2.0
+"""After draining: for clients to read their last answers."""
+
+_NO_OTHER_LISTENER = ("grpc.so_reuseport", 0)
+_WINDOW = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", UNREAD_BYTES))
+"""gRPC itself would find out how much is under way on a connection and then take as much of a stream that nobody reads,
+some 6 MB on a fast one, however many there are and whatever waits for the disk."""
+_MAX_REQUEST = ("grpc.max_receive_message_length", MAX_REQUEST_BYTES)
+_COMPRESSION = ("grpc.compression_enabled_algorithms_bitset", 1)
+"""None: a few bytes of gzip would become a request of 16 MiB. gRPC ends a compressed call at its headers."""
+_PINGS = (("grpc.keepalive_permit_without_calls", 1), ("grpc.http2.min_ping_interval_without_data_ms", 1_000))
+"""A client that waits for messages may ask every second whether the sidecar is still there."""
+
+LOOK_SECONDS = 1.0
+"""So often it is looked whether the path of the Unix socket still leads here."""
+
+UNARY_CALLS_A_CONNECTION = 100
+"""At once, beside its streams; more wait in the client."""
+
+
+class SidecarServer:
+    """A sidecar in this process."""
+
+    def __init__(self, config: Config, *, connections: int, **repairs: bool) -> None:
+        self._config = config
+        self._repairs = repairs
+        self._warnings = LastWarnings()
+        logging.getLogger().addHandler(self._warnings)
+        self._guard = Guard(config, self._files_read_again)
+        self._streams = Streams(config.max_streams, self._guard.permissions, lambda peer: self._connections.end(peer))
+        # gRPC counts those of each address by itself.
+        places = connections // (2 if config.also_listen else 1)
+        self._connections = TcpConnections(places, self._streams.peers)
+        self._health = Health(
+            self._streams,
+            lambda name: self._topics.waiting.begin(name),
+            check_owner=lambda name: self._topics.ownership.check(name),
+            others_serve=self._others_serve,
+            called=self._connections.called,
+        )
+        self.address: SidecarAddress | None = None
+        self._paths: dict[str, SocketPath] = {}
+        """Of the Unix sockets at which it listens, by their keys."""
+        self._servers: list[grpc.aio.Server] = []
+        """The last one listens. Others may have open streams."""
+        self._calls = MethodCounts()
+        self._traces = Traces(os.environ)
+        self._metrics: Metrics | None = None
+        self._web: WebServer | None = None
+
+    async def listen(self) -> None:
+        """Opens store and logs, then listens; health says NOT_SERVING. Raises with nothing left running."""
+        self._data = Data(self._config, self._topic_changed, **self._repairs)
+        self._topics = self._data.all_topics
+        self._statistics = Statistics(self._topics, lambda: self._health.is_serving, self._warnings)
+        self._admin = AdminService(self._config, self._data, self._streams, self._guard, self._statistics)
+        try:
+            self._guard.begin(self._streams, self._connections.called)
+            if self._data.peers is not None:
+                await self._data.peers.look()
+            await self._topics.open_all()
+            await self._listen()
+        except BaseException:
+            self._close_web()
+            self._close_paths()
+            await self._data.close()
+            raise
+        if self._web is not None:
+            self._web.begin()
+            self._statistics.history.begin()
+            logger.info("metrics", extra={"address": str(self._web.address)})
+        self._guard.trail.begin()
+
+    def _listen_for_http(self, reading: ReadService | None) -> None:
+        if self._config.metrics_listen:
+            sources = Sources(
+                self._config,
+                self._data,
+                self._streams,
+                self._connections,
+                self._calls,
+                reading,
+                lambda: not self._guard.watching.has_problem,
+            )
+            self._metrics = Metrics(sources)
+            visitors = Visitors(self._guard.authentication, self._guard.permissions, self._guard.trail)
+            pages = Pages(self._statistics, self._admin.producers, visitors, self._config.listen)
+            routes: dict[str, Route] = {"/metrics": self._metrics, **pages.routes()}
+            self._web = WebServer(SidecarAddress.parse(self._config.metrics_listen), routes, "metrics_listen")
+
+    def _close_web(self) -> None:
+        if self._web is not None:
+            self._web.close()
+        if self._metrics is not None:
+            self._metrics.close()
+
+    async def recover(self) -> None:
+        """Recovers the topics; then health says SERVING. One that is damaged has its own health."""
+        if self._data.leaving is not None:
+            self._data.leaving.go_on()
+        await self._topics.recover_all()
+        self._data.begin_looking()
+        self._health.set("", SERVING)
+
+    async def _listen(self) -> None:
+        services, reading = self._services()
+        self._listen_for_http(reading)
+        self._handlers = [Gate(self._traces.traced(one), self._guard, self._calls) for one in services]
+        self.address = await self._serve_at("listen")
+        addresses = [self.address, *([await self._serve_at("also_listen")] if self._config.also_listen else [])]
+        self._data.listens(self.address)
+        self._topics.in_background(self._guard.watching.keep_looking())
+        if ports := {address.port for address in addresses if not address.path}:
+            self._topics.in_background(self._connections.keep_looking(ports))
+        for key in self._paths:
+            self._topics.in_background(self._keep_listening(key))
+
+    def _close_paths(self) -> None:
+        for path in self._paths.values():
+            path.close()
+
+    async def _serve_at(self, key: str) -> SidecarAddress:
+        """Has one more server listen at the address that this key says; with the port, if that was to be any. Raises
+        INVALID_CONFIGURATION."""
+        address = SidecarAddress.parse(getattr(self._config, key))
+        at_once = max(1, self._config.max_streams // CONNECTION_SHARE) + UNARY_CALLS_A_CONNECTION
+        limits = (("grpc.max_concurrent_streams", at_once), *self._connections.server_options())
+        fixed = (_NO_OTHER_LISTENER, _MAX_REQUEST, _COMPRESSION, *_WINDOW, *_PINGS)
+        server = grpc.aio.server(options=[*fixed, *limits, *self._guard.authentication.server_options()])
+        server.add_generic_rpc_handlers(self._handlers)
+        add_port = partial(self._guard.authentication.add_port, server)
+        try:
+            if address.path:
+                if key not in self._paths:
+                    self._paths[key] = SocketPath(address, int(self._config.socket_mode, 8), key)
+                self._paths[key].listen(add_port)
+            else:
+                address = replace(address, port=add_port(address))
+        except (RuntimeError, OSError) as e:
+            raise cannot_listen(address, e, key) from e
+        self._servers.append(server)
+        await server.start()
+        return address
+
+    async def _keep_listening(self, key: str) -> None:
+        """The path of a Unix socket is anybody's who may write to its folder. Streams of clients that have come over
+        an earlier socket go on."""
+        told = ""
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            if self._paths[key].is_there():
+                continue
+            address = getattr(self._config, key)
+            try:
+                await self._serve_at(key)
+                logger.warning("%s was removed or replaced: the sidecar listens there again", address)
+                told = ""
+            except SeqdedupeError as e:
+                # It is tried again.
+                if told != (told := str(e)):
+                    logger.error("%s was removed or replaced, and nobody reaches the sidecar there: %s", address, e)
+
+    def _services(self) -> tuple[list[Any], ReadService | None]:
+        """Their handlers; and the service for readers, if there is one."""
+        streams, permissions = self._streams, self._guard.permissions
+        services: list[Any] = [self._admin, self._health]
+        reading: ReadService | None = None
+        if (topics := self._data.topics) is not None:
+            reading = ReadService(topics, streams, permissions)
+            services += PublishService(topics, streams, permissions, self._guard.trail), reading
+        if (brokers_topics := self._data.brokers_topics) is not None:
+            services.append(DedupeService(brokers_topics, streams, permissions))
+        handlers = [service.handlers() for service in services]
+        names = [handler.service_name() for handler in handlers]
+        return [*handlers, Reflection([*names, REFLECTION_SERVICE], streams).handlers()], reading
+
+    def reload(self) -> None:
+        """Reads again whatever an operator may replace, and goes on in the file that has the audit trail's name."""
+        self._guard.reload()
+
+    def _files_read_again(self) -> None:
+        is_in_force = not self._guard.watching.has_problem
+        self._health.set(CONFIGURATION, SERVING if is_in_force else NOT_SERVING)
+
+    def status(self) -> str:
+        """How far it is, in a line for people."""
+        return self._health.summary()
+
+    async def _others_serve(self) -> bool:
+        return self._data.peers is None or await self._data.peers.are_serving()
+
+    def _topic_changed(self, name: str, state: State | None) -> None:
+        self._health.set(name, state and (SERVING if state is State.SERVING else NOT_SERVING))
+
+    async def stop(self) -> None:
+        """Drains: takes nothing more, finishes what is in flight, takes durable snapshots, ends all calls."""
+        self._health.drain()
+        try:
+            async with asyncio.timeout(self._config.drain_timeout_seconds):
+                await self._topics.drain()
+        finally:
+            self._streams.drain()
+            self._close_paths()
+            await asyncio.gather(*(server.stop(STOP_GRACE_SECONDS) for server in self._servers))
+            self._close_web()
+        await self._data.close()
+        await self._guard.trail.close()
+        await self._traces.close()
+        logging.getLogger().removeHandler(self._warnings)
+
+
+# -- The process around it, from its start to its exit status.
 
 
 async def _serve(config: Config, lock: Lock, repairs: dict[str, bool]) -> None:
@@ -34,7 +273,7 @@ async def _serve(config: Config, lock: Lock, repairs: dict[str, bool]) -> None:
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
-    sidecar = Sidecar(config, connections=connections_within(raise_limit()), **repairs)
+    sidecar = SidecarServer(config, connections=connections_within(raise_limit()), **repairs)
     if config.log == "pulsar":
         Watchdog(fatal)
     watching = asyncio.ensure_future(_end_without(lock))
@@ -50,7 +289,7 @@ async def _serve(config: Config, lock: Lock, repairs: dict[str, bool]) -> None:
         )
     folder = Path(config.data_directory)
     if config.authentication == "token" and whole_of(folder) is None:
-        own_token.tell(own_token.path_of(folder), config.log_format)
+        tokens.tell(folder, config.log_format)
     recovery = asyncio.ensure_future(sidecar.recover())
     stop = asyncio.ensure_future(stopping.wait())
     await asyncio.wait({recovery, stop}, return_when=asyncio.FIRST_COMPLETED)
@@ -70,7 +309,7 @@ async def _serve(config: Config, lock: Lock, repairs: dict[str, bool]) -> None:
 
 
 async def _end_without(lock: Lock) -> None:
-    fatal(await directory.lost(lock))
+    fatal(await data_directory.lost(lock))
 
 
 def run(config: Config, lock: Lock, **repairs: bool) -> int:
@@ -78,7 +317,7 @@ def run(config: Config, lock: Lock, **repairs: bool) -> int:
 
     `lock` is the data directory's. `repairs` are those of `Data`, for this start alone.
     """
-    logs.configure(config.log_level, config.log_format)
+    telemetry.configure(config.log_level, config.log_format)
     if config.backup_directory and not Path(config.backup_directory).is_dir():
         # It may be a disk that is not mounted yet, and serving does not need it.
         logger.warning("no backup can be made before backup_directory is there: %s", config.backup_directory)
@@ -104,10 +343,46 @@ async def _served(config: Config, lock: Lock, repairs: dict[str, bool]) -> int:
             file=sys.stderr,
         )
     except OSError as e:
-        failure = directory.failed(Path(config.data_directory), e)
+        failure = data_directory.failed(Path(config.data_directory), e)
         print(f"seqdedupe: {failure} {failure.hint}", file=sys.stderr)
     if config.log == "pulsar":
         # Threads that still wait for a cluster would hold the process up, and abort it once the loop is closed.
         logging.shutdown()
         os._exit(status)
     return status
+
+
+# -- What the C library does with freed memory.
+
+_TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
+"""Parameters of glibc's mallopt(3), with values in bytes."""
+
+_AT_START = ((_TRIM_THRESHOLD, 8 << 20), (_MMAP_THRESHOLD, 4 << 20))
+_WHILE_SERVING = ((_TRIM_THRESHOLD, 1 << 30), (_TOP_PAD, 64 << 20), (_MMAP_THRESHOLD, 256 << 20))
+
+
+def give_back_freed_memory() -> None:
+    """Gives large blocks back as soon as start-up frees them, where the C library is glibc.
+
+    Each thread frees into a heap of its own, and what stays at the end of one cannot be given back later: tens of
+    megabytes for each thread that reads a log or a snapshot.
+    """
+    _set(_AT_START)
+
+
+def keep_freed_memory() -> None:
+    """Gives back what start-up has freed, and keeps what is freed from now on, where the C library is glibc.
+
+    Pages given back while serving have to be fetched again, at microseconds a page.
+    """
+    _set(_WHILE_SERVING)
+
+
+def _set(parameters: tuple[tuple[int, int], ...]) -> None:
+    try:
+        library = ctypes.CDLL(None)
+        library.malloc_trim(0)
+        for parameter, value in parameters:
+            library.mallopt(parameter, value)
+    except (AttributeError, OSError, TypeError):
+        logger.debug("the C library has no mallopt")

@@ -2,19 +2,17 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import grpc.aio
 
-from broker_sidecar.budget import MAX_HELD_BYTES, READING_PART, Budget, Share
 from broker_sidecar.connections import taken_from
-from broker_sidecar.metrics.calls import method_of_call
-from broker_sidecar.rpc import Context, abort
+from broker_sidecar.rpc import Context, abort, method_of_call
 from broker_sidecar.security.permissions import Permissions, allowed_so_far
-from broker_sidecar.security.shares import OF_NOBODY, Shares, Use
 from broker_sidecar.security.subject import ANONYMOUS, Subject, caller
+from broker_sidecar.shares import MAX_HELD_BYTES, OF_NOBODY, READING_PART, Budget, CallerShares, Share, Use
 from seqdedupe.errors import SeqdedupeError, error
 
 FIRST_MESSAGE_SECONDS = 10.0
@@ -47,7 +45,7 @@ health. They take no place of a known caller."""
 class Stream:
     """One stream that is being served, by a task of its own."""
 
-    def __init__(self, context: Context, budget: Budget, subject: Subject, shares: Shares) -> None:
+    def __init__(self, context: Context, budget: Budget, subject: Subject, shares: CallerShares) -> None:
         """`budget` is that of the memory for its answers and what is in flight."""
         self.subject = subject
         self.use = shares.of(subject.name)
@@ -97,7 +95,8 @@ class Stream:
         data = await self._context.read()
         if data is not grpc.aio.EOF:
             self._method.received += 1
-            self._taken.add(len(data))
+            self._taken.messages += 1
+            self._taken.size += len(data)
             self._shares.spend(self.use, len(data), time.monotonic())
         return data
 
@@ -422,6 +421,14 @@ def _at_expiry(stream: Stream) -> asyncio.TimerHandle | None:
         return None
     why = error("TOKEN_EXPIRED", f"the token of {stream.subject.name} has expired: this stream ends with it")
     return asyncio.get_running_loop().call_later(expires_at_seconds - time.time(), stream.end, why)
+
+
+def unasked(work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
+    """A task that writes to a stream. When the client is gone that fails; the call is cancelled then, and nobody asks
+    the task."""
+    task = asyncio.ensure_future(work)
+    task.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return task
 
 
 async def messages(stream: Stream) -> Any:

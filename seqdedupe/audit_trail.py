@@ -27,7 +27,7 @@ _CUT = "…"
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class TrailLink:
     """A line's place in its chain: its number, from 1 on, and the SHA-256 of its bytes without their end, in hex."""
 
     number: int
@@ -37,7 +37,7 @@ class Link:
         return f"{self.number}:{self.hash}"
 
     @classmethod
-    def parse(cls, text: str) -> "Link":
+    def parse(cls, text: str) -> "TrailLink":
         """A link as it is printed. Raises INVALID_REQUEST."""
         number, _, found = text.partition(":")
         if not (number.isascii() and number.isdecimal()) or len(found) != len(NO_LINE.hash):
@@ -45,7 +45,7 @@ class Link:
         return cls(int(number), found.lower())
 
 
-NO_LINE = Link(0, "0" * 64)
+NO_LINE = TrailLink(0, "0" * 64)
 """What the first line of a chain follows."""
 
 
@@ -57,14 +57,14 @@ class Verified:
     first_number: int
     """1, unless the files before were left out."""
     chains: int
-    last: Link
+    last: TrailLink
     last_time: str
     has_expected: bool
     torn_bytes: int
     """At the very end, of a line that was cut off while it was written."""
 
 
-def encode(after: Link, time: str, event: str, fields: Mapping[str, object]) -> tuple[bytes, Link]:
+def encode(after: TrailLink, time: str, event: str, fields: Mapping[str, object]) -> tuple[bytes, TrailLink]:
     """The next line of a chain, with its end, and its link. `time` is UTC, as ISO 8601 writes it."""
     values = {
         "version": FORMAT_VERSION,
@@ -92,7 +92,7 @@ def _written_bytes(text: str) -> int:
     return len(json.dumps(text)) - len('""')
 
 
-def last_link(file: BinaryIO) -> tuple[Link, int]:
+def last_link(file: BinaryIO) -> tuple[TrailLink, int]:
     """The link of a file's last whole line, and where that ends: what follows was cut off while it was written.
 
     Raises AUDIT_DAMAGED if that line is none, NEWER_FORMAT, OSError.
@@ -109,7 +109,7 @@ def last_link(file: BinaryIO) -> tuple[Link, int]:
     return _link_of(_values(line, "its last line")["number"], line), size - len(torn)
 
 
-def verify(files: Iterable[Path], expected: Link | None = None) -> Verified:
+def verify(files: Iterable[Path], expected: TrailLink | None = None) -> Verified:
     """Checks the chain of a trail's files, the oldest first.
 
     A file may begin a chain of its own, as where the one before it was taken away while no sidecar ran: how many there
@@ -143,8 +143,8 @@ def verify(files: Iterable[Path], expected: Link | None = None) -> Verified:
     return Verified(lines, first_number, chains, last, last_time, has_expected, len(torn))
 
 
-def _link_of(number: int, line: bytes) -> Link:
-    return Link(number, hashlib.sha256(line).hexdigest())
+def _link_of(number: int, line: bytes) -> TrailLink:
+    return TrailLink(number, hashlib.sha256(line).hexdigest())
 
 
 def _values(line: bytes, where: str) -> dict[str, Any]:

@@ -1,12 +1,12 @@
-"""What all command lines share: where the sidecar is, and what becomes of output and errors."""
+"""What all command lines share: where the sidecar is, what becomes of errors, and the form of what is printed."""
 
 import errno
 import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from itertools import takewhile
 from typing import Any
 
@@ -15,7 +15,8 @@ import click
 from seqdedupe.client import credentials
 from seqdedupe.client.connection import DEFAULT_ADDRESS
 from seqdedupe.client.credentials import Credentials
-from seqdedupe.errors import NEVER, SeqdedupeError, error
+from seqdedupe.errors import NEVER, SeqdedupeError, UnavailableError, error
+from seqdedupe.names import topic_name
 
 Command = Callable[..., Any]
 
@@ -169,6 +170,16 @@ def _say_json(**values: Any) -> None:
     click.echo(json_text({"error": values}), err=True)
 
 
+def tell_waiting(topic: str, as_json: bool, why: UnavailableError) -> None:
+    """Says what the command waits for: from the client's thread, once each time. If nobody reads that, it waits on."""
+    with suppress(OSError):
+        if as_json:
+            found = {"topic": topic_name(topic), "reason": why.reason, "message": why.message}
+            click.echo(json_text({"waiting": found}), err=True)
+        else:
+            say("seqdedupe", f"waiting: {why}")
+
+
 @contextmanager
 def standard_output() -> Iterator[None]:
     """What the block cannot write to standard output is STANDARD_OUTPUT_FAILED. If nobody reads on (`| head`), the
@@ -207,3 +218,33 @@ def printable(text: str) -> str:
 def json_text(value: Any) -> str:
     """One line of JSON, in which nothing stands that a terminal may act on."""
     return _NOT_PRINTABLE.sub(lambda found: f"\\u{ord(found[0]):04x}", json.dumps(value, ensure_ascii=False))
+
+
+def print_json(value: Any) -> None:
+    """One line of JSON."""
+    echo(json_text(value))
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return "?"
+    return f"{value:,}" if isinstance(value, int) else printable(str(value))
+
+
+def print_table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """Columns as wide as needed; those with numbers stand to the right. A value that is not known (None) is a
+    `?`, and one that there is not a `-`."""
+    values = [tuple(row) for row in rows]
+    table = [tuple(heads), *(tuple(map(_cell, row)) for row in values)]
+    numeric = [
+        all(value in (None, "-") or isinstance(value, int) for value in column)
+        and any(value is not None for value in column)
+        for column in zip(*values, strict=True)
+    ] or [False] * len(heads)
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for row in table:
+        cells = (
+            cell.rjust(width) if right else cell.ljust(width)
+            for cell, width, right in zip(row, widths, numeric, strict=True)
+        )
+        echo("  ".join(cells).rstrip())

@@ -44,7 +44,7 @@ _PLACE = re.compile(r"(\d{1,9}):(\d{1,19}):(\d{1,19}):([0-9a-f]{16}):(\d{1,19}):
 _VERSION = re.compile(r"(\d{1,9}):", re.ASCII)
 
 
-class Owner(NamedTuple):
+class EntryOwner(NamedTuple):
     """Under which marker an entry was written, in which incarnation of the topic."""
 
     incarnation: int
@@ -57,10 +57,10 @@ class Owner(NamedTuple):
         return f"{version}:{self.incarnation}:{self.term}:{self.ownership:016x}:"
 
 
-class Place(NamedTuple):
+class EntryPlace(NamedTuple):
     """What ENTRY says."""
 
-    owner: Owner
+    owner: EntryOwner
     number: int
     index: int  # type: ignore[assignment]  # a field, where a tuple has a method nobody needs here
     version: int = VERSION
@@ -69,7 +69,7 @@ class Place(NamedTuple):
         return f"{self.owner.prefix(self.version)}{self.number}:{self.index}"
 
     @staticmethod
-    def parse(text: str, topic: str = "the topic") -> "Place | None":
+    def parse(text: str, topic: str = "the topic") -> "EntryPlace | None":
         """What `str()` gave; None if this is something else. Raises NEWER_FORMAT."""
         version = _VERSION.match(text)
         if version:
@@ -77,10 +77,10 @@ class Place(NamedTuple):
         parts = _PLACE.fullmatch(text)
         if not parts or int(parts[1]) < VERSION:
             return None
-        owner = Owner(int(parts[2]), int(parts[3]), int(parts[4], 16))
+        owner = EntryOwner(int(parts[2]), int(parts[3]), int(parts[4], 16))
         if not owner.term or max(owner.incarnation, owner.term) > _MAX_INT64:
             return None
-        return Place(owner, int(parts[5]), int(parts[6]), int(parts[1]))
+        return EntryPlace(owner, int(parts[5]), int(parts[6]), int(parts[1]))
 
 
 def check_version(version: int, what: str) -> None:

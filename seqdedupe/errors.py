@@ -466,9 +466,6 @@ REASONS: dict[str, Reason] = {
         "Correct the option that the message names; docs/spark-source.md, spark-sink.md and spark-job.md list all."
     ),
     "INVALID_OUTPUT": _configuration("Change the table or the transformation, so that columns and types fit."),
-    "UNSUPPORTED_PLAN": _configuration(
-        "Write a transformation that works row by row, or say --transaction batch: one transaction for all topics."
-    ),
     "UNSUPPORTED_MESSAGE": _configuration(
         "Read this topic with Pulsar's own client, or go on after the message: seqdedupe job reset --to MESSAGE_ID."
     ),

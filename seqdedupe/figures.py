@@ -1,8 +1,29 @@
-"""A sidecar's statistics as people read them: the same words and numbers in the terminal and on the page."""
+"""A sidecar's statistics: how values are counted by size, and the words and numbers that people read of them, which are
+the same in the terminal and on the page."""
 
+from bisect import bisect_left
 from collections.abc import Sequence
 
 from seqdedupe.v1 import admin_pb2
+
+
+class Buckets:
+    """Counts values by the first of some rising bounds that they do not exceed; larger ones stand last.
+
+    One thread adds. Others may read: each number is right, and they may belong to different moments.
+    """
+
+    __slots__ = ("bounds", "counts", "sum")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = tuple(bounds)
+        self.counts = [0] * (len(self.bounds) + 1)
+        self.sum = 0.0
+
+    def add(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.sum += value
+
 
 ORDERS = {
     "rate": admin_pb2.STATISTICS_ORDER_RATE,

@@ -1,5 +1,7 @@
 """The limits that everybody keeps to, and the numbers that stand for *none*."""
 
+from dataclasses import dataclass
+
 MAX_NAME_BYTES = 255
 """A topic's or producer's name, in UTF-8."""
 
@@ -41,3 +43,14 @@ MAX_POSITION_BYTES = 255
 """A position in a broker's own log, which is the broker's own bytes."""
 MAX_PLACE_BYTES = 8192
 """What a snapshot holds of its topic's log."""
+
+NO_LIMIT = -1
+
+
+@dataclass(frozen=True, slots=True)
+class WindowLimits:
+    """How far back a window reaches at least: until one of these is reached by what came later. NO_LIMIT: never."""
+
+    messages: int
+    id_bytes: int = NO_LIMIT
+    milliseconds: int = NO_LIMIT

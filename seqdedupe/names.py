@@ -1,6 +1,9 @@
-"""Names of topics and producers."""
+"""Names of topics, namespaces and producers, and what follows from a name alone: which partition of its topic a message
+belongs to, and which of several processes has a topic."""
 
 import re
+from collections.abc import Collection
+from struct import iter_unpack
 
 from seqdedupe.errors import error
 from seqdedupe.limits import MAX_NAME_BYTES
@@ -121,3 +124,90 @@ def source_name(name: str, topic: str, creation: int) -> str:
     `topic` a full one, of a partition if it is one of several, and `creation` says which topic of that name it is (an
     incarnation, a ledger): one that was made anew counts from 0 again. No two sources have the same one."""
     return f"{name}/{topic}/{creation}"
+
+
+# -- The partition of a message: a hash, so that a copy always meets its original.
+
+_MASK32 = 0xFFFFFFFF
+_MASK31 = 0x7FFFFFFF
+
+
+def partition_of(key: bytes | None, producer_name: bytes, partitions: int) -> int:
+    """The partition, from 0 to `partitions - 1`, of a message with this key, or None, and this producer.
+
+    By the key where there is one, the empty key too; else by the producer name. Never by turns. As Pulsar's clients
+    have it with `Murmur3_32Hash`: the hash without its sign bit, modulo the number of partitions.
+    """
+    return (murmur3_32(producer_name if key is None else key) & _MASK31) % partitions
+
+
+def murmur3_32(data: bytes) -> int:
+    """MurmurHash3_x86_32 (Austin Appleby) of some bytes with the seed 0, as an unsigned number."""
+    whole = len(data) & ~3
+    h = 0
+    for (word,) in iter_unpack("<I", data[:whole]):
+        h ^= _mixed(word)
+        h = (h << 13 | h >> 19) & _MASK32
+        h = h * 5 + 0xE6546B64 & _MASK32
+    # The bytes that are left make a last word; without any it is 0, which changes nothing.
+    h ^= _mixed(int.from_bytes(data[whole:], "little"))
+    h ^= len(data)
+    h ^= h >> 16
+    h = h * 0x85EBCA6B & _MASK32
+    h ^= h >> 13
+    h = h * 0xC2B2AE35 & _MASK32
+    return h ^ h >> 16
+
+
+def _mixed(word: int) -> int:
+    word = word * 0xCC9E2D51 & _MASK32
+    word = (word << 15 | word >> 17) & _MASK32
+    return word * 0x1B873593 & _MASK32
+
+
+# -- The shard of a topic: each process of several has some of the shards, and a topic is of one of them by its name.
+
+SHARDS = 64
+"""How many there are, for good: a data directory says of how many its shards are."""
+
+ALL_SHARDS = frozenset(range(SHARDS))
+
+
+def shard_of(name: str) -> int:
+    """The shard, from 0 to `SHARDS - 1`, of a topic's full name, or of a namespace.
+
+    That of a partition is that of the whole topic: its partitions are made and deleted together, by one process.
+    """
+    return murmur3_32((whole_of(name) or name).encode()) % SHARDS
+
+
+def shards_of_worker(worker: int, workers: int) -> frozenset[int]:
+    """What a worker has, from 0 on, of so many: stretches that differ by one in length at most."""
+    return frozenset(shard for shard in ALL_SHARDS if shard * workers // SHARDS == worker)
+
+
+def to_text(shards: Collection[int]) -> str:
+    """Shards as a text: `0-15,20`."""
+    stretches: list[list[int]] = []
+    for shard in sorted(shards):
+        if stretches and stretches[-1][1] == shard - 1:
+            stretches[-1][1] = shard
+        else:
+            stretches.append([shard, shard])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in stretches)
+
+
+def from_text(text: str) -> frozenset[int]:
+    """Shards of a text as `to_text` makes it, in any order. Raises INVALID_REQUEST."""
+    found: set[int] = set()
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        last = last if dash else first
+        if not (_is_shard(first) and _is_shard(last)) or int(last) < int(first):
+            raise error("INVALID_REQUEST", f"{text!r} are no shards: they should be as 0-15,20, up to {SHARDS - 1}")
+        found.update(range(int(first), int(last) + 1))
+    return frozenset(found)
+
+
+def _is_shard(text: str) -> bool:
+    return text.isascii() and text.isdecimal() and len(text) <= len(str(SHARDS)) and int(text) < SHARDS

@@ -5,23 +5,17 @@ import sys
 from types import ModuleType
 
 MODULES = {
-    "seqdedupe.format": ("columns", "layout", "taking", "crc", "tag", "records"),
+    "seqdedupe.format": ("layout", "headers", "records"),
     "seqdedupe.core": (
         "rule",
-        "ranges",
         "recent",
         "replay",
-        "names",
-        "producer_rows",
+        "name_table",
         "producers",
         "patterns",
         "id_table",
-        "id_beside",
         "id_runs",
-        "id_older",
-        "id_newer",
         "id_slots",
-        "id_imported",
         "id_window",
     ),
 }

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from seqdedupe.audit_trail import MAX_LINE_BYTES, NO_LINE, Link, encode, last_link, verify
+from seqdedupe.audit_trail import MAX_LINE_BYTES, NO_LINE, TrailLink, encode, last_link, verify
 from seqdedupe.errors import DamagedError, InvalidRequestError
 
 LINES = 5
 
 
-def trail(count: int = LINES, after: Link = NO_LINE) -> tuple[list[bytes], Link]:
+def trail(count: int = LINES, after: TrailLink = NO_LINE) -> tuple[list[bytes], TrailLink]:
     lines = []
     for number in range(count):
         line, after = encode(
@@ -145,7 +145,7 @@ def test_texts_are_cut_and_lines_stay_lines(path: Path) -> None:
 
 def test_links_are_read_as_they_are_printed() -> None:
     _, last = trail()
-    assert Link.parse(str(last)) == last
+    assert TrailLink.parse(str(last)) == last
     for text in ("", ":", "1", "1:", "1:abc", "x:" + "0" * 64, "-1:" + "0" * 64, "²:" + "0" * 64):
         with pytest.raises(InvalidRequestError):
-            Link.parse(text)
+            TrailLink.parse(text)

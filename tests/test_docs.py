@@ -14,9 +14,7 @@ import pytest
 
 from bench.__main__ import FIGURES
 from broker_sidecar import __main__ as main
-from broker_sidecar.config import KEYS, table
-from broker_sidecar.keys import flag_of
-from broker_sidecar.loading import load
+from broker_sidecar.config import KEYS, flag_of, load, table
 from seqdedupe.errors import NEVER, REASONS, error
 from seqdedupe.v1 import admin_pb2, batch_pb2, publish_pb2, read_pb2
 

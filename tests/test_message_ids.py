@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from seqdedupe import wire
-from seqdedupe.message_id import MessageId
-from seqdedupe.message_ids import MessageIds
+from seqdedupe.message_id import MessageId, MessageIds
 from seqdedupe.v1 import batch_pb2
 
 Run = tuple[int, int, int, int]

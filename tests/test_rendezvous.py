@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from seqdedupe.rendezvous import in_order
+from seqdedupe.client.route import in_order
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "proto" / "seqdedupe" / "v1" / "publish.proto", ROOT / "docs" / "client.md"]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from seqdedupe.routing import murmur3_32, partition_of
+from seqdedupe.names import murmur3_32, partition_of
 
 PROTO = Path(__file__).parent.parent / "proto" / "seqdedupe" / "v1" / "batch.proto"
 

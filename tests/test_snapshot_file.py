@@ -6,10 +6,9 @@ from pathlib import Path
 import pytest
 
 from seqdedupe.errors import ConfigurationError, DamagedError
-from seqdedupe.snapshot_file import read, writing
+from seqdedupe.exports import Watermark, read_snapshot, writing_snapshot
+from seqdedupe.exports import write_watermarks as write_watermarks
 from seqdedupe.v1 import admin_pb2
-from seqdedupe.watermarks import Watermark
-from seqdedupe.watermarks import write as write_watermarks
 
 PARTS = [
     admin_pb2.SnapshotPart(head=admin_pb2.SnapshotHead(topic="t", term=3, producers=2)),
@@ -20,7 +19,7 @@ PARTS = [
 
 
 def saved(path: Path, parts: list[admin_pb2.SnapshotPart]) -> bytes:
-    with writing(path) as take:
+    with writing_snapshot(path) as take:
         for part in parts:
             take(part)
     return path.read_bytes()
@@ -41,7 +40,7 @@ def read_by_the_document(data: bytes) -> list[bytes]:
 @pytest.mark.parametrize("count", [0, 1, 2])
 def test_it_reads_what_it_wrote(tmp_path: Path, count: int) -> None:
     data = saved(tmp_path / "file", PARTS[:count])
-    assert list(read(tmp_path / "file")) == PARTS[:count]
+    assert list(read_snapshot(tmp_path / "file")) == PARTS[:count]
     assert read_by_the_document(data) == [part.SerializeToString() for part in PARTS[:count]]
 
 
@@ -53,7 +52,7 @@ def test_every_byte_changed_or_cut_is_noticed_before_anything_is_read(tmp_path: 
     for data in damaged:
         path.write_bytes(data)
         with pytest.raises(ConfigurationError) as caught:
-            next(read(path))
+            next(read_snapshot(path))
         assert caught.value.reason == "INVALID_SOURCE"
         assert str(path) in caught.value.message
 
@@ -67,7 +66,7 @@ def test_a_newer_version_is_told_from_damage(tmp_path: Path) -> None:
     data = saved(path, PARTS)[:-32]
     path.write_bytes(sealed_again(data[:16] + b"\2\0\0\0" + data[20:]))
     with pytest.raises(DamagedError, match="has format version 2") as caught:
-        next(read(path))
+        next(read_snapshot(path))
     assert caught.value.reason == "NEWER_FORMAT"
 
 
@@ -76,17 +75,17 @@ def test_a_sound_digest_over_what_is_no_snapshot(tmp_path: Path, body: bytes) ->
     path = tmp_path / "file"
     path.write_bytes(sealed_again(b"seqdedupe-state\n\1\0\0\0" + body))
     with pytest.raises(ConfigurationError, match="INVALID_SOURCE"):
-        list(read(path))
+        list(read_snapshot(path))
 
 
 def test_a_file_of_another_kind_is_none(tmp_path: Path) -> None:
     write_watermarks(tmp_path / "file", [Watermark(b"a", 1)])
     with pytest.raises(ConfigurationError, match="as a file of a snapshot does"):
-        next(read(tmp_path / "file"))
+        next(read_snapshot(tmp_path / "file"))
 
 
 def test_a_file_that_cannot_be_written_is_named_as_it_was_asked_for(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError) as caught, writing(tmp_path / "nowhere" / "file"):
+    with pytest.raises(FileNotFoundError) as caught, writing_snapshot(tmp_path / "nowhere" / "file"):
         pass
     assert caught.value.filename == str(tmp_path / "nowhere" / "file")
 
@@ -94,7 +93,7 @@ def test_a_file_that_cannot_be_written_is_named_as_it_was_asked_for(tmp_path: Pa
 def test_what_fails_leaves_the_file_that_was_there(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"before")
-    with pytest.raises(AttributeError), writing(path) as take:
+    with pytest.raises(AttributeError), writing_snapshot(path) as take:
         take(None)  # type: ignore[arg-type]
     assert path.read_bytes() == b"before"
     assert list(tmp_path.iterdir()) == [path]

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from seqdedupe.errors import ConfigurationError, DamagedError, InvalidRequestError, SeqdedupeError
+from seqdedupe.exports import Watermark, read_watermarks, write_watermarks
 from seqdedupe.limits import MAX_SEQUENCE_ID
-from seqdedupe.watermarks import Watermark, read, write
 
 NAMES = st.text(min_size=1, max_size=60).map(lambda s: s.encode("utf-8", "replace"))
 SOME = [Watermark(b"a", 0), Watermark(b"b" * 255, MAX_SEQUENCE_ID), Watermark("ü".encode(), 7)]
@@ -34,41 +34,41 @@ def read_by_the_document(data: bytes) -> list[tuple[bytes, int]]:
 def test_it_reads_what_it_wrote(tmp_path_factory: pytest.TempPathFactory, marks: dict[bytes, int]) -> None:
     path = tmp_path_factory.mktemp("marks") / "file"
     expected = sorted(marks.items())
-    assert write(path, (Watermark(*mark) for mark in expected)) == len(expected)
-    assert list(read(path)) == expected
+    assert write_watermarks(path, (Watermark(*mark) for mark in expected)) == len(expected)
+    assert list(read_watermarks(path)) == expected
     assert read_by_the_document(path.read_bytes()) == expected
 
 
 def test_more_than_a_block(tmp_path: Path) -> None:
     path = tmp_path / "file"
     many = [Watermark(b"%07d" % i, i) for i in range(100_000)]
-    write(path, iter(many))
+    write_watermarks(path, iter(many))
     assert path.stat().st_size > 2**20
-    assert list(read(path)) == many
+    assert list(read_watermarks(path)) == many
 
 
 def test_every_byte_changed_or_cut_is_noticed_before_anything_is_read(tmp_path: Path) -> None:
     path = tmp_path / "file"
-    write(path, SOME[::2])
+    write_watermarks(path, SOME[::2])
     whole = path.read_bytes()
     damaged = [whole[:i] for i in range(len(whole))] + [whole + b"\0"]
     damaged += [whole[:i] + bytes((whole[i] ^ bit,)) + whole[i + 1 :] for i in range(len(whole)) for bit in (1, 128)]
     for data in damaged:
         path.write_bytes(data)
         with pytest.raises(ConfigurationError) as caught:
-            next(read(path))
+            next(read_watermarks(path))
         assert caught.value.reason == "INVALID_SOURCE"
         assert str(path) in caught.value.message
 
 
 def test_a_newer_version_is_told_from_damage(tmp_path: Path) -> None:
     path = tmp_path / "file"
-    write(path, SOME)
+    write_watermarks(path, SOME)
     data = path.read_bytes()[:-32]
     data = data[:16] + b"\2\0\0\0" + data[20:]
     path.write_bytes(data + hashlib.sha256(data).digest())
     with pytest.raises(DamagedError, match="has format version 2") as caught:
-        next(read(path))
+        next(read_watermarks(path))
     assert caught.value.reason == "NEWER_FORMAT"
 
 
@@ -88,7 +88,7 @@ def test_what_cannot_be_is_refused_and_the_file_stays_as_it_was(tmp_path: Path, 
     path = tmp_path / "file"
     path.write_bytes(b"before")
     with pytest.raises(SeqdedupeError) as caught:
-        write(path, [*SOME[:2], bad])
+        write_watermarks(path, [*SOME[:2], bad])
     assert caught.value.reason == reason
     assert path.read_bytes() == b"before"
     assert list(tmp_path.iterdir()) == [path]
@@ -100,5 +100,5 @@ def test_a_source_that_fails_leaves_nothing(tmp_path: Path) -> None:
         raise InvalidRequestError("INVALID_NAME", "no", "", -1, {})
 
     with pytest.raises(InvalidRequestError):
-        write(tmp_path / "file", failing())
+        write_watermarks(tmp_path / "file", failing())
     assert not list(tmp_path.iterdir())

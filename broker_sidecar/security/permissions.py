@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
+from enum import Enum, auto
 from functools import cache
 from typing import Any, TypeAlias
 from weakref import WeakValueDictionary
@@ -13,17 +14,176 @@ from google.protobuf import descriptor_pool, message_factory
 from numpy.typing import NDArray
 
 from broker_sidecar.rpc import parse_small
-from broker_sidecar.security.calls import CALLS, HEALTH_OF_THE_WHOLE, Need, On, Other
-from broker_sidecar.security.rules import Action, Decision, Rule, Rules
-from broker_sidecar.security.rules_file import RulesFile
-from broker_sidecar.security.shares import DISK_SECONDS, MAX_CURSORS_A_CALLER, Shares, Use
+from broker_sidecar.security.rules import Action, Rule, RuleDecision, Rules, RulesFile
 from broker_sidecar.security.subject import Subject, caller
-from seqdedupe.core.names import joined
+from broker_sidecar.shares import DISK_SECONDS, MAX_CURSORS_A_CALLER, CallerShares, Use
+from seqdedupe.core.name_table import joined
 from seqdedupe.core.producers import Producers
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.names import namespace_name, producer_name, topic_name
-from seqdedupe.topic import moving_cursors
-from seqdedupe.topic.allowing import Allowing, Judge
+from seqdedupe.topic import cursors
+from seqdedupe.topic.frame import Allowing, NamesJudge
+
+# -- What each call needs, by the call's full name. One that is not listed is refused to all for whom rules count.
+
+ALL_SHARDS = "shards"
+"""The health of all processes that have topics of the cluster."""
+CONFIGURATION = "configuration"
+"""Whether the files that an operator may replace are in force as they are now."""
+HEALTH_OF_THE_WHOLE = ("", ALL_SHARDS, CONFIGURATION)
+"""What health may be asked of beside topics; no topic has such a full name. "" is this process."""
+
+
+class On(Enum):
+    """What a caller has to be allowed something on."""
+
+    TOPIC = auto()
+    """The topic that the request names."""
+    CURSOR = auto()
+    """The topic and the cursor, under its `name`, that the request names."""
+    NAMESPACE = auto()
+    """Every topic of the namespace that the request names."""
+    EVERYTHING = auto()
+    """Every topic."""
+    ANYTHING = auto()
+    """Some topic."""
+
+
+class Effect(Enum):
+    """The widest that a call may change. What is wider than a name needs a right on all of it."""
+
+    NOTHING = "nothing"
+    OWN_NAMES = "own producer names"
+    """Under which the caller may publish: their sessions, watermarks and messages."""
+    OWN_CURSOR = "own cursor"
+    TOPIC = "topic"
+    NAMESPACE = "namespace"
+    SIDECAR = "sidecar"
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """One of these actions, on this."""
+
+    on: On
+    actions: tuple[Action, ...]
+    field: str = "topic"
+    """Of the request, where it names what it is about."""
+    effect: Effect = Effect.NOTHING
+    is_judged_by_handler: bool = False
+    """By the first message of the stream, or by the producer names."""
+
+
+class Other(Enum):
+    """Calls that need something else."""
+
+    IS_KNOWN = auto()
+    """Anybody who is known may make it. It changes nothing."""
+
+
+def _looks(*actions: Action, field: str = "topic") -> Need:
+    return Need(On.TOPIC, actions, field)
+
+
+def _changes(action: Action, effect: Effect = Effect.TOPIC, *, by_handler: bool = False) -> Need:
+    return Need(On.TOPIC, (action,), effect=effect, is_judged_by_handler=by_handler)
+
+
+_PUBLISH, _READ, _CREATE, _OBSERVE, _ADMINISTER, _ATTACH = Action
+_HEALTH = _looks(_OBSERVE, field="service")
+_PUBLISHES = _changes(_PUBLISH, Effect.OWN_NAMES, by_handler=True)
+_LOOKS_AT_ALL = Need(On.EVERYTHING, (_OBSERVE,))
+_CHANGES_NAMESPACE = Need(On.NAMESPACE, (_ADMINISTER,), "namespace", Effect.NAMESPACE)
+_CHANGES_ALL = Need(On.EVERYTHING, (_ADMINISTER,), effect=Effect.SIDECAR)
+
+
+def _of(service: str, **calls: Need | Other) -> dict[str, Need | Other]:
+    return {f"/{service}/{name}": need for name, need in calls.items()}
+
+
+CALLS: dict[str, Need | Other] = {
+    **_of(
+        "seqdedupe.v1.PublishService",
+        Open=_PUBLISHES,
+        Publish=_PUBLISHES,
+        PublishStream=_PUBLISHES,
+    ),
+    **_of(
+        "seqdedupe.v1.ReadService",
+        Read=_looks(_READ),
+        ReadStream=_looks(_READ),
+        Locate=_looks(_READ),
+        GetLastMessageId=_looks(_READ),
+        GetCursor=Need(On.CURSOR, (_READ,)),
+        MoveCursor=Need(On.CURSOR, (_READ,), effect=Effect.OWN_CURSOR),
+    ),
+    **_of(
+        "seqdedupe.v1.DedupeService",
+        Attach=_changes(_ATTACH, by_handler=True),
+        GetProducer=_looks(_OBSERVE, _ATTACH),
+    ),
+    **_of(
+        "seqdedupe.v1.AdminService",
+        CreateTopic=_changes(_CREATE),
+        DeleteTopic=_changes(_ADMINISTER),
+        # All of them or none: half of the topics would look like all.
+        ListTopics=_LOOKS_AT_ALL,
+        # Whoever publishes, reads, attaches or imports asks for the number of partitions.
+        GetTopic=_looks(_OBSERVE, _PUBLISH, _READ, _ADMINISTER, _ATTACH),
+        SetTopicPolicy=_changes(_ADMINISTER),
+        GetTopicPolicy=_looks(_OBSERVE),
+        RemoveTopicPolicy=_changes(_ADMINISTER),
+        SetNamespacePolicy=_CHANGES_NAMESPACE,
+        GetNamespacePolicy=Need(On.NAMESPACE, (_OBSERVE,), "namespace"),
+        RemoveNamespacePolicy=_CHANGES_NAMESPACE,
+        ListProducers=_looks(_OBSERVE),
+        GetProducer=_looks(_OBSERVE),
+        GetMessageState=_looks(_OBSERVE),
+        ListInFlight=_looks(_OBSERVE),
+        ResetProducer=_changes(_ADMINISTER),
+        ListCursors=_looks(_OBSERVE),
+        SetCursorHold=_changes(_ADMINISTER),
+        DeleteCursor=_changes(_ADMINISTER),
+        Snapshot=_changes(_ADMINISTER),
+        ExportWatermarks=_looks(_OBSERVE),
+        ImportWatermarks=_changes(_ADMINISTER, by_handler=True),
+        ImportWindow=_changes(_ADMINISTER, by_handler=True),
+        ExportSnapshot=_looks(_OBSERVE),
+        ImportSnapshot=_changes(_ADMINISTER, by_handler=True),
+        RebuildTopic=_changes(_ADMINISTER),
+        ListSidecars=_LOOKS_AT_ALL,
+        ForgetSidecar=_CHANGES_ALL,
+        MoveTopic=_changes(_ADMINISTER),
+        TakeTopic=_changes(_ADMINISTER),
+        ReceiveTopic=_changes(_ADMINISTER, by_handler=True),
+        SettleMove=_changes(_ADMINISTER),
+        GetShards=_LOOKS_AT_ALL,
+        Backup=_CHANGES_ALL,
+        GetStatistics=_LOOKS_AT_ALL,
+        GetVersion=Other.IS_KNOWN,
+    ),
+    **_of(
+        "grpc.health.v1.Health",
+        Check=_HEALTH,
+        Watch=_HEALTH,
+    ),
+    **_of(
+        "grpc.reflection.v1alpha.ServerReflection",
+        ServerReflectionInfo=Need(On.ANYTHING, (_OBSERVE,)),
+    ),
+}
+
+
+def _is_change(need: Need | Other) -> bool:
+    """Whether nobody may make the call who does no more than look, publish or read."""
+    if isinstance(need, Other) or need.is_judged_by_handler:
+        return False
+    return {_CREATE, _ADMINISTER}.issuperset(need.actions)
+
+
+CHANGES = frozenset(method for method, need in CALLS.items() if _is_change(need))
+"""What operators do, beside the calls whose handlers judge: it stands in the audit trail."""
+
 
 NO_RULES = RulesFile()
 
@@ -72,7 +232,7 @@ class Permissions:
 
     def __init__(self, file: RulesFile = NO_RULES, on_denied: Callable[[Denial], None] = lambda denial: None) -> None:
         self._rules = file.rules
-        self.shares = Shares(file.shares, file.in_all)
+        self.shares = CallerShares(file.shares, file.in_all)
         self._on_denied = on_denied
         self._allowing: WeakValueDictionary[tuple[str, int], _Allowing] = WeakValueDictionary()
         self.on_replaced: list[Callable[[], None]] = []
@@ -129,9 +289,9 @@ class Permissions:
                 return decision.rule.name
         raise self._denied(subject, need.actions[0], name, decisions[0].rule)
 
-    def _decide(self, subject: str, action: Action, on: On, name: str) -> Decision:
+    def _decide(self, subject: str, action: Action, on: On, name: str) -> RuleDecision:
         if not subject:
-            return Decision(False, None)
+            return RuleDecision(False, None)
         match on:
             case On.TOPIC | On.CURSOR:
                 return self._rules.decide(subject, action, name)
@@ -254,7 +414,7 @@ class Permissions:
     def _check_cursor(self, topic: str, name: str) -> None:
         """Raises NOT_ALLOWED if the cursor is not the caller's; INVALID_NAME for a name that none can have."""
         subject = caller()
-        moving_cursors.check_name(name)
+        cursors.check_name(name)
         decision = self._rules.decide(subject.name, Action.READ, topic, name)
         if not decision.is_allowed:
             raise self._denied(subject, Action.READ, topic, decision.rule, cursor=name)
@@ -271,7 +431,7 @@ class Permissions:
             is_its = self._rules.on(subject.name, Action.READ, topic).are_allowed(*names)
             use.check("cursors", int(np.count_nonzero(is_its)) + 1, otherwise=MAX_CURSORS_A_CALLER)
 
-    def names_judge(self, subject: str, topic: str) -> Judge:
+    def names_judge(self, subject: str, topic: str) -> NamesJudge:
         """Judges names under which somebody would publish to the topic."""
         return self._rules.on(subject, Action.PUBLISH, topic).are_allowed
 

@@ -1,5 +1,6 @@
 """What of the calls stands in the audit trail. docs/audit.md lists the events."""
 
+from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from importlib.metadata import version
@@ -11,9 +12,39 @@ from google.protobuf.message import Message
 from broker_sidecar.security.audit import Audit
 from broker_sidecar.security.permissions import MAX_NAMES_TOLD, Denial, deciding_rule
 from broker_sidecar.security.subject import Subject, caller, host_of, network_of
-from broker_sidecar.security.takeovers import Openers
 from seqdedupe.audit_trail import cut
 from seqdedupe.errors import SeqdedupeError, error
+
+# -- Whose a producer name was before.
+
+MAX_OPENS = 100_000
+"""Remembered, of all topics together. Beyond that, the subject with the most loses its oldest: nobody who opens again
+and again has what others opened forgotten."""
+
+
+class Openers:
+    """Who has opened sessions since the sidecar started. One call of Open gives many names one epoch."""
+
+    def __init__(self) -> None:
+        self._subjects: dict[tuple[int, int], str] = {}
+        self._opens: defaultdict[str, deque[tuple[int, int]]] = defaultdict(deque)
+        """Of each subject, the oldest first."""
+
+    def opened(self, incarnation: int, epoch: int, subject: str) -> None:
+        """A subject has opened names of a topic with this epoch."""
+        if len(self._subjects) >= MAX_OPENS:
+            most = max(self._opens, key=lambda one: len(self._opens[one]))
+            oldest = self._opens[most].popleft()
+            self._subjects.pop(oldest, None)
+            if not self._opens[most]:
+                del self._opens[most]
+        self._subjects[incarnation, epoch] = subject
+        self._opens[subject].append((incarnation, epoch))
+
+    def of(self, incarnation: int, epoch: int) -> str | None:
+        """Who has opened what has this epoch; None if that is not remembered."""
+        return self._subjects.get((incarnation, epoch))
+
 
 MAX_NAME_BYTES_TOLD = 64
 MAX_NAMES_BYTES_TOLD = 512

@@ -1,24 +1,511 @@
 """The pages for people: what is asked for, and what is shown then."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from html import escape
 from http import HTTPStatus
 from importlib.resources import files
-from typing import TypeVar
+from typing import Any, TypeVar
+from urllib.parse import urlencode
 
 from google.protobuf.message import Message
 
-from broker_sidecar.admin import AdminService
-from broker_sidecar.statistics import Statistics
-from broker_sidecar.web.overview import TOPICS, overview
-from broker_sidecar.web.server import Request, Response, Route, on_loop
-from broker_sidecar.web.shell import failure
-from broker_sidecar.web.topic import topic_page
-from broker_sidecar.web.visitors import ASK, Visitors, asks
+from broker_sidecar.services.producer_calls import ProducerCalls
+from broker_sidecar.services.statistics import INTERVAL_SECONDS, INTERVALS, Statistics
+from broker_sidecar.web.http_server import ASK, Request, Response, Route, Visitors, asks, on_loop
+from seqdedupe.command import printable
 from seqdedupe.errors import NotFoundError, SeqdedupeError, error
-from seqdedupe.figures import ORDERS
+from seqdedupe.figures import ORDERS, beyond_snapshot, duration, merged, per_second, short, state_name
 from seqdedupe.names import topic_name
 from seqdedupe.v1 import admin_pb2
+
+# -- HTML and SVG, made of elements. The one place where text becomes markup: whatever is not made here is escaped.
+
+_EMPTY = frozenset({"meta", "link", "input"})
+"""Elements of HTML that have no end tag."""
+
+
+class Markup(str):
+    """Text that is markup already."""
+
+    __slots__ = ()
+
+
+Content = Markup | str | int | None
+"""None is nothing."""
+
+
+def tag(name: str, /, *content: Content, **attributes: str | int | bool | None) -> Markup:
+    """An element. Text is escaped, and what would turn the direction of writing is shown as an escape.
+
+    A trailing underscore of an attribute's name is left out, others are hyphens; None and False leave the attribute
+    out, and True gives it no value.
+    """
+    shown = "".join(
+        f" {key.removesuffix('_').replace('_', '-')}" + ("" if value is True else f'="{_text(value)}"')
+        for key, value in attributes.items()
+        if value is not None and value is not False
+    )
+    return Markup(f"<{name}{shown}>" if name in _EMPTY else f"<{name}{shown}>{joined(*content)}</{name}>")
+
+
+def joined(*content: Content) -> Markup:
+    """One after the other."""
+    return Markup("".join(part if isinstance(part, Markup) else _text(part) for part in content if part is not None))
+
+
+def _text(value: str | int) -> str:
+    return escape(printable(str(value)))
+
+
+# -- Small charts as SVG: what happened in the last minutes, the newest on the right.
+
+WIDTH = 200
+HEIGHT = 40
+"""In units of its own: a chart is as large as the page's style says."""
+
+_ROOM = 2
+"""Above the highest value, for the line."""
+
+
+def chart(values: Sequence[int], intervals: int, label: str, kind: str) -> Markup:
+    """A line and the area below it. `intervals` are the whole width; `kind` is a class of the style sheet.
+
+    `label` says the same to who does not see it.
+    """
+    attributes = {"viewBox": f"0 0 {WIDTH} {HEIGHT}", "preserveAspectRatio": "none"}
+    drawn = _drawn(values, intervals) if any(values) else ()
+    ground = tag("line", x1=0, x2=WIDTH, y1=HEIGHT, y2=HEIGHT, class_="ground")
+    return tag("svg", ground, *drawn, role="img", aria_label=label, class_=f"chart {kind}", **attributes)
+
+
+def _drawn(values: Sequence[int], intervals: int) -> tuple[Markup, Markup]:
+    highest = max(values)
+    step = WIDTH / max(intervals - 1, 1)
+    first = WIDTH - step * (len(values) - 1)
+    points = [
+        f"{first + k * step:.1f} {HEIGHT - value / highest * (HEIGHT - _ROOM):.1f}" for k, value in enumerate(values)
+    ]
+    line = "M" + "L".join(points)
+    area = f"{line}L{WIDTH} {HEIGHT}L{first:.1f} {HEIGHT}Z"
+    return tag("path", d=area, class_="area"), tag("path", d=line, class_="line")
+
+
+# -- What all pages for people have around them, and how they are answered.
+
+WITHOUT_SCRIPT_SECONDS = 10
+"""So often a browser without scripts loads the page again."""
+
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; "
+    "img-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'",
+    "Referrer-Policy": "no-referrer",
+    "X-Frame-Options": "DENY",
+}
+"""Nothing is loaded from elsewhere, nothing within the page is a script or a style, and nobody frames it."""
+
+NO_HEADERS: Mapping[str, str] = {}
+"""Beside these."""
+
+
+def link_to(path: str, **query: Any) -> str:
+    """A path with what is asked for there; what is empty or 0 is left out."""
+    asked = urlencode({key: value for key, value in query.items() if value})
+    return f"{path}?{asked}" if asked else path
+
+
+def page(
+    title: str, *content: Content, status: HTTPStatus = HTTPStatus.OK, headers: Mapping[str, str] = NO_HEADERS
+) -> Response:
+    """A page. The script replaces the content by what it is a moment later."""
+    html = tag(
+        "html",
+        tag(
+            "head",
+            tag("meta", charset="utf-8"),
+            tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
+            tag("meta", name="color-scheme", content="light dark"),
+            tag("title", title),
+            tag("link", rel="stylesheet", href="/page.css"),
+            tag("link", rel="icon", href="/icon.svg", type="image/svg+xml"),
+            tag("script", src="/page.js", defer=True),
+            tag("noscript", tag("meta", http_equiv="refresh", content=WITHOUT_SCRIPT_SECONDS)),
+        ),
+        tag(
+            "body",
+            tag("main", *content, id="live", data_interval_ms=int(INTERVAL_SECONDS * 1000)),
+            tag("p", id="stale", role="status", hidden=True),
+        ),
+        lang="en",
+    )
+    return Response(f"<!doctype html>{html}".encode(), "text/html; charset=utf-8", status, {**HEADERS, **headers})
+
+
+def header(found: admin_pb2.GetStatisticsResponse, address: str) -> Markup:
+    """Which sidecar it is, and how it does."""
+    state = ("Serving", "good") if found.is_serving else ("Not serving", "bad")
+    return tag(
+        "header",
+        tag("a", tag("strong", "seqdedupe"), " ", tag("span", address, class_="faint"), href="/", class_="home"),
+        tag("span", state[0], class_=f"state {state[1]}"),
+        tag("span", f"{found.version}, up {duration(found.uptime_seconds)}", class_="faint"),
+    )
+
+
+def failure(
+    title: str, message: str, hint: str, status: HTTPStatus, headers: Mapping[str, str] = NO_HEADERS
+) -> Response:
+    """Why there is no page."""
+    back = tag("p", tag("a", "All topics", href="/"))
+    said = tag("section", tag("h1", title), tag("p", message), tag("p", hint, class_="faint"), back)
+    return page(title, said, status=status, headers=headers)
+
+
+def tile(label: str, value: str, unit: str, drawing: Markup, note: str = "") -> Markup:
+    """A figure with its past."""
+    return tag(
+        "div",
+        tag("h2", label),
+        tag("p", tag("strong", value), " ", tag("span", unit, class_="faint"), class_="figure"),
+        drawing,
+        tag("p", note, class_="faint note") if note else None,
+        class_="tile",
+    )
+
+
+def section(title: str, *content: Content) -> Markup:
+    """A part of a page."""
+    return tag("section", tag("h2", title), joined(*content))
+
+
+# -- The page of all topics.
+
+TOPICS = 50
+"""On a page."""
+
+_MERGED = 4
+"""So many intervals are one in the small charts of the list."""
+
+_ORDER_LABELS = {
+    "rate": "Rate",
+    "name": "Name",
+    "state": "State",
+    "trouble": "Unknown and refused",
+    "snapshot": "Not in a snapshot",
+}
+
+_LOOKS = {
+    admin_pb2.TOPIC_STATE_SERVING: "good",
+    admin_pb2.TOPIC_STATE_DAMAGED: "bad",
+    admin_pb2.TOPIC_STATE_STANDBY: "calm",
+}
+"""Classes of the style sheet; of the other states it is `uneasy`."""
+
+
+def overview(found: admin_pb2.GetStatisticsResponse, address: str, *, search: str, order: str, offset: int) -> Response:
+    """The page of what was found so."""
+    asked: dict[str, str | int] = {"q": search, "order": order if order != "rate" else "", "offset": offset}
+    return page(
+        f"seqdedupe {address}",
+        header(found, address),
+        _recovery(found),
+        tiles(found.activity, found.interval_ms),
+        section(
+            "Topics",
+            tag("div", _search(search, order), _orders(order, search), class_="tools"),
+            _topics(found),
+            _pages(found, asked),
+        ),
+        _refusals(found),
+        _warnings(found),
+    )
+
+
+def state_shown(state: int) -> Markup:
+    """A topic's state as a word."""
+    name = state_name(state).replace("_", " ").capitalize()
+    return tag("span", name, class_=f"state {_LOOKS.get(state, 'uneasy')}")  # type: ignore[call-overload]
+
+
+def tiles(activity: admin_pb2.Activity, interval_ms: int) -> Markup:
+    """What is taken and refused, of all topics or of one."""
+    minutes = INTERVALS * interval_ms // 60_000
+    return tag(
+        "div",
+        *(
+            tile(
+                label,
+                short(per_second(values, interval_ms)),
+                f"{what}/s",
+                chart(values, INTERVALS, f"{label}: {sum(values):,} {what} in the last {minutes} minutes", kind),
+                f"{short(sum(values))} in {minutes} min{note}",
+            )
+            for label, what, values, kind, note in (
+                ("Stored", "messages", activity.not_dup, "plain", f", {_bytes(activity, interval_ms)}"),
+                ("Duplicates", "messages", activity.dup, "calm", ""),
+                ("Unknown", "messages", activity.unknown, "uneasy", ""),
+                ("Refused", "frames", activity.refused, "bad", ""),
+            )
+        ),
+        class_="tiles",
+    )
+
+
+def _bytes(activity: admin_pb2.Activity, interval_ms: int) -> str:
+    return f"{short(per_second(activity.stored_bytes, interval_ms))}B/s"
+
+
+def _search(search: str, order: str) -> Markup:
+    return tag(
+        "form",
+        tag("input", type="search", name="q", value=search, placeholder="Topic name", aria_label="Topic name"),
+        tag("input", type="hidden", name="order", value=order),
+        tag("button", "Search"),
+        action="/",
+        role="search",
+    )
+
+
+def _recovery(found: admin_pb2.GetStatisticsResponse) -> Content:
+    """How far a start has come; nothing when all topics serve."""
+    counts = {one.state: one.topics for one in found.states}
+    total, serving = sum(counts.values()), counts.get(admin_pb2.TOPIC_STATE_SERVING, 0)
+    if serving == total:
+        return None
+    others = ", ".join(
+        f"{count:,} {state_name(state).replace('_', ' ').lower()}"
+        for state, count in counts.items()
+        if state != admin_pb2.TOPIC_STATE_SERVING
+    )
+    return section(
+        "Recovery" if admin_pb2.TOPIC_STATE_RECOVERING in counts else "States",
+        tag("progress", value=serving, max=total, aria_label="Topics that serve"),
+        tag("p", f"{serving:,} of {total:,} topics serve; {others}"),
+        tag("p", f"{found.replay_left_messages:,} messages are still to be read")
+        if found.replay_left_messages
+        else None,
+    )
+
+
+def _orders(order: str, search: str) -> Markup:
+    links = (
+        tag(
+            "a",
+            label,
+            href=link_to("/", q=search, order=name if name != "rate" else ""),
+            aria_current="true" if name == order else None,
+        )
+        for name, label in _ORDER_LABELS.items()
+        if name in ORDERS
+    )
+    return tag("nav", tag("span", "Order", class_="faint"), *links, class_="orders")
+
+
+def _topics(found: admin_pb2.GetStatisticsResponse) -> Markup:
+    if not found.topics:
+        return tag("p", "There is no such topic." if sum(s.topics for s in found.states) else "There is no topic yet.")
+    heads = (
+        "Topic",
+        "State",
+        "Stored/s",
+        "Last 10 min",
+        "Dup/s",
+        "Unknown",
+        "Refused",
+        "Not in a snapshot",
+        "Producers",
+    )
+    return tag(
+        "table",
+        tag("thead", tag("tr", *(tag("th", head, scope="col") for head in heads))),
+        tag("tbody", *(_row(one, found.interval_ms) for one in found.topics)),
+        class_="topics",
+    )
+
+
+def _row(one: admin_pb2.TopicStatistics, interval_ms: int) -> Markup:
+    topic, activity = one.topic, one.activity
+    beyond = beyond_snapshot(topic)
+    unknown, refused = sum(activity.unknown), sum(activity.refused)
+    drawing = chart(
+        merged(activity.not_dup, _MERGED), INTERVALS // _MERGED, f"{sum(activity.not_dup):,} messages stored", "plain"
+    )
+    return tag(
+        "tr",
+        tag("td", tag("a", name_shown(topic.name), href=link_to("/topic", name=topic.name)), class_="name"),
+        tag("td", state_shown(topic.state), class_="of-state"),
+        _cell("Stored/s", short(per_second(activity.not_dup, interval_ms))),
+        tag("td", drawing, class_="past"),
+        _cell("Dup/s", short(per_second(activity.dup, interval_ms))),
+        _cell("Unknown", short(unknown), "uneasy" if unknown else ""),
+        _cell("Refused", short(refused), "bad" if refused else ""),
+        _cell("Not in a snapshot", "?" if beyond is None else short(beyond)),
+        _cell("Producers", "?" if beyond is None else short(topic.producers)),
+    )
+
+
+def name_shown(name: str) -> Markup:
+    """A topic's full name, of which the last part is what counts."""
+    first, _, last = name.rpartition("/")
+    return joined(tag("span", f"{first}/", class_="faint"), tag("bdi", last))
+
+
+def _cell(label: str, value: str, look: str = "") -> Markup:
+    return tag("td", value, data_label=label, class_=f"number {look if value != '0' else 'faint'}".strip())
+
+
+def _pages(found: admin_pb2.GetStatisticsResponse, asked: dict[str, str | int]) -> Content:
+    offset, count = int(asked["offset"]), found.topics_found
+    if count <= TOPICS and not offset:
+        return None
+    before, after = max(offset - TOPICS, 0), offset + TOPICS
+    return tag(
+        "nav",
+        tag("a", "Previous", href=link_to("/", **asked | {"offset": before}), rel="prev") if offset else None,
+        tag("span", f"{offset + 1:,} to {offset + len(found.topics):,} of {count:,}", class_="faint"),
+        tag("a", "Next", href=link_to("/", **asked | {"offset": after}), rel="next") if after < count else None,
+        class_="pages",
+    )
+
+
+def _refusals(found: admin_pb2.GetStatisticsResponse) -> Content:
+    """What callers were told, by reason; nothing if that is nothing."""
+    if not found.refusals:
+        return None
+    rows = (tag("div", tag("dt", one.reason), tag("dd", f"{one.count:,}")) for one in found.refusals)
+    return section("Errors that callers were told in the last 10 min", tag("dl", *rows, class_="reasons"))
+
+
+def _warnings(found: admin_pb2.GetStatisticsResponse) -> Markup:
+    if not found.warnings:
+        return section("Warnings", tag("p", "None since the start.", class_="faint"))
+    return section(
+        "Warnings",
+        tag(
+            "ol",
+            *(
+                tag(
+                    "li",
+                    tag("time", _at(one.time_ms), class_="faint"),
+                    tag(
+                        "span", one.level.capitalize(), class_=f"state {'uneasy' if one.level == 'WARNING' else 'bad'}"
+                    ),
+                    tag("span", one.message),
+                )
+                for one in found.warnings
+            ),
+            class_="warnings",
+        ),
+    )
+
+
+def _at(time_ms: int) -> str:
+    return datetime.fromtimestamp(time_ms / 1000, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+# -- The page of one topic.
+
+_TERM_SHIFT = 32
+"""An epoch is the term and the number of the session in it."""
+
+
+def topic_page(
+    found: admin_pb2.GetStatisticsResponse,
+    producers: admin_pb2.ListProducersResponse | str,
+    address: str,
+    *,
+    wanted: str,
+    is_first: bool,
+) -> Response:
+    """The page of the one topic that was found. `producers` are a page of them, the first one or not, or why there are
+    none; `wanted` is the name of the one that is looked for."""
+    [one] = found.topics
+    return page(
+        f"{one.topic.name} · seqdedupe {address}",
+        header(found, address),
+        tag("p", tag("a", "All topics", href="/"), class_="back"),
+        tag("h1", name_shown(one.topic.name), " ", state_shown(one.topic.state)),
+        tag("p", one.topic.why, class_="why") if one.topic.why else None,
+        tiles(one.activity, found.interval_ms),
+        section("Log", _facts(one)),
+        section(
+            "Producers",
+            _producer_search(one.topic.name, wanted),
+            _producers(producers, one.topic.name, is_first, wanted),
+        ),
+    )
+
+
+def _facts(one: admin_pb2.TopicStatistics) -> Markup:
+    topic, beyond = one.topic, beyond_snapshot(one.topic)
+    age = f", the oldest for {duration(one.snapshot_age_ms // 1000)} at most" if one.snapshot_age_ms else ""
+    facts: dict[str, str] = {}
+    if beyond is not None:
+        count = topic.last.index + 1 - topic.first_index
+        facts |= {
+            "Messages": f"{count:,}" + (f", indexes {topic.first_index:,} to {topic.last.index:,}" if count else ""),
+            "Snapshot": f"up to index {topic.snapshot_index:,}; {beyond:,} messages after it{age}",
+            "Size": f"{topic.log_bytes:,} bytes",
+            "Producers": f"{topic.producers:,}",
+            "Term": f"{topic.term:,}",
+            "Deduplication": "on" if topic.policy.deduplication_enabled else "off",
+            "Since it was opened": f"{topic.not_dup:,} stored, {topic.dup:,} Dup, {topic.unknown:,} Unknown, "
+            f"{topic.refused:,} frames refused",
+        }
+    facts["Incarnation"] = str(topic.incarnation)
+    if one.replay_left_messages:
+        facts["To be read before it serves"] = f"{one.replay_left_messages:,} messages"
+    if topic.damaged_places:
+        facts["Damage"] = f"{topic.damaged_places:,} places, {topic.damaged_messages:,} messages"
+    return tag("dl", *(tag("div", tag("dt", name), tag("dd", value)) for name, value in facts.items()))
+
+
+def _producer_search(topic: str, wanted: str) -> Markup:
+    return tag(
+        "form",
+        tag("input", type="search", name="producer", value=wanted, placeholder="Producer name, in full",
+            aria_label="Producer name, in full"),
+        tag("input", type="hidden", name="name", value=topic),
+        tag("button", "Search"),
+        action="/topic",
+        role="search",
+    )  # fmt: skip
+
+
+def _producers(found: admin_pb2.ListProducersResponse | str, topic: str, is_first: bool, wanted: str) -> Markup | str:
+    if isinstance(found, str):
+        return tag("p", found)
+    if not found.producers:
+        return tag("p", "None yet.", class_="faint")
+    heads = ("Producer", "Persisted", "Pushed", "Session")
+    table = tag(
+        "table",
+        tag("thead", tag("tr", *(tag("th", head, scope="col") for head in heads))),
+        tag("tbody", *map(_producer_row, found.producers)),
+        class_="producers",
+    )
+    first = tag("a", "First page", href=link_to("/topic", name=topic)) if not is_first or wanted else None
+    after = found.next_offset
+    following = tag("a", "Next", href=link_to("/topic", name=topic, after=after), rel="next") if after else None
+    return tag("div", table, tag("nav", first, following, class_="pages") if first or following else None)
+
+
+def _producer_row(one: admin_pb2.Producer) -> Markup:
+    term, session = one.epoch >> _TERM_SHIFT, one.epoch & (1 << _TERM_SHIFT) - 1
+    return tag(
+        "tr",
+        tag("td", tag("bdi", one.name), class_="name"),
+        tag("td", _id(one.persisted), data_label="Persisted", class_="number"),
+        tag("td", _id(one.pushed), data_label="Pushed", class_="number"),
+        tag("td", f"{term}.{session}" if one.epoch else "none", data_label="Session", class_="number"),
+    )
+
+
+def _id(number: int) -> str:
+    """A sequence ID; −1 is that of a producer of which there is nothing."""
+    return "–" if number == -1 else f"{number:,}"
+
 
 PRODUCERS = 100
 """On a page."""
@@ -47,10 +534,10 @@ class Pages:
     """Routes `/` and `/topic`, and the files that they need. `address` is what the sidecar is called. To be made on
     the event loop."""
 
-    def __init__(self, statistics: Statistics, admin: AdminService, visitors: Visitors, address: str) -> None:
+    def __init__(self, statistics: Statistics, producers: ProducerCalls, visitors: Visitors, address: str) -> None:
         self._loop = asyncio.get_running_loop()
         self._statistics = statistics
-        self._admin = admin
+        self._calls = producers
         self._visitors = visitors
         self._address = address
 
@@ -64,7 +551,7 @@ class Pages:
         return on_loop(self._loop, lambda: self._visitors.call(visitor, name, handle, request))
 
     def _ask(self, visitor: Request, asked: admin_pb2.GetStatisticsRequest) -> admin_pb2.GetStatisticsResponse:
-        return self._call(visitor, "GetStatistics", self._statistics.answer, asked)
+        return self._call(visitor, "GetStatistics", self._statistics.get_statistics, asked)
 
     def _overview(self, request: Request) -> Response:
         search, order = request.query.get("q", ""), request.query.get("order", "rate")
@@ -89,10 +576,10 @@ class Pages:
     def _producers(self, visitor: Request, topic: str, after: int, wanted: str) -> admin_pb2.ListProducersResponse:
         if wanted:
             one = admin_pb2.GetProducerRequest(topic=topic, producer_name=wanted)
-            found = self._call(visitor, "GetProducer", self._admin.producer, one)
+            found = self._call(visitor, "GetProducer", self._calls.get_producer, one)
             return admin_pb2.ListProducersResponse(producers=[found.producer])
         some = admin_pb2.ListProducersRequest(topic=topic, offset=after, limit=PRODUCERS)
-        return self._call(visitor, "ListProducers", self._admin.producers, some)
+        return self._call(visitor, "ListProducers", self._calls.list_producers, some)
 
 
 def _told(route: Route) -> Route:

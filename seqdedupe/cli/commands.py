@@ -1,5 +1,6 @@
-"""All commands, and what becomes of their errors."""
+"""All commands and what becomes of their errors; `serve` and `job`, which run what other packages have."""
 
+import importlib
 import sys
 import traceback
 from importlib import metadata
@@ -7,29 +8,82 @@ from types import TracebackType
 
 import click
 
-from seqdedupe.cli.audit import audit
-from seqdedupe.cli.auth import auth
-from seqdedupe.cli.backup import backup, restore, verify
-from seqdedupe.cli.bench import bench
-from seqdedupe.cli.consumer import consumer
-from seqdedupe.cli.cursors import cursors
-from seqdedupe.cli.doctor import doctor
-from seqdedupe.cli.inbox import inbox
-from seqdedupe.cli.job import job
-from seqdedupe.cli.operate import in_flight, message_state, reset_producer
-from seqdedupe.cli.outbox import outbox
-from seqdedupe.cli.pipe import pipe
-from seqdedupe.cli.policy import policy
-from seqdedupe.cli.publish import publish
-from seqdedupe.cli.read import read
-from seqdedupe.cli.serve import serve
-from seqdedupe.cli.sidecars import sidecars
-from seqdedupe.cli.token import token
-from seqdedupe.cli.top import top
-from seqdedupe.cli.topics import producers, snapshot, topics, version
-from seqdedupe.cli.transfer import export_file, import_file, rebuild_topic
+from seqdedupe.cli.bench_command import bench
+from seqdedupe.cli.doctor_commands import backup, doctor, restore, verify
+from seqdedupe.cli.publish_command import publish
+from seqdedupe.cli.read_command import read
+from seqdedupe.cli.service_commands import consumer, inbox, outbox, pipe
+from seqdedupe.cli.sidecar_commands import export_file, import_file, rebuild_topic, sidecars, top, version
+from seqdedupe.cli.token_commands import audit, auth, token
+from seqdedupe.cli.topic_commands import (
+    cursors,
+    in_flight,
+    message_state,
+    policy,
+    producers,
+    reset_producer,
+    snapshot,
+    topics,
+)
 from seqdedupe.command import run_command, say_failure, says_json
 from seqdedupe.errors import error
+
+# -- `seqdedupe serve`: the sidecar.
+
+_OURS = ("seqdedupe", "broker_sidecar")
+
+
+@click.command(
+    context_settings={"ignore_unknown_options": True, "help_option_names": []},
+    short_help="Run a sidecar.",
+)
+@click.argument("flags", nargs=-1, type=click.UNPROCESSED)
+def serve(flags: tuple[str, ...]) -> None:
+    """Run a sidecar until it is told to stop. Takes the flags of `python -m broker_sidecar`."""
+    try:
+        from broker_sidecar.__main__ import main
+
+        status = main(list(flags), prog="seqdedupe serve")
+    except ModuleNotFoundError as e:
+        if e.name is None or e.name.partition(".")[0] in _OURS:
+            raise
+        raise error(
+            "INVALID_CONFIGURATION",
+            f"the sidecar needs {e.name}, which is not installed",
+            hint="Install it: pip install 'seqdedupe[sidecar]'",
+        ) from e
+    sys.exit(status)
+
+
+# -- `seqdedupe job`: the Spark jobs.
+
+_OF_JOBS = ("seqdedupe", "seqdedupe_spark")
+
+_MODULES = {"audit": "seqdedupe_spark.audit_job", "bootstrap": "seqdedupe_spark.bootstrap_job"}
+"""What has a module of its own; all other commands are the reader job's."""
+
+
+@click.command(
+    context_settings={"ignore_unknown_options": True, "help_option_names": []},
+    short_help="Read topics into a table with Spark, audit them.",
+)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def job(arguments: tuple[str, ...]) -> None:
+    """Run a Spark job: `run`, `positions` and `reset` of the reader job, `audit`, `bootstrap`. Takes the arguments of
+    `python -m seqdedupe_spark.reader_job`, and after `audit` and `bootstrap` those of their modules."""
+    name = arguments[0] if arguments and arguments[0] in _MODULES else None
+    try:
+        module = importlib.import_module(_MODULES[name] if name else "seqdedupe_spark.reader_job")
+    except ModuleNotFoundError as e:
+        if e.name is None or e.name.partition(".")[0] in _OF_JOBS:
+            raise
+        raise error(
+            "INVALID_CONFIGURATION",
+            f"Spark jobs need {e.name}, which is not installed",
+            hint="Install it: pip install 'seqdedupe[spark]'",
+        ) from e
+    sys.exit(module.run_main(list(arguments[1:] if name else arguments), f"seqdedupe job{f' {name}' if name else ''}"))
+
 
 NAME = "seqdedupe"
 

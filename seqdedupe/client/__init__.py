@@ -1,24 +1,24 @@
-"""The client: producers and readers of one sidecar or several, on asyncio; `seqdedupe.client.blocking`, for threads."""
+"""The client: producers and readers of one sidecar or several, on asyncio; `seqdedupe.client.blocking`, for threads.
+
+Begin with client.py. A message passes producer.py, builder.py, producer_session.py (with outbox.py and pending.py),
+stream.py and publish_calls.py. One with an ID of its own passes publisher.py and publish_calls.py. reader.py brings
+both back. route.py says which sidecar is asked, and connection.py reaches it. broker.py is for a broker with a log.
+"""
 
 from seqdedupe.batch import Batch, Binary
 from seqdedupe.client.admin import Admin
-from seqdedupe.client.attachment import Attachment, Entry, Range
-from seqdedupe.client.awaited import BatchReceipt, Receipt
-from seqdedupe.client.broker import BrokerClient, ProducerNumbers
+from seqdedupe.client.broker import Attachment, BrokerClient, Entry, ProducerNumbers, Range
 from seqdedupe.client.client import Client, Located, TopicEnds
-from seqdedupe.client.config import ProducerConfig
 from seqdedupe.client.credentials import Credentials
-from seqdedupe.client.cursor import Cursor, Kept
-from seqdedupe.client.cursor_file import FileCursor
+from seqdedupe.client.cursor import Cursor, FileCursor, Kept
+from seqdedupe.client.message import Message, StoredBatch
 from seqdedupe.client.outbox import Counters
-from seqdedupe.client.partitioned_reader import PartitionedPosition, PartitionedReader
+from seqdedupe.client.partitioned_ids import Persisted
+from seqdedupe.client.pending import BatchReceipt, BatchResult, Published, Receipt, Verdict
 from seqdedupe.client.producer import Producer
+from seqdedupe.client.producer_session import ProducerConfig
 from seqdedupe.client.publisher import Publisher
-from seqdedupe.client.reader import Reader
-from seqdedupe.client.receipts import Verdict
-from seqdedupe.client.results import BatchResult, Published
-from seqdedupe.client.resuming import Persisted
-from seqdedupe.client.stored import Message, StoredBatch
+from seqdedupe.client.reader import PartitionedPosition, PartitionedReader, Reader
 from seqdedupe.errors import (
     AccessDeniedError,
     DamagedError,

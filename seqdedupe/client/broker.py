@@ -1,23 +1,367 @@
 """For a broker with a log of its own: it attaches its topics to a sidecar, asks for verdicts, and reports.
 
-What a broker has to keep to stands in dedupe.proto; this does of it what does not concern the broker's own log.
+Begin with `BrokerClient`; an `Attachment` is its hold on one topic. What a broker has to keep to is in dedupe.proto.
+This does of it what does not concern the broker's own log.
 """
 
-from collections.abc import AsyncIterator, Callable
+import asyncio
+import itertools
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import grpc.aio
+import numpy as np
 
 from seqdedupe import wire
 from seqdedupe.address import SidecarAddress
-from seqdedupe.client.attachment import ATTACH, Attachment, Entry
-from seqdedupe.client.connection import call, new_channel
+from seqdedupe.batch import Binary
+from seqdedupe.client.connection import CALL_TIMEOUT_SECONDS, call, error_of_reason, new_channel, typed_errors
 from seqdedupe.client.credentials import Credentials
-from seqdedupe.errors import SeqdedupeError
-from seqdedupe.names import topic_name
+from seqdedupe.client.pending import Verdict
+from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.limits import MAX_BATCH_ROWS
+from seqdedupe.names import new_producer_name, topic_name
 from seqdedupe.v1 import dedupe_pb2
 from seqdedupe.v1.dedupe_pb2_grpc import DedupeServiceStub
+
+# -- A broker's hold on a topic: one stream, on which it replays, asks and reports.
+
+ATTACH = "/seqdedupe.v1.DedupeService/Attach"
+
+REGISTER_NAMES = 16_384
+"""Names in one message: 4 MiB of the longest."""
+
+FULL_MESSAGE_BYTES = 160 * 1024
+MAX_CHECKS = 256
+"""In one message, as many as are ready."""
+
+CHECKS = dedupe_pb2.AttachRequest.DESCRIPTOR.fields_by_name["checks"].number
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """A message or batch that a broker was sent: the sequence IDs from `sequence_id` to `highest_sequence_id`.
+
+    Left out, the highest is the lowest. `passes`: it is no message of its own (a marker, a chunk that is not its
+    message's last): it is new whatever its ID, and leaves no trace; its name and ID do not matter.
+    """
+
+    producer_name: str
+    sequence_id: int
+    highest_sequence_id: int | None = None
+    passes: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """An entry of the broker's log: what it holds, its position, and that of the entry before it (the first: empty)."""
+
+    range: Range
+    position: bytes
+    previous_position: bytes
+
+
+class Attachment:
+    """A topic that a broker holds, made by `BrokerClient.attach`. For one event loop.
+
+    When it has ended (another broker took the topic, the connection broke, a report was late) every call raises why:
+    stop writing, and attach again.
+    """
+
+    def __init__(self, stream: Any, address: SidecarAddress) -> None:
+        self.trim_position = b""
+        """Entries up to here, itself included, may be trimmed."""
+        self._stream = stream
+        self._address = address
+        self._token = 0
+        self._handles: dict[str, int] = {}
+        self._registered = 0
+        self._frames = itertools.count(1)
+        self._checks: dict[int, asyncio.Future[list[Verdict]]] = {}
+        self._admitted = 0
+        self._reported = 0
+        self._to_send: deque[Any] = deque()
+        self._news = asyncio.Event()
+        self._has_room = asyncio.Event()
+        self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._ended: SeqdedupeError | None = None
+        self._over = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    # -- attaching ---------------------------------------------------------------------------------------------
+
+    async def begin(self, topic: str) -> bytes:
+        """Begins; returns the position after which to replay."""
+        with typed_errors(self._address):
+            try:
+                async with asyncio.timeout(CALL_TIMEOUT_SECONDS):
+                    # Whoever does not know the call ends it at once, and a write meanwhile would hide why.
+                    await self._stream.initial_metadata()
+                    # An earlier end of the stream is told by reading.
+                    with suppress(asyncio.InvalidStateError):
+                        await self._stream.write(wire.AttachRequest(begin=wire.Begin(topic=topic)))
+                    data = await self._stream.read()
+            except TimeoutError as e:
+                raise error("UNREACHABLE", f"the sidecar at {self._address} does not answer") from e
+        if data is grpc.aio.EOF:
+            raise error("NOT_ATTACHED", f"the sidecar at {self._address} ended the stream at its beginning")
+        answer = wire.AttachResponse.FromString(data)
+        self._token = answer.attached.token
+        self.trim_position = answer.trim_position
+        self._tasks = [asyncio.ensure_future(self._send()), asyncio.ensure_future(self._receive())]
+        after: bytes = answer.attached.replay_after
+        return after
+
+    async def replay(self, entries: Sequence[Entry]) -> None:
+        """Sends entries that are in the log; returns when there is room for more."""
+        self._check_not_ended()
+        columns = self._columns([entry.range for entry in entries])
+        positions = Binary.of_all([entry.position for entry in entries])
+        previous = Binary.of_all([entry.previous_position for entry in entries])
+        replay = wire.Replay(
+            **columns,
+            position_offsets=positions.offsets.tobytes(),
+            positions=positions.data,
+            previous_position_offsets=previous.offsets.tobytes(),
+            previous_positions=previous.data,
+        )
+        self._has_room.clear()
+        self._ask(replay=replay)
+        await self._has_room.wait()
+        self._check_not_ended()
+
+    async def end_replay(self, last_position: bytes) -> None:
+        """The log's last entry is at this position; returns when checks are answered."""
+        self._ask(end_replay=wire.EndReplay(last_position=last_position))
+        await asyncio.shield(self._ready)
+
+    # -- publishing --------------------------------------------------------------------------------------------
+
+    async def check(self, ranges: Sequence[Range]) -> list[Verdict]:
+        """The verdicts of ranges, at most MAX_BATCH_ROWS of them. What is NOT_DUP is to be written now, in order.
+
+        Verdicts come in the order of the calls. Raises INVALID_NAME, INVALID_SEQUENCE_ID, OVERLAP, GAP, QUEUE_FULL, …
+        (then none of the ranges was admitted, and the topic is still attached), NOT_ATTACHED and other reasons for
+        which it has ended.
+        Whoever is cancelled here does not know what was admitted: close the attachment and attach again.
+        """
+        self._check_not_ended()
+        if not 1 <= len(ranges) <= MAX_BATCH_ROWS:
+            raise error("INVALID_REQUEST", f"a check has 1 to {MAX_BATCH_ROWS} ranges, not {len(ranges)}")
+        columns = self._columns(ranges)
+        frame = next(self._frames)
+        answered: asyncio.Future[list[Verdict]] = asyncio.get_running_loop().create_future()
+        self._checks[frame] = answered
+        self._ask(checks=[wire.Check(frame=frame, **columns)])
+        return await answered
+
+    def persisted(self, position: bytes, count: int = 1) -> None:
+        """The oldest `count` admissions of which nothing was said are in the log, the last of them at this position."""
+        self._report(persisted=count, position=position)
+
+    def failed(self, count: int = 1) -> None:
+        """The oldest `count` admissions of which nothing was said will never be in the log.
+
+        Every verdict is UNKNOWN from now on: say the same of all that is in flight, drop the producers' connections,
+        then `reset`.
+        """
+        self._report(failed=count)
+
+    def _report(self, *, persisted: int = 0, position: bytes = b"", failed: int = 0) -> None:
+        self._check_not_ended()
+        count, in_flight = persisted + failed, self._admitted - self._reported
+        if not 1 <= count <= in_flight:
+            raise error("INVALID_REQUEST", f"{count} admissions are reported, and {in_flight} are in flight")
+        unsent = self._to_send[-1].report if self._to_send and self._to_send[-1].HasField("report") else None
+        if unsent is None or (persisted and unsent.failed):
+            what = wire.Report(first_admission=self._reported, persisted=persisted, position=position, failed=failed)
+            self._ask(report=what)
+        else:
+            # It goes on where the one that waits ends.
+            unsent.persisted += persisted
+            unsent.failed += failed
+            unsent.position = position or unsent.position
+        self._reported += count
+
+    def reset(self) -> None:
+        """After `failed`, when all that was in flight has been reported: checks have verdicts again.
+
+        Raises INVALID_REQUEST while something is in flight, or may be because a check has no answer yet.
+        """
+        self._check_not_ended()
+        if self._checks or self._reported != self._admitted:
+            raise error(
+                "INVALID_REQUEST",
+                f"{self._admitted - self._reported} admissions and {len(self._checks)} checks are in flight: report "
+                "them as failed before the reset",
+            )
+        self._ask(reset=wire.Reset())
+
+    def release(self, producer_name: str) -> None:
+        """Nobody publishes under this name for now."""
+        self._check_not_ended()
+        handle = self._handles.pop(producer_name, None)
+        if handle is not None:
+            self._ask(release=wire.Release(handles=np.array([handle], "<i4").tobytes()))
+
+    # -- the end -----------------------------------------------------------------------------------------------
+
+    @property
+    def ended(self) -> SeqdedupeError | None:
+        """Why it has ended; None while the topic is attached."""
+        return self._ended
+
+    async def wait_until_ended(self) -> SeqdedupeError:
+        """Returns why it has ended, when it has."""
+        await self._over.wait()
+        return self._ended or error("NOT_ATTACHED", "the attachment has ended")
+
+    def close(self) -> None:
+        """Lets go of the topic."""
+        self._end(error("NOT_ATTACHED", "the attachment was closed"))
+        self._stream.cancel()
+
+    def _end(self, why: SeqdedupeError) -> None:
+        if self._ended is not None:
+            return
+        self._ended = why
+        self._over.set()
+        for task in self._tasks:
+            if task is not asyncio.current_task():
+                task.cancel()
+        waiting: list[asyncio.Future[Any]] = [self._ready, *self._checks.values()]
+        self._checks.clear()
+        for future in waiting:
+            if not future.done():
+                future.set_exception(why)
+                # Nobody may be waiting any more.
+                future.exception()
+        self._has_room.set()
+
+    def _check_not_ended(self) -> None:
+        if self._ended is not None:
+            # Each raise would add to what the last one left.
+            raise self._ended.with_traceback(None)
+
+    # -- messages ----------------------------------------------------------------------------------------------
+
+    def _columns(self, ranges: Sequence[Range]) -> dict[str, bytes]:
+        """The columns of ranges; names that are new are registered first."""
+        self._register(name for name in dict.fromkeys(one.producer_name for one in ranges if not one.passes))
+        handles = self._handles
+        columns = {
+            "handles": np.array([handles.get(one.producer_name, 0) for one in ranges], "<i4").tobytes(),
+            "sequence_ids": _ids([one.sequence_id for one in ranges]),
+        }
+        if any(one.highest_sequence_id is not None for one in ranges):
+            columns["highest_sequence_ids"] = _ids(
+                [one.sequence_id if one.highest_sequence_id is None else one.highest_sequence_id for one in ranges]
+            )
+        if any(one.passes for one in ranges):
+            columns["passes"] = bytes(one.passes for one in ranges)
+        return columns
+
+    def _register(self, names: Iterable[str]) -> None:
+        new = [name for name in names if name not in self._handles]
+        # A name that the sidecar refuses would end the attachment.
+        all_encoded = [new_producer_name(name) for name in new]
+        for first in range(0, len(new), REGISTER_NAMES):
+            some = new[first : first + REGISTER_NAMES]
+            encoded = Binary.of_all(all_encoded[first : first + REGISTER_NAMES])
+            register = wire.Register(
+                first_handle=self._registered,
+                producer_name_offsets=encoded.offsets.tobytes(),
+                producer_names=encoded.data,
+            )
+            self._ask(register=register)
+            self._handles.update(zip(some, itertools.count(self._registered)))
+            self._registered += len(some)
+
+    def _ask(self, **step: Any) -> None:
+        self._to_send.append(wire.AttachRequest(token=self._token, **step))
+        self._news.set()
+
+    async def _send(self) -> None:
+        try:
+            while True:
+                await self._news.wait()
+                self._news.clear()
+                while self._to_send:
+                    request = self._to_send.popleft()
+                    size = request.ByteSize()
+                    while self._to_send and _goes_with(self._to_send[0], request):
+                        size += self._to_send[0].ByteSize()
+                        if size > FULL_MESSAGE_BYTES:
+                            break
+                        request.MergeFrom(self._to_send.popleft())
+                    with typed_errors(self._address):
+                        await self._stream.write(request)
+                self._has_room.set()
+        except (SeqdedupeError, asyncio.InvalidStateError):
+            # The stream has ended: reading tells why.
+            return
+
+    async def _receive(self) -> None:
+        why = error("NOT_ATTACHED", "the sidecar ended the attachment")
+        try:
+            with typed_errors(self._address):
+                while (data := await self._stream.read()) is not grpc.aio.EOF:
+                    self._take(wire.AttachResponse.FromString(data))
+        except SeqdedupeError as e:
+            why = e
+        finally:
+            # Whatever it is: nobody may wait for an answer that nobody reads.
+            self._end(why)
+
+    def _take(self, answer: Any) -> None:
+        self.trim_position = answer.trim_position
+        for checked in answer.checked:
+            verdicts = [Verdict(verdict) for verdict in checked.verdicts]
+            self._admitted += verdicts.count(Verdict.NOT_DUP)
+            self._answer(checked.frame, verdicts)
+        for refusal in answer.refusals:
+            numbers = {"row": str(refusal.row), "pushed": str(refusal.pushed), "persisted": str(refusal.persisted)}
+            if refusal.HasField("expected_sequence_id"):
+                numbers["expected_sequence_id"] = str(refusal.expected_sequence_id)
+            self._answer(
+                refusal.frame, error_of_reason(refusal.reason, refusal.message, refusal.retry_delay_ms, numbers)
+            )
+        if answer.HasField("end"):
+            raise error_of_reason(answer.end.reason, answer.end.message, answer.end.retry_delay_ms, {})
+        if answer.HasField("ready") and not self._ready.done():
+            self._ready.set_result(None)
+
+    def _answer(self, frame: int, answer: list[Verdict] | SeqdedupeError) -> None:
+        waiting = self._checks.pop(frame, None)
+        if waiting is None or waiting.done():
+            return
+        if isinstance(answer, SeqdedupeError):
+            waiting.set_exception(answer)
+        else:
+            waiting.set_result(answer)
+
+
+def _goes_with(step: Any, request: Any) -> bool:
+    """Whether a step that comes after a message can travel in it: its steps are done in the order of the fields."""
+    kind = _last_step(step)
+    return kind > _last_step(request) or (kind == CHECKS and len(request.checks) < MAX_CHECKS)
+
+
+def _last_step(request: Any) -> int:
+    number: int = request.ListFields()[-1][0].number
+    return number
+
+
+def _ids(values: Sequence[int]) -> bytes:
+    try:
+        return np.array(values, "<i8").tobytes()
+    except OverflowError as e:
+        raise error("INVALID_SEQUENCE_ID", "a sequence ID is above 2^63 - 1") from e
+
 
 REPLAY_ROWS = 8192
 """Entries in one message of the replay."""

@@ -9,8 +9,8 @@ import numpy.typing as npt
 
 from seqdedupe.batch import NO_INT64S, Batch, Binary, Int64s, PropertyColumns
 from seqdedupe.batch import properties as property_columns
-from seqdedupe.client.config import ProducerConfig
 from seqdedupe.client.pending import PendingBatch
+from seqdedupe.client.producer_session import ProducerConfig
 from seqdedupe.errors import error
 from seqdedupe.limits import MAX_BATCH_BYTES, MAX_BATCH_ROWS, MAX_PAYLOAD_BYTES, MAX_SEQUENCE_ID, NO_SEQUENCE_ID
 

@@ -8,19 +8,15 @@ from typing import NamedTuple, Self
 import grpc.aio
 
 from seqdedupe.client.admin import Admin
-from seqdedupe.client.calls import Calls
-from seqdedupe.client.config import DELIVERY_TIMEOUT_SECONDS, ProducerConfig
-from seqdedupe.client.connection import DEFAULT_ADDRESS, typed_errors
-from seqdedupe.client.connections import Connections
+from seqdedupe.client.connection import DEFAULT_ADDRESS, ClientCalls, typed_errors
 from seqdedupe.client.credentials import Credentials
-from seqdedupe.client.cursor import Cursor
-from seqdedupe.client.cursor_sidecar import SidecarCursor
-from seqdedupe.client.partitioned_reader import PartitionedReader, PartitionedStart, PartitionEnds
+from seqdedupe.client.cursor import Cursor, SidecarCursor
 from seqdedupe.client.producer import Producer
+from seqdedupe.client.producer_session import DELIVERY_TIMEOUT_SECONDS, ProducerConfig
 from seqdedupe.client.publisher import Publisher
-from seqdedupe.client.reader import Reader, Start
-from seqdedupe.client.sidecars import Addresses, Sidecars
-from seqdedupe.client.waiting import OnWaiting
+from seqdedupe.client.reader import PartitionedReader, PartitionedStart, PartitionEnds, Reader, Start
+from seqdedupe.client.route import Addresses, OnWaiting, Sidecars
+from seqdedupe.client.stream import SharedConnections
 from seqdedupe.errors import UnavailableError, error
 from seqdedupe.limits import MAX_INDEX
 from seqdedupe.message_id import MessageId, Position, checked_index
@@ -71,11 +67,11 @@ class Client:
     def __init__(self, address: Addresses = DEFAULT_ADDRESS, credentials: Credentials | None = None) -> None:
         credentials = Credentials.from_environment() if credentials is None else credentials
         self._sidecars = Sidecars.parse(address, credentials)
-        self.address = address if isinstance(address, str) else str(self._sidecars)
+        self.address: str = address if isinstance(address, str) else str(self._sidecars)
         """As it was given."""
-        self._connections = Connections(self._sidecars)
-        self._calls = Calls(self._sidecars)
-        self.admin = Admin(self._calls)
+        self._connections = SharedConnections(self._sidecars)
+        self._calls = ClientCalls(self._sidecars)
+        self.admin: Admin = Admin(self._calls)
         """The calls for operators."""
 
     async def __aenter__(self) -> Self:

@@ -1,28 +1,136 @@
-"""How the client reaches the sidecar, and the one place that looks at gRPC's errors."""
+"""How the client reaches sidecars: channels, what gRPC's errors mean (nothing else looks at them), and unary calls.
+
+Begin with `new_channel`, `typed_errors` and `ClientCalls`, a client's calls: each goes to the sidecar of its topic.
+"""
 
 import asyncio
 import os
 import random
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from functools import cached_property
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import grpc
 import grpc.aio
-from google.protobuf.any_pb2 import Any
+from google.protobuf import any_pb2
 from google.protobuf.message import DecodeError, Message
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 from seqdedupe.address import SidecarAddress
-from seqdedupe.client.channel import Channel
 from seqdedupe.client.credentials import NO_CREDENTIALS, Credentials
-from seqdedupe.client.listeners import check_listener
-from seqdedupe.client.unreachable import is_of_another_host, unreachable
+from seqdedupe.client.listeners import check_listener, is_of_another_host, unreachable, was_never_sent
+from seqdedupe.client.route import OWNER_ADDRESS, Route, Sidecars
 from seqdedupe.errors import NEVER, REASONS, SeqdedupeError, UnavailableError, error
 from seqdedupe.v1 import admin_pb2, dedupe_pb2, read_pb2
 from seqdedupe.v1.admin_pb2_grpc import AdminServiceStub
+from seqdedupe.v1.read_pb2_grpc import ReadServiceStub
 from seqdedupe.wire import EMPTY
+
+if TYPE_CHECKING:
+    from seqdedupe.v1.admin_pb2_grpc import AdminServiceAsyncStub
+    from seqdedupe.v1.read_pb2_grpc import ReadServiceAsyncStub
+
+
+# -- A channel whose calls say who makes them, and whose callers learn how a call ended.
+
+AUTHORIZATION = "authorization"
+"""The name of the metadata in which a token goes, as `Bearer TOKEN`."""
+
+
+class Channel(grpc.aio.Channel):
+    """A channel over which each call and stream carries the token as it is when that begins, if there is one.
+
+    gRPC's own call credentials take no connection without TLS, and its interceptors have every message of a stream pass
+    them. Making a call raises CREDENTIALS_UNAVAILABLE, and what `check` raises, which is called just before.
+    """
+
+    def __init__(self, channel: grpc.aio.Channel, credentials: Credentials, check: Callable[[], None]) -> None:
+        self._channel = channel
+        self._credentials = credentials
+        self._check = check
+
+    def unary_unary(self, *args: Any, **options: Any) -> Any:
+        return self._calling(self._channel.unary_unary(*args, **options))
+
+    def unary_stream(self, *args: Any, **options: Any) -> Any:
+        return self._calling(self._channel.unary_stream(*args, **options))
+
+    def stream_unary(self, *args: Any, **options: Any) -> Any:
+        return _keeping_status(self._calling(self._channel.stream_unary(*args, **options)))
+
+    def stream_stream(self, *args: Any, **options: Any) -> Any:
+        return _keeping_status(self._calling(self._channel.stream_stream(*args, **options)))
+
+    def _calling(self, make: Callable[..., Any]) -> Callable[..., Any]:
+        if not self._credentials.has_token:
+            return make
+
+        def call(*args: Any, metadata: tuple[tuple[str, str], ...] = (), **options: Any) -> Any:
+            shown = AUTHORIZATION, f"Bearer {self._credentials.token_now()}"
+            self._check()
+            return make(*args, metadata=(shown, *metadata), **options)
+
+        return call
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, failure: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self, grace: float | None = None) -> None:
+        await self._channel.close(grace)
+
+    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
+        return self._channel.get_state(try_to_connect)
+
+    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
+        await self._channel.wait_for_state_change(last_observed_state)
+
+    async def channel_ready(self) -> None:
+        await self._channel.channel_ready()
+
+
+def _keeping_status(make: Callable[..., Any]) -> Callable[..., Any]:
+    """The same calls, whose status is always the one that the other side sent."""
+
+    def call(*args: Any, **options: Any) -> Any:
+        made = make(*args, **options)
+        if hasattr(made, _INSIDE):
+            setattr(made, _INSIDE, _StatusKept(getattr(made, _INSIDE)))
+        return made
+
+    return call
+
+
+_INSIDE = "_cython_call"
+"""Where grpcio has the inside of a call."""
+
+
+class _StatusKept:
+    """The inside of a call to which the caller sends messages.
+
+    A write fails when the other side has ended the call. grpcio then replaces the status, whether it has come or is
+    still to come, with "Internal error from Core", so that the caller never learns why. Without that it waits for the
+    status.
+    """
+
+    def __init__(self, inside: Any) -> None:
+        self._inside = inside
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inside, name)
+
+    def set_internal_error(self, _text: str) -> None:
+        pass
+
+
+# -- Channels, calls over them, and what they end with.
 
 M = TypeVar("M", bound=Message)
 
@@ -164,6 +272,11 @@ def new_channel(
     return Channel(channel, credentials, check)
 
 
+def channel_to(sidecars: Sidecars, address: SidecarAddress, *, is_brief: bool = False) -> grpc.aio.Channel:
+    """A channel to one of them, see `new_channel`."""
+    return new_channel(address, sidecars.credentials, is_one=sidecars.is_one, is_brief=is_brief)
+
+
 async def call(
     address: SidecarAddress,
     channel: grpc.aio.Channel,
@@ -251,6 +364,25 @@ def error_of_reason(reason: str, message: str, retry_delay_ms: int, numbers: dic
     return kind(reason, message.removesuffix(f" [{reason}]"), hint, retry_delay_ms, numbers)
 
 
+def refusal_error(refusal: Any) -> SeqdedupeError:
+    """The error that a refusal on a publish stream stands for, with the numbers of a producer that caused it."""
+    numbers: dict[str, str] = {}
+    for producer in refusal.producers:
+        numbers = {
+            "epoch": str(producer.epoch),
+            "current_epoch": str(producer.current_epoch),
+            "sequence_id": str(producer.sequence_id),
+            "previous_sequence_id": str(producer.previous_sequence_id),
+            "pushed": str(producer.pushed),
+            "persisted": str(producer.persisted),
+        }
+        if producer.HasField("expected_sequence_id"):
+            numbers["expected_sequence_id"] = str(producer.expected_sequence_id)
+    if refusal.owner_address:
+        numbers[OWNER_ADDRESS] = refusal.owner_address
+    return error_of_reason(refusal.reason, refusal.message, refusal.retry_delay_ms, numbers)
+
+
 def _error_of_call(failure: grpc.aio.AioRpcError, address: SidecarAddress) -> SeqdedupeError:
     info, retry_delay_ms = _details(failure)
     details = failure.details() or failure.code().name
@@ -286,7 +418,7 @@ def _details(failure: grpc.aio.AioRpcError) -> tuple[error_details_pb2.ErrorInfo
     return info, retry_delay_ms
 
 
-def _status_details(failure: grpc.aio.AioRpcError) -> list[Any]:
+def _status_details(failure: grpc.aio.AioRpcError) -> list[any_pb2.Any]:
     try:
         status: status_pb2.Status | None = rpc_status.from_call(failure)  # type: ignore[arg-type]
     except ValueError:  # the rich status and the plain one differ: not ours
@@ -310,3 +442,137 @@ class Backoff:
     def reset(self) -> None:
         """There was progress: the next delay is the first again."""
         self._next_seconds = self._first_seconds
+
+
+# -- A client's calls other than publish and read streams: each goes to the sidecar of its topic.
+
+T = TypeVar("T")
+
+MAX_REMEMBERED = 10_000
+"""Topics of which is remembered where they were found."""
+
+CHANGED_NOTHING = {"NOT_OWNER", "DRAINING"}
+"""A call that is refused so has changed nothing."""
+
+_CONNECTION_IS_LOST = {"UNREACHABLE", "TLS_FAILED", "NOT_A_SIDECAR"}
+
+_LOOKS = ("Get", "List", "Locate", "Read", "Export")
+"""How requests are called that change nothing."""
+
+_FIRST_DELAY_SECONDS = 0.02
+_LONGEST_DELAY_SECONDS = 1.0
+
+
+class SidecarConnection:
+    """A connection to a sidecar, and what is called over it."""
+
+    def __init__(self, address: SidecarAddress, channel: grpc.aio.Channel) -> None:
+        self.address = address
+        self.channel = channel
+
+    @cached_property
+    def admin(self) -> "AdminServiceAsyncStub":
+        return AdminServiceStub(self.channel)
+
+    @cached_property
+    def read(self) -> "ReadServiceAsyncStub":
+        return ReadServiceStub(self.channel)
+
+
+class ClientCalls:
+    """Makes the calls of one client, over a connection to each sidecar that it comes to. For one event loop."""
+
+    def __init__(self, sidecars: Sidecars) -> None:
+        self._sidecars = sidecars
+        self._connections: dict[SidecarAddress, SidecarConnection] = {}
+        self._found_at: dict[str, SidecarAddress] = {}
+        """By topic; "" is the whole."""
+
+    async def close(self) -> None:
+        """Lets go of the connections."""
+        connections, self._connections = self._connections, {}
+        for connection in connections.values():
+            await connection.channel.close()
+
+    def connection(self, address: SidecarAddress) -> SidecarConnection:
+        """The one connection to this sidecar."""
+        check_not_forked()
+        if address not in self._connections:
+            self._connections[address] = SidecarConnection(address, channel_to(self._sidecars, address))
+        return self._connections[address]
+
+    def connection_to(self, text: str) -> SidecarConnection:
+        """The one to a sidecar that another one has named. Raises NOT_OWNER if the client may not go there."""
+        address = self._sidecars.allowed(text)
+        if address is None:
+            why = f"the sidecar at {text} has a part of it, and is not among the addresses that the client was given"
+            raise error("NOT_OWNER", why, hint="Give the client the addresses of all sidecars.", owner_address=text)
+        return self.connection(address)
+
+    def first_connection(self) -> SidecarConnection:
+        """That to the first address."""
+        return self.connection(self._sidecars.addresses[0])
+
+    async def call(
+        self,
+        method: Callable[[SidecarConnection], Callable[..., Awaitable[M]]],
+        request: Message,
+        timeout_seconds: float = CALL_TIMEOUT_SECONDS,
+    ) -> M:
+        """Makes a unary call, of the request's topic or of the whole. A topic that recovers is waited for.
+
+        Raises as `at`, RECOVERING too if that lasts for CALL_TIMEOUT_SECONDS.
+        """
+
+        def act(connection: SidecarConnection) -> Awaitable[M]:
+            return call(connection.address, connection.channel, method(connection), request, timeout_seconds)
+
+        is_look = type(request).__name__.startswith(_LOOKS)
+        return await self.at(getattr(request, "topic", ""), act, is_look=is_look)
+
+    async def at(self, topic: str, act: Callable[[SidecarConnection], Awaitable[T]], *, is_look: bool) -> T:
+        """Does it at the topic's owner, or, without a topic, at one sidecar that answers. It may be begun several
+        times: what changes something only where it is certain that it has changed nothing yet.
+
+        While the sidecars say that the topic is none of theirs it waits, for CALL_TIMEOUT_SECONDS at most. Raises what
+        it is refused for.
+        """
+        route = Route(self._sidecars, topic, first=self._found_at.get(topic))
+        backoff = Backoff(_FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS)
+        loop = asyncio.get_running_loop()
+        give_up_at = loop.time() + CALL_TIMEOUT_SECONDS
+        while True:
+            connection: SidecarConnection | None = None
+            try:
+                connection = self.connection(route.address)
+                answer = await act(connection)
+            except SeqdedupeError as failure:
+                if connection is not None and failure.reason in _CONNECTION_IS_LOST:
+                    self._forget(connection)
+                e = route.doubted(failure)
+                if not isinstance(e, UnavailableError):
+                    raise
+                if not (is_look or e.reason in CHANGED_NOTHING or was_never_sent(e)):
+                    raise
+                if route.moves_on(e):
+                    continue
+                delay_seconds = max(backoff.next_seconds(), e.retry_delay_ms / 1000)
+                if not route.passes or loop.time() + delay_seconds > give_up_at:
+                    raise route.told() from e
+                await asyncio.sleep(delay_seconds)
+            else:
+                if not route.is_one:
+                    self._remember(topic, route.address)
+                return answer
+
+    def _forget(self, connection: SidecarConnection) -> None:
+        """The next call makes a new one, which tries at once, where gRPC would answer for up to a second that the old
+        one was refused, and which takes the TLS files as they are then. Others that are under way over the old one end
+        as they may."""
+        if self._connections.get(connection.address) is connection:
+            del self._connections[connection.address]
+
+    def _remember(self, topic: str, address: SidecarAddress) -> None:
+        if len(self._found_at) >= MAX_REMEMBERED:
+            self._found_at.clear()
+        self._found_at[topic] = address

@@ -1,13 +1,24 @@
 """Where positions live: the contract of a cursor, a place that keeps how far somebody has got with a topic.
 
-tests/client/cursors.py is the suite that each kind of cursor has to pass.
+Two kinds are here: in a file, and with the sidecar. tests/client/cursors.py is the suite that each kind has to pass.
 """
 
+import asyncio
+import fcntl
+import os
+import struct
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import NamedTuple
 
-from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe import files
+from seqdedupe.client.connection import ClientCalls
+from seqdedupe.errors import InvalidRequestError, SeqdedupeError, error
 from seqdedupe.message_id import Position
+from seqdedupe.names import topic_name
+from seqdedupe.v1 import read_pb2
 
 MAX_NOTE_BYTES = 1024
 
@@ -60,3 +71,140 @@ def moved(name: str, expected: Kept | None, found: Kept | None) -> SeqdedupeErro
     if found and expected and found.position == expected.position:
         there += " with another note"
     return error("CURSOR_MOVED", f"the cursor {name} keeps {there}, and not {wanted}: somebody else has moved it")
+
+
+# -- A cursor in a file: `docs/cursors.md` has the format, byte by byte.
+
+MAGIC = b"seqdedupe-cursor"
+FORMAT_VERSION = 1
+
+_HEAD = files.head_of(MAGIC, FORMAT_VERSION)
+_LENGTH = struct.Struct("<I")
+
+
+class FileCursor(Cursor):
+    """A cursor in a file on a local disk, in a folder that is there. Processes of one machine may share it.
+
+    A new position is written to a file beside it, synced, renamed over it, and the folder is synced: after a crash
+    there is the old one or the new one, whole. Beside it stands a lock file, `.NAME.lock`, that is never removed. If
+    the path is a symbolic link, all of that is where it points to, and the link stays.
+
+    Its calls raise INVALID_OPTION without that folder (as of a disk that is not mounted: a cursor in it may keep
+    something) and for a path that is a folder; OSError for what else the file system refuses; CURSOR_DAMAGED if any
+    byte is not as it was written, NEWER_FORMAT if a newer version wrote it.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self.path: Path = Path(path)
+
+    async def read(self) -> Kept | None:
+        return await asyncio.to_thread(self._read)
+
+    async def compare_and_set(self, expected: Kept | None, new: Kept) -> None:
+        check(new)
+        await asyncio.to_thread(self._compare_and_set, expected, new)
+
+    def _compare_and_set(self, expected: Kept | None, new: Kept) -> None:
+        with self._locked() as path:
+            if (found := self._read()) != expected:
+                raise moved(str(self.path), expected, found)
+            with files.writing_sealed(path, _HEAD) as put:
+                for part in (new.position.to_bytes(), new.note.encode()):
+                    put(_LENGTH.pack(len(part)) + part)
+
+    @contextmanager
+    def _locked(self) -> Iterator[Path]:
+        """No other process, nor thread, compares and sets meanwhile, by whichever link. The system lets go of the lock
+        with a process. Gives the file itself."""
+        path = self._file
+        lock = path.with_name(f".{path.name}.lock")
+        try:
+            file = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except (FileNotFoundError, NotADirectoryError) as e:
+            raise self._without_folder() from e
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield path
+        finally:
+            os.close(file)
+
+    @property
+    def _file(self) -> Path:
+        """Where the path leads, now."""
+        return Path(os.path.realpath(self.path))
+
+    def _read(self) -> Kept | None:
+        try:
+            with self.path.open("rb") as file:
+                size = files.check_sealed(self.path, file, _HEAD, 2 * _LENGTH.size, "a cursor")
+                return _parsed(file.read(size))
+        except (FileNotFoundError, NotADirectoryError) as e:
+            if self._file.parent.is_dir():
+                return None
+            raise self._without_folder() from e
+        except IsADirectoryError as e:
+            hint = "Name a file in a folder that is there."
+            raise error("INVALID_OPTION", f"the cursor's path {self.path} is a folder", hint=hint) from e
+        except (InvalidRequestError, ValueError) as e:
+            raise self._damaged(str(e)) from e
+        except SeqdedupeError as e:
+            raise self._damaged(e.message) if e.reason == "INVALID_SOURCE" else e from e
+
+    def _without_folder(self) -> SeqdedupeError:
+        what = f"the folder of the cursor {self.path} is not there"
+        return error("INVALID_OPTION", what, hint="Is its disk mounted? A cursor makes its file, and no folder.")
+
+    def _damaged(self, why: str) -> SeqdedupeError:
+        return error("CURSOR_DAMAGED", why if str(self.path) in why else f"{self.path}: {why}")
+
+
+def _parsed(body: bytes) -> Kept:
+    """Raises ValueError, INVALID_POSITION."""
+    parts = []
+    while len(body) >= _LENGTH.size:
+        end = _LENGTH.size + _LENGTH.unpack_from(body)[0]
+        parts.append(body[_LENGTH.size : end])
+        body = body[end:]
+    position, note = parts
+    kept = Kept(Position.from_bytes(position), note.decode())
+    check(kept)
+    return kept
+
+
+# -- A cursor that the sidecar keeps: named, of one topic, in the topic's log and the sidecar's store.
+
+
+class SidecarCursor(Cursor):
+    """A named cursor of a topic. Made by `Client.cursor`; who may read the topic moves those whose names are its own
+    (docs/rules.md).
+
+    Its calls wait for up to 30 seconds for a topic that recovers, or moves. Raises NotFoundError if there is no topic,
+    INVALID_NAME, TOO_MANY_CURSORS, AccessDeniedError, UnavailableError (LOG_REFUSED, SHARE_EXCEEDED: it did not move).
+    """
+
+    def __init__(self, calls: ClientCalls, topic: str, name: str) -> None:
+        self.topic = topic_name(topic)
+        self.name = name
+        try:
+            name.encode()
+        except UnicodeEncodeError as e:
+            raise error("INVALID_NAME", f"the name of a cursor {name[:80]!r} is not valid Unicode") from e
+        self._calls = calls
+
+    async def read(self) -> Kept | None:
+        request = read_pb2.GetCursorRequest(topic=self.topic, name=self.name)
+        answer = await self._calls.call(lambda sidecar: sidecar.read.GetCursor, request)
+        if not answer.HasField("kept"):
+            return None
+        return Kept(Position.from_proto(answer.kept.position), answer.kept.note)
+
+    async def compare_and_set(self, expected: Kept | None, new: Kept) -> None:
+        check(new)
+        request = read_pb2.MoveCursorRequest(topic=self.topic, name=self.name, new=_value(new))
+        if expected is not None:
+            request.expected.CopyFrom(_value(expected))
+        await self._calls.call(lambda sidecar: sidecar.read.MoveCursor, request)
+
+
+def _value(kept: Kept) -> read_pb2.CursorValue:
+    return read_pb2.CursorValue(position=kept.position.to_proto(), note=kept.note)

@@ -14,8 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from seqdedupe.batch import NO_INT64S, Batch
-from seqdedupe.client.pending import PendingBatch
-from seqdedupe.client.receipts import ReceiptColumns, Verdict
+from seqdedupe.client.pending import PendingBatch, ReceiptColumns, Verdict
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.limits import NO_SEQUENCE_ID
 

@@ -1,14 +1,284 @@
-"""A batch on its way: what its senders wait for, and what it ends in."""
+"""A batch on its way: what its senders wait for, and what it ends in.
+
+Begin with `PendingBatch`. Before it stand the columns of a receipt and of a result, after it the receipts that are
+awaited.
+"""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field, fields
+from enum import IntEnum
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from seqdedupe.batch import NO_INT64S, Batch, Int64s
-from seqdedupe.client.receipts import ReceiptColumns, Verdict, later
-from seqdedupe.client.results import NO_PARTITION, BatchResult, Published
-from seqdedupe.errors import SeqdedupeError
+from seqdedupe.batch import NO_INT32S, NO_INT64S, Batch, Int32s, Int64s
+from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.message_id import MessageId, MessageIds
+
+# -- What the sidecar answers to a frame: verdicts, and where its messages stand, in columns.
+
+NO_INDEX = -1
+"""In a column of indexes: not known."""
+
+NO_ROWS: npt.NDArray[np.uint32] = np.zeros(0, np.uint32)
+
+
+class Verdict(IntEnum):
+    """What the sidecar decided. `UNKNOWN` never ends a receipt: the client sends the message again."""
+
+    NOT_DUP = 1
+    """The message is new and is now in the log."""
+    DUP = 2
+    """The sequence ID is at or below the producer's highest persisted one; nothing was appended."""
+    UNKNOWN = 3
+    """A copy is in flight and its outcome is not known yet."""
+
+
+@dataclass(slots=True)
+class ReceiptColumns:
+    """A receipt of the sidecar for one frame, see `Receipt` in `publish.proto`."""
+
+    verdicts: npt.NDArray[np.uint8]
+    """Empty: all rows are NOT_DUP."""
+    first_index: int
+    first_message_id: MessageId
+    known_rows: npt.NDArray[np.uint32]
+    known_indexes: Int64s
+    known_ledger_ids: Int64s
+    known_entry_ids: Int64s
+    known_batch_indexes: Int32s
+    run_rows: npt.NDArray[np.uint32]
+    """Empty, as the next three: the rows that were stored are one run, from `first_message_id` on."""
+    run_ledger_ids: Int64s
+    run_entry_ids: Int64s
+    run_batch_indexes: Int32s
+    durable_at: int = 0
+    """0: the rows are durable. Else they are when the topic is durable up to this index."""
+    imported_rows: npt.NDArray[np.uint32] = field(default_factory=lambda: NO_ROWS)
+
+    @staticmethod
+    def all_stored(first_index: int, first_message_id: MessageId, durable_at: int = 0) -> "ReceiptColumns":
+        """That of a frame whose rows are all new, and one run: the usual one."""
+        return ReceiptColumns(_NO_VERDICTS, first_index, first_message_id, *_NOTHING_KNOWN, *_ONE_RUN, durable_at)
+
+    @property
+    def is_one_run(self) -> bool:
+        """Whether all rows were stored, as one run."""
+        return self.first_index >= 0 and not len(self.verdicts) and not len(self.run_rows)
+
+    def message_ids(self, rows: int) -> tuple[Int64s, Int64s, Int32s]:
+        """Ledgers, entries and batch indexes of the rows that were stored, of which there are so many.
+
+        Raises INTERNAL if the runs are of another number of rows.
+        """
+        if not len(self.run_rows):
+            return ids_of_run(self.first_message_id, np.arange(rows, dtype=np.int64))
+        ids = self._runs()
+        if len(ids) != rows:
+            raise error("INTERNAL", f"a receipt has message IDs for {len(ids)} rows, and {rows} were stored")
+        return ids.columns()
+
+    def cut(self, first: int, stop: int) -> "ReceiptColumns":
+        """That of the rows from `first` to before `stop`, as if they had been a frame of their own."""
+        verdicts = self.verdicts[first:stop]
+        before, rows = first, stop - first  # of those that were stored
+        if len(verdicts):
+            before = int(np.count_nonzero(self.verdicts[:first] == Verdict.NOT_DUP))
+            rows = int(np.count_nonzero(verdicts == Verdict.NOT_DUP))
+        first_index = self.first_index + before if rows else NO_INDEX
+        first_message_id = later(self.first_message_id, before) if rows else self.first_message_id
+        runs = self.run_rows[:0], self.run_ledger_ids[:0], self.run_entry_ids[:0], self.run_batch_indexes[:0]
+        if rows and len(self.run_rows):
+            ids = self._runs().cut(before, before + rows)
+            runs = ids.run_rows.astype(np.uint32), ids.ledger_ids, ids.entry_ids, ids.batch_indexes
+        there = (self.known_rows >= first) & (self.known_rows < stop)
+        return ReceiptColumns(
+            verdicts,
+            first_index,
+            first_message_id,
+            self.known_rows[there] - np.uint32(first),
+            self.known_indexes[there],
+            self.known_ledger_ids[there],
+            self.known_entry_ids[there],
+            self.known_batch_indexes[there] if len(self.known_batch_indexes) else self.known_batch_indexes,
+            *runs,
+            self.durable_at,
+            self.imported_rows[(self.imported_rows >= first) & (self.imported_rows < stop)] - np.uint32(first),
+        )
+
+    def _runs(self) -> MessageIds:
+        run_rows = self.run_rows.astype(np.int64)
+        return MessageIds(run_rows, self.run_ledger_ids, self.run_entry_ids, self.run_batch_indexes)
+
+
+_NO_VERDICTS = np.zeros(0, np.uint8)
+_NOTHING_KNOWN = NO_ROWS, NO_INT64S, NO_INT64S, NO_INT64S, NO_INT32S
+_ONE_RUN = NO_ROWS, NO_INT64S, NO_INT64S, NO_INT32S
+
+
+def later(message_id: MessageId, rows: int) -> MessageId:
+    """That of a message so many rows later in the same run."""
+    ledger_id, entry_id, place = message_id
+    return MessageId(ledger_id, entry_id + rows) if place < 0 else MessageId(ledger_id, entry_id, place + rows)
+
+
+def ids_of_run(first_message_id: MessageId, steps: Int64s) -> tuple[Int64s, Int64s, Int32s]:
+    """Ledgers, entries and batch indexes of messages so many rows later in the same run."""
+    ledger_id, entry_id, place = first_message_id
+    rows = len(steps)
+    ledger_ids = np.full(rows, ledger_id, np.int64)
+    if place < 0:
+        return ledger_ids, entry_id + steps, np.full(rows, place, np.int32)
+    return ledger_ids, np.full(rows, entry_id, np.int64), (place + steps).astype(np.int32)
+
+
+# -- What became of the messages of a batch, of one by itself or of all in columns.
+
+UNDECIDED = 0
+"""In a column of verdicts: not answered yet."""
+
+NO_PARTITION = -1
+"""That of a message in a topic without partitions."""
+
+# In columns: numpy takes five times as long with a member of an enumeration.
+_NEW, _UNKNOWN = int(Verdict.NOT_DUP), int(Verdict.UNKNOWN)
+
+
+@dataclass(slots=True)
+class Published:
+    """What became of a message: it is in the log, and durable unless the topic's flush policy lets receipts come before
+    that (see `Receipt.until_durable`).
+
+    With `DUP`, `message_id` and `index` are those of the original while the sidecar still knows them; otherwise
+    None and -1. Only then is DUP a proof for that very sequence ID; for one that was sent for the first time at or
+    below `persisted` it is none.
+    """
+
+    verdict: Verdict
+    message_id: MessageId | None
+    index: int
+    sequence_id: int
+    partition: int = NO_PARTITION
+    """Of a partitioned topic, in which both count; -1 if it is none."""
+    is_imported: bool = False
+    """With DUP in a topic of deduplication IDs: the ID came with an imported window. The system before this one had the
+    message; there is no index and no message ID."""
+
+
+@dataclass(slots=True)
+class BatchResult:
+    """What became of the messages of a batch, in columns. `result[row]` is one of them."""
+
+    sequence_ids: Int64s
+    verdicts: npt.NDArray[np.uint8]
+    indexes: Int64s
+    """-1 where the verdict is DUP and the original's index is no longer known."""
+    ledger_ids: Int64s
+    entry_ids: Int64s
+    batch_indexes: Int32s
+    partitions: Int32s
+    """-1 in a topic without partitions."""
+    imported: npt.NDArray[np.bool_]
+    """Which came with an imported window: see `Published.is_imported`."""
+
+    @staticmethod
+    def undecided(sequence_ids: Int64s, partition: int = NO_PARTITION) -> "BatchResult":
+        rows = len(sequence_ids)
+        return BatchResult(
+            sequence_ids,
+            np.full(rows, UNDECIDED, np.uint8),
+            np.full(rows, NO_INDEX, np.int64),
+            np.full(rows, NO_INDEX, np.int64),
+            np.full(rows, NO_INDEX, np.int64),
+            np.full(rows, NO_INDEX, np.int32),
+            np.full(rows, partition, np.int32),
+            np.zeros(rows, np.bool_),
+        )
+
+    @staticmethod
+    def all_stored(
+        sequence_ids: Int64s, first_index: int, first_message_id: MessageId, partition: int
+    ) -> "BatchResult":
+        """That of messages that are all new, and one run."""
+        rows = len(sequence_ids)
+        steps = np.arange(rows, dtype=np.int64)
+        return BatchResult(
+            sequence_ids,
+            np.full(rows, _NEW, np.uint8),
+            first_index + steps,
+            *ids_of_run(first_message_id, steps),
+            np.full(rows, partition, np.int32),
+            np.zeros(rows, np.bool_),
+        )
+
+    @staticmethod
+    def of(sequence_ids: Int64s, receipt: ReceiptColumns, partition: int = NO_PARTITION) -> "BatchResult":
+        """What the first receipt of these rows decides. Raises INTERNAL, IndexError, ValueError for one that is not of
+        them."""
+        if receipt.is_one_run:
+            return BatchResult.all_stored(sequence_ids, receipt.first_index, receipt.first_message_id, partition)
+        result = BatchResult.undecided(sequence_ids, partition)
+        result._put(receipt)
+        return result
+
+    def put(self, rows: Int64s, other: "BatchResult") -> None:
+        """These rows are those of another one, in its order."""
+        for column in fields(self):
+            getattr(self, column.name)[rows] = getattr(other, column.name)
+
+    def __len__(self) -> int:
+        return len(self.sequence_ids)
+
+    def merge(self, receipt: ReceiptColumns) -> None:
+        """Adds what the receipt decides. Rows that are decided already stay as they are.
+
+        Raises INTERNAL, IndexError, ValueError for one that is not of these rows; nothing is added then.
+        """
+        new = BatchResult.of(self.sequence_ids, receipt)
+        decided = (self.verdicts == UNDECIDED) & (new.verdicts != UNDECIDED)
+        for mine, theirs in (
+            (self.verdicts, new.verdicts),
+            (self.indexes, new.indexes),
+            (self.ledger_ids, new.ledger_ids),
+            (self.entry_ids, new.entry_ids),
+            (self.batch_indexes, new.batch_indexes),
+            (self.imported, new.imported),
+        ):
+            mine[decided] = theirs[decided]
+
+    def _put(self, receipt: ReceiptColumns) -> None:
+        """What the receipt says, where nothing is decided yet."""
+        stored: Int64s | slice = slice(None)
+        count = len(self)
+        if len(receipt.verdicts):
+            self.verdicts[:] = receipt.verdicts
+            stored = np.flatnonzero(self.verdicts == _NEW)
+            count = len(stored)
+            self.verdicts[self.verdicts == _UNKNOWN] = UNDECIDED
+        else:
+            self.verdicts[:] = _NEW
+        self.indexes[stored] = np.arange(receipt.first_index, receipt.first_index + count)
+        if count:
+            ids = receipt.message_ids(count)
+            self.ledger_ids[stored], self.entry_ids[stored], self.batch_indexes[stored] = ids
+        if len(receipt.known_rows):
+            self.indexes[receipt.known_rows] = receipt.known_indexes
+            self.ledger_ids[receipt.known_rows] = receipt.known_ledger_ids
+            self.entry_ids[receipt.known_rows] = receipt.known_entry_ids
+            if len(receipt.known_batch_indexes):
+                self.batch_indexes[receipt.known_rows] = receipt.known_batch_indexes
+        self.imported[receipt.imported_rows] = True
+
+    def __getitem__(self, row: int) -> Published:
+        index = int(self.indexes[row])
+        message_id = None
+        if index != NO_INDEX:
+            message_id = MessageId(int(self.ledger_ids[row]), int(self.entry_ids[row]), int(self.batch_indexes[row]))
+        verdict, partition = Verdict(self.verdicts[row]), int(self.partitions[row])
+        return Published(verdict, message_id, index, int(self.sequence_ids[row]), partition, bool(self.imported[row]))
+
 
 _NOT_DUP = Verdict.NOT_DUP  # to look it up there takes a tenth of what a receipt does
 
@@ -196,3 +466,127 @@ async def _called_by(when: Callable[[Callable[[], None]], None]) -> None:
     future = asyncio.get_running_loop().create_future()
     when(lambda: None if future.done() else future.set_result(None))
     await future
+
+
+# -- Receipts as a sender has them, to be awaited: of a message, and of a batch.
+
+
+class SpreadBatch:
+    """Batches that were one, each in a partition of its own: what a `PendingBatch` is to receipts."""
+
+    def __init__(self, sequence_ids: Int64s, parts: list[tuple[Int64s, PendingBatch]]) -> None:
+        self._sequence_ids = sequence_ids
+        self._parts = parts
+
+    @property
+    def settled(self) -> bool:
+        return all(pending.settled for _, pending in self._parts)
+
+    @property
+    def durable(self) -> bool:
+        return all(pending.durable for _, pending in self._parts)
+
+    @property
+    def failed(self) -> bool:
+        return any(pending.failed for _, pending in self._parts)
+
+    @property
+    def last_refusal(self) -> SeqdedupeError | None:
+        return next((p.last_refusal for _, p in self._parts if not p.settled and p.last_refusal is not None), None)
+
+    def when_settled(self, waiter: Callable[[], None]) -> None:
+        """As `PendingBatch.when_settled`; it may be called more often, and before all is settled."""
+        for _, pending in self._parts:
+            pending.when_settled(lambda: waiter() if self.settled else None)
+
+    def when_durable(self, waiter: Callable[[], None]) -> None:
+        """As `PendingBatch.when_durable`, and as above."""
+        for _, pending in self._parts:
+            pending.when_durable(lambda: waiter() if self.durable else None)
+
+    async def wait(self) -> None:
+        for _, pending in self._parts:
+            await pending.wait()
+
+    async def wait_until_durable(self) -> None:
+        for _, pending in self._parts:
+            await pending.wait_until_durable()
+
+    def result(self) -> BatchResult:
+        """The receipts of all rows. Raises what one of them failed with."""
+        return self._of_all([(rows, pending.result()) for rows, pending in self._parts])
+
+    def durable_result(self) -> BatchResult:
+        """As `PendingBatch.durable_result`."""
+        return self._of_all([(rows, pending.durable_result()) for rows, pending in self._parts])
+
+    def _of_all(self, results: list[tuple[Int64s, BatchResult]]) -> BatchResult:
+        result = BatchResult.undecided(self._sequence_ids)
+        for rows, of_part in results:
+            result.put(rows, of_part)
+        return result
+
+
+class Told:
+    """What a receipt, of whichever kind, tells without waiting."""
+
+    __slots__ = ("_pending",)
+
+    def __init__(self, pending: PendingBatch | SpreadBatch) -> None:
+        self._pending = pending
+
+    def done(self) -> bool:
+        """Whether it is there, or what came instead: nobody would wait for it."""
+        return self._pending.settled
+
+    def is_durable(self) -> bool:
+        """Whether all that it is of is known to be durable: `until_durable` would answer at once. Never, if its
+        producer has ended before that."""
+        return self._pending.durable and not self._pending.failed
+
+    def is_over(self) -> bool:
+        """Whether `until_durable` would not wait: all is durable, or has failed."""
+        return self._pending.durable
+
+
+class Receipt(Told):
+    """The receipt of one message. Await it for `Published`; it raises what the message failed with.
+
+    Where the topic's flush policy is not to sync every commit, it comes when the message is written: the producer keeps
+    the message until it is durable, and sends it again if a power cut has taken it. Only if the producer ends before
+    that can it be lost. `until_durable` waits for more.
+    """
+
+    __slots__ = ("_row",)
+    _pending: PendingBatch
+
+    def __init__(self, pending: PendingBatch, row: int) -> None:
+        self._pending = pending  # one is made for each message
+        self._row = row
+
+    def __await__(self) -> Generator[Any, None, Published]:
+        if not self._pending.settled:
+            yield from self._pending.wait().__await__()
+        return self._pending.published(self._row)
+
+    async def until_durable(self) -> Published:
+        """Waits until the message is durable. If it had to be sent again meanwhile, its index and message ID may be
+        others than before. Raises what the message failed with, also if its producer has ended since the receipt."""
+        await self._pending.wait_until_durable()
+        return self._pending.durable_published(self._row)
+
+
+class BatchReceipt(Told):
+    """The receipt of a batch. Await it for `BatchResult`; it raises what the batch failed with. See `Receipt`."""
+
+    __slots__ = ()
+
+    def __await__(self) -> Generator[Any, None, BatchResult]:
+        if not self._pending.settled:
+            yield from self._pending.wait().__await__()
+        return self._pending.result()
+
+    async def until_durable(self) -> BatchResult:
+        """As `Receipt.until_durable`, for all messages."""
+        await self._pending.wait_until_durable()
+        return self._pending.durable_result()

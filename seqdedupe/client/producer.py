@@ -1,36 +1,64 @@
-"""The producer: messages in, receipts out."""
+"""The producer: messages in, receipts out, in batches that wait for a moment to fill up.
+
+Begin with `Producer`, at the end. It hands its calls to what sends to one topic, or, if the topic is partitioned, to
+what sends to all partitions. The base classes are what those for threads, in blocking/producer.py, are made of, too.
+"""
 
 import asyncio
+from collections.abc import Callable, Coroutine
 from dataclasses import astuple
 from datetime import datetime
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Generic, Literal, Self, TypeVar
 
 from seqdedupe.batch import Batch
-from seqdedupe.client.awaited import BatchReceipt, Receipt
-from seqdedupe.client.builder import Builder, Keys, Numbers, Payloads, Properties, PropertyRows
-from seqdedupe.client.config import ProducerConfig
+from seqdedupe.client.builder import Builder, Keys, Numbers, Payloads, Properties, PropertyRows, key_bytes
 from seqdedupe.client.connection import check_not_forked
-from seqdedupe.client.connections import Connections
-from seqdedupe.client.linger import Linger
 from seqdedupe.client.outbox import Counters
-from seqdedupe.client.partitioned import Spread
-from seqdedupe.client.pending import PendingBatch
-from seqdedupe.client.resuming import Persisted, complete_up_to
-from seqdedupe.client.session import Session
-from seqdedupe.client.spread import Numbering, Partition
-from seqdedupe.client.waiting import OnWaiting
+from seqdedupe.client.partitioned_ids import Numbering, Partition, Persisted, SettledIds, complete_up_to
+from seqdedupe.client.pending import BatchReceipt, PendingBatch, Receipt, SpreadBatch
+from seqdedupe.client.producer_session import ProducerConfig, Session
+from seqdedupe.client.route import OnWaiting, Sidecars
+from seqdedupe.client.stream import SharedConnections
 from seqdedupe.errors import InvalidRequestError, error
 from seqdedupe.message_id import Position
 from seqdedupe.names import partition_name, producer_name, topic_name
 
+# -- How long a batch that is not full waits for more messages.
 
-class ProducerBase:
-    """What a producer is, for tasks and for threads alike. It is made by `Client.producer`."""
+MANY_A_SECOND = 5_000
+"""While so many messages come, a batch waits for more of them: each frame costs both sides as much as a hundred."""
+
+LONGEST_LINGERS = 5
+"""So many times `linger_ms`, at most."""
+
+
+class BatchLinger:
+    """Whether a batch has waited long enough; to be asked every `seconds`."""
+
+    def __init__(self, linger_ms: float) -> None:
+        self.seconds = linger_ms / 1000
+        self._many = MANY_A_SECOND * self.seconds
+        self._batch: PendingBatch | None = None
+        self._rows = 0
+        self._lingers = 0
+
+    def is_over(self, batch: PendingBatch, rows: int) -> bool:
+        """Whether this batch, which has so many messages by now, waits no more: few have come since it was last asked,
+        or it has waited for longest."""
+        if batch is not self._batch:
+            self._batch, self._rows, self._lingers = batch, 0, 0
+        came, self._rows = rows - self._rows, rows
+        self._lingers += 1
+        return came < self._many or self._lingers >= LONGEST_LINGERS
+
+
+class TopicProducer:
+    """What sends to one topic, or to one partition of it, for tasks and for threads alike: a builder and a session."""
 
     def __init__(
         self,
-        connections: Connections,
+        connections: SharedConnections,
         topic: str,
         name: str,
         config: ProducerConfig,
@@ -39,22 +67,26 @@ class ProducerBase:
     ) -> None:
         self.topic = topic_name(topic)
         self.name = name
-        self._encoded_name = producer_name(name)
-        self._config = config
+        self.encoded_name = producer_name(name)
+        self.config = config
+        self.session = Session(connections, self.topic, name, config, on_waiting)
+        self.must_pause = True
+        """Before the next message: wait for room, or raise."""
         self._connections = connections
         self._on_waiting = on_waiting
         self._partition = partition
-        self._numbers: Numbering | None = None  # of a partitioned topic, whose parts do the rest
-        self._parts: list[Any] = []
-        self._session = Session(connections, self.topic, name, config, on_waiting)
-        self._builder = self._new_builder()
-        self._linger = Linger(config.linger_ms)
-        self._must_pause = True  # before the next message: wait for room, or raise
-        self._state = "new"
+        self.builder = self._new_builder()
+        self._linger = BatchLinger(config.linger_ms)
+        self._state: Literal["new", "open", "closed"] = "new"
+
+    def of_partition(self, number: int, settled: SettledIds) -> Self:
+        """The same for a partition of the topic."""
+        topic, partition = partition_name(self.topic, number), Partition(number, settled)
+        return type(self)(self._connections, topic, self.name, self.config, self._on_waiting, partition)
 
     def _new_builder(self) -> Builder:
         emit = self._emit if self._partition is None else self._emit_in_partition
-        return Builder(self._encoded_name, self._session.persisted, self._config, emit)
+        return Builder(self.encoded_name, self.session.persisted, self.config, emit)
 
     def _emit_in_partition(self, pending: PendingBatch) -> None:
         if self._partition is not None:
@@ -64,60 +96,136 @@ class ProducerBase:
     def _emit(self, pending: PendingBatch) -> None:
         raise NotImplementedError
 
-    def _begin(self) -> None:
+    def begin(self) -> None:
+        """Before `start`. Raises INVALID_REQUEST the second time."""
         if self._state != "new":
             raise error("INVALID_REQUEST", f"producer {self.name!r} was opened before: make a new one")
         self._state = "open"
 
-    async def _start(self) -> None:
+    async def start(self) -> None:
+        """On the client's event loop: starts the session."""
+        await self.session.start()
+        self.builder = self._new_builder()
+
+    def give_up(self) -> None:
+        """It could not be started."""
+        self._state = "closed"
+
+    def check_open(self) -> None:
+        """Raises what it has ended with; INVALID_REQUEST if it is not open."""
+        check_not_forked()
+        if self.session.failure is not None:
+            raise self.session.failure.with_traceback(None)
+        if self._state != "open":
+            raise error("INVALID_REQUEST", f"producer {self.name!r} is not open")
+
+    def add_batch(self, batch: Batch) -> PendingBatch:
+        """Queues a batch that was checked, for which there is room."""
+        return self.builder.add_batch(batch)
+
+    @property
+    def last_sequence_id(self) -> int:
+        return self.builder.last_sequence_id
+
+    @property
+    def persisted_sequence_id(self) -> int:
+        return self.session.persisted
+
+    @property
+    def persisted_position(self) -> Position | None:
+        return self.session.persisted_position
+
+    @property
+    def persisted(self) -> tuple[Persisted, ...]:
+        position, incarnation = self.session.persisted_position, self.session.outbox.incarnation
+        return (Persisted(self.topic, self.session.persisted, position, incarnation),)
+
+    @property
+    def durable_sequence_id(self) -> int:
+        return self.session.outbox.durable_sequence_id
+
+    @property
+    def counters(self) -> Counters:
+        return self.session.outbox.counters
+
+
+P = TypeVar("P", bound=TopicProducer)
+
+
+class PartitionedProducer(Generic[P]):
+    """What sends to all partitions of a topic, for tasks and for threads alike: a producer of each, and the numbers of
+    all."""
+
+    persisted_position = None
+
+    def __init__(self, topic: P, partitions: int) -> None:
+        """`topic` is the producer that has learned of them."""
+        self.numbers = Numbering(topic.name, topic.encoded_name, partitions, topic.config)
+        self.parts = [topic.of_partition(k, self.numbers.settled) for k in range(partitions)]
+
+    async def start(self, sidecars: Sidecars) -> None:
+        """On the client's event loop: starts a session in each partition."""
+        try:
+            # In this order: of two that start at the same time, one is mostly the later one everywhere.
+            for part in self.parts:
+                part.begin()
+                await part.start()
+            complete = await complete_up_to(sidecars, self.parts[0].name, self.persisted)
+            self.numbers.resume(complete, max(one.sequence_id for one in self.persisted))
+        except BaseException:
+            for part in self.parts:
+                await part.session.stop()
+            raise
+
+    @property
+    def last_sequence_id(self) -> int:
+        return self.numbers.last_sequence_id
+
+    @property
+    def persisted_sequence_id(self) -> int:
+        return self.numbers.resumed_after
+
+    @property
+    def persisted(self) -> tuple[Persisted, ...]:
+        return tuple(persisted for part in self.parts for persisted in part.persisted)
+
+    @property
+    def durable_sequence_id(self) -> int:
+        return self.numbers.settled.up_to()
+
+    @property
+    def counters(self) -> Counters:
+        of_parts = [astuple(part.counters) for part in self.parts]
+        return Counters(*map(sum, zip(*of_parts, strict=True)))
+
+
+class ProducerBase:
+    """What a producer is, for tasks and for threads alike. It is made by `Client.producer`."""
+
+    _sends: TopicProducer | PartitionedProducer[Any]
+    """What does the work. Of which kind it is the sidecar says when it is opened."""
+
+    def __init__(self, topic: TopicProducer, sidecars: Sidecars) -> None:
+        self.topic = topic.topic
+        self.name = topic.name
+        self._sidecars = sidecars
+        self._sends = topic
+
+    async def _start(self, topic: P, kind: "type[PartitionedProducer[P]]") -> None:
         """On the client's event loop: starts the session, or one in each partition."""
         try:
-            await self._session.start()
+            await topic.start()
         except InvalidRequestError as e:
             if e.reason != "TOPIC_IS_PARTITIONED":
                 raise
-            await self._start_parts(int(e.numbers["partitions"]))
-        self._builder = self._new_builder()
-
-    async def _start_parts(self, count: int) -> None:
-        numbers = Numbering(self.name, self._encoded_name, count, self._config)
-        for k in range(count):
-            part = partition_name(self.topic, k), self.name, self._config, self._on_waiting
-            self._parts.append(type(self)(self._connections, *part, Partition(k, numbers.settled)))
-        try:
-            # In this order: of two that start at the same time, one is mostly the later one everywhere.
-            for one in self._parts:
-                one._begin()
-                await one._start()
-            last = [persisted for one in self._parts for persisted in one.persisted]
-            complete = await complete_up_to(self._connections.sidecars, self.name, last)
-            numbers.resume(complete, max(one.sequence_id for one in last))
-        except BaseException:
-            for one in self._parts:
-                await one._session.stop()
-            raise
-        self._numbers = numbers
-        self._spread_over(numbers)
-
-    def _spread_over(self, numbers: Numbering) -> None:
-        """The parts have started."""
-        raise NotImplementedError
-
-    def _add_batch(self, batch: Batch) -> PendingBatch:
-        """Queues a batch that was checked, when there is room."""
-        return self._builder.add_batch(batch)
-
-    def _check_open(self) -> None:
-        check_not_forked()
-        if self._session.failure is not None:
-            raise self._session.failure.with_traceback(None)
-        if self._state != "open":
-            raise error("INVALID_REQUEST", f"producer {self.name!r} is not open")
+            partitioned = kind(topic, int(e.numbers["partitions"]))
+            await partitioned.start(self._sidecars)
+            self._sends = partitioned
 
     @property
     def last_sequence_id(self) -> int:
         """The highest sequence ID sent, or `persisted_sequence_id`; -1 if there is none."""
-        return self._builder.last_sequence_id if self._numbers is None else self._numbers.last_sequence_id
+        return self._sends.last_sequence_id
 
     @property
     def persisted_sequence_id(self) -> int:
@@ -126,34 +234,176 @@ class ProducerBase:
 
         In a partitioned topic it is one up to which everything was persisted; some of what comes after it may be too.
         """
-        return self._session.persisted if self._numbers is None else self._numbers.resumed_after
+        return self._sends.persisted_sequence_id
 
     @property
     def persisted_position(self) -> Position | None:
         """Where that message stands in the log; None if it is no longer known, there was none, or the topic is
         partitioned."""
-        return self._session.persisted_position
+        return self._sends.persisted_position
 
     @property
     def persisted(self) -> tuple[Persisted, ...]:
         """The last message that the topic, or each partition of it, had of this producer when the session started."""
-        if self._parts:
-            return tuple(persisted for part in self._parts for persisted in part.persisted)
-        session = self._session
-        return (Persisted(self.topic, session.persisted, session.persisted_position, session.outbox.incarnation),)
+        return self._sends.persisted
 
     @property
     def durable_sequence_id(self) -> int:
         """Everything that was sent up to this sequence ID is durable; -1 if nothing is. After a failure too."""
-        return self._session.outbox.durable_sequence_id if self._numbers is None else self._numbers.settled.up_to()
+        return self._sends.durable_sequence_id
 
     @property
     def counters(self) -> Counters:
         """What this producer has sent and been answered so far."""
-        if not self._parts:
-            return self._session.outbox.counters
-        of_parts = [astuple(part.counters) for part in self._parts]
-        return Counters(*map(sum, zip(*of_parts, strict=True)))
+        return self._sends.counters
+
+
+class AsyncTopicProducer(TopicProducer):
+    """See `TopicProducer`: for the tasks of one event loop."""
+
+    _sealing: asyncio.Handle | None = None
+    _waiting = 0  # sends that pause: none may pass them
+
+    def __init__(self, *of_topic: Any) -> None:
+        super().__init__(*of_topic)
+        self._turn = asyncio.Lock()
+
+    def append(
+        self,
+        payload: bytes | None,
+        sequence_id: int | None,
+        key: bytes | str | None,
+        event_time: datetime | int | None,
+        properties: Properties | None,
+    ) -> Receipt:
+        """Queues a message, for which there is room."""
+        pending, row = self.builder.append(payload, sequence_id, key, event_time, properties)
+        if row == 0:
+            self.begin_batch()
+        return Receipt(pending, row)
+
+    async def send(self, *message: Any) -> Receipt:
+        await self.pause()
+        return self.append(*message)
+
+    async def send_batch(self, *columns: Any) -> BatchReceipt:
+        if self.must_pause:
+            await self.pause()
+        return BatchReceipt(self.builder.add_columns(*columns))
+
+    async def flush(self) -> None:
+        self.builder.seal()
+        await self.session.flush()
+
+    async def close(self) -> None:
+        if self._state == "open":
+            self._end()
+            await self.session.close()
+
+    async def abort(self) -> None:
+        self._end()
+        await self.session.stop()
+
+    def _end(self) -> None:
+        self._state = "closed"
+        self.must_pause = True
+        self.builder.seal()
+
+    def begin_batch(self) -> None:
+        """A batch has its first message, and may be full with it."""
+        if self.builder.is_empty:
+            return
+        loop = asyncio.get_running_loop()
+        if self.session.is_idle:
+            self._sealing = loop.call_soon(self.builder.seal)
+        else:
+            self._sealing = loop.call_later(self._linger.seconds, self._seal_unless_more_come)
+
+    def _seal_unless_more_come(self) -> None:
+        builder = self.builder
+        if self._linger.is_over(builder.pending, builder.rows):
+            builder.seal()
+        else:
+            self._sealing = asyncio.get_running_loop().call_later(self._linger.seconds, self._seal_unless_more_come)
+
+    def _emit(self, pending: PendingBatch) -> None:
+        if self._sealing is not None:
+            self._sealing.cancel()
+            self._sealing = None
+        self.must_pause = True
+        self.session.add(pending)
+
+    async def pause(self) -> None:
+        """Until there is room for more."""
+        self.session.check_loop()
+        if self._waiting or self.session.outbox.has_unsent or not self.session.has_room.is_set():
+            await self._wait_for_room()
+        self.check_open()
+        self.must_pause = self._waiting > 0
+
+    async def _wait_for_room(self) -> None:
+        self._waiting += 1
+        try:
+            async with self._turn:  # in the order of the calls
+                if self.session.outbox.has_unsent:
+                    await asyncio.sleep(0)
+                while self._state == "open" and not self.session.has_room.is_set():
+                    await self.session.has_room.wait()
+        finally:
+            self._waiting -= 1
+
+
+class AsyncPartitionedProducer(PartitionedProducer[AsyncTopicProducer]):
+    """See `PartitionedProducer`: for the tasks of one event loop."""
+
+    def __init__(self, topic: AsyncTopicProducer, partitions: int) -> None:
+        super().__init__(topic, partitions)
+        self._turn = asyncio.Lock()
+
+    async def send(
+        self, payload: bytes | None, sequence_id: int | None, key: bytes | str | None, *of_message: Any
+    ) -> Receipt:
+        async with self._turn:  # in the order of the calls
+            sequence_id, key = self.numbers.next_id(sequence_id), key_bytes(key)
+            part = self.parts[self.numbers.partition(key)]
+            await self._room(part)
+            receipt = part.append(payload, sequence_id, key, *of_message)
+            self.numbers.sent(sequence_id, () if receipt._row else (receipt._pending,))
+            return receipt
+
+    async def send_batch(self, payloads: Payloads, sequence_ids: Numbers | None, *columns: Any) -> BatchReceipt:
+        async with self._turn:
+            batch = self.numbers.check_columns(payloads, sequence_ids, *columns)
+            some = [(self.parts[k], rows) for k, rows in self.numbers.rows_by_partition(batch)]
+            for part, _ in some:
+                await self._room(part)
+            sent = [(rows, part.add_batch(batch.take(rows))) for part, rows in some]
+            self.numbers.sent_batch(batch, [pending for _, pending in sent])
+            return BatchReceipt(SpreadBatch(batch.sequence_ids, sent))
+
+    async def _room(self, part: AsyncTopicProducer) -> None:
+        if part.must_pause:  # once a batch
+            await part.pause()
+            part.must_pause = True
+            for other in self.parts:
+                other.check_open()
+            part.must_pause = False
+
+    async def flush(self) -> None:
+        await self._all(AsyncTopicProducer.flush)
+
+    async def close(self) -> None:
+        await self._all(AsyncTopicProducer.close)
+
+    async def abort(self) -> None:
+        await self._all(AsyncTopicProducer.abort)
+
+    async def _all(self, call: Callable[[AsyncTopicProducer], Coroutine[Any, Any, None]]) -> None:
+        """Does it to all, and raises what the first one that failed has raised."""
+        ends = await asyncio.gather(*map(call, self.parts), return_exceptions=True)
+        for end in ends:
+            if end is not None:
+                raise end
 
 
 class Producer(ProducerBase):
@@ -182,21 +432,18 @@ class Producer(ProducerBase):
     A producer belongs to one event loop; tasks of it may share it.
     """
 
-    _sealing: asyncio.Handle | None = None
-    _waiting = 0  # sends that pause: none may pass them
-    _spread: Spread | None = None
+    _sends: AsyncTopicProducer | AsyncPartitionedProducer
 
     def __init__(
         self,
-        connections: Connections,
+        connections: SharedConnections,
         topic: str,
         name: str,
         config: ProducerConfig,
         on_waiting: OnWaiting | None = None,
-        partition: Partition | None = None,
     ) -> None:
-        super().__init__(connections, topic, name, config, on_waiting, partition)
-        self._turn = asyncio.Lock()
+        self._topic = AsyncTopicProducer(connections, topic, name, config, on_waiting)
+        super().__init__(self._topic, connections.sidecars)
 
     async def __aenter__(self) -> Self:
         await self.open()
@@ -213,15 +460,12 @@ class Producer(ProducerBase):
     async def open(self) -> None:
         """Starts the session. Raises `UnavailableError` if that has not succeeded within 30 seconds, or what the
         sidecar refuses it for."""
-        self._begin()
+        self._topic.begin()
         try:
-            await self._start()
+            await self._start(self._topic, AsyncPartitionedProducer)
         except BaseException:
-            self._state = "closed"
+            self._topic.give_up()
             raise
-
-    def _spread_over(self, numbers: Numbering) -> None:
-        self._spread = Spread(numbers, self._parts)
 
     async def send(
         self,
@@ -244,13 +488,13 @@ class Producer(ProducerBase):
         Raises `InvalidRequestError` for a message that cannot be sent (it changes nothing) and, once the producer
         has failed or is closed, what it failed with. If it is cancelled the message was not queued.
         """
-        if self._must_pause:
-            if self._spread is not None:
-                return await self._spread.send(payload, sequence_id, key, event_time, properties)
-            await self._pause()
-        pending, row = self._builder.append(payload, sequence_id, key, event_time, properties)
+        topic = self._topic
+        if topic.must_pause:  # always, where there are partitions
+            return await self._sends.send(payload, sequence_id, key, event_time, properties)
+        # `topic.append`, without calling it: this is done for every message.
+        pending, row = topic.builder.append(payload, sequence_id, key, event_time, properties)
         if row == 0:
-            self._begin_batch()
+            topic.begin_batch()
         return Receipt(pending, row)
 
     async def send_batch(
@@ -267,81 +511,17 @@ class Producer(ProducerBase):
         Columns that are numpy arrays of int64 and `Binary` (laid out as Arrow does) pass as they are, and must not be
         changed afterwards. Otherwise as `send`.
         """
-        if self._spread is not None:
-            return await self._spread.send_batch(payloads, sequence_ids, keys, event_times_ms, properties)
-        if self._must_pause:
-            await self._pause()
-        return BatchReceipt(self._builder.add_columns(payloads, sequence_ids, keys, event_times_ms, properties))
+        return await self._sends.send_batch(payloads, sequence_ids, keys, event_times_ms, properties)
 
     async def flush(self) -> None:
         """Sends what is gathered and waits until all that was sent before has its receipts, and is durable. Raises what
         a message failed with."""
-        if self._spread is not None:
-            await self._spread.flush()
-            return
-        self._builder.seal()
-        await self._session.flush()
+        await self._sends.flush()
 
     async def close(self) -> None:
         """Flushes and ends. What still has no receipt after 30 seconds fails, and this raises `OutcomeUnknownError`."""
-        if self._state != "open":
-            return
-        self._state = "closed"
-        if self._spread is not None:
-            await self._spread.close()
-            return
-        self._must_pause = True
-        self._builder.seal()
-        await self._session.close()
+        await self._sends.close()
 
     async def abort(self) -> None:
         """Ends at once: what has no receipt fails with `OutcomeUnknownError`."""
-        self._state = "closed"
-        if self._spread is not None:
-            await self._spread.abort()
-            return
-        self._must_pause = True
-        self._builder.seal()
-        await self._session.stop()
-
-    def _begin_batch(self) -> None:
-        """A batch has its first message, and may be full with it."""
-        if self._builder.is_empty:
-            return
-        loop = asyncio.get_running_loop()
-        if self._session.is_idle:
-            self._sealing = loop.call_soon(self._builder.seal)
-        else:
-            self._sealing = loop.call_later(self._linger.seconds, self._seal_unless_more_come)
-
-    def _seal_unless_more_come(self) -> None:
-        builder = self._builder
-        if self._linger.is_over(builder.pending, builder.rows):
-            builder.seal()
-        else:
-            self._sealing = asyncio.get_running_loop().call_later(self._linger.seconds, self._seal_unless_more_come)
-
-    def _emit(self, pending: PendingBatch) -> None:
-        if self._sealing is not None:
-            self._sealing.cancel()
-            self._sealing = None
-        self._must_pause = True
-        self._session.add(pending)
-
-    async def _pause(self) -> None:
-        self._session.check_loop()
-        if self._waiting or self._session.outbox.has_unsent or not self._session.has_room.is_set():
-            await self._wait_for_room()
-        self._check_open()
-        self._must_pause = self._waiting > 0
-
-    async def _wait_for_room(self) -> None:
-        self._waiting += 1
-        try:
-            async with self._turn:  # in the order of the calls
-                if self._session.outbox.has_unsent:
-                    await asyncio.sleep(0)
-                while self._state == "open" and not self._session.has_room.is_set():
-                    await self._session.has_room.wait()
-        finally:
-            self._waiting -= 1
+        await self._sends.abort()

@@ -1,25 +1,557 @@
-"""A publisher: sends messages that have an ID of their own to a topic of deduplication IDs."""
+"""A publisher: sends messages that have an ID of their own, in batches that are sent until all have their receipt.
 
+Begin with `Publisher`, at the end. Its `Delivery` sends to one topic, a `PartitionedDelivery` to one of each partition.
+`TopicHistory` is what tells that a topic is not the one that gave earlier receipts.
+"""
+
+import asyncio
 import secrets
 import time
+from bisect import bisect_left
+from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from datetime import datetime
 from types import TracebackType
 from typing import Self
 
 import numpy as np
 
-from seqdedupe.batch import NO_INT64S, Binary
-from seqdedupe.client.builder import Builder, Keys, Numbers, Payloads, Properties, PropertyRows, milliseconds
-from seqdedupe.client.config import DELIVERY_TIMEOUT_SECONDS, ProducerConfig
-from seqdedupe.client.delivery import Delivery
-from seqdedupe.client.results import BatchResult, Published
-from seqdedupe.client.sidecars import Sidecars
-from seqdedupe.client.waiting import OnWaiting
-from seqdedupe.errors import error
-from seqdedupe.limits import MAX_DEDUPLICATION_ID_BYTES, NO_SEQUENCE_ID
-from seqdedupe.names import topic_name
+from seqdedupe.address import SidecarAddress
+from seqdedupe.batch import NO_INT64S, Batch, Binary, Int64s
+from seqdedupe.client.admin import check_route_is_known
+from seqdedupe.client.builder import (
+    BATCH_OVERHEAD_BYTES,
+    Builder,
+    Keys,
+    Numbers,
+    Payloads,
+    Properties,
+    PropertyRows,
+    milliseconds,
+)
+from seqdedupe.client.connection import (
+    NOT_A_SIDECAR,
+    Backoff,
+    channel_to,
+    check_not_forked,
+    may_break_for_a_frame,
+    refusal_error,
+)
+from seqdedupe.client.outbox import HINT_OF_BREAKS, MAX_BREAKS, SUSPECT_BREAKS, Frame, broke_alone
+from seqdedupe.client.pending import BatchResult, Published, ReceiptColumns, Verdict
+from seqdedupe.client.producer_session import DELIVERY_TIMEOUT_SECONDS, ProducerConfig
+from seqdedupe.client.publish_calls import StreamAnswer, exchange, publish_call
+from seqdedupe.client.route import OnWaiting, Route, Sidecars, WaitingNotice
+from seqdedupe.client.stream import ANSWER_TIMEOUT_SECONDS, FULL_MESSAGE_BYTES, MAX_FRAMES, SOON_SECONDS
+from seqdedupe.errors import SeqdedupeError, UnavailableError, error
+from seqdedupe.limits import MAX_BATCH_BYTES, MAX_DEDUPLICATION_ID_BYTES, NO_SEQUENCE_ID
+from seqdedupe.names import partition_name, partition_of, topic_name
 from seqdedupe.v1 import admin_pb2
+
+# -- Batches of deduplication IDs on their way to a topic: sent until all of each has its receipt, whatever breaks.
+
+MAX_PENDING_BYTES = 64 * 1024 * 1024
+"""What waits for receipts; whoever sends more waits until there is room."""
+
+MAX_RUNS = 4096
+"""Of the indexes that a publisher was given: where others publish too there is a gap at each of their messages. The
+lowest ones are forgotten first."""
+
+_FIRST_DELAY_SECONDS = 0.02
+_LONGEST_DELAY_SECONDS = 1.0
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    """What one call sends, until all of it has its receipt."""
+
+    batch: Batch
+    size_bytes: int
+    done: "asyncio.Future[BatchResult]"
+    result: BatchResult | None = None
+    breaks: int = 0
+    """So many connections in a row broke while it was out."""
+    breaks_alone: int = 0
+    """The same, of the last ones on which nothing else was out."""
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether it goes when nothing else is out: it may be what breaks connections."""
+        return self.breaks >= SUSPECT_BREAKS
+
+    def record(self, receipt: ReceiptColumns) -> BatchResult:
+        """What is known with this receipt. Raises what `BatchResult.merge` raises."""
+        if self.result is None:
+            self.result = BatchResult.of(np.full(len(self.batch), NO_SEQUENCE_ID, np.int64), receipt)
+        else:
+            self.result.merge(receipt)
+        return self.result
+
+
+class TopicHistory:
+    """What receipts have said of a topic, which those of another history of it contradict: of an older copy of its log,
+    or of a topic that was made anew under its name.
+
+    Receipts come in any order, and a copy has the index of its original: a low index alone says nothing.
+    """
+
+    def __init__(self) -> None:
+        self.has_receipts = False
+        self.term = 0
+        """The highest that an answer had."""
+        self._incarnation = 0
+        self._durable_index = 0  # the highest below which everything was said to be durable
+        self._floor = 0  # the same, when the stream began
+        self._first_indexes: list[int] = []  # of the runs that were given to new messages, rising
+        self._next_indexes: list[int] = []
+
+    def begin_stream(self) -> None:
+        """What is answered from now on was asked after all that has been received."""
+        self._floor = self._durable_index
+
+    def take(self, incarnation: int, term: int, durable_index: int) -> None:
+        """Takes what an answer with receipts says of the topic, with a term that is not too low. Raises DATA_LOSS."""
+        if self.has_receipts and incarnation != self._incarnation:
+            what = f"the topic was recreated: its incarnation is {incarnation}, and was {self._incarnation} before"
+            raise error("DATA_LOSS", what, incarnation=incarnation, incarnation_before=self._incarnation)
+        if 0 < durable_index < self._floor:
+            raise error(
+                "DATA_LOSS",
+                f"the topic ends before index {durable_index}, and was durable up to {self._floor} before",
+                durable_index=durable_index,
+                durable_index_before=self._floor,
+            )
+        self.has_receipts, self._incarnation = True, incarnation
+        self.term = max(self.term, term)
+        self._durable_index = max(self._durable_index, durable_index)
+
+    def lower_term(self, term: int) -> SeqdedupeError:
+        """Why it is another history where every sidecar answers this term."""
+        what = f"the sidecar answers with an older state than before: term {term} ({self.term} before)"
+        return error("DATA_LOSS", what, term=term, term_before=self.term)
+
+    def given(self, first_index: int, rows: int) -> None:
+        """So many new messages have the indexes from this one on. Raises DATA_LOSS if one of these was given before."""
+        next_index = first_index + rows
+        firsts, nexts = self._first_indexes, self._next_indexes
+        at = bisect_left(firsts, next_index)  # the runs from there on begin after it
+        if at and nexts[at - 1] > first_index:
+            index = max(first_index, firsts[at - 1])
+            raise error("DATA_LOSS", f"index {index} was given to another message before", index=index)
+        self._durable_index = max(self._durable_index, next_index)
+        after = at < len(firsts) and firsts[at] == next_index
+        if at and nexts[at - 1] == first_index:
+            nexts[at - 1] = nexts[at] if after else next_index
+            if after:
+                del firsts[at], nexts[at]
+        elif after:
+            firsts[at] = first_index
+        else:
+            firsts.insert(at, first_index)
+            nexts.insert(at, next_index)
+        if len(firsts) > MAX_RUNS:
+            del firsts[0], nexts[0]
+
+
+class Delivery:
+    """To one topic, for one event loop. Its guarantee is that of `Publisher`, which is its face."""
+
+    def __init__(
+        self,
+        sidecars: Sidecars,
+        topic: str,
+        on_waiting: OnWaiting | None,
+        timeout_seconds: float | None,
+        describe: Callable[[], Awaitable[admin_pb2.Topic]] | None = None,
+    ) -> None:
+        self.topic = topic
+        self._describe = describe
+        self._on_waiting = on_waiting
+        self._spread: PartitionedDelivery | None = None
+        self._sidecars = sidecars
+        self._route = Route(sidecars, topic)
+        self._backoff = Backoff(_FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS)
+        self._waiting = WaitingNotice(on_waiting)
+        self._timeout_seconds = timeout_seconds
+        self._ready: deque[_Call] = deque()
+        self._out: dict[int, _Call] = {}
+        self._pending_bytes = 0
+        self._frames_ever = 0
+        self._waits_for_lone = False
+        """While a suspect is out: nothing else goes."""
+        self._answered_at = 0.0
+        self._delay_until = 0.0
+        self._news = asyncio.Event()
+        self._room = asyncio.Condition()
+        self._task: asyncio.Task[None] | None = None
+        self._failure: SeqdedupeError | None = None
+        self._passed_on: list[asyncio.Task[None]] = []
+        """Those that were made before it was known that the topic is partitioned."""
+        self._last_refusal: UnavailableError | None = None
+        self._is_in_trouble = False
+        """Whether anything has failed or was refused since a call had its receipts."""
+        self._is_closed = False
+        self._has_begun = False  # a sidecar has answered
+        self._history = TopicHistory()
+        self._older: set[SidecarAddress] = set()
+        """Who has answered a lower term than was seen before, since one last answered another."""
+
+    def open(self) -> None:
+        """From now on it sends."""
+        check_not_forked()
+        self._task = asyncio.create_task(self._run())
+
+    async def close(self) -> None:
+        """Ends it. Calls under way raise OUTCOME_UNKNOWN, later ones INVALID_REQUEST."""
+        self._is_closed = True
+        self._fail(error("OUTCOME_UNKNOWN", f"the publisher of {self.topic} was closed"))
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        if self._spread is not None:
+            await self._spread.close()
+            await asyncio.gather(*self._passed_on)
+
+    def abandon(self) -> None:
+        """Ends its work, from any thread, when nobody can close it any more."""
+        if self._task is not None:
+            self._task.get_loop().call_soon_threadsafe(self._task.cancel)
+        if self._spread is not None:
+            self._spread.abandon()
+
+    async def send(self, batch: Batch) -> BatchResult:
+        """Returns when all of it is in the log. Raises what `Publisher.send_batch` does."""
+        self._check_is_open()
+        size_bytes = BATCH_OVERHEAD_BYTES + sum(map(len, batch.encoded_parts()))
+        if size_bytes > MAX_BATCH_BYTES:
+            raise error("BATCH_TOO_LARGE", f"the batch has {size_bytes} bytes: at most {MAX_BATCH_BYTES} are accepted")
+        try:
+            async with asyncio.timeout(self._timeout_seconds):
+                return await self._deliver(batch, size_bytes)
+        except TimeoutError as e:
+            raise self._given_up() from e
+
+    async def _deliver(self, batch: Batch, size_bytes: int) -> BatchResult:
+        async with self._room:
+            await self._room.wait_for(
+                lambda: not self._pending_bytes or self._pending_bytes + size_bytes <= MAX_PENDING_BYTES
+            )
+        self._check_is_open()
+        if self._spread is not None:
+            return await self._spread.send(batch)
+        call = _Call(batch, size_bytes, asyncio.get_running_loop().create_future())
+        self._pending_bytes += size_bytes
+        self._ready.append(call)
+        self._news.set()
+        try:
+            return await call.done
+        finally:
+            if call.done.cancelled():
+                with suppress(ValueError):  # it is on its way
+                    self._ready.remove(call)
+            self._pending_bytes -= size_bytes
+            async with self._room:
+                self._room.notify_all()
+
+    def _given_up(self) -> SeqdedupeError:
+        why = self._last_refusal
+        because = "" if why is None else f": {why}"
+        return error(
+            "OUTCOME_UNKNOWN",
+            f"no receipt from {self.topic} within {self._timeout_seconds:g} seconds{because}; what was sent may be in "
+            "the log or not",
+            hint="Send it again with the same deduplication ID." if why is None else why.hint,
+        )
+
+    def _check_is_open(self) -> None:
+        if self._is_closed:
+            raise error("INVALID_REQUEST", f"the publisher of {self.topic} was closed: nothing was sent")
+        if self._failure is not None:
+            raise self._failure.with_traceback(None)
+        if self._task is None:
+            raise error("INVALID_REQUEST", "the publisher is not open", hint="`async with client.publisher(topic)`.")
+
+    # -- the stream ----------------------------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        is_partitioned = False
+        while True:
+            await self._until_ready()
+            try:
+                if is_partitioned:
+                    await self._spread_out()
+                    return
+                await self._connect()
+            except UnavailableError as e:
+                self._is_in_trouble = True
+                moves_on = e.reason == "STREAM_IDLE" or self._route.moves_on(e)
+                if e.reason == NOT_A_SIDECAR and not (moves_on or self._has_begun):
+                    self._end_calls(e)
+                    continue
+                if e.reason != "STREAM_IDLE":
+                    self._waits(self._route.told())
+                if not moves_on:
+                    await asyncio.sleep(max(self._backoff.next_seconds(), e.retry_delay_ms / 1000))
+            except SeqdedupeError as failure:
+                self._has_begun = self._is_in_trouble = True
+                if failure.reason == "TOPIC_IS_PARTITIONED" and self._describe is not None and not is_partitioned:
+                    is_partitioned = True
+                    continue
+                doubted = self._route.doubted(failure)
+                if not isinstance(doubted, UnavailableError):
+                    if failure.reason == "TOPIC_NOT_FOUND" and self._history.has_receipts:
+                        why = f"the sidecar does not know the topic of which it gave receipts: {failure.message}"
+                        failure = error("DATA_LOSS", why)
+                    self._fail(failure)
+                    return
+                self._route.moves_on(doubted)
+                await asyncio.sleep(self._backoff.next_seconds())
+            except Exception as e:  # noqa: BLE001 (whatever it is, nobody may wait for answers that nobody reads)
+                self._fail(error("INTERNAL", f"the publisher of {self.topic} has failed: {type(e).__name__}: {e}"))
+                return
+
+    async def _spread_out(self) -> None:
+        """The topic is partitioned: the deliveries to its partitions do the rest."""
+        if self._describe is None:
+            raise error("TOPIC_IS_PARTITIONED", f"{self.topic} is partitioned")
+        found = await self._describe()
+        check_route_is_known(found)
+        if not found.deduplication_route:
+            hint = "Publish with a producer: `client.producer(topic, name)`."
+            raise error("INVALID_BATCH", f"{self.topic} takes no deduplication IDs", hint=hint)
+        parts = [
+            Delivery(self._sidecars, partition_name(self.topic, k), self._on_waiting, self._timeout_seconds)
+            for k in range(found.partitions)
+        ]
+        for part in parts:
+            part._has_begun = True
+            part.open()
+        self._spread = spread = PartitionedDelivery(parts, found.deduplication_route)
+        self._passed_on = [asyncio.create_task(_pass_on(call, spread)) for call in self._ready]
+        self._ready.clear()
+
+    async def _connect(self) -> None:
+        """Sends and takes answers until the stream ends; what has no receipt by then is sent again."""
+        address = self._route.address
+        channel = channel_to(self._sidecars, address)
+        try:
+            self._answered_at = asyncio.get_running_loop().time()
+            self._history.begin_stream()
+            await exchange(
+                publish_call(channel),
+                address,
+                self.topic,
+                frames=self._frames,
+                rows_of=self._rows_of,
+                take=self._take,
+                watch=lambda: self._watch(address),
+            )
+        except UnavailableError as e:
+            if may_break_for_a_frame(e):
+                self._broke(e)
+            raise
+        finally:
+            self._ready.extendleft(call for call in reversed(self._out.values()) if not call.done.done())
+            self._out.clear()
+            with suppress(asyncio.CancelledError):
+                await channel.close()
+
+    def _broke(self, why: SeqdedupeError) -> None:
+        """Counts what was out when the connection broke. A call that was alone on too many of them ends."""
+        silence = asyncio.get_running_loop().time() - self._answered_at
+        is_alone = len(self._out) == 1 and silence < SOON_SECONDS
+        for call in self._out.values():
+            call.breaks += 1
+            call.breaks_alone = call.breaks_alone + 1 if is_alone else 0
+            if call.breaks_alone >= MAX_BREAKS and not call.done.done():
+                what = broke_alone(f"a batch of {len(call.batch):,} messages", call.size_bytes)
+                call.done.set_exception(error("OUTCOME_UNKNOWN", f"{what}: {why}", hint=HINT_OF_BREAKS))
+
+    async def _until_ready(self) -> None:
+        while not self._ready or (self._out and (self._ready[0].is_suspect or self._waits_for_lone)):
+            self._news.clear()
+            await self._news.wait()
+        if (left_seconds := self._delay_until - asyncio.get_running_loop().time()) > 0:
+            await asyncio.sleep(left_seconds)
+
+    async def _frames(self) -> list[Frame]:
+        await self._until_ready()
+        if not self._out:
+            self._answered_at = asyncio.get_running_loop().time()
+        frames: list[Frame] = []
+        size_bytes = 0
+        while self._ready and size_bytes < FULL_MESSAGE_BYTES and len(frames) < MAX_FRAMES:
+            if frames and self._ready[0].is_suspect:
+                break
+            call = self._ready.popleft()
+            if call.done.done():
+                continue
+            self._frames_ever += 1
+            self._out[self._frames_ever] = call
+            frames.append(Frame(self._frames_ever, call.batch, call.size_bytes))
+            size_bytes += call.size_bytes
+            self._waits_for_lone = call.is_suspect
+            if call.is_suspect:
+                break
+        return frames
+
+    async def _watch(self, address: SidecarAddress) -> None:
+        while True:
+            await asyncio.sleep(ANSWER_TIMEOUT_SECONDS / 10)
+            silence = asyncio.get_running_loop().time() - self._answered_at
+            if self._out and silence > ANSWER_TIMEOUT_SECONDS:
+                raise error("OUTCOME_UNKNOWN", f"{address} has not answered for {silence:.0f} seconds")
+
+    def _rows_of(self, number: int) -> int | None:
+        call = self._out.get(number)
+        return None if call is None else len(call.batch)
+
+    def _take(self, answer: StreamAnswer) -> None:
+        self._answered_at = asyncio.get_running_loop().time()
+        self._has_begun = True
+        if answer.receipts:
+            self._check_history(answer)
+        for number, receipt in answer.receipts:
+            if (call := self._out.get(number)) is not None:
+                # It is out until the receipt is known to be one: nobody would hear of it otherwise.
+                result = call.record(receipt)
+                call.breaks = call.breaks_alone = 0
+                del self._out[number]
+                self._decided(call, result)
+        for refusal in answer.refusals:
+            why = refusal_error(refusal)
+            if (call := self._out.pop(refusal.frame, None)) is not None:
+                self._refused(call, why)
+        if not self._out:
+            self._news.set()  # a suspect may wait for that, or others for its answer
+
+    def _check_history(self, answer: StreamAnswer) -> None:
+        """Before any of its receipts counts. Raises DATA_LOSS; and NOT_OWNER if this sidecar alone answers a lower term
+        than was seen before: one that was the owner answers copies from memory."""
+        history = self._history
+        if answer.term >= history.term:
+            self._older.clear()
+        else:
+            self._older.add(self._route.address)
+            lost = history.lower_term(answer.term)
+            if self._older.issuperset(self._sidecars.addresses):
+                raise lost
+            raise error("NOT_OWNER", f"{self._route.address}: {lost.message}")
+        history.take(answer.incarnation, answer.term, answer.durable_index)
+        for number, receipt in answer.receipts:
+            if (call := self._out.get(number)) is not None and receipt.first_index >= 0:
+                is_mixed = len(receipt.verdicts) > 0
+                rows = np.count_nonzero(receipt.verdicts == Verdict.NOT_DUP) if is_mixed else len(call.batch)
+                if rows:
+                    history.given(receipt.first_index, int(rows))
+
+    def _waits(self, why: UnavailableError) -> None:
+        self._last_refusal = why
+        self._waiting.waits(why)
+
+    def _decided(self, call: _Call, result: BatchResult) -> None:
+        if self._is_in_trouble:
+            self._is_in_trouble = False
+            self._last_refusal = None
+            self._route.goes_well()
+            self._waiting.goes_on()
+            self._backoff.reset()
+        if result.verdicts.all():
+            if not call.done.done():
+                call.done.set_result(result)
+        else:
+            # A copy of some is in flight, of this client or of another one.
+            self._again(call, self._backoff.next_seconds())
+
+    def _refused(self, call: _Call, why: SeqdedupeError) -> None:
+        if isinstance(why, UnavailableError):
+            if why.reason in ("NOT_OWNER", "DRAINING"):
+                self._again(call, 0)
+                raise why
+            self._waits(why)
+            self._again(call, max(self._backoff.next_seconds(), why.retry_delay_ms / 1000))
+        elif not call.done.done():
+            call.done.set_exception(why)
+
+    def _again(self, call: _Call, delay_seconds: float) -> None:
+        self._is_in_trouble = True
+        self._delay_until = max(self._delay_until, asyncio.get_running_loop().time() + delay_seconds)
+        self._ready.append(call)
+        self._news.set()
+
+    def _fail(self, why: SeqdedupeError) -> None:
+        self._failure = self._failure or why
+        self._end_calls(why)
+
+    def _end_calls(self, why: SeqdedupeError) -> None:
+        """Ends those that were made. Later ones are tried."""
+        for call in (*self._out.values(), *self._ready):
+            if not call.done.done():
+                call.done.set_exception(why)
+        self._out.clear()
+        self._ready.clear()
+
+
+class PartitionedDelivery:
+    """The batches of a publisher over the deliveries to the partitions, in order, which are open."""
+
+    def __init__(self, parts: Sequence[Delivery], route: int) -> None:
+        self._parts = parts
+        self._by_key = route == admin_pb2.DEDUPLICATION_ROUTE_KEY
+
+    async def send(self, batch: Batch) -> BatchResult:
+        """Returns when all of a batch is in the log; raises what the first partition has raised that failed: some of it
+        may be in the others, and is DUP when it is sent again. Raises INVALID_BATCH where a key is missing."""
+        if self._by_key:
+            self._check_keys(batch)
+        some = self._rows_by_partition(batch)
+        sent = await asyncio.gather(
+            *(self._parts[k].send(batch.take(rows)) for k, rows in some), return_exceptions=True
+        )
+        result = BatchResult.undecided(np.full(len(batch), NO_SEQUENCE_ID, np.int64))
+        for (k, rows), outcome in zip(some, sent, strict=True):
+            if isinstance(outcome, SeqdedupeError) and outcome.reason == "INVALID_REQUEST" and len(some) > 1:
+                # Closed meanwhile: of this partition alone it is certain that nothing was sent.
+                raise error("OUTCOME_UNKNOWN", f"nothing went to partition {k}: {outcome.message}") from outcome
+            if isinstance(outcome, BaseException):
+                raise outcome
+            result.put(rows, outcome)
+            result.partitions[rows] = k
+        return result
+
+    def _check_keys(self, batch: Batch) -> None:
+        for row in range(len(batch)):
+            if not batch.keys.is_there(row):
+                why = f"row {row} has no key, by which messages find their partitions in this topic"
+                raise error("INVALID_BATCH", why)
+
+    def _rows_by_partition(self, batch: Batch) -> list[tuple[int, Int64s]]:
+        column = batch.keys if self._by_key else batch.deduplication_ids
+        of_rows = np.array([partition_of(value, b"", len(self._parts)) for value in column.values()], np.int64)
+        return [(int(k), np.flatnonzero(of_rows == k)) for k in np.unique(of_rows)]
+
+    def abandon(self) -> None:
+        """As of each of them."""
+        for part in self._parts:
+            part.abandon()
+
+    async def close(self) -> None:
+        """Ends all of them."""
+        await asyncio.gather(*(part.close() for part in self._parts))
+
+
+async def _pass_on(call: _Call, spread: PartitionedDelivery) -> None:
+    try:
+        result = await spread.send(call.batch)
+    except Exception as e:  # noqa: BLE001 (whatever it is, the call hears of it)
+        if not call.done.done():
+            call.done.set_exception(e)
+    else:
+        if not call.done.done():
+            call.done.set_result(result)
+
 
 Ids = Binary | Sequence[bytes | str]
 
@@ -53,7 +585,7 @@ class Publisher:
         delivery_timeout_seconds: float | None = DELIVERY_TIMEOUT_SECONDS,
         describe: Callable[[], Awaitable[admin_pb2.Topic]] | None = None,
     ) -> None:
-        self.topic = topic_name(topic)
+        self.topic: str = topic_name(topic)
         config = ProducerConfig(delivery_timeout_seconds=delivery_timeout_seconds)  # which looks at it
         self._checks = Builder(b"", NO_SEQUENCE_ID, config, lambda batch: None)
         self._delivery = Delivery(sidecars, self.topic, on_waiting, config.delivery_timeout_seconds, describe)

@@ -1,10 +1,155 @@
-"""Which sidecar is asked: the one place that decides it, without any I/O."""
+"""Which sidecar is asked: the one place that decides it, without any I/O.
 
+Begin with `Sidecars`, those that a client was given, and `Route`, which one of them is asked now. `WaitingNotice` tells
+the user that none answers.
+"""
+
+import asyncio
 import logging
+import math
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Self
 
 from seqdedupe.address import SidecarAddress
-from seqdedupe.client.sidecars import Sidecars
+from seqdedupe.client.credentials import NO_CREDENTIALS, Credentials
 from seqdedupe.errors import SeqdedupeError, UnavailableError, error
+
+# -- In which order the sidecars of a topic are tried: a hash, so that all clients and sidecars find the same order.
+
+
+def in_order(topic: str, addresses: Iterable[str]) -> list[str]:
+    """The addresses in the order in which they are tried for the topic with this full name.
+
+    The weight of an address is the first 8 bytes, as an unsigned big-endian number, of the SHA-256 of the topic's
+    name, a line feed and the address, in UTF-8. The highest comes first. So topics spread evenly, and an address more,
+    or less, moves no topic between the others.
+    """
+    return sorted(addresses, key=lambda address: sha256(f"{topic}\n{address}".encode()).digest()[:8], reverse=True)
+
+
+# -- Which sidecars a client was told of: those that it tries, where else one may send it, and what it shows them.
+
+Addresses = str | Sequence[str]
+"""Addresses and domains: in one text, separated by commas, or one by one."""
+
+_DOMAIN = "*."
+_LABEL = r"[a-z0-9_]([a-z0-9_-]*[a-z0-9_])?"
+_HOST = re.compile(rf"{_LABEL}(\.{_LABEL})*")
+"""A host's name, and nothing in which gRPC would see more than that."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sidecars:
+    """The sidecars in front of one log. `str()` gives back what `parse` takes."""
+
+    addresses: tuple[SidecarAddress, ...]
+    """At least one, each once."""
+
+    domains: tuple[str, ...] = ()
+    """A sidecar may send a client to the hosts in these as well, on any port."""
+
+    credentials: Credentials = NO_CREDENTIALS
+    """What they are shown: they, and nobody else."""
+
+    @classmethod
+    def parse(cls, given: Addresses, credentials: Credentials = NO_CREDENTIALS) -> Self:
+        """Reads addresses, and domains as `*.example.org`. One that is there twice counts once.
+
+        In a sequence a comma is part of an address, as of a socket's path. Raises INVALID_ADDRESS.
+        """
+        texts = [text.strip() for text in given.split(",")] if isinstance(given, str) else list(given)
+        addresses = tuple(SidecarAddress.parse(text) for text in texts if not text.startswith(_DOMAIN))
+        domains = tuple(_domain(text) for text in texts if text.startswith(_DOMAIN))
+        if not addresses:
+            raise error("INVALID_ADDRESS", f"{given!r} has no sidecar's address: a client has to begin with one")
+        return cls(tuple(dict.fromkeys(addresses)), tuple(dict.fromkeys(domains)), credentials)
+
+    def __str__(self) -> str:
+        return ",".join([*map(str, self.addresses), *(_DOMAIN + domain for domain in self.domains)])
+
+    @property
+    def is_one(self) -> bool:
+        """Whether there is nowhere else to go."""
+        return len(self.addresses) == 1 and not self.domains
+
+    def in_order(self, topic: str) -> tuple[SidecarAddress, ...]:
+        """The addresses in the order in which they are tried for a topic (its full name), or, if it is empty, for what
+        is no topic's."""
+        if not topic or len(self.addresses) == 1:
+            return self.addresses
+        by_text = {str(address): address for address in self.addresses}
+        return tuple(by_text[text] for text in in_order(topic, by_text))
+
+    def allowed(self, text: str) -> SidecarAddress | None:
+        """The address, if a client may be sent there: it is listed, or a host in one of the domains. Else None."""
+        try:
+            address = SidecarAddress.parse(text)
+        except SeqdedupeError:
+            return None
+        if address in self.addresses:
+            return address
+        # A host such as `elsewhere.org#.example.org` ends like the domain, and gRPC would connect to the first part.
+        is_host = _HOST.fullmatch(address.host) is not None
+        return address if is_host and any(address.host.endswith("." + domain) for domain in self.domains) else None
+
+
+def _domain(text: str) -> str:
+    domain = text.removeprefix(_DOMAIN).lower()
+    # One that ends in a number would be part of an IP address.
+    if not _HOST.fullmatch(domain) or domain.rpartition(".")[2].isdecimal():
+        raise error("INVALID_ADDRESS", f"{text!r} is not a domain: it should be as *.example.org, without a port")
+    return domain
+
+
+# -- Who waits for the sidecar says so, once each time.
+
+OnWaiting = Callable[[UnavailableError], None]
+
+SAY_WAITING_SECONDS = 1.0
+
+
+_log = logging.getLogger("seqdedupe")
+
+
+def logged(on_waiting: OnWaiting) -> OnWaiting:
+    """The same, where no event loop calls it: what it raises is logged, and ends nobody's work."""
+
+    def call(why: UnavailableError) -> None:
+        try:
+            on_waiting(why)
+        except Exception:  # noqa: BLE001 (whatever it is, it is logged)
+            _log.exception("on_waiting has failed when it was told: %s", why)
+
+    return call
+
+
+class WaitingNotice:
+    """Calls `on_waiting`, on the event loop, once each time that something has waited for SAY_WAITING_SECONDS.
+
+    What it raises ends nobody's work: the loop's exception handler is given it, which logs it.
+    """
+
+    def __init__(self, on_waiting: OnWaiting | None) -> None:
+        self._on_waiting = on_waiting
+        self._since: float | None = None
+
+    def waits(self, why: UnavailableError) -> None:
+        """It waits, or waits on."""
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        if self._since is None:
+            self._since = now
+        if self._on_waiting is not None and now - self._since >= SAY_WAITING_SECONDS:
+            self._since = math.inf  # said
+            loop.call_soon(self._on_waiting, why)
+
+    def goes_on(self) -> None:
+        """What it waited for is there."""
+        self._since = None
+
 
 logger = logging.getLogger("seqdedupe.client")
 

@@ -1,22 +1,138 @@
-"""A publish stream to one topic, and the producers that share it: their frames out, and to each its answers."""
+"""A publish stream to one topic: the producers that share it, their frames out, together if several, answers in.
+
+Begin with `PublishStream`. Before it stands how small frames become one (`parts_of`, `whole`). After it stands what the
+producers of a client share: connections, and over them a stream for each topic.
+"""
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import grpc.aio
+import numpy as np
 
 from seqdedupe.address import SidecarAddress
-from seqdedupe.client.connection import CALL_TIMEOUT_SECONDS, typed_errors
-from seqdedupe.client.exchange import exchange, publish_call
-from seqdedupe.client.frames import decode_answer, refusal_error
-from seqdedupe.client.merging import Part, parts_of, whole
-from seqdedupe.client.openings import Openings
+from seqdedupe.batch import NO_INT32S, NO_INT64S, Batch, Binary, Int32s, Int64s
+from seqdedupe.client.connection import CALL_TIMEOUT_SECONDS, channel_to, refusal_error, typed_errors
 from seqdedupe.client.outbox import Frame
-from seqdedupe.client.receipts import ReceiptColumns
-from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.client.pending import ReceiptColumns
+from seqdedupe.client.publish_calls import Openings, StreamAnswer, exchange, publish_call
+from seqdedupe.client.route import Sidecars
+from seqdedupe.errors import SeqdedupeError, UnavailableError, error
+from seqdedupe.limits import MAX_BATCH_ROWS, NO_SEQUENCE_ID
+
+# -- Frames of several producers as one: a message of a topic costs less in company.
+
+SMALL_BATCH_BYTES = 16 * 1024
+"""A batch above this goes in a frame of its own: copying it would cost more than its company saves."""
+
+S = TypeVar("S")
+
+
+@dataclass(slots=True)
+class ProducerFrame(Generic[S]):
+    """A producer's frame, on its way alone or as a part of another."""
+
+    sender: S
+    frame: Frame
+    goes_alone: bool
+
+    def __len__(self) -> int:
+        """How many rows it has."""
+        return len(self.frame.batch)
+
+
+def parts_of(parts: Sequence[ProducerFrame[S]]) -> list[list[ProducerFrame[S]]]:
+    """The frames to be sent, in this order: parts that stand together may be one, no producer twice in it."""
+    if len(parts) == 1:
+        return [[*parts]]
+    frames: list[list[ProducerFrame[S]]] = []
+    names: set[bytes] = set()
+    rows = 0
+    is_open = False
+    for part in parts:
+        name, is_small = part.frame.batch.producer_names.data, part.frame.size_bytes <= SMALL_BATCH_BYTES
+        is_small = is_small and not part.goes_alone
+        if is_open and is_small and name not in names and rows + len(part) <= MAX_BATCH_ROWS:
+            frames[-1].append(part)
+        else:
+            frames.append([part])
+            names.clear()
+            rows = 0
+        names.add(name)
+        rows += len(part)
+        is_open = is_small
+    return frames
+
+
+def whole(frames: Sequence[Frame]) -> Frame:
+    """The frame of several producers, each with one of these; with the number of the first."""
+    if len(frames) == 1:
+        return frames[0]
+    return Frame(frames[0].number, _whole([frame.batch for frame in frames]), sum(frame.size_bytes for frame in frames))
+
+
+def _whole(batches: Sequence[Batch]) -> Batch:
+    rows = [len(batch) for batch in batches]
+    pairs = [max(len(batch.property_names.offsets) - 1, 0) for batch in batches]
+    return Batch(
+        producer_names=_joined([batch.producer_names for batch in batches], [1] * len(batches)),
+        epochs=np.concatenate([batch.epochs for batch in batches]),
+        previous_sequence_ids=np.concatenate([batch.previous_sequence_ids for batch in batches]),
+        producer_indexes=np.repeat(np.arange(len(batches), dtype=np.int32), rows),
+        sequence_ids=np.concatenate([batch.sequence_ids for batch in batches]),
+        payloads=_joined([batch.payloads for batch in batches], rows),
+        event_times_ms=_filled([batch.event_times_ms for batch in batches], rows, 0),
+        keys=_joined([batch.keys for batch in batches], rows),
+        property_offsets=_offsets([batch.property_offsets for batch in batches], rows, pairs),
+        property_names=_joined([batch.property_names for batch in batches], pairs),
+        property_values=_joined([batch.property_values for batch in batches], pairs),
+        complete_up_to=_filled([batch.complete_up_to for batch in batches], [1] * len(batches), NO_SEQUENCE_ID),
+    )
+
+
+def _filled(columns: Sequence[Int64s], rows: Sequence[int], none: int) -> Int64s:
+    """The column of all, with `none` where one leaves it out; left out if all do."""
+    if not any(map(len, columns)):
+        return NO_INT64S
+    return np.concatenate(
+        [column if len(column) else np.full(n, none, np.int64) for column, n in zip(columns, rows, strict=True)]
+    )
+
+
+def _offsets(columns: Sequence[Int32s], rows: Sequence[int], ends: Sequence[int]) -> Int32s:
+    """The offsets of all, one after the other; left out if all leave them out. `ends`: the last one of each."""
+    if not any(map(len, columns)):
+        return NO_INT32S
+    parts: list[Int32s] = [np.zeros(1, np.int32)]
+    end = 0
+    for column, n, last in zip(columns, rows, ends, strict=True):
+        parts.append((column[1:] if len(column) else np.zeros(n, np.int32)) + np.int32(end))
+        end += last
+    return np.concatenate(parts)
+
+
+def _joined(columns: Sequence[Binary], rows: Sequence[int]) -> Binary:
+    """The column of all, with nothing where one leaves it out; left out if all do."""
+    if not any(columns):
+        return Binary()
+    offsets = _offsets([column.offsets for column in columns], rows, [len(column.data) for column in columns])
+    validity = b""
+    if not all(columns) or any(column.validity for column in columns):
+        there = np.concatenate([_there(column, n) for column, n in zip(columns, rows, strict=True)])
+        validity = b"" if there.all() else np.packbits(there, bitorder="little").tobytes()
+    return Binary(offsets, b"".join([column.data for column in columns]), validity)
+
+
+def _there(column: Binary, rows: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    """For each row whether it is there."""
+    if not column or not column.validity:
+        return np.full(rows, bool(column), np.uint8)
+    return np.unpackbits(np.frombuffer(column.validity, np.uint8), count=rows, bitorder="little")
+
 
 ANSWER_TIMEOUT_SECONDS = 30.0
 """If frames are out and nothing is answered for so long, the connection counts as broken."""
@@ -73,7 +189,32 @@ class Sender(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class Link:
+class Seat:
+    """A sender's place on a stream, while it is served."""
+
+    sender: Sender
+    leaving: asyncio.Future[None]
+    """What tells it to leave."""
+    is_ready: bool = False
+    """Whether it has its turn: it may have something to send."""
+    goes_alone: bool = False
+    """Whether its frames share none with others, until one has its receipt."""
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether the sender is still there."""
+        return not self.leaving.done()
+
+    def send_away(self, why: Exception) -> None:
+        """Unless it was told to leave already."""
+        if self.is_taken:
+            self.leaving.set_exception(why)
+            # It may be cancelled before it is told.
+            self.leaving.exception()
+
+
+@dataclass(slots=True, eq=False)
+class StreamChannel:
     """A connection, and how many publish streams are open over it."""
 
     channel: grpc.aio.Channel
@@ -86,7 +227,7 @@ class PublishStream:
     A sender that leaves, or is sent away, leaves the others alone. When the stream ends all of them are told why.
     """
 
-    def __init__(self, first: Link, second: Link, address: SidecarAddress, topic: str) -> None:
+    def __init__(self, first: StreamChannel, second: StreamChannel, address: SidecarAddress, topic: str) -> None:
         """It goes over the first connection, or the second one if that has no place for it; `Open` over the second one.
         So streams that take all places of a connection do not keep `Open` from being called."""
         self.users = 0
@@ -95,22 +236,18 @@ class PublishStream:
         self.ended_alone = False
         """Whether it has ended soon after a frame of one sender, with nothing else out."""
         self._first, self._second = first, second
-        self._link: Link | None = None  # that counts it
+        self._link: StreamChannel | None = None  # that counts it
         self._address = address
         self._topic = topic
         self._call = publish_call(first.channel)
-        self._senders: dict[Sender, asyncio.Future[None]] = {}
-        """Each with what tells it to leave."""
-        self._ready: deque[Sender] = deque()
-        self._is_ready: set[Sender] = set()
+        self._seats: dict[Sender, Seat] = {}
+        self._turns: deque[Seat] = deque()
         self._waits_for_lone = False
         """While the frame of a suspect is out: nothing else goes."""
-        self._goes_alone: set[Sender] = set()
-        """Whose frames share none with others until one has its receipt."""
-        self._out: dict[int, list[Part[Sender]]] = {}
+        self._out: dict[int, list[ProducerFrame[Seat]]] = {}
         """What the frames consist of that wait for their answers, by number."""
-        self._not_durable: set[Sender] = set()
-        """Who has a receipt of what is not durable yet."""
+        self._not_durable: set[Seat] = set()
+        """Those with a receipt of what is not durable yet."""
         self._durable_index = 0
         self._term = 0
         """The highest that was answered; what has a lower one says nothing."""
@@ -155,21 +292,24 @@ class PublishStream:
         then, and what the stream ends with."""
         if self._end is not None:
             raise self._end.with_traceback(None)
-        leaving = self._senders[sender] = asyncio.get_running_loop().create_future()
+        seat = self._seats[sender] = Seat(sender, asyncio.get_running_loop().create_future())
         self._is_used.set()
-        self.ready(sender)
+        self._queue(seat)
         try:
-            await leaving
+            await seat.leaving
         finally:
-            del self._senders[sender]
-            self._goes_alone.discard(sender)
-            self._not_durable.discard(sender)
+            del self._seats[sender]
+            self._not_durable.discard(seat)
 
     def ready(self, sender: Sender) -> None:
         """It may have something to send; it says so itself whenever that is news."""
-        if sender not in self._is_ready:
-            self._is_ready.add(sender)
-            self._ready.append(sender)
+        if (seat := self._seats.get(sender)) is not None:
+            self._queue(seat)
+
+    def _queue(self, seat: Seat) -> None:
+        if not seat.is_ready:
+            seat.is_ready = True
+            self._turns.append(seat)
             self._work.set()
 
     async def _run(self) -> None:
@@ -179,9 +319,16 @@ class PublishStream:
             self._begun.set()
             # Before its first Open there need be no topic.
             await self._is_used.wait()
-            frames, take, watch = self._frames_to_send, self._take, self._watch
-            what = self._call, self._address, self._topic
-            await exchange(*what, frames=frames, take=take, watch=watch, early_receipts=True)
+            await exchange(
+                self._call,
+                self._address,
+                self._topic,
+                frames=self._frames_to_send,
+                rows_of=self._rows_of,
+                take=self._take,
+                watch=self._watch,
+                early_receipts=True,
+            )
         except Exception as e:  # noqa: BLE001 (whatever it is, nobody may wait for answers that nobody reads)
             self._end = e
         finally:
@@ -193,8 +340,8 @@ class PublishStream:
             if self._link is not None:
                 self._link.streams -= 1
             self._over.set()
-            for leaving in self._senders.values():
-                _send_away(leaving, self._end)
+            for seat in self._seats.values():
+                seat.send_away(self._end)
 
     async def _until_taken(self) -> None:
         """Until the sidecar has taken the stream. Raises TOO_MANY_STREAMS if others are open over the connection, else
@@ -222,7 +369,7 @@ class PublishStream:
         if self._link is None:
             self._count(first)
 
-    def _count(self, link: Link) -> None:
+    def _count(self, link: StreamChannel) -> None:
         self._link = link
         link.streams += 1
 
@@ -242,7 +389,7 @@ class PublishStream:
         While others are on their way a small message waits for as long as each turn of the event loop brings more:
         whoever sends several batches one after the other is not done with the first.
         """
-        parts: list[Part[Sender]] = []
+        parts: list[ProducerFrame[Seat]] = []
         while not self._add_ready(parts):
             self._work.clear()
             await self._work.wait()
@@ -252,49 +399,44 @@ class PublishStream:
             is_more_likely = self._add_ready(parts)
         return [self._frame_of(some) for some in parts_of(parts)]
 
-    def _add_ready(self, parts: list[Part[Sender]]) -> bool:
+    def _add_ready(self, parts: list[ProducerFrame[Seat]]) -> bool:
         """Adds what is ready to be sent now, for one message; whether there was anything."""
         if not self._out:
             self._answered_at = asyncio.get_running_loop().time()
         before = len(parts)
         size_bytes = _size_bytes(parts)
         self._waits_for_lone = self._waits_for_lone and bool(self._out)
-        while self._ready and not self._waits_for_lone and size_bytes < FULL_MESSAGE_BYTES and len(parts) < MAX_FRAMES:
-            if self._ready[0].is_suspect and (parts or self._out):
+        while self._turns and not self._waits_for_lone and size_bytes < FULL_MESSAGE_BYTES and len(parts) < MAX_FRAMES:
+            if self._turns[0].sender.is_suspect and (parts or self._out):
                 break
-            sender = self._ready.popleft()
-            self._is_ready.discard(sender)
-            frame = sender.next_frame() if self._is_here(sender) else None
+            seat = self._turns.popleft()
+            seat.is_ready = False
+            frame = seat.sender.next_frame() if seat.is_taken else None
             if frame is not None:
-                parts.append(Part(sender, frame, sender in self._goes_alone))
+                parts.append(ProducerFrame(seat, frame, seat.goes_alone))
                 size_bytes += frame.size_bytes
-                self.ready(sender)
-                self._waits_for_lone = sender.is_suspect
+                self._queue(seat)
+                self._waits_for_lone = seat.sender.is_suspect
         return len(parts) > before
 
-    def _frame_of(self, parts: list[Part[Sender]]) -> Frame:
+    def _frame_of(self, parts: list[ProducerFrame[Seat]]) -> Frame:
         frame = whole([part.frame for part in parts])
         self._out[frame.number] = parts
         return frame
-
-    def _is_here(self, sender: Sender) -> bool:
-        leaving = self._senders.get(sender)
-        return leaving is not None and not leaving.done()
 
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(ANSWER_TIMEOUT_SECONDS / 10)
             silence = asyncio.get_running_loop().time() - self._answered_at
-            if silence > ANSWER_TIMEOUT_SECONDS and any(sender.waits_for_answers for sender in self._senders):
+            if silence > ANSWER_TIMEOUT_SECONDS and any(sender.waits_for_answers for sender in self._seats):
                 raise error("OUTCOME_UNKNOWN", f"{self._address} has not answered for {silence:.0f} seconds")
 
     # -- in ----------------------------------------------------------------------------------------------------
 
-    def _take(self, raw: bytes) -> bool:
+    def _take(self, answer: StreamAnswer) -> None:
         self._answered_at = asyncio.get_running_loop().time()
-        answer = decode_answer(raw, self._rows_of)
         self._term = max(self._term, self.openings.term, answer.term)
-        told: dict[Sender, Answers] = {}
+        told: dict[Seat, Answers] = {}
         durable_index = 0
         if answer.term < self._term:
             # An `Open` of one of them was faster. This says nothing, and nothing else will be said of these frames.
@@ -308,65 +450,131 @@ class PublishStream:
                 self._take_refusal(self._out.pop(refusal.frame, []), refusal, told)
             if durable_index != self._durable_index:
                 self._durable_index = durable_index
-                for sender in self._not_durable:
-                    _of(sender, told)
+                for seat in self._not_durable:
+                    _of(seat, told)
         if not self._out:
             self._work.set()  # a suspect's frame may wait for that, or others for its answer
-        for sender, answers in told.items():
-            if not self._is_here(sender):
+        for seat, answers in told.items():
+            if not seat.is_taken:
                 continue
             try:
                 new = Answers(answers.receipts, answers.refusals, durable_index)
-                if sender.take(answer.incarnation, self._term, new):
-                    self._senders[sender].set_result(None)
+                if seat.sender.take(answer.incarnation, self._term, new):
+                    seat.leaving.set_result(None)
             except Exception as e:  # noqa: BLE001 (whatever it is, it is this one's)
-                _send_away(self._senders[sender], e)
-            if sender.waits_until_durable:
-                self._not_durable.add(sender)
+                seat.send_away(e)
+            if seat.sender.waits_until_durable:
+                self._not_durable.add(seat)
             else:
-                self._not_durable.discard(sender)
-        return False
+                self._not_durable.discard(seat)
 
     def _rows_of(self, frame: int) -> int | None:
         parts = self._out.get(frame)
         return None if parts is None else sum(len(part) for part in parts)
 
-    def _take_receipt(self, parts: list[Part[Sender]], receipt: ReceiptColumns, told: dict[Sender, Answers]) -> None:
+    def _take_receipt(
+        self, parts: list[ProducerFrame[Seat]], receipt: ReceiptColumns, told: dict[Seat, Answers]
+    ) -> None:
         first = 0
         for part in parts:
             columns = receipt if len(parts) == 1 else receipt.cut(first, first + len(part))
             first += len(part)
-            self._goes_alone.discard(part.sender)
+            part.sender.goes_alone = False
             _of(part.sender, told).receipts.append((part.frame.number, columns))
 
-    def _take_refusal(self, parts: list[Part[Sender]], refusal: Any, told: dict[Sender, Answers]) -> None:
+    def _take_refusal(self, parts: list[ProducerFrame[Seat]], refusal: Any, told: dict[Seat, Answers]) -> None:
         """A shared frame that is refused because of some of its producers, or for good, is taken apart: those that are
         the cause, or may be, go again in frames of their own, which say what becomes of them."""
         named = {producer.producer_name for producer in refusal.producers}
         why: SeqdedupeError | None = refusal_error(refusal)
         if len(parts) > 1 and (named or refusal.retry_delay_ms < 0):
             why = None
-            causes = [part.sender for part in parts if part.sender.name in named] or [part.sender for part in parts]
-            self._goes_alone.update(sender for sender in causes if self._is_here(sender))
+            seats = [part.sender for part in parts]
+            for seat in [seat for seat in seats if seat.sender.name in named] or seats:
+                seat.goes_alone = True
         for part in parts:
             _of(part.sender, told).refusals.append((part.frame.number, why))
 
 
-def _send_away(leaving: asyncio.Future[None], why: Exception) -> None:
-    if not leaving.done():
-        leaving.set_exception(why)
-        # It may be cancelled before it is told.
-        leaving.exception()
-
-
-def _size_bytes(parts: list[Part[Sender]]) -> int:
+def _size_bytes(parts: list[ProducerFrame[Seat]]) -> int:
     return sum(part.frame.size_bytes for part in parts)
 
 
-def _put_back(parts: list[Part[Sender]], told: dict[Sender, Answers]) -> None:
+def _put_back(parts: list[ProducerFrame[Seat]], told: dict[Seat, Answers]) -> None:
     for part in parts:
         _of(part.sender, told).refusals.append((part.frame.number, None))
 
 
-def _of(sender: Sender, told: dict[Sender, Answers]) -> Answers:
-    return told.setdefault(sender, Answers([], []))
+def _of(seat: Seat, told: dict[Seat, Answers]) -> Answers:
+    return told.setdefault(seat, Answers([], []))
+
+
+# -- What the producers of a client share: a connection to each sidecar, and over it a stream for each topic.
+#
+# Sessions are opened over a second connection, which ends when nothing was called over it for some seconds. Proxies
+# limit the streams of a connection, and publish streams may have taken all of them.
+
+_CONNECTION_IS_LOST = {"UNREACHABLE", "TLS_FAILED", "NOT_A_SIDECAR", "OUTCOME_UNKNOWN"}
+"""With these a stream ends when its connection does, when nothing comes over it any more, or when something on the way
+has ended it: another connection may lead past that."""
+
+_Place = tuple[asyncio.AbstractEventLoop, SidecarAddress]
+
+
+@dataclass(slots=True, eq=False)
+class _Shared:
+    """Two connections to a sidecar, and the streams by topic."""
+
+    first: StreamChannel
+    second: StreamChannel
+    streams: dict[str, PublishStream] = field(default_factory=dict)
+    users: int = 0
+
+
+class SharedConnections:
+    """Made when a producer needs them, and closed when none does any more.
+
+    Those who come after a connection was lost get a new one, which starts afresh.
+    """
+
+    def __init__(self, sidecars: Sidecars) -> None:
+        self.sidecars = sidecars
+        self._shared: dict[_Place, _Shared] = {}
+
+    @asynccontextmanager
+    async def stream(self, address: SidecarAddress, topic: str) -> AsyncIterator[PublishStream]:
+        """The stream to this topic at this sidecar, for as long as the block lasts."""
+        place = asyncio.get_running_loop(), address
+        shared = self._shared.get(place)
+        if shared is None:
+            first = StreamChannel(channel_to(self.sidecars, address))
+            second = StreamChannel(channel_to(self.sidecars, address, is_brief=True))
+            shared = self._shared[place] = _Shared(first, second)
+        shared.users += 1
+        try:
+            stream = shared.streams.get(topic)
+            if stream is None or stream.has_ended:
+                stream = shared.streams[topic] = PublishStream(shared.first, shared.second, address, topic)
+            stream.users += 1
+            try:
+                yield stream
+            except UnavailableError as e:
+                if stream.has_ended and e.reason in _CONNECTION_IS_LOST:
+                    self._forget(place, shared)
+                raise
+            finally:
+                stream.users -= 1
+                if not stream.users:
+                    if shared.streams.get(topic) is stream:
+                        del shared.streams[topic]
+                    await stream.close()
+        finally:
+            shared.users -= 1
+            if not shared.users:
+                self._forget(place, shared)
+                await shared.first.channel.close()
+                await shared.second.channel.close()
+
+    def _forget(self, place: _Place, shared: _Shared) -> None:
+        if self._shared.get(place) is shared:
+            del self._shared[place]

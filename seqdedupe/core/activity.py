@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from seqdedupe.core.growing import Growing
+from seqdedupe.core.name_table import Growing
 from seqdedupe.format.jit import Int64s, Uint8s
 
 Int32s = npt.NDArray[np.int32]

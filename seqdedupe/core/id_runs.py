@@ -9,11 +9,43 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from seqdedupe.core.id_chunks import Piece
 from seqdedupe.core.id_table import NOWHERE, same
-from seqdedupe.format.columns import DEDUPLICATION_ID_OFFSETS, DEDUPLICATION_IDS, load32, start
+from seqdedupe.format.columns import DEDUPLICATION_ID_OFFSETS, DEDUPLICATION_IDS, ROWS, load32, start
+from seqdedupe.format.headers import key_of, siphash
 from seqdedupe.format.jit import Bytes, Int64s, Int64s2, Uint8s, for_kernels, kernel, shl64
-from seqdedupe.format.tag import siphash
+
+# -- Pieces of a window's chunks, as snapshots keep them.
+
+PIECE_BYTES = 64 * 1024
+"""Of IDs with their lengths, that a snapshot writes at once: what writes them holds the whole process."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The IDs of messages that follow one another, of one chunk."""
+
+    chunk_index: int
+    """The index of the chunk's first message: a chunk is forgotten as a whole."""
+    first_index: int
+    first_time_ms: int
+    """When the chunk's first message was published, in milliseconds since 1970."""
+    last_time_ms: int
+    """And the last one of this piece."""
+    sizes: Uint8s
+    """Of each ID how many bytes it has, 1 to 255."""
+    ids: Uint8s
+    """One after the other."""
+
+    @property
+    def end_index(self) -> int:
+        """The index after its last message's."""
+        return self.first_index + len(self.sizes)
+
+    def fits(self) -> bool:
+        """Whether the sizes cut the IDs, and it lies in its chunk."""
+        whole = len(self.ids) == int(self.sizes.sum(dtype=np.int64)) and 0 <= self.chunk_index <= self.first_index
+        return bool(whole and len(self.sizes) and self.sizes.min() > 0)
+
 
 PAGE_BYTES = 4096
 FILTER_WORDS = 8
@@ -26,7 +58,7 @@ PAGE_HEAD = 2
 _OF_AN_ID = 5
 """Bytes of a page for an ID, beside its own: how far its index is from the run's first one, and its length."""
 
-# Columns of `Run.chunks`, one row a chunk that the run was made of.
+# Columns of `IdRun.chunks`, one row a chunk that the run was made of.
 CHUNK_FIRST_INDEX = 0
 CHUNK_ROWS = 1
 CHUNK_ID_BYTES = 2
@@ -36,7 +68,7 @@ CHUNK_COLUMNS = 5
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Run:
+class IdRun:
     """What memory has of a run. It never changes."""
 
     number: int
@@ -55,7 +87,7 @@ class Run:
     def memory_bytes(self) -> int:
         return self.first_hashes.nbytes + self.filter.nbytes
 
-    def covers(self, other: "Run") -> bool:
+    def covers(self, other: "IdRun") -> bool:
         """Whether it has all that the other one has."""
         return self.first_index <= other.first_index and other.end_index <= self.end_index
 
@@ -72,7 +104,7 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Entries:
+class RunEntries:
     """IDs with their indexes, in any order."""
 
     hashes: Int64s
@@ -99,14 +131,14 @@ def filter_of(ids: int) -> Int64s:
     return np.zeros(blocks * FILTER_WORDS, np.int64)
 
 
-def entries_of(pieces: list[Piece], first_index: int, key: Int64s) -> Entries:
+def entries_of(pieces: list[Piece], first_index: int, key: Int64s) -> RunEntries:
     """The IDs of pieces that follow one another. Takes long, in any thread."""
     sizes = np.concatenate([piece.sizes for piece in pieces])
     deltas = np.arange(len(sizes), dtype=np.int64) + (pieces[0].first_index - first_index)
     return entries_with(sizes, deltas, np.concatenate([piece.ids for piece in pieces]), key)
 
 
-def entries_in(pages: list[tuple[bytes, int]], key: Int64s) -> Entries:
+def entries_in(pages: list[tuple[bytes, int]], key: Int64s) -> RunEntries:
     """The IDs in pages; with each how far its run's first index is from that of the run that is made."""
     sizes, deltas, ids = [], [], []
     for page, base in pages:
@@ -117,13 +149,13 @@ def entries_in(pages: list[tuple[bytes, int]], key: Int64s) -> Entries:
     return entries_with(np.concatenate(sizes), np.concatenate(deltas), np.concatenate(ids), key)
 
 
-def entries_with(sizes: Uint8s, deltas: Int64s, ids: Uint8s, key: Int64s) -> Entries:
+def entries_with(sizes: Uint8s, deltas: Int64s, ids: Uint8s, key: Int64s) -> RunEntries:
     """IDs that lie one after the other. Takes long, in any thread."""
     offsets = np.zeros(len(sizes) + 1, np.int64)
     np.cumsum(sizes, dtype=np.int64, out=offsets[1:])
     hashes = np.empty(len(sizes), np.int64)
     hash_all(ids, offsets, key, hashes)
-    return Entries(hashes, deltas, offsets, ids)
+    return RunEntries(hashes, deltas, offsets, ids)
 
 
 def page_fits(page: bytes) -> bool:
@@ -257,7 +289,61 @@ def find(page: Bytes, raw: Bytes, places: Int64s, row: int) -> int:
     return found
 
 
-def parts_of(runs: list[Run], pages: int) -> Iterator[tuple[int | None, int | None]]:
+def parts_of(runs: list[IdRun], pages: int) -> Iterator[tuple[int | None, int | None]]:
     """Ranges of hashes, from one to before the next (None: all), in which no run has more than about so many pages."""
     cuts = np.unique(np.concatenate([run.first_hashes[pages::pages] for run in runs])).tolist()
     return iter(zip([None, *cuts], [*cuts, None], strict=True))
+
+
+# -- A window of deduplication IDs that was imported: one run, which has times where others have indexes.
+
+MILLISECONDS_A_SECOND = 1000
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ImportedIds:
+    """What memory has of it. Its run begins with 0 and has as many IDs as its `end_index` says; how far an ID is from
+    the first one is the second since 1970 up to which it was published."""
+
+    run: IdRun
+    key: bytes
+    """Of the hash, SECRET_BYTES of them. It is the run's own: the topic's may be another one by the next start."""
+    checksum: bytes
+    """That of the file."""
+
+    @property
+    def first_time_ms(self) -> int:
+        """When the first one was published, in milliseconds since 1970."""
+        return int(self.run.chunks[0, CHUNK_FIRST_TIME_MS])
+
+    @property
+    def last_time_ms(self) -> int:
+        return int(self.run.chunks[-1, CHUNK_LAST_TIME_MS])
+
+    def candidates(self, view: Uint8s, places: Int64s) -> list[tuple[int, range]]:
+        """The rows of a batch whose IDs may be there, and in which of its pages."""
+        hashes, rows = np.empty(int(places[ROWS]), np.int64), np.empty(int(places[ROWS]), np.int64)
+        hash_rows(view, places, key_of(self.key), hashes)
+        through = rows[: probe(hashes, self.run.filter, rows)].tolist()
+        return [(row, pages) for row in through if (pages := self.run.pages_of(int(hashes[row])))]
+
+
+def seconds_of(times_ms: Int64s) -> Int64s:
+    """The seconds that count for these times: none ends before its time."""
+    return -(-times_ms // MILLISECONDS_A_SECOND)
+
+
+@kernel(nogil=True)
+def first_not_above(ids: Bytes, offsets: Int64s) -> int:
+    """The first ID, of such as lie one after the other, that is not above the one before it, compared as bytes; -1 if
+    there is none."""
+    for row in range(1, len(offsets) - 1):
+        before, here, end = int(offsets[row - 1]), int(offsets[row]), int(offsets[row + 1])
+        size = min(here - before, end - here)
+        at = 0
+        while at < size and ids[before + at] == ids[here + at]:
+            at += 1
+        is_above = end - here > here - before if at == size else ids[before + at] < ids[here + at]
+        if not is_above:
+            return row
+    return -1

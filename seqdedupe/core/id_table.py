@@ -9,10 +9,12 @@ size is made at once. An ID stands at or after its home, the first slot that its
 hash points to, without an empty one between; taking one out moves others up, so that nothing is left behind.
 """
 
+from typing import Any
+
 from seqdedupe.core.rule import DUP, NOT_DUP, UNKNOWN
 from seqdedupe.format.columns import DEDUPLICATION_ID_OFFSETS, DEDUPLICATION_IDS, load32, load64, start
+from seqdedupe.format.headers import siphash
 from seqdedupe.format.jit import Bytes, Int32s, Int64s, Int64s2, Uint8s, copy, element, for_kernels, kernel, prefetch
-from seqdedupe.format.tag import siphash
 from seqdedupe.limits import MAX_DEDUPLICATION_ID_BYTES
 
 ROW_BITS = 16
@@ -357,3 +359,49 @@ def sweep(first: int, end: int, key: Int64s, slots: Int64s, ids: Uint8s, offsets
             at += 1
     state[USED] -= gone
     return gone
+
+
+# -- The kernels of a window's table for many rows: other threads run meanwhile.
+#
+# The commit thread waited for the interpreter while a thousand IDs were looked up. For a few rows it costs more to
+# let go of it than it gains. Nobody else may use the window meanwhile.
+
+MANY_ROWS = 256
+_MANY_SLOTS = 4096
+
+
+@kernel(nogil=True, bare=True)
+def decide_beside(
+    raw: Bytes,
+    places: Int64s,
+    first_row: int,
+    end_row: int,
+    frame_index: int,
+    deduplicate: bool,
+    key: Int64s,
+    slots: Int64s,
+    ids: Uint8s,
+    offsets: Int32s,
+    chunks: Int64s2,
+    state: Int64s,
+    verdicts: Uint8s,
+    found: Int64s,
+    replaced: Int64s2,
+    older: Int64s,
+) -> int:
+    """As `id_table.decide`, for MANY_ROWS or more."""
+    return decide(
+        raw, places, first_row, end_row, frame_index, deduplicate, key, slots, ids, offsets, chunks, state, verdicts,
+        found, replaced, older,
+    )  # fmt: skip
+
+
+@kernel(nogil=True, bare=True)
+def _sweep(first: int, end: int, key: Int64s, slots: Int64s, ids: Uint8s, offsets: Int32s, chunks: Int64s2,
+           state: Int64s) -> int:  # fmt: skip
+    return sweep(first, end, key, slots, ids, offsets, chunks, state)
+
+
+def sweep_beside(first: int, end: int, *rest: Any) -> int:
+    """As `id_table.sweep`."""
+    return (_sweep if end - first >= _MANY_SLOTS else sweep)(first, end, *rest)

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from seqdedupe.core.names import joined
+from seqdedupe.core.name_table import joined
 from seqdedupe.format.jit import Bytes, Int64s2, Uint8s, kernel
 
 _SLASH = ord("/")

@@ -1,11 +1,13 @@
-"""The producers of one topic: names, numbers, and the ring of recent messages."""
+"""The producers of one topic: names, numbers, the ring of recent messages, and the freeing of forgotten ones."""
+
+from collections.abc import Iterator
+from itertools import compress
 
 import numpy as np
+import numpy.typing as npt
 
 from seqdedupe.core.activity import Activity, Int32s
-from seqdedupe.core.growing import Growing
-from seqdedupe.core.names import Names, joined
-from seqdedupe.core.producer_rows import NEW_ROW, Bools, are_empty, mark_all, move_rows
+from seqdedupe.core.name_table import Growing, Names, joined
 from seqdedupe.core.recent import NO_MESSAGE, find, find_duplicates, new_ring, with_room
 from seqdedupe.core.replay import list_names, persist, persist_all
 from seqdedupe.core.rule import (
@@ -20,11 +22,70 @@ from seqdedupe.core.rule import (
     decide_batch,
     fail,
     gaps,
+    mark,
     refusal,
 )
 from seqdedupe.format.columns import ROWS
-from seqdedupe.format.jit import Bytes, Int64s, Int64s2, Uint8s
+from seqdedupe.format.jit import Bytes, Int64s, Int64s2, Uint8s, kernel
 from seqdedupe.limits import NO_EPOCH, NO_SEQUENCE_ID
+
+# -- Many producer rows (see `rule`) at once: marked as changed, found to say nothing, moved to the front.
+
+Bools = npt.NDArray[np.bool_]
+
+NEW_ROW = np.array([-1, -1, 0, 0, -1, -1], np.int64)
+"""The producer row of a producer of which nothing is known."""
+
+
+@kernel()
+def mark_all(numbers: Int64s, dirty: Uint8s) -> int:
+    """`rule.mark` for all of these. Returns 0."""
+    for i in range(numbers.shape[0]):
+        mark(dirty, numbers[i])
+    return 0
+
+
+def are_empty(rows: Int64s) -> Bools:
+    """Which of these producer rows say no more than that of a name that never came."""
+    empty = np.empty(len(rows), np.uint8)
+    find_empty(rows, empty)
+    return empty.view(bool)
+
+
+@kernel()
+def find_empty(numbers: Int64s2, empty: Uint8s) -> int:
+    """Says of producer rows, in `empty`, which ones say nothing. Returns 0."""
+    for row in range(empty.shape[0]):
+        ids = numbers[row, PUSHED] >= 0 or numbers[row, PERSISTED] >= 0
+        empty[row] = not (ids or numbers[row, EPOCH] > NO_EPOCH or numbers[row, DURABLE_EPOCH] > NO_EPOCH)
+    return 0
+
+
+@kernel()
+def are_all(column: Uint8s, numbers: Int64s, value: int) -> bool:
+    """Whether a column by producer number has this value for all of these; not where it does not reach so far."""
+    at = 0
+    while at < numbers.shape[0] and numbers[at] < column.shape[0] and column[numbers[at]] == value:
+        at += 1
+    return bool(at == numbers.shape[0])
+
+
+@kernel()
+def move_rows(numbers: Int64s2, stays: Uint8s, new_numbers: Int64s) -> int:
+    """Moves the producer rows that stay to the front, in place: `new_numbers` says where, -1 for the others.
+
+    Returns how many stay.
+    """
+    staying = 0
+    for row in range(stays.shape[0]):
+        new_numbers[row] = -1
+        if stays[row]:
+            for column in range(NUMBERS):
+                numbers[staying, column] = numbers[row, column]
+            new_numbers[row] = staying
+            staying += 1
+    return staying
+
 
 _FIRST_CAPACITY = 64
 _WORD_BITS = 64
@@ -363,3 +424,51 @@ def _words(producers: int) -> int:
 
 
 _NO_REASONS = np.zeros(0, np.uint8)
+
+
+# -- Freeing names and rows of producers of which nothing is known, while a topic serves.
+#
+# A table of a million names takes a fifth of a second to make. So the new one is made beside the one in use, some
+# names at a time; in between names come, are opened and used as always, by their old numbers. All numbers change at
+# once, in `finish`, which goes over rows only.
+
+NAMES_A_STEP = 4096
+"""Taken before others have their turn."""
+
+
+class LettingGo:
+    """The producers of a topic go on without some of them. Only one of these may be under way."""
+
+    def __init__(self, producers: Producers, is_free: Bools) -> None:
+        """`is_free`, by producer number: who is `empty`, and nobody holds it."""
+        self._producers = producers
+        self._stays = ~is_free
+        self._taken = 0
+        self._left = Names(int(np.count_nonzero(self._stays)))
+
+    def prepare(self) -> Iterator[None]:
+        """Takes names, `NAMES_A_STEP` at each step. Where it ends, `finish` may follow, if nothing comes in between."""
+        while self._taken < len(self._producers):
+            names = self._producers.names_from(self._taken, NAMES_A_STEP)
+            stays = self._stays[self._taken : self._taken + len(names)].tolist()
+            # Those that are newer than `is_free` stay.
+            stays += [True] * (len(names) - len(stays))
+            self._left.add_all(list(compress(names, stays)))
+            self._taken += len(names)
+            yield
+
+    def finish(self, is_free: Bools) -> Int64s:
+        """The others have new numbers from now on, in their order. Returns the new number of each old one, -1: gone.
+
+        `is_free` as it is now: who came back since stays, and gets one of the last numbers. All count as changed.
+        """
+        newer = len(is_free) - len(self._stays)
+        stays = np.concatenate([self._stays, np.ones(newer, bool)])
+        back = np.flatnonzero(~stays & ~is_free)
+        self._left.add_all(self._producers.names_of(back))
+        new_numbers, self._left = self._producers.renumber(self._left, stays, back)
+        return new_numbers
+
+    def clear(self) -> Iterator[None]:
+        """Gives back the old table, some of it at each step."""
+        return self._left.clear()

@@ -2,10 +2,11 @@
 
 import numpy as np
 
+from seqdedupe.batch import Binary
 from seqdedupe.core.recent import enter
-from seqdedupe.core.rule import confirm_batch
+from seqdedupe.core.rule import PERSISTED, PUSHED, confirm_batch, confirm_rows, decide, leaves_out
 from seqdedupe.format.columns import NAME_OFFSETS, NAMES, PRODUCERS, ROWS, size, start
-from seqdedupe.format.jit import Bytes, Int64s, Int64s2, Uint8s, kernel, load32
+from seqdedupe.format.jit import Bytes, Int32Column, Int64Column, Int64s, Int64s2, Uint8s, kernel, load32
 
 
 @kernel()
@@ -95,3 +96,136 @@ def list_names(raw: Bytes, table: Int64s2, count: int) -> tuple[Int64s2, Int64s]
         if listed >= 0:
             return places[:listed], first_name
         room *= 4
+
+
+# -- Ranges of a broker with a log of its own, as columns: looked at, remembered while they are in flight, confirmed.
+#
+# A row is a range of sequence IDs that nobody looks into (lowest, highest), of the producer with this handle; the
+# verdicts are `rule.decide`'s. `rows_of` has the producer row of each handle, and `is_live` whether it may be used.
+# Rows that `passes` marks (an empty column: none) are no messages of their own, and leave no trace.
+
+# What is wrong with a row, in the order in which it is looked for.
+SOUND = 0
+BAD_HANDLE = 1
+BAD_ID = 2
+OVERLAP = 3
+GAP = 4
+
+
+@kernel()
+def look(
+    handles: Int32Column,
+    lowest: Int64Column,
+    highest: Int64Column,
+    passes: Bytes,
+    rows_of: Int64s,
+    is_live: Uint8s,
+    numbers: Int64s2,
+    overlap: bool,
+    found: Int64s,
+) -> int:
+    """What is wrong with the first row that cannot be judged, which `found[0]` tells; SOUND if all can.
+
+    With `overlap` a range that straddles `persisted` cannot: none of the verdicts would be true of all of it.
+    """
+    for row in range(lowest.shape[0]):
+        if passes.shape[0] != 0 and passes[row] != 0:
+            continue
+        found[0] = row
+        handle = handles[row]
+        if handle < 0 or handle >= is_live.shape[0] or is_live[handle] == 0:
+            return BAD_HANDLE
+        if lowest[row] < 0 or highest[row] < lowest[row]:
+            return BAD_ID
+        if overlap and lowest[row] <= numbers[rows_of[handle], PERSISTED] < highest[row]:
+            return OVERLAP
+    return SOUND
+
+
+@kernel()
+def find_gap(
+    handles: Int32Column,
+    lowest: Int64Column,
+    highest: Int64Column,
+    passes: Bytes,
+    rows_of: Int64s,
+    numbers: Int64s2,
+    deduplicate: bool,
+    found: Int64s,
+) -> int:
+    """GAP if a row above what is pushed when it comes is not the next one, else SOUND. All rows are otherwise sound.
+
+    `found` tells that row and the ID that is missing. Pushes as `decide` would, and takes it back.
+    """
+    before = np.empty(lowest.shape[0], np.int64)
+    wrong = SOUND
+    judged = 0
+    for row in range(lowest.shape[0]):
+        if passes.shape[0] == 0 or passes[row] == 0:
+            producer_row = rows_of[handles[row]]
+            pushed = numbers[producer_row, PUSHED]
+            if lowest[row] > pushed and leaves_out(lowest[row], pushed):
+                found[0] = row
+                found[1] = pushed + 1
+                wrong = GAP
+                break
+            before[row] = pushed
+            if lowest[row] > pushed or not deduplicate:
+                numbers[producer_row, PUSHED] = max(pushed, highest[row])
+        judged = row + 1
+    for row in range(judged - 1, -1, -1):
+        if passes.shape[0] == 0 or passes[row] == 0:
+            numbers[rows_of[handles[row]], PUSHED] = before[row]
+    return wrong
+
+
+@kernel()
+def judge(
+    handles: Int32Column,
+    lowest: Int64Column,
+    highest: Int64Column,
+    passes: Bytes,
+    rows_of: Int64s,
+    is_live: Uint8s,
+    numbers: Int64s2,
+    overlap: bool,
+    gapless: bool,
+    deduplicate: bool,
+    found: Int64s,
+    verdicts: Uint8s,
+) -> int:
+    """The verdicts; returns how many rows are new.
+
+    If a row cannot be judged, or with `gapless` leaves an ID out, nothing is changed, and what `look` or `find_gap`
+    answers is returned below 0.
+    """
+    wrong = look(handles, lowest, highest, passes, rows_of, is_live, numbers, overlap, found)
+    if wrong == SOUND and gapless:
+        wrong = find_gap(handles, lowest, highest, passes, rows_of, numbers, deduplicate, found)
+    if wrong != SOUND:
+        return -wrong
+    return int(decide(rows_of, handles, lowest, highest, passes, numbers, deduplicate, verdicts))
+
+
+@kernel()
+def confirm_ranges(
+    handles: Int32Column,
+    highest: Int64Column,
+    passes: Bytes,
+    rows_of: Int64s,
+    numbers: Int64s2,
+    dirty: Uint8s,
+) -> int:
+    """These rows, which are sound, are in the log: merges them by maximum. Live and in replay the same.
+
+    Returns how many there are.
+    """
+    return int(confirm_rows(rows_of, handles, highest, passes, -1, numbers, dirty))
+
+
+def follow(last: bytes, positions: Binary, previous: Binary) -> bool:
+    """Whether each of these entries names the one before it as its predecessor, and the first of them `last`."""
+    before = np.concatenate((np.zeros(1, np.int32), positions.offsets[:-1] + np.int32(len(last))))
+    if not np.array_equal(previous.offsets, before):
+        return False
+    return previous.data == last + positions.data[: int(positions.offsets[-2])]

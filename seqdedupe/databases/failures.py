@@ -5,9 +5,9 @@ names them, and SQLAlchemy's around them.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 
 class Fault(Enum):
@@ -69,88 +69,74 @@ _TOO_LONG = _Cause(Fault.UNKNOWN, "the statement was ended: it took longer than 
 _PACKET = _Cause(Fault.MESSAGE, "the statement is larger than the server's max_allowed_packet")
 _REFUSED = _Cause(Fault.MESSAGE, "")
 
-_STATES = {
-    "08001": _UNREACHABLE,
-    "08004": _UNREACHABLE,
-    "08": _LOST,
-    "25006": _READ_ONLY,
-    "25P03": _IDLE,
-    "25P04": _IDLE,
-    "28": _NO_ENTRY,
-    "3D000": _NO_DATABASE,
-    "40P01": _DEADLOCK,
-    "40": _CONFLICT,
-    "53100": _DISK,
-    "53300": _CONNECTIONS,
-    "53": _MEMORY,
-    "55P03": _LOCK,
-    "57014": _TOO_LONG,
-    "57P03": _STARTING,
-    "57P": _SHUT_DOWN,
-    "58": _DEVICE,
-    "XX001": _DAMAGED,
-    "XX002": _DAMAGED,
-}
+_Code = TypeVar("_Code", int, str)
+
+
+def _by_code(codes: Mapping[_Cause, tuple[_Code, ...]]) -> dict[_Code, _Cause]:
+    return {code: cause for cause, several in codes.items() for code in several}
+
+
+_STATES = _by_code(
+    {
+        _UNREACHABLE: ("08001", "08004"),
+        _LOST: ("08",),
+        _READ_ONLY: ("25006",),
+        _IDLE: ("25P03", "25P04"),
+        _NO_ENTRY: ("28",),
+        _NO_DATABASE: ("3D000",),
+        _DEADLOCK: ("40P01",),
+        _CONFLICT: ("40",),
+        _DISK: ("53100",),
+        _CONNECTIONS: ("53300",),
+        _MEMORY: ("53",),
+        _LOCK: ("55P03",),
+        _TOO_LONG: ("57014",),
+        _STARTING: ("57P03",),
+        _SHUT_DOWN: ("57P",),
+        _DEVICE: ("58",),
+        _DAMAGED: ("XX001", "XX002"),
+    }
+)
 """By SQLSTATE, or how it begins; the longest counts."""
 
-_NUMBERS = {
-    1015: _DEVICE,
-    1020: _CONFLICT,
-    1021: _DISK,
-    1026: _DEVICE,
-    1030: _DEVICE,
-    1037: _MEMORY,
-    1038: _MEMORY,
-    1040: _CONNECTIONS,
-    1041: _MEMORY,
-    1045: _NO_ENTRY,
-    1047: _STARTING,
-    1049: _NO_DATABASE,
-    1053: _SHUT_DOWN,
-    1114: _DISK,
-    1130: _NO_ENTRY,
-    1153: _PACKET,
-    1158: _LOST_MYSQL,
-    1159: _LOST_MYSQL,
-    1160: _LOST_MYSQL,
-    1161: _LOST_MYSQL,
-    1180: _DEVICE,
-    1203: _CONNECTIONS,
-    1205: _LOCK,
-    1206: _MEMORY,
-    1213: _DEADLOCK,
-    1290: _READ_ONLY,
-    1317: _TOO_LONG,
-    1698: _NO_ENTRY,
-    1712: _DAMAGED,
-    1792: _READ_ONLY,
-    1836: _READ_ONLY,
-    1927: _KILLED,
-    1969: _TOO_LONG,
-    2002: _UNREACHABLE,
-    2003: _UNREACHABLE,
-    2006: _LOST_MYSQL,
-    2013: _LOST_MYSQL,
-    2055: _LOST_MYSQL,
-    3024: _TOO_LONG,
-    4031: _IDLE,
-}
+_NUMBERS = _by_code(
+    {
+        _DEVICE: (1015, 1026, 1030, 1180),
+        _CONFLICT: (1020,),
+        _DISK: (1021, 1114),
+        _MEMORY: (1037, 1038, 1041, 1206),
+        _CONNECTIONS: (1040, 1203),
+        _NO_ENTRY: (1045, 1130, 1698),
+        _STARTING: (1047,),
+        _NO_DATABASE: (1049,),
+        _SHUT_DOWN: (1053,),
+        _PACKET: (1153,),
+        _LOST_MYSQL: (1158, 1159, 1160, 1161, 2006, 2013, 2055),
+        _LOCK: (1205,),
+        _DEADLOCK: (1213,),
+        _READ_ONLY: (1290, 1792, 1836),
+        _TOO_LONG: (1317, 1969, 3024),
+        _DAMAGED: (1712,),
+        _KILLED: (1927,),
+        _UNREACHABLE: (2002, 2003),
+        _IDLE: (4031,),
+    }
+)
 """Of MariaDB and MySQL."""
 
-_SQLITE = {
-    5: _LOCK,
-    6: _LOCK,
-    7: _MEMORY,
-    8: _READ_ONLY,
-    9: _TOO_LONG,
-    10: _DEVICE,
-    11: _DAMAGED,
-    13: _DISK,
-    14: _FILE,
-    15: _LOCK,
-    17: _CONFLICT,
-    26: _DAMAGED,
-}
+_SQLITE = _by_code(
+    {
+        _LOCK: (5, 6, 15),
+        _MEMORY: (7,),
+        _READ_ONLY: (8,),
+        _TOO_LONG: (9,),
+        _DEVICE: (10,),
+        _DAMAGED: (11, 26),
+        _DISK: (13,),
+        _FILE: (14,),
+        _CONFLICT: (17,),
+    }
+)
 """By SQLite's primary result code: BUSY, LOCKED, NOMEM, READONLY, INTERRUPT, IOERR, CORRUPT, FULL, CANTOPEN, PROTOCOL,
 SCHEMA, NOTADB."""
 

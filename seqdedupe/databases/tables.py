@@ -1,8 +1,8 @@
-"""Tables of ours in databases of others: columns that mean the same in all of them."""
+"""Tables of ours in databases of others: columns that mean the same in all, and connections that notice an end."""
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from sqlalchemy import Column, Dialect, Engine, LargeBinary, MetaData, String, Table, Text, inspect
 from sqlalchemy.dialects import mysql
@@ -10,6 +10,22 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.types import TypeDecorator, TypeEngine
 
 from seqdedupe.errors import error
+
+T = TypeVar("T")
+
+# -- Connections to PostgreSQL that notice when nobody answers.
+
+CONNECTION: dict[str, Any] = {
+    "connect_timeout": 10,
+    "keepalives_idle": 30,
+    "keepalives_interval": 10,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 60_000,
+    "client_encoding": "UTF8",
+}
+"""What libpq is told, unless a DSN says otherwise: without these a write into a network that swallows all would never
+end. Times in seconds, the last one in milliseconds."""
+
 
 MARIADB = ("mysql", "mariadb")
 """MariaDB and MySQL, as SQLAlchemy names their dialects."""
@@ -60,12 +76,16 @@ class name_type(TypeDecorator[str]):  # noqa: N801 (a type, named as SQLAlchemy 
 
 def bytes_type() -> TypeEngine[bytes]:
     """Bytes of any length."""
-    return LargeBinary().with_variant(mysql.LONGBLOB(), *MARIADB)
+    return _but_for_mariadb(LargeBinary(), mysql.LONGBLOB())
 
 
 def text_type() -> TypeEngine[str]:
     """Text of any length."""
-    return Text().with_variant(mysql.LONGTEXT(charset="utf8mb4"), *MARIADB)
+    return _but_for_mariadb(Text(), mysql.LONGTEXT(charset="utf8mb4"))
+
+
+def _but_for_mariadb(usual: TypeEngine[T], there: TypeEngine[T]) -> TypeEngine[T]:
+    return usual.with_variant(there, *MARIADB)
 
 
 def table(name: str, metadata: MetaData, *columns: Column[Any]) -> Table:
@@ -89,6 +109,14 @@ def cure_of(table: str, kind: str) -> str:
     if kind == "an unlogged table":
         return f"ALTER TABLE {table} SET LOGGED"
     return f"Let the rows go into a table of this database instead of {table}."
+
+
+def check_outlives_a_crash(found: Any) -> None:
+    """Raises INVALID_OUTPUT for a table and what it is, if one of the queries for tables that are not safe has found
+    one."""
+    if found:
+        what = f"the table {found[0]} is {found[1]}: after a crash it would not hold what the other tables hold"
+        raise error("INVALID_OUTPUT", what, hint=cure_of(*found))
 
 
 def make_tables(engine: Engine, metadata: MetaData) -> None:

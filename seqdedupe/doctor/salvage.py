@@ -24,21 +24,21 @@ from seqdedupe.doctor.findings import Findings
 from seqdedupe.doctor.tally import Tally
 from seqdedupe.errors import error
 from seqdedupe.files import becoming, sync_folder
+from seqdedupe.format import records
 from seqdedupe.format.columns import BASE_INDEX, COLUMNS_END, PUBLISH_TIME_MS, RECORD_START, ROWS
-from seqdedupe.format.headers import HEADER_BYTES, TOKEN_BYTES
+from seqdedupe.format.headers import HEADER_BYTES, SECRET_BYTES, TOKEN_BYTES, key_of
 from seqdedupe.format.records import body_of
-from seqdedupe.format.tag import SECRET_BYTES, key_of
 from seqdedupe.limits import NO_SEQUENCE_ID
 from seqdedupe.locks import kept_unused
-from seqdedupe.log.embedded import moved
+from seqdedupe.log.embedded import relocation
 from seqdedupe.log.embedded.inspection import Intact, inspect
-from seqdedupe.log.embedded.logs import create_log
-from seqdedupe.log.embedded.replaying import put_back
-from seqdedupe.log.embedded.rewriting import NewLog
-from seqdedupe.log.embedded.segment import Identity
-from seqdedupe.log.embedded.writer import Append
+from seqdedupe.log.embedded.journal_replay import put_back
+from seqdedupe.log.embedded.logs import DEFAULT_SEGMENT_BYTES, create_log
+from seqdedupe.log.embedded.segment import LogIdentity, Segment
+from seqdedupe.log.embedded.tail import Tail
+from seqdedupe.log.embedded.writer import Append, FatalError, Opening, Writer
 from seqdedupe.names import topic_name
-from seqdedupe.store import ids, imported
+from seqdedupe.store import imported_run, windows
 from seqdedupe.store.copy import opened_copy
 from seqdedupe.store.db import Store
 from seqdedupe.store.directories import read_claim, write
@@ -46,11 +46,65 @@ from seqdedupe.store.snapshots import Loaded, Snapshots
 from seqdedupe.store.topics import TopicRecord, TopicState
 from seqdedupe.topic import control
 
+# -- Writing a log anew from what was read of another one, with the publish times of that one.
+
+
+class NewLog:
+    """An empty log, which is written from its first record to its last. Nobody else has it.
+
+    Made on an event loop, though nothing waits there. Everything raises LOG_REFUSED if the log cannot be written:
+    then what there is of it is of no use.
+    """
+
+    def __init__(self, folder: Path, identity: LogIdentity, term: int, random_bytes: bytes) -> None:
+        tail = Tail(Segment(folder, identity, 0, 0), 0, 0, 0, 0, records.END)
+        self._writer = Writer(folder, tail, DEFAULT_SEGMENT_BYTES, on_news=lambda news: None, on_late=lambda late: None)
+        self._publish_time_ms = 0
+        self.next_index = 0
+        self._opening = self._open(term, random_bytes)
+
+    def append(self, appends: list[Append], publish_time_ms: int) -> None:
+        """Batches, and control records, with that publish time, or with the one before where it would go down."""
+        self._publish_time_ms = publish_time_ms
+        for append in appends:
+            self._opening.append(append)
+        left = len(appends)
+        while left > 0:
+            left -= self._write()
+
+    def finish(self, term: int, token: bytes) -> None:
+        """Durable on return. A last marker, of a higher term, says that all before it is."""
+        try:
+            self._writer.sync()
+            self._opening = self._open(term, token)
+            self._writer.sync()
+        except FatalError as e:
+            raise error("LOG_REFUSED", str(e)) from e
+        self._writer.close()
+
+    def _open(self, term: int, token: bytes) -> Opening:
+        self._opening = Opening(self._writer, lambda opening: None, term, token, lambda outcome: None)
+        self._write()
+        return self._opening
+
+    def _write(self) -> int:
+        """Writes some of what was handed over; how many appends. The first time, the marker."""
+        try:
+            written = self._writer.write(self._opening, self._publish_time_ms)
+        except FatalError as e:
+            raise error("LOG_REFUSED", str(e)) from e
+        if written is None or written.failure is not None:
+            raise error("LOG_REFUSED", written.why if written else "the log takes nothing")
+        self._writer.forget_written()
+        self.next_index = written.next_index
+        return len(written.runs)
+
+
 REPORT_FILE = "salvage.json"
 
 
 @dataclass(slots=True)
-class Kept:
+class KeptStretch:
     """Messages that stand one after the other in the old log, and where the first one stands in the new one."""
 
     first_index: int
@@ -64,7 +118,7 @@ class SalvagedTopic:
 
     record: TopicRecord
     is_copied: bool
-    kept: list[Kept] = field(default_factory=list)
+    kept: list[KeptStretch] = field(default_factory=list)
     loaded: Loaded | None = None
     imported_of: int | None = None
     """What was imported is there, as that of this incarnation."""
@@ -124,7 +178,7 @@ async def _fill(directory: Path, to: Path) -> Salvage:
         found = examined.findings
         # Without a snapshot a log must begin with index 0.
         can_be_copied = found.has_whole_log and (examined.loaded is not None or found.first_index == 0)
-        if not can_be_copied and moved.leaving_to(examined.folder) is not None:
+        if not can_be_copied and relocation.leaving_to(examined.folder) is not None:
             # As another incarnation it would serve beside the one that the other sidecar may have.
             return
         if any(found.name == other.record.name for other in topics):
@@ -164,7 +218,7 @@ def _copy(examined: Examined, to: Path) -> SalvagedTopic:
         with path.open("rb") as file:
             os.fsync(file.fileno())
     create_log(folder, found.name, examined.secret, found.partitions)
-    kept = [Kept(found.first_index, found.next_index - 1, found.first_index)] if found.messages else []
+    kept = [KeptStretch(found.first_index, found.next_index - 1, found.first_index)] if found.messages else []
     record = TopicRecord(found.name, incarnation, TopicState.ACTIVE, examined.secret, partitions=found.partitions)
     return SalvagedTopic(record, True, kept, examined.loaded)
 
@@ -178,7 +232,7 @@ def _rewrite(examined: Examined, to: Path, others: list[SalvagedTopic]) -> Salva
     create_log(folder, record.name, record.secret, record.partitions)
     tally = examined.tally
     term = tally.term + 1
-    identity = Identity(incarnation, key_of(record.secret))
+    identity = LogIdentity(incarnation, key_of(record.secret))
     log = NewLog(folder, identity, term, secrets.token_bytes(TOKEN_BYTES))
     if tally.policy is not None:
         body = control.encode(tally.policy, term=term)
@@ -210,7 +264,7 @@ def _last_words(tally: Tally) -> Iterator[control.Change]:
             yield control.Purge(gone)
 
 
-def _write_batches(log: NewLog, part: Intact, kept: list[Kept]) -> None:
+def _write_batches(log: NewLog, part: Intact, kept: list[KeptStretch]) -> None:
     batches = part.table[part.table[:, ROWS] > 0]
     for publish_time_ms, group in groupby(batches, lambda places: int(places[PUBLISH_TIME_MS])):
         appends: list[Append] = []
@@ -221,7 +275,7 @@ def _write_batches(log: NewLog, part: Intact, kept: list[Kept]) -> None:
             if kept and kept[-1].last_index + 1 == first:
                 kept[-1].last_index += rows
             else:
-                kept.append(Kept(first, first + rows - 1, new_index))
+                kept.append(KeptStretch(first, first + rows - 1, new_index))
             appends.append((body_of(part.raw, places), rows, column_bytes))
         log.append(appends, publish_time_ms)
 
@@ -241,9 +295,9 @@ async def _make_store(
                     snapshots = Snapshots(store, topic.record.incarnation)
                     await store.flush(await snapshots.write_anew(topic.loaded.whole()))
                     if old is not None:
-                        await ids.copy(old, store, topic.record.incarnation)
+                        await windows.copy(old, store, topic.record.incarnation)
                 if old is not None and topic.imported_of is not None:
-                    await imported.copy(old, store, topic.imported_of, topic.record.incarnation)
+                    await imported_run.copy(old, store, topic.imported_of, topic.record.incarnation)
                 await store.put_topics(topic.record)
     finally:
         store.close()

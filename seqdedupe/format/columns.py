@@ -1,4 +1,4 @@
-"""The places where a batch's columns stand, and little-endian numbers in raw bytes.
+"""The places where a batch's columns stand, and little-endian numbers in raw bytes. Nothing here is compiled.
 
 A *place row* describes one batch in a buffer: an array of int64 with PLACES elements, filled by `layout` and `scan`.
 Where a column stands is read through `start` and `size` alone; the other elements have a name each.

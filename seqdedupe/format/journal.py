@@ -7,8 +7,8 @@ from typing import NamedTuple
 import google_crc32c
 import numpy as np
 
+from seqdedupe.format.headers import siphash
 from seqdedupe.format.jit import Int64s
-from seqdedupe.format.tag import siphash
 
 FORMAT_VERSION = 1
 

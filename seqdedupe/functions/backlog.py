@@ -12,9 +12,9 @@ import numpy.typing as npt
 from seqdedupe import batch as batches
 from seqdedupe.batch import NO_INT32S, NO_INT64S, Batch, Binary
 from seqdedupe.client.outbox import FRAME_NUMBERS
-from seqdedupe.client.receipts import Verdict
+from seqdedupe.client.pending import Verdict
 from seqdedupe.errors import error
-from seqdedupe.functions.outputs import Output
+from seqdedupe.functions.identity import FunctionOutput
 from seqdedupe.limits import NO_EPOCH, NO_SEQUENCE_ID
 
 FULL_FRAME_BYTES = 128 * 1024
@@ -29,7 +29,7 @@ class Row(NamedTuple):
 
     name: str
     sequence_id: int
-    output: Output
+    output: FunctionOutput
     settled: Callable[[], None]
     """Called once, when the log holds it."""
 
@@ -59,7 +59,7 @@ class _Name:
             heapq.heappop(self.waiting)[2]()
 
 
-class Frame(NamedTuple):
+class OutputFrame(NamedTuple):
     """A frame on its way."""
 
     number: int
@@ -79,7 +79,7 @@ class Backlog:
         self._unopened: dict[str, None] = {}
         self._many_names = MANY_NAMES
         self._unsent: deque[Sequence[Row]] = deque()
-        self._frames: deque[Frame] = deque()
+        self._frames: deque[OutputFrame] = deque()
         self._answered: set[int] = set()
         self._order = itertools.count()
         self.not_dup = self.dup = 0
@@ -183,7 +183,7 @@ class Backlog:
 
     # -- frames ------------------------------------------------------------------------------------------------
 
-    def next_frame(self) -> Frame | None:
+    def next_frame(self) -> OutputFrame | None:
         """The next frame to send; None if there is nothing, a name has to be opened first, or answers awaited.
 
         Links keep the order of a name's messages alone. An input of a new ledger has other names than those before
@@ -209,7 +209,7 @@ class Backlog:
                 rows += len(group)
         if not groups:
             return None
-        frame = Frame(next(FRAME_NUMBERS), self._batch([row for group in groups for row in group]), groups)
+        frame = OutputFrame(next(FRAME_NUMBERS), self._batch([row for group in groups for row in group]), groups)
         self._frames.append(frame)
         return frame
 

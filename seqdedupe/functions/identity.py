@@ -1,11 +1,150 @@
-"""Who an input is: by what its outputs are known, however often it comes and whichever instance runs it."""
+"""What a function takes and gives: by what an input is known, however often it comes, and what its outputs keep."""
 
-from typing import NamedTuple
+import base64
+import binascii
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
 
-from seqdedupe.entry_properties import Place
+from seqdedupe.entry_properties import ENTRY, EVENT_TIME_MS, KEY_BASE64, KIND, PREFIX, USER, EntryPlace
 from seqdedupe.errors import InvalidRequestError, error
-from seqdedupe.limits import MAX_NAME_BYTES, MAX_SEQUENCE_ID
-from seqdedupe.names import new_producer_name, source_name
+from seqdedupe.limits import MAX_BATCH_BYTES, MAX_NAME_BYTES, MAX_PAYLOAD_BYTES, MAX_SEQUENCE_ID
+from seqdedupe.names import new_producer_name, source_name, topic_name
+
+# -- What the wrapped function gives: outputs, as they are published through the sidecar.
+
+MAX_OUTPUT_BYTES = MAX_PAYLOAD_BYTES - 4096
+"""Of an output in all: what a Pulsar topic takes, with what sidecar and client add there, and any other one too."""
+OVERHEAD_BYTES = 320
+"""What an output takes at most beside its payload, key and properties: the producer's name, IDs, tags and lengths."""
+PROPERTY_OVERHEAD_BYTES = 8
+
+Callback = Callable[[Any, Any], object]
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionOutput:
+    """A message for a topic, by its full name. `event_time_ms` is 0 where there is none."""
+
+    topic: str
+    payload: bytes
+    key: bytes | None
+    event_time_ms: int
+    properties: Mapping[str, str]
+    callback: Callback | None = None
+
+    size_bytes: int = field(init=False)
+    """What it takes in a batch, at most."""
+
+    def __post_init__(self) -> None:
+        # Once: it is asked for whenever a frame is made.
+        size = OVERHEAD_BYTES + len(self.payload) + len(self.key or b"")
+        for name, value in self.properties.items():
+            size += (len(name) + len(value)) * 4 + PROPERTY_OVERHEAD_BYTES
+        object.__setattr__(self, "size_bytes", size)
+
+
+def check_fits(outputs: list[FunctionOutput]) -> None:
+    """Whether an input's outputs for a topic can be taken, all in one frame. Raises MESSAGE_TOO_LARGE."""
+    for output in outputs:
+        if output.size_bytes > MAX_OUTPUT_BYTES:
+            raise error(
+                "MESSAGE_TOO_LARGE",
+                f"an output with a payload of {len(output.payload)} bytes takes {output.size_bytes} bytes with its key "
+                f"and properties: at most {MAX_OUTPUT_BYTES} are taken",
+            )
+    if (size := sum(output.size_bytes for output in outputs)) > MAX_BATCH_BYTES:
+        raise error(
+            "MESSAGE_TOO_LARGE",
+            f"the outputs of one input for {outputs[0].topic} take {size} bytes: at most {MAX_BATCH_BYTES} are taken",
+        )
+
+
+# -- The input: what a message has beside its payload, and what of that its outputs have too.
+
+T = TypeVar("T")
+
+_TAKEN = ("properties", "partition_key", "event_timestamp")
+"""What may stand in `message_conf`."""
+MAX_EVENT_TIME_MS = 2**63 - 1
+
+
+def _encoded(text: str) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError as e:
+        raise error("INVALID_REQUEST", f"the key or a property is not valid Unicode: {text[:80]!r}") from e
+
+
+def _is_kept(time_ms: int) -> bool:
+    return -MAX_EVENT_TIME_MS <= time_ms <= MAX_EVENT_TIME_MS
+
+
+class InputSource:
+    """The input that outputs come from: what it has and they do not say is theirs too. Raises NEWER_FORMAT.
+
+    Key, event time and properties are what its producer gave, also where a sidecar wrote it down otherwise.
+    """
+
+    def __init__(self, context: Any) -> None:
+        self.unreadable: UnicodeDecodeError | None = None
+        """Why some of it is missing here: Pulsar takes properties and keys that are no text, its client gives none."""
+        self.topic = str(context.get_current_message_topic_name())
+        given: Mapping[str, str] = self._read(context.get_message_properties, {})
+        self.place = EntryPlace.parse(given.get(ENTRY, ""), self.topic)
+        """Where it stands in a topic that a sidecar writes; None if none has written it."""
+        self.kind = given.get(KIND, "") if self.place is not None else ""
+        self.key: bytes | None = self._read(context.get_message_key, "").encode() or None
+        self.event_time_ms = int(context.get_message_eventtime() or 0)
+        self.properties = {name: value for name, value in given.items() if not name.startswith(PREFIX)}
+        if self.place is not None:
+            self._restore(given)
+
+    def _read(self, read: Callable[[], T | None], otherwise: T) -> T:
+        try:
+            return read() or otherwise
+        except UnicodeDecodeError as e:
+            self.unreadable = e
+            return otherwise
+
+    def _restore(self, given: Mapping[str, str]) -> None:
+        """What Pulsar could not have as it was."""
+        for name, value in given.items():
+            if name.startswith(USER):
+                self.properties[name.removeprefix(USER)] = value
+        try:
+            if KEY_BASE64 in given:
+                self.key = base64.b64decode(given[KEY_BASE64], validate=True)
+            self.event_time_ms = int(given.get(EVENT_TIME_MS, self.event_time_ms))
+        except (binascii.Error, ValueError) as e:
+            raise error("INVALID_FUNCTION", f"a message of {self.topic} is not as a sidecar writes it: {e}") from e
+
+    def output(
+        self, topic: str, payload: bytes, conf: Mapping[str, Any] | None = None, callback: Callback | None = None
+    ) -> FunctionOutput:
+        """The output, with what `message_conf` says. Raises INVALID_REQUEST for what cannot be kept."""
+        conf = conf or {}
+        if unknown := sorted(set(conf) - set(_TAKEN)):
+            raise error(
+                "INVALID_REQUEST",
+                f"message_conf has {', '.join(unknown)}, which cannot be kept: {', '.join(_TAKEN)} are possible",
+            )
+        properties = conf.get("properties", self.properties)
+        if not all(isinstance(part, str) for item in properties.items() for part in item):
+            raise error("INVALID_REQUEST", "names and values of properties are text")
+        key = _encoded(str(conf["partition_key"] or "")) or None if "partition_key" in conf else self.key
+        time_ms = int(conf.get("event_timestamp", self.event_time_ms))
+        if not _is_kept(time_ms):
+            raise error("INVALID_REQUEST", f"the event time {time_ms} ms is beyond what can be kept")
+        for text in (*properties, *properties.values()):
+            _encoded(text)
+        return FunctionOutput(topic_name(str(topic)), payload, key, time_ms, dict(properties), callback)
+
+    def dead_letter(self, topic: str, payload: bytes, told: Mapping[str, str]) -> FunctionOutput:
+        """The input itself, with what is told of it beside its own properties. Whatever cannot be kept is left out."""
+        time_ms = self.event_time_ms if _is_kept(self.event_time_ms) else 0
+        return FunctionOutput(topic_name(topic), payload, self.key, time_ms, {**self.properties, **told})
+
 
 BATCH_INDEX_BITS = 20
 """Of a sequence ID: the place within a batched entry. The entry stands above them."""
@@ -19,7 +158,7 @@ _MOST_OUTPUTS = 10**5 - 1
 """Stand for a ledger and an output's number that are not known yet: no name is longer."""
 
 
-class Identity(NamedTuple):
+class InputIdentity(NamedTuple):
     """An input's place in its order: `source` is the same for all inputs whose sequence IDs rise with that order."""
 
     source: str
@@ -29,9 +168,9 @@ class Identity(NamedTuple):
         """The name under which the k-th output for a topic is published."""
         return f"{self.source}/{k}"
 
-    def of_dead_letter(self) -> "Identity":
+    def of_dead_letter(self) -> "InputIdentity":
         """That of the input's dead letter: names of outputs never are names of dead letters."""
-        return Identity(f"{self.source}/{DEAD_LETTER}", self.sequence_id)
+        return InputIdentity(f"{self.source}/{DEAD_LETTER}", self.sequence_id)
 
 
 def check_names(function: str, topic: str) -> None:
@@ -48,7 +187,7 @@ def check_names(function: str, topic: str) -> None:
         ) from e
 
 
-def by_message_id(function: str, topic: str, ledger_id: int, entry_id: int, batch_index: int) -> Identity:
+def by_message_id(function: str, topic: str, ledger_id: int, entry_id: int, batch_index: int) -> InputIdentity:
     """By Pulsar's message ID, of a topic or a partition by its full name. `batch_index` is -1 where there is none.
 
     The ledger is part of the name: ledgers of a topic made anew are others, and rise within one. Raises
@@ -60,10 +199,10 @@ def by_message_id(function: str, topic: str, ledger_id: int, entry_id: int, batc
             f"the message {ledger_id}:{entry_id}:{batch_index} of {topic} has no sequence ID: entries up to "
             f"{MAX_ENTRY_ID} and batches of {1 << BATCH_INDEX_BITS} messages are possible",
         )
-    return Identity(source_name(function, topic, ledger_id), entry_id << BATCH_INDEX_BITS | max(batch_index, 0))
+    return InputIdentity(source_name(function, topic, ledger_id), entry_id << BATCH_INDEX_BITS | max(batch_index, 0))
 
 
-def by_index(function: str, topic: str, place: Place | None) -> Identity:
+def by_index(function: str, topic: str, place: EntryPlace | None) -> InputIdentity:
     """By the index that a sidecar gave the message. Raises INVALID_FUNCTION for one that no sidecar wrote."""
     if place is None or place.index < 0:
         raise error(
@@ -71,4 +210,4 @@ def by_index(function: str, topic: str, place: Place | None) -> Identity:
             f"identity is 'index', but a message of {topic} was written by no sidecar: it has no index",
             hint="Use identity = 'message_id' for topics that others write to.",
         )
-    return Identity(source_name(function, topic, place.owner.incarnation), place.index)
+    return InputIdentity(source_name(function, topic, place.owner.incarnation), place.index)

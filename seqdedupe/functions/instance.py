@@ -1,28 +1,262 @@
-"""An instance of a function at work: from Pulsar's message to what the pipeline has under way."""
+"""An instance of a function at work: from Pulsar's message to the wrapped function, and its results to the pipeline.
 
+Begin with `FunctionInstance`, at the end. Before it stand what it shows the sidecar, which entries of a topic count,
+the context that the wrapped function gets, and how that function is found and called.
+"""
+
+import importlib
 import logging
 import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from types import ModuleType
 from typing import Any
 
-from seqdedupe.client.sidecars import Sidecars
-from seqdedupe.entry_properties import BATCH, CONTROL, MARKER
+from seqdedupe.client.credentials import Credentials
+from seqdedupe.client.route import Sidecars
+from seqdedupe.entry_properties import BATCH, CONTROL, MARKER, EntryOwner, EntryPlace
 from seqdedupe.errors import SeqdedupeError, error
-from seqdedupe.functions import identity as identities
-from seqdedupe.functions.credentials import credentials_of
-from seqdedupe.functions.identity import Identity
-from seqdedupe.functions.outputs import Output
-from seqdedupe.functions.owners import Owners
+from seqdedupe.functions.deployment import FunctionSettings, check_deployment, settings_of
+from seqdedupe.functions.identity import (
+    Callback,
+    FunctionOutput,
+    InputIdentity,
+    InputSource,
+    by_index,
+    by_message_id,
+    check_fits,
+    check_names,
+)
 from seqdedupe.functions.pipeline import Input, Pipeline, Process
 from seqdedupe.functions.process import text_of, traceback_of
-from seqdedupe.functions.settings import check_deployment, settings_of
-from seqdedupe.functions.source import Source
-from seqdedupe.functions.wrapped import Wrapped
 from seqdedupe.names import topic_name
+
+# -- What a function shows the sidecar: files, or a secret that Pulsar's provider of secrets keeps.
+
+
+def credentials_of(settings: FunctionSettings, get_secret: Callable[[str], str | None]) -> Credentials:
+    """What userConfig names, and for the rest what the environment says. The secret is asked for again and again.
+
+    Raises INVALID_FUNCTION if there is no such secret, INVALID_CREDENTIALS.
+    """
+    name = settings.sidecar_token_secret
+    if name and get_secret(name) is None:
+        raise error(
+            "INVALID_FUNCTION",
+            f"sidecar_token_secret is {name!r} in userConfig: the function was deployed without this secret",
+        )
+    return Credentials.from_environment(
+        token=(lambda: get_secret(name) or "") if name else None,
+        token_file=settings.sidecar_token_file,
+        tls_ca_file=settings.sidecar_tls_ca_file,
+        tls_certificate_file=settings.sidecar_tls_certificate_file,
+        tls_key_file=settings.sidecar_tls_key_file,
+    )
+
+
+# -- Which entries of a sidecar's topic count for nobody; docs/formats-pulsar.md has the rule.
+
+
+class Owners:
+    """Of a topic or partition: tells entries that are void.
+
+    An owner wrote them when another one had taken over, or after an entry of it that Pulsar had refused. Their producer
+    was told of no success and sends again, so they count for nobody. Who starts within such entries cannot tell them,
+    and a missing number at the border of two ledgers tells nothing here.
+    """
+
+    def __init__(self) -> None:
+        self._last: EntryPlace | None = None
+        """The owner's last entry before which none is missing."""
+        self._since = self._at = -1, -1
+        """Where the owner began; the last entry that came first."""
+        self._is_whole = False
+        """Whether every position was met since the owner's last entry."""
+        self._hole: tuple[EntryOwner, tuple[int, int]] | None = None
+        """Whose the newest one is, and where what follows it begins."""
+
+    def is_void(self, place: EntryPlace | None, ledger_id: int, entry_id: int) -> bool:
+        """The verdict on an entry, which is not a sidecar's without a place. They come in order, and may come again."""
+        at, is_new = (ledger_id, entry_id), (ledger_id, entry_id) > self._at
+        if is_new:
+            self._is_whole = self._is_whole and ledger_id == self._at[0] and entry_id == self._at[1] + 1
+            self._at = at
+        if place is None:
+            return False
+        last = self._last
+        if last is None or place.owner.incarnation != last.owner.incarnation or place.owner.term > last.owner.term:
+            self._last, self._since, self._is_whole = place, at, True
+            return False
+        if self._hole is not None and place.owner == self._hole[0] and at >= self._hole[1]:
+            return True
+        if place.owner != last.owner:
+            return at > self._since
+        if is_new and place.number > last.number + 1 and self._is_whole:
+            self._hole = place.owner, at
+            return True
+        if is_new:
+            self._last, self._is_whole = max(last, place, key=lambda one: one.number), True
+        return False
+
+
+# -- What the wrapped function gets as its context: Pulsar's own, but that what it publishes is gathered.
+
+Serialize = Callable[[Any], bytes]
+
+
+def payload_of(serialize: Serialize, value: Any) -> bytes:
+    """The bytes that a SerDe makes of a value. Raises TypeError if they are none, and what it raises."""
+    payload = serialize(value)
+    if not isinstance(payload, bytes | bytearray | memoryview):
+        raise TypeError(f"a SerDe has made {type(payload).__name__} of an output: bytes are needed")
+    return bytes(payload)
+
+
+class GatheringContext:
+    """Pulsar's context of one input. `publish` gathers, `ack` does nothing; all else is Pulsar's own.
+
+    `publish` raises as soon as an output cannot be taken, and INVALID_REQUEST once `process` has returned. A callback
+    is called with `pulsar.Result.Ok` and None, in another thread, when the output is settled.
+    """
+
+    def __init__(
+        self, context: Any, source: InputSource, serialize_for: Callable[[str], Serialize], output_topic: str
+    ) -> None:
+        self._context = context
+        self._source = source
+        self._serialize_for = serialize_for
+        self._output_topic = output_topic
+        self._is_over = False
+        self.outputs: list[FunctionOutput] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
+
+    def publish(
+        self,
+        topic_name: str,
+        message: Any,
+        serde_class_name: str = "serde.IdentitySerDe",
+        properties: Mapping[str, str] | None = None,
+        compression_type: object = None,
+        callback: Callback | None = None,
+        message_conf: Mapping[str, Any] | None = None,
+    ) -> None:
+        """As Pulsar's, with its parameters. The compression is the sidecar's business."""
+        if self._is_over:
+            raise error("INVALID_REQUEST", "publish was called after process() had returned")
+        conf = dict(message_conf or {})
+        if properties:
+            conf["properties"] = properties
+        payload = payload_of(self._serialize_for(serde_class_name), message)
+        self.outputs.append(self._source.output(topic_name, payload, conf, callback))
+
+    def get_output_topic(self) -> str:
+        """Where what `process` returns goes: `output_topic` of userConfig counts first."""
+        return self._output_topic
+
+    def ack(self, msgid: object, topic: str) -> None:
+        """Nothing: an input is acknowledged when its outputs are settled."""
+
+    def end(self) -> None:
+        """`process` has returned."""
+        self._is_over = True
+
+
+# -- The function that is wrapped: found by its name, called with what it expects, its results made bytes.
+
+_OF_PULSAR = "serde."
+"""Pulsar's own SerDes are known by this, short for `pulsar.functions.serde`."""
+
+
+def _invalid(what: str, e: BaseException) -> SeqdedupeError:
+    return error("INVALID_FUNCTION", f"{what}: {type(e).__name__}: {e}")
+
+
+def find(name: str) -> Any:
+    """What a dotted name stands for: a module, or something in one. Raises INVALID_FUNCTION."""
+    if name.startswith(_OF_PULSAR):
+        name = f"pulsar.functions.{name}"
+    module, _, attribute = name.rpartition(".")
+    try:
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as e:
+            # Something else that is missing is missing within it.
+            if not module or e.name != name:
+                raise
+            return getattr(importlib.import_module(module), attribute)
+    except Exception as e:
+        raise _invalid(f"{name} cannot be imported", e) from e
+
+
+def _made(name: str) -> Any:
+    """An object of the class of this name, or the module."""
+    found = find(name)
+    if not isinstance(found, type):
+        return found
+    try:
+        return found()
+    except Exception as e:
+        raise _invalid(f"{name}() has failed", e) from e
+
+
+def as_bytes(value: Any) -> bytes:
+    """Bytes as they are; text and numbers as Pulsar's default SerDe writes them. Raises TypeError."""
+    if isinstance(value, bytes | bytearray | memoryview):
+        return bytes(value)
+    if isinstance(value, str | int | float | complex):
+        return str(value).encode()
+    raise TypeError(f"an output is {type(value).__name__}: bytes, text or a number is needed, or output_serde")
+
+
+class Wrapped:
+    """The function with its SerDes. Raises INVALID_FUNCTION if there is none."""
+
+    def __init__(self, settings: FunctionSettings, output_topic: str) -> None:
+        self._output_topic = output_topic
+        function = _made(settings.wrapped)
+        process: Callable[..., Any] | None = getattr(function, "process", None)
+        if not callable(process):
+            raise error("INVALID_FUNCTION", f"wrapped is {settings.wrapped}, which has no process()")
+        self._process = process
+        self._takes_context = not isinstance(function, ModuleType)
+        self._deserialize: Callable[[bytes], Any] = (
+            _made(settings.input_serde).deserialize if settings.input_serde else lambda payload: payload
+        )
+        self._serialize: Serialize = _made(settings.output_serde).serialize if settings.output_serde else as_bytes
+        self._serializers: dict[str, Serialize] = {"serde.IdentitySerDe": as_bytes}
+
+    def _serialize_for(self, name: str) -> Serialize:
+        if name not in self._serializers:
+            self._serializers[name] = _made(name).serialize
+        return self._serializers[name]
+
+    def outputs(self, payload: bytes, context: Any, source: InputSource) -> list[FunctionOutput]:
+        """Runs the function once. Raises what it raises, and what keeps its outputs from being published."""
+        if source.unreadable is not None:
+            raise source.unreadable
+        gathering = GatheringContext(context, source, self._serialize_for, self._output_topic)
+        value = self._deserialize(payload)
+        try:
+            result = self._process(value, gathering) if self._takes_context else self._process(value)
+        finally:
+            gathering.end()
+        outputs = gathering.outputs
+        if result is not None:
+            if not self._output_topic:
+                raise error("INVALID_FUNCTION", "the function returns something, and output_topic is not set")
+            outputs = [*outputs, source.output(self._output_topic, payload_of(self._serialize, result))]
+        by_topic: dict[str, list[FunctionOutput]] = {}
+        for output in outputs:
+            by_topic.setdefault(output.topic, []).append(output)
+        for of_topic in by_topic.values():
+            check_fits(of_topic)
+        return outputs
+
 
 logger = logging.getLogger("seqdedupe.functions")
 
@@ -44,7 +278,7 @@ def _full_name(topic: str) -> str:
     return f"persistent://{topic}" if "/" in topic else f"persistent://public/default/{topic}"
 
 
-class Instance:
+class FunctionInstance:
     """Made for the first message, whose context says how the function is deployed.
 
     Raises INVALID_FUNCTION and what else is wrong with the deployment.
@@ -60,7 +294,7 @@ class Instance:
         self._wrapped = Wrapped(settings, settings.output_topic or str(details.sink.topic or ""))
         self._lanes: dict[str, Owners] = {}
         """The input's topics and partitions."""
-        self._set_aside: dict[str, Identity] = {}
+        self._set_aside: dict[str, InputIdentity] = {}
         """By the input's topic or partition: the last dead letter of the ledger from which inputs come."""
         self._counts = Counter(retries=0, dead_letters=0, void=0)
         self._reported: Counter[str] = Counter()
@@ -85,13 +319,13 @@ class Instance:
     def take(self, context: Any) -> None:
         """Takes the context's message; returns when its outputs are under way. Never raises for a message."""
         message_id = context.get_message_id()
-        source = Source(context)
+        source = InputSource(context)
         if source.topic not in self._lanes:
-            identities.check_names(self._function, source.topic)
+            check_names(self._function, source.topic)
             self._lanes[source.topic] = Owners()
         one = Input(source.topic, partial(context.ack, message_id, self._given_topic(source.topic)))
         if self._counts_for_nobody(source, message_id):
-            self._pipeline.add(one, Identity(source.topic, 0), ())
+            self._pipeline.add(one, InputIdentity(source.topic, 0), ())
             return
         identity = self._identity(source, message_id)
         if self._is_set_aside(source.topic, identity):
@@ -112,7 +346,7 @@ class Instance:
         """What an input topic is called where the function is deployed: by that name Pulsar acknowledges."""
         return self._given_topics.get(topic) or self._given_topics.get(_PARTITION.sub("", topic), topic)
 
-    def _counts_for_nobody(self, source: Source, message_id: Any) -> bool:
+    def _counts_for_nobody(self, source: InputSource, message_id: Any) -> bool:
         """Whether it is no message of a producer's, in a topic that a sidecar writes: these are acknowledged unseen."""
         if self._lanes[source.topic].is_void(source.place, message_id.ledger_id(), message_id.entry_id()):
             self._counts["void"] += 1
@@ -126,14 +360,14 @@ class Instance:
             )
         return source.kind in (MARKER, CONTROL)
 
-    def _identity(self, source: Source, message_id: Any) -> Identity:
+    def _identity(self, source: InputSource, message_id: Any) -> InputIdentity:
         if self._settings.identity == "index":
-            return identities.by_index(self._function, source.topic, source.place)
-        return identities.by_message_id(
+            return by_index(self._function, source.topic, source.place)
+        return by_message_id(
             self._function, source.topic, message_id.ledger_id(), message_id.entry_id(), message_id.batch_index()
         )
 
-    def _run(self, context: Any, source: Source) -> tuple[list[Output], bool]:
+    def _run(self, context: Any, source: InputSource) -> tuple[list[FunctionOutput], bool]:
         """What the function gives for the message; or a dead letter, and True, if it fails for good."""
         payload = context.message.data()
         which = f"message {context.get_message_id()} of {source.topic}"
@@ -163,7 +397,7 @@ class Instance:
         }
         return [source.dead_letter(self._settings.dead_letter_topic, payload, told)], True
 
-    def _is_set_aside(self, lane: str, identity: Identity) -> bool:
+    def _is_set_aside(self, lane: str, identity: InputIdentity) -> bool:
         """Whether a dead letter says that the input is settled; its topic is asked when inputs of a ledger begin."""
         if not self._settings.dead_letter_topic:
             return False
@@ -172,7 +406,7 @@ class Instance:
         if known is None or known.source != of_letter.source:
             topic = topic_name(self._settings.dead_letter_topic)
             persisted = self._pipeline.persisted(topic, of_letter.producer_name(0))
-            known = self._set_aside[lane] = Identity(of_letter.source, persisted)
+            known = self._set_aside[lane] = InputIdentity(of_letter.source, persisted)
         return identity.sequence_id <= known.sequence_id
 
     def _sleep(self, seconds: float) -> None:

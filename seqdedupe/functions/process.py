@@ -1,4 +1,7 @@
-"""The process of an instance, and how it ends: at once, so that what is not acknowledged comes again in order."""
+"""The process of an instance, and how it ends: at once, so that what is not acknowledged comes again in order.
+
+It imports nothing that may not be there: it has to say so.
+"""
 
 import logging
 import os

@@ -13,9 +13,8 @@ from rocksdict import Rdict, WriteBatch
 
 from seqdedupe.errors import error
 from seqdedupe.store.db import Store
-from seqdedupe.store.mark import Mark
-from seqdedupe.store.records import unseal
-from seqdedupe.store.rocksdb import close_rocksdb, create_rocksdb, open_rocksdb, sync, write
+from seqdedupe.store.parts import unseal
+from seqdedupe.store.rocksdb import Mark, close_rocksdb, create_rocksdb, open_rocksdb, sync, write
 
 _PREFIX = "seqdedupe-store-"
 

@@ -23,10 +23,9 @@ from rocksdict import Rdict, ReadOptions, WriteBatch
 
 from seqdedupe.errors import DamagedError, SeqdedupeError, UnavailableError, error
 from seqdedupe.files import sync_folder
-from seqdedupe.shards import SHARDS
+from seqdedupe.names import SHARDS
 from seqdedupe.store import rocksdb
-from seqdedupe.store.mark import Mark
-from seqdedupe.store.records import (
+from seqdedupe.store.parts import (
     LAST_INCARNATION,
     MAX_NUMBER,
     NAMESPACES,
@@ -37,7 +36,7 @@ from seqdedupe.store.records import (
     topic_key,
     unseal,
 )
-from seqdedupe.store.rocksdb import close_rocksdb, create_rocksdb, open_rocksdb, rocksdb_errors
+from seqdedupe.store.rocksdb import Mark, close_rocksdb, create_rocksdb, open_rocksdb, rocksdb_errors
 from seqdedupe.store.topics import TopicRecord
 
 logger = logging.getLogger("seqdedupe.store")

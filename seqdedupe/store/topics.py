@@ -4,7 +4,7 @@ import struct
 from dataclasses import dataclass, field
 from enum import Enum
 
-from seqdedupe.store.records import damaged, unseal
+from seqdedupe.store.parts import damaged, unseal
 
 _BODY = struct.Struct("<QBBBI")
 

@@ -1,25 +1,372 @@
-"""A topic whose log is a broker's own: the numbers, and snapshots of them, for as long as a broker is attached."""
+"""A topic whose log is a broker's own: the numbers, and snapshots of them, for as long as a broker is attached.
+
+Begin with `AttachedTopic`; `Attachment` is the hold that one broker has on it, a stream.
+"""
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
+from seqdedupe.batch import Binary
+from seqdedupe.core import replay
 from seqdedupe.core.producers import Producers
-from seqdedupe.core.rule import PERSISTED, PUSHED
+from seqdedupe.core.rule import NOT_DUP, PERSISTED, PUSHED, UNKNOWN
 from seqdedupe.errors import SeqdedupeError, error
-from seqdedupe.format.jit import Int64s
+from seqdedupe.format.jit import Int64s, Uint8s
+from seqdedupe.limits import MAX_BATCH_ROWS, MAX_POSITION_BYTES
 from seqdedupe.message_id import Position
-from seqdedupe.names import producer_name
+from seqdedupe.names import decoded_producer_name, new_producer_name, producer_name
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Loaded, Snapshots
-from seqdedupe.topic.attachment import Attachment, Checked, Columns
-from seqdedupe.topic.base import TopicBase
-from seqdedupe.topic.inactivity import DUE_PERIODS
-from seqdedupe.topic.policy import Applied, Policy
-from seqdedupe.topic.retry import again_until
-from seqdedupe.topic.state import State
+from seqdedupe.topic.base import State, TopicBase
+from seqdedupe.topic.keeper import DUE_PERIODS, Keeper, producers_of
+from seqdedupe.topic.policy import Applied, GapPolicy, OverlapPolicy, Policy
+from seqdedupe.topic.tasks import again_until
+
+# -- A broker's hold on its topic: the replay of its log, then checks, and reports of what became of them.
+#
+# Nothing here waits, and nothing is half done: what is wrong raises, and has changed nothing. What the broker has to
+# keep to stands in dedupe.proto.
+
+NO_ADMISSION = -1
+NO_ROW = -1
+"""Of a handle that was released, when its producer is gone."""
+FIRST_HANDLES = 64
+"""There is room for; it grows by an eighth."""
+ADMISSION_BYTES = 24
+"""What one in flight takes, about: handle, IDs, and whether it passes."""
+CHECK_BYTES = 704
+"""What the admissions of one check take beside that: the columns, as objects."""
+_NO_PASSES: Uint8s = np.zeros(0, np.uint8)
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """Messages or entries, with one value each: handle (int32), lowest and highest sequence ID (int64), passes.
+
+    `highest` may be `lowest` itself, and `passes` empty. Of one length otherwise, or `check` raises INVALID_REQUEST.
+    """
+
+    handles: np.ndarray
+    lowest: np.ndarray
+    highest: np.ndarray
+    passes: np.ndarray = field(default_factory=lambda: _NO_PASSES)
+
+    def __len__(self) -> int:
+        return len(self.lowest)
+
+    def __getitem__(self, rows: Any) -> "Columns":
+        """Some of the rows, as numpy takes them."""
+        passes = self.passes[rows] if len(self.passes) else self.passes
+        return Columns(self.handles[rows], self.lowest[rows], self.highest[rows], passes)
+
+    def of_messages(self) -> np.ndarray:
+        """The handles of the rows that do not pass."""
+        return self.handles[self.passes == 0] if len(self.passes) else self.handles
+
+    def check(self) -> None:
+        """Raises INVALID_REQUEST unless there are rows, not too many, and a value in every column for each."""
+        rows = len(self)
+        if not 1 <= rows <= MAX_BATCH_ROWS:
+            raise error("INVALID_REQUEST", f"there are {rows} sequence IDs: 1 to {MAX_BATCH_ROWS} are taken at once")
+        if len(self.handles) != rows or len(self.highest) != rows or len(self.passes) not in (0, rows):
+            raise error("INVALID_REQUEST", f"the columns do not have one value for each of the {rows} sequence IDs")
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """Verdicts, how many admissions they are, and the number of the first one (NO_ADMISSION if there is none)."""
+
+    verdicts: Uint8s
+    admissions: int
+    first_admission: int
+
+
+@dataclass(slots=True)
+class _Admitted:
+    """The admissions of one check that are in flight."""
+
+    columns: Columns
+    at_seconds: float
+
+
+class Attachment:
+    """Replay, checks and reports. `position` is that of the last entry that is known to be stored."""
+
+    def __init__(self, producers: Producers, position: bytes) -> None:
+        self.position = position
+        self.replayed = 0
+        self.is_ready = False
+        """Whether the replay has ended: checks are answered."""
+        self.has_failed = False
+        """Whether an admission has failed, and nobody has reset yet."""
+        self._producers = producers
+        self._rows_of: Int64s = np.zeros(FIRST_HANDLES, np.int64)
+        """The producer row of each handle."""
+        self._is_live: Uint8s = np.zeros(FIRST_HANDLES, np.uint8)
+        """1 where the handle may be used, 0 where it was released, or not given yet."""
+        self._handles = 0
+        self._found: Int64s = np.zeros(2, np.int64)
+        """Which row cannot be judged; of a gap, the ID that is missing."""
+        self._in_flight: deque[_Admitted] = deque()
+        self._admitted = 0
+        self._settled = 0
+
+    @property
+    def in_flight(self) -> int:
+        """Admissions of which nothing was reported."""
+        return self._admitted - self._settled
+
+    @property
+    def held_bytes(self) -> int:
+        """What the admissions in flight take."""
+        return self.in_flight * ADMISSION_BYTES + len(self._in_flight) * CHECK_BYTES
+
+    @property
+    def waits_since(self) -> float | None:
+        """When the oldest admission in flight was given; None if there is none."""
+        return self._in_flight[0].at_seconds if self._in_flight else None
+
+    # -- names -------------------------------------------------------------------------------------------------
+
+    def check_names(self, names: list[bytes]) -> None:
+        """Raises INVALID_NAME for the first that no producer can have."""
+        for name in names:
+            shown = decoded_producer_name(name)
+            if producer_name(shown) not in self._producers:
+                new_producer_name(shown)
+
+    def register(self, first_handle: int, names: list[bytes]) -> None:
+        """These names get the next handles. Raises INVALID_REQUEST, INVALID_NAME."""
+        if first_handle != self._handles:
+            raise error(
+                "INVALID_REQUEST", f"first_handle is {first_handle}: the next handle is {self._handles}",
+                next_handle=self._handles,
+            )  # fmt: skip
+        self.check_names(names)
+        end = self._handles + len(names)
+        if end > (room := len(self._rows_of)):
+            # In place, as `Producers` grows: there may be millions. No view of it is kept.
+            self._rows_of.resize(max(end, room + room // 8), refcheck=False)
+            self._is_live.resize(len(self._rows_of), refcheck=False)
+        self._rows_of[self._handles : end] = numbers = self._producers.add_all(names)
+        self._producers.activity.use(numbers)
+        self._is_live[self._handles : end] = 1
+        self._handles = end
+
+    def release(self, handles: np.ndarray) -> None:
+        """These handles are not used any more. Raises INVALID_REQUEST."""
+        is_live = self._is_live
+        if len(handles) and (handles.min() < 0 or handles.max() >= len(is_live) or not is_live[handles].all()):
+            raise error("INVALID_REQUEST", "handles are released that are not registered")
+        is_live[handles] = 0
+
+    def in_use(self) -> list[Int64s]:
+        """The producers that have a handle, or had one when what they have in flight was admitted; in parts."""
+        is_used = self._is_live[: self._handles] != 0
+        for admitted in self._in_flight:
+            is_used[admitted.columns.of_messages()] = True
+        rows = self._rows_of[: self._handles][is_used]
+        return [rows[first : first + MAX_BATCH_ROWS] for first in range(0, len(rows), MAX_BATCH_ROWS)]
+
+    def renumber(self, new_numbers: Int64s) -> None:
+        """The producers have these numbers from now on, by their old ones; NO_ROW: it is gone, with its handles."""
+        rows = self._rows_of[: self._handles]
+        has_row = rows != NO_ROW
+        rows[has_row] = new_numbers[rows[has_row]]
+
+    # -- replay ------------------------------------------------------------------------------------------------
+
+    def replay(self, columns: Columns, positions: Binary, previous: Binary) -> None:
+        """Entries that follow on `position` in the log, each with the position of the one before it.
+
+        Raises REPLAY_GAP if they do not, INVALID_REQUEST, INVALID_SEQUENCE_ID.
+        """
+        if self.is_ready:
+            raise error("INVALID_REQUEST", "the replay has ended already")
+        columns.check()
+        self._check_sound(columns, overlap=False)
+        if not positions.cuts_into(len(columns)) or not previous.cuts_into(len(columns)):
+            raise error("INVALID_REQUEST", f"the offsets of the positions do not fit {len(columns)} entries")
+        lengths = np.diff(positions.offsets)
+        if lengths.min() < 1 or lengths.max() > MAX_POSITION_BYTES:
+            raise error("INVALID_REQUEST", f"a position has 1 to {MAX_POSITION_BYTES} bytes")
+        if not replay.follow(self.position, positions, previous):
+            raise error(
+                "REPLAY_GAP",
+                f"after {self.replayed} entries, the last of which is at {_shown(self.position)}, comes one that was "
+                "not written right after it: entries are missing",
+                replayed=self.replayed,
+            )
+        self._confirm(columns)
+        self.replayed += len(columns)
+        self.position = positions.data[int(positions.offsets[-2]) :]
+
+    def end_replay(self, last_position: bytes) -> None:
+        """The log's last entry is at this position (empty: there is none). Raises REPLAY_GAP if that is another one."""
+        if self.is_ready:
+            raise error("INVALID_REQUEST", "the replay has ended already")
+        if last_position != self.position:
+            raise error(
+                "REPLAY_GAP",
+                f"the log ends with {_shown(last_position)}, but the last entry known is {_shown(self.position)}",
+                replayed=self.replayed,
+            )
+        self.is_ready = True
+
+    # -- verdicts ----------------------------------------------------------------------------------------------
+
+    def check(self, columns: Columns, policy: Applied, now_seconds: float) -> Checked:
+        """The verdicts; what is new is in flight from now on.
+
+        Raises NOT_ATTACHED before the replay has ended, INVALID_REQUEST, INVALID_SEQUENCE_ID, OVERLAP, GAP.
+        """
+        if not self.is_ready:
+            raise error("NOT_ATTACHED", "the replay has not ended yet")
+        columns.check()
+        rows = len(columns)
+        overlap = policy.deduplication_enabled and policy.overlap is OverlapPolicy.REJECT
+        if self.has_failed:
+            self._check_sound(columns, overlap=overlap)
+            return Checked(np.full(rows, UNKNOWN, np.uint8), 0, NO_ADMISSION)
+        verdicts = np.empty(rows, np.uint8)
+        new = replay.judge(
+            columns.handles,
+            columns.lowest,
+            columns.highest,
+            columns.passes,
+            self._rows_of,
+            self._is_live,
+            self._producers.numbers,
+            overlap,
+            policy.gap is GapPolicy.REJECT,
+            policy.deduplication_enabled,
+            self._found,
+            verdicts,
+        )
+        if new < 0:
+            raise self._unsound(columns, -new, int(self._found[0]))
+        if not new:
+            return Checked(verdicts, 0, NO_ADMISSION)
+        first = self._admitted
+        admitted = columns if new == rows else columns[verdicts == NOT_DUP]
+        self._in_flight.append(_Admitted(admitted, now_seconds))
+        self._admitted += new
+        return Checked(verdicts, new, first)
+
+    def _check_sound(self, columns: Columns, *, overlap: bool) -> None:
+        found, numbers = self._found, self._producers.numbers
+        wrong = replay.look(
+            columns.handles,
+            columns.lowest,
+            columns.highest,
+            columns.passes,
+            self._rows_of,
+            self._is_live,
+            numbers,
+            overlap,
+            found,
+        )
+        if wrong != replay.SOUND:
+            raise self._unsound(columns, wrong, int(found[0]))
+
+    def _unsound(self, columns: Columns, wrong: int, row: int) -> SeqdedupeError:
+        handle, lowest, highest = (int(column[row]) for column in (columns.handles, columns.lowest, columns.highest))
+        if wrong == replay.BAD_HANDLE:
+            return error("INVALID_REQUEST", f"message {row} has the handle {handle}, which is not registered", row=row)
+        if wrong == replay.BAD_ID:
+            return error(
+                "INVALID_SEQUENCE_ID",
+                f"message {row} has the sequence IDs {lowest} to {highest}: they should be 0 or higher, and rise",
+                row=row,
+            )
+        numbers = self._producers.numbers[self._rows_of[handle]]
+        pushed, persisted = int(numbers[PUSHED]), int(numbers[PERSISTED])
+        if wrong == replay.GAP:
+            expected = int(self._found[1])
+            return error(
+                "GAP",
+                f"message {row} has sequence ID {lowest}, but its producer has not sent {expected}, and the topic's "
+                "policy rejects gaps",
+                row=row,
+                pushed=pushed,
+                persisted=persisted,
+                expected_sequence_id=expected,
+            )
+        return error(
+            "OVERLAP",
+            f"message {row} has the sequence IDs {lowest} to {highest}, of which those up to {persisted} are "
+            "persisted: split it",
+            row=row,
+            pushed=pushed,
+            persisted=persisted,
+        )
+
+    # -- outcomes ----------------------------------------------------------------------------------------------
+
+    def report(self, first_admission: int, persisted: int, position: bytes, failed: int) -> None:
+        """So many of the oldest admissions are persisted, the last at this position; so many after them have failed.
+
+        Raises NOT_ATTACHED if the report is out of order, or says that something was stored after a failure;
+        INVALID_REQUEST.
+        """
+        if bool(persisted) != bool(position) or len(position) > MAX_POSITION_BYTES:
+            raise error(
+                "INVALID_REQUEST", f"the last of {persisted} persisted admissions needs a position of 1 to "
+                f"{MAX_POSITION_BYTES} bytes",
+            )  # fmt: skip
+        if first_admission != self._settled or persisted + failed > self.in_flight:
+            raise error(
+                "NOT_ATTACHED",
+                f"{persisted + failed} admissions are reported from number {first_admission} on, but "
+                f"{self.in_flight} are in flight from number {self._settled} on",
+                first_admission=self._settled,
+                in_flight=self.in_flight,
+            )
+        if persisted and self.has_failed:
+            raise error("NOT_ATTACHED", "an admission is reported persisted after one that failed: the log has a hole")
+        for columns in self._take(persisted):
+            self._confirm(columns)
+        if persisted:
+            self.position = position
+        for _ in self._take(failed):
+            self.has_failed = True
+
+    def _confirm(self, columns: Columns) -> None:
+        producers = self._producers
+        replay.confirm_ranges(
+            columns.handles, columns.highest, columns.passes, self._rows_of, producers.numbers, producers.dirty
+        )
+
+    def _take(self, count: int) -> Iterator[Columns]:
+        """So many of the oldest admissions, which have settled, check by check."""
+        self._settled += count
+        while count:
+            oldest = self._in_flight[0]
+            settled, oldest.columns = oldest.columns[:count], oldest.columns[count:]
+            if not oldest.columns:
+                self._in_flight.popleft()
+            count -= len(settled)
+            yield settled
+
+    def reset(self) -> None:
+        """Takes back what was pushed and is not persisted. Raises INVALID_REQUEST while anything is in flight."""
+        if self.in_flight:
+            raise error(
+                "INVALID_REQUEST", f"{self.in_flight} admissions are in flight: report them as failed before the reset"
+            )
+        self._producers.fail_in_flight()
+        self.has_failed = False
+
+
+def _shown(position: bytes) -> str:
+    return repr(position) if position else "its start"
+
 
 logger = logging.getLogger("seqdedupe.topic")
 
@@ -54,13 +401,11 @@ class AttachedTopic(TopicBase):
         super().__init__(
             name,
             incarnation,
-            store,
-            snapshots,
+            producers_of(loaded) if producers is None else producers,
             loaded,
             first_index=0,
             applied=applied,
             on_state=on_state,
-            producers=producers,
         )
         self.position = loaded.opaque if loaded else b""
         """Of the last entry that is known to be in the log; empty: none."""
@@ -76,6 +421,12 @@ class AttachedTopic(TopicBase):
         self._timer: asyncio.TimerHandle | None = None
         self._uncounted = 0
         self._counting: asyncio.TimerHandle | None = None
+        self.keeper = Keeper(self, store, snapshots)
+
+    @property
+    def window(self) -> None:
+        """There are no deduplication IDs."""
+        return None
 
     @property
     def first_index(self) -> int:
@@ -96,14 +447,14 @@ class AttachedTopic(TopicBase):
     def check_serving(self) -> None:
         """Raises DRAINING, TOPIC_NOT_FOUND: the numbers are there whoever is attached."""
         if self.state is State.DRAINING:
-            raise error(self._closed_because, f"topic {self.name}: {self.why}")
+            raise error(self.closed_because, f"topic {self.name}: {self.why}")
 
     def log_place(self) -> bytes:
         return self.position
 
-    def _snapshot_is_durable(self) -> None:
-        if self.trim_position != self.snapshotter.opaque:
-            self.trim_position = self.snapshotter.opaque
+    def snapshot_is_durable(self) -> None:
+        if self.trim_position != self.keeper.snapshotter.opaque:
+            self.trim_position = self.keeper.snapshotter.opaque
             if self._trim_moved is not None:
                 self._trim_moved()
 
@@ -115,15 +466,15 @@ class AttachedTopic(TopicBase):
         `end` is called once, with the reason, when the attachment ends by itself; `trim_moved` when `trim_position` has
         changed. Raises DRAINING, TOPIC_NOT_FOUND.
         """
-        if self._held is not None:
-            raise self._held
+        if self.held is not None:
+            raise self.held
         if self.state is State.DRAINING:
-            raise error(self._closed_because, f"topic {self.name} is closed")
+            raise error(self.closed_because, f"topic {self.name} is closed")
         self._detach(error("NOT_ATTACHED", f"another broker has attached topic {self.name}"))
         self.producers.fail_in_flight()
         self._attachment = attachment = Attachment(self.producers, self.position)
         self._end, self._trim_moved = end, trim_moved
-        self._set_state(State.RECOVERING, "the broker replays its log")
+        self.change_state(State.RECOVERING, "the broker replays its log")
         return attachment
 
     @property
@@ -136,7 +487,7 @@ class AttachedTopic(TopicBase):
         if attachment is self._attachment:
             self._end = None
             self._detach(error("NOT_ATTACHED", NOBODY))
-            self._set_state(State.RECOVERING, NOBODY)
+            self.change_state(State.RECOVERING, NOBODY)
 
     def _detach(self, why: SeqdedupeError) -> None:
         end, self._end = self._end, None
@@ -156,13 +507,13 @@ class AttachedTopic(TopicBase):
 
     def ready(self) -> None:
         """The replay has ended."""
-        self._set_state(State.SERVING, "")
+        self.change_state(State.SERVING, "")
 
     def check(self, attachment: Attachment, columns: Columns) -> Checked:
         """See `Attachment.check`; raises what the topic is held for too."""
         try:
-            if self._held is not None:
-                raise self._held
+            if self.held is not None:
+                raise self.held
             checked = attachment.check(columns, self.applied, self._now_seconds())
         except SeqdedupeError:
             self.counters.refused += 1
@@ -191,7 +542,7 @@ class AttachedTopic(TopicBase):
     def _count(self) -> None:
         self._counting = None
         if self._uncounted:
-            self.snapshotter.stored(self._uncounted)
+            self.keeper.snapshotter.stored(self._uncounted)
             self._uncounted = 0
             self._counting = asyncio.get_running_loop().call_later(COUNT_SECONDS, self._count)
 
@@ -208,7 +559,7 @@ class AttachedTopic(TopicBase):
         why = f"of an admission nothing was reported for {self._timeout_seconds:g} seconds"
         logger.warning("topic %s: %s", self.name, why)
         self._detach(error("NOT_ATTACHED", why))
-        self._set_state(State.RECOVERING, NOBODY)
+        self.change_state(State.RECOVERING, NOBODY)
 
     # -- what others ask ---------------------------------------------------------------------------------------
 
@@ -222,30 +573,35 @@ class AttachedTopic(TopicBase):
         numbers = self.producers.numbers[number]
         return int(numbers[PUSHED]), int(numbers[PERSISTED])
 
+    def put_in_force(self, policy: Policy) -> None:
+        self.policy = policy
+        self.applied = self.inherited.under(policy)
+        self.keeper.apply(self.applied)
+
     async def set_policy(self, policy: Policy) -> None:
         """Sets the policy, as a whole: in force at once, durable on return. Raises STORE_UNAVAILABLE: it is tried
         again, and until then it is in force but not durable."""
-        self._put_in_force(policy)
+        self.put_in_force(policy)
         try:
-            await self.snapshot()
+            await self.keeper.snapshot()
         except SeqdedupeError:
-            self._spawn(again_until(self._is_durable))
+            self.spawn(again_until(self._is_durable))
             raise
 
     async def _is_durable(self) -> bool:
         try:
-            await self.snapshot()
+            await self.keeper.snapshot()
         except SeqdedupeError:
             return False
         return True
 
     # -- producers that nobody uses ----------------------------------------------------------------------------
 
-    def _in_use(self) -> list[Int64s]:
+    def in_use(self) -> list[Int64s]:
         """Those that the broker has registered, or that have something in flight."""
         return [] if self._attachment is None else self._attachment.in_use()
 
-    async def _purge(self, numbers: Int64s) -> int:
+    async def purge(self, numbers: Int64s) -> int:
         """A durable snapshot says so first: a replay begins after it, and never meets what is forgotten again."""
         producers, before = self.producers, self.counters.purged
 
@@ -261,12 +617,12 @@ class AttachedTopic(TopicBase):
             producers.mark_dirty(forgotten)
             if len(still) < len(forgotten):
                 # Of those that came back meanwhile the store has to be told again.
-                self._spawn(self.snapshot_in_background())
+                self.spawn(self.keeper.snapshot_in_background())
 
-        await self.snapshotter.forget(due, forget)
+        await self.keeper.snapshotter.forget(due, forget)
         return self.counters.purged - before
 
-    def _renumber(self, new_numbers: Int64s) -> None:
+    def renumber(self, new_numbers: Int64s) -> None:
         if self._attachment is not None:
             self._attachment.renumber(new_numbers)
 
@@ -278,19 +634,19 @@ class AttachedTopic(TopicBase):
     async def drain(self) -> None:
         """Takes nothing more, takes a last snapshot."""
         self._closing("the sidecar is shutting down")
-        await self.snapshot_in_background()
-        await self._end_tasks()
+        await self.keeper.snapshot_in_background()
+        await self.end_tasks()
 
     async def close(self, why: str) -> None:
         self._closing(why)
-        await self._end_tasks()
+        await self.end_tasks()
 
     async def delete(self) -> None:
         """Closes it for good: whoever still uses the topic is told that it is not there."""
-        self._closed_because = "TOPIC_NOT_FOUND"
+        self.closed_because = "TOPIC_NOT_FOUND"
         self._closing("it was deleted")
-        await self._end_tasks()
+        await self.end_tasks()
 
     def _closing(self, why: str) -> None:
-        self._set_state(State.DRAINING, why)
-        self._detach(error(self._closed_because, f"topic {self.name}: {why}"))
+        self.change_state(State.DRAINING, why)
+        self._detach(error(self.closed_because, f"topic {self.name}: {why}"))

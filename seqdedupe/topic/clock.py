@@ -9,7 +9,7 @@ from rocksdict import WriteBatch
 from seqdedupe.core.moment import LOOK_SECONDS, Moment, Steadied
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.store.db import Store
-from seqdedupe.store.records import BELIEVED_TIME, seal
+from seqdedupe.store.parts import BELIEVED_TIME, seal
 
 logger = logging.getLogger("seqdedupe.topic")
 

@@ -9,7 +9,7 @@ from google.protobuf.message import DecodeError
 
 from seqdedupe import wire
 from seqdedupe.batch import Binary
-from seqdedupe.core.names import Names
+from seqdedupe.core.name_table import Names
 from seqdedupe.core.producers import Producers
 from seqdedupe.core.rule import DURABLE_EPOCH, PERSISTED
 from seqdedupe.errors import DamagedError, error
@@ -17,7 +17,7 @@ from seqdedupe.format.columns import BASE_INDEX, ROWS, TERM
 from seqdedupe.format.jit import Int64s
 from seqdedupe.format.records import body_of, file_offset_of
 from seqdedupe.limits import MAX_BATCH_BYTES
-from seqdedupe.topic import cursors, imported_window
+from seqdedupe.topic import policy as policy_module
 from seqdedupe.topic.policy import Policy, Route
 
 STATED_A_RECORD = 8192
@@ -113,7 +113,7 @@ class CursorChange:
     """A named cursor keeps something else, or (None) is gone. The others stay as they are."""
 
     name: str
-    kept: cursors.NamedCursor | None
+    kept: policy_module.NamedCursor | None
 
     def applied_to(self, policy: Policy) -> Policy:
         """The policy with it: cursors are kept there."""
@@ -169,14 +169,14 @@ def encode(change: Change, *, term: int = 0, record_id: int = 0) -> bytes:
         change.fill(policy)
         if change.route is not None:
             policy.deduplication_route = change.route.value
-        cursors.fill(change.cursors, policy.cursors)
+        policy_module.fill_cursors(change.cursors, policy.cursors)
         if change.imported is not None:
             change.imported.fill(policy.imported_window)
         policy.SetInParent()
     elif isinstance(change, CursorChange):
         control.cursor.name = change.name
         if change.kept is not None:
-            cursors.fill_one(change.kept, control.cursor)
+            policy_module.fill_cursor(change.kept, control.cursor)
     else:
         columns = getattr(control, _FIELDS[type(change)])
         names = Binary.of_all(change.names)
@@ -193,8 +193,8 @@ def encode(change: Change, *, term: int = 0, record_id: int = 0) -> bytes:
 
 def _policy(stored: Any) -> Policy:
     route = Route(stored.deduplication_route) if stored.deduplication_route else None
-    imported = imported_window.of(stored.imported_window) if stored.HasField("imported_window") else None
-    return replace(Policy.of(stored), route=route, cursors=cursors.of(stored.cursors), imported=imported)
+    imported = policy_module.imported_window_of(stored.imported_window) if stored.HasField("imported_window") else None
+    return replace(Policy.of(stored), route=route, cursors=policy_module.cursors_of(stored.cursors), imported=imported)
 
 
 def decode(body: bytes) -> tuple[Change, int]:
@@ -215,7 +215,7 @@ def decode(body: bytes) -> tuple[Change, int]:
             case "imported":
                 return _import(control.imported), control.term
             case "cursor":
-                kept = cursors.of([control.cursor])[0] if control.cursor.HasField("position") else None
+                kept = policy_module.cursors_of([control.cursor])[0] if control.cursor.HasField("position") else None
                 return CursorChange(control.cursor.name, kept), control.term
     except (DecodeError, ValueError) as e:
         raise error("LOG_DAMAGED", f"a control record is damaged: {e}") from e

@@ -1,43 +1,89 @@
-"""Named cursors: how far somebody has read a topic. They are kept with the topic's policy, and change one by one."""
+"""What readers and operators do with the named cursors of a topic: look, move, hold, remove."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import replace
 
+from seqdedupe.errors import InvalidRequestError, error
 from seqdedupe.message_id import Position
+from seqdedupe.names import new_producer_name
+from seqdedupe.topic.base import State
+from seqdedupe.topic.control import CursorChange
+from seqdedupe.topic.policy import LARGEST, MAX_CURSORS, MAX_NOTE_BYTES, NamedCursor
+from seqdedupe.topic.topic import Topic
 
-MAX_CURSORS = 32
-"""Of a topic. All of them are in its policy, and so in each snapshot."""
-
-MAX_NOTE_BYTES = 1024
-
-
-@dataclass(frozen=True, slots=True)
-class NamedCursor:
-    """What it keeps, for whom, and up to which size of the log retention waits for it (MB; 0: it does not)."""
-
-    name: str
-    position: Position
-    note: str = ""
-    hold_retention_in_mb: int = 0
+Kept = tuple[Position, str]
+"""A position, and a note."""
 
 
-def fill(cursors: Iterable[NamedCursor], messages: Any) -> None:
-    """Adds them to the `ControlCursor`s, or `TopicCursor`s, of a message."""
-    for cursor in cursors:
-        fill_one(cursor, messages.add())
+def all_of(topic: Topic) -> tuple[NamedCursor, ...]:
+    """Those that are in force, by name. Raises RECOVERING, LOG_DAMAGED, NOT_OWNER while that is not certain."""
+    topic.check_knows_its_end()
+    if topic.state is State.RECOVERING:
+        raise error("RECOVERING", f"what topic {topic.name} holds is being found out: {topic.why}")
+    return topic.policy.cursors
 
 
-def fill_one(cursor: NamedCursor, message: Any) -> None:
-    """Sets the fields of a `ControlCursor` or `TopicCursor`."""
-    message.name, message.note = cursor.name, cursor.note
-    message.hold_retention_in_mb = cursor.hold_retention_in_mb
-    message.position.SetInParent()
-    message.position.ParseFromString(cursor.position.to_bytes())
+def kept(topic: Topic, name: str) -> Kept | None:
+    """What a cursor keeps. Raises as `all_of`, INVALID_NAME."""
+    check_name(name)
+    found = next((one for one in all_of(topic) if one.name == name), None)
+    return None if found is None else (found.position, found.note)
 
 
-def of(messages: Iterable[Any]) -> tuple[NamedCursor, ...]:
-    """Those of a message."""
-    return tuple(
-        NamedCursor(one.name, Position.from_proto(one.position), one.note, one.hold_retention_in_mb) for one in messages
-    )
+async def move(topic: Topic, name: str, expected: Kept | None, new: Kept) -> None:
+    """Has it keep something else, if it keeps this: durable on return. Where that is what it keeps, nothing is written.
+
+    What is under way counts as if it were done: if it fails, this fails with it. Raises CURSOR_MOVED, INVALID_NAME,
+    INVALID_POSITION, TOO_MANY_CURSORS; why the topic takes nothing now, or LOG_REFUSED: then it is as it was. Whoever
+    is cancelled here does not know.
+    """
+    check_name(name)
+    position, note = new
+    if not position.is_whole() or min(position.incarnation, position.index + 1) < 0:
+        raise error("INVALID_POSITION", f"{position} is no position: its parts do not fit together")
+    if (size := len(note.encode())) > MAX_NOTE_BYTES:
+        raise error("INVALID_POSITION", f"the note has {size} bytes: at most {MAX_NOTE_BYTES} are taken")
+    topic.check_serving()
+    cursors = {one.name: one for one in topic.newest_policy.cursors}
+    found = cursors.get(name)
+    if (None if found is None else (found.position, found.note)) != expected:
+        there = "nothing" if found is None else f"the position {found.position}"
+        wanted = "nothing" if expected is None else f"{expected[0]}"
+        raise error(
+            "CURSOR_MOVED",
+            f"the cursor {name!r} of {topic.name} keeps {there}, and not {wanted}, or not with that note",
+        )
+    if found is None and len(cursors) >= MAX_CURSORS:
+        raise error("TOO_MANY_CURSORS", f"topic {topic.name} has {len(cursors)} cursors: that is the most")
+    moved = NamedCursor(name, position, note, 0 if found is None else found.hold_retention_in_mb)
+    if moved != found or moved not in topic.policy.cursors:
+        await topic.append_change(CursorChange(name, moved))
+
+
+async def hold(topic: Topic, name: str, mb: int) -> None:
+    """Has retention wait for it while the log is not larger than this; 0: not any more. Raises CURSOR_NOT_FOUND,
+    INVALID_REQUEST, and as `move`."""
+    if not 0 <= mb <= LARGEST:
+        raise error("INVALID_REQUEST", f"hold_retention_in_mb is {mb}: it should be 0 to {LARGEST}")
+    await topic.append_change(CursorChange(name, replace(_found(topic, name), hold_retention_in_mb=mb)))
+
+
+async def remove(topic: Topic, name: str) -> None:
+    """It keeps nothing any more. Raises CURSOR_NOT_FOUND, and as `move`."""
+    await topic.append_change(CursorChange(_found(topic, name).name, None))
+
+
+def _found(topic: Topic, name: str) -> NamedCursor:
+    topic.check_serving()
+    for one in topic.newest_policy.cursors:
+        if one.name == name:
+            return one
+    raise error("CURSOR_NOT_FOUND", f"topic {topic.name} has no cursor {name!r}", topic=topic.name)
+
+
+def check_name(name: str) -> None:
+    """Raises INVALID_NAME if no cursor can have this name."""
+    try:
+        new_producer_name(name)
+    except InvalidRequestError as e:
+        what = f"{name[:80]!r} is no name of a cursor: it should have 1 to 255 bytes and no control characters"
+        raise error("INVALID_NAME", what) from e

@@ -1,14 +1,16 @@
 """All topics: from the store and the logs to live topics, and back. It knows no kind of log.
 
-A topic's record says where it is in its life; it is durable before anything that it says is done. Creating and
-deleting run as tasks of their own: whoever asked for them may give up waiting, they are finished all the same.
+Begin with `Topics`. A topic's record says where it is in its life; it is durable before anything that it says is done.
+Creating and deleting run as tasks of their own: whoever asked for them may give up waiting, they are finished all the
+same.
 """
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AsyncExitStack
-from typing import Any, Generic, TypeVar
+from functools import partial
+from typing import Any, Generic, TypeVar, cast
 
 from seqdedupe.errors import InvalidRequestError, SeqdedupeError, error
 from seqdedupe.log.contract import AS_USUAL, Layout
@@ -16,20 +18,101 @@ from seqdedupe.names import namespace_of, topic_name, whole_of
 from seqdedupe.store.db import Store
 from seqdedupe.store.topics import TopicRecord
 from seqdedupe.topic import listing
-from seqdedupe.topic.base import TopicBase
-from seqdedupe.topic.closed import Closed
-from seqdedupe.topic.kind import TopicKind
-from seqdedupe.topic.lives import Lives
-from seqdedupe.topic.looking import Looking
-from seqdedupe.topic.namespaces import Namespaces
-from seqdedupe.topic.ownership import Ownership
-from seqdedupe.topic.partitions import Partitions
+from seqdedupe.topic.base import State, TopicBase
+from seqdedupe.topic.control import decode_policy, encode
+from seqdedupe.topic.kinds import TopicKind
+from seqdedupe.topic.listing import Looking, Waiting
+from seqdedupe.topic.lives import Lives, Records
 from seqdedupe.topic.policy import Applied, Policy
-from seqdedupe.topic.records import Records
-from seqdedupe.topic.retry import again_until
-from seqdedupe.topic.shielded import shielded
-from seqdedupe.topic.state import State
-from seqdedupe.topic.waiting import Waiting
+from seqdedupe.topic.registry import Closed, Ownership, Phase, Registry
+from seqdedupe.topic.tasks import again_until
+
+# -- The policies of namespaces: in the store, and in force in every topic of the namespace.
+
+MAX_NAMESPACE_POLICIES = 10_000
+
+
+class Namespaces:
+    """What is set for namespaces, over the sidecar's `defaults`. `changed` is told the name of one that has changed."""
+
+    def __init__(self, store: Store, defaults: Applied, changed: Callable[[str], None]) -> None:
+        self._store = store
+        self._defaults = defaults
+        self._changed = changed
+        self._policies: dict[str, Policy] = {}
+        self._one_at_a_time = asyncio.Lock()
+        self._is_closed = False
+        self._background: set[asyncio.Task[None]] = set()
+
+    def load(self) -> None:
+        """Reads what is stored. Raises STORE_DAMAGED, NEWER_FORMAT, OLDER_FORMAT, STORE_UNAVAILABLE."""
+        self._policies = {name: decode_policy(body) for name, body in self._store.namespace_policies()}
+
+    def policy(self, namespace: str) -> Policy:
+        """What is set for this namespace."""
+        return self._policies.get(namespace, Policy())
+
+    def applied(self, namespace: str) -> Applied:
+        """What its topics inherit."""
+        return self._defaults.under(self.policy(namespace))
+
+    async def change(self, namespace: str, change: Callable[[Policy], Policy]) -> None:
+        """Sets the policy to what `change` makes of the one that is set: durable and in force on return.
+
+        Raises what `change` raises, INVALID_REQUEST if there are too many, DRAINING; STORE_UNAVAILABLE: then it is as
+        it was. Whoever is cancelled here does not know.
+        """
+        if self._is_closed:
+            raise error("DRAINING", "the sidecar is shutting down")
+        await asyncio.shield(self._in_background(self._change(namespace, change)))
+
+    async def _change(self, namespace: str, change: Callable[[Policy], Policy]) -> None:
+        async with self._one_at_a_time:
+            policy = change(self.policy(namespace))
+            if namespace not in self._policies and len(self._policies) >= MAX_NAMESPACE_POLICIES:
+                raise error("INVALID_REQUEST", f"{MAX_NAMESPACE_POLICIES} namespaces have a policy: more may not")
+            try:
+                await self._write(namespace, policy)
+            except SeqdedupeError:
+                # The store may have it all the same, and at the next start it would be in force.
+                self._in_background(again_until(lambda: self._is_durable(namespace)))
+                raise
+            self._policies.pop(namespace, None)
+            if policy != Policy():
+                self._policies[namespace] = policy
+            self._changed(namespace)
+
+    async def _write(self, namespace: str, policy: Policy) -> None:
+        await self._store.put_namespace_policy(namespace, encode(policy) if policy != Policy() else None)
+
+    async def _is_durable(self, namespace: str) -> bool:
+        """Writes what is in force again. Whether that has ended."""
+        async with self._one_at_a_time:
+            if self._is_closed:
+                return True
+            try:
+                await self._write(namespace, self.policy(namespace))
+            except SeqdedupeError:
+                return False
+            return True
+
+    async def close(self) -> None:
+        """Takes nothing more; finishes what is under way. What is written again and again is given up."""
+        self._is_closed = True
+        await asyncio.gather(*self._background, return_exceptions=True)
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
+        task = asyncio.ensure_future(work)
+        self._background.add(task)
+        task.add_done_callback(self._done)
+        return task
+
+    def _done(self, task: "asyncio.Task[None]") -> None:
+        self._background.discard(task)
+        # Whoever asked for it may have gone.
+        if not task.cancelled():
+            task.exception()
+
 
 logger = logging.getLogger("seqdedupe.topics")
 
@@ -67,28 +150,9 @@ class Topics(Generic[T]):
         self.allow_auto_topic_creation = allow_auto_topic_creation
         self.on_state = on_state
         self.rebuild_store = rebuild_store
-        self.live: dict[str, T] = {}
-        self.closed: dict[str, Closed] = {}
-        self.records: dict[str, TopicRecord] = {}
-        self.lives = Lives(
-            store,
-            self.kind,
-            self.stored,
-            self.live,
-            self.closed,
-            self.records,
-            self._inherited,
-            on_state,
-            self._topic_changed,
-        )
-        self.creating: dict[str, asyncio.Task[T]] = {}
-        self.deleting: dict[str, asyncio.Task[None]] = {}
-        self.partitions = Partitions()
-        self.changing: dict[str, asyncio.Task[None]] = {}
-        """Partitioned topics that are being made or deleted."""
-        self.renewing: dict[str, asyncio.Task[asyncio.Task[None] | None]] = {}
-        self.moving: set[str] = set()
-        """Topics that are being moved to other sidecars: nobody deletes one, or opens it again."""
+        self.registry: Registry[T] = Registry()
+        self.partitions = self.registry.partitions
+        self.lives = Lives(store, self.kind, self.stored, self.registry, self._inherited, on_state, self._topic_changed)
         self._opened_at_start: list[T] = []
         self.waiting = Waiting(self)
         """Those that nobody has used since the start; they are `closed` too."""
@@ -125,17 +189,18 @@ class Topics(Generic[T]):
     async def open_at_start(self, record: TopicRecord) -> None:
         """Opens a topic of which there is a record, or lets it wait. What cannot be now is tried again."""
         why = self.partitions.learn(record) if record.partitions else None
-        if record.name in self.records:
+        entry = self.registry.entry(record.name)
+        if entry.record is not None:
             why = error("STORE_DAMAGED", f"the store has two records of the topic {record.name}")
         if why is not None:
             self.lives.close(Closed(record, why, State.DAMAGED))
             return
-        self.records[record.name] = record
+        entry.record = record
         if self.waiting.takes(record):
             return
         if not await self.lives.opened(record):
             self.in_background(self.lives.go_on_opening(record))
-        elif topic := self.live.get(record.name):
+        elif topic := entry.topic:
             self._opened_at_start.append(topic)
 
     async def _look_again(self) -> None:
@@ -144,20 +209,21 @@ class Topics(Generic[T]):
 
     async def remove_partitions(self, whole: str) -> None:
         """Deletes all partitions of a topic that are there, as `Lives.remove`."""
-        await self.remove([name for name in self.partitions.names(whole) if name in self.records], whole)
+        names = self.partitions.names(whole)
+        await self.remove([name for name in names if self.registry.record(name) is not None], whole)
         self.partitions.release(whole)
 
     async def remove(self, names: list[str], asked: str) -> None:
         """As `Lives.remove`, of topics that are live, or closed and perhaps being opened."""
         async with AsyncExitStack() as stack:
             for name in names:
-                await stack.enter_async_context(self.lives.opening[name])
+                await stack.enter_async_context(self.registry.locked(name))
             await self.lives.remove(names, asked)
 
     def _topic_changed(self, topic: T) -> None:
         level = _LEVELS.get(topic.state, logging.INFO)
         logger.log(level, "topic %s is %s%s", topic.name, topic.state.name, f": {topic.why}" if topic.why else "")
-        if self.live.get(topic.name) is topic:
+        if self.registry.topic(topic.name) is topic:
             self.on_state(topic.name, topic.state)
 
     async def recover_all(self) -> None:
@@ -170,7 +236,7 @@ class Topics(Generic[T]):
         await asyncio.gather(*(topic.recover() for topic in opened))
         if self.rebuild_store:
             # So that the next start needs no rebuilding.
-            await asyncio.gather(*(topic.snapshot_in_background() for topic in opened))
+            await asyncio.gather(*(topic.keeper.snapshot_in_background() for topic in opened))
         self.in_background(self.waiting.open_all())
 
     async def drain(self) -> None:
@@ -178,15 +244,13 @@ class Topics(Generic[T]):
         self.is_draining = True
         self.waiting.close()
         await self.namespaces.close()
-        working = (self.creating, self.deleting, self.renewing, self.changing, self.waiting.opening)
-        under_way: list[asyncio.Task[Any]] = [task for tasks in working for task in tasks.values()]
-        if under_way:
+        if under_way := [*self.registry.tasks(), *self.waiting.opening.values()]:
             await asyncio.wait(under_way)
         # What is tried again and again is finished at the next start.
         for task in self._background:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
-        topics = list(self.live.values())
+        topics = self.registry.open_topics()
         ends = await asyncio.gather(*(topic.drain() for topic in topics), return_exceptions=True)
         for topic, end in zip(topics, ends, strict=True):
             if end is not None:
@@ -197,7 +261,7 @@ class Topics(Generic[T]):
 
     def _inherit(self, namespace: str) -> None:
         """The policy of this namespace has changed. A topic that is being opened looks again when it is there."""
-        for topic in self.live.values():
+        for topic in self.registry.open_topics():
             if namespace_of(topic.name) == namespace:
                 topic.inherit(self.namespaces.applied(namespace))
 
@@ -216,10 +280,9 @@ class Topics(Generic[T]):
         self.check_listed()
         self.stored.check_written(full)
 
-    def check_stays(self, full: str) -> None:
-        """Raises RECOVERING while a topic is being moved to another sidecar."""
-        if full in self.moving:
-            raise error("RECOVERING", f"topic {full} is being moved to another sidecar")
+    def known_records(self) -> Iterator[TopicRecord]:
+        """Of all topics, also those of which the store may not know yet."""
+        return (entry.record for entry in self.registry if entry.record is not None)
 
     def check_listed(self) -> None:
         """Raises RECOVERING while it is not known which topics there are."""
@@ -231,8 +294,12 @@ class Topics(Generic[T]):
     def all(self) -> list[T | Closed]:
         """All topics by name: live ones, and those that cannot be opened. Raises RECOVERING while there may be more."""
         self.check_listed()
-        every: dict[str, T | Closed] = {**self.closed, **self.live}
+        every = self.found()
         return [every[name] for name in sorted(every)]
+
+    def found(self) -> dict[str, T | Closed]:
+        """As `all`, by name, also while there may be more."""
+        return {entry.name: entry.found for entry in self.registry if entry.found is not None}
 
     def look_at(self, name: str) -> T | Closed:
         """A topic, whether or not it can be used.
@@ -242,7 +309,8 @@ class Topics(Generic[T]):
         """
         full = topic_name(name)
         self.partitions.check_is_none(full)
-        found = self.live.get(full) or self.closed.get(full)
+        entry = self.registry.get(full)
+        found = None if entry is None else entry.found
         if found is None:
             self.ownership.check(full)
             self.check_listed()
@@ -251,7 +319,7 @@ class Topics(Generic[T]):
 
     def partitions_beside(self, full: str) -> int:
         """How many the partitioned topic has of which this topic is one; 0 if it is none, or not there."""
-        record = self.records.get(full)
+        record = self.registry.record(full)
         return record.partitions if record is not None else 0
 
     def get(self, name: str) -> T:
@@ -261,12 +329,16 @@ class Topics(Generic[T]):
             raise found.error()
         return found
 
+    def is_there(self, full: str) -> bool:
+        """Whether there is a topic of this full name, whether or not it can be used."""
+        entry = self.registry.get(full)
+        return entry is not None and entry.found is not None
+
     async def get_or_create(self, name: str) -> T:
         """The live topic, made if it is not there and `allow_auto_topic_creation` says so."""
         full = topic_name(name)
         await self.waiting.use(full)
-        is_there = full in self.live or full in self.closed or full in self.partitions
-        if is_there or not self.allow_auto_topic_creation:
+        if self.is_there(full) or full in self.partitions or not self.allow_auto_topic_creation:
             return self.get(full)
         return await self.create(full, exists_ok=True)
 
@@ -281,12 +353,14 @@ class Topics(Generic[T]):
         full = topic_name(name)
         await self.waiting.use(full)
         # A creation may be the caller's own, who asks again; and there may be no topic after it.
-        while under_way := self.deleting.get(full) or (None if exists_ok else self.creating.get(full)):
+        while under_way := self._under_way(full, Phase.DELETING) or (
+            None if exists_ok else self._under_way(full, Phase.CREATING)
+        ):
             await asyncio.wait({under_way})
         self.check_takes_changes(full)
-        if full in self.creating:
-            return await asyncio.shield(self.creating[full])
-        if full in self.live or full in self.closed:
+        if creation := self._under_way(full, Phase.CREATING):
+            return cast(T, await asyncio.shield(creation))
+        if self.is_there(full):
             topic = self.get(full)
             topic.check_not_damaged()
             if exists_ok:
@@ -295,7 +369,8 @@ class Topics(Generic[T]):
         self.partitions.check_is_free(full)
         self.check_room()
         try:
-            return await shielded(self.creating, full, self._create(full, policy or Policy(), layout))
+            work = partial(self._create, full, policy or Policy(), layout)
+            return await self.registry.run(Phase.CREATING, full, work)
         except InvalidRequestError as e:
             if e.reason != "TOPIC_EXISTS" or not self.kind.log.is_shared:
                 raise
@@ -304,19 +379,20 @@ class Topics(Generic[T]):
             if not exists_ok:
                 raise
             self.partitions.check_is_none(full)
-            if full not in self.live:
+            if (made := self.registry.topic(full)) is None:
                 raise
-            return self.live[full]
+            return made
 
-    def taken_names(self) -> set[str]:
-        """Of all topics that are there or are being made; partitions, not what they are of."""
-        making = (name for whole in self.changing for name in self.partitions.names(whole))
-        return {*self.records, *self.creating, *making}
+    def _under_way(self, full: str, phase: Phase) -> "asyncio.Task[Any] | None":
+        """What somebody does with this topic alone, in this phase."""
+        entry = self.registry.get(full)
+        if entry is None or entry.phase is not phase or self.registry.changes(whole_of(full) or "") is not None:
+            return None
+        return entry.under_way
 
     def check_room(self, more: int = 1) -> None:
         """Raises TOO_MANY_TOPICS unless there may be so many more."""
-        making = sum(name not in self.records for whole in self.changing for name in self.partitions.names(whole))
-        count = len(self.live) + len(self.closed) + len(self.creating) + making
+        count = len(self.registry)
         if count + more > self._max_topics:
             why = f"there are {count} topics: max_topics allows no more"
             raise error("TOO_MANY_TOPICS", why, max_topics=self._max_topics)
@@ -325,24 +401,26 @@ class Topics(Generic[T]):
         [topic] = await self.lives.make([full], policy, layout=layout)
         return topic
 
-    async def delete(self, name: str) -> None:
-        """Deletes a topic for good. It takes nothing more from now on.
+    async def delete(self, name: str, check: Callable[[str], None] = lambda full: None) -> None:
+        """Deletes a topic for good. It takes nothing more from now on. `check` is asked in the step in which that
+        begins: what it raises keeps the topic.
 
         Raises TOPIC_NOT_FOUND, LOG_DAMAGED; STORE_UNAVAILABLE: then it is still there, and takes messages again once
         the store says so. Whoever is cancelled here does not know: the deletion goes on.
         """
         full = topic_name(name)
         await self.waiting.use(full)
-        while creation := self.creating.get(full):
+        while creation := self._under_way(full, Phase.CREATING):
             await asyncio.wait({creation})
-        if deletion := self.deleting.get(full):
+        if deletion := self._under_way(full, Phase.DELETING):
             await asyncio.shield(deletion)
             return
         self.check_takes_changes(full)
         topic = self.get(full)
-        self.check_stays(full)
         if self.partitions_beside(full):
             whole = whole_of(full)
             raise error("INVALID_REQUEST", f"{full} is a partition of {whole}", hint=f"Delete {whole}, all of it.")
+        self.registry.entry(full).check_may(Phase.DELETING)
         topic.check_not_damaged()
-        await shielded(self.deleting, full, self.lives.remove([full], full))
+        check(full)
+        await self.registry.run(Phase.DELETING, full, partial(self.lives.remove, [full], full))

@@ -1,5 +1,6 @@
-"""A frame: its bytes checked, where things stand in it, and the part of it that is new."""
+"""A frame: its bytes checked, where things stand in it, the part of it that is new, and what is answered to it."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -7,7 +8,7 @@ import numpy as np
 from seqdedupe import batch as batches
 from seqdedupe.core.activity import NO_STREAM
 from seqdedupe.core.id_table import bad_id
-from seqdedupe.core.producers import Producers
+from seqdedupe.core.producers import Producers, are_all
 from seqdedupe.core.rule import NOT_DUP
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.format import layout
@@ -30,8 +31,8 @@ from seqdedupe.format.columns import (
     size,
     start,
 )
-from seqdedupe.format.jit import Int64s, Uint8s
-from seqdedupe.format.taking import take
+from seqdedupe.format.jit import Bytes, Int64s, Int64s2, Uint8s
+from seqdedupe.format.layout import take
 from seqdedupe.limits import (
     MAX_BATCH_BYTES,
     MAX_BATCH_ROWS,
@@ -39,7 +40,7 @@ from seqdedupe.limits import (
     MAX_NAME_BYTES,
     MAX_PAYLOAD_BYTES,
 )
-from seqdedupe.topic.allowing import Allowing
+from seqdedupe.log.contract import Runs
 
 _WRONG = {
     layout.NO_ROWS: "it has no rows, or its sequence_ids are not 8 bytes each",
@@ -67,6 +68,60 @@ _REASONS = {
     layout.PAYLOAD_TOO_LARGE: "MESSAGE_TOO_LARGE",
 }
 
+
+# -- As which producers a frame may be published.
+
+NamesJudge = Callable[[Bytes, Int64s2], Uint8s]
+"""1 for each of the names at these places of a buffer that is allowed."""
+
+_NOT_JUDGED = 0
+_FORBIDDEN = 1
+_ALLOWED = 2
+
+_NONE = np.zeros(0, np.int64)
+
+
+class Allowing:
+    """What was judged of a topic's producers for one caller; each name is judged once, until that counts no more.
+
+    `deny` makes the error for names that are forbidden.
+    """
+
+    def __init__(self, producers: Producers, judge: NamesJudge, deny: Callable[[list[str]], SeqdedupeError]) -> None:
+        self.producers = producers
+        self.deny = deny
+        self.generation = 0
+        """How often what was judged has come to count no more."""
+        self._judge = judge
+        self._judged = np.zeros(0, np.uint8)
+        self._numbers = producers.generation
+
+    def judge_again(self, judge: NamesJudge) -> None:
+        """From now on this is what judges."""
+        self._judge = judge
+        self._judged[:] = _NOT_JUDGED
+        self.generation += 1
+
+    def forbidden(self, numbers: Int64s) -> Int64s:
+        """Those of these producers, by number, that are forbidden."""
+        # Every frame with other names than the one before comes here, and nearly all of them find that all is well.
+        is_of_these = self._numbers == self.producers.generation
+        if is_of_these and are_all(self._judged, numbers, _ALLOWED):
+            return _NONE
+        if not is_of_these:
+            self._judged[:], self._numbers = _NOT_JUDGED, self.producers.generation
+        if len(self._judged) < len(self.producers):
+            more = np.zeros(2 * len(self.producers), np.uint8)
+            more[: len(self._judged)] = self._judged
+            self._judged = more
+        new = numbers[self._judged[numbers] == _NOT_JUDGED]
+        if len(new):
+            self._judged[new] = _FORBIDDEN + self._judge(*self.producers.listed(new))
+        found: Int64s = numbers[self._judged[numbers] == _FORBIDDEN]
+        return found
+
+
+# -- Frames.
 
 _NO_PRODUCERS = np.zeros(0, np.int64)
 
@@ -251,3 +306,66 @@ def cut(frame: Frame, verdicts: Uint8s) -> Frame:
     if layout.layout(view, 0, len(encoded), places) != layout.CANONICAL:
         raise error("INTERNAL", "a batch that was cut is not canonical")
     return Frame(encoded, view, places, producer_rows, int(places[ROWS]), int(places[COLUMNS_END]))
+
+
+# -- What a topic answers to a frame.
+
+_NO_INDEXES = np.zeros(0, np.int64)
+
+
+@dataclass(slots=True)
+class Receipt:
+    """The outcome of a frame that was not refused, as `Receipt` in publish.proto has it."""
+
+    frame: int
+    verdicts: Uint8s | None
+    """None: all rows are NOT_DUP."""
+    first_index: int
+    """-1 if no row is new."""
+    runs: Runs = ()
+    """The message IDs of the rows that are new, once they are stored."""
+    known_rows: Int64s = field(default_factory=lambda: _NO_INDEXES)
+    known_indexes: Int64s = field(default_factory=lambda: _NO_INDEXES)
+    imported_rows: Int64s = field(default_factory=lambda: _NO_INDEXES)
+    """Those with verdict DUP whose IDs were imported: no message of the topic has them."""
+    durable_at: int = 0
+    """0: the rows that are new are durable. Else they are only written, until the topic is durable up to this index."""
+
+    def stands_at(self, first_index: int) -> None:
+        """The new rows have these indexes in the log, which need not be those that they were to get."""
+        if self.known_rows.size:
+            moved = np.where(self.known_indexes >= self.first_index, first_index - self.first_index, 0)
+            self.known_indexes = self.known_indexes + moved
+        self.first_index = first_index
+
+
+@dataclass(frozen=True, slots=True)
+class ProducerNumbers:
+    """What a refusal says of a producer."""
+
+    name: str
+    epoch: int
+    current_epoch: int
+    sequence_id: int
+    previous_sequence_id: int
+    pushed: int
+    persisted: int
+    expected_sequence_id: int | None = None
+    """With GAP: the one that is missing where the gap is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A frame of which nothing was admitted."""
+
+    frame: int
+    error: SeqdedupeError
+    producers: list[ProducerNumbers] = field(default_factory=list)
+
+
+class OutOfStepError(Exception):
+    """Raised from what has failed after rows of a frame were decided: they count as in flight, and will not be."""
+
+
+Reply = Callable[[Receipt | Refusal], None]
+"""Is called once for each frame."""

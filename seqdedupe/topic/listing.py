@@ -1,22 +1,161 @@
-"""Which topics there are: what a list of the logs says, at the start, and again where others make and delete topics."""
+"""Which topics there are, and which of them are opened when: at the start, and again where others make and delete them.
+
+Begin with `open_all` and `look_again`. `Waiting` has those that a start does not wait for; `Looking` keeps looks into a
+cluster apart.
+"""
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import replace
-from itertools import groupby
+from functools import partial
+from itertools import groupby, islice
 from typing import TYPE_CHECKING, Any
 
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.log.contract import LogName
 from seqdedupe.names import topic_name, whole_of
-from seqdedupe.store.topics import TopicRecord, TopicState
-from seqdedupe.topic.closed import Closed
-from seqdedupe.topic.shielded import shielded
-from seqdedupe.topic.state import State
+from seqdedupe.store.topics import LogKind, TopicRecord, TopicState
+from seqdedupe.topic.base import State
+from seqdedupe.topic.registry import Closed, Phase
+from seqdedupe.topic.tasks import shielded
 
 if TYPE_CHECKING:
     from seqdedupe.topic.directory import Topics
+
+
+# -- Topics that a start does not wait for: each is opened when somebody uses it, and all of them one after the other.
+#
+# To open a topic and to take over its log takes some syncs of the disk, however little there is in it. So a sidecar
+# with very many of them serves before it has opened them all. Until one is open nobody knows whether it is damaged,
+# and it is RECOVERING. None waits for ever: what its policy says has to be done, used or not.
+
+OPENED_AT_START = 256
+"""So many topics are opened before the sidecar serves; more wait."""
+
+APART_SECONDS = 0.05
+"""Before each of those that nobody uses: most of the disk and of the event loop is for those who use others."""
+
+USE_SECONDS = 2.0
+"""So long whoever uses a topic that waits is kept waiting at most; then it is told RECOVERING, as ever."""
+
+USED_AT_ONCE = 32
+
+WHY = "nobody has used it since the start: it is opened when somebody does, or in its turn"
+
+
+class Waiting:
+    """Those of the topics of a sidecar's own log that are left when OPENED_AT_START have been tried."""
+
+    def __init__(self, topics: "Topics[Any]") -> None:
+        self.unfinished: frozenset[int] = frozenset()
+        """Incarnations that do not wait, as their logs say."""
+        self.opening: dict[str, asyncio.Task[bool]] = {}
+        """Some that waited, and are being opened: the rest is recovery."""
+        self._topics = topics
+        self._tried = 0
+        self._waiting: dict[str, Closed] = {}
+        self._begun: dict[str, asyncio.Task[None]] = {}
+
+    def __len__(self) -> int:
+        """How many wait."""
+        return len(self._waiting)
+
+    def takes(self, record: TopicRecord) -> bool:
+        """Whether a topic that is to be opened at the start waits from now on."""
+        topics = self._topics
+        self._tried += 1
+        # A store that is made anew has to hold something of all of them soon.
+        if topics.kind.log is not LogKind.EMBEDDED or topics.rebuild_store or self._tried <= OPENED_AT_START:
+            return False
+        # What a crash has left of it would be written to a file of its own before others may use the journal.
+        if record.incarnation in self.unfinished:
+            return False
+        self._waiting[record.name] = closed = Closed(record, error("RECOVERING", WHY))
+        topics.registry.entry(record.name).found = closed
+        topics.on_state(record.name, State.RECOVERING)
+        return True
+
+    def begin(self, name: str) -> "asyncio.Task[None] | None":
+        """Begins to open the topic of this full name if it waits. What goes on until it has been recovered, if so."""
+        if closed := self._waiting.pop(name, None):
+            closed.why = error("RECOVERING", "it is being opened")
+            self._begun[name] = task = self._topics.in_background(self._open(closed.record))
+            task.add_done_callback(lambda _: self._begun.pop(name))
+        return self._begun.get(name)
+
+    async def use(self, *names: str) -> None:
+        """Returns when the topics of these full names wait no more: they are open and recovered, or that takes long."""
+        if begun := {task for name in names if (task := self.begin(name))}:
+            # Whoever gives up here gives up alone.
+            await asyncio.wait(begun, timeout=USE_SECONDS)
+
+    async def _open(self, record: TopicRecord) -> None:
+        topics = self._topics
+        if topics.is_draining:
+            return
+        # What reads store and log is not left behind where this is cancelled.
+        if not await shielded(self.opening, record.name, topics.lives.opened(record)):
+            # It looks again soon, in case of damage. Nobody waits for more.
+            await asyncio.wait({topics.in_background(topics.lives.go_on_opening(record))}, timeout=USE_SECONDS)
+        elif topic := topics.registry.topic(record.name):
+            await topic.recover()
+
+    async def use_all(self) -> None:
+        """As `use`, of all that wait, and of those that somebody else has begun to open."""
+        while self._waiting:
+            await self.use(*islice(self._waiting, USED_AT_ONCE))
+        await self.use(*self._begun)
+
+    async def open_all(self) -> None:
+        """Opens one after the other, until none waits."""
+        if self._waiting:
+            logger.info("%d topics are opened when somebody uses them, or one after the other", len(self._waiting))
+        while self._waiting:
+            await asyncio.sleep(APART_SECONDS)
+            await self.use(*islice(self._waiting, 1))
+
+    def close(self) -> None:
+        """What still waits is opened at the next start."""
+        self._waiting.clear()
+
+
+# -- Looking into a cluster for what others have made: one look for all who ask, and not all the time.
+
+LOOKS_APART_SECONDS = 0.1
+"""From the end of a look to the beginning of the next one, which is for all who have asked meanwhile. At least as long
+as the look took, so that who asks for what is not there costs a cluster half of the time at most."""
+
+
+class Looking:
+    """`look` never runs twice at once, and goes on when whoever asked for it is cancelled."""
+
+    def __init__(self, look: Callable[[], Awaitable[None]]) -> None:
+        self._look = look
+        self._one_at_a_time = asyncio.Lock()
+        self._next: asyncio.Task[None] | None = None
+        """It has not begun yet."""
+        self._not_before = 0.0
+
+    async def once(self) -> None:
+        """Returns when a look has ended that began after this was called. Raises what it raises."""
+        if self._next is None:
+            self._next = asyncio.ensure_future(self._run())
+            # Whoever asked may have gone.
+            self._next.add_done_callback(lambda task: task.cancelled() or task.exception())
+        await asyncio.shield(self._next)
+
+    async def _run(self) -> None:
+        now = asyncio.get_running_loop().time
+        async with self._one_at_a_time:
+            await asyncio.sleep(self._not_before - now())
+            # Whoever asks from now on may have asked too late for it.
+            self._next, began = None, now()
+            try:
+                await self._look()
+            finally:
+                self._not_before = now() + max(LOOKS_APART_SECONDS, now() - began)
+
 
 logger = logging.getLogger("seqdedupe.topics")
 
@@ -33,8 +172,11 @@ async def open_all(topics: "Topics[Any]") -> None:
     if topics.kind.log.is_shared and (changed := _changed(logs, records)):
         await topics.store.put_topics(*changed)
         for record in changed:
-            if topics.closed.pop(record.name, None):
+            entry = topics.registry.entry(record.name)
+            if entry.closed is not None:
+                entry.found = None
                 topics.on_state(record.name, None)
+            topics.registry.tidy(record.name)
     topics.partitions.unused = _unused(logs)
     topics.waiting.unfinished = frozenset(log.incarnation for log in logs if log.is_unfinished)
     topics.unlisted = None
@@ -59,7 +201,7 @@ def cannot_list(topics: "Topics[Any]", records: Iterable[TopicRecord], why: Seqd
     topics.unlisted = unlisted
     for record in records:
         if record.state is TopicState.ACTIVE:
-            topics.closed[record.name] = Closed(record, why)
+            topics.registry.entry(record.name).found = Closed(record, why)
             topics.on_state(record.name, State.RECOVERING)
 
 
@@ -68,14 +210,14 @@ async def look_again(topics: "Topics[Any]") -> None:
     `Topics.looking`."""
     before = topics.store.topics()
     # What is served here nobody else can delete.
-    logs = await topics.kind.list(without=[name for name, one in topics.live.items() if one.state is State.SERVING])
+    logs = await topics.kind.list(without=[one.name for one in topics.registry.open_topics() if one.is_serving])
     await _leave_made_anew(topics, before, logs)
     # What was known before may have been deleted here since the list was made.
     known = {record.incarnation for record in (*before, *topics.store.topics())}
     new = [
         await _record(topics, log)
         for log in logs
-        if log.incarnation not in known and log.topic and log.topic not in (*topics.records, *topics.creating)
+        if log.incarnation not in known and log.topic and not _is_taken(topics, log.topic)
     ]
     for records in _together(new):
         await _open_together(topics, records)
@@ -83,6 +225,11 @@ async def look_again(topics: "Topics[Any]") -> None:
         if log.is_going and log.topic:
             await _let_go_of(topics, log.topic, log.incarnation)
     topics.partitions.unused = _unused(logs)
+
+
+def _is_taken(topics: "Topics[Any]", name: str) -> bool:
+    entry = topics.registry.get(name)
+    return entry is not None and (entry.record is not None or entry.phase is Phase.CREATING)
 
 
 async def _record(topics: "Topics[Any]", log: LogName) -> TopicRecord:
@@ -143,14 +290,14 @@ async def _open_together(topics: "Topics[Any]", records: list[TopicRecord]) -> N
 
 async def _let_go_of(topics: "Topics[Any]", name: str, incarnation: int) -> None:
     """Somebody else deletes a topic, or the topic of which this one is a partition."""
-    known = topics.records.get(name)
+    known, registry = topics.registry.record(name), topics.registry
     if known is None or known.incarnation != incarnation:
         return
     whole = whole_of(name) if known.partitions else None
-    if whole is None and name not in topics.deleting:
-        await shielded(topics.deleting, name, topics.remove([name], name))
-    elif whole is not None and whole not in topics.changing:
-        await shielded(topics.changing, whole, topics.remove_partitions(whole))
+    if whole is None and registry.phase(name) is not Phase.DELETING:
+        await registry.run(Phase.DELETING, name, partial(topics.remove, [name], name))
+    elif whole is not None and registry.changes(whole) is None:
+        await registry.change_whole(Phase.DELETING, whole, partial(topics.remove_partitions, whole))
 
 
 async def _leave_made_anew(topics: "Topics[Any]", records: Iterable[TopicRecord], logs: Iterable[LogName]) -> None:
@@ -180,11 +327,14 @@ def _asked(name: str, partitions: int) -> str:
 
 def _is_in_use(topics: "Topics[Any]", record: TopicRecord) -> bool:
     """Whether it is served here, opened, made or deleted: then the next look sees what has become of it."""
-    name, live = record.name, topics.live.get(record.name)
+    entry = topics.registry.get(record.name)
+    if topics.registry.changes(_asked(record.name, record.partitions)) is not None:
+        return True
+    if entry is None:
+        return False
     return (
-        (live is not None and live.state is State.SERVING)
-        or topics.lives.opening[name].locked()
-        or any(name in some for some in (topics.creating, topics.deleting, topics.renewing))
-        or _asked(name, record.partitions) in topics.changing
-        or topics.records.get(name, record) != record
+        (entry.topic is not None and entry.topic.is_serving)
+        or entry.openers > 0
+        or entry.phase not in (Phase.SETTLED, Phase.MOVING)
+        or (entry.record is not None and entry.record != record)
     )

@@ -1,29 +1,144 @@
-"""The lives of topics: opened, made and deleted, with records, logs and live topics in step; of several all or none."""
+"""The lives of topics: opened, made and deleted, with records, logs and topics in step; of several all or none.
+
+`Records` writes what the store says of a topic, and puts right what could not be written; `Lives` does the rest.
+"""
 
 import asyncio
 import logging
 import secrets
 import time
-from collections import defaultdict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import replace
-from typing import Generic, TypeVar
+from itertools import chain
+from typing import Any, Generic, TypeVar
 
 from seqdedupe.errors import DamagedError, SeqdedupeError, error
-from seqdedupe.format.tag import SECRET_BYTES
+from seqdedupe.format.headers import SECRET_BYTES
 from seqdedupe.log.contract import AS_USUAL, Layout
-from seqdedupe.names import whole_of
-from seqdedupe.shards import shard_of
+from seqdedupe.names import shard_of, whole_of
 from seqdedupe.store.db import Store
 from seqdedupe.store.topics import LogKind, TopicRecord, TopicState
-from seqdedupe.topic.base import TopicBase
-from seqdedupe.topic.closed import Closed
-from seqdedupe.topic.kind import TopicKind
+from seqdedupe.topic.base import State, TopicBase
+from seqdedupe.topic.keeper import Stored
+from seqdedupe.topic.kinds import TopicKind
 from seqdedupe.topic.policy import Applied, Policy
-from seqdedupe.topic.records import Records
-from seqdedupe.topic.retry import again_until
-from seqdedupe.topic.state import State
-from seqdedupe.topic.stored import Stored
+from seqdedupe.topic.registry import Closed, Registry
+from seqdedupe.topic.tasks import again_until
+
+# -- Records of topics in the store: written, put right where a write failed, removed with what they stand for.
+
+
+class Records:
+    """`delete_logs` removes the logs of incarnations; `in_background` runs what goes on beside the caller."""
+
+    def __init__(
+        self,
+        store: Store,
+        delete_logs: Callable[..., Awaitable[None]],
+        in_background: Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"],
+    ) -> None:
+        self._store = store
+        self._delete_logs = delete_logs
+        self._in_background = in_background
+        self._cleaning: set[int] = set()
+        """Incarnations of which what is left is being removed."""
+        self._unwritten: dict[str, SeqdedupeError] = {}
+        """Names whose record could not be written: the store may have it all the same, and it is being put right."""
+
+    def check_written(self, name: str) -> None:
+        """Raises STORE_UNAVAILABLE while what was begun with a name is being undone."""
+        if why := self._unwritten.get(name):
+            raise error("STORE_UNAVAILABLE", f"what was begun with topic {name} is still being undone: {why.message}")
+
+    def check_is_free(self, incarnation: int, known: Iterable[TopicRecord]) -> None:
+        """Raises INVALID_REQUEST, TOPIC_EXISTS, STORE_UNAVAILABLE if no topic can be made anew as this incarnation.
+
+        `known` are records that the store may not have yet.
+        """
+        if not 0 < incarnation <= time.time_ns() // 1000:
+            raise error("INVALID_REQUEST", f"no topic can have been made at {incarnation}, the snapshot's incarnation")
+        if other := next((r for r in chain(self._store.topics(), known) if r.incarnation == incarnation), None):
+            raise error("TOPIC_EXISTS", f"the topic {other.name} has the incarnation {incarnation} of the snapshot")
+        if incarnation in self._cleaning:
+            # What comes now would go with what was there before.
+            raise error("STORE_UNAVAILABLE", f"what is left of the incarnation {incarnation} is still being removed")
+
+    async def write(
+        self, topics: Sequence[TopicBase], records: Sequence[TopicRecord], in_force: Sequence[TopicRecord]
+    ) -> None:
+        """Makes the new records of live topics durable, all in one write. Raises STORE_UNAVAILABLE.
+
+        Then the store may have them all the same, and at the next start they would be in force. So the topics take
+        nothing until the records that are in force have been written again.
+        """
+        try:
+            await self._store.put_topics(*records)
+        except SeqdedupeError as e:
+            for topic in topics:
+                topic.hold(
+                    error("STORE_UNAVAILABLE", f"the record of topic {topic.name} could not be written: {e.message}")
+                )
+                self._unwritten[topic.name] = e
+            self._in_background(self._write_again(topics, in_force))
+            raise
+
+    async def _write_again(self, topics: Sequence[TopicBase], records: Sequence[TopicRecord]) -> None:
+        await again_until(lambda: self._are_durable(records))
+        for topic in topics:
+            topic.release()
+
+    async def _are_durable(self, records: Sequence[TopicRecord]) -> bool:
+        try:
+            await self._store.put_topics(*records)
+        except SeqdedupeError as e:
+            self._unwritten |= {record.name: e for record in records}
+            return False
+        for record in records:
+            self._unwritten.pop(record.name, None)
+        return True
+
+    async def undo(self, *records: TopicRecord) -> None:
+        """A creation has failed: nothing of it is left, also if that has to be tried again, or at the next start.
+
+        The names stay taken until the store says so: there must never be two records of one.
+        """
+        deleting = [replace(record, state=TopicState.DELETING) for record in records]
+        if await self._are_durable(deleting):
+            await self.clean_up(*deleting)
+        else:
+            self._in_background(self._undo_later(deleting))
+
+    async def _undo_later(self, deleting: Sequence[TopicRecord]) -> None:
+        await again_until(lambda: self._are_durable(deleting))
+        await self.clean_up(*deleting)
+
+    async def remove(self, record: TopicRecord) -> None:
+        """Removes what is left of a topic that nobody uses, whose record says DELETING. Raises STORE_UNAVAILABLE,
+        LOG_REFUSED: then it is not done, or the next start finishes it."""
+        await self._store.put_topics(record)
+        await self._delete_logs(record.incarnation)
+        await self._store.remove_topic(record.incarnation)
+
+    async def clean_up(self, *records: TopicRecord) -> None:
+        """Removes what is left of a topic, or of all partitions of one, whose records say DELETING.
+
+        What cannot be removed now is tried again.
+        """
+        self._cleaning.update(record.incarnation for record in records)
+        if not await self._cleaned_up(records):
+            self._in_background(again_until(lambda: self._cleaned_up(records)))
+
+    async def _cleaned_up(self, records: Sequence[TopicRecord]) -> bool:
+        try:
+            await self._delete_logs(*(record.incarnation for record in records))
+            for record in records:
+                await self._store.remove_topic(record.incarnation)
+        except SeqdedupeError as e:
+            logger.warning("what is left of topic %s cannot be removed now: %s", records[0].name, e)
+            return False
+        self._cleaning.difference_update(record.incarnation for record in records)
+        return True
+
 
 logger = logging.getLogger("seqdedupe.topics")
 
@@ -34,8 +149,8 @@ MADE_AT_ONCE = 32
 
 
 class Lives(Generic[T]):
-    """Puts what it has opened or made into `live`, or into `closed` with the reason, and takes it out; what it makes,
-    into `records` too. `inherited` is the policy of a name; `topic_changed` is told of a topic that is open.
+    """Puts what it has opened or made into the registry, or the reason why not, and takes it out. `inherited` is the
+    policy of a name; `topic_changed` is told of a topic that is open.
     """
 
     def __init__(
@@ -43,23 +158,17 @@ class Lives(Generic[T]):
         store: Store,
         kind: TopicKind[T],
         stored: Records,
-        live: dict[str, T],
-        closed: dict[str, Closed],
-        records: dict[str, TopicRecord],
+        registry: Registry[T],
         inherited: Callable[[str], Applied],
         on_state: Callable[[str, State | None], None],
         topic_changed: Callable[[T], None],
     ) -> None:
-        self.opening: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-        """By name: nobody opens a topic that another one opens."""
         self.rebuilt: set[int] = set()
         """Incarnations that begin again from their log alone, and have no durable snapshot yet."""
         self._store = store
         self._kind = kind
         self._stored = stored
-        self._live = live
-        self._closed = closed
-        self._records = records
+        self._registry = registry
         self._inherited = inherited
         self._on_state = on_state
         self._topic_changed = topic_changed
@@ -68,13 +177,14 @@ class Lives(Generic[T]):
 
     async def opened(self, record: TopicRecord) -> bool:
         """Tries to open a topic. Whether there is nothing left to try: it is open, or damaged at the second look."""
-        async with self.opening[record.name]:
-            is_gone = self._records.get(record.name) is not record
-            return is_gone or record.name in self._live or await self.open(record)
+        async with self._registry.locked(record.name) as entry:
+            is_gone = entry.record is not record
+            return is_gone or entry.topic is not None or await self.open(record)
 
     async def open(self, record: TopicRecord) -> bool:
         """As `opened`, for whoever holds the lock of the name and knows that the topic is not live."""
-        before = self._closed.get(record.name)
+        entry = self._registry.entry(record.name)
+        before = entry.closed
         inherited = self._inherited(record.name)
         without_snapshot = record.incarnation in self.rebuilt
         try:
@@ -91,8 +201,7 @@ class Lives(Generic[T]):
             state = State.STANDBY if has_moved else State.DAMAGED if is_damaged else State.RECOVERING
             self.close(Closed(record, why, state))
             return is_damaged or has_moved
-        self._closed.pop(record.name, None)
-        self._live[topic.name] = topic
+        entry.found = topic
         topic.inherit(self._inherited(topic.name))
         self._topic_changed(topic)
         return True
@@ -100,14 +209,14 @@ class Lives(Generic[T]):
     async def go_on_opening(self, record: TopicRecord) -> None:
         """Tries until nothing is left to try, and recovers the topic."""
         await again_until(lambda: self.opened(record))
-        if topic := self._live.get(record.name):
+        if topic := self._registry.topic(record.name):
             await topic.recover()
 
     def close(self, closed: Closed) -> None:
         """The topic of this record is there, and cannot be used."""
         name = closed.record.name
-        before = self._closed.get(name)
-        self._closed[name] = closed
+        entry = self._registry.entry(name)
+        before, entry.found = entry.closed, closed
         if before is not None and (before.state, str(before.why)) == (closed.state, str(closed.why)):
             # It is tried again and again.
             return
@@ -177,8 +286,8 @@ class Lives(Generic[T]):
         return topic
 
     def _begins(self, record: TopicRecord, topic: T) -> None:
-        self._records[topic.name] = record
-        self._live[topic.name] = topic
+        entry = self._registry.entry(topic.name)
+        entry.record, entry.found = record, topic
         topic.inherit(self._inherited(topic.name))
         self._on_state(topic.name, topic.state)
 
@@ -208,21 +317,25 @@ class Lives(Generic[T]):
 
     async def remove(self, names: list[str], asked: str) -> None:
         """Deletes topics, live or closed, all of them or none. `asked` is what they are to whoever asks."""
-        topics = [self._live[name] for name in names if name in self._live]
+        topics = [topic for name in names if (topic := self._registry.topic(name)) is not None]
         for topic in topics:
             topic.hold(error("DRAINING", f"topic {asked} is being deleted"))
-        records = [self._records[name] for name in names]
+        records = [record for name in names if (record := self._registry.record(name)) is not None]
         deleting = [replace(record, state=TopicState.DELETING) for record in records]
         await self._stored.write(topics, deleting, records)
         try:
             await asyncio.gather(*(topic.delete() for topic in topics))
         finally:
             for name in names:
-                self._live.pop(name, None)
-                self._closed.pop(name, None)
-                del self._records[name]
-                self._on_state(name, None)
+                self.forget(name)
         await self._stored.clean_up(*deleting)
+
+    def forget(self, name: str) -> None:
+        """There is no topic of this name any more."""
+        entry = self._registry.entry(name)
+        entry.record = entry.found = None
+        self._on_state(name, None)
+        self._registry.tidy(name)
 
     async def leave(self, records: Sequence[TopicRecord]) -> None:
         """Forgets topics, live or closed, whose logs are gone, and whose names others have; nothing else is deleted.
@@ -230,11 +343,9 @@ class Lives(Generic[T]):
         Whoever uses one comes again, and finds what has its name now. Raises STORE_UNAVAILABLE: then it is to be done
         again.
         """
-        topics = [self._live[record.name] for record in records if record.name in self._live]
+        topics = [topic for record in records if (topic := self._registry.topic(record.name)) is not None]
         for record in records:
-            for some in (self._live, self._closed, self._records):
-                some.pop(record.name, None)
-            self._on_state(record.name, None)
+            self.forget(record.name)
         for topic in topics:
             topic.has_successor = True
             await topic.close("it was deleted and made anew")

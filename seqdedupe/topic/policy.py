@@ -4,16 +4,81 @@ The names are those of the fields of `TopicPolicy` in admin.proto and of `Contro
 message is read and filled here.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from enum import Enum
 from typing import Any
 
-from seqdedupe.core.id_chunks import WindowLimits
 from seqdedupe.errors import error
+from seqdedupe.exports import WINDOW_CHECKSUM_BYTES
+from seqdedupe.limits import WindowLimits
 from seqdedupe.log.contract import FlushInterval, Retention
+from seqdedupe.message_id import Position
 from seqdedupe.store.topics import LogKind
-from seqdedupe.topic.cursors import NamedCursor
-from seqdedupe.topic.imported_window import ImportedWindow
+
+# -- Which window of deduplication IDs was imported into a topic. It is kept, and changes, with the topic's policy.
+#
+# The log says which one it was, the store alone has the IDs.
+
+
+@dataclass(frozen=True, slots=True)
+class ImportedWindow:
+    """Of which file, how many IDs, and when the last one was published, in milliseconds since 1970."""
+
+    checksum: bytes
+    ids: int
+    last_time_ms: int
+
+    def fill(self, message: Any) -> None:
+        """Sets the fields of a `ControlImportedWindow`."""
+        message.checksum, message.ids, message.last_publish_time_ms = self.checksum, self.ids, self.last_time_ms
+
+
+def imported_window_of(message: Any) -> ImportedWindow:
+    """That of a message. Raises ValueError if it is none."""
+    if len(message.checksum) != WINDOW_CHECKSUM_BYTES or min(message.ids, message.last_publish_time_ms) < 0:
+        raise ValueError("it names an imported window that cannot be")
+    return ImportedWindow(message.checksum, message.ids, message.last_publish_time_ms)
+
+
+# -- Named cursors: how far somebody has read a topic. They are kept with the topic's policy, and change one by one.
+
+MAX_CURSORS = 32
+"""Of a topic. All of them are in its policy, and so in each snapshot."""
+
+MAX_NOTE_BYTES = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class NamedCursor:
+    """What it keeps, for whom, and up to which size of the log retention waits for it (MB; 0: it does not)."""
+
+    name: str
+    position: Position
+    note: str = ""
+    hold_retention_in_mb: int = 0
+
+
+def fill_cursors(cursors: Iterable[NamedCursor], messages: Any) -> None:
+    """Adds them to the `ControlCursor`s, or `TopicCursor`s, of a message."""
+    for cursor in cursors:
+        fill_cursor(cursor, messages.add())
+
+
+def fill_cursor(cursor: NamedCursor, message: Any) -> None:
+    """Sets the fields of a `ControlCursor` or `TopicCursor`."""
+    message.name, message.note = cursor.name, cursor.note
+    message.hold_retention_in_mb = cursor.hold_retention_in_mb
+    message.position.SetInParent()
+    message.position.ParseFromString(cursor.position.to_bytes())
+
+
+def cursors_of(messages: Iterable[Any]) -> tuple[NamedCursor, ...]:
+    """Those of a message."""
+    return tuple(
+        NamedCursor(one.name, Position.from_proto(one.position), one.note, one.hold_retention_in_mb) for one in messages
+    )
+
 
 NO_LIMIT = -1
 """As a retention."""

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from seqdedupe.core.names import Names
+from seqdedupe.core.name_table import Names
 from seqdedupe.core.rule import DURABLE_EPOCH, PERSISTED, STATED
 from seqdedupe.errors import error
 from seqdedupe.format.jit import Int64s
@@ -13,12 +13,11 @@ from seqdedupe.message_id import Position
 from seqdedupe.names import decoded_producer_name, producer_name
 from seqdedupe.store.parts import NOT_STATED
 from seqdedupe.store.snapshots import Loaded
-from seqdedupe.topic.base import TopicBase
+from seqdedupe.topic.base import State, TopicBase
 from seqdedupe.topic.control import encode
 from seqdedupe.topic.policy import Policy
 from seqdedupe.topic.recovery import MAX_TERM
 from seqdedupe.topic.sessions import highest_term
-from seqdedupe.topic.state import State
 
 SAVED_AT_ONCE = 3072
 """Producers; with the longest names they take less than 1 MiB."""

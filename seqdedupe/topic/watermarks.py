@@ -13,11 +13,10 @@ from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.format.jit import Int64s
 from seqdedupe.names import decoded_producer_name, new_producer_name
 from seqdedupe.topic.attached import AttachedTopic
-from seqdedupe.topic.base import TopicBase
+from seqdedupe.topic.base import State, TopicBase
 from seqdedupe.topic.control import Import, ImportParts
-from seqdedupe.topic.publishing import Topic
 from seqdedupe.topic.sessions import NAMES_A_STEP
-from seqdedupe.topic.state import State
+from seqdedupe.topic.topic import Topic
 
 EXPORTED_AT_ONCE = 4096
 """Producers; with the longest names they take about 1 MiB."""
@@ -156,7 +155,7 @@ class _ImportIntoStore(WatermarksImport[AttachedTopic]):
         last = Import([], np.zeros(0, np.int64), self._count, is_last=True)
         if (complete := self._parts.add(last)) is not None:
             complete.apply(self._topic.producers, 0)
-        await self._topic.snapshot()
+        await self._topic.keeper.snapshot()
 
     def _check_unused(self) -> None:
         topic = self._topic

@@ -11,17 +11,26 @@ from dataclasses import replace
 
 import numpy as np
 
-from seqdedupe.core.id_imported import Imported, first_not_above, seconds_of
-from seqdedupe.core.id_runs import MAX_ROWS, Entries, Run, entries_in, entries_with, parts_of
+from seqdedupe.core.id_runs import (
+    MAX_ROWS,
+    IdRun,
+    ImportedIds,
+    RunEntries,
+    entries_in,
+    entries_with,
+    first_not_above,
+    parts_of,
+    seconds_of,
+)
 from seqdedupe.errors import SeqdedupeError, UnavailableError, error
+from seqdedupe.exports import LATEST_MS, WindowBlock, WindowChecksum, parse_block
+from seqdedupe.format.headers import SECRET_BYTES, key_of
 from seqdedupe.format.jit import Uint8s
-from seqdedupe.format.tag import SECRET_BYTES, key_of
-from seqdedupe.store import imported as stored_import
-from seqdedupe.store.id_runs import RunWriter, read_pages
-from seqdedupe.topic.imported_window import ImportedWindow
-from seqdedupe.topic.publishing import Topic
-from seqdedupe.topic.state import State
-from seqdedupe.windows import LATEST_MS, Block, Checksum, parse
+from seqdedupe.store import imported_run as stored_import
+from seqdedupe.store.windows import RunWriter, read_pages
+from seqdedupe.topic.base import State
+from seqdedupe.topic.policy import ImportedWindow
+from seqdedupe.topic.topic import Topic
 
 logger = logging.getLogger("seqdedupe.topic")
 
@@ -44,17 +53,17 @@ class WindowImport:
         self._check_takes()
         topic.newest_import = self
         self._key = secrets.token_bytes(SECRET_BYTES)
-        if topic.imported.there is None:
+        if topic.ids.imported.there is None:
             # What could not be read may name a run that is written anew now, and would pass for whole.
             stored_import.remove(topic.store, topic.incarnation)
-        self._digest = Checksum()
+        self._digest = WindowChecksum()
         self._ids = self._id_bytes = 0
         self._first_ms, self._last_ms = LATEST_MS, 0
         self._last_id: Uint8s = _NO_BYTES
-        self._part: list[Block] = []
+        self._part: list[WindowBlock] = []
         """What has come and is in no run yet."""
         self._part_bytes = 0
-        self._runs: list[Run] = []
+        self._runs: list[IdRun] = []
 
     async def add(self, block: bytes) -> None:
         """The next block of the file."""
@@ -71,14 +80,14 @@ class WindowImport:
         if self._digest.finish() != self._checksum:
             raise error("INVALID_REQUEST", "the checksum is that of other deduplication IDs than have come")
         run = await (self._merged() if self._runs else self._part_written(for_good=True))
-        imported = Imported(run, self._key, self._checksum)
+        imported = ImportedIds(run, self._key, self._checksum)
         topic = self._topic
-        async with topic.imported.changing:
+        async with topic.ids.imported.changing:
             await topic.store.wait_until_idle()
             self._check()
             await topic.store.flush(stored_import.put(topic.store, topic.incarnation, imported))
             self._check()
-            topic.imported.there = imported
+            topic.ids.imported.there = imported
             self._remove_other_runs()
             await self._put_in_force(ImportedWindow(self._checksum, self._ids, self._last_ms))
 
@@ -92,7 +101,7 @@ class WindowImport:
     def _remove_other_runs(self) -> None:
         """Nothing is left of runs that were made on the way, nor what names one that never came to count."""
         try:
-            stored_import.keep_only(self._topic.store, self._topic.incarnation, self._topic.imported.there)
+            stored_import.keep_only(self._topic.store, self._topic.incarnation, self._topic.ids.imported.there)
         except UnavailableError as e:
             logger.warning("what is left of an import goes at the next start: %s", e)
 
@@ -120,14 +129,14 @@ class WindowImport:
             await topic.all_settled()
             return
         done = topic.append_change(replace(topic.newest_policy, imported=window))
-        topic.imported.is_under_way = True
-        done.add_done_callback(lambda _: topic.imported.settled())
+        topic.ids.imported.is_under_way = True
+        done.add_done_callback(lambda _: topic.ids.imported.settled())
         await asyncio.shield(done)
 
     # -- blocks and runs -----------------------------------------------------------------------------------------
 
     def _take(self, raw: bytes) -> None:
-        block = parse(raw)
+        block = parse_block(raw)
         rows = len(block.sizes)
         ids = np.concatenate((self._last_id, block.ids))
         begins = [0] * bool(len(self._last_id)) + [len(self._last_id)]
@@ -146,7 +155,7 @@ class WindowImport:
         self._part.append(block)
         self._part_bytes += len(raw)
 
-    async def _part_written(self, *, for_good: bool) -> Run:
+    async def _part_written(self, *, for_good: bool) -> IdRun:
         """A run of what has come and is in none yet."""
         entries = await asyncio.to_thread(self._entries)
         self._part, self._part_bytes = [], 0
@@ -155,13 +164,13 @@ class WindowImport:
         await writer.add(entries)
         return await self._finished(writer, self._ids if for_good else len(entries.hashes))
 
-    def _entries(self) -> Entries:
+    def _entries(self) -> RunEntries:
         sizes = np.concatenate([_NO_BYTES, *(block.sizes for block in self._part)])
         ids = np.concatenate([_NO_BYTES, *(block.ids for block in self._part)])
         times = np.concatenate([np.zeros(0, np.int64), *(block.times_ms for block in self._part)])
         return entries_with(sizes, seconds_of(times), ids, key_of(self._key))
 
-    async def _merged(self) -> Run:
+    async def _merged(self) -> IdRun:
         """One run of all."""
         if self._part:
             self._runs.append(await self._part_written(for_good=False))
@@ -171,17 +180,17 @@ class WindowImport:
             await writer.add(await asyncio.to_thread(self._read, wanted), low, high)
         return await self._finished(writer, self._ids)
 
-    def _read(self, wanted: list[tuple[int, int]]) -> Entries:
+    def _read(self, wanted: list[tuple[int, int]]) -> RunEntries:
         pages = read_pages(self._topic.store, self._topic.incarnation, wanted)
         return entries_in([(page, 0) for page in pages], key_of(self._key))
 
     async def _begun(self, ids: int) -> RunWriter:
-        number = self._topic.imported.take_number()
+        number = self._topic.ids.imported.take_number()
         writer = RunWriter(self._topic.store, self._topic.incarnation, number, 0, ids, self._check)
         await writer.begin()
         return writer
 
-    async def _finished(self, writer: RunWriter, ids: int) -> Run:
+    async def _finished(self, writer: RunWriter, ids: int) -> IdRun:
         times = min(self._first_ms, self._last_ms), self._last_ms
         return await writer.finish(ids, np.array([(0, ids, self._id_bytes, *times)], np.int64))
 

@@ -1,26 +1,39 @@
-"""The runs of a topic's window of deduplication IDs: looked through for its frames, made of what leaves memory, merged.
+"""The older part of a topic's window of deduplication IDs: its runs in the store.
+
+They are looked through for frames, made of what leaves memory, and merged; one was imported, perhaps. How much memory
+the windows of all topics may take decides when.
 
 Runs are built beside serving: in threads, by kernels that leave other threads alone, and written bit by bit.
 """
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 import numpy as np
 
-from seqdedupe.core.id_chunks import Piece
-from seqdedupe.core.id_imported import MILLISECONDS_A_SECOND, Imported
-from seqdedupe.core.id_runs import Entries, Run, entries_in, entries_of, find, parts_of
+from seqdedupe.core.id_runs import (
+    MILLISECONDS_A_SECOND,
+    IdRun,
+    ImportedIds,
+    Piece,
+    RunEntries,
+    entries_in,
+    entries_of,
+    find,
+    parts_of,
+)
 from seqdedupe.core.id_table import IMPORTED, NOWHERE
 from seqdedupe.core.id_window import IdWindow
 from seqdedupe.errors import DamagedError, SeqdedupeError, error
 from seqdedupe.format.jit import Int64s
 from seqdedupe.store.db import Store
-from seqdedupe.store.id_runs import RunWriter, read_pages
-from seqdedupe.store.imported import FIRST_RUN
+from seqdedupe.store.imported_run import FIRST_RUN
+from seqdedupe.store.windows import RunWriter, read_pages
 from seqdedupe.topic.frame import Frame, check_by_id
-from seqdedupe.topic.window_imported import WindowImported
+from seqdedupe.topic.policy import Policy
+from seqdedupe.topic.tasks import Broadcast
 
 MOVED_PART = 8
 """A run has one in so many of the IDs in memory, or a chunk."""
@@ -32,6 +45,99 @@ READ_AT_ONCE = 1024
 """Pages, for a frame."""
 TIDIED_AT_ONCE = 4096
 """IDs, in one step of the event loop."""
+EXCESS = 4
+"""One in so many of the limit may be taken more before publishers wait."""
+
+logger = logging.getLogger("seqdedupe.exports")
+_topic_logger = logging.getLogger("seqdedupe.topic")
+
+
+# -- What was imported.
+
+
+class WindowImported:
+    """`policy` gives what is in force. `on_expired` is told when nothing of what was imported counts any more."""
+
+    def __init__(
+        self,
+        topic: str,
+        there: ImportedIds | None,
+        policy: Callable[[], Policy],
+        on_expired: Callable[[], None],
+    ) -> None:
+        self.there = there
+        """What the store has. Only if the policy names it, it counts."""
+        self.is_under_way = False
+        """Whether the log may have a policy that names it, which is not in force yet."""
+        self.changing = asyncio.Lock()
+        """Held by whoever changes what the store has, and then the policy."""
+        self._topic = topic
+        self._policy = policy
+        self._on_expired = on_expired
+        self._next_number = FIRST_RUN if there is None else there.run.number + 1
+
+    def take_number(self) -> int:
+        """That of a run that is begun now. None has it twice: what names the first one would be taken for naming the
+        second, whose IDs are hashed with another key."""
+        self._next_number += 1
+        return self._next_number - 1
+
+    @property
+    def in_force(self) -> ImportedIds | None:
+        """What counts; None if nothing was imported, or it is missing."""
+        wanted = self._policy().imported
+        if wanted is None or self.there is None or self.there.checksum != wanted.checksum:
+            return None
+        return self.there
+
+    @property
+    def is_missing(self) -> bool:
+        """Whether it was imported, and the store lacks it."""
+        return self._policy().imported is not None and self.in_force is None
+
+    @property
+    def memory_bytes(self) -> int:
+        return 0 if self.there is None else self.there.run.memory_bytes
+
+    def settled(self) -> None:
+        """What the log has is in force."""
+        self.is_under_way = False
+
+    def say_if_missing(self) -> None:
+        """An operator has to know."""
+        wanted = self._policy().imported
+        if wanted is not None and self.is_missing:
+            _topic_logger.error(
+                "topic %s: the deduplication IDs that were imported into it are not in the store: nothing is taken "
+                "until the same window is imported again (the file whose SHA-256 is %s)",
+                self._topic,
+                wanted.checksum.hex(),
+            )
+
+    def to_look_into(self, since_ms: int) -> ImportedIds | None:
+        """What a verdict needs that counts IDs published after this time; None if that is nothing.
+
+        Raises WINDOW_MISSING, and RECOVERING while an import is not durable yet.
+        """
+        wanted = self._policy().imported
+        if self.is_under_way:
+            raise error("RECOVERING", f"topic {self._topic} takes no messages now: a window is being imported")
+        if wanted is None:
+            return None
+        if wanted.last_time_ms <= since_ms:
+            self._on_expired()
+            return None
+        if self.is_missing:
+            raise error(
+                "WINDOW_MISSING",
+                f"topic {self._topic} has lost the {wanted.ids} deduplication IDs that were imported into it",
+                ids=wanted.ids,
+                checksum=wanted.checksum.hex(),
+            )
+        return self.there
+
+
+# -- The runs of one window.
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +146,7 @@ class LookedUp:
     imported: the second of each."""
 
     generation: int
-    imported: Imported | None
+    imported: ImportedIds | None
     indexes: Int64s
     seconds: Int64s
 
@@ -67,7 +173,7 @@ class WindowRuns:
         self._take_snapshot = take_snapshot
         self._building = asyncio.Lock()
         self.is_closed = False
-        self._damaged: list[tuple[Run, Run]] = []
+        self._damaged: list[tuple[IdRun, IdRun]] = []
         """Neighbours of which one cannot be read: others are merged in their stead."""
 
     def close(self) -> None:
@@ -128,14 +234,14 @@ class WindowRuns:
         counts = (seconds != NOWHERE) & (seconds * MILLISECONDS_A_SECOND > since_ms)
         return np.where(counts & (looked_up.indexes < window.first_index), IMPORTED, looked_up.indexes)
 
-    def _candidates(self, window: IdWindow, frame: Frame) -> list[tuple[Run, int, int]]:
+    def _candidates(self, window: IdWindow, frame: Frame) -> list[tuple[IdRun, int, int]]:
         """Rows that a filter lets through: in which run, and in which of its pages."""
         found = window.older.candidates(frame.view, frame.places, window.hash_key, window.first_index)
         if (imported := self.imported.in_force) is not None:
             found += [(imported.run, row, pages) for row, pages in imported.candidates(frame.view, frame.places)]
         return [(run, row, page) for run, row, pages in found for page in pages]
 
-    def _found(self, frame: Frame, wanted: "list[tuple[Run, int, int]] | tuple[()]") -> tuple[Int64s, Int64s]:
+    def _found(self, frame: Frame, wanted: "list[tuple[IdRun, int, int]] | tuple[()]") -> tuple[Int64s, Int64s]:
         """The highest index of each row, and the highest second, of those that these pages have with its very bytes.
         Blocks, in any thread."""
         indexes, seconds = np.full(frame.rows, NOWHERE, np.int64), np.full(frame.rows, NOWHERE, np.int64)
@@ -223,7 +329,7 @@ class WindowRuns:
             await asyncio.sleep(0)
         return pieces
 
-    async def _made(self, window: IdWindow, pieces: list[Piece]) -> Run:
+    async def _made(self, window: IdWindow, pieces: list[Piece]) -> IdRun:
         first_index, end_index = pieces[0].first_index, pieces[-1].end_index
         entries = await asyncio.to_thread(entries_of, pieces, first_index, window.hash_key)
         chunks = [
@@ -234,7 +340,7 @@ class WindowRuns:
         await writer.add(entries)
         return await writer.finish(end_index, np.array(chunks, np.int64))
 
-    async def _merged(self, window: IdWindow, pair: tuple[Run, Run]) -> Run | None:
+    async def _merged(self, window: IdWindow, pair: tuple[IdRun, IdRun]) -> IdRun | None:
         """One run with all of these that is not forgotten; None if all of it is."""
         chunks = np.concatenate([run.chunks for run in pair])
         chunks = chunks[chunks[:, 0] + chunks[:, 1] > window.first_index]
@@ -260,7 +366,88 @@ class WindowRuns:
         await writer.begin()
         return writer
 
-    def _entries(self, wanted: list[tuple[Run, int]], first_index: int, key: Int64s) -> Entries:
+    def _entries(self, wanted: list[tuple[IdRun, int]], first_index: int, key: Int64s) -> RunEntries:
         pages = read_pages(self._store, self._incarnation, [(run.number, page) for run, page in wanted])
         based = [(page, run.first_index - first_index) for (run, _), page in zip(wanted, pages, strict=True)]
         return entries_in(based, key)
+
+
+# -- The memory of all windows.
+
+
+class WindowMemory:
+    """Has the largest window move its oldest IDs to a run while all together take more than `limit_bytes`.
+
+    One run is made at a time. What comes meanwhile may take a part more (`EXCESS`); a window that is read from the log
+    takes what it needs. While the store cannot be written all stays in memory.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self._bytes: dict[WindowRuns, int] = {}
+        self._windows: dict[WindowRuns, IdWindow] = {}
+        self._total = 0
+        self._moving: asyncio.Task[None] | None = None
+        self._progress = Broadcast()
+
+    async def room(self) -> None:
+        """Returns when more may come: memory has room, or will not get any now."""
+        while self._moving is not None and self._total > self.limit_bytes + self.limit_bytes // EXCESS:
+            await self._progress.wait()
+
+    def measure(self, runs: WindowRuns, window: IdWindow) -> None:
+        """This window may have grown. That of a topic which is closed counts no more."""
+        if runs.is_closed:
+            return
+        self._windows[runs] = window
+        self._total -= self._bytes.get(runs, 0)
+        self._bytes[runs] = window.needed_bytes + runs.imported.memory_bytes
+        self._total += self._bytes[runs]
+        if self._total > self.limit_bytes and self._moving is None:
+            self._moving = asyncio.ensure_future(self._make_room())
+            self._moving.add_done_callback(self._moved)
+
+    async def forget(self, runs: WindowRuns) -> None:
+        """The topic of this window is closed: nothing of it is moved or measured any more."""
+        self._windows.pop(runs, None)
+        self._total -= self._bytes.pop(runs, 0)
+        if self._moving is not None:
+            self._moving.cancel()
+            await asyncio.wait({self._moving})
+
+    async def _make_room(self) -> None:
+        failed: set[WindowRuns] = set()
+        while self._total > self.limit_bytes:
+            left = [runs for runs in self._bytes if runs not in failed]
+            for runs in sorted(left, key=lambda runs: self._bytes[runs], reverse=True):
+                try:
+                    if await runs.move_out():
+                        break
+                except SeqdedupeError as e:
+                    # A topic that takes no snapshot now does not hold up others.
+                    failed.add(runs)
+                    logger.warning("deduplication IDs stay in memory for now: %s", e)
+            else:
+                return
+            self._measure_again(runs)
+            self._progress.tell()
+            await self._merge(runs)
+
+    async def _merge(self, runs: WindowRuns) -> None:
+        try:
+            while await runs.merge():
+                self._measure_again(runs)
+        except SeqdedupeError as e:
+            logger.warning("runs of deduplication IDs are not merged for now: %s", e)
+
+    def _measure_again(self, runs: WindowRuns) -> None:
+        if (window := self._windows.get(runs)) is not None:
+            needed_bytes = window.needed_bytes + runs.imported.memory_bytes
+            self._total += needed_bytes - self._bytes[runs]
+            self._bytes[runs] = needed_bytes
+
+    def _moved(self, task: "asyncio.Task[None]") -> None:
+        self._moving = None
+        self._progress.tell()
+        if not task.cancelled() and (e := task.exception()) is not None:
+            logger.error("deduplication IDs stay in memory", exc_info=e)

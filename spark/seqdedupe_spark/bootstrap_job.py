@@ -2,52 +2,209 @@
 
 Writes the highest sequence ID of each producer to a file of watermarks (`docs/formats-watermarks.md`): what an old
 topic, or one that is kept in Parquet files, holds of them. Of a topic of deduplication IDs it writes these, as a window
-(`bootstrap_window`). `seqdedupe import` takes either over into a new topic.
+(`docs/formats-window.md`). `seqdedupe import` takes either over into a new topic.
 
 A topic's watermarks come from the sidecar, which knows those of messages too that retention has trimmed; reading the
 log would miss them. Parquet files may be of any size: Spark groups and sorts, and the driver writes the producers as
 they come, one Spark partition of them at a time.
 """
 
+import json
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import click
-from pyspark.sql import DataFrame, SparkSession
+from pyspark.errors import AnalysisException
+from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as f
-from pyspark.sql.types import BinaryType, DecimalType, IntegralType, StringType
+from pyspark.sql.types import (
+    BinaryType,
+    DataType,
+    DecimalType,
+    IntegralType,
+    StringType,
+    StructType,
+    TimestampNTZType,
+    TimestampType,
+)
 
 from seqdedupe.client.blocking import Client
 from seqdedupe.command import sidecar_options, told_credentials
-from seqdedupe.errors import error
-from seqdedupe.limits import MAX_NAME_BYTES, MAX_SEQUENCE_ID
+from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.exports import LATEST_MS, KnownId, Watermark, write_watermarks, write_window
+from seqdedupe.limits import MAX_DEDUPLICATION_ID_BYTES, MAX_NAME_BYTES, MAX_SEQUENCE_ID
+from seqdedupe.names import partition_name
 from seqdedupe.v1 import admin_pb2
-from seqdedupe.watermarks import Watermark, write
 from seqdedupe_spark import planning
-from seqdedupe_spark.bootstrap_window import (
-    ID_COLUMN,
-    TIME_COLUMN,
-    bootstrap_window_from_parquet,
-    bootstrap_window_from_topic,
-    has_window,
-)
-from seqdedupe_spark.command import file_options, run_command
-from seqdedupe_spark.history import bad, column_of, names, quoted, read_parquet, topic_column_of
-from seqdedupe_spark.session import start_session
+from seqdedupe_spark.options import file_options
+from seqdedupe_spark.session import run_command, start_session
+
+# -- A history in Parquet files: which columns it has, and what is said of one that cannot be.
+
+TOPIC_COLUMN = "__topic"
+"""Where files have it, all rows have to say the same."""
+
+
+def read_parquet(spark: SparkSession, paths: Sequence[str]) -> DataFrame:
+    """Files, folders or globs. Raises INVALID_SOURCE if they are not there, or not Parquet."""
+    try:
+        return spark.read.parquet(*paths)
+    except AnalysisException as e:
+        raise error("INVALID_SOURCE", f"--parquet: {str(e).splitlines()[0]}") from e
+
+
+def names(column: str) -> tuple[str, str]:
+    """As the data source calls it, and without the leading `__`."""
+    return column, column.removeprefix("__")
+
+
+def column_of(schema: StructType, option: str, given: str | None, usual: str, what: str, *types: type[DataType]) -> str:
+    """The column that was given, or is there by its usual name. Raises INVALID_SOURCE if it is not there, or of another
+    type than these, which are `what`."""
+    wanted = (given,) if given is not None else names(usual)
+    there_are = [name for name in wanted if name in schema.names]
+    if len(there_are) > 1:
+        raise error("INVALID_SOURCE", f"{option}: the files have the columns {' and '.join(there_are)}: say which")
+    name = there_are[0] if there_are else None
+    if name is None:
+        there = ", ".join(schema.names[:20])
+        raise error("INVALID_SOURCE", f"{option}: the files have no column {' or '.join(wanted)}; they have {there}")
+    kind = schema[name].dataType
+    if not isinstance(kind, types) or (isinstance(kind, DecimalType) and kind.scale):
+        raise error("INVALID_SOURCE", f"{option}: the column {name} is {kind.simpleString()}, it should be {what}")
+    return name
+
+
+def topic_column_of(schema: StructType) -> str | None:
+    """That of the topics, if it is there."""
+    return next((name for name in names(TOPIC_COLUMN) if name in schema.names), None)
+
+
+def bad(column: str, what: str) -> SeqdedupeError:
+    """The error of a column that holds this."""
+    return error("INVALID_SOURCE", f"the column {column} holds {what}")
+
+
+def quoted(name: str) -> str:
+    """A column's name in an expression."""
+    return "`" + name.replace("`", "``") + "`"
+
+
+# -- Deduplication IDs of years: a window of all of them, for a topic that takes over (`docs/formats-window.md`).
+#
+# Spark groups and sorts, and the driver writes the IDs as they come, one Spark partition of them at a time.
+
+ID_COLUMN = "__deduplicationId"
+TIME_COLUMN = "__publishTime"
+
+MICROSECONDS_A_MILLISECOND = 1000
+
+_PARTITION = "-partition-[0-9]+$"
+"""Of a topic's name."""
+
+
+def bootstrap_window_from_topic(
+    spark: SparkSession, client: Client, topic: str, output: Path, options: Mapping[str, str]
+) -> int:
+    """Writes the deduplication IDs of all messages that a topic's log has, or the logs of its partitions; returns how
+    many there are.
+
+    `options` are those of the data source that name the sidecar. Raises LOG_INCOMPLETE, and nothing is written, if the
+    topic knows more IDs than its log tells, POSITION_TRIMMED if it does so meanwhile; INVALID_SOURCE, OSError, and what
+    the data source raises.
+    """
+    found = client.admin.topic(topic)
+    partitions = [client.admin.topic(partition_name(found.name, k)) for k in range(found.partitions)]
+    for one in partitions or [found]:
+        _check_log_tells_all(one)
+    first = json.dumps({one.name: one.first_index for one in partitions or [found]})
+    reader = spark.read.format("seqdedupe").options(**options).option("topic", found.name)
+    return write_window(output, _known(reader.option("startingOffsets", first).load(), ID_COLUMN, TIME_COLUMN, None))
+
+
+def _check_log_tells_all(topic: admin_pb2.Topic) -> None:
+    what = ""
+    if topic.window_imported:
+        what = f"{topic.window_imported} IDs that were imported into it"
+    elif topic.window_first_index < topic.first_index:
+        what = f"those of messages {topic.window_first_index} to {topic.first_index - 1}, which retention has dropped"
+    if what:
+        raise error(
+            "LOG_INCOMPLETE",
+            f"topic {topic.name} knows more deduplication IDs than its log tells: {what}",
+            hint="Move the topic as it is (seqdedupe topics move), or its directory by a backup: they have all of it.",
+        )
+
+
+def bootstrap_window_from_parquet(
+    spark: SparkSession,
+    paths: Sequence[str],
+    output: Path,
+    id_column: str | None = None,
+    time_column: str | None = None,
+) -> int:
+    """Writes the deduplication IDs in Parquet files, each with its latest publish time; returns how many there are.
+
+    `paths` are files, folders or globs. Columns that are not named are those of the data source, with or without the
+    leading `__`: IDs are bytes or text, times are timestamps or whole milliseconds since 1970. The files are to be of
+    one topic, whichever of its partitions: if they say otherwise, that is an error.
+
+    Raises INVALID_SOURCE, and nothing is written, if the files or columns are not there, or hold an ID that has not 1
+    to 255 bytes, or a time that cannot be; OSError.
+    """
+    frame = read_parquet(spark, paths)
+    one = column_of(frame.schema, "--deduplication-id-column", id_column, ID_COLUMN, "text", StringType, BinaryType)
+    time = column_of(
+        frame.schema,
+        "--publish-time-column",
+        time_column,
+        TIME_COLUMN,
+        "timestamps or milliseconds",
+        TimestampType,
+        TimestampNTZType,
+        IntegralType,
+        DecimalType,
+    )
+    return write_window(output, _known(frame, one, time, topic_column_of(frame.schema)))
+
+
+def has_window(frame: DataFrame) -> bool:
+    """Whether rows have deduplication IDs, under the data source's names."""
+    there = [name for name in (ID_COLUMN, ID_COLUMN.removeprefix("__")) if name in frame.columns]
+    return bool(there) and bool(frame.where(f.col(quoted(there[0])).isNotNull()).head(1))
+
+
+def _known(frame: DataFrame, id_column: str, time_column: str, topic_column: str | None) -> Iterator[KnownId]:
+    """One an ID, in the order of their bytes. Raises INVALID_SOURCE at the first one that cannot be."""
+
+    def shown(one: bytes) -> str:
+        if not 1 <= len(one) <= MAX_DEDUPLICATION_ID_BYTES:
+            what = f"{one[:40]!r}, of {len(one)} bytes; an ID has 1 to {MAX_DEDUPLICATION_ID_BYTES}"
+            raise bad(id_column, what)
+        return f"the ID {one[:40]!r}"
+
+    # Partitions are of one topic.
+    topics = f.regexp_replace(_topics(topic_column), _PARTITION, "")
+    for one, (first_ms, last_ms), shows in _grouped(
+        frame, (id_column, time_column, topic_column), _milliseconds(frame, time_column), topics, "a window is", shown
+    ):
+        for wrong in (first_ms, last_ms):
+            if not 0 <= wrong <= LATEST_MS:
+                raise bad(time_column, f"{wrong} ms, of {shows}, which is no publish time: 0 to {LATEST_MS} are")
+        yield KnownId(one, last_ms)
+
+
+def _milliseconds(frame: DataFrame, name: str) -> Column:
+    """Since 1970, none before its time."""
+    column, kind = f.col(quoted(name)), frame.schema[name].dataType
+    if isinstance(kind, TimestampType | TimestampNTZType):
+        return f.ceil(f.unix_micros(column.cast("timestamp")) / MICROSECONDS_A_MILLISECOND)
+    return column
+
 
 PRODUCER_COLUMN = "__producerName"
 SEQUENCE_ID_COLUMN = "__sequenceId"
-
-
-@dataclass(frozen=True)
-class Columns:
-    """The columns of a history in Parquet: producers, sequence IDs, and topics if it says."""
-
-    producer: str
-    sequence_id: str
-    topic: str | None
 
 
 def bootstrap_from_topic(client: Client, topic: str, output: Path) -> int:
@@ -58,7 +215,7 @@ def bootstrap_from_topic(client: Client, topic: str, output: Path) -> int:
     producers = planning.patiently(lambda: client.admin.producers(topic))
     # A name that was opened and has sent nothing has none.
     marks = [Watermark(one.name.encode(), one.persisted) for one in producers if one.persisted >= 0]
-    return write(output, sorted(marks))
+    return write_watermarks(output, sorted(marks))
 
 
 def bootstrap_from_parquet(
@@ -77,58 +234,81 @@ def bootstrap_from_parquet(
     producer's name (1 to 255 bytes of UTF-8) or a sequence ID (0 to 2^63 - 1); OSError.
     """
     frame = read_parquet(spark, paths)
-    columns = Columns(
-        column_of(frame.schema, "--producer-column", producer_column, PRODUCER_COLUMN, "text", StringType, BinaryType),
-        column_of(
-            frame.schema,
-            "--sequence-id-column",
-            sequence_id_column,
-            SEQUENCE_ID_COLUMN,
-            "whole numbers",
-            IntegralType,
-            DecimalType,
-        ),
-        topic_column_of(frame.schema),
+    schema = frame.schema
+    name = column_of(schema, "--producer-column", producer_column, PRODUCER_COLUMN, "text", StringType, BinaryType)
+    number = column_of(
+        schema,
+        "--sequence-id-column",
+        sequence_id_column,
+        SEQUENCE_ID_COLUMN,
+        "whole numbers",
+        IntegralType,
+        DecimalType,
     )
-    return write(output, _watermarks(frame, columns))
+    return write_watermarks(output, _watermarks(frame, name, number, topic_column_of(frame.schema)))
 
 
-def _watermarks(frame: DataFrame, columns: Columns) -> Iterator[Watermark]:
+def _watermarks(frame: DataFrame, producers: str, numbers: str, topic_column: str | None) -> Iterator[Watermark]:
     """One a producer, by name in bytes. Raises INVALID_SOURCE at the first one that cannot be."""
-    ids = f.col(quoted(columns.sequence_id))
-    topics = f.col(quoted(columns.topic)).cast("string") if columns.topic else f.lit(None).cast("string")
-    found = (
-        frame.groupBy(f.col(quoted(columns.producer)).cast("binary").alias("producer"))
-        .agg(f.min(ids), f.max(ids), f.count("*") - f.count(ids), f.min(topics), f.max(topics))
-        .sort("producer")
-    )
-    topic = None
-    for name, lowest, highest, nulls, first_topic, last_topic in found.toLocalIterator(prefetchPartitions=True):
-        producer = _checked_name(columns.producer, name)
-        shown = producer.decode()[:40]
-        if nulls:
-            raise bad(columns.sequence_id, f"{nulls} nulls, one of producer {shown!r}")
+
+    def shown(name: bytes) -> str:
+        return f"producer {_checked_name(producers, name)[:40]!r}"
+
+    columns = (producers, numbers, topic_column)
+    for producer, (lowest, highest), shows in _grouped(
+        frame, columns, f.col(quoted(numbers)), _topics(topic_column), "watermarks are", shown
+    ):
         for wrong in (lowest, highest):
             if not 0 <= wrong <= MAX_SEQUENCE_ID:
-                raise bad(columns.sequence_id, f"{wrong}, of producer {shown!r}, which is no sequence ID")
-        topic = topic or first_topic
-        for other in (first_topic, last_topic):
-            if other != topic:
-                raise bad(str(columns.topic), f"{topic} and {other}: watermarks are of one topic, select its rows")
-        yield Watermark(producer, int(highest))
+                raise bad(numbers, f"{wrong}, of {shows}, which is no sequence ID")
+        yield Watermark(producer, highest)
 
 
-def _checked_name(column: str, name: bytearray | None) -> bytes:
-    if name is None:
-        raise bad(column, "nulls")
+def _checked_name(column: str, name: bytes) -> str:
     if not 1 <= len(name) <= MAX_NAME_BYTES:
-        shown = repr(bytes(name[:40]).decode(errors="replace"))
+        shown = repr(name[:40].decode(errors="replace"))
         raise bad(column, f"{shown}, of {len(name)} bytes; a name has 1 to {MAX_NAME_BYTES}")
     try:
-        name.decode()
+        return name.decode()
     except UnicodeDecodeError as e:
-        raise bad(column, f"{bytes(name[:40])!r}, which is not UTF-8") from e
-    return bytes(name)
+        raise bad(column, f"{name[:40]!r}, which is not UTF-8") from e
+
+
+def _topics(column: str | None) -> Column:
+    return f.col(quoted(column)).cast("string") if column else f.lit(None).cast("string")
+
+
+def _grouped(
+    frame: DataFrame,
+    columns: tuple[str, str, str | None],
+    numbers: Column,
+    topics: Column,
+    they_are: str,
+    shown: Callable[[bytes], str],
+) -> Iterator[tuple[bytes, tuple[int, int], str]]:
+    """Each key in the order of their bytes, the lowest and the highest of its numbers, and how it is `shown`.
+
+    `columns` are called so: keys, numbers, and topics if there are any. Raises INVALID_SOURCE for nulls, and for rows
+    of several topics; and what `shown` does, for a key that cannot be.
+    """
+    of_keys, of_numbers, of_topics = columns
+    found = (
+        frame.groupBy(f.col(quoted(of_keys)).cast("binary").alias("key"))
+        .agg(f.min(numbers), f.max(numbers), f.count("*") - f.count(numbers), f.min(topics), f.max(topics))
+        .sort("key")
+    )
+    topic = None
+    for key, lowest, highest, nulls, *of_key in found.toLocalIterator(prefetchPartitions=True):
+        if key is None:
+            raise bad(of_keys, "nulls")
+        shows = shown(bytes(key))
+        if nulls:
+            raise bad(of_numbers, f"{nulls} nulls, one of {shows}")
+        topic = topic or of_key[0]
+        for other in of_key:
+            if other != topic:
+                raise bad(str(of_topics), f"{topic} and {other}: {they_are} of one topic, select its rows")
+        yield bytes(key), (int(lowest), int(highest)), shows
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})

@@ -1,6 +1,6 @@
 """The columns of messages: their names and types, and Arrow batches of them, made from the log's own columns."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -8,11 +8,42 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from seqdedupe.batch import Binary, Int64s
-from seqdedupe.client.stored import StoredBatch
-from seqdedupe_spark.message_id_column import encoded
+from seqdedupe.batch import Binary, Int32s, Int64s
+from seqdedupe.client.message import StoredBatch
 from seqdedupe_spark.ranges import partition_of
 from seqdedupe_spark.stock import STOCK, StockBatch
+
+# -- The encodings of many message IDs, as `MessageId.to_bytes` makes them, in one Arrow column.
+
+_WHOLE_PARTS = [("ledger_tag", "u1"), ("ledger", "<i8"), ("entry_tag", "u1"), ("entry", "<i8"), ("batch_tag", "u1")]
+_VARINT_BYTES = 5
+_WHOLE_ID = np.dtype([*_WHOLE_PARTS, ("batch", "u1", _VARINT_BYTES)])
+"""A whole encoding. A number that is 0 is left out with its tag, and a varint has as few bytes as it needs."""
+
+_WHOLE_LEDGER, _WHOLE_ENTRY, _WHOLE_BATCH = slice(0, 9), slice(9, 18), slice(18, None)
+
+_SHIFTS = 7 * np.arange(_VARINT_BYTES)
+
+
+def encoded(ledger_ids: Int64s, entry_ids: Int64s, batch_indexes: Int32s) -> pa.Array:
+    """Those of so many message IDs."""
+    count = len(ledger_ids)
+    ids, kept = np.empty(count, _WHOLE_ID), np.ones((count, _WHOLE_ID.itemsize), bool)
+    ids["ledger_tag"], ids["entry_tag"], ids["batch_tag"] = 0x09, 0x11, 0x18
+    ids["ledger"], ids["entry"] = ledger_ids, entry_ids
+    signed = batch_indexes.astype(np.int64)
+    zigzag = signed << 1 ^ signed >> 63
+    left = zigzag[:, None] >> _SHIFTS
+    ids["batch"] = left & 0x7F | np.where(left >> 7, 0x80, 0)
+    kept[:, _WHOLE_BATCH][:, 1:] = left > 0
+    kept[ledger_ids == 0, _WHOLE_LEDGER] = False
+    kept[entry_ids == 0, _WHOLE_ENTRY] = False
+    kept[zigzag == 0, _WHOLE_BATCH] = False
+    offsets = np.zeros(count + 1, np.int32)
+    np.cumsum(kept.sum(axis=1), out=offsets[1:])
+    data = ids.view(np.uint8)[kept.ravel()]
+    return pa.Array.from_buffers(pa.binary(), count, [None, pa.py_buffer(offsets), pa.py_buffer(data)])
+
 
 TIME = pa.timestamp("us", "UTC")
 
@@ -126,14 +157,21 @@ def _joined_numbers(columns: list[Int64s]) -> Int64s:
     return columns[0] if len(columns) == 1 else np.concatenate(columns)
 
 
+def _bytes(columns: Iterable[Binary], rows: _Rows) -> pa.Array:
+    """What each batch has of a column, in one; all null where it is left out of all."""
+    columns = list(columns)
+    if not any(columns):
+        return pa.nulls(len(rows), pa.binary())
+    counts = rows.counts.tolist()
+    return _joined([_array(pa.binary(), one, count) for one, count in zip(columns, counts, strict=True)])
+
+
 def _values(rows: _Rows) -> pa.Array:
-    return _joined([_array(pa.binary(), one.batch.payloads, len(one)) for one in rows.stored])
+    return _bytes((one.batch.payloads for one in rows.stored), rows)
 
 
 def _keys(rows: _Rows) -> pa.Array:
-    if not any(one.batch.keys for one in rows.stored):
-        return pa.nulls(len(rows), pa.binary())
-    return _joined([_array(pa.binary(), one.batch.keys, len(one)) for one in rows.stored])
+    return _bytes((one.batch.keys for one in rows.stored), rows)
 
 
 def _topics(rows: _Rows) -> pa.Array:
@@ -262,21 +300,15 @@ def _incarnations(rows: _Rows) -> pa.Array:
 
 
 def _deduplication_ids(rows: _Rows) -> pa.Array:
-    if not rows.have_ids:
-        return pa.nulls(len(rows), pa.binary())
-    return _joined([_array(pa.binary(), one.batch.deduplication_ids, len(one)) for one in rows.stored])
+    return _bytes((one.batch.deduplication_ids for one in rows.stored), rows)
 
 
 def _key_bytes(rows: _Rows) -> pa.Array:
-    if rows.have_indexes:
-        return _keys(rows)
-    return _joined([_array(pa.binary(), one.key_bytes, len(one)) for one in rows.of_pulsar()])
+    return _keys(rows) if rows.have_indexes else _bytes((one.key_bytes for one in rows.of_pulsar()), rows)
 
 
 def _ordering_keys(rows: _Rows) -> pa.Array:
-    if rows.have_indexes:
-        return pa.nulls(len(rows), pa.binary())
-    return _joined([_array(pa.binary(), one.ordering_keys, len(one)) for one in rows.of_pulsar()])
+    return _bytes((one.ordering_keys for one in rows.of_pulsar()), rows)
 
 
 def _schema_versions(rows: _Rows) -> pa.Array:

@@ -10,7 +10,7 @@ from itertools import pairwise
 import numpy as np
 
 from seqdedupe.batch import Batch, Binary, Int64s
-from seqdedupe.client.stored import StoredBatch
+from seqdedupe.client.message import StoredBatch
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.limits import NO_SEQUENCE_ID
 
@@ -26,7 +26,7 @@ class Deduplicator:
     """
 
     def __init__(self, watermarks: Mapping[str, int]) -> None:
-        self._producers = ProducerNumbers(name.encode() for name in watermarks)
+        self._producers = NumberedProducers(name.encode() for name in watermarks)
         self._highest: Int64s = np.fromiter(watermarks.values(), np.int64, len(watermarks))
         self._before = self._highest.copy()
 
@@ -79,7 +79,7 @@ def has_no_producers(topic: str) -> SeqdedupeError:
     )
 
 
-class ProducerNumbers:
+class NumberedProducers:
     """Numbers producers from 0 in the order in which their names first come."""
 
     def __init__(self, names: Iterable[bytes] = ()) -> None:

@@ -1,20 +1,85 @@
-"""The options of the data source: text from a user, checked, as one value that can be pickled."""
+"""The options of the data source and the sink: text from a user, checked, as one value that can be pickled.
 
+Begin with `parse`, or with `parse_sink`. `advice` is what an error says of an option that is none.
+"""
+
+import difflib
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 from seqdedupe.client.connection import DEFAULT_ADDRESS
-from seqdedupe.client.sidecars import Sidecars
+from seqdedupe.client.route import Sidecars
+from seqdedupe.command import told_files
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.names import topic_name
-from seqdedupe_spark import places
-from seqdedupe_spark.cluster.settings import AUTHENTICATIONS, Cluster, Service
-from seqdedupe_spark.delaying import Least
-from seqdedupe_spark.option_hints import advice
-from seqdedupe_spark.places import End, Place
-from seqdedupe_spark.sidecar import Sidecar, path_of
+from seqdedupe_spark import read_bounds
+from seqdedupe_spark.read_bounds import End, Place
+from seqdedupe_spark.service import AUTHENTICATIONS, PulsarCluster, Service, SidecarService, path_of
+
+# -- What to say about options that are none: those of the connectors for Kafka and Pulsar, and those mistyped.
+
+_ELSEWHERE = {
+    "assign": "topics",
+    "endingoffsetsbytimestamp": "endingTime",
+    "endingtimestamp": "endingTime",
+    "kafka.bootstrap.servers": "service.url",
+    "kafkaconsumer.polltimeoutms": "readTimeoutSeconds",
+    "maxmessagespertrigger": "maxOffsetsPerTrigger",
+    "path": "topic",
+    "polltimeoutms": "readTimeoutSeconds",
+    "startingoffsetsbytimestamp": "startingTime",
+    "startingtimestamp": "startingTime",
+    "subscribe": "topics",
+    "subscribepattern": "topicsPattern",
+}
+"""What says the same in other connectors."""
+
+_NOBODY = "positions are in the query's checkpoint, no consumer group or subscription keeps any: leave it out"
+_WAITS = "a reader waits by itself, and goes on where it was: leave it out"
+
+_MEANINGLESS = {
+    "allowdifferenttopicschemas": "value is bytes, whatever their schema: leave it out",
+    "fetchoffset.numretries": _WAITS,
+    "fetchoffset.retryintervalms": _WAITS,
+    "groupidprefix": _NOBODY,
+    "includeheaders": "the column __messageProperties is always there: leave it out",
+    "kafka.group.id": _NOBODY,
+    "predefinedsubscription": _NOBODY,
+    "startingoffsetsbytimestampstrategy": "a time after the end is the end: leave it out",
+    "subscriptionprefix": _NOBODY,
+    "subscriptiontype": _NOBODY,
+    "waitingfornonexistedtopic": "topics have to be there, those of a topicsPattern may come later: leave it out",
+}
+"""What has no meaning here, and why."""
+
+_FOREIGN = {
+    "kafka.": "it is of Kafka's clients: here service.url, authParams and the files tls… say who is reached, and how",
+    "pulsar.admin.": "it is of Pulsar's connector: here admin.url and pulsar.client.… are all there is of it",
+    "pulsar.producer.": "it is of Pulsar's connector: batches and their times are the client's own",
+    "pulsar.reader.": "it is of Pulsar's connector: leave it out",
+}
+"""The same for all that begin so."""
+
+
+def advice(name: str, names: Sequence[str]) -> str:
+    """About an option, its name in lower case, that is none of these."""
+    known = {one.lower(): one for one in names}
+    near = difflib.get_close_matches(name, known, 1)
+    elsewhere = _ELSEWHERE.get(name)
+    instead = elsewhere if elsewhere in names else known[near[0]] if near else None
+    if name in _MEANINGLESS:
+        return _MEANINGLESS[name]
+    if instead is not None:
+        return f"did you mean {instead}?"
+    for beginning, why in _FOREIGN.items():
+        if name.startswith(beginning):
+            return why
+    return "there are " + ", ".join(one for one in names if not one.startswith(("pulsar.", "admin.")))
+
 
 NAMES = (
     "service.url",
@@ -75,14 +140,22 @@ class Selection:
 
 
 @dataclass(frozen=True)
-class Limits:
+class Least:
+    """What is worth a trigger: so many messages, or any that are there so long after the trigger before."""
+
+    messages: int
+    delay_seconds: float
+
+
+@dataclass(frozen=True)
+class ReadLimits:
     """What is taken at most at once, of all topics together. None: no limit."""
 
     messages: int | None = None
     size_bytes: int | None = None
 
 
-NO_LIMITS = Limits()
+NO_LIMITS = ReadLimits()
 
 
 @dataclass(frozen=True)
@@ -93,7 +166,7 @@ class Options:
     service: Service = DEFAULT_ADDRESS
     starting: Place | None = None
     ending: Place | None = None
-    limits: Limits = NO_LIMITS
+    limits: ReadLimits = NO_LIMITS
     least: Least | None = None
     min_partitions: int = 1
     max_records_per_partition: int | None = None
@@ -106,10 +179,12 @@ class Options:
 def parse(options: Mapping[str, str]) -> Options:
     """The options, in any case. Raises ConfigurationError (INVALID_OPTION) that names the wrong one."""
     given = Given(options)
-    limits = Limits(given.take("maxOffsetsPerTrigger", _count, None), given.take("maxBytesPerTrigger", _count, None))
+    limits = ReadLimits(
+        given.take("maxOffsetsPerTrigger", _count, None), given.take("maxBytesPerTrigger", _count, None)
+    )
     starting = _place(given, "startingOffsets", "startingTime", ("earliest", "latest"))
     ending = _place(given, "endingOffsets", "endingTime", ("latest",))
-    places.check_order(starting, ending)
+    read_bounds.check_order(starting, ending)
     return Options(
         selection=_selection(given),
         service=_service(given),
@@ -137,7 +212,7 @@ def _service(given: "Given") -> Service:
     admin_url = given.take("admin.url", _admin_url, "")
     if not admin_url:
         raise error("INVALID_OPTION", f"admin.url is needed with service.url = {service_url}: as http://host:8080")
-    return Cluster(
+    return PulsarCluster(
         service_url,
         admin_url,
         given.take("pulsar.client.authPluginClassName", _authentication, ""),
@@ -149,7 +224,7 @@ def _service(given: "Given") -> Service:
     )
 
 
-def sidecar_of(given: "Given", address: str) -> str | Sidecar:
+def sidecar_of(given: "Given", address: str) -> str | SidecarService:
     """The sidecar at this address, with the files that it is to be shown. Raises INVALID_OPTION."""
     params = given.take("authParams", str, "")
     token_file = path_of(params) or ""
@@ -160,14 +235,36 @@ def sidecar_of(given: "Given", address: str) -> str | Sidecar:
             hint="Plans and logs show options: write the token into a file that every executor has, or set "
             "spark.executorEnv.SEQDEDUPE_TOKEN_FILE.",
         )
-    found = Sidecar(
+    found = SidecarService(
         address,
         token_file,
         given.take("tlsTrustCertsFilePath", str, ""),
         given.take("tlsCertificateFilePath", str, ""),
         given.take("tlsKeyFilePath", str, ""),
     )
-    return found if found != Sidecar(address) else address
+    return found if found != SidecarService(address) else address
+
+
+FILE_OPTIONS = {
+    "token_file": "authParams",
+    "tls_ca_file": "tlsTrustCertsFilePath",
+    "tls_certificate_file": "tlsCertificateFilePath",
+    "tls_key_file": "tlsKeyFilePath",
+}
+"""The data source's options of the files that a sidecar is shown, by the names of a command's."""
+
+
+def file_options() -> dict[str, str]:
+    """Those for the files that the command at work was told."""
+    return {
+        FILE_OPTIONS[name]: url_of(path) if name == "token_file" else os.path.abspath(path)
+        for name, path in told_files().items()
+    }
+
+
+def url_of(path: str | os.PathLike[str]) -> str:
+    """The URL of a file, from where this process is."""
+    return Path(path).absolute().as_uri()
 
 
 def of_table(given: Mapping[str, str]) -> dict[str, str]:
@@ -255,11 +352,11 @@ def _selection(given: Given) -> Selection:
 
 def _place(given: Given, offsets: str, time: str, words: tuple[End, ...]) -> Place | None:
     if given.one_of(offsets, time) == time:
-        return given.take(time, places.times, None)
-    return given.take(offsets, lambda text: places.offsets(text, words), None)
+        return given.take(time, read_bounds.times, None)
+    return given.take(offsets, lambda text: read_bounds.offsets(text, words), None)
 
 
-def _least(given: Given, limits: Limits) -> Least | None:
+def _least(given: Given, limits: ReadLimits) -> Least | None:
     messages = given.take("minOffsetsPerTrigger", _count, None)
     delay = given.take("maxTriggerDelay", _delay_seconds, None)
     if messages is None:
@@ -296,7 +393,7 @@ def _pattern(text: str) -> str:
 
 
 def _count(text: str) -> int:
-    return places.number(text, 1)
+    return read_bounds.number(text, 1)
 
 
 def flag(text: str) -> bool:
@@ -304,3 +401,51 @@ def flag(text: str) -> bool:
     if text.lower() not in ("true", "false"):
         raise ValueError("it should be true or false")
     return text.lower() == "true"
+
+
+# -- The options of the sink: text from a user, checked, as one value that can be pickled.
+
+SINK_NAMES = (
+    "service.url",
+    "topic",
+    "failOnForgottenIds",
+    "checkpointLocation",
+    "authParams",
+    "tlsTrustCertsFilePath",
+    "tlsCertificateFilePath",
+    "tlsKeyFilePath",
+)
+"""All options. The checkpoint's is Spark's own, which shows it to sinks where a query gives it; a write in
+`foreachBatch` is given it by hand."""
+
+_SPARK = ("queryName", "asyncProgressTrackingEnabled", "asyncProgressTrackingCheckpointIntervalMs")
+"""What a query says to Spark, which passes it on to the sink."""
+
+
+@dataclass(frozen=True)
+class SinkOptions:
+    """What a user said, or the defaults."""
+
+    service: str | SidecarService
+    topic: str | None = None
+    """The full name; None: the column `__topic` says it of each row."""
+    fail_on_forgotten_ids: bool = True
+    checkpoint: str | None = None
+
+
+def parse_sink(options: Mapping[str, str]) -> SinkOptions:
+    """The options, in any case. Raises ConfigurationError (INVALID_OPTION) that names the wrong one."""
+    of_spark = {name.lower() for name in _SPARK}
+    given = Given({name: value for name, value in options.items() if name.lower() not in of_spark}, SINK_NAMES)
+    return SinkOptions(
+        sidecar_of(given, given.take("service.url", _sidecar_address, DEFAULT_ADDRESS)),
+        given.take("topic", topic_name, None),
+        given.take("failOnForgottenIds", flag, True),
+        given.take("checkpointLocation", str, None),
+    )
+
+
+def _sidecar_address(text: str) -> str:
+    if text.startswith("pulsar"):
+        raise ValueError("rows are written through a sidecar, as host:port or unix:path")
+    return address(text)

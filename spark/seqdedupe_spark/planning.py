@@ -1,11 +1,11 @@
-"""What there is to read: topics, where they start and end, what was lost, and ranges within limits."""
+"""What there is to read: topics, where they start and end, what was lost, and the ranges of a batch with its limits."""
 
 import logging
 import math
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Protocol, Self, TypeVar, runtime_checkable
 
@@ -17,14 +17,97 @@ from seqdedupe.names import namespace_of, partition_name, topic_name
 from seqdedupe.v1 import admin_pb2
 from seqdedupe_spark import stock
 from seqdedupe_spark.cluster import compiled
-from seqdedupe_spark.cluster.settings import Cluster, Service
-from seqdedupe_spark.losses import Ends, Loss, earliest, find_loss
-from seqdedupe_spark.options import NO_LIMITS, Limits, Selection
-from seqdedupe_spark.places import Place, PlaceInTopic, Time
-from seqdedupe_spark.ranges import NOT_PARTITIONED, Range, partition_of
-from seqdedupe_spark.sharing import cut, shares
-from seqdedupe_spark.sidecar import sidecar_at
+from seqdedupe_spark.options import NO_LIMITS, ReadLimits, Selection
+from seqdedupe_spark.ranges import NOT_PARTITIONED, Range, cut, partition_of, shares
+from seqdedupe_spark.read_bounds import Place, PlaceInTopic, Time
+from seqdedupe_spark.service import PulsarCluster, Service, sidecar_at
 from seqdedupe_spark.stock import StockEnds
+
+# -- Why a topic cannot be read on after a position.
+
+Ends = TopicEnds | StockEnds
+"""What a topic holds: one with indexes, or one that no sidecar writes."""
+
+_GO_ON = "To go on with what is left set failOnDataLoss to false (a reader job: --no-fail-on-data-loss)."
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Why a topic cannot be read on after a position.
+
+    `next` is the position after which to go on with what is left; None if the topic is gone, or if going on would lead
+    back: a topic that ends before the position counts up to it again, with other messages under the same indexes.
+    """
+
+    topic: str
+    next: Position | None
+    reason: str
+    message: str
+
+    @property
+    def may_be_accepted(self) -> bool:
+        """Whether `failOnDataLoss=false` allows to go on. It does not allow to go back."""
+        return self.next is not None or self.reason == "TOPIC_NOT_FOUND"
+
+    def error(self) -> SeqdedupeError:
+        """To be raised where nothing may be lost."""
+        return error(self.reason, self.message, hint=_GO_ON if self.may_be_accepted else None, topic=self.topic)
+
+
+def earliest(topic_ends: Ends) -> Position:
+    """The position before the first message that is left."""
+    return Position.before(topic_ends.last.incarnation, topic_ends.first_index)
+
+
+def find_loss(topic: str, position: Position, found: Ends | None) -> Loss | None:
+    """Why a topic with these ends cannot be read on after a position; None if it can."""
+    if found is None:
+        message = f"{topic} was deleted; what it held after index {position.index} is gone"
+        return Loss(topic, None, "TOPIC_NOT_FOUND", message)
+    if isinstance(found, StockEnds):
+        return _find_loss_of_entries(topic, position, found)
+    first, last = found
+    if last.incarnation != position.incarnation:
+        message = (
+            f"{topic} was made anew: its incarnation is {last.incarnation}, the position is of {position.incarnation}; "
+            f"what it held after index {position.index} is gone, and it begins with index {first} now"
+        )
+        return Loss(topic, earliest(found), "POSITION_OF_ANOTHER_INCARNATION", message)
+    if last.index < position.index:
+        message = f"{topic} ends with index {last.index}: it lacks indexes {last.index + 1} to {position.index}"
+        return Loss(topic, None, "POSITION_AFTER_END", message)
+    if last.index == position.index and not last.is_same(position):
+        message = f"{topic} ends with {last} now, which is not the message of the position {position}"
+        return Loss(topic, None, "POSITION_DIVERGED", message)
+    if position.index + 1 < first:
+        gone = first - position.index - 1
+        message = f"{topic} has lost {gone} messages to retention: indexes {position.index + 1} to {first - 1}"
+        return Loss(topic, earliest(found), "POSITION_TRIMMED", message)
+    return None
+
+
+def _find_loss_of_entries(topic: str, position: Position, found: StockEnds) -> Loss | None:
+    """The same for a topic that no sidecar writes."""
+    if position.incarnation != stock.STOCK:
+        message = (
+            f"no sidecar writes {topic} now, and the position {position} is of a topic that one wrote; "
+            f"what that held after index {position.index} is gone"
+        )
+        return Loss(topic, earliest(found), "POSITION_OF_ANOTHER_INCARNATION", message)
+    if found.last.index < position.index:
+        message = f"{topic} ends with {found.last} now, before the position {position}"
+        return Loss(topic, None, "POSITION_AFTER_END", message)
+    if found.entries_up_to(position) is None:
+        message = (
+            f"{topic} was read up to {stock.entry_before(position)}, which it does not hold any more: what followed is "
+            f"gone too, as far as it stood before ledger {found.first_ledger}, with which it begins now. Retention has "
+            "removed it, or the topic was made anew"
+        )
+        return Loss(topic, earliest(found), "POSITION_TRIMMED", message)
+    return None
+
+
+# -- Waiting for a sidecar that is away, and who is asked.
 
 PATIENCE_SECONDS = 30.0
 """A sidecar that cannot be reached is asked again for so long; one that recovers, for as long as it takes."""
@@ -52,8 +135,8 @@ class _Admin(Protocol):
     def topics(self) -> list[admin_pb2.Topic]: ...
 
 
-class Client(Protocol):
-    """What planning asks: `seqdedupe.client.blocking.Client`, or `seqdedupe_spark.cluster.client.ClusterClient`."""
+class PlanningClient(Protocol):
+    """What planning asks: a sidecar's `blocking.Client`, or `cluster.cluster_client.ClusterClient`."""
 
     @property
     def admin(self) -> _Admin: ...
@@ -75,7 +158,7 @@ class Holder(Protocol):
     def keep_from(self, topic: str, position: Position) -> None: ...
 
 
-class Waiting:
+class WaitingLine:
     """Says in the log, now and then, what is waited for."""
 
     def __init__(self) -> None:
@@ -96,7 +179,7 @@ def patiently(
 ) -> T:
     """Calls until there is an answer. Raises UnavailableError if there is none for so long; while a topic recovers the
     time does not count. Once it should stop it raises what it was told last."""
-    backoff, waiting = Backoff(0.02, 1.0), Waiting()
+    backoff, waiting = Backoff(0.02, 1.0), WaitingLine()
     until = time.monotonic() + seconds
     while True:
         try:
@@ -113,19 +196,19 @@ def patiently(
 
 def of_job(service: Service, job: str) -> Service:
     """The service for a job, which has a subscription of its own in a cluster."""
-    return replace(service, subscription=SUBSCRIPTION_PREFIX + job) if isinstance(service, Cluster) else service
+    return replace(service, subscription=SUBSCRIPTION_PREFIX + job) if isinstance(service, PulsarCluster) else service
 
 
-def open_client(service: Service, selection: Selection, *, may_lose: bool = False) -> Client:
+def open_client(service: Service, selection: Selection, *, may_lose: bool = False) -> PlanningClient:
     """For planning what is selected. `may_lose` allows topics that no sidecar writes without a subscription.
 
     Raises INVALID_CONFIGURATION if packages for reading from brokers are missing.
     """
-    if not isinstance(service, Cluster):
+    if not isinstance(service, PulsarCluster):
         return sidecar_at(service).connect()
     try:
         compiled.prepare()
-        from seqdedupe_spark.cluster.client import ClusterClient
+        from seqdedupe_spark.cluster.cluster_client import ClusterClient
     except ImportError as e:
         raise error(
             "INVALID_CONFIGURATION",
@@ -147,14 +230,14 @@ def open_client(service: Service, selection: Selection, *, may_lose: bool = Fals
     return ClusterClient(service, [namespace], lambda name: _matches(pattern, name), skips=True, may_lose=may_lose)
 
 
-class Listing:
+class TopicListing:
     """The topics of a sidecar and what they hold at one moment, by one call for each 1,000 of them.
 
     Where a topic ends only its owner knows, once it has recovered: others, and those that a position does not fit, are
     asked for by themselves, and waited for.
     """
 
-    def __init__(self, client: Client, should_stop: Callable[[], bool] = lambda: False) -> None:
+    def __init__(self, client: PlanningClient, should_stop: Callable[[], bool] = lambda: False) -> None:
         """Raises UnavailableError after PATIENCE_SECONDS."""
         self._client = client
         self._should_stop = should_stop
@@ -308,7 +391,7 @@ class Listing:
             return Position.before(found.last.incarnation, where)
         return found.last if where == "latest" else earliest(found)
 
-    def plan(self, starts: Mapping[str, Position], limits: Limits = NO_LIMITS) -> list[Range]:
+    def plan(self, starts: Mapping[str, Position], limits: ReadLimits = NO_LIMITS) -> list[Range]:
         """What there is to read after each start, within the limits; no range for a topic that has nothing new.
 
         Raises PositionError or NotFoundError where `look` finds a loss, UnavailableError after PATIENCE_SECONDS.
@@ -326,7 +409,7 @@ class Listing:
         found = self._stock.get(topic)
         return Range(topic, start, end, None if found is None else found.count(start, end))
 
-    def within(self, ranges: Iterable[Range], limits: Limits) -> list[Range]:
+    def within(self, ranges: Iterable[Range], limits: ReadLimits) -> list[Range]:
         """The beginnings of those ranges that are not empty, within the limits.
 
         A limit is shared in proportion to the messages there are. Each range keeps one message at least, even if that

@@ -12,16 +12,15 @@ from pyspark.sql.utils import is_remote
 
 from seqdedupe.client import blocking
 from seqdedupe.client.blocking.producer import Producer
-from seqdedupe.client.receipts import Verdict
+from seqdedupe.client.pending import Verdict
 from seqdedupe.errors import InvalidRequestError, SeqdedupeError, error
 from seqdedupe.names import producer_name, topic_name
 from seqdedupe.v1 import admin_pb2
-from seqdedupe_spark.failures import typed_failures
+from seqdedupe_spark.options import parse_sink
 from seqdedupe_spark.planning import patiently
-from seqdedupe_spark.session import activate
-from seqdedupe_spark.sidecar import Sidecar, sidecar_at
-from seqdedupe_spark.sink.options import parse
-from seqdedupe_spark.sink.rows import frame_of, pieces
+from seqdedupe_spark.service import SidecarService, sidecar_at
+from seqdedupe_spark.session import activate, typed_failures
+from seqdedupe_spark.sink.row_layout import frame_of, pieces
 
 _TYPES = {
     "value": ("binary", "string"),
@@ -67,7 +66,7 @@ def publish(frame: DataFrame, topic: str | None = None, **options: str) -> Publi
     Raises ConfigurationError (INVALID_OPTION) for wrong columns or options, InvalidRequestError for what cannot be sent
     (NOT_ASCENDING: an ID comes twice), FencedError, UnavailableError; a part of the rows may be published then.
     """
-    given = parse(options if topic is None else {**options, "topic": topic})
+    given = parse_sink(options if topic is None else {**options, "topic": topic})
     columns = _columns(frame, given.topic)
     rows = frame.select(columns).repartition(*_ORDER[:2]).sortWithinPartitions(*_ORDER)
     service = given.service
@@ -131,7 +130,7 @@ def _columns(frame: DataFrame, topic: str | None) -> list[Column]:
     return columns
 
 
-def publish_sorted(service: str | Sidecar, batches: Iterable[pa.RecordBatch]) -> Published:
+def publish_sorted(service: str | SidecarService, batches: Iterable[pa.RecordBatch]) -> Published:
     """What a task does with rows that are sorted by topic, producer and sequence ID."""
     rows = 0
     with sidecar_at(service).connect() as client:

@@ -1,4 +1,7 @@
-"""Ranges of a topic: what one task of a job reads, and what one transaction moves a position over."""
+"""Ranges of a topic: what one task of a job reads, and one transaction moves a position over. Pure.
+
+`planning` finds out which there are; here they are cut and packed.
+"""
 
 import re
 from dataclasses import dataclass
@@ -56,3 +59,59 @@ class Range:
         if self.entries is not None:
             return f"{self.topic} after {self.start} up to {self.end}"
         return f"{self.topic} [{self.first_index}, {self.stop_index})"
+
+
+# -- Sharing out ranges: a limit over topics, a topic over tasks, and many small ranges over few tasks.
+
+PACKED_MESSAGES = 10_000
+"""A task is given several ranges if they have no more messages together."""
+
+PACKED_RANGES = 32
+"""And so many ranges at most: messages may be large."""
+
+
+def shares(there: list[int], limit: int) -> list[int]:
+    """The limit shared out in proportion to what is there, at least one each."""
+    rest, more = max(limit - len(there), 0), max(sum(there) - len(there), 1)
+    return [1 + rest * (one - 1) // more for one in there]
+
+
+def split(ranges: list[Range], parts: int, most: int | None = None) -> list[Range]:
+    """The same messages in at least so many ranges, if there are so many messages, and at most so many in each; each
+    range is cut evenly. One whose entries are counted stays whole."""
+    messages = sum(len(one) for one in ranges)
+
+    def pieces(one: Range) -> int:
+        if one.entries is not None:
+            return 1
+        by_most = -(-len(one) // most) if most else 1
+        return min(max(-(-len(one) * parts // messages), by_most), len(one))
+
+    return [
+        cut(one, len(one) * i // count, len(one) * (i + 1) // count) if count > 1 else one
+        for one in ranges
+        if len(one)
+        for count in [pieces(one)]
+        for i in range(count)
+    ]
+
+
+def cut(whole: Range, first: int, stop: int) -> Range:
+    """Its messages from the `first`-th to before the `stop`-th. Where it cuts, positions have an index only."""
+    start = Position.before(whole.incarnation, whole.first_index + first) if first else whole.start
+    end = Position.before(whole.incarnation, whole.first_index + stop) if stop < len(whole) else whole.end
+    return Range(whole.topic, start, end)
+
+
+def packed(messages: list[int], least_parts: int = 1, most: int | None = None) -> list[range]:
+    """Neighbours that one task takes: `messages` are those of each range; in at least so many parts, if there are so
+    many ranges with messages enough, and of at most so many messages together."""
+    most = max(min(PACKED_MESSAGES, sum(messages) // max(least_parts, 1), most or PACKED_MESSAGES), 1)
+    parts: list[range] = []
+    first = total = 0
+    for number, count in enumerate(messages):
+        if number > first and (total + count > most or number - first == PACKED_RANGES):
+            parts.append(range(first, number))
+            first, total = number, 0
+        total += count
+    return [*parts, range(first, len(messages))] if messages else []

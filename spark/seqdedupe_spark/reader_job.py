@@ -1,4 +1,8 @@
-"""`python -m seqdedupe_spark.reader_job`: topics into a table, each message once. As a library: `ReaderJob`."""
+"""`python -m seqdedupe_spark.reader_job`: topics into a table, each message once. As a library: `ReaderJob`.
+
+Begin with `run`. There is one way to run a job, `ReaderJob.run`; with a checkpoint a streaming query is its clock
+(`_stream`). Above the commands stands what a job shows of itself.
+"""
 
 import importlib
 import json
@@ -7,8 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import click
 from pyspark.sql import DataFrame, SparkSession
@@ -18,16 +21,90 @@ from seqdedupe.command import FAILED, say, sidecar_options
 from seqdedupe.errors import PositionError, UnavailableError, error
 from seqdedupe.names import topic_name
 from seqdedupe_spark import options
-from seqdedupe_spark.command import FILE_OPTIONS, file_options, run_command
-from seqdedupe_spark.failures import typed_failures
 from seqdedupe_spark.job.dead_letters import MAX_DEAD_LETTERS, SUFFIX
-from seqdedupe_spark.job.operations import positions_of, reset_position
-from seqdedupe_spark.job.progress import Progress, summary, text
+from seqdedupe_spark.job.positions import positions_of, reset_position
 from seqdedupe_spark.job.range_task import Transform
 from seqdedupe_spark.job.rounds import TRIGGER_SECONDS, JobConfig, ReaderJob, Round
-from seqdedupe_spark.session import start_session
+from seqdedupe_spark.options import FILE_OPTIONS, file_options
+from seqdedupe_spark.session import run_command, start_session, typed_failures
 from seqdedupe_spark.source import SeqdedupeDataSource
 from seqdedupe_spark.stores.urls import from_url
+
+# -- What a job shows of itself while it runs: one line, rewritten in place on a terminal, else a new one now and
+# then.
+
+LINE_SECONDS = 5.0
+"""How often a line is printed where it cannot be rewritten."""
+
+_RATE_SECONDS = 10.0
+"""Over how long the rate is taken, about."""
+
+
+class Progress:
+    """The progress line of a job, on `stream`. Rows are those written."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._is_terminal = stream.isatty()
+        self._began = self._since = time.monotonic()
+        self._rows = self._rows_then = 0
+        self._shown = 0.0
+        self._width = 0
+
+    def show(self, done: Round) -> None:
+        """To be called after every round."""
+        self._rows += done.written
+        now = time.monotonic()
+        line = f"{self._rows:,} rows, {self._rate(now):,.0f} rows/s, lag {done.lag:,}"
+        if self._is_terminal:
+            self._stream.write("\r" + line.ljust(self._width))
+            self._width = len(line)
+        elif now - self._shown >= LINE_SECONDS:
+            self._shown = now
+            self._stream.write(line + "\n")
+        self._stream.flush()
+
+    def _rate(self, now: float) -> float:
+        rate = (self._rows - self._rows_then) / max(now - self._since, 1e-9)
+        if now - self._since >= _RATE_SECONDS:
+            self._since, self._rows_then = now, self._rows
+        return rate
+
+    def close(self) -> None:
+        """Ends the line that was rewritten."""
+        if self._width:
+            self._stream.write("\n")
+            self._stream.flush()
+
+
+def summary(total: Round, seconds: float) -> dict[str, object]:
+    """What a run has done, as JSON has it. The form is documented: keep it stable."""
+    return {
+        "read": total.read,
+        "written": total.written,
+        "duplicates": total.duplicates,
+        "dead_letters": total.dead_letters,
+        "lag": total.lag if total.has_looked else None,
+        "seconds": round(seconds, 3),
+        "topics": {
+            topic: {"position": str(standing.stored.position), "epoch": standing.stored.epoch, "lag": standing.lag}
+            for topic, standing in total.standings.items()
+        },
+    }
+
+
+def text(total: Round, seconds: float) -> str:
+    """The same, for a person."""
+    if not total.has_looked:
+        return f"nothing was read in {seconds:.1f} s: where the topics stand could not be found out"
+    dropped = f", {total.duplicates:,} duplicates dropped" if total.duplicates else ""
+    if total.dead_letters:
+        dropped += f", {total.dead_letters:,} dead letters"
+    return (
+        f"{total.read:,} messages read{dropped}, {total.written:,} rows written in {seconds:.1f} s; "
+        f"{total.lag:,} left to read in {len(total.standings)} topics"
+    )
+
 
 __all__ = ["JobConfig", "ReaderJob", "Round"]
 
@@ -39,47 +116,42 @@ _job = click.option("--job", required=True, metavar="NAME", help="The job: its p
 _store = click.option("--store", "store_url", required=True, metavar="URL", help="sqlite:///FILE, postgresql://…, …")
 _as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON, as docs/spark-job.md describes it.")
 
-_SOURCE_OPTIONS = {
-    "address": "service.url",
-    "admin_url": "admin.url",
-    "topic": "topic",
-    "topics": "topics",
-    "topics_pattern": "topicsPattern",
-    "starting_offsets": "startingOffsets",
-    "starting_time": "startingTime",
-    "max_offsets_per_trigger": "maxOffsetsPerTrigger",
-    "max_bytes_per_trigger": "maxBytesPerTrigger",
-    "fail_on_data_loss": "failOnDataLoss",
-    "plain_column_names": "plainColumnNames",
-    "pulsar_columns": "pulsarColumns",
-    "read_timeout_seconds": "readTimeoutSeconds",
-}
-"""The data source's options that a job takes too."""
+_OTHER_NAMES = {"address": "service.url", "admin_url": "admin.url"}
+"""Of the data source's options that a job takes too: it has all others by the command's names, in camel case."""
 
 _CLIENT = "pulsar.client."
 
 _CLOCK_OPTIONS = ("service.url", "admin.url", "topic", "topics", "topicsPattern", *FILE_OPTIONS.values())
 
 
-def _service_options(command: Command) -> Command:
-    for option in (
-        click.option(
-            "--pulsar-client",
-            "pulsar_client",
-            multiple=True,
-            metavar="NAME=VALUE",
-            help="An option pulsar.client.NAME, as authParams=file:///PATH.",
-        ),
-        click.option("--admin-url", metavar="URL", help="With --address pulsar://…: the cluster's admin URL."),
-        sidecar_options,
-    ):
-        command = option(command)
-    return command
+def _options(*options: Command) -> Command:
+    """A decorator that is all of these; `--help` shows them in this order."""
+
+    def decorate(command: Command) -> Command:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+_service_options = _options(
+    sidecar_options,
+    click.option("--admin-url", metavar="URL", help="With --address pulsar://…: the cluster's admin URL."),
+    click.option(
+        "--pulsar-client",
+        "pulsar_client",
+        multiple=True,
+        metavar="NAME=VALUE",
+        help="An option pulsar.client.NAME, as authParams=file:///PATH.",
+    ),
+)
 
 
 def _given(source: dict[str, Any]) -> dict[str, str]:
     """The options of the data source that were said."""
-    given = {name: str(source[key]) for key, name in _SOURCE_OPTIONS.items() if source.get(key) is not None}
+    said = {name: value for name, value in source.items() if value is not None and name != "pulsar_client"}
+    given = {_OTHER_NAMES.get(name) or _camel_case(name): str(value) for name, value in said.items()}
     given |= file_options()
     for one in source["pulsar_client"]:
         name, _, value = one.partition("=")
@@ -87,40 +159,38 @@ def _given(source: dict[str, Any]) -> dict[str, str]:
     return given
 
 
-def _source_options(command: Command) -> Command:
-    for option in reversed(
-        [
-            _service_options,
-            click.option("--topic", metavar="TOPIC", help="One topic, or all partitions of one."),
-            click.option("--topics", metavar="TOPIC,…", help="Several."),
-            click.option("--topics-pattern", metavar="REGEX", help="All whose full or short name matches."),
-            click.option("--starting-offsets", metavar="earliest|latest|JSON", help="Where the first start begins."),
-            click.option(
-                "--starting-time", metavar="MS|JSON", help="Or: what was published then or later, in ms since 1970."
-            ),
-            click.option("--max-offsets-per-trigger", metavar="N", help="Messages in a round at most, of all topics."),
-            click.option("--max-bytes-per-trigger", metavar="N", help="Bytes in a round at most, about."),
-            click.option(
-                "--fail-on-data-loss/--no-fail-on-data-loss",
-                default=True,
-                show_default=True,
-                help="Whether messages that are gone before they were read are an error, or a warning.",
-            ),
-            click.option(
-                "--read-timeout-seconds",
-                metavar="N",
-                help="A task to which no message has come for so long ends, and is planned again; default: 20.",
-            ),
-            click.option("--plain-column-names", is_flag=True, help="Columns without the leading __."),
-            click.option(
-                "--pulsar-columns",
-                is_flag=True,
-                help="More columns: exact keys, ordering keys, schema versions.",
-            ),
-        ]
-    ):
-        command = option(command)
-    return command
+def _camel_case(name: str) -> str:
+    first, *others = name.split("_")
+    return first + "".join(map(str.capitalize, others))
+
+
+_source_options = _options(
+    _service_options,
+    click.option("--topic", metavar="TOPIC", help="One topic, or all partitions of one."),
+    click.option("--topics", metavar="TOPIC,…", help="Several."),
+    click.option("--topics-pattern", metavar="REGEX", help="All whose full or short name matches."),
+    click.option("--starting-offsets", metavar="earliest|latest|JSON", help="Where the first start begins."),
+    click.option("--starting-time", metavar="MS|JSON", help="Or: what was published then or later, in ms since 1970."),
+    click.option("--max-offsets-per-trigger", metavar="N", help="Messages in a round at most, of all topics."),
+    click.option("--max-bytes-per-trigger", metavar="N", help="Bytes in a round at most, about."),
+    click.option(
+        "--fail-on-data-loss/--no-fail-on-data-loss",
+        default=True,
+        show_default=True,
+        help="Whether messages that are gone before they were read are an error, or a warning.",
+    ),
+    click.option(
+        "--read-timeout-seconds",
+        metavar="N",
+        help="A task to which no message has come for so long ends, and is planned again; default: 20.",
+    ),
+    click.option("--plain-column-names", is_flag=True, help="Columns without the leading __."),
+    click.option(
+        "--pulsar-columns",
+        is_flag=True,
+        help="More columns: exact keys, ordering keys, schema versions.",
+    ),
+)
 
 
 @click.group(
@@ -138,7 +208,6 @@ def cli() -> None:
 @click.option("--table", required=True, help="Where the rows go; made if it is missing.")
 @_source_options
 @click.option("--transform", metavar="MODULE:FUNCTION", help="Makes an Arrow RecordBatch of rows of one of messages.")
-@click.option("--sql", metavar="TEXT|@FILE", help="Or: a query over the view messages, which works row by row.")
 @click.option("--deduplicate", is_flag=True, help="Drop messages that the topic itself holds twice.")
 @click.option(
     "--transaction",
@@ -177,7 +246,6 @@ def run(
     store_url: str,
     table: str,
     transform: str | None,
-    sql: str | None,
     deduplicate: bool,
     transaction: Any,
     on_error: str,
@@ -202,8 +270,7 @@ def run(
     config = JobConfig(
         job, options.parse(given), from_url(store_url), table, deduplicate, transaction, max_dead_letters
     )
-    function = _imported(transform) if transform else None
-    reader = ReaderJob(None, config, function, frame=_text(sql) if sql else None)
+    reader = ReaderJob(None, config, _imported(transform) if transform else None)
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     began = time.monotonic()
     reader.spark = spark = start_session(f"seqdedupe {job}", master)
@@ -291,10 +358,6 @@ def _imported(name: str) -> Transform:
     if not callable(found):
         raise error("INVALID_OPTION", f"--transform {name}: that is no function")
     return found  # type: ignore[no-any-return]
-
-
-def _text(value: str) -> str:
-    return Path(value[1:]).read_text() if value.startswith("@") else value
 
 
 @cli.command(short_help="Show where the job is.")

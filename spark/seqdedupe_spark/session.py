@@ -1,15 +1,44 @@
-"""The Spark session of a command."""
+"""The Spark session of a command: how it starts, and its errors in one line, also a worker's."""
 
 import os
 import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
+import click
+from py4j.protocol import Py4JError, Py4JJavaError  # type: ignore[import-untyped]
+from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
-from seqdedupe.errors import error
+from seqdedupe import command as commands
+from seqdedupe.command import FAILED
+from seqdedupe.errors import REASONS, error
+
+# -- Errors that cross Spark: what a worker raised, raised again on the driver.
+
+_TYPED_ERROR = re.compile(r"seqdedupe\.errors\.\w+: (.*) \[([A-Z_]+)\]")
+
+
+@contextmanager
+def typed_failures() -> Iterator[None]:
+    """Raises the `SeqdedupeError` that failed a task, which Spark gives as the text of a traceback only."""
+    try:
+        yield
+    except PySparkException as e:
+        found = _TYPED_ERROR.search(str(e))
+        if found is None or found[2] not in REASONS:
+            raise
+        raise error(found[2], found[1]) from e
+
+
+def first_line(text: str) -> str:
+    """What Spark says, in a line: a plan or a traceback may follow it, and a line break stand before it."""
+    return text.strip().partition("\n")[0]
+
 
 LEAST_JAVA = 17
 """The oldest Java that Spark runs on."""
@@ -84,3 +113,21 @@ def check_java() -> None:
             f"Spark needs Java {LEAST_JAVA} or newer, and {what}",
             hint=f"Install it: apt install openjdk-{LEAST_JAVA}-jre-headless",
         )
+
+
+# -- Running a Spark command: what Spark raises is an error of one line too.
+
+
+def run_command(
+    command: click.Command, name: str, *, arguments: Sequence[str] | None = None, failed: int = FAILED
+) -> int:
+    """As `seqdedupe.command.run_command`; what Spark raises is status `failed` too."""
+    try:
+        return commands.run_command(command, name, arguments=arguments, failed=failed)
+    except Py4JJavaError as e:
+        what = e.java_exception.toString()
+    except (PySparkException, Py4JError) as e:
+        what = str(e)
+    as_json = commands.says_json(sys.argv[1:] if arguments is None else arguments)
+    commands.say_foreign(name, "SPARK_ERROR", f"Spark: {first_line(what)}", as_json=as_json)
+    return failed

@@ -1,9 +1,15 @@
-"""The PySpark data source `seqdedupe`: a topic's messages as a DataFrame, all at once or as a stream; and the sink."""
+"""The PySpark data source `seqdedupe`: a topic's messages as a DataFrame, all at once or as a stream; and the sink.
+
+Begin with `SeqdedupeDataSource`, which Spark makes. The offsets that a streaming query keeps in its checkpoint are
+above it, its readers and when a trigger waits below.
+"""
 
 import logging
+import math
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pyarrow as pa
 from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceStreamReader, InputPartition
@@ -18,24 +24,64 @@ from pyspark.sql.streaming.datasource import (
 )
 from pyspark.sql.types import StructType
 
-from seqdedupe.errors import NotFoundError, PositionError, SeqdedupeError, error
+from seqdedupe.errors import InvalidRequestError, NotFoundError, PositionError, SeqdedupeError, error
 from seqdedupe.message_id import Position
+from seqdedupe_spark import options as sink_options
 from seqdedupe_spark import options as user_options
 from seqdedupe_spark.columns import columns_of, to_arrow
-from seqdedupe_spark.delaying import Delaying
-from seqdedupe_spark.losses import Loss
-from seqdedupe_spark.offsets import NOTHING_YET, Offsets, as_texts, offset_after, positions_in, starts_in
-from seqdedupe_spark.options import NO_LIMITS, Options
-from seqdedupe_spark.places import TURNED_ROUND
-from seqdedupe_spark.planning import Client, Listing, open_client
-from seqdedupe_spark.ranges import Range
-from seqdedupe_spark.reading import joined, read_range, read_stored
-from seqdedupe_spark.sharing import packed, split
-from seqdedupe_spark.sink import checkpoint, window
-from seqdedupe_spark.sink import options as sink_options
-from seqdedupe_spark.sink.layout import layout_of
-from seqdedupe_spark.sink.task import SinkTask
-from seqdedupe_spark.sink.writers import BatchWriter, StreamWriter
+from seqdedupe_spark.options import NO_LIMITS, Least, Options
+from seqdedupe_spark.planning import Loss, PlanningClient, TopicListing, open_client
+from seqdedupe_spark.range_reader import joined, read_range, read_stored
+from seqdedupe_spark.ranges import Range, packed, split
+from seqdedupe_spark.read_bounds import TURNED_ROUND
+from seqdedupe_spark.sink.row_layout import layout_of
+from seqdedupe_spark.sink.task import BatchWriter, Began, SinkTask, StreamWriter, began, now
+
+# -- The offsets of a streaming query: what Spark keeps in a checkpoint, and gives back to plan a batch, or plan it
+# again.
+#
+# An offset is a position for each topic, after the last message of the batch: `{"TOPIC": "POSITION"}`. Where that
+# batch is the first to read a topic, `"starts"` has the position before its first message, in the same form. Spark
+# logs the ends of batches alone: to repeat its first one it asks for the start once more, and by then `latest`, a
+# time or what retention has left is another place.
+
+Offsets = dict[str, Any]
+
+_STARTS = "starts"
+"""No topic has this name: they are full names."""
+
+NOTHING_YET: Offsets = {_STARTS: None}
+"""The offset before the first batch: where that starts its own offset says."""
+
+
+def as_texts(positions: Mapping[str, Position]) -> dict[str, str]:
+    return {topic: str(position) for topic, position in sorted(positions.items())}
+
+
+def offset_after(before: Offsets, ends: Mapping[str, Position], starts: Mapping[str, Position]) -> Offsets:
+    """The offset of the batch after another one that reads up to these ends, and some topics for the first time, from
+    these starts. It is the other one if nothing is new: Spark then runs no batch."""
+    if before != NOTHING_YET and not starts and ends == positions_in(before):
+        return before
+    return as_texts(ends) | ({_STARTS: as_texts(starts)} if starts else {})
+
+
+def positions_in(offset: Offsets) -> dict[str, Position]:
+    """Up to where a query is in each topic that it has read. Raises INVALID_POSITION."""
+    return _parsed({topic: text for topic, text in offset.items() if topic != _STARTS})
+
+
+def starts_in(before: Offsets, offset: Offsets) -> dict[str, Position]:
+    """Where the batch between two offsets starts in its topics, as far as they say so. Raises INVALID_POSITION."""
+    return _parsed(offset.get(_STARTS) or {}) | positions_in(before)
+
+
+def _parsed(texts: Mapping[str, str]) -> dict[str, Position]:
+    try:
+        return {topic: Position.parse(text) for topic, text in texts.items()}
+    except InvalidRequestError as e:
+        raise error("INVALID_POSITION", f"the checkpoint's offsets are not this source's: {e.message}") from e
+
 
 NAME = "seqdedupe"
 
@@ -84,9 +130,9 @@ class SeqdedupeDataSource(DataSource):
 
     def writer(self, schema: StructType, overwrite: bool) -> BatchWriter:
         try:
-            options = sink_options.parse(self.options)
-            began = window.now() if options.checkpoint is None else checkpoint.began(options.checkpoint)
-            return BatchWriter(_sink_task(options, schema, overwrite, began))
+            options = sink_options.parse_sink(self.options)
+            since = now() if options.checkpoint is None else began(options.checkpoint)
+            return BatchWriter(_sink_task(options, schema, overwrite, since))
         except SeqdedupeError as e:
             # Spark shows the traceback: the line that matters should not stand behind many that do not.
             raise e.with_traceback(None) from None
@@ -94,16 +140,16 @@ class SeqdedupeDataSource(DataSource):
     def streamWriter(self, schema: StructType, overwrite: bool) -> StreamWriter:  # noqa: N802
         # Spark calls it for every batch, and once more to commit it.
         try:
-            options = sink_options.parse(self.options)
-            return StreamWriter(_sink_task(options, schema, overwrite, checkpoint.began(options.checkpoint)))
+            options = sink_options.parse_sink(self.options)
+            return StreamWriter(_sink_task(options, schema, overwrite, began(options.checkpoint)))
         except SeqdedupeError as e:
             raise e.with_traceback(None) from None
 
 
-def _sink_task(options: sink_options.SinkOptions, schema: StructType, overwrite: bool, began: window.Began) -> SinkTask:
+def _sink_task(options: sink_options.SinkOptions, schema: StructType, overwrite: bool, since: Began) -> SinkTask:
     if overwrite:
         raise error("INVALID_OPTION", "a topic is only appended to: there are mode('append') and outputMode('append')")
-    task = SinkTask(options.service, layout_of(schema, options.topic), began, options.fail_on_forgotten_ids)
+    task = SinkTask(options.service, layout_of(schema, options.topic), since, options.fail_on_forgotten_ids)
     task.check_topic()
     return task
 
@@ -138,11 +184,13 @@ class _Reading:
         self.schema = schema
         self._told: set[str] = set()
 
-    def client(self) -> Client:
+    def client(self) -> PlanningClient:
         options = self.options
         return open_client(options.service, options.selection, may_lose=not options.fail_on_data_loss)
 
-    def ranges(self, listing: Listing, starts: Mapping[str, Position], ends: Mapping[str, Position]) -> list[Range]:
+    def ranges(
+        self, listing: TopicListing, starts: Mapping[str, Position], ends: Mapping[str, Position]
+    ) -> list[Range]:
         """What is to be read between positions, as far as it is there."""
         ranges = []
         for topic, end in ends.items():
@@ -161,7 +209,7 @@ class _Reading:
                 raise error("INVALID_OPTION", f"there is nothing to read: {what}", hint=TURNED_ROUND)
         return split(ranges, self.options.min_partitions, self.options.max_records_per_partition)
 
-    def _left(self, listing: Listing, topic: str, position: Position) -> Position | None:
+    def _left(self, listing: TopicListing, topic: str, position: Position) -> Position | None:
         """The position, or that of what is left after it if the loss may be accepted; None if nothing is."""
         loss = listing.find_loss(topic, position)
         if loss is None:
@@ -204,7 +252,7 @@ class _Reading:
                     yield to_arrow(stored, range.topic, self.schema)
             except (PositionError, NotFoundError):
                 with self.client() as client:
-                    found = Listing(client).look(range.topic, start)
+                    found = TopicListing(client).look(range.topic, start)
                 if not isinstance(found, Loss):
                     raise
                 self.accept(found)
@@ -217,13 +265,31 @@ class BatchReader(_Reading, DataSourceReader):
     def partitions(self) -> list[InputPartition]:
         options = self.options
         with self.client() as client:
-            listing = Listing(client)
+            listing = TopicListing(client)
             names = listing.select(options.selection)
             if not names:
                 raise error("TOPIC_NOT_FOUND", f"topicsPattern: no topic matches {options.selection.pattern}")
             starts = listing.resolve(names, options.starting or "earliest", "startingOffsets")
             ends = listing.resolve(names, options.ending or "latest", "endingOffsets")
             return self.tasks(self.ranges(listing, starts, ends))
+
+
+@dataclass
+class Delaying:
+    """Which triggers wait. That is not in the checkpoint: the first trigger of a query that is started again takes what
+    there is."""
+
+    least: Least
+    taken_at_seconds: float = -math.inf
+    """When a trigger took messages last."""
+
+    def waits(self, messages: int, now_seconds: float) -> bool:
+        """Whether a trigger for which there are so many messages leaves them; otherwise it is said to take them."""
+        if messages < self.least.messages and now_seconds - self.taken_at_seconds < self.least.delay_seconds:
+            return True
+        if messages:
+            self.taken_at_seconds = now_seconds
+        return False
 
 
 class StreamReader(_Reading, DataSourceStreamReader, SupportsTriggerAvailableNow):
@@ -253,7 +319,7 @@ class StreamReader(_Reading, DataSourceStreamReader, SupportsTriggerAvailableNow
         before = positions_in(start)
         ranges = []
         with self.client() as client:
-            listing = Listing(client)
+            listing = TopicListing(client)
             names = listing.select(self.options.selection, known=before)
             new = self._starts_of_new(listing, [name for name in names if name not in before], start)
             ends = before | new
@@ -273,7 +339,7 @@ class StreamReader(_Reading, DataSourceStreamReader, SupportsTriggerAvailableNow
             ranges = listing.within(ranges, self.options.limits if is_limited else NO_LIMITS)
         return offset_after(start, ends | {range.topic: range.end for range in ranges}, new)
 
-    def _starts_of_new(self, listing: Listing, names: list[str], start: Offsets) -> dict[str, Position]:
+    def _starts_of_new(self, listing: TopicListing, names: list[str], start: Offsets) -> dict[str, Position]:
         """Where to start in topics that the query has not read yet; a topic that is found later begins at its
         earliest."""
         place = (self.options.starting or "latest") if start == NOTHING_YET else "earliest"
@@ -302,7 +368,7 @@ class StreamReader(_Reading, DataSourceStreamReader, SupportsTriggerAvailableNow
         for topic in ends.keys() - starts.keys():
             starts[topic] = self._unsaid_start(topic, ends[topic].incarnation, start)
         with self.client() as client:
-            return self.tasks(self.ranges(Listing(client), starts, ends))
+            return self.tasks(self.ranges(TopicListing(client), starts, ends))
 
     def _unsaid_start(self, topic: str, incarnation: int, start: Offsets) -> Position:
         """The start of a topic in a batch that an older version planned, which did not say so: it was the earliest, or

@@ -8,7 +8,7 @@ the message ID says up to which they were read. `docs/spark-pulsar.md` has it.
 from dataclasses import dataclass, field
 
 from seqdedupe.batch import NO_INT64S, Binary, Int64s
-from seqdedupe.client.stored import StoredBatch
+from seqdedupe.client.message import StoredBatch
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.log.pulsar.ledgers import Ledgers
 from seqdedupe.message_id import MessageId, Position

@@ -8,25 +8,24 @@ from pathlib import Path
 
 import pytest
 
-from seqdedupe import sealed
-from seqdedupe.backup import manifest, restoring
-from seqdedupe.backup.making import Making
-from seqdedupe.backup.manifest import MAGIC, MANIFEST_FILE, Manifest
-from seqdedupe.backup.restoring import check, restore
+from seqdedupe.backup import manifest
+from seqdedupe.backup.maker import BackupMaker
+from seqdedupe.backup.manifest import MAGIC, MANIFEST_FILE, Manifest, check, restore
 from seqdedupe.errors import ConfigurationError, DamagedError, SeqdedupeError, UnavailableError
-from seqdedupe.format.tag import key_of
+from seqdedupe.files import DIGEST_BYTES, MAGIC_BYTES, head_of, writing_sealed
+from seqdedupe.format.headers import key_of
 from seqdedupe.log.embedded.inspection import DurablePart
-from seqdedupe.log.embedded.segment import Identity
+from seqdedupe.log.embedded.segment import LogIdentity
 from seqdedupe.store.db import Store
 from tests.doctor.directories import fingerprint, opened, segments
 
 
-def do_nothing(_: Making) -> None:
+def do_nothing(_: BackupMaker) -> None:
     """Not broken off."""
 
 
 async def made(
-    folder: Path, *earlier: Path, to: str = "backup", break_at: Callable[[Making], None] = do_nothing
+    folder: Path, *earlier: Path, to: str = "backup", break_at: Callable[[BackupMaker], None] = do_nothing
 ) -> Path:
     """A backup of a data directory with a topic of several segments."""
     data = folder / "data"
@@ -34,8 +33,8 @@ async def made(
         async with opened(data) as there:
             for i in range(30):
                 await there.publish("t", [("p", i)], [bytes(500)])
-            await there.topics.get("t").snapshot()
-    making = Making(folder / to)
+            await there.topics.get("t").keeper.snapshot()
+    making = BackupMaker(folder / to)
     making.begin(list(earlier))
     store = Store.open(data / "store")
     try:
@@ -45,7 +44,7 @@ async def made(
         store.close()
     files = segments(data)
     ends = [int(path.stem) for path in files[1:]] + [30]
-    identity = Identity(record.incarnation, key_of(record.secret))
+    identity = LogIdentity(record.incarnation, key_of(record.secret))
     making.add_log(
         record,
         [
@@ -94,7 +93,7 @@ async def test_each_file_that_is_changed_cut_or_missing_is_noticed(tmp_path: Pat
 
 async def test_another_version_is_told_from_damage(tmp_path: Path) -> None:
     backup = await made(tmp_path)
-    with sealed.writing(backup / MANIFEST_FILE, sealed.head_of(MAGIC, manifest.FORMAT_VERSION + 1)) as put:
+    with writing_sealed(backup / MANIFEST_FILE, head_of(MAGIC, manifest.FORMAT_VERSION + 1)) as put:
         put(b"{}")
     with pytest.raises(DamagedError, match="NEWER_FORMAT"):
         check(backup)
@@ -103,10 +102,10 @@ async def test_another_version_is_told_from_damage(tmp_path: Path) -> None:
 @pytest.mark.parametrize("path", ["../escaped", "/tmp/escaped", "a/../../escaped", "", "BACKUP"])
 async def test_a_manifest_leads_nowhere_else(tmp_path: Path, path: str) -> None:
     backup = await made(tmp_path)
-    body = (backup / MANIFEST_FILE).read_bytes()[sealed.MAGIC_BYTES + 4 : -sealed.DIGEST_BYTES]
+    body = (backup / MANIFEST_FILE).read_bytes()[MAGIC_BYTES + 4 : -DIGEST_BYTES]
     said = json.loads(body)
     said["files"][0]["path"] = path
-    with sealed.writing(backup / MANIFEST_FILE, sealed.head_of(MAGIC, manifest.FORMAT_VERSION)) as put:
+    with writing_sealed(backup / MANIFEST_FILE, head_of(MAGIC, manifest.FORMAT_VERSION)) as put:
         put(json.dumps(said).encode())
     with pytest.raises(DamagedError, match="BACKUP_DAMAGED"):
         restore(backup, tmp_path / "restored")
@@ -195,8 +194,8 @@ async def test_what_the_earlier_one_has_lost_is_copied(tmp_path: Path) -> None:
 async def test_two_that_are_made_at_once_under_one_name(tmp_path: Path) -> None:
     """By two processes that share the folder: the one that came first has it, whole; the other one touches nothing."""
 
-    def another(_: Making) -> None:
-        second = Making(tmp_path / "backup")
+    def another(_: BackupMaker) -> None:
+        second = BackupMaker(tmp_path / "backup")
         with pytest.raises(UnavailableError, match="BACKUP_FAILED"):
             second.begin([])
         second.remove()
@@ -219,9 +218,9 @@ async def test_what_is_left_unfinished_goes_and_a_link_is_not_followed(tmp_path:
 
 async def test_it_can_be_stopped(tmp_path: Path) -> None:
     with pytest.raises(UnavailableError, match="OUTCOME_UNKNOWN"):
-        await made(tmp_path, break_at=Making.stop)
+        await made(tmp_path, break_at=BackupMaker.stop)
     assert not (tmp_path / "backup").exists()
 
 
 def test_of_no_workers_there_is_one_part(tmp_path: Path) -> None:
-    assert restoring.parts_of(tmp_path) == [tmp_path]
+    assert manifest.parts_of(tmp_path) == [tmp_path]

@@ -14,7 +14,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from seqdedupe.backup.restoring import restore
+from seqdedupe.backup.manifest import restore
 from seqdedupe.client.blocking import Client as Operator
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from seqdedupe.v1 import admin_pb2

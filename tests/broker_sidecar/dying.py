@@ -87,7 +87,7 @@ def _half_written(write: Callable[..., int]) -> Callable[..., int]:
 
 def _plant_several_steps() -> None:
     """Each part of an import counts by itself, and a snapshot is removed before another one is written."""
-    from seqdedupe.core.names import Names
+    from seqdedupe.core.name_table import Names
     from seqdedupe.store.snapshots import Delta, Snapshots
     from seqdedupe.topic.control import Imported, ImportParts
 

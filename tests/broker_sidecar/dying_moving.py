@@ -22,23 +22,23 @@ FILE = "SEQDEDUPE_TEST_DIES_AT"
 PLANTED = ".planted"
 
 STEPS = (
-    "broker_sidecar.giving.Giving._answer",
-    "broker_sidecar.leaving.Leaving._let_go",
-    "seqdedupe.log.embedded.moved.leave",
-    "seqdedupe.log.embedded.moved.has_left",
-    "seqdedupe.log.embedded.moved.stays",
-    "seqdedupe.log.embedded.moved.remove_messages",
-    "seqdedupe.log.embedded.moved.is_known",
-    "broker_sidecar.arriving._check_is_free",
-    "broker_sidecar.coming.Coming.read",
-    "broker_sidecar.arriving._keep_from_who_had_it",
-    "broker_sidecar.arriving._take",
-    "seqdedupe.log.embedded.arrival.Arrival.begin",
-    "seqdedupe.log.embedded.arrival.Arrival.finish",
-    "seqdedupe.store.incoming.IncomingSnapshot.add",
-    "seqdedupe.store.incoming.IncomingSnapshot.finish",
+    "broker_sidecar.cluster.departures.Giving._answer",
+    "broker_sidecar.cluster.departures.Departures._let_go",
+    "seqdedupe.log.embedded.relocation.leave",
+    "seqdedupe.log.embedded.relocation.has_left",
+    "seqdedupe.log.embedded.relocation.stays",
+    "seqdedupe.log.embedded.relocation.remove_messages",
+    "seqdedupe.log.embedded.relocation.is_known",
+    "broker_sidecar.services.arrivals._check_is_free",
+    "broker_sidecar.services.arrivals.Coming.read",
+    "broker_sidecar.services.arrivals._keep_from_who_had_it",
+    "broker_sidecar.services.arrivals._take",
+    "seqdedupe.log.embedded.relocation.Arrival.begin",
+    "seqdedupe.log.embedded.relocation.Arrival.finish",
+    "seqdedupe.store.incoming_snapshot.IncomingSnapshot.add",
+    "seqdedupe.store.incoming_snapshot.IncomingSnapshot.finish",
     "seqdedupe.store.db.Store.put_topics",
-    "seqdedupe.topic.published.PublishedTopics.delete",
+    "seqdedupe.topic.kinds.PublishedTopics.delete",
     "seqdedupe.topic.lives.Lives._begins",
 )
 
@@ -89,18 +89,18 @@ def _plant(file: Path, step: str) -> None:
 
 
 def _plant_bug(bug: str) -> None:
-    from broker_sidecar import leaving
-    from seqdedupe.log.embedded import moved
+    from broker_sidecar.cluster import departures
+    from seqdedupe.log.embedded import relocation
 
     if bug == "nothing says that it leaves":
         # Both serve: a start does not know that the other one may have it.
-        moved.leave = lambda folder, to: None
+        relocation.leave = lambda folder, to: None
     elif bug == "lets go first":
 
-        async def settled(self: leaving.Leaving, record: Any, to: moved.To) -> None:
-            moved.has_left(self._logs.folder_of(record.incarnation))
+        async def settled(self: departures.Departures, record: Any, to: relocation.To) -> None:
+            relocation.has_left(self._logs.folder_of(record.incarnation))
 
-        leaving.Leaving._settle = settled  # type: ignore[method-assign]
+        departures.Departures._settle = settled  # type: ignore[method-assign]
 
 
 def main() -> int:
@@ -108,11 +108,11 @@ def main() -> int:
     kernels.prepare()
     from broker_sidecar.__main__ import main
     from seqdedupe.log.embedded.logs import EmbeddedLogs
-    from seqdedupe.store import incoming
+    from seqdedupe.store import incoming_snapshot
 
     EmbeddedLogs.__init__ = partialmethod(EmbeddedLogs.__init__, segment_bytes=SEGMENT_BYTES)  # type: ignore[assignment]
     # Each record of the snapshot is written by itself.
-    incoming.BATCH_BYTES = 0
+    incoming_snapshot.BATCH_BYTES = 0
     # What begins so is a key of the configuration.
     file = Path(os.environ.pop(FILE))
     for step in STEPS:

@@ -19,8 +19,8 @@ from typing import Any
 
 import grpc
 
+from seqdedupe.format.headers import key_of
 from seqdedupe.format.journal import HEAD_BYTES, rounds_in
-from seqdedupe.format.tag import key_of
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from seqdedupe.v1 import admin_pb2, batch_pb2
 from tests.broker_sidecar import edge_sidecar

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
-from broker_sidecar.giving import Giving
+from broker_sidecar.cluster.departures import Giving
 from seqdedupe.client import Client, Verdict
-from seqdedupe.store.records import snapshot_range
-from seqdedupe.topic.publishing import Topic
+from seqdedupe.store.parts import snapshot_range
+from seqdedupe.topic.topic import Topic
 from seqdedupe.v1 import admin_pb2
 from tests.broker_sidecar.moving_pair import LIMIT_SECONDS, TOPIC, One, Pair
+from tests.records_of import record_of
 
 BEFORE, DURING, AFTER = 200, 60, 40
 """Messages of each producer: before the snapshot is taken, until the topic is held, and when it was moved."""
@@ -34,7 +35,7 @@ def rows_in_store(one: One, incarnation: int) -> int:
 
 
 def incarnation(one: One) -> int:
-    found: int = one.topics.records[TOPIC].incarnation
+    found: int = record_of(one.topics, TOPIC).incarnation
     return found
 
 
@@ -122,7 +123,7 @@ async def moved_with_all(two: Pair, publishing: Publishing) -> None:
     await publishing.new("p", range(BEFORE))
     await publishing.new("before", range(BEFORE))
     await two.old.client.admin.snapshot(TOPIC)
-    await until(lambda: two.old.topics.live[TOPIC].first_index > BEFORE)
+    await until(lambda: two.old.topics.get(TOPIC).first_index > BEFORE)
     async with halfway(two):
         await publishing.new("p", range(BEFORE, BEFORE + DURING))
         await publishing.new("during", range(DURING))

@@ -14,12 +14,12 @@ from unittest.mock import patch
 import pytest
 
 from broker_sidecar.config import Config
-from broker_sidecar.sidecar import Sidecar
+from broker_sidecar.server import SidecarServer
 from seqdedupe.client import Client
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.log.embedded.logs import EmbeddedLogs
 from seqdedupe.testing import LAST_RESORT_SECONDS
-from seqdedupe.topic.state import State
+from seqdedupe.topic.base import State
 
 TOPIC = "persistent://public/default/moved"
 LIMIT_SECONDS = LAST_RESORT_SECONDS
@@ -46,7 +46,7 @@ class One:
         self.client = Client(address)
 
     async def start(self) -> None:
-        self.sidecar = Sidecar(self.config, connections=_CONNECTIONS)
+        self.sidecar = SidecarServer(self.config, connections=_CONNECTIONS)
         await self.sidecar.listen()
         await self.sidecar.recover()
 
@@ -63,14 +63,14 @@ class One:
 
     @property
     def arriving(self) -> Any:
-        return self.sidecar._admin._arriving
+        return self.sidecar._admin._arrivals
 
     @property
     def leaving(self) -> Any:
         return self.sidecar._data.leaving
 
     def serves(self, name: str = TOPIC) -> bool:
-        topic = self.topics.live.get(name)
+        topic = self.topics.registry.topic(name)
         if topic is None or topic.state is not State.SERVING:
             return False
         with suppress(SeqdedupeError):

@@ -73,7 +73,7 @@ def _stop(folder: Path) -> None:
 
 
 def _plant(bug: str) -> None:
-    from broker_sidecar import backing_up
+    from broker_sidecar.services import backup_calls
     from seqdedupe.log.embedded.logs import EmbeddedLogs
 
     @asynccontextmanager
@@ -82,7 +82,7 @@ def _plant(bug: str) -> None:
 
     if bug == "nothing kept":
         EmbeddedLogs.kept = nothing_kept  # type: ignore[method-assign]
-    moment = backing_up._moment
+    moment = backup_calls._moment
 
     def logs_first(data: Any, parts: Any) -> Any:
         # The store as it is much later: `rows` are read when the logs have been seen for long.
@@ -95,7 +95,7 @@ def _plant(bug: str) -> None:
         return seen._replace(rows=rows())
 
     if bug == "logs first":
-        backing_up._moment = logs_first
+        backup_calls._moment = logs_first
     iterdir = Path.iterdir
 
     def slowly(self: Path) -> Iterator[Path]:
@@ -111,16 +111,16 @@ if __name__ == "__main__":
     kernels.prepare()
 
     from broker_sidecar.__main__ import main
-    from seqdedupe.backup.making import Making
+    from seqdedupe.backup.maker import BackupMaker
     from seqdedupe.log.embedded.logs import EmbeddedLogs
 
     EmbeddedLogs.__init__ = partialmethod(EmbeddedLogs.__init__, segment_bytes=SEGMENT_BYTES)  # type: ignore[assignment]
-    add_store = Making.add_store
+    add_store = BackupMaker.add_store
 
-    def then_stop(self: Making, rows: Any, at_us: int) -> None:
+    def then_stop(self: BackupMaker, rows: Any, at_us: int) -> None:
         add_store(self, rows, at_us)
         _stop(Path(os.environ[FOLDER]))
 
-    Making.add_store = then_stop  # type: ignore[method-assign]
+    BackupMaker.add_store = then_stop  # type: ignore[method-assign]
     _plant(os.environ[BUG])
     sys.exit(main())

@@ -10,7 +10,7 @@ if __name__ == "__main__":
     kernels.prepare()
 
     from broker_sidecar.__main__ import main
-    from seqdedupe.topic.logged import LoggedTopic
+    from seqdedupe.topic.topic import Topic
 
-    LoggedTopic.newest_policy = property(lambda self: self.policy)  # type: ignore[assignment, method-assign]
+    Topic.newest_policy = property(lambda self: self.policy)  # type: ignore[assignment, method-assign]
     sys.exit(main())

@@ -17,24 +17,24 @@ MEGABYTE = 16 * 1024
 
 def _filters_lie() -> None:
     from seqdedupe.core.id_runs import add_to_filter
-    from seqdedupe.store import id_runs
+    from seqdedupe.store import windows
 
     lie: Any = lambda hashes, words: add_to_filter(hashes[len(hashes) // 2 :], words)  # noqa: E731
-    id_runs.add_to_filter = lie  # type: ignore[attr-defined]
+    windows.add_to_filter = lie  # type: ignore[attr-defined]
 
 
 def _snapshots_name_no_runs() -> None:
     """And have no pieces of what lies in them."""
-    from seqdedupe.store import ids
+    from seqdedupe.store import windows
 
-    real = ids.put
+    real = windows.put
 
-    def put(batch: Any, incarnation: int, stored: ids.StoredIds, pieces: ids.WrittenPieces) -> None:
+    def put(batch: Any, incarnation: int, stored: windows.StoredIds, pieces: windows.WrittenPieces) -> None:
         if stored.runs:
-            stored = ids.StoredIds(stored.key, stored.next_index, stored.next_index, moved_from=0)
+            stored = windows.StoredIds(stored.key, stored.next_index, stored.next_index, moved_from=0)
         real(batch, incarnation, stored, pieces)
 
-    ids.put = put  # type: ignore[assignment]
+    windows.put = put  # type: ignore[assignment]
 
 
 BUGS = {"filters lie": _filters_lie, "snapshots name no runs": _snapshots_name_no_runs}
@@ -45,13 +45,13 @@ def main() -> int:
     kernels.prepare()
     from broker_sidecar import data
     from broker_sidecar.__main__ import main
-    from seqdedupe.store import id_runs
+    from seqdedupe.store import windows
     from seqdedupe.topic import window_runs
 
     data.BYTES_A_MB = MEGABYTE  # type: ignore[attr-defined]
     window_runs.MAX_RUNS = 3
     window_runs.PAGES_A_PART = 4
-    id_runs.PAGES_A_WRITE = 2
+    windows.PAGES_A_WRITE = 2
     if bug := os.environ.pop(BUG, ""):
         BUGS[bug]()
     return main()

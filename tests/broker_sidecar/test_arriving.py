@@ -18,28 +18,31 @@ import grpc
 import grpc.aio
 import pytest
 
-from broker_sidecar import arriving, giving, leaving
-from broker_sidecar.giving import Giving
+from broker_sidecar.cluster import departures
+from broker_sidecar.cluster.departures import Giving
+from broker_sidecar.services import arrivals
 from seqdedupe.client import Client, Verdict
 from seqdedupe.client.cursor import Kept
-from seqdedupe.client.sidecars import Sidecars
+from seqdedupe.client.route import Sidecars
 from seqdedupe.doctor.examine import examine
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.format import headers
-from seqdedupe.format.tag import SECRET_BYTES
+from seqdedupe.format.headers import SECRET_BYTES
 from seqdedupe.log.contract import Failure
-from seqdedupe.log.embedded import moved
-from seqdedupe.log.embedded.arrival import ARRIVING, MOVE_BYTES, RECEIVER_BYTES, Arrival, receiver
+from seqdedupe.log.embedded import relocation
+from seqdedupe.log.embedded.relocation import ARRIVING, MOVE_BYTES, RECEIVER_BYTES, Arrival, receiver
 from seqdedupe.message_id import Position
-from seqdedupe.store import records, rocksdb
-from seqdedupe.store.incoming import IncomingSnapshot, row_bytes
-from seqdedupe.topic.publishing import Topic
-from seqdedupe.topic.stored import Stored
+from seqdedupe.store import parts, rocksdb
+from seqdedupe.store.incoming_snapshot import IncomingSnapshot, row_bytes
+from seqdedupe.topic.keeper import Keeper, Stored
+from seqdedupe.topic.registry import Phase
+from seqdedupe.topic.topic import Topic
 from seqdedupe.v1 import admin_pb2
 from seqdedupe.v1.admin_pb2_grpc import AdminServiceStub
 from tests.broker_sidecar.moving_messages import rows_in_store
 from tests.broker_sidecar.moving_pair import LIMIT_SECONDS, TOPIC, One, Pair, answers_late, pair
 from tests.log.power import Disk
+from tests.records_of import record_of
 
 BEFORE = 200
 """Messages that are there at first: several segments."""
@@ -59,7 +62,7 @@ async def two(empty: Pair) -> Pair:
 
 
 def incarnation(one: One) -> int:
-    found: int = one.topics.records[TOPIC].incarnation
+    found: int = record_of(one.topics, TOPIC).incarnation
     return found
 
 
@@ -156,7 +159,7 @@ async def test_numbers_sessions_policy_cursors_and_what_retention_dropped_go_wit
             await (await producer.send(b"1"))
         await two.publish(two.old, BEFORE, "q")
         await old.admin.snapshot(TOPIC)
-        await until(lambda: two.old.topics.live[TOPIC].first_index > BEFORE // 2)
+        await until(lambda: two.old.topics.get(TOPIC).first_index > BEFORE // 2)
         before = await old.admin.topic(TOPIC)
         await old.admin.move_topic(TOPIC, two.new.address)
         # Their sessions go on.
@@ -188,7 +191,7 @@ async def test_the_window_of_deduplication_ids_goes_with_it(empty: Pair) -> None
         for start in range(0, 300, 50):
             await asyncio.gather(*(publisher.send(b"x" * 60, deduplication_id=one) for one in ids[start : start + 50]))
         await old.admin.snapshot(TOPIC)
-        await until(lambda: empty.old.topics.live[TOPIC].first_index > 100)
+        await until(lambda: empty.old.topics.get(TOPIC).first_index > 100)
         last = asyncio.gather(*(publisher.send(b"y", deduplication_id=f"last {k}") for k in range(20)))
         await old.admin.move_topic(TOPIC, empty.new.address)
         await last
@@ -203,8 +206,8 @@ async def test_the_window_of_deduplication_ids_goes_with_it(empty: Pair) -> None
 async def test_a_secret_that_only_the_log_knows_goes_with_it(two: Pair) -> None:
     """As after a start that has made the store's records anew."""
     topics = two.old.topics
-    record = topics.records[TOPIC]
-    topics.records[TOPIC] = type(record)(record.name, record.incarnation, record.state)
+    record = record_of(topics, TOPIC)
+    topics.registry.entry(TOPIC).record = type(record)(record.name, record.incarnation, record.state)
     await two.old.client.admin.move_topic(TOPIC, two.new.address)
     assert await two.stored(two.new) == list(range(BEFORE))
 
@@ -292,7 +295,7 @@ async def test_one_that_grows_faster_than_it_is_copied_is_never_held(
     two: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in (("ROUNDS", 1), ("REST_BYTES", -1), ("MAX_REST_BYTES", -1)):
-        monkeypatch.setattr(giving, name, value)
+        monkeypatch.setattr(departures, name, value)
     held: list[object] = []
     hold = Topic.hold
 
@@ -305,9 +308,9 @@ async def test_one_that_grows_faster_than_it_is_copied_is_never_held(
     assert not held
     # Before it is given up those who publish wait in turns; afterwards nobody does.
     turns = itertools.count()
-    clock = SimpleNamespace(monotonic=lambda: next(turns) * giving.TURN_SECONDS)
-    monkeypatch.setattr(giving, "time", clock)
-    monkeypatch.setattr(giving, "SLOW_ROUND", 0)
+    clock = SimpleNamespace(monotonic=lambda: next(turns) * departures.TURN_SECONDS)
+    monkeypatch.setattr(departures, "time", clock)
+    monkeypatch.setattr(departures, "SLOW_ROUND", 0)
     assert "faster" in (await stays(two)).message
     assert 0 < len(held) < next(turns)
 
@@ -315,8 +318,8 @@ async def test_one_that_grows_faster_than_it_is_copied_is_never_held(
 async def test_one_that_does_not_go_on_keeps_nobody_waiting_for_longer_than_a_turn(
     two: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(giving, "SLOW_ROUND", 0)
-    monkeypatch.setattr(giving, "time", SimpleNamespace(monotonic=lambda: 1.5 * giving.TURN_SECONDS))
+    monkeypatch.setattr(departures, "SLOW_ROUND", 0)
+    monkeypatch.setattr(departures, "time", SimpleNamespace(monotonic=lambda: 1.5 * departures.TURN_SECONDS))
     stuck, go_on = asyncio.Event(), asyncio.Event()
     send = Giving._send
 
@@ -390,10 +393,10 @@ FAILURES: dict[str, Callable[[pytest.MonkeyPatch, Pair], None]] = {
     "the new store's reading": lambda m, two: m.setattr(Stored, "load", lost),
     "the new store at the end": in_store("put_topics", 2),
     "the new log's opening": in_opening,
-    "the old disk": lambda m, two: m.setattr(moved, "leave", full),
-    "the old store's snapshot": lambda m, two: m.setattr(Topic, "snapshot", at_await(Topic.snapshot, 1, lost)),
-    "the old log's reading": lambda m, two: m.setattr(giving, "_read", full),
-    "a defect": lambda m, two: m.setattr(giving, "_read", lambda *_: 1 // 0),
+    "the old disk": lambda m, two: m.setattr(relocation, "leave", full),
+    "the old store's snapshot": lambda m, two: m.setattr(Keeper, "snapshot", at_await(Keeper.snapshot, 1, lost)),
+    "the old log's reading": lambda m, two: m.setattr(departures, "_read", full),
+    "a defect": lambda m, two: m.setattr(departures, "_read", lambda *_: 1 // 0),
     "a defect at the end": lambda m, two: m.setattr(Giving, "end", lambda *_: 1 // 0),
 }
 
@@ -432,7 +435,7 @@ async def test_whatever_fails_the_old_one_goes_on_and_it_can_be_moved_afterwards
                 raise AssertionError(f"{what}: {e}") from e
             assert why.reason == "MOVE_FAILED", what
         assert not two.new.arriving._under_way, what
-        assert TOPIC not in two.new.topics.records, what
+        assert two.new.topics.registry.record(TOPIC) is None, what
         assert not two.new.topics.store.topics(), what
         assert not rows_in_store(two.new, incarnation(two.old)), what
     await two.old.client.admin.move_topic(TOPIC, two.new.address)
@@ -444,7 +447,7 @@ def removed_half(m: pytest.MonkeyPatch, two: Pair) -> None:
 
     def cut_short(folder: Path) -> None:
         m.undo()
-        (folder / moved.MOVED_FILE).unlink()
+        (folder / relocation.MOVED_FILE).unlink()
         full()
 
     m.setattr(shutil, "rmtree", cut_short)
@@ -460,7 +463,7 @@ async def test_whatever_fails_on_the_way_back_nothing_is_lost(two: Pair, monkeyp
     back.old, back.new = two.new, two.old
     total = BEFORE
     for what, plant in BACK.items():
-        if TOPIC not in two.old.topics.records:
+        if two.old.topics.registry.record(TOPIC) is None:
             if await two.the_owner() is back.old:
                 await until(lambda: not two.old.topics.store.topics())
                 await back.old.client.admin.move_topic(TOPIC, back.new.address)
@@ -475,7 +478,7 @@ async def test_whatever_fails_on_the_way_back_nothing_is_lost(two: Pair, monkeyp
                 raise AssertionError(f"{what}: {e}") from e
         total += 1
         assert await two.stored(two.new) == list(range(total)), what
-    await until(lambda: TOPIC in two.old.topics.records or not two.old.topics.store.topics())
+    await until(lambda: two.old.topics.registry.record(TOPIC) is not None or not two.old.topics.store.topics())
     await two.new.client.admin.move_topic(TOPIC, two.old.address)
     assert await two.stored(two.old) == list(range(total))
 
@@ -488,7 +491,7 @@ async def test_one_that_comes_back_is_in_doubt_and_both_start_again(
     back = copy.copy(two)
     back.old, back.new = two.new, two.old
     with monkeypatch.context() as m:
-        m.setattr(leaving, "TAKE_SECONDS", 0.5)
+        m.setattr(departures, "TAKE_SECONDS", 0.5)
 
         async def nothing(*_: Any) -> Any:
             raise error("UNREACHABLE", "planted")
@@ -504,7 +507,7 @@ async def test_one_that_comes_back_is_in_doubt_and_both_start_again(
             removed = two.old.topics.kind.delete
 
             async def cut_short(*incarnations: int) -> None:
-                (two.old.log_folder(*incarnations) / moved.MOVED_FILE).unlink()
+                (two.old.log_folder(*incarnations) / relocation.MOVED_FILE).unlink()
                 await nothing()
                 await removed(*incarnations)
 
@@ -526,7 +529,7 @@ async def test_an_answer_that_comes_when_the_topic_has_come_back_removes_nothing
     two: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answered, heard = answers_late(two.old, monkeypatch)
-    monkeypatch.setattr(leaving, "TAKE_SECONDS", 0.1)
+    monkeypatch.setattr(departures, "TAKE_SECONDS", 0.1)
     await two.old.client.admin.move_topic(TOPIC, two.new.address)
     await answered.wait()
     await two.new.client.admin.move_topic(TOPIC, two.old.address)
@@ -568,30 +571,30 @@ async def test_a_store_that_is_behind_is_waited_for(two: Pair, monkeypatch: pyte
 
 async def test_one_that_somebody_else_holds_stays_held(two: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     why = error("STORE_UNAVAILABLE", "planted")
-    snapshot = Topic.snapshot
+    snapshot = Keeper.snapshot
 
-    async def held(self: Topic) -> None:
+    async def held(self: Keeper) -> None:
         await snapshot(self)
-        self.hold(why)
+        self._topic.hold(why)  # type: ignore[attr-defined]
 
     with monkeypatch.context() as m:
-        m.setattr(Topic, "snapshot", held)
+        m.setattr(Keeper, "snapshot", held)
         assert await reason_of(two.old.client.admin.move_topic(TOPIC, two.new.address)) == "MOVE_FAILED"
     assert not two.old.serves()
-    two.old.topics.live[TOPIC].release(why)
+    two.old.topics.get(TOPIC).release(why)
     assert two.old.serves()
-    two.old.topics.deleting[TOPIC] = asyncio.get_running_loop().create_future()
+    two.old.topics.registry.entry(TOPIC).change_to(Phase.DELETING)
     assert await reason_of(two.old.client.admin.move_topic(TOPIC, two.new.address)) == "MOVE_FAILED"
-    del two.old.topics.deleting[TOPIC]
+    two.old.topics.registry.entry(TOPIC).ended(Phase.DELETING)
 
 
 def test_who_gave_it_long_ago_says_nothing_of_the_last_move(tmp_path: Path) -> None:
-    (tmp_path / moved.ARRIVED_FILE).write_text("the last")
-    moved.is_known(tmp_path, "one before")
-    assert (tmp_path / moved.ARRIVED_FILE).exists()
+    (tmp_path / relocation.ARRIVED_FILE).write_text("the last")
+    relocation.is_known(tmp_path, "one before")
+    assert (tmp_path / relocation.ARRIVED_FILE).exists()
     for _ in range(2):
-        moved.is_known(tmp_path, "the last")
-        assert not (tmp_path / moved.ARRIVED_FILE).exists()
+        relocation.is_known(tmp_path, "the last")
+        assert not (tmp_path / relocation.ARRIVED_FILE).exists()
 
 
 async def test_the_log_fails_while_the_topic_is_held(two: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -600,7 +603,7 @@ async def test_the_log_fails_while_the_topic_is_held(two: Pair, monkeypatch: pyt
     async def failing(self: Giving, topic: Topic) -> None:
         await rest(self, topic)
         # What becomes of it is found out, in another term.
-        topic._log_failed(Failure.UNKNOWN, "planted")
+        topic.owner.log_failed(Failure.UNKNOWN, "planted")
         await until(lambda: topic.state.name == "SERVING" and topic.term > 1)
 
     monkeypatch.setattr(Giving, "copy_rest", failing)
@@ -634,7 +637,7 @@ async def test_who_asked_for_it_may_go(two: Pair) -> None:
             await asyncio.sleep(0)
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
-        await until(lambda owner=owner: not owner.topics.moving)  # type: ignore[misc]
+        await until(lambda owner=owner: owner.topics.registry.phase(TOPIC) is not Phase.MOVING)  # type: ignore[misc]
         await two.the_owner()
     assert await two.stored(await two.the_owner()) == list(range(BEFORE))
 
@@ -673,7 +676,7 @@ async def test_what_is_asked_for_in_the_middle(
     await old.admin.set_policy(TOPIC, admin_pb2.TopicPolicy(retention_size_in_mb=0))
     await two.publish(two.old, 10)
     await old.admin.snapshot(TOPIC)
-    assert two.old.topics.live[TOPIC].first_index == 0
+    assert two.old.topics.get(TOPIC).first_index == 0
     assert [one.topics for one in await old.admin.backup("meanwhile")] == [1]
     halfway[1].set()
     await moving
@@ -756,7 +759,7 @@ async def test_one_that_has_come_stays_until_the_old_one_has_heard(two: Pair, mo
     assert await soon(two.new.client.admin.move_topic(TOPIC, two.old.address)) == "RECOVERING"
     # Nor is anything removed at the old one, whose next backup says what it lacks.
     assert two.old.segments(made)
-    await until(lambda: TOPIC in two.old.topics.closed)
+    await until(lambda: two.old.topics.registry.entry(TOPIC).closed is not None)
     [made_then] = await two.old.client.admin.backup("in-doubt")
     assert [one.topic for one in made_then.left_out] == [TOPIC]
     heard.set()
@@ -775,7 +778,7 @@ async def test_the_old_copy_goes_when_the_new_one_serves_and_not_before(
 ) -> None:
     made = incarnation(two.old)
     with monkeypatch.context() as m:
-        m.setattr(leaving, "TAKE_SECONDS", 1.0)
+        m.setattr(departures, "TAKE_SECONDS", 1.0)
         ask = two.old.leaving._others.ask
 
         async def told(address: str, name: str, request: Any, seconds: float) -> Any:
@@ -800,7 +803,7 @@ async def test_another_data_directory_at_that_address_says_nothing(
     two: Pair, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     with monkeypatch.context() as m:
-        m.setattr(leaving, "TAKE_SECONDS", 0.2)
+        m.setattr(departures, "TAKE_SECONDS", 0.2)
         ask = two.old.leaving._others.ask
         asked = asyncio.Event()
 
@@ -894,7 +897,7 @@ def head(**fields: Any) -> admin_pb2.ReceiveTopicRequest:
         incarnation=5,
         secret=bytes(SECRET_BYTES),
         log_format_version=headers.FORMAT_VERSION,
-        store_format_version=records.FORMAT_VERSION,
+        store_format_version=parts.FORMAT_VERSION,
     )
     for name, value in fields.items():
         setattr(made, name, value)
@@ -937,7 +940,7 @@ LIES: dict[str, list[admin_pb2.ReceiveTopicRequest]] = {
 
 async def test_a_peer_that_lies_leaves_nothing(empty: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     two = empty
-    monkeypatch.setattr(arriving, "SILENT_SECONDS", 0.3)
+    monkeypatch.setattr(arrivals, "SILENT_SECONDS", 0.3)
     await two.new.client.admin.create_topic("another")
     async with grpc.aio.insecure_channel(two.new.address) as channel:
         stub: Any = AdminServiceStub(channel)
@@ -946,7 +949,7 @@ async def test_a_peer_that_lies_leaves_nothing(empty: Pair, monkeypatch: pytest.
             await said_all(call, said, ends=what != "silence")
             assert await call.code() not in (grpc.StatusCode.OK, grpc.StatusCode.INTERNAL), (what, await call.details())
             await until(lambda: not two.new.arriving._under_way)
-            assert TOPIC not in two.new.topics.records, what
+            assert two.new.topics.registry.record(TOPIC) is None, what
             await until(lambda: not leftovers(two.new))
         # Whoever gives it in earnest has it taken in one piece; a second one at the same time has not.
         first, second = stub.ReceiveTopic(), stub.ReceiveTopic()
@@ -992,8 +995,8 @@ async def test_a_peer_that_stands_still_holds_up_nobody_for_ever(
     two: Pair, monkeypatch: pytest.MonkeyPatch, answers: bool
 ) -> None:
     await two.new.stop()
-    monkeypatch.setattr(giving, "SILENT_SECONDS", 0.3)
-    monkeypatch.setattr(giving, "TAKE_SECONDS", 0.3)
+    monkeypatch.setattr(departures, "SILENT_SECONDS", 0.3)
+    monkeypatch.setattr(departures, "TAKE_SECONDS", 0.3)
     server = grpc.aio.server()
     server.add_generic_rpc_handlers([Deaf(answers)])
     server.add_insecure_port(two.new.address)

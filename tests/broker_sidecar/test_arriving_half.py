@@ -8,16 +8,17 @@ from typing import Any
 
 import pytest
 
-from broker_sidecar import arriving, leaving
-from broker_sidecar.coming import Coming
-from broker_sidecar.giving import Giving
+from broker_sidecar.cluster import departures
+from broker_sidecar.cluster.departures import Giving
+from broker_sidecar.services import arrivals
+from broker_sidecar.services.arrivals import Coming
 from seqdedupe.errors import SeqdedupeError, UnavailableError, error
-from seqdedupe.log.embedded.arrival import ARRIVING, Arrival
+from seqdedupe.log.embedded.relocation import ARRIVING, Arrival
 from seqdedupe.store.db import Store
-from seqdedupe.store.incoming import IncomingSnapshot
+from seqdedupe.store.incoming_snapshot import IncomingSnapshot
 from seqdedupe.store.snapshots import Snapshots
-from seqdedupe.topic import waiting
-from seqdedupe.topic.records import Records
+from seqdedupe.topic import listing
+from seqdedupe.topic.lives import Records
 from tests.broker_sidecar.moving_messages import (
     BEFORE,
     Publishing,
@@ -69,9 +70,9 @@ async def test_a_start_removes_what_had_come_half(two: Pair, monkeypatch: pytest
         if not is_cleaned:
             m.setattr(Store, "remove_snapshots", lambda self, incarnations: None)
         # Nobody was told that it is there.
-        assert TOPIC not in two.new.topics.records
+        assert two.new.topics.registry.record(TOPIC) is None
         await two.new.restart()
-    assert TOPIC not in two.new.topics.records
+    assert two.new.topics.registry.record(TOPIC) is None
     assert not list((two.new.folder / "logs").glob(f"{ARRIVING}/*"))
     assert (rows_in_store(two.new, made) == 0) is is_cleaned
     # The old one has it, and it can be moved by the next try, whatever is left.
@@ -165,7 +166,7 @@ async def test_none_comes_while_what_is_left_of_it_is_still_to_be_removed(
     await publishing.make()
     await publishing.new("p", range(BEFORE))
     await two.old.client.admin.snapshot(TOPIC)
-    await until(lambda: two.old.topics.live[TOPIC].first_index > 0)
+    await until(lambda: two.old.topics.get(TOPIC).first_index > 0)
     go_on, calls = asyncio.Event(), 0
     remove_topic = Store.remove_topic
 
@@ -221,11 +222,11 @@ def without_guard(check: Any) -> Any:
 async def moved_there_and_half_back(two: Pair, publishing: Publishing, m: pytest.MonkeyPatch) -> None:
     """The old one hears, while it comes back, that nothing need be left of it there; it removes that at once."""
     answered, heard = answers_late(two.old, m)
-    m.setattr(leaving, "TAKE_SECONDS", 0.1)
+    m.setattr(departures, "TAKE_SECONDS", 0.1)
     await publishing.make()
     await publishing.new("p", range(BEFORE))
     await two.old.client.admin.snapshot(TOPIC)
-    await until(lambda: two.old.topics.live[TOPIC].first_index > 0)
+    await until(lambda: two.old.topics.get(TOPIC).first_index > 0)
     # It may say that it does not know yet.
     with suppress(UnavailableError):
         await two.old.client.admin.move_topic(TOPIC, two.new.address)
@@ -244,7 +245,7 @@ async def test_who_removes_what_is_left_of_it_removes_nothing_that_comes_back(
         async def nothing(*_: Any) -> None:
             pass
 
-        monkeypatch.setattr(arriving, "_keep_from_who_had_it", nothing)
+        monkeypatch.setattr(arrivals, "_keep_from_who_had_it", nothing)
     publishing = Publishing(two, by_id=False)
     await moved_there_and_half_back(two, publishing, monkeypatch)
     assert await two.the_owner() is two.old
@@ -263,8 +264,8 @@ async def test_one_that_does_not_come_back_says_where_it_is_also_if_nobody_had_u
     await publishing.make()
     await publishing.new("p", range(BEFORE))
     await two.old.client.admin.move_topic(TOPIC, two.new.address)
-    monkeypatch.setattr(waiting, "OPENED_AT_START", 0)
-    monkeypatch.setattr(waiting, "APART_SECONDS", LIMIT_SECONDS)
+    monkeypatch.setattr(listing, "OPENED_AT_START", 0)
+    monkeypatch.setattr(listing, "APART_SECONDS", LIMIT_SECONDS)
     await two.old.restart()
     assert len(two.old.topics.waiting) == 1
 

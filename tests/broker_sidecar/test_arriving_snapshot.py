@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from broker_sidecar.giving import Giving
+from broker_sidecar.cluster.departures import Giving
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.message_id import MessageId
-from seqdedupe.topic.published import PublishedTopics
-from seqdedupe.topic.publishing import Topic
-from seqdedupe.topic.stored import Stored
+from seqdedupe.topic.keeper import Stored
+from seqdedupe.topic.kinds import PublishedTopics
+from seqdedupe.topic.topic import Topic
 from tests.broker_sidecar.moving_messages import Publishing, moved_with_all
 from tests.broker_sidecar.moving_pair import TOPIC, Pair, pair
 
@@ -74,7 +74,7 @@ async def test_a_position_that_is_newer_than_its_rows_is_noticed(
         stored = await load(self, record)
         if stored.loaded is None:
             return stored
-        index = two.old.topics.live[TOPIC].confirmed_index
+        index = two.old.topics.get(TOPIC).confirmed_index
         last = MessageId(record.incarnation, index - 1)
         return replace(stored, loaded=replace(stored.loaded, next_index=index, message_id=last, ownership=0))
 

@@ -11,7 +11,7 @@ import grpc
 import pytest
 
 from seqdedupe.backup import manifest
-from seqdedupe.backup.restoring import check, parts_of, restore
+from seqdedupe.backup.manifest import check, parts_of, restore
 from seqdedupe.client import Client as AsyncClient
 from seqdedupe.client import DataLossError, PositionError
 from seqdedupe.doctor.examine import examine

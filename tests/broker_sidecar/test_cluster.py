@@ -3,9 +3,9 @@
 from contextlib import closing
 from pathlib import Path
 
-from broker_sidecar.cluster import Cluster
-from broker_sidecar.loading import load
-from seqdedupe.rendezvous import in_order
+from broker_sidecar.cluster.pulsar_cluster import LogCluster
+from broker_sidecar.config import load
+from seqdedupe.client.route import in_order
 from seqdedupe.store.db import Store
 
 ADDRESSES = ["host-0:6660", "host-1:6660", "host-2:6660", "host-3:6660"]
@@ -24,7 +24,7 @@ async def near(folder: Path, own: str, sidecars: str) -> set[str]:
         "pulsar.admin_url": "http://127.0.0.1:1",
     }
     with closing(Store.open(folder)) as store:
-        cluster = Cluster(load(None, {}, keys), store)
+        cluster = LogCluster(load(None, {}, keys), store)
         found = {topic for topic in TOPICS if cluster.is_near(topic)}
         await cluster.close()
         return found

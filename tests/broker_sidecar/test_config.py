@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from broker_sidecar.config import KEYS, Config
-from broker_sidecar.loading import load
+from broker_sidecar.config import KEYS, Config, load
 from seqdedupe.client.credentials import VARIABLES
 from seqdedupe.command import ADDRESS_VARIABLE
 from seqdedupe.errors import ConfigurationError

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from broker_sidecar.loading import load
+from broker_sidecar.config import load
 from seqdedupe.errors import ConfigurationError
 from seqdedupe.testing import LAST_RESORT_SECONDS
 

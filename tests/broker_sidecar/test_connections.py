@@ -20,14 +20,14 @@ from broker_sidecar import connections
 from broker_sidecar.connections import (
     LOCAL_PART,
     UNKNOWN_PER_ADDRESS,
-    Connection,
-    Connections,
-    Place,
+    PeerEnd,
+    TcpConnection,
+    TcpConnections,
     address_that_counts,
     choose,
 )
-from broker_sidecar.descriptors import connections_within
 from broker_sidecar.security.subject import Subject
+from broker_sidecar.sockets import connections_within
 from seqdedupe.address import SidecarAddress
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from tests.broker_sidecar import with_constants
@@ -217,7 +217,7 @@ async def test_who_has_called_is_found_by_address_and_port(
     """A listener of IPv6 has the clients of IPv4 by other addresses than gRPC tells."""
     monkeypatch.setattr(connections, "CALL_SECONDS", 0.0)
     monkeypatch.setattr(connections, "LOOK_SECONDS", 0.01)
-    own = Connections(100, lambda: ())
+    own = TcpConnections(100, lambda: ())
     pairs = [connect(listening, host) for _ in range(2)]
     own.called(Subject("ann", "jwt", None, peer.format(pairs[0][0].getsockname()[1])))
     looking = asyncio.ensure_future(own.keep_looking({listening.getsockname()[1]}))
@@ -234,7 +234,7 @@ def test_a_descriptor_that_is_another_connections_by_now_is_left_alone(listening
     here, there = connect(listening, "127.0.0.1")
     innocent_here, innocent_there = connect(listening, "127.0.0.1")
     number, inode = there.fileno(), os.fstat(there.fileno()).st_ino
-    one = Connection(inode, number, Place(b"", 0), b"", 1, 0.0, 0.0)
+    one = TcpConnection(inode, number, PeerEnd(b"", 0), b"", 1, 0.0, 0.0)
     there.detach()
     os.dup2(innocent_there.fileno(), number)
     assert not one.end()
@@ -251,16 +251,16 @@ def test_a_descriptor_that_is_another_connections_by_now_is_left_alone(listening
 # -- who has to go -----------------------------------------------------------------------------------------------
 
 
-def made(count: int, address: Callable[[int], str], first: int = 1, **what: Any) -> list[Connection]:
+def made(count: int, address: Callable[[int], str], first: int = 1, **what: Any) -> list[TcpConnection]:
     """So many connections, one after the other, of the latest of which nothing has been heard for no time."""
     addresses = [address_that_counts(ip_address(address(k)).packed) for k in range(count)]
     return [
-        Connection(first + k, -1, Place(one, 1), one, first + k, first + k, NEVER, **what)
+        TcpConnection(first + k, -1, PeerEnd(one, 1), one, first + k, first + k, NEVER, **what)
         for k, one in enumerate(addresses)
     ]
 
 
-def chosen(all_of_them: list[Connection], limit: int) -> list[int]:
+def chosen(all_of_them: list[TcpConnection], limit: int) -> list[int]:
     return sorted(one.inode for one, _ in choose(all_of_them, limit, 0.0))
 
 

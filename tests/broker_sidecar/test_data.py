@@ -11,7 +11,7 @@ from seqdedupe.core.moment import LOOKS, Moment
 from seqdedupe.log.contract import Retention
 from seqdedupe.topic import clock
 from seqdedupe.topic.frame import NumbersCache
-from seqdedupe.topic.opening import open_sessions
+from seqdedupe.topic.operations import open_sessions
 from tests.batches import batch
 from tests.client.helpers import until
 
@@ -25,11 +25,11 @@ async def test_the_clock_is_looked_at_for_all_topics(tmp_path: Path, monkeypatch
     early = await data.topics.create("early")
     for _ in range(2 * LOOKS):
         await asyncio.sleep(0.001)
-    assert early.now().earliest_ms == 0, "nobody has looked yet"
+    assert early.ids.now().earliest_ms == 0, "nobody has looked yet"
     data.begin_looking()
-    await until(lambda: early.now().earliest_ms > 0)
+    await until(lambda: early.ids.now().earliest_ms > 0)
     late = await data.topics.create("late")
-    assert late.now().earliest_ms > 0
+    assert late.ids.now().earliest_ms > 0
     await data.topics.drain()
     await data.close()
 
@@ -42,7 +42,7 @@ async def test_retention_by_time_goes_on_where_no_messages_come(
     monkeypatch.setattr("broker_sidecar.data.RETENTION_SECONDS", 0.001 if looks else 1e6)
     now_ms = 1_700_000_000_000
     monkeypatch.setattr("broker_sidecar.data._clock_ms", lambda: now_ms)
-    for module in ("ahead", "log"):
+    for module in ("reader", "log"):
         monkeypatch.setattr(f"seqdedupe.log.embedded.{module}.steady_ms", lambda: now_ms - 1_600_000_000_000)
     data = Data(Config(data_directory=str(tmp_path), default_retention_time_in_minutes=60), lambda name, state: None)
     assert data.topics is not None
@@ -55,9 +55,9 @@ async def test_retention_by_time_goes_on_where_no_messages_come(
         encoded = batch([("p", i)], epochs={"p": epoch}, links={"p": i - 1}).encode()
         topic.admit(encoded, 1, lambda answer: None, NumbersCache())
         await topic.all_settled()
-        await topic.snapshot()
+        await topic.keeper.snapshot()
         now_ms += 20 * 60_000
-        asked = await topic.log.may_trim_to(topic.snapshot_index, Retention(age_ms=3_600_000))
+        asked = await topic.log.may_trim_to(topic.keeper.snapshot_index, Retention(age_ms=3_600_000))
         assert asked == topic.log.first_index == 0
     assert topic.next_index == 3
     now_ms += 10 * 60_000

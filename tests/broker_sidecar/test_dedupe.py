@@ -11,14 +11,15 @@ import grpc.aio
 import psutil
 import pytest
 
-from broker_sidecar import dedupe, sidecar
+from broker_sidecar import server
 from broker_sidecar.config import Config
-from broker_sidecar.sidecar import MAX_REQUEST_BYTES
-from broker_sidecar.steps import MAX_CHECKS, SMALL_BYTES
+from broker_sidecar.server import MAX_REQUEST_BYTES
+from broker_sidecar.services import dedupe_service
+from broker_sidecar.services.dedupe_service import MAX_CHECKS, SMALL_BYTES
 from seqdedupe import wire
 from seqdedupe.limits import MAX_BATCH_ROWS, MAX_NAME_BYTES, MAX_NAMES_AT_ONCE, MAX_POSITION_BYTES, MAX_SEQUENCE_ID
 from seqdedupe.testing import Sidecar
-from seqdedupe.topic.attachment import Attachment
+from seqdedupe.topic.attached import Attachment
 from seqdedupe.topic.sessions import NAMES_A_STEP
 from seqdedupe.v1 import admin_pb2, dedupe_pb2
 from tests.broker_sidecar.attaching import (
@@ -683,10 +684,10 @@ async def test_others_get_their_turn_while_names_are_registered(
         monkeypatch.setattr(Attachment, name, watched)
 
     names = [f"n{k}" for k in range(5 * NAMES_A_STEP + 1)]
-    monkeypatch.setattr(dedupe, "NAMES_A_STEP", names_a_step)
+    monkeypatch.setattr(dedupe_service, "NAMES_A_STEP", names_a_step)
     address = f"unix:{tmp_path}/socket"
     config = Config(data_directory=str(tmp_path), listen=address, authentication="none", log="broker")
-    served = sidecar.Sidecar(config, connections=10)
+    served = server.SidecarServer(config, connections=10)
     await served.listen()
     await served.recover()
     try:

@@ -14,12 +14,12 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2
 
-from broker_sidecar.budget import MAX_SHARE_BYTES
+from broker_sidecar.shares import MAX_SHARE_BYTES
 from seqdedupe.client import BrokerClient, Entry, InvalidRequestError, SeqdedupeError
 from seqdedupe.client import Client as ProducerClient
 from seqdedupe.limits import MAX_BATCH_ROWS
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
-from seqdedupe.topic.attachment import ADMISSION_BYTES, CHECK_BYTES
+from seqdedupe.topic.attached import ADMISSION_BYTES, CHECK_BYTES
 from seqdedupe.v1 import admin_pb2
 from tests.broker_sidecar.attaching import Attaching, attached, check, numbers
 from tests.broker_sidecar.calls import DUP, NOT_DUP, Client, refused

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from broker_sidecar.supervising import EXIT_ERROR
+from broker_sidecar.workers import EXIT_ERROR
 from seqdedupe.client.blocking import Client
 from seqdedupe.doctor.examine import examine
 from seqdedupe.errors import ConfigurationError

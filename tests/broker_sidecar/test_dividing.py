@@ -13,16 +13,16 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from broker_sidecar import dividing
+from broker_sidecar import division
 from broker_sidecar.config import Config
-from broker_sidecar.dividing import MOVED, MOVING, change
+from broker_sidecar.division import MOVED, MOVING, change
 from broker_sidecar.workers import count_of, divide
 from seqdedupe.client import Client
 from seqdedupe.errors import ConfigurationError, SeqdedupeError
 from seqdedupe.locks import locked_directory
-from seqdedupe.log.embedded import moved
-from seqdedupe.log.embedded.replaying import Replay
-from seqdedupe.shards import shard_of
+from seqdedupe.log.embedded import relocation
+from seqdedupe.log.embedded.journal_replay import JournalReplay
+from seqdedupe.names import shard_of
 from seqdedupe.store import directories
 from seqdedupe.store.db import Store
 from seqdedupe.store.directories import SHARDS_FILE, WORKERS_FILE, of_worker, parts_of, read_claim
@@ -56,7 +56,7 @@ async def fill(directory: Path) -> None:
         for name in NAMES:
             for k in range(3):
                 await data.publish(name, [("p", 2 * k), ("p", 2 * k + 1)], [b"%d" % k * 100, name.encode()])
-        await data.topics.get(NAMES[0]).snapshot()
+        await data.topics.get(NAMES[0]).keeper.snapshot()
     store = Store.open(directory / "store")
     await store.put_namespace_policy(NAMESPACE, POLICY)
     store.close()
@@ -68,7 +68,7 @@ async def _held(directory: Path) -> dict[str, Held]:
         claim = read_claim(part)
         async with opened(part) as data:
             assert data.topics.store.namespace_policies() == [(NAMESPACE, POLICY)]
-            for name, record in data.topics.records.items():
+            for name, record in [(one.name, one) for one in data.topics.known_records()]:
                 assert name not in held
                 assert claim is None or shard_of(name) in claim.shards
                 found = await data.messages(name), await data.persisted(name, "p")
@@ -106,7 +106,7 @@ class Steps:
         for owner, name in (
             (os, "rename"),
             (os, "replace"),
-            (dividing, "sync_folder"),
+            (division, "sync_folder"),
             (directories, "write"),
             (shutil, "rmtree"),
             (Store, "put_topics"),
@@ -158,7 +158,7 @@ def test_broken_off_at_any_step_it_goes_on(
                 parts_of(data)
         change(data, to)
         assert held(data) == before
-        assert parts_of(data) == [place for place, _ in dividing.places(data, to)]
+        assert parts_of(data) == [place for place, _ in division.places(data, to)]
         shutil.rmtree(data)
     assert end > 20
 
@@ -193,7 +193,7 @@ def test_control_named_moved_before_the_logs_are(
     """In another order what is broken off loses them: `moved` says that the old parts are not needed."""
     data = shutil.copytree(made[0] / "2", tmp_path / "data")
     assert segments_of(data)
-    monkeypatch.setattr(dividing, "_move_logs", lambda *arguments: None)
+    monkeypatch.setattr(division, "_move_logs", lambda *arguments: None)
     change(data, 3)
     assert not segments_of(data)
     with pytest.raises(SeqdedupeError):
@@ -210,12 +210,12 @@ async def test_what_the_journal_alone_holds_is_kept(
 ) -> None:
     """The control arm leaves the journal out."""
     if not takes_back:
-        monkeypatch.setattr(Replay, "take_back", lambda *arguments: None)
+        monkeypatch.setattr(JournalReplay, "take_back", lambda *arguments: None)
     await asyncio.to_thread(change, cut.directory, 2)
     found: dict[str, list[Message]] = {}
     for part in parts_of(cut.directory):
         async with opened(part) as data:
-            found |= {name: await data.messages(name) for name in data.topics.records}
+            found |= {name: await data.messages(name) for name in data.topics.registry.names()}
     assert ([found[name] for name in TOPICS] == cut.held) is takes_back
 
 
@@ -256,16 +256,16 @@ def _with_moved(data: Path) -> None:
 
 
 def _leaving(data: Path) -> None:
-    moved.leave(segments(of_worker(data, 1))[0].parent, moved.To("elsewhere:6660", "00"))
+    relocation.leave(segments(of_worker(data, 1))[0].parent, relocation.To("elsewhere:6660", "00"))
 
 
 def _arrived(data: Path) -> None:
-    (segments(of_worker(data, 1))[0].parent / moved.ARRIVED_FILE).write_text("00")
+    (segments(of_worker(data, 1))[0].parent / relocation.ARRIVED_FILE).write_text("00")
 
 
 def _not_served_elsewhere(data: Path) -> None:
     _leaving(data)
-    moved.has_left(segments(of_worker(data, 1))[0].parent)
+    relocation.has_left(segments(of_worker(data, 1))[0].parent)
 
 
 @pytest.mark.parametrize(
@@ -302,9 +302,9 @@ def test_one_that_another_sidecar_has_goes_along(made: tuple[Path, dict[str, Hel
     data = shutil.copytree(made[0] / "1", tmp_path / "data")
     gone = made[1][NAMES[0]].incarnation
     folder = data / "logs" / str(gone)
-    moved.leave(folder, moved.To("elsewhere:6660", "00"))
-    moved.has_left(folder)
-    moved.remove_messages(folder)
+    relocation.leave(folder, relocation.To("elsewhere:6660", "00"))
+    relocation.has_left(folder)
+    relocation.remove_messages(folder)
     change(data, 2)
 
     async def refused() -> str:

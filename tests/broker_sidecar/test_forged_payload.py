@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from seqdedupe.format import headers
-from seqdedupe.format.tag import NO_KEY
+from seqdedupe.format.headers import NO_KEY
 from seqdedupe.testing import Sidecar
 from tests.broker_sidecar.calls import Client, batch
 

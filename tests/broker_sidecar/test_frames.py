@@ -8,7 +8,7 @@ from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
 
-from broker_sidecar.frames import MAX_FRAMES, parse_frames, parse_publish
+from broker_sidecar.services.publish_service import MAX_FRAMES, parse_frames, parse_publish
 from seqdedupe import wire
 from seqdedupe.errors import InvalidRequestError
 from seqdedupe.v1 import batch_pb2, publish_pb2

@@ -80,7 +80,7 @@ def health(client: Client, topic: str) -> int:
     return health_of(client.channel).Check(request).status
 
 
-AT_ONCE = {with_constants.VARIABLE: json.dumps({"seqdedupe.topic.settling.LONGEST_REST_SECONDS": 0.0})}
+AT_ONCE = {with_constants.VARIABLE: json.dumps({"seqdedupe.topic.owner.LONGEST_REST_SECONDS": 0.0})}
 """Each marker takes some of the last room, which is gone soon only if the log is opened again and again."""
 
 

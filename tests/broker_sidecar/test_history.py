@@ -5,16 +5,16 @@ from typing import Any
 
 import pytest
 
-from broker_sidecar import history
-from broker_sidecar.history import INTERVALS, History
-from seqdedupe.topic.counters import Counters
+from broker_sidecar.services import statistics
+from broker_sidecar.services.statistics import INTERVALS, RecentActivity
+from seqdedupe.topic.base import Counters
 
 
-def _past_of(**counters: Counters) -> tuple[History, dict[str, Any]]:
+def _past_of(**counters: Counters) -> tuple[RecentActivity, dict[str, Any]]:
     """Of topics with these counters, and the topics, by name."""
     live = {name: SimpleNamespace(counters=one) for name, one in counters.items()}
     topics: Any = SimpleNamespace(live=live)
-    past = History(topics)
+    past = RecentActivity(topics)
     past.look()
     return past, live
 
@@ -77,8 +77,8 @@ async def test_topics_come_go_and_are_opened_anew() -> None:
 
 
 async def test_histories_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(history, "MAX_HISTORIES", 3)
-    monkeypatch.setattr(history, "TOPICS_AT_ONCE", 2)
+    monkeypatch.setattr(statistics, "MAX_HISTORIES", 3)
+    monkeypatch.setattr(statistics, "TOPICS_AT_ONCE", 2)
     past, live = _past_of(**{f"t{k}": Counters() for k in range(10)})
     for topic in live.values():
         topic.counters.not_dup += 1

@@ -16,8 +16,8 @@ import grpc.aio
 import psutil
 import pytest
 
-from broker_sidecar.frames import MAX_FIELDS, MAX_FRAMES
 from broker_sidecar.rpc import MAX_CALL_BYTES, unary
+from broker_sidecar.services.publish_service import MAX_FIELDS, MAX_FRAMES
 from seqdedupe.client import Client as SidecarClient
 from seqdedupe.errors import UnavailableError
 from seqdedupe.limits import MAX_BATCH_ROWS, MAX_OPEN_NAMES

@@ -7,15 +7,14 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from seqdedupe import windows
-from seqdedupe.cli.transfer import import_file
-from seqdedupe.client import Client, Verdict, dealing
+from seqdedupe import exports
+from seqdedupe.cli.sidecar_commands import import_file
+from seqdedupe.client import Client, Verdict, admin
 from seqdedupe.errors import InvalidRequestError, SeqdedupeError, UnavailableError, error
-from seqdedupe.names import partition_name, topic_name
-from seqdedupe.routing import partition_of
+from seqdedupe.exports import KnownId
+from seqdedupe.names import partition_name, partition_of, topic_name
 from seqdedupe.testing import Sidecar
 from seqdedupe.v1 import admin_pb2
-from seqdedupe.windows import Known
 
 IDS = [b"%04d" % k for k in range(600)]
 PARTITIONS = 5
@@ -24,12 +23,12 @@ PARTITIONS = 5
 @pytest.fixture(autouse=True)
 def in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two partitions, and the last one of one."""
-    monkeypatch.setattr(dealing, "AT_ONCE", 2)
+    monkeypatch.setattr(admin, "AT_ONCE", 2)
 
 
 @pytest.fixture
 def window(tmp_path: Path) -> Path:
-    windows.write(tmp_path / "window", [Known(one, 1_000 + k) for k, one in enumerate(IDS)])
+    exports.write_window(tmp_path / "window", [KnownId(one, 1_000 + k) for k, one in enumerate(IDS)])
     return tmp_path / "window"
 
 
@@ -71,7 +70,7 @@ async def test_each_partition_gets_what_belongs_there(client: Client, topic: str
     await check(client, topic, b"new")
     assert await client.admin.import_window(topic, window) == len(IDS), "the same again"
     await check(client, topic, b"newer")
-    windows.write(tmp_path / "other", [Known(b"x", 1)])
+    exports.write_window(tmp_path / "other", [KnownId(b"x", 1)])
     with pytest.raises(InvalidRequestError, match="another one was"):
         await client.admin.import_window(topic, tmp_path / "other")
 
@@ -105,7 +104,7 @@ async def test_broken_off_at_any_partition_the_same_file_completes_it(
             return ids
 
         with pytest.raises(SeqdedupeError) as raised:
-            await dealing.import_window(await client.admin.topic(name), window, client.admin.topic, bring)
+            await admin.import_dealt_window(await client.admin.topic(name), window, client.admin.topic, bring)
         assert raised.value.reason == "OUTCOME_UNKNOWN"
         assert f"{names[broken]}: the wire broke ({broken} partitions before it have their part)" in str(raised.value)
         assert "import the same file again" in raised.value.hint
@@ -121,7 +120,7 @@ async def test_control_parts_that_are_not_the_same_again_are_refused(
 ) -> None:
     await create(client, topic)
     await client.admin.import_window(topic, window)
-    monkeypatch.setattr(windows, "BLOCK_BYTES", 1000)
+    monkeypatch.setattr(exports, "WINDOW_BLOCK_BYTES", 1000)
     with pytest.raises(InvalidRequestError, match="another one was"):
         await client.admin.import_window(topic, window)
 
@@ -129,7 +128,7 @@ async def test_control_parts_that_are_not_the_same_again_are_refused(
 async def test_a_partition_with_messages_is_found_before_anything_is_in_force(
     client: Client, topic: str, window: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dealing, "AT_ONCE", PARTITIONS)
+    monkeypatch.setattr(admin, "AT_ONCE", PARTITIONS)
     names = await create(client, topic)
     async with client.publisher(topic) as publisher:
         await publisher.send(b"x", deduplication_id=next(one for one in IDS if partition_of(one, b"", PARTITIONS) == 3))
@@ -141,7 +140,7 @@ async def test_a_partition_with_messages_is_found_before_anything_is_in_force(
 
 async def test_a_partition_to_which_no_id_belongs_is_left_alone(client: Client, topic: str, tmp_path: Path) -> None:
     names = await create(client, topic)
-    windows.write(tmp_path / "window", [Known(IDS[0], 1)])
+    exports.write_window(tmp_path / "window", [KnownId(IDS[0], 1)])
     for _ in range(2):
         assert await client.admin.import_window(topic, tmp_path / "window") == 1
         async with client.publisher(topic) as publisher:
@@ -173,7 +172,7 @@ async def test_while_it_is_not_known_whether_ids_lead_to_partitions_it_waits(cli
     """As long as its partitions have not read their logs."""
     recovering = admin_pb2.Topic(name=topic_name("t"), partitions=PARTITIONS)
     with pytest.raises(UnavailableError) as raised:
-        await dealing.import_window(recovering, window, client.admin.topic, client.admin.import_window)
+        await admin.import_dealt_window(recovering, window, client.admin.topic, client.admin.import_window)
     assert raised.value.reason == "RECOVERING"
 
 
@@ -181,9 +180,7 @@ async def test_control_ids_that_go_elsewhere_are_missed(
     client: Client, topic: str, window: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await create(client, topic)
-    monkeypatch.setattr(
-        dealing, "partition_of", lambda one, name, partitions: partition_of(one + b"!", name, partitions)
-    )
+    monkeypatch.setattr(admin, "partition_of", lambda one, name, partitions: partition_of(one + b"!", name, partitions))
     await client.admin.import_window(topic, window)
     with pytest.raises(AssertionError):
         await check(client, topic, b"new")

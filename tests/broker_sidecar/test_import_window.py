@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from seqdedupe import windows
-from seqdedupe.backup.restoring import restore
+from seqdedupe import exports
+from seqdedupe.backup.manifest import restore
 from seqdedupe.client import Verdict
 from seqdedupe.client.blocking import Client
 from seqdedupe.doctor.examine import examine
 from seqdedupe.doctor.salvage import salvage
 from seqdedupe.errors import InvalidRequestError, OutcomeUnknownError, SeqdedupeError
+from seqdedupe.exports import KnownId
 from seqdedupe.testing import Sidecar
 from seqdedupe.v1 import admin_pb2
-from seqdedupe.windows import Known
 from tests.broker_sidecar.kill_transfers import Dying, settings
 from tests.broker_sidecar.moving_pair import TOPIC, pair
 
@@ -31,7 +31,7 @@ IMPORTED = admin_pb2.MESSAGE_STATE_IMPORTED
 def window(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("window") / "window"
     now_ms = time.time_ns() // 1_000_000
-    windows.write(path, (Known(b"old %06d" % k, now_ms - k) for k in range(IDS)))
+    exports.write_window(path, (KnownId(b"old %06d" % k, now_ms - k) for k in range(IDS)))
     return path
 
 
@@ -72,7 +72,7 @@ def test_a_topic_that_takes_over_knows_what_was_before(
         check(client, "t", new=b"first")
         assert client.admin.import_window("t", window) == IDS, "the same again"
         other = tmp_path / "other"
-        windows.write(other, [Known(b"x", 1)])
+        exports.write_window(other, [KnownId(b"x", 1)])
         assert refusal(lambda: client.admin.import_window("t", other)) == "TOPIC_IN_USE"
         create(client, "used")
         check_used(client, window)
@@ -115,7 +115,7 @@ STEPS = [
 
 
 def test_kill_9_in_an_import_leaves_all_or_nothing(at: Dying, window: Path) -> None:
-    checksum, *blocks = windows.read(window)
+    checksum, *blocks = exports.read_window(window)
 
     def bring(topic: str) -> None:
         requests = [admin_pb2.ImportWindowRequest(topic=topic, checksum=checksum)]
@@ -156,7 +156,7 @@ def test_with_the_store_lost_nothing_is_taken_until_it_is_imported_again(
         assert "imported" in str(told.value)
         assert "Import the same file again" in told.value.hint
         other = tmp_path / "other"
-        windows.write(other, [Known(b"x", 1)])
+        exports.write_window(other, [KnownId(b"x", 1)])
         with pytest.raises(InvalidRequestError, match=windows_checksum(window)):
             client.admin.import_window("t", other)
         sidecar.stop()
@@ -176,7 +176,7 @@ def test_with_the_store_lost_nothing_is_taken_until_it_is_imported_again(
 
 
 def windows_checksum(path: Path) -> str:
-    return next(windows.read(path)).hex()
+    return next(exports.read_window(path)).hex()
 
 
 async def test_it_goes_with_a_topic_that_is_moved(window: Path, tmp_path: Path) -> None:

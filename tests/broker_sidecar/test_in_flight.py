@@ -11,13 +11,12 @@ from typing import Any, cast
 
 import pytest
 
-from broker_sidecar.budget import MAX_SHARE_BYTES, Budget, Share
-from broker_sidecar.publish import FRAME_BYTES, _Publishing
 from broker_sidecar.rpc import Context
-from broker_sidecar.security.gate import anybody
-from broker_sidecar.security.shares import NO_LIMITS, Shares
+from broker_sidecar.security.authentication import anybody
+from broker_sidecar.services.publish_service import FRAME_BYTES, _FrameStream
+from broker_sidecar.shares import MAX_SHARE_BYTES, NO_LIMITS, Budget, CallerShares, Share
 from broker_sidecar.streams import Stream
-from seqdedupe.store import id_runs
+from seqdedupe.store import windows
 from seqdedupe.store.db import Store
 from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe.topic import window_runs
@@ -57,14 +56,14 @@ def stalled(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
 def stream_of(budget: Budget) -> Stream:
     context = cast(Context, SimpleNamespace(peer=lambda: "somewhere"))
-    return Stream(context, budget, anybody(context), Shares((), NO_LIMITS))
+    return Stream(context, budget, anybody(context), CallerShares((), NO_LIMITS))
 
 
 class Sender:
     """Publishes batches of one small message on a stream of its own, as long as there is room."""
 
     def __init__(self, process: Process, budget: Budget, name: str) -> None:
-        self.publishing = _Publishing(process.topic, stream_of(budget))
+        self.publishing = _FrameStream(process.topic, stream_of(budget))
         self._process, self._name = process, name
         self.frames = 0
         self.batch_bytes = 0
@@ -157,7 +156,7 @@ async def test_what_was_sent_is_not_kept_until_there_is_more_to_send(
     async def write(_: bytes) -> None:
         pass
 
-    publishing = _Publishing(process.topic, stream_of(Budget(lambda _: None, MIB)))
+    publishing = _FrameStream(process.topic, stream_of(Budget(lambda _: None, MIB)))
     monkeypatch.setattr(publishing.stream, "write", write)
     monkeypatch.setattr(publishing, "take_unsent", lambda: (Response(publishing.unsent.popleft()), 0))
     publishing.unsent.append(b"receipt")
@@ -180,14 +179,14 @@ async def test_a_frame_that_waited_for_room_is_looked_up_again_beside_the_event_
     await place.store_each(b"a")
     await place.to_a_run()
     threads: list[threading.Thread] = []
-    real = id_runs.read_pages
+    real = windows.read_pages
 
     def read_pages(*arguments: Any) -> list[bytes]:
         threads.append(threading.current_thread())
         return real(*arguments)
 
     monkeypatch.setattr(window_runs, "read_pages", read_pages)
-    publishing = _Publishing(place.topic, stream_of(Budget(lambda _: None, MIB)))
+    publishing = _FrameStream(place.topic, stream_of(Budget(lambda _: None, MIB)))
     share = publishing.stream.share
     share.take(MIB)
     taking = asyncio.ensure_future(publishing.take(1, frame(b"a")))
@@ -212,7 +211,7 @@ class Memory:
     def __init__(self) -> None:
         self.all = Budget(lambda _: None, 12 * MIB)
         self.reading = Budget(lambda _: None, 6 * MIB, within=self.all)
-        self._shares = Shares((), NO_LIMITS)
+        self._shares = CallerShares((), NO_LIMITS)
 
     def share(self, caller: str, budget: Budget | None = None) -> Share:
         return Share(budget or self.reading, self._shares.of(caller))

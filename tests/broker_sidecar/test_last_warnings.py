@@ -2,7 +2,7 @@
 
 import logging
 
-from broker_sidecar.last_warnings import KEPT, MAX_MESSAGE_CHARACTERS, LastWarnings
+from broker_sidecar.telemetry import KEPT, MAX_MESSAGE_CHARACTERS, LastWarnings
 
 
 def _logger(kept: LastWarnings) -> logging.Logger:

@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 
-from broker_sidecar.listing import Listing
-from seqdedupe.core.letting_go import LettingGo
-from seqdedupe.core.producers import Producers
+from broker_sidecar.services.producer_calls import ProducerPages
+from seqdedupe.core.producers import LettingGo, Producers
 from seqdedupe.errors import InvalidRequestError
 
 PAGE = 10
@@ -32,7 +31,7 @@ def names(page: list[tuple[int, bytes]]) -> list[bytes]:
     return [name for _, name in page]
 
 
-def rest(listing: Listing, producers: Producers, place: int) -> list[bytes]:
+def rest(listing: ProducerPages, producers: Producers, place: int) -> list[bytes]:
     listed: list[bytes] = []
     while place:
         page, place = listing.page(producers, place, PAGE)
@@ -41,7 +40,7 @@ def rest(listing: Listing, producers: Producers, place: int) -> list[bytes]:
 
 
 def test_each_name_once_with_those_that_come_meanwhile() -> None:
-    producers, listing = made(), Listing()
+    producers, listing = made(), ProducerPages()
     purge(producers, 3, 25)
     page, place = listing.page(producers, 0, PAGE)
     producers.confirm_sessions(producers.add_all([b"new"]), np.ones(1, np.int64), None, 0)
@@ -50,7 +49,7 @@ def test_each_name_once_with_those_that_come_meanwhile() -> None:
 
 
 def test_no_name_is_left_out_when_those_before_it_are_freed() -> None:
-    producers, listing = made(), Listing()
+    producers, listing = made(), ProducerPages()
     first, place = listing.page(producers, 0, PAGE)
     purge(producers, *range(5))
     let_go(producers)
@@ -62,15 +61,15 @@ def test_no_name_is_left_out_when_those_before_it_are_freed() -> None:
 
 
 def test_a_place_of_another_topic_or_process_is_the_first_one() -> None:
-    producers, listing = made(), Listing()
+    producers, listing = made(), ProducerPages()
     _, place = listing.page(producers, 0, PAGE)
-    for other, asked in ((listing, made()), (Listing(), producers)):
+    for other, asked in ((listing, made()), (ProducerPages(), producers)):
         assert names(other.page(asked, place, PAGE)[0])[0] == b"p0"
     assert names(listing.page(producers, place, PAGE)[0])[0] == b"p10"
 
 
 def test_the_end() -> None:
-    listing = Listing()
+    listing = ProducerPages()
     assert listing.page(Producers(), 0, PAGE) == ([], 0)
     page, place = listing.page(made(PAGE), 0, PAGE)
     assert (len(page), place) == (PAGE, 0)

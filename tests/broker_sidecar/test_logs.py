@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 import grpc
 import pytest
 
-from broker_sidecar import logs
-from broker_sidecar.logs import LINES, MAX_KINDS, WINDOW_SECONDS, Limit
+from broker_sidecar import telemetry
+from broker_sidecar.telemetry import LINES, MAX_KINDS, WINDOW_SECONDS, Limit
 from seqdedupe.testing import Sidecar
 from tests.broker_sidecar.calls import TIMEOUT_SECONDS, Client, batch
 
@@ -126,7 +126,7 @@ def test_what_is_configured_is_limited(capsys: pytest.CaptureFixture[str]) -> No
     root = logging.getLogger()
     before = root.handlers[:], root.level
     try:
-        logs.configure("info", "json")
+        telemetry.configure("info", "json")
         for _ in range(1000):
             logging.getLogger("seqdedupe.tests.others").info("the same")
     finally:

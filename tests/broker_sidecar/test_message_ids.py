@@ -9,20 +9,20 @@ import google_crc32c
 import grpc.aio
 import pytest
 
-from broker_sidecar.publish import PublishService
-from broker_sidecar.read import ReadService
-from broker_sidecar.security.gate import Gate, anybody
-from broker_sidecar.security.permissions import Permissions
-from broker_sidecar.security.trail import Trail
+from broker_sidecar.config import Config
+from broker_sidecar.gate import Gate, Guard
+from broker_sidecar.rpc import MethodCounts
+from broker_sidecar.services.publish_service import PublishService
+from broker_sidecar.services.read_service import ReadService
 from broker_sidecar.streams import Streams
 from seqdedupe.client import Client, MessageId, Position, PositionError, ProducerConfig
 from seqdedupe.format.headers import BODY_AT, CHECKED_END, HEADER_BYTES
 from seqdedupe.log.contract import AS_USUAL, Layout
 from seqdedupe.store.db import Store
-from seqdedupe.topic import reading
+from seqdedupe.topic import readers
 from seqdedupe.topic.directory import Topics
-from seqdedupe.topic.published import PublishedTopics
-from seqdedupe.topic.publishing import Topic
+from seqdedupe.topic.kinds import PublishedTopics
+from seqdedupe.topic.topic import Topic
 from seqdedupe.v1 import batch_pb2, read_pb2
 from seqdedupe.v1.read_pb2_grpc import ReadServiceStub
 from tests.log.faulty import Storage
@@ -57,11 +57,16 @@ async def served(folder: Path, packed: bool = False) -> AsyncIterator[str]:
         on_state=lambda name, state: None,
     )
     await topics.open_all()
-    permissions, trail = Permissions(), Trail(None)
-    streams = Streams(10, permissions)
+    guard = Guard(Config(data_directory=str(folder), authentication="none"), lambda: None)
+    streams = Streams(10, guard.permissions)
+    guard.begin(streams, lambda subject: None)
     server = grpc.aio.server()
-    services = PublishService(topics, streams, permissions, trail), ReadService(topics, streams, permissions)
-    server.add_generic_rpc_handlers([Gate(service.handlers(), anybody, permissions, trail) for service in services])
+    services = (
+        PublishService(topics, streams, guard.permissions, guard.trail),
+        ReadService(topics, streams, guard.permissions),
+    )
+    counts = MethodCounts()
+    server.add_generic_rpc_handlers([Gate(service.handlers(), guard, counts) for service in services])
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:
@@ -157,7 +162,7 @@ async def test_a_large_batch_is_cut_with_its_message_ids(tmp_path: Path) -> None
     async with served(tmp_path) as address, Client(address) as client, stub(address) as reading_of:
         told = await publish(address, (3, 12), payload_bytes=600_000)
         page = await reading_of.Read(read_pb2.ReadRequest(topic="t", start=read_pb2.ReadStart(index=3)))
-        assert page.ByteSize() < reading.CUT_BYTES + 1000
+        assert page.ByteSize() < readers.CUT_BYTES + 1000
         assert 0 < page.next_index - 3 < 12
         async with client.reader("t") as reader:
             assert [message.message_id async for message in reader] == told

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from broker_sidecar import moving, neighbours
-from broker_sidecar.moving import Moves
-from broker_sidecar.neighbours import Neighbours
+from broker_sidecar.cluster.peers import Neighbours
+from broker_sidecar.services import cluster_calls
+from broker_sidecar.services.cluster_calls import Moves
 from seqdedupe.errors import UnavailableError, error
-from seqdedupe.topic.state import State
+from seqdedupe.topic.base import State
 from tests.topic.test_standby import Two
 
 SHARED: Any = SimpleNamespace(address="one:6680", admin=None)
@@ -27,7 +27,7 @@ class Others(Neighbours):
         self.refused: dict[str, str] = {}
         """Why the sidecar at an address does not take the topic, by address."""
         self.asked: list[str] = []
-        monkeypatch.setattr(moving, "owner_of", self._owner_of)
+        monkeypatch.setattr(cluster_calls, "owner_of", self._owner_of)
 
     async def _owner_of(self, topic: str, _admin: object) -> str:
         return self.owners.pop(0) if len(self.owners) > 1 else self.owners[0]
@@ -36,7 +36,7 @@ class Others(Neighbours):
         self.asked.append(address)
         if address in self.refused:
             raise error(self.refused[address], "it has not got it")
-        await self._two.other.topic.take()
+        await self._two.other.topic.owner.take()
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ async def test_whoever_has_it_in_the_end_serves_it(two: Two, monkeypatch: pytest
 
 
 async def test_if_nobody_takes_it_it_is_served_again_and_told_why(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(neighbours, "TAKE_SECONDS", 0.3)
+    monkeypatch.setattr(cluster_calls, "TAKE_SECONDS", 0.3)
     others = Others(two, monkeypatch)
     others.refused = {"other:6680": "RECOVERING"}
     with pytest.raises(UnavailableError, match=r"nobody has taken it within 0 s; .*it has not got it"):

@@ -11,9 +11,9 @@ import grpc
 import grpc.aio
 import pytest
 
-from broker_sidecar import neighbours
-from broker_sidecar.neighbours import Neighbours
-from seqdedupe.client.sidecars import Sidecars
+from broker_sidecar.cluster import peers
+from broker_sidecar.cluster.peers import Neighbours
+from seqdedupe.client.route import Sidecars
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.names import topic_name
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar, reserved_port
@@ -32,7 +32,7 @@ async def test_one_that_is_stopped_as_a_whole_does_not(sidecar: Sidecar, monkeyp
     """Its connections are taken all the same."""
     sidecar.signal(signal.SIGSTOP)
     with monkeypatch.context() as patch:
-        patch.setattr(neighbours, "ANSWER_SECONDS", STOPPED_SECONDS)
+        patch.setattr(peers, "ANSWER_SECONDS", STOPPED_SECONDS)
         assert not await Neighbours().answers(sidecar.address)
     sidecar.signal(signal.SIGCONT)
     assert await _will_answer(sidecar.address)
@@ -198,7 +198,7 @@ async def test_what_is_no_snapshot_of_the_topic_is_refused(
 async def test_one_that_says_nothing_more_is_left(
     topic: str, exported: Answers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(neighbours, "SILENT_SECONDS", STOPPED_SECONDS)
+    monkeypatch.setattr(peers, "SILENT_SECONDS", STOPPED_SECONDS)
     for given in ([], exported[:-1]):
         async with giving(given, then=asyncio.Event().wait) as address:
             with pytest.raises(SeqdedupeError, match="UNREACHABLE"):

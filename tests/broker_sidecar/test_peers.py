@@ -4,10 +4,9 @@ import asyncio
 
 import pytest
 
-from broker_sidecar.neighbours import Neighbours
-from broker_sidecar.peers import Peers
-from seqdedupe.client.sidecars import Sidecars
-from seqdedupe.shards import from_text
+from broker_sidecar.cluster.peers import Neighbours, Peers
+from seqdedupe.client.route import Sidecars
+from seqdedupe.names import from_text
 from seqdedupe.store.directories import Claim
 from seqdedupe.v1 import admin_pb2
 

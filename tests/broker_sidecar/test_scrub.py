@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 from broker_sidecar.config import Config
 from broker_sidecar.data import Data
-from seqdedupe.cli.topics import topics
+from seqdedupe.cli.topic_commands import topics
 from seqdedupe.client.blocking import Client
 from seqdedupe.testing import Sidecar
 from seqdedupe.v1 import admin_pb2

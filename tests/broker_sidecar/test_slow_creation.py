@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from broker_sidecar.admin import in_time
 from broker_sidecar.config import Config
 from broker_sidecar.data import Data
+from broker_sidecar.services.admin_service import in_time
 from seqdedupe.errors import InvalidRequestError, UnavailableError
 from seqdedupe.testing import LAST_RESORT_SECONDS
-from seqdedupe.topic import partitioned
+from seqdedupe.topic import lookup
+from seqdedupe.topic.base import State
 from seqdedupe.topic.policy import Policy
-from seqdedupe.topic.state import State
 
 
 @pytest.mark.parametrize("partitions", [0, 2])
@@ -34,12 +34,12 @@ async def test_a_creation_that_takes_long_is_said_to_be_under_way(
 
     async def ask() -> None:
         if partitions:
-            await in_time("t", partitioned.create(topics, "t", partitions, Policy()))
+            await in_time("t", lookup.create_partitioned(topics, "t", partitions, Policy()))
         else:
             await in_time("t", topics.create("t"))
 
     with monkeypatch.context() as patch:
-        patch.setattr("broker_sidecar.admin.CREATION_SECONDS", 0.05)
+        patch.setattr("broker_sidecar.services.admin_service.CREATION_SECONDS", 0.05)
         patch.setattr(os, "fsync", sync)
         for _ in range(2):
             with pytest.raises(UnavailableError, match="RECOVERING") as caught:
@@ -49,6 +49,6 @@ async def test_a_creation_that_takes_long_is_said_to_be_under_way(
     with pytest.raises(InvalidRequestError, match="TOPIC_EXISTS"):
         await ask()
     assert [topic.state for topic in topics.all()] == [State.SERVING] * max(1, partitions)
-    assert not asyncio.all_tasks() & {*topics.creating.values(), *topics.changing.values()}
+    assert not asyncio.all_tasks() & {*topics.registry.tasks()}
     await topics.drain()
     await data.close()

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from broker_sidecar.listening import SocketPath
-from broker_sidecar.supervising import EXIT_ERROR
+from broker_sidecar.sockets import SocketPath
+from broker_sidecar.workers import EXIT_ERROR
 from seqdedupe.address import SidecarAddress
 from seqdedupe.client.blocking import Client
 from seqdedupe.errors import ConfigurationError

@@ -15,7 +15,7 @@ import google_crc32c
 import pytest
 from grpc_health.v1 import health_pb2
 
-from broker_sidecar.directory import prepare
+from broker_sidecar.data_directory import prepare
 from seqdedupe.errors import REASONS, ConfigurationError
 from seqdedupe.log.embedded.logs import incarnations
 from seqdedupe.store.db import Store

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 from google.protobuf.message import DecodeError, Message
 
-from broker_sidecar.steps import INT32, MAX_CHECKS, binary, columns_of, parse_steps, values
+from broker_sidecar.proto_messages import INT32, binary, values
+from broker_sidecar.services.dedupe_service import MAX_CHECKS, columns_of, parse_steps
 from seqdedupe.core.producers import Producers
 from seqdedupe.errors import SeqdedupeError
-from seqdedupe.topic.attachment import Attachment
+from seqdedupe.topic.attached import Attachment
 from seqdedupe.topic.policy import Applied
 from seqdedupe.v1 import dedupe_pb2
 from tests.broker_sidecar.attaching import AttachRequest, check, register, replay, report

@@ -14,7 +14,7 @@ import grpc
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from broker_sidecar.traces import ENDPOINT_VARIABLES, Traces
+from broker_sidecar.telemetry import ENDPOINT_VARIABLES, Traces
 from seqdedupe.testing import Sidecar
 from seqdedupe.v1 import admin_pb2, publish_pb2
 from tests.broker_sidecar.calls import NOT_DUP, Client, batch, verdicts

@@ -9,9 +9,9 @@ import pytest
 
 from seqdedupe.client import blocking
 from seqdedupe.errors import ConfigurationError, InvalidRequestError, NotFoundError
+from seqdedupe.exports import Watermark, read_watermarks, write_watermarks
 from seqdedupe.testing import Sidecar
 from seqdedupe.v1 import admin_pb2
-from seqdedupe.watermarks import Watermark, read, write
 from tests.broker_sidecar.calls import NOT_DUP, TIMEOUT_SECONDS, Client, batch, offsets, refused, verdicts
 
 MANY = 100_000
@@ -41,12 +41,12 @@ def send(client: Client, *requests: admin_pb2.ImportWatermarksRequest) -> int:
 def test_many_producers_go_from_topic_to_topic(client: Client, shared: Sidecar, topic: str, tmp_path: Path) -> None:
     create(client, topic, f"{topic}-2")
     marks = [Watermark(f"produzent-ü-{i:06d}".encode(), i * 2**40) for i in range(MANY)]
-    write(tmp_path / "one", marks)
+    write_watermarks(tmp_path / "one", marks)
     with blocking.Client(shared.address) as other:
         assert other.admin.import_watermarks(topic, tmp_path / "one") == MANY
         assert client.topic(topic).producers == MANY
         assert other.admin.export_watermarks(topic, tmp_path / "two") == MANY
-        assert list(read(tmp_path / "two")) == marks
+        assert list(read_watermarks(tmp_path / "two")) == marks
         assert (tmp_path / "two").read_bytes() == (tmp_path / "one").read_bytes()
         assert other.admin.import_watermarks(f"{topic}-2", tmp_path / "two") == MANY
         names = [marks[5].producer.decode(), marks[-1].producer.decode(), "new"]
@@ -146,7 +146,7 @@ def test_an_unusual_encoding_is_read(client: Client, topic: str) -> None:
 def test_a_file_that_is_not_whole_is_not_sent(client: Client, shared: Sidecar, topic: str, tmp_path: Path) -> None:
     create(client, topic)
     path = tmp_path / "marks"
-    write(path, [Watermark(b"a", 1), Watermark(b"b", 2)])
+    write_watermarks(path, [Watermark(b"a", 1), Watermark(b"b", 2)])
     whole = path.read_bytes()
     with blocking.Client(shared.address) as other:
         for place in range(len(whole)):
@@ -168,7 +168,7 @@ def test_many_producers_come_back_from_a_saved_snapshot(
 ) -> None:
     """A producer publishes all the time, over an import and a rebuilding: each of its messages is there once."""
     create(client, topic)
-    write(tmp_path / "marks", [Watermark(b"%06d" % i, i) for i in range(MANY)])
+    write_watermarks(tmp_path / "marks", [Watermark(b"%06d" % i, i) for i in range(MANY)])
     with blocking.Client(shared.address) as other:
         assert other.admin.import_watermarks(topic, tmp_path / "marks") == MANY
     with blocking.Client(shared.address) as other, other.producer(topic, "p") as producer:

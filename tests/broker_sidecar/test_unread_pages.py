@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from broker_sidecar.budget import MAX_HELD_BYTES
+from broker_sidecar.shares import MAX_HELD_BYTES
 from seqdedupe.address import SidecarAddress
 from seqdedupe.client import Client as SidecarClient
 from seqdedupe.client.connection import typed_errors

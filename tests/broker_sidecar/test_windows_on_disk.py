@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 
 from broker_sidecar import data
-from broker_sidecar.sidecar import Sidecar
-from seqdedupe.backup.restoring import restore
+from broker_sidecar.server import SidecarServer
+from seqdedupe.backup.manifest import restore
 from seqdedupe.client import Client, InvalidRequestError, Verdict
 from seqdedupe.doctor.examine import examine
 from seqdedupe.doctor.salvage import salvage
-from seqdedupe.store.records import RUN, part_key
+from seqdedupe.store.parts import RUN, part_key
 from seqdedupe.topic import window_runs
-from seqdedupe.topic.publishing import Topic
+from seqdedupe.topic.topic import Topic
 from seqdedupe.v1 import admin_pb2
 from tests.broker_sidecar.moving_pair import LIMIT_SECONDS, TOPIC, One, Pair, pair
 
@@ -70,7 +70,7 @@ class Content:
 
 
 def live(one: One) -> Topic:
-    topic: Topic = one.topics.live[TOPIC]
+    topic: Topic = one.topics.get(TOPIC)
     return topic
 
 
@@ -78,7 +78,7 @@ async def moved(one: One) -> Topic:
     """Its topic, when what has no room in memory lies on disk."""
     topic = live(one)
     async with asyncio.timeout(LIMIT_SECONDS):
-        while (moving := topic._window_memory._moving) is not None:  # type: ignore[union-attr]
+        while (moving := topic.ids.memory._moving) is not None:  # type: ignore[union-attr]
             await asyncio.wait({moving})
     return topic
 
@@ -120,7 +120,7 @@ async def serve(one: One, folder: Path, **repairs: bool) -> None:
     """It goes on with this data directory."""
     await one.stop()
     one.config, one.folder = replace(one.config, data_directory=str(folder)), folder
-    one.sidecar = Sidecar(one.config, connections=1000, **repairs)
+    one.sidecar = SidecarServer(one.config, connections=1000, **repairs)
     await one.sidecar.listen()
     await one.sidecar.recover()
 

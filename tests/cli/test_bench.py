@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from seqdedupe.cli.histogram import Histogram
+from seqdedupe.cli.bench_command import Histogram
 from seqdedupe.cli.main import main
 from seqdedupe.client.blocking import Client
 from seqdedupe.testing import Sidecar

@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 
 from seqdedupe.cli.main import main
-from seqdedupe.cli.options import print_table, tell_waiting
-from seqdedupe.cli.topics import _print_topic, _print_topics
+from seqdedupe.cli.topic_commands import _print_topic, _print_topics
 from seqdedupe.client.blocking import Client
-from seqdedupe.command import json_text, printable
+from seqdedupe.command import json_text, print_table, printable, tell_waiting
 from seqdedupe.errors import error
 from seqdedupe.testing import Sidecar
 from seqdedupe.v1 import admin_pb2

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from seqdedupe.cli.json_lines import JsonPath
-from seqdedupe.cli.source import Record, Source
+from seqdedupe.cli.record_source import JsonPath, RecordSource, SourceRecord
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.limits import MAX_SEQUENCE_ID
 from tests.cli.conftest import COMMAND, TIMEOUT_SECONDS, Run
@@ -22,10 +21,10 @@ CHANGES = b"""{"after": {"id": 5}, "meta": {"keys": ["a"]}}
 PATHS = ("--sequence-id-path", "after.id", "--key-path", "meta.keys[0]")
 
 
-def records(folder: Path, data: bytes, name: str = "a.jsonl", **options: Any) -> list[Record]:
+def records(folder: Path, data: bytes, name: str = "a.jsonl", **options: Any) -> list[SourceRecord]:
     options = {key: JsonPath.parse(text) if key.endswith("path") else text for key, text in options.items()}
     (folder / name).write_bytes(data)
-    with Source(folder / name, final=True, **options) as source:
+    with RecordSource(folder / name, final=True, **options) as source:
         return list(source)
 
 
@@ -38,7 +37,7 @@ def refusal(folder: Path, data: bytes, **options: str) -> str:
 
 def test_paths_give_sequence_ids_and_keys_and_payloads_are_the_lines(tmp_path: Path) -> None:
     first, _, second, _ = CHANGES.split(b"\n")
-    expected = [Record(0, 5, first, b"a", 1), Record(1, 7, second.rstrip(b"\r"), b"b", 3)]
+    expected = [SourceRecord(0, 5, first, b"a", 1), SourceRecord(1, 7, second.rstrip(b"\r"), b"b", 3)]
     paths = {"sequence_id_path": "after.id", "key_path": "meta.keys[0]"}
     assert records(tmp_path, CHANGES, **paths) == expected
     assert records(tmp_path, CHANGES, name="a.NDJSON", **paths) == expected
@@ -50,7 +49,7 @@ def test_paths_give_sequence_ids_and_keys_and_payloads_are_the_lines(tmp_path: P
 
 
 def test_a_byte_order_mark_is_no_part_of_the_first_record(tmp_path: Path) -> None:
-    assert records(tmp_path, b"\xef\xbb\xbf[3]\n", sequence_id_path="[0]") == [Record(0, 3, b"[3]", None, 1)]
+    assert records(tmp_path, b"\xef\xbb\xbf[3]\n", sequence_id_path="[0]") == [SourceRecord(0, 3, b"[3]", None, 1)]
 
 
 @pytest.mark.parametrize("number", [0, MAX_SEQUENCE_ID])

@@ -3,9 +3,11 @@
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 from seqdedupe.client import ProducerConfig
 from seqdedupe.client.blocking import Client
+from seqdedupe.client.producer import PartitionedProducer
 from seqdedupe.testing import Sidecar
 from tests.cli.conftest import Run
 
@@ -85,16 +87,18 @@ def crash(address: str, topic: str, count: int) -> None:
     with Client(address) as client:
         producer = client.producer(topic, "p", config)
         producer.open()
+        assert isinstance(producer._sends, PartitionedProducer)
+        parts: list[Any] = producer._sends.parts
         for i, row in enumerate(rows):
             if i == count // 2:
                 producer.flush()
-                producer._parts[1]._session.next_frame = lambda: None
+                parts[1].session.next_frame = lambda: None
             user = row.split(b",")[1]
             producer.send(row, 3 * i, key=user, properties={"seqdedupe.record": str(i)})
         for k in (0, 2):
-            for pending in producer._parts[k]._session.outbox.entries:
+            for pending in parts[k].session.outbox.entries:
                 while not pending.settled:
-                    producer._parts[k]._seal_now()
+                    parts[k].seal()
         producer.abort()
 
 

@@ -19,11 +19,10 @@ import pytest
 
 from seqdedupe.batch import Binary, single_producer
 from seqdedupe.cli.main import main
-from seqdedupe.cli.publish import _Publishing
+from seqdedupe.cli.publish_command import _Publication
 from seqdedupe.client import ProducerConfig
 from seqdedupe.client.blocking import Client, Producer, Receipt
-from seqdedupe.client.pending import PendingBatch
-from seqdedupe.client.receipts import ReceiptColumns
+from seqdedupe.client.pending import PendingBatch, ReceiptColumns
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.limits import MAX_PAYLOAD_BYTES
 from seqdedupe.message_id import MessageId
@@ -442,7 +441,7 @@ def test_what_had_an_early_receipt_and_was_lost_is_not_counted_as_durable() -> N
     producer: Any = SimpleNamespace(durable_sequence_id=0)
     source: Any = SimpleNamespace()
     resume: Any = None
-    publishing = _Publishing(producer, source, resume, with_numbers=False, makes_topic=False)
+    publishing = _Publication(producer, source, resume, with_numbers=False, makes_topic=False)
     publishing._receipts.extend(Receipt(pending, 0) for pending in batches)
     assert publishing._durable() == "0 of the 2 records sent are durable"
     batches[0].become_durable()

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from seqdedupe.cli.source import Record, Source
+from seqdedupe.cli.record_source import RecordSource, SourceRecord
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.limits import MAX_PAYLOAD_BYTES, MAX_SEQUENCE_ID
 from seqdedupe.testing import LAST_RESORT_SECONDS
@@ -23,8 +23,8 @@ CSV_PAYLOADS = [b'1,a,"two\r\nlines, ""quoted"""', b"3,b,x", b"7,\xff\xfe,end"]
 CSV_LINES = [2, 5, 6]
 
 
-def _records(path: Path, final: bool = True, **options: Any) -> list[Record]:
-    with Source(path, final=final, **options) as source:
+def _records(path: Path, final: bool = True, **options: Any) -> list[SourceRecord]:
+    with RecordSource(path, final=final, **options) as source:
         return list(source)
 
 
@@ -36,13 +36,14 @@ def _write(path: Path, data: bytes) -> Path:
 def test_lines_are_taken_byte_for_byte(tmp_path: Path) -> None:
     path = _write(tmp_path / "a.txt", b"one\n\n \xff\x00\r\nlast\rone\r\nend")
     payloads = [b"one", b"", b" \xff\x00", b"last\rone", b"end"]
-    assert _records(path) == [Record(i, i, payload, None, i + 1) for i, payload in enumerate(payloads)]
+    assert _records(path) == [SourceRecord(i, i, payload, None, i + 1) for i, payload in enumerate(payloads)]
 
 
 def test_csv_records_are_taken_byte_for_byte(tmp_path: Path) -> None:
     path = _write(tmp_path / "a.csv", CSV)
     assert _records(path) == [
-        Record(i, i, payload, None, line) for (i, payload), line in zip(enumerate(CSV_PAYLOADS), CSV_LINES, strict=True)
+        SourceRecord(i, i, payload, None, line)
+        for (i, payload), line in zip(enumerate(CSV_PAYLOADS), CSV_LINES, strict=True)
     ]
 
 
@@ -50,13 +51,13 @@ def test_columns_give_sequence_ids_and_keys(tmp_path: Path) -> None:
     path = _write(tmp_path / "a.csv", CSV)
     keys = [b"a", b"b", b"\xff\xfe"]
     columns = zip(range(3), (1, 3, 7), CSV_PAYLOADS, keys, CSV_LINES, strict=True)
-    expected = [Record(*fields) for fields in columns]
+    expected = [SourceRecord(*fields) for fields in columns]
     assert _records(path, sequence_id_column="id", key_column="name") == expected
 
 
 def test_a_byte_order_mark_is_not_part_of_the_first_name(tmp_path: Path) -> None:
     path = _write(tmp_path / "a.csv", b"\xef\xbb\xbfid\n5\n")
-    assert _records(path, sequence_id_column="id") == [Record(0, 5, b"5", None, 2)]
+    assert _records(path, sequence_id_column="id") == [SourceRecord(0, 5, b"5", None, 2)]
 
 
 @pytest.mark.parametrize("name", ["a.csv.gz", "a.CSV", "a"])
@@ -88,7 +89,7 @@ def test_a_zip_in_a_pipe_is_refused_for_what_it_is(tmp_path: Path) -> None:
 def test_standard_input_that_does_not_block_is_read_to_its_end() -> None:
     program = """
 import os, threading
-from seqdedupe.cli.source import STANDARD_INPUT, Source
+from seqdedupe.cli.record_source import STANDARD_INPUT, RecordSource
 read_end, write_end = os.pipe()
 os.set_blocking(read_end, False)
 os.dup2(read_end, 0)
@@ -96,7 +97,7 @@ os.write(write_end, b"one\\n")
 def write_the_rest():
     os.write(write_end, b"two\\n")
     os.close(write_end)
-for record in Source(STANDARD_INPUT):
+for record in RecordSource(STANDARD_INPUT):
     print(record.payload.decode())
     if record.number == 0:
         threading.Timer(0.5, write_the_rest).start()
@@ -112,8 +113,8 @@ def test_no_lines_are_no_records_and_a_header_alone_none_either(tmp_path: Path) 
 def test_the_longest_line_fits_and_one_byte_more_does_not(tmp_path: Path) -> None:
     longest = b"x" * MAX_PAYLOAD_BYTES
     assert _records(_write(tmp_path / "a", longest + b"\r\n" + longest)) == [
-        Record(0, 0, longest, None, 1),
-        Record(1, 1, longest, None, 2),
+        SourceRecord(0, 0, longest, None, 1),
+        SourceRecord(1, 1, longest, None, 2),
     ]
     with pytest.raises(SeqdedupeError) as caught:
         _records(_write(tmp_path / "b", b"short\nx" + longest + b"\n"))

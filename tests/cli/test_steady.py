@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from seqdedupe.cli import steady
-from seqdedupe.cli.source import Record, Source
+from seqdedupe.cli import record_source as source_module
+from seqdedupe.cli.record_source import RecordSource, SourceRecord
 from seqdedupe.errors import SeqdedupeError
 
 LINES = 20_000
@@ -58,9 +58,9 @@ def _remove(path: Path) -> None:
 CHANGES = [_replace, _cut, _rewrite, _rewrite_longer, _insert_a_line_before, _remove]
 
 
-def _read_changed(source: Source, path: Path, change: Change) -> list[Record]:
+def _read_changed(source: RecordSource, path: Path, change: Change) -> list[SourceRecord]:
     """What the source gives of a file that is changed after its first record."""
-    records: Iterator[Record] = iter(source)
+    records: Iterator[SourceRecord] = iter(source)
     read = [next(records)]
     change(path)
     read.extend(records)
@@ -69,7 +69,7 @@ def _read_changed(source: Source, path: Path, change: Change) -> list[Record]:
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_file_that_changes_while_it_is_published(file: Path, change: Change) -> None:
-    with Source(file) as source:
+    with RecordSource(file) as source:
         source.check()
         with pytest.raises(SeqdedupeError, match="while it was read") as caught:
             _read_changed(source, file, change)
@@ -80,15 +80,15 @@ def test_a_file_that_changes_while_it_is_published(file: Path, change: Change) -
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_file_that_changes_while_it_is_looked_at(file: Path, change: Change, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between the last byte of the first reading and the second one's first."""
-    original = steady.SteadyFile.check
+    original = source_module.SteadyFile.check
 
-    def check(raw: steady.SteadyFile, *, is_complete: bool) -> None:
+    def check(raw: source_module.SteadyFile, *, is_complete: bool) -> None:
         change(file)
         raw.readinto(bytearray(1))
         original(raw, is_complete=is_complete)
 
-    with Source(file) as source:
-        monkeypatch.setattr(steady.SteadyFile, "check", check)
+    with RecordSource(file) as source:
+        monkeypatch.setattr(source_module.SteadyFile, "check", check)
         with pytest.raises(SeqdedupeError, match="while it was read; nothing was sent") as caught:
             source.check()
     assert caught.value.reason == "SOURCE_CHANGED"
@@ -97,7 +97,7 @@ def test_a_file_that_changes_while_it_is_looked_at(file: Path, change: Change, m
 def test_a_compressed_file_that_is_replaced(tmp_path: Path) -> None:
     path = tmp_path / "a.gz"
     path.write_bytes(gzip.compress(_lines(LINES)))
-    with Source(path) as source:
+    with RecordSource(path) as source:
         source.check()
         with pytest.raises(SeqdedupeError, match="was replaced, moved or removed while it was read"):
             _read_changed(source, path, _replace)
@@ -108,7 +108,7 @@ def test_a_file_may_grow_and_its_access_time_change(file: Path) -> None:
         with path.open("ab") as end:
             end.write(b"more\n")
 
-    with Source(file) as source:
+    with RecordSource(file) as source:
         source.check()
         grow(file)
         read = _read_changed(source, file, grow)
@@ -119,7 +119,7 @@ def test_a_pipe_may_be_removed(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "a")
     writer = os.open(tmp_path / "a", os.O_RDWR)
     os.write(writer, b"1\n2\n")
-    with Source(tmp_path / "a") as source:
+    with RecordSource(tmp_path / "a") as source:
         os.close(writer)
         assert len(_read_changed(source, tmp_path / "a", _remove)) == 2
 
@@ -131,7 +131,7 @@ class _StillError(Exception):
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_followed_file_that_changes(file: Path, change: Change) -> None:
     """After all of it is read: with a file that was cut and is longer again by now, too."""
-    with Source(file, follow=True) as source:
+    with RecordSource(file, follow=True) as source:
         waits = 0
 
         def before_waiting() -> None:
@@ -143,7 +143,7 @@ def test_a_followed_file_that_changes(file: Path, change: Change) -> None:
                 raise _StillError
 
         source.before_waiting = before_waiting
-        read = list[Record]()
+        read = list[SourceRecord]()
         with pytest.raises(SeqdedupeError, match="while it was read") as caught:
             read.extend(source)
     assert caught.value.reason == "SOURCE_CHANGED"
@@ -151,9 +151,9 @@ def test_a_followed_file_that_changes(file: Path, change: Change) -> None:
 
 def test_without_the_look_back_a_followed_file_goes_on_in_another(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: what the others are held against."""
-    monkeypatch.setattr(steady, "_TAIL_BYTES", 0)
-    monkeypatch.setattr(steady.SteadyFile, "check", lambda *_, **__: None)
-    with Source(file, follow=True) as source:
+    monkeypatch.setattr(source_module, "_TAIL_BYTES", 0)
+    monkeypatch.setattr(source_module.SteadyFile, "check", lambda *_, **__: None)
+    with RecordSource(file, follow=True) as source:
         source.before_waiting = lambda: _rewrite_longer(file)
         records = iter(source)
         for _ in range(LINES):

@@ -9,7 +9,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
-from broker_sidecar.security.signed_tokens import read_keys, verify
+from broker_sidecar.security.tokens import read_keys, verify
 from tests.broker_sidecar.security.signing import AUDIENCE, Issuer, write_keys
 from tests.cli.conftest import COMMAND, TIMEOUT_SECONDS
 

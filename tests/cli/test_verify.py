@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from seqdedupe.batch import NO_INT64S, Batch, Binary
-from seqdedupe.cli.source import Record
-from seqdedupe.cli.verify import Comparison
+from seqdedupe.cli.publish_command import Comparison
+from seqdedupe.cli.record_source import SourceRecord
 from seqdedupe.client import Message, StoredBatch
 from seqdedupe.client.blocking import Client
 from seqdedupe.testing import Sidecar
@@ -192,7 +192,7 @@ def test_memory_does_not_grow_with_the_file(kept: int) -> None:
 
     comparison = Comparison("t", "p")
     # Every other record is one of which the topic has nothing.
-    records = (Record(i, 2 * i, bytes(size_bytes), None, i + 1) for i in range(count))
+    records = (SourceRecord(i, 2 * i, bytes(size_bytes), None, i + 1) for i in range(count))
     tracemalloc.start()
     comparison.compare(records, messages())
     peak = tracemalloc.get_traced_memory()[1]

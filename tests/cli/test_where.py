@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from seqdedupe.cli.main import main
-from seqdedupe.cli.message_columns import Condition
+from seqdedupe.cli.read_command import Condition
 from seqdedupe.client.blocking import Client
 from seqdedupe.testing import Sidecar
 from tests.cli.conftest import COMMAND, TIMEOUT_SECONDS, Run

@@ -14,8 +14,8 @@ import grpc
 import grpc.aio
 
 from broker_sidecar.rpc import Context, status_of
-from seqdedupe import rendezvous
-from seqdedupe.client.receipts import NO_INDEX
+from seqdedupe.client import route
+from seqdedupe.client.pending import NO_INDEX
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.names import is_namespace, topic_name
 from seqdedupe.testing import reserved_port
@@ -278,4 +278,4 @@ def move(some: list[Front], owner: Front | None, *, knows: bool = True) -> None:
 def in_order(some: list[Front], topic: str) -> list[Front]:
     """As a client tries them for a topic."""
     by_address = {front.address: front for front in some}
-    return [by_address[address] for address in rendezvous.in_order(topic_name(topic), by_address)]
+    return [by_address[address] for address in route.in_order(topic_name(topic), by_address)]

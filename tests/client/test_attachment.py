@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from seqdedupe.client import Attachment, BrokerClient, Entry, Range
-from seqdedupe.client.receipts import Verdict
+from seqdedupe.client.pending import Verdict
 from seqdedupe.errors import SeqdedupeError, UnavailableError
 from seqdedupe.limits import MAX_BATCH_ROWS
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
@@ -190,7 +190,7 @@ async def test_an_ended_attachment_says_why_however_often(brokers_sidecar: Sidec
 async def test_nobody_answers(brokers_sidecar: Sidecar, topic: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async with Proxy(brokers_sidecar.address) as proxy, BrokerClient(proxy.address) as client:
         (await Log().attach(client, topic)).close()
-        monkeypatch.setattr("seqdedupe.client.attachment.CALL_TIMEOUT_SECONDS", 0.5)
+        monkeypatch.setattr("seqdedupe.client.broker.CALL_TIMEOUT_SECONDS", 0.5)
         proxy.swallows_answers = True
         with pytest.raises(SeqdedupeError, match="UNREACHABLE"):
             await Log().attach(client, topic)

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from seqdedupe.batch import Batch, Binary, decode
 from seqdedupe.client.builder import Builder
-from seqdedupe.client.config import ProducerConfig
 from seqdedupe.client.pending import PendingBatch
+from seqdedupe.client.producer_session import ProducerConfig
 from seqdedupe.errors import InvalidRequestError
 from seqdedupe.limits import MAX_BATCH_BYTES, MAX_PAYLOAD_BYTES, MAX_SEQUENCE_ID
 

@@ -9,16 +9,23 @@ from typing import Any
 import grpc
 import pytest
 
-from seqdedupe import rendezvous
 from seqdedupe.cli.commands import cli
-from seqdedupe.client import Client, DataLossError, InvalidRequestError, NotFoundError, UnavailableError, blocking
+from seqdedupe.client import (
+    Client,
+    DataLossError,
+    InvalidRequestError,
+    NotFoundError,
+    UnavailableError,
+    blocking,
+    route,
+)
 from seqdedupe.command import run_command
 from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name
 from seqdedupe.testing import Sidecar
 from seqdedupe.v1 import admin_pb2, publish_pb2
+from seqdedupe_spark.range_reader import read_stored
 from seqdedupe_spark.ranges import Range
-from seqdedupe_spark.reading import read_stored
 from tests.client.fake_sidecar import FakeSidecar, Refused, fake_sidecar
 from tests.client.fronts import Front, addresses, fronts, in_order, move
 from tests.client.helpers import read_all, until
@@ -205,7 +212,7 @@ async def test_a_topic_that_one_sidecar_does_not_know_may_be_known_to_another(
 ) -> None:
     """A producer, one that resumes among them, a reader and a call."""
     by_address = {fake.address: fake for fake in fakes}
-    first, second = (by_address[address] for address in rendezvous.in_order(topic_name("t"), by_address))
+    first, second = (by_address[address] for address in route.in_order(topic_name("t"), by_address))
     unknown = Refused(grpc.StatusCode.NOT_FOUND, "TOPIC_NOT_FOUND")
 
     def not_found(_: Any) -> Any:

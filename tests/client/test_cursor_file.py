@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from seqdedupe import sealed
+from seqdedupe import files
 from seqdedupe.client import DamagedError, MessageId, Position
-from seqdedupe.client.cursor import Kept
-from seqdedupe.client.cursor_file import FileCursor
+from seqdedupe.client.cursor import FileCursor, Kept
 from seqdedupe.errors import ConfigurationError
 from tests.client.cursors import ONE, CursorSuite
 
@@ -59,7 +58,7 @@ async def test_no_byte_may_be_another_one(tmp_path: Path) -> None:
 )
 async def test_what_is_sealed_and_no_cursor_is_damaged(tmp_path: Path, body: bytes) -> None:
     path = tmp_path / "cursor"
-    with sealed.writing(path, sealed.head_of(b"seqdedupe-cursor", 1)) as put:
+    with files.writing_sealed(path, files.head_of(b"seqdedupe-cursor", 1)) as put:
         put(body)
     if body == b"\x00" * 8:  # an empty position is that of nothing: incarnation 0, index 0
         assert await FileCursor(path).read() == Kept(Position(0, None, 0))
@@ -71,7 +70,7 @@ async def test_what_is_sealed_and_no_cursor_is_damaged(tmp_path: Path, body: byt
 
 async def test_a_newer_version_is_said_to_be_one(tmp_path: Path) -> None:
     path = tmp_path / "cursor"
-    with sealed.writing(path, sealed.head_of(b"seqdedupe-cursor", 2)) as put:
+    with files.writing_sealed(path, files.head_of(b"seqdedupe-cursor", 2)) as put:
         put(b"whatever it may be")
     with pytest.raises(DamagedError) as caught:
         await FileCursor(path).read()
@@ -113,7 +112,7 @@ MOVES = """# may start warm
 import asyncio, sys
 from seqdedupe.client import MessageId, Position
 from seqdedupe.client.cursor import Kept
-from seqdedupe.client.cursor_file import FileCursor
+from seqdedupe.client.cursor import FileCursor
 from seqdedupe.errors import ConfigurationError
 
 async def main():

@@ -83,7 +83,7 @@ async def answering_ok(address: str, answer: bytes) -> AsyncIterator[Counter[str
 def tries_often(monkeypatch: pytest.MonkeyPatch) -> None:
     """What has failed is tried again after some milliseconds."""
     monkeypatch.setitem(REASONS, "NOT_A_SIDECAR", replace(REASONS["NOT_A_SIDECAR"], retry_delay_ms=10))
-    for module in ("session", "delivery", "reader"):
+    for module in ("producer_session", "publisher", "reader"):
         monkeypatch.setattr(f"seqdedupe.client.{module}._LONGEST_DELAY_SECONDS", 0.02)
 
 
@@ -341,7 +341,7 @@ async def test_what_times_out_is_no_fault_of_the_frame(
 ) -> None:
     """A stream that ends long after its frame was sent: here each end counts as late."""
     monkeypatch.setattr("seqdedupe.client.stream.SOON_SECONDS", 0)
-    monkeypatch.setattr("seqdedupe.client.session._LONGEST_DELAY_SECONDS", 0.02)
+    monkeypatch.setattr("seqdedupe.client.producer_session._LONGEST_DELAY_SECONDS", 0.02)
     async with Client(front.address) as client, client.producer(topic, "p", NEVER_GIVES_UP) as producer:
         poisoned = await producer.send(POISON)
         await until(lambda: front.calls.count("PublishStream") > 2 * MAX_BREAKS)
@@ -395,7 +395,7 @@ async def test_a_connection_may_have_few_streams(topics: int) -> None:
 
 async def test_a_connection_without_a_free_stream_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("seqdedupe.client.stream.CALL_TIMEOUT_SECONDS", 1.5)
-    monkeypatch.setattr("seqdedupe.client.session.OPEN_TIMEOUT_SECONDS", 0)
+    monkeypatch.setattr("seqdedupe.client.producer_session.OPEN_TIMEOUT_SECONDS", 0)
     async with fake_sidecar(max_concurrent_streams=2) as fake, Client(fake.address) as client:
         # Two on the first connection, and one on the second, which keeps a place for `Open`.
         producers = [client.producer(f"t{k}", "p", NEVER_GIVES_UP) for k in range(3)]

@@ -21,7 +21,7 @@ ONE_BY_ONE = ProducerConfig(max_batch_rows=1)
 
 async def test_a_live_session_that_was_idle_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Its connection is cut for longer than the policy allows; minutes are short here."""
-    short = {with_constants.VARIABLE: json.dumps({"seqdedupe.topic.inactivity.SECONDS_A_MINUTE": 0.3})}
+    short = {with_constants.VARIABLE: json.dumps({"seqdedupe.topic.keeper.SECONDS_A_MINUTE": 0.3})}
     sidecar = Sidecar(
         tmp_path,
         module=with_constants.MODULE,

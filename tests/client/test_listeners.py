@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from broker_sidecar.neighbours import Neighbours
+from broker_sidecar.cluster.peers import Neighbours
 from seqdedupe.address import SidecarAddress
 from seqdedupe.client import BrokerClient, Client, Credentials, SeqdedupeError, blocking, listeners
 from seqdedupe.client.listeners import Host, Looking, check_listener, in_tables, over_netlink
-from seqdedupe.client.sidecars import Sidecars
+from seqdedupe.client.route import Sidecars
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar, reserved_port
-from seqdedupe_spark.sidecar import Sidecar as SparkSidecar
+from seqdedupe_spark.service import SidecarService as SparkSidecar
 from tests.client import strangers
 from tests.client.strangers import needs_root
 

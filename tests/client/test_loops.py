@@ -51,7 +51,7 @@ def test_a_producer_on_another_event_loop_than_its_own_is_refused(shared_sidecar
 
     with asyncio.Runner() as runner:
         producer = runner.run(opened(shared_sidecar.address, topic))
-        producer._must_pause = False  # as between two messages of a batch
+        producer._topic.must_pause = False  # as between two messages of a batch
         asyncio.run(elsewhere())
         runner.run(producer.abort())
     assert [message.payload for message in asyncio.run(read_all(shared_sidecar, topic))] == [b"before"]
@@ -61,7 +61,7 @@ def test_receipts_do_not_outlive_their_event_loop(shared_sidecar: Sidecar, topic
     async def send() -> Receipt:
         producer = await opened(shared_sidecar.address, topic)
         receipt = await producer.send(b"late")
-        producer._builder.seal()
+        producer._topic.builder.seal()
         return receipt
 
     async def late(receipt: Receipt) -> None:

@@ -9,10 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from seqdedupe.batch import NO_INT32S, Batch, Binary, properties, single_producer
-from seqdedupe.client.merging import SMALL_BATCH_BYTES, Part, parts_of, whole
 from seqdedupe.client.outbox import Frame
-from seqdedupe.client.receipts import ReceiptColumns, Verdict
-from seqdedupe.client.results import BatchResult
+from seqdedupe.client.pending import BatchResult, ReceiptColumns, Verdict
+from seqdedupe.client.stream import SMALL_BATCH_BYTES, ProducerFrame, parts_of, whole
 from seqdedupe.limits import MAX_BATCH_ROWS
 from seqdedupe.message_id import MessageId
 
@@ -89,9 +88,11 @@ def test_a_shared_frame_holds_what_its_parts_do(given_batches: list[Any]) -> Non
     assert bool(len(frame.batch.producer_indexes)) == (len(batches) > 1)
 
 
-def part(name: str, rows: int = 1, size_bytes: int = 100, *, goes_alone: bool = False) -> Part[str]:
+def part(name: str, rows: int = 1, size_bytes: int = 100, *, goes_alone: bool = False) -> ProducerFrame[str]:
     column = Binary.of_all([b""] * rows)
-    return Part(name, Frame(0, single_producer(name.encode(), 0, -1, np.arange(rows), column), size_bytes), goes_alone)
+    return ProducerFrame(
+        name, Frame(0, single_producer(name.encode(), 0, -1, np.arange(rows), column), size_bytes), goes_alone
+    )
 
 
 @pytest.mark.parametrize(
@@ -106,7 +107,7 @@ def part(name: str, rows: int = 1, size_bytes: int = 100, *, goes_alone: bool = 
         ([], []),
     ],
 )
-def test_which_parts_share_a_frame(parts: list[Part[str]], frames: list[str]) -> None:
+def test_which_parts_share_a_frame(parts: list[ProducerFrame[str]], frames: list[str]) -> None:
     assert ["".join(part.sender for part in frame) for frame in parts_of(parts)] == frames
 
 

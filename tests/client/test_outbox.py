@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from seqdedupe.batch import Binary, single_producer
 from seqdedupe.client.outbox import Frame, Outbox
-from seqdedupe.client.pending import PendingBatch
-from seqdedupe.client.receipts import ReceiptColumns, Verdict
+from seqdedupe.client.pending import PendingBatch, ReceiptColumns, Verdict
 from seqdedupe.errors import DataLossError, FencedError, InvalidRequestError, SeqdedupeError, error
 from seqdedupe.message_id import MessageId
 

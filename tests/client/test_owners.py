@@ -15,8 +15,8 @@ from seqdedupe.client import (
     UnavailableError,
     blocking,
     connection,
-    waiting,
 )
+from seqdedupe.client import route as route_module
 from seqdedupe.client.route import Route
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from tests.client.fake_sidecar import fake_sidecar
@@ -264,7 +264,7 @@ async def test_two_that_name_each_other_are_not_asked_without_end(
 
         monkeypatch.setattr(Route, "moves_on", forgetful)
         # Time for a slow machine to ask too often.
-        monkeypatch.setattr(waiting, "SAY_WAITING_SECONDS", 5 * waiting.SAY_WAITING_SECONDS)
+        monkeypatch.setattr(route_module, "SAY_WAITING_SECONDS", 5 * route_module.SAY_WAITING_SECONDS)
     asked: list[int] = []
     async with Client(addresses(three)) as client:
         producer = client.producer(topic, "p", on_waiting=lambda _: asked.append(_opens(three)))
@@ -332,7 +332,7 @@ async def test_when_all_are_away_it_is_as_with_one(
         with pytest.raises(UnavailableError, match="not ready"):
             await client.wait_ready(0.3)
         with monkeypatch.context() as patch:
-            patch.setattr("seqdedupe.client.session.OPEN_TIMEOUT_SECONDS", 0.2)
+            patch.setattr("seqdedupe.client.producer_session.OPEN_TIMEOUT_SECONDS", 0.2)
             with pytest.raises(UnavailableError) as caught:
                 await client.producer(topic, "q").open()
         assert caught.value.reason == "UNREACHABLE"
@@ -350,7 +350,7 @@ async def test_one_that_stands_still_is_left(
     monkeypatch.setattr(connection, "_IMPATIENT", tuple((name, 1000) for name, _ in connection._IMPATIENT))
     async with Proxy(three[0].address) as frozen:
         monkeypatch.setattr(
-            "seqdedupe.client.sidecars.in_order", lambda _, texts: sorted(texts, key=frozen.address.__ne__)
+            "seqdedupe.client.route.in_order", lambda _, texts: sorted(texts, key=frozen.address.__ne__)
         )
         async with (
             Client(f"{frozen.address},{three[1].address}") as client,

@@ -6,6 +6,7 @@ import random
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,10 +25,11 @@ from seqdedupe.client import (
     Verdict,
     blocking,
 )
+from seqdedupe.client.partitioned_ids import Numbering, SettledIds
 from seqdedupe.client.pending import PendingBatch
-from seqdedupe.client.spread import Numbering, Settled
+from seqdedupe.client.producer import PartitionedProducer
 from seqdedupe.errors import error
-from seqdedupe.routing import partition_of
+from seqdedupe.names import partition_of
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from seqdedupe.v1 import admin_pb2
 from tests.client.helpers import read_all
@@ -123,7 +125,9 @@ async def standing_still(client: Client, topic: str, partition: int) -> AsyncIte
     """A producer of which one partition gets nothing any more, as if its connection were stuck; then it is gone."""
     producer = client.producer(topic, "p", SMALL)
     await producer.open()
-    producer._parts[partition]._session.next_frame = lambda: None
+    assert isinstance(producer._sends, PartitionedProducer)
+    session: Any = producer._sends.parts[partition].session
+    session.next_frame = lambda: None
     try:
         yield producer
     finally:
@@ -179,7 +183,7 @@ async def test_control_who_says_too_early_that_all_is_settled_loses_messages(
     shared_sidecar: Sidecar, made: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(Settled, "up_to", lambda settled: settled._last_sent)
+        patch.setattr(SettledIds, "up_to", lambda settled: settled._last_sent)
         await crash(shared_sidecar, made)
     await resume(shared_sidecar, made, None)
     parts = await read_parts(shared_sidecar, made)
@@ -293,7 +297,8 @@ async def test_one_partition_that_refuses_ends_the_producer(shared_sidecar: Side
 async def test_a_send_that_is_given_up_was_not_sent(shared_sidecar: Sidecar, made: str) -> None:
     config = ProducerConfig(max_batch_rows=1, max_in_flight_batches=1)
     async with Client(shared_sidecar.address) as client, client.producer(made, "p", config) as producer:
-        stuck = producer._parts[0]._session
+        assert isinstance(producer._sends, PartitionedProducer)
+        stuck: Any = producer._sends.parts[0].session
         next_frame = stuck.next_frame
         stuck.next_frame = lambda: None
         keys = [
@@ -319,7 +324,7 @@ async def test_a_send_that_is_given_up_was_not_sent(shared_sidecar: Sidecar, mad
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), max_size=60), st.integers(-1, 5))
 def test_what_is_settled_is_never_said_too_early_nor_forgotten(steps: list[tuple[int, int]], after: int) -> None:
     """Against the definition: up to which ID all that was sent has its receipt."""
-    settled = Settled()
+    settled = SettledIds()
     settled._sweep_at = 4
     settled.resume(after)
     batches: list[tuple[list[int], PendingBatch]] = []

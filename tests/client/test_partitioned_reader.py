@@ -16,7 +16,7 @@ from seqdedupe.client import (
     SeqdedupeError,
     blocking,
 )
-from seqdedupe.client.partitioned_reader import PartitionedStart
+from seqdedupe.client.reader import PartitionedStart
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 
 PARTITIONS = 3

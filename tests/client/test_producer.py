@@ -163,7 +163,7 @@ async def test_send_waits_while_too_much_is_in_flight(shared_sidecar: Sidecar, t
                 sent += 1
 
         sending = asyncio.create_task(send_all())
-        await until(lambda: len(producer._session.outbox) == 4)
+        await until(lambda: len(producer._topic.session.outbox) == 4)
         for _ in range(20):
             await asyncio.sleep(0)
         stuck_at = sent
@@ -205,7 +205,7 @@ async def test_lost_receipts_end_in_dup_and_nothing_is_doubled(
             for round_number in range(5):
                 proxy.swallows_answers = loses_receipts
                 receipts += [await producer.send(b"%d" % i) for i in range(100)]
-                producer._builder.seal()
+                producer._topic.builder.seal()
                 await until_stored(direct, topic, 100 * (round_number + 1))
                 proxy.swallows_answers = False
                 if loses_receipts:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from seqdedupe.backup.restoring import restore
+from seqdedupe.backup.manifest import restore
 from seqdedupe.batch import Binary
 from seqdedupe.client import (
     Client,
@@ -26,10 +26,9 @@ from seqdedupe.client import (
     Verdict,
     blocking,
 )
-from seqdedupe.client.delivery import History
-from seqdedupe.client.publisher import new_id
+from seqdedupe.client.publisher import TopicHistory, new_id
 from seqdedupe.errors import SeqdedupeError
-from seqdedupe.routing import partition_of
+from seqdedupe.names import partition_of
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from seqdedupe.v1 import admin_pb2, publish_pb2
 from tests.client.fake_sidecar import FakeSidecar, fake_sidecar
@@ -492,7 +491,7 @@ async def test_a_lower_term_counts_when_all_sidecars_answer_one() -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_each_index_is_given_once(seed: int) -> None:
     generator = random.Random(seed)
-    history, given = History(), set[int]()
+    history, given = TopicHistory(), set[int]()
     for _ in range(300):
         first = generator.randrange(400)
         rows = set(range(first, first + generator.randint(1, 4)))

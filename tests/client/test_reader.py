@@ -19,7 +19,7 @@ from seqdedupe.client import (
 )
 from seqdedupe.client import reader as reading
 from seqdedupe.client.reader import Reader, Start
-from seqdedupe.client.sidecars import Sidecars
+from seqdedupe.client.route import Sidecars
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from tests.client.helpers import until

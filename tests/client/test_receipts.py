@@ -7,18 +7,17 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from broker_sidecar.frames import encode_receipt
+from broker_sidecar.services.publish_service import encode_receipt
 from seqdedupe import wire
 from seqdedupe.batch import Binary, single_producer
-from seqdedupe.client import awaited, blocking, frames
-from seqdedupe.client.frames import Answer, decode_answer
-from seqdedupe.client.pending import PendingBatch
-from seqdedupe.client.receipts import Verdict
-from seqdedupe.client.results import BatchResult
+from seqdedupe.client import blocking, publish_calls
+from seqdedupe.client import pending as pending_module
+from seqdedupe.client.pending import BatchResult, PendingBatch, Verdict
+from seqdedupe.client.publish_calls import StreamAnswer, decode_answer
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.log.contract import Run
 from seqdedupe.message_id import MessageId
-from seqdedupe.topic.answers import Receipt
+from seqdedupe.topic.frame import Receipt
 from seqdedupe.v1 import batch_pb2, publish_pb2
 
 NOT_DUP, DUP = Verdict.NOT_DUP, Verdict.DUP
@@ -147,12 +146,12 @@ def test_one_row_of_a_batch_that_failed_raises_too() -> None:
 EARLY = answer((-1, -1, -1), durable_at=102)
 
 
-@pytest.mark.parametrize("of", [awaited.Receipt, blocking.Receipt])
-@pytest.mark.parametrize("of_batch", [awaited.BatchReceipt, blocking.BatchReceipt])
+@pytest.mark.parametrize("of", [pending_module.Receipt, blocking.Receipt])
+@pytest.mark.parametrize("of_batch", [pending_module.BatchReceipt, blocking.BatchReceipt])
 def test_what_fails_after_its_early_receipt_is_never_durable(of: Any, of_batch: Any) -> None:
     """Whoever was told keeps what it was told; the control arm is the same batch, not given up."""
     lost, kept, spread = (answered(2, EARLY) for _ in range(3))
-    of_all = awaited.SpreadBatch(np.arange(4), [(np.arange(2), kept), (np.arange(2, 4), spread)])
+    of_all = pending_module.SpreadBatch(np.arange(4), [(np.arange(2), kept), (np.arange(2, 4), spread)])
     receipts = [of(lost, 1), of_batch(lost), of(kept, 1), of_batch(kept), of_batch(of_all)]
     assert not any(receipt.is_durable() for receipt in receipts)
     lost.fail(error("OUTCOME_UNKNOWN", "given up"))
@@ -171,7 +170,7 @@ def usual(*receipts: Receipt) -> bytes:
     return b"".join(encode_receipt(cast(Any, None), receipt) for receipt in receipts) + wire.STATE.pack(*state)
 
 
-def read(answer: Answer) -> Any:
+def read(answer: StreamAnswer) -> Any:
     """What the client takes from an answer of frames of which all rows are new."""
     receipts = [(frame, it.first_index, it.first_message_id, it.durable_at) for frame, it in answer.receipts]
     return receipts, list(answer.refusals), answer.incarnation, answer.term, answer.durable_index
@@ -184,7 +183,7 @@ def test_the_answer_of_fixed_width_is_read_as_protobuf_reads_it(count: int) -> N
     # Fields may come in any order: in this one it is not the usual answer.
     other_order = raw[-wire.STATE.size :] + raw[: -wire.STATE.size]
     assert read(decode_answer(raw, lambda _: 2)) == read(decode_answer(other_order, lambda _: 2))
-    assert count == 0 or frames._usual_answer(other_order) is None
+    assert count == 0 or publish_calls._usual_answer(other_order) is None
 
 
 def test_one_byte_that_differs_makes_no_answer_that_protobuf_would_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,10 +191,10 @@ def test_one_byte_that_differs_makes_no_answer_that_protobuf_would_not_read(monk
     found = 0
     for at, bit in itertools.product(range(len(raw)), range(8)):
         changed = raw[:at] + bytes((raw[at] ^ 1 << bit,)) + raw[at + 1 :]
-        if (answer := frames._usual_answer(changed)) is not None:
+        if (answer := publish_calls._usual_answer(changed)) is not None:
             found += 1
             with monkeypatch.context() as patch:
-                patch.setattr(frames, "_usual_answer", lambda _: None)
+                patch.setattr(publish_calls, "_usual_answer", lambda _: None)
                 assert read(answer) == read(decode_answer(changed, lambda _: 2))
     # The bits of the numbers: the others are tags and lengths.
     assert found == 8 * 8 * (2 * 4 + 3)

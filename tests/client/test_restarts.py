@@ -135,7 +135,7 @@ async def test_opening_waits_for_a_sidecar_that_comes_up(sidecar: Sidecar, monke
         await opening
         await producer.close()
         await asyncio.to_thread(sidecar.kill)
-        monkeypatch.setattr("seqdedupe.client.session.OPEN_TIMEOUT_SECONDS", 0.2)
+        monkeypatch.setattr("seqdedupe.client.producer_session.OPEN_TIMEOUT_SECONDS", 0.2)
         with pytest.raises(UnavailableError) as caught:
             await client.producer(TOPIC, "p").open()
         assert caught.value.reason == "UNREACHABLE"

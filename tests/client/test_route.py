@@ -4,8 +4,7 @@ import logging
 
 import pytest
 
-from seqdedupe.client.route import MAX_REDIRECTS, MAX_RETURNS, Route
-from seqdedupe.client.sidecars import Sidecars
+from seqdedupe.client.route import MAX_REDIRECTS, MAX_RETURNS, Route, Sidecars
 from seqdedupe.errors import OutcomeUnknownError, UnavailableError, error
 
 LISTED = Sidecars.parse("a:1,b:1,c:1")

@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import pytest
 
-from broker_sidecar.sidecar import MAX_REQUEST_BYTES
+from broker_sidecar.server import MAX_REQUEST_BYTES
 from seqdedupe.batch import Binary, single_producer
 from seqdedupe.client import (
     AccessDeniedError,
@@ -29,7 +29,7 @@ from seqdedupe.client import (
     SeqdedupeError,
     UnavailableError,
     Verdict,
-    waiting,
+    route,
 )
 from seqdedupe.client.builder import BATCH_OVERHEAD_BYTES, ROW_OVERHEAD_BYTES, _id_column
 from seqdedupe.client.stream import FULL_MESSAGE_BYTES
@@ -371,7 +371,7 @@ async def test_a_defect_leaves_nobody_waiting(fake: FakeSidecar, monkeypatch: py
     def fails(*_: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("seqdedupe.client.stream.decode_answer", fails)
+    monkeypatch.setattr("seqdedupe.client.publish_calls.decode_answer", fails)
     async with Client(fake.address) as client:
         producer = client.producer("t", "p")
         await producer.open()
@@ -483,7 +483,7 @@ async def test_a_reader_passes_over_nothing(
 
 
 async def test_a_reader_says_once_what_it_waits_for(fake: FakeSidecar, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting, "SAY_WAITING_SECONDS", 0.2)
+    monkeypatch.setattr(route, "SAY_WAITING_SECONDS", 0.2)
     said: list[str] = []
     refusals = [2, 2]  # so many more after each has been said
 
@@ -628,7 +628,7 @@ async def test_a_delivery_timeout_carries_the_last_refusal(fake: FakeSidecar) ->
 async def test_a_producer_says_once_each_time_why_nothing_becomes_durable(
     fake: FakeSidecar, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(waiting, "SAY_WAITING_SECONDS", 0.2)
+    monkeypatch.setattr(route, "SAY_WAITING_SECONDS", 0.2)
     said: list[str] = []
 
     def on_frame(frame: Frame) -> list[Response]:
@@ -650,7 +650,7 @@ async def test_a_producer_says_once_each_time_why_nothing_becomes_durable(
 async def test_an_error_of_who_is_told_of_waiting_ends_nothing(
     fake: FakeSidecar, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(waiting, "SAY_WAITING_SECONDS", 0.05)
+    monkeypatch.setattr(route, "SAY_WAITING_SECONDS", 0.05)
     handled: list[str] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: handled.append(str(context["exception"])))
 
@@ -671,7 +671,7 @@ async def test_a_producer_with_nothing_to_send_that_is_connected_again_waits_for
     fake: FakeSidecar, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is lost then, with no receipt in between, is another time."""
-    monkeypatch.setattr(waiting, "SAY_WAITING_SECONDS", 0.2)
+    monkeypatch.setattr(route, "SAY_WAITING_SECONDS", 0.2)
     said: list[str] = []
     async with (
         Proxy(fake.address) as proxy,

@@ -22,8 +22,8 @@ from seqdedupe.client import (
     Verdict,
     blocking,
 )
-from seqdedupe.client.frames import refusal_error
-from seqdedupe.client.openings import MAX_NEW_NAMES, Openings
+from seqdedupe.client.connection import refusal_error
+from seqdedupe.client.publish_calls import MAX_NEW_NAMES, Openings
 from seqdedupe.client.stream import Answers, PublishStream
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from seqdedupe.v1 import batch_pb2, publish_pb2
@@ -439,7 +439,7 @@ def one_stream(tmp_path: Path) -> Iterator[Sidecar]:
 async def test_a_limit_is_an_error_of_open(one_stream: Sidecar, monkeypatch: pytest.MonkeyPatch) -> None:
     async with Client(one_stream.address) as client, Client(one_stream.address) as elsewhere:
         producers = await opened(client, "t", 3)  # which are one stream
-        monkeypatch.setattr("seqdedupe.client.session.OPEN_TIMEOUT_SECONDS", 0.5)
+        monkeypatch.setattr("seqdedupe.client.producer_session.OPEN_TIMEOUT_SECONDS", 0.5)
         for one_too_many in (elsewhere.producer("t", "q"), client.producer("u", "q")):
             with pytest.raises(UnavailableError, match="1 streams are open") as caught:
                 await one_too_many.open()
@@ -462,7 +462,7 @@ async def test_control_who_only_opens_waits_for_a_receipt_in_silence(
         one_too_many = elsewhere.producer("t", "one too many")
         await one_too_many.open()
         receipt = await one_too_many.send(b"x")
-        await until(lambda: one_too_many._session.outbox.last_refusal is not None)
+        await until(lambda: one_too_many._topic.session.outbox.last_refusal is not None)
         assert not receipt.done()
         await one_too_many.abort()
 
@@ -472,9 +472,9 @@ def test_producers_for_threads_share_too(shared_sidecar: Sidecar, topic: str) ->
         with client.producer(topic, "p0") as first, client.producer(topic, "p1") as second:
             receipts = [producer.send(b"x") for producer in (first, second)]
             assert [receipt.result().verdict for receipt in receipts] == [Verdict.NOT_DUP] * 2
-            (shared,) = client._connections._shared.values()
+            (shared,) = client.on_loop._connections._shared.values()
             assert [stream.users for stream in shared.streams.values()] == [2]
-        assert not client._connections._shared
+        assert not client.on_loop._connections._shared
 
 
 async def test_a_refused_opening_that_nobody_waits_for_is_no_defect(fake: FakeSidecar) -> None:

@@ -4,7 +4,7 @@ import pytest
 
 from seqdedupe.address import SidecarAddress
 from seqdedupe.client import Client, blocking
-from seqdedupe.client.sidecars import Addresses, Sidecars
+from seqdedupe.client.route import Addresses, Sidecars
 from seqdedupe.errors import ConfigurationError
 
 GOOD: list[tuple[Addresses, str]] = [

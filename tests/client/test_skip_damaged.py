@@ -9,7 +9,7 @@ import grpc.aio
 import pytest
 from click.testing import CliRunner
 
-from seqdedupe.cli.read import read as read_command
+from seqdedupe.cli.read_command import read as read_command
 from seqdedupe.client import Client, DamagedError, Position
 from seqdedupe.client.blocking import Client as BlockingClient
 from seqdedupe.testing import Sidecar

@@ -8,7 +8,7 @@ import pytest
 from seqdedupe.client import Verdict
 from seqdedupe.core.producers import Producers
 from seqdedupe.core.rule import PERSISTED, PUSHED
-from seqdedupe.topic.attachment import Attachment, Columns
+from seqdedupe.topic.attached import Attachment, Columns
 from seqdedupe.topic.policy import Applied
 from tests.conformance.cases import UPSTREAM
 

@@ -14,9 +14,8 @@ from seqdedupe.client import Verdict
 from seqdedupe.core.rule import PERSISTED, PUSHED
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Snapshots
-from seqdedupe.topic.attached import AttachedTopic
-from seqdedupe.topic.attachment import Columns
-from seqdedupe.topic.inactivity import DUE_PERIODS
+from seqdedupe.topic.attached import AttachedTopic, Columns
+from seqdedupe.topic.keeper import DUE_PERIODS
 from seqdedupe.topic.policy import Applied, Policy
 from tests.conformance.cases import UPSTREAM, names
 from tests.conformance.test_upstream import INACTIVE
@@ -79,7 +78,7 @@ class Broker:
 
     async def _purge(self, step: dict[str, Any]) -> None:
         before, purged = self.known(), step.get("purged", [])
-        await self.topic.inactivity.look()
+        await self.topic.keeper.inactivity.look()
         assert before.keys() - self.known().keys() == set(purged)
         if step.get("takes_snapshot"):
             assert self.topic.trim_position == b"%d" % (self.admitted - 1)

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from seqdedupe.core import growing
-from seqdedupe.core.growing import MAPPED_BYTES, Growing
+from seqdedupe.core import name_table
+from seqdedupe.core.name_table import MAPPED_BYTES, Growing
 
 LARGE = MAPPED_BYTES // 8
 ROW = np.dtype([("idle", np.uint8), ("stream", np.int32)])
@@ -88,7 +88,7 @@ def test_one_of_which_a_view_is_kept_is_copied(monkeypatch: pytest.MonkeyPatch) 
 
 def test_without_memory_it_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     table = filled(LARGE)
-    monkeypatch.setattr(growing, "_mapped", lambda size_bytes: (_ for _ in ()).throw(MemoryError))
+    monkeypatch.setattr(name_table, "_mapped", lambda size_bytes: (_ for _ in ()).throw(MemoryError))
     view = table.rows[:1]
     with pytest.raises(MemoryError):
         table.reserve(2 * LARGE)

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import HealthCheck, Phase, find, given, settings
 from hypothesis import strategies as st
 
-from seqdedupe.core import id_older, id_runs, id_window
-from seqdedupe.core.id_chunks import NO_LIMIT, WindowLimits
+from seqdedupe.core import id_runs, id_window
 from seqdedupe.core.moment import Moment
 from seqdedupe.core.rule import DUP, NOT_DUP
+from seqdedupe.limits import NO_LIMIT, WindowLimits
 from tests.core.test_id_window import HASHES, ID_POOL, KEY, Model, frame, pieces_of
 from tests.plain import PLAIN
 
@@ -30,8 +30,8 @@ class Core:
         self.window, self.older, self.runs = window, older, runs
 
 
-COMPILED = Core(id_window, id_older, id_runs)
-AS_PLAIN = Core(PLAIN["id_window"], PLAIN["id_older"], PLAIN["id_runs"])
+COMPILED = Core(id_window, id_window, id_runs)
+AS_PLAIN = Core(PLAIN["id_window"], PLAIN["id_window"], PLAIN["id_runs"])
 
 
 class WithRuns:
@@ -57,7 +57,7 @@ class WithRuns:
         self.looked_up = (view.tobytes(), self.inner.older.generation, self.found(view, places))
 
     def found(self, view: Any, places: Any) -> Any:
-        indexes = np.full(int(places[self.core.older.ROWS]), NOWHERE, np.int64)
+        indexes = np.full(int(places[self.core.older.ROWS_OF_BATCH]), NOWHERE, np.int64)
         window = self.inner
         for run, row, pages in window.older.candidates(view, places, window.hash_key, window.first_index):
             for page in pages:
@@ -115,7 +115,7 @@ class WithRuns:
                         self.pages[number, count] = page
                         firsts.append(first_hash)
                         begin, count = stop, count + 1
-        run = self.core.runs.Run(number, first, end, np.array(firsts, np.int64), words, chunks)
+        run = self.core.runs.IdRun(number, first, end, np.array(firsts, np.int64), words, chunks)
         self.inner.older.offer(run)
 
     def name(self) -> None:
@@ -383,16 +383,16 @@ def _beyond_the_window(real: Any) -> Any:
 PLANTED: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
     "the hash decides": ("id_runs", "same", lambda real: lambda *arguments: True),
     "filters lose IDs": ("id_runs", "add_to_filter", lambda real: lambda hashes, words: real(hashes[1:], words)),
-    "the oldest copy counts": ("id_older.Older", "candidates", _oldest_only),
+    "the oldest copy counts": ("id_window.Older", "candidates", _oldest_only),
     "runs that were looked up before count": (WithRuns, "decide", lambda real: _whatever_generation),
     "what is in a run is known for ever": ("id_window", "decide", _beyond_the_window),
-    "only the newest run is named": ("id_older.Older", "to_name", lambda real: lambda *a: real(*a)[-1:]),
+    "only the newest run is named": ("id_window.Older", "to_name", lambda real: lambda *a: real(*a)[-1:]),
     "a merged run is only its newer half": (
-        "id_older.Older",
+        "id_window.Older",
         "smallest_pair",
         lambda real: lambda self, most: pair and (pair[1], pair[1]) if (pair := real(self, most)) else None,
     ),
-    "the first of a run is left out": ("id_runs.Entries", "in_order", lambda real: lambda *a: real(*a)[1:]),
+    "the first of a run is left out": ("id_runs.RunEntries", "in_order", lambda real: lambda *a: real(*a)[1:]),
     "indexes count from the wrong run": (
         "id_runs",
         "entries_in",

@@ -14,13 +14,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from seqdedupe.core import id_newer, id_runs, id_slots, id_table, id_window
-from seqdedupe.core.id_chunks import NO_LIMIT, WindowLimits
-from seqdedupe.core.id_newer import Newer
-from seqdedupe.core.id_slots import Slots
+from seqdedupe.core import id_runs, id_slots, id_table, id_window
+from seqdedupe.core.id_slots import Newer, Slots
 from seqdedupe.core.id_window import IdWindow
 from seqdedupe.core.moment import Moment
 from seqdedupe.core.rule import DUP, NOT_DUP, UNKNOWN
+from seqdedupe.limits import NO_LIMIT, WindowLimits
 from tests.core.test_id_window import HASHES, ID_POOL, KEY, frame, pieces_of
 from tests.plain import PLAIN
 
@@ -50,8 +49,8 @@ class Core(NamedTuple):
     runs: ModuleType
 
 
-COMPILED = Core(id_window, id_newer, id_slots, id_runs)
-AS_PLAIN = Core(*(PLAIN[name] for name in ("id_window", "id_newer", "id_slots", "id_runs")))
+COMPILED = Core(id_window, id_slots, id_slots, id_runs)
+AS_PLAIN = Core(*(PLAIN[name] for name in ("id_window", "id_slots", "id_slots", "id_runs")))
 
 
 class Memory:
@@ -166,7 +165,7 @@ class History:
         if pieces:
             chunks = [(p.first_index, len(p.sizes), len(p.ids), p.first_time_ms, p.last_time_ms) for p in pieces]
             first, end, none = pieces[0].first_index, pieces[-1].end_index, np.zeros(0, np.int64)
-            run = self.core.runs.Run(self.window.older.next_number, first, end, none, none, np.array(chunks, np.int64))
+            run = self.core.runs.IdRun(self.window.older.next_number, first, end, none, none, np.array(chunks, np.int64))
             self.window.older.offer(run)
             self.window.named(self.window.older.to_name(self.window.first_index))
 

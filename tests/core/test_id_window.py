@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 
 from seqdedupe.batch import NO_INT64S, Batch, Binary
 from seqdedupe.core import id_slots, id_table, id_window
-from seqdedupe.core.growing import Growing
-from seqdedupe.core.id_chunks import NO_LIMIT, WindowLimits
 from seqdedupe.core.id_table import CONFIRMED, USED
 from seqdedupe.core.moment import Moment
+from seqdedupe.core.name_table import Growing
 from seqdedupe.core.rule import DUP, NOT_DUP, UNKNOWN
 from seqdedupe.format import layout
 from seqdedupe.format.columns import PLACES
+from seqdedupe.limits import NO_LIMIT, WindowLimits
 from tests.plain import PLAIN
 
 KEY = bytes(range(16))
@@ -470,7 +470,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
         return real(first, end, *rest)
 
     monkeypatch.setattr(id_slots, "put", put)
-    monkeypatch.setattr(id_slots, "sweep", sweep)
+    monkeypatch.setattr(id_slots, "sweep_beside", sweep)
     return counts
 
 

@@ -5,9 +5,8 @@ import random
 import numpy as np
 import pytest
 
-from seqdedupe.core import letting_go
-from seqdedupe.core.letting_go import LettingGo
-from seqdedupe.core.producers import Producers
+from seqdedupe.core import producers as producers_module
+from seqdedupe.core.producers import LettingGo, Producers
 from seqdedupe.core.rule import DURABLE_EPOCH, EPOCH, PUSHED
 
 STEP = 8
@@ -15,7 +14,7 @@ STEP = 8
 
 @pytest.fixture(autouse=True)
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(letting_go, "NAMES_A_STEP", STEP)
+    monkeypatch.setattr(producers_module, "NAMES_A_STEP", STEP)
 
 
 class Model:

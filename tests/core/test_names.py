@@ -6,9 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from seqdedupe.core import growing
-from seqdedupe.core import names as names_module
-from seqdedupe.core.names import Names, joined
+from seqdedupe.core import name_table as names_module
+from seqdedupe.core.name_table import Names, joined
 from seqdedupe.core.producers import Producers
 from tests.plain import PLAIN
 
@@ -37,7 +36,7 @@ def test_it_says_what_a_plain_list_says(seed: int, monkeypatch: pytest.MonkeyPat
     rng = random.Random(seed)
     monkeypatch.setattr(names_module, "_FIRST_NAMES", rng.choice([0, 1, 32]))
     monkeypatch.setattr(names_module, "_RELEASED_SLOTS", rng.choice([1, 50]))
-    monkeypatch.setattr(growing, "MAPPED_BYTES", rng.choice([64, 4096, 2**20]))
+    monkeypatch.setattr(names_module, "MAPPED_BYTES", rng.choice([64, 4096, 2**20]))
     model = [b"p%d" % i for i in range(rng.choice([0, 1, 8, 20]))]
     names = Names.of(model)
     check(names, model)
@@ -52,7 +51,7 @@ def test_it_says_what_a_plain_list_says(seed: int, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("bits", [0, 32, -(2**32), 2**63 - 1])
 def test_names_of_which_the_hashes_are_alike_are_told_apart(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain: Any = PLAIN["names"]
+    plain: Any = PLAIN["name_table"]
     siphash = plain.siphash
     monkeypatch.setattr(plain, "siphash", lambda *name: siphash(*name) & bits)
     rng = random.Random(bits)
@@ -65,7 +64,7 @@ def test_names_of_which_the_hashes_are_alike_are_told_apart(bits: int, monkeypat
 
 def test_the_compiled_kernels_and_the_plain_ones_leave_the_same_table() -> None:
     rng = random.Random(5)
-    both: list[Any] = [Names(), PLAIN["names"].Names()]
+    both: list[Any] = [Names(), PLAIN["name_table"].Names()]
     for _ in range(20):
         come = [a_name(rng) for _ in range(rng.choice([1, 30, 70]))]
         assert len({tuple(names.add_all(come).tolist()) for names in both}) == 1
@@ -126,7 +125,7 @@ def test_clearing_gives_back_some_at_each_step() -> None:
     assert sizes[0] > 10_000_000
     assert sizes[-1] == 0
     assert -np.diff(sizes).min() > 0
-    assert -np.diff(sizes).max() <= growing._RELEASED_BYTES
+    assert -np.diff(sizes).max() <= names_module._RELEASED_BYTES
 
 
 def test_without_memory_no_name_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,7 +134,7 @@ def test_without_memory_no_name_has_come(monkeypatch: pytest.MonkeyPatch) -> Non
     def nothing(size_bytes: int) -> Any:
         raise MemoryError
 
-    monkeypatch.setattr(growing, "_mapped", nothing)
+    monkeypatch.setattr(names_module, "_mapped", nothing)
     for too_many in ([b"x" * 2**20], [b"%d" % i for i in range(2**18)]):
         with pytest.raises(MemoryError):
             names.add_all(too_many)

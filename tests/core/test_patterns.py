@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from seqdedupe.core import patterns as compiled
-from seqdedupe.core.names import joined
+from seqdedupe.core.name_table import joined
 from tests.plain import PLAIN
 
 LETTERS = "ab/*é"

@@ -48,7 +48,7 @@ class Counted(np.ndarray):
 def filled(names: int) -> Any:
     producers = PLAIN["producers"].Producers()
     ones = np.ones(names, np.int64)
-    producers.load(PLAIN["names"].Names.of([b"p%d" % i for i in range(names)]), ones, ones, ones)
+    producers.load(PLAIN["name_table"].Names.of([b"p%d" % i for i in range(names)]), ones, ones, ones)
     producers.add(b"makes room for more")
     producers.collect_dirty()
     return producers

@@ -1,6 +1,6 @@
 """How long a drain may take, for whoever kills afterwards."""
 
-from broker_sidecar.sidecar import STOP_GRACE_SECONDS
+from broker_sidecar.server import STOP_GRACE_SECONDS
 
 SPARE_SECONDS = 20
 """To close the store, and to start and end on a machine that is busy."""

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from broker_sidecar.loading import load
+from broker_sidecar.config import load
 from tests.broker_sidecar.manager import TIMEOUT_SECONDS, managing
 from tests.deploy.durations import longest_stop_seconds
 from tests.processes import running

@@ -10,11 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
-from broker_sidecar.config import KEYS, Config
-from broker_sidecar.keys import environment_of, flag_of
-from broker_sidecar.loading import load
-from broker_sidecar.security import own_token
-from seqdedupe.shards import SHARDS, from_text
+from broker_sidecar.config import KEYS, Config, environment_of, flag_of, load
+from broker_sidecar.security import tokens
+from seqdedupe.names import SHARDS, from_text
 from tests.deploy.durations import longest_stop_seconds
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -121,7 +119,7 @@ def test_all_take_the_token_that_they_show_each_other(pod: Object, sidecar: Obje
     for token in ("a" * 32, "b" * 32):
         peer_token_file.write_text(token)
         subprocess.run(["sh", "-ec", before], env=environment, check=True)
-        assert own_token.read(own_token.path_of(data_directory)) == token.encode()
+        assert tokens.read(tokens.path_of(data_directory)) == token.encode()
 
 
 def test_names_select_each_other(objects: dict[str, Object]) -> None:

@@ -10,14 +10,13 @@ from typing import NamedTuple
 
 from seqdedupe.log.embedded.logs import EmbeddedLogs
 from seqdedupe.store.db import Store
-from seqdedupe.topic.answers import Receipt, Refusal
 from seqdedupe.topic.directory import Topics
-from seqdedupe.topic.following import read_on
-from seqdedupe.topic.frame import NumbersCache
-from seqdedupe.topic.opening import open_sessions
+from seqdedupe.topic.frame import NumbersCache, Receipt, Refusal
+from seqdedupe.topic.kinds import PublishedTopics
+from seqdedupe.topic.operations import open_sessions
 from seqdedupe.topic.policy import NO_LIMIT, Applied
-from seqdedupe.topic.published import PublishedTopics
-from seqdedupe.topic.publishing import Topic
+from seqdedupe.topic.readers import read_on
+from seqdedupe.topic.topic import Topic
 from tests.batches import Row, batch
 from tests.log.conformance import parsed
 

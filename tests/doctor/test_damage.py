@@ -45,7 +45,7 @@ async def fill(directory: Path, seed: int) -> list[Message]:
                 if k % 7 == 0:
                     await data.publish(OTHER, [("z", BATCHES * start + k)], [b"other"])
                 if chance.random() < 0.05:
-                    await data.topics.get(TOPIC).snapshot()
+                    await data.topics.get(TOPIC).keeper.snapshot()
     return acknowledged
 
 

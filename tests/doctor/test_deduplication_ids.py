@@ -11,10 +11,9 @@ from seqdedupe.batch import Binary, without_producers
 from seqdedupe.core.rule import DUP, NOT_DUP
 from seqdedupe.doctor.salvage import salvage
 from seqdedupe.store.snapshots import Snapshots
-from seqdedupe.topic.answers import Receipt, Refusal
-from seqdedupe.topic.frame import NumbersCache
+from seqdedupe.topic.frame import NumbersCache, Receipt, Refusal
 from seqdedupe.topic.policy import Policy
-from seqdedupe.topic.renewing import renew
+from seqdedupe.topic.renewal import renew
 from tests.doctor.directories import Opened, opened, segments
 
 TOPIC = "persistent://public/default/ids"
@@ -46,7 +45,7 @@ async def made(directory: Path) -> AsyncIterator[Opened]:
         for k in range(BATCHES):
             assert set(await send(data, k)) == {NOT_DUP}
             if k == BATCHES // 2:
-                await data.topics.get(TOPIC).snapshot()
+                await data.topics.get(TOPIC).keeper.snapshot()
         yield data
 
 
@@ -71,7 +70,7 @@ async def test_what_is_salvaged_is_known(tmp_path: Path, is_damaged: bool, has_s
         assert verdicts.count({NOT_DUP}) == is_damaged, "what is lost is taken again"
         assert verdicts.count({DUP}) == BATCHES - is_damaged
         assert set(await send(data, BATCHES)) == {NOT_DUP}
-        await data.topics.get(TOPIC).snapshot()
+        await data.topics.get(TOPIC).keeper.snapshot()
     async with opened(tmp_path / "new") as data:
         assert {verdict for k in range(BATCHES + 1) for verdict in await send(data, k)} == {DUP}
 
@@ -94,6 +93,6 @@ async def test_a_topic_that_is_rebuilt_leaves_nothing_in_flight(tmp_path: Path) 
         data.topics.get(TOPIC).admit(frame, 1, again.append, NumbersCache())
         await data.topics.get(TOPIC).flight.all_of_now()
         assert isinstance(again[0], Receipt)
-        await data.topics.get(TOPIC).snapshot()
+        await data.topics.get(TOPIC).keeper.snapshot()
     async with opened(tmp_path / "data") as data:
         assert {verdict for k in range(BATCHES) for verdict in await send(data, k)} == {DUP}

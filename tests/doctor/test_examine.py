@@ -17,11 +17,11 @@ from seqdedupe.doctor.salvage import salvage
 from seqdedupe.errors import REASONS, ConfigurationError
 from seqdedupe.files import UNFINISHED
 from seqdedupe.format.headers import VERSION_AT
-from seqdedupe.log.embedded import moved
+from seqdedupe.log.embedded import relocation
 from seqdedupe.store.db import Store
 from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe.topic import control
-from seqdedupe.topic.operating import reset_producer
+from seqdedupe.topic.operations import reset_producer
 from seqdedupe.topic.policy import GapPolicy, Policy
 from tests.doctor.directories import Opened, fingerprint, opened, segments
 
@@ -41,7 +41,7 @@ async def directory(tmp_path: Path) -> Path:
     """One topic: a snapshot in the middle, several segments, and a last one that was never covered."""
     async with opened(tmp_path / "data") as data:
         await publish(data, 10)
-        await data.topics.get(TOPIC).snapshot()
+        await data.topics.get(TOPIC).keeper.snapshot()
         await publish(data, 10)
     return tmp_path / "data"
 
@@ -99,7 +99,7 @@ async def test_it_knows_what_retention_has_dropped(tmp_path: Path) -> None:
         await publish(data, 3, "old")
         await publish(data, 30)
         topic = data.topics.get(TOPIC)
-        await topic.snapshot()
+        await topic.keeper.snapshot()
         async with asyncio.timeout(LAST_RESORT_SECONDS):
             while topic.log.first_index < 3 * ROWS:  # noqa: ASYNC110 (retention goes on beside the snapshot)
                 await asyncio.sleep(0.01)
@@ -142,7 +142,7 @@ async def test_a_store_of_another_time(directory: Path, tmp_path: Path) -> None:
     shutil.copytree(directory, tmp_path / "earlier")
     async with opened(directory) as data:
         await publish(data, 10)
-        await data.topics.get(TOPIC).snapshot()
+        await data.topics.get(TOPIC).keeper.snapshot()
     shutil.copytree(directory, tmp_path / "later")
     # An older log under a newer store: what the snapshot covers is not there.
     shutil.rmtree(directory / "logs")
@@ -158,7 +158,7 @@ async def test_a_store_of_another_time(directory: Path, tmp_path: Path) -> None:
     shutil.copytree(tmp_path / "earlier", directory)
     async with opened(directory) as data:
         await publish(data, 12, "another")
-        await data.topics.get(TOPIC).snapshot()
+        await data.topics.get(TOPIC).keeper.snapshot()
     shutil.rmtree(directory / "store")
     shutil.copytree(tmp_path / "later" / "store", directory / "store")
     topic = only(looked_at(directory))
@@ -297,7 +297,7 @@ async def test_what_is_copied_keeps_positions_and_policies(directory: Path, tmp_
 async def test_one_that_was_leaving_is_copied_or_left_out(directory: Path, tmp_path: Path, is_whole: bool) -> None:
     """As another incarnation it would serve beside the one that the other sidecar may have."""
     last = segments(directory)[-1]
-    moved.leave(last.parent, moved.To("elsewhere:6660", "00"))
+    relocation.leave(last.parent, relocation.To("elsewhere:6660", "00"))
     if not is_whole:
         first = segments(directory)[0]
         raw = bytearray(first.read_bytes())
@@ -307,8 +307,8 @@ async def test_one_that_was_leaving_is_copied_or_left_out(directory: Path, tmp_p
     assert [topic.is_copied for topic in made.topics] == [True] * is_whole
     assert made.left_out == ([] if is_whole else [TOPIC])
     async with opened(tmp_path / "new") as data:
-        assert [*data.topics.closed] == [TOPIC] * is_whole
-        assert not data.topics.live
+        assert [one.record.name for one in data.topics.registry.closed_topics()] == [TOPIC] * is_whole
+        assert not data.topics.registry.open_topics()
 
 
 @pytest.mark.parametrize("snapshot", ["never", "before the reset", "after the reset"])
@@ -318,12 +318,12 @@ async def test_a_producer_that_was_reset_goes_on_from_where_it_was_set(tmp_path:
         await data.publish(TOPIC, [("p", 2**62)], [b"a mistake"])
         topic = data.topics.get(TOPIC)
         if snapshot == "before the reset":
-            await topic.snapshot()
+            await topic.keeper.snapshot()
         assert await reset_producer(topic, "p", 8 * ROWS - 1) == 2**62
         del data.sent[TOPIC, "p"]
         await publish(data, 8)
         if snapshot == "after the reset":
-            await topic.snapshot()
+            await topic.keeper.snapshot()
         last = data.sent[TOPIC, "p"]
     assert only(looked_at(tmp_path / "data")).is_whole
     # One record in the middle is gone, so that the topic is written anew.
@@ -344,13 +344,13 @@ async def test_a_producer_that_was_forgotten_stays_so(tmp_path: Path, snapshot: 
         await data.publish(TOPIC, [("gone", 5), ("again", 5)], [b"gone", b"again"])
         topic = data.topics.get(TOPIC)
         if snapshot == "before":
-            await topic.snapshot()
+            await topic.keeper.snapshot()
         await topic.append_change(control.Purge([b"gone", b"again"]))
         del data.sent[TOPIC, "again"]
         await data.publish(TOPIC, [("again", 2)], [b"from the beginning"])
         await publish(data, 8)
         if snapshot == "after":
-            await topic.snapshot()
+            await topic.keeper.snapshot()
     found = only(looked_at(tmp_path / "data"))
     assert (found.is_whole, found.producers) == (True, 2)
     # One record in the middle is gone, so that the topic is written anew.

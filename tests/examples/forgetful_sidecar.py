@@ -8,7 +8,7 @@ if __name__ == "__main__":
     kernels.prepare()
 
     from broker_sidecar.__main__ import main
-    from seqdedupe.topic.attachment import Attachment, Columns
+    from seqdedupe.topic.attached import Attachment, Columns
 
     confirm = Attachment._confirm
 

@@ -18,12 +18,20 @@ import google_crc32c
 import numpy as np
 
 from seqdedupe.core import recent, replay, rule
-from seqdedupe.format import layout, records, taking
+from seqdedupe.format import layout, records
 from seqdedupe.format.columns import BASE_INDEX, COLUMNS_END, PLACES, PRODUCERS, ROWS
-from seqdedupe.format.headers import BATCH_TAG, CONTROL_TAG, header, marker_record, ownership_of
+from seqdedupe.format.headers import (
+    BATCH_TAG,
+    CONTROL_TAG,
+    SECRET_BYTES,
+    header,
+    key_of,
+    marker_record,
+    ownership_of,
+    siphash,
+)
 from seqdedupe.format.jit import Bytes, Int64s, Uint8s, kernel, load32
-from seqdedupe.format.tag import SECRET_BYTES, key_of, siphash
-from seqdedupe.message_ids import MessageIds
+from seqdedupe.message_id import MessageIds
 from tests.format.guarded import Guarded
 from tests.format.mutations import FIELDS, SEEDS, mutated, spoilt
 from tests.plain import PLAIN
@@ -75,8 +83,8 @@ def batch_case(random: Random, compiled_layout: Layout, seen: Counter[int]) -> N
             marks = np.array([random.randrange(2) for _ in range(places[ROWS])], np.uint8)
             marks[random.randrange(len(marks))] = 1
             out, plain_out = np.empty(len(data), np.uint8), bytearray(len(data))
-            taken = out[: taking.take(view, places, marks, 1, out)].tobytes()
-            plain_taken = bytes(plain_out[: PLAIN["taking"].take(data, plain_places, marks, 1, plain_out)])
+            taken = out[: layout.take(view, places, marks, 1, out)].tobytes()
+            plain_taken = bytes(plain_out[: PLAIN["layout"].take(data, plain_places, marks, 1, plain_out)])
             agree("the rows taken", data, taken, plain_taken)
 
 

@@ -8,12 +8,12 @@ import sys
 import google_crc32c
 import numpy as np
 
-from seqdedupe.format.crc import crc32c
+from seqdedupe.format.records import crc32c
 from seqdedupe.testing import LAST_RESORT_SECONDS
 
 PROGRAM = """
 import random, google_crc32c, numpy as np
-from seqdedupe.format import crc
+from seqdedupe.format import records as crc
 assert crc.crc_step is None, "the processor's instruction was to be left out"
 data = random.Random(1).randbytes(3000)
 raw = np.frombuffer(data, np.uint8)

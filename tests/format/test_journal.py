@@ -5,8 +5,8 @@ from random import Random
 import pytest
 
 from seqdedupe.format import journal
+from seqdedupe.format.headers import key_of
 from seqdedupe.format.journal import Part, encoded, has_damaged_head, rounds_in
-from seqdedupe.format.tag import key_of
 
 KEY = key_of(bytes(range(16)))
 Sizes = list[list[int]]

@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seqdedupe.format import tag
+from seqdedupe.format import headers
 from tests.plain import PLAIN
 
-KEY = tag.key_of(bytes(range(16)))
+KEY = headers.key_of(bytes(range(16)))
 
 # `vectors_sip64` of the reference implementation: of 00 01 02 … with the key 00 01 … 0f. The paper's is 15
 VECTORS = {
@@ -22,7 +22,7 @@ VECTORS = {
 
 
 @pytest.mark.parametrize(("size", "expected"), VECTORS.items())
-@pytest.mark.parametrize("siphash", [tag.siphash, PLAIN["tag"].siphash])
+@pytest.mark.parametrize("siphash", [headers.siphash, PLAIN["headers"].siphash])
 def test_the_vectors_of_its_authors(size: int, expected: str, siphash: object) -> None:
     raw = np.frombuffer(b"before" + bytes(range(size)) + b"after", np.uint8)
     found = siphash(raw, 6, 6 + size, KEY)  # type: ignore[operator]
@@ -31,5 +31,5 @@ def test_the_vectors_of_its_authors(size: int, expected: str, siphash: object) -
 
 @given(st.binary(max_size=100), st.binary(min_size=16, max_size=16))
 def test_compiled_and_plain_are_one(raw: bytes, secret: bytes) -> None:
-    view, key = np.frombuffer(raw, np.uint8), tag.key_of(secret)
-    assert tag.siphash(view, 0, len(raw), key) == PLAIN["tag"].siphash(view, 0, len(raw), key)
+    view, key = np.frombuffer(raw, np.uint8), headers.key_of(secret)
+    assert headers.siphash(view, 0, len(raw), key) == PLAIN["headers"].siphash(view, 0, len(raw), key)

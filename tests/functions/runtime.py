@@ -11,7 +11,7 @@ from typing import Any
 import pulsar
 
 from seqdedupe.entry_properties import ENTRY, KIND
-from seqdedupe.functions.instance import Instance
+from seqdedupe.functions.instance import FunctionInstance
 from seqdedupe.testing import LAST_RESORT_SECONDS
 
 TOPIC = "persistent://public/default/in"
@@ -167,7 +167,7 @@ class Runtime:
         self.acks: list[tuple[str, Id]] = []
         self._acked = threading.Condition()
         self.process = TestProcess()
-        self.instance: Instance | None = None
+        self.instance: FunctionInstance | None = None
 
     def acknowledged(self, message_id: Id, topic: str) -> None:
         with self._acked:
@@ -180,7 +180,7 @@ class Runtime:
             context = Context(self)
             context.message = message
             if self.instance is None:
-                self.instance = Instance(context, self.process)
+                self.instance = FunctionInstance(context, self.process)
             self.instance.take(context)
 
     def until_acknowledged(self, count: int) -> None:

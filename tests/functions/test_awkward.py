@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
-from seqdedupe.entry_properties import ENTRY, EVENT_TIME_MS, KEY_BASE64, KIND, USER, Place
+from seqdedupe import functions
+from seqdedupe.entry_properties import ENTRY, EVENT_TIME_MS, KEY_BASE64, KIND, USER, EntryPlace
 from seqdedupe.errors import ConfigurationError
-from seqdedupe.functions import DedupeFunction, function
-from seqdedupe.functions.owners import Owners
-from seqdedupe.functions.settings import check_deployment
+from seqdedupe.functions import DedupeFunction
+from seqdedupe.functions.deployment import check_deployment
+from seqdedupe.functions.instance import Owners
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from tests.functions import examples
 from tests.functions.awkward import CallsBackForever, Untold
@@ -70,12 +71,12 @@ def test_an_error_that_cannot_say_what_it_is_is_set_aside_as_others(
 def test_whatever_an_error_says_of_itself_nothing_is_raised_into_the_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
     process = TestProcess()
     monkeypatch.setattr(process, "end", lambda why, *, failed: setattr(process, "why", why))
-    monkeypatch.setattr(function, "InstanceProcess", lambda: process)
+    monkeypatch.setattr(functions, "InstanceProcess", lambda: process)
 
     def fails(context: object, process: object) -> None:
         raise Untold(7)
 
-    monkeypatch.setattr(function, "_instance", fails)
+    monkeypatch.setattr(functions, "_instance", fails)
     DedupeFunction().process(b"", None)
     assert process.why.startswith("Untold: ")
 
@@ -268,7 +269,7 @@ def test_what_follows_a_refused_entry_counts_for_nobody(
 def verdicts(*places: tuple[dict[str, str] | None, int, int]) -> list[bool]:
     owners = Owners()
     return [
-        owners.is_void(None if properties is None else Place.parse(properties[ENTRY], TOPIC), *at)
+        owners.is_void(None if properties is None else EntryPlace.parse(properties[ENTRY], TOPIC), *at)
         for properties, *at in places
     ]
 
@@ -293,7 +294,7 @@ def test_a_topic_that_was_made_anew_begins_with_any_term() -> None:
         (written(1, term=1, incarnation=100), 3),
     ]
     for properties, entry_id in places:
-        place = Place.parse(properties[ENTRY], TOPIC)
+        place = EntryPlace.parse(properties[ENTRY], TOPIC)
         assert place is not None
         assert not owners.is_void(place, 7, entry_id)
 

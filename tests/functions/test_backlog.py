@@ -7,11 +7,11 @@ from itertools import count
 import numpy as np
 import pytest
 
-from seqdedupe.client.receipts import Verdict
+from seqdedupe.client.pending import Verdict
 from seqdedupe.errors import DataLossError
 from seqdedupe.functions import backlog as backlogs
-from seqdedupe.functions.backlog import FULL_FRAME_BYTES, Backlog, Frame, Row
-from seqdedupe.functions.outputs import Output
+from seqdedupe.functions.backlog import FULL_FRAME_BYTES, Backlog, OutputFrame, Row
+from seqdedupe.functions.identity import FunctionOutput
 
 ALL_NEW = np.zeros(0, np.uint8)
 
@@ -19,7 +19,7 @@ _epochs = count(1)
 
 
 def row(sequence_id: int, told: list[int], name: str = "p", size: int = 1) -> Row:
-    return Row(name, sequence_id, Output("t", bytes(size), None, 0, {}), lambda: told.append(sequence_id))
+    return Row(name, sequence_id, FunctionOutput("t", bytes(size), None, 0, {}), lambda: told.append(sequence_id))
 
 
 def open_all(backlog: Backlog, persisted: int = -1) -> None:
@@ -27,7 +27,7 @@ def open_all(backlog: Backlog, persisted: int = -1) -> None:
         backlog.opened(name, next(_epochs), persisted)
 
 
-def sent(backlog: Backlog) -> Frame:
+def sent(backlog: Backlog) -> OutputFrame:
     frame = backlog.next_frame()
     assert frame is not None
     return frame
@@ -239,7 +239,7 @@ def test_whatever_happens_on_the_way_each_output_is_stored_once_and_settled_when
     backlog = Backlog()
     log: list[tuple[str, int]] = []
     settled: Counter[tuple[str, int]] = Counter()
-    on_the_way: list[Frame] = []
+    on_the_way: list[OutputFrame] = []
     added = 0
 
     def highest(name: str) -> int:
@@ -256,11 +256,11 @@ def test_whatever_happens_on_the_way_each_output_is_stored_once_and_settled_when
                 assert key in log
                 settled[key] += 1
 
-            rows.append(Row(name, added, Output("t", b"x", None, 0, {}), told))
+            rows.append(Row(name, added, FunctionOutput("t", b"x", None, 0, {}), told))
         backlog.add(rows)
         added += 1
 
-    def store(frame: Frame) -> list[int]:
+    def store(frame: OutputFrame) -> list[int]:
         """What the sidecar does: nothing whose predecessor is missing."""
         links = dict(zip(frame.batch.names(), frame.batch.previous_sequence_ids.tolist(), strict=True))
         assert all(highest(name) >= link for name, link in links.items())

@@ -8,8 +8,8 @@ import pytest
 
 from seqdedupe.client import Credentials, SeqdedupeError
 from seqdedupe.client.blocking import Client
-from seqdedupe.functions.credentials import credentials_of
-from seqdedupe.functions.settings import settings_of
+from seqdedupe.functions.deployment import settings_of
+from seqdedupe.functions.instance import credentials_of
 from seqdedupe.testing import Sidecar
 from tests.certificates import Authority
 from tests.functions.runtime import TIMEOUT_SECONDS, Ended, Runtime, details, inputs

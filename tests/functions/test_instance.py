@@ -12,7 +12,7 @@ import pytest
 from seqdedupe.client import blocking
 from seqdedupe.client.blocking import Message as Stored
 from seqdedupe.entry_properties import ENTRY
-from seqdedupe.functions import publisher
+from seqdedupe.functions import pipeline
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from tests.client.foreign import CODES, answering
 from tests.client.fronts import addresses, fronts, move
@@ -268,7 +268,7 @@ def overlap(first: Runtime, second: Runtime, messages: list[Message]) -> None:
 def test_two_instances_that_overlap_lose_and_double_nothing(
     start: Start, shared_sidecar: Sidecar, topic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(publisher, "LONGEST_TRUCE_SECONDS", 0.15)
+    monkeypatch.setattr(pipeline, "LONGEST_TRUCE_SECONDS", 0.15)
     first, second = start(max_in_flight_messages=20.0), start(max_in_flight_messages=20.0)
     first.give(inputs(20))
     overlap(first, second, inputs(1500))
@@ -280,7 +280,7 @@ def test_two_instances_that_overlap_lose_and_double_nothing(
 def test_two_instances_that_overlap_while_ledgers_come_and_go(
     start: Start, shared_sidecar: Sidecar, topic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(publisher, "LONGEST_TRUCE_SECONDS", 0.15)
+    monkeypatch.setattr(pipeline, "LONGEST_TRUCE_SECONDS", 0.15)
     first, second = start(max_in_flight_messages=20.0), start(max_in_flight_messages=20.0)
     overlap(first, second, [Message(b"%d" % i, Id(0, ledger_id=i)) for i in range(200)])
     assert payloads(shared_sidecar, topic) == [b"%d" % i for i in range(200)]

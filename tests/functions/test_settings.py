@@ -5,16 +5,16 @@ from typing import Any
 
 import pytest
 
-from seqdedupe.entry_properties import Place
+from seqdedupe.entry_properties import EntryPlace
 from seqdedupe.errors import ConfigurationError, SeqdedupeError
 from seqdedupe.functions import identity
-from seqdedupe.functions.settings import Settings, check_deployment, settings_of
+from seqdedupe.functions.deployment import FunctionSettings, check_deployment, settings_of
 from tests.functions.runtime import TOPIC, details, source
 
 
 def test_numbers_come_as_floats() -> None:
     given = {"wrapped": "m.C", "max_in_flight_messages": 10.0, "max_message_retries": 0.0, "own": [1]}
-    assert settings_of(given) == Settings(wrapped="m.C", max_in_flight_messages=10, max_message_retries=0)
+    assert settings_of(given) == FunctionSettings(wrapped="m.C", max_in_flight_messages=10, max_message_retries=0)
 
 
 @pytest.mark.parametrize(
@@ -87,14 +87,14 @@ def test_what_has_no_sequence_id_is_refused(entry: int, batch_index: int) -> Non
 
 
 def test_an_index_is_an_identity_and_nothing_else_passes_for_one() -> None:
-    place = Place.parse("1:99:3:00000000000000aa:5:4711", TOPIC)
+    place = EntryPlace.parse("1:99:3:00000000000000aa:5:4711", TOPIC)
     assert identity.by_index("f", TOPIC, place) == (f"f/{TOPIC}/99", 4711)
     wrong = ("", "4711", "1:99:3:aa:5:1", "1:99:3:00000000000000aa:5:-1", "1:x:3:00000000000000aa:5:1", "1:1:1:1:1:1:1")
     for entry in wrong:
         with pytest.raises(SeqdedupeError, match="written by no sidecar"):
-            identity.by_index("f", TOPIC, Place.parse(entry, TOPIC))
+            identity.by_index("f", TOPIC, EntryPlace.parse(entry, TOPIC))
     with pytest.raises(SeqdedupeError, match="version 3"):
-        Place.parse("3:99:3:00000000000000aa:5:4711", TOPIC)
+        EntryPlace.parse("3:99:3:00000000000000aa:5:4711", TOPIC)
 
 
 def test_names_that_could_become_too_long_are_refused_before_they_are() -> None:

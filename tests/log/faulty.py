@@ -27,7 +27,7 @@ from seqdedupe.batch import Int32s, Int64s
 from seqdedupe.errors import DamagedError, error
 from seqdedupe.format import headers, records
 from seqdedupe.format.columns import BASE_INDEX, PUBLISH_TIME_MS, ROWS
-from seqdedupe.format.tag import key_of
+from seqdedupe.format.headers import key_of
 from seqdedupe.limits import MAX_BATCH_BYTES
 from seqdedupe.log.contract import (
     ANY_BYTES,
@@ -45,7 +45,7 @@ from seqdedupe.log.contract import (
     Skipped,
 )
 from seqdedupe.message_id import MessageId
-from seqdedupe.topic.broadcast import Broadcast
+from seqdedupe.topic.tasks import Broadcast
 
 KNOWN_MESSAGE_IDS = 10
 """Those of so many newest messages are known without a read."""

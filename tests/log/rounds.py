@@ -15,7 +15,7 @@ import pytest
 from seqdedupe.log.contract import Log
 from seqdedupe.log.embedded.commit import Committer, Work
 from seqdedupe.log.embedded.logs import EmbeddedLogs
-from seqdedupe.log.embedded.writer import Writer, Written
+from seqdedupe.log.embedded.writer import Writer, WrittenAppends
 from tests.log.batches import SECRET, TOPIC
 from tests.log.conformance import Owner, replayed
 from tests.log.power import Disk
@@ -130,7 +130,7 @@ def naming_as_synced(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
     """From now on records name this place of their writer as what was synced before them."""
     really = Writer._pack
 
-    def pack(self: Writer, *arguments: Any) -> Written:
+    def pack(self: Writer, *arguments: Any) -> WrittenAppends:
         synced, self._synced = self._synced, getattr(self, place)
         try:
             return really(self, *arguments)

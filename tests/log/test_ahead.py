@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from seqdedupe.log.contract import Retention
-from seqdedupe.log.embedded import ahead
 from seqdedupe.log.embedded import log as embedded
-from seqdedupe.log.embedded.ahead import AHEAD_FILE, Ahead
+from seqdedupe.log.embedded import reader
 from seqdedupe.log.embedded.log import EmbeddedLog
 from seqdedupe.log.embedded.logs import EmbeddedLogs
+from seqdedupe.log.embedded.reader import AHEAD_FILE, Ahead
 from tests.log.conformance import Owner
 from tests.log.conftest import MakeLogs
 from tests.log.test_embedded import INCARNATION, new_log
@@ -27,7 +27,7 @@ class Times:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.clock_ms, self.steady_ms = BEGAN_MS, 12_345
-        for module in (ahead, embedded):
+        for module in (reader, embedded):
             monkeypatch.setattr(module, "steady_ms", lambda: self.steady_ms)
 
     def go_on(self, passed_ms: int) -> None:

@@ -14,7 +14,7 @@ import pytest
 from seqdedupe.batch import Int64s
 from seqdedupe.errors import DamagedError, UnavailableError
 from seqdedupe.format import headers
-from seqdedupe.format.tag import key_of
+from seqdedupe.format.headers import key_of
 from seqdedupe.log.embedded.log import EmbeddedLog
 from seqdedupe.log.embedded.logs import EmbeddedLogs
 from tests.log.batches import SECRET, encoded_batch

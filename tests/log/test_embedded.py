@@ -16,12 +16,12 @@ import seqdedupe.files
 from seqdedupe.errors import DamagedError, PositionError, SeqdedupeError, UnavailableError
 from seqdedupe.limits import MAX_BATCH_BYTES
 from seqdedupe.log.contract import Failure, LogName, Retention
-from seqdedupe.log.embedded import ahead
 from seqdedupe.log.embedded import log as embedded
+from seqdedupe.log.embedded import reader
 from seqdedupe.log.embedded.log import EmbeddedLog
 from seqdedupe.log.embedded.logs import EmbeddedLogs
-from seqdedupe.log.embedded.past_damage import look_past
 from seqdedupe.log.embedded.segment import SCAN_BYTES, Segment
+from seqdedupe.log.embedded.tail import look_past
 from seqdedupe.log.embedded.writer import GROUP_APPENDS
 from tests.log.batches import SECRET, TOPIC
 from tests.log.conformance import LIMIT_SECONDS, Owner, parsed, replayed, what
@@ -535,7 +535,7 @@ async def test_retention_by_age_goes_by_the_believed_time(
 ) -> None:
     """The clock jumps ahead by eight days. In the control arm they pass, and are believed."""
     now_ms, steady_ms = 1_000_000, 77
-    for module in (ahead, embedded):
+    for module in (reader, embedded):
         monkeypatch.setattr(module, "steady_ms", lambda: steady_ms)
     logs = make_logs(segment_bytes=10_000, clock_ms=lambda: now_ms, earliest_ms=lambda: earliest_ms)
     log = await new_log(logs)

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from seqdedupe.format import headers
-from seqdedupe.format.tag import key_of, siphash
+from seqdedupe.format.headers import key_of, siphash
 from tests.log.batches import SECRET, encoded_batch
 
 KEY = key_of(SECRET)

@@ -12,13 +12,13 @@ import pytest
 
 from seqdedupe.errors import DamagedError, SeqdedupeError, UnavailableError
 from seqdedupe.format import journal as rounds_format
+from seqdedupe.format.headers import key_of
 from seqdedupe.format.journal import Part, Round
-from seqdedupe.format.tag import key_of
-from seqdedupe.log.embedded import journal, replaying
+from seqdedupe.log.embedded import journal_files, journal_replay
 from seqdedupe.log.embedded.inspection import Intact, inspect
-from seqdedupe.log.embedded.replaying import Replay
-from seqdedupe.log.embedded.segment import Identity, segment_path
-from seqdedupe.log.embedded.syncing import LeftFile, Syncer
+from seqdedupe.log.embedded.journal_replay import JournalReplay
+from seqdedupe.log.embedded.segment import LogIdentity, segment_path
+from seqdedupe.log.embedded.sync_thread import LeftFile, Syncer
 from seqdedupe.log.embedded.writer import Writer
 from tests.log.batches import SECRET, TOPIC
 from tests.log.conformance import Owner
@@ -78,7 +78,7 @@ async def test_what_is_written_in_bulk_is_not_written_twice(
     rounds = await make_rounds().begin(2)
     with monkeypatch.context() as patch:
         names = synced(patch)
-        await rounds.together(1, 2, size=journal.SYNC_BYTES)
+        await rounds.together(1, 2, size=journal_files.SYNC_BYTES)
     assert names == [f"{0:020d}.log"] * 2
     await rounds.end()
 
@@ -138,7 +138,7 @@ async def test_who_looks_without_writing_sees_it(make_rounds: Callable[[], Round
     cut(folder, 3, to=130)
     before = files_in(folder)
     for incarnation in ALL:
-        found = list(inspect(folder / str(incarnation), Identity(incarnation, key_of(SECRET))))
+        found = list(inspect(folder / str(incarnation), LogIdentity(incarnation, key_of(SECRET))))
         assert [type(one) for one in found] == [Intact]
         assert [len(one.table) for one in found if isinstance(one, Intact)] == [4]
     assert files_in(folder) == before
@@ -183,7 +183,7 @@ async def test_control_replay_into_segments_that_are_gone(
     make_rounds: Callable[[], Rounds], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rounds = make_rounds()
-    monkeypatch.setattr(replaying, "base_indexes", lambda folder: [0])
+    monkeypatch.setattr(journal_replay, "base_indexes", lambda folder: [0])
     with pytest.raises(DamagedError):
         await after_retention(rounds, tmp_path / "killed")
 
@@ -210,9 +210,9 @@ async def test_control_replay_into_a_newer_segment(
     make_rounds: Callable[[], Rounds], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, checks: bool
 ) -> None:
     rounds = make_rounds()
-    monkeypatch.setattr(replaying, "segment_path", lambda folder, base: max(folder.glob("*.log")))
+    monkeypatch.setattr(journal_replay, "segment_path", lambda folder, base: max(folder.glob("*.log")))
     if not checks:
-        monkeypatch.setattr(replaying, "_check_place", lambda *arguments: None)
+        monkeypatch.setattr(journal_replay, "_check_place", lambda *arguments: None)
     try:
         assert not await after_a_cut_of_the_last_segment(rounds, tmp_path / "killed")
     except DamagedError:
@@ -245,17 +245,17 @@ async def test_a_topic_made_anew_gets_nothing(make_rounds: Callable[[], Rounds],
 async def test_control_replay_into_a_topic_made_anew(
     make_rounds: Callable[[], Rounds], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, checks: bool
 ) -> None:
-    rounds, really = make_rounds(), Replay.take_back
+    rounds, really = make_rounds(), JournalReplay.take_back
 
-    def take_back(self: Replay, folder: Path, identity: Any) -> None:
+    def take_back(self: JournalReplay, folder: Path, identity: Any) -> None:
         self._read()
         if 1 in self._parts and identity.incarnation == 9:
             self._parts[9] = self._parts.pop(1)
         really(self, folder, identity)
 
-    monkeypatch.setattr(Replay, "take_back", take_back)
+    monkeypatch.setattr(JournalReplay, "take_back", take_back)
     if not checks:
-        monkeypatch.setattr(replaying, "_check_place", lambda *arguments: None)
+        monkeypatch.setattr(journal_replay, "_check_place", lambda *arguments: None)
     with pytest.raises((DamagedError, AssertionError)):
         await a_topic_made_anew(rounds, tmp_path / "killed")
 
@@ -275,7 +275,7 @@ async def a_lost_journal(rounds: Rounds, to: Path) -> dict[int, list[int]]:
     """Of two rounds a segment has the second one only, and the journal is gone."""
     folder = await killed(rounds, to, count=2)
     shutil.rmtree(folder / "journal")
-    (folder / replaying.BEGUN_FILE).unlink()
+    (folder / journal_replay.BEGUN_FILE).unlink()
     path = segment_path(folder / "1", 0)
     raw = path.read_bytes()
     # After the marker stand two records of one size.
@@ -326,12 +326,12 @@ async def test_an_old_journal_that_reappears(make_rounds: Callable[[], Rounds], 
 
 
 def believe_it(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Replay, "_forgotten", lambda self: 0)
+    patch.setattr(JournalReplay, "_forgotten", lambda self: 0)
 
 
 def believe_it_and_look_at_nothing(patch: pytest.MonkeyPatch) -> None:
     believe_it(patch)
-    patch.setattr(replaying, "_check_place", lambda *arguments: None)
+    patch.setattr(journal_replay, "_check_place", lambda *arguments: None)
 
 
 @pytest.mark.parametrize("plant", [believe_it, believe_it_and_look_at_nothing])
@@ -353,7 +353,7 @@ async def a_refused_round_that_survives(
     """The sync of the second round failed; it stands in the journal all the same, and what it says was undone."""
     await rounds.begin()
     with monkeypatch.context() as patch:
-        patch.setattr(Replay, "forget", lambda *arguments: (_ for _ in ()).throw(OSError("not now")))
+        patch.setattr(JournalReplay, "forget", lambda *arguments: (_ for _ in ()).throw(OSError("not now")))
         with patch.context() as failing:
             failing_syncs(failing, lambda path: "/journal/" in path)
             await rounds.together(1, 2)
@@ -395,7 +395,7 @@ async def test_control_a_refused_round_that_is_taken_back(
     def everything(found: list[Round], *arguments: int) -> Iterator[Round]:
         return iter(found)
 
-    monkeypatch.setattr(replaying, "confirmed", everything)
+    monkeypatch.setattr(journal_replay, "confirmed", everything)
     with pytest.raises(DamagedError):
         await a_refused_round_that_survives(rounds, tmp_path / "killed", monkeypatch)
 
@@ -437,8 +437,8 @@ async def test_every_byte_flipped(make_rounds: Callable[[], Rounds], tmp_path: P
 async def test_control_every_byte_flipped(
     make_rounds: Callable[[], Rounds], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rounds, really = make_rounds(), replaying.confirmed
-    monkeypatch.setattr(replaying, "confirmed", lambda *arguments: (one for one in really(*arguments) if one))
+    rounds, really = make_rounds(), journal_replay.confirmed
+    monkeypatch.setattr(journal_replay, "confirmed", lambda *arguments: (one for one in really(*arguments) if one))
     with pytest.raises(AssertionError, match="byte"):
         await every_byte_flipped(rounds, tmp_path / "killed")
 

@@ -8,9 +8,9 @@ from random import Random
 import pytest
 
 from seqdedupe.errors import SeqdedupeError
-from seqdedupe.log.embedded import commit, journal, replaying
-from seqdedupe.log.embedded.replaying import Replay
-from seqdedupe.log.embedded.syncing import LeftFile, Syncer
+from seqdedupe.log.embedded import commit, journal_files, journal_replay
+from seqdedupe.log.embedded.journal_replay import JournalReplay
+from seqdedupe.log.embedded.sync_thread import LeftFile, Syncer
 from seqdedupe.log.embedded.writer import Writer
 from tests.log.rounds import Cuts, LosingDisk, Rounds
 
@@ -18,7 +18,7 @@ from tests.log.rounds import Cuts, LosingDisk, Rounds
 async def cuts_at_every_sync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """Three logs with small segments, a journal with small files, and fewer open files than logs."""
     print(f"seed {seed}")
-    monkeypatch.setattr(journal, "FILE_BYTES", 4_000)
+    monkeypatch.setattr(journal_files, "FILE_BYTES", 4_000)
     monkeypatch.setattr(commit, "MAX_OPEN_FILES", 3)
     with monkeypatch.context() as patch:
         disk = LosingDisk(tmp_path / "data", patch)
@@ -59,7 +59,7 @@ def close_a_segment_that_is_not_synced(patch: pytest.MonkeyPatch) -> None:
 
 
 def confirm_before_the_sync(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(journal, "os", NoSync())
+    patch.setattr(journal_files, "os", NoSync())
 
 
 class NoSync:
@@ -70,16 +70,16 @@ class NoSync:
 
 
 def take_nothing_back(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Replay, "take_back", lambda self, folder, identity: None)
+    patch.setattr(JournalReplay, "take_back", lambda self, folder, identity: None)
 
 
 def leave_the_journals_folder_unsynced(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(journal, "sync_folder", lambda folder: None)
+    patch.setattr(journal_files, "sync_folder", lambda folder: None)
 
 
 def take_back_without_a_sync(patch: pytest.MonkeyPatch) -> None:
     """And forget it at the first round."""
-    patch.setattr(replaying, "_put_back", lambda folder, identity, base, parts: None)
+    patch.setattr(journal_replay, "_put_back", lambda folder, identity, base, parts: None)
 
 
 @pytest.mark.parametrize(

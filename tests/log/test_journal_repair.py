@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from seqdedupe.errors import DamagedError, UnavailableError
+from seqdedupe.format.headers import key_of
 from seqdedupe.format.journal import SECTOR_BYTES, rounds_in
-from seqdedupe.format.tag import key_of
-from seqdedupe.log.embedded import replaying
+from seqdedupe.log.embedded import journal_replay
 from seqdedupe.log.embedded.commit import Committer
-from seqdedupe.log.embedded.journal import Journal
-from seqdedupe.log.embedded.replaying import BEGUN_FILE, Replay
-from seqdedupe.log.embedded.syncing import Syncer
+from seqdedupe.log.embedded.journal_files import Journal
+from seqdedupe.log.embedded.journal_replay import BEGUN_FILE, JournalReplay
+from seqdedupe.log.embedded.sync_thread import Syncer
 from tests.log.power import Disk
 from tests.log.rounds import Cuts, LosingDisk, Rounds, failing_syncs, found_in, ids_in, logs_in, put
 from tests.log.test_journal import ALL, a_background_sync_that_fails, cut, files_in, journal_of, killed
@@ -319,13 +319,13 @@ async def test_one_bad_read_is_no_damage(rounds: Rounds, tmp_path: Path, monkeyp
 async def test_control_one_bad_read_that_is_believed(
     rounds: Rounds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    really = Replay._read
+    really = JournalReplay._read
 
-    def read_once(self: Replay) -> None:
+    def read_once(self: JournalReplay) -> None:
         self._is_read = self._is_read or bool(self._why)
         really(self)
 
-    monkeypatch.setattr(Replay, "_read", read_once)
+    monkeypatch.setattr(JournalReplay, "_read", read_once)
     with pytest.raises(DamagedError):
         await one_bad_read(rounds, tmp_path / "killed", monkeypatch)
 
@@ -354,13 +354,13 @@ async def test_a_damaged_journal_is_not_read_once_more_for_each_log(
     rounds: Rounds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may be long, and a start may open hundreds."""
-    assert await reads_for_all(rounds, tmp_path / "killed", monkeypatch) == replaying.DAMAGED_READS
+    assert await reads_for_all(rounds, tmp_path / "killed", monkeypatch) == journal_replay.DAMAGED_READS
 
 
 async def test_control_no_read_is_ever_believed(
     rounds: Rounds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replaying, "DAMAGED_READS", 1_000)
+    monkeypatch.setattr(journal_replay, "DAMAGED_READS", 1_000)
     assert await reads_for_all(rounds, tmp_path / "killed", monkeypatch) == 2 * 3 * len(ALL)
 
 
@@ -391,7 +391,7 @@ async def test_a_folder_that_was_half_made_is_made_durable(
 async def test_control_a_folder_that_is_there_is_taken_for_durable(
     rounds: Rounds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Replay, "_make", lambda self: None)
+    monkeypatch.setattr(JournalReplay, "_make", lambda self: None)
     with pytest.raises((AssertionError, DamagedError)):
         await a_folder_that_was_half_made(rounds, tmp_path, monkeypatch)
 
@@ -534,11 +534,11 @@ async def test_power_cuts_while_it_is_taken_back(
 
 
 def take_back_without_a_sync(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(replaying, "os", WithoutFsync())
+    patch.setattr(journal_replay, "os", WithoutFsync())
 
 
 def forget_before_it_is_kept(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Replay, "_keep", lambda self, incarnation, parts: None)
+    patch.setattr(JournalReplay, "_keep", lambda self, incarnation, parts: None)
 
 
 class WithoutFsync:

@@ -12,9 +12,8 @@ from seqdedupe.format import headers
 from seqdedupe.format.columns import BASE_INDEX
 from seqdedupe.log.embedded.inspection import Damage, Intact, inspect
 from seqdedupe.log.embedded.log import EmbeddedLog
-from seqdedupe.log.embedded.logs import EmbeddedLogs
-from seqdedupe.log.embedded.scrub import Scrub
-from seqdedupe.log.embedded.segment import Identity, Point
+from seqdedupe.log.embedded.logs import EmbeddedLogs, Scrub
+from seqdedupe.log.embedded.segment import LogIdentity, SegmentPoint
 from tests.log.conformance import Owner, parsed
 from tests.log.test_damage import INCARNATION, KEY, File, Stored, put, small_file
 
@@ -123,7 +122,7 @@ async def test_the_doctor_names_just_that_record(tmp_path: Path) -> None:
     hit = file.stored[3]
     for name, at in fields_of(hit).items():
         put(tmp_path, (0, flipped(file.raw, at)), (13, small_file(13).raw))
-        found = list(inspect(tmp_path / "logs" / str(INCARNATION), Identity(INCARNATION, KEY)))
+        found = list(inspect(tmp_path / "logs" / str(INCARNATION), LogIdentity(INCARNATION, KEY)))
         [damage] = [part for part in found if isinstance(part, Damage)]
         where = (hit.start, hit.base_index, hit.base_index + hit.rows)
         assert (damage.offset, damage.first_index, damage.next_index) == where, name
@@ -296,7 +295,7 @@ async def test_a_sector_that_the_disk_cannot_read(
     monkeypatch.setattr(os, "preadv", preadv)
     monkeypatch.setattr(os, "pread", pread)
     monkeypatch.setattr("seqdedupe.log.embedded.segment.Segment.read.__defaults__", (pread,))
-    log._reader.segments[0].points.append(Point(hit.base_index, hit.start, 0))
+    log._reader.segments[0].points.append(SegmentPoint(hit.base_index, hit.start, 0))
     with pytest.raises(UnavailableError):
         await log.read(hit.base_index + 1, end, 1)
     ids, skipped = await read_past(log, 0, end + 13)

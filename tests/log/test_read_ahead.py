@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from seqdedupe.errors import DamagedError, PositionError
-from seqdedupe.log.embedded import reader, window, writer
+from seqdedupe.log.embedded import reader, writer
 from seqdedupe.log.embedded.log import EmbeddedLog
 from seqdedupe.log.embedded.logs import EmbeddedLogs
-from seqdedupe.log.embedded.segment import Piece, Segment, segment_path, unreadable
+from seqdedupe.log.embedded.segment import Segment, SegmentPiece, segment_path, unreadable
 from tests.log.batches import SECRET, TOPIC
 from tests.log.conformance import LIMIT_SECONDS, Owner, parsed
 
@@ -40,7 +40,7 @@ class Reads:
         self.fails_at = 0
         really = Segment.read
 
-        def read(segment: Segment, offset: int, *arguments: Any) -> Piece:
+        def read(segment: Segment, offset: int, *arguments: Any) -> SegmentPiece:
             self.threads.append(threading.current_thread())
             self.offsets.append(offset)
             number = len(self.offsets)
@@ -61,7 +61,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (reader, writer):
         monkeypatch.setattr(module, "POINT_INTERVAL_BYTES", 0)
     monkeypatch.setattr(reader, "INLINE_BESIDE_PUBLISHERS_BYTES", 0)
-    monkeypatch.setattr(window, "PUBLISHING_SECONDS", FOR_EVER_SECONDS)
+    monkeypatch.setattr(reader, "PUBLISHING_SECONDS", FOR_EVER_SECONDS)
 
 
 @pytest.fixture
@@ -147,7 +147,7 @@ async def test_the_loop_reads_for_a_lone_reader_and_what_is_little(
     if is_little:
         monkeypatch.setattr(reader, "INLINE_BESIDE_PUBLISHERS_BYTES", PAGE_BYTES)
     else:
-        monkeypatch.setattr(window, "PUBLISHING_SECONDS", -1)
+        monkeypatch.setattr(reader, "PUBLISHING_SECONDS", -1)
     monkeypatch.setattr(os, "preadv", in_memory)
     reads = Reads(monkeypatch)
     # From where it has read more than a page: then all of a page is left to be read.
@@ -201,7 +201,7 @@ async def test_a_reader_that_goes_away_while_it_waits_leaves_nothing(
     await log.close()
 
 
-def windows(logs: EmbeddedLogs) -> list[window.Window]:
+def windows(logs: EmbeddedLogs) -> list[reader.Window]:
     """What is kept for readers."""
     return list(logs._shared.read_ahead._windows.values())
 
@@ -239,7 +239,7 @@ async def test_what_is_kept_for_readers_is_bounded(
     logs: EmbeddedLogs, log: EmbeddedLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And with more readers than that, nothing is read that nobody gets."""
-    monkeypatch.setattr(window, "MAX_WINDOWS", 3)
+    monkeypatch.setattr(reader, "MAX_WINDOWS", 3)
     reads = Reads(monkeypatch)
     indexes = [0, 8, 16, 24]
     for _ in range(2):

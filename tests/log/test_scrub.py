@@ -16,8 +16,7 @@ from seqdedupe.log.contract import DamageFound, Retention
 from seqdedupe.log.embedded import inspection
 from seqdedupe.log.embedded.inspection import Damage, inspect_part
 from seqdedupe.log.embedded.log import EmbeddedLog
-from seqdedupe.log.embedded.logs import EmbeddedLogs, topic_of
-from seqdedupe.log.embedded.scrub import FILE_BYTES, PASS_SECONDS, Scrub
+from seqdedupe.log.embedded.logs import FILE_BYTES, PASS_SECONDS, EmbeddedLogs, Scrub, topic_of
 from seqdedupe.testing import LAST_RESORT_SECONDS
 from tests.log.batches import TOPIC
 from tests.log.conformance import Owner

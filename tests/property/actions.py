@@ -169,7 +169,7 @@ class Case(World):
     # -- the store --------------------------------------------------------------------------------------------------
 
     def do_snapshot(self) -> None:
-        self.loop.create_task(self.topic.snapshot_in_background())
+        self.loop.create_task(self.topic.keeper.snapshot_in_background())
 
     def do_job(self) -> None:
         for _ in range(self.random.choice((1, 1, 5))):

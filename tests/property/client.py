@@ -7,7 +7,7 @@ from random import Random
 
 from seqdedupe.core.rule import NOT_DUP, UNKNOWN
 from seqdedupe.limits import LINK_LEFT_OUT, NO_SEQUENCE_ID
-from seqdedupe.topic.answers import Receipt, Refusal
+from seqdedupe.topic.frame import Receipt, Refusal
 from tests.batches import batch
 from tests.property.disk import Violation
 

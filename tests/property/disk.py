@@ -14,7 +14,7 @@ from seqdedupe.errors import error
 from seqdedupe.limits import MAX_SEQUENCE_ID
 from seqdedupe.log.contract import Runs
 from seqdedupe.store.db import BEHIND_SECONDS, Store, _Opening
-from seqdedupe.store.records import snapshot_range
+from seqdedupe.store.parts import snapshot_range
 from seqdedupe.topic import control
 from seqdedupe.topic.policy import Policy
 from tests.log.faulty import Storage

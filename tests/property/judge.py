@@ -5,11 +5,11 @@ from dataclasses import replace
 from seqdedupe.core.rule import DUP, DURABLE_EPOCH, EPOCH, NOT_DUP, PERSISTED, PUSHED
 from seqdedupe.errors import SeqdedupeError, UnavailableError
 from seqdedupe.topic import control
-from seqdedupe.topic.answers import Receipt, Refusal
+from seqdedupe.topic.base import State
+from seqdedupe.topic.frame import Receipt, Refusal
 from seqdedupe.topic.policy import Policy
-from seqdedupe.topic.publishing import Topic
 from seqdedupe.topic.sessions import Opened
-from seqdedupe.topic.state import State
+from seqdedupe.topic.topic import Topic
 from tests.property.client import Frame, Session
 from tests.property.disk import CheckedStorage, Promised, Row, Violation
 from tests.property.wires import OpenRequest
@@ -73,8 +73,8 @@ class Judge:
             is_purged = self.is_serving() and not self.topic.flight.has(control.Purge)
             if persisted > promised.highest and is_reset and (is_purged or not promised.purges):
                 self.wrong(f"{name} has persisted {persisted}, in the log is {promised.highest}")
-        if topic.snapshot_index > topic.confirmed_index:
-            self.wrong(f"a snapshot covers {topic.snapshot_index}, confirmed is {topic.confirmed_index}")
+        if topic.keeper.snapshot_index > topic.confirmed_index:
+            self.wrong(f"a snapshot covers {topic.keeper.snapshot_index}, confirmed is {topic.confirmed_index}")
         if self.violations:
             raise Violation("; ".join(self.violations))
 

@@ -20,14 +20,14 @@ from seqdedupe.format.headers import TOKEN_BYTES, ownership_of
 from seqdedupe.log.contract import Entries, Failure
 from seqdedupe.message_id import MessageId, Position
 from seqdedupe.store import snapshots
-from seqdedupe.topic import control, operating, recovery, refusing, trimming
-from seqdedupe.topic.answers import Refusal
+from seqdedupe.topic import control, judge, operations, recovery, retention
 from seqdedupe.topic.flight import Flight
-from seqdedupe.topic.frame import NumbersCache
+from seqdedupe.topic.frame import NumbersCache, Refusal
+from seqdedupe.topic.keeper import Snapshotter
+from seqdedupe.topic.owner import Owner
 from seqdedupe.topic.policy import Policy
-from seqdedupe.topic.publishing import Topic
 from seqdedupe.topic.sessions import Sessions
-from seqdedupe.topic.snapshotter import Snapshotter
+from seqdedupe.topic.topic import Topic
 from tests.log.faulty import FaultyLog
 from tests.property.client import Session
 
@@ -95,7 +95,7 @@ def pushed_not_reset(patch: pytest.MonkeyPatch) -> None:
 
 
 def failure_does_not_take_what_is_behind(patch: pytest.MonkeyPatch) -> None:
-    original = Topic._fail_in_flight
+    original = Topic.fail_in_flight
 
     def fail_in_flight(self: Topic, e: SeqdedupeError) -> None:
         waiting = [self.flight.take() for _ in range(len(self.flight))]
@@ -105,7 +105,7 @@ def failure_does_not_take_what_is_behind(patch: pytest.MonkeyPatch) -> None:
         for admitted in waiting[1:]:
             self.flight.add(admitted)
 
-    patch.setattr(Topic, "_fail_in_flight", fail_in_flight)
+    patch.setattr(Topic, "fail_in_flight", fail_in_flight)
 
 
 def append_accepted_after_a_refused_one(patch: pytest.MonkeyPatch) -> None:
@@ -187,14 +187,14 @@ def open_answered_before_its_epoch_is_durable(patch: pytest.MonkeyPatch) -> None
 
 
 def open_fences_before_it_is_durable(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(refusing, "_may_be_in_force_again", lambda producer, producers: False)
+    patch.setattr(judge, "_may_be_in_force_again", lambda producer, producers: False)
 
 
 def retention_forgets_what_is_in_force(patch: pytest.MonkeyPatch) -> None:
     async def state_nothing(topic: Topic, first_index: int) -> None:
         pass
 
-    patch.setattr(trimming, "state_again", state_nothing)
+    patch.setattr(retention, "state_again", state_nothing)
 
 
 def control_records_after_the_last_message_not_replayed(patch: pytest.MonkeyPatch) -> None:
@@ -216,7 +216,7 @@ def policy_not_replayed(patch: pytest.MonkeyPatch) -> None:
     original = Topic._apply
 
     def apply(self: Topic, change: control.Change, index: int) -> None:
-        if not self._is_recovering or not isinstance(change, Policy):
+        if not self.owner._is_recovering or not isinstance(change, Policy):
             original(self, change, index)
 
     patch.setattr(Topic, "_apply", apply)
@@ -263,12 +263,12 @@ def frame_judged_as_a_whole(patch: pytest.MonkeyPatch) -> None:
 
 
 def failure_during_recovery_overlooked(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Topic, "_failed_meanwhile", property(lambda self: False, lambda self, value: None), raising=False)
+    patch.setattr(Owner, "_failed_meanwhile", property(lambda self: False, lambda self, value: None), raising=False)
 
 
 def second_recovery_beside_the_first(patch: pytest.MonkeyPatch) -> None:
     failure_during_recovery_overlooked(patch)
-    patch.setattr(Topic, "_is_recovering", property(lambda self: False, lambda self, value: None), raising=False)
+    patch.setattr(Owner, "_is_recovering", property(lambda self: False, lambda self, value: None), raising=False)
 
 
 def landed_frames_answered_as_refused(patch: pytest.MonkeyPatch) -> None:
@@ -276,7 +276,7 @@ def landed_frames_answered_as_refused(patch: pytest.MonkeyPatch) -> None:
         self.producers.replay(chunk, table, count)
         self.confirmed_index = int(table[count - 1, BASE_INDEX] + table[count - 1, ROWS])
 
-    patch.setattr(Topic, "_merge", merge)
+    patch.setattr(Topic, "merge", merge)
 
 
 def epoch_of_an_earlier_term_taken_for_newer(patch: pytest.MonkeyPatch) -> None:
@@ -319,7 +319,7 @@ def reset_does_not_fence(patch: pytest.MonkeyPatch) -> None:
     def reset(names: Any, epochs: Any, persisted: Any) -> Any:
         return original(names, np.zeros_like(epochs), persisted)
 
-    patch.setattr(operating, "Reset", reset)
+    patch.setattr(operations, "Reset", reset)
 
 
 def reset_answered_before_it_is_durable(patch: pytest.MonkeyPatch) -> None:
@@ -346,13 +346,13 @@ def purge_not_replayed(patch: pytest.MonkeyPatch) -> None:
 
 
 def purge_in_force_before_it_is_durable(patch: pytest.MonkeyPatch) -> None:
-    original = Topic._purge
+    original = Topic.purge
 
     async def purge(self: Topic, numbers: Any) -> int:
         self.producers.purge(numbers, self.confirmed_index)
         return await original(self, numbers)
 
-    patch.setattr(Topic, "_purge", purge)
+    patch.setattr(Topic, "purge", purge)
 
 
 def purge_of_what_a_connected_stream_has_used(patch: pytest.MonkeyPatch) -> None:

@@ -13,8 +13,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
-from seqdedupe.core import id_newer
-from seqdedupe.store import compaction, id_runs, parts, snapshots
+from seqdedupe.core import id_slots
+from seqdedupe.store import parts, snapshots, windows
 from seqdedupe.topic import window_runs
 from tests.property import cases
 from tests.property.actions import Case
@@ -29,12 +29,12 @@ MEMORY = Path("/dev/shm")
 def many_cases() -> Iterator[CrashableStore]:
     """A store for many cases, each a topic of its own; snapshots are compacted after few deltas."""
     small: list[tuple[ModuleType, str, int]] = [
-        (module, "PAGE_PRODUCERS", 2) for module in (parts, snapshots, compaction)
+        (module, "PAGE_PRODUCERS", 2) for module in (parts, snapshots, snapshots)
     ]
-    small += [(snapshots, "MAX_DELTAS", 3), (compaction, "DELTAS_A_STEP", 2), (compaction, "PAGES_A_FLUSH", 1)]
+    small += [(snapshots, "MAX_DELTAS", 3), (snapshots, "DELTAS_A_STEP", 2), (snapshots, "PAGES_A_FLUSH", 1)]
     small += [(window_runs, "MAX_RUNS", 2), (window_runs, "PAGES_A_PART", 1), (window_runs, "READ_AT_ONCE", 2)]
-    small += [(id_runs, "PAGES_A_WRITE", 1), (id_runs, "PAGES_AT_ONCE", 2), (window_runs, "TIDIED_AT_ONCE", 3)]
-    small += [(id_newer, "PIECE_BYTES", 60)]
+    small += [(windows, "PAGES_A_WRITE", 1), (windows, "PAGES_AT_ONCE", 2), (window_runs, "TIDIED_AT_ONCE", 3)]
+    small += [(id_slots, "PIECE_BYTES", 60)]
     before = [(module, name, getattr(module, name)) for module, name, _ in small]
     logger = logging.getLogger("seqdedupe")
     level = logger.level

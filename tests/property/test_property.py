@@ -9,7 +9,7 @@ import secrets
 import pytest
 
 from seqdedupe.core.rule import DUP, NOT_DUP, UNKNOWN
-from seqdedupe.topic.answers import Receipt
+from seqdedupe.topic.frame import Receipt
 from tests.property.cases import steps_of
 from tests.property.client import Frame
 from tests.property.disk import CrashableStore

@@ -3,8 +3,7 @@
 from collections import deque
 from dataclasses import dataclass, field
 
-from seqdedupe.topic.answers import Receipt, Refusal
-from seqdedupe.topic.frame import NumbersCache
+from seqdedupe.topic.frame import NumbersCache, Receipt, Refusal
 from tests.property.client import Frame, Session
 
 Answer = Receipt | Refusal

@@ -8,14 +8,12 @@ from typing import Any
 from seqdedupe.core.rule import PUSHED
 from seqdedupe.errors import InvalidRequestError, SeqdedupeError, UnavailableError
 from seqdedupe.store.snapshots import Snapshots
-from seqdedupe.topic.answers import Receipt, Refusal
-from seqdedupe.topic.frame import NumbersCache
-from seqdedupe.topic.opening import open_sessions
-from seqdedupe.topic.operating import reset_producer
+from seqdedupe.topic.base import State as TopicState
+from seqdedupe.topic.frame import NumbersCache, Receipt, Refusal
+from seqdedupe.topic.operations import open_sessions, reset_producer
 from seqdedupe.topic.policy import Applied, Policy
-from seqdedupe.topic.publishing import Topic
 from seqdedupe.topic.sessions import Opened
-from seqdedupe.topic.state import State as TopicState
+from seqdedupe.topic.topic import Topic
 from tests.log.faulty import FaultyLog
 from tests.property.client import MAX_UNACKED, Frame, Session, State, compose
 from tests.property.disk import CrashableStore, Violation
@@ -88,13 +86,13 @@ class World:
         )
         self.used_at: dict[str, float] = {}
         """When this process was last asked for a name."""
-        purge = self.topic._purge
+        purge = self.topic.purge
 
         async def checked_purge(numbers: Any) -> int:
             self.purges(numbers)
             return await purge(numbers)
 
-        self.topic.inactivity._purge = checked_purge
+        self.topic.keeper.inactivity._purge = checked_purge
         self.judge.process_started(self.topic)
         self.loop.create_task(self.topic.recover())
 

@@ -24,7 +24,7 @@ from pulsar_broker.distribution import get
 from pulsar_broker.standalone import Broker
 from seqdedupe.client import Client, ProducerConfig, Verdict
 from seqdedupe.errors import SeqdedupeError
-from seqdedupe.log.pulsar.owner import ADDRESS
+from seqdedupe.log.pulsar.topic_owner import ADDRESS
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from tests.pulsar.owners import Cluster, kill_and_start, until
 from tests.pulsar.producing import FORGETS

@@ -13,21 +13,19 @@ from weakref import WeakSet
 import pulsar.asyncio
 
 from seqdedupe.errors import SeqdedupeError, UnavailableError, error
-from seqdedupe.log.pulsar.admin import Admin
+from seqdedupe.log.pulsar.admin_url import JSON, AdminAnswer, AdminUrl, PulsarAdmin
 from seqdedupe.log.pulsar.entries import EntryFormat
-from seqdedupe.log.pulsar.http import JSON, AdminUrl, Answer
 from seqdedupe.log.pulsar.log import Shared
 from seqdedupe.log.pulsar.logs import PulsarLogs
 from seqdedupe.store.db import Store
-from seqdedupe.store.instance import Instance
+from seqdedupe.store.directories import StoreInstance
 from seqdedupe.store.topics import LogKind
-from seqdedupe.topic.answers import Receipt, Refusal
+from seqdedupe.topic.base import State
 from seqdedupe.topic.directory import Topics
-from seqdedupe.topic.frame import NumbersCache
-from seqdedupe.topic.opening import open_sessions
-from seqdedupe.topic.published import PublishedTopics
-from seqdedupe.topic.publishing import Topic
-from seqdedupe.topic.state import State
+from seqdedupe.topic.frame import NumbersCache, Receipt, Refusal
+from seqdedupe.topic.kinds import PublishedTopics
+from seqdedupe.topic.operations import open_sessions
+from seqdedupe.topic.topic import Topic
 from tests.batches import batch
 from tests.pulsar.owners import LIMIT_SECONDS, Cluster, until
 
@@ -79,7 +77,7 @@ class FaultyUrl(AdminUrl):
 
     async def call(
         self, method: str, path: str, body: object = None, conflict: str = "LOG_REFUSED", media_type: str = JSON
-    ) -> Answer:
+    ) -> AdminAnswer:
         if self.is_dead:
             raise error("LOG_REFUSED", "the process has ended")
         answer = await super().call(method, path, body, conflict, media_type)
@@ -112,14 +110,14 @@ class Member:
         self.store = Store.open(self.folder)
         self.url = FaultyUrl(self._cluster.admin_url)
         self.client = self._cluster.connect()
-        instance = Instance(self.store)
+        instance = StoreInstance(self.store)
         shared = Shared(
             self.client,
             instance.named(""),
             self.address,
             lambda: time.time_ns() // 1_000_000,
             lambda _, known: instance.claim_opening(known),
-            Admin(self.url),
+            PulsarAdmin(self.url),
             self._cluster.connect,
             self._cluster.answers,
         )
@@ -179,7 +177,7 @@ class Member:
         """Asks for a topic until it is this one's."""
 
         def is_taken() -> bool:
-            topic = self.topics.live.get(name)
+            topic = self.topics.registry.topic(name)
             if topic is None:
                 return False
             with suppress(UnavailableError):
@@ -188,7 +186,7 @@ class Member:
 
         async with asyncio.timeout(LIMIT_SECONDS):
             await until(is_taken)
-        return self.topics.live[name]
+        return self.topics.get(name)
 
     async def publish(self, name: str, sequence_id: int, payload: bytes = b"payload") -> int:
         """The index of a message that is stored. Raises why it is not."""

@@ -11,10 +11,9 @@ import pulsar.asyncio
 
 from pulsar_broker.standalone import Broker
 from seqdedupe.errors import SeqdedupeError, UnavailableError
-from seqdedupe.log.pulsar.admin import Admin
-from seqdedupe.log.pulsar.entries import Message
-from seqdedupe.log.pulsar.http import AdminUrl
-from seqdedupe.log.pulsar.writer import COUNTER_BITS, Settled, Writer, open_writer
+from seqdedupe.log.pulsar.admin_url import AdminUrl, PulsarAdmin
+from seqdedupe.log.pulsar.entries import PulsarMessage
+from seqdedupe.log.pulsar.writer import COUNTER_BITS, EntryWriter, SettledEntry, open_writer
 from seqdedupe.message_id import MessageId
 from seqdedupe.testing import LAST_RESORT_SECONDS
 
@@ -59,7 +58,7 @@ class Cluster:
         self.service_url = service_url
         self.admin_url = admin_url
         self.url = AdminUrl(admin_url)
-        self.admin = Admin(self.url)
+        self.admin = PulsarAdmin(self.url)
         self.silent: set[str] = set()
         """The addresses of sidecars that answer nothing."""
 
@@ -168,7 +167,7 @@ class Owner:
         # Not `shutdown`: it keeps the interpreter's lock, for which the client's threads may wait.
         await self.client.close()
 
-    async def open(self, first_name_number: int = 0, marker: bytes = b"marker") -> Writer:
+    async def open(self, first_name_number: int = 0, marker: bytes = b"marker") -> EntryWriter:
         """Opens and marks, and takes the marker for read where its receipt says."""
         self.confirmed, self.doubtful, self.failure = [], None, None
         writer = await open_writer(
@@ -180,7 +179,7 @@ class Owner:
             {"address": self.instance_name},
             self._settle,
         )
-        writer.append([Message(marker, {})])
+        writer.append([PulsarMessage(marker, {})])
         self.was_read(writer, [await self.doubt()])
         return writer
 
@@ -190,7 +189,7 @@ class Owner:
         assert self.doubtful is not None, self.failure
         return self.doubtful
 
-    async def open_when_free(self, first_name_number: int = 0, marker: bytes = b"marker") -> Writer:
+    async def open_when_free(self, first_name_number: int = 0, marker: bytes = b"marker") -> EntryWriter:
         async with asyncio.timeout(LIMIT_SECONDS):
             while True:
                 try:
@@ -200,7 +199,7 @@ class Owner:
                         raise
                 await asyncio.sleep(0.05)
 
-    def was_read(self, writer: Writer, message_ids: list[MessageId]) -> None:
+    def was_read(self, writer: EntryWriter, message_ids: list[MessageId]) -> None:
         self.confirmed += message_ids
         self.doubtful = None
         writer.was_read(message_ids)
@@ -215,7 +214,7 @@ class Owner:
         self.opening = max(next(_openings), known + 1)
         return self.opening
 
-    def _settle(self, settled: Settled) -> None:
+    def _settle(self, settled: SettledEntry) -> None:
         assert asyncio.get_running_loop()
         assert self.failure is None, "something is settled after a failure"
         assert not (settled.confirmed and self.doubtful), "something is confirmed beyond a doubt"

@@ -17,17 +17,16 @@ from examples.pulsar.messages import Received, messages
 from examples.pulsar.messages import Topic as Decoder
 from seqdedupe.core.rule import DUP, NOT_DUP, UNKNOWN
 from seqdedupe.errors import SeqdedupeError, UnavailableError
-from seqdedupe.log.pulsar.entries import EntryFormat, Settings
+from seqdedupe.log.pulsar.entries import EntryFormat, EntrySettings
 from seqdedupe.log.pulsar.log import PulsarLog, Shared
 from seqdedupe.message_id import MessageId
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Loaded, Snapshots
 from seqdedupe.testing import LAST_RESORT_SECONDS
-from seqdedupe.topic.answers import Receipt, Refusal
-from seqdedupe.topic.frame import NumbersCache
-from seqdedupe.topic.opening import open_sessions
+from seqdedupe.topic.frame import NumbersCache, Receipt, Refusal
+from seqdedupe.topic.operations import open_sessions
 from seqdedupe.topic.policy import Applied
-from seqdedupe.topic.publishing import Topic
+from seqdedupe.topic.topic import Topic
 from tests.batches import batch
 from tests.pulsar.line import Line
 from tests.pulsar.owners import LIMIT_SECONDS, Cluster, quiet
@@ -61,7 +60,7 @@ class Process:
         self._topic_name = topic
         self._topic: Topic | None = None
         self._is_closed = False
-        self._settings = Settings(entry_format, "SEQUENCE_ID", 0, name)
+        self._settings = EntrySettings(entry_format, "SEQUENCE_ID", 0, name)
         self._is_standby = is_standby
         self.shared = Shared(
             self.client,

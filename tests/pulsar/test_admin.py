@@ -10,8 +10,7 @@ import pytest
 
 from pulsar_broker.standalone import Broker
 from seqdedupe.errors import SeqdedupeError
-from seqdedupe.log.pulsar.admin import Admin, Publisher, TopicStats
-from seqdedupe.log.pulsar.http import AdminUrl
+from seqdedupe.log.pulsar.admin_url import AdminUrl, Publisher, PulsarAdmin, TopicStats
 from seqdedupe.log.pulsar.policies import ensure_safe
 from seqdedupe.testing import LAST_RESORT_SECONDS
 
@@ -46,8 +45,8 @@ UNSAFE = [
 
 
 @pytest.fixture
-def admin(broker: Broker) -> Admin:
-    return Admin(AdminUrl(broker.admin_url))
+def admin(broker: Broker) -> PulsarAdmin:
+    return PulsarAdmin(AdminUrl(broker.admin_url))
 
 
 @pytest.fixture
@@ -63,7 +62,7 @@ async def until(holds: Callable[[], Awaitable[bool]]) -> None:
             await asyncio.sleep(0.02)
 
 
-async def refusal(admin: Admin, topic: str) -> str:
+async def refusal(admin: PulsarAdmin, topic: str) -> str:
     """What is told when the topic is refused, as it will be: policies that were set are in force soon after."""
 
     async def is_unsafe() -> bool:
@@ -79,7 +78,7 @@ async def refusal(admin: Admin, topic: str) -> str:
     return e.value.message
 
 
-async def test_a_topic_is_made_listed_and_deleted_with_its_properties(admin: Admin, topic: str) -> None:
+async def test_a_topic_is_made_listed_and_deleted_with_its_properties(admin: PulsarAdmin, topic: str) -> None:
     odd = f"{topic}:a=b.c"
     for name in (topic, odd):
         await admin.create_topic(name, {"seqdedupe.format": "plain"})
@@ -96,12 +95,12 @@ async def test_a_topic_is_made_listed_and_deleted_with_its_properties(admin: Adm
             await call
 
 
-async def test_a_namespace_that_is_not_there_is_no_empty_one(admin: Admin) -> None:
+async def test_a_namespace_that_is_not_there_is_no_empty_one(admin: PulsarAdmin) -> None:
     with pytest.raises(SeqdedupeError, match="INVALID_NAMESPACE"):
         await admin.topics("public/elsewhere")
 
 
-async def test_who_writes_to_a_topic_is_seen(admin: Admin, client: pulsar.asyncio.Client, topic: str) -> None:
+async def test_who_writes_to_a_topic_is_seen(admin: PulsarAdmin, client: pulsar.asyncio.Client, topic: str) -> None:
     await admin.create_topic(topic, {})
     assert await admin.stats(topic) == TopicStats((), 0, False)
     producer = await client.create_producer(topic, producer_name="one", properties={"address": "here:1"})
@@ -112,7 +111,7 @@ async def test_who_writes_to_a_topic_is_seen(admin: Admin, client: pulsar.asynci
     assert (await admin.stats(topic)).publishers == ()
 
 
-async def test_an_unloaded_topic_is_there_again(admin: Admin, client: pulsar.asyncio.Client, topic: str) -> None:
+async def test_an_unloaded_topic_is_there_again(admin: PulsarAdmin, client: pulsar.asyncio.Client, topic: str) -> None:
     await admin.create_topic(topic, {})
     producer = await client.create_producer(topic, batching_enabled=False)
     before = await producer.send(b"1")
@@ -122,7 +121,7 @@ async def test_an_unloaded_topic_is_there_again(admin: Admin, client: pulsar.asy
 
 
 async def test_a_new_topic_is_refused_with_all_commands_and_made_safe_if_that_is_wanted(
-    admin: Admin, topic: str
+    admin: PulsarAdmin, topic: str
 ) -> None:
     await admin.create_topic(topic, {})
     told = await refusal(admin, topic)
@@ -137,7 +136,7 @@ async def test_a_new_topic_is_refused_with_all_commands_and_made_safe_if_that_is
 
 
 async def test_a_topic_that_is_being_made_is_refused_with_commands_for_its_namespace(
-    broker: Broker, admin: Admin
+    broker: Broker, admin: PulsarAdmin
 ) -> None:
     """It is gone when they are run. Run, they make it safe."""
     url = AdminUrl(broker.admin_url)
@@ -181,7 +180,9 @@ async def test_a_topic_that_is_being_made_is_refused_with_commands_for_its_names
 
 
 @pytest.mark.parametrize(("path", "value", "command"), UNSAFE)
-async def test_one_dangerous_policy_is_enough(admin: Admin, topic: str, path: str, value: object, command: str) -> None:
+async def test_one_dangerous_policy_is_enough(
+    admin: PulsarAdmin, topic: str, path: str, value: object, command: str
+) -> None:
     await admin.create_topic(topic, {})
     await ensure_safe(admin, topic, may_change=True)
     await admin.set_policy(topic, path, value)
@@ -192,7 +193,7 @@ async def test_one_dangerous_policy_is_enough(admin: Admin, topic: str, path: st
     await ensure_safe(admin, topic, may_change=False)
 
 
-async def test_subscriptions_that_expire_are_for_an_operator_to_change(broker: Broker, admin: Admin) -> None:
+async def test_subscriptions_that_expire_are_for_an_operator_to_change(broker: Broker, admin: PulsarAdmin) -> None:
     url = AdminUrl(broker.admin_url)
     await url.call("PUT", "namespaces/public/expiring")
     topic = "persistent://public/expiring/topic"

@@ -5,11 +5,11 @@ from collections.abc import Container
 import pytest
 
 from seqdedupe.errors import UnavailableError
-from seqdedupe.log.pulsar import guarding, kept, wholes
-from seqdedupe.log.pulsar.admin import Admin
-from seqdedupe.topic import partitioned
+from seqdedupe.log.pulsar import content, policies, wholes
+from seqdedupe.log.pulsar.admin_url import PulsarAdmin
+from seqdedupe.topic import lookup
+from seqdedupe.topic.base import State
 from seqdedupe.topic.policy import Policy
-from seqdedupe.topic.state import State
 from tests.pulsar.members import MakeMember, Member
 from tests.pulsar.owners import Cluster, until
 
@@ -25,9 +25,9 @@ async def owner_and_standby(member: MakeMember, name: str) -> tuple[Member, Memb
     await one.start()
     await one.run(one.topics.create(name))
     await other.start()
-    assert other.topics.live[name].state is State.STANDBY
+    assert other.topics.get(name).state is State.STANDBY
     assert await one.publish(name, 1) == 0
-    await until(lambda: other.topics.live[name].confirmed_index == 1)
+    await until(lambda: other.topics.get(name).confirmed_index == 1)
     return one, other
 
 
@@ -36,12 +36,12 @@ async def test_whoever_follows_a_topic_lets_go_of_it_when_it_is_deleted(
 ) -> None:
     one, other = await owner_and_standby(member, name)
     await one.run(one.topics.delete(name))
-    assert name not in one.topics.live
-    await until(lambda: "is being deleted" in other.topics.live[name].why)
+    assert one.topics.registry.topic(name) is None
+    await until(lambda: "is being deleted" in other.topics.get(name).why)
     assert await cluster.admin.topics(namespace) == [name], "the standby reads there"
     await other.look()
-    assert name not in other.topics.live
-    assert name not in other.topics.closed
+    assert other.topics.registry.topic(name) is None
+    assert other.topics.registry.entry(name).closed is None
 
     async def is_gone() -> bool:
         return await cluster.admin.topics(namespace) == []
@@ -50,7 +50,7 @@ async def test_whoever_follows_a_topic_lets_go_of_it_when_it_is_deleted(
     await one.run(one.topics.create(name))
     assert await one.publish(name, 1) == 0, "nothing of the old one is there"
     await other.look()
-    assert other.topics.live[name].state is State.STANDBY
+    assert other.topics.get(name).state is State.STANDBY
 
 
 async def test_who_comes_meanwhile_does_not_begin_to_use_it(member: MakeMember, name: str, cluster: Cluster) -> None:
@@ -61,14 +61,14 @@ async def test_who_comes_meanwhile_does_not_begin_to_use_it(member: MakeMember, 
     new = member()
     await new.start()
     for each in (other, new):
-        assert name not in each.topics.live
-        assert name not in each.topics.closed
+        assert each.topics.registry.topic(name) is None
+        assert each.topics.registry.entry(name).closed is None
 
 
 async def test_who_owns_a_topic_that_somebody_else_deletes_lets_go_of_it(
     member: MakeMember, name: str, cluster: Cluster, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(guarding, "LOOK_SECONDS", 1e9)
+    monkeypatch.setattr(policies, "LOOK_SECONDS", 1e9)
     one, other = member(), member()
     await one.start()
     await one.run(one.topics.create(name))
@@ -77,11 +77,11 @@ async def test_who_owns_a_topic_that_somebody_else_deletes_lets_go_of_it(
     # It has not looked yet.
     await one.look()
     assert await one.publish(name, 1) == 0
-    monkeypatch.setattr(guarding, "LOOK_SECONDS", 0)
-    await until(lambda: "is being deleted" in one.topics.live[name].why)
-    await until(lambda: one.topics.live[name].state is State.STANDBY)
+    monkeypatch.setattr(policies, "LOOK_SECONDS", 0)
+    await until(lambda: "is being deleted" in one.topics.get(name).why)
+    await until(lambda: one.topics.get(name).state is State.STANDBY)
     await one.look()
-    assert name not in one.topics.live
+    assert one.topics.registry.topic(name) is None
 
     async def is_gone() -> bool:
         return await cluster.admin.topics(namespace) == []
@@ -95,19 +95,21 @@ async def test_without_saying_so_the_standby_has_it(
     """The control arm: Pulsar does not delete what somebody reads."""
     one, other = await owner_and_standby(member, name)
     monkeypatch.setattr(wholes, "is_going", lambda properties: False)
-    monkeypatch.setattr("seqdedupe.log.pulsar.guarding.is_going", lambda properties: False)
+    monkeypatch.setattr("seqdedupe.log.pulsar.policies.is_going", lambda properties: False)
     await one.run(one.topics.delete(name))
-    await until(lambda: other.topics.live[name].state is State.SERVING)
+    await until(lambda: other.topics.get(name).state is State.SERVING)
     await other.look()
     assert await other.publish(name, 2) == 1
 
 
 async def make(one: Member, name: str, partitions: int) -> None:
-    await one.run(partitioned.create(one.topics, name, partitions, Policy()) if partitions else one.topics.create(name))
+    await one.run(
+        lookup.create_partitioned(one.topics, name, partitions, Policy()) if partitions else one.topics.create(name)
+    )
 
 
 async def delete(one: Member, name: str, partitions: int) -> None:
-    await one.run(partitioned.delete(one.topics, name) if partitions else one.topics.delete(name))
+    await one.run(lookup.delete_partitioned(one.topics, name) if partitions else one.topics.delete(name))
 
 
 @pytest.mark.parametrize("partitions", [0, 2])
@@ -121,7 +123,7 @@ async def test_a_late_deletion_does_nothing_to_the_new_one(
     old = [log.incarnation for log in await one.logs.list()]
     await other.start()
     # Its readers would hinder the deletion.
-    for topic in other.topics.live.values():
+    for topic in other.topics.registry.open_topics():
         await topic.close("it has let go")
     look = other.logs._look
 
@@ -129,7 +131,7 @@ async def test_a_late_deletion_does_nothing_to_the_new_one(
         await look(without)
         monkeypatch.setattr(other.logs, "_look", look)
         await delete(one, name, partitions)
-        await until(lambda: not one.topics.records and not one.store.topics())
+        await until(lambda: not one.topics.registry.names() and not one.store.topics())
         await make(one, name, partitions)
 
     monkeypatch.setattr(other.logs, "_look", look_long)
@@ -152,8 +154,8 @@ async def made_anew(one: Member, other: Member, name: str, partitions: int, clus
     await make(one, name, partitions)
     assert [await one.publish(first, sequence_id) for sequence_id in (0, 1)] == [0, 1]
     await other.start()
-    assert other.topics.live[first].state is State.STANDBY
-    assert other.topics.live[first].confirmed_index == 2
+    assert other.topics.get(first).state is State.STANDBY
+    assert other.topics.get(first).confirmed_index == 2
     await delete(one, name, partitions)
     await until(is_gone)
     await make(one, name, partitions)
@@ -173,34 +175,34 @@ async def test_who_did_not_look_meanwhile_follows_the_new_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # So that the readers of who does not look do not hinder the deletion for long.
-    monkeypatch.setattr(kept, "IDLE_SECONDS", 0.1)
+    monkeypatch.setattr(content, "IDLE_SECONDS", 0.1)
     one, other = member(), member()
     first = await made_anew(one, other, name, partitions, cluster, namespace)
-    old = other.topics.live[first]
+    old = other.topics.get(first)
     with pytest.raises(UnavailableError, match="NOT_OWNER"):
-        await other.run(old.take())
+        await other.run(old.owner.take())
     assert "made anew" in old.why
     await other.look()
     new = await other.take(first)
     assert (new.confirmed_index, new.incarnation > old.incarnation) == (1, True)
     assert await other.publish(first, 1) == 1, "what the old one had is new"
     await one.start()
-    assert one.topics.live[first].confirmed_index == 2
+    assert one.topics.get(first).confirmed_index == 2
 
 
 async def test_without_looking_at_the_incarnation_it_is_damaged(
     member: MakeMember, name: str, cluster: Cluster, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The control arm: whoever asks is told so for good."""
-    monkeypatch.setattr(kept, "IDLE_SECONDS", 0.1)
+    monkeypatch.setattr(content, "IDLE_SECONDS", 0.1)
 
-    async def stays(topic: str, incarnation: int, admin: Admin) -> None:
+    async def stays(topic: str, incarnation: int, admin: PulsarAdmin) -> None:
         return
 
     monkeypatch.setattr("seqdedupe.log.pulsar.log.check_stays", stays)
     one, other = member(), member()
     await made_anew(one, other, name, 0, cluster, namespace)
-    old = other.topics.live[name]
+    old = other.topics.get(name)
     with pytest.raises(UnavailableError):
-        await other.run(old.take())
+        await other.run(old.owner.take())
     await until(lambda: old.state is State.DAMAGED)

@@ -11,21 +11,12 @@ from examples.pulsar import messages as example
 from pulsar_broker.standalone import Broker
 from seqdedupe.errors import InvalidRequestError
 from seqdedupe.log.pulsar import entries
-from seqdedupe.log.pulsar.entries import MAX_ENTRY_BYTES, Entry, Message
+from seqdedupe.log.pulsar.entries import MAX_ENTRY_BYTES, PulsarEntry, PulsarMessage
 from seqdedupe.log.pulsar.writer import built
 from seqdedupe.message_id import MessageId
 from seqdedupe.testing import LAST_RESORT_SECONDS
 from tests.batches import batch
-from tests.log.pulsar.topics import (
-    all_rows,
-    batches_in,
-    collected,
-    ids_in,
-    marker,
-    owner,
-    packed,
-    rows,
-)
+from tests.log.pulsar.topics import all_rows, batches_in, collected, ids_in, marker, owner, packed, rows
 
 READ_TIMEOUT_MILLIS = int(LAST_RESORT_SECONDS * 1000)
 
@@ -48,7 +39,7 @@ def client(broker: Broker) -> Iterator[pulsar.Client]:
     connected.close()
 
 
-def send(client: pulsar.Client, topic: str, messages: list[Message]) -> list[MessageId]:
+def send(client: pulsar.Client, topic: str, messages: list[PulsarMessage]) -> list[MessageId]:
     producer = client.create_producer(topic, batching_enabled=False)
     receipts = []
     for number, message in enumerate(messages):
@@ -58,16 +49,16 @@ def send(client: pulsar.Client, topic: str, messages: list[Message]) -> list[Mes
     return receipts
 
 
-def read(client: pulsar.Client, topic: str, count: int) -> list[Entry]:
+def read(client: pulsar.Client, topic: str, count: int) -> list[PulsarEntry]:
     reader = client.create_reader(topic, pulsar.MessageId.earliest)
     found = []
     for _ in range(count):
         got: Any = reader.read_next(READ_TIMEOUT_MILLIS)._message
         payload = None if got.has_null_value() else got.data()
-        message = Message(payload, got.properties(), got.partition_key(), got.event_timestamp())
+        message = PulsarMessage(payload, got.properties(), got.partition_key(), got.event_timestamp())
         at = got.message_id()
         message_id = MessageId(at.ledger_id(), at.entry_id(), at.batch_index())
-        found.append(Entry(message, message_id, got.publish_timestamp()))
+        found.append(PulsarEntry(message, message_id, got.publish_timestamp()))
     reader.close()
     return found
 
@@ -75,7 +66,7 @@ def read(client: pulsar.Client, topic: str, count: int) -> list[Entry]:
 @pytest.mark.parametrize("is_packed", [False, True], ids=["plain", "packed"])
 def test_what_was_handed_over_comes_back(client: pulsar.Client, topic: str, is_packed: bool) -> None:
     first, second = HISTORY
-    sent = [marker(1), entries.control(owner(1), 1, 0, b"control")]
+    sent = [marker(1), entries.control_message(owner(1), 1, 0, b"control")]
     sent += [packed(1, 2, 0, first)] if is_packed else rows(1, 2, 0, first)
     sent += [marker(2)]
     sent += [packed(2, 1, 4, second)] if is_packed else rows(2, 1, 4, second)
@@ -102,7 +93,7 @@ def test_what_was_handed_over_comes_back(client: pulsar.Client, topic: str, is_p
     ]
 
 
-def most(make: Callable[[int], list[Message]]) -> list[Message]:
+def most(make: Callable[[int], list[PulsarMessage]]) -> list[PulsarMessage]:
     """What is made with the largest payload that is not refused."""
     low, high = 0, MAX_ENTRY_BYTES
     while low + 1 < high:

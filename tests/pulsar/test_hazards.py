@@ -13,10 +13,9 @@ from seqdedupe.core.rule import NOT_DUP
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.log.pulsar import writer
 from seqdedupe.log.pulsar.entries import EntryFormat
-from seqdedupe.topic.answers import Receipt, Refusal
-from seqdedupe.topic.frame import NumbersCache
-from seqdedupe.topic.opening import open_sessions
-from seqdedupe.topic.state import State
+from seqdedupe.topic.base import State
+from seqdedupe.topic.frame import NumbersCache, Receipt, Refusal
+from seqdedupe.topic.operations import open_sessions
 from tests.batches import batch
 from tests.conformance.cases import Difference, differences
 from tests.pulsar.conftest import StartBroker

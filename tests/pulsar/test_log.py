@@ -12,13 +12,13 @@ import pytest
 
 from seqdedupe.errors import ConfigurationError, SeqdedupeError
 from seqdedupe.log.contract import Failure, Log, LogName
-from seqdedupe.log.pulsar import guarding
-from seqdedupe.log.pulsar.entries import EntryFormat, Settings
-from seqdedupe.log.pulsar.limits import Brokers
+from seqdedupe.log.pulsar import policies
+from seqdedupe.log.pulsar.entries import EntryFormat, EntrySettings
+from seqdedupe.log.pulsar.entry_limit import Brokers
 from seqdedupe.log.pulsar.log import PulsarLog, Shared
 from seqdedupe.log.pulsar.logs import PulsarLogs
 from seqdedupe.names import namespace_of
-from seqdedupe.topic.state import State
+from seqdedupe.topic.base import State
 from tests.log.conformance import LogConformance, LogHarness, replayed
 from tests.log.conformance import Owner as OwnerOfLog
 from tests.pulsar.members import MakeMember
@@ -56,7 +56,7 @@ class PulsarHarness(LogHarness):
     def __init__(self, cluster: Cluster, topic: str, entry_format: EntryFormat) -> None:
         self._service_url = cluster.service_url
         self._topic = topic
-        self._settings = Settings(entry_format, "SEQUENCE_ID", 0, "host:6680")
+        self._settings = EntrySettings(entry_format, "SEQUENCE_ID", 0, "host:6680")
         self._client = pulsar.asyncio.Client(cluster.service_url, operation_timeout_seconds=10, logger=quiet())
         self._shared = shared(self._client, cluster)
         self._rival: pulsar.Client | None = None
@@ -91,9 +91,11 @@ class TestPulsarLog(LogConformance):
 async def test_a_topic_that_becomes_unsafe_while_it_is_written_takes_nothing(
     cluster: Cluster, client: pulsar.asyncio.Client, topic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(guarding, "LOOK_SECONDS", 0.5)
+    monkeypatch.setattr(policies, "LOOK_SECONDS", 0.5)
     await cluster.create(topic)
-    log = PulsarLog(shared(client, cluster), topic, INCARNATION, Settings(EntryFormat.PLAIN, "SEQUENCE_ID", 0, "h:1"))
+    log = PulsarLog(
+        shared(client, cluster), topic, INCARNATION, EntrySettings(EntryFormat.PLAIN, "SEQUENCE_ID", 0, "h:1")
+    )
     await log.begin(0)
     owner = await OwnerOfLog(log, 1).open()
     owner.append(0, 1)
@@ -122,8 +124,8 @@ async def test_where_messages_must_be_encrypted_a_topic_takes_nothing_and_says_w
     await one.publish(topic, 0)
     await cluster.url.call("POST", f"namespaces/{namespace}/encryptionRequired", True)
     command = f"pulsar-admin namespaces set-encryption-required --disable {namespace}"
-    await until(lambda: command in one.topics.live[topic].why)
-    assert one.topics.live[topic].state is State.READ_ONLY
+    await until(lambda: command in one.topics.get(topic).why)
+    assert one.topics.get(topic).state is State.READ_ONLY
     with pytest.raises(ConfigurationError, match=command) as e:
         await one.run(one.topics.create(other))
     assert e.value.reason == "UNSAFE_TOPIC_POLICY"
@@ -136,7 +138,7 @@ async def test_where_messages_must_be_encrypted_a_topic_takes_nothing_and_says_w
 async def test_a_terminated_topic_says_so(cluster: Cluster, client: pulsar.asyncio.Client, topic: str) -> None:
     """To its owner and to others, although a broker says that the last owner still has it."""
     await cluster.create(topic)
-    settings = Settings(EntryFormat.PLAIN, "SEQUENCE_ID", 0, "h:1")
+    settings = EntrySettings(EntryFormat.PLAIN, "SEQUENCE_ID", 0, "h:1")
     log = PulsarLog(shared(client, cluster), topic, INCARNATION, settings)
     await log.begin(0)
     owner = await OwnerOfLog(log, 1).open()
@@ -219,7 +221,9 @@ async def test_an_unloaded_topic_settles_everything(
 ) -> None:
     """Its ledger ends, its producer connects again, and sends again what it had in flight."""
     await cluster.create(topic)
-    log = PulsarLog(shared(client, cluster), topic, INCARNATION, Settings(entry_format, "SEQUENCE_ID", 0, "host:6680"))
+    log = PulsarLog(
+        shared(client, cluster), topic, INCARNATION, EntrySettings(entry_format, "SEQUENCE_ID", 0, "host:6680")
+    )
     term = 0
     while log.certain_index < 900:
         # Where the client takes too long to connect again, the outcome is unknown: opening again and reading tells.

@@ -10,15 +10,16 @@ import pytest
 
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.log.pulsar import wholes
-from seqdedupe.log.pulsar.admin import Admin
+from seqdedupe.log.pulsar.admin_url import PulsarAdmin
 from seqdedupe.log.pulsar.wholes import Whole
 from seqdedupe.names import partition_name
 from seqdedupe.testing import LAST_RESORT_SECONDS
-from seqdedupe.topic import partitioned
+from seqdedupe.topic import lookup
+from seqdedupe.topic.base import State
 from seqdedupe.topic.policy import Policy
-from seqdedupe.topic.state import State
 from tests.pulsar.members import Kill, MakeMember, Member, reason_of
 from tests.pulsar.owners import Cluster, quiet, until
+from tests.records_of import record_of
 
 PARTITIONS = 2
 CHANGES_OF_A_CREATION = 8
@@ -35,20 +36,20 @@ def parts_of(whole: str) -> list[str]:
 
 
 async def create(one: Member, whole: str) -> None:
-    await one.run(partitioned.create(one.topics, whole, PARTITIONS, Policy(deduplication_entries_interval=7)))
+    await one.run(lookup.create_partitioned(one.topics, whole, PARTITIONS, Policy(deduplication_entries_interval=7)))
 
 
 async def delete(one: Member, whole: str) -> None:
-    await one.run(partitioned.delete(one.topics, whole))
+    await one.run(lookup.delete_partitioned(one.topics, whole))
 
 
 def is_there(one: Member, whole: str) -> bool:
     """Whether it has all partitions, and each can be used. Otherwise it knows nothing of them."""
-    used = [name for name in parts_of(whole) if name in one.topics.live]
-    assert {one.topics.live[name].state for name in used} <= {State.SERVING, State.STANDBY}
+    used = [name for name in parts_of(whole) if one.topics.registry.topic(name) is not None]
+    assert {one.topics.get(name).state for name in used} <= {State.SERVING, State.STANDBY}
     assert used in ([], parts_of(whole)), "a half"
     assert (whole in one.topics.partitions) == bool(used)
-    assert not one.topics.closed
+    assert not one.topics.registry.closed_topics()
     return bool(used)
 
 
@@ -98,7 +99,7 @@ async def test_a_crash_at_any_step_of_a_creation_leaves_all_or_nothing(
         await one.start()
         assert is_there(one, whole) == seen
         if seen:
-            assert {topic.policy.deduplication_entries_interval for topic in one.topics.live.values()} == {7}
+            assert {topic.policy.deduplication_entries_interval for topic in one.topics.registry.open_topics()} == {7}
             await delete(one, whole)
             await other.look()
         await until_gone(cluster, namespace)
@@ -138,7 +139,7 @@ async def test_without_the_announcement_others_take_halves(
     await other.look()
     first, second = parts_of(whole)
     assert await other.publish(first, 1) == 0
-    assert second not in other.topics.live
+    assert other.topics.registry.topic(second) is None
 
 
 async def test_two_that_make_one_at_once(member: MakeMember, whole: str) -> None:
@@ -154,7 +155,7 @@ async def test_two_that_make_one_at_once(member: MakeMember, whole: str) -> None
         assert is_there(one, whole)
     assert await reason_of(third.run(third.topics.get_or_create(whole))) == "TOPIC_IS_PARTITIONED"
     assert is_there(third, whole)
-    incarnations = [[one.topics.records[name].incarnation for name in parts_of(whole)] for one in some]
+    incarnations = [[record_of(one.topics, name).incarnation for name in parts_of(whole)] for one in some]
     assert incarnations[0] == incarnations[1] == incarnations[2]
 
 
@@ -211,7 +212,7 @@ async def shared_out(member: MakeMember, whole: str) -> tuple[Member, Member]:
     await one.stop()
     await other.take(parts_of(whole)[1])
     await one.start()
-    assert one.topics.live[parts_of(whole)[0]].state is State.SERVING
+    assert one.topics.get(parts_of(whole)[0]).state is State.SERVING
     return one, other
 
 
@@ -259,7 +260,7 @@ async def test_without_saying_so_first_others_go_on_with_what_is_deleted(
     """The control arm: Pulsar deletes what nobody uses, and the owner of another partition is not told."""
     one, other = await shared_out(member, whole)
 
-    async def silent(admin: Admin, whole: Whole) -> None:
+    async def silent(admin: PulsarAdmin, whole: Whole) -> None:
         await admin.delete_partitioned(whole.topic)
 
     monkeypatch.setattr(wholes, "remove", silent)
@@ -318,11 +319,11 @@ async def test_a_partition_that_was_deleted_in_pulsar_is_never_left_out(
         await new.start()
 
         def is_damaged(new: Member = new) -> bool:
-            closed = new.topics.closed.get(second)
+            closed = new.topics.registry.entry(second).closed
             return closed is not None and closed.state is State.DAMAGED
 
         await until(is_damaged)
-        assert ("is there anew" in str(new.topics.closed[second].why)) == is_made_anew
+        assert ("is there anew" in str(getattr(new.topics.registry.entry(second).closed, "why", ""))) == is_made_anew
         await new.take(first)
         assert await reason_of(delete(new, whole)) == "LOG_DAMAGED"
         await new.stop()

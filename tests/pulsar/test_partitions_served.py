@@ -13,8 +13,7 @@ import pytest
 
 from pulsar_broker.standalone import Broker
 from seqdedupe.client import Client, ProducerConfig, Verdict
-from seqdedupe.names import partition_name
-from seqdedupe.routing import partition_of
+from seqdedupe.names import partition_name, partition_of
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from tests import warm
 from tests.pulsar.owners import Cluster, quiet

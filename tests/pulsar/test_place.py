@@ -9,8 +9,8 @@ import pulsar.asyncio
 import pytest
 
 from seqdedupe.errors import DamagedError, PositionError
-from seqdedupe.log.pulsar import kept
-from seqdedupe.log.pulsar.entries import EntryFormat, Settings
+from seqdedupe.log.pulsar import content
+from seqdedupe.log.pulsar.entries import EntryFormat, EntrySettings
 from seqdedupe.log.pulsar.log import PulsarLog, Shared
 from seqdedupe.testing import LAST_RESORT_SECONDS
 from tests.log.conformance import Owner, parsed
@@ -19,7 +19,7 @@ from tests.pulsar.owners import Cluster, quiet, until
 INCARNATION = 1_700_000_000_000_000
 LEDGER_ROWS = 1_200
 """Of more than 1,000 entries Pulsar's deduplication needs none any more for its own recovery."""
-SETTINGS = Settings(EntryFormat.PLAIN, "SEQUENCE_ID", 0, "host:6680")
+SETTINGS = EntrySettings(EntryFormat.PLAIN, "SEQUENCE_ID", 0, "host:6680")
 
 _openings = itertools.count(1)
 
@@ -123,8 +123,8 @@ async def test_without_the_subscription_the_hole_is_a_gap(
     cluster: Cluster, shared: Shared, topic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The control of the test above."""
-    monkeypatch.setattr(kept, "KEPT_BYTES", 0)
-    monkeypatch.setattr(kept, "KEPT_CURSORS", 0)
+    monkeypatch.setattr(content, "KEPT_BYTES", 0)
+    monkeypatch.setattr(content, "KEPT_CURSORS", 0)
     await cluster.create(topic)
     await fill(cluster, shared, topic, 2)
     log = await opened(shared, topic)

@@ -13,8 +13,8 @@ import pytest
 from pulsar_broker.standalone import Broker, free_port
 from seqdedupe.entry_properties import ENTRY
 from seqdedupe.errors import SeqdedupeError
-from seqdedupe.log.pulsar.client import PulsarClient
-from seqdedupe.log.pulsar.entries import Entry, Message
+from seqdedupe.log.pulsar.entries import PulsarEntry, PulsarMessage
+from seqdedupe.log.pulsar.pulsar_client import PulsarClient
 from seqdedupe.log.pulsar.reader import READ_STEP_ENTRIES, Reader, open_reader
 from seqdedupe.message_id import MessageId
 from tests.pulsar.line import Line
@@ -30,9 +30,9 @@ async def client(cluster: Cluster) -> AsyncIterator[pulsar.asyncio.Client]:
     await client.close()
 
 
-async def read(reader: Reader, entries: int) -> list[Entry]:
+async def read(reader: Reader, entries: int) -> list[PulsarEntry]:
     """So many entries."""
-    found: list[Entry] = []
+    found: list[PulsarEntry] = []
     async with asyncio.timeout(LIMIT_SECONDS):
         while len(found) < entries:
             step = await reader.read()
@@ -46,10 +46,10 @@ async def test_what_was_written_is_read_from_any_place_on(
     cluster: Cluster, client: pulsar.asyncio.Client, topic: str
 ) -> None:
     await cluster.create(topic)
-    messages = [Message(b"%d" % number, {ENTRY: str(number)}) for number in range(2 * READ_STEP_ENTRIES)]
+    messages = [PulsarMessage(b"%d" % number, {ENTRY: str(number)}) for number in range(2 * READ_STEP_ENTRIES)]
     messages += [
-        Message(None, {ENTRY: "null", "ü": "ö"}, "käy", 1_700_000_000_123),
-        Message(b"", {ENTRY: "empty"}),
+        PulsarMessage(None, {ENTRY: "null", "ü": "ö"}, "käy", 1_700_000_000_123),
+        PulsarMessage(b"", {ENTRY: "empty"}),
     ]
     async with Owner(cluster.service_url, topic) as owner:
         writer = await owner.open()
@@ -175,7 +175,7 @@ async def test_cut_lines_and_unloaded_topics_are_read_on_without_a_gap(
     await cluster.create(topic)
     async with Owner(cluster.service_url, topic) as owner, Line(broker) as line:
         writer = await owner.open()
-        writer.append([Message(b"%d" % number, {ENTRY: "x"}) for number in range(3000)])
+        writer.append([PulsarMessage(b"%d" % number, {ENTRY: "x"}) for number in range(3000)])
         await owner.until_confirmed(3001)
         await writer.close()
         client = PulsarClient(line.service_url, logger=quiet())

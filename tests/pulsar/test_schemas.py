@@ -12,8 +12,8 @@ from seqdedupe.core.rule import DUP
 from seqdedupe.errors import InvalidRequestError
 from seqdedupe.log.contract import Layout
 from seqdedupe.names import whole_of
-from seqdedupe.topic import partitioned
-from seqdedupe.topic.opening import open_sessions
+from seqdedupe.topic import lookup
+from seqdedupe.topic.operations import open_sessions
 from seqdedupe.topic.policy import Policy
 from tests.pulsar.members import MakeMember, Member, reason_of
 from tests.pulsar.owners import Cluster, quiet
@@ -131,7 +131,7 @@ async def test_partitions_have_the_schema_of_their_topic(
     whole = f"persistent://{namespace}/parts"
     one = member()
     await one.start()
-    await one.run(partitioned.create(one.topics, whole, 2, Policy(), WITH_SCHEMA))
+    await one.run(lookup.create_partitioned(one.topics, whole, 2, Policy(), WITH_SCHEMA))
     for name in one.topics.partitions.names(whole):
         assert whole_of(name) == whole
         assert await cluster.admin.schema(name) == ("JSON", json.dumps(Order.schema()))
@@ -151,7 +151,7 @@ async def test_a_schema_that_pulsar_does_not_take_leaves_no_topic(
         await one.run(one.topics.create(topic, layout=bad))
     assert e.value.reason == "INVALID_REQUEST"
     assert topic not in await cluster.admin.topics(namespace)
-    assert topic not in one.topics.records
+    assert one.topics.registry.record(topic) is None
 
 
 async def test_without_its_schema_a_topic_takes_nothing_until_it_has_one(

@@ -14,8 +14,7 @@ import pytest
 from pulsar_broker.standalone import Broker
 from seqdedupe.client import Client
 from seqdedupe.errors import SeqdedupeError
-from seqdedupe.log.pulsar.admin import Admin
-from seqdedupe.log.pulsar.http import AdminUrl
+from seqdedupe.log.pulsar.admin_url import AdminUrl, PulsarAdmin
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from seqdedupe.v1 import admin_pb2
 from tests.cli.conftest import COMMAND
@@ -215,7 +214,7 @@ async def test_who_there_is_and_who_is_forgotten_and_a_topic_that_is_gone(
         copy.kill()
 
     await asyncio.to_thread(left.stop)
-    await Admin(AdminUrl(broker.admin_url)).delete_topic(topic)
+    await PulsarAdmin(AdminUrl(broker.admin_url)).delete_topic(topic)
     await asyncio.to_thread(left.start)
     async with Client(left.address) as client:
 

@@ -10,8 +10,8 @@ from pulsar_broker.standalone import Broker
 from seqdedupe.errors import InvalidRequestError, UnavailableError
 from seqdedupe.log.contract import Failure
 from seqdedupe.log.pulsar import writer
-from seqdedupe.log.pulsar.entries import EntryFormat, Settings
-from seqdedupe.log.pulsar.limits import Brokers
+from seqdedupe.log.pulsar.entries import EntryFormat, EntrySettings
+from seqdedupe.log.pulsar.entry_limit import Brokers
 from seqdedupe.log.pulsar.log import PulsarLog
 from tests.log.batches import encoded_batch
 from tests.log.conformance import Owner, replayed, what
@@ -42,7 +42,7 @@ class Logs:
     def __init__(self, cluster: Cluster, topic: str, entry_format: EntryFormat) -> None:
         self._cluster = cluster
         self._topic = topic
-        self._settings = Settings(entry_format, "SEQUENCE_ID", 0, "host:6680")
+        self._settings = EntrySettings(entry_format, "SEQUENCE_ID", 0, "host:6680")
         self._client = pulsar.asyncio.Client(cluster.service_url, operation_timeout_seconds=10, logger=quiet())
         self._open: list[PulsarLog] = []
 

@@ -13,7 +13,7 @@ from seqdedupe.client import blocking
 from seqdedupe.entry_properties import PARTITIONS as COUNT
 from seqdedupe.errors import ConfigurationError, NotFoundError
 from seqdedupe.log.pulsar import wholes
-from seqdedupe.log.pulsar.admin import Admin
+from seqdedupe.log.pulsar.admin_url import PulsarAdmin
 from seqdedupe.log.pulsar.wholes import FIRST_INCARNATION, LIFE, MAKER, Life
 from seqdedupe.names import partition_name
 from seqdedupe.testing import Sidecar
@@ -96,7 +96,7 @@ def test_by_their_names_alone_it_would_be_read_what_pulsar_has_added(
     """The control arm."""
     added = add_partition(cluster, whole)
 
-    async def says_nothing(admin: Admin, topic: str) -> None:
+    async def says_nothing(admin: PulsarAdmin, topic: str) -> None:
         return
 
     monkeypatch.setattr(wholes, "look_at", says_nothing)

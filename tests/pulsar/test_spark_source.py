@@ -19,11 +19,11 @@ from seqdedupe import entry_properties
 from seqdedupe.entry_properties import FORMAT, INCARNATION, MODE, PARTITIONS
 from seqdedupe.errors import NotFoundError, PositionError, SeqdedupeError
 from seqdedupe.format.headers import ownership_of
-from seqdedupe.log.pulsar import entries, plain
-from seqdedupe.log.pulsar.entries import EntryFormat, Message, Part, Settings
+from seqdedupe.log.pulsar import entries
+from seqdedupe.log.pulsar.entries import EntryFormat, EntrySettings, Part, PulsarMessage
 from seqdedupe.log.pulsar.log import PulsarLog, Shared
 from seqdedupe.message_id import MessageId, Position
-from seqdedupe_spark.cluster import task
+from seqdedupe_spark.cluster import broker_reader
 from seqdedupe_spark.source import BatchReader, SeqdedupeDataSource, StreamReader
 from tests.batches import batch
 from tests.log.batches import encoded_batch
@@ -51,7 +51,7 @@ def log_of(cluster: Cluster, client: pulsar.asyncio.Client, topic: str, entry_fo
 
     clock, connect, answers = lambda: time.time_ns() // 1_000_000, cluster.connect, cluster.answers
     shared = Shared(client, "one", "host:6680", clock, claim, cluster.admin, connect, answers)
-    return PulsarLog(shared, topic, OF_LOG, Settings(entry_format, "SEQUENCE_ID", 0, "host:6680"))
+    return PulsarLog(shared, topic, OF_LOG, EntrySettings(entry_format, "SEQUENCE_ID", 0, "host:6680"))
 
 
 async def written(
@@ -72,16 +72,16 @@ async def written(
     await log.close()
 
 
-def void(entry_format: EntryFormat) -> Message:
+def void(entry_format: EntryFormat) -> PulsarMessage:
     """What the first owner of a topic has under way and nobody waits for any more."""
-    owner = entry_properties.Owner(OF_LOG, 1, ownership_of(b"token%011d" % 1))
+    owner = entry_properties.EntryOwner(OF_LOG, 1, ownership_of(b"token%011d" % 1))
     encoded = batch([("late", 1)]).encode()
     if entry_format is EntryFormat.PLAIN:
-        return next(plain.messages_of(owner, 402, 400, encoded))
-    return entries.packed(owner, 42, 400, 1, Part(*encoded_batch(1, 1)))
+        return next(entries.messages_of_part(owner, 402, 400, encoded))
+    return entries.packed_message(owner, 42, 400, 1, Part(*encoded_batch(1, 1)))
 
 
-async def send(client: pulsar.asyncio.Client, topic: str, message: Message) -> None:
+async def send(client: pulsar.asyncio.Client, topic: str, message: PulsarMessage) -> None:
     producer = await client.create_producer(topic, batching_enabled=False)
     await producer.send(message.payload, properties=message.properties)
     await producer.close()
@@ -199,9 +199,9 @@ async def trim(cluster: Cluster, topic: str) -> None:
 @pytest.fixture
 def in_small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is fetched far ahead."""
-    monkeypatch.setattr(task, "MAX_QUEUE_ENTRIES", 2)
-    monkeypatch.setattr(task, "STEP_BYTES", 1)
-    monkeypatch.setattr("seqdedupe_spark.reading.MAX_ROWS", 1)
+    monkeypatch.setattr(broker_reader, "MAX_QUEUE_ENTRIES", 2)
+    monkeypatch.setattr(broker_reader, "STEP_BYTES", 1)
+    monkeypatch.setattr("seqdedupe_spark.range_reader.MAX_ROWS", 1)
 
 
 def some(batches: Iterator[pa.RecordBatch]) -> pa.RecordBatch:

@@ -15,14 +15,13 @@ import pytest
 from pulsar_broker.standalone import Broker
 from seqdedupe.errors import ConfigurationError, PositionError
 from seqdedupe.message_id import MessageId
-from seqdedupe_spark.cluster import connection
+from seqdedupe_spark.cluster import broker_connection
 from seqdedupe_spark.columns import SCHEMA, columns_of
-from seqdedupe_spark.job.operations import reset_position
-from seqdedupe_spark.job.positions import Positions
-from seqdedupe_spark.job.range_task import Output, RangeTask
+from seqdedupe_spark.job.positions import Positions, reset_position
+from seqdedupe_spark.job.range_task import JobOutput, RangeTask
 from seqdedupe_spark.options import parse
 from seqdedupe_spark.planning import SUBSCRIPTION_PREFIX, of_job, open_client
-from seqdedupe_spark.reading import read_range
+from seqdedupe_spark.range_reader import read_range
 from seqdedupe_spark.stores.contract import Binding
 from tests.pulsar.owners import Cluster, until
 from tests.pulsar.test_spark_source import Source, rows_in, some
@@ -82,7 +81,7 @@ class Job:
         self._positions = Positions(JOB, TABLE, self._source)
         self._store = database.store
         self._columns = columns_of(self._source.pulsar_columns, False)
-        output = Output(database.store, JOB, TABLE, self._columns)
+        output = JobOutput(database.store, JOB, TABLE, self._columns)
         self._task = RangeTask(output, service, self._columns, None, False, 60.0)
 
     async def round(self, *, moves: bool = True) -> int:
@@ -412,7 +411,7 @@ async def test_a_chunked_message_is_read_where_it_ends(
     cluster: Cluster, topic: str, job: Callable[..., Job], database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where a round ends within it, and while its end is still missing."""
-    monkeypatch.setattr(connection, "READ_TIMEOUT_SECONDS", 3.0)
+    monkeypatch.setattr(broker_connection, "READ_TIMEOUT_SECONDS", 3.0)
     await cluster.admin.create_topic(topic, {})
     first, second, third = (Publish(2, chunk=Chunk("wire-2", n, 3), payload=b"2") for n in range(3))
     await publish(cluster, topic, Publish(1, payload=b"1"), first, second)
@@ -464,7 +463,7 @@ async def test_what_cannot_be_read_is_refused(
     what: str,
     is_last: bool,
 ) -> None:
-    monkeypatch.setattr(connection, "READ_TIMEOUT_SECONDS", 1.0)
+    monkeypatch.setattr(broker_connection, "READ_TIMEOUT_SECONDS", 1.0)
     await cluster.admin.create_topic(topic, {})
     await publish(cluster, topic, Publish(1, payload=b"1"), *several, *([] if is_last else [Publish(3, payload=b"3")]))
     with pytest.raises(ConfigurationError, match="UNSUPPORTED_MESSAGE") as refused:

@@ -11,10 +11,11 @@ import pulsar
 import pytest
 
 from pulsar_broker.standalone import Broker
-from seqdedupe.log.pulsar import evicting, guarding, waiting
-from seqdedupe.log.pulsar.admin import Admin, TopicStats
+from seqdedupe.log.pulsar import policies
+from seqdedupe.log.pulsar import topic_owner as owner_module
+from seqdedupe.log.pulsar.admin_url import PulsarAdmin, TopicStats
 from seqdedupe.log.pulsar.entries import EntryFormat
-from seqdedupe.topic.state import State
+from seqdedupe.topic.base import State
 from tests.pulsar.crashes import KEEP_ALIVE_SECONDS, Faults, Scene
 from tests.pulsar.line import Line
 from tests.pulsar.owners import Cluster, until
@@ -150,7 +151,7 @@ async def test_an_owner_that_is_frozen_and_that_the_broker_keeps_is_evicted(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     for name, seconds in (("ASK_SECONDS", 0.1), ("FROZEN_SECONDS", 0.5)):
-        monkeypatch.setattr(evicting, name, seconds)
+        monkeypatch.setattr(owner_module, name, seconds)
     # Its waiting began with the constants as they are.
     await two.other.topic.close("")
     await two.other.start()
@@ -179,7 +180,7 @@ async def test_an_owner_that_is_well_keeps_a_topic_that_is_unloaded(two: Two, cl
 async def test_without_pulsars_deduplication_a_topic_takes_nothing_until_it_is_on_again(
     cluster: Cluster, topic: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(guarding, "LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(policies, "LOOK_SECONDS", 0.1)
     await cluster.create(topic)
     async with Process(cluster, topic, EntryFormat.PLAIN, tmp_path, "one") as one:
         publisher = Publisher("p", lambda: [one.topic])
@@ -198,7 +199,7 @@ async def test_without_pulsars_deduplication_a_topic_takes_nothing_until_it_is_o
         assert found == list(range(len(found)))
 
 
-class Blind(Admin):
+class Blind(PulsarAdmin):
     """Sees nobody."""
 
     async def stats(self, topic: str) -> TopicStats:
@@ -214,8 +215,8 @@ async def test_a_wait_that_is_cancelled_never_gets_the_topic(
     clients = [cluster.connect() for _ in range(2)]
     holder = await clients[0].create_producer(topic, access_mode=pulsar.ProducerAccessMode.Exclusive)
     if not is_closed:
-        monkeypatch.setattr(waiting, "_closed", _left)
-    waits = asyncio.ensure_future(waiting.wait_until_free(topic, Blind(cluster.url), lambda: clients[1]))
+        monkeypatch.setattr(owner_module, "_closed", _left)
+    waits = asyncio.ensure_future(owner_module.wait_until_free(topic, Blind(cluster.url), lambda: clients[1]))
 
     async def is_waited_for() -> bool:
         return (await cluster.admin.stats(topic)).waiting_publishers == 1

@@ -18,7 +18,7 @@ from seqdedupe.log.pulsar.entries import EntryFormat
 from seqdedupe.log.pulsar.log import PulsarLog
 from seqdedupe.log.pulsar.logs import PulsarLogs
 from seqdedupe.names import namespace_of
-from seqdedupe.topic.state import State
+from seqdedupe.topic.base import State
 from tests.log.conformance import Owner as OwnerOfLog
 from tests.log.conformance import replayed
 from tests.pulsar.line import Line

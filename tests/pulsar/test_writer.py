@@ -11,8 +11,8 @@ import pytest
 from pulsar_broker.standalone import Broker
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.log.pulsar import writer as writers
-from seqdedupe.log.pulsar.client_thread import keep_state
-from seqdedupe.log.pulsar.entries import Message
+from seqdedupe.log.pulsar.entries import PulsarMessage
+from seqdedupe.log.pulsar.pulsar_client import keep_state
 from seqdedupe.log.pulsar.writer import PRODUCER_NAMES, open_writer
 from seqdedupe.message_id import MessageId
 from tests.pulsar.line import Line
@@ -25,8 +25,8 @@ def numbered(first: int, entries: int) -> list[bytes]:
     return [b"%d" % number for number in range(first, first + entries)]
 
 
-def append(writer: writers.Writer, payloads: list[bytes]) -> None:
-    writer.append([Message(payload, {}) for payload in payloads])
+def append(writer: writers.EntryWriter, payloads: list[bytes]) -> None:
+    writer.append([PulsarMessage(payload, {}) for payload in payloads])
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ async def test_a_message_is_as_a_stock_consumer_expects_it(cluster: Cluster, top
     client = pulsar.Client(cluster.service_url)
     async with Owner(cluster.service_url, topic) as owner:
         writer = await owner.open()
-        writer.append([Message(None, {"a": "b", "ü": "ö"}, "käy", 1_700_000_000_123), Message(b"", {})])
+        writer.append([PulsarMessage(None, {"a": "b", "ü": "ö"}, "käy", 1_700_000_000_123), PulsarMessage(b"", {})])
         await owner.until_confirmed(3)
         await writer.close()
     reader = await asyncio.to_thread(client.create_reader, topic, pulsar.MessageId.earliest)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from sqlalchemy import Connection, Engine, text
 
-from seqdedupe.client.stored import Message
+from seqdedupe.client.message import Message
 from seqdedupe.testing import LAST_RESORT_SECONDS
 
 TIMEOUT_SECONDS = LAST_RESORT_SECONDS

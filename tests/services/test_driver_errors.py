@@ -21,8 +21,8 @@ from seqdedupe.databases.failures import (
     told,
 )
 from seqdedupe.errors import SeqdedupeError
-from seqdedupe.services.outbox import postgres as outbox_postgres
-from seqdedupe.services.outbox import sqlite as outbox_sqlite
+from seqdedupe.services.outbox import postgres_outbox as outbox_postgres
+from seqdedupe.services.outbox import sqlite_outbox as outbox_sqlite
 
 
 def postgres(state: str) -> psycopg.Error:

@@ -13,13 +13,13 @@ from sqlalchemy import Connection, Engine, create_engine, event, select, text
 from sqlalchemy.exc import OperationalError
 
 from seqdedupe.client.blocking import Client
-from seqdedupe.client.stored import Message
+from seqdedupe.client.message import Message
 from seqdedupe.errors import ConfigurationError, SeqdedupeError, UnavailableError
-from seqdedupe.services.consumer import Consumer, ConsumerConfig, database, ownership
+from seqdedupe.services.consumer import Consumer, ConsumerConfig, consumer_row, database
 from seqdedupe.services.consumer import consumer as consumer_module
-from seqdedupe.services.consumer.config import Poison
-from seqdedupe.services.consumer.operating import retry
-from seqdedupe.services.consumer.tables import DEAD_LETTERS
+from seqdedupe.services.consumer.database import DEAD_LETTERS
+from seqdedupe.services.consumer.dead_letters import retry
+from seqdedupe.services.consumer.work import Poison
 from seqdedupe.services.inbox import Inbox
 from tests.services.conftest import Publish, url_of
 from tests.services.effects import TIMEOUT_SECONDS, effects, make_table, numbers, until, write, write_all
@@ -381,7 +381,7 @@ def test_who_stands_by_says_who_holds_the_row(
     kind: str,
 ) -> None:
     """A consumer that is frozen within a transaction; its session is ended, as is said."""
-    monkeypatch.setattr(ownership, "HELD_SECONDS", 0.0)
+    monkeypatch.setattr(consumer_row, "HELD_SECONDS", 0.0)
     engine = create_engine(url_of(request, kind))
     make_table(engine)
     publish("0")

@@ -13,14 +13,11 @@ import pytest
 from sqlalchemy import Connection, Engine, create_engine, insert, select, text, update
 
 from seqdedupe.client.blocking import Client
-from seqdedupe.client.stored import Message
+from seqdedupe.client.message import Message
 from seqdedupe.errors import ConfigurationError, InvalidRequestError
 from seqdedupe.services.consumer import Consumer, ConsumerConfig
-from seqdedupe.services.consumer.tables import DEAD_LETTERS
-from seqdedupe.services.inbox import Inbox
-from seqdedupe.services.inbox.rule import Verdict, checked, decide
-from seqdedupe.services.inbox.tables import KEYS, PARKED
-from seqdedupe.services.inbox.waiting import in_cycles
+from seqdedupe.services.consumer.database import DEAD_LETTERS
+from seqdedupe.services.inbox import KEYS, PARKED, Inbox, InboxVerdict, checked, decide, in_cycles
 from seqdedupe.testing import LAST_RESORT_SECONDS
 from tests.services.effects import make_table, places_as_written, write
 
@@ -256,10 +253,10 @@ def test_the_command(sqlite: Engine, sqlite_url: str, client: Client, topic: str
 
 
 def test_the_rule() -> None:
-    assert decide("contiguous", {"A": 1, "B": 3}, {"A": 0, "B": 2}).verdict is Verdict.APPLY
-    assert decide("contiguous", {"A": 1, "B": 3}, {"A": 0, "B": 1}) == (Verdict.PARK, "B", 2)
-    assert decide("contiguous", {"A": 1, "B": 3}, {"A": 1, "B": 3}).verdict is Verdict.DROP
-    assert decide("latest", {"A": 9}, {"A": 0}).verdict is Verdict.APPLY
+    assert decide("contiguous", {"A": 1, "B": 3}, {"A": 0, "B": 2}).verdict is InboxVerdict.APPLY
+    assert decide("contiguous", {"A": 1, "B": 3}, {"A": 0, "B": 1}) == (InboxVerdict.PARK, "B", 2)
+    assert decide("contiguous", {"A": 1, "B": 3}, {"A": 1, "B": 3}).verdict is InboxVerdict.DROP
+    assert decide("latest", {"A": 9}, {"A": 0}).verdict is InboxVerdict.APPLY
     with pytest.raises(InvalidRequestError, match="version 1 of 'A' was applied already"):
         decide("contiguous", {"A": 1, "B": 3}, {"A": 1, "B": 2})
     for wrong in (

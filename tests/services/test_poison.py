@@ -13,14 +13,12 @@ import pytest
 from sqlalchemy import Connection, Engine, Table, select, update
 
 from seqdedupe.client.blocking import Client
-from seqdedupe.client.stored import Message
+from seqdedupe.client.message import Message
 from seqdedupe.errors import ConfigurationError, SeqdedupeError
 from seqdedupe.limits import MAX_BATCH_BYTES, MAX_PAYLOAD_BYTES
-from seqdedupe.services.consumer import Consumer, ConsumerConfig, work
-from seqdedupe.services.consumer.letters import DeadLetters, deduplication_id
-from seqdedupe.services.consumer.operating import drop, retry
-from seqdedupe.services.consumer.set_aside import SetAside
-from seqdedupe.services.consumer.tables import DEAD_LETTERS, PARKED
+from seqdedupe.services.consumer import Consumer, ConsumerConfig, consumer_row, work
+from seqdedupe.services.consumer.database import DEAD_LETTERS, PARKED
+from seqdedupe.services.consumer.dead_letters import DeadLetterPublisher, SetAside, deduplication_id, drop, retry
 from tests.services.conftest import Publish
 from tests.services.effects import TIMEOUT_SECONDS, effects, make_table, numbers, places_as_written, until, write
 from tests.services.killed import Killed
@@ -35,7 +33,7 @@ FOR_EVER = replace(LATER, max_retries=10**6)
 @pytest.fixture(autouse=True)
 def _often(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is parked is looked at after every transaction."""
-    monkeypatch.setattr(work, "KEEP_UP_SECONDS", 0.0)
+    monkeypatch.setattr(consumer_row, "KEEP_UP_SECONDS", 0.0)
 
 
 @contextmanager
@@ -183,7 +181,7 @@ def test_a_run_that_does_not_follow_tries_at_its_end_what_is_due(
     engine: Engine, client: Client, topic: str, publish: Publish, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However short it is: it never comes to what is done from time to time."""
-    monkeypatch.setattr(work, "KEEP_UP_SECONDS", 3600.0)
+    monkeypatch.setattr(consumer_row, "KEEP_UP_SECONDS", 3600.0)
     monkeypatch.setattr(work, "MAX_RETRIES_IN_A_ROW", 2)
     make_table(engine)
     publish(*numbers(8), keys=["a", "b"] * 4)
@@ -274,12 +272,12 @@ def test_dead_letters_go_to_a_topic_once(
         for n in range(20):
             producer.send(b"%d" % n, key=f"k{n}", event_time=n + 1, properties={"n": "ä"})
     handle, left = refusing(3, 17)
-    settle = DeadLetters._settle
-    monkeypatch.setattr(DeadLetters, "keep_up", lambda _: None)  # both go at the end
-    monkeypatch.setattr(DeadLetters, "_settle", _killed)  # it is there, and nobody deletes it
+    settle = DeadLetterPublisher._settle
+    monkeypatch.setattr(DeadLetterPublisher, "keep_up", lambda _: None)  # both go at the end
+    monkeypatch.setattr(DeadLetterPublisher, "_settle", _killed)  # it is there, and nobody deletes it
     with pytest.raises(Killed):
         Consumer(client, topic, "c", engine, handle, config=replace(DEAD, dead_letter_topic=letters)).run(follow=False)
-    monkeypatch.setattr(DeadLetters, "_settle", settle)
+    monkeypatch.setattr(DeadLetterPublisher, "_settle", settle)
     assert indexes(engine, DEAD_LETTERS) == [3, 17]
     assert retry(engine, "c", [3]) == (0, [], [3])  # it is on its way
     left.clear()

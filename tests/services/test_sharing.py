@@ -12,17 +12,17 @@ import pytest
 from sqlalchemy import Connection, Engine, create_engine, func, insert, select, text, update
 
 from seqdedupe.client.blocking import Client
-from seqdedupe.client.partitioned_reader import PartitionedPosition
-from seqdedupe.client.stored import Message
+from seqdedupe.client.message import Message
+from seqdedupe.client.reader import PartitionedPosition
 from seqdedupe.databases.tables import make_tables
 from seqdedupe.errors import ConfigurationError
 from seqdedupe.message_id import Position
-from seqdedupe.services.consumer import Consumer, ConsumerConfig, ownership
-from seqdedupe.services.consumer.operating import drop, retry, set_aside
-from seqdedupe.services.consumer.processes import PartOwnership, Processes, fair_share
-from seqdedupe.services.consumer.sharing import row_name
-from seqdedupe.services.consumer.tables import CONSUMERS, METADATA, PROCESSES
-from seqdedupe.services.consumer.transaction import carry_out
+from seqdedupe.services.consumer import Consumer, ConsumerConfig, consumer_row
+from seqdedupe.services.consumer.consumer_row import row_name
+from seqdedupe.services.consumer.database import CONSUMERS, METADATA, PROCESSES
+from seqdedupe.services.consumer.dead_letters import drop, retry, set_aside
+from seqdedupe.services.consumer.partition_shares import PartOwnership, Processes, fair_share
+from seqdedupe.services.consumer.work import carry_out
 from seqdedupe.testing import Sidecar
 from tests.processes import running
 from tests.services.conftest import KINDS, url_of
@@ -203,7 +203,7 @@ def test_fair_shares() -> None:
 
 def test_who_is_within_a_transaction_lives(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """However long that takes. Who says nothing otherwise loses its row, and then its transactions."""
-    monkeypatch.setattr(ownership, "TAKE_OVER_SECONDS", 0.0)
+    monkeypatch.setattr(consumer_row, "TAKE_OVER_SECONDS", 0.0)
     engine = create_engine(url)
     make_tables(engine, METADATA)
     one, other = Processes(engine, "c"), Processes(engine, "c")
@@ -214,7 +214,7 @@ def test_who_is_within_a_transaction_lives(url: str, monkeypatch: pytest.MonkeyP
             for _ in range(3):
                 assert one.token in other.living()
     assert other.living() == set()
-    with engine.begin() as connection, pytest.raises(ownership.Lost):
+    with engine.begin() as connection, pytest.raises(consumer_row.Lost):
         one.hold(connection)
     one.beat()
     with engine.begin() as connection:
@@ -222,7 +222,7 @@ def test_who_is_within_a_transaction_lives(url: str, monkeypatch: pytest.MonkeyP
     engine.dispose()
 
 
-def _always(self: ownership.Ownership, connection: Connection, position: str, to: str) -> None:
+def _always(self: consumer_row.Ownership, connection: Connection, position: str, to: str) -> None:
     connection.execute(update(CONSUMERS).where(CONSUMERS.c.name == self._name).values(position=to))
 
 
@@ -231,9 +231,9 @@ def test_who_was_taken_for_dead_commits_nothing(
     sqlite: Engine, monkeypatch: pytest.MonkeyPatch, compares: bool
 ) -> None:
     """A process stalls, another one takes its partition and applies the message; then the first one wakes up."""
-    monkeypatch.setattr(ownership, "TAKE_OVER_SECONDS", 0.0)
+    monkeypatch.setattr(consumer_row, "TAKE_OVER_SECONDS", 0.0)
     if not compares:
-        monkeypatch.setattr(ownership.Ownership, "_set", _always)
+        monkeypatch.setattr(consumer_row.Ownership, "_set", _always)
         monkeypatch.setattr(Processes, "hold", lambda self, connection: None)
     make_table(sqlite)
     make_tables(sqlite, METADATA)
@@ -253,7 +253,7 @@ def test_who_was_taken_for_dead_commits_nothing(
     for hold in reversed(holds):
         try:
             carry_out(sqlite, hold, str(start), frozenset(), lambda connection: str(Position.before(7, 1)))
-        except ownership.Lost:
+        except consumer_row.Lost:
             continue
         commits += 1
     assert commits == (1 if compares else 2)

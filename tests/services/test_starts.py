@@ -18,10 +18,10 @@ from seqdedupe.client.blocking import Client
 from seqdedupe.databases.tables import make_tables
 from seqdedupe.errors import ConfigurationError, UnavailableError
 from seqdedupe.services.consumer import Consumer
-from seqdedupe.services.consumer.tables import METADATA
+from seqdedupe.services.consumer.database import METADATA
 from seqdedupe.services.inbox import Inbox
 from seqdedupe.services.outbox import Relay
-from seqdedupe.services.outbox import sqlite as outbox_sqlite
+from seqdedupe.services.outbox import sqlite_outbox as outbox_sqlite
 from seqdedupe.testing import Sidecar
 from tests.services.conftest import Publish, url_of
 from tests.services.effects import TIMEOUT_SECONDS, effects, make_table, numbers, until, write

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from seqdedupe.batch import decode
-from seqdedupe.client.stored import StoredBatch
+from seqdedupe.client.message import StoredBatch
 from seqdedupe.limits import LINK_LEFT_OUT, MAX_SEQUENCE_ID
 from tests.batches import Row, batch
 

@@ -19,12 +19,12 @@ from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name
 from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe_spark.columns import SCHEMA
-from seqdedupe_spark.job.range_task import Output, RangeTask, Step, Transform
+from seqdedupe_spark.job.range_task import JobOutput, RangeStep, RangeTask, Transform
 from seqdedupe_spark.options import Options, parse
 from seqdedupe_spark.ranges import Range
 from seqdedupe_spark.stores.contract import Advance, Beside, Binding, OutputStore, Stored, StoreFactory
-from seqdedupe_spark.stores.postgres import PostgresStore
-from seqdedupe_spark.stores.sqlite import SqliteStore
+from seqdedupe_spark.stores.postgresql import PostgresStore
+from seqdedupe_spark.stores.sqlite_file import SqliteStore
 from seqdedupe_spark.stores.urls import from_url
 
 JOB = "job"
@@ -54,21 +54,21 @@ def source(address: str, **options: object) -> Options:
     return parse(names)
 
 
-def whole(address: str, topic: str, start: int = 0, stop: int | None = None, epoch: int = 0) -> Step:
+def whole(address: str, topic: str, start: int = 0, stop: int | None = None, epoch: int = 0) -> RangeStep:
     """The step over these messages of a topic; to its end without `stop`."""
     with Client(address) as client:
         last = client.ends(topic).last
     end = last if stop is None else Position.before(last.incarnation, stop)
-    return Step(Range(topic_name(topic), Position.before(last.incarnation, start), end), epoch)
+    return RangeStep(Range(topic_name(topic), Position.before(last.incarnation, start), end), epoch)
 
 
 def task(address: str, store: StoreFactory, transform: Transform | None = select, **more: bool) -> RangeTask:
-    """A fast route's task into TABLE."""
+    """A job's task into TABLE."""
     schema = OUTPUT if transform else SCHEMA
-    return RangeTask(Output(store, JOB, TABLE, schema), address, SCHEMA, transform, more.get("deduplicate", False))
+    return RangeTask(JobOutput(store, JOB, TABLE, schema), address, SCHEMA, transform, more.get("deduplicate", False))
 
 
-def begin(store: StoreFactory, steps: Sequence[Step], schema: pa.Schema = OUTPUT) -> None:
+def begin(store: StoreFactory, steps: Sequence[RangeStep], schema: pa.Schema = OUTPUT) -> None:
     """Makes the tables, and stores the position that each step starts from."""
     with store() as opened:
         opened.prepare(TABLE, schema)

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from pyspark.sql import SparkSession
+from pyspark.sql import DataFrame, SparkSession
 
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.testing import LAST_RESORT_SECONDS
@@ -63,7 +63,11 @@ def run_with_checkpoint(spark: SparkSession, job: ReaderJob, checkpoint: Path) -
     source = job.config.source
     clock = {"service.url": str(source.service), "topics": ",".join(source.selection.names)}
     stream = spark.readStream.format("seqdedupe").options(**clock, startingOffsets="earliest").load()
-    writer = stream.writeStream.foreachBatch(job.foreach_batch).option("checkpointLocation", str(checkpoint))
+
+    def tick(frame: DataFrame, batch: int) -> None:
+        job.run()
+
+    writer = stream.writeStream.foreachBatch(tick).option("checkpointLocation", str(checkpoint))
     run_stream(writer.trigger(availableNow=True))
 
 

@@ -6,19 +6,19 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from seqdedupe_spark.job.range_task import RangeTask, Report, Step
+from seqdedupe_spark.job.range_task import RangeStep, RangeTask, TaskReport
 
 
-def start(path: Path, task: RangeTask, steps: Sequence[Step]) -> "subprocess.Popen[bytes]":
+def start(path: Path, task: RangeTask, steps: Sequence[RangeStep]) -> "subprocess.Popen[bytes]":
     """Starts the process."""
     path.write_bytes(pickle.dumps((task, steps)))
     return subprocess.Popen([sys.executable, "-m", __name__, str(path)])
 
 
-def report(path: Path) -> Report:
+def report(path: Path) -> TaskReport:
     """What the process has found, once it has ended."""
     found = pickle.loads(path.with_suffix(".report").read_bytes())
-    assert isinstance(found, Report)
+    assert isinstance(found, TaskReport)
     return found
 
 

@@ -12,10 +12,9 @@ from pyspark.sql import SparkSession
 from seqdedupe.client.blocking import Client
 from seqdedupe.message_id import MessageId
 from seqdedupe.names import topic_name
-from seqdedupe_spark.audit import ids
-from seqdedupe_spark.audit.ranges import EXAMPLES
-from seqdedupe_spark.audit.report import IdTopicReport, TopicReport
-from seqdedupe_spark.audit_job import audit, selection_of
+from seqdedupe_spark.audit import deduplication_ids as ids
+from seqdedupe_spark.audit.sequence_ids import EXAMPLES
+from seqdedupe_spark.audit_job import IdTopicReport, TopicReport, audit, selection_of
 from tests.spark.jobs import publish
 
 Row = tuple[int, bytes, int]

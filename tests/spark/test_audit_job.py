@@ -14,21 +14,19 @@ from pyspark.sql import SparkSession
 from seqdedupe.batch import Binary
 from seqdedupe.client.blocking import Client
 from seqdedupe.client.client import TopicEnds
-from seqdedupe.client.stored import StoredBatch
+from seqdedupe.client.message import StoredBatch
 from seqdedupe.errors import NotFoundError, PositionError, SeqdedupeError, error
 from seqdedupe.log.contract import Outcome
 from seqdedupe.log.embedded.logs import EmbeddedLogs
-from seqdedupe.message_id import MessageId, Position
-from seqdedupe.message_ids import MessageIds
+from seqdedupe.message_id import MessageId, MessageIds, Position
 from seqdedupe.names import topic_name
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from seqdedupe_spark import audit_job
-from seqdedupe_spark.audit.ranges import EXAMPLES
-from seqdedupe_spark.audit.report import TopicReport
-from seqdedupe_spark.audit_job import Target, audit, audit_targets, find_targets, selection_of
-from seqdedupe_spark.command import run_command
+from seqdedupe_spark.audit.sequence_ids import EXAMPLES
+from seqdedupe_spark.audit_job import Target, TopicReport, audit, audit_targets, find_targets, selection_of
 from seqdedupe_spark.options import Selection
 from seqdedupe_spark.ranges import Range
+from seqdedupe_spark.session import run_command
 from tests.batches import batch
 from tests.spark.histories import NAMES, Told, cut, stored, truth
 

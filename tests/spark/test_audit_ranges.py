@@ -8,8 +8,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seqdedupe_spark.audit.late import DOUBLED, OUT_OF_ORDER, ROWS_SCHEMA, Judgement, judge, suspect_rows
-from seqdedupe_spark.audit.ranges import EXAMPLES, SUMMARY, TopicMerge, summarise
+from seqdedupe_spark.audit.sequence_ids import (
+    DOUBLED,
+    EXAMPLES,
+    OUT_OF_ORDER,
+    ROWS_SCHEMA,
+    SUMMARY,
+    Judgement,
+    TopicMerge,
+    judge,
+    summarise,
+    suspect_rows,
+)
 from tests.spark.histories import Told, cut, stored, told_batches, truth
 
 LINKS = {"all": {}, "after_first": {"first_links_prove": False}, "none": {"links_prove": False}}

@@ -11,11 +11,11 @@ from pyspark.sql import SparkSession
 
 from seqdedupe.client.blocking import Client
 from seqdedupe.errors import ConfigurationError, NotFoundError
+from seqdedupe.exports import read_watermarks
 from seqdedupe.limits import MAX_SEQUENCE_ID
-from seqdedupe.watermarks import read
 from seqdedupe_spark import bootstrap_job
 from seqdedupe_spark.bootstrap_job import bootstrap_from_parquet, bootstrap_from_topic
-from seqdedupe_spark.command import run_command
+from seqdedupe_spark.session import run_command
 
 
 def test_a_topic_s_watermarks_are_those_of_its_producers(client: Client, topic: str, tmp_path: Path) -> None:
@@ -30,7 +30,7 @@ def test_a_topic_s_watermarks_are_those_of_its_producers(client: Client, topic: 
     before = output.read_bytes()
     with pytest.raises(NotFoundError):
         bootstrap_from_topic(client, "nowhere", output)
-    assert list(read(output)) == [(b"a", 7), (b"b", 0), ("ü".encode(), 3)]
+    assert list(read_watermarks(output)) == [(b"a", 7), (b"b", 0), ("ü".encode(), 3)]
     assert output.read_bytes() == before
 
 
@@ -56,7 +56,7 @@ def test_parquet_files_against_a_plain_loop(spark: SparkSession, tmp_path: Path)
     folder = history(tmp_path / "history", *files)
     for paths in ([folder], [f"{folder}/part-[0-2].parquet", f"{folder}/part-3.parquet", f"{folder}/part-4.parquet"]):
         assert bootstrap_from_parquet(spark, paths, output) == len(expected)
-        assert list(read(output)) == sorted(expected.items())
+        assert list(read_watermarks(output)) == sorted(expected.items())
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_columns_and_types_that_fit(
 ) -> None:
     folder = history(tmp_path / "history", columns)
     bootstrap_from_parquet(spark, [folder], tmp_path / "marks", *options.get("names", ()))
-    assert list(read(tmp_path / "marks")) == [(b"a", 2)]
+    assert list(read_watermarks(tmp_path / "marks")) == [(b"a", 2)]
 
 
 GOOD = {"__producerName": ["a", "b"], "__sequenceId": [0, 1]}
@@ -160,4 +160,4 @@ def test_the_command(
         monkeypatch.setattr("sys.argv", ["bootstrap", str(wrong), "--topic", topic, "--address", client.address])
         assert run_command(bootstrap_job.main, "bootstrap") in (1, 2)
         assert said in capsys.readouterr().err
-    assert list(read(output)) == [(b"a", 5)]
+    assert list(read_watermarks(output)) == [(b"a", 5)]

@@ -10,21 +10,21 @@ import pyarrow as pa
 import pytest
 from pyspark.sql import SparkSession
 
-from seqdedupe import windows
+from seqdedupe import exports
 from seqdedupe.client import Verdict
 from seqdedupe.client.blocking import Client
 from seqdedupe.errors import ConfigurationError, InvalidRequestError
 from seqdedupe_spark import bootstrap_job
-from seqdedupe_spark.bootstrap_window import bootstrap_window_from_parquet
-from seqdedupe_spark.command import run_command
+from seqdedupe_spark.bootstrap_job import bootstrap_window_from_parquet
+from seqdedupe_spark.session import run_command
 from tests.spark.test_bootstrap_job import history
 
 
 def known_in(path: Path) -> dict[bytes, int]:
-    _, *blocks = windows.read(path)
+    _, *blocks = exports.read_window(path)
     found: dict[bytes, int] = {}
     for raw in blocks:
-        times, sizes, ids = windows.parse(raw)
+        times, sizes, ids = exports.parse_block(raw)
         bounds = pairwise([0, *sizes.cumsum(dtype=int).tolist()])
         found |= {ids[a:b].tobytes(): t for (a, b), t in zip(bounds, times.tolist(), strict=True)}
     return found

@@ -12,9 +12,8 @@ from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
 
 from seqdedupe import batch as batches
 from seqdedupe.batch import Binary
-from seqdedupe.client.stored import StoredBatch
-from seqdedupe.message_id import MessageId
-from seqdedupe.message_ids import MessageIds
+from seqdedupe.client.message import StoredBatch
+from seqdedupe.message_id import MessageId, MessageIds
 from seqdedupe_spark.columns import SCHEMA, columns_of, plain, to_arrow
 from tests.batches import batch
 

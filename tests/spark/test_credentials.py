@@ -15,9 +15,9 @@ from seqdedupe.client.blocking import Client
 from seqdedupe.errors import ConfigurationError
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from seqdedupe_spark import audit_job, bootstrap_job
-from seqdedupe_spark.command import run_command
 from seqdedupe_spark.options import parse
-from seqdedupe_spark.sidecar import Sidecar as Shown
+from seqdedupe_spark.service import SidecarService as Shown
+from seqdedupe_spark.session import run_command
 from tests.certificates import Authority
 from tests.spark.jobs import JOB, TABLE
 from tests.spark.run_job import QUICK

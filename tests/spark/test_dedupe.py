@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from seqdedupe.batch import decode
-from seqdedupe.client.stored import StoredBatch
+from seqdedupe.client.message import StoredBatch
 from seqdedupe.limits import MAX_SEQUENCE_ID
 from seqdedupe_spark.dedupe import Deduplicator
 from tests.batches import Row, batch

@@ -1,7 +1,6 @@
 """A job's rounds, planned from the stored positions. The tasks run here, one after the other, without Spark."""
 
 import json
-import pickle
 import shutil
 import sqlite3
 import threading
@@ -31,11 +30,10 @@ from seqdedupe.names import topic_name
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from seqdedupe_spark import planning
 from seqdedupe_spark.job import rounds
-from seqdedupe_spark.job.operations import positions_of, reset_position
-from seqdedupe_spark.job.positions import FIRST_START, Positions
-from seqdedupe_spark.job.range_task import Report, Step
+from seqdedupe_spark.job.positions import FIRST_START, Positions, positions_of, reset_position
+from seqdedupe_spark.job.range_task import RangeStep, TaskReport
 from seqdedupe_spark.job.rounds import JobConfig, ReaderJob, Round
-from seqdedupe_spark.planning import Listing
+from seqdedupe_spark.planning import TopicListing
 from seqdedupe_spark.stores.contract import Stored
 from seqdedupe_spark.stores.urls import from_url
 from tests.spark.jobs import (
@@ -75,7 +73,9 @@ def database(tmp_path: Path) -> Database:
 
 @pytest.fixture(autouse=True)
 def tasks_run_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    def run_tasks(_: object, run: Callable[[Sequence[Step]], Report], groups: Sequence[Sequence[Step]]) -> list[Report]:
+    def run_tasks(
+        _: object, run: Callable[[Sequence[RangeStep]], TaskReport], groups: Sequence[Sequence[RangeStep]]
+    ) -> list[TaskReport]:
         return [run(group) for group in groups]
 
     monkeypatch.setattr(rounds, "run_tasks", run_tasks)
@@ -592,13 +592,6 @@ def test_following_reads_what_comes_until_it_is_stopped(address: str, database: 
     each_once(database.indexes(full), 30)
 
 
-def test_a_job_can_be_pickled(address: str, database: Database, topic: str) -> None:
-    full = publish(address, topic, 10)
-    copy = pickle.loads(pickle.dumps(job(address, database, topic)))
-    copy.foreach_batch(SimpleNamespace(sparkSession=SESSION), 0)
-    each_once(database.indexes(full), 10)
-
-
 def test_trimmed_messages_are_an_error_or_skipped(
     start_sidecar: Callable[..., Sidecar], database: Database, topic: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -652,8 +645,6 @@ def test_missing_topics_and_wrong_tables_are_named(address: str, database: Datab
         job(address, database, topic).run()
     with pytest.raises(ConfigurationError, match="job"):
         ReaderJob(SESSION, replace(config(address, database, topic), job=""), select).run()
-    with pytest.raises(ConfigurationError, match="deduplicate"):
-        ReaderJob(SESSION, replace(config(address, database, topic), deduplicate=True), frame="select 1")
 
 
 def test_a_sidecar_that_is_not_there_is_waited_for_and_named(
@@ -681,12 +672,12 @@ def test_a_task_whose_sidecar_is_away_ends(
     publish(sidecar.address, topic, 10)
     running = job(sidecar.address, database, topic, readTimeoutSeconds=1)
 
-    def away(*_: object) -> list[Report]:
+    def away(*_: object) -> list[TaskReport]:
         sidecar.kill()
         running.stop()
         return real(*_)
 
-    real: Callable[..., list[Report]] = vars(rounds)["run_tasks"]
+    real: Callable[..., list[TaskReport]] = vars(rounds)["run_tasks"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rounds, "run_tasks", away)
         assert running.run(follow=True).read == 0
@@ -752,7 +743,7 @@ def test_an_end_that_is_answered_too_low_does_not_double_the_table(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rounds, "GIVE_UP_SECONDS", 0.2)
         patch.setattr(Client, "ends", lambda *_: TopicEnds(0, low))
-        patch.setattr(Listing, "ends", lambda *_: TopicEnds(0, low))
+        patch.setattr(TopicListing, "ends", lambda *_: TopicEnds(0, low))
         for _ in range(2):
             with pytest.raises(PositionError, match="lacks indexes 7 to 19"):
                 job(address, database, topic, **accepting).run()

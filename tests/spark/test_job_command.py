@@ -13,14 +13,14 @@ import pytest
 from click.testing import CliRunner
 from pyspark.errors import PySparkException
 
-from seqdedupe.cli.job import job
+from seqdedupe.cli.commands import job
 from seqdedupe.client.blocking import Client
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from seqdedupe_spark import reader_job
-from seqdedupe_spark.command import run_command
 from seqdedupe_spark.job.positions import Positions
 from seqdedupe_spark.job.rounds import JobConfig
+from seqdedupe_spark.session import run_command
 from seqdedupe_spark.stores.urls import from_url
 from tests.spark.jobs import JOB, OUTPUT, TABLE, Database, each_once, publish, source, sqlite_database
 from tests.spark.run_job import QUICK
@@ -199,7 +199,6 @@ def test_positions_and_reset(sidecar: Sidecar, stored: str) -> None:
             1,
             "sep",
         ),
-        (["--job", "j", "--store", "sqlite:///x.db", "--table", "t", "--topic", "a", "--sql", "@none.sql"], 1, "none"),
     ],
 )
 def test_wrong_options_are_one_line(flags: list[str], status: int, said: str) -> None:

@@ -7,14 +7,13 @@ from pathlib import Path
 import pytest
 
 from seqdedupe.errors import ConfigurationError, InvalidRequestError
-from seqdedupe.log.pulsar.credentials import OAuth2
+from seqdedupe.log.pulsar.pulsar_client import OAuth2
 from seqdedupe.message_id import MessageId, Position
 from seqdedupe.names import topic_name
-from seqdedupe_spark.cluster.credentials import token_of
-from seqdedupe_spark.cluster.settings import Cluster
-from seqdedupe_spark.delaying import Least
-from seqdedupe_spark.options import Limits, Options, Selection, parse
-from seqdedupe_spark.places import Time
+from seqdedupe_spark.cluster.broker_connection import token_of
+from seqdedupe_spark.options import Least, Options, ReadLimits, Selection, parse
+from seqdedupe_spark.read_bounds import Time
+from seqdedupe_spark.service import PulsarCluster
 from seqdedupe_spark.source import SeqdedupeDataSource
 
 CLUSTER = {"topic": "t", "service.url": "pulsar+ssl://a:6651,b", "admin.url": "https://a"}
@@ -49,7 +48,7 @@ def test_all_options_in_any_case() -> None:
         "unix:/run/s.sock",
         {T: Position(5, MessageId(5, 7), 7), "persistent://a/b/c": Position.start(5)},
         Time(1_700_000_000_000),
-        Limits(7, 8),
+        ReadLimits(7, 8),
         Least(5, 90.0),
         9,
         10,
@@ -218,11 +217,11 @@ def test_a_cluster() -> None:
             "pulsar.client.tlsHostnameVerificationEnable": "false",
         }
     )
-    assert options.service == Cluster(
+    assert options.service == PulsarCluster(
         "pulsar+ssl://a:6651,b", "https://a", "AuthenticationToken", "token:secret", "/ca.pem", True, False
     )
     assert "secret" not in repr(options)
-    assert parse(CLUSTER).service == Cluster("pulsar+ssl://a:6651,b", "https://a")
+    assert parse(CLUSTER).service == PulsarCluster("pulsar+ssl://a:6651,b", "https://a")
 
 
 def test_a_table_shows_no_token() -> None:
@@ -246,19 +245,19 @@ def test_a_table_shows_no_token() -> None:
 )
 def test_wrong_credentials_are_not_shown(plugin: str, params: str, said: str) -> None:
     with pytest.raises(ConfigurationError, match=said) as failure:
-        token_of(Cluster("pulsar://a", "http://a", plugin, params))
+        token_of(PulsarCluster("pulsar://a", "http://a", plugin, params))
     assert "secret" not in str(failure.value)
 
 
 def test_tokens(tmp_path: Path) -> None:
     (tmp_path / "to ken").write_text(" abc\n")
     for params in ("token:abc", (tmp_path / "to ken").as_uri()):
-        token = token_of(Cluster("pulsar://a", "http://a", "AuthenticationToken", params))
+        token = token_of(PulsarCluster("pulsar://a", "http://a", "AuthenticationToken", params))
         assert token
         assert token() == "abc"
     oauth2 = '{"issuerUrl": "https://a", "privateKey": "file:///key.json"}'
-    assert isinstance(token_of(Cluster("pulsar://a", "http://a", "AuthenticationOAuth2", oauth2)), OAuth2)
-    assert token_of(Cluster("pulsar://a", "http://a")) is None
+    assert isinstance(token_of(PulsarCluster("pulsar://a", "http://a", "AuthenticationOAuth2", oauth2)), OAuth2)
+    assert token_of(PulsarCluster("pulsar://a", "http://a")) is None
 
 
 def test_an_index_is_a_place() -> None:

@@ -11,13 +11,11 @@ from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name
 from seqdedupe.v1 import admin_pb2
 from seqdedupe_spark import planning
-from seqdedupe_spark.delaying import Delaying, Least
-from seqdedupe_spark.losses import Loss, find_loss
-from seqdedupe_spark.options import Limits, Selection
-from seqdedupe_spark.places import Time
-from seqdedupe_spark.planning import Listing
-from seqdedupe_spark.ranges import Range
-from seqdedupe_spark.sharing import packed, shares, split
+from seqdedupe_spark.options import Least, ReadLimits, Selection
+from seqdedupe_spark.planning import Loss, TopicListing, find_loss
+from seqdedupe_spark.ranges import Range, packed, shares, split
+from seqdedupe_spark.read_bounds import Time
+from seqdedupe_spark.source import Delaying
 
 T = "persistent://public/default/t"
 
@@ -43,28 +41,30 @@ class TestTopics:
         client.admin.create_topic(f"persistent://a/b/{topic}-partition-0")
         client.admin.create_topic(f"{topic}x-partition-1")
         client.admin.create_topic(f"{topic}x-partition-0")
-        assert Listing(client).select(selected(topic)) == full(topic)
-        assert Listing(client).select(selected(topic + "x")) == full(f"{topic}x-partition-0", f"{topic}x-partition-1")
-        assert Listing(client).select(selected(f"persistent://a/b/{topic}")) == full(
+        assert TopicListing(client).select(selected(topic)) == full(topic)
+        assert TopicListing(client).select(selected(topic + "x")) == full(
+            f"{topic}x-partition-0", f"{topic}x-partition-1"
+        )
+        assert TopicListing(client).select(selected(f"persistent://a/b/{topic}")) == full(
             f"persistent://a/b/{topic}-partition-0"
         )
         client.admin.delete_topic(topic)
         parts = full(f"{topic}-partition-0", f"{topic}-partition-2", f"{topic}-partition-10")
-        assert Listing(client).select(selected(topic)) == parts
-        assert Listing(client).select(selected(f"{topic}-partition-2", topic, topic)) == parts
+        assert TopicListing(client).select(selected(topic)) == parts
+        assert TopicListing(client).select(selected(f"{topic}-partition-2", topic, topic)) == parts
 
     def test_the_name_of_a_partitioned_topic_stands_for_all_of_its_partitions(
         self, client: blocking.Client, topic: str
     ) -> None:
         client.admin.create_topic(topic, partitions=11)
         parts = [f"{topic}-partition-{k}" for k in range(11)]
-        assert Listing(client).select(selected(topic)) == full(*parts)
-        assert Listing(client).select(Selection("topicsPattern", pattern=topic)) == full(*parts)
-        assert Listing(client).select(selected(parts[3])) == full(parts[3])
+        assert TopicListing(client).select(selected(topic)) == full(*parts)
+        assert TopicListing(client).select(Selection("topicsPattern", pattern=topic)) == full(*parts)
+        assert TopicListing(client).select(selected(parts[3])) == full(parts[3])
 
     def test_no_partition_is_left_out_in_silence(self, client: blocking.Client, topic: str) -> None:
         client.admin.create_topic(topic, partitions=2)
-        lacking = Listing(client)
+        lacking = TopicListing(client)
         del lacking._topics[topic_name(f"{topic}-partition-1")]
         for selection in (selected(topic), Selection("topicsPattern", pattern=topic)):
             with pytest.raises(NotFoundError, match=r"has 2 partitions, and .*-partition-1 is not there"):
@@ -73,9 +73,11 @@ class TestTopics:
     def test_a_missing_name_is_an_error_unless_it_is_known(self, client: blocking.Client, topic: str) -> None:
         client.admin.create_topic(topic)
         with pytest.raises(NotFoundError, match=rf"no topic .*/{topic}-no"):
-            Listing(client).select(selected(topic, f"{topic}-no"))
+            TopicListing(client).select(selected(topic, f"{topic}-no"))
         known = full(f"{topic}-no-partition-0", "other")
-        assert Listing(client).select(selected(topic, f"{topic}-no"), known) == full(topic, f"{topic}-no-partition-0")
+        assert TopicListing(client).select(selected(topic, f"{topic}-no"), known) == full(
+            topic, f"{topic}-no-partition-0"
+        )
 
     def test_partitions_that_are_read_are_read_on_when_a_topic_of_that_name_comes(
         self, client: blocking.Client, topic: str
@@ -83,14 +85,14 @@ class TestTopics:
         parts = full(*[f"{topic}-partition-{k}" for k in range(3)])
         for name in (*parts[:2], topic):
             client.admin.create_topic(name)
-        assert Listing(client).select(selected(topic), parts[:1]) == full(topic) + parts[:2]
+        assert TopicListing(client).select(selected(topic), parts[:1]) == full(topic) + parts[:2]
         client.admin.create_topic(parts[2])
-        assert Listing(client).select(selected(topic), [*parts[:2], topic_name(topic)]) == full(topic) + parts
+        assert TopicListing(client).select(selected(topic), [*parts[:2], topic_name(topic)]) == full(topic) + parts
         # Nobody has read them by that name.
         for known in ([], full(topic), full("other-partition-0")):
-            assert Listing(client).select(selected(topic), known) == full(topic)
+            assert TopicListing(client).select(selected(topic), known) == full(topic)
         by_themselves = selected(topic, parts[0])
-        assert Listing(client).select(by_themselves, full(topic, parts[0])) == full(topic, parts[0])
+        assert TopicListing(client).select(by_themselves, full(topic, parts[0])) == full(topic, parts[0])
 
     @pytest.mark.parametrize(
         ("pattern", "found"),
@@ -109,7 +111,7 @@ class TestTopics:
     ) -> None:
         for name in ("", "-a", "-b-partition-1"):
             client.admin.create_topic(topic + name)
-        assert Listing(client).select(Selection("topicsPattern", pattern=pattern.format(topic))) == full(
+        assert TopicListing(client).select(Selection("topicsPattern", pattern=pattern.format(topic))) == full(
             *[topic + name for name in found]
         )
 
@@ -119,27 +121,27 @@ def test_places(client: blocking.Client, topic: str) -> None:
     client.admin.create_topic(topic)
     empty = Position.start(client.ends(topic).last.incarnation)
     for place in ("earliest", "latest", Time(0)):
-        assert Listing(client).resolve([name], place, "o") == {name: empty}
+        assert TopicListing(client).resolve([name], place, "o") == {name: empty}
     send(client, topic, 3)
     last = client.ends(topic).last
-    assert Listing(client).resolve([name], "latest", "o") == {name: last}
-    assert Listing(client).resolve([name], "earliest", "o") == {name: empty}
+    assert TopicListing(client).resolve([name], "latest", "o") == {name: last}
+    assert TopicListing(client).resolve([name], "earliest", "o") == {name: empty}
     with client.reader(topic) as reader:
         stored = list(reader.batches())
     times = [one.publish_time_ms for one in stored]
     for milliseconds in (0, times[0], times[1], times[2], times[2] + 1):
         before = sum(len(one) for one in stored if one.publish_time_ms < milliseconds)
         at = Position.before(empty.incarnation, before)
-        assert Listing(client).resolve([name], Time(milliseconds), "o") == {name: at}
+        assert TopicListing(client).resolve([name], Time(milliseconds), "o") == {name: at}
     given = {name: Position.before(5, 7)}
-    assert Listing(client).resolve([name], given, "o") == given
-    assert Listing(client).resolve([name], {name: "latest"}, "o") == {name: last}
+    assert TopicListing(client).resolve([name], given, "o") == given
+    assert TopicListing(client).resolve([name], {name: "latest"}, "o") == {name: last}
     with pytest.raises(SeqdedupeError, match=r"startingOffsets lacks topic .*/other \[INVALID_OPTION\]"):
-        Listing(client).resolve([name, topic_name("other")], given, "startingOffsets")
+        TopicListing(client).resolve([name, topic_name("other")], given, "startingOffsets")
     with pytest.raises(SeqdedupeError, match=r"startingTime lacks topic .*/other \[INVALID_OPTION\]"):
-        Listing(client).resolve([name, topic_name("other")], {name: Time(0)}, "startingOffsets")
+        TopicListing(client).resolve([name, topic_name("other")], {name: Time(0)}, "startingOffsets")
     with pytest.raises(SeqdedupeError, match=r"startingOffsets has a topic that is not read: .*/other"):
-        Listing(client).resolve([name], given | {topic_name("other"): "latest"}, "startingOffsets")
+        TopicListing(client).resolve([name], given | {topic_name("other"): "latest"}, "startingOffsets")
 
 
 def test_an_index_is_a_place_and_a_whole_topic_stands_for_its_partitions(client: blocking.Client, topic: str) -> None:
@@ -147,7 +149,7 @@ def test_an_index_is_a_place_and_a_whole_topic_stands_for_its_partitions(client:
     for name in parts:
         send(client, name, 3)
     starts = {name: Position.before(client.ends(name).last.incarnation, 0) for name in parts}
-    listing = Listing(client)
+    listing = TopicListing(client)
     found = listing.resolve(parts, {topic_name(topic): 2, parts[1]: "earliest"}, "o")
     assert found == {parts[0]: Position.before(starts[parts[0]].incarnation, 2), parts[1]: starts[parts[1]]}
     assert listing.resolve(parts, {topic_name(topic): "earliest"}, "o") == starts
@@ -160,7 +162,7 @@ def test_each_topic_has_a_time_of_its_own(client: blocking.Client, topic: str) -
         send(client, name, 2)
     last = {name: client.ends(name).last for name in parts}
     times = {topic_name(topic): Time(0), parts[1]: Time(2**63 - 1), parts[2]: Time(1)}
-    found = Listing(client).resolve(parts, times, "startingOffsets")
+    found = TopicListing(client).resolve(parts, times, "startingOffsets")
     assert [found[name].index for name in parts] == [-1, 1, -1]
     assert [found[name].incarnation for name in parts] == [last[name].incarnation for name in parts]
 
@@ -176,20 +178,20 @@ class TestListing:
         calls: list[str] = []
         for single in ("ends", "locate_bytes", "locate_time"):
             monkeypatch.setattr(blocking.Client, single, lambda *_: calls.append("one"))
-        listing = Listing(client)
+        listing = TopicListing(client)
         starts = listing.resolve(listing.select(selected(*names)), "earliest", "o")
-        ranges = listing.plan(starts, Limits(1000, 64 * 1024 * 1024))
+        ranges = listing.plan(starts, ReadLimits(1000, 64 * 1024 * 1024))
         assert {one.topic: one.end for one in ranges} == ends
         assert calls == []
 
     def test_an_end_that_only_another_call_knows_is_asked_for(self, client: blocking.Client, topic: str) -> None:
         """A topic that has not recovered, and a position that another run has moved on since."""
         send(client, topic, 2)
-        name, listing = topic_name(topic), Listing(client)
+        name, listing = topic_name(topic), TopicListing(client)
         send(client, topic, 2)
         now = client.ends(topic).last
         assert listing.look(name, now) == now
-        recovering = Listing(client)
+        recovering = TopicListing(client)
         recovering._topics[name].state = admin_pb2.TOPIC_STATE_RECOVERING
         recovering._topics[name].last.index = 0
         assert recovering.look(name, Position.start(now.incarnation)) == now
@@ -245,23 +247,23 @@ class TestLosses:
         client.admin.create_topic(topic)
         send(client, topic, 3)
         old = client.ends(topic).last
-        assert Listing(client).look(name, old) == old
-        assert Listing(client).plan({name: old}) == []
-        assert Listing(client).plan({name: Position.start(old.incarnation)}) == [
+        assert TopicListing(client).look(name, old) == old
+        assert TopicListing(client).plan({name: old}) == []
+        assert TopicListing(client).plan({name: Position.start(old.incarnation)}) == [
             Range(name, Position.start(old.incarnation), old)
         ]
         client.admin.delete_topic(topic)
-        gone = Listing(client).look(name, old)
+        gone = TopicListing(client).look(name, old)
         assert isinstance(gone, Loss)
         assert gone.next is None
         with pytest.raises(NotFoundError, match="was deleted"):
-            Listing(client).plan({name: old})
+            TopicListing(client).plan({name: old})
         client.admin.create_topic(topic)
-        new = Listing(client).look(name, old)
+        new = TopicListing(client).look(name, old)
         assert isinstance(new, Loss)
         assert new.next == Position.start(client.ends(topic).last.incarnation)
         with pytest.raises(PositionError, match="made anew"):
-            Listing(client).plan({name: old})
+            TopicListing(client).plan({name: old})
 
 
 class TestLimits:
@@ -284,11 +286,11 @@ class TestLimits:
         for name, count in zip(names, counts, strict=True):
             send(client, name, count)
         starts = {name: Position.start(client.ends(name).last.incarnation) for name in names}
-        first = Listing(client).plan(starts, Limits(messages=22))
+        first = TopicListing(client).plan(starts, ReadLimits(messages=22))
         assert [len(one) for one in first] == [18, 1, 2]
         done = [0] * 3
         rounds = 0
-        while ranges := Listing(client).plan(starts, Limits(messages=22, size_bytes=2000)):
+        while ranges := TopicListing(client).plan(starts, ReadLimits(messages=22, size_bytes=2000)):
             assert sum(map(len, ranges)) <= 22
             rounds += 1
             for one in ranges:
@@ -302,10 +304,10 @@ class TestLimits:
         name = topic_name(topic)
         send(client, topic, 50, 10_000)
         start = {name: Position.start(client.ends(topic).last.incarnation)}
-        assert [len(one) for one in Listing(client).plan(start, Limits(size_bytes=1))] == [1]
-        assert 8 <= len(Listing(client).plan(start, Limits(size_bytes=100_000))[0]) <= 12
-        assert len(Listing(client).plan(start, Limits(size_bytes=10**9))[0]) == 50
-        assert len(Listing(client).plan(start, Limits(messages=3, size_bytes=10**9))[0]) == 3
+        assert [len(one) for one in TopicListing(client).plan(start, ReadLimits(size_bytes=1))] == [1]
+        assert 8 <= len(TopicListing(client).plan(start, ReadLimits(size_bytes=100_000))[0]) <= 12
+        assert len(TopicListing(client).plan(start, ReadLimits(size_bytes=10**9))[0]) == 50
+        assert len(TopicListing(client).plan(start, ReadLimits(messages=3, size_bytes=10**9))[0]) == 3
 
     def test_a_range_that_is_cut_ends_with_a_message_of_which_all_is_known(
         self, client: blocking.Client, topic: str, monkeypatch: pytest.MonkeyPatch
@@ -313,7 +315,7 @@ class TestLimits:
         name = topic_name(topic)
         send(client, topic, 5)
         start = {name: Position.start(client.ends(topic).last.incarnation)}
-        [cut] = Listing(client).plan(start, Limits(messages=3))
+        [cut] = TopicListing(client).plan(start, ReadLimits(messages=3))
         with client.reader(topic, stop_index=3) as reader:
             assert cut.end == [message.position for message in reader][-1]
 
@@ -322,7 +324,7 @@ class TestLimits:
 
         # Who reads the range will find that out.
         monkeypatch.setattr(blocking.Client, "position_at", damaged)
-        [cut] = Listing(client).plan(start, Limits(messages=3))
+        [cut] = TopicListing(client).plan(start, ReadLimits(messages=3))
         assert cut.end == Position.before(start[name].incarnation, 3)
 
     def test_more_topics_than_the_limit(self, client: blocking.Client, topic: str) -> None:
@@ -330,7 +332,7 @@ class TestLimits:
         for name in names:
             send(client, name, 2)
         starts = {name: Position.start(client.ends(name).last.incarnation) for name in names}
-        assert [len(one) for one in Listing(client).plan(starts, Limits(messages=1))] == [1, 1, 1]
+        assert [len(one) for one in TopicListing(client).plan(starts, ReadLimits(messages=1))] == [1, 1, 1]
 
 
 @pytest.mark.parametrize("seed", range(300))

@@ -5,18 +5,18 @@ import io
 import pytest
 
 from seqdedupe.message_id import MessageId, Position
-from seqdedupe_spark.job.positions import Standing
-from seqdedupe_spark.job.progress import Progress, summary, text
-from seqdedupe_spark.job.range_task import Report
+from seqdedupe_spark.job.positions import TopicStanding
+from seqdedupe_spark.job.range_task import TaskReport
 from seqdedupe_spark.job.rounds import Round
+from seqdedupe_spark.reader_job import Progress, summary, text
 from seqdedupe_spark.stores.contract import Stored
 
 MIDDLE, END = (Position(1, MessageId(1, index), index) for index in (39, 99))
 
 
 def a_round(written: int) -> Round:
-    done = Round(standings={"t": Standing(Stored(MIDDLE, 2), END)})
-    done.count(Report(read=written + 1, written=written, duplicates=1, dead_letters=2))
+    done = Round(standings={"t": TopicStanding(Stored(MIDDLE, 2), END)})
+    done.count(TaskReport(read=written + 1, written=written, duplicates=1, dead_letters=2))
     return done
 
 
@@ -46,7 +46,7 @@ def test_a_file_gets_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) -> Non
         progress.show(a_round(5))
     progress.close()
     assert len(stream.getvalue().splitlines()) == 1
-    monkeypatch.setattr("seqdedupe_spark.job.progress.LINE_SECONDS", 0)
+    monkeypatch.setattr("seqdedupe_spark.reader_job.LINE_SECONDS", 0)
     progress.show(a_round(5))
     assert stream.getvalue().splitlines()[1].startswith("55 rows, ")
 

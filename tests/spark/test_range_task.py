@@ -1,4 +1,4 @@
-"""The fast route's task, without Spark: whatever happens to it, a range takes effect once."""
+"""A job's task, without Spark: whatever happens to it, a range takes effect once."""
 
 import signal
 from collections.abc import Callable, Iterator
@@ -16,7 +16,7 @@ from seqdedupe.errors import DataLossError, FencedError, PositionError, Seqdedup
 from seqdedupe.message_id import Position
 from seqdedupe.testing import Sidecar
 from seqdedupe_spark.columns import SCHEMA
-from seqdedupe_spark.job.range_task import Report, Step, Transform, output_schema, transformed
+from seqdedupe_spark.job.range_task import RangeStep, TaskReport, Transform, output_schema, transformed
 from seqdedupe_spark.stores.contract import Advance, Stored
 from tests.spark import run_task
 from tests.spark.jobs import (
@@ -61,7 +61,7 @@ def database(request: pytest.FixtureRequest, tmp_path: Path) -> Database:
     return postgres_database(request.getfixturevalue("postgres_url"))
 
 
-def succeeds(report: Report) -> Report:
+def succeeds(report: TaskReport) -> TaskReport:
     assert report.failure is None, report.failure
     return report
 
@@ -69,7 +69,7 @@ def succeeds(report: Report) -> Report:
 def test_writes_a_range_and_moves_the_position(address: str, database: Database) -> None:
     step = whole(address, "full", 100, 300)
     begin(database.store, [step])
-    assert succeeds(task(address, database.store).run([step])) == Report(read=200, written=200)
+    assert succeeds(task(address, database.store).run([step])) == TaskReport(read=200, written=200)
     each_once(database.indexes(step.range.topic), 200, 100)
     assert database.position(step.range.topic) == step.range.end
 
@@ -87,7 +87,7 @@ def test_a_position_of_another_history_is_not_read_on_from(address: str, sqlite:
     restored = stored._replace(ownership=stored.ownership ^ 1)
     with sqlite.store() as store:
         assert store.replace(JOB, first.range.topic, Stored(stored, 0), Stored(restored, 1))
-    rest = Step(replace(whole(address, topic).range, start=restored), 1)
+    rest = RangeStep(replace(whole(address, topic).range, start=restored), 1)
     failure = task(address, sqlite.store).run([rest]).failure
     assert (type(failure), failure and failure.reason) == (PositionError, "POSITION_DIVERGED")
     assert sqlite.position(first.range.topic) == restored
@@ -97,7 +97,7 @@ def test_a_position_of_another_history_is_not_read_on_from(address: str, sqlite:
 def test_a_second_run_of_the_same_range_writes_nothing(address: str, database: Database) -> None:
     step = whole(address, "full", 0, 50)
     begin(database.store, [step])
-    for expected in (Report(50, 50), Report()):
+    for expected in (TaskReport(50, 50), TaskReport()):
         assert succeeds(task(address, database.store).run([step])) == expected
     each_once(database.indexes(step.range.topic), 50)
 
@@ -106,7 +106,7 @@ def test_a_range_that_lies_before_the_position_is_done(address: str, sqlite: Dat
     first, longer = whole(address, "full", 0, 50), whole(address, "full", 0, 80)
     begin(sqlite.store, [longer])
     task(address, sqlite.store).run([longer])
-    assert succeeds(task(address, sqlite.store).run([first])) == Report()
+    assert succeeds(task(address, sqlite.store).run([first])) == TaskReport()
     each_once(sqlite.indexes(first.range.topic), 80)
 
 
@@ -153,8 +153,8 @@ def test_several_ranges_are_one_transaction(address: str, database: Database) ->
     publish(address, "second", 30)
     steps = [whole(address, "full", 0, 20), whole(address, "second")]
     begin(database.store, steps)
-    assert succeeds(task(address, database.store).run(steps)) == Report(50, 50)
-    assert succeeds(task(address, database.store).run(steps)) == Report()
+    assert succeeds(task(address, database.store).run(steps)) == TaskReport(50, 50)
+    assert succeeds(task(address, database.store).run(steps)) == TaskReport()
     for step, count in zip(steps, (20, 30), strict=True):
         each_once(database.indexes(step.range.topic), count)
 
@@ -285,7 +285,7 @@ def test_killed_at_any_moment_and_tried_again(address: str, database: Database, 
         gate.wait()
         process.send_signal(signal.SIGKILL)
     assert database.indexes(step.range.topic) == (list(range(MESSAGES)) if where == "after" else [])
-    expected = Report() if where == "after" else Report(MESSAGES, MESSAGES)
+    expected = TaskReport() if where == "after" else TaskReport(MESSAGES, MESSAGES)
     assert succeeds(gated.run([step])) == expected
     each_once(database.indexes(step.range.topic), MESSAGES)
 

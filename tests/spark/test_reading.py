@@ -13,7 +13,7 @@ from seqdedupe.errors import NotFoundError, PositionError, UnavailableError
 from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
-from seqdedupe_spark import reading
+from seqdedupe_spark import range_reader
 from seqdedupe_spark.columns import SCHEMA
 from seqdedupe_spark.ranges import Range
 from tests.client.foreign import answering
@@ -42,7 +42,7 @@ def whole(shared_sidecar: Sidecar) -> Range:
 
 @pytest.fixture
 def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "MAX_ROWS", 100)
+    monkeypatch.setattr(range_reader, "MAX_ROWS", 100)
 
 
 def part(whole: Range, first: int, stop: int) -> Range:
@@ -61,31 +61,31 @@ def test_any_range_has_its_messages_in_order(shared_sidecar: Sidecar, whole: Ran
     first, stop = sorted(chosen.choices(range(MESSAGES + 1), k=2))
     if seed < 3:
         first, stop = [(0, MESSAGES), (0, 1), (MESSAGES - 1, MESSAGES)][seed]
-    read = values(reading.read_range(shared_sidecar.address, part(whole, first, stop)))
+    read = values(range_reader.read_range(shared_sidecar.address, part(whole, first, stop)))
     assert read == [b"%d" % i for i in range(first, stop)]
 
 
 @pytest.mark.usefixtures("small_batches")
 def test_small_batches_are_joined_to_good_sized_ones(shared_sidecar: Sidecar, whole: Range) -> None:
-    sizes = [len(batch) for batch in reading.read_range(shared_sidecar.address, whole, INDEX_ONLY)]
+    sizes = [len(batch) for batch in range_reader.read_range(shared_sidecar.address, whole, INDEX_ONLY)]
     assert sum(sizes) == MESSAGES
     assert all(100 <= size < 150 for size in sizes[:-1])
 
 
 def test_batches_end_with_bytes_too(shared_sidecar: Sidecar, whole: Range, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert len(list(reading.read_range(shared_sidecar.address, whole))) == 1
-    monkeypatch.setattr(reading, "MAX_BYTES", 1000)
-    batches = list(reading.read_range(shared_sidecar.address, whole))
+    assert len(list(range_reader.read_range(shared_sidecar.address, whole))) == 1
+    monkeypatch.setattr(range_reader, "MAX_BYTES", 1000)
+    batches = list(range_reader.read_range(shared_sidecar.address, whole))
     assert len(batches) > 5
     assert values(iter(batches)) == [b"%d" % i for i in range(MESSAGES)]
 
 
 def test_an_empty_range_asks_nobody(whole: Range) -> None:
-    assert list(reading.read_range("127.0.0.1:1", part(whole, 5, 5))) == []
+    assert list(range_reader.read_range("127.0.0.1:1", part(whole, 5, 5))) == []
 
 
 def test_a_reader_that_stops_early_ends(shared_sidecar: Sidecar, whole: Range) -> None:
-    batches = reading.read_range(shared_sidecar.address, whole)
+    batches = range_reader.read_range(shared_sidecar.address, whole)
     next(batches)
     assert isinstance(batches, Generator)
     batches.close()
@@ -94,15 +94,15 @@ def test_a_reader_that_stops_early_ends(shared_sidecar: Sidecar, whole: Range) -
 def test_what_is_not_there_is_a_typed_error(client: blocking.Client, topic: str) -> None:
     missing = Range(topic_name(topic), Position.start(1), Position.before(1, 5))
     with pytest.raises(NotFoundError):
-        list(reading.read_range(client.address, missing))
+        list(range_reader.read_range(client.address, missing))
     client.admin.create_topic(topic)
     with pytest.raises(PositionError, match=r"anew|another incarnation"):
-        list(reading.read_range(client.address, missing))
+        list(range_reader.read_range(client.address, missing))
 
 
 def test_it_reads_on_over_kills_of_the_sidecar(start_sidecar: StartSidecar, monkeypatch: pytest.MonkeyPatch) -> None:
     sidecar = start_sidecar()
-    monkeypatch.setattr(reading, "MAX_ROWS", 1000)
+    monkeypatch.setattr(range_reader, "MAX_ROWS", 1000)
     config = ProducerConfig(max_batch_rows=100)
     payloads = [b"%d" % i + bytes(2000) for i in range(8000)]
     with blocking.Client(sidecar.address) as client:
@@ -110,7 +110,7 @@ def test_it_reads_on_over_kills_of_the_sidecar(start_sidecar: StartSidecar, monk
             for first in range(0, len(payloads), 100):
                 producer.send_batch(payloads[first : first + 100])
         last = client.ends(TOPIC).last
-    batches = reading.read_range(sidecar.address, Range(TOPIC, Position.start(last.incarnation), last))
+    batches = range_reader.read_range(sidecar.address, Range(TOPIC, Position.start(last.incarnation), last))
     read = []
     for number, batch in enumerate(batches):
         read += batch.column("value").to_pylist()
@@ -134,16 +134,16 @@ async def test_it_begins_although_a_proxy_answers(
     range_ = Range(topic_name(topic), Position.start(last.incarnation), last)
 
     def read() -> list[bytes]:
-        return values(reading.read_range(sidecar.address, range_, timeout_seconds=timeout_seconds))
+        return values(range_reader.read_range(sidecar.address, range_, timeout_seconds=timeout_seconds))
 
     await asyncio.to_thread(sidecar.kill)
     async with answering(sidecar.address, grpc.StatusCode.UNIMPLEMENTED) as calls:
         with monkeypatch.context() as patch:
-            patch.setattr(reading, "PATIENCE_SECONDS", 0.0)
+            patch.setattr(range_reader, "PATIENCE_SECONDS", 0.0)
             with pytest.raises(UnavailableError, match="a proxy on the way: not here") as caught:
                 await asyncio.to_thread(read)
             assert caught.value.reason == "NOT_A_SIDECAR"
-        monkeypatch.setattr(reading, "PATIENCE_SECONDS", LAST_RESORT_SECONDS)
+        monkeypatch.setattr(range_reader, "PATIENCE_SECONDS", LAST_RESORT_SECONDS)
         begun = calls["ReadStream"]
         reads = asyncio.create_task(asyncio.to_thread(read))
         await until(lambda: calls["ReadStream"] >= begun + 3)

@@ -39,22 +39,20 @@ from pyspark.sql.types import (
 from seqdedupe.client import blocking
 from seqdedupe.errors import ConfigurationError, InvalidRequestError, SeqdedupeError, UnavailableError
 from seqdedupe.message_id import Position
-from seqdedupe.names import topic_name
-from seqdedupe.routing import partition_of
+from seqdedupe.names import partition_of, topic_name
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from seqdedupe.v1 import admin_pb2
 from seqdedupe_spark import planning
 from seqdedupe_spark.columns import columns_of
+from seqdedupe_spark.options import parse_sink
 from seqdedupe_spark.publish import Published, publish_sorted
+from seqdedupe_spark.range_reader import read_range
 from seqdedupe_spark.ranges import Range
-from seqdedupe_spark.reading import read_range
-from seqdedupe_spark.sink import checkpoint, identity, rows, window
-from seqdedupe_spark.sink.identity import Seen, check_apart
-from seqdedupe_spark.sink.layout import layout_of
-from seqdedupe_spark.sink.options import parse
-from seqdedupe_spark.sink.task import MAX_IN_FLIGHT_BYTES, SinkTask, Written
-from seqdedupe_spark.sink.window import Began
-from seqdedupe_spark.sink.writers import BatchWriter, Committed
+from seqdedupe_spark.sink import row_layout as rows
+from seqdedupe_spark.sink import row_layout as rows_module
+from seqdedupe_spark.sink import task as task_module
+from seqdedupe_spark.sink.row_layout import SeenIdentities, check_apart, layout_of
+from seqdedupe_spark.sink.task import MAX_IN_FLIGHT_BYTES, BatchWriter, Began, Committed, SinkReport, SinkTask
 from seqdedupe_spark.source import SeqdedupeDataSource
 from tests.client.foreign import CODES, answering
 from tests.client.helpers import until
@@ -91,7 +89,7 @@ def target(client: blocking.Client, topic: str) -> str:
 
 
 def task(client: blocking.Client, topic: str | None, ddl: str = OWN, **more: Any) -> SinkTask:
-    return SinkTask(client.address, layout_of(schema(ddl), topic), more.pop("began", window.now()), **more)
+    return SinkTask(client.address, layout_of(schema(ddl), topic), more.pop("began", task_module.now()), **more)
 
 
 def own(ids: list[str | None], value: bytes = b"v") -> pa.RecordBatch:
@@ -178,12 +176,12 @@ def test_all_columns_of_the_source_are_taken(plain: bool) -> None:
 )
 def test_options_that_cannot_be_are_named(options: dict[str, str], said: str) -> None:
     with pytest.raises(ConfigurationError, match=said):
-        parse(options)
+        parse_sink(options)
 
 
 def test_what_is_said_to_spark_is_none_of_the_sinks_business() -> None:
     given = {"topic": "t", "queryname": "q", "checkpointlocation": "/c", "asyncprogresstrackingenabled": "true"}
-    assert parse(given) == parse({"topic": "t", "checkpointLocation": "/c"})
+    assert parse_sink(given) == parse_sink({"topic": "t", "checkpointLocation": "/c"})
 
 
 def test_a_topic_is_only_appended_to(client: blocking.Client, target: str) -> None:
@@ -244,7 +242,7 @@ def test_a_partitioned_topic_is_written_to_while_all_its_partitions_deduplicate(
         {"value": [b"v"] * 60, "deduplicationId": [str(i) for i in range(60)], "__key": [b"k"] * 60}
     )
     one = task(client, whole, f"{OWN}, __key binary")
-    assert (one.run([keyed]), one.run([keyed], attempt=1)) == (Written(60), Written(60, 60))
+    assert (one.run([keyed]), one.run([keyed], attempt=1)) == (SinkReport(60), SinkReport(60, 60))
     client.admin.set_policy(f"{topic}-partition-1", admin_pb2.TopicPolicy(deduplication_enabled=False))
     with pytest.raises(ConfigurationError, match="deduplication is off"):
         one.run([keyed])
@@ -314,7 +312,7 @@ def test_rows_are_read_back_as_they_were(client: blocking.Client, target: str, s
     cuts = sorted({0, many, *(chosen.randint(0, many) for _ in range(chosen.choice([0, 3])))})
     pieces = [table.slice(first, end - first) for first, end in pairwise(cuts)]
     ddl = f"{OWN}, __key string, __eventTime timestamp, __messageProperties map<string,string>"
-    assert task(client, target, ddl).run(pieces) == Written(many)
+    assert task(client, target, ddl).run(pieces) == SinkReport(many)
     end = client.ends(target).last
     whole = Range(target, Position.start(end.incarnation), end)
     found = {row["__deduplicationId"]: row for one in read_range(client.address, whole) for row in one.to_pylist()}
@@ -341,7 +339,7 @@ def test_topics_by_row(client: blocking.Client, topic: str) -> None:
         )
         for n in range(3)
     ]
-    assert task(client, None, f"{OWN}, __topic string").run(batches) == Written(180)
+    assert task(client, None, f"{OWN}, __topic string").run(batches) == SinkReport(180)
     for k, name in enumerate(names):
         assert sorted(ids_in(client, name)) == sorted(b"%d-%d" % (n, i) for n in range(3) for i in range(k, 60, 3))
 
@@ -363,7 +361,7 @@ def test_frames_are_small_and_whole() -> None:
     layout = layout_of(schema(OWN), SOURCE)
     many = pa.record_batch({"value": [b"x" * 1000] * 9000, "deduplicationId": [str(i) for i in range(9000)]})
     large = pa.record_batch({"value": [bytes(4_000_000)] * 3, "deduplicationId": ["a", "b", "c"]})
-    frames = [frame for batch in (many, large) for _, frame in rows.frames_of(batch, layout, Seen())]
+    frames = [frame for batch in (many, large) for _, frame in rows.frames_of(batch, layout, SeenIdentities())]
     assert sum(map(len, frames)) == 9003
     assert all(len(frame) == 1 or frame.size_bytes <= rows.FRAME_BYTES for frame in frames)
     assert max(map(len, frames)) <= rows.FRAME_ROWS
@@ -398,7 +396,7 @@ def test_rows_dealt_out_anew_are_stored_once(client: blocking.Client, target: st
         thread.start()
     for thread in threads:
         thread.join()
-    assert task(client, target).run([own(list(names))]) == Written(3000, 3000)
+    assert task(client, target).run([own(list(names))]) == SinkReport(3000, 3000)
     assert sorted(ids_in(client, target)) == sorted(one.encode() for one in names)
 
 
@@ -459,17 +457,17 @@ def of_source(ids: list[bytes | None], topic: str = SOURCE, *, plain: bool = Fal
     return batch
 
 
-def written_of(client: blocking.Client, topic: str | None, *batches: pa.RecordBatch) -> Written:
+def written_of(client: blocking.Client, topic: str | None, *batches: pa.RecordBatch) -> SinkReport:
     layout = layout_of(from_arrow_schema(batches[0].schema), topic)
-    return SinkTask(client.address, layout, window.now()).run(batches)
+    return SinkTask(client.address, layout, task_module.now()).run(batches)
 
 
 @pytest.mark.parametrize("plain", [False, True])
 def test_ids_of_a_source_name_its_rows(client: blocking.Client, target: str, plain: bool) -> None:
     """Of two topics with the same two IDs two messages are made, and not four; the warning is of something else."""
     first, second = (of_source([b"a", b"b"], f"{SOURCE}-{k}", plain=plain) for k in (1, 2))
-    assert written_of(client, target, first) == Written(2)
-    assert written_of(client, target, second) == Written(2, copies=2)
+    assert written_of(client, target, first) == SinkReport(2)
+    assert written_of(client, target, second) == SinkReport(2, copies=2)
     assert ids_in(client, target) == [b"a", b"b"]
     with client.reader(target) as reader:
         assert {message.key for message in reader} == {b"k"}
@@ -503,8 +501,8 @@ def test_an_id_that_is_not_the_identity_is_an_error(
 
 
 def test_an_id_of_its_own_is_taken_where_the_source_has_none(client: blocking.Client, target: str) -> None:
-    assert written_of(client, target, of_source([None, None], deduplicationId=["x", "y"])) == Written(2)
-    assert written_of(client, target, of_source([b"z"], deduplicationId=["z"])) == Written(1)
+    assert written_of(client, target, of_source([None, None], deduplicationId=["x", "y"])) == SinkReport(2)
+    assert written_of(client, target, of_source([b"z"], deduplicationId=["z"])) == SinkReport(1)
     assert ids_in(client, target) == [b"x", b"y", b"z"]
 
 
@@ -530,25 +528,25 @@ def test_the_id_of_a_row_of_a_source_is_what_is_documented(client: blocking.Clie
 
 def test_topics_with_long_names_have_ids_of_their_own() -> None:
     long = [topic_name("x" * 200 + end) for end in ("a", "b")]
-    found = identity.ids_of(
+    found = rows_module.ids_of(
         pa.array(long),
         pa.array([2**63 - 1] * 2),
-        pa.array([identity.MAX_INDEX] * 2),
-        pa.array([identity.MAX_ORDINAL] * 2),
+        pa.array([rows_module.MAX_INDEX] * 2),
+        pa.array([rows_module.MAX_ORDINAL] * 2),
     ).to_pylist()
     assert len(set(found)) == 2
     assert all(one.startswith(b"sha256:") and len(one) <= 255 for one in found)
-    longest = "persistent://" + "x" * (identity.MAX_TOPIC_BYTES - 13)
-    assert identity.name_in_id(longest) == longest
-    assert len(f"{longest}/{2**63 - 1}/{identity.MAX_INDEX}/{identity.MAX_ORDINAL}") <= 255
+    longest = "persistent://" + "x" * (rows_module.MAX_TOPIC_BYTES - 13)
+    assert rows_module.name_in_id(longest) == longest
+    assert len(f"{longest}/{2**63 - 1}/{rows_module.MAX_INDEX}/{rows_module.MAX_ORDINAL}") <= 255
 
 
 Rows = list[tuple[int, int, int]]
 ROWS = st.lists(st.tuples(st.sampled_from([7, 8]), st.integers(0, 12), st.integers(0, 2)), max_size=30)
 
 
-def seen_of(batches: list[Rows]) -> dict[identity.Source, bytes]:
-    seen = Seen()
+def seen_of(batches: list[Rows]) -> dict[rows_module.Source, bytes]:
+    seen = SeenIdentities()
     for batch in batches:
         if batch:
             incarnations, indexes, ordinals = np.array(batch, np.int64).T
@@ -603,7 +601,7 @@ def test_rows_whose_identity_another_query_took_are_warned_about(
     assert "give rows a deduplicationId" in caplog.text
     # What may have been written before by this very query, and rows with IDs of their own, are copies by right.
     assert commit(DERIVED, receipts, attempt=1) == 3
-    assert commit(DERIVED, receipts, began=Began(window.now().at_ms, may_repeat=True)) == 3
+    assert commit(DERIVED, receipts, began=Began(task_module.now().at_ms, may_repeat=True)) == 3
     assert commit(OWN, own(["a"])) == 0
     assert commit(OWN, own(["a"])) == 1
     assert not caplog.records
@@ -627,7 +625,7 @@ def forgetful(client: blocking.Client, topic: str) -> str:
 def began(client: blocking.Client, topic: str, off_ms: int, *, may_repeat: bool) -> Began:
     """Before or after the oldest message that the topic knows, by the clock of the driver."""
     oldest = client.admin.topic(topic).window_first_publish_time_ms
-    return Began(oldest + window.CLOCKS_MS + off_ms, may_repeat)
+    return Began(oldest + task_module.CLOCKS_MS + off_ms, may_repeat)
 
 
 def test_what_may_be_there_and_forgotten_is_not_written_again(client: blocking.Client, forgetful: str) -> None:
@@ -637,7 +635,7 @@ def test_what_may_be_there_and_forgotten_is_not_written_again(client: blocking.C
     assert len(ids_in(client, forgetful)) == 100
     # The control arm doubles it, and says that it may have.
     accepted = task(client, forgetful, began=again, fail_on_forgotten_ids=False)
-    assert accepted.run([own(["old-0-0"])]) == Written(1, outgrown=(forgetful,))
+    assert accepted.run([own(["old-0-0"])]) == SinkReport(1, outgrown=(forgetful,))
     assert ids_in(client, forgetful).count(b"old-0-0") == 2
 
 
@@ -699,49 +697,49 @@ def logged(tmp_path: Path) -> Path:
 def plan(location: Path | str) -> Began:
     """In a process of its own: Spark deals what is planned over several, and ends them when it likes."""
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-        return pool.submit(checkpoint.began, str(location)).result()
+        return pool.submit(task_module.began, str(location)).result()
 
 
 def test_a_batch_is_new_if_it_is_the_first_after_one_that_was_planned(logged: Path) -> None:
     # Who ran the queries before is not known.
     assert plan(logged) == Began(4_000_000, may_repeat=True, batch=10)
     (logged / "offsets" / "11").touch()
-    first, second = checkpoint.began(str(logged)), plan(logged)
+    first, second = task_module.began(str(logged)), plan(logged)
     assert not first.may_repeat
     assert second == first._replace(may_repeat=True)
     assert abs(first.at_ms - time.time() * 1000) < 3_600_000
     # Other processes plan what comes next, and this one the repetition of a batch that it knows nothing of.
     (logged / "offsets" / "12").touch()
     assert not plan(logged).may_repeat
-    assert checkpoint.began(str(logged)).may_repeat
+    assert task_module.began(str(logged)).may_repeat
     # Something else ran batch 13.
     for number in ("13", "14"):
         (logged / "offsets" / number).touch()
-    assert checkpoint.began(str(logged)).may_repeat
-    assert os.listdir(logged / checkpoint.PLANNED) == ["14"]
+    assert task_module.began(str(logged)).may_repeat
+    assert os.listdir(logged / task_module.PLANNED) == ["14"]
     # The checkpoint is put back by one batch.
     (logged / "offsets" / "14").unlink()
-    assert checkpoint.began(str(logged)).may_repeat
+    assert task_module.began(str(logged)).may_repeat
 
 
 def test_where_no_mark_can_be_made_every_batch_may_repeat(logged: Path) -> None:
-    (logged / checkpoint.PLANNED).touch()
+    (logged / task_module.PLANNED).touch()
     for number in ("11", "12"):
         (logged / "offsets" / number).touch()
-        assert checkpoint.began(str(logged)).may_repeat
+        assert task_module.began(str(logged)).may_repeat
 
 
 @pytest.mark.parametrize("name", ["plain", "with space", "with%20escape", "a#b", "a?b", "c:d"])
 @pytest.mark.parametrize("scheme", ["", "file:", "file://"])
 def test_a_checkpoint_is_where_spark_makes_it(tmp_path: Path, scheme: str, name: str) -> None:
-    assert checkpoint.folder_of(f"{scheme}{tmp_path}/{name}") == tmp_path / name
+    assert task_module.folder_of(f"{scheme}{tmp_path}/{name}") == tmp_path / name
 
 
 def test_a_checkpoint_that_cannot_be_looked_at(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    checkpoint._say_once.cache_clear()
+    task_module._say_once.cache_clear()
     for elsewhere in ("hdfs://name/check", "file://host/check", "//host/check", str(tmp_path / "none"), None):
         for _ in range(2):
-            assert not checkpoint.began(elsewhere).may_repeat
+            assert not task_module.began(elsewhere).may_repeat
     assert len(caplog.records) == 5
     assert "hdfs://name/check cannot be looked at" in caplog.text
 
@@ -751,7 +749,7 @@ def test_a_write_that_outgrows_the_window_is_warned_about(
 ) -> None:
     policy = admin_pb2.TopicPolicy(deduplication_window_max_messages=16)
     name = client.admin.create_topic(topic, deduplication_mode="deduplication-id", policy=policy).name
-    one = task(client, name, began=window.now())
+    one = task(client, name, began=task_module.now())
     for n in range(10):
         done = one.run([own([f"{n}-{i}" for i in range(10)])])
     assert done.outgrown == (name,)

@@ -25,15 +25,23 @@ from pyspark.sql.types import (
 )
 
 from seqdedupe.client import blocking
-from seqdedupe.client.stored import Message
+from seqdedupe.client.message import Message
 from seqdedupe.errors import ConfigurationError, NotFoundError, PositionError, SeqdedupeError
 from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from seqdedupe_spark.columns import SCHEMA
-from seqdedupe_spark.offsets import NOTHING_YET, Offsets, as_texts, offset_after, positions_in
 from seqdedupe_spark.ranges import Range
-from seqdedupe_spark.source import BatchReader, SeqdedupeDataSource, StreamReader
+from seqdedupe_spark.source import (
+    NOTHING_YET,
+    BatchReader,
+    Offsets,
+    SeqdedupeDataSource,
+    StreamReader,
+    as_texts,
+    offset_after,
+    positions_in,
+)
 
 
 @pytest.fixture

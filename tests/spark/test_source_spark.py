@@ -15,8 +15,7 @@ from pyspark.sql.types import StructType
 from seqdedupe.client import blocking
 from seqdedupe.names import topic_name
 from seqdedupe_spark.columns import SCHEMA
-from seqdedupe_spark.ranges import Range
-from seqdedupe_spark.sharing import cut
+from seqdedupe_spark.ranges import Range, cut
 from seqdedupe_spark.source import BatchReader, SeqdedupeDataSource
 from tests.spark.streams import run_stream
 

@@ -6,16 +6,16 @@ from typing import Any
 import pytest
 
 from seqdedupe.errors import InvalidRequestError
-from seqdedupe.log.pulsar.entries import Entry, Message
-from seqdedupe.log.pulsar.http import Answer
+from seqdedupe.log.pulsar.admin_url import AdminAnswer
+from seqdedupe.log.pulsar.entries import PulsarEntry, PulsarMessage
 from seqdedupe.log.pulsar.ledgers import Ledger, Ledgers
 from seqdedupe.log.pulsar.reader import fields_of
 from seqdedupe.message_id import MessageId, Position
 from seqdedupe_spark import stock
-from seqdedupe_spark.cluster.stock import exact_keys, keys_in, stored
+from seqdedupe_spark.cluster.broker_reader import exact_keys, keys_in, stored
 from seqdedupe_spark.columns import SCHEMA, columns_of, to_arrow
 from seqdedupe_spark.dedupe import Deduplicator
-from seqdedupe_spark.losses import find_loss
+from seqdedupe_spark.planning import find_loss
 from seqdedupe_spark.stock import STOCK, StockEnds
 
 TOPIC = "persistent://public/default/t"
@@ -116,9 +116,9 @@ def test_a_ledger_without_entries_may_go() -> None:
     assert empty(5, MessageId(5, -1)).count(start, stock.before(MessageId(5, 0))) == 0
 
 
-def entry(place: MessageId, name: str, sequence_id: int, time_ms: int = 1, of_batch: int = 0) -> Entry:
-    message = Message(b"%d" % sequence_id, {"a": name}, "", 0)
-    return Entry(message, place, time_ms, name, sequence_id, of_batch)
+def entry(place: MessageId, name: str, sequence_id: int, time_ms: int = 1, of_batch: int = 0) -> PulsarEntry:
+    message = PulsarMessage(b"%d" % sequence_id, {"a": name}, "", 0)
+    return PulsarEntry(message, place, time_ms, name, sequence_id, of_batch)
 
 
 def test_batches_are_of_one_time_and_rise() -> None:
@@ -158,8 +158,8 @@ def test_batches_are_of_one_time_and_rise() -> None:
 
 
 def test_no_value_and_no_key_are_null() -> None:
-    told = Entry(Message(None, {}, "", 0), MessageId(5, 0), 1, "p", 0)
-    given = Entry(Message(b"", {}, "k", 7), MessageId(5, 1), 1, "p", 1)
+    told = PulsarEntry(PulsarMessage(None, {}, "", 0), MessageId(5, 0), 1, "p", 0)
+    given = PulsarEntry(PulsarMessage(b"", {}, "k", 7), MessageId(5, 1), 1, "p", 1)
     arrow = to_arrow(list(stored([told, given])), TOPIC)
     assert arrow.column("value").to_pylist() == [None, b""]
     assert arrow.column("__key").to_pylist() == [None, b"k"]
@@ -171,9 +171,9 @@ BYTES = b"\xff\x00key"
 IN_BASE64 = base64.b64encode(BYTES).decode()
 
 
-def keyed(key: str, **more: Any) -> Entry:
+def keyed(key: str, **more: Any) -> PulsarEntry:
     place = more.pop("place", MessageId(5, 0))
-    return Entry(Message(b"", {}, key, 0), place, 1, "p", place.entry_id, **more)
+    return PulsarEntry(PulsarMessage(b"", {}, key, 0), place, 1, "p", place.entry_id, **more)
 
 
 def test_columns_that_pulsar_alone_has() -> None:
@@ -224,7 +224,7 @@ BATCH = {"x-pulsar-num-batch-message": "5"}
     ],
 )
 def test_keys_are_read_from_what_a_broker_says(said: dict[str, str], raw: bytes, keys: list[bytes | None]) -> None:
-    assert keys_in(Answer(200, raw, said)) == keys
+    assert keys_in(AdminAnswer(200, raw, said)) == keys
 
 
 def test_what_is_no_batch_is_no_key() -> None:
@@ -233,7 +233,7 @@ def test_what_is_no_batch_is_no_key() -> None:
         if end in (len(whole) // 2, len(whole) // 2 - 1):
             continue
         with pytest.raises((ValueError, IndexError, KeyError)):
-            keys_in(Answer(200, whole[:end], BATCH))
+            keys_in(AdminAnswer(200, whole[:end], BATCH))
     assert fields_of(b"\x08\x80\x01\x11" + bytes(8) + b"\x1d" + bytes(4)) == {1: 128, 2: bytes(8), 3: bytes(4)}
     with pytest.raises(KeyError):
         fields_of(b"\x0b")
@@ -242,12 +242,12 @@ def test_what_is_no_batch_is_no_key() -> None:
 class Admin:
     """What `exact_keys` asks for."""
 
-    def __init__(self, answers: dict[MessageId, Answer]) -> None:
+    def __init__(self, answers: dict[MessageId, AdminAnswer]) -> None:
         self.admin = self
         self.asked: list[MessageId] = []
         self._answers = answers
 
-    async def entry(self, topic: str, entry: MessageId) -> Answer:
+    async def entry(self, topic: str, entry: MessageId) -> AdminAnswer:
         self.asked.append(entry)
         return self._answers[entry]
 
@@ -263,8 +263,8 @@ async def test_a_broker_is_asked_once_for_an_entry_whose_keys_are_not_clear() ->
     batch = of_message(b"", b"a key") + of_message(b"", b"") + of_message(b"")
     connection: Any = Admin(
         {
-            MessageId(5, 1): Answer(200, batch, BATCH),
-            MessageId(5, 2): Answer(200, b"", {"x-pulsar-partition-key": "abcd"}),
+            MessageId(5, 1): AdminAnswer(200, batch, BATCH),
+            MessageId(5, 2): AdminAnswer(200, b"", {"x-pulsar-partition-key": "abcd"}),
         }
     )
     assert await exact_keys(connection, TOPIC, rows) == [b"a key", b"a key", b"", None, b"abcd"]

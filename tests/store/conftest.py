@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from seqdedupe.store import compaction, parts, snapshots
+from seqdedupe.store import parts, snapshots
 from seqdedupe.store.db import Store
 
 SMALL_PAGE = 4
@@ -27,8 +27,8 @@ def store(folder: Path) -> Iterator[Store]:
 @pytest.fixture
 def small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages of few producers, compacted after few deltas."""
-    for module in (parts, snapshots, compaction):
+    for module in (parts, snapshots, snapshots):
         monkeypatch.setattr(module, "PAGE_PRODUCERS", SMALL_PAGE)
     monkeypatch.setattr(snapshots, "MAX_DELTAS", SMALL_MAX_DELTAS)
-    monkeypatch.setattr(compaction, "DELTAS_A_STEP", 2)
-    monkeypatch.setattr(compaction, "PAGES_A_FLUSH", 2)
+    monkeypatch.setattr(snapshots, "DELTAS_A_STEP", 2)
+    monkeypatch.setattr(snapshots, "PAGES_A_FLUSH", 2)

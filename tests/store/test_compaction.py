@@ -10,7 +10,7 @@ from rocksdict import Rdict, WriteBatch
 from seqdedupe.errors import DamagedError, UnavailableError
 from seqdedupe.store import rocksdb
 from seqdedupe.store.db import Store
-from seqdedupe.store.records import DELTA, HEADER, MAX_NUMBER, NAMES, PAGE, part_key, part_number
+from seqdedupe.store.parts import DELTA, HEADER, MAX_NUMBER, NAMES, PAGE, part_key, part_number
 from seqdedupe.store.snapshots import Delta, Snapshots
 from tests.store.conftest import SMALL_MAX_DELTAS, SMALL_PAGE
 from tests.store.copies import copy_of_live

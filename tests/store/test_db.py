@@ -10,9 +10,9 @@ import pytest
 from rocksdict import Rdict, WriteBatch
 
 from seqdedupe.errors import ConfigurationError, DamagedError, UnavailableError
-from seqdedupe.store import mark, records, rocksdb
+from seqdedupe.store import parts, rocksdb
 from seqdedupe.store.db import Store
-from seqdedupe.store.records import FORMAT_VERSION, LAST_INCARNATION, seal, topic_key
+from seqdedupe.store.parts import FORMAT_VERSION, LAST_INCARNATION, seal, topic_key
 from seqdedupe.store.snapshots import Snapshots
 from seqdedupe.store.topics import TopicRecord, TopicState
 from seqdedupe.testing import LAST_RESORT_SECONDS
@@ -150,7 +150,7 @@ def test_a_store_of_another_format_is_refused(
     folder: Path, monkeypatch: pytest.MonkeyPatch, version: int, refusal: str
 ) -> None:
     with monkeypatch.context() as other:
-        other.setattr(mark, "FORMAT_VERSION", version)
+        other.setattr(rocksdb, "FORMAT_VERSION", version)
         Store.open(folder).close()
     with pytest.raises(DamagedError, match=f"has format version {version}") as raised:
         Store.open(folder)
@@ -164,7 +164,7 @@ async def test_a_record_of_another_format_is_refused(
 ) -> None:
     store = Store.open(folder)
     with monkeypatch.context() as other:
-        other.setattr(records, "FORMAT_VERSION", version)
+        other.setattr(parts, "FORMAT_VERSION", version)
         await store.put_topics(topic())
     store.close()
     with pytest.raises(DamagedError) as raised:
@@ -270,7 +270,7 @@ async def test_a_flush_that_was_running_does_not_count_for_a_later_write(folder:
     await asyncio.sleep(0)
     await store.put_topics(topic(2))
     await running
-    copied = mark.Mark.open(shutil.copytree(folder, folder.with_name("copy")))
+    copied = rocksdb.Mark.open(shutil.copytree(folder, folder.with_name("copy")))
     written = 4
     assert copied.sequence == written
     copied.close()
@@ -312,25 +312,25 @@ async def test_durable_writes_survive_without_closing(folder: Path) -> None:
 async def test_while_there_is_a_journal_an_earlier_program_takes_it_for_a_newer_store(folder: Path) -> None:
     store = Store.open(folder)
     assert not store.has_journal
-    before = (folder / mark.FILE_NAME).read_bytes()
+    before = (folder / rocksdb.FILE_NAME).read_bytes()
     store.tell_journal(True)
     await store.put_topics(topic(1))
     store.close()
     # What every version has read there: the whole number.
-    version = int.from_bytes((folder / mark.FILE_NAME).read_bytes()[16:20], "little")
+    version = int.from_bytes((folder / rocksdb.FILE_NAME).read_bytes()[16:20], "little")
     assert version > FORMAT_VERSION == int.from_bytes(before[16:20], "little")
     store = Store.open(folder)
     assert store.has_journal
     assert len(store.topics()) == 1
     store.tell_journal(False)
     store.close()
-    assert int.from_bytes((folder / mark.FILE_NAME).read_bytes()[16:20], "little") == FORMAT_VERSION
+    assert int.from_bytes((folder / rocksdb.FILE_NAME).read_bytes()[16:20], "little") == FORMAT_VERSION
     Store.open(folder).close()
 
 
 def test_a_newer_store_with_a_journal_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as other:
-        other.setattr(mark, "FORMAT_VERSION", FORMAT_VERSION + 1)
+        other.setattr(rocksdb, "FORMAT_VERSION", FORMAT_VERSION + 1)
         store = Store.open(folder)
         store.tell_journal(True)
         store.close()

@@ -8,8 +8,7 @@ import pytest
 from broker_sidecar.config import Config
 from broker_sidecar.workers import count_of, make
 from seqdedupe.errors import ConfigurationError, DamagedError, InvalidRequestError
-from seqdedupe.routing import murmur3_32
-from seqdedupe.shards import ALL_SHARDS, SHARDS, from_text, shard_of, shards_of_worker, to_text
+from seqdedupe.names import ALL_SHARDS, SHARDS, from_text, murmur3_32, shard_of, shards_of_worker, to_text
 from seqdedupe.store.directories import (
     MAX_WORKERS,
     SHARDS_FILE,

@@ -12,8 +12,7 @@ from rocksdict import Rdict
 from seqdedupe.errors import DamagedError, UnavailableError, error
 from seqdedupe.store import rocksdb
 from seqdedupe.store.db import Store
-from seqdedupe.store.mark import Mark
-from seqdedupe.store.rocksdb import open_rocksdb
+from seqdedupe.store.rocksdb import Mark, open_rocksdb
 from seqdedupe.store.snapshots import Snapshots
 from seqdedupe.testing import LAST_RESORT_SECONDS
 from tests.store.model import INCARNATION, State, delta, load, save, state_of, topic

@@ -7,25 +7,25 @@ import pytest
 
 from seqdedupe.errors import ConfigurationError
 from seqdedupe.store.db import Store
-from seqdedupe.store.instance import OPENINGS_BEGIN_SECONDS, Instance
+from seqdedupe.store.directories import OPENINGS_BEGIN_SECONDS, StoreInstance
 
 
 async def test_a_name_is_kept_and_another_one_is_refused(tmp_path: Path) -> None:
     names = set()
     for _ in range(2):
         store = Store.open(tmp_path / "store")
-        names.add(Instance(store).named(""))
+        names.add(StoreInstance(store).named(""))
         # It is durable with what is made durable next.
-        await Instance(store).claim_opening(0)
+        await StoreInstance(store).claim_opening(0)
         with pytest.raises(ConfigurationError, match="INVALID_CONFIGURATION"):
-            Instance(store).named("another")
+            StoreInstance(store).named("another")
         store.close()
     [name] = names
     store = Store.open(tmp_path / "store")
-    assert Instance(store).named(name) == name
+    assert StoreInstance(store).named(name) == name
     store.close()
     other = Store.open(tmp_path / "other")
-    assert Instance(other).named("") != name
+    assert StoreInstance(other).named("") != name
     other.close()
 
 
@@ -36,7 +36,7 @@ async def test_openings_rise_over_restarts_and_above_what_the_cluster_knows(
     claimed = []
     for known in (0, now + 10_000, 0):
         store = Store.open(tmp_path / "store")
-        instance = Instance(store)
+        instance = StoreInstance(store)
         claimed += [await instance.claim_opening(known), await instance.claim_opening(0)]
         store.close()
         # A clock that was set back.

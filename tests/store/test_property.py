@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from rocksdict import WriteBatch
 
 from seqdedupe.errors import DamagedError, SeqdedupeError
-from seqdedupe.store import compaction, snapshots
+from seqdedupe.store import snapshots
 from seqdedupe.store.db import Store
 from seqdedupe.store.parts import Header, StoredDelta, StoredPosition, encode_names
 from seqdedupe.store.snapshots import Snapshots
@@ -178,14 +178,14 @@ class _FirstOfEachNumpy:
 
 
 def _the_first_delta_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    changes_of = compaction._changes_of
+    changes_of = snapshots._changes_of
 
     def without_first(deltas: list[tuple[StoredDelta, int]], header: Header) -> Any:
         (first, size), *rest = deltas
         empty = StoredDelta(first.position, first.slots[:0], first.persisted[:0], first.epochs[:0], first.stated[:0])
         return changes_of([(empty, size), *rest], header)
 
-    monkeypatch.setattr(compaction, "_changes_of", without_first)
+    monkeypatch.setattr(snapshots, "_changes_of", without_first)
 
 
 def _position_is_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,37 +202,37 @@ def _position_is_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
 def _header_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """The deltas go before the pages are there."""
     flush = Store.flush
-    compact = compaction.compact
+    compact = snapshots.compact
 
-    async def early(store: Store, incarnation: int, header: Header) -> compaction.Compacted:
-        found = compaction._next_deltas(store, incarnation, header.through)
+    async def early(store: Store, incarnation: int, header: Header) -> snapshots.Compacted:
+        found = snapshots._next_deltas(store, incarnation, header.through)
         position = found[-1][0].position
         last = Header(header.through + len(found), header.packed_names, position)
         merged = [
-            compaction._merged_page(store, incarnation, compaction._changes_of(found, header), first)
-            for first in compaction._changes_of(found, header).pages
+            snapshots._merged_page(store, incarnation, snapshots._changes_of(found, header), first)
+            for first in snapshots._changes_of(found, header).pages
         ]
-        store.write(compaction._last_write(incarnation, last))
+        store.write(snapshots._last_write(incarnation, last))
         for batch in merged:
             store.write(batch)
         await flush(store, store.opening)
-        return compaction.Compacted(last, sum(size for _, size in found))
+        return snapshots.Compacted(last, sum(size for _, size in found))
 
     assert compact is vars(snapshots)["compact"]
     monkeypatch.setattr(snapshots, "compact", early)
 
 
 def _names_are_deleted_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compaction, "encode_names", lambda names: encode_names(names[:1]))
+    monkeypatch.setattr(snapshots, "encode_names", lambda names: encode_names(names[:1]))
 
 
 def _no_mark(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("seqdedupe.store.mark.Mark.move", lambda self, sequence: None)
+    monkeypatch.setattr("seqdedupe.store.rocksdb.Mark.move", lambda self, sequence: None)
 
 
 PLANTED: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "loading merges by maximum": lambda m: m.setattr(snapshots, "overwrite", _maximum),
-    "compaction takes the first delta of a producer": lambda m: m.setattr(compaction, "np", _FirstOfEachNumpy()),
+    "compaction takes the first delta of a producer": lambda m: m.setattr(snapshots, "np", _FirstOfEachNumpy()),
     "compaction leaves a delta out": _the_first_delta_is_left_out,
     "the position is ahead of the state": _position_is_ahead,
     "deltas go before their pages are there": _header_first,

@@ -11,8 +11,7 @@ from rocksdict import WriteBatch
 from seqdedupe.errors import DamagedError, SeqdedupeError
 from seqdedupe.message_id import MessageId
 from seqdedupe.store.db import Store
-from seqdedupe.store.parts import StoredDelta, StoredPosition, encode_names
-from seqdedupe.store.records import DELTA, NAMES, part_key, seal
+from seqdedupe.store.parts import DELTA, NAMES, StoredDelta, StoredPosition, encode_names, part_key, seal
 from seqdedupe.store.snapshots import Delta, Snapshots
 from tests.store.model import INCARNATION, State, delta, load, save, state_of
 

@@ -5,11 +5,10 @@ import time
 from collections.abc import Callable, Sequence
 
 from seqdedupe.errors import SeqdedupeError
-from seqdedupe.topic.answers import Receipt, Refusal
-from seqdedupe.topic.frame import NumbersCache
-from seqdedupe.topic.opening import open_sessions
-from seqdedupe.topic.publishing import Topic
-from seqdedupe.topic.reading import PAGE_BYTES, end_index, read_page
+from seqdedupe.topic.frame import NumbersCache, Receipt, Refusal
+from seqdedupe.topic.operations import open_sessions
+from seqdedupe.topic.readers import PAGE_BYTES, end_index, read_page
+from seqdedupe.topic.topic import Topic
 from tests.batches import batch
 from tests.log.conformance import parsed
 

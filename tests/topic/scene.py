@@ -4,12 +4,10 @@ import asyncio
 
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Snapshots
-from seqdedupe.topic.answers import Receipt, Refusal
-from seqdedupe.topic.frame import NumbersCache
-from seqdedupe.topic.opening import open_sessions
-from seqdedupe.topic.operating import MessageState, message_state
+from seqdedupe.topic.frame import NumbersCache, Receipt, Refusal
+from seqdedupe.topic.operations import MessageState, message_state, open_sessions
 from seqdedupe.topic.policy import Applied
-from seqdedupe.topic.publishing import Topic
+from seqdedupe.topic.topic import Topic
 from tests.batches import batch
 from tests.log.faulty import FaultyLog, Storage
 

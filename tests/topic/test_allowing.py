@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from seqdedupe.core.producers import Producers
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.format.jit import Bytes, Int64s2, Uint8s
-from seqdedupe.topic import allowing
-from seqdedupe.topic.allowing import Allowing
+from seqdedupe.topic import frame
+from seqdedupe.topic.frame import Allowing
 
 Step = tuple[str, list[int]]
 
@@ -103,7 +103,7 @@ def as_far_as_it_goes(column: Uint8s, numbers: np.ndarray, value: int) -> bool:
 
 @pytest.mark.parametrize("bug", [always, as_far_as_it_goes])
 def test_a_look_that_is_wrong_is_found(monkeypatch: pytest.MonkeyPatch, bug: Callable[..., bool]) -> None:
-    monkeypatch.setattr(allowing, "are_all", bug)
+    monkeypatch.setattr(frame, "are_all", bug)
     with pytest.raises(AssertionError):
         run(HISTORY)
 

@@ -19,8 +19,7 @@ from seqdedupe.core.rule import DUP, NOT_DUP, PERSISTED, PUSHED, UNKNOWN
 from seqdedupe.errors import SeqdedupeError, UnavailableError
 from seqdedupe.store.snapshots import Snapshots
 from seqdedupe.topic import attached
-from seqdedupe.topic.attached import AttachedTopic
-from seqdedupe.topic.attachment import Attachment, Columns
+from seqdedupe.topic.attached import AttachedTopic, Attachment, Columns
 from seqdedupe.topic.policy import Applied, GapPolicy
 from tests.property.disk import CrashableStore
 
@@ -274,20 +273,20 @@ class History:
 
     async def _kill(self) -> None:
         """The sidecar is gone, and the machine's power with it: what was not synced is lost, from some point on."""
-        await self.topic.snapshotter.close()
+        await self.topic.keeper.snapshotter.close()
         self.store.cut_power(self.rng.randint(0, 3))
         self.store.restart()
         await self.start()
         self.attach()
 
     async def _snapshot(self) -> None:
-        await self.topic.snapshot()
+        await self.topic.keeper.snapshot()
 
     async def _bad_snapshot(self) -> None:
         """The store fails; of what was written then some may be there all the same."""
         self.store.fail_next_sync(self.rng.randint(0, 2))
         with suppress(UnavailableError):
-            await self.topic.snapshot()
+            await self.topic.keeper.snapshot()
 
     # -- a case ------------------------------------------------------------------------------------------------------
 

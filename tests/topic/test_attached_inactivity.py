@@ -14,9 +14,8 @@ from seqdedupe.core.rule import DUP, NOT_DUP
 from seqdedupe.errors import UnavailableError, error
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Snapshots
-from seqdedupe.topic.attached import AttachedTopic
-from seqdedupe.topic.attachment import Columns
-from seqdedupe.topic.inactivity import DUE_PERIODS
+from seqdedupe.topic.attached import AttachedTopic, Columns
+from seqdedupe.topic.keeper import DUE_PERIODS
 from seqdedupe.topic.policy import Applied
 from tests.topic.test_directory import turns
 from tests.topic.test_inactivity import known
@@ -84,7 +83,7 @@ class Broker:
 
     async def pass_timeout(self, looks: int = DUE_PERIODS) -> None:
         for _ in range(looks):
-            await self.topic.inactivity.look()
+            await self.topic.keeper.inactivity.look()
 
     def known(self) -> dict[str, int]:
         return known(self.topic.producers)
@@ -210,7 +209,7 @@ async def test_a_store_that_fails_forgets_nobody(store: Store, monkeypatch: pyte
         await broker.pass_timeout(1)
     assert broker.publish("a", 7) == DUP
     monkeypatch.undo()
-    await broker.topic.snapshot()
+    await broker.topic.keeper.snapshot()
     broker.start()
     assert broker.known() == {"a": 7}
     await broker.topic.delete()
@@ -234,7 +233,7 @@ async def test_who_comes_back_while_the_snapshot_is_written_stays(
     monkeypatch.setattr(store, "flush", flush_while_it_comes_back)
     await broker.pass_timeout(1)
     assert broker.known() == {"a": 7}
-    await broker.topic.snapshot()
+    await broker.topic.keeper.snapshot()
     broker.start()
     assert broker.known() == {"a": 7}
     await broker.topic.delete()
@@ -270,7 +269,7 @@ async def test_who_comes_back_while_the_snapshot_waits_for_another_is_known_afte
 ) -> None:
     broker = await nearly_due(store)
     held = HeldStore(store, monkeypatch)
-    before = asyncio.ensure_future(broker.topic.snapshot())
+    before = asyncio.ensure_future(broker.topic.keeper.snapshot())
     await held.is_held.wait()
     looking = asyncio.ensure_future(broker.pass_timeout(1))
     await turns(50)
@@ -304,7 +303,7 @@ async def test_who_got_an_answer_while_the_snapshot_was_written_is_known_after_a
 async def test_a_drain_in_the_middle_keeps_who_came_back(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     broker = await nearly_due(store)
     held = HeldStore(store, monkeypatch)
-    looking = broker.topic._spawn(broker.topic.inactivity.look())
+    looking = broker.topic.spawn(broker.topic.keeper.inactivity.look())
     await held.is_held.wait()
     assert broker.publish("a", 7) == DUP
     draining = asyncio.ensure_future(broker.topic.drain())
@@ -335,10 +334,10 @@ async def test_the_snapshot_that_forgets_says_that_somebody_was(store: Store, mo
     """The process may end before the next one is taken, which frees the names."""
     broker = Broker(store)
     assert broker.publish("gone", 7) == NOT_DUP
-    await broker.topic.snapshot()
+    await broker.topic.keeper.snapshot()
     broker.start()
     stored: list[bool] = []
-    original = broker.topic.snapshotter.forget
+    original = broker.topic.keeper.snapshotter.forget
 
     async def forget(*calls: Any) -> None:
         await original(*calls)
@@ -348,7 +347,7 @@ async def test_the_snapshot_that_forgets_says_that_somebody_was(store: Store, mo
         stored.append(loaded.has_forgotten)
 
     assert not broker.topic.producers.has_forgotten
-    monkeypatch.setattr(broker.topic.snapshotter, "forget", forget)
+    monkeypatch.setattr(broker.topic.keeper.snapshotter, "forget", forget)
     await broker.pass_timeout()
     assert stored == [True]
     await broker.topic.delete()
@@ -359,7 +358,7 @@ async def test_who_came_back_before_the_snapshot_that_would_forget_was_not_forgo
     assert broker.publish("back", 7) == NOT_DUP
     broker.release("back")
     await broker.pass_timeout(DUE_PERIODS - 1)
-    async with broker.topic.snapshotter.stands_still():
+    async with broker.topic.keeper.snapshotter.stands_still():
         looking = asyncio.ensure_future(broker.pass_timeout(1))
         await turns(10)
         assert broker.publish("back", 7) == DUP

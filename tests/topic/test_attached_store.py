@@ -21,10 +21,9 @@ from seqdedupe.store.db import _Opening
 from seqdedupe.store.snapshots import Snapshots
 from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe.topic import attached
-from seqdedupe.topic.attached import AttachedTopic
-from seqdedupe.topic.attachment import Attachment, Columns
+from seqdedupe.topic.attached import AttachedTopic, Attachment, Columns
 from seqdedupe.topic.directory import Topics
-from seqdedupe.topic.of_brokers import BrokersTopics
+from seqdedupe.topic.kinds import BrokersTopics
 from seqdedupe.topic.policy import Applied, GapPolicy, Policy
 from seqdedupe.topic.saved import saved
 from tests.property.disk import CrashableStore
@@ -155,9 +154,9 @@ async def live_and_die(store: BrokenStore, fail_at: int, survives: int) -> tuple
     broker, answers = Broker(), list[bool]()
     broker.attach(start(store, incarnation))
     calls: list[Callable[[], Any]] = [
-        lambda: broker.topic.snapshot(),
+        lambda: broker.topic.keeper.snapshot(),
         lambda: broker.topic.set_policy(REJECT),
-        lambda: broker.topic.snapshot(),
+        lambda: broker.topic.keeper.snapshot(),
         lambda: broker.topic.set_policy(Policy()),
         lambda: broker.topic.set_policy(REJECT),
     ]
@@ -173,12 +172,12 @@ async def live_and_die(store: BrokenStore, fail_at: int, survives: int) -> tuple
     if survives:
         # The store is back in time.
         store.fail_at = 0
-        await broker.topic.snapshot()
+        await broker.topic.keeper.snapshot()
         assert broker.topic.trim_position == b"%d" % broker.length
         answers.append(True)
         broker.publish()
     assert broker.topic.policy == REJECT
-    await broker.topic.snapshotter.close()
+    await broker.topic.keeper.snapshotter.close()
     store.cut_power(survives)
     store.fail_at = 0
     topic = start(store, incarnation)
@@ -219,14 +218,14 @@ async def test_what_is_exported_while_a_snapshot_is_synced_is_not_trimmed_for_it
     broker.attach(start(store, incarnation))
     broker.publish()
     store.is_hanging, store.hangs = threading.Event(), threading.Event()
-    snapshot = asyncio.ensure_future(broker.topic.snapshot())
+    snapshot = asyncio.ensure_future(broker.topic.keeper.snapshot())
     assert await asyncio.to_thread(store.is_hanging.wait, LAST_RESORT_SECONDS)
     broker.publish()
     if is_exported:
         assert saved(broker.topic).opaque == b"2"
     store.hangs.set()
     await snapshot
-    assert (broker.topic.trim_position, broker.topic.snapshot_index) == (b"1", 1)
+    assert (broker.topic.trim_position, broker.topic.keeper.snapshot_index) == (b"1", 1)
     broker.publish()
     store.cut_power(0)
     broker.attach(start(store, incarnation))
@@ -243,12 +242,12 @@ async def test_a_log_that_grows_fast_is_not_snapshotted_without_a_break(
     store.watch(incarnation)
     broker = Broker()
     broker.attach(start(store, incarnation))
-    broker.topic.snapshotter.apply(replace(APPLIED, deduplication_entries_interval=1))
+    broker.topic.keeper.snapshotter.apply(replace(APPLIED, deduplication_entries_interval=1))
     store.syncs = 0
     for _ in range(20):
         broker.publish()
         await asyncio.sleep(0)
-        await broker.topic.snapshotter.finish()
+        await broker.topic.keeper.snapshotter.finish()
     assert (store.syncs > 5) if is_often else (store.syncs == 1)
     await broker.topic.drain()
     assert broker.topic.trim_position == b"%d" % broker.length

@@ -12,7 +12,7 @@ from seqdedupe.core.producers import Producers
 from seqdedupe.core.rule import PERSISTED, PUSHED
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.limits import MAX_POSITION_BYTES
-from seqdedupe.topic.attachment import Attachment, Columns
+from seqdedupe.topic.attached import Attachment, Columns
 from seqdedupe.topic.policy import Applied, GapPolicy, OverlapPolicy
 
 CASES = 500

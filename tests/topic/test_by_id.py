@@ -16,7 +16,7 @@ from rocksdict import WriteBatch
 
 from seqdedupe import batch as batches
 from seqdedupe.batch import Binary
-from seqdedupe.core import id_newer
+from seqdedupe.core import id_slots
 from seqdedupe.core.id_window import IdWindow
 from seqdedupe.core.moment import Moment
 from seqdedupe.core.rule import DUP, NOT_DUP, UNKNOWN
@@ -24,18 +24,17 @@ from seqdedupe.errors import SeqdedupeError
 from seqdedupe.format.columns import ROWS
 from seqdedupe.format.records import body_of
 from seqdedupe.message_id import MessageId
-from seqdedupe.store import ids as stored_ids
+from seqdedupe.store import windows as stored_ids
 from seqdedupe.store.db import Store
-from seqdedupe.store.records import IDS, part_key
+from seqdedupe.store.parts import IDS, part_key
 from seqdedupe.store.snapshots import Loaded, Snapshots
 from seqdedupe.testing import LAST_RESORT_SECONDS
-from seqdedupe.topic import logged
-from seqdedupe.topic.answers import Receipt, Refusal
-from seqdedupe.topic.frame import NumbersCache, check_by_id
-from seqdedupe.topic.opening import open_sessions
+from seqdedupe.topic.base import State
+from seqdedupe.topic.frame import NumbersCache, Receipt, Refusal, check_by_id
+from seqdedupe.topic.judge_by_id import ByDeduplicationId
+from seqdedupe.topic.operations import open_sessions
 from seqdedupe.topic.policy import Applied, Policy
-from seqdedupe.topic.publishing import Topic
-from seqdedupe.topic.state import State
+from seqdedupe.topic.topic import Topic
 from tests.batches import batch
 from tests.log.faulty import FaultyLog, Storage
 
@@ -45,7 +44,7 @@ APPLIED = Applied(deduplication_snapshot_interval_seconds=0)
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(id_newer, "PIECE_BYTES", 32)
+    monkeypatch.setattr(id_slots, "PIECE_BYTES", 32)
 
 
 @pytest.fixture
@@ -68,7 +67,7 @@ class Place:
 
     async def start(self) -> Topic:
         self.topic = self.opened(Snapshots(self.store, INCARNATION))
-        self.topic.now = self.now
+        self.topic.ids.now = self.now
         await self.topic.recover()
         if self.topic.window is None:
             setting = asyncio.ensure_future(self.topic.set_policy(self.policy))
@@ -262,7 +261,7 @@ async def test_a_rebuilt_topic_knows_what_its_log_says(place: Place, caplog: pyt
     for one in (b"a", b"b", b"c"):
         place.send(one)
         place.log.settle()
-    await place.topic.snapshot()
+    await place.topic.keeper.snapshot()
     await place.topic.close("")
     await place.store.flush(Snapshots(place.store, INCARNATION).remove())
     del place.storage.records[: next(k for k, r in enumerate(place.storage.records) if b"payload of b" in r)]
@@ -288,7 +287,7 @@ async def test_the_window_moves_and_says_so(store: Store) -> None:
         place.log.settle()
     assert 32 <= len(window) <= 34
     assert verdicts(place.send(b"70", b"99")) == [DUP, DUP]
-    await place.topic.snapshot()
+    await place.topic.keeper.snapshot()
     first = window.first_index
     await place.crash()
     assert place.topic.window is not None
@@ -299,7 +298,7 @@ async def test_the_window_moves_and_says_so(store: Store) -> None:
     again = place.send(b"99")
     place.log.settle()
     assert receipt(again).verdicts is None
-    await place.topic.snapshot()
+    await place.topic.keeper.snapshot()
     await place.crash()
     assert place.topic.window.first_index == 100
     await place.topic.close("")
@@ -329,7 +328,7 @@ async def test_after_a_crash_the_window_reaches_as_far_back_as_before(store: Sto
 async def test_a_window_that_the_store_has_lost_in_part_is_damage(place: Place, store: Store) -> None:
     place.send(b"a", b"b")
     place.log.settle()
-    await place.topic.snapshot()
+    await place.topic.keeper.snapshot()
     change = WriteBatch(raw_mode=True)
     change.delete(part_key(INCARNATION, IDS, 0))
     store.write(change)
@@ -395,7 +394,7 @@ async def history(place: Place, seed: int) -> None:
                 await place.crash(rng.choice([0, 1, 2, None]))
             case 5:
                 if place.topic.state is State.SERVING:
-                    await place.topic.snapshot()
+                    await place.topic.keeper.snapshot()
             case 6:
                 place.log.store(1)
         await place.go_on()
@@ -445,7 +444,7 @@ def _without_deduplication(real: Callable[..., Any]) -> Callable[..., Any]:
 
 PLANTED: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
     "what fails is still known": (IdWindow, "fail", lambda real: _nothing),
-    "replay leaves IDs out": (logged.LoggedTopic, "_replay_ids", lambda real: _nothing),
+    "replay leaves IDs out": (ByDeduplicationId, "replay", lambda real: _nothing),
     "snapshots lack IDs": (stored_ids.WrittenPieces, "put", lambda real: _nothing),
     "it counts before it is stored": (IdWindow, "decide", _confirmed_at_once),
     "snapshots have no window": (stored_ids, "put", lambda real: lambda *a: 0),

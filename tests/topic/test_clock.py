@@ -10,10 +10,10 @@ import pytest
 from seqdedupe.core import id_window
 from seqdedupe.core.moment import LOOK_SECONDS, LOOKS, Moment, Steadied
 from seqdedupe.core.rule import DUP, NOT_DUP
+from seqdedupe.exports import KnownId
 from seqdedupe.store.db import Store
 from seqdedupe.topic.clock import Clock
-from seqdedupe.topic.publishing import Topic
-from seqdedupe.windows import Known
+from seqdedupe.topic.topic import Topic
 from tests.log.faulty import FaultyLog, Storage
 from tests.topic.test_by_id import INCARNATION
 from tests.topic.test_window_import import ImportPlace
@@ -23,7 +23,7 @@ HOUR_MS = 60 * MINUTE_MS
 DAY_MS = 24 * HOUR_MS
 LOOK_MS = int(1000 * LOOK_SECONDS)
 BEGAN_MS = 1_700_000_000_000
-OLD = [Known(b"old %d" % k, BEGAN_MS - 10 * MINUTE_MS + k * MINUTE_MS) for k in range(1, 5)]
+OLD = [KnownId(b"old %d" % k, BEGAN_MS - 10 * MINUTE_MS + k * MINUTE_MS) for k in range(1, 5)]
 
 
 @pytest.fixture
@@ -115,7 +115,7 @@ async def a_restart_while_the_clock_is_ahead(place: ClockPlace, tmp_path: Path) 
     """The log has the wrong time from the jump on, and replay meets it before what counts."""
     await place.bring(OLD, tmp_path / "window")
     assert place.new(b"a") == [NOT_DUP]
-    await place.topic.snapshot()
+    await place.topic.keeper.snapshot()
     assert place.new(b"b") == [NOT_DUP]
     place.goes_on(50)
     place.wrong_ms = DAY_MS
@@ -124,7 +124,7 @@ async def a_restart_while_the_clock_is_ahead(place: ClockPlace, tmp_path: Path) 
     assert place.new(b"a", b"b", b"c", b"old 1") == [DUP] * 4
     place.goes_on(20)
     assert place.new(b"a", b"old 1", b"d") == [DUP, DUP, NOT_DUP]
-    await place.topic.snapshot()
+    await place.topic.keeper.snapshot()
     await settled(place)
     place.wrong_ms = 0
     await place.crash()

@@ -15,12 +15,11 @@ from seqdedupe.errors import SeqdedupeError, UnavailableError, error
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Delta, Snapshots
 from seqdedupe.testing import LAST_RESORT_SECONDS
-from seqdedupe.topic.answers import Receipt, Refusal
+from seqdedupe.topic.base import State
 from seqdedupe.topic.directory import Topics
-from seqdedupe.topic.frame import NumbersCache
-from seqdedupe.topic.opening import open_sessions
-from seqdedupe.topic.published import PublishedTopics
-from seqdedupe.topic.state import State
+from seqdedupe.topic.frame import NumbersCache, Receipt, Refusal
+from seqdedupe.topic.kinds import PublishedTopics
+from seqdedupe.topic.operations import open_sessions
 from tests.batches import batch
 from tests.log.faulty import FaultyLog, Storage
 from tests.topic.logs import MemoryLogs
@@ -326,9 +325,9 @@ async def test_a_snapshot_that_nothing_was_left_for_leaves_nobody_out(
     with monkeypatch.context() as patch:
         patch.setattr(Snapshots, "write_delta", write_nothing)
         with pytest.raises(MemoryError):
-            await process.topics.get(NAME).snapshot()
+            await process.topics.get(NAME).keeper.snapshot()
     topic = process.topics.get(NAME)
-    await topic.snapshot()
+    await topic.keeper.snapshot()
     loaded = Snapshots(process.store, topic.incarnation).load()
     assert loaded is not None
     assert (loaded.names.some(), loaded.persisted.tolist(), loaded.next_index) == ([b"p"], [7], 1)

@@ -12,14 +12,15 @@ from seqdedupe.log.contract import LogName
 from seqdedupe.store.db import Store
 from seqdedupe.store.topics import LogKind
 from seqdedupe.testing import LAST_RESORT_SECONDS
-from seqdedupe.topic import finding, partitioned
+from seqdedupe.topic import lookup
+from seqdedupe.topic.base import State
 from seqdedupe.topic.directory import Topics
-from seqdedupe.topic.looking import Looking
+from seqdedupe.topic.kinds import PublishedTopics
+from seqdedupe.topic.listing import Looking
 from seqdedupe.topic.policy import Policy
-from seqdedupe.topic.published import PublishedTopics
-from seqdedupe.topic.publishing import Topic
-from seqdedupe.topic.state import State
+from seqdedupe.topic.topic import Topic
 from tests.log.faulty import FaultyLog, Storage
+from tests.records_of import record_of
 from tests.topic.logs import MemoryLogs
 from tests.topic.publisher import Publisher, stored
 
@@ -105,11 +106,11 @@ async def test_a_topic_that_another_sidecar_has_just_made_is_found_by_who_is_ask
     await one.topics.create(NAME)
     with pytest.raises(NotFoundError):
         other.topics.get(NAME)
-    topic = await finding.find(other.topics, "t")
+    topic = await lookup.find(other.topics, "t")
     assert (topic.state, topic.owner_address) == (State.STANDBY, "one")
     assert other.states == {NAME: State.STANDBY}
     lists = other.logs.lists
-    assert await finding.find(other.topics, "t") is topic
+    assert await lookup.find(other.topics, "t") is topic
     assert other.logs.lists == lists, "what is known is not looked for"
 
 
@@ -121,8 +122,8 @@ async def test_many_that_ask_at_once_are_answered_by_two_looks_at_most(two: tupl
         await one.topics.create(name)
     lists = other.logs.lists
     answers = await asyncio.gather(
-        *(finding.find(other.topics, name) for name in names * 5),
-        *(finding.find(other.topics, f"{name}-other") for name in names),
+        *(lookup.find(other.topics, name) for name in names * 5),
+        *(lookup.find(other.topics, f"{name}-other") for name in names),
         return_exceptions=True,
     )
     assert {type(answer) for answer in answers[: 5 * len(names)]} == {Topic}
@@ -139,9 +140,9 @@ async def test_a_cluster_that_cannot_be_asked_does_not_make_a_topic_one_that_is_
     await one.topics.create(NAME)
     other.logs.is_reached = False
     with pytest.raises(UnavailableError, match="LOG_UNREADABLE"):
-        await finding.find(other.topics, NAME)
+        await lookup.find(other.topics, NAME)
     other.logs.is_reached = True
-    assert (await finding.find(other.topics, NAME)).state is State.STANDBY
+    assert (await lookup.find(other.topics, NAME)).state is State.STANDBY
 
 
 async def test_a_look_is_for_those_who_asked_before_it_began() -> None:
@@ -176,8 +177,8 @@ async def test_a_topic_whose_log_somebody_has_deleted_in_the_cluster_can_be_dele
     for name in (NAME, "damaged"):
         topic = await one.topics.create(name)
         await Publisher("p", lambda topic=topic: [topic]).publish(30)  # type: ignore[misc]
-        await topic.snapshot()
-    gone, damaged = one.topics.records[NAME].incarnation, one.topics.get("damaged").incarnation
+        await topic.keeper.snapshot()
+    gone, damaged = record_of(one.topics, NAME).incarnation, one.topics.get("damaged").incarnation
     await one.stop()
     del one.logs.storages[gone]
     harm(one.logs.storages[damaged][1])
@@ -190,12 +191,12 @@ async def test_a_topic_whose_log_somebody_has_deleted_in_the_cluster_can_be_dele
             await one.topics.create(name, exists_ok=True)
     # What is there is damaged, and nobody's to delete unseen.
     with pytest.raises(DamagedError):
-        await finding.delete(one.topics, "damaged")
+        await lookup.delete(one.topics, "damaged")
     one.logs.is_reached = False
     with pytest.raises(UnavailableError, match="LOG_UNREADABLE"):
-        await finding.delete(one.topics, NAME)
+        await lookup.delete(one.topics, NAME)
     one.logs.is_reached = True
-    await asyncio.gather(*(finding.delete(one.topics, NAME) for _ in range(3)))
+    await asyncio.gather(*(lookup.delete(one.topics, NAME) for _ in range(3)))
     assert one.states[NAME] is None
     topic = await one.topics.create(NAME)
     await Publisher("p", lambda: [topic]).publish(3)
@@ -218,7 +219,7 @@ async def test_a_topic_that_is_open_while_its_log_is_deleted_can_be_deleted(two:
     await one.until(NAME, State.DAMAGED)
     with pytest.raises(DamagedError):
         await one.topics.delete(NAME)
-    await finding.delete(one.topics, NAME)
+    await lookup.delete(one.topics, NAME)
     assert (await one.topics.create(NAME)).confirmed_index == 0
 
 
@@ -227,13 +228,13 @@ async def make(sidecar: Sidecar, partitions: int) -> list[str]:
     if not partitions:
         await sidecar.topics.create(NAME)
         return [NAME]
-    await partitioned.create(sidecar.topics, NAME, partitions, Policy())
+    await lookup.create_partitioned(sidecar.topics, NAME, partitions, Policy())
     return sidecar.topics.partitions.names(NAME)
 
 
 async def delete(sidecar: Sidecar) -> None:
     is_partitioned = NAME in sidecar.topics.partitions
-    await (partitioned.delete(sidecar.topics, NAME) if is_partitioned else finding.delete(sidecar.topics, NAME))
+    await (lookup.delete_partitioned(sidecar.topics, NAME) if is_partitioned else lookup.delete(sidecar.topics, NAME))
 
 
 def incarnations(sidecar: Sidecar) -> dict[str, int]:
@@ -255,30 +256,30 @@ async def test_a_topic_that_others_have_made_anew_is_followed(
         await Publisher("p", lambda name=name: [maker.topics.get(name)]).publish(30)  # type: ignore[misc]
     for each in two:
         await each.topics.looking.once()
-        assert len(each.topics.records) == max(before, 1)
-    old = [topic for topic in other.topics.live.values() if isinstance(topic.log, FaultyLog)]
+        assert len(each.topics.registry) == max(before, 1)
+    old = [topic for topic in other.topics.registry.open_topics() if isinstance(topic.log, FaultyLog)]
     for topic in old if is_owner else []:
         # Nobody hears of it.
-        await topic.hand_over("", LIMIT_SECONDS)
+        await topic.owner.hand_over("", LIMIT_SECONDS)
     await delete(one)
     names = await make(one, after)
     await Publisher("p", lambda: [one.topics.get(names[0])]).publish(2)
     await other.topics.looking.once()
     assert incarnations(other) == incarnations(one)
-    assert sorted(other.topics.live) == sorted(names)
+    assert sorted(topic.name for topic in other.topics.registry.open_topics()) == sorted(names)
     assert {name: state for name, state in other.states.items() if state} == dict.fromkeys(names, State.STANDBY)
     assert list(other.topics.partitions) == list(one.topics.partitions)
     assert all(topic.has_successor and topic.state is State.DRAINING for topic in old)
     # What the old one had is not the new one's.
     for name in names:
-        await one.topics.live[name].hand_over("", LIMIT_SECONDS)
-        topic = await finding.find(other.topics, name)
-        await topic.take()
+        await one.topics.get(name).owner.hand_over("", LIMIT_SECONDS)
+        topic = await lookup.find(other.topics, name)
+        await topic.owner.take()
         assert await stored(topic) == ({"p": [0, 1]} if name == names[0] else {})
     await other.stop()
     await other.start()
     assert incarnations(other) == incarnations(one)
-    assert sorted(other.topics.live) == sorted(names)
+    assert sorted(topic.name for topic in other.topics.registry.open_topics()) == sorted(names)
 
 
 @pytest.mark.parametrize(("before", "after"), SHAPES)

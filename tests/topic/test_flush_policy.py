@@ -13,24 +13,22 @@ from typing import Any
 import numpy as np
 import pytest
 
-from broker_sidecar.frames import encode_receipt
+from broker_sidecar.services.publish_service import encode_receipt
 from seqdedupe import wire
 from seqdedupe.batch import Binary, single_producer
-from seqdedupe.client.frames import receipt_columns
 from seqdedupe.client.outbox import Outbox
-from seqdedupe.client.pending import PendingBatch
-from seqdedupe.client.receipts import ReceiptColumns
+from seqdedupe.client.pending import PendingBatch, ReceiptColumns
+from seqdedupe.client.publish_calls import receipt_columns
 from seqdedupe.errors import DataLossError
 from seqdedupe.log.contract import Retention
 from seqdedupe.log.embedded import commit
 from seqdedupe.log.embedded.logs import EmbeddedLogs
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Snapshots
-from seqdedupe.topic.answers import Receipt, Refusal
-from seqdedupe.topic.frame import NumbersCache
-from seqdedupe.topic.opening import open_sessions
+from seqdedupe.topic.frame import NumbersCache, Receipt, Refusal
+from seqdedupe.topic.operations import open_sessions
 from seqdedupe.topic.policy import Applied, Policy
-from seqdedupe.topic.publishing import Topic
+from seqdedupe.topic.topic import Topic
 from tests.log.batches import SECRET
 from tests.log.conformance import LIMIT_SECONDS, replayed
 from tests.log.rounds import LosingDisk, put
@@ -232,13 +230,13 @@ async def test_numbers_snapshots_and_retention_know_only_what_is_durable(disk: L
         await producer.publish(topic, 4)
         await topic.all_settled()
         await producer.publish(topic, 3)
-        await topic.snapshot()
-        assert (topic.snapshot_index, topic.confirmed_index, topic.readable_index) == (4, 4, 4)
+        await topic.keeper.snapshot()
+        assert (topic.keeper.snapshot_index, topic.confirmed_index, topic.readable_index) == (4, 4, 4)
         assert topic.last_position.index == 3
-        assert await topic.log.may_trim_to(topic.snapshot_index, Retention(0, 0)) == 0
+        assert await topic.log.may_trim_to(topic.keeper.snapshot_index, Retention(0, 0)) == 0
         assert not producer.batches[1].durable
         await topic.drain()
-        assert (topic.snapshot_index, producer.batches[1].durable) == (7, True)
+        assert (topic.keeper.snapshot_index, producer.batches[1].durable) == (7, True)
 
 
 async def test_a_resume_waits_until_all_is_durable(disk: LosingDisk) -> None:

@@ -11,11 +11,9 @@ from seqdedupe.errors import DamagedError
 from seqdedupe.log.contract import Records
 from seqdedupe.store.db import Store
 from seqdedupe.testing import LAST_RESORT_SECONDS
-from seqdedupe.topic import following
-from seqdedupe.topic.following import TURNS_AT_ONCE, Followers, Turns, read_on
-from seqdedupe.topic.logged import LoggedTopic
-from seqdedupe.topic.publishing import Topic
-from seqdedupe.topic.reading import PAGE_BYTES, Page
+from seqdedupe.topic import readers
+from seqdedupe.topic.readers import PAGE_BYTES, TURNS_AT_ONCE, Followers, Page, Turns, read_on
+from seqdedupe.topic.topic import Topic
 from tests.log.conformance import parsed
 from tests.log.faulty import FaultyLog, Storage
 from tests.topic.test_originals import Process
@@ -48,7 +46,7 @@ async def publish(process: Process, commits: int = 1, rows: int = ROWS) -> None:
 def sharing(encodings: list[Page] | None = None) -> Followers:
     """What followers share; `encodings` gets the pages that were encoded."""
 
-    def encode(_: LoggedTopic, page: Page) -> bytes:
+    def encode(_: Topic, page: Page) -> bytes:
         if encodings is not None:
             encodings.append(page)
         return b"".join((page.records, b"end"))
@@ -193,7 +191,7 @@ class LastPage(Followers):
 
     last: Page | None = None
 
-    async def page(self, topic: LoggedTopic, from_index: int, stop_index: int, max_bytes: int) -> Page | None:
+    async def page(self, topic: Topic, from_index: int, stop_index: int, max_bytes: int) -> Page | None:
         self.last = self.last or await super().page(topic, from_index, stop_index, max_bytes)
         return self.last
 
@@ -380,7 +378,7 @@ async def test_those_who_wait_for_their_turn_when_the_topic_closes_end(
     process: Process, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not with what is wrong with a log that is gone by then."""
-    monkeypatch.setattr(following, "TURN_SECONDS", NEVER_SECONDS)
+    monkeypatch.setattr(readers, "TURN_SECONDS", NEVER_SECONDS)
     shared = sharing()
     followers = [Follower(process.topic, shared, 0) for _ in range(TURNS_AT_ONCE + 3)]
     await asyncio.sleep(0)
@@ -397,7 +395,7 @@ async def test_those_who_wait_for_their_turn_when_the_topic_closes_end(
 
 
 async def test_turns_are_taken_in_order_a_few_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(following, "TURN_SECONDS", NEVER_SECONDS)
+    monkeypatch.setattr(readers, "TURN_SECONDS", NEVER_SECONDS)
     turns = Turns()
     went: list[int] = []
 
@@ -463,7 +461,7 @@ async def test_control_a_turn_that_is_given_to_who_leaves(monkeypatch: pytest.Mo
                 turn.set_result(None)
                 self._left -= 1
         if self._left < TURNS_AT_ONCE:
-            asyncio.get_running_loop().call_later(following.TURN_SECONDS, self._go_on)
+            asyncio.get_running_loop().call_later(readers.TURN_SECONDS, self._go_on)
 
     monkeypatch.setattr(Turns, "_go_on", go_on)
     assert not await goes_on_after_two_who_leave(monkeypatch)

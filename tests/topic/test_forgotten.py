@@ -7,7 +7,7 @@ import pytest
 
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Snapshots
-from seqdedupe.topic.answers import Receipt, Refusal
+from seqdedupe.topic.frame import Receipt, Refusal
 from seqdedupe.topic.policy import Applied
 from seqdedupe.topic.saved import saved
 from tests.log.faulty import Storage
@@ -44,16 +44,16 @@ async def test_a_topic_that_forgot_says_so_after_a_restart_without_the_policy(
     await scene.publish("gone", "again", "stays")
     older = dict(scene.epochs)
     await scene.open("again")
-    await scene.topic.snapshot()
+    await scene.topic.keeper.snapshot()
     await scene.send(("stays", 8), link=7, cache=scene.topic.connect())
     await scene.pass_timeout()
     assert scene.known() == {"stays": 8}
     scene.applied = Applied()
     if known_from == "a snapshot":
-        await scene.topic.snapshot()
+        await scene.topic.keeper.snapshot()
     elif known_from == "a snapshot of all":
-        scene.topic.snapshotter.renumbered()
-        await scene.topic.snapshot()
+        scene.topic.keeper.snapshotter.renumbered()
+        await scene.topic.keeper.snapshot()
     elif known_from == "a saved snapshot":
         opening = await Snapshots(other_store, INCARNATION).write_anew(saved(scene.topic).whole())
         await other_store.flush(opening)

@@ -15,16 +15,16 @@ from typing import Any
 import pytest
 from rocksdict import WriteBatch
 
-from seqdedupe import windows
+from seqdedupe import exports
 from seqdedupe.core.rule import DUP, NOT_DUP
 from seqdedupe.errors import DamagedError
-from seqdedupe.store import id_runs, rocksdb
-from seqdedupe.store import imported as stored_import
+from seqdedupe.exports import KnownId
+from seqdedupe.store import imported_run as stored_import
+from seqdedupe.store import rocksdb, windows
 from seqdedupe.store.db import Store
 from seqdedupe.topic import window_import
-from seqdedupe.topic.operating import MessageState, state_by_id
+from seqdedupe.topic.operations import MessageState, state_by_id
 from seqdedupe.topic.window_import import WindowImport
-from seqdedupe.windows import Known
 from tests.log.faulty import FaultyLog, Storage
 from tests.store.model import fast_folder
 from tests.store.power import Files, Machine, Moment
@@ -36,8 +36,8 @@ SEED = 20_27
 CUTS = 1
 """At each moment."""
 
-FIRST = [Known(b"%03d-" % k + b"x" * (k * 7 % 250), HOUR_MS + k) for k in range(150)]
-OTHER = [Known(b"other %03d" % k, HOUR_MS + k) for k in range(60)]
+FIRST = [KnownId(b"%03d-" % k + b"x" * (k * 7 % 250), HOUR_MS + k) for k in range(150)]
+OTHER = [KnownId(b"other %03d" % k, HOUR_MS + k) for k in range(60)]
 """Of another file, which is never all there."""
 IDS = [known.deduplication_id for known in FIRST]
 MESSAGES = [b"a", b"b"]
@@ -52,9 +52,9 @@ def memory() -> Iterator[Path]:
 @pytest.fixture(autouse=True)
 def many_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     """An import has several parts, which are merged; a run has several writes."""
-    monkeypatch.setattr(windows, "BLOCK_BYTES", 4096)
+    monkeypatch.setattr(exports, "WINDOW_BLOCK_BYTES", 4096)
     monkeypatch.setattr(window_import, "PART_BYTES", 8192)
-    monkeypatch.setattr(id_runs, "PAGES_A_WRITE", 1)
+    monkeypatch.setattr(windows, "PAGES_A_WRITE", 1)
     monkeypatch.setattr(rocksdb, "MEMTABLE_BYTES", 1024 * 1024)
 
 
@@ -83,7 +83,7 @@ class Life(Machine):
         self.is_answered = True
         self.keep("answered")
         assert self.place.new(*MESSAGES) == [NOT_DUP] * len(MESSAGES)
-        await self.place.topic.snapshot()
+        await self.place.topic.keeper.snapshot()
         await self.broken_off(FIRST, window, after_put=False)
         await self.broken_off(FIRST, window, after_put=True)
         await self.place.bring(FIRST, window)
@@ -109,10 +109,10 @@ class Life(Machine):
         patch.setattr(Store, "flush", flushed)
         patch.setattr(FaultyLog, "settle", in_the_log)
 
-    async def broken_off(self, known: list[Known], path: Path, *, after_put: bool) -> None:
+    async def broken_off(self, known: list[KnownId], path: Path, *, after_put: bool) -> None:
         """In mid-way, or when the store's record is written and nobody has synced it."""
-        windows.write(path, known)
-        checksum, *blocks = windows.read(path)
+        exports.write_window(path, known)
+        checksum, *blocks = exports.read_window(path)
         importing = WindowImport(self.place.topic, checksum)
         for block in blocks if after_put else blocks[: len(blocks) // 2 + 1]:
             await importing.add(block)
@@ -169,8 +169,8 @@ async def check(folder: Path, log_then: Storage, answered: bool, window: Path) -
         topic = place.topic
         in_force = topic.policy.imported is not None
         assert in_force or not answered
-        assert not topic.imported.is_missing
-        assert place.import_runs() == ({topic.imported.there.run.number} if topic.imported.there else set())
+        assert not topic.ids.imported.is_missing
+        assert place.import_runs() == ({topic.ids.imported.there.run.number} if topic.ids.imported.there else set())
         if in_force:
             known_to_all(place)
         else:
@@ -228,8 +228,8 @@ def the_old_one_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     def put_after_all_has_gone(store: Store, incarnation: int, imported: Any) -> int:
         batch = WriteBatch(raw_mode=True)
         batch.delete_range(
-            id_runs.key_of(incarnation, stored_import.FIRST_RUN, 0),
-            id_runs.key_of(incarnation, imported.run.number, 0),
+            windows.run_key(incarnation, stored_import.FIRST_RUN, 0),
+            windows.run_key(incarnation, imported.run.number, 0),
         )
         store.write(batch)
         return put(store, incarnation, imported)

@@ -8,11 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from seqdedupe.core import letting_go
+from seqdedupe.core import producers as producers_module
 from seqdedupe.core.activity import MAX_PERIODS
-from seqdedupe.core.letting_go import LettingGo
-from seqdedupe.core.producer_rows import Bools
-from seqdedupe.core.producers import Producers
+from seqdedupe.core.producers import Bools, LettingGo, Producers
 from seqdedupe.core.rule import DUP, DURABLE_EPOCH, PERSISTED
 from seqdedupe.errors import UnavailableError, error
 from seqdedupe.format.jit import Int64s
@@ -20,15 +18,14 @@ from seqdedupe.log.embedded.logs import EmbeddedLogs
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Snapshots
 from seqdedupe.testing import LAST_RESORT_SECONDS
-from seqdedupe.topic import control, inactivity
-from seqdedupe.topic.answers import Receipt, Refusal
-from seqdedupe.topic.frame import NumbersCache
-from seqdedupe.topic.inactivity import DUE_PERIODS
-from seqdedupe.topic.opening import open_sessions
+from seqdedupe.topic import control, keeper
+from seqdedupe.topic.base import State
+from seqdedupe.topic.frame import NumbersCache, Receipt, Refusal
+from seqdedupe.topic.keeper import DUE_PERIODS
+from seqdedupe.topic.operations import open_sessions
 from seqdedupe.topic.policy import Applied, Policy
-from seqdedupe.topic.publishing import Topic
 from seqdedupe.topic.sessions import Opened
-from seqdedupe.topic.state import State
+from seqdedupe.topic.topic import Topic
 from tests.batches import batch
 from tests.log.faulty import FaultyLog, Storage
 
@@ -83,7 +80,7 @@ class Scene:
 
     async def pass_timeout(self, looks: int = DUE_PERIODS) -> None:
         for _ in range(looks):
-            await self.topic.inactivity.look()
+            await self.topic.keeper.inactivity.look()
 
     async def until(self, holds: Callable[[], bool]) -> None:
         async with asyncio.timeout(LAST_RESORT_SECONDS):
@@ -96,7 +93,7 @@ class Scene:
         async def nothing() -> None:
             pass
 
-        self.topic.inactivity._let_go = nothing
+        self.topic.keeper.inactivity._let_go = nothing
 
     def known(self) -> dict[str, int]:
         return known(self.topic.producers)
@@ -199,7 +196,7 @@ async def test_a_look_comes_three_times_a_timeout(scene: Scene, monkeypatch: pyt
         return call_later(0.001, *others)  # type: ignore[arg-type]
 
     monkeypatch.setattr(loop, "call_later", soon)
-    scene.topic.inactivity.apply(Applied(deduplication_producer_inactivity_timeout_minutes=6))
+    scene.topic.keeper.inactivity.apply(Applied(deduplication_producer_inactivity_timeout_minutes=6))
     await scene.until(lambda: not scene.known())
     monkeypatch.undo()
     assert len([delay for delay in delays if delay == 120.0]) >= DUE_PERIODS
@@ -392,12 +389,12 @@ async def test_a_snapshot_before_or_after_it_comes_to_the_same(scene: Scene, whe
     scene.keep_rows()
     await scene.publish("a", "b")
     if when == "before":
-        await scene.topic.snapshot()
+        await scene.topic.keeper.snapshot()
     cache = scene.topic.connect()
     await scene.send(("b", 8), link=7, cache=cache)
     await scene.pass_timeout()
     if when == "after":
-        await scene.topic.snapshot()
+        await scene.topic.keeper.snapshot()
     assert scene.known() == {"b": 8}
     await scene.restart()
     assert scene.known() == {"b": 8}
@@ -413,7 +410,7 @@ async def test_what_comes_after_it_counts_from_nothing_also_in_replay(scene: Sce
     for _ in range(2):
         await scene.restart()
         assert scene.known() == {"a": 2}
-        await scene.topic.snapshot()
+        await scene.topic.keeper.snapshot()
 
 
 async def test_replay_in_another_order_brings_it_back(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -509,7 +506,7 @@ async def test_names_and_rows_are_freed_in_memory_and_in_the_store(scene: Scene)
     await scene.send(("kept", 1), cache=cache)
     for first in range(0, len(names), 1000):
         await scene.send(*[(name, 1) for name in names[first : first + 1000]])
-    await scene.topic.snapshot()
+    await scene.topic.keeper.snapshot()
     stored = sum(len(key) + len(value) for key, value in scene.store.scan(b"S", b"T"))
     assert len(scene.topic.producers) == 5001
     assert len(scene.topic.producers.numbers) >= 5001
@@ -521,7 +518,7 @@ async def test_names_and_rows_are_freed_in_memory_and_in_the_store(scene: Scene)
     answer = await scene.send(("kept", 2), link=1, cache=cache)
     assert isinstance(answer, Receipt)
     await scene.publish("later")
-    await scene.topic.snapshot()
+    await scene.topic.keeper.snapshot()
     assert scene.known() == {"kept": 2, "later": 7}
     await scene.restart()
     assert scene.known() == {"kept": 2, "later": 7}
@@ -535,7 +532,7 @@ async def test_what_is_in_flight_while_numbers_change_is_confirmed(scene: Scene)
     await scene.pass_timeout(DUE_PERIODS - 1)
     await scene.open("opens")
     answers: list[Receipt | Refusal] = []
-    letting_go = scene.topic.inactivity._let_go
+    producers_module = scene.topic.keeper.inactivity._let_go
 
     async def in_flight_meanwhile() -> None:
         scene.log.automatic = False
@@ -543,10 +540,10 @@ async def test_what_is_in_flight_while_numbers_change_is_confirmed(scene: Scene)
         scene.topic.admit(encoded, 1, answers.append, cache)
         resuming.append(asyncio.ensure_future(scene.resume("opens", "stays")))
         await asyncio.sleep(0.01)
-        await letting_go()
+        await producers_module()
 
     resuming: list[asyncio.Future[Opened]] = []
-    scene.topic.inactivity._let_go = in_flight_meanwhile
+    scene.topic.keeper.inactivity._let_go = in_flight_meanwhile
     await scene.pass_timeout(1)
     assert (scene.topic.producers.generation, len(scene.topic.producers), answers) == (1, 2, [])
     scene.log.settle()
@@ -559,7 +556,7 @@ async def test_what_is_in_flight_while_numbers_change_is_confirmed(scene: Scene)
 
 async def test_everything_goes_on_while_names_are_freed(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between any two steps: a stream that has its numbers, a name that comes back, new names, what is in flight."""
-    monkeypatch.setattr(letting_go, "NAMES_A_STEP", 2)
+    monkeypatch.setattr(producers_module, "NAMES_A_STEP", 2)
     names = [f"gone{i}" for i in range(20)]
     await scene.publish(*names, "stays", "flies")
     cache = scene.topic.connect()
@@ -612,7 +609,7 @@ async def test_everything_goes_on_while_names_are_freed(scene: Scene, monkeypatc
     assert scene.known() == expected
     assert len(scene.topic.producers) == len(expected)
     assert isinstance(await scene.send(("stays", 100), link=expected["stays"], cache=cache), Receipt)
-    await scene.topic.snapshot()
+    await scene.topic.keeper.snapshot()
     await scene.restart()
     assert scene.known() == {**expected, "stays": 100}
 
@@ -620,7 +617,7 @@ async def test_everything_goes_on_while_names_are_freed(scene: Scene, monkeypatc
 async def test_the_store_fails_when_numbers_have_changed(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """Until a snapshot with the new numbers is durable the store has the old ones, and is right by itself."""
     await scene.publish("gone", "a", "b")
-    await scene.topic.snapshot()
+    await scene.topic.keeper.snapshot()
     cache = scene.topic.connect()
     await scene.send(("a", 8), ("b", 8), link=7, cache=cache)
     sync = scene.store._sync
@@ -630,7 +627,7 @@ async def test_the_store_fails_when_numbers_have_changed(scene: Scene, monkeypat
     monkeypatch.setattr(scene.store, "_sync", sync)
     assert scene.known() == {"a": 8, "b": 8}
     await scene.publish("new")
-    await scene.topic.snapshot()
+    await scene.topic.keeper.snapshot()
     await scene.restart()
     assert scene.known() == {"a": 8, "b": 8, "new": 7}
     assert len(scene.topic.producers) == 3
@@ -671,7 +668,7 @@ async def test_retention_states_again_what_is_in_force_and_nothing_that_was_forg
     for name, epoch in (("again", again), ("gone", gone)):
         await send(name, epoch, 0, 3, NumbersCache())
     for _ in range(DUE_PERIODS):
-        await topic.inactivity.look()
+        await topic.keeper.inactivity.look()
     assert known(topic.producers) == {"filler": 0, "old": 2}
     # That names were forgotten stays known without the policy, and without the record.
     minutes = 0
@@ -679,7 +676,7 @@ async def test_retention_states_again_what_is_in_force_and_nothing_that_was_forg
     await send("again", again, 0, 2, NumbersCache())
     for part in range(4):
         await send("filler", filler, 1 + 10 * part, 10, stream)
-        await topic.snapshot()
+        await topic.keeper.snapshot()
         async with asyncio.timeout(LAST_RESORT_SECONDS):
             while topic.log.first_index < 10 * part:  # noqa: ASYNC110 (retention goes on beside the snapshot)
                 await asyncio.sleep(0.01)
@@ -705,10 +702,10 @@ async def test_retention_states_again_what_is_in_force_and_nothing_that_was_forg
 
 async def test_a_producer_in_parts_and_an_end_in_the_middle(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """Records hold so many names; who comes back between two of them stays; a policy that ends it, ends it."""
-    monkeypatch.setattr(inactivity, "STATED_A_RECORD", 2)
+    monkeypatch.setattr(keeper, "STATED_A_RECORD", 2)
     await scene.publish(*"abcdefgh")
     await scene.pass_timeout(DUE_PERIODS - 1)
-    purge = scene.topic.inactivity._purge
+    purge = scene.topic.keeper.inactivity._purge
     parts: list[int] = []
 
     async def some(numbers: object) -> int:
@@ -720,7 +717,16 @@ async def test_a_producer_in_parts_and_an_end_in_the_middle(scene: Scene, monkey
             await scene.topic.set_policy(Policy(deduplication_producer_inactivity_timeout_minutes=0))
         return forgotten
 
-    scene.topic.inactivity._purge = some
+    scene.topic.keeper.inactivity._purge = some
     await scene.pass_timeout(1)
     assert parts == [2, 1, 2]
     assert scene.known() == {"d": 7, "g": 7, "h": 7}
+
+
+async def test_nobody_is_looked_for_in_a_topic_that_is_closed(store: Store) -> None:
+    """A policy may come into force while it is being closed."""
+    scene = Scene(store, Storage(INCARNATION))
+    await scene.start()
+    await scene.topic.close("")
+    scene.topic.keeper.inactivity.apply(FORGETS)
+    assert scene.topic.keeper.inactivity._timer is None

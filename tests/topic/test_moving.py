@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from seqdedupe.errors import NotFoundError, UnavailableError
-from seqdedupe.topic import owning
-from seqdedupe.topic.publishing import Topic
-from seqdedupe.topic.state import State
+from seqdedupe.topic import owner as owning
+from seqdedupe.topic.base import State
+from seqdedupe.topic.topic import Topic
 from tests.topic.publisher import stored
 from tests.topic.test_standby import LIMIT_SECONDS, Sidecar, Two, not_owner, until
 
@@ -30,7 +30,7 @@ async def taken_by(sidecar: Sidecar) -> None:
     async with asyncio.timeout(LIMIT_SECONDS):
         while sidecar.topic.state is not State.SERVING:
             with suppress(UnavailableError):
-                await sidecar.topic.take()
+                await sidecar.topic.owner.take()
 
 
 def takes_nothing_now(topic: Topic) -> bool:
@@ -49,7 +49,7 @@ async def test_a_topic_that_is_moved_under_load_to_and_fro_holds_each_message_on
         owner.log.automatic = False
         await asyncio.sleep(0)
         await until(lambda owner=owner: owner.log.in_flight >= 10)  # type: ignore[misc]
-        moving = asyncio.ensure_future(owner.topic.hand_over(other.log.address, FOR_GOOD_SECONDS))
+        moving = asyncio.ensure_future(owner.topic.owner.hand_over(other.log.address, FOR_GOOD_SECONDS))
         await until(lambda owner=owner: takes_nothing_now(owner.topic))  # type: ignore[misc]
         in_flight = owner.log.in_flight
         assert in_flight >= 10
@@ -58,7 +58,7 @@ async def test_a_topic_that_is_moved_under_load_to_and_fro_holds_each_message_on
         await moving
         not_owner(owner.topic.check_serving, other.log.address)
         assert not len(owner.topic.flight)
-        assert owner.topic.snapshot_index > before
+        assert owner.topic.keeper.snapshot_index > before
         await taken_by(other)
         assert other.topic.term > owner.topic.term
         await at_work
@@ -72,7 +72,7 @@ async def test_what_does_not_settle_is_found_out_by_the_new_owner(two: Two, monk
     at_work = await two.with_frames_in_flight()
     # Four of those in flight are stored, of which nobody is told.
     two.one.log.store(4)
-    await two.one.topic.hand_over("", FOR_GOOD_SECONDS)
+    await two.one.topic.owner.hand_over("", FOR_GOOD_SECONDS)
     assert not len(two.one.topic.flight)
     await taken_by(two.other)
     await at_work
@@ -83,23 +83,23 @@ async def test_who_has_given_a_topic_up_keeps_away_until_it_is_wanted_there(two:
     await two.publisher.publish(10)
     tried = two.one.log.opened
     await two.other.close()
-    await two.one.topic.hand_over("", FOR_GOOD_SECONDS)
+    await two.one.topic.owner.hand_over("", FOR_GOOD_SECONDS)
     for _ in range(1000):
         with pytest.raises(UnavailableError, match="NOT_OWNER"):
             two.one.topic.check_serving()
         await asyncio.sleep(0)
     assert two.one.log.opened == tried
     # Nobody has taken it: at once again, also if it was wanted before it began to wait.
-    two.one.topic.wanted.set()
+    two.one.topic.owner.wanted.set()
     await two.one.until(State.SERVING)
     await two.publisher.publish(20)
 
 
 async def test_who_is_to_take_a_topic_that_somebody_owns_says_who_does(two: Two) -> None:
     with pytest.raises(UnavailableError, match="NOT_OWNER") as caught:
-        await two.other.topic.take()
+        await two.other.topic.owner.take()
     assert caught.value.numbers["owner_address"] == "one:6680"
-    await two.one.topic.take()
+    await two.one.topic.owner.take()
     assert two.one.topic.state is State.SERVING
 
 
@@ -107,7 +107,7 @@ async def test_a_topic_that_its_owner_has_just_lost_is_not_given_up(two: Two) ->
     two.one.log.opening_allowed.clear()
     two.one.log.unknown()
     with pytest.raises(UnavailableError, match="RECOVERING"):
-        await two.one.topic.hand_over("", FOR_GOOD_SECONDS)
+        await two.one.topic.owner.hand_over("", FOR_GOOD_SECONDS)
     two.one.log.opening_allowed.set()
     await two.one.until(State.SERVING)
     await two.publisher.publish(10)
@@ -118,16 +118,16 @@ async def test_who_was_wanted_while_it_took_a_topic_gives_it_up_all_the_same(two
     one, other = two.one, two.other
     other.log.opening_allowed.clear()
     tried = other.log.opened
-    await one.topic.hand_over("", FOR_GOOD_SECONDS)
+    await one.topic.owner.hand_over("", FOR_GOOD_SECONDS)
     # It has begun by itself before it is told to.
     await until(lambda: other.log.opened > tried)
-    taking = asyncio.ensure_future(other.topic.take())
-    await until(other.topic.wanted.is_set)
+    taking = asyncio.ensure_future(other.topic.owner.take())
+    await until(other.topic.owner.wanted.is_set)
     other.log.opening_allowed.set()
     await taking
     one.log.opening_allowed.clear()
     tried = other.log.opened
-    await other.topic.hand_over(one.log.address, FOR_GOOD_SECONDS)
+    await other.topic.owner.hand_over(one.log.address, FOR_GOOD_SECONDS)
     for _ in range(1000):
         await asyncio.sleep(0)
     assert other.log.opened == tried
@@ -138,7 +138,7 @@ async def test_who_was_wanted_while_it_took_a_topic_gives_it_up_all_the_same(two
 
 async def test_a_topic_that_is_deleted_while_it_is_given_up_is_given_to_nobody(two: Two) -> None:
     at_work = await two.with_frames_in_flight()
-    moving = asyncio.ensure_future(two.one.topic.hand_over(two.other.log.address, FOR_GOOD_SECONDS))
+    moving = asyncio.ensure_future(two.one.topic.owner.hand_over(two.other.log.address, FOR_GOOD_SECONDS))
     await until(lambda: takes_nothing_now(two.one.topic))
     await two.one.topic.delete()
     with pytest.raises(NotFoundError):
@@ -165,7 +165,7 @@ async def test_a_log_that_cannot_be_let_go_of_is_taken_again(
     with monkeypatch.context() as m:
         m.setattr(one.log, "let_go", fails)
         with pytest.raises(type(e)):
-            await one.topic.hand_over("", FOR_GOOD_SECONDS)
+            await one.topic.owner.hand_over("", FOR_GOOD_SECONDS)
     publishing = asyncio.ensure_future(two.publisher.publish(20))
     async with asyncio.timeout(LIMIT_SECONDS):
         await publishing

@@ -9,12 +9,11 @@ import pytest
 from seqdedupe.core.producers import Producers
 from seqdedupe.core.rule import EPOCH, PERSISTED, PUSHED
 from seqdedupe.errors import UnavailableError
-from seqdedupe.topic.answers import Receipt
+from seqdedupe.topic.base import State
 from seqdedupe.topic.flight import Flight
-from seqdedupe.topic.opening import open_sessions
-from seqdedupe.topic.operating import reset_producer
+from seqdedupe.topic.frame import Receipt
+from seqdedupe.topic.operations import open_sessions, reset_producer
 from seqdedupe.topic.sessions import LAST_OPEN
-from seqdedupe.topic.state import State
 from tests.topic.scene import Scene
 
 

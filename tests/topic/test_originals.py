@@ -10,11 +10,10 @@ from seqdedupe.core.rule import STATED
 from seqdedupe.log.embedded.logs import EmbeddedLogs
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Snapshots
-from seqdedupe.topic.answers import Receipt, Refusal
-from seqdedupe.topic.frame import NumbersCache
-from seqdedupe.topic.opening import open_sessions
+from seqdedupe.topic.frame import NumbersCache, Receipt, Refusal
+from seqdedupe.topic.operations import open_sessions
 from seqdedupe.topic.policy import Applied
-from seqdedupe.topic.publishing import Topic
+from seqdedupe.topic.topic import Topic
 from tests.batches import batch
 
 INCARNATION = 5
@@ -104,7 +103,7 @@ async def test_it_is_found_after_a_restart_from_a_snapshot(process: Process, tmp
     again = Process(tmp_path)
     await again.start()
     try:
-        assert again.topic.snapshot_index > RECENT_MESSAGES
+        assert again.topic.keeper.snapshot_index > RECENT_MESSAGES
         assert await again.open("a") == [1]
         assert again.last["a"] == 2
     finally:

@@ -11,22 +11,23 @@ from typing import Any
 import pytest
 
 from seqdedupe.core import id_window
-from seqdedupe.core.id_newer import Newer
-from seqdedupe.core.id_slots import Slots
+from seqdedupe.core.id_slots import Newer, Slots
 from seqdedupe.core.id_window import IdWindow
 from seqdedupe.core.producers import Producers
 from seqdedupe.core.rule import DUP
+from seqdedupe.errors import SeqdedupeError
+from seqdedupe.log.contract import Failure
 from seqdedupe.store.db import Store
 from seqdedupe.testing import LAST_RESORT_SECONDS
-from seqdedupe.topic import admission, by_id, publishing
-from seqdedupe.topic.answers import Receipt, Refusal
-from seqdedupe.topic.counters import Counters
+from seqdedupe.topic import judge, judge_by_id
+from seqdedupe.topic.base import Counters, State
 from seqdedupe.topic.flight import Flight
-from seqdedupe.topic.frame import NumbersCache
-from seqdedupe.topic.logged import LoggedTopic
+from seqdedupe.topic.frame import NumbersCache, Receipt, Refusal
+from seqdedupe.topic.judge_by_id import ByDeduplicationId
+from seqdedupe.topic.operations import open_sessions
+from seqdedupe.topic.owner import Owner
 from seqdedupe.topic.policy import Policy
-from seqdedupe.topic.publishing import Topic
-from seqdedupe.topic.state import State
+from seqdedupe.topic.topic import Topic
 from tests.log.faulty import FaultyLog
 from tests.topic.scene import Scene
 from tests.topic.test_by_id import Place, frame
@@ -63,8 +64,8 @@ BY_ID = {
     "deciding a part": (id_window, "decide"),
     "the work of a frame on the table": (Slots, "go_on"),
     "a chunk": (Newer, "open"),
-    "cutting": (by_id, "cut"),
-    "its receipt": (by_id, "Receipt"),
+    "cutting": (judge_by_id, "cut"),
+    "its receipt": (judge_by_id, "Receipt"),
     "noting it": (Flight, "add"),
     "handing it over": (FaultyLog, "append"),
     "confirming": (IdWindow, "confirm"),
@@ -136,9 +137,9 @@ async def settled(log: FaultyLog, topic: Topic) -> None:
 
 
 IN_SEQUENCE = {
-    "cutting": (admission, "cut"),
+    "cutting": (judge, "cut"),
     "originals": (Producers, "originals"),
-    "its receipt": (admission, "Receipt"),
+    "its receipt": (judge, "Receipt"),
     "noting it": (Flight, "add"),
     "handing it over": (FaultyLog, "append"),
     "persisting": (Producers, "persist"),
@@ -175,7 +176,7 @@ async def test_nor_is_a_sequence_id(
 
 @pytest.mark.parametrize(
     ("name", "afterwards"),
-    [("_found", False), ("_found", True), ("_learn", False), ("_replay_ids", False), ("_replay_ids", True),
+    [("_found", False), ("_found", True), ("_learn", False), ("replay", False), ("replay", True),
      ("_apply", False), ("_apply", True)],
 )  # fmt: skip
 async def test_a_replay_that_fails_is_done_again(
@@ -187,7 +188,7 @@ async def test_a_replay_that_fails_is_done_again(
     answers = [place.send(*ids) for ids in frames]
     setting = asyncio.ensure_future(place.topic.set_policy(Policy(by_deduplication_id=True, retention_size_in_mb=7)))
     await asyncio.sleep(0)
-    holder = Topic if name == "_found" else LoggedTopic
+    holder = ByDeduplicationId if name == "replay" else Topic
     fails = Fails(getattr(holder, name), 1, afterwards=afterwards)
     monkeypatch.setattr(holder, name, fails.method())
     place.log.unknown(lands=None)
@@ -222,8 +223,61 @@ async def test_an_answer_that_cannot_be_given_loses_no_other(store: Store) -> No
     await place.topic.close("")
 
 
+async def test_nor_one_that_refuses_it(store: Store) -> None:
+    """What is in flight is given up: one that cannot hear it keeps no other from hearing it."""
+    place = Place(store)
+    await place.start()
+    answers: list[Receipt | Refusal] = []
+
+    def cannot(answer: Receipt | Refusal) -> None:
+        raise MemoryError
+
+    for one, reply in ((b"a", cannot), (b"b", answers.append)):
+        place.topic.admit(frame(one), 1, reply, NumbersCache())
+    place.log.refuse()
+    assert [isinstance(answer, Refusal) for answer in answers] == [True]
+    await settled(place.log, place.topic)
+    await place.topic.close("")
+
+
+async def test_a_session_whose_record_finds_no_memory_is_found_out(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it would be in flight for ever, and whoever resumes it would hold the event loop."""
+    scene = Scene(store)
+    await scene.start()
+    with monkeypatch.context() as patch:
+        patch.setattr(Flight, "add", Fails(Flight.add, 1, afterwards=False).method())
+        with pytest.raises(SeqdedupeError) as raised:
+            await open_sessions(scene.topic, ["p"], None)
+    assert raised.value.reason == "RECOVERING"
+    await settled(scene.log, scene.topic)
+    assert not scene.topic.sessions.are_in_flight(["p"])
+    await scene.open("p")
+    await scene.topic.close("")
+
+
+async def test_nothing_begins_on_a_topic_that_is_closed(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An append fails while it is being closed: nobody would end what is begun then."""
+    place = Place(store)
+    await place.start()
+    topic, opened = place.topic, place.log.opened
+    close = topic.keeper.snapshotter.close
+
+    async def fails_meanwhile() -> None:
+        topic.owner.log_failed(Failure.UNKNOWN, "planted")
+        await close()
+
+    monkeypatch.setattr(topic.keeper.snapshotter, "close", fails_meanwhile)
+    await topic.close("")
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not topic._tasks
+    assert place.log.opened == opened
+
+
 async def test_control_out_of_step_nothing_is_found_out(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without finding it out what was decided stays in flight."""
-    monkeypatch.setattr(publishing.Topic, "_log_failed", lambda self, failure, why: None)
+    monkeypatch.setattr(Owner, "log_failed", lambda self, failure, why: None)
     with pytest.raises((AssertionError, TimeoutError)):
         await test_no_id_is_in_flight_for_ever(store, "its receipt", False, monkeypatch)

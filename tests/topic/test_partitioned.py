@@ -12,10 +12,11 @@ from seqdedupe.errors import InvalidRequestError, SeqdedupeError, UnavailableErr
 from seqdedupe.names import partition_name
 from seqdedupe.store.db import Store
 from seqdedupe.store.topics import TopicRecord
-from seqdedupe.topic import partitioned
+from seqdedupe.topic import lookup
+from seqdedupe.topic.base import State
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.policy import GapPolicy, Policy
-from seqdedupe.topic.state import State
+from tests.records_of import record_of
 from tests.topic.test_directory import TURNS, Process, cancelled_after
 
 WHOLE = "persistent://public/default/w"
@@ -37,7 +38,7 @@ def there(process: Process) -> list[str]:
     """The names of the topics, sorted: several are made at once. All serve."""
     topics = process.topics.all()
     assert {topic.state for topic in topics} <= {State.SERVING}
-    return sorted(topic.name for topic in process.topics.live.values())
+    return sorted(topic.name for topic in process.topics.registry.open_topics())
 
 
 def is_whole(process: Process) -> bool:
@@ -50,11 +51,11 @@ def is_whole(process: Process) -> bool:
 
 
 async def make(process: Process, policy: Policy = Policy()) -> None:  # noqa: B008
-    await partitioned.create(process.topics, "w", 3, policy)
+    await lookup.create_partitioned(process.topics, "w", 3, policy)
 
 
 async def delete(process: Process) -> None:
-    await partitioned.delete(process.topics, WHOLE)
+    await lookup.delete_partitioned(process.topics, WHOLE)
 
 
 async def test_partitions_are_topics_of_their_own(process: Process) -> None:
@@ -70,7 +71,7 @@ async def test_partitions_are_topics_of_their_own(process: Process) -> None:
     await process.restart()
     assert is_whole(process)
     assert {topic.partitions for topic in process.store.topics()} == {3}
-    await partitioned.delete(process.topics, WHOLE)
+    await lookup.delete_partitioned(process.topics, WHOLE)
     assert not is_whole(process)
     await process.restart()
     assert not is_whole(process)
@@ -121,7 +122,7 @@ async def test_it_is_not_made_where_a_topic_would_be_mistaken_for_it(process: Pr
     assert caught.value.reason == "TOPIC_EXISTS"
     assert len(there(process)) == 1
     # A name that only looks like one is no hindrance.
-    await partitioned.create(process.topics, "w-partition", 1, Policy())
+    await lookup.create_partitioned(process.topics, "w-partition", 1, Policy())
     assert len(there(process)) == 2
 
 
@@ -137,11 +138,11 @@ async def test_what_cannot_be_made(process: Process) -> None:
     ]
     for name, partitions, policy, reason in impossible:
         with pytest.raises(InvalidRequestError) as caught:
-            await partitioned.create(process.topics, name, partitions, policy)
+            await lookup.create_partitioned(process.topics, name, partitions, policy)
         assert caught.value.reason == reason
     assert not is_whole(process)
     await make(process)
-    for again in (make(process), partitioned.create(process.topics, "w", 2, Policy())):
+    for again in (make(process), lookup.create_partitioned(process.topics, "w", 2, Policy())):
         with pytest.raises(InvalidRequestError, match="with 3 partitions"):
             await again
     with pytest.raises(InvalidRequestError, match="is a partition of"):
@@ -154,18 +155,18 @@ async def test_a_creation_and_a_deletion_that_are_given_up_at_any_await_are_done
     for steps in TURNS[::4]:
         under_way = await cancelled_after(steps, lambda: make(process))
         if steps:
-            while change := process.topics.changing.get(WHOLE):
+            while change := process.topics.registry.changes(WHOLE):
                 await asyncio.wait({change})
             assert is_whole(process)
-            deleting = await cancelled_after(steps, lambda: partitioned.delete(process.topics, WHOLE))
+            deleting = await cancelled_after(steps, lambda: lookup.delete_partitioned(process.topics, WHOLE))
             # Whoever makes it anew waits for the deletion, and finds nothing of it.
             await make(process) if deleting else None
-            while change := process.topics.changing.get(WHOLE):
+            while change := process.topics.registry.changes(WHOLE):
                 await asyncio.wait({change})
             await process.restart()
             assert is_whole(process) == deleting
             if deleting:
-                await partitioned.delete(process.topics, WHOLE)
+                await lookup.delete_partitioned(process.topics, WHOLE)
         if not under_way:
             break
     assert steps > 3
@@ -193,7 +194,7 @@ async def test_a_deletion_whose_store_fails(process: Process, call: int) -> None
     process.store.fail_at = process.store.syncs + call
     answered = True
     try:
-        await partitioned.delete(process.topics, WHOLE)
+        await lookup.delete_partitioned(process.topics, WHOLE)
     except UnavailableError:
         answered = False
         # Nothing is taken until that is certain.
@@ -261,13 +262,13 @@ async def test_a_process_that_ends_after_any_write_leaves_all_or_nothing(
     halves = 0
     for begin, work in ((None, make), (make, delete)):
         for at in range(1, 20):
-            if begin is not None and not process.topics.live:
+            if begin is not None and not process.topics.registry.open_topics():
                 await begin(process)
             ended = await _ended_at(process, at, one_by_one, monkeypatch, work(process))
             halves += len(there(process)) not in (0, 3)
             if halves or not ended:
                 break
-            if begin is None and process.topics.live:
+            if begin is None and process.topics.registry.open_topics():
                 await delete(process)
         if halves:
             break
@@ -281,7 +282,7 @@ async def test_a_process_that_ends_after_any_write_leaves_all_or_nothing(
 async def test_a_partition_that_is_not_there_is_said(process: Process) -> None:
     await process.start()
     await make(process)
-    lost = process.topics.records[PARTS[1]].incarnation
+    lost = record_of(process.topics, PARTS[1]).incarnation
     await process.stop()
     process.store = type(process.store).open_failing(process.folder)
     await process.store.remove_topic(lost)
@@ -289,10 +290,10 @@ async def test_a_partition_that_is_not_there_is_said(process: Process) -> None:
     del process.storages[lost]
     await process.start()
     assert there(process) == [PARTS[0], PARTS[2]]
-    found = partitioned.partitions_of(process.topics, WHOLE)
+    found = lookup.partitions_of(process.topics, WHOLE)
     assert [topic is None for topic in found] == [False, True, False]
     # It is not made anew in silence.
     with pytest.raises(InvalidRequestError, match="would be taken for a partition"):
         await process.topics.get_or_create(partition_name("w", 1))
-    await partitioned.delete(process.topics, WHOLE)
+    await lookup.delete_partitioned(process.topics, WHOLE)
     assert not is_whole(process)

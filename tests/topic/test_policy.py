@@ -15,13 +15,12 @@ from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Snapshots
 from seqdedupe.store.topics import LogKind
 from seqdedupe.testing import LAST_RESORT_SECONDS
-from seqdedupe.topic.answers import Receipt, Refusal
-from seqdedupe.topic.frame import NumbersCache
-from seqdedupe.topic.namespaces import Namespaces
-from seqdedupe.topic.opening import open_sessions
+from seqdedupe.topic.directory import Namespaces
+from seqdedupe.topic.frame import NumbersCache, Receipt, Refusal
+from seqdedupe.topic.operations import open_sessions
 from seqdedupe.topic.policy import LEAST, MOST, NAMES, WINDOW, Applied, GapPolicy, OverlapPolicy, Policy
-from seqdedupe.topic.publishing import Topic
-from seqdedupe.topic.trimming import state_again
+from seqdedupe.topic.retention import state_again
+from seqdedupe.topic.topic import Topic
 from seqdedupe.v1 import admin_pb2
 from tests.batches import batch
 from tests.log.faulty import FaultyLog, Storage
@@ -195,21 +194,21 @@ async def test_gaps_are_refused_from_the_next_frame_on(topic: Topic) -> None:
 async def test_snapshots_are_taken_as_the_newest_policy_says(topic: Topic) -> None:
     await publish(topic, 0)
     await publish(topic, 1)
-    assert topic.snapshot_index == 0
+    assert topic.keeper.snapshot_index == 0
     # There is enough for one already.
     await topic.set_policy(Policy(deduplication_entries_interval=2))
-    await until(lambda: topic.snapshot_index == 2)
+    await until(lambda: topic.keeper.snapshot_index == 2)
     await topic.set_policy(Policy())
     await publish(topic, 2)
     topic.inherit(Applied(deduplication_entries_interval=2**31 - 1, deduplication_snapshot_interval_seconds=0.01))
-    await until(lambda: topic.snapshot_index == 3)
+    await until(lambda: topic.keeper.snapshot_index == 3)
 
 
 async def test_a_timer_that_runs_is_replaced(topic: Topic) -> None:
     topic.inherit(Applied(deduplication_entries_interval=2**31 - 1, deduplication_snapshot_interval_seconds=1000))
     await publish(topic, 0)
     topic.inherit(Applied(deduplication_entries_interval=2**31 - 1, deduplication_snapshot_interval_seconds=0.01))
-    await until(lambda: topic.snapshot_index == 1)
+    await until(lambda: topic.keeper.snapshot_index == 1)
 
 
 async def test_retention_is_asked_for_at_once(topic: Topic) -> None:
@@ -354,7 +353,7 @@ async def test_what_is_under_way_at_the_end_is_finished_and_nothing_more_is_take
 
 
 async def test_there_are_not_too_many_of_them(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("seqdedupe.topic.namespaces.MAX_NAMESPACE_POLICIES", 1)
+    monkeypatch.setattr("seqdedupe.topic.directory.MAX_NAMESPACE_POLICIES", 1)
     namespaces = Namespaces(store, Applied(), lambda name: None)
     await namespaces.change("a/a", reject)
     with pytest.raises(InvalidRequestError, match="1 namespaces have a policy"):

@@ -15,14 +15,12 @@ from seqdedupe.message_id import MessageId, Position
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Snapshots
 from seqdedupe.testing import LAST_RESORT_SECONDS
-from seqdedupe.topic.answers import Receipt, Refusal
+from seqdedupe.topic.base import State
 from seqdedupe.topic.control import Purge, Sessions, decode, encode, runs
-from seqdedupe.topic.cursors import NamedCursor
-from seqdedupe.topic.frame import NumbersCache
-from seqdedupe.topic.opening import open_sessions
-from seqdedupe.topic.policy import NAMES, Applied, GapPolicy, OverlapPolicy, Policy, Route
-from seqdedupe.topic.publishing import Topic
-from seqdedupe.topic.state import State
+from seqdedupe.topic.frame import NumbersCache, Receipt, Refusal
+from seqdedupe.topic.operations import open_sessions
+from seqdedupe.topic.policy import NAMES, Applied, GapPolicy, NamedCursor, OverlapPolicy, Policy, Route
+from seqdedupe.topic.topic import Topic
 from tests.batches import batch
 from tests.log.batches import encoded_batch
 from tests.log.faulty import FaultyLog, Storage
@@ -86,7 +84,7 @@ async def test_a_rebuilt_store_knows_all_that_was_in_force(logs: EmbeddedLogs, t
     for i in range(40):
         assert isinstance(await publish(topic, "filler", filler, i, i - 1), Receipt)
     term = topic.term
-    await topic.snapshot()
+    await topic.keeper.snapshot()
     async with asyncio.timeout(LAST_RESORT_SECONDS):
         while topic.log.first_index < 20:  # noqa: ASYNC110 (retention goes on beside the snapshot)
             await asyncio.sleep(0.01)

@@ -17,16 +17,14 @@ from seqdedupe.message_id import Position
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Snapshots
 from seqdedupe.testing import LAST_RESORT_SECONDS
-from seqdedupe.topic import settling
-from seqdedupe.topic.answers import Receipt, Refusal
-from seqdedupe.topic.broadcast import Broadcast
-from seqdedupe.topic.following import read_on
-from seqdedupe.topic.frame import NumbersCache, check
-from seqdedupe.topic.opening import open_sessions
+from seqdedupe.topic import owner
+from seqdedupe.topic.base import State
+from seqdedupe.topic.frame import NumbersCache, Receipt, Refusal, check
+from seqdedupe.topic.operations import open_sessions
 from seqdedupe.topic.policy import Applied
-from seqdedupe.topic.publishing import Topic
-from seqdedupe.topic.reading import check_index, end_index, index_after
-from seqdedupe.topic.state import State
+from seqdedupe.topic.readers import check_index, end_index, index_after, read_on
+from seqdedupe.topic.tasks import Broadcast
+from seqdedupe.topic.topic import Topic
 from tests.batches import batch
 from tests.log.faulty import FaultyLog, Storage
 
@@ -103,7 +101,7 @@ async def filled(store: Store, rows: int) -> Storage:
     await topic.recover()
     await publish(topic, *range(rows - 1))
     await topic.flight.all_of_now()
-    await topic.snapshot()
+    await topic.keeper.snapshot()
     await publish(topic, rows - 1)
     await topic.flight.all_of_now()
     await topic.close("")
@@ -132,7 +130,7 @@ async def test_nobody_says_where_a_topic_ends_before_it_has_read_up_to_its_own_m
     with pytest.raises(UnavailableError, match="RECOVERING"):
         await index_after(topic, good)
     with pytest.raises(UnavailableError):
-        await topic.snapshot()
+        await topic.keeper.snapshot()
     # A follower waits where what is certain ends.
     pages = read_on(topic, 2, None)
     assert (await anext(pages)).next_index == 4
@@ -212,8 +210,8 @@ async def test_a_log_that_refuses_again_and_again_is_opened_ever_more_seldom(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It takes a marker and no message, as a disk with a little room left: the topic says READ_ONLY meanwhile."""
-    monkeypatch.setattr(settling, "FIRST_REST_SECONDS", 3600.0)
-    monkeypatch.setattr(settling, "LONGEST_REST_SECONDS", 3600.0)
+    monkeypatch.setattr(owner, "FIRST_REST_SECONDS", 3600.0)
+    monkeypatch.setattr(owner, "LONGEST_REST_SECONDS", 3600.0)
     log = FaultyLog(Storage(INCARNATION))
     topic = make_topic(store, log)
     await topic.recover()
@@ -338,9 +336,9 @@ async def test_snapshots_are_taken_by_time_and_by_entries(store: Store) -> None:
     )
     await topic.recover()
     await publish(topic, 1)
-    await until(lambda: topic.snapshot_index == 1)
+    await until(lambda: topic.keeper.snapshot_index == 1)
     await publish(topic, 2, 3, 4)
-    await until(lambda: topic.snapshot_index == 4)
+    await until(lambda: topic.keeper.snapshot_index == 4)
     await topic.close("")
 
 
@@ -351,7 +349,7 @@ async def grown(store: Store, storage: Storage, *ids: int, snapshot: bool = Fals
     await publish(topic, *ids)
     await topic.flight.all_of_now()
     if snapshot:
-        await topic.snapshot()
+        await topic.keeper.snapshot()
     await topic.close("")
 
 

@@ -9,10 +9,9 @@ import pytest
 from seqdedupe.core.recent import RECENT_MESSAGES
 from seqdedupe.errors import DamagedError, PositionError
 from seqdedupe.message_id import Position
-from seqdedupe.topic.following import read_on
-from seqdedupe.topic.operating import MessageState, message_state
-from seqdedupe.topic.reading import index_after
-from seqdedupe.topic.state import State
+from seqdedupe.topic.base import State
+from seqdedupe.topic.operations import MessageState, message_state
+from seqdedupe.topic.readers import index_after, read_on
 from tests.log.conformance import parsed
 from tests.topic.test_originals import INCARNATION, Process
 

@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 from rocksdict import WriteBatch
 
-from seqdedupe.core import id_newer
-from seqdedupe.core.id_chunks import PIECE_BYTES
+from seqdedupe.core import id_slots
+from seqdedupe.core.id_runs import PIECE_BYTES
 from seqdedupe.errors import SeqdedupeError, error
-from seqdedupe.store import ids as stored_ids
 from seqdedupe.store import rocksdb
+from seqdedupe.store import windows as stored_ids
 from seqdedupe.store.db import Store
-from seqdedupe.store.records import IDS, part_key, part_number
+from seqdedupe.store.parts import IDS, part_key, part_number
 from seqdedupe.store.snapshots import Snapshots
-from seqdedupe.topic import snapshotter
+from seqdedupe.topic import keeper
 from tests.topic.test_by_id import INCARNATION, Place, originals
 from tests.topic.test_window_runs import fail_a_sync
 
@@ -42,7 +42,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(id_newer, "PIECE_BYTES", SMALL)
+    monkeypatch.setattr(id_slots, "PIECE_BYTES", SMALL)
 
 
 async def begun(store: Store, **policy: Any) -> Place:
@@ -50,7 +50,7 @@ async def begun(store: Store, **policy: Any) -> Place:
     place = Place(store, **policy)
     await place.start()
     send(place, *SOME[:9])
-    await place.topic.snapshot()
+    await place.topic.keeper.snapshot()
     send(place, *SOME[9:])
     return place
 
@@ -72,7 +72,7 @@ async def all_is_known(place: Place) -> None:
     stored = place.stored()
     assert originals(place, place.send(*stored)) == dict(enumerate(range(len(stored))))
     send(place, b"another-%d" % len(stored))
-    await place.topic.snapshot()
+    await place.topic.keeper.snapshot()
     await place.crash()
     stored = place.stored()
     assert originals(place, place.send(*stored)) == dict(enumerate(range(len(stored))))
@@ -101,8 +101,8 @@ async def at_each_write(store: Store, monkeypatch: pytest.MonkeyPatch, then: Cal
         place = await begun(store)
         with monkeypatch.context() as patched:
             patched.setattr(Store, "write", only_so_many(writes))
-            await place.topic.snapshot_in_background()
-        is_whole = place.topic.snapshotter.failed == 0
+            await place.topic.keeper.snapshot_in_background()
+        is_whole = place.topic.keeper.snapshotter.failed == 0
         assert named_index(store, INCARNATION) == (26 if is_whole else 9)
         await then(place)
         await place.topic.close("")
@@ -116,9 +116,9 @@ async def test_a_kill_at_any_piece_leaves_nothing_that_counts(store: Store, monk
     """Whoever writes the next snapshot may cut otherwise."""
 
     async def then(place: Place) -> None:
-        monkeypatch.setattr(id_newer, "PIECE_BYTES", SMALL + 17)
+        monkeypatch.setattr(id_slots, "PIECE_BYTES", SMALL + 17)
         await all_is_known(place)
-        monkeypatch.setattr(id_newer, "PIECE_BYTES", SMALL)
+        monkeypatch.setattr(id_slots, "PIECE_BYTES", SMALL)
 
     assert await at_each_write(store, monkeypatch, then) >= 5
 
@@ -127,14 +127,14 @@ async def test_a_store_that_fails_at_any_piece_has_all_in_the_next_snapshot(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def then(place: Place) -> None:
-        monkeypatch.setattr(id_newer, "PIECE_BYTES", SMALL + 17)
+        monkeypatch.setattr(id_slots, "PIECE_BYTES", SMALL + 17)
         send(place, b"one more")
-        await place.topic.snapshot()
+        await place.topic.keeper.snapshot()
         assert named_index(store, INCARNATION) == 27
         await place.crash(0)
         assert place.topic.counters.replayed == 0
         await all_is_known(place)
-        monkeypatch.setattr(id_newer, "PIECE_BYTES", SMALL)
+        monkeypatch.setattr(id_slots, "PIECE_BYTES", SMALL)
 
     assert await at_each_write(store, monkeypatch, then) >= 5
 
@@ -160,7 +160,7 @@ async def _opened_again_meanwhile(store: Store, monkeypatch: pytest.MonkeyPatch,
 
     with monkeypatch.context() as patched:
         patched.setattr(Store, "wait_until_idle", wait_until_idle)
-        await place.topic.snapshot()
+        await place.topic.keeper.snapshot()
     assert count[0] > after
     assert named_index(store, INCARNATION) == 26
     await all_is_known(place)
@@ -201,7 +201,7 @@ async def test_control_what_is_left_over_stays(store: Store, monkeypatch: pytest
 async def test_control_a_piece_that_is_named_was_not_written(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Snapshots, "write_piece", lambda self, piece: self._pieces.written(piece))
     place = await begun(store)
-    await place.topic.snapshot()
+    await place.topic.keeper.snapshot()
     with pytest.raises(SeqdedupeError, match="should be there") as raised:
         Snapshots(store, INCARNATION).load()
     assert raised.value.reason == "STORE_DAMAGED"
@@ -227,7 +227,7 @@ async def test_what_is_forgotten_while_a_snapshot_is_written_is_not_missed(
 
     with monkeypatch.context() as patched:
         patched.setattr(Store, "wait_until_idle", wait_until_idle)
-        await place.topic.snapshot()
+        await place.topic.keeper.snapshot()
     assert sent[0] >= a_piece
     before = place.topic.window
     await place.crash(None)
@@ -236,7 +236,7 @@ async def test_what_is_forgotten_while_a_snapshot_is_written_is_not_missed(
     assert place.topic.window.first_index <= before.first_index
     end = len(place.stored())
     assert originals(place, place.send(*place.stored()[-32:])) == dict(enumerate(range(end - 32, end)))
-    await place.topic.snapshot()
+    await place.topic.keeper.snapshot()
     assert min(pieces(store), default=0) >= min(place.topic.window.first_index, len(place.stored()))
     await place.topic.close("")
 
@@ -251,15 +251,15 @@ async def test_a_store_that_stays_behind_has_the_snapshot_given_up_and_made_late
     place = await begun(store)
     topic = place.topic
     with monkeypatch.context() as patched:
-        patched.setattr(snapshotter, "IDLE_SECONDS", 0.1)
+        patched.setattr(keeper, "IDLE_SECONDS", 0.1)
         patched.setattr(rocksdb, "BEHIND_MEMTABLES", 0)
-        await topic.snapshot_in_background()
-        assert (topic.snapshotter.failed, named_index(store, INCARNATION)) == (1, 9)
+        await topic.keeper.snapshot_in_background()
+        assert (topic.keeper.snapshotter.failed, named_index(store, INCARNATION)) == (1, 9)
         written = [index for index in pieces(store) if index >= 9]
         assert len(written) == 1
         assert "no snapshot of topic t: the store has not worked off in time" in caplog.text
-    await topic.snapshot()
-    assert (topic.snapshotter.failed, named_index(store, INCARNATION)) == (1, 26)
+    await topic.keeper.snapshot()
+    assert (topic.keeper.snapshotter.failed, named_index(store, INCARNATION)) == (1, 26)
     assert written[0] in pieces(store)
     await all_is_known(place)
     await place.topic.close("")
@@ -269,14 +269,14 @@ async def test_a_drain_ends_although_the_store_stays_behind(store: Store, monkey
     """Also where a snapshot is being written when it begins; the next start finds all in the log."""
     place = await begun(store)
     with monkeypatch.context() as patched:
-        patched.setattr(snapshotter, "IDLE_SECONDS", 0.1)
+        patched.setattr(keeper, "IDLE_SECONDS", 0.1)
         patched.setattr(rocksdb, "BEHIND_MEMTABLES", 0)
-        running = asyncio.ensure_future(place.topic.snapshot_in_background())
+        running = asyncio.ensure_future(place.topic.keeper.snapshot_in_background())
         while not any(index >= 9 for index in pieces(store)):  # noqa: ASYNC110 (nobody tells)
             await asyncio.sleep(0)
         await place.topic.drain()
         await running
-    assert place.topic.snapshotter.failed == 2
+    assert place.topic.keeper.snapshotter.failed == 2
     assert sum(index >= 9 for index in pieces(store)) == 2
     assert named_index(store, INCARNATION) == 9
     await place.crash(None)
@@ -289,11 +289,11 @@ async def _a_little_behind_at_each_piece(store: Store, monkeypatch: pytest.Monke
     place = await begun(store)
     asked = itertools.count(1)
     with monkeypatch.context() as patched:
-        patched.setattr(snapshotter, "IDLE_SECONDS", wait_seconds)
+        patched.setattr(keeper, "IDLE_SECONDS", wait_seconds)
         patched.setattr(rocksdb, "is_behind", lambda db: bool(next(asked) % 3))
-        await place.topic.snapshot_in_background()
+        await place.topic.keeper.snapshot_in_background()
     await place.topic.close("")
-    assert place.topic.snapshotter.failed == (named_index(store, INCARNATION) == 9)
+    assert place.topic.keeper.snapshotter.failed == (named_index(store, INCARNATION) == 9)
     return sum(index >= 9 for index in pieces(store))
 
 
@@ -316,7 +316,7 @@ async def test_control_each_piece_waits_for_itself(store: Store, monkeypatch: py
 
     async def wait_until_idle(self: Store, at_most_seconds: float) -> None:
         with suppress(SeqdedupeError):
-            await real(self, snapshotter.IDLE_SECONDS)
+            await real(self, keeper.IDLE_SECONDS)
 
     monkeypatch.setattr(Store, "wait_until_idle", wait_until_idle)
     with pytest.raises(AssertionError):
@@ -342,7 +342,7 @@ async def _turns_of_a_large_one(
     store: Store, monkeypatch: pytest.MonkeyPatch, piece_bytes: int
 ) -> list[tuple[int, int]]:
     """Of each write of a snapshot its bytes, and how many turns others have had before it."""
-    monkeypatch.setattr(id_newer, "PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(id_slots, "PIECE_BYTES", piece_bytes)
     place = Place(store)
     await place.start()
     ids = [k.to_bytes(16, "big") for k in range(100_000)]
@@ -363,7 +363,7 @@ async def _turns_of_a_large_one(
 
     others_run = asyncio.ensure_future(others())
     monkeypatch.setattr(Store, "write", write)
-    await place.topic.snapshot()
+    await place.topic.keeper.snapshot()
     others_run.cancel()
     await place.topic.close("")
     return writes

@@ -15,17 +15,15 @@ from seqdedupe.format.headers import TOKEN_BYTES
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Snapshots
 from seqdedupe.testing import LAST_RESORT_SECONDS
-from seqdedupe.topic import recovery, standby, trimming
-from seqdedupe.topic.following import read_on
-from seqdedupe.topic.keeping_away import FIRST_SECONDS, LONGEST_SECONDS, KeepingAway
-from seqdedupe.topic.opening import open_sessions
-from seqdedupe.topic.operating import message_state, reset_producer
+from seqdedupe.topic import owner, recovery, retention
+from seqdedupe.topic.base import State
+from seqdedupe.topic.operations import message_state, open_sessions, reset_producer
+from seqdedupe.topic.owner import FIRST_SECONDS, LONGEST_SECONDS, KeepingAway
 from seqdedupe.topic.policy import Applied
-from seqdedupe.topic.publishing import Topic
-from seqdedupe.topic.reading import check_index, end_index
+from seqdedupe.topic.readers import check_index, end_index, read_on
 from seqdedupe.topic.recovery import Ownership
-from seqdedupe.topic.state import State
-from seqdedupe.topic.trimming import state_again
+from seqdedupe.topic.retention import state_again
+from seqdedupe.topic.topic import Topic
 from tests.log.faulty import FaultyLog, Storage
 from tests.topic.publisher import FRAME_ROWS, Publisher, stored
 
@@ -153,7 +151,7 @@ async def test_who_does_not_own_a_topic_says_who_does_and_serves_what_is_certain
     with pytest.raises(UnavailableError, match="NOT_OWNER"):
         await message_state(topic, "p", 3)
     with pytest.raises(UnavailableError, match="NOT_OWNER"):
-        await topic.snapshot()
+        await topic.keeper.snapshot()
     pages = read_on(topic, 0, None)
     while (await anext(pages)).next_index < 20:
         pass
@@ -239,7 +237,7 @@ async def test_a_standby_knows_all_that_the_owner_has_and_keeps_it(standbys: Two
     assert topic.state is State.STANDBY
     assert topic.readable_index == 60
     not_owner(lambda: end_index(topic), "one:6680")
-    await until(lambda: topic.snapshot_index >= 60 - 3 * ENTRIES_INTERVAL)
+    await until(lambda: topic.keeper.snapshot_index >= 60 - 3 * ENTRIES_INTERVAL)
 
 
 @pytest.mark.parametrize("lands", [0, 4, None])
@@ -289,8 +287,8 @@ async def test_one_that_does_not_stand_by_catches_up_now_and_then(two: Two, monk
     publisher = Publisher("p", lambda: (two.one.topic,))
     await publisher.publish(60)
     # It has begun to wait with the time as it is.
-    assert (topic.confirmed_index, topic.snapshot_index) == (0, 0)
-    monkeypatch.setattr(standby, "CATCH_UP_SECONDS", 0.001)
+    assert (topic.confirmed_index, topic.keeper.snapshot_index) == (0, 0)
+    monkeypatch.setattr(owner, "CATCH_UP_SECONDS", 0.001)
     tried = two.other.log.opened
 
     def is_tried_again() -> bool:
@@ -299,7 +297,7 @@ async def test_one_that_does_not_stand_by_catches_up_now_and_then(two: Two, monk
         return two.other.log.opened > tried
 
     await until(is_tried_again)
-    await until(lambda: topic.confirmed_index == 60 and topic.snapshot_index > 0)
+    await until(lambda: topic.confirmed_index == 60 and topic.keeper.snapshot_index > 0)
     tried = two.other.log.opened
     await publisher.publish(120)
     await until(lambda: topic.confirmed_index == 120)
@@ -313,7 +311,7 @@ async def with_one_that_is_silent(two: Two) -> None:
     await Publisher("old", lambda: (two.one.topic,)).publish(FRAME_ROWS)
     two.other.log.retention = True
     await two.publisher.publish(60)
-    await until(lambda: two.other.topic.snapshot_index >= 60 - 3 * ENTRIES_INTERVAL)
+    await until(lambda: two.other.topic.keeper.snapshot_index >= 60 - 3 * ENTRIES_INTERVAL)
 
 
 async def known_from_the_log(two: Two, folder: Path) -> dict[str, int]:
@@ -330,13 +328,13 @@ async def known_from_the_log(two: Two, folder: Path) -> dict[str, int]:
 
 async def test_a_standby_lets_nothing_go_that_is_stated_nowhere_else(standbys: Two, tmp_path: Path) -> None:
     await with_one_that_is_silent(standbys)
-    await trimming.trim(standbys.other.topic)
+    await retention.trim(standbys.other.topic)
     assert standbys.storage.first_index == 0
     # To say it again is the owner's, who does so before it lets go of anything itself.
     await state_again(standbys.one.topic, 40)
     await standbys.publisher.publish(120)
-    await until(lambda: standbys.other.topic.snapshot_index >= 120 - 3 * ENTRIES_INTERVAL)
-    await trimming.trim(standbys.other.topic)
+    await until(lambda: standbys.other.topic.keeper.snapshot_index >= 120 - 3 * ENTRIES_INTERVAL)
+    await retention.trim(standbys.other.topic)
     assert standbys.storage.first_index > 0
     assert await known_from_the_log(standbys, tmp_path) == {"old": FRAME_ROWS - 1, "p": 119}
 
@@ -347,9 +345,9 @@ async def test_a_standby_that_lets_go_of_what_its_snapshot_covers_loses_what_is_
     async def whatever_is_stated(topic: object, first_index: int) -> int:
         return first_index
 
-    monkeypatch.setattr(trimming, "_stated_from", whatever_is_stated)
+    monkeypatch.setattr(retention, "_stated_from", whatever_is_stated)
     await with_one_that_is_silent(standbys)
-    await trimming.trim(standbys.other.topic)
+    await retention.trim(standbys.other.topic)
     assert standbys.storage.first_index > 0
     # It would let go of more while the third one reads.
     await standbys.other.close()

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from seqdedupe.core.names import Names
+from seqdedupe.core.name_table import Names
 from seqdedupe.core.producers import Producers
 from seqdedupe.core.rule import PERSISTED, STATED
 from seqdedupe.topic import control

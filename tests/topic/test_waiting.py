@@ -11,16 +11,16 @@ import pytest
 from seqdedupe.errors import DamagedError, InvalidRequestError, SeqdedupeError, UnavailableError, error
 from seqdedupe.names import partition_name
 from seqdedupe.testing import LAST_RESORT_SECONDS
-from seqdedupe.topic import partitioned, waiting
-from seqdedupe.topic.answers import Receipt
-from seqdedupe.topic.closed import Closed
-from seqdedupe.topic.finding import delete, find, find_or_create
-from seqdedupe.topic.frame import NumbersCache
-from seqdedupe.topic.opening import open_sessions
+from seqdedupe.topic import listing, lookup
+from seqdedupe.topic.base import State
+from seqdedupe.topic.frame import NumbersCache, Receipt
+from seqdedupe.topic.lookup import delete, find, find_or_create
+from seqdedupe.topic.operations import open_sessions
 from seqdedupe.topic.policy import Policy
-from seqdedupe.topic.renewing import renew
-from seqdedupe.topic.state import State
+from seqdedupe.topic.registry import Closed
+from seqdedupe.topic.renewal import renew
 from tests.batches import batch
+from tests.records_of import record_of
 from tests.topic.logs import MemoryLogs
 from tests.topic.test_directory import Process
 
@@ -88,9 +88,9 @@ def verdict(receipt: Receipt) -> int:
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """One topic is opened at the start; no other one has its turn by itself."""
-    monkeypatch.setattr(waiting, "OPENED_AT_START", 1)
-    monkeypatch.setattr(waiting, "APART_SECONDS", NEVER_SECONDS)
-    monkeypatch.setattr(waiting, "USE_SECONDS", 120.0)
+    monkeypatch.setattr(listing, "OPENED_AT_START", 1)
+    monkeypatch.setattr(listing, "APART_SECONDS", NEVER_SECONDS)
+    monkeypatch.setattr(listing, "USE_SECONDS", 120.0)
 
 
 @pytest.fixture
@@ -120,11 +120,11 @@ async def test_a_start_opens_some_and_says_of_the_others_that_they_are_not_open(
     assert {told[name] for name in OTHERS} == {State.RECOVERING}
     closed = process.topics.look_at(LAST)
     assert isinstance(closed, Closed)
-    assert waiting.WHY in closed.why.message
+    assert listing.WHY in closed.why.message
 
 
 async def test_a_start_with_room_opens_all(process: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting, "OPENED_AT_START", len(NAMES))
+    monkeypatch.setattr(listing, "OPENED_AT_START", len(NAMES))
     await process.restart()
     assert process.opened == dict.fromkeys(NAMES, 1)
     assert {topic.state for topic in process.topics.all()} == {State.SERVING}
@@ -133,7 +133,7 @@ async def test_a_start_with_room_opens_all(process: Counted, monkeypatch: pytest
 async def test_one_of_which_a_crash_has_left_something_does_not_wait(
     process: Counted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    left = process.topics.records[LAST].incarnation
+    left = record_of(process.topics, LAST).incarnation
     monkeypatch.setattr(MemoryLogs, "unfinished", frozenset({left}))
     await process.restart()
     assert process.opened == {FIRST: 1, LAST: 1}
@@ -155,13 +155,13 @@ async def test_many_who_use_one_open_it_once_and_who_gives_up_does_so_alone(proc
     await asyncio.wait({users[0]})
     process.may_open.set()
     topics = await asyncio.gather(*users[1:])
-    assert {id(topic) for topic in topics} == {id(process.topics.live[LAST])}
+    assert {id(topic) for topic in topics} == {id(process.topics.get(LAST))}
     assert process.opened[LAST] == 1
     assert process.state(LAST) is State.SERVING
 
 
 async def test_who_uses_one_that_takes_long_is_told_so(process: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting, "USE_SECONDS", 0.01)
+    monkeypatch.setattr(listing, "USE_SECONDS", 0.01)
     process.hold_up()
     with pytest.raises(UnavailableError, match="is being opened") as caught:
         await find(process.topics, LAST)
@@ -173,17 +173,17 @@ async def test_who_uses_one_that_takes_long_is_told_so(process: Counted, monkeyp
 
 async def test_all_are_opened_in_their_turn(process: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that policies act on topics that nobody uses, and damage is found."""
-    monkeypatch.setattr(waiting, "APART_SECONDS", 0.0)
+    monkeypatch.setattr(listing, "APART_SECONDS", 0.0)
     await process.restart()
     await until(lambda: {topic.state for topic in process.topics.all()} == {State.SERVING})
     assert process.opened == dict.fromkeys(NAMES, 1)
 
 
 async def test_one_that_cannot_be_opened_holds_up_no_other(process: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting, "APART_SECONDS", 0.0)
-    monkeypatch.setattr(waiting, "USE_SECONDS", 0.01)
+    monkeypatch.setattr(listing, "APART_SECONDS", 0.0)
+    monkeypatch.setattr(listing, "USE_SECONDS", 0.01)
     await process.stop()
-    lost = process.topics.records[OTHERS[0]].incarnation
+    lost = record_of(process.topics, OTHERS[0]).incarnation
     there = process.storages.pop(lost)
     await process.start()
     await until(lambda: process.state(LAST) is State.SERVING and process.state(OTHERS[0]) is State.DAMAGED)
@@ -194,7 +194,7 @@ async def test_one_that_cannot_be_opened_holds_up_no_other(process: Counted, mon
 async def test_nobody_waits_for_one_that_is_tried_again_and_again(
     process: Counted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(waiting, "USE_SECONDS", 0.01)
+    monkeypatch.setattr(listing, "USE_SECONDS", 0.01)
     process.refuses = True
     with pytest.raises(UnavailableError):
         await find(process.topics, LAST)
@@ -207,7 +207,7 @@ async def test_nobody_waits_for_one_that_is_tried_again_and_again(
 
 async def test_damage_is_told_when_somebody_looks_and_not_before(process: Counted) -> None:
     await process.stop()
-    lost = process.topics.records[LAST].incarnation
+    lost = record_of(process.topics, LAST).incarnation
     there = process.storages.pop(lost)
     await process.start()
     assert process.state(LAST) is State.RECOVERING
@@ -242,18 +242,18 @@ async def test_one_that_was_deleted_while_it_waited_does_not_come_back(
     await process.topics.remove([LAST], LAST)
     made = await process.topics.create(LAST)
     await process.topics.waiting.use(*NAMES)
-    assert process.topics.live[LAST] is made
+    assert process.topics.get(LAST) is made
     assert process.state(LAST) is State.SERVING
 
 
 async def test_a_partitioned_topic_is_deleted_as_a_whole(process: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
-    await partitioned.create(process.topics, "w", 3, Policy())
+    await lookup.create_partitioned(process.topics, "w", 3, Policy())
     whole = "persistent://public/default/w"
     await process.restart()
-    assert [one.state for one in partitioned.partitions_of(process.topics, whole) if one] == [State.RECOVERING] * 3
+    assert [one.state for one in lookup.partitions_of(process.topics, whole) if one] == [State.RECOVERING] * 3
     with pytest.raises(SeqdedupeError):
         await process.topics.create(partition_name(whole, 1))
-    await partitioned.delete(process.topics, whole)
+    await lookup.delete_partitioned(process.topics, whole)
     assert len(process.storages) == len(NAMES)
     await process.restart()
     assert [topic.state for topic in process.topics.all()] == [State.SERVING] + [State.RECOVERING] * 4
@@ -267,9 +267,9 @@ async def test_what_a_namespace_says_meanwhile_is_in_force_when_it_is_opened(pro
 
 async def test_it_begins_anew_from_its_log(process: Counted) -> None:
     topic = await renew(process.topics, LAST, None, None)
-    assert topic is process.topics.live[LAST]
+    assert topic is process.topics.get(LAST)
     await process.topics.waiting.use(LAST)
-    assert process.topics.live[LAST] is topic
+    assert process.topics.get(LAST) is topic
     assert (process.state(LAST), process.opened[LAST]) == (State.SERVING, 1)
 
 
@@ -283,8 +283,8 @@ async def test_an_end_lets_them_wait_and_leaves_none_half_open(process: Counted)
     process.may_open.set()
     await end
     await asyncio.wait({user})
-    assert {topic.state for topic in process.topics.live.values()} == {State.DRAINING}
-    assert set(process.topics.live) == {FIRST, LAST}
+    assert {topic.state for topic in process.topics.registry.open_topics()} == {State.DRAINING}
+    assert {topic.name for topic in process.topics.registry.open_topics()} == {FIRST, LAST}
     assert process.opened == {FIRST: 1, LAST: 1}
     await process.restart()
     for name in NAMES:
@@ -302,4 +302,4 @@ async def test_a_store_that_is_made_anew_waits_for_all(process: Counted, tmp_pat
     await process.topics.open_all()
     await process.topics.recover_all()
     assert process.opened == dict.fromkeys(NAMES, 1)
-    assert {topic.snapshot_index for topic in process.topics.live.values()} == {1}
+    assert {topic.keeper.snapshot_index for topic in process.topics.registry.open_topics()} == {1}

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from seqdedupe.core.names import Names
+from seqdedupe.core.name_table import Names
 from seqdedupe.core.producers import Producers
 from seqdedupe.core.rule import PERSISTED
 from seqdedupe.doctor.tally import Tally
@@ -23,17 +23,13 @@ from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Snapshots
 from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe.topic import control
-from seqdedupe.topic.answers import Receipt, Refusal
-from seqdedupe.topic.attached import AttachedTopic
-from seqdedupe.topic.attachment import Columns
-from seqdedupe.topic.base import TopicBase
+from seqdedupe.topic.attached import AttachedTopic, Columns
+from seqdedupe.topic.base import State, TopicBase
 from seqdedupe.topic.control import Import, Imported, ImportParts
-from seqdedupe.topic.frame import NumbersCache
-from seqdedupe.topic.opening import open_sessions
-from seqdedupe.topic.operating import reset_producer
+from seqdedupe.topic.frame import NumbersCache, Receipt, Refusal
+from seqdedupe.topic.operations import open_sessions, reset_producer
 from seqdedupe.topic.policy import Applied
-from seqdedupe.topic.publishing import Topic
-from seqdedupe.topic.state import State
+from seqdedupe.topic.topic import Topic
 from seqdedupe.topic.watermarks import _ImportIntoLog, begin_import, watermarks
 from tests.batches import batch
 from tests.log.faulty import FaultyLog, Storage
@@ -133,7 +129,7 @@ async def test_a_restart_and_a_rebuilt_store_keep_it(
     await topic.recover()
     await import_marks(topic, MARKS, at_once=1)
     if has_snapshot:
-        await topic.snapshot()
+        await topic.keeper.snapshot()
     await topic.close("")
     for _ in range(2):
         # The second time there is a message, and one producer was set back.
@@ -145,7 +141,7 @@ async def test_a_restart_and_a_rebuilt_store_keep_it(
             await reset_producer(topic, "a", 2)
             assert await publish(topic, "b", 0, 4) == [DUP, 1]
             if has_snapshot:
-                await topic.snapshot()
+                await topic.keeper.snapshot()
         await topic.close("")
 
 
@@ -180,7 +176,7 @@ async def test_after_a_crash_all_of_it_is_in_force_or_nothing(
     else:
         await running
     if lands == 2:
-        await topic.snapshot()
+        await topic.keeper.snapshot()
     assert exported(topic) == (MARKS if lands == 4 else {}) or not is_careful
     log = log.crash(lands=0)
     log.automatic = True
@@ -452,7 +448,7 @@ async def test_retention_says_it_again_and_the_doctor_follows(stores: Callable[[
         rows = batch([("filler", i)], epochs={"filler": epoch}, links={"filler": i - 1}, payloads=[bytes(500)])
         topic.admit(rows.encode(), 1, lambda _: None, NumbersCache())
         await topic.flight.all_of_now()
-    await topic.snapshot()
+    await topic.keeper.snapshot()
     await until(lambda: topic.log.first_index >= 20)
     await topic.close("")
     topic = await start(stores())

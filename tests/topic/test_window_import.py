@@ -14,33 +14,31 @@ import numpy as np
 import pytest
 from rocksdict import WriteBatch
 
-from seqdedupe import windows
-from seqdedupe.core import id_imported
+from seqdedupe import exports
+from seqdedupe.core import id_runs
 from seqdedupe.core.id_runs import entries_with
 from seqdedupe.core.rule import DUP, NOT_DUP
 from seqdedupe.errors import DamagedError, SeqdedupeError, UnavailableError, error
-from seqdedupe.store import imported as stored_import
+from seqdedupe.exports import KnownId
+from seqdedupe.store import imported_run as stored_import
 from seqdedupe.store.db import Store
-from seqdedupe.store.id_runs import key_of
-from seqdedupe.store.records import IMPORTED, part_key
+from seqdedupe.store.parts import IMPORTED, part_key
 from seqdedupe.store.snapshots import Snapshots
-from seqdedupe.topic import by_id, window_import
-from seqdedupe.topic.answers import Receipt, Refusal
-from seqdedupe.topic.frame import NumbersCache
-from seqdedupe.topic.imported_window import ImportedWindow
-from seqdedupe.topic.operating import MessageState, state_by_id
-from seqdedupe.topic.policy import Policy
-from seqdedupe.topic.publishing import Topic
-from seqdedupe.topic.state import State
+from seqdedupe.store.windows import run_key
+from seqdedupe.topic import judge_by_id, window_import
+from seqdedupe.topic.base import State
+from seqdedupe.topic.frame import NumbersCache, Receipt, Refusal
+from seqdedupe.topic.operations import MessageState, state_by_id
+from seqdedupe.topic.policy import ImportedWindow, Policy
+from seqdedupe.topic.topic import Topic
 from seqdedupe.topic.window_import import WindowImport
-from seqdedupe.topic.window_imported import WindowImported
-from seqdedupe.windows import Known
+from seqdedupe.topic.window_runs import WindowImported
 from tests.plain import PLAIN
 from tests.topic.test_by_id import INCARNATION, frame, originals, receipt, until_serving, verdicts
 from tests.topic.test_window_runs import SmallPlace
 
 HOUR_MS = 3_600_000
-OLD = [Known(b"old %d" % k, HOUR_MS + 1000 * k) for k in range(10)]
+OLD = [KnownId(b"old %d" % k, HOUR_MS + 1000 * k) for k in range(10)]
 
 
 @pytest.fixture
@@ -65,10 +63,10 @@ class ImportPlace(SmallPlace):
         stored_import.keep_only(self.store, INCARNATION, imported)
         return super().topic_of(snapshots, loaded, imported=imported, **more)
 
-    async def bring(self, known: list[Known], path: Path, *, settles: bool = True) -> None:
+    async def bring(self, known: list[KnownId], path: Path, *, settles: bool = True) -> None:
         """Imports them."""
-        windows.write(path, known)
-        checksum, *blocks = windows.read(path)
+        exports.write_window(path, known)
+        checksum, *blocks = exports.read_window(path)
         importing = WindowImport(self.topic, checksum)
         try:
             for block in blocks:
@@ -145,7 +143,7 @@ async def test_what_was_imported_is_dup_without_an_index_over_restarts(place: Im
 async def test_however_many_come_memory_has_a_part(
     place: ImportPlace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(windows, "BLOCK_BYTES", 700)
+    monkeypatch.setattr(exports, "WINDOW_BLOCK_BYTES", 700)
     monkeypatch.setattr(window_import, "PART_BYTES", 2000)
     monkeypatch.setattr(window_import, "MERGED_PAGES", 1)
     held: list[int] = []
@@ -158,7 +156,7 @@ async def test_however_many_come_memory_has_a_part(
     monkeypatch.setattr(WindowImport, "_part_written", measured)
     rng = random.Random(1)
     ids = sorted({rng.randbytes(rng.choice([1, 3, 16, 200])) for _ in range(600)})
-    await place.bring([Known(one, HOUR_MS) for one in ids], tmp_path / "window")
+    await place.bring([KnownId(one, HOUR_MS) for one in ids], tmp_path / "window")
     assert len(held) > 10
     assert max(held) < 3000
     assert len(place.import_runs()) == 1, "what was merged is gone"
@@ -170,8 +168,8 @@ async def test_however_many_come_memory_has_a_part(
 
 async def test_what_is_no_window_for_this_topic_changes_nothing(place: ImportPlace, tmp_path: Path) -> None:
     path = tmp_path / "window"
-    windows.write(path, OLD)
-    checksum, block = windows.read(path)
+    exports.write_window(path, OLD)
+    checksum, block = exports.read_window(path)
 
     async def brought(*blocks: bytes, ids: int = len(OLD), checksum: bytes = checksum) -> None:
         importing = WindowImport(place.topic, checksum)
@@ -182,8 +180,8 @@ async def test_what_is_no_window_for_this_topic_changes_nothing(place: ImportPla
         finally:
             importing.close()
 
-    backwards = windows._encoded([1, 1], [b"b", b"a"])
-    twice = windows._encoded([1, 1], [b"a", b"a"])
+    backwards = exports._encoded([1, 1], [b"b", b"a"])
+    twice = exports._encoded([1, 1], [b"a", b"a"])
     for wrong in (
         brought(block, ids=9),
         brought(block, checksum=bytes(32)),
@@ -192,7 +190,7 @@ async def test_what_is_no_window_for_this_topic_changes_nothing(place: ImportPla
         brought(block, block),
         brought(backwards),
         brought(twice),
-        brought(windows._encoded([1], [b"b"]), windows._encoded([1], [b"a"])),
+        brought(exports._encoded([1], [b"b"]), exports._encoded([1], [b"a"])),
         brought(b"", ids=0),
         brought(block[:-1]),
     ):
@@ -266,7 +264,7 @@ def failing_after(writes: int) -> Callable[[Store, WriteBatch], int]:
 async def test_a_store_that_fails_at_any_write_leaves_all_or_nothing(
     place: ImportPlace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(windows, "BLOCK_BYTES", 40)
+    monkeypatch.setattr(exports, "WINDOW_BLOCK_BYTES", 40)
     monkeypatch.setattr(window_import, "PART_BYTES", 40)
     is_done = False
     for writes in range(200):
@@ -275,8 +273,8 @@ async def test_a_store_that_fails_at_any_write_leaves_all_or_nothing(
             await place.bring(OLD, tmp_path / "window")
             is_done = True
         await place.crash()
-        assert place.topic.imported.in_force is None or is_done
-        assert place.import_keys() == [] or is_done or place.topic.imported.there is not None
+        assert place.topic.ids.imported.in_force is None or is_done
+        assert place.import_keys() == [] or is_done or place.topic.ids.imported.there is not None
         if is_done:
             break
     assert is_done
@@ -290,7 +288,7 @@ async def test_each_id_expires_by_its_time_and_all_of_it_for_good(store: Store, 
     await place.bring(OLD, tmp_path / "window")
     place.now_ms = HOUR_MS + HOUR_MS + 1000 * 4
     assert place.new(*(b"old %d" % k for k in range(10))) == [NOT_DUP] * 5 + [DUP] * 5, "known for 60 minutes, not more"
-    assert place.topic.imported.in_force is not None
+    assert place.topic.ids.imported.in_force is not None
     place.now_ms += 5000
     assert place.new(b"old 7") == [NOT_DUP]
     await asyncio.sleep(0)
@@ -303,7 +301,7 @@ async def test_each_id_expires_by_its_time_and_all_of_it_for_good(store: Store, 
     place.log.settle()
     await setting
     await place.crash()
-    assert not place.topic.imported.is_missing
+    assert not place.topic.ids.imported.is_missing
     assert place.new(b"old 8") == [NOT_DUP], "what has expired stays so"
     await place.topic.close("")
 
@@ -313,7 +311,7 @@ async def test_a_window_of_more_years_than_there_are_holds_what_was_imported_alo
 ) -> None:
     place = ImportPlace(store, deduplication_window_max_minutes=2**31 - 1)
     await place.start()
-    await place.bring([Known(b"first", 0), *OLD], tmp_path / "window")
+    await place.bring([KnownId(b"first", 0), *OLD], tmp_path / "window")
     assert place.new(b"first", b"never", b"old 1") == [DUP, NOT_DUP, DUP]
     await place.topic.close("")
 
@@ -324,7 +322,7 @@ async def test_a_window_that_the_store_has_lost_is_missed_loudly(
     await place.bring(OLD, tmp_path / "window")
     assert place.new(b"new") == [NOT_DUP]
     await store_loses_all(place)
-    assert place.topic.imported.is_missing
+    assert place.topic.ids.imported.is_missing
     assert "imported again" in caplog.text
     for ids in ([b"old 1"], [b"never"], [b"new"]):
         assert reason(place.send(*ids)) == "WINDOW_MISSING"
@@ -375,21 +373,21 @@ async def test_what_could_not_be_read_never_passes_for_whole(place: ImportPlace,
     await place.bring(OLD, tmp_path / "window")
     (run,) = place.import_runs()
     batch = WriteBatch(raw_mode=True)
-    batch.delete(key_of(INCARNATION, run, 0))
+    batch.delete(run_key(INCARNATION, run, 0))
     place.store.write(batch)
     await place.crash()
-    assert place.topic.imported.is_missing
-    checksum = next(windows.read(tmp_path / "window"))
+    assert place.topic.ids.imported.is_missing
+    checksum = next(exports.read_window(tmp_path / "window"))
     importing = WindowImport(place.topic, checksum)
-    few = windows.parse(windows._encoded([1], [b"few"]))
+    few = exports.parse_block(exports._encoded([1], [b"few"]))
     importing._part.append(few)
     await importing._part_written(for_good=False)
     await place.crash()
-    assert place.topic.imported.is_missing
+    assert place.topic.ids.imported.is_missing
     assert reason(place.send(b"old 1")) == "WINDOW_MISSING"
 
 
-@pytest.mark.parametrize("core", [id_imported, PLAIN["id_imported"]])
+@pytest.mark.parametrize("core", [id_runs, PLAIN["id_runs"]])
 def test_where_ids_do_not_rise(core: Any) -> None:
     rng = random.Random(2)
     pool = [b"", b"a", b"ab", b"a\0", b"\xff", b"12345678", b"123456789", b"12345679", b"1234567", b"12345678\0"]
@@ -409,7 +407,7 @@ async def history(place: ImportPlace, seed: int, path: Path) -> None:
     minutes = place.topic.applied.deduplication_window_max_minutes
     ids = [b"%d" % k for k in range(60)]
     known = {one: HOUR_MS + rng.randrange(60) * 1000 for one in ids[:40]}
-    window = [Known(*one) for one in sorted(known.items())]
+    window = [KnownId(*one) for one in sorted(known.items())]
     is_imported: bool | None = True
     await place.bring(window, path, settles=rng.random() < 0.7)
     if place.log.in_flight and rng.random() < 0.5:
@@ -428,7 +426,7 @@ async def history(place: ImportPlace, seed: int, path: Path) -> None:
             case 1 | 2:
                 place.now_ms += rng.choice([1000, 2000, 30_000])
             case 3:
-                await place.topic.snapshot()
+                await place.topic.keeper.snapshot()
             case 4:
                 await place.to_a_run()
             case 5:
@@ -438,7 +436,7 @@ async def history(place: ImportPlace, seed: int, path: Path) -> None:
             case _:
                 some = rng.choices(ids, k=rng.randint(1, 6))
                 before, since_ms = place.stored(), -1 if minutes < 0 else place.now_ms - 60_000 * minutes
-                looked_up = await place.topic.look_up(frame(*some)) if rng.random() < 0.5 else None
+                looked_up = await place.topic.ids.look_up(frame(*some)) if rng.random() < 0.5 else None
                 answers: list[Receipt | Refusal] = []
                 place.topic.admit(frame(*some), 1, answers.append, NumbersCache(), looked_up=looked_up)
                 place.log.settle()
@@ -483,7 +481,7 @@ def _not_stated(self: ImportedWindow, message: Any) -> None:
 
 PLANTED: dict[str, tuple[Any, str, Any]] = {
     "what was imported does not count": (WindowImported, "to_look_into", _not_looked_into),
-    "it never expires": (by_id, "since_ms", lambda applied, now: -1),
+    "it never expires": (judge_by_id, "since_ms", lambda applied, now: -1),
     "the log does not say what was imported": (ImportedWindow, "fill", _not_stated),
     "the times are cut, and not rounded up": (window_import, "seconds_of", lambda times: times // 1000 - 1),
     "a part of the import is left out": (window_import, "entries_with", lambda *a: _without_the_last(*a)),

@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from broker_sidecar import dividing
-from seqdedupe import windows
-from seqdedupe.core.id_imported import Imported
+from broker_sidecar import division
+from seqdedupe import exports
+from seqdedupe.core.id_runs import ImportedIds
 from seqdedupe.core.rule import DUP, NOT_DUP
 from seqdedupe.errors import InvalidRequestError
-from seqdedupe.store import imported as stored_import
+from seqdedupe.store import imported_run as stored_import
 from seqdedupe.store.db import Store
-from seqdedupe.topic.operating import state_by_id
+from seqdedupe.topic.operations import state_by_id
 from seqdedupe.topic.window_import import WindowImport
-from seqdedupe.topic.window_imported import WindowImported
+from seqdedupe.topic.window_runs import WindowImported
 from tests.topic.test_by_id import INCARNATION, verdicts
 from tests.topic.test_window_import import HOUR_MS, OLD, ImportPlace
 from tests.topic.test_window_import import place as place
@@ -36,7 +36,7 @@ async def put_and_broken_off(place: ImportPlace, path: Path, monkeypatch: Patch)
         was_put.set()
         return put(*arguments)
 
-    checksum, *blocks = windows.read(path)
+    checksum, *blocks = exports.read_window(path)
     with monkeypatch.context() as patched:
         patched.setattr(stored_import, "put", seen)
         importing = WindowImport(place.topic, checksum)
@@ -86,7 +86,7 @@ async def test_what_is_in_force_stays_though_the_same_is_broken_off_again_and_ag
 
 
 def what_was_put_stays(monkeypatch: Patch) -> None:
-    def runs_alone(store: Store, incarnation: int, imported: Imported | None) -> None:
+    def runs_alone(store: Store, incarnation: int, imported: ImportedIds | None) -> None:
         with monkeypatch.context() as patched:
             patched.setattr(stored_import, "_put", lambda *_: None)
             keep_only(store, incarnation, imported)
@@ -119,7 +119,7 @@ async def test_an_import_ends_that_is_under_way_when_all_that_was_imported_has_e
     await place.start()
     path = tmp_path / "window"
     await place.bring(OLD, path)
-    checksum, *blocks = windows.read(path)
+    checksum, *blocks = exports.read_window(path)
     importing = WindowImport(place.topic, checksum)
     for block in blocks:
         await importing.add(block)
@@ -139,7 +139,7 @@ async def test_another_number_of_workers_takes_along_what_was_imported(place: Im
     await place.bring(OLD, tmp_path / "window")
     new = Store.open(tmp_path / "divided")
     try:
-        await dividing._copy(place.store, new, INCARNATION)
+        await division._copy(place.store, new, INCARNATION)
         [here, there] = [stored_import.load(one, INCARNATION) for one in (place.store, new)]
         assert here is not None
         assert there is not None

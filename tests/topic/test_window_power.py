@@ -15,11 +15,11 @@ from rocksdict import WriteBatch
 
 from seqdedupe.core.rule import DUP
 from seqdedupe.errors import SeqdedupeError
-from seqdedupe.store import id_runs, ids, rocksdb
+from seqdedupe.store import rocksdb, windows
 from seqdedupe.store.db import Store
-from seqdedupe.store.records import IDS, part_key
+from seqdedupe.store.parts import IDS, part_key
 from seqdedupe.topic import window_runs
-from seqdedupe.topic.broadcast import Broadcast
+from seqdedupe.topic.tasks import Broadcast
 from tests.log.faulty import FaultyLog, Storage
 from tests.store.model import fast_folder
 from tests.store.power import Files, Machine, Moment
@@ -153,7 +153,7 @@ async def life(memory: Path, monkeypatch: pytest.MonkeyPatch) -> Life:
     """With small tables, so that runs lie in some of them, and in the log."""
     monkeypatch.setattr(rocksdb, "MEMTABLE_BYTES", 32 * 1024)
     monkeypatch.setattr(window_runs, "MAX_RUNS", 2)
-    monkeypatch.setattr(id_runs, "PAGES_A_WRITE", 1)
+    monkeypatch.setattr(windows, "PAGES_A_WRITE", 1)
     life = Life(memory / "store")
     with monkeypatch.context() as patched:
         await life.live(patched)
@@ -169,14 +169,14 @@ async def test_control_pieces_that_go_before_their_run_is_named_are_missed(
     memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And so are runs that go before the one that they were merged to is named: in a write of their own."""
-    real = ids.put
+    real = windows.put
 
-    def put(batch: Any, incarnation: int, stored: ids.StoredIds, pieces: ids.WrittenPieces) -> None:
+    def put(batch: Any, incarnation: int, stored: windows.StoredIds, pieces: windows.WrittenPieces) -> None:
         if stored.moved_from is not None:
             one.store.write(without_pieces(incarnation, stored))
         real(batch, incarnation, stored, pieces)
 
-    monkeypatch.setattr(ids, "put", put)
+    monkeypatch.setattr(windows, "put", put)
     one = Life(memory / "store")
     with monkeypatch.context() as patched:
         patched.setattr(window_runs, "MAX_RUNS", 2)
@@ -185,7 +185,7 @@ async def test_control_pieces_that_go_before_their_run_is_named_are_missed(
         await check_all(one, memory)
 
 
-def without_pieces(incarnation: int, stored: ids.StoredIds) -> WriteBatch:
+def without_pieces(incarnation: int, stored: windows.StoredIds) -> WriteBatch:
     """That pieces are gone which lie in a run."""
     batch = WriteBatch(raw_mode=True)
     assert stored.moved_from is not None

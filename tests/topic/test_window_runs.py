@@ -14,22 +14,20 @@ import numpy as np
 import pytest
 from rocksdict import WriteBatch
 
-from seqdedupe.core.id_older import Older
+from seqdedupe.core.id_window import Older
 from seqdedupe.core.rule import DUP
 from seqdedupe.errors import SeqdedupeError, error
-from seqdedupe.store import id_runs as stored_runs
-from seqdedupe.store import ids as stored_ids
 from seqdedupe.store import rocksdb
+from seqdedupe.store import windows as stored_ids
+from seqdedupe.store import windows as stored_runs
 from seqdedupe.store.db import Store
-from seqdedupe.store.records import RUN, part_key
+from seqdedupe.store.parts import RUN, part_key
 from seqdedupe.store.snapshots import Snapshots
 from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe.topic import window_runs
-from seqdedupe.topic.answers import Receipt, Refusal
-from seqdedupe.topic.frame import NumbersCache
-from seqdedupe.topic.publishing import Topic
-from seqdedupe.topic.window_memory import WindowMemory
-from seqdedupe.topic.window_runs import WindowRuns
+from seqdedupe.topic.frame import NumbersCache, Receipt, Refusal
+from seqdedupe.topic.topic import Topic
+from seqdedupe.topic.window_runs import WindowMemory, WindowRuns
 from tests.store.test_failure import until_open
 from tests.topic.test_by_id import INCARNATION, Place, frame, history, originals, receipt, verdicts
 
@@ -67,7 +65,7 @@ class SmallPlace(Place):
         """Something moves to runs, now and then until all has, and frames come meanwhile."""
         await super().go_on()
         if self.random.random() < 0.4 and self.topic.window is not None:
-            self.memory.measure(self.topic.window_runs, self.topic.window)
+            self.memory.measure(self.topic.ids.runs, self.topic.window)
         if self.memory._moving is not None and self.random.random() < 0.4:
             await asyncio.wait({self.memory._moving})
 
@@ -79,8 +77,8 @@ class SmallPlace(Place):
 
     async def to_a_run(self) -> None:
         """All that is in the log lies in runs."""
-        while await self.topic.window_runs.move_out():
-            while await self.topic.window_runs.merge():
+        while await self.topic.ids.runs.move_out():
+            while await self.topic.ids.runs.merge():
                 pass
 
     def run_keys(self) -> list[bytes]:
@@ -143,7 +141,7 @@ async def test_a_look_up_beside_the_loop_is_of_the_runs_at_the_decision(place: S
     await place.store_each(b"a")
     await place.to_a_run()
     await place.store_each(b"b")
-    looked_up = await place.topic.look_up(frame(b"b"))
+    looked_up = await place.topic.ids.look_up(frame(b"b"))
     await place.to_a_run()
     answers: list[Receipt | Refusal] = []
     place.topic.admit(frame(b"b"), 1, answers.append, NumbersCache(), looked_up=looked_up)
@@ -169,7 +167,7 @@ async def test_runs_that_go_while_they_are_read_are_looked_up_again(
         await place.to_a_run()
 
     monkeypatch.setattr(window_runs, "read_pages", read_pages)
-    looked_up = await place.topic.look_up(frame(b"a", b"d", b"new"))
+    looked_up = await place.topic.ids.look_up(frame(b"a", b"d", b"new"))
     assert looked_up is not None
     assert looked_up.indexes.tolist() == [0, 3, -1]
     assert looked_up.generation == window_of(place).older.generation
@@ -186,7 +184,7 @@ async def test_what_cannot_be_read_is_an_error_and_nothing_is_stored(
 
     with monkeypatch.context() as patched:
         patched.setattr(Store, "get", cannot)
-        assert await place.topic.look_up(frame(b"a")) is None
+        assert await place.topic.ids.look_up(frame(b"a")) is None
         (answer,) = place.send(b"a")
         assert isinstance(answer, Refusal)
         assert answer.error.reason == "STORE_UNAVAILABLE"
@@ -223,7 +221,7 @@ async def test_what_no_snapshot_names_goes_at_the_next_start(place: SmallPlace, 
     named = place.run_keys()
     left = WriteBatch(raw_mode=True)
     for number in (0, 2, 3, 70):
-        left.put(stored_runs.key_of(INCARNATION, number, 5), b"left")
+        left.put(stored_runs.run_key(INCARNATION, number, 5), b"left")
     store.write(left)
     await place.crash()
     assert place.run_keys() == named
@@ -243,7 +241,7 @@ async def test_another_store_gets_the_whole_window(place: SmallPlace, tmp_path: 
     await place.store_each(b"a", b"b")
     await place.to_a_run()
     await place.store_each(b"c")
-    await place.topic.snapshot()
+    await place.topic.keeper.snapshot()
     loaded = Snapshots(place.store, INCARNATION).load()
     assert loaded is not None
     other = Store.open(tmp_path / "other")
@@ -268,12 +266,12 @@ async def test_the_largest_window_gives_way(store: Store) -> None:
         place.log.settle()
     window = window_of(place)
     async with asyncio.timeout(LAST_RESORT_SECONDS):
-        await place.topic.snapshot()
+        await place.topic.keeper.snapshot()
         while place.memory._moving is not None:
             await asyncio.wait({place.memory._moving})
         assert window.needed_bytes <= 600_000
     assert window.on_disk > 5_000
-    looked_up = await place.topic.look_up(frame(*ids[:1000]))
+    looked_up = await place.topic.ids.look_up(frame(*ids[:1000]))
     assert looked_up is not None
     assert looked_up.indexes.tolist() == list(range(1000))
     await place.topic.close("")
@@ -287,9 +285,9 @@ async def test_a_window_counts_from_its_start_on_though_nothing_comes(store: Sto
     await place.store_each(*[b"id-%d" % k for k in range(200)])
     if is_on_disk:
         await place.to_a_run()
-    await place.topic.snapshot()
+    await place.topic.keeper.snapshot()
     await place.crash()
-    assert place.memory._bytes == {place.topic.window_runs: window_of(place).needed_bytes}
+    assert place.memory._bytes == {place.topic.ids.runs: window_of(place).needed_bytes}
     await place.topic.close("")
 
 
@@ -297,7 +295,7 @@ async def test_a_smaller_limit_is_in_force_from_the_start_on(store: Store) -> No
     place = SmallPlace(store, 10**9)
     await place.start()
     await place.store_each(*[b"id-%d" % k for k in range(200)])
-    await place.topic.snapshot()
+    await place.topic.keeper.snapshot()
     place.memory.limit_bytes = 1
     await place.crash()
     while place.memory._moving is not None:
@@ -316,7 +314,7 @@ async def test_a_topic_that_takes_no_snapshot_holds_up_no_other(store: Store, tm
     await other.start()
     await other.store_each(*[b"id-%d" % k for k in range(200)])
     await place.store_each(*[b"id-%d" % k for k in range(20)])
-    other.memory.measure(other.topic.window_runs, window_of(other))
+    other.memory.measure(other.topic.ids.runs, window_of(other))
     other.topic.knows_its_end = False
     place.memory.limit_bytes = 1
     await _all_moved(place)
@@ -376,7 +374,7 @@ async def test_a_run_that_began_before_the_store_was_opened_again_does_not_count
     with monkeypatch.context() as patched:
         patched.setattr(stored_runs.RunWriter, "finish", finish)
         with pytest.raises(SeqdedupeError) as raised:
-            await place.topic.window_runs.move_out()
+            await place.topic.ids.runs.move_out()
     assert raised.value.reason == "STORE_UNAVAILABLE"
     assert not window_of(place).on_disk
     await place.to_a_run()
@@ -425,10 +423,10 @@ async def _close_in_a_snapshot(place: SmallPlace, monkeypatch: pytest.MonkeyPatc
 
     with monkeypatch.context() as patched:
         patched.setattr(Store, "flush", flush)
-        taking = asyncio.ensure_future(place.topic.snapshot())
+        taking = asyncio.ensure_future(place.topic.keeper.snapshot())
         await reached.wait()
         closing = asyncio.ensure_future(place.topic.close("it is opened again"))
-        while not place.topic.window_runs.is_closed:  # noqa: ASYNC110
+        while not place.topic.ids.runs.is_closed:  # noqa: ASYNC110
             await asyncio.sleep(0)
         gate.set()
         await asyncio.gather(taking, closing)
@@ -441,10 +439,10 @@ async def test_a_closed_topic_does_not_count_and_does_not_write(store: Store, mo
     await _close_in_a_snapshot(place, monkeypatch)
     assert not place.memory._bytes
     place.memory.limit_bytes = 1
-    place.memory.measure(place.topic.window_runs, window_of(place))
+    place.memory.measure(place.topic.ids.runs, window_of(place))
     assert not place.memory._bytes
     assert place.memory._moving is None
-    for build in (place.topic.window_runs.move_out, place.topic.window_runs.merge):
+    for build in (place.topic.ids.runs.move_out, place.topic.ids.runs.merge):
         with pytest.raises(SeqdedupeError) as raised:
             await build()
         assert raised.value.reason == "DRAINING"
@@ -473,7 +471,7 @@ async def _close_while_a_run_is_built(
     for k in range(12):
         await place.store_each(b"id-%d" % k)
         if is_merge and k % 4 == 3:
-            await place.topic.window_runs.move_out()
+            await place.topic.ids.runs.move_out()
     closed = threading.Event()
     reached = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -486,7 +484,7 @@ async def _close_while_a_run_is_built(
 
     with monkeypatch.context() as patched:
         patched.setattr(stored_runs.RunWriter, step, waits)
-        runs = place.topic.window_runs
+        runs = place.topic.ids.runs
         building = asyncio.ensure_future(runs.merge() if is_merge else runs.move_out())
         await reached.wait()
         await place.topic.close("it is opened again")
@@ -507,8 +505,8 @@ async def test_a_closed_topic_writes_over_no_run_of_its_successor(
     await place.start()
     await place.store_each(*[b"id-%d" % k for k in range(60)])
     for _ in range(3):
-        await place.topic.window_runs.move_out()
-    await place.topic.window_runs.merge()
+        await place.topic.ids.runs.move_out()
+    await place.topic.ids.runs.merge()
     await place.store_each(b"x")
     await _close_in_a_snapshot(place, monkeypatch)
     await store.flush(Snapshots(store, INCARNATION).remove())
@@ -525,7 +523,7 @@ async def test_a_closed_topic_writes_over_no_run_of_its_successor(
 
 async def _all_moved(place: SmallPlace) -> None:
     for _ in range(5):
-        place.memory.measure(place.topic.window_runs, window_of(place))
+        place.memory.measure(place.topic.ids.runs, window_of(place))
         while place.memory._moving is not None:
             await asyncio.wait({place.memory._moving})
 
@@ -563,14 +561,14 @@ async def test_a_kill_at_any_write_loses_and_doubles_nothing(
         await place.store_each(*ids[:10])
         if is_merge:
             for part in (ids[10:15], ids[15:20], ids[20:25]):
-                await place.topic.window_runs.move_out()
+                await place.topic.ids.runs.move_out()
                 await place.store_each(*part)
-        await place.topic.snapshot()
+        await place.topic.keeper.snapshot()
         done = await _cut_after(place, store, last, monkeypatch)
         await place.crash(None)
         stored = place.stored()
         assert verdicts(place.send(*stored)) == [DUP] * len(stored)
-        await place.topic.snapshot()
+        await place.topic.keeper.snapshot()
         await place.to_a_run()
         assert originals(place, place.send(*stored)) == dict(enumerate(range(len(stored))))
         assert place.run_numbers() == set(window_of(place).older.numbers)
@@ -606,7 +604,7 @@ def _names_before_it_is_whole(real: Callable[..., Any]) -> Callable[..., Any]:
     async def made(self: WindowRuns, window: Any, pieces: Any) -> Any:
         run = await real(self, window, pieces)
         batch = WriteBatch(raw_mode=True)
-        key = stored_runs.key_of(INCARNATION, run.number, 0)
+        key = stored_runs.run_key(INCARNATION, run.number, 0)
         batch.delete(key)
         self._store.write(batch)
         return run

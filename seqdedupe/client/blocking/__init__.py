@@ -2,6 +2,8 @@
 
 All network work of a process runs on one event loop in one daemon thread, which is never closed (gRPC has one queue
 a process). Messages are gathered and sealed in the caller's thread; only sealed batches cross.
+
+`_sync.py` is generated from the classes of `seqdedupe.client`; `producer.py`, with its receipts, is written by hand.
 """
 
 from seqdedupe.client import (
@@ -33,11 +35,8 @@ from seqdedupe.client import (
     UnavailableError,
     Verdict,
 )
-from seqdedupe.client.blocking.client import Admin, Client
-from seqdedupe.client.blocking.cursor import Cursor, FileCursor
+from seqdedupe.client.blocking._sync import Admin, Client, Cursor, FileCursor, PartitionedReader, Publisher, Reader
 from seqdedupe.client.blocking.producer import Producer
-from seqdedupe.client.blocking.publisher import Publisher
-from seqdedupe.client.blocking.reader import PartitionedReader, Reader
 from seqdedupe.client.blocking.receipts import BatchReceipt, Receipt
 
 __all__ = [

@@ -2,10 +2,8 @@
 
 import threading
 
-from seqdedupe.client.awaited import SpreadBatch, Told
 from seqdedupe.client.blocking.loop import check_is_there
-from seqdedupe.client.pending import PendingBatch
-from seqdedupe.client.results import BatchResult, Published
+from seqdedupe.client.pending import BatchResult, PendingBatch, Published, SpreadBatch, Told
 from seqdedupe.errors import error
 
 

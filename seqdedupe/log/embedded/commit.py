@@ -16,10 +16,10 @@ from enum import Enum
 from queue import SimpleQueue
 from typing import NamedTuple
 
-from seqdedupe.buckets import Buckets
-from seqdedupe.log.embedded.journal import Journal
-from seqdedupe.log.embedded.syncing import Syncer
-from seqdedupe.log.embedded.writer import FatalError, Late, Opening, Writer, Written
+from seqdedupe.figures import Buckets
+from seqdedupe.log.embedded.journal_files import Journal
+from seqdedupe.log.embedded.sync_thread import Syncer
+from seqdedupe.log.embedded.writer import FatalError, LateAppends, Opening, Writer, WrittenAppends
 
 GATHER_SECONDS = 0.0001
 """After a group of several batches the next one waits so long for more of them.
@@ -88,7 +88,7 @@ class Committer:
         """What it took to make durable what a round wrote: of the journal, or of a segment."""
         self.group_batches = Buckets(GROUP_BATCHES)
         """Batches that a round wrote."""
-        self._news: deque[Written | Late | Closing] = deque()
+        self._news: deque[WrittenAppends | LateAppends | Closing] = deque()
         self._announced = False
         self._gathers = False
         self._has_failed = False
@@ -185,7 +185,7 @@ class Committer:
                 if news.failure is not None:
                     self._tell(news)
                 elif writer.has_unsynced:
-                    self._tell(Late(news.opening, news.runs))
+                    self._tell(LateAppends(news.opening, news.runs))
                     self._late_bytes += news.end - news.start
                 self._open[writer] = time.monotonic()
                 self._open.move_to_end(writer)
@@ -269,7 +269,7 @@ class Committer:
         self._has_failed = True
         self._fatal(why)
 
-    def _tell(self, news: Written | Late | Closing) -> None:
+    def _tell(self, news: WrittenAppends | LateAppends | Closing) -> None:
         self._news.append(news)
         if not self._announced:
             self._announced = True
@@ -280,9 +280,9 @@ class Committer:
         try:
             while self._news:
                 news = self._news.popleft()
-                if isinstance(news, Written):
+                if isinstance(news, WrittenAppends):
                     news.opening.writer.on_news(news)
-                elif isinstance(news, Late):
+                elif isinstance(news, LateAppends):
                     news.opening.writer.on_late(news)
                 elif not news.closed.done():
                     news.closed.set_result(None)

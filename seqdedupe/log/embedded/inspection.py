@@ -16,10 +16,9 @@ from seqdedupe.batch import Int64s
 from seqdedupe.format import records
 from seqdedupe.format.columns import BASE_INDEX, ROWS, SYNCED_OFFSET
 from seqdedupe.format.journal import Part
-from seqdedupe.log.embedded.past_damage import headers_from, past_damage, read_what_can_be
-from seqdedupe.log.embedded.replaying import Replay, why_not
-from seqdedupe.log.embedded.segment import WHAT_STANDS_THERE, Identity, Step, damaged, read_step, segment_path
-from seqdedupe.log.embedded.tail import base_indexes
+from seqdedupe.log.embedded.journal_replay import JournalReplay, why_not
+from seqdedupe.log.embedded.segment import WHAT_STANDS_THERE, LogIdentity, SegmentStep, damaged, read_step, segment_path
+from seqdedupe.log.embedded.tail import base_indexes, headers_from, past_damage, read_what_can_be
 
 STEP_BYTES = 1024 * 1024
 """What is read and checked at once: it stays in the processor's cache meanwhile."""
@@ -66,7 +65,7 @@ class DurablePart:
     """A segment file, as far as it was synced."""
 
     path: Path
-    identity: Identity
+    identity: LogIdentity
     base_index: int
     end: int
     """Up to here records stand in the file."""
@@ -80,7 +79,7 @@ Read = Callable[[int, int, int], bytes]
 Found = Intact | Damage | TornEnd
 
 
-def inspect(folder: Path, identity: Identity, replay: Replay | None = None) -> Iterator[Found]:
+def inspect(folder: Path, identity: LogIdentity, replay: JournalReplay | None = None) -> Iterator[Found]:
     """What a log's files hold, in order, with what the journal has for them. A torn end comes last.
 
     `replay` is the journal of its folder, if it was read before.
@@ -93,7 +92,7 @@ def inspect(folder: Path, identity: Identity, replay: Replay | None = None) -> I
         yield Damage(folder, 0, "it has no segment files", 0, None)
         return
     inspection = _Inspection(identity, bases[0], read_what_can_be, is_open=False)
-    parts = (replay or Replay(folder.parent)).parts_of(identity.incarnation)
+    parts = (replay or JournalReplay(folder.parent)).parts_of(identity.incarnation)
     for base in bases:
         path = segment_path(folder, base)
         yield from inspection.begin(path, base)
@@ -139,7 +138,7 @@ def _with_parts(read: Read, parts: list[Part]) -> Read:
 class _Inspection:
     """What one file of a log says of the next one."""
 
-    def __init__(self, identity: Identity, next_index: int, read: Read, *, is_open: bool) -> None:
+    def __init__(self, identity: LogIdentity, next_index: int, read: Read, *, is_open: bool) -> None:
         self.is_open = is_open
         """Whether it was opened: then it is of this version, and what looks like an earlier one is damage."""
         self.identity = identity
@@ -203,7 +202,7 @@ class _File:
                     following = thread.submit(self._step, at, log.next_index, log.ownership)
         log.end = self._path, self._size
 
-    def _step(self, at: int, next_index: int, ownership: int) -> Step:
+    def _step(self, at: int, next_index: int, ownership: int) -> SegmentStep:
         identity = self._log.identity
         return read_step(self._file, identity, at, self._size, next_index, ownership, STEP_BYTES, self._log.read)
 

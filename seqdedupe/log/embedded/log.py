@@ -29,14 +29,12 @@ from seqdedupe.log.contract import (
     Retention,
     Skipped,
 )
-from seqdedupe.log.embedded.ahead import AHEAD_MS, BEHIND_FILE, Ahead, steady_ms
 from seqdedupe.log.embedded.commit import Closing, Committer
 from seqdedupe.log.embedded.inspection import Damage, DurablePart
-from seqdedupe.log.embedded.reader import Reader
+from seqdedupe.log.embedded.reader import AHEAD_MS, BEHIND_FILE, Ahead, ReadAhead, Reader, steady_ms
 from seqdedupe.log.embedded.segment import Segment, segment_path
 from seqdedupe.log.embedded.tail import Tail
-from seqdedupe.log.embedded.window import ReadAhead
-from seqdedupe.log.embedded.writer import Append, Late, Opening, Writer, Written
+from seqdedupe.log.embedded.writer import Append, LateAppends, Opening, Writer, WrittenAppends
 
 logger = logging.getLogger("seqdedupe.log")
 
@@ -201,7 +199,7 @@ class EmbeddedLog:
         if self._opening is not None and not self.is_closed:
             self._opening.flush()
 
-    def _on_late(self, late: Late) -> None:
+    def _on_late(self, late: LateAppends) -> None:
         """Nobody reads it yet."""
         opening = late.opening
         if opening is not self._opening or self.is_closed:
@@ -215,7 +213,7 @@ class EmbeddedLog:
         self._flush_due = None
         self.flush()
 
-    def _on_news(self, news: Written) -> None:
+    def _on_news(self, news: WrittenAppends) -> None:
         """What is durable is readable from now on; then whoever waits for it hears."""
         self._shared.read_ahead.written_at = time.monotonic()
         if self._flush_due is not None:

@@ -1,32 +1,180 @@
-"""All embedded logs of a sidecar: one folder, in which each log has a folder of its own."""
+"""All embedded logs of a sidecar: one folder, in which each log has a folder of its own; and the scrub, which reads
+them again in the background."""
 
 import asyncio
 import logging
 import os
+import random
 import re
 import shutil
-from collections.abc import AsyncIterator, Callable, Container, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Container, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
 from seqdedupe.errors import DamagedError, SeqdedupeError, error
 from seqdedupe.files import sync_folder, write_all_synced, write_synced
-from seqdedupe.format.tag import key_of
+from seqdedupe.format.headers import key_of
 from seqdedupe.log.contract import AS_USUAL, Layout, LogName
-from seqdedupe.log.embedded import arrival, moved
+from seqdedupe.log.embedded import relocation
 from seqdedupe.log.embedded.commit import Committer
-from seqdedupe.log.embedded.inspection import DurablePart
-from seqdedupe.log.embedded.journal import Journal
-from seqdedupe.log.embedded.log import EmbeddedLog, Shared
-from seqdedupe.log.embedded.replaying import Replay
-from seqdedupe.log.embedded.scrub import Scrub
+from seqdedupe.log.embedded.inspection import Damage, DurablePart, inspect_part
+from seqdedupe.log.embedded.journal_files import Journal
+from seqdedupe.log.embedded.journal_replay import JournalReplay
+from seqdedupe.log.embedded.log import MAX_PLACES, EmbeddedLog, Shared
+from seqdedupe.log.embedded.reader import ReadAhead
 from seqdedupe.log.embedded.secret import SECRET_FILE, TOPIC_FILE, secret_of
-from seqdedupe.log.embedded.segment import Identity, Segment, segment_path, unreadable
-from seqdedupe.log.embedded.tail import Tail, base_indexes, open_segments
-from seqdedupe.log.embedded.window import ReadAhead
+from seqdedupe.log.embedded.segment import LogIdentity, Segment, segment_path, unreadable
+from seqdedupe.log.embedded.tail import Tail, base_indexes, open_segments, read_what_can_be
 from seqdedupe.names import topic_name
+
+# -- Reading all logs again in the background, slowly, so that damage is found before somebody needs what it has hit.
+
+PASS_SECONDS = 24 * 3600.0
+"""A pass over all logs is begun so long after the one before, at the earliest: small logs are not read all the time."""
+
+FILE_BYTES = 64 * 1024
+"""What opening a file counts as: thousands of logs that are nearly empty are not gone through at once."""
+
+_NEXT_START = "But the next start reads this file, the log's last one, and may find the topic DAMAGED. "
+
+
+class Scrub:
+    """Reads all segments of the logs that are open, passes without end. Belongs to the event loop.
+
+    At most `bytes_per_second`, above 0, on the long run; what is read is a megabyte or two at a time. The segments of
+    a pass come in random order, so that restarts do not always begin with the same ones. What is damaged is read again
+    in whole before it is said, once for each place, in the log at level ERROR and in `EmbeddedLog.damage_found`.
+    `name_of` gives the topic of a log's folder.
+    """
+
+    def __init__(
+        self,
+        logs: Mapping[int, EmbeddedLog],
+        bytes_per_second: int,
+        name_of: Callable[[Path], str | None],
+        *,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self._logs = logs
+        self._bytes_per_second = bytes_per_second
+        self._name_of = name_of
+        self._sleep = sleep
+        self._bytes_read = 0
+        self._bytes_paid = 0
+        self._thread = ThreadPoolExecutor(1, "seqdedupe-scrub")
+        self._task: asyncio.Task[None] | None = None
+
+    def begin(self) -> None:
+        """Goes on until `close`."""
+        self._task = asyncio.get_running_loop().create_task(self._run())
+
+    async def close(self) -> None:
+        """Ends with what is being read: a moment."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+        await asyncio.to_thread(self._thread.shutdown)
+
+    async def _run(self) -> None:
+        while True:
+            before = self._bytes_paid
+            await self.run_once()
+            seconds = (self._bytes_paid - before) / self._bytes_per_second
+            await self._sleep(max(PASS_SECONDS - seconds, 0))
+
+    async def run_once(self) -> None:
+        """One pass over what there is now."""
+        segments = [(incarnation, base) for incarnation, log in self._logs.items() for base in log.base_indexes]
+        random.shuffle(segments)
+        for incarnation, base_index in segments:
+            log = self._logs.get(incarnation)
+            if log is None:
+                continue
+            try:
+                await self._look_at(log, base_index)
+            except OSError as e:
+                logger.warning("%s: the scrub has left out a segment: %s", log.place, e)
+            except Exception as e:
+                logger.error("%s: the scrub has failed in the segment of index %d", log.place, base_index, exc_info=e)
+
+    async def _look_at(self, log: EmbeddedLog, base_index: int) -> None:
+        """A segment, twice if it seems to be damaged. Raises OSError."""
+        if not (seen := await self._damage_of(log, base_index)):
+            return
+        again = {damage.offset for damage in await self._damage_of(log, base_index)}
+        for damage in seen:
+            if damage.offset in again and log.add_damage(base_index, damage):
+                await self._say(log, damage, is_last=base_index == log.base_indexes[-1])
+
+    async def _damage_of(self, log: EmbeddedLog, base_index: int) -> list[Damage]:
+        part = log.durable_part(base_index)
+        if part is None:
+            return []
+        run, found = asyncio.get_running_loop().run_in_executor, list[Damage]()
+        parts = inspect_part(part, self._read_from_disk)
+        self._bytes_read += FILE_BYTES
+        try:
+            while (item := await run(self._thread, next, parts, None)) is not None:
+                if isinstance(item, Damage) and len(found) < MAX_PLACES:
+                    # Its record would keep all that was read with it in memory.
+                    found.append(replace(item, record=None))
+                await self._pay()
+            await self._pay()
+        except (FileNotFoundError, DamagedError) as e:
+            found.append(_whole_file(part, e))
+        finally:
+            self._thread.submit(parts.close)
+        # Retention may have dropped it meanwhile, or the topic was deleted: what is missing then is no damage.
+        return found if log.durable_part(base_index) is not None else []
+
+    def _read_from_disk(self, file: int, size: int, offset: int) -> bytes:
+        """What the disk has, not what the system remembers of it; nor does it remember what only this has read."""
+        os.posix_fadvise(file, offset, size, os.POSIX_FADV_DONTNEED)
+        raw = read_what_can_be(file, size, offset)
+        os.posix_fadvise(file, offset, len(raw), os.POSIX_FADV_DONTNEED)
+        self._bytes_read += len(raw)
+        return raw
+
+    async def _pay(self) -> None:
+        """Waits for as long as the rate wants it for what was read."""
+        size = self._bytes_read - self._bytes_paid
+        self._bytes_paid += size
+        await self._sleep(size / self._bytes_per_second)
+
+    async def _say(self, log: EmbeddedLog, damage: Damage, *, is_last: bool) -> None:
+        folder = Path(log.place)
+        try:
+            name = await asyncio.get_running_loop().run_in_executor(self._thread, self._name_of, folder)
+        except (SeqdedupeError, OSError):
+            name = None
+        logger.error(
+            "topic %s is damaged at byte %d of %s: %s. %s. All else is read and published as ever, and readers get "
+            "past it with skip_damaged. %sTo know more, and to save what is left, stop the sidecar and run: "
+            "seqdedupe doctor %s",
+            name or log.place,
+            damage.offset,
+            damage.file,
+            damage.what,
+            _concerned(log.incarnation, damage),
+            _NEXT_START if is_last else "",
+            folder.parent.parent,
+        )
+
+
+def _whole_file(part: DurablePart, e: Exception) -> Damage:
+    what = "the file is missing" if isinstance(e, FileNotFoundError) else str(e)
+    return Damage(part.path, 0, what, part.base_index, part.next_index)
+
+
+def _concerned(incarnation: int, damage: Damage) -> str:
+    first, last = damage.first_index, (damage.next_index or 0) - 1
+    if last < first:
+        return "No message is missing"
+    return f"Messages at indexes {first} to {last} cannot be read, IDs {incarnation}:{first} to {incarnation}:{last}"
+
 
 logger = logging.getLogger("seqdedupe.log")
 
@@ -72,7 +220,7 @@ class EmbeddedLogs:
         """Logs that are durable, and were not opened since."""
         self._scrub: Scrub | None = None
         self._tell_journal = tell_journal
-        self._replay = Replay(folder, is_expected=has_journal, gives_up=gives_up_journal)
+        self._replay = JournalReplay(folder, is_expected=has_journal, gives_up=gives_up_journal)
         self._shared = Shared(
             clock_ms=clock_ms,
             earliest_ms=earliest_ms or clock_ms,
@@ -115,34 +263,34 @@ class EmbeddedLogs:
         """Where the log is."""
         return self._folder / str(incarnation)
 
-    def arrival(self, incarnation: int) -> arrival.Arrival:
+    def arrival(self, incarnation: int) -> relocation.Arrival:
         """One that comes from another sidecar."""
-        return arrival.Arrival(self._folder, incarnation)
+        return relocation.Arrival(self._folder, incarnation)
 
     def receiver(self) -> str:
         """See `arrival.receiver`. Blocks. Raises OSError."""
-        return arrival.receiver(self._folder)
+        return relocation.receiver(self._folder)
 
     def empty_arrivals(self) -> set[int]:
         """Of those that were coming when the process ended what takes room goes; their incarnations. Blocks. Raises
         OSError."""
-        folder = self._folder / arrival.ARRIVING
+        folder = self._folder / relocation.ARRIVING
         coming = incarnations(folder) if folder.is_dir() else []
         for incarnation in coming:
-            moved.remove_messages(folder / str(incarnation))
+            relocation.remove_messages(folder / str(incarnation))
         return set(coming)
 
     def remove_arrivals(self) -> None:
         """See `arrival.remove_all`. Blocks."""
-        arrival.remove_all(self._folder)
+        relocation.remove_all(self._folder)
 
     def has_moved(self, incarnation: int) -> bool:
         """Whether another sidecar has it. Raises OSError."""
-        return moved.moved_to(self.folder_of(incarnation)) is not None
+        return relocation.moved_to(self.folder_of(incarnation)) is not None
 
     def has_arrived(self, incarnation: int) -> bool:
         """Whether it has come from another sidecar that need not know so yet. Raises OSError."""
-        return (self.folder_of(incarnation) / moved.ARRIVED_FILE).exists()
+        return (self.folder_of(incarnation) / relocation.ARRIVED_FILE).exists()
 
     def secret_of(self, incarnation: int, known: bytes) -> bytes:
         """Its secret; `known` is what the store says. Blocks. Raises LOG_DAMAGED, OLDER_FORMAT; OSError."""
@@ -155,7 +303,7 @@ class EmbeddedLogs:
         """Of a log that another sidecar has nothing is left here but where it is. Blocks. Raises OSError; it may be
         done again."""
         self._replay.drop(incarnation)
-        moved.remove_messages(self.folder_of(incarnation))
+        relocation.remove_messages(self.folder_of(incarnation))
 
     async def announce(self, whole: str) -> None:
         """See `Logs.announce`. Nobody shares them."""
@@ -187,11 +335,11 @@ class EmbeddedLogs:
         folder = self.folder_of(incarnation)
 
         def look() -> tuple[list[Segment], Tail]:
-            moved.check_stays(folder)
+            relocation.check_stays(folder)
             found = secret_of(folder, secret or b"")
             if found.why is not None:
                 raise found.why
-            identity = Identity(incarnation, key_of(found.secret))
+            identity = LogIdentity(incarnation, key_of(found.secret))
             self._replay.take_back(folder, identity)
             segments, tail = open_segments(folder, identity, covered_index)
             if found.missing is not None:
@@ -266,7 +414,7 @@ def create_log(folder: Path, topic: str, secret: bytes, partitions: int = 0) -> 
         list(threads.map(sync_folder, folders))
 
 
-def _names(folder: Path, replay: Replay, known: Mapping[int, tuple[str, int]]) -> list[LogName]:
+def _names(folder: Path, replay: JournalReplay, known: Mapping[int, tuple[str, int]]) -> list[LogName]:
     if not folder.exists():
         return []
     unfinished = set[int]()

@@ -2,18 +2,24 @@
 
 import asyncio
 import errno
+import logging
+import os
+import time
+import zlib
 from bisect import bisect_right
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Callable, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, TypeVar, overload
 
 import numpy as np
 
 from seqdedupe.batch import Int64s
 from seqdedupe.errors import DamagedError, SeqdedupeError, error
+from seqdedupe.files import write_synced
 from seqdedupe.format.columns import BASE_INDEX, ROWS
 from seqdedupe.log.contract import ANY_BYTES, Entries, LargerRecordError, Location, Run, Runs
-from seqdedupe.log.embedded.past_damage import look_past
 from seqdedupe.log.embedded.segment import (
     BASE,
     CHUNK_BYTES,
@@ -25,16 +31,247 @@ from seqdedupe.log.embedded.segment import (
     SCAN_BYTES,
     START,
     TIME_MS,
-    Identity,
+    LogIdentity,
     NotInMemoryError,
-    Piece,
     Segment,
-    Step,
+    SegmentPiece,
+    SegmentStep,
     damaged,
     read_from_memory,
 )
-from seqdedupe.log.embedded.window import INLINE_BESIDE_PUBLISHERS_BYTES, WINDOW_BYTES, ReadAhead, Window
+from seqdedupe.log.embedded.tail import look_past
 from seqdedupe.message_id import MessageId
+
+# -- Segments that were written while the clock was ahead: how long they have been there, by no clock that can be
+# wrong.
+#
+# The publish times in such a segment lie in the future, and so do those of all that comes later, for they never fall.
+# So the segment counts from the first look that saw it. The time since then is the time that processes have run, by
+# the steady clock, which never jumps; the time between two processes does not count. So a segment may be taken for
+# younger than it is, never for older. The time of the segment's file is not believed: of a file written by a clock
+# that was behind it is too early, and messages would go that are new.
+#
+# A segment that was written while the clock was behind would go as soon as the clock is right. It is found while the
+# process runs that made it, which knows for how long it has been there, and counts in the same way.
+
+logger = logging.getLogger("seqdedupe.log")
+
+AHEAD_FILE = "ahead"
+BEHIND_FILE = "behind"
+AHEAD_MS = 60 * 60 * 1000
+"""A segment whose first publish time lies further ahead of the believed time was written by a wrong clock."""
+
+_VERSION = 1
+_SAVE_MS = 60_000
+"""At most so much of what a process has counted is lost with it, and what it had not looked at yet."""
+
+
+class Ahead:
+    """How long such segments of one log have been seen. `look` blocks, and is called by one thread at a time."""
+
+    def __init__(self, folder: Path, name: str = AHEAD_FILE) -> None:
+        self._path = folder / name
+        self._ran_ms = self._saved_ms = 0
+        """For how long processes have run since the first of them was seen; and what of that the file says."""
+        self._seen_ms: dict[int, int] = {}
+        """When each was seen first, in that time, by the segment's first index."""
+        self._looked_ms: int | None = None
+        """When this process looked last, by the steady clock."""
+
+    def age_ms(self, base_index: int) -> int:
+        """For how long a segment has been there, at least."""
+        seen_ms = self._seen_ms.get(base_index)
+        return 0 if seen_ms is None else self._ran_ms - seen_ms
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether none is known, of those that this process has looked for."""
+        return not self._seen_ms
+
+    @property
+    def has_looked(self) -> bool:
+        """Whether what an earlier process has seen is known."""
+        return self._looked_ms is not None
+
+    def __contains__(self, base_index: int) -> bool:
+        return base_index in self._seen_ms
+
+    def look(self, ahead: Sequence[int], there: Set[int]) -> list[int]:
+        """Sees which segments lie ahead, of those that are there. Returns those that were not known yet.
+
+        Without the file, or with a damaged one, all count anew.
+        """
+        now_ms = steady_ms()
+        if self._looked_ms is None:
+            self._load()
+        else:
+            self._ran_ms += now_ms - self._looked_ms
+        self._looked_ms = now_ms
+        new = [base_index for base_index in ahead if base_index not in self._seen_ms]
+        left = {base_index: seen_ms for base_index, seen_ms in self._seen_ms.items() if base_index in there}
+        left.update(dict.fromkeys(new, self._ran_ms))
+        is_due = left != self._seen_ms or self._ran_ms - self._saved_ms >= _SAVE_MS
+        self._seen_ms = left
+        if is_due and (left or self._path.exists()):
+            self._save()
+        return new
+
+    def _load(self) -> None:
+        try:
+            said, _, checksum = self._path.read_bytes().rpartition(b"\n")
+            head, *rows = [[int(number) for number in line.split(b" ")] for line in said.split(b"\n")]
+            if int(checksum, 16) != zlib.crc32(said) or head[0] != _VERSION:
+                return
+            self._seen_ms = {row[0]: row[1] for row in rows}
+            self._ran_ms = self._saved_ms = head[1]
+        except (OSError, ValueError, IndexError):
+            return
+
+    def _save(self) -> None:
+        rows = [(_VERSION, self._ran_ms), *sorted(self._seen_ms.items())]
+        said = "\n".join(f"{first} {second}" for first, second in rows).encode()
+        new = self._path.with_name(f"{self._path.name}.new")
+        try:
+            write_synced(new, b"%b\n%08x" % (said, zlib.crc32(said)))
+            os.rename(new, self._path)
+            self._saved_ms = self._ran_ms
+        except OSError as e:
+            # It is tried again; until then a start counts them anew.
+            logger.warning("%s cannot be written: %s", self._path, e)
+            self._saved_ms = -_SAVE_MS
+
+
+def steady_ms() -> int:
+    return time.monotonic_ns() // 1_000_000
+
+
+# -- Reading ahead: what one hop to a thread has read and checked is handed out in several slices; when the last one
+# has been, the next hop is under way.
+
+WINDOW_BYTES = 1024 * 1024
+"""What is read at once for a reader that goes on where it was."""
+
+INLINE_BESIDE_PUBLISHERS_BYTES = 256 * 1024
+"""And what the event loop itself reads while it is needed for publishing: more is left to a thread, which reads ahead.
+
+A lone reader is given more a second if the loop reads: what it sends is still in the processor's cache then.
+"""
+
+PUBLISHING_SECONDS = 0.1
+"""So long after a commit, publishers are about to need the event loop again."""
+
+MAX_WINDOWS = 16
+MAX_WINDOWS_BYTES = 16 * 1024 * 1024
+"""Kept for all readers of a sidecar; the one not used for longest goes first."""
+
+
+class Window:
+    """Checked records of one segment, from the piece's record `first` on, and how far they have been handed out.
+
+    `goes_on`: it is for a reader that has had the one before. Where there are more readers than windows there is none.
+    """
+
+    def __init__(self, segment: Segment, piece: SegmentPiece, first: int, *, goes_on: bool) -> None:
+        table = piece.table[first:]
+        self.segment = segment
+        self.goes_on = goes_on
+        self.end = piece.end
+        """Where reading goes on in the file."""
+        self._end_index = piece.next_index(segment.base_index)
+        table = table[table[:, COUNT] > 0]
+        self._raw = piece.raw
+        self._starts, self._ends, self._bases = table[:, START].copy(), table[:, END].copy(), table[:, BASE].copy()
+        # Markers were left out: a slice ends where one stood.
+        self._gaps = np.append(np.flatnonzero(self._starts[1:] != self._ends[:-1]) + 1, len(table))
+        self._next = 0
+        self._following: asyncio.Future[SegmentPiece] | None = None
+
+    @property
+    def next_index(self) -> int:
+        """The index at which the next slice begins."""
+        return self._end_index if self.is_empty else int(self._bases[self._next])
+
+    @property
+    def is_empty(self) -> bool:
+        return self._next == len(self._starts)
+
+    @property
+    def next_bytes(self) -> int:
+        """The size of the record with which the next slice begins."""
+        return int(self._ends[self._next] - self._starts[self._next])
+
+    @property
+    def size(self) -> int:
+        """The number of bytes that it holds."""
+        return len(self._raw)
+
+    def cut(self, stop_index: int, max_bytes: int) -> memoryview:
+        """The next slice: whole records, at least one, below `stop_index`, not more than `max_bytes` of several."""
+        i = self._next
+        start = int(self._starts[i])
+        j = min(
+            int(np.searchsorted(self._ends, start + max_bytes, "right")),
+            int(np.searchsorted(self._bases, stop_index)),
+            int(self._gaps[np.searchsorted(self._gaps, i, "right")]),
+        )
+        self._next = max(j, i + 1)
+        found = memoryview(self._raw)[start : int(self._ends[self._next - 1])]
+        if self.is_empty:
+            # Whoever was handed the last slice holds it, and the next window needs room.
+            self._raw = b""
+        return found
+
+    def read_ahead(self, following: asyncio.Future[SegmentPiece]) -> None:
+        """The piece after this window is being read."""
+        # Where nobody asks for it, what it fails with is not reported either.
+        following.add_done_callback(lambda done: done.cancelled() or done.exception())
+        self._following = following
+
+    async def take_ahead(self) -> SegmentPiece | None:
+        """What was read ahead; None if nothing was, or it failed: whoever reads it then hears why."""
+        following, self._following = self._following, None
+        try:
+            return None if following is None else await following
+        except (SeqdedupeError, OSError, LargerRecordError):
+            return None
+
+    def give_up(self) -> None:
+        """Nobody wants what is being read ahead."""
+        if self._following is not None:
+            self._following.cancel()
+
+
+class ReadAhead:
+    """The windows of all readers, found by the log, as it was opened, and the index at which the reader goes on."""
+
+    def __init__(self) -> None:
+        self.written_at = 0.0
+        """When something was last committed, by the monotonic clock."""
+        self._windows: OrderedDict[tuple[object, int], Window] = OrderedDict()
+
+    @property
+    def is_beside_publishers(self) -> bool:
+        return time.monotonic() - self.written_at < PUBLISHING_SECONDS
+
+    def take(self, log: object, index: int) -> Window | None:
+        return self._windows.pop((log, index), None)
+
+    def keep(self, log: object, window: Window) -> None:
+        key = log, window.next_index
+        if (same := self._windows.pop(key, None)) is not None:
+            same.give_up()
+        self._windows[key] = window
+        size = sum(one.size for one in self._windows.values())
+        while len(self._windows) > MAX_WINDOWS or size > MAX_WINDOWS_BYTES:
+            _, oldest = self._windows.popitem(last=False)
+            size -= oldest.size
+            oldest.give_up()
+
+    def forget(self, log: object) -> None:
+        """The log is closed."""
+        for key in [key for key in self._windows if key[0] is log]:
+            self._windows.pop(key).give_up()
+
 
 ANYWHERE = 2**63 - 1
 """Damage is passed over wherever it ends."""
@@ -47,7 +284,7 @@ class Reader:
 
     def __init__(
         self,
-        identity: Identity,
+        identity: LogIdentity,
         segments: list[Segment],
         next_index: int,
         threads: ThreadPoolExecutor,
@@ -79,7 +316,7 @@ class Reader:
         first = self._place_of(from_index - 1 if at_end else from_index)
         steps = self._steps([(segment, segment.end) for segment in self.segments[first:]], from_index)
 
-        async def read() -> Step | None:
+        async def read() -> SegmentStep | None:
             return await anext(steps, None)
 
         skipping = from_index > self.first_index
@@ -104,7 +341,7 @@ class Reader:
             last = self.segments[-1]
             raise damaged(last.path, last.end, f"the message with index {from_index} should be here")
 
-    async def _steps(self, wanted: list[tuple[Segment, int]], from_index: int) -> AsyncGenerator[Step, None]:
+    async def _steps(self, wanted: list[tuple[Segment, int]], from_index: int) -> AsyncGenerator[SegmentStep, None]:
         offset, index = wanted[0][0].before_index(from_index)
         ownership = 0
         for i, (segment, end) in enumerate(wanted):
@@ -272,13 +509,13 @@ class Reader:
         segment: Segment,
         offset: int,
         index: int,
-        wanted: Callable[[Piece], np.ndarray],
+        wanted: Callable[[SegmentPiece], np.ndarray],
         *,
         past: int,
         size: int = CHUNK_BYTES,
         payloads_from: int | None = None,
         most_bytes: int = ANY_BYTES,
-    ) -> tuple[Piece, int] | None:
+    ) -> tuple[SegmentPiece, int] | None:
         """The first wanted record of a segment from an offset on: its place in the piece that was read with it.
 
         Damage is passed over if it ends at or before the index `past`.
@@ -303,7 +540,7 @@ class Reader:
         most_bytes: int = ANY_BYTES,
         *,
         past: int,
-    ) -> Piece | None:
+    ) -> SegmentPiece | None:
         """The next piece of a segment from an offset on, None at its end."""
         while offset < segment.end:
             end = segment.end
@@ -331,7 +568,7 @@ class Reader:
         size: int,
         payloads_from: int | None = None,
         most_bytes: int = ANY_BYTES,
-    ) -> Piece:
+    ) -> SegmentPiece:
         """A piece of a segment, checked. Raises what is damaged or has been trimmed."""
         self.check_is_there(segment.base_index)
         piece = None
@@ -419,14 +656,14 @@ def _may_be_damage(e: SeqdedupeError) -> bool:
     return e.reason == "LOG_DAMAGED"
 
 
-def _holds(index: int) -> Callable[[Piece], np.ndarray]:
+def _holds(index: int) -> Callable[[SegmentPiece], np.ndarray]:
     """Wants the record that holds a message."""
     return lambda piece: piece.table[:, BASE] + piece.table[:, COUNT] > index
 
 
 def _read_from_memory(
     segment: Segment, offset: int, end: int, index: int, size: int, payloads_from: int | None, most_bytes: int
-) -> Piece | None:
+) -> SegmentPiece | None:
     """A small piece, or None if it is not in memory. A hop to a thread would cost more than this does."""
     if size >= CHUNK_BYTES:
         return None

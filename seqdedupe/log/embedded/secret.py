@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from seqdedupe.errors import SeqdedupeError, error
-from seqdedupe.format.tag import SECRET_BYTES
+from seqdedupe.format.headers import SECRET_BYTES
 from seqdedupe.log.embedded.segment import begins_with_an_older_record, older, segment_path
 from seqdedupe.log.embedded.tail import base_indexes
 

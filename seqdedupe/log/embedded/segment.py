@@ -53,7 +53,7 @@ Read = Callable[[int, int, int], "bytes | memoryview"]
 """`os.pread`, or like it: file, size, offset."""
 
 
-class Identity(NamedTuple):
+class LogIdentity(NamedTuple):
     """Whose records are believed."""
 
     incarnation: int
@@ -61,7 +61,7 @@ class Identity(NamedTuple):
     """Of the tags of its headers."""
 
 
-class Point(NamedTuple):
+class SegmentPoint(NamedTuple):
     """Where a record begins."""
 
     base_index: int
@@ -70,7 +70,7 @@ class Point(NamedTuple):
 
 
 @dataclass(slots=True)
-class Piece:
+class SegmentPiece:
     """Whole intact records that stand one after the other in a file, and why there are no more of them."""
 
     offset: int
@@ -98,7 +98,7 @@ class Piece:
 
 def scan_bytes(
     raw: bytes | memoryview,
-    identity: Identity,
+    identity: LogIdentity,
     offset: int,
     next_index: int,
     payloads_from: int | None,
@@ -133,7 +133,7 @@ def scan_bytes(
 
 def read_piece(
     file: int,
-    identity: Identity,
+    identity: LogIdentity,
     offset: int,
     end: int,
     next_index: int,
@@ -143,7 +143,7 @@ def read_piece(
     payloads_from: int | None = None,
     most_bytes: int = ANY_BYTES,
     read: Read = os.pread,
-) -> Piece:
+) -> SegmentPiece:
     """The records from an offset of an open file on: about `size` bytes of them, at least one, none beyond `end`.
 
     `next_index` is the index that the first one must have, -1 to believe it; `ownership` that of the record before it,
@@ -166,14 +166,14 @@ def read_piece(
                 file, identity, offset, end, next_index,
                 ownership=ownership, size=size, payloads_from=payloads_from, read=read,
             )  # fmt: skip
-    return Piece(offset, raw, table, taken, why)
+    return SegmentPiece(offset, raw, table, taken, why)
 
 
 class NotInMemoryError(OSError):
     """What was asked for has to come from the disk."""
 
 
-class Step(NamedTuple):
+class SegmentStep(NamedTuple):
     """Entries for a replay, found with one read."""
 
     parts: list[tuple[bytes, Int64s]]
@@ -194,14 +194,14 @@ class Step(NamedTuple):
 
 def read_step(
     file: int,
-    identity: Identity,
+    identity: LogIdentity,
     offset: int,
     end: int,
     next_index: int,
     ownership: int,
     size: int = SCAN_BYTES,
     read: Callable[[int, int, int], bytes] | None = None,
-) -> Step:
+) -> SegmentStep:
     """The entries from an offset of an open file on: about `size` bytes of them, at least one, none beyond `end`."""
     raw = (read or os.pread)(file, min(size, end - offset), offset)
     if not hasattr(_scratch, "entries"):
@@ -222,7 +222,7 @@ def read_step(
         if not at and size < CHUNK_BYTES:
             return read_step(file, identity, offset, end, next_index, ownership, CHUNK_BYTES, read)
         why = records.END if at else records.DAMAGED
-    return Step(parts, offset + at, next_index, int(result[2]), why)
+    return SegmentStep(parts, offset + at, next_index, int(result[2]), why)
 
 
 def read_from_memory(file: int, size: int, offset: int) -> memoryview:
@@ -292,12 +292,12 @@ class Segment:
     Belongs to the event loop: only `read` and `read_step` are called in other threads.
     """
 
-    def __init__(self, folder: Path, identity: Identity, base_index: int, end: int) -> None:
+    def __init__(self, folder: Path, identity: LogIdentity, base_index: int, end: int) -> None:
         self.path = segment_path(folder, base_index)
         self.identity = identity
         self.base_index = base_index
         self.end = end
-        self.points: list[Point] = []
+        self.points: list[SegmentPoint] = []
         self.indexed_end = 0
         """Up to here the file was scanned and `points` are complete."""
         self.control_bytes = 0
@@ -314,7 +314,7 @@ class Segment:
         payloads_from: int | None,
         most_bytes: int = ANY_BYTES,
         read: Read = os.pread,
-    ) -> Piece:
+    ) -> SegmentPiece:
         """`read_piece` of this file, for use in any thread. It ends before damage.
 
         Raises LOG_DAMAGED or NEWER_FORMAT if the first record is not intact, LOG_UNREADABLE, FileNotFoundError if
@@ -329,7 +329,7 @@ class Segment:
             raise self._damaged(piece.end, piece.why)
         return piece
 
-    def read_step(self, offset: int, end: int, next_index: int, ownership: int) -> Step:
+    def read_step(self, offset: int, end: int, next_index: int, ownership: int) -> SegmentStep:
         """`read_step` of this file. It ends before damage. Raises as `read`."""
         with self.opened() as file:
             step = read_step(file, self.identity, offset, end, next_index, ownership)
@@ -360,7 +360,7 @@ class Segment:
         except OSError as e:
             raise unreadable(self.path, e) from e
 
-    def learn(self, piece: Piece) -> None:
+    def learn(self, piece: SegmentPiece) -> None:
         """Adds what a piece shows to the sparse index, if it goes on where that ends."""
         if not len(piece.table) or not piece.offset <= self.indexed_end < piece.end:
             return
@@ -373,7 +373,7 @@ class Segment:
             if i == len(starts):
                 break
             row = piece.table[i]
-            self.points.append(Point(int(row[BASE]), int(starts[i]), int(row[TIME_MS])))
+            self.points.append(SegmentPoint(int(row[BASE]), int(starts[i]), int(row[TIME_MS])))
         self.indexed_end = piece.end
 
     def pass_over(self, offset: int, end: int) -> None:
@@ -381,7 +381,7 @@ class Segment:
         if offset <= self.indexed_end < end:
             self.indexed_end = end
 
-    def grow(self, end: int, points: list[Point], control_bytes: int) -> None:
+    def grow(self, end: int, points: list[SegmentPoint], control_bytes: int) -> None:
         """What was appended is durable up to `end`; so much of it is no messages."""
         self.points += points
         self.control_bytes += control_bytes

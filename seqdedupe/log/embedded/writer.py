@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 from seqdedupe.files import sync_folder, write_buffers
 from seqdedupe.format import headers
-from seqdedupe.format.tag import NO_KEY
+from seqdedupe.format.headers import NO_KEY
 from seqdedupe.log.contract import Failure, FlushInterval, Outcome, Run, Runs
-from seqdedupe.log.embedded.segment import POINT_INTERVAL_BYTES, Point, segment_path
-from seqdedupe.log.embedded.syncing import LeftFile
+from seqdedupe.log.embedded.segment import POINT_INTERVAL_BYTES, SegmentPoint, segment_path
+from seqdedupe.log.embedded.sync_thread import LeftFile
 from seqdedupe.log.embedded.tail import Tail, mend
 
 GROUP_APPENDS = 256
@@ -96,7 +96,7 @@ class Opening:
         return taken, is_due
 
 
-class Written(NamedTuple):
+class WrittenAppends(NamedTuple):
     """What became of an opening's marker or of some of its appends, for the event loop."""
 
     opening: Opening
@@ -113,7 +113,7 @@ class Written(NamedTuple):
     """Up to here it is durable."""
 
     next_index: int
-    points: list[Point]
+    points: list[SegmentPoint]
     """What the sparse index gets."""
 
     control_bytes: int = 0
@@ -126,7 +126,7 @@ class Written(NamedTuple):
     why: str = ""
 
 
-class Late(NamedTuple):
+class LateAppends(NamedTuple):
     """For the event loop: these appends are written, and not durable yet; what became of them comes later."""
 
     opening: Opening
@@ -150,8 +150,8 @@ class Writer:
         folder: Path,
         tail: Tail,
         segment_bytes: int,
-        on_news: Callable[[Written], None],
-        on_late: Callable[[Late], None],
+        on_news: Callable[[WrittenAppends], None],
+        on_late: Callable[[LateAppends], None],
     ) -> None:
         self.on_news = on_news
         self.on_late = on_late
@@ -176,13 +176,13 @@ class Writer:
         self._to_mend: Tail | None = tail
         self._durable_index = tail.next_index
         self._unsynced_appends = 0
-        self._unsynced: list[Written] = []
-        self._durable: list[Written] = []  # that nobody was told of yet
+        self._unsynced: list[WrittenAppends] = []
+        self._durable: list[WrittenAppends] = []  # that nobody was told of yet
         self._file: int | None = None
         self._broken = False
         self._closed = False
 
-    def write(self, opening: Opening, now_ms: int) -> Written | None:
+    def write(self, opening: Opening, now_ms: int) -> WrittenAppends | None:
         """Writes what an opening has handed over, its marker first, and does not sync yet.
 
         None if there is nothing to write: an older opening's appends, those after a failure, and what is left when the
@@ -260,7 +260,7 @@ class Writer:
             self.sync_file()
         self.is_due = False
 
-    def take_durable(self) -> list[Written]:
+    def take_durable(self) -> list[WrittenAppends]:
         """What has become durable since it was asked last."""
         durable, self._durable = self._durable, []
         return durable
@@ -316,10 +316,12 @@ class Writer:
             self._file = os.open(self._path(), os.O_RDWR | os.O_CLOEXEC)
         return self._file
 
-    def _refused(self, opening: Opening, why: str) -> Written:
+    def _refused(self, opening: Opening, why: str) -> WrittenAppends:
         opening.failed = True
         end = self._end
-        return Written(opening, [], self._base_index, end, end, self._next_index, [], failure=Failure.REFUSED, why=why)
+        return WrittenAppends(
+            opening, [], self._base_index, end, end, self._next_index, [], failure=Failure.REFUSED, why=why
+        )
 
     def _path(self) -> Path:
         return segment_path(self._folder, self._base_index)
@@ -354,17 +356,17 @@ class Writer:
         self._synced = self._file_synced = self._end
         self._confirm()
 
-    def _pack(self, opening: Opening, appends: list[Append]) -> Written:
+    def _pack(self, opening: Opening, appends: list[Append]) -> WrittenAppends:
         made: list[bytes] = []
         runs: list[Runs] = []
-        points: list[Point] = []
+        points: list[SegmentPoint] = []
         end, next_index, last_point = self._end, self._next_index, self._last_point
         control_bytes = 0
         # One tag is made with its header, several with one call.
         key = self._key if len(appends) == 1 else NO_KEY
         for body, rows, column_bytes in appends:
             if end >= last_point + POINT_INTERVAL_BYTES:
-                points.append(Point(next_index, end, self._publish_time_ms))
+                points.append(SegmentPoint(next_index, end, self._publish_time_ms))
                 last_point = end
             header = headers.header(
                 body,
@@ -388,12 +390,14 @@ class Writer:
         buffers: list[bytes | memoryview] = []
         for one, (body, _, _) in zip(tagged, appends, strict=True):
             buffers += (one, body)
-        return Written(opening, runs, self._base_index, self._end, end, next_index, points, control_bytes, buffers)
+        return WrittenAppends(
+            opening, runs, self._base_index, self._end, end, next_index, points, control_bytes, buffers
+        )
 
-    def _pack_marker(self, opening: Opening) -> Written:
-        points: list[Point] = []
+    def _pack_marker(self, opening: Opening) -> WrittenAppends:
+        points: list[SegmentPoint] = []
         if self._end >= self._last_point + POINT_INTERVAL_BYTES:
-            points.append(Point(self._next_index, self._end, self._publish_time_ms))
+            points.append(SegmentPoint(self._next_index, self._end, self._publish_time_ms))
         record = headers.marker_record(
             opening.term,
             opening.token,
@@ -406,4 +410,4 @@ class Writer:
         )
         start, end = self._end, self._end + len(record)
         size = end - start
-        return Written(opening, [], self._base_index, start, end, self._next_index, points, size, [record])
+        return WrittenAppends(opening, [], self._base_index, start, end, self._next_index, points, size, [record])

@@ -2,25 +2,174 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from typing import NamedTuple
 
 import numpy as np
 import pulsar.asyncio
 
 from seqdedupe.batch import Int32s, Int64s
-from seqdedupe.entry_properties import Owner
-from seqdedupe.errors import DamagedError, SeqdedupeError, error
+from seqdedupe.entry_properties import EntryOwner
+from seqdedupe.errors import DamagedError, SeqdedupeError, UnavailableError, error
 from seqdedupe.format import records
 from seqdedupe.format.columns import BASE_INDEX, PUBLISH_TIME_MS, RECORD_END, RECORD_START, ROWS
 from seqdedupe.log.contract import ANY_BYTES, Entries, LargerRecordError, Location, Records, Runs
-from seqdedupe.log.pulsar.cursor import Step
-from seqdedupe.log.pulsar.entries import NOWHERE, Entry
-from seqdedupe.log.pulsar.kept import Kept
+from seqdedupe.log.pulsar.entries import NOWHERE, PulsarEntry
 from seqdedupe.log.pulsar.ledgers import Ledgers
 from seqdedupe.log.pulsar.places import Places, Point, begins_record, is_batch
-from seqdedupe.log.pulsar.terms import Counts, Verdict
+from seqdedupe.log.pulsar.reader import KEPT_TIMEOUT_SECONDS, Cursor, ReaderStep, open_reader
+from seqdedupe.log.pulsar.terms import Counts, TermVerdict
 from seqdedupe.message_id import MessageId
+
+# -- What is kept of a topic for whoever reads on: cursors where somebody stopped, and the newest steps.
+
+KEPT_CURSORS = 4
+"""That nobody uses."""
+IDLE_SECONDS = 30.0
+"""One that nobody has used for so long is closed."""
+MAX_READING = 8
+"""Cursors in use; who wants more waits for a step of another one."""
+KEPT_STEPS = 64
+KEPT_BYTES = 4 * 1024 * 1024
+"""Of steps, together; the newest is kept whatever its size."""
+
+
+class KeptReaders:
+    """The readers of one topic. So many entries are fetched ahead by each."""
+
+    def __init__(
+        self,
+        client: pulsar.asyncio.Client,
+        topic: str,
+        queue_entries: Callable[[], int],
+        ledgers: Callable[[], Awaitable[Ledgers]],
+    ) -> None:
+        self._client = client
+        self._topic = topic
+        self._queue_entries = queue_entries
+        self._ledgers = ledgers
+        self._idle: deque[Cursor] = deque()
+        self._steps: deque[ReaderStep] = deque(maxlen=KEPT_STEPS)
+        self._reading = asyncio.Semaphore(MAX_READING)
+        self._closing: set[asyncio.Task[None]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_closed = False
+
+    def nearest(self, index: int, point: Point) -> Point:
+        """The last place from which one can read on that is not before this point, and has not the message with this
+        index before it; one whose step is kept, if there is one that holds it."""
+        for step in reversed(self._steps):
+            if step.start.next_index <= index < step.end.next_index:
+                return step.start
+        points = [point, *(step.end for step in self._steps), *(cursor.here for cursor in self._idle)]
+        return max((one for one in points if one.next_index <= index), key=lambda one: one.size_bytes, default=point)
+
+    async def step(self, here: Point, limit: Point) -> ReaderStep:
+        """The step that begins here. Raises what `Cursor.step` does."""
+        for step in self._steps:
+            if step.start.size_bytes == here.size_bytes:
+                return step
+        if any(cursor.here.size_bytes == here.size_bytes for cursor in self._idle):
+            try:
+                return await self._read(here, limit)
+            except UnavailableError:
+                # Its connection may be gone, and is not there again yet.
+                pass
+        return await self._read(here, limit)
+
+    async def _read(self, here: Point, limit: Point) -> ReaderStep:
+        async with self.cursor(here) as cursor:
+            return self.keep(await cursor.step(limit))
+
+    def keep(self, step: ReaderStep) -> ReaderStep:
+        """Keeps a step."""
+        if step.entries is not None:
+            self._steps.append(step)
+            size_bytes = sum(len(each.entries.raw) for each in self._steps if each.entries)
+            while size_bytes > KEPT_BYTES and len(self._steps) > 1:
+                oldest = self._steps.popleft().entries
+                size_bytes -= len(oldest.raw) if oldest else 0
+        return step
+
+    @asynccontextmanager
+    async def cursor(self, here: Point, *, keeps: bool = True) -> AsyncIterator[Cursor]:
+        """A cursor that stands here: one that was kept, else a new one. With `keeps` it is kept, unless this raises."""
+        async with self._reading:
+            cursor = await self._taken(here)
+            try:
+                yield cursor
+            except BaseException:
+                self._close(cursor)
+                raise
+            if keeps:
+                self._put_back(cursor)
+            else:
+                self._close(cursor)
+
+    async def _taken(self, here: Point) -> Cursor:
+        cursor = next((each for each in self._idle if each.here.size_bytes == here.size_bytes), None)
+        if cursor is not None:
+            self._idle.remove(cursor)
+            return cursor
+        start = here.message_id if here.message_id.entry_id >= 0 else None
+        reader = await open_reader(self._client, self._topic, start, self._queue_entries())
+        return Cursor(reader, self._topic, here, self._ledgers)
+
+    async def wait_for_more(self, here: Point) -> None:
+        """Returns when an entry stands after this place. Whoever is cancelled leaves the reader to the next one.
+
+        Raises LOG_UNREADABLE.
+        """
+        cursor = await self._taken(here)
+        try:
+            await cursor.wait_for_more()
+        except UnavailableError:
+            self._close(cursor)
+            raise
+        except BaseException:
+            self._put_back(cursor)
+            raise
+        self._put_back(cursor)
+
+    def _put_back(self, cursor: Cursor) -> None:
+        now = asyncio.get_running_loop().time()
+        cursor.timeout_seconds, cursor.idle_since = KEPT_TIMEOUT_SECONDS, now
+        self._idle.append(cursor)
+        if len(self._idle) > KEPT_CURSORS or self._is_closed:
+            self._close(self._idle.popleft())
+        self._start_timer(now)
+
+    def _start_timer(self, now: float) -> None:
+        if self._timer is None and self._idle:
+            left = self._idle[0].idle_since + IDLE_SECONDS - now
+            self._timer = asyncio.get_running_loop().call_later(max(left, 0.0), self._close_idle)
+
+    def _close_idle(self) -> None:
+        self._timer = None
+        now = asyncio.get_running_loop().time()
+        while self._idle and self._idle[0].idle_since + IDLE_SECONDS <= now:
+            self._close(self._idle.popleft())
+        self._start_timer(now)
+
+    def _close(self, cursor: Cursor) -> None:
+        task = asyncio.get_running_loop().create_task(cursor.close())
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    async def close(self) -> None:
+        """Lets go of all readers; one that is in use is closed when its step ends."""
+        self._is_closed = True
+        self._steps.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        while self._idle:
+            self._close(self._idle.popleft())
+        if self._closing:
+            await asyncio.wait(self._closing)
+
 
 logger = logging.getLogger("seqdedupe.log")
 
@@ -29,7 +178,7 @@ QUEUE_BYTES = 4 * 1024 * 1024
 LEAST_QUEUED = 4
 
 
-class Found(NamedTuple):
+class FoundEntry(NamedTuple):
     """A valid entry that was read."""
 
     after: Point
@@ -37,7 +186,7 @@ class Found(NamedTuple):
     """Of its messages."""
 
     @property
-    def owner(self) -> Owner:
+    def owner(self) -> EntryOwner:
         """Whose it is."""
         return self.after.standing.owner
 
@@ -73,7 +222,7 @@ class Content:
         self.needed = points[-1]
         """What stands before this point is nothing but old messages."""
         self._most_queued = queue_entries
-        self._kept = Kept(client, topic, self._queue_entries, ledgers)
+        self._kept = KeptReaders(client, topic, self._queue_entries, ledgers)
         self._reading_on = asyncio.Lock()
         self._covered_index = points[-1].next_index
 
@@ -95,27 +244,27 @@ class Content:
                 index=self.places.end.next_index,
             )
 
-    async def read_on(self, up_to: MessageId, *, within_batches: bool = False) -> list[Found]:
+    async def read_on(self, up_to: MessageId, *, within_batches: bool = False) -> list[FoundEntry]:
         """Judges what stands after the known end, up to this entry; to the topic's end where that is no place.
 
         Answers the valid entries. The known end is after them then, whatever is raised.
         """
-        found: list[Found] = []
+        found: list[FoundEntry] = []
         end = up_to if up_to.ledger_id >= 0 else None
         # What begins or ends within a batch would not be read as others read it.
         while (await self._read_on(end, found, keeps=not within_batches)).is_full:
             pass
         return found
 
-    async def _read_on(self, up_to: MessageId | None, found: list[Found], *, keeps: bool = True) -> Step:
+    async def _read_on(self, up_to: MessageId | None, found: list[FoundEntry], *, keeps: bool = True) -> ReaderStep:
         """A step from the known end on."""
 
-        def hear(entry: Entry, verdict: Verdict, after: Point) -> None:
+        def hear(entry: PulsarEntry, verdict: TermVerdict, after: Point) -> None:
             self.counts.add(verdict)
-            if verdict is Verdict.VALID:
+            if verdict is TermVerdict.VALID:
                 message = entry.message
                 runs = self.places.advance(after, begins_record=begins_record(message), is_batch=is_batch(message))
-                found.append(Found(after, runs))
+                found.append(FoundEntry(after, runs))
 
         async with self._reading_on:
             start = self.places.end
@@ -173,7 +322,7 @@ class Content:
         """A place to read from that has not the message with this index before it."""
         return self._kept.nearest(index, self.places.at(index))
 
-    async def _steps(self, here: Point) -> AsyncGenerator[Step, None]:
+    async def _steps(self, here: Point) -> AsyncGenerator[ReaderStep, None]:
         """Up to the limit of now. Nobody has to close it."""
         limit = self._limit()
         while here.size_bytes < limit.size_bytes:
@@ -281,7 +430,7 @@ class Content:
                 break
         return stop_index
 
-    async def _step_with(self, index: int) -> Step:
+    async def _step_with(self, index: int) -> ReaderStep:
         """The one that has this message, which is there."""
         async for step in self._steps(self._from(index)):
             if index < step.end.next_index:
@@ -308,7 +457,7 @@ class Content:
         await self._kept.close()
 
 
-def _batches(step: Step) -> list[tuple[bytes, Int64s, Runs]]:
+def _batches(step: ReaderStep) -> list[tuple[bytes, Int64s, Runs]]:
     """The records of batches in a step, with places and message IDs."""
     if step.entries is None:
         return []

@@ -1,40 +1,47 @@
-"""Markers, control records and packed batches as entries of a Pulsar topic; rows that are an entry each are in `plain`.
+"""Markers, control records and packed batches as entries of a Pulsar topic; at the end, rows that are an entry each.
 
-No I/O, and nothing of Pulsar's client: `Message` is what it is given, `Entry` what it gives.
+No I/O, and nothing of Pulsar's client: `PulsarMessage` is what it is given, `PulsarEntry` what it gives.
 """
 
 import base64
 import binascii
+from collections.abc import Iterator, Sequence
 from enum import Enum
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
 from seqdedupe import batch as batches
-from seqdedupe.batch import Batch
+from seqdedupe.batch import NO_INT32S, NO_INT64S, Batch, Binary, Int64s
 from seqdedupe.entry_properties import (
     ADDRESS,
     BATCH,
     CONTROL,
     CONTROL_BASE64,
     ENTRY,
+    EVENT_TIME_MS,
     FORMAT,
+    KEY_BASE64,
     KIND,
     MARKER,
+    MESSAGE,
     MODE,
     PARTITIONS,
+    PREFIX,
     ROWS,
     SCHEMA_VERSION,
     TOKEN,
+    USER,
     VERSION,
-    Owner,
-    Place,
+    EntryOwner,
+    EntryPlace,
 )
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.format.columns import COLUMNS_END, PLACES
-from seqdedupe.format.headers import BATCH_TAG, HEADER_BYTES, TOKEN_BYTES, header, ownership_of
+from seqdedupe.format.headers import BATCH_TAG, HEADER_BYTES, NO_KEY, TOKEN_BYTES, header, ownership_of
 from seqdedupe.format.layout import layout_columns
-from seqdedupe.format.tag import NO_KEY
+from seqdedupe.limits import NO_SEQUENCE_ID
 from seqdedupe.message_id import MessageId
 
 MAX_ENTRY_BYTES = 5 * 1024 * 1024
@@ -51,7 +58,7 @@ NOWHERE = MessageId(-1, -1)
 """Of no entry, and before them all: what a receipt says that proves nothing."""
 
 
-class Message(NamedTuple):
+class PulsarMessage(NamedTuple):
     """A Pulsar message: what it is handed over as, and what is read of it however often it was sent."""
 
     payload: bytes | None
@@ -63,10 +70,10 @@ class Message(NamedTuple):
     """0 is none."""
 
 
-class Entry(NamedTuple):
+class PulsarEntry(NamedTuple):
     """A message as a topic holds it."""
 
-    message: Message
+    message: PulsarMessage
     message_id: MessageId
     publish_time_ms: int
     """By the clock of the client that sent it."""
@@ -93,7 +100,7 @@ class EntryFormat(Enum):
     """A batch is an entry."""
 
 
-class Settings(NamedTuple):
+class EntrySettings(NamedTuple):
     """What every marker says of its topic and its owner."""
 
     format: EntryFormat
@@ -112,7 +119,7 @@ class Marker(NamedTuple):
 
     term: int
     token: bytes
-    settings: Settings
+    settings: EntrySettings
 
 
 class Part(NamedTuple):
@@ -123,13 +130,17 @@ class Part(NamedTuple):
     column_bytes: int
 
 
-def marker(incarnation: int, term: int, token: bytes, settings: Settings, known_index: int = -1) -> Message:
+def marker_message(
+    incarnation: int, term: int, token: bytes, settings: EntrySettings, known_index: int = -1
+) -> PulsarMessage:
     """The entry with which an ownership begins. Its number is 0. Its index is that of the next message as far as its
     writer knows the topic: the true one is not below it."""
-    return Message(
+    return PulsarMessage(
         b"" if settings.version < SCHEMA_VERSION else None,
         {
-            ENTRY: str(Place(Owner(incarnation, term, ownership_of(token)), 0, known_index, settings.version)),
+            ENTRY: str(
+                EntryPlace(EntryOwner(incarnation, term, ownership_of(token)), 0, known_index, settings.version)
+            ),
             KIND: MARKER,
             TOKEN: token.hex(),
             FORMAT: settings.format.value,
@@ -140,23 +151,23 @@ def marker(incarnation: int, term: int, token: bytes, settings: Settings, known_
     )
 
 
-def control(
-    owner: Owner,
+def control_message(
+    owner: EntryOwner,
     number: int,
     next_index: int,
     body: bytes,
     limit_bytes: int = MAX_ENTRY_BYTES,
     version: int = VERSION,
-) -> Message:
+) -> PulsarMessage:
     """The entry of a control record, an encoded `Control`. Raises MESSAGE_TOO_LARGE."""
-    properties = {ENTRY: str(Place(owner, number, next_index, version)), KIND: CONTROL}
+    properties = {ENTRY: str(EntryPlace(owner, number, next_index, version)), KIND: CONTROL}
     if version < SCHEMA_VERSION:
-        return checked(Message(body, properties), limit_bytes)
+        return checked(PulsarMessage(body, properties), limit_bytes)
     properties[CONTROL_BASE64] = base64.b64encode(body).decode()
-    return checked(Message(None, properties), limit_bytes)
+    return checked(PulsarMessage(None, properties), limit_bytes)
 
 
-def control_body(message: Message) -> bytes:
+def control_body(message: PulsarMessage) -> bytes:
     """The encoded `Control` of a control record, in whichever version. Raises LOG_DAMAGED."""
     encoded = message.properties.get(CONTROL_BASE64)
     if encoded is None and message.payload is not None:
@@ -167,14 +178,14 @@ def control_body(message: Message) -> bytes:
         raise damaged(f"the control record {message.properties[ENTRY]} does not say what it should: {e}") from e
 
 
-def content_bytes(message: Message) -> int:
+def content_bytes(message: PulsarMessage) -> int:
     """The size of a message's payload, or of what stands in a property in its place."""
     return len(message.payload or message.properties.get(CONTROL_BASE64, ""))
 
 
-def packed(
-    owner: Owner, number: int, index: int, publish_time_ms: int, part: Part, limit_bytes: int = MAX_ENTRY_BYTES
-) -> Message:
+def packed_message(
+    owner: EntryOwner, number: int, index: int, publish_time_ms: int, part: Part, limit_bytes: int = MAX_ENTRY_BYTES
+) -> PulsarMessage:
     """The entry of a batch: a stored record, whose first message has this index. Raises MESSAGE_TOO_LARGE."""
     record = header(
         part.encoded,
@@ -190,24 +201,24 @@ def packed(
         key=NO_KEY,
     )
     properties = {
-        ENTRY: str(Place(owner, number, index)),
+        ENTRY: str(EntryPlace(owner, number, index)),
         KIND: BATCH,
         ROWS: str(part.rows),
     }
-    return checked(Message(record + part.encoded, properties), limit_bytes)
+    return checked(PulsarMessage(record + part.encoded, properties), limit_bytes)
 
 
-def split(part: Part, limit_bytes: int = MAX_ENTRY_BYTES) -> list[Part]:
+def split_part(part: Part, limit_bytes: int = MAX_ENTRY_BYTES) -> list[Part]:
     """The same rows in batches that fit into an entry each, if they are not too large by themselves."""
     if HEADER_BYTES + len(part.encoded) + 2 * _CLIENT_BYTES <= limit_bytes or part.rows == 1:
         return [part]
     whole = batches.decode(part.encoded)
     middle = part.rows // 2
     halves = (whole.take(np.arange(middle)), whole.take(np.arange(middle, part.rows)))
-    return [small for half in halves for small in split(encoded(half), limit_bytes)]
+    return [small for half in halves for small in split_part(encoded_part(half), limit_bytes)]
 
 
-def encoded(batch: Batch) -> Part:
+def encoded_part(batch: Batch) -> Part:
     """The batch as it is stored."""
     raw = batch.encode()
     places = np.zeros(PLACES, np.int64)
@@ -220,7 +231,7 @@ def surely_taken_bytes(limit_bytes: int) -> int:
     return max(0, limit_bytes // 5 - _SLACK_BYTES)
 
 
-def checked(message: Message, limit_bytes: int = MAX_ENTRY_BYTES) -> Message:
+def checked(message: PulsarMessage, limit_bytes: int = MAX_ENTRY_BYTES) -> PulsarMessage:
     """The message, if a broker takes it. Raises MESSAGE_TOO_LARGE."""
     size = len(message.payload or b"") + len(message.key.encode()) + _CLIENT_BYTES
     for name, value in message.properties.items():
@@ -234,14 +245,14 @@ def checked(message: Message, limit_bytes: int = MAX_ENTRY_BYTES) -> Message:
     return message
 
 
-def read_marker(message: Message, owner: Owner) -> Marker:
+def read_marker(message: PulsarMessage, owner: EntryOwner) -> Marker:
     """What a marker of this owner says. Raises LOG_DAMAGED, NEWER_FORMAT."""
     properties = message.properties
     try:
         token = bytes.fromhex(properties[TOKEN])
         entry_format, partitions = EntryFormat(properties[FORMAT]), int(properties[PARTITIONS])
         version = int(properties[ENTRY].partition(":")[0])
-        settings = Settings(entry_format, properties[MODE], partitions, properties[ADDRESS], version)
+        settings = EntrySettings(entry_format, properties[MODE], partitions, properties[ADDRESS], version)
     except (KeyError, ValueError) as e:
         raise damaged(f"the marker of term {owner.term} does not say {e}") from e
     if len(token) != TOKEN_BYTES or ownership_of(token) != owner.ownership:
@@ -257,3 +268,188 @@ def damaged(what: str) -> SeqdedupeError:
         hint="Nothing was changed, and other topics serve. Has something else written into the topic as if it were the "
         "sidecar? Look at the entry with Pulsar's own tools, and read the topic from a replica if there is one.",
     )
+
+
+# -- Rows that are an entry each, which every consumer of Pulsar can read: to messages, and to batches again.
+#
+# Payload, key and event time are Pulsar's own. What else a row has is in properties, beside those of its producer.
+
+
+def messages_of_part(
+    owner: EntryOwner,
+    number: int,
+    index: int,
+    encoded: bytes,
+    limit_bytes: int = MAX_ENTRY_BYTES,
+    version: int = VERSION,
+) -> Iterator[PulsarMessage]:
+    """The entries of a batch's rows; the first one gets this number and index, the others count on from there.
+
+    `encoded` was checked: its names and properties are UTF-8, and no row has two properties of one name. Raises
+    MESSAGE_TOO_LARGE where a broker would not take one.
+    """
+    batch = batches.decode(encoded)
+    rows = len(batch)
+    producers = batch.producer_indexes.tolist() or [0] * rows
+    before = batch.previous_sequence_ids.tolist()
+    names, epochs = batch.names(), batch.epochs.tolist()
+    complete = batch.complete_up_to.tolist() or [NO_SEQUENCE_ID] * len(names)
+    owner_text = owner.prefix(version)
+    payloads, keys = _values(batch.payloads, rows), _values(batch.keys, rows)
+    times = batch.event_times_ms.tolist() or [0] * rows
+    of_users = _properties(batch)
+    surely_taken = surely_taken_bytes(limit_bytes)
+    for row, (producer, sequence_id) in enumerate(zip(producers, batch.sequence_ids.tolist(), strict=True)):
+        properties = {
+            ENTRY: f"{owner_text}{number + row}:{index + row}",
+            MESSAGE: f"{sequence_id}:{epochs[producer]}:{before[producer]}:{complete[producer]}:{0 if row else rows}:"
+            f"{names[producer]}",
+        }
+        before[producer] = sequence_id
+        key, event_time_ms = "", times[row]
+        if (given := keys[row]) is not None:
+            key = _native_key(given, properties)
+        if event_time_ms < 0:
+            properties[EVENT_TIME_MS], event_time_ms = str(event_time_ms), 0
+        if of_users:
+            for name, value in of_users[row]:
+                properties[USER + name if name.startswith(PREFIX) else name] = value
+        message = PulsarMessage(payload := payloads[row], properties, key, event_time_ms)
+        if of_users or len(key) + len(payload or b"") > surely_taken:
+            checked(message, limit_bytes)
+        yield message
+
+
+def _native_key(key: bytes, properties: dict[str, str]) -> str:
+    """The partition key for a key. One that Pulsar cannot have as it is, is in a property too."""
+    try:
+        text = key.decode()
+    except UnicodeDecodeError:
+        text = ""
+    if not text:
+        text = properties[KEY_BASE64] = base64.b64encode(key).decode()
+    return text
+
+
+def _values(column: Binary, rows: int) -> Sequence[bytes | None]:
+    if not column:
+        return [None] * rows
+    values = column.values()
+    if not column.validity:
+        return values
+    present = np.unpackbits(np.frombuffer(column.validity, np.uint8), count=rows, bitorder="little").tolist()
+    return [value if there else None for value, there in zip(values, present, strict=True)]
+
+
+def _properties(batch: Batch) -> list[list[tuple[str, str]]]:
+    if not len(batch.property_offsets):
+        return []
+    names = [name.decode() for name in batch.property_names.values()]
+    values = [value.decode() for value in batch.property_values.values()]
+    pairs = list(zip(names, values, strict=True))
+    offsets = batch.property_offsets.tolist()
+    return [pairs[start:end] for start, end in pairwise(offsets)]
+
+
+def begins_batch(message: PulsarMessage) -> bool:
+    """Whether a row is the first of its batch, as far as it says."""
+    return message.properties.get(MESSAGE, "").split(":", 5)[4:5] != ["0"]
+
+
+class Rows:
+    """Rows of one batch that were read one after the other: all of them, or from some row on, or up to some row."""
+
+    def __init__(self) -> None:
+        self._names: dict[str, int] = {}
+        self._said: list[tuple[int, int]] = []
+        self._links: list[int] = []
+        self._last: list[int] = []
+        self._indexes: list[int] = []
+        self._sequence_ids: list[int] = []
+        self._payloads: list[bytes | None] = []
+        self._keys: list[bytes | None] = []
+        self._times: list[int] = []
+        self._properties: list[dict[str, str] | None] = []
+
+    def __len__(self) -> int:
+        return len(self._sequence_ids)
+
+    def add(self, message: PulsarMessage) -> bool:
+        """Takes a row; False, and it is not taken, if another batch begins with it. Raises LOG_DAMAGED."""
+        properties = message.properties
+        try:
+            *numbers, name = properties[MESSAGE].split(":", 5)
+            sequence_id, epoch, link, complete_up_to, rows = map(int, numbers)
+            key, event_time_ms = _own_key(message), int(properties.get(EVENT_TIME_MS, message.event_time_ms))
+        except (KeyError, ValueError) as e:
+            raise damaged(f"the message {properties[ENTRY]} does not say what it should: {e}") from e
+        if rows and self._sequence_ids:
+            return False
+        said = epoch, complete_up_to
+        producer = self._names.get(name)
+        if producer is None:
+            producer = self._names[name] = len(self._names)
+            self._said.append(said)
+            self._links.append(link)
+            self._last.append(sequence_id)
+        elif said != self._said[producer] or link != self._last[producer]:
+            raise damaged(f"the message {properties[ENTRY]} does not go on with its batch")
+        else:
+            self._last[producer] = sequence_id
+        self._indexes.append(producer)
+        self._sequence_ids.append(sequence_id)
+        self._payloads.append(message.payload)
+        self._keys.append(key)
+        self._times.append(event_time_ms)
+        self._properties.append(_of_user(properties))
+        return True
+
+    def batch(self) -> Batch:
+        """The batch of all rows that were taken, of which there is at least one. Raises LOG_DAMAGED."""
+        epochs, complete = zip(*self._said, strict=True)
+        offsets, names, values = batches.properties(self._properties)
+        payloads = Binary.of(self._payloads)
+        if not payloads:
+            payloads = Binary.of_all([b""] * len(self), bytes((len(self) + 7) // 8))
+        return Batch(
+            producer_names=Binary.of_all([name.encode() for name in self._names]),
+            epochs=_int64s(epochs),
+            previous_sequence_ids=_int64s(self._links),
+            sequence_ids=_int64s(self._sequence_ids),
+            payloads=payloads,
+            producer_indexes=np.array(self._indexes, np.int32) if len(epochs) > 1 else NO_INT32S,
+            event_times_ms=_int64s(self._times) if any(self._times) else NO_INT64S,
+            keys=Binary.of(self._keys),
+            property_offsets=offsets,
+            property_names=names,
+            property_values=values,
+            complete_up_to=NO_INT64S if set(complete) == {NO_SEQUENCE_ID} else _int64s(complete),
+        )
+
+
+def _int64s(numbers: Sequence[int]) -> Int64s:
+    try:
+        return np.array(numbers, np.int64)
+    except OverflowError as e:
+        raise damaged("a number of a message is too large") from e
+
+
+def _own_key(message: PulsarMessage) -> bytes | None:
+    """The key as the producer gave it. Raises ValueError."""
+    exact = message.properties.get(KEY_BASE64)
+    if exact is None:
+        return message.key.encode() if message.key else None
+    try:
+        return base64.b64decode(exact, validate=True)
+    except binascii.Error as e:
+        raise ValueError(f"a key in {KEY_BASE64}: {e}") from e
+
+
+_OURS = frozenset((ENTRY, MESSAGE, KEY_BASE64, EVENT_TIME_MS))
+
+
+def _of_user(properties: dict[str, str]) -> dict[str, str] | None:
+    """The properties that the producer gave."""
+    if len(properties) == 2:
+        return None
+    return {name.removeprefix(USER): value for name, value in properties.items() if name not in _OURS} or None

@@ -16,18 +16,18 @@ An entry that is valid stays so, whatever comes after it.
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
-from seqdedupe.entry_properties import BATCH, ENTRY, KIND, ROWS, Place
+from seqdedupe.entry_properties import BATCH, ENTRY, KIND, ROWS, EntryPlace
 from seqdedupe.errors import SeqdedupeError, error
-from seqdedupe.log.pulsar.entries import Entry
+from seqdedupe.log.pulsar.entries import PulsarEntry
 from seqdedupe.log.pulsar.ledgers import Ledgers
 from seqdedupe.log.pulsar.places import begins_record
-from seqdedupe.log.pulsar.terms import Standing, Terms, Verdict
+from seqdedupe.log.pulsar.terms import Terms, TermStanding, TermVerdict
 from seqdedupe.message_id import MessageId, Position
 
 STEP_ENTRIES = 64
 """So many entries are rather read one after the other than looked for."""
 
-Read = Callable[[MessageId, MessageId], Awaitable[list[Entry]]]
+Read = Callable[[MessageId, MessageId], Awaitable[list[PulsarEntry]]]
 """The entries that are there from the first of these places to the last. Nobody needs their payloads."""
 
 
@@ -36,7 +36,7 @@ class Known(NamedTuple):
 
     at: int
     """Which entry it is of those that are left; -1 before the first."""
-    standing: Standing
+    standing: TermStanding
     last: Position | None = None
     """Of the last message up to there; None if it was not met."""
 
@@ -52,7 +52,7 @@ class Finder:
         self.incarnation = incarnation
         self.ledgers = ledgers
         self._read = read
-        self._looked_at: dict[int, Entry | None] = {}
+        self._looked_at: dict[int, PulsarEntry | None] = {}
         self._beginning: Known | None = None
 
     async def end(self) -> Known:
@@ -69,9 +69,9 @@ class Finder:
             self._beginning = Known(-1, await self._first_standing())
         return self._beginning
 
-    async def _first_standing(self) -> Standing:
-        nothing = Standing.start(self.incarnation)
-        marker: Place | None = None
+    async def _first_standing(self) -> TermStanding:
+        nothing = TermStanding.start(self.incarnation)
+        marker: EntryPlace | None = None
         first, count = 0, 1
         while first < len(self.ledgers):
             for entry in await self._entries(first, first + count - 1):
@@ -79,7 +79,7 @@ class Finder:
                 if place is None or (marker and place.owner.term < marker.owner.term):
                     continue
                 if marker is None and place.number:
-                    return Standing(*place[:3])
+                    return TermStanding(*place[:3])
                 if place.number == 1:
                     # Which index is the next a marker says only as far as its writer knew: what follows it knows.
                     return nothing._replace(next_index=place.index)
@@ -164,7 +164,7 @@ class Finder:
             return None
         return _after_valid(entry, place, at)
 
-    def _is_of_another(self, place: Place) -> bool:
+    def _is_of_another(self, place: EntryPlace) -> bool:
         return place.owner.incarnation != self.incarnation
 
     async def _after(self, known: Known, at: int) -> Known:
@@ -203,25 +203,25 @@ class Finder:
         terms, found = Terms(known.standing, MessageId(0, known.at)), list[Known]()
         for entry in await self._entries(known.at + 1, last):
             at = self._at(entry)
-            if terms.judge(entry.message, MessageId(0, at)) is Verdict.VALID:
+            if terms.judge(entry.message, MessageId(0, at)) is TermVerdict.VALID:
                 known = Known(at, terms.standing, last_of(entry, terms.standing) or known.last)
                 found.append(known)
         return [*found, known._replace(at=last, standing=terms.standing)]
 
-    def _at(self, entry: Entry) -> int:
+    def _at(self, entry: PulsarEntry) -> int:
         at = self.ledgers.ordinal(entry.message_id)
         if at is None:
             raise error("INTERNAL", f"an entry at {entry.message_id} is in no ledger")
         return at
 
-    async def _entry(self, at: int) -> Entry | None:
+    async def _entry(self, at: int) -> PulsarEntry | None:
         """One entry; None where Pulsar gives none, because it is not for readers."""
         if at not in self._looked_at:
             found = await self._entries(at, at)
             self._looked_at[at] = found[0] if found else None
         return self._looked_at[at]
 
-    async def _entries(self, first: int, last: int) -> list[Entry]:
+    async def _entries(self, first: int, last: int) -> list[PulsarEntry]:
         last = min(last, len(self.ledgers) - 1)
         return await self._read(self.ledgers.message_id(first), self.ledgers.message_id(last))
 
@@ -233,23 +233,23 @@ def trimmed(topic: str, index: int, first_index: int) -> SeqdedupeError:
     )
 
 
-def _place(entry: Entry) -> Place | None:
-    return Place.parse(entry.message.properties.get(ENTRY, ""))
+def _place(entry: PulsarEntry) -> EntryPlace | None:
+    return EntryPlace.parse(entry.message.properties.get(ENTRY, ""))
 
 
-def _time_ms(entry: Entry) -> int:
+def _time_ms(entry: PulsarEntry) -> int:
     """When it was published, as its record says."""
     message = entry.message
     return (KIND in message.properties and message.event_time_ms) or entry.publish_time_ms
 
 
-def _after_valid(entry: Entry, place: Place, at: int) -> Known:
-    terms = Terms(Standing(*place[:3]))
+def _after_valid(entry: PulsarEntry, place: EntryPlace, at: int) -> Known:
+    terms = Terms(TermStanding(*place[:3]))
     terms.judge(entry.message, entry.message_id)
     return Known(at, terms.standing, last_of(entry, terms.standing))
 
 
-def last_of(entry: Entry, after: Standing) -> Position | None:
+def last_of(entry: PulsarEntry, after: TermStanding) -> Position | None:
     """The position of the last message of a valid entry, after which the topic stands so; None if it has none."""
     message, (ledger_id, entry_id, _) = entry.message, entry.message_id
     kind = message.properties.get(KIND)

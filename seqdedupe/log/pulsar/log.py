@@ -17,7 +17,7 @@ from functools import partial
 import pulsar.asyncio
 
 from seqdedupe.batch import Int32s, Int64s
-from seqdedupe.entry_properties import SCHEMA_VERSION, Owner
+from seqdedupe.entry_properties import SCHEMA_VERSION, EntryOwner
 from seqdedupe.errors import DamagedError, NotFoundError, SeqdedupeError, error
 from seqdedupe.format.headers import ownership_of
 from seqdedupe.log.contract import (
@@ -31,20 +31,32 @@ from seqdedupe.log.contract import (
     Retention,
     Skipped,
 )
-from seqdedupe.log.pulsar import entries, place_bytes, recording
-from seqdedupe.log.pulsar.admin import Admin
+from seqdedupe.log.pulsar import entries
+from seqdedupe.log.pulsar.admin_url import PulsarAdmin
 from seqdedupe.log.pulsar.content import Content
-from seqdedupe.log.pulsar.entries import MAX_ENTRY_BYTES, NOWHERE, EntryFormat, Part, Settings
-from seqdedupe.log.pulsar.evicting import Answers, evicting
-from seqdedupe.log.pulsar.guarding import check_alone, check_deduplicates, check_stays, guard
-from seqdedupe.log.pulsar.limits import Brokers, max_entry_bytes
-from seqdedupe.log.pulsar.opening import Opening
-from seqdedupe.log.pulsar.owner import ADDRESS, not_owner
-from seqdedupe.log.pulsar.places import Point
-from seqdedupe.log.pulsar.policies import Looks
-from seqdedupe.log.pulsar.schemas import schema_of
-from seqdedupe.log.pulsar.waiting import Connect, is_terminated, wait_until_free
-from seqdedupe.log.pulsar.writer import Settled, Writer, open_writer
+from seqdedupe.log.pulsar.entries import MAX_ENTRY_BYTES, NOWHERE, EntryFormat, EntrySettings, Part
+from seqdedupe.log.pulsar.entry_limit import Brokers, max_entry_bytes
+from seqdedupe.log.pulsar.places import Point, bytes_of_points, points_of_bytes
+from seqdedupe.log.pulsar.policies import Looks, check_alone, check_deduplicates, check_stays, guard
+from seqdedupe.log.pulsar.topic_owner import (
+    ADDRESS,
+    Answers,
+    Connect,
+    evicting,
+    is_terminated,
+    not_owner,
+    wait_until_free,
+)
+from seqdedupe.log.pulsar.wholes import schema_of
+from seqdedupe.log.pulsar.writer import (
+    EntryWriter,
+    Opening,
+    SettledEntry,
+    check_fits,
+    open_writer,
+    records_of_batch,
+    records_of_control,
+)
 from seqdedupe.message_id import MessageId
 
 logger = logging.getLogger("seqdedupe.log")
@@ -70,12 +82,12 @@ class Shared:
     claim_opening: Callable[[str, int], Awaitable[int]]
     """Given a topic and an opening number that Pulsar knows of, answers one above it and above all that it ever
     answered for the topic, durable."""
-    admin: Admin
+    admin: PulsarAdmin
     connect: Connect
     answers: Answers
     brokers: Brokers | None = None
     """Who says how large an entry may be; without them it is what brokers take as they are delivered."""
-    unhurried: Admin | None = None
+    unhurried: PulsarAdmin | None = None
     """For looks that come again and again, at whatever pace; without it `admin`."""
     may_change_policies: bool = False
     """Whether a topic's own policies are set where they are not safe."""
@@ -102,11 +114,11 @@ class PulsarLog:
         shared: Shared,
         topic: str,
         incarnation: int,
-        settings: Settings,
+        settings: EntrySettings,
         place: bytes = b"",
     ) -> None:
         """`place` is that of a snapshot. Raises STORE_DAMAGED, NEWER_FORMAT for one that is none."""
-        points = place_bytes.decode(incarnation, place) if place else [Point.start(incarnation)]
+        points = points_of_bytes(incarnation, place) if place else [Point.start(incarnation)]
         self.incarnation = incarnation
         self.is_closed = False
         self._shared = shared
@@ -130,7 +142,7 @@ class PulsarLog:
         self._max_entry_bytes = MAX_ENTRY_BYTES
         """As it was last found out."""
         self._name_number = 0
-        self._writer: Writer | None = None
+        self._writer: EntryWriter | None = None
         self._opening: Opening | None = None
         self._reading: asyncio.Task[None] | None = None
         self._guarding: asyncio.Task[None] | None = None
@@ -185,21 +197,21 @@ class PulsarLog:
     # Writing.
 
     def check(self, batch: bytes) -> None:
-        recording.check(self._settings, batch, self._max_entry_bytes)
+        check_fits(self._settings, batch, self._max_entry_bytes)
 
     def append(self, batch: bytes, rows: int, column_bytes: int) -> None:
         if (opening := self._open_now()).failed:
             return
         now_ms, part = self._now_ms(), Part(batch, rows, column_bytes)
         at = opening.owner, opening.next_number, opening.next_index, now_ms
-        opening.append(recording.of_batch(self._settings, *at, part, opening.max_entry_bytes), now_ms)
+        opening.append(records_of_batch(self._settings, *at, part, opening.max_entry_bytes), now_ms)
 
     def append_control(self, body: bytes) -> None:
         if (opening := self._open_now()).failed:
             return
         now_ms = self._now_ms()
         at = opening.owner, opening.next_number, opening.next_index, now_ms
-        opening.append(recording.of_control(self._settings, *at, body, opening.max_entry_bytes), now_ms)
+        opening.append(records_of_control(self._settings, *at, body, opening.max_entry_bytes), now_ms)
 
     def _open_now(self) -> Opening:
         if self._opening is None:
@@ -219,12 +231,12 @@ class PulsarLog:
 
     async def open_for_writing(self, term: int, token: bytes, settle: Callable[[Outcome], None]) -> int:
         await self.let_go()
-        owner = Owner(self.incarnation, term, ownership_of(token))
+        owner = EntryOwner(self.incarnation, term, ownership_of(token))
         opening: Opening | None = None
         failed = ""
         marked: asyncio.Future[MessageId] = asyncio.get_running_loop().create_future()
 
-        def hear(settled: Settled) -> None:
+        def hear(settled: SettledEntry) -> None:
             nonlocal failed
             if opening is not None:
                 self._hear(opening, settled)
@@ -240,7 +252,7 @@ class PulsarLog:
                 raise error("LOG_REFUSED", why)
             self._writer = writer = await self._open_writer(hear)
             self._name_number = writer.name_number + 1
-            marker = entries.marker(self.incarnation, term, token, self._settings, self._end.next_index)
+            marker = entries.marker_message(self.incarnation, term, token, self._settings, self._end.next_index)
             writer.append([marker._replace(event_time_ms=self._now_ms())])
             receipt = await marked
             if not failed:
@@ -263,7 +275,7 @@ class PulsarLog:
         self._guarding = asyncio.get_running_loop().create_task(guarding)
         return 0
 
-    async def _open_writer(self, hear: Callable[[Settled], None]) -> Writer:
+    async def _open_writer(self, hear: Callable[[SettledEntry], None]) -> EntryWriter:
         shared = self._shared
         try:
             return await open_writer(
@@ -286,13 +298,13 @@ class PulsarLog:
             marked = self._content.marked_address
             raise await not_owner(e, shared.admin, self._topic, shared.address, shared.instance_name, marked) from e
 
-    async def _look_at_policies(self, admin: Admin) -> str:
+    async def _look_at_policies(self, admin: PulsarAdmin) -> str:
         """Why nothing should be acknowledged, if the topic's policies are not safe now; else empty."""
         await self._learn_limits(admin)
         may_change = self._shared.may_change_policies
         return await self._shared.looks.why_unsafe(admin, self._topic, may_change=may_change)
 
-    async def _learn_limits(self, admin: Admin) -> None:
+    async def _learn_limits(self, admin: PulsarAdmin) -> None:
         """How large an entry may be now. What is not answered stays as it was."""
         try:
             self._max_entry_bytes = await max_entry_bytes(self._topic, admin, self._shared.brokers)
@@ -320,7 +332,7 @@ class PulsarLog:
             writer, self._writer = self._writer, None
             await writer.close()
 
-    def _hear(self, opening: Opening, settled: Settled) -> None:
+    def _hear(self, opening: Opening, settled: SettledEntry) -> None:
         """What the writer of an opening tells."""
         if opening is not self._opening or opening.failed:
             return
@@ -410,14 +422,14 @@ class PulsarLog:
     def place_at(self, next_index: int) -> bytes:
         places = self._content.places
         points, last = places.below(next_index), places.at(next_index - 1)
-        return place_bytes.encode(self.incarnation, points if last is points[-1] else [*points, last])
+        return bytes_of_points(self.incarnation, points if last is points[-1] else [*points, last])
 
     async def snapshot_is_durable(self, place: bytes) -> None:
         now_seconds = asyncio.get_running_loop().time()
         if not place or now_seconds < self._moves_at:
             return
         self._moves_at = now_seconds + MOVE_SECONDS
-        needed = place_bytes.decode(self.incarnation, place)[-1]
+        needed = points_of_bytes(self.incarnation, place)[-1]
         admin, subscription = self._shared.admin, self._shared.subscription
         if needed.message_id.entry_id >= 0:
             # Somebody may have deleted it.

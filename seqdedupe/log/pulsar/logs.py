@@ -16,11 +16,11 @@ from seqdedupe.entry_properties import (
 )
 from seqdedupe.errors import NotFoundError, SeqdedupeError, error
 from seqdedupe.log.contract import AS_USUAL, Layout, LogName
-from seqdedupe.log.pulsar import schemas, wholes
-from seqdedupe.log.pulsar.entries import EntryFormat, Settings
+from seqdedupe.log.pulsar import wholes
+from seqdedupe.log.pulsar.entries import EntryFormat, EntrySettings
 from seqdedupe.log.pulsar.log import PulsarLog, Shared
-from seqdedupe.log.pulsar.owner import ADDRESS
 from seqdedupe.log.pulsar.policies import check_takes_producers, ensure_safe
+from seqdedupe.log.pulsar.topic_owner import ADDRESS
 from seqdedupe.log.pulsar.wholes import LIFE, Life, Whole
 from seqdedupe.names import check_is_no_system_topic, namespace_of, number_of, whole_of
 
@@ -75,7 +75,7 @@ class PulsarLogs:
                 hint="Add it to pulsar.namespaces, or name the topic in one of them.",
             )
         entry_format = EntryFormat(layout.entry_format or self._entry_format)
-        schema = schemas.parse(layout.schema) if layout.schema else None
+        schema = wholes.parse(layout.schema) if layout.schema else None
         if schema is not None and entry_format is not EntryFormat.PLAIN:
             why = f"{topic} cannot have a schema: its entries are {entry_format.value}, batches of the sidecar's own"
             raise error("INVALID_REQUEST", why, hint="Create it with the entry format plain, or without a schema.")
@@ -237,12 +237,12 @@ class PulsarLogs:
                     whole.unused_partitions,
                 )
 
-    def _settings(self, topic: str, properties: Mapping[str, str]) -> Settings:
+    def _settings(self, topic: str, properties: Mapping[str, str]) -> EntrySettings:
         try:
             version = int(properties.get(FORMAT_VERSION, VERSION))
             check_version(version, f"the topic {topic}")
             entry_format, partitions = EntryFormat(properties[FORMAT]), int(properties[PARTITIONS])
-            return Settings(entry_format, properties[MODE], partitions, self._shared.address, version)
+            return EntrySettings(entry_format, properties[MODE], partitions, self._shared.address, version)
         except (KeyError, ValueError) as e:
             raise error("LOG_DAMAGED", f"the properties of {topic} do not say {e}") from e
 

@@ -1,15 +1,16 @@
 """What is known of a topic without reading it: how far it goes, and from where on each part of it is read."""
 
+import struct
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from seqdedupe.entry_properties import BATCH, KIND
+from seqdedupe.entry_properties import BATCH, KIND, EntryOwner
+from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.log.contract import Run, Runs
-from seqdedupe.log.pulsar.entries import NOWHERE, Message, content_bytes
-from seqdedupe.log.pulsar.plain import begins_batch
-from seqdedupe.log.pulsar.terms import Standing
+from seqdedupe.log.pulsar.entries import NOWHERE, PulsarMessage, begins_batch, content_bytes
+from seqdedupe.log.pulsar.terms import TermStanding
 from seqdedupe.message_id import MessageId
 
 STEP_BYTES = 256 * 1024
@@ -25,7 +26,7 @@ RECENT_ENTRIES = 4096
 class Point(NamedTuple):
     """A place between two entries, and all that is needed to read on there."""
 
-    standing: Standing
+    standing: TermStanding
     message_id: MessageId
     """That of the valid entry before. At the topic's beginning it has no entry (-1), and the ledger of the first valid
     one, once that is known."""
@@ -39,7 +40,7 @@ class Point(NamedTuple):
     @staticmethod
     def start(incarnation: int) -> "Point":
         """Before everything."""
-        return Point(Standing.start(incarnation), NOWHERE, 0, 0, 0)
+        return Point(TermStanding.start(incarnation), NOWHERE, 0, 0, 0)
 
     @property
     def next_index(self) -> int:
@@ -47,7 +48,7 @@ class Point(NamedTuple):
         return self.standing.next_index
 
     def after(
-        self, standing: Standing, message_id: MessageId, publish_time_ms: int, at_latest_ms: int, size_bytes: int
+        self, standing: TermStanding, message_id: MessageId, publish_time_ms: int, at_latest_ms: int, size_bytes: int
     ) -> "Point":
         """The point after the next valid entry, which has so many bytes, and after which the topic stands so."""
         return Point(
@@ -173,17 +174,17 @@ def thinned(points: Sequence[Point], most: int) -> list[Point]:
     return [*kept, points[-1]]
 
 
-def size_of(message: Message) -> int:
+def size_of(message: PulsarMessage) -> int:
     """What an entry is counted as."""
     return content_bytes(message) + len(message.key) + ENTRY_BYTES
 
 
-def begins_record(message: Message) -> bool:
+def begins_record(message: PulsarMessage) -> bool:
     """Whether a valid entry begins a stored record."""
     return KIND in message.properties or begins_batch(message)
 
 
-def is_batch(message: Message) -> bool:
+def is_batch(message: PulsarMessage) -> bool:
     """Whether an entry of ours has several messages."""
     return message.properties.get(KIND) == BATCH
 
@@ -194,3 +195,62 @@ def _size(point: Point) -> int:
 
 def _next_index(point: Point) -> int:
     return point.next_index
+
+
+# -- Points of a topic as a snapshot holds them, byte by byte: `docs/formats-pulsar.md`.
+
+VERSION = 1
+MAX_STORED_POINTS = 64
+"""They go with every snapshot. After a start a 30th of a topic may have to be read to find an old message."""
+
+_HEAD = struct.Struct("<BQ")
+_POINT = struct.Struct("<QQQQqqqqQ")
+
+
+def bytes_of_points(incarnation: int, points: Sequence[Point]) -> bytes:
+    """The first and the last of the points, which rise, and of the others as many as there may be."""
+    return _HEAD.pack(VERSION, incarnation) + b"".join(map(_encode, thinned(points, MAX_STORED_POINTS)))
+
+
+def _encode(point: Point) -> bytes:
+    (_, term, ownership), number, index, _ = point.standing
+    ledger_id, entry_id, _ = point.message_id
+    times = point.publish_time_ms, point.at_latest_ms
+    return _POINT.pack(term, ownership, number, index, ledger_id, entry_id, *times, point.size_bytes)
+
+
+def points_of_bytes(incarnation: int, raw: bytes) -> list[Point]:
+    """The points of a topic of this incarnation. Raises STORE_DAMAGED, NEWER_FORMAT."""
+    if raw[:1] and raw[0] > VERSION:
+        raise error("NEWER_FORMAT", f"a snapshot holds a place in its topic of version {raw[0]}, not {VERSION}")
+    try:
+        version, of_incarnation = _HEAD.unpack_from(raw)
+        points = [_decode(incarnation, *numbers) for numbers in _POINT.iter_unpack(raw[_HEAD.size :])]
+    except struct.error as e:
+        raise _damaged(str(e)) from e
+    if (version, of_incarnation) != (VERSION, incarnation) or not points:
+        raise _damaged(f"version {version}, incarnation {of_incarnation}, {len(points)} points")
+    sizes, indexes = [point.size_bytes for point in points], [point.next_index for point in points]
+    if sorted(set(sizes)) != sizes or sorted(indexes) != indexes:
+        raise _damaged("its points do not rise")
+    return points
+
+
+def _decode(
+    incarnation: int,
+    term: int,
+    ownership: int,
+    number: int,
+    index: int,
+    ledger_id: int,
+    entry_id: int,
+    publish_time_ms: int,
+    at_latest_ms: int,
+    size_bytes: int,
+) -> Point:
+    standing = TermStanding(EntryOwner(incarnation, term, ownership), number, index)
+    return Point(standing, MessageId(ledger_id, entry_id), publish_time_ms, at_latest_ms, size_bytes)
+
+
+def _damaged(why: str) -> SeqdedupeError:
+    return error("STORE_DAMAGED", f"a snapshot holds no place in its topic of Pulsar's: {why}")

@@ -2,12 +2,17 @@
 
 import asyncio
 import logging
+import random
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any, NamedTuple
 
+from seqdedupe.entry_properties import INCARNATION
 from seqdedupe.errors import ConfigurationError, SeqdedupeError, error
-from seqdedupe.log.pulsar.admin import Admin
+from seqdedupe.log.pulsar.admin_url import PulsarAdmin
+from seqdedupe.log.pulsar.wholes import is_going
+from seqdedupe.log.pulsar.writer import EntryWriter, Opening
 from seqdedupe.names import namespace_of, whole_of
 
 logger = logging.getLogger("seqdedupe.log")
@@ -31,10 +36,6 @@ class _Policy(NamedTuple):
     namespace_command: str = ""
 
 
-def _keeps(retention: Any) -> bool:
-    return bool(retention) and retention["retentionTimeInMinutes"] != 0 and retention["retentionSizeInMB"] != 0
-
-
 def _quota(kind: str, limit: str) -> "_Policy":
     def evicts_nothing(quotas: Any) -> bool:
         return not quotas or kind not in quotas or quotas[kind]["policy"] != "consumer_backlog_eviction"
@@ -49,12 +50,6 @@ def _quota(kind: str, limit: str) -> "_Policy":
         "a backlog quota evicts messages, also those of the sidecar's own subscription",
         f"set-backlog-quota --type {kind} {limit} --policy producer_request_hold",
     )
-
-
-def _stays(inactive: Any) -> bool:
-    if not inactive or not inactive["deleteWhileInactive"]:
-        return True
-    return bool(inactive["inactiveTopicDeleteMode"] == "delete_when_no_subscriptions")
 
 
 _POLICIES = (
@@ -74,7 +69,7 @@ _POLICIES = (
     ),
     _Policy(
         "retention",
-        _keeps,
+        lambda kept: bool(kept) and kept["retentionTimeInMinutes"] != 0 and kept["retentionSizeInMB"] != 0,
         ("retention", {"retentionTimeInMinutes": -1, "retentionSizeInMB": -1}),
         "there is no retention, so that messages go before anybody has read them",
         "set-retention --time -1 --size -1",
@@ -91,7 +86,11 @@ _POLICIES = (
     _quota("message_age", "--limitTime -1"),
     _Policy(
         "inactiveTopicPolicies",
-        _stays,
+        lambda inactive: (
+            not inactive
+            or not inactive["deleteWhileInactive"]
+            or inactive["inactiveTopicDeleteMode"] == "delete_when_no_subscriptions"
+        ),
         (
             "inactiveTopicPolicies",
             {
@@ -116,7 +115,7 @@ class Looks:
         self.seen_at: dict[str, float] = {}
         """When each was last seen, in seconds since 1970."""
 
-    async def why_unsafe(self, admin: Admin, topic: str, *, may_change: bool) -> str:
+    async def why_unsafe(self, admin: PulsarAdmin, topic: str, *, may_change: bool) -> str:
         """Why nothing should be acknowledged in a topic; empty if its policies are safe, or cannot be looked at now.
 
         Then they are taken to be as they were.
@@ -142,7 +141,7 @@ class Looks:
         self.seen_at.pop(topic, None)
 
 
-async def check_takes_producers(admin: Admin, topic: str) -> None:
+async def check_takes_producers(admin: PulsarAdmin, topic: str) -> None:
     """Raises UNSAFE_TOPIC_POLICY, with the command to run, if Pulsar takes messages in the topic's namespace only from
     those who encrypt, which no sidecar does. Its client says nothing of that: its time is up."""
     namespace = namespace_of(topic)
@@ -151,12 +150,12 @@ async def check_takes_producers(admin: Admin, topic: str) -> None:
         raise error("UNSAFE_TOPIC_POLICY", f"{topic} cannot be written: messages must be encrypted there ({command})")
 
 
-async def ensure_safe(admin: Admin, topic: str, *, may_change: bool, is_new: bool = False) -> None:
+async def ensure_safe(admin: PulsarAdmin, topic: str, *, may_change: bool, is_new: bool = False) -> None:
     """Returns if the topic can be a log: what its policies are is in force. With `may_change` they are set if need be.
     Those of a partition are the whole topic's.
 
     Never set is what belongs to the namespace. Raises UNSAFE_TOPIC_POLICY with the commands to run, otherwise as
-    `Admin`. They are commands for the namespace where the topic `is_new`, so that it will be gone.
+    `PulsarAdmin`. They are commands for the namespace where the topic `is_new`, so that it will be gone.
     """
     dangers = await _of_namespace(admin, topic)
     are_safe = await asyncio.gather(*(_is_safe(admin, topic, policy) for policy in _POLICIES))
@@ -184,7 +183,7 @@ def _with_policies(topic: str) -> str:
     return whole_of(topic) or topic
 
 
-async def _is_safe(admin: Admin, topic: str, policy: _Policy) -> bool:
+async def _is_safe(admin: PulsarAdmin, topic: str, policy: _Policy) -> bool:
     try:
         value = await admin.policy(_with_policies(topic), policy.name)
         if value is None and policy.name == _SNAPSHOT_INTERVAL:
@@ -195,7 +194,7 @@ async def _is_safe(admin: Admin, topic: str, policy: _Policy) -> bool:
         raise error("PULSAR_REFUSES", f"{policy.name} of {topic} is not answered as Pulsar does") from e
 
 
-async def _still_unsafe(admin: Admin, topic: str, changed: list[_Policy]) -> list[_Policy]:
+async def _still_unsafe(admin: PulsarAdmin, topic: str, changed: list[_Policy]) -> list[_Policy]:
     """Those that are not in force in time."""
     limit = time.monotonic() + IN_FORCE_TIMEOUT_SECONDS
     while True:
@@ -207,7 +206,7 @@ async def _still_unsafe(admin: Admin, topic: str, changed: list[_Policy]) -> lis
         await asyncio.sleep(_POLL_SECONDS)
 
 
-async def _of_namespace(admin: Admin, topic: str) -> list[str]:
+async def _of_namespace(admin: PulsarAdmin, topic: str) -> list[str]:
     """A sidecar's subscription must outlive the time for which the sidecar is down."""
     namespace = namespace_of(topic)
     minutes = await admin.subscription_expiration_minutes(namespace)
@@ -230,4 +229,83 @@ def _not_in_force(topic: str) -> SeqdedupeError:
         "LOG_REFUSED",
         f"Pulsar's deduplication of {topic} is switched on, but not in force",
         hint="It should be within a second; see what the broker logs. It is tried again.",
+    )
+
+
+# -- What is looked at while a topic is owned: that nobody else writes to it or deletes it, and that it deduplicates.
+
+ALONE_SECONDS = 5.0
+"""Statistics follow a hand-over within a tenth of a second, unless the broker is in trouble."""
+LOOK_SECONDS = 60.0
+"""Between two looks at Pulsar's deduplication, and whether somebody deletes the topic."""
+CONNECTED_POLL_SECONDS = 0.25
+DISCONNECTED_SECONDS = 2.0
+"""After an unload the client connects again in a tenth of that; else it may wait for half a minute, and a new producer
+does not."""
+
+
+async def check_alone(topic: str, admin: PulsarAdmin, producer_name: str) -> None:
+    """Raises NOT_OWNER if the topic's statistics do not show this producer, alone. That they do is no proof."""
+    until = asyncio.get_running_loop().time() + ALONE_SECONDS
+    while (names := {each.name for each in (await admin.stats(topic)).publishers}) != {producer_name}:
+        if asyncio.get_running_loop().time() >= until:
+            others = ", ".join(sorted(names - {producer_name})) or "nobody"
+            raise error("NOT_OWNER", f"{topic} was opened by {producer_name}, but its statistics show {others} there")
+        await asyncio.sleep(_POLL_SECONDS)
+
+
+async def check_deduplicates(topic: str, admin: PulsarAdmin) -> None:
+    """Raises LOG_REFUSED if Pulsar's deduplication is not in force."""
+    if not (await admin.stats(topic)).deduplicates:
+        raise error("LOG_REFUSED", _not_deduplicated(topic))
+
+
+async def check_stays(topic: str, incarnation: int, admin: PulsarAdmin) -> None:
+    """Raises NOT_OWNER if the topic is being deleted, by whomever, or made anew already: nobody takes it any more."""
+    properties = await admin.properties(topic)
+    if is_going(properties):
+        raise error("NOT_OWNER", f"{topic} is being deleted")
+    if (now := properties.get(INCARNATION, str(incarnation))) != str(incarnation):
+        raise error("NOT_OWNER", f"{topic} was deleted and made anew: it is {now}, not {incarnation}")
+
+
+async def guard(topic: str, admin: PulsarAdmin, opening: Opening, look: Callable[[], Awaitable[str]]) -> None:
+    """Ends an opening when its producer is not connected any more, so that somebody else may have the topic, which one
+    that sends nothing would not notice; when somebody deletes the topic; or when Pulsar's deduplication is off.
+    `look` is called at the same intervals, and says why the opening should end, if it should.
+    """
+    opening.fail(await _why_lost(topic, admin, opening.writer, look))
+
+
+async def _why_lost(topic: str, admin: PulsarAdmin, writer: EntryWriter, look: Callable[[], Awaitable[str]]) -> str:
+    now = asyncio.get_running_loop().time
+    # Topics that were opened together are not looked at together.
+    connected_at, looked_at = now(), now() - LOOK_SECONDS * random.random() / 2
+    while True:
+        await asyncio.sleep(CONNECTED_POLL_SECONDS)
+        if writer.is_connected:
+            connected_at = now()
+        elif now() - connected_at >= DISCONNECTED_SECONDS:
+            return f"the producer of {topic} has lost its connection"
+        if now() - looked_at >= LOOK_SECONDS:
+            looked_at = now()
+            if why := await _why_not(topic, admin) or await look():
+                return why
+
+
+async def _why_not(topic: str, admin: PulsarAdmin) -> str:
+    """Why nobody should own the topic any more; empty if there is no reason."""
+    # An admin URL that does not answer ends no owner.
+    with suppress(SeqdedupeError):
+        if is_going(await admin.properties(topic)):
+            return f"{topic} is being deleted"
+        if not (await admin.stats(topic)).deduplicates:
+            return _not_deduplicated(topic)
+    return ""
+
+
+def _not_deduplicated(topic: str) -> str:
+    return (
+        f"Pulsar's deduplication of {topic} is off, so that what its client sends again would be stored twice; switch "
+        f"it on: pulsar-admin topicPolicies set-deduplication --enable {topic}"
     )

@@ -1,18 +1,37 @@
 """A topic's entries in their order, as they were and as they come."""
 
 import asyncio
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
 
+import numpy as np
 import pulsar
 import pulsar.asyncio
 
-from seqdedupe.entry_properties import ENTRY
-from seqdedupe.errors import SeqdedupeError, error
-from seqdedupe.log.pulsar.client import told
-from seqdedupe.log.pulsar.entries import Entry, Message, content_bytes
-from seqdedupe.log.pulsar.unwanted import opened
+from seqdedupe.entry_properties import BATCH, CONTROL, ENTRY, KIND
+from seqdedupe.errors import DamagedError, SeqdedupeError, UnavailableError, error
+from seqdedupe.format import records
+from seqdedupe.format.columns import RECORD_END, ROWS
+from seqdedupe.format.headers import BATCH_TAG, CONTROL_TAG, MARKER_BYTES, MARKER_TAG, NO_KEY, header, marker_body
+from seqdedupe.log.contract import Entries, Run, Runs
+from seqdedupe.log.pulsar.entries import (
+    NOWHERE,
+    PulsarEntry,
+    PulsarMessage,
+    Rows,
+    content_bytes,
+    control_body,
+    damaged,
+    encoded_part,
+    read_marker,
+)
+from seqdedupe.log.pulsar.ledgers import Ledgers
+from seqdedupe.log.pulsar.places import STEP_BYTES, Point, begins_record, size_of
+from seqdedupe.log.pulsar.pulsar_client import opened, told
+from seqdedupe.log.pulsar.terms import Terms, TermVerdict, gap
 from seqdedupe.message_id import MessageId
 
 READ_STEP_ENTRIES = 500
@@ -40,7 +59,7 @@ class Reader:
         self._reader = reader
         self._next: asyncio.Future[Any] | None = None
 
-    async def read(self) -> list[Entry]:
+    async def read(self) -> list[PulsarEntry]:
         """The next entries, at least one, for which it waits. Nothing is lost if this is cancelled.
 
         Raises LOG_UNREADABLE: then a new reader is needed.
@@ -112,10 +131,10 @@ async def _opened(client: pulsar.asyncio.Client, topic: str, place: pulsar.Messa
     return await opened(opening, lambda reader: reader._reader.close_async(lambda _: None))
 
 
-def _entry(native: Any) -> Entry:
+def _entry(native: Any) -> PulsarEntry:
     place = native.message_id()
     properties = native.properties()
-    message = Message(
+    message = PulsarMessage(
         None if native.has_null_value() else native.data(),
         properties,
         native.partition_key(),
@@ -123,11 +142,11 @@ def _entry(native: Any) -> Entry:
     )
     message_id = MessageId(place.ledger_id(), place.entry_id(), place.batch_index())
     if ENTRY in properties:
-        return Entry(message, message_id, native.publish_timestamp())
+        return PulsarEntry(message, message_id, native.publish_timestamp())
     producer_name = native.producer_name()
     sequence_id = _sequence_id(native, producer_name)
     of_id = fields_of(place.serialize())
-    return Entry(
+    return PulsarEntry(
         message,
         message_id,
         native.publish_timestamp(),
@@ -209,3 +228,269 @@ def _unreadable(topic: str, failure: pulsar.asyncio.PulsarException) -> Seqdedup
         f"{topic} cannot be read: Pulsar's client says {told(failure)}",
         hint="See whether the Pulsar cluster serves, and whether the sidecar may read the topic; it is tried again.",
     )
+
+
+# -- From a Pulsar topic's entries to stored records: what everything else here reads.
+
+
+class Collector:
+    """Collects what is valid of the entries it is given, in the topic's order.
+
+    The rows of a batch that are an entry each become one record again; a packed batch is one already. Where the reading
+    begins within a batch, or its owner has ended within one, there is a record of the rows that are there.
+    """
+
+    def __init__(self, terms: Terms, publish_time_ms: int = 0) -> None:
+        """`publish_time_ms`: that of the record before, below which none is."""
+        self.terms = terms
+        self.earlier: dict[str, int] = {}
+        """The highest sequence ID of each producer that published before the first marker, as far as the client shows
+        them: `terms.counts.earlier` counts all that was there."""
+        self._publish_time_ms = publish_time_ms
+        self._records: list[bytes] = []
+        self._runs: list[Runs] = []
+        self._first_index = self._index = terms.next_index
+        self._owner = terms.owner
+        self._rows = Rows()
+        self._row_runs: list[Run] = []
+
+    def __len__(self) -> int:
+        """How many records `take` would give."""
+        return len(self._records) + (len(self._rows) > 0)
+
+    def add(self, entry: PulsarEntry) -> TermVerdict:
+        """Judges the next entry, and collects it if it is valid. Raises what `Terms.judge` does."""
+        verdict = self.terms.judge(entry.message, entry.message_id)
+        if verdict is TermVerdict.VALID:
+            kind = entry.message.properties.get(KIND)
+            if kind is None:
+                self._add_row(entry)
+            else:
+                self._end_rows()
+                self._publish_time_ms = max(self._publish_time_ms, entry.message.event_time_ms or entry.publish_time_ms)
+                self._add_record(kind, entry)
+        elif verdict is TermVerdict.EARLIER and entry.producer_name and entry.sequence_id >= 0:
+            highest = self.earlier.get(entry.producer_name, entry.sequence_id)
+            self.earlier[entry.producer_name] = max(highest, entry.sequence_id)
+        return verdict
+
+    async def add_over_borders(self, entry: PulsarEntry, ledgers: Callable[[], Awaitable[Ledgers]]) -> TermVerdict:
+        """As `add`. Where something seems to be missing, the topic's ledgers say whether every position was read."""
+        try:
+            return self.add(entry)
+        except DamagedError as e:
+            borders = self.terms.borders
+            if e.reason != "LOG_GAP" or not borders:
+                raise
+            there = await ledgers()
+            if not all(there.are_neighbours(*border) for border in borders):
+                raise
+            borders.clear()
+        return self.add(entry)
+
+    def take(self) -> Entries | None:
+        """What was collected since the last time; None if that is nothing. Raises LOG_DAMAGED, NEWER_FORMAT."""
+        self._end_rows()
+        if not self._records:
+            return None
+        several, runs, first_index = self._records, self._runs, self._first_index
+        self._records, self._runs, self._first_index = [], [], self._index
+        raw, table, result = b"".join(several), records.new_table(len(several)), records.new_result()
+        view = np.frombuffer(raw, np.uint8)
+        why = records.scan(view, self.terms.owner.incarnation, -1, first_index, NO_KEY, table, result)
+        # A packed payload is one record, and says of itself what its properties do.
+        if (
+            why != records.END
+            or table[:, RECORD_END].tolist() != list(accumulate(map(len, several)))
+            or table[:, ROWS].tolist() != [sum(run.rows for run in each) for each in runs]
+            or records.first_bad_payload(view, table, len(table)) >= 0
+        ):
+            raise damaged(f"among the entries from index {first_index} to {self._index} one is not intact")
+        return Entries(raw, table, runs)
+
+    def _add_row(self, entry: PulsarEntry) -> None:
+        if not self._rows.add(entry.message):
+            self._end_rows()
+            self._rows.add(entry.message)
+        ledger_id, entry_id, _ = entry.message_id
+        if len(self._rows) == 1:
+            self._publish_time_ms = max(self._publish_time_ms, entry.publish_time_ms)
+            self._row_runs.append(Run(1, ledger_id, entry_id))
+            return
+        last = self._row_runs[-1]
+        if (last.ledger_id, last.entry_id + last.rows) == (ledger_id, entry_id):
+            self._row_runs[-1] = last._replace(rows=last.rows + 1)
+        else:
+            self._row_runs.append(Run(1, ledger_id, entry_id))
+
+    def _end_rows(self) -> None:
+        """The rows that were collected are a record."""
+        if not len(self._rows):
+            return
+        part = encoded_part(self._rows.batch())
+        self._records.append(self._headed(BATCH_TAG, part.encoded, part.rows, part.column_bytes))
+        self._runs.append(tuple(self._row_runs))
+        self._index += part.rows
+        self._rows, self._row_runs = Rows(), []
+
+    def _add_record(self, kind: str, entry: PulsarEntry) -> None:
+        """An entry that is a record by itself."""
+        runs: Runs = ()
+        if kind == BATCH:
+            runs = (Run(self.terms.next_index - self._index, entry.message_id.ledger_id, entry.message_id.entry_id, 0),)
+            record = entry.message.payload or b""
+        elif kind == CONTROL:
+            body = control_body(entry.message)
+            record = self._headed(CONTROL_TAG, body, 0, len(body))
+        else:
+            self._owner = self.terms.owner
+            marker = read_marker(entry.message, self._owner)
+            record = self._headed(MARKER_TAG, marker_body(marker.term, marker.token), 0, MARKER_BYTES)
+        self._records.append(record)
+        self._runs.append(runs)
+        self._index = self.terms.next_index
+
+    def _headed(self, tag: int, body: bytes, rows: int, column_bytes: int) -> bytes:
+        """The stored record of this body at the place that was reached. It has no file, and so no offsets in one."""
+        made = header(
+            body,
+            tag,
+            rows=rows,
+            column_bytes=column_bytes,
+            incarnation=self._owner.incarnation,
+            file_offset=0,
+            base_index=self._index,
+            publish_time_ms=self._publish_time_ms,
+            synced_offset=0,
+            ownership=self._owner.ownership,
+            key=NO_KEY,
+        )
+        return made + body
+
+
+# -- A reader of a topic, with all that is known where it stands: it judges and collects what comes, a step at a time.
+
+READ_TIMEOUT_SECONDS = 30.0
+"""An entry that stands there comes sooner, or Pulsar is in trouble."""
+KEPT_TIMEOUT_SECONDS = 3.0
+"""The same for a reader that was kept: it may wait long before it connects again, and a new one does so at once."""
+
+Hear = Callable[[PulsarEntry, TermVerdict, Point], None]
+"""Is told each entry as it was judged, and the point after it."""
+
+
+class ReaderStep(NamedTuple):
+    """What stands between two points."""
+
+    start: Point
+    end: Point
+    entries: Entries | None
+    """None if that is nothing: no valid entry."""
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it ended for its size."""
+        return self.end.size_bytes - self.start.size_bytes >= STEP_BYTES
+
+
+class Cursor:
+    """Reads on from a point. After an error or a cancelled call it is of no use any more but to be closed.
+
+    The valid entry before the point must still be there: else what follows it may be gone too, and it is LOG_GAP.
+    """
+
+    def __init__(self, reader: Reader, topic: str, start: Point, ledgers: Callable[[], Awaitable[Ledgers]]) -> None:
+        """`reader` begins with the valid entry before the point. `ledgers` answers those of the topic now."""
+        self.here = start
+        """Where the next step begins."""
+        self.collector = Collector(Terms(start.standing, start.message_id), start.publish_time_ms)
+        self.timeout_seconds = READ_TIMEOUT_SECONDS
+        self.idle_since = 0.0
+        self._reader = reader
+        self._topic = topic
+        self._ledgers = ledgers
+        self._due = start.message_id if start.message_id.entry_id >= 0 else None
+        self._last = NOWHERE
+        """The entry that was judged last."""
+        self._left: deque[PulsarEntry] = deque()
+
+    async def step(self, limit: Point) -> ReaderStep:
+        """What stands from here on, about STEP_BYTES, up to the limit, which is known to stand after this.
+
+        Raises what the collector does, LOG_GAP if the limit is not as it was known, LOG_UNREADABLE.
+        """
+        start = self.here
+        while self._last < limit.message_id:
+            entry = await self._peek()
+            if self._is_full(start, entry):
+                return ReaderStep(start, self.here, self.collector.take())
+            if entry.message_id <= limit.message_id:
+                await self._judge(entry)
+            else:
+                break
+        if self.here.standing != limit.standing:
+            raise gap(f"it does not end with the entry at {limit.message_id} any more", self.here.next_index)
+        return ReaderStep(start, self.here, self.collector.take())
+
+    async def step_on(self, up_to: MessageId | None, hear: Hear) -> ReaderStep:
+        """The same, up to an entry that may not be valid, or to the topic's end: a step that is not full reached it."""
+        start = self.here
+        while up_to is None or self._last < up_to:
+            if up_to is None and not self._left and await self._reader.is_at_end():
+                break
+            try:
+                entry = await self._peek()
+            except UnavailableError:
+                # Of a terminated topic the broker says that there is more.
+                if up_to is not None or not (await self._ledgers()).is_last(self._last):
+                    raise
+                break
+            if self._is_full(start, entry):
+                break
+            verdict = await self._judge(entry)
+            if verdict is not None:
+                hear(entry, verdict, self.here)
+        return ReaderStep(start, self.here, self.collector.take())
+
+    async def wait_for_more(self) -> None:
+        """Returns when there is an entry that was not judged. Nothing is lost if this is cancelled."""
+        while all(entry.message_id <= self._last or entry.message_id == self._due for entry in self._left):
+            self._left.extend(await self._reader.read())
+
+    def _is_full(self, start: Point, entry: PulsarEntry) -> bool:
+        return self.here.size_bytes - start.size_bytes >= STEP_BYTES and begins_record(entry.message)
+
+    async def _peek(self) -> PulsarEntry:
+        """The next entry, which must be there. After a broker's crash some come again."""
+        while not self._left or self._left[0].message_id <= self._last:
+            if self._left:
+                self._left.popleft()
+                continue
+            try:
+                async with asyncio.timeout(self.timeout_seconds):
+                    self._left.extend(await self._reader.read())
+            except TimeoutError as e:
+                why = f"an entry that should be there did not come for {self.timeout_seconds:.0f} s"
+                raise error("LOG_UNREADABLE", f"{self._topic}: {why}") from e
+        return self._left[0]
+
+    async def _judge(self, entry: PulsarEntry) -> TermVerdict | None:
+        """The verdict on the next entry; None for the one before the point where this began."""
+        self._left.popleft()
+        self._last = entry.message_id
+        if self._due is not None:
+            due, self._due = self._due, None
+            if entry.message_id != due:
+                raise gap(f"the entry at {due}, after which it goes on, is not there any more", self.here.next_index)
+            return None
+        verdict = await self.collector.add_over_borders(entry, self._ledgers)
+        if verdict is TermVerdict.VALID:
+            message = entry.message
+            time_ms = (KIND in message.properties and message.event_time_ms) or entry.publish_time_ms
+            standing = self.collector.terms.standing
+            self.here = self.here.after(standing, entry.message_id, time_ms, time_ms, size_of(message))
+        return verdict
+
+    async def close(self) -> None:
+        """Lets go of the reader."""
+        await self._reader.close()

@@ -19,11 +19,11 @@ from seqdedupe.entry_properties import (
     ROWS,
     SCHEMA_VERSION,
     VERSION,
-    Owner,
-    Place,
+    EntryOwner,
+    EntryPlace,
 )
 from seqdedupe.errors import SeqdedupeError, error
-from seqdedupe.log.pulsar.entries import NOWHERE, Marker, Message, damaged, read_marker
+from seqdedupe.log.pulsar.entries import NOWHERE, Marker, PulsarMessage, damaged, read_marker
 from seqdedupe.message_id import MessageId
 
 REMEMBERED_ENTRIES = 16_384
@@ -35,7 +35,7 @@ _NOTHING = "\0"
 """Begins no place."""
 
 
-class Verdict(Enum):
+class TermVerdict(Enum):
     """What an entry is."""
 
     VALID = "valid"
@@ -54,10 +54,10 @@ class Verdict(Enum):
     """Not ours, after the first marker."""
 
 
-class Standing(NamedTuple):
+class TermStanding(NamedTuple):
     """How far a topic was read: what has to be known to read on."""
 
-    owner: Owner
+    owner: EntryOwner
     """The last that took ownership; before the first marker one of term 0."""
     next_number: int = 0
     """That of the owner's next entry."""
@@ -66,9 +66,9 @@ class Standing(NamedTuple):
     """Whether the owner has left one after that: nothing more of it counts."""
 
     @staticmethod
-    def start(incarnation: int) -> "Standing":
+    def start(incarnation: int) -> "TermStanding":
         """Before everything."""
-        return Standing(Owner(incarnation, 0, 0))
+        return TermStanding(EntryOwner(incarnation, 0, 0))
 
 
 @dataclass
@@ -82,16 +82,16 @@ class Counts:
     holes: int = 0
     """Of owners, after which what they wrote is void."""
 
-    def add(self, verdict: Verdict) -> None:
+    def add(self, verdict: TermVerdict) -> None:
         """One more was met."""
         match verdict:
-            case Verdict.VOID:
+            case TermVerdict.VOID:
                 self.void += 1
-            case Verdict.REPEAT:
+            case TermVerdict.REPEAT:
                 self.repeats += 1
-            case Verdict.EARLIER:
+            case TermVerdict.EARLIER:
                 self.earlier += 1
-            case Verdict.FOREIGN:
+            case TermVerdict.FOREIGN:
                 self.foreign += 1
 
 
@@ -114,7 +114,7 @@ class Terms:
     LOG_GAP, once `borders` are cleared because nothing stands between.
     """
 
-    def __init__(self, standing: Standing, after: MessageId = NOWHERE) -> None:
+    def __init__(self, standing: TermStanding, after: MessageId = NOWHERE) -> None:
         """`after`: where the last entry before stands, as far as that is known."""
         self.counts = Counts()
         self.marker: Marker | None = None
@@ -128,11 +128,11 @@ class Terms:
         self._last = after
 
     @property
-    def standing(self) -> Standing:
+    def standing(self) -> TermStanding:
         """What is needed to read on after the last entry."""
-        return Standing(self.owner, self._next_number, self.next_index, self._has_hole)
+        return TermStanding(self.owner, self._next_number, self.next_index, self._has_hole)
 
-    def judge(self, message: Message, message_id: MessageId) -> Verdict:
+    def judge(self, message: PulsarMessage, message_id: MessageId) -> TermVerdict:
         """The verdict on the next entry, which is counted.
 
         Raises `DamagedError`: LOG_GAP where something is missing before this entry, LOG_DAMAGED where it is none that
@@ -144,11 +144,11 @@ class Terms:
             self._last = message_id
         verdict = self._judge(message)
         self.counts.add(verdict)
-        if verdict is Verdict.VALID:
+        if verdict is TermVerdict.VALID:
             self.borders.clear()
         return verdict
 
-    def _judge(self, message: Message) -> Verdict:
+    def _judge(self, message: PulsarMessage) -> TermVerdict:
         properties = message.properties
         text = properties.get(ENTRY, "")
         if not text.startswith(self._texts):
@@ -160,13 +160,13 @@ class Terms:
         except (KeyError, ValueError) as e:
             raise damaged(f"an entry of term {self.owner.term} does not say what it should: {e}") from e
         if self._has_hole:
-            return Verdict.VOID
+            return TermVerdict.VOID
         if number < self._next_number:
             return self._repeat(number, message)
         if number > self._next_number and not self.borders:
             self._has_hole = True
             self.counts.holes += 1
-            return Verdict.VOID
+            return TermVerdict.VOID
         if number > self._next_number or index > self.next_index:
             raise gap(
                 f"in term {self.owner.term} entry {self._next_number} with index {self.next_index} should be where "
@@ -182,17 +182,17 @@ class Terms:
         self._remembered.append(_fingerprint(message))
         self._next_number += 1
         self.next_index += rows
-        return Verdict.VALID
+        return TermVerdict.VALID
 
-    def _of_another(self, message: Message, text: str) -> Verdict:
-        place = Place.parse(text)
+    def _of_another(self, message: PulsarMessage, text: str) -> TermVerdict:
+        place = EntryPlace.parse(text)
         if place is None:
-            return Verdict.FOREIGN if self.owner.term else Verdict.EARLIER
+            return TermVerdict.FOREIGN if self.owner.term else TermVerdict.EARLIER
         owner = place.owner
         if owner.incarnation != self.owner.incarnation:
             raise damaged(f"an entry of incarnation {owner.incarnation} stands in that of {self.owner.incarnation}")
         if owner.term <= self.owner.term:
-            return Verdict.VOID
+            return TermVerdict.VOID
         if message.properties.get(KIND) != MARKER:
             raise gap(f"the marker of term {owner.term} is missing", self.next_index)
         if place.number:
@@ -203,9 +203,9 @@ class Terms:
         self.owner, self._texts = owner, _texts(owner)
         self._next_number, self._unseen_below, self._has_hole = 1, 0, False
         self._remembered.append(_fingerprint(message))
-        return Verdict.VALID
+        return TermVerdict.VALID
 
-    def _repeat(self, number: int, message: Message) -> Verdict:
+    def _repeat(self, number: int, message: PulsarMessage) -> TermVerdict:
         back = self._next_number - number
         if back <= len(self._remembered):
             if self._remembered[-back] != _fingerprint(message):
@@ -216,7 +216,7 @@ class Terms:
             raise damaged(
                 f"entry {number} of term {self.owner.term} comes again after {back} others: nobody sends that late"
             )
-        return Verdict.REPEAT
+        return TermVerdict.REPEAT
 
 
 class Receipts:
@@ -246,7 +246,7 @@ class Receipts:
         self._confirmed = message_id
 
 
-def _texts(owner: Owner) -> tuple[str, ...]:
+def _texts(owner: EntryOwner) -> tuple[str, ...]:
     """What ENTRY of an owner's entries begins with, in any version. All are of one length."""
     return tuple(owner.prefix(version) for version in range(VERSION, SCHEMA_VERSION + 1))
 
@@ -256,7 +256,7 @@ def _follows(before: MessageId, after: MessageId) -> bool:
     return before.ledger_id == after.ledger_id and after.entry_id - before.entry_id <= 1
 
 
-def _fingerprint(message: Message) -> int:
+def _fingerprint(message: PulsarMessage) -> int:
     """By which two messages are known to be the same, in this process alone."""
     payload, properties, key, event_time_ms = message
     return hash((payload, frozenset(properties.items()), key, event_time_ms))

@@ -4,16 +4,83 @@ The properties of a partitioned topic change in one step, whatever becomes of it
 there are. While it is being made nobody uses them but its maker; once it is being deleted, nobody begins to.
 """
 
+import json
 from collections.abc import Mapping
 from contextlib import suppress
 from enum import Enum
 from typing import NamedTuple
 
+import _pulsar
+import pulsar.schema
+
 from seqdedupe.entry_properties import PARTITIONS, PREFIX
 from seqdedupe.errors import NotFoundError, SeqdedupeError, error
 from seqdedupe.log.contract import LogName
-from seqdedupe.log.pulsar.admin import Admin
+from seqdedupe.log.pulsar.admin_url import PulsarAdmin
 from seqdedupe.names import namespace_of, partition_name, whole_of
+
+# -- The schema of a topic: what consumers of Pulsar's own clients decode its messages by. Pulsar keeps it.
+
+TYPES = ("AVRO", "JSON", "PROTOBUF", "STRING", "INT8", "INT16", "INT32", "INT64", "FLOAT", "DOUBLE")
+"""The client has names for them, and sends their definitions as the admin URL answers them."""
+
+
+class Schema(NamedTuple):
+    """A schema as the admin URL takes it."""
+
+    type: str
+    definition: str
+    """Empty for types that need none."""
+    properties: dict[str, str]
+
+    def of_client(self) -> pulsar.schema.Schema:
+        """The same for a producer of the client's, which is given encoded messages."""
+        return _OfBytes(_pulsar.SchemaInfo(_pulsar.SchemaType.__members__[self.type], self.type, self.definition))
+
+
+class _OfBytes(pulsar.schema.Schema):  # type: ignore[misc]  # the library has no types
+    def __init__(self, info: _pulsar.SchemaInfo) -> None:
+        # As the library's own classes do, which make a definition of a class of Python's.
+        self._schema_info = info
+
+
+def parse(text: str) -> Schema:
+    """Return the schema that a caller gives, in the form that `pulsar-admin schemas upload` takes.
+
+    Raises INVALID_REQUEST.
+    """
+    try:
+        given = json.loads(text)
+        kind, definition = given["type"], given.get("schema", "")
+        properties = dict(given.get("properties") or {})
+    except (ValueError, KeyError, TypeError, AttributeError) as e:
+        raise _invalid(f"it should be a JSON object with `type`, `schema` and `properties`: {e!r}") from e
+    if kind not in TYPES:
+        raise _invalid(f"its type is {kind!r}: it should be one of {', '.join(TYPES)}")
+    if not all(isinstance(one, str) for one in (definition, *properties.values())):
+        raise _invalid("`schema` and the values of `properties` should be text")
+    return Schema(kind, definition, properties)
+
+
+def _invalid(why: str) -> Exception:
+    hint = "Give what `pulsar-admin schemas upload` takes, as a text of JSON."
+    return error("INVALID_REQUEST", f"schema: {why}", hint=hint)
+
+
+async def schema_of(topic: str, admin: PulsarAdmin) -> Schema:
+    """Return the newest schema of a topic that was created with one. Raises LOG_REFUSED if Pulsar has none."""
+    try:
+        type_name, definition = await admin.schema(topic)
+    except NotFoundError as e:
+        raise error(
+            "LOG_REFUSED",
+            f"{topic} was created with a schema, and Pulsar has none of it now",
+            hint=f"Upload it again: pulsar-admin schemas upload --filename FILE {topic}",
+        ) from e
+    if type_name not in TYPES:
+        raise error("LOG_REFUSED", f"the schema of {topic} is of type {type_name}, which a sidecar cannot name")
+    return Schema(type_name, definition, {})
+
 
 FIRST_INCARNATION = PREFIX + "first_incarnation"
 LIFE = PREFIX + "life"
@@ -65,8 +132,9 @@ class Whole(NamedTuple):
         ]
 
 
-async def look_at(admin: Admin, topic: str) -> Whole | None:
-    """What a partitioned topic says; None if it is not there, or not a log's. Raises LOG_DAMAGED, and as `Admin`."""
+async def look_at(admin: PulsarAdmin, topic: str) -> Whole | None:
+    """What a partitioned topic says; None if it is not there, or not a log's. Raises LOG_DAMAGED, and as
+    `PulsarAdmin`."""
     try:
         found = await admin.partitioned(topic)
     except NotFoundError:
@@ -81,10 +149,10 @@ async def look_at(admin: Admin, topic: str) -> Whole | None:
         raise error("LOG_DAMAGED", f"the properties of the partitioned topic {topic} do not say {e}") from e
 
 
-async def begin(admin: Admin, topic: str, first_incarnation: int, partitions: int, maker: str) -> None:
+async def begin(admin: PulsarAdmin, topic: str, first_incarnation: int, partitions: int, maker: str) -> None:
     """Makes a partitioned topic of which its maker alone knows until it is `announce`d. One that was begun stays.
 
-    Raises TOPIC_EXISTS, and as `Admin`.
+    Raises TOPIC_EXISTS, and as `PulsarAdmin`.
     """
     await _sweep(admin, topic)
     properties = {
@@ -119,7 +187,7 @@ def _exists(topic: str, there: Whole | None) -> SeqdedupeError:
     return error("TOPIC_EXISTS", what, hint=hint, topic=topic)
 
 
-async def announce(admin: Admin, topic: str) -> None:
+async def announce(admin: PulsarAdmin, topic: str) -> None:
     """Lets everybody use a partitioned topic that was begun. Raises LOG_REFUSED: then it is not certain that they do
     not, and it is to be removed."""
     try:
@@ -131,10 +199,10 @@ async def announce(admin: Admin, topic: str) -> None:
             raise
 
 
-async def remove(admin: Admin, whole: Whole) -> None:
+async def remove(admin: PulsarAdmin, whole: Whole) -> None:
     """Deletes a partitioned topic. Nobody begins to use it from now on.
 
-    Raises TOPIC_IN_USE while somebody is connected to a partition, and as `Admin`: then it is to be tried again.
+    Raises TOPIC_IN_USE while somebody is connected to a partition, and as `PulsarAdmin`: then it is to be tried again.
     """
     # Looking at all topics takes a while, and somebody else may have deleted this one and made it anew.
     if (there := await look_at(admin, whole.topic)) is not None:
@@ -147,7 +215,7 @@ async def remove(admin: Admin, whole: Whole) -> None:
     await _sweep(admin, whole.topic)
 
 
-async def _sweep(admin: Admin, topic: str) -> None:
+async def _sweep(admin: PulsarAdmin, topic: str) -> None:
     """Deletes empty partitions without their topic: a client that is still connected when it is deleted can let Pulsar
     make one anew, and nobody could make the topic then."""
     left = [name for name in await admin.topics(namespace_of(topic)) if whole_of(name) == topic]

@@ -3,6 +3,7 @@
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -10,14 +11,134 @@ import _pulsar
 import pulsar
 import pulsar.asyncio
 
+from seqdedupe import batch as batches
+from seqdedupe.entry_properties import EntryOwner
 from seqdedupe.errors import SeqdedupeError, error
-from seqdedupe.log.pulsar.client import name_of, told
-from seqdedupe.log.pulsar.client_thread import keep_state
-from seqdedupe.log.pulsar.entries import Message, content_bytes
-from seqdedupe.log.pulsar.schemas import Schema
-from seqdedupe.log.pulsar.unsettled import Confirmed, Unsettled
-from seqdedupe.log.pulsar.unwanted import opened
+from seqdedupe.log.contract import Failure, Outcome, Run, Runs
+from seqdedupe.log.pulsar.content import FoundEntry
+from seqdedupe.log.pulsar.entries import (
+    EntryFormat,
+    EntrySettings,
+    Part,
+    PulsarMessage,
+    content_bytes,
+    control_message,
+    encoded_part,
+    messages_of_part,
+    packed_message,
+    split_part,
+    surely_taken_bytes,
+)
+from seqdedupe.log.pulsar.places import Places, Point, size_of
+from seqdedupe.log.pulsar.pulsar_client import keep_state, name_of, opened, told
+from seqdedupe.log.pulsar.terms import Receipts, TermStanding
+from seqdedupe.log.pulsar.wholes import Schema
 from seqdedupe.message_id import MessageId
+
+# -- Which appends of an owner are confirmed, by the receipts of Pulsar. No I/O.
+
+
+class Confirmed(NamedTuple):
+    """So many of the oldest appends, which stand one after the other in one ledger."""
+
+    entries: int
+    first: MessageId
+
+
+class Unsettled:
+    """The appends of one opening that are not confirmed yet, in their order.
+
+    A receipt confirms its append only where `Receipts` says so. Where it does not, at the first append and after a
+    gap, a new ledger or no place, all later ones wait until the topic was read up to that append.
+    """
+
+    def __init__(self) -> None:
+        self._rule: Receipts | None = None
+        self._receipts: deque[MessageId] = deque()
+        self._read_ahead = 0
+
+    def add(self, receipt: MessageId) -> None:
+        """The receipt of the append after the last one that had a receipt."""
+        if self._read_ahead:
+            self._read_ahead -= 1
+        else:
+            self._receipts.append(receipt)
+
+    def confirm(self) -> Confirmed | None:
+        """Takes out what is confirmed now."""
+        receipts, rule = self._receipts, self._rule
+        if rule is None or not receipts:
+            return None
+        first, entries = receipts[0], 0
+        while receipts and rule.confirms(receipts[0]):
+            receipts.popleft()
+            entries += 1
+        return Confirmed(entries, first) if entries else None
+
+    @property
+    def doubtful(self) -> MessageId | None:
+        """After `confirm`: the receipt of the oldest append, which proves nothing, if it has one."""
+        return self._receipts[0] if self._receipts else None
+
+    def was_read(self, message_ids: Sequence[MessageId]) -> None:
+        """The topic was read: so many of the oldest appends are valid, and stand there. Not all need have a receipt."""
+        for _ in message_ids:
+            if self._receipts:
+                self._receipts.popleft()
+            else:
+                self._read_ahead += 1
+        last = message_ids[-1]
+        if self._rule is None:
+            self._rule = Receipts(last)
+        else:
+            self._rule.was_read(last)
+
+
+# -- What becomes of an append: entries of its topic, in the topic's format.
+
+_WIDEST_NUMBER = 2**62
+_WIDEST_OWNER = EntryOwner(_WIDEST_NUMBER, _WIDEST_NUMBER, 2**64 - 1)
+
+
+class Record(NamedTuple):
+    """What becomes one stored record: the rows of a batch that are an entry each, or one entry for all of them."""
+
+    entries: Sequence[PulsarMessage]
+    rows: int
+    """In each entry: one, or those of its batch, or none of a control record."""
+    is_batch: bool
+
+
+def records_of_batch(
+    settings: EntrySettings, owner: EntryOwner, number: int, index: int, now_ms: int, part: Part, limit_bytes: int
+) -> list[Record]:
+    """Those of a batch; its first entry gets this number, its first row this index. Raises MESSAGE_TOO_LARGE for what
+    does not fit into an entry of so many bytes."""
+    if settings.format is EntryFormat.PLAIN:
+        rows = messages_of_part(owner, number, index, part.encoded, limit_bytes, settings.version)
+        return [Record(list(rows), 1, is_batch=False)]
+    records: list[Record] = []
+    for one in split_part(part, limit_bytes):
+        message = packed_message(owner, number + len(records), index, now_ms, one, limit_bytes)
+        records.append(Record([message._replace(event_time_ms=now_ms)], one.rows, is_batch=True))
+        index += one.rows
+    return records
+
+
+def records_of_control(
+    settings: EntrySettings, owner: EntryOwner, number: int, next_index: int, now_ms: int, body: bytes, limit_bytes: int
+) -> list[Record]:
+    """That of a control record. Raises MESSAGE_TOO_LARGE."""
+    message = control_message(owner, number, next_index, body, limit_bytes, settings.version)
+    return [Record([message._replace(event_time_ms=now_ms)], 0, is_batch=False)]
+
+
+def check_fits(settings: EntrySettings, batch: bytes, limit_bytes: int) -> None:
+    """Raises MESSAGE_TOO_LARGE for a batch that a broker would not take, whoever owns the topic then."""
+    if len(batch) > surely_taken_bytes(limit_bytes):
+        part = encoded_part(batches.decode(batch))
+        records_of_batch(settings, _WIDEST_OWNER, _WIDEST_NUMBER, _WIDEST_NUMBER, 0, part, limit_bytes)
+
 
 PRODUCER_NAMES = 8
 """So many names an instance has for the producers of a topic. One whose old producer has sends pending is busy."""
@@ -40,7 +161,7 @@ ClaimOpening = Callable[[int], Awaitable[int]]
 """Given an opening number that Pulsar knows of, answers one above it and above all that it ever answered, durable."""
 
 
-class Settled(NamedTuple):
+class SettledEntry(NamedTuple):
     """What is known of the oldest unsettled appends."""
 
     confirmed: Confirmed | None
@@ -53,7 +174,7 @@ class Settled(NamedTuple):
     """Set once, and last: why the outcome of all others is unknown. Opening again and reading tells."""
 
 
-class Writer:
+class EntryWriter:
     """One opening of a topic for writing. Everything is called on one event loop.
 
     Pulsar's client sends again what it has in flight whenever it connects anew, so the topic must have Pulsar's own
@@ -62,7 +183,7 @@ class Writer:
     """
 
     def __init__(
-        self, producer: Any, producer_name: str, name_number: int, opening: int, settle: Callable[[Settled], None]
+        self, producer: Any, producer_name: str, name_number: int, opening: int, settle: Callable[[SettledEntry], None]
     ) -> None:
         """For `open_writer`."""
         self.producer_name = producer_name
@@ -72,7 +193,7 @@ class Writer:
         self._settle = settle
         self._loop = asyncio.get_running_loop()
         self._next_id = opening << COUNTER_BITS
-        self._waiting: deque[Message] = deque()
+        self._waiting: deque[PulsarMessage] = deque()
         self._sent_bytes: deque[int] = deque()
         self._in_flight_bytes = 0
         self._unsettled = Unsettled()
@@ -90,7 +211,7 @@ class Writer:
         """Whether the producer is connected now. One that lost the topic to another writer never is again."""
         return bool(self._producer.is_connected())
 
-    def append(self, messages: Sequence[Message]) -> None:
+    def append(self, messages: Sequence[PulsarMessage]) -> None:
         """Hands over entries. Returns at once; what is above the bounds in flight waits here.
 
         After a failure nothing is sent any more: what is handed over then has failed with the others.
@@ -191,7 +312,7 @@ class Writer:
         if failure is not None:
             self._end()
         if confirmed is not None or doubtful is not None or failure is not None:
-            self._settle(Settled(confirmed, doubtful, failure))
+            self._settle(SettledEntry(confirmed, doubtful, failure))
 
     def _check_time(self) -> None:
         self._timer = None
@@ -218,9 +339,9 @@ async def open_writer(
     first_name_number: int,
     claim_opening: ClaimOpening,
     properties: Mapping[str, str],
-    settle: Callable[[Settled], None],
+    settle: Callable[[SettledEntry], None],
     schema: Schema | None = None,
-) -> Writer:
+) -> EntryWriter:
     """Takes the topic, if nobody else writes to it. `schema` is the topic's, None if it has none.
 
     Producers are named `seqdedupe-<instance_name>-<name number>`, from the first number on, which should be the one
@@ -246,7 +367,7 @@ async def open_writer(
         except BaseException:
             await producer.close()
             raise
-        return Writer(producer, name, name_number, opening, settle)
+        return EntryWriter(producer, name, name_number, opening, settle)
     raise busy or error("INTERNAL", "an instance has no producer names")
 
 
@@ -270,7 +391,7 @@ async def _opened(
     return await opened(opening, lambda producer: producer._producer.close_async(lambda _: None))
 
 
-def built(message: Message, sequence_id: int) -> Any:
+def built(message: PulsarMessage, sequence_id: int) -> Any:
     """The message as Pulsar's client sends it."""
     builder = _pulsar.MessageBuilder()
     if message.payload is None:
@@ -293,3 +414,115 @@ def _refused(topic: str, failure: pulsar.asyncio.PulsarException) -> SeqdedupeEr
     if result in _FORBIDDEN:
         return error("PULSAR_FORBIDS", f"writing to {topic}: {told(failure)}")
     return error("LOG_REFUSED", f"{topic} cannot be opened for writing: Pulsar's client says {told(failure)}")
+
+
+# -- One opening of a topic for writing: appends become entries, and confirmed entries settle their appends.
+
+
+@dataclass(slots=True)
+class _SentEntry:
+    """A record of which not all entries are confirmed."""
+
+    sizes_bytes: list[int]
+    """Of those that are not."""
+    rows: int
+    is_batch: bool
+    publish_time_ms: int
+    ends_append: bool
+    is_whole: bool = True
+    """Whether none of its entries is confirmed."""
+
+
+class Opening:
+    """What an owner has under way, from its marker on. `settle` hears of it, until a failure."""
+
+    def __init__(
+        self,
+        owner: EntryOwner,
+        writer: EntryWriter,
+        places: Places,
+        settle: Callable[[Outcome], None],
+        max_entry_bytes: int,
+    ) -> None:
+        self.owner = owner
+        self.max_entry_bytes = max_entry_bytes
+        """The most that its broker and its policies have taken since it began."""
+        self.writer = writer
+        self.failed = False
+        self._settle = settle
+        self._places = places
+        self._sent: deque[_SentEntry] = deque()
+        self._runs: list[Run] = []
+        """Of the oldest append, as far as it is confirmed."""
+        self._confirmed: list[Runs] = []
+        self.next_number = 1
+        self.next_index = places.end.next_index
+        """Of what is appended next, if all before is stored."""
+        self.settled = places.end
+        """Before it are the appends that are confirmed whole."""
+
+    def append(self, records: Sequence[Record], publish_time_ms: int) -> None:
+        """Hands over the entries of one append."""
+        left = len(records)
+        for entries, rows, is_batch in records:
+            left -= 1
+            sizes = [size_of(message) for message in entries]
+            self._sent.append(_SentEntry(sizes, rows, is_batch, publish_time_ms, ends_append=not left))
+            self.writer.append(entries)
+            self.next_number += len(entries)
+            self.next_index += len(entries) * rows
+
+    def confirm(self, confirmed: Confirmed, now_ms: int) -> None:
+        """So many of the oldest entries are confirmed by their receipts. `tell` has to follow."""
+        left, (ledger_id, entry_id) = confirmed.entries, confirmed.first[:2]
+        while left:
+            sent, end = self._sent[0], self._places.end
+            entries = min(left, len(sent.sizes_bytes))
+            left -= entries
+            entry_id += entries
+            _, number, index, _ = end.standing
+            to = end.after(
+                TermStanding(self.owner, number + entries, index + entries * sent.rows),
+                MessageId(ledger_id, entry_id - 1),
+                sent.publish_time_ms,
+                now_ms,
+                sum(sent.sizes_bytes[:entries]),
+            )
+            runs = self._places.advance(to, begins_record=sent.is_whole, is_batch=sent.is_batch)
+            self._take(entries, runs, to)
+
+    def found(self, several: Sequence[FoundEntry]) -> None:
+        """The oldest entries were read. `tell` has to follow."""
+        for one in several:
+            self._take(1, one.runs, one.after)
+
+    def tell(self) -> None:
+        """Settles the appends of which all is confirmed."""
+        confirmed, self._confirmed = self._confirmed, []
+        if confirmed:
+            self._settle(Outcome(confirmed))
+
+    def fail(self, why: str) -> None:
+        """What became of the rest is unknown, and nothing more is taken."""
+        if not self.failed:
+            self.failed = True
+            self._settle(Outcome([], Failure.UNKNOWN, why))
+
+    def _take(self, entries: int, runs: Runs, after: Point) -> None:
+        """So many of the oldest record's entries are confirmed; its append is, if they were the last ones of it."""
+        for run in runs:
+            last = self._runs[-1] if self._runs else None
+            if last and run.batch_index < 0 and last.message_id(last.rows) == run.message_id(0):
+                self._runs[-1] = last._replace(rows=last.rows + run.rows)
+            else:
+                self._runs.append(run)
+        sent = self._sent[0]
+        del sent.sizes_bytes[:entries]
+        sent.is_whole = False
+        if sent.sizes_bytes:
+            return
+        self._sent.popleft()
+        if sent.ends_append:
+            self._confirmed.append(tuple(self._runs))
+            self._runs = []
+            self.settled = after

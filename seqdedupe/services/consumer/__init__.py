@@ -1,6 +1,11 @@
-"""The transactional consumer: each message of a topic takes effect in the user's database exactly once."""
+"""The transactional consumer: each message of a topic takes effect in the user's database exactly once.
 
-from seqdedupe.services.consumer.config import ConsumerConfig
+Begin with `consumer`, one process's life, and `work`, what it does with messages. `consumer_row` says which process
+works, `partition_shares` how several share partitions; `message_arrivals` is what they wait for, `dead_letters` what
+was set aside, and `database` has the tables.
+"""
+
 from seqdedupe.services.consumer.consumer import Consumer
+from seqdedupe.services.consumer.work import ConsumerConfig
 
 __all__ = ["Consumer", "ConsumerConfig"]

@@ -18,30 +18,30 @@ from seqdedupe.client import TopicEnds
 from seqdedupe.client.blocking import Client
 from seqdedupe.client.blocking.loop import run as run_on_loop
 from seqdedupe.client.connection import NOT_A_SIDECAR, Backoff
-from seqdedupe.client.partitioned_reader import PartitionedPosition
-from seqdedupe.client.waiting import OnWaiting, logged
+from seqdedupe.client.reader import PartitionedPosition
+from seqdedupe.client.route import OnWaiting, logged
 from seqdedupe.databases.tables import make_tables
 from seqdedupe.errors import InvalidRequestError, SeqdedupeError, UnavailableError, error
 from seqdedupe.limits import MAX_NAME_BYTES
 from seqdedupe.message_id import Position
 from seqdedupe.names import partition_name, topic_name
-from seqdedupe.services.consumer import database, ownership
-from seqdedupe.services.consumer.config import ConsumerConfig
-from seqdedupe.services.consumer.letters import DeadLetters, check_topic
-from seqdedupe.services.consumer.ownership import (
+from seqdedupe.services.consumer import consumer_row, database
+from seqdedupe.services.consumer.consumer_row import (
+    KEEP_UP_SECONDS,
     NOBODY,
     Held,
     Lost,
     Ownership,
-    Seen,
+    SeenRow,
     check_transactions,
-    is_there,
+    row_name,
 )
-from seqdedupe.services.consumer.sharing import Part, Shares, row_name
-from seqdedupe.services.consumer.tables import METADATA
-from seqdedupe.services.consumer.waiting import Arrivals, Stop, Stopped, wait_for_any
-from seqdedupe.services.consumer.work import FIRST_AWAY_SECONDS, KEEP_UP_SECONDS, LONGEST_AWAY_SECONDS, Work
-from seqdedupe.services.standing_by import Stillness
+from seqdedupe.services.consumer.database import METADATA
+from seqdedupe.services.consumer.dead_letters import DeadLetterPublisher, check_topic
+from seqdedupe.services.consumer.message_arrivals import Arrivals, Stop, Stopped, is_there, wait_for_any
+from seqdedupe.services.consumer.partition_shares import Part, PartitionShares
+from seqdedupe.services.consumer.work import FIRST_AWAY_SECONDS, LONGEST_AWAY_SECONDS, ConsumerConfig, Work
+from seqdedupe.services.stillness import Stillness
 
 LOOK_SECONDS = 0.5
 """Who stands by looks so often."""
@@ -122,7 +122,7 @@ class Consumer:
         self._ownership = Ownership(engine, self.name)
         self._work: Work | None = None
         self._has_all = False
-        self._shares: Shares | None = None
+        self._shares: PartitionShares | None = None
 
     @property
     def is_working(self) -> bool:
@@ -224,7 +224,7 @@ class Consumer:
     def _run(self, client: AsyncClient, found: Found, follow: bool) -> None:
         names = [self.name] if self.topic in found else [row_name(self.name, k) for k in range(len(found))]
         _checked("a consumer's name, with that of a partition behind it,", names[-1])
-        letters = DeadLetters(client, self._engine, names, self._stop, self._on_waiting)
+        letters = DeadLetterPublisher(client, self._engine, names, self._stop, self._on_waiting)
         starts = self._starts(found)
         if self.topic in found:
             self._prepare(lambda: self._ownership.register(self.topic, self.purpose, starts[0]))
@@ -235,7 +235,9 @@ class Consumer:
         def begin(name: str, topic: str, hold: Ownership, position: str) -> Part:
             return Part(self._begin(name, topic, hold, position), self._arrivals(client, topic, position, follow))
 
-        shares = self._shares = Shares(self._engine, self.name, list(found), self._stop, begin, self._on_waiting)
+        shares = self._shares = PartitionShares(
+            self._engine, self.name, list(found), self._stop, begin, self._on_waiting
+        )
         self._prepare(lambda: shares.register(self.purpose, starts))
         ends = None if follow else [one.last for one in found.values()]
 
@@ -247,7 +249,7 @@ class Consumer:
 
         self._live(work_on, letters, shares.leave)
 
-    def _live(self, work: Callable[[], None], letters: DeadLetters, leave: Callable[[], None]) -> None:
+    def _live(self, work: Callable[[], None], letters: DeadLetterPublisher, leave: Callable[[], None]) -> None:
         """Until the work has ended; raises Stopped."""
 
         def live() -> None:
@@ -308,9 +310,9 @@ class Consumer:
 
     def _acquire(self, until: Position | None) -> str | None:
         """Stands by until nobody else works; returns the position. None if whoever works has come so far."""
-        stillness = Stillness(ownership.TAKE_OVER_SECONDS)
+        stillness = Stillness(consumer_row.TAKE_OVER_SECONDS)
         held = Held(self._on_waiting)
-        first: Seen | None = None
+        first: SeenRow | None = None
         while True:
             self._stop.check()
             with database.reaching():
@@ -346,7 +348,7 @@ class Consumer:
     def _arrivals(self, client: AsyncClient, topic: str, position: str, follow: bool) -> Arrivals:
         return Arrivals(client.reader(topic, Position.parse(position), follow=follow, on_waiting=self._on_waiting))
 
-    def _consume(self, client: AsyncClient, letters: DeadLetters, until: Position | None) -> None:
+    def _consume(self, client: AsyncClient, letters: DeadLetterPublisher, until: Position | None) -> None:
         position = self._acquire(until)
         if position is None:
             return

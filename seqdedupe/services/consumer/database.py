@@ -4,14 +4,92 @@ transactions."""
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import cast
+from typing import Any, cast
 
-from sqlalchemy import Connection, Engine, Table, event, text
+from sqlalchemy import BigInteger, Column, Connection, Engine, Integer, MetaData, String, Table, event, text
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
 from seqdedupe.databases.failures import Fault, codes_of, fault_of, refuses_entry, told
-from seqdedupe.databases.tables import MARIADB, cure_of
+from seqdedupe.databases.tables import MARIADB, bytes_type, cure_of, name_type, table, text_type
 from seqdedupe.errors import SeqdedupeError, UnavailableError, error
+
+# -- The tables of consumers, in the user's database, beside what the handlers write.
+
+FORMAT_VERSION = 1
+
+METADATA = MetaData()
+
+CONSUMERS = table(
+    "seqdedupe_consumers",
+    METADATA,
+    Column("name", name_type(), primary_key=True),
+    Column("format_version", Integer, nullable=False),
+    Column("topic", name_type(), nullable=False),
+    Column("purpose", name_type(), nullable=False),
+    Column("position", String(255), nullable=False),
+    Column("owner", String(32), nullable=False),
+    Column("beat", BigInteger, nullable=False),
+)
+"""A row for each consumer: up to where it has come, which process works (empty: none), and that it lives."""
+
+PROCESSES = table(
+    "seqdedupe_consumer_processes",
+    METADATA,
+    Column("consumer", name_type(), primary_key=True),
+    Column("token", String(32), primary_key=True),
+    Column("beat", BigInteger, nullable=False),
+)
+"""A row for each process that runs a consumer of a partitioned topic, and that it lives. Its token stands as the owner
+of partitions."""
+
+
+def content_columns() -> list[Column[Any]]:
+    """A message, whole: `dead_letters.content` fills them, `dead_letters.message_of` reads them."""
+    return [
+        Column("position", String(255), nullable=False),
+        Column("message_key", bytes_type()),
+        Column("deduplication_id", bytes_type()),
+        Column("payload", bytes_type()),
+        Column("properties", text_type(), nullable=False),
+        Column("producer_name", text_type(), nullable=False),
+        Column("sequence_id", BigInteger, nullable=False),
+        Column("event_time_ms", BigInteger, nullable=False),
+        Column("publish_time_ms", BigInteger, nullable=False),
+        Column("attempts", Integer, nullable=False),
+        Column("error", text_type(), nullable=False),
+    ]
+
+
+def _message_columns() -> list[Column[Any]]:
+    """A message, and which consumer has set it aside."""
+    return [
+        Column("consumer", name_type(), primary_key=True),
+        Column("incarnation", BigInteger, primary_key=True, autoincrement=False),
+        Column("message_index", BigInteger, primary_key=True, autoincrement=False),
+        Column("topic", name_type(), nullable=False),
+        *content_columns(),
+    ]
+
+
+DEAD_LETTERS = table(
+    "seqdedupe_dead_letters",
+    METADATA,
+    *_message_columns(),
+    Column("given_up_ms", BigInteger, nullable=False),
+    Column("dead_letter_topic", name_type()),
+)
+"""What was given up. With a topic it waits to be published there, and then goes; without one it stays for people."""
+
+PARKED = table(
+    "seqdedupe_parked",
+    METADATA,
+    *_message_columns(),
+    Column("key_hash", String(64), index=True),
+    Column("next_attempt_ms", BigInteger, index=True),
+)
+"""What is tried again later. Of one key (its SHA-256 is here: long keys cannot be indexed) only the first one has a
+time for it, the others wait behind it."""
+
 
 _NO_SAVEPOINT = 1178
 _NOT_ROLLED_BACK = 1196

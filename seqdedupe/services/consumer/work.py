@@ -1,28 +1,161 @@
-"""What the process that works does: messages to the handler, and those set aside that it cannot be brought to take."""
+"""What the process that works does: messages to the handler, and those set aside that it cannot be brought to take.
+What a consumer may be told stands first, then one transaction, then `Work`."""
 
 import inspect
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
-from sqlalchemy import Connection, Engine, Row
+from sqlalchemy import Connection, Engine, Row, text
+from sqlalchemy.exc import DBAPIError
 
 from seqdedupe.client.connection import Backoff
-from seqdedupe.client.stored import Message
-from seqdedupe.client.waiting import OnWaiting
-from seqdedupe.databases.failures import Fault, fault_of, lost_connection
+from seqdedupe.client.message import Message
+from seqdedupe.client.route import OnWaiting
+from seqdedupe.databases.failures import Fault, codes_of, fault_of, lost_connection
+from seqdedupe.databases.tables import MARIADB, POSTGRESQL_UNSAFE_WRITES
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.names import topic_name
-from seqdedupe.services.consumer import database
-from seqdedupe.services.consumer.config import ConsumerConfig
-from seqdedupe.services.consumer.ownership import Lost, Ownership
-from seqdedupe.services.consumer.set_aside import BEHIND, SetAside, key_hash, message_of, why
-from seqdedupe.services.consumer.transaction import carry_out
-from seqdedupe.services.consumer.waiting import Stop
+from seqdedupe.services.consumer import consumer_row, database
+from seqdedupe.services.consumer.consumer_row import Lost, Ownership
+from seqdedupe.services.consumer.database import check_mariadb_writes, not_transactional, reaching, refusing_writes
+from seqdedupe.services.consumer.dead_letters import BEHIND, SetAside, key_hash, message_of, why
+from seqdedupe.services.consumer.message_arrivals import Stop
 
-KEEP_UP_SECONDS = 1.0
-"""So often, at most, the row says that this process lives, and the parked messages are looked at."""
+Poison = Literal["stop", "dead letter", "retry later"]
+
+_HINT = "docs/consumer.md lists what a consumer takes."
+
+
+@dataclass(frozen=True, slots=True)
+class ConsumerConfig:
+    """How much a transaction holds, and what becomes of a message that the handler cannot be brought to take."""
+
+    max_batch_messages: int = 1000
+    """A transaction has at most so many messages, and never waits for more than are there."""
+
+    longest_transaction_ms: int = 5_000
+    """A transaction that has taken so long takes no further message. A call of the handler is not cut short: with
+    `in_batches` the next one gets fewer messages."""
+
+    max_attempts: int = 5
+    """So often a message is given to the handler before it is poison: in place, all others wait."""
+
+    first_backoff_ms: int = 100
+    """The pause before the second attempt; each one after that is twice as long, up to `longest_backoff_ms`."""
+
+    longest_backoff_ms: int = 5_000
+
+    poison: Poison = "stop"
+    """What becomes of it then: the consumer stops; or the message goes to the dead letters; or it waits in a table, and
+    what comes later with its key behind it, to be tried again."""
+
+    dead_letter_topic: str = ""
+    """Dead letters go on to this topic of deduplication IDs; without one they stay in the table, for people."""
+
+    max_retries: int = 10
+    """With "retry later": so often it is tried again, before it goes to the dead letters."""
+
+    first_retry_delay_ms: int = 1_000
+    """The time until the first of these; each one after that is twice as long, up to `longest_retry_delay_ms`."""
+
+    longest_retry_delay_ms: int = 600_000
+
+    def __post_init__(self) -> None:
+        if self.poison not in ("stop", "dead letter", "retry later"):
+            what = f"poison is {self.poison!r}: it should be 'stop', 'dead letter' or 'retry later'"
+            raise error("INVALID_OPTION", what, hint=_HINT)
+        if self.dead_letter_topic:
+            topic_name(self.dead_letter_topic)
+        for name in ("max_batch_messages", "longest_transaction_ms", "max_attempts", "max_retries"):
+            if getattr(self, name) < 1:
+                raise error("INVALID_OPTION", f"{name} is {getattr(self, name)}: it should be 1 or more", hint=_HINT)
+        for name in ("first_backoff_ms", "longest_backoff_ms", "first_retry_delay_ms", "longest_retry_delay_ms"):
+            if getattr(self, name) < 0:
+                raise error("INVALID_OPTION", f"{name} is {getattr(self, name)}: it cannot be negative", hint=_HINT)
+
+    def backoff_ms(self, failures: int) -> int:
+        """The pause after so many failures in place."""
+        return _doubled(self.first_backoff_ms, failures, self.longest_backoff_ms)
+
+    def retry_delay_ms(self, retries: int) -> int:
+        """The time until the next retry after so many."""
+        return _doubled(self.first_retry_delay_ms, retries + 1, self.longest_retry_delay_ms)
+
+
+def _doubled(first: int, times: int, most: int) -> int:
+    # The power is bounded, or its digits would grow with the attempts of a year.
+    return int(min(first << min(times - 1, 32), most))
+
+
+# -- One transaction: what the handler does, and the position that says so.
+
+_MARK = text("SAVEPOINT seqdedupe_begun")
+_CHECK = text("RELEASE SAVEPOINT seqdedupe_begun")
+
+_NO_MARK_STATES = frozenset(("3B001", "25P01"))
+_NO_MARK_NUMBER = 1305
+_NO_MARK_TEXT = "no such savepoint"
+"""How PostgreSQL, MariaDB and SQLite say that the savepoint is gone, and with it the transaction."""
+
+
+def carry_out(
+    engine: Engine, ownership: Ownership, position: str, refused: frozenset[str], do: Callable[[Connection], str]
+) -> str:
+    """A transaction that does it, moves the position to where `do` says, and commits: all of it, or nothing of it.
+    Returns the new position.
+
+    Raises Lost if another process was faster, Away if the database fails before `do` has its turn, TRANSACTION_ENDED if
+    it has ended the transaction itself (by COMMIT, ROLLBACK, or a statement that commits as DDL does in MariaDB),
+    NOT_TRANSACTIONAL.
+    """
+    with ExitStack() as stack:
+        with reaching():
+            connection = stack.enter_context(engine.connect())
+            transaction = stack.enter_context(connection.begin())
+            ownership.hold(connection, position)
+            connection.execute(_MARK)
+        with refusing_writes(connection, refused):
+            to = do(connection)
+        # A savepoint goes with its transaction: in one that has begun since, it is not there.
+        if not connection.invalidated and (not transaction.is_active or connection.closed):
+            raise _ended()
+        try:
+            connection.execute(_CHECK)
+        except DBAPIError as e:
+            if _says_no_mark(e):
+                raise _ended() from e
+            raise
+        if connection.dialect.name == "postgresql":
+            for table, kind in connection.exec_driver_sql(POSTGRESQL_UNSAFE_WRITES):
+                raise not_transactional(table, kind)
+        if connection.dialect.name in MARIADB:
+            check_mariadb_writes(connection)
+        if to != position:
+            ownership.move(connection, position, to)
+    return to
+
+
+def check_deferred(connection: Connection) -> None:
+    """Raises now what a deferred constraint of PostgreSQL would raise at the COMMIT. It stays deferred: the savepoint
+    takes back that it was looked at, and what its triggers have done."""
+    if connection.dialect.name == "postgresql":
+        with connection.begin_nested() as look:
+            connection.exec_driver_sql("SET CONSTRAINTS ALL IMMEDIATE")
+            look.rollback()
+
+
+def _ended() -> Exception:
+    return error("TRANSACTION_ENDED", "the handler has ended the transaction that it was given")
+
+
+def _says_no_mark(failure: DBAPIError) -> bool:
+    state, number = codes_of(failure)
+    return state in _NO_MARK_STATES or number == _NO_MARK_NUMBER or _NO_MARK_TEXT in str(failure.orig)
+
 
 MAX_RETRIES_IN_A_ROW = 32
 """Of parked messages, before the main flow has its turn."""
@@ -296,7 +429,7 @@ class Work:
 
     def keep_up(self) -> None:
         """From time to time: says that this process lives, and tries again what is parked and due."""
-        if time.monotonic() - self._kept_up < KEEP_UP_SECONDS:
+        if time.monotonic() - self._kept_up < consumer_row.KEEP_UP_SECONDS:
             return
         self._kept_up = time.monotonic()
         with database.reaching():
@@ -358,7 +491,7 @@ class Work:
         """Others must not take over while it waits to try again."""
         until = time.monotonic() + seconds
         while (left := until - time.monotonic()) > 0:
-            self._stop.pause(min(left, KEEP_UP_SECONDS))
+            self._stop.pause(min(left, consumer_row.KEEP_UP_SECONDS))
             with database.reaching():
                 self._ownership.beat()
 

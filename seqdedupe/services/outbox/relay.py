@@ -1,23 +1,289 @@
-"""The relay: what is in the outbox goes to a topic, each row once, those of an aggregate in the order of commits."""
+"""The relay: what is in the outbox goes to a topic, each row once, those of an aggregate in the order of commits. It
+carries out `steps`; what finds rows in a topic by their `id` stands last."""
 
 import asyncio
 import logging
-from collections.abc import Callable
-from typing import Any, TypeVar
+import re
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
 
-from seqdedupe.client import Client, Credentials
+import numpy as np
+
+from seqdedupe.batch import Batch, Int64s
+from seqdedupe.client import BatchReceipt, Client, Credentials, Producer, ProducerConfig, Verdict
 from seqdedupe.client.blocking.loop import run
 from seqdedupe.client.connection import NOT_A_SIDECAR
-from seqdedupe.client.sidecars import Addresses
+from seqdedupe.client.route import Addresses
 from seqdedupe.databases.failures import refuses_entry
-from seqdedupe.errors import FencedError, UnavailableError
-from seqdedupe.names import producer_name, topic_name
+from seqdedupe.errors import FencedError, NotFoundError, PositionError, UnavailableError
+from seqdedupe.limits import MAX_BATCH_BYTES, MAX_BATCH_ROWS, MAX_SEQUENCE_ID
+from seqdedupe.names import partition_name, partition_of, producer_name, topic_name
 from seqdedupe.services.outbox import steps
-from seqdedupe.services.outbox.finding import token_name
-from seqdedupe.services.outbox.rows import Route
-from seqdedupe.services.outbox.store import Lag, Store, open_store
-from seqdedupe.services.outbox.work import Counters, Work
-from seqdedupe.services.standing_by import Stillness
+from seqdedupe.services.outbox.row_page import Route, RowPage
+from seqdedupe.services.outbox.steps import FoundRows
+from seqdedupe.services.outbox.store import Lag, OutboxStore, open_store
+from seqdedupe.services.stillness import Stillness
+
+# -- The work of a relay: it does the steps, and beside them waits for receipts and deletes what they prove.
+
+SWEEP_SECONDS = 10.0
+"""So often the table is looked at from its beginning: for rows that were restored, or have no NotDup receipt."""
+
+ONCE_SECONDS = 10.0
+"""A relay that does not follow waits for so long, since it last read rows, for transactions that run beside those that
+are left."""
+
+_BATCH_BYTES = 4 * 1024 * 1024
+"""A page is sent in batches of about so many bytes."""
+
+_PAGES_IN_FLIGHT = 16
+_DELETED_TOGETHER = 4
+"""Pages."""
+
+_CONFIG = ProducerConfig(
+    max_batch_rows=MAX_BATCH_ROWS, max_batch_bytes=MAX_BATCH_BYTES, delivery_timeout_seconds=None
+)  # nobody is there to hand an error to: what cannot be sent now stays in the table
+
+
+@dataclass(slots=True)
+class Counters:
+    """What a relay has done since it was made."""
+
+    published: int = 0
+    """Rows with a NotDup receipt."""
+    found: int = 0
+    """Rows that were in the topic already."""
+    set_aside: int = 0
+    renumbered: int = 0
+    tokens_replaced: int = 0
+    times_fenced: int = 0
+
+
+class _SentPage(NamedTuple):
+    page: RowPage
+    receipt: BatchReceipt
+
+
+class RelayWork:
+    """That of one relay, from when it opens its topics until it is fenced, fails or is done."""
+
+    def __init__(
+        self, client: Client, store: OutboxStore, name: str, counters: Counters, report: Callable[[str], None]
+    ) -> None:
+        self._client = client
+        self._store = store
+        self._name = name
+        self._counters = counters
+        self._report = report
+        self._producers: dict[str, Producer] = {}
+        self.has_opened = False
+        """Whether a sidecar has answered."""
+        self._only_topic: str | None = None
+        self._sent: deque[_SentPage] = deque()
+        self._changed = asyncio.Condition()
+        self._must_sweep = False
+        self._swept_at = time.monotonic()
+        self._after = steps.BEGINNING
+        self._ahead: asyncio.Task[RowPage] | None = None
+        self._read_at = time.monotonic()
+
+    async def drive(self, work: steps.Steps, only_topic: str | None) -> None:
+        """Ends with the steps. Raises what one of them does, or a receipt."""
+        self._only_topic = only_topic
+        collecting = asyncio.create_task(self._collect())
+        stepping = asyncio.create_task(self._step(work))
+        try:
+            await asyncio.wait({collecting, stepping}, return_when=asyncio.FIRST_COMPLETED)
+            await (collecting if collecting.done() else stepping)
+        finally:
+            tasks = [collecting, stepping, *([] if self._ahead is None else [self._ahead])]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            for producer in self._producers.values():
+                await producer.abort()
+
+    async def _step(self, work: steps.Steps) -> None:
+        answer: Any = None
+        with suppress(StopIteration):
+            while True:
+                answer = await self._do(work.send(answer))
+
+    async def _do(self, step: steps.Step) -> Any:
+        store = self._store
+        match step:
+            case steps.ReadRows(after):
+                return await self._read(after)
+            case steps.ReadElsewhere():
+                return await asyncio.to_thread(store.read_elsewhere)
+            case steps.Publish(topic, page):
+                for part in page.cut(_BATCH_BYTES):
+                    await self._publish(self._producers[topic], part)
+            case steps.Wait():
+                return await self._wait()
+            case steps.AwaitLeft():
+                is_over = time.monotonic() - self._read_at >= ONCE_SECONDS
+                if is_over or not await asyncio.to_thread(store.has_more, steps.BEGINNING):
+                    return False
+                await asyncio.sleep(store.poll_seconds)
+                return True
+            case steps.Settle():
+                async with self._changed:
+                    await self._changed.wait_for(lambda: not self._sent)
+            case steps.ReadState(number):
+                return await asyncio.to_thread(store.state, number)
+            case steps.OpenTopic(topic, token):
+                return await self._open(topic, token)
+            case steps.Find(topic, page, at_any_number):
+                return await find(self._client, topic, self._name, page, at_any_number=at_any_number)
+            case steps.Delete(page):
+                self._counters.found += len(page)
+                await asyncio.to_thread(store.delete, [page])
+            case steps.SetRowsAside(page, reason):
+                self._counters.set_aside += len(page)
+                self._report(f"{len(page)} rows are set aside: {reason}")
+                await asyncio.to_thread(store.set_aside, page, reason)
+            case steps.Renumber(page):
+                self._counters.renumbered += len(page)
+                self._report(f"{len(page)} rows that were restored are published anew")
+                await asyncio.to_thread(store.renumber, page)
+            case steps.Tell(line):
+                self._report(line)
+            case steps.ReplaceToken(token):
+                self._counters.tokens_replaced += 1
+                self._report(
+                    "the topic holds other rows under these numbers: the database was restored or failed over, and has "
+                    "lost rows that are published; taking a new token"
+                )
+                await asyncio.to_thread(store.replace_token, token)
+        return None
+
+    async def _read(self, after: int) -> RowPage:
+        """The page after this row, and while that is worked on the database makes the next one."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and after == self._after:
+            page = await ahead
+        else:
+            if ahead is not None:
+                await ahead
+            page = await asyncio.to_thread(self._store.read, after)
+        self._after = after
+        if len(page):
+            self._read_at = time.monotonic()
+            self._after = page.last
+            self._ahead = asyncio.create_task(asyncio.to_thread(self._store.read, page.last))
+        return page
+
+    async def _open(self, topic: str, token: str) -> steps.Opened | str:
+        own = token_name(self._name, token)
+        try:
+            if topic in self._producers:
+                await self._producers.pop(topic).abort()  # of the token before
+            highest = await self._fence(topic, own)
+            producer = self._producers[topic] = self._client.producer(topic, own, _CONFIG)
+            await producer.open()
+            self.has_opened = True
+        except NotFoundError as e:
+            if e.reason != "TOPIC_NOT_FOUND" or topic == self._only_topic:
+                raise
+            return e.message
+        highest = max(highest, *(one.sequence_id for one in producer.persisted))
+        return steps.Opened(own, tuple(one.sequence_id for one in producer.persisted), highest)
+
+    async def _fence(self, topic: str, own: str) -> int:
+        """Opens the other names of this relay, so that whoever has one publishes nothing more; the highest sequence ID
+        that they have persisted."""
+        is_ours = is_one_of(self._name)
+        highest = -1
+        for name in await self._known_names(topic):
+            if is_ours(name) and name != own:
+                other = self._client.producer(topic, name, _CONFIG)
+                await other.open()
+                highest = max(highest, *(one.sequence_id for one in other.persisted))
+                await other.abort()
+        return highest
+
+    async def _known_names(self, topic: str) -> set[str]:
+        try:
+            partitions = (await self._client.admin.topic(topic)).partitions
+        except NotFoundError:
+            return set()  # it is made when it is opened, or is not there
+        return await _names_of(self._client, topic, partitions)
+
+    async def _publish(self, producer: Producer, page: RowPage) -> None:
+        async with self._changed:
+            await self._changed.wait_for(lambda: len(self._sent) < _PAGES_IN_FLIGHT)
+        receipt = await producer.send_batch(
+            page.payloads, page.sequence_ids, keys=page.keys if page.keys else None, properties=page.properties()
+        )
+        self._sent.append(_SentPage(page, receipt))
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def _collect(self) -> None:
+        """Waits for receipts, in order, and deletes what they prove; what is Dup proves nothing about the row."""
+        while True:
+            async with self._changed:
+                await self._changed.wait_for(lambda: bool(self._sent))
+            proven: list[RowPage] = []
+            done = 0
+            for sent in list(self._sent)[:_DELETED_TOGETHER]:
+                if done and not sent.receipt.is_over():
+                    break
+                result = await sent.receipt.until_durable()
+                new = np.flatnonzero(result.verdicts == Verdict.NOT_DUP)
+                self._must_sweep |= len(new) < len(sent.page)
+                if len(new):
+                    proven.append(sent.page.take(new))
+                done += 1
+            if proven:
+                await asyncio.to_thread(self._store.delete, proven)
+            self._counters.published += sum(map(len, proven))
+            async with self._changed:
+                for _ in range(done):
+                    self._sent.popleft()
+                self._changed.notify_all()
+
+    async def _wait(self) -> bool:
+        """Until there may be more rows; whether the table is to be looked at from its beginning."""
+        if self._must_sweep or time.monotonic() - self._swept_at >= SWEEP_SECONDS:
+            self._must_sweep = False
+            self._swept_at = time.monotonic()
+            return True
+        store = self._store
+        if await asyncio.to_thread(store.has_more, self._after):
+            await asyncio.sleep(store.poll_seconds)
+        else:
+            await _until_readable(store.file_number, store.idle_poll_seconds)
+        return False
+
+
+async def _names_of(client: Client, topic: str, partitions: int) -> set[str]:
+    """The producers that a topic, or one of its partitions, knows."""
+    parts = [partition_name(topic, k) for k in range(partitions)] if partitions else [topic]
+    return {one.name for part in parts for one in await client.admin.producers(part)}
+
+
+async def _until_readable(file_number: int | None, seconds: float) -> None:
+    """Or until so long has passed."""
+    if file_number is None:
+        await asyncio.sleep(seconds)
+        return
+    loop = asyncio.get_running_loop()
+    readable = asyncio.Event()
+    loop.add_reader(file_number, readable.set)
+    try:
+        async with asyncio.timeout(seconds):
+            await readable.wait()
+    except TimeoutError:
+        pass
+    finally:
+        loop.remove_reader(file_number)
+
 
 STANDBY_SECONDS = 5.0
 """A relay that was fenced takes over when the oldest row has not gone for so long."""
@@ -63,7 +329,7 @@ class Relay:
             self._route("any")
         producer_name(token_name(name, "0" * 16))
         self._name = name
-        self._store: Store = open_store(database)
+        self._store: OutboxStore = open_store(database)
         self._standby_seconds = standby_seconds
         self._has_begun = False  # a sidecar has answered
         self._report = report or _log.warning
@@ -136,7 +402,7 @@ class Relay:
             await asyncio.sleep(min(_LOOK_SECONDS, self._standby_seconds))
 
     async def _relay(self, *, follow: bool) -> None:
-        work = Work(self._client, self._store, self._name, self.counters, self._report)
+        work = RelayWork(self._client, self._store, self._name, self.counters, self._report)
         try:
             await work.drive(steps.relay(self._topic, self._route, follow=follow), None if self._route else self._topic)
         finally:
@@ -166,3 +432,135 @@ def run_relay(
             return one.counters
 
     return run(work)
+
+
+# -- Comparing by `id` what a topic holds at a sequence ID with the row that has it.
+
+_NEAR_END = 65_536
+"""So many messages from the end are looked at first: what a relay that was killed has left is there."""
+
+_ID = "id"
+
+ANYWHERE = -1
+"""In place of a sequence ID."""
+
+
+def token_name(name: str, token: str) -> str:
+    """The producer name of the relay NAME under a token."""
+    return f"{name}/{token}"
+
+
+def is_one_of(name: str) -> Callable[[str], bool]:
+    """Whether a producer name is the relay's, under whatever token."""
+    pattern = re.compile(re.escape(name) + "/[0-9a-f]{16}")
+    return lambda producer: pattern.fullmatch(producer) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """The rows that are looked for, in whatever page they stand."""
+
+    page: RowPage
+    at_any_number: bool
+    is_ours: Callable[[str], bool]
+    ids: frozenset[bytes]
+
+    def there(self, seen: Sequence["SeenTopic"]) -> Int64s:
+        """The places of those that were found."""
+        rows = [
+            row
+            for row, (number, one) in enumerate(zip(self.page.sequence_ids.tolist(), self.page.ids(), strict=True))
+            if any(one in part.ids.get(ANYWHERE if self.at_any_number else number, ()) for part in seen)
+        ]
+        return np.array(rows, np.int64)
+
+
+@dataclass(slots=True)
+class SeenTopic:
+    """What was read of one topic, or of one partition."""
+
+    is_whole: bool = False
+    """Its log still begins with its first message."""
+    ids: dict[int, set[bytes]] = field(default_factory=dict)
+    """The `id`s at the sequence IDs that are wanted; where any will do, those that are wanted, at ANYWHERE."""
+    lowest: dict[str, int] = field(default_factory=dict)
+    """The lowest sequence ID that each of the names has in it."""
+    persisted: dict[str, int] = field(default_factory=dict)
+    """The highest one that each of the names ever had."""
+
+    def take(self, batch: Batch, wanted: Wanted) -> None:
+        """Notes what a batch has of it."""
+        for place, name in enumerate(batch.names()):
+            if not wanted.is_ours(name):
+                continue
+            rows = np.arange(len(batch))
+            if len(batch.producer_indexes):
+                rows = np.flatnonzero(batch.producer_indexes == place)
+            numbers = batch.sequence_ids[rows]
+            self.lowest[name] = min(self.lowest.get(name, MAX_SEQUENCE_ID), int(numbers[0]))
+            if not wanted.at_any_number:
+                rows = rows[np.isin(numbers, wanted.page.sequence_ids)]
+            for row in rows.tolist():
+                one = batch.properties_of(row).get(_ID, "").encode()
+                if one in wanted.ids:
+                    number = ANYWHERE if wanted.at_any_number else int(batch.sequence_ids[row])
+                    self.ids.setdefault(number, set()).add(one)
+
+    def lacks(self, number: int) -> bool:
+        """Whether it is certain that none of the names ever published this sequence ID, or anything where it is
+        ANYWHERE, which was not found: the messages among which it would stand are all there."""
+        if self.is_whole:
+            return True
+        return all(
+            self.lowest.get(name, MAX_SEQUENCE_ID) <= number
+            for name, persisted in self.persisted.items()
+            if persisted >= max(number, 0)
+        )
+
+
+async def find(client: Client, topic: str, name: str, page: RowPage, *, at_any_number: bool) -> FoundRows:
+    """Which rows of a page the topic holds, and of which it cannot be told. Reads the topic's end, and all of it if
+    that does not have all of them."""
+    while True:
+        try:
+            return await _find(client, topic, Wanted(page, at_any_number, is_one_of(name), frozenset(page.ids())))
+        except PositionError as e:
+            if e.reason != "POSITION_TRIMMED":  # retention was faster: there is less to read now
+                raise
+
+
+async def _find(client: Client, topic: str, wanted: Wanted) -> FoundRows:
+    partitions = (await client.admin.topic(topic)).partitions
+    parts = [partition_name(topic, k) for k in range(partitions)] if partitions else [topic]
+    seen = [SeenTopic() for _ in parts]
+    ends = [await client.ends(part) for part in parts]
+    begin_at = [max(one.first_index, one.last.index + 1 - _NEAR_END) for one in ends]
+    for number, part in enumerate(parts):
+        await _read(client, part, seen[number], begin_at[number], ends[number].last.index + 1, wanted)
+    if len(wanted.there(seen)) < len(wanted.page):
+        for number, part in enumerate(parts):
+            first_index = ends[number].first_index
+            await _read(client, part, seen[number], first_index, begin_at[number], wanted)
+            seen[number].is_whole = first_index == 0
+            producers = await client.admin.producers(part)
+            seen[number].persisted = {one.name: one.persisted for one in producers if wanted.is_ours(one.name)}
+    there = wanted.there(seen)
+    missing = np.setdiff1d(np.arange(len(wanted.page)), there)
+    untold = [row for row in missing.tolist() if not _is_certainly_missing(wanted, row, seen)]
+    return FoundRows(there, np.array(untold, np.int64))
+
+
+async def _read(client: Client, topic: str, seen: SeenTopic, first_index: int, stop_index: int, wanted: Wanted) -> None:
+    if first_index >= stop_index:
+        return
+    async with client.reader(topic, first_index, stop_index=stop_index) as reader:
+        async for stored in reader.batches():
+            seen.take(stored.batch, wanted)
+
+
+def _is_certainly_missing(wanted: Wanted, row: int, seen: list[SeenTopic]) -> bool:
+    number = ANYWHERE if wanted.at_any_number else int(wanted.page.sequence_ids[row])
+    key = wanted.page.keys[row]
+    if key is not None:
+        return seen[partition_of(key, b"", len(seen))].lacks(number)
+    return all(part.lacks(number) for part in seen)

@@ -19,14 +19,14 @@ import numpy as np
 
 from seqdedupe.batch import Int64s
 from seqdedupe.limits import NO_SEQUENCE_ID
-from seqdedupe.routing import partition_of
-from seqdedupe.services.outbox.rows import Page, Route
+from seqdedupe.names import partition_of
+from seqdedupe.services.outbox.row_page import Route, RowPage
 
 BEGINNING = -(2**63)
 """Before all rows, those among them whose number cannot be published."""
 
 
-class State(NamedTuple):
+class OutboxState(NamedTuple):
     """What the database says of itself."""
 
     token: str
@@ -37,7 +37,7 @@ class State(NamedTuple):
 
 
 class ReadState(NamedTuple):
-    """Answer: `State`, read now."""
+    """Answer: `OutboxState`, read now."""
 
     number: int = NO_SEQUENCE_ID
     """To be asked about."""
@@ -64,26 +64,27 @@ class Opened(NamedTuple):
 
 
 class ReadRows(NamedTuple):
-    """Answer: a `Page` of the next rows after a sequence ID, committed ones, and only those before which no transaction
+    """Answer: a `RowPage` of the next rows after a sequence ID, committed ones, and only those before which no
+    transaction
     that is still open may have one; empty if there are none."""
 
     after: int
 
 
 class ReadElsewhere(NamedTuple):
-    """Answer: a `Page` of rows that this database cannot have numbered: they were restored from a dump."""
+    """Answer: a `RowPage` of rows that this database cannot have numbered: they were restored from a dump."""
 
 
 class Find(NamedTuple):
-    """Look into the topic which of these rows it holds. Answer: `Found`."""
+    """Look into the topic which of these rows it holds. Answer: `FoundRows`."""
 
     topic: str
-    page: Page
+    page: RowPage
     at_any_number: bool
     """By `id` alone: these may have been given other numbers before."""
 
 
-class Found(NamedTuple):
+class FoundRows(NamedTuple):
     """Of a page, the places of rows."""
 
     there: Int64s
@@ -96,7 +97,7 @@ class Publish(NamedTuple):
     """Queue these rows under NAME/token, to be deleted once each has a NotDup receipt and is durable. No answer."""
 
     topic: str
-    page: Page
+    page: RowPage
 
 
 class Settle(NamedTuple):
@@ -106,20 +107,20 @@ class Settle(NamedTuple):
 class Delete(NamedTuple):
     """These rows are in the topic. No answer. They are told apart by number and `id`."""
 
-    page: Page
+    page: RowPage
 
 
-class SetAside(NamedTuple):
+class SetRowsAside(NamedTuple):
     """Move a row into the other table, in one transaction, if it is still there. No answer."""
 
-    page: Page
+    page: RowPage
     reason: str
 
 
 class Renumber(NamedTuple):
     """Give these rows new numbers, above all that there are, in their order, in one transaction. No answer."""
 
-    page: Page
+    page: RowPage
 
 
 class ReplaceToken(NamedTuple):
@@ -138,13 +139,13 @@ class Wait(NamedTuple):
     """There is nothing to do. Answer: whether to look at the table from its beginning."""
 
 
-class Linger(NamedTuple):
+class AwaitLeft(NamedTuple):
     """All that could be read is published. Answer: whether to look again, for rows that may soon be readable."""
 
 
 Step = (
-    ReadState | OpenTopic | ReadRows | ReadElsewhere | Find | Publish | Settle | Delete | SetAside | Renumber
-    | ReplaceToken | Tell | Wait | Linger
+    ReadState | OpenTopic | ReadRows | ReadElsewhere | Find | Publish | Settle | Delete | SetRowsAside | Renumber
+    | ReplaceToken | Tell | Wait | AwaitLeft
 )  # fmt: skip
 Steps = Generator[Step, Any, Any]
 
@@ -161,7 +162,7 @@ class _Topic:
     def __post_init__(self) -> None:
         self.doubtful_up_to = max(self.doubtful_up_to, *self.opened.persisted)
 
-    def takes(self, rows: Page) -> bool:
+    def takes(self, rows: RowPage) -> bool:
         """Whether all of these can be published under the name: each is above what its partition has."""
         if not len(rows):
             return True
@@ -179,11 +180,11 @@ def relay(topic: str, route: Route | None, *, follow: bool) -> Steps:
 
     Whatever a step raises ends them. Begun anew they are right, whichever step was the last one.
     """
-    while not (yield from _Run(topic, route, follow=follow).steps()):
+    while not (yield from _RelayRun(topic, route, follow=follow).steps()):
         pass
 
 
-class _Run:
+class _RelayRun:
     """From reading the token to finding that it has changed, or has to."""
 
     def __init__(self, topic: str, route: Route | None, *, follow: bool) -> None:
@@ -195,7 +196,7 @@ class _Run:
 
     def steps(self) -> Steps:
         """Answers whether all is done."""
-        state: State = yield ReadState()
+        state: OutboxState = yield ReadState()
         self._token = state.token
         after = BEGINNING
         is_at_end = True
@@ -203,7 +204,7 @@ class _Run:
             # Beside every page it would cost a tenth of what the page does.
             if is_at_end and not (yield from self._rows_from_elsewhere()):
                 return False
-            page: Page = yield ReadRows(after)
+            page: RowPage = yield ReadRows(after)
             is_at_end = not len(page)
             if len(page):
                 if not (yield from self._rows(page)):
@@ -214,13 +215,13 @@ class _Run:
                     yield Settle()
                     after = BEGINNING
             elif after == BEGINNING:
-                if not (yield Linger()):
+                if not (yield AwaitLeft()):
                     return True
             else:
                 yield Settle()
                 after = BEGINNING  # what is left has no NotDup receipt, or turned up meanwhile
 
-    def _rows(self, page: Page) -> Steps:
+    def _rows(self, page: RowPage) -> Steps:
         """Publishes what is not published. Answers whether the run goes on."""
         page = yield from self._without(page, page.unpublishable(self._route))
         for name, rows in page.by_topic(self._route, self._topic) if len(page) else ():
@@ -246,7 +247,7 @@ class _Run:
 
     def _rows_from_elsewhere(self) -> Steps:
         """Restored rows that are not published get numbers of this database. Answers whether the run goes on."""
-        page: Page = yield ReadElsewhere()
+        page: RowPage = yield ReadElsewhere()
         while len(page):
             yield Settle()
             page = yield from self._without(page, page.unpublishable(self._route))
@@ -268,7 +269,7 @@ class _Run:
         if name not in self._topics:
             opened: Opened | str = yield OpenTopic(name, self._token)
             highest = NO_SEQUENCE_ID if isinstance(opened, str) else opened.highest
-            state: State = yield ReadState(highest)
+            state: OutboxState = yield ReadState(highest)
             if state.token != self._token:
                 return None
             if isinstance(opened, str):
@@ -283,20 +284,20 @@ class _Run:
             self._topics[name] = _Topic(opened, doubtful_up_to)
         return self._topics[name]
 
-    def _missing(self, name: str, rows: Page, *, at_any_number: bool) -> Generator[Step, Any, Int64s]:
+    def _missing(self, name: str, rows: RowPage, *, at_any_number: bool) -> Generator[Step, Any, Int64s]:
         """Deletes the rows that the topic has; the sequence IDs of those that it has not."""
-        found: Found = yield Find(name, rows, at_any_number)
+        found: FoundRows = yield Find(name, rows, at_any_number)
         if len(found.there):
             yield Delete(rows.take(found.there))
         if len(found.untold):
-            yield SetAside(rows.take(found.untold), UNTOLD)
+            yield SetRowsAside(rows.take(found.untold), UNTOLD)
         return np.delete(rows.sequence_ids, np.concatenate((found.there, found.untold)).astype(np.int64))
 
-    def _without(self, page: Page, bad: dict[int, str]) -> Generator[Step, Any, Page]:
+    def _without(self, page: RowPage, bad: dict[int, str]) -> Generator[Step, Any, RowPage]:
         """Sets these rows aside; the page of the others."""
         if not bad:
             return page
         for reason in dict.fromkeys(bad.values()):
             rows = [row for row in sorted(bad) if bad[row] == reason]
-            yield SetAside(page.take(np.array(rows, np.int64)), reason)
+            yield SetRowsAside(page.take(np.array(rows, np.int64)), reason)
         return page.take(np.array([row for row in range(len(page)) if row not in bad], np.int64))

@@ -10,14 +10,15 @@ from sqlalchemy.exc import ArgumentError
 
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.limits import NO_SEQUENCE_ID
-from seqdedupe.services.outbox.rows import ASIDE_TABLE, TABLE, Page
-from seqdedupe.services.outbox.steps import State
+from seqdedupe.services.outbox.row_page import ASIDE_TABLE, TABLE, RowPage
+from seqdedupe.services.outbox.steps import OutboxState
 
 PAGE_ROWS = 5000
 PAGE_BYTES = 2 * 1024 * 1024
 """A page ends after the row with which it has so many bytes, or so many rows."""
 
 _DRIVERS = {"postgresql": "psycopg", "sqlite": "sqlite3"}
+_MODULES = {"postgresql": "postgres_outbox", "sqlite": "sqlite_outbox"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,7 @@ class Lag:
     set_aside_rows: int
 
 
-class Store(ABC):
+class OutboxStore(ABC):
     """The outbox in a database. Its methods block; threads may share it, and `delete` runs beside reading.
 
     They raise UnavailableError (OUTBOX_UNAVAILABLE) when the database cannot be used now: `open` then begins anew, with
@@ -62,15 +63,15 @@ class Store(ABC):
         if it has been under another one, or to another: its rows would be published twice."""
 
     @abstractmethod
-    def state(self, number: int = NO_SEQUENCE_ID) -> State:
+    def state(self, number: int = NO_SEQUENCE_ID) -> OutboxState:
         """See `steps.ReadState`."""
 
     @abstractmethod
-    def read(self, after: int) -> Page:
+    def read(self, after: int) -> RowPage:
         """See `steps.ReadRows`."""
 
     @abstractmethod
-    def read_elsewhere(self) -> Page:
+    def read_elsewhere(self) -> RowPage:
         """See `steps.ReadElsewhere`."""
 
     @abstractmethod
@@ -82,15 +83,15 @@ class Store(ABC):
         """Whether there is a row after this one, which may have to wait."""
 
     @abstractmethod
-    def delete(self, pages: Sequence[Page]) -> None:
+    def delete(self, pages: Sequence[RowPage]) -> None:
         """Deletes these rows, told apart by sequence ID and `id`."""
 
     @abstractmethod
-    def set_aside(self, page: Page, reason: str) -> None:
-        """See `steps.SetAside`."""
+    def set_aside(self, page: RowPage, reason: str) -> None:
+        """See `steps.SetRowsAside`."""
 
     @abstractmethod
-    def renumber(self, page: Page) -> None:
+    def renumber(self, page: RowPage) -> None:
         """See `steps.Renumber`."""
 
     @abstractmethod
@@ -107,7 +108,7 @@ class Store(ABC):
         return None
 
 
-def open_store(database: str) -> Store:
+def open_store(database: str) -> OutboxStore:
     """The outbox at a URL of SQLAlchemy's, `postgresql://…` or `sqlite:///…`. Nothing is connected yet.
 
     Raises ConfigurationError (INVALID_CONFIGURATION), which does not quote the password.
@@ -115,7 +116,7 @@ def open_store(database: str) -> Store:
     url = database_url(database)
     kind = url.get_backend_name()
     try:
-        module = importlib.import_module(f"seqdedupe.services.outbox.{'postgres' if kind == 'postgresql' else kind}")
+        module = importlib.import_module(f"seqdedupe.services.outbox.{_MODULES[kind]}")
     except ModuleNotFoundError as e:
         if e.name != _DRIVERS[kind]:
             raise
@@ -124,7 +125,7 @@ def open_store(database: str) -> Store:
             f"an outbox in {kind} needs {e.name}",
             hint="Install it: pip install psycopg[binary]",
         ) from e
-    store: Store = module.store(url)
+    store: OutboxStore = module.store(url)
     return store
 
 

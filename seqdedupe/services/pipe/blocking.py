@@ -3,10 +3,10 @@
 from collections.abc import Callable
 
 from seqdedupe.client.blocking import Client
-from seqdedupe.client.blocking.cursor import AnyCursor, on_loop
-from seqdedupe.services.pipe import pipe as _pipe
-from seqdedupe.services.pipe.calls import CallerThread
+from seqdedupe.client.blocking._sync import AnyCursor, on_loop
+from seqdedupe.services.pipe.lane import CallerThread
 from seqdedupe.services.pipe.outputs import Function
+from seqdedupe.services.pipe.pipe import Pipe as AsyncPipe
 
 
 class Pipe:
@@ -24,7 +24,7 @@ class Pipe:
         cursor: Callable[[str], AnyCursor] | None = None,
     ) -> None:
         of = None if cursor is None else lambda topic: on_loop(cursor(topic))
-        self._pipe = _pipe.Pipe(client.on_loop, source, target, function, name=name, cursor=of)
+        self._pipe = AsyncPipe(client.on_loop, source, target, function, name=name, cursor=of)
 
     @property
     def counts(self) -> dict[str, int]:

@@ -1,15 +1,86 @@
 """One source, a topic or a partition, on its way to the target."""
 
 import asyncio
-from concurrent.futures import Executor
+import queue
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Executor, Future
+from typing import Any, TypeVar
 
-from seqdedupe.client import Client, Producer, ProducerConfig, Reader, StoredBatch
+from seqdedupe.client import Client, Persisted, Producer, ProducerConfig, Reader, StoredBatch, TopicEnds
+from seqdedupe.client.blocking.loop import event_loop
 from seqdedupe.client.cursor import Cursor, Kept
 from seqdedupe.errors import error
 from seqdedupe.message_id import Position
 from seqdedupe.names import source_name
-from seqdedupe.services.pipe import starting
-from seqdedupe.services.pipe.outputs import Calling, Frame, Function
+from seqdedupe.services.pipe.outputs import Calling, Frame, Function, index_of
+
+# -- From where a pipe reads on: what the target holds says it, and a cursor where that is further. No I/O.
+
+_ANOTHER_NAME = (
+    "If the messages that are gone do not matter, give the pipe another name: it begins with the first one left, and "
+    "none of those was published under this name."
+)
+
+
+def start_of(source: str, ends: TopicEnds, complete_up_to: int, persisted: Sequence[Persisted]) -> Position:
+    """The position to read on from. `complete_up_to` and `persisted` are what the target answered when it was opened.
+
+    The last input is asked for again: its outputs were one frame, but a log that stores each message by itself may
+    hold only the first ones of them. Those that are there are DUP.
+
+    Raises POSITION_TRIMMED if messages are gone that the pipe has not read, POSITION_AFTER_END if the source has lost
+    messages that it has read.
+    """
+    incarnation, first_index = ends.last.incarnation, ends.first_index
+    if complete_up_to < 0:
+        if first_index and any(one.sequence_id >= 0 for one in persisted):
+            raise error(
+                "POSITION_TRIMMED",
+                f"the partitions of the target no longer say up to which message of {source} all outputs are there, "
+                f"and those before index {first_index} are gone by retention: some may never have been piped",
+                hint=_ANOTHER_NAME + " What is left and was piped already comes twice then.",
+                first_index=first_index,
+            )
+        return Position.before(incarnation, first_index)
+    index = index_of(complete_up_to)
+    if index > ends.last.index:
+        raise error(
+            "POSITION_AFTER_END",
+            f"the target holds outputs of message {index} of {source}, which ends with index {ends.last.index}",
+            index=index,
+            end_index=ends.last.index + 1,
+        )
+    if index + 1 < first_index:
+        raise error(
+            "POSITION_TRIMMED",
+            f"the pipe has read {source} up to index {index}, and the first message left has index {first_index}: "
+            f"{first_index - index - 1:,} that it has not read are gone by retention",
+            hint=_ANOTHER_NAME,
+            index=index,
+            first_index=first_index,
+        )
+    return Position.before(incarnation, max(index, first_index))
+
+
+def later(start: Position, kept: Kept | None, persisted: Sequence[Persisted]) -> Position:
+    """The position that a cursor keeps, if it is of this source, not before `start`, and the target still has all that
+    it had when the position was kept; else `start`."""
+    if kept is None or kept.position.incarnation != start.incarnation or kept.position.index < start.index:
+        return start
+    return kept.position if _holds(persisted, kept.note) else start
+
+
+def note_of(persisted: Sequence[Persisted], sequence_id: int) -> str:
+    """What a target holds that is one topic, for a cursor: which one it is, and up to which output."""
+    return f"{persisted[0].incarnation}:{sequence_id}"
+
+
+def _holds(persisted: Sequence[Persisted], note: str) -> bool:
+    incarnation, _, sequence_id = note.partition(":")
+    if not (incarnation.isdecimal() and sequence_id.removeprefix("-").isdecimal()):
+        return False  # another owner's
+    return persisted[0].incarnation == int(incarnation) and persisted[0].sequence_id >= int(sequence_id)
+
 
 IDLE_SECONDS = 1.0
 """When no message has come for so long, it is made sure that all outputs are durable, and the cursor is moved."""
@@ -71,7 +142,7 @@ class Lane:
         self.producer_name = source_name(self._name, self.source, ends.last.incarnation)
         config = _FOLLOWING if follow else ProducerConfig()
         async with self._client.producer(self.target, self.producer_name, config) as producer:
-            start = starting.start_of(self.source, ends, producer.persisted_sequence_id, producer.persisted)
+            start = start_of(self.source, ends, producer.persisted_sequence_id, producer.persisted)
             if self._cursor is not None:
                 start = await self._later(self._cursor, start, producer)
             async with self._client.reader(self.source, start, follow=follow) as reader:
@@ -84,7 +155,7 @@ class Lane:
         self._kept = await cursor.read()
         self._next = None
         self._look_at = asyncio.get_running_loop().time() + CURSOR_SECONDS
-        return starting.later(start, self._kept, producer.persisted)
+        return later(start, self._kept, producer.persisted)
 
     async def _copy(self, reader: Reader, producer: Producer, executor: Executor, *, follow: bool) -> None:
         calling = self._calling = Calling(self._function, self.source)
@@ -184,4 +255,50 @@ class Lane:
             position = None if calling.last is None else calling.last.position
         if position is not None and position.message_id is not None:
             self._next_id = max(producer.last_sequence_id, producer.persisted_sequence_id)
-            self._next = Kept(position, starting.note_of(producer.persisted, self._next_id))
+            self._next = Kept(position, note_of(producer.persisted, self._next_id))
+
+
+# -- In which thread a pipe's function is called: one of its own, or that of whoever waits for a blocking pipe.
+
+T = TypeVar("T")
+
+
+class CallerThread(Executor):
+    """Runs in the thread that waits in `run` whatever coroutines on the client's event loop submit meanwhile."""
+
+    def __init__(self) -> None:
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+
+    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> "Future[T]":
+        future: Future[T] = Future()
+
+        def work() -> None:
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(fn(*args, **kwargs))
+                except Exception as e:  # noqa: BLE001 (it is for whoever waits for the future)
+                    future.set_exception(e)
+
+        self._work.put(work)
+        return future
+
+    def run(self, begin: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Begins it on the client's event loop and waits for its end, working meanwhile. If it is interrupted, the work
+        is cancelled, and has ended when this raises."""
+
+        async def all_of_it() -> T:
+            try:
+                return await begin()
+            finally:
+                self._work.put(None)
+
+        running = asyncio.run_coroutine_threadsafe(all_of_it(), event_loop())
+        try:
+            while (work := self._work.get()) is not None:
+                work()
+        except BaseException:
+            running.cancel()
+            while self._work.get() is not None:
+                pass
+            raise
+        return running.result()

@@ -8,7 +8,7 @@ import numpy as np
 
 from seqdedupe.batch import Binary
 from seqdedupe.client.builder import BATCH_OVERHEAD_BYTES, PROPERTY_OVERHEAD_BYTES, ROW_OVERHEAD_BYTES, key_bytes
-from seqdedupe.client.stored import Message, StoredBatch
+from seqdedupe.client.message import Message, StoredBatch
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.limits import MAX_BATCH_BYTES, MAX_PAYLOAD_BYTES, MAX_SEQUENCE_ID
 

@@ -14,7 +14,7 @@ from seqdedupe.limits import MAX_NAME_BYTES, MAX_PARTITIONS
 from seqdedupe.names import new_producer_name, partition_name, source_name, topic_name
 from seqdedupe.services.pipe.lane import Lane
 from seqdedupe.services.pipe.outputs import Function
-from seqdedupe.services.standing_by import Stillness
+from seqdedupe.services.stillness import Stillness
 
 T = TypeVar("T")
 

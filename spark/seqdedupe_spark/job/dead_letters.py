@@ -40,7 +40,7 @@ Key = tuple[str, bytes]
 
 
 @dataclass
-class DeadLetters:
+class DeadLetterRows:
     """The dead letters of one transaction, while it is tried: what the store refused in an earlier try is known."""
 
     job: str

@@ -1,4 +1,7 @@
-"""A job's positions as its driver sees them: where each topic stands, checked before anything is planned."""
+"""A job's positions: as its driver sees them, checked before anything is planned; and what an operator does to them.
+
+Begin with `Positions.look`; an operator's are `positions_of` and `reset_position`.
+"""
 
 import logging
 from collections.abc import Callable
@@ -8,14 +11,18 @@ from typing import NamedTuple
 
 import pyarrow as pa
 
-from seqdedupe.errors import NotFoundError, error
+from seqdedupe.errors import ConfigurationError, DamagedError, InvalidRequestError, NotFoundError, PositionError, error
 from seqdedupe.message_id import Position
+from seqdedupe.names import topic_name
+from seqdedupe_spark import planning, read_bounds, stock
 from seqdedupe_spark.dedupe import has_no_producers
-from seqdedupe_spark.job.range_task import Step
-from seqdedupe_spark.options import Limits, Options
-from seqdedupe_spark.planning import Client, Listing
+from seqdedupe_spark.job.range_task import RangeStep
+from seqdedupe_spark.options import Options, ReadLimits, Selection
+from seqdedupe_spark.planning import Ends, PlanningClient, TopicListing, earliest, find_loss
 from seqdedupe_spark.ranges import Range
-from seqdedupe_spark.stores.contract import Advance, Binding, OutputStore, Stored
+from seqdedupe_spark.service import Service
+from seqdedupe_spark.stock import StockEnds
+from seqdedupe_spark.stores.contract import Advance, Binding, OutputStore, Stored, StoreFactory, check_name
 
 FIRST_START = "*"
 """Stored as a topic when the first start has given every topic its position: what is found later begins at its
@@ -30,7 +37,7 @@ MAX_BYTES = 64 * 1024 * 1024
 _log = logging.getLogger(__name__)
 
 
-class Standing(NamedTuple):
+class TopicStanding(NamedTuple):
     """Where a topic's position is, and where the topic ends."""
 
     stored: Stored
@@ -43,10 +50,10 @@ class Standing(NamedTuple):
         """How many messages there are to read; or entries, where these are counted."""
         return self.end.index - self.stored.position.index if self.entries is None else self.entries
 
-    def after(self, step: Step) -> "Standing":
+    def after(self, step: RangeStep) -> "TopicStanding":
         """The same when a step was taken."""
         left = None if self.entries is None else self.entries - len(step.range)
-        return Standing(Stored(step.range.end, step.epoch), self.end, left)
+        return TopicStanding(Stored(step.range.end, step.epoch), self.end, left)
 
 
 @dataclass
@@ -80,18 +87,18 @@ class Positions:
                 raise error("OUTPUT_MISSING", what)
             store.prepare(binding.table, schema)
 
-    def check_have_producers(self, client: Client, should_stop: Callable[[], bool] = lambda: False) -> None:
+    def check_have_producers(self, client: PlanningClient, should_stop: Callable[[], bool] = lambda: False) -> None:
         """Raises INVALID_OPTION if a selected topic has deduplication IDs. Of one that recovers, or comes later, the
         task that reads it finds out."""
-        listing = Listing(client, should_stop)
+        listing = TopicListing(client, should_stop)
         # Whether a topic may be missing is for `look` to say.
         with suppress(NotFoundError):
             if by_id := next(filter(listing.is_by_id, listing.select(self.source.selection)), None):
                 raise has_no_producers(by_id)
 
     def look(
-        self, client: Client, store: OutputStore, should_stop: Callable[[], bool] = lambda: False
-    ) -> tuple[Listing, dict[str, Standing]]:
+        self, client: PlanningClient, store: OutputStore, should_stop: Callable[[], bool] = lambda: False
+    ) -> tuple[TopicListing, dict[str, TopicStanding]]:
         """The listing, and where each selected topic stands; a topic without a position is given one first.
 
         Raises POSITION_WENT_BACK if the database has become an older one, POSITION_RESET if an operator has reset a
@@ -101,7 +108,7 @@ class Positions:
         """
         stored = store.positions(self.job)
         self._check_against_seen(stored)
-        listing = Listing(client, should_stop)
+        listing = TopicListing(client, should_stop)
         names = listing.select(self.source.selection, stored.keys() - {FIRST_START})
         if FIRST_START not in stored or not stored.keys() >= set(names):
             stored = self._start(listing, store, names, stored)
@@ -110,15 +117,15 @@ class Positions:
         self.seen.update({name: standing.stored for name, standing in standings.items()})
         return listing, standings
 
-    def plan(self, listing: Listing, standings: dict[str, Standing]) -> list[Step]:
+    def plan(self, listing: TopicListing, standings: dict[str, TopicStanding]) -> list[RangeStep]:
         """The next round: for every topic with something new its range, within the limits."""
         ranges = [listing.range(topic, one.stored.position, one.end) for topic, one in standings.items()]
         limits = self.source.limits
-        limits = Limits(limits.messages or MAX_MESSAGES, limits.size_bytes or MAX_BYTES)
+        limits = ReadLimits(limits.messages or MAX_MESSAGES, limits.size_bytes or MAX_BYTES)
         planned = listing.within(ranges, limits)
-        return [Step(span, standings[span.topic].stored.epoch) for span in planned]
+        return [RangeStep(span, standings[span.topic].stored.epoch) for span in planned]
 
-    def committed(self, step: Step) -> None:
+    def committed(self, step: RangeStep) -> None:
         """To be told of every step that was taken."""
         self.seen[step.range.topic] = Stored(step.range.end, step.epoch)
 
@@ -143,7 +150,7 @@ class Positions:
         self.ends[topic] = end
 
     def _start(
-        self, listing: Listing, store: OutputStore, names: list[str], stored: dict[str, Stored]
+        self, listing: TopicListing, store: OutputStore, names: list[str], stored: dict[str, Stored]
     ) -> dict[str, Stored]:
         """Inserts the missing positions; what another run has inserted meanwhile is what counts."""
         is_first = FIRST_START not in stored
@@ -160,13 +167,13 @@ class Positions:
             store.replace(self.job, FIRST_START, None, Stored(Position.start(0), 0))
         return store.positions(self.job)
 
-    def _check_start(self, listing: Listing, topic: str, start: Position) -> None:
+    def _check_start(self, listing: TopicListing, topic: str, start: Position) -> None:
         """Raises INVALID_OPTION for a place that the topic lacks: once stored it would hold against a right one."""
         loss = listing.find_loss(topic, start)
         if loss is not None and (self.source.fail_on_data_loss or not loss.may_be_accepted):
             raise error("INVALID_OPTION", f"startingOffsets: the job cannot begin after {start}: {loss.message}")
 
-    def _look_at(self, listing: Listing, store: OutputStore, topic: str, stored: Stored) -> Standing | None:
+    def _look_at(self, listing: TopicListing, store: OutputStore, topic: str, stored: Stored) -> TopicStanding | None:
         """Where one topic stands; None if it was deleted and that is accepted."""
         found = listing.look(topic, stored.position)
         if isinstance(found, Position):
@@ -175,7 +182,7 @@ class Positions:
             self._check_end(topic, found)
             entries = listing.range(topic, stored.position, found).entries
             # The same place may have two names: after all of a ledger, and before the next one.
-            return Standing(stored, stored.position if entries == 0 else found, entries)
+            return TopicStanding(stored, stored.position if entries == 0 else found, entries)
         if self.source.fail_on_data_loss or not found.may_be_accepted:
             raise found.error()
         if topic not in self.accepted:
@@ -200,3 +207,95 @@ def _is_before(now: Stored, before: Stored) -> bool:
     """Whether a position that was stored before is stored no more. Those of two incarnations have no order: another run
     may have moved on to the next one, and what is not so does not fit the topic."""
     return now.position.incarnation == before.position.incarnation and now.position.index < before.position.index
+
+
+# -- What an operator does to a job's positions.
+
+
+def positions_of(store: StoreFactory, job: str) -> dict[str, Stored]:
+    """The stored positions of a job, by topic. Raises INVALID_OPTION if the store does not know the job."""
+    with store() as opened:
+        return {topic: stored for topic, stored in sorted(_stored(opened, job).items()) if topic != FIRST_START}
+
+
+def _stored(store: OutputStore, job: str) -> dict[str, Stored]:
+    check_name("job", job)
+    try:
+        stored = store.positions(job)
+    except ConfigurationError as e:
+        if e.reason != "INVALID_OUTPUT":
+            raise
+        raise error("INVALID_OPTION", f"store: no job has its positions there: {e.message}") from e
+    if not stored:
+        what = f"job {job} has no positions in this store; nothing was changed"
+        raise error("INVALID_OPTION", what, hint="Is the job's name written as it was run, and is this its store?")
+    return stored
+
+
+def reset_position(
+    store: StoreFactory, job: str, topic: str, place: str, service: Service
+) -> tuple[Stored | None, Stored]:
+    """Stores a topic's position anew, in the next epoch, and drops its watermarks; what was stored, and what is now.
+
+    `place` is earliest, latest, a number, the index of the first message to be read, or a message ID or position, that
+    of the last message that is not to be read. A run that was planned before it commits nothing any more. Raises
+    INVALID_OPTION, also for a job that the store does not know, NotFoundError, or PositionError if the topic cannot be
+    read on from there.
+    """
+    topic = topic_name(topic)
+    with planning.open_client(planning.of_job(service, job), Selection("topic", (topic,))) as client, store() as opened:
+        holder = client if isinstance(client, planning.Holder) and isinstance(client.ends(topic), StockEnds) else None
+        if holder is not None:
+            holder.subscribe(topic)
+        position = _position(client, topic, place)
+        while True:
+            before = _stored(opened, job).get(topic)
+            after = Stored(position, before.epoch + 1 if before else 0)
+            if opened.replace(job, topic, before, after):
+                if holder is not None:
+                    holder.keep_from(topic, position)
+                return before, after
+
+
+def _position(client: planning.PlanningClient, topic: str, place: str) -> Position:
+    ends = client.ends(topic)
+    if place in ("earliest", "latest"):
+        return earliest(ends) if place == "earliest" else ends.last
+    if place.isascii() and place.isdigit():
+        position = _before_index(topic, place, ends)
+    else:
+        try:
+            position = stock.parse(place)
+        except InvalidRequestError as e:
+            raise error("INVALID_OPTION", f"to: {e.message}") from e
+    if isinstance(ends, StockEnds):
+        position = stock.given(position)
+    if loss := find_loss(topic, position, ends):
+        raise error(loss.reason, loss.message, topic=topic)
+    return position if isinstance(ends, StockEnds) else _completed(client, topic, position)
+
+
+def _before_index(topic: str, text: str, ends: Ends) -> Position:
+    if isinstance(ends, StockEnds):
+        raise error("INVALID_OPTION", f"to: no sidecar writes {topic}, it has no indexes: give a message ID")
+    try:
+        return Position.before(ends.last.incarnation, read_bounds.number(text, 0))
+    except ValueError as e:
+        raise error("INVALID_OPTION", f"to: {e}") from e
+
+
+def _completed(client: planning.PlanningClient, topic: str, position: Position) -> Position:
+    """The position with all that says which message it is after: a message ID alone fits every history of the topic.
+
+    Raises POSITION_DIVERGED if another message stands there.
+    """
+    if position.index < 0:
+        return position
+    try:
+        found = client.position_at(topic, position.index)
+    except (DamagedError, PositionError):
+        return position  # what follows it can be read all the same
+    if not found.is_same(position):
+        what = f"the message of {topic} with index {position.index} is {found}, not that of the position {position}"
+        raise error("POSITION_DIVERGED", what, topic=topic)
+    return found

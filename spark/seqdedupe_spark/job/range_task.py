@@ -1,12 +1,15 @@
-"""The fast route's task: it reads a range, transforms it, and writes rows and position in one transaction.
+"""A job's task: it reads a range, transforms it, and writes rows and position in one transaction.
 
 It knows nothing of Spark. Whoever runs it, however often, twice at once or after a kill -9, a range takes effect once.
+Begin with `RangeTask._run`. Below the task stands how the message is found that a refusal is about.
 """
 
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,30 +19,20 @@ import pyarrow.compute as pc
 from seqdedupe.databases.failures import ended
 from seqdedupe.errors import SeqdedupeError, UnavailableError, error
 from seqdedupe.message_id import MessageId, Position
-from seqdedupe_spark.cluster.settings import Service
 from seqdedupe_spark.columns import column_of, to_arrow
 from seqdedupe_spark.dedupe import Deduplicator
-from seqdedupe_spark.job.dead_letters import SUFFIX, DeadLetters, Key
-from seqdedupe_spark.job.poison import (
-    find_refused,
-    first_failing,
-    makes_alone,
-    message_of_row,
-    names_a_row,
-    naming,
-    naming_by_id,
-    naming_none,
-)
+from seqdedupe_spark.job.dead_letters import SUFFIX, DeadLetterRows, Key
 from seqdedupe_spark.planning import patiently
+from seqdedupe_spark.range_reader import joined, message_id_at, read_range, read_stored
 from seqdedupe_spark.ranges import Range
-from seqdedupe_spark.reading import joined, message_id_at, read_range, read_stored
-from seqdedupe_spark.stores.contract import Advance, Beside, OutputStore, Stored, StoreFactory, Watermarks
+from seqdedupe_spark.service import Service
+from seqdedupe_spark.stores.contract import Advance, Beside, OutputStore, Stored, StoreFactory, Take, Watermarks
 
 Transform = Callable[[pa.RecordBatch], pa.RecordBatch | None]
 """Row by row: what it makes of a message may depend on that message alone. None stands for no rows."""
 
 
-class Step(NamedTuple):
+class RangeStep(NamedTuple):
     """What a round does with one topic: its range, planned in an epoch of the topic's position."""
 
     range: Range
@@ -47,7 +40,7 @@ class Step(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Report:
+class TaskReport:
     """What became of a task. `failure` is of those that trying the task again as it is cannot cure."""
 
     read: int = 0
@@ -58,7 +51,7 @@ class Report:
 
 
 @dataclass(frozen=True)
-class Output:
+class JobOutput:
     """Where a job writes rows of this schema, and keeps its positions."""
 
     store: StoreFactory
@@ -67,7 +60,7 @@ class Output:
     schema: pa.Schema
 
 
-def all_done(steps: Sequence[Step], stored: Sequence[Stored | None]) -> bool:
+def all_done(steps: Sequence[RangeStep], stored: Sequence[Stored | None]) -> bool:
     """Whether the steps have been taken already, by an earlier attempt or by another run; false if all are to be taken.
 
     Raises POSITION_CHANGED if another run has moved a position elsewhere, POSITION_RESET if an operator has,
@@ -79,7 +72,7 @@ def all_done(steps: Sequence[Step], stored: Sequence[Stored | None]) -> bool:
     return all(done)
 
 
-def _is_done(step: Step, stored: Stored | None) -> bool:
+def _is_done(step: RangeStep, stored: Stored | None) -> bool:
     span = step.range
     if stored is None or stored.epoch < step.epoch:
         raise error("POSITION_WENT_BACK", f"the position for {span.topic}, {span.start} when planned, is gone")
@@ -102,7 +95,7 @@ def _is_done(step: Step, stored: Stored | None) -> bool:
 
 @dataclass
 class _Tally:
-    dead: DeadLetters | None = None
+    dead: DeadLetterRows | None = None
     """None: none are kept."""
     read: int = 0
     duplicates: int = 0
@@ -113,9 +106,9 @@ class _Tally:
 
 @dataclass(frozen=True)
 class RangeTask:
-    """What all tasks of the fast route have in common: pickled, and run with the steps of one transaction."""
+    """What all tasks of a job have in common: pickled, and run with the steps of one transaction."""
 
-    output: Output
+    output: JobOutput
     service: Service
     columns: pa.Schema
     transform: Transform | None
@@ -124,47 +117,58 @@ class RangeTask:
     max_dead_letters: int | None = None
     """So many messages of a transaction that cannot be written are put aside; None: the first one is an error."""
 
-    def run(self, steps: Sequence[Step]) -> Report:
+    def run(self, steps: Sequence[RangeStep]) -> TaskReport:
         """Takes the steps in one transaction, unless they are taken already. The report carries what is raised."""
         try:
             with self.output.store() as store:
                 return self._run(store, steps)
         except SeqdedupeError as failure:
-            return Report(failure=failure)
+            return TaskReport(failure=failure)
 
-    def _run(self, store: OutputStore, steps: Sequence[Step]) -> Report:
+    def _run(self, store: OutputStore, steps: Sequence[RangeStep]) -> TaskReport:
+        """Takes the steps, however often that was tried before:
+
+        1. What the store has decides whether somebody has taken them.
+        2. The ranges are read, transformed and written with their new positions, in one transaction.
+        3. If the store refuses and names no row, the row is looked for. If the statement or the connection was ended,
+           that is tried once more first: a message is to blame only if it is so again, on a database that does other
+           work.
+        4. The message that the row was made of is named. As a dead letter it goes aside, and 2. is done again without
+           it; otherwise it is the error.
+        """
         job = self.output.job
+        # 1.
         found = [store.watermarks(job, step.range.topic) for step in steps]
         if all_done(steps, [stored for stored, _ in found]):
-            return Report()
-        dead = None if self.max_dead_letters is None else DeadLetters(job, self.max_dead_letters)
+            return TaskReport()
         known = [watermarks for _, watermarks in found]
+        dead = None if self.max_dead_letters is None else DeadLetterRows(job, self.max_dead_letters)
         has_ended = False
         while True:
+            # 2.
             tally = _Tally(dead)
             try:
                 return self._write(store, steps, known, tally)
             except SeqdedupeError as e:
-                failure, cause = e, e.__cause__
-            is_ended = False
+                failure, is_ended = e, not names_a_row(e) and e.__cause__ is not None and ended(e.__cause__)
+            # 3.
+            if is_ended:
+                positions = patiently(partial(store.positions, job))
+                if all_done(steps, [positions.get(step.range.topic) for step in steps]):
+                    # It was lost in the commit.
+                    return TaskReport()
+                if not has_ended:
+                    has_ended = True
+                    continue
             if not names_a_row(failure):
-                if is_ended := cause is not None and ended(cause):
-                    # A message is to blame only if it is so again, on a database that does other work.
-                    positions = patiently(partial(store.positions, job))
-                    if all_done(steps, [positions.get(step.range.topic) for step in steps]):
-                        # It was lost in the commit.
-                        return Report()
-                    if not has_ended:
-                        has_ended = True
-                        continue
-                elif failure.reason != "INVALID_OUTPUT":
+                if not is_ended and failure.reason != "INVALID_OUTPUT":
                     raise failure
                 tally = _Tally(dead)
                 failure = self._refused(store, steps, known, tally, failure, ended=is_ended)
+            # 4.
             named, key = self._naming(failure, tally, [step.range for step in steps])
             if dead is None or key is None or len(dead.refused) >= dead.most:
                 raise named from failure
-            # Without it all is read and transformed again.
             dead.refused[key] = named
             if is_ended:
                 dead.ended.add(key)
@@ -173,7 +177,7 @@ class RangeTask:
     def _refused(
         self,
         store: OutputStore,
-        steps: Sequence[Step],
+        steps: Sequence[RangeStep],
         watermarks: Sequence[Watermarks],
         tally: _Tally,
         failure: SeqdedupeError,
@@ -198,18 +202,18 @@ class RangeTask:
         return found
 
     def _write(
-        self, store: OutputStore, steps: Sequence[Step], watermarks: Sequence[Watermarks], tally: _Tally
-    ) -> Report:
+        self, store: OutputStore, steps: Sequence[RangeStep], watermarks: Sequence[Watermarks], tally: _Tally
+    ) -> TaskReport:
         rows, advances = self._source(steps, watermarks, tally)
         table = self.output.table
         if tally.dead is None:
             written = store.write(self.output.job, table, rows, advances)
-            return Report(tally.read, written, tally.duplicates)
+            return TaskReport(tally.read, written, tally.duplicates)
         written = store.write(self.output.job, table, rows, advances, Beside(table + SUFFIX, tally.dead.rows))
-        return Report(tally.read, written, tally.duplicates, len(tally.dead))
+        return TaskReport(tally.read, written, tally.duplicates, len(tally.dead))
 
     def _source(
-        self, steps: Sequence[Step], watermarks: Sequence[Watermarks], tally: _Tally
+        self, steps: Sequence[RangeStep], watermarks: Sequence[Watermarks], tally: _Tally
     ) -> tuple[Iterator[pa.RecordBatch], list[Advance]]:
         """The rows of the steps' messages, and how the positions move when all are taken."""
         sources: list[Iterator[pa.RecordBatch]] = []
@@ -309,9 +313,10 @@ class RangeTask:
             )
             there = pc.is_in(column_of(read, "index"), value_set=indexes)
             (messages,) = read.filter(there).combine_chunks().to_batches()
-            found = message_of_row(lambda some: len(self._rows(some) or ()), messages, row)
-            if not makes_alone(self._rows, messages, found, row):
+            made_of = message_of_row(self._rows, messages, row)
+            if made_of is None:
                 return naming_none(failure, topic, indexes[0].as_py(), indexes[-1].as_py()), None
+            found = made_of
         named = naming(failure, topic, incarnation, indexes[found].as_py(), self._find_message_id)
         return named, (topic, ids[found].as_py())
 
@@ -353,3 +358,148 @@ def output_schema(transform: Transform | None, columns: pa.Schema) -> pa.Schema:
 
 def _columns(schema: pa.Schema) -> str:
     return ", ".join(f"{field.name} {field.type}" for field in schema)
+
+
+# -- Which message a refusal is about.
+
+FindMessageId = Callable[[str, int, int], MessageId]
+"""Of a topic and its incarnation, the message ID at an index."""
+
+
+MAX_SUSPECTS = 1000
+"""Rows that a table refuses, each alone: of more of them the table is the cause, not a message."""
+
+
+class _Suspect(NamedTuple):
+    batch: int
+    row: int
+    rows: pa.RecordBatch
+
+
+def names_a_row(failure: SeqdedupeError) -> bool:
+    """Whether a store says which row it refuses: the number of the batch that it was given, and of the row in it."""
+    return {"batch", "row"} <= failure.numbers.keys()
+
+
+def first_failing(call: Callable[[pa.RecordBatch], object], messages: pa.RecordBatch) -> int | None:
+    """The first message that the call fails on alone, by halves; None if it fails on several together only."""
+    first, count = 0, len(messages)
+    while count > 1:
+        half = count // 2
+        if _fails(call, messages.slice(first, half)):
+            count = half
+        else:
+            first, count = first + half, count - half
+    return first if count and _fails(call, messages.slice(first, count)) else None
+
+
+def find_refused(take: Take, batches: Iterable[pa.RecordBatch], *, ended: bool) -> SeqdedupeError | None:
+    """Why a table does not take a row alone, with the row's place: the number of the batch, and of the row in it. None
+    if there is no such row, or more than MAX_SUSPECTS. `ended`: of rows that end the connection or the statement only.
+
+    A row may need another one that comes later, as a foreign key does that is checked in the end. So a row that is
+    refused is tried again when all others have been taken.
+    """
+
+    def refuses(rows: pa.RecordBatch) -> SeqdedupeError | None:
+        why = take(rows)
+        if ended and why is not None and len(rows) == 1:
+            # A server that fails ends all connections, this one too if it was made before the server has noticed.
+            why = take(rows)
+        if why is None or isinstance(why, UnavailableError) == ended:
+            return why
+        if not ended:
+            raise why
+        return None
+
+    suspects: list[_Suspect] = []
+    for number, batch in enumerate(batches):
+        refused = _refused_rows(refuses, batch, 0) if len(batch) else iter(())
+        room = MAX_SUSPECTS + 1 - len(suspects)
+        suspects += [_Suspect(number, row, batch.slice(row, 1)) for row in islice(refused, room)]
+        if len(suspects) > MAX_SUSPECTS:
+            return None
+    while suspects:
+        found = [(one, why) for one in suspects if (why := refuses(one.rows)) is not None]
+        if len(found) == len(suspects):
+            first, why = found[0]
+            what = f"{why.message}; it is refused alone too"
+            return error("INVALID_OUTPUT", what, hint=why.hint, batch=first.batch, row=first.row)
+        suspects = [one for one, _ in found]
+    return None
+
+
+def _refused_rows(
+    refuses: Callable[[pa.RecordBatch], object | None], rows: pa.RecordBatch, first: int
+) -> Iterator[int]:
+    """The rows that are refused, by halves, counted from `first`."""
+    if refuses(rows) is None:
+        return
+    if len(rows) == 1:
+        yield first
+        return
+    half = len(rows) // 2
+    yield from _refused_rows(refuses, rows.slice(0, half), first)
+    yield from _refused_rows(refuses, rows.slice(half), first + half)
+
+
+def _fails(call: Callable[[pa.RecordBatch], object], messages: pa.RecordBatch) -> bool:
+    try:
+        call(messages)
+    except SeqdedupeError:
+        return True
+    return False
+
+
+def message_of_row(rows_of: Transform, messages: pa.RecordBatch, row: int) -> int | None:
+    """The message that alone makes what stands in that row of all messages' rows, behind those of the messages before
+    it. None: rows are made in another order, or of several messages. Columns that vary from call to call do not tell.
+    """
+
+    def count(until: int) -> int:
+        rows = rows_of(messages.slice(0, until))
+        return 0 if rows is None else len(rows)
+
+    found = bisect_right(range(len(messages) - 1), row, key=lambda message: count(message + 1))
+    try:
+        before = count(found) if found else 0
+        whole, once, again = (rows_of(some) for some in (messages, *[messages.slice(found, 1)] * 2))
+    except SeqdedupeError:
+        return None
+    rows = (_cells(whole, row), _cells(once, row - before), _cells(again, row - before))
+    is_it = all(rows) and all(one == wanted for wanted, one, other in zip(*rows, strict=False) if one == other)
+    return found if is_it else None
+
+
+def _cells(rows: pa.RecordBatch | None, row: int) -> list[str]:
+    """What stands in a row; nothing where there is no such row."""
+    if rows is None or not 0 <= row < len(rows):
+        return []
+    # As text, in which NaN equals itself.
+    return [repr(column[row].as_py()) for column in rows.columns]
+
+
+def naming_by_id(failure: SeqdedupeError, topic: str, first: MessageId, last: MessageId) -> SeqdedupeError:
+    """The same failure where messages have no indexes: the cause is this message, or one of those up to the last."""
+    if first != last:
+        return _named(failure, topic, f"the message is one of those from {first} to {last} of {topic}")
+    return _named(failure, topic, f"the message is {first} of {topic}", message_id=first)
+
+
+def naming_none(failure: SeqdedupeError, topic: str, first_index: int, last_index: int) -> SeqdedupeError:
+    """The same failure where rows are not made one message after the other: the cause may be any of these messages."""
+    which = f"the message is one of those with the indexes {first_index} to {last_index} in {topic}"
+    return _named(failure, topic, f"{which}: its row was not made of it alone, in the order of the messages")
+
+
+def naming(failure: SeqdedupeError, topic: str, incarnation: int, index: int, find: FindMessageId) -> SeqdedupeError:
+    """The same failure, which says which message is the cause; its message ID too, if that can be found now."""
+    try:
+        found = find(topic, incarnation, index)
+    except SeqdedupeError:
+        return _named(failure, topic, f"the message has index {index} in {topic}", index=index)
+    return _named(failure, topic, f"the message is {found}, index {index}, of {topic}", index=index, message_id=found)
+
+
+def _named(failure: SeqdedupeError, topic: str, which: str, **numbers: Any) -> SeqdedupeError:
+    return error(failure.reason, f"{failure.message}; {which}", hint=failure.hint, topic=topic, **numbers)

@@ -1,13 +1,15 @@
 """The reader job: rounds that are planned from the stored positions, until the topics are read."""
 
+import pickle
 import re
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
-from pyspark.sql import DataFrame, SparkSession
+import pyarrow as pa
+from pyspark.sql import SparkSession
 
 from seqdedupe.client.connection import NOT_A_SIDECAR, Backoff
 from seqdedupe.databases.failures import refuses_entry
@@ -16,12 +18,12 @@ from seqdedupe.message_id import Position
 from seqdedupe_spark.columns import columns_of
 from seqdedupe_spark.job import dead_letters
 from seqdedupe_spark.job.dead_letters import SUFFIX
-from seqdedupe_spark.job.frames import DataFrameTransform, FrameTask, run_tasks, sql
-from seqdedupe_spark.job.positions import Positions, Standing
-from seqdedupe_spark.job.range_task import Output, RangeTask, Report, Step, Transform, output_schema
+from seqdedupe_spark.job.positions import Positions, TopicStanding
+from seqdedupe_spark.job.range_task import JobOutput, RangeStep, RangeTask, TaskReport, Transform, output_schema
 from seqdedupe_spark.options import Options
-from seqdedupe_spark.planning import Waiting, of_job, open_client
-from seqdedupe_spark.session import activate
+from seqdedupe_spark.planning import WaitingLine, of_job, open_client
+from seqdedupe_spark.ranges import packed
+from seqdedupe_spark.session import activate, typed_failures
 from seqdedupe_spark.stores.contract import Binding, StoreFactory, check_name
 
 GIVE_UP_SECONDS = 120.0
@@ -70,11 +72,11 @@ class Round:
     written: int = 0
     duplicates: int = 0
     dead_letters: int = 0
-    standings: dict[str, Standing] = field(default_factory=dict)
+    standings: dict[str, TopicStanding] = field(default_factory=dict)
     has_looked: bool = True
     """Whether sidecar and database have said where the topics stand; else nothing is known of them."""
 
-    def count(self, report: Report) -> None:
+    def count(self, report: TaskReport) -> None:
         """Adds what a task has done."""
         self.read += report.read
         self.written += report.written
@@ -92,28 +94,13 @@ class ReaderJob:
     """Reads topics into a table, each message once, whatever happens to it and however many of it run.
 
     `transform` makes a RecordBatch of rows from one of messages, row by row; it is called with no rows first, to learn
-    the columns. Or `frame` makes a DataFrame from that of the messages: a function, or SQL over the view `messages`;
-    the columns for topic, partition and index have to stay, and it has to work row by row, unless the job's transaction
-    is the batch. With neither the messages are written as they are.
+    the columns. Without it the messages are written as they are.
 
     An object belongs to one thread, `stop` apart. Raises ConfigurationError (INVALID_OPTION, INVALID_OUTPUT,
-    UNSUPPORTED_PLAN, UNSUPPORTED_STORE, JOB_CHANGED, OUTPUT_MISSING) from the first round, before it reads.
+    UNSUPPORTED_STORE, JOB_CHANGED, OUTPUT_MISSING) from the first round, before it reads.
     """
 
-    def __init__(
-        self,
-        spark: SparkSession | None,
-        config: JobConfig,
-        transform: Transform | None = None,
-        *,
-        frame: DataFrameTransform | str | None = None,
-    ) -> None:
-        if frame is not None and (config.deduplicate or transform is not None):
-            why = "transform" if transform is not None else "deduplicate"
-            raise error("INVALID_OPTION", f"{why} cannot be used together with a DataFrame or SQL")
-        if frame is not None and config.max_dead_letters is not None:
-            what = "dead letters: of a DataFrame or SQL it cannot be told which message a row was made of"
-            raise error("INVALID_OPTION", what, hint="Use a transformation of Arrow batches, or none.")
+    def __init__(self, spark: SparkSession | None, config: JobConfig, transform: Transform | None = None) -> None:
         check_name("job", config.job)
         check_name("table", config.table)
         self.config = config
@@ -122,18 +109,13 @@ class ReaderJob:
         self.spark = spark
         """The session; where there is none yet, to be set before the first round."""
         self._transform = transform
-        self._frame = sql(frame) if isinstance(frame, str) else frame
         source = config.source
         self._columns = columns_of(source.pulsar_columns, source.plain_column_names)
         self._service = of_job(source.service, config.job)
         self._client = open_client(self._service, source.selection)
         self._positions = Positions(config.job, config.table, source)
-        self._output: Output | None = None
+        self._output: JobOutput | None = None
         self._stopping = threading.Event()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Spark Connect runs foreachBatch's function elsewhere, with a session of its own.
-        return _unpickled, (self.config, self._transform, self._frame)
 
     def run(
         self,
@@ -175,13 +157,6 @@ class ReaderJob:
         """Whether `stop` was called."""
         return self._stopping.is_set()
 
-    def foreach_batch(self, frame: DataFrame, batch_id: int) -> None:
-        """For `writeStream.foreachBatch` of any stream, which is only the clock: neither its rows nor its checkpoint
-        count. Each call reads all that the job's topics hold at that time, as `run` does."""
-        if self.spark is None:
-            self.spark = frame.sparkSession
-        self.run()
-
     def run_round(self) -> Round:
         """One round: plans it from the stored positions, and has it read and written.
 
@@ -203,27 +178,22 @@ class ReaderJob:
                 listing.hold(topic, standing.stored.position)
         return done
 
-    def _take(self, spark: SparkSession, output: Output, steps: Sequence[Step], done: Round) -> list[SeqdedupeError]:
+    def _take(
+        self, spark: SparkSession, output: JobOutput, steps: Sequence[RangeStep], done: Round
+    ) -> list[SeqdedupeError]:
         """Has the steps taken, counts what was done, and returns what went wrong."""
-        is_one = self.config.transaction == "batch"
-        groups = [steps] if is_one else [[step] for step in steps]
-        service = self._service
-        timeout = self.config.source.read_timeout_seconds or READ_TIMEOUT_SECONDS
-        if self._frame is not None:
-            frames = FrameTask(service, self._columns, self._frame, timeout)
-            reports = frames.run(spark, output, steps, one_transaction=is_one)
-        else:
-            config = self.config
-            task = RangeTask(
-                output,
-                service,
-                self._columns,
-                self._transform,
-                config.deduplicate,
-                timeout,
-                config.max_dead_letters,
-            )
-            reports = run_tasks(spark, task.run, groups)
+        groups = [steps] if self.config.transaction == "batch" else [[step] for step in steps]
+        config = self.config
+        task = RangeTask(
+            output,
+            self._service,
+            self._columns,
+            self._transform,
+            config.deduplicate,
+            config.source.read_timeout_seconds or READ_TIMEOUT_SECONDS,
+            config.max_dead_letters,
+        )
+        reports = run_tasks(spark, task.run, groups)
         for group, report in zip(groups, reports, strict=True):
             if report.failure is None:
                 done.count(report)
@@ -236,7 +206,7 @@ class ReaderJob:
     def _round_at_last(self, *, patient: bool) -> Round | None:
         """A round; one that fails though another try should help is followed by others: unless `patient` for so long.
         None if it was told to stop before one succeeded."""
-        backoff, waiting = Backoff(_FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS), Waiting()
+        backoff, waiting = Backoff(_FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS), WaitingLine()
         began = time.monotonic()
         while True:
             try:
@@ -261,15 +231,12 @@ class ReaderJob:
         activate(self.spark)
         return self.spark
 
-    def _prepare(self, spark: SparkSession) -> Output:
+    def _prepare(self, spark: SparkSession) -> JobOutput:
         """Checks what was told, and makes the tables; once."""
         if self._output is not None:
             return self._output
         config = self.config
-        if self._frame is not None:
-            schema = FrameTask(self._service, self._columns, self._frame).output_schema(spark)
-        else:
-            schema = output_schema(self._transform, self._columns)
+        schema = output_schema(self._transform, self._columns)
         with config.store() as store:
             master = spark.conf.get("spark.master", "") or ""
             if store.is_local and not _LOCAL.fullmatch(master):
@@ -286,15 +253,32 @@ class ReaderJob:
             self._positions.bind(store, Binding(config.table, config.deduplicate), schema)
             if config.max_dead_letters is not None:
                 store.prepare(config.table + SUFFIX, dead_letters.SCHEMA)
-        self._output = Output(config.store, config.job, config.table, schema)
+        self._output = JobOutput(config.store, config.job, config.table, schema)
         return self._output
 
 
-def _unpickled(config: JobConfig, transform: Transform | None, frame: DataFrameTransform | None) -> ReaderJob:
-    return ReaderJob(None, config, transform, frame=frame)
+def run_tasks(
+    spark: SparkSession, run: Callable[[Sequence[RangeStep]], TaskReport], groups: Sequence[Sequence[RangeStep]]
+) -> list[TaskReport]:
+    """Runs `run` on every group of steps, and returns the reports. Small groups share a task of Spark's.
+
+    What the tasks need travels in their closure, on a classic session and over Spark Connect alike. Errors that another
+    try cannot cure come back in the reports, as values.
+    """
+    parts = packed([sum(len(step.range) for step in group) for group in groups])
+
+    def task(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        for batch in batches:
+            for number in batch.column(0).to_pylist():
+                for one in parts[number]:
+                    yield pa.RecordBatch.from_pydict({"report": [pickle.dumps(run(groups[one]))]})
+
+    with typed_failures():
+        rows = spark.range(0, len(parts), 1, len(parts)).mapInArrow(task, "report binary").collect()
+    return [pickle.loads(row[0]) for row in rows]
 
 
-def _has_reached(standings: dict[str, Standing], ends: dict[str, Position]) -> bool:
+def _has_reached(standings: dict[str, TopicStanding], ends: dict[str, Position]) -> bool:
     """Whether every topic is read up to that end, or is not the topic any more that had it."""
     for topic, end in ends.items():
         position = standings[topic].stored.position if topic in standings else end

@@ -5,29 +5,132 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import lru_cache
+from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Self
 
 import numpy as np
 import pyarrow as pa
+from pyspark import TaskContext
+from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamArrowWriter, WriterCommitMessage
 
 from seqdedupe.client import blocking
 from seqdedupe.client.blocking.loop import event_loop, run
 from seqdedupe.client.connection import NOT_A_SIDECAR
+from seqdedupe.client.pending import BatchResult, Verdict
 from seqdedupe.client.publisher import Publisher
-from seqdedupe.client.receipts import Verdict
-from seqdedupe.client.results import BatchResult
 from seqdedupe.errors import UnavailableError, error
+from seqdedupe.files import sync_folder
 from seqdedupe.v1 import admin_pb2
-from seqdedupe_spark.planning import PATIENCE_SECONDS, Waiting, patiently
-from seqdedupe_spark.sidecar import Sidecar, sidecar_at
-from seqdedupe_spark.sink.identity import Seen, Source
-from seqdedupe_spark.sink.layout import Layout
-from seqdedupe_spark.sink.rows import Frame, frames_of, joined
-from seqdedupe_spark.sink.window import Began
+from seqdedupe_spark.planning import PATIENCE_SECONDS, WaitingLine, patiently
+from seqdedupe_spark.service import SidecarService, sidecar_at
+from seqdedupe_spark.sink.row_layout import RowLayout, SeenIdentities, SinkFrame, Source, check_apart, frames_of, joined
+
+# -- Does a topic still know the IDs of what a write may have written before? Only then is writing it again harmless.
+
+CLOCKS_MS = 5_000
+"""The clocks of driver and sidecar may differ by so much."""
+
+
+class Began(NamedTuple):
+    """When what is written may have been written for the first time, and whether it may have been before now."""
+
+    at_ms: int
+    may_repeat: bool
+    batch: int | None = None
+    """The number that the checkpoint of a stream gives it."""
+
+    def is_known_by(self, topic: admin_pb2.Topic) -> bool:
+        """Whether the topic knows the IDs of all that came since."""
+        return not topic.window_forgotten or topic.window_first_publish_time_ms <= self.at_ms - CLOCKS_MS
+
+    def check(self, topic: admin_pb2.Topic) -> None:
+        """Raises IDS_FORGOTTEN."""
+        if not self.is_known_by(topic):
+            since = _shown(topic.window_first_publish_time_ms)
+            what = (
+                f"{topic.name} knows the IDs of what came since {since}, and what is to be written again was begun at"
+            )
+            raise error("IDS_FORGOTTEN", f"{what} {_shown(self.at_ms)}: some of it may be there, and would be doubled")
+
+
+def now() -> Began:
+    """Of a write that begins, as far as is known."""
+    return Began(time.time_ns() // 1_000_000, may_repeat=False)
+
+
+def _shown(milliseconds: int) -> str:
+    return f"{datetime.fromtimestamp(milliseconds / 1000, UTC):%Y-%m-%dT%H:%M:%SZ}"
+
+
+# -- What a stream's checkpoint tells of the batch that is planned: when it was logged, and whether it was planned
+# before.
+#
+# A query's batches are planned by several processes in turn, so none of them remembers for all: each batch leaves a
+# mark beside Spark's logs.
+
+PLANNED = "seqdedupe-sink"
+"""The folder in a checkpoint with an empty file that has the number of the last planned batch as its name."""
+
+
+def began(location: str | None) -> Began:
+    """The batch that is planned now, which is the last one in the checkpoint's log: what it has may have been written
+    since that was logged. Leaves the mark that this batch was planned."""
+    checkpoint = None if location is None else folder_of(location)
+    logged = [] if checkpoint is None else _numbers(checkpoint / "offsets")
+    if checkpoint is None or not logged:
+        _say_once(location)
+        return now()
+    batch = max(logged)
+    at_ms = (checkpoint / "offsets" / str(batch)).stat().st_mtime_ns // 1_000_000
+    return Began(at_ms, may_repeat=not _is_new(checkpoint, batch), batch=batch)
+
+
+def _is_new(checkpoint: Path, batch: int) -> bool:
+    """Whether nobody can have written of the batch: the one before has the last mark, and this call has left the next,
+    durable before a row is sent."""
+    folder = checkpoint / PLANNED
+    try:
+        folder.mkdir(exist_ok=True)
+        before = _numbers(folder)
+        (folder / str(batch)).touch(exist_ok=False)
+        sync_folder(folder)
+        sync_folder(checkpoint)
+        for number in before:
+            if number < batch:
+                (folder / str(number)).unlink(missing_ok=True)
+    except OSError:  # The mark is there, or cannot be made.
+        return False
+    return max(before, default=batch) == batch - 1
+
+
+def _numbers(folder: Path) -> list[int]:
+    return [int(path.name) for path in folder.iterdir() if path.name.isdecimal()] if folder.is_dir() else []
+
+
+def folder_of(location: str) -> Path | None:
+    """The folder that Spark takes for this checkpoint, if that is one of this machine. What follows the scheme is the
+    path as it stands: `%20` is no space, and `#` and `?` end nothing."""
+    scheme, colon, path = location.partition(":")
+    if not colon or "/" in scheme:
+        scheme, path = "", location
+    has_host = path.startswith("//") and not path.startswith("///")
+    return None if scheme not in ("", "file") or has_host else Path(path)
+
+
+@lru_cache(16)
+def _say_once(location: str | None) -> None:
+    _log.warning(
+        "the checkpoint %s cannot be looked at from here: that a topic still knows the IDs of a batch that is written "
+        "again after a pause is not checked",
+        location or "of the session's configuration",
+    )
+
 
 MAX_IN_FLIGHT_BYTES = 16 * 1024 * 1024
 """What a task has under way at most: whoever gives it more rows waits."""
@@ -40,7 +143,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Written:
+class SinkReport:
     """What a task has done."""
 
     rows: int = 0
@@ -58,8 +161,8 @@ class Written:
 class SinkTask:
     """What all tasks of a write have in common: pickled."""
 
-    service: str | Sidecar
-    layout: Layout
+    service: str | SidecarService
+    layout: RowLayout
     began: Began
     fail_on_forgotten_ids: bool = True
 
@@ -71,7 +174,7 @@ class SinkTask:
         with sidecar_at(self.service).connect() as client, contextlib.suppress(UnavailableError):
             look(client, self.layout.topic, 0)
 
-    def run(self, batches: Iterable[pa.RecordBatch], attempt: int = 0) -> Written:
+    def run(self, batches: Iterable[pa.RecordBatch], attempt: int = 0) -> SinkReport:
         """Publishes all rows; returns when they are durable. A sidecar that goes away meanwhile is waited for, for as
         long as it takes.
 
@@ -81,7 +184,7 @@ class SinkTask:
         """
         may_repeat = self.began.may_repeat or attempt > 0
         check = self.fail_on_forgotten_ids and may_repeat
-        seen = Seen()
+        seen = SeenIdentities()
         rows = 0
         with sidecar_at(self.service).connect() as client, _Targets(client, self.began, check) as targets:
             if self.layout.topic is not None:
@@ -96,10 +199,10 @@ class SinkTask:
                     targets.send(topic, frame)
             targets.flush()
             taken = targets.there_before if seen and not may_repeat else 0
-            return Written(rows, targets.copies, seen.packed(), targets.outgrown(), taken)
+            return SinkReport(rows, targets.copies, seen.packed(), targets.outgrown(), taken)
 
 
-class _Sent(NamedTuple):
+class _SentFrame(NamedTuple):
     future: "Future[BatchResult]"
     size_bytes: int
     end: int
@@ -118,7 +221,7 @@ class _Targets:
         self._check = check
         self._publishers: dict[str, Publisher] = {}
         self._ends: dict[str, int] = {}
-        self._under_way: deque[_Sent] = deque()
+        self._under_way: deque[_SentFrame] = deque()
         self._size_bytes = 0
 
     def __enter__(self) -> Self:
@@ -147,11 +250,11 @@ class _Targets:
 
         self._publishers[topic] = run(opened)
 
-    def send(self, topic: str, frame: Frame) -> None:
+    def send(self, topic: str, frame: SinkFrame) -> None:
         while self._under_way and self._size_bytes + frame.size_bytes > MAX_IN_FLIGHT_BYTES:
             self._take()
         sending = asyncio.run_coroutine_threadsafe(_send(self._publishers[topic], frame), event_loop())
-        self._under_way.append(_Sent(sending, frame.size_bytes, self._ends[topic]))
+        self._under_way.append(_SentFrame(sending, frame.size_bytes, self._ends[topic]))
         self._size_bytes += frame.size_bytes
 
     def is_idle(self) -> bool:
@@ -175,10 +278,10 @@ class _Targets:
         return tuple(topic for topic in self._publishers if not self._began.is_known_by(look(self._client, topic)))
 
 
-async def _send(publisher: Publisher, frame: Frame) -> BatchResult:
+async def _send(publisher: Publisher, frame: SinkFrame) -> BatchResult:
     """`look` has talked to the sidecar, so that an answer of something else to what the publisher begins with does not
     mean a wrong address: it is waited out, for PATIENCE_SECONDS."""
-    waiting = Waiting()
+    waiting = WaitingLine()
     give_up_at = time.monotonic() + PATIENCE_SECONDS
     while True:
         try:
@@ -223,3 +326,89 @@ def look(client: blocking.Client, topic: str, patience_seconds: float = PATIENCE
 
 def _say(why: UnavailableError) -> None:
     _log.warning("waiting: %s", why)
+
+
+# -- The sink as Spark knows it: a batch, or the batches of a stream, written by tasks and committed on the driver.
+
+_BATCH = "streaming.sql.batchId"
+"""What Spark calls the number of a stream's batch in the properties of all tasks that it runs for it."""
+
+
+@dataclass
+class Committed(WriterCommitMessage):
+    """What a task tells the driver."""
+
+    written: SinkReport
+
+
+class _Writing:
+    def __init__(self, task: SinkTask) -> None:
+        self.task = task
+
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
+        context = TaskContext.get()
+        return Committed(self.task.run(iterator, context.attemptNumber() if context else 0))
+
+    def _sum_up(self, what: str, messages: Sequence[WriterCommitMessage | None]) -> None:
+        """Rows are durable when their task has ended: what is left is what only all tasks together show."""
+        found = [message.written for message in messages if isinstance(message, Committed)]
+        check_apart(one.seen for one in found)
+        rows, copies = sum(one.rows for one in found), sum(one.copies for one in found)
+        _log.info("%s: %d rows, %d of them were there before", what, rows, copies)
+        if taken := sum(one.taken for one in found):
+            _log.warning(
+                "%s: %d rows are not stored, for the topic had rows of the same messages, though this is the first "
+                "try. If it was not run before, another query, or another branch of this one, writes them: give rows "
+                "a deduplicationId that says whose they are",
+                what,
+                taken,
+            )
+        for topic in sorted({topic for one in found for topic in one.outgrown}):
+            _log.warning(
+                "%s: %s has forgotten IDs since it began: what a task was tried again with may be there twice; let the "
+                "topic's window hold more than is written at a time",
+                what,
+                topic,
+            )
+
+
+class BatchWriter(_Writing, DataSourceArrowWriter):
+    """Appends a DataFrame."""
+
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
+        """Raises INVALID_OPTION before anything is written in `foreachBatch` whose checkpoint nobody named."""
+        context = TaskContext.get()
+        batch = context.getLocalProperty(_BATCH) if context else None
+        if batch is not None and self.task.fail_on_forgotten_ids:
+            _check_batch(int(batch), self.task.began.batch)
+        return super().write(iterator)
+
+    def commit(self, messages: list[WriterCommitMessage | None]) -> None:
+        self._sum_up("the write", messages)
+
+    def abort(self, messages: list[WriterCommitMessage | None]) -> None:
+        """What was written stays, and is known by its IDs when it comes again."""
+
+
+class StreamWriter(_Writing, DataSourceStreamArrowWriter):
+    """Appends a stream's batches."""
+
+    def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
+        self._sum_up(f"batch {batchId}", messages)
+
+    def abort(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
+        """As of a batch."""
+
+
+def _check_batch(batch: int, of_checkpoint: int | None) -> None:
+    """A stream replays a batch that it was killed in: whether that may be this one, only its checkpoint says."""
+    if batch != of_checkpoint:
+        found = "none is named that can be looked at" if of_checkpoint is None else f"the one named has {of_checkpoint}"
+        raise error(
+            "INVALID_OPTION",
+            f"checkpointLocation: batch {batch} of a stream is written, as in foreachBatch, which its checkpoint says "
+            f"more about: {found}",
+            hint="Write the stream itself: writeStream.format('seqdedupe'). Or give the write in foreachBatch the "
+            "option checkpointLocation, as the query has it. failOnForgottenIds = false writes without: rows of a "
+            "batch that is replayed when the topic has forgotten their IDs are doubled.",
+        )

@@ -1,12 +1,17 @@
 """A Delta Lake table: positions are application transactions, committed with the rows."""
 
+import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import PurePosixPath
+from urllib.parse import quote
 
 import pyarrow as pa
-from deltalake import CommitProperties, DeltaTable, Field, write_deltalake
+import pyarrow.compute as pc
+import pyarrow.types as t
+from deltalake import CommitProperties, DeltaTable, Field, Transaction, write_deltalake
 from deltalake.exceptions import (
     CommitFailedError,
     DeltaError,
@@ -16,36 +21,341 @@ from deltalake.exceptions import (
 )
 
 from seqdedupe.errors import error
+from seqdedupe.message_id import MessageId, Position
 from seqdedupe_spark.stores.contract import (
+    FORMAT_VERSION,
     Advance,
     Beside,
     Binding,
     OutputStore,
     Stored,
+    check_format,
     check_replacement,
 )
-from seqdedupe_spark.stores.delta_columns import (
-    check_columns,
-    check_features,
-    check_keys,
-    check_names,
-    check_partitions,
-    declared,
-    to_table,
+from seqdedupe_spark.stores.delta_log import DeltaLog, sync
+from seqdedupe_spark.stores.kinds import (
+    BAD_VALUES,
+    Column,
+    Kind,
+    check_schema,
+    check_table,
+    converted,
+    in_batch,
+    kind_of,
 )
-from seqdedupe_spark.stores.delta_disk import sync
-from seqdedupe_spark.stores.delta_log import DeltaLog
-from seqdedupe_spark.stores.delta_positions import (
-    check_not_replaced,
-    checked_version,
-    job_transaction,
-    properties,
-    stored_in,
-    topics_of,
-    transactions,
+from seqdedupe_spark.stores.object_store import SCHEME, options_of, plain
+
+# -- The columns of a Delta table: the types that it has, batches cast to them, and columns that partition it.
+
+MAX_PARTITION_TEXT_BYTES = 200
+"""Of a text in a column that partitions the table, as the name of its folder spells it: names have 255 with the
+column's."""
+
+MAX_PARTITION_NAME_BYTES = 255 - 1 - MAX_PARTITION_TEXT_BYTES
+"""Of such a column's own name, which stands before the text and a `=`."""
+
+MAX_KEY_BYTES = 1024
+"""What the name of an object has at most, its folders among it."""
+
+FILE_NAME_BYTES = 80
+"""What of it a data file's own name takes, with room to spare."""
+
+_NO_FOLDER = re.compile(r"[\x00-\x1f\x7f/]")
+"""What such a name cannot have: folders are named after it as it is."""
+
+_NULLS = ("", "__HIVE_DEFAULT_PARTITION__")
+"""Texts that stand for null there."""
+
+_PARTITIONS = (Kind.BOOLEAN, Kind.INTEGER, Kind.TEXT, Kind.DATE, Kind.TIMESTAMP, Kind.LOCAL_TIMESTAMP)
+"""What is read from the names of folders as it was written."""
+
+_UNSUPPORTED = frozenset(
+    {
+        "allowColumnDefaults",
+        "clustering",
+        "domainMetadata",
+        "icebergCompatV1",
+        "icebergCompatV2",
+        "identityColumns",
+        "inCommitTimestamp",
+        "rowTracking",
+        "typeWidening",
+        "typeWidening-preview",
+    }
 )
-from seqdedupe_spark.stores.kinds import check_schema, in_batch
-from seqdedupe_spark.stores.object_store import options_of, plain, room_for_folders
+"""Of what a table's protocol can ask of who adds rows: with these delta-rs commits nothing."""
+
+_MARKS = {
+    "delta.generationExpression": "generatedColumns",
+    "delta.identity.start": "identityColumns",
+    "CURRENT_DEFAULT": "allowColumnDefaults",
+}
+"""The metadata of columns that are filled by the writer, in tables whose protocol does not list features."""
+
+_DECLARED = {
+    pa.uint8(): pa.int16(),
+    pa.uint16(): pa.int32(),
+    pa.uint32(): pa.int64(),
+    pa.uint64(): pa.decimal128(20, 0),
+    pa.float16(): pa.float32(),
+    pa.null(): pa.string(),
+}
+
+
+def declared(field: pa.Field) -> pa.Field:
+    """A new column, which can be null: Delta knows no unsigned numbers, and microseconds only."""
+    kind = kind_of(field)
+    if kind is Kind.TIMESTAMP:
+        return pa.field(field.name, pa.timestamp("us", "UTC"))
+    if kind is Kind.LOCAL_TIMESTAMP:
+        return pa.field(field.name, pa.timestamp("us"))
+    return pa.field(field.name, _DECLARED.get(field.type, field.type))
+
+
+def check_names(table: str, fields: Iterable[pa.Field]) -> None:
+    """Raises INVALID_OUTPUT if a table cannot tell these columns apart, or the fields of one of their structs: Delta
+    takes upper and lower case for the same, and ends a name at a NUL."""
+    known: dict[str, str] = {}
+    for field in fields:
+        if "\0" in field.name:
+            raise error("INVALID_OUTPUT", f"table {table} cannot have {field.name!r}: Delta has no name with a NUL")
+        if (other := known.setdefault(field.name.lower(), field.name)) != field.name:
+            what = f"table {table} cannot have both {other!r} and {field.name!r}: to Delta they are the same name"
+            raise error("INVALID_OUTPUT", what, hint="Give one of them another name in the transformation.")
+        check_names(table, [field.type.field(k) for k in range(field.type.num_fields)])
+
+
+def check_features(table: str, found: DeltaTable) -> None:
+    """Raises INVALID_OUTPUT if a table has what the writer does not support."""
+    has = set(found.protocol().writer_features or ())
+    fields = json.loads(found.schema().to_json())["fields"]
+    names = {name for field in fields for name in field["metadata"]}
+    lacking = sorted(has & _UNSUPPORTED | {feature for name, feature in _MARKS.items() if name in names})
+    if lacking:
+        what = f"table {table} has features that this writer does not support: {', '.join(lacking)}"
+        raise error("INVALID_OUTPUT", what, hint="Give the job a table without them, or one that it makes itself.")
+
+
+def check_columns(table: str, schema: pa.Schema, there: pa.Schema, hint: str | None = None) -> None:
+    """Raises INVALID_OUTPUT, naming all columns that are the reason, if the table does not take rows of the schema."""
+    check_schema(schema)
+    columns = {field.name: Column(str(field.type), not field.nullable) for field in there}
+    check_table(table, schema, columns, lambda field, _: _fits(field, there.field(field.name)), hint)
+
+
+def check_partitions(table: str, names: Sequence[str], columns: pa.Schema) -> None:
+    """Raises INVALID_OUTPUT unless these can be the columns that partition a table which has those."""
+    for name in names:
+        if _NO_FOLDER.search(name):
+            why = f"no name of a folder has control characters or slashes, and {name[:80]!r} has"
+            what = f"table {table} cannot be partitioned so: {why}"
+            raise error("INVALID_OUTPUT", what, hint="Give the column another name, or leave it out of partitionBy.")
+    what = f"table {table} cannot be partitioned by {', '.join(names)}"
+    if len({name.lower() for name in names}) < len(names):
+        raise error("INVALID_OUTPUT", f"{what}: one of them is there twice")
+    for name in names:
+        if name not in columns.names:
+            raise error("INVALID_OUTPUT", f"{what}: the rows have no column {name!r}")
+        field = columns.field(name)
+        if kind_of(field) not in _PARTITIONS:
+            why = f"{name} is {field.type}, and folders are named after booleans, integers, texts, dates and times"
+            raise error("INVALID_OUTPUT", f"{what}: {why}")
+        if len(name.encode()) > MAX_PARTITION_NAME_BYTES:
+            why = f"{name[:80]!r} has more than {MAX_PARTITION_NAME_BYTES} bytes as the name of a folder"
+            raise error("INVALID_OUTPUT", f"{what}: {why}")
+    if len(names) == len(columns):
+        raise error("INVALID_OUTPUT", f"{what}: one column has to be left for the files")
+
+
+def to_table(batch: pa.RecordBatch, there: pa.Schema, partitions: Sequence[str]) -> pa.RecordBatch:
+    """The batch with the table's columns; those that it does not have are null. Raises INVALID_OUTPUT that names the
+    row."""
+    columns = []
+    for field in there:
+        if field.name not in batch.schema.names:
+            columns.append(pa.nulls(len(batch), field.type))
+            continue
+        column = converted(field.name, partial(_cast, field.type), batch.column(field.name))
+        if column.null_count and not field.nullable:
+            row = pc.index(column.is_null(), True).as_py()
+            raise error("INVALID_OUTPUT", f"column {field.name!r} takes no null", row=row)
+        if field.name in partitions and kind_of(field) is Kind.TEXT:
+            _check_names_a_folder(field.name, column)
+        columns.append(column)
+    return pa.record_batch(columns, schema=there)
+
+
+def _check_names_a_folder(name: str, column: pa.Array) -> None:
+    for text in column.unique().to_pylist():
+        if text is None or (text not in _NULLS and len(quote(text, safe="")) <= MAX_PARTITION_TEXT_BYTES):
+            continue
+        row = pc.index(column, pa.scalar(text, column.type)).as_py()
+        why = "would be null" if text in _NULLS else f"has more than {MAX_PARTITION_TEXT_BYTES} bytes"
+        what = f"column {name!r} partitions the table, and as the name of a folder {text[:80]!r} {why}"
+        raise error("INVALID_OUTPUT", what, row=row)
+
+
+def room_for_folders(uri: str) -> int:
+    """How many bytes a table's own folders may have there, of a data file's key."""
+    _, _, folder = uri.removeprefix(SCHEME).partition("/")
+    return MAX_KEY_BYTES - FILE_NAME_BYTES - len(folder) - len("//")
+
+
+def check_keys(batch: pa.RecordBatch, partitions: Sequence[str], room_bytes: int) -> None:
+    """Raises INVALID_OUTPUT that names the first row whose folders, all together, have more bytes."""
+    most = sum(len(name.encode()) + len("=/") + MAX_PARTITION_TEXT_BYTES for name in partitions)
+    if most <= room_bytes:
+        return
+    columns = [batch.column(name).cast(pa.string()).to_pylist() for name in partitions]
+    for row, values in enumerate(zip(*columns, strict=True)):
+        folders = "/".join(
+            f"{name}={quote(value or _NULLS[1], safe='')}" for name, value in zip(partitions, values, strict=True)
+        )
+        if len(folders.encode()) > room_bytes:
+            what = f"the folders of {', '.join(partitions)} have more than {room_bytes} bytes together"
+            raise error("INVALID_OUTPUT", f"{what}: a key on S3 has no room for that", row=row)
+
+
+def _cast(kind: pa.DataType, column: pa.Array) -> pa.Array:
+    cast = column.cast(kind)
+    cast.validate(full=True)
+    return cast
+
+
+def _fits(field: pa.Field, column: pa.Field) -> bool:
+    kind, there = kind_of(field), kind_of(column)
+    if kind is Kind.NULL:
+        return True
+    if kind is Kind.FLOAT and there is Kind.FLOAT:
+        return bool(field.type.bit_width <= column.type.bit_width)
+    if kind is Kind.JSON:
+        return _nests_alike(field.type, column.type)
+    if kind is Kind.INTEGER and there is Kind.DECIMAL:
+        return _takes_integers(field.type, column.type)
+    return kind is there
+
+
+def _nests_alike(given: pa.DataType, there: pa.DataType) -> bool:
+    """Whether a map, list or struct has room for all that is in the other: a field that it lacks would be dropped."""
+    shapes = (t.is_struct, t.is_map, lambda one: not t.is_struct(one) and not t.is_map(one) and t.is_nested(one))
+    if not any(is_such(given) and is_such(there) for is_such in shapes):
+        return False
+    inner = [given.field(k) for k in range(given.num_fields)]
+    if not t.is_struct(given):
+        return all(_fits(one, there.field(k)) for k, one in enumerate(inner))
+    names = [there.field(k).name for k in range(there.num_fields)]
+    return all(one.name in names and _fits(one, there.field(names.index(one.name))) for one in inner)
+
+
+def _takes_integers(given: pa.DataType, there: pa.DataType) -> bool:
+    """Arrow casts integers to a decimal only if it has room for all that their type has."""
+    try:
+        pa.array([0], given).cast(there)
+    except BAD_VALUES:
+        return False
+    return True
+
+
+# -- How a Delta table holds the positions of jobs: what stands in its properties, and what in application
+# transactions.
+#
+# RESTORE takes rows and properties back to an older version, and leaves transactions as they are. So every commit of
+# a job says in one more transaction up to which version of the table it was looked for a RESTORE: one that comes
+# later makes the positions of the version that it brought back those that count.
+
+_NO_MESSAGE = MessageId(-1, -1)
+"""For no message ID: at a topic's start, or because it is not known. The ledgers of messages are not negative."""
+
+_PROPERTY = "seqdedupe."
+
+_FORMAT = "seqdedupe_format_version"
+"""The property of the table that says how the others are to be read."""
+
+
+def properties(job: str, positions: dict[str, Stored]) -> dict[str, str]:
+    """The properties of a table in which a job has these positions, the job's own among them."""
+    known = {
+        _of_topic(job, topic): f"{stored.epoch} {stored.position.incarnation}" for topic, stored in positions.items()
+    }
+    return {**known, _of_job(job): "begun", _FORMAT: str(FORMAT_VERSION)}
+
+
+def job_transaction(job: str, checked: int) -> Transaction:
+    """What goes with the properties: the job has begun, and the table is checked up to that version."""
+    return Transaction(quote(job, safe=""), checked)
+
+
+def transactions(job: str, topic: str, position: Position, checked: int) -> list[Transaction]:
+    """A position, and up to which version the table is checked."""
+    # Versions are signed numbers.
+    ownership = position.ownership - 2**64 if position.ownership >= 2**63 else position.ownership
+    numbers = (position.index, *(position.message_id or _NO_MESSAGE), ownership, checked)
+    names = _applications(job, topic, position.incarnation)
+    return [Transaction(name, number) for name, number in zip(names, numbers, strict=True)]
+
+
+def checked_version(found: DeltaTable, job: str, topics: Iterable[str]) -> int | None:
+    """Up to which version the job's commits have checked the table, as far as these topics say; None: it has not begun,
+    or what it wrote says nothing."""
+    said = [found.transaction_version(quote(job, safe=""))]
+    for topic in topics:
+        if (value := found.metadata().configuration.get(_of_topic(job, topic))) is not None:
+            *_, name = _applications(job, topic, int(value.split()[1]))
+            said.append(found.transaction_version(name))
+    return max((version for version in said if version is not None), default=None)
+
+
+def topics_of(found: DeltaTable, job: str) -> list[str]:
+    """The topics that have a position."""
+    prefix = _of_topic(job, "")
+    return [name[len(prefix) :] for name in found.metadata().configuration if name.startswith(prefix)]
+
+
+def check_not_replaced(found: DeltaTable, job: str, stands: DeltaTable) -> None:
+    """Raises OUTPUT_MISSING if the job had positions in the table that `stands`, and `found` was put in its place:
+    properties are lost then, and transactions are not."""
+    if _of_job(job) in found.metadata().configuration:
+        return
+    if _of_job(job) in stands.metadata().configuration or stands.transaction_version(quote(job, safe="")) is not None:
+        what = f"the Delta table {found.table_uri} was replaced by another since job {job!r} wrote to it"
+        hint = (
+            "RESTORE the version before that, and start the job again; to lay a table out anew, overwrite its rows "
+            "instead of replacing it. For what stands there now give the job another name: it begins anew."
+        )
+        raise error("OUTPUT_MISSING", f"{what}, and its positions are lost", hint=hint)
+
+
+def stored_in(found: DeltaTable, job: str, topic: str) -> Stored | None:
+    """The position that stands in this version, whatever was restored. Raises INVALID_OUTPUT or NEWER_FORMAT."""
+    names = found.metadata().configuration
+    value = names.get(_of_topic(job, topic))
+    if value is None:
+        return None
+    check_format(int(names.get(_FORMAT, "1")), f"the Delta table {found.table_uri}")
+    epoch, incarnation = map(int, value.split())
+    *numbers, ownership = map(found.transaction_version, _applications(job, topic, incarnation)[:-1])
+    whole = [number for number in numbers if number is not None]
+    if len(whole) != 1 + len(_NO_MESSAGE):
+        raise error("INVALID_OUTPUT", f"the Delta table {found.table_uri} has lost the position of {topic}")
+    message_id = None if MessageId(*whole[1:]) == _NO_MESSAGE else MessageId(*whole[1:])
+    # Positions that were stored when they had no ownership have none here either.
+    return Stored(Position(incarnation, message_id, whole[0], (ownership or 0) % 2**64), epoch)
+
+
+def _of_job(job: str) -> str:
+    return _PROPERTY + quote(job, safe="")
+
+
+def _of_topic(job: str, topic: str) -> str:
+    return f"{_of_job(job)}/{topic}"
+
+
+def _applications(job: str, topic: str, incarnation: int) -> list[str]:
+    """The application IDs whose versions are a position: index, ledger, entry, batch index, ownership; and the version
+    up to which the table is checked."""
+    name = f"{quote(job, safe='')}/{topic}/{incarnation}"
+    return [name, *(f"{name}/{part}" for part in ("ledger", "entry", "batch", "ownership", "checked"))]
+
 
 _VIOLATED = re.compile(r"Invalid data found: (\d+) rows failed validation check")
 
@@ -54,11 +364,11 @@ class DeltaStore(OutputStore):
     """One Delta table with the positions of the jobs that write to it. The output table's name is its folder's.
 
     A property of the table, `seqdedupe.<job>/<topic>`, holds epoch and incarnation, application transactions the rest,
-    see `delta_positions`. They are in the commit that adds the rows, and it is made on the very version of the table in
-    which they were checked: Delta refuses it if a later version has changed the same ones, and merges those of other
-    topics. Rows and positions stay one when the table is restored to an older version: `bind` stores the positions of
-    that one, and until then nothing is written (POSITION_WENT_BACK). In a table that was replaced nothing is
-    (OUTPUT_MISSING).
+    see `properties` and `transactions`. They are in the commit that adds the rows, and it is made on the very version
+    of the table in which they were checked: Delta refuses it if a later version has changed the same ones, and merges
+    those of other topics. Rows and positions stay one when the table is restored to an older version: `bind` stores the
+    positions of that one, and until then nothing is written (POSITION_WENT_BACK). In a table that was replaced nothing
+    is (OUTPUT_MISSING).
 
     `write` holds all rows of a transaction in memory. Columns that the rows do not have are null.
 

@@ -1,20 +1,19 @@
-"""What the stores share: kinds of Arrow types, names of tables, when a table fits a schema, values as cells."""
+"""What all stores share: kinds of Arrow types, when a table fits a schema, and errors that name a value's row.
 
-import base64
-import datetime
-import decimal
-import json
+Begin with `check_table`, which says whether a table takes rows, and `converted`, which makes a column of what it takes.
+"""
+
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum, auto
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import pyarrow as pa
 import pyarrow.types as t
 
 from seqdedupe.errors import SeqdedupeError, error
-from seqdedupe.message_id import Position
-from seqdedupe_spark.stores.contract import Stored
+
+T = TypeVar("T")
 
 
 class Kind(Enum):
@@ -58,8 +57,8 @@ _KINDS: tuple[tuple[Kind, Callable[[pa.DataType], bool]], ...] = (
 class Column(NamedTuple):
     """A column of a table that is there."""
 
-    type: str
-    """As the database names it."""
+    type: Any
+    """As the database names it, or what is shown so."""
     is_required: bool
     """Whether it takes no null and has no default."""
 
@@ -70,30 +69,6 @@ def kind_of(field: pa.Field) -> Kind:
         if belongs(field.type):
             return kind
     raise error("INVALID_OUTPUT", f"column {field.name!r}: no store takes the type {field.type}")
-
-
-def to_cells(stored: Stored) -> list[object]:
-    """Epoch, incarnation, index and the whole position, as the tables of positions have them."""
-    position = stored.position
-    return [stored.epoch, position.incarnation, position.index, str(position)]
-
-
-def from_cells(epoch: int, position: str) -> Stored:
-    """What is stored, of the cells that say it all."""
-    return Stored(Position.parse(position), epoch)
-
-
-def split_name(table: str) -> list[str]:
-    """The parts of `name` or `schema.name`. Raises INVALID_OUTPUT."""
-    parts = table.split(".")
-    if len(parts) > 2 or not all(parts) or "\0" in table:
-        raise error("INVALID_OUTPUT", f"the table's name {table[:80]!r} is not name or schema.name")
-    return parts
-
-
-def quoted(*parts: str) -> str:
-    """These parts of one name, for SQL."""
-    return ".".join('"' + part.replace('"', '""') + '"' for part in parts)
 
 
 def check_schema(schema: pa.Schema) -> None:
@@ -111,7 +86,7 @@ def check_table(
     table: str,
     schema: pa.Schema,
     columns: Mapping[str, Column],
-    fits: Callable[[pa.Field, str], bool],
+    fits: Callable[[pa.Field, Any], bool],
     hint: str | None = None,
 ) -> None:
     """Raises INVALID_OUTPUT, naming all columns that are the reason, if the table does not take rows of the schema."""
@@ -135,13 +110,21 @@ BAD_VALUES = (pa.ArrowException, KeyError, TypeError, ValueError)
 """What conversion raises for a value that cannot be converted."""
 
 
+def converted(name: str, convert: Callable[[pa.Array], T], column: pa.Array) -> T:
+    """What is made of a column of this name. Raises INVALID_OUTPUT with the row of the first value that cannot be."""
+    try:
+        return convert(column)
+    except BAD_VALUES as e:
+        raise bad_value(name, _first_bad(convert, column), e) from e
+
+
 def bad_value(name: str, row: int, cause: object) -> SeqdedupeError:
     """The error for a column with a value that cannot be written."""
     what = f"column {name!r} has a value that cannot be written: {one_line(cause)}"
     return error("INVALID_OUTPUT", what, row=row)
 
 
-def first_bad(convert: Callable[[pa.Array], object], column: pa.Array) -> int:
+def _first_bad(convert: Callable[[pa.Array], object], column: pa.Array) -> int:
     """The row of the first value that cannot be converted, of a column that has one."""
     first, count = 0, len(column)
     while count > 1:
@@ -155,6 +138,11 @@ def first_bad(convert: Callable[[pa.Array], object], column: pa.Array) -> int:
     return first
 
 
+def one_line(cause: object) -> str:
+    """What a database says, on one line."""
+    return " ".join(str(cause).split())
+
+
 @contextmanager
 def in_batch(number: int) -> Iterator[None]:
     """Completes an error that names a row: it is one of this batch."""
@@ -164,30 +152,3 @@ def in_batch(number: int) -> Iterator[None]:
         if "row" in e.numbers:
             e.numbers["batch"] = str(number)
         raise
-
-
-def one_line(cause: object) -> str:
-    """What a database says, on one line."""
-    return " ".join(str(cause).split())
-
-
-def json_texts(column: pa.Array) -> list[str | None]:
-    """Maps (as objects), lists and structs as JSON: bytes in base64, times in ISO 8601, decimals as text.
-
-    Raises KeyError for a key that a map has twice, TypeError or ValueError for what JSON does not have, such as NaN.
-    """
-    values = column.to_pylist(maps_as_pydicts="strict")
-    return [
-        None if value is None else json.dumps(value, ensure_ascii=False, allow_nan=False, default=_plain)
-        for value in values
-    ]
-
-
-def _plain(value: object) -> str:
-    if isinstance(value, bytes):
-        return base64.b64encode(value).decode()
-    if isinstance(value, datetime.date | datetime.time):
-        return value.isoformat()
-    if isinstance(value, decimal.Decimal):
-        return str(value)
-    raise TypeError(f"there is no JSON for {type(value).__name__}")

@@ -11,12 +11,6 @@ SCHEME: Final = "s3://"
 _URL = re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[A-Za-z0-9_.=+-]+)+")
 """A bucket, and folders whose names nobody has to encode."""
 
-MAX_KEY_BYTES = 1024
-"""What the name of an object has at most, its folders among it."""
-
-FILE_NAME_BYTES = 80
-"""What of it a data file's own name takes, with room to spare."""
-
 _OPTIONS: Final = {"conditional_put": "etag", "retry_timeout": "30s"}
 """A commit is a PUT that is refused if its version is there (`If-None-Match: *`), whatever the environment says."""
 
@@ -48,12 +42,6 @@ def options_of(uri: str) -> dict[str, str] | None:
 def is_table_url(uri: str) -> bool:
     """Whether it is one of a folder in a bucket, and its only name: not `a/./b`, which is `a/b` to the server."""
     return bool(_URL.fullmatch(uri)) and not {".", ".."} & set(uri.split("/"))
-
-
-def room_for_folders(uri: str) -> int:
-    """How many bytes a table's own folders may have there, of a data file's key."""
-    _, _, folder = uri.removeprefix(SCHEME).partition("/")
-    return MAX_KEY_BYTES - FILE_NAME_BYTES - len(folder) - len("//")
 
 
 def plain(cause: object) -> str:

@@ -1,44 +1,24 @@
-"""MariaDB, MySQL, and any other database with transactions that SQLAlchemy speaks: the general store, a slow one."""
+"""The store in an SQL database: what all of them do alike, said once. A dialect says what differs.
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
-from typing import Any
+`SqlStore` is the flow of every call; begin with its `write`. SQLite (`sqlite_file`), PostgreSQL (`postgresql`, where
+rows go in by binary COPY), and MariaDB, MySQL and all others that SQLAlchemy speaks (`general`) fill in how they open a
+transaction, make tables, insert rows and say what columns there are. Below it: names and values as SQL has them.
+"""
+
+import base64
+import datetime
+import decimal
+import json
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Generic, TypeVar
 
 import pyarrow as pa
-from sqlalchemy import (
-    BigInteger,
-    Boolean,
-    Column,
-    Connection,
-    Insert,
-    Integer,
-    MetaData,
-    NullPool,
-    String,
-    Table,
-    TableClause,
-    bindparam,
-    column,
-    create_engine,
-    delete,
-    event,
-    insert,
-    inspect,
-    literal,
-    make_url,
-    select,
-    table,
-    text,
-    update,
-)
-from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, NoSuchModuleError, SQLAlchemyError
-from sqlalchemy.sql import quoted_name
 
-from seqdedupe.databases import tables
-from seqdedupe.databases.failures import Fault, ended, fault_of, lost_connection, told
+from seqdedupe.databases.failures import Fault, fault_of, told
 from seqdedupe.errors import SeqdedupeError, error
-from seqdedupe_spark.stores import kinds
+from seqdedupe.message_id import Position
 from seqdedupe_spark.stores.contract import (
     FORMAT_VERSION,
     Advance,
@@ -46,213 +26,165 @@ from seqdedupe_spark.stores.contract import (
     Binding,
     OutputStore,
     Stored,
-    Take,
+    Watermarks,
     check_format,
     check_replacement,
 )
-from seqdedupe_spark.stores.kinds import (
-    BAD_VALUES,
-    bad_value,
-    check_schema,
-    check_table,
-    first_bad,
-    from_cells,
-    in_batch,
+from seqdedupe_spark.stores.kinds import Column, check_schema, check_table, in_batch
+
+C = TypeVar("C")
+
+Values = Mapping[str, object] | list[dict[str, object]]
+
+POSITIONS, WATERMARKS, JOBS = "seqdedupe_positions", "seqdedupe_watermarks", "seqdedupe_jobs"
+
+OWN_TABLES: Mapping[str, tuple[int, Mapping[str, str]]] = {
+    POSITIONS: (
+        2,
+        {
+            "job": "name",
+            "topic": "name",
+            "epoch": "bigint",
+            "incarnation": "bigint",
+            "message_index": "bigint",
+            "position": "position",
+        },
+    ),
+    WATERMARKS: (3, {"job": "name", "topic": "name", "producer_name": "name", "sequence_id": "bigint"}),
+    JOBS: (1, {"job": "name", "format_version": "integer", "output_table": "name", "deduplicate": "boolean"}),
+}
+"""The tables that a job's positions are kept in: how many of the first columns are the key, and the columns, none of
+which is null. What they are declared as a dialect says."""
+
+_BIND = f"INSERT INTO {JOBS} (job, format_version, output_table, deduplicate) VALUES (:job, :version, :table, :drops)"
+_BOUND = f"SELECT format_version, output_table, deduplicate FROM {JOBS} WHERE job = :job"
+_POSITIONS_OF = f"SELECT topic, epoch, position FROM {POSITIONS} WHERE job = :job"
+_WATERMARKS_OF = (
+    # One statement sees one moment, also where two in a transaction do not.
+    f"SELECT epoch, position, NULL, NULL FROM {POSITIONS} WHERE job = :job AND topic = :topic UNION ALL "
+    f"SELECT NULL, NULL, producer_name, sequence_id FROM {WATERMARKS} WHERE job = :job AND topic = :topic"
 )
-from seqdedupe_spark.stores.sql_types import declared, fits, values
-
-MAX_NAME_CHARACTERS = 255
-"""Of a job: MariaDB's indexes take no more."""
-
-LOCK_TIMEOUT_SECONDS = 30
-"""How long to wait for another transaction, where the database can be told (MariaDB and MySQL)."""
-
-IDLE_TIMEOUT_SECONDS = 60
-"""How long a transaction may stand still, where the database can be told (MariaDB)."""
-
-_MYSQL_SESSION = (
-    # Else a value that does not fit is cut, or becomes 0, with a warning.
-    "SET SESSION sql_mode = 'TRADITIONAL,NO_AUTO_VALUE_ON_ZERO', time_zone = '+00:00', "
-    f"innodb_lock_wait_timeout = {LOCK_TIMEOUT_SECONDS}"
-    # In MariaDB alone: who changes a table waits no longer for a transaction whose process has stopped.
-    f"/*M!100300 , idle_transaction_timeout = {IDLE_TIMEOUT_SECONDS} */"
+_CELLS = ("epoch", "incarnation", "message_index", "position")
+_STORE = (
+    f"INSERT INTO {POSITIONS} (job, topic, {', '.join(_CELLS)}) "
+    f"VALUES (:job, :topic, {', '.join(f':{one}' for one in _CELLS)})"
 )
-
-_MYSQL_TRANSACTIONS = text(
-    "SELECT COALESCE(e.transactions, 'NO'), COALESCE(e.xa, 'NO') FROM information_schema.tables t "
-    "LEFT JOIN information_schema.engines e ON t.engine = e.engine "
-    "WHERE t.table_schema = COALESCE(:schema, DATABASE()) AND t.table_name = :name"
+_MOVE = (
+    f"UPDATE {POSITIONS} SET {', '.join(f'{one} = :{one}' for one in _CELLS)} "
+    f"WHERE job = :job AND topic = :topic AND {' AND '.join(f'{one} = :old_{one}' for one in _CELLS)}"
 )
-"""Whether a table's engine has transactions, and commits them together with those of other engines."""
-
-_CREATE_ATTEMPTS = 5
-"""Of those who make the same table at once one does, and the others find it there when they look again."""
-
-_NAMES_A_STATEMENT = 1000
-
-METADATA = MetaData()
-
-POSITIONS = tables.table(
-    "seqdedupe_positions",
-    METADATA,
-    Column("job", tables.name_type(), primary_key=True),
-    Column("topic", tables.name_type(), primary_key=True),
-    Column("epoch", BigInteger, nullable=False),
-    Column("incarnation", BigInteger, nullable=False),
-    Column("message_index", BigInteger, nullable=False),
-    Column("position", String(255), nullable=False),
+_RAISE = (
+    f"INSERT INTO {WATERMARKS} (job, topic, producer_name, sequence_id) VALUES (:job, :topic, :producer, :sequence_id) "
+    "ON CONFLICT (job, topic, producer_name) DO UPDATE SET sequence_id = excluded.sequence_id"
 )
-WATERMARKS = tables.table(
-    "seqdedupe_watermarks",
-    METADATA,
-    Column("job", tables.name_type(), primary_key=True),
-    Column("topic", tables.name_type(), primary_key=True),
-    Column("producer_name", tables.name_type(), primary_key=True),
-    Column("sequence_id", BigInteger, nullable=False),
-)
-JOBS = tables.table(
-    "seqdedupe_jobs",
-    METADATA,
-    Column("job", tables.name_type(), primary_key=True),
-    Column("format_version", Integer, nullable=False),
-    Column("output_table", tables.name_type(), nullable=False),
-    Column("deduplicate", Boolean, nullable=False),
-)
+_FORGET = f"DELETE FROM {WATERMARKS} WHERE job = :job AND topic = :topic"
 
 
-class SqlStore(OutputStore):
-    """Rows and positions in one database, by an SQLAlchemy URL with the driver's name (`mysql+pymysql://…`).
+class SqlStore(OutputStore, Generic[C]):
+    """Rows and positions in one SQL database; `C` is the dialect's connection.
 
-    The database has to have transactions, and to say how many rows an UPDATE has found: of MariaDB and MySQL every
-    table is looked at, of others it is believed. `write` holds all rows of a transaction in memory, and inserts them as
-    the driver does many. Times with a zone are stored in UTC, maps, lists and structs as JSON. Raises INVALID_OPTION if
-    the URL cannot be used, which never quotes a password.
+    Where nothing else is said, `write` holds all rows of a transaction in memory: the transaction begins when the last
+    one has been read, and is short.
     """
 
-    def __init__(self, url: str) -> None:
-        try:
-            parsed = make_url(url)
-            self._engine = create_engine(parsed, poolclass=NullPool, isolation_level="READ COMMITTED")
-        except (ArgumentError, NoSuchModuleError, ImportError, ValueError):
-            what = "the store's URL is none of SQLAlchemy's, or its driver is not installed"
-            raise error(
-                "INVALID_OPTION", what, hint="mysql+pymysql://user@host/database, and pip install pymysql"
-            ) from None
-        dialect = self._engine.dialect
-        if dialect.name == "sqlite" or not dialect.supports_sane_rowcount:
-            what = f"store: {dialect.name} does not say what a statement has changed, or is no server"
-            raise error("UNSUPPORTED_STORE", what)
-        self._is_mysql = dialect.name in tables.MARIADB
-        self._is_postgres = dialect.name == "postgresql"
-        self._place = parsed.render_as_string(hide_password=True)
-        if self._is_mysql:
-            event.listen(self._engine, "connect", _begin_session)
+    database = "the database"
+    """What refuses rows, in an error."""
+    raises: tuple[type[Exception], ...] = ()
+    """What the driver raises."""
 
-    def close(self) -> None:
-        self._engine.dispose()
+    def __init__(self, place: str, format_place: str | None = None) -> None:
+        """`place` cannot be used, in an error, and positions in `format_place` are of another format."""
+        self._place = place
+        self._format_place = format_place or place
+
+    # -- What a dialect says.
+
+    @abstractmethod
+    def _reading(self) -> AbstractContextManager[C]:
+        """A connection on which one statement is run. What the driver raises is translated, as by `_errors`."""
+
+    @abstractmethod
+    def _transaction(self) -> AbstractContextManager[C]:
+        """One transaction that writes: durable when the block ends, or nothing of it is."""
+
+    @abstractmethod
+    def _making(self, table: str | None = None, schema: pa.Schema | None = None) -> AbstractContextManager[C]:
+        """A transaction, when our own tables and that one are made where they are missing."""
+
+    @abstractmethod
+    def _execute(self, connection: C, statement: str, values: Values) -> Any:
+        """Runs a statement with values for `:name`, or with each of several; what it returns has `rowcount` and, of a
+        query, `fetchall`."""
+
+    @abstractmethod
+    def _columns_of(self, connection: C, table: str) -> dict[str, Column]:
+        """The columns of a table; none if it is missing."""
+
+    @abstractmethod
+    def _fits(self, field: pa.Field, there: Any) -> bool:
+        """Whether a column of this type takes the field's values and gives them back."""
+
+    def _check_kept(self, connection: C, tables: Iterable[str]) -> None:
+        """Raises INVALID_OUTPUT if rows and positions would not be committed, and be there after a crash, together."""
+
+    def _look_first(self, connection: C, job: str, tables: Sequence[str], advances: Sequence[Advance]) -> None:
+        """What is looked at in the transaction of a write, before its rows."""
+
+    def _look_last(self, connection: C) -> None:
+        """What is looked at before it commits."""
+
+    @abstractmethod
+    def _insert(self, connection: C, table: str, batch: pa.RecordBatch) -> None:
+        """All rows. Raises INVALID_OUTPUT with the row that the database refuses."""
+
+    def _raise(self, connection: C, job: str, topic: str, watermarks: Watermarks) -> None:
+        """Stores watermarks in the place of those that are there."""
+        rows = [
+            {"job": job, "topic": topic, "producer": name, "sequence_id": sequence_id}
+            for name, sequence_id in watermarks.items()
+        ]
+        if rows:
+            self._execute(connection, _RAISE, rows)
+
+    # -- What all of them do.
 
     def bind(self, job: str, binding: Binding) -> Binding:
-        if len(job) > MAX_NAME_CHARACTERS:
-            raise error("INVALID_OPTION", f"job: the name has more than {MAX_NAME_CHARACTERS} characters")
-        new = {"job": job, "format_version": FORMAT_VERSION, "output_table": binding.table}
-        with self._errors():
-            self._make_own_tables()
-            try:
-                with self._engine.begin() as connection:
-                    connection.execute(insert(JOBS).values(**new, deduplicate=binding.deduplicate))
-            except IntegrityError:
-                pass
-            with self._engine.begin() as connection:
-                stored = connection.execute(select(JOBS).where(JOBS.c.job == job)).one()
-        check_format(stored.format_version, self._place)
-        return Binding(stored.output_table, bool(stored.deduplicate))
-
-    def _make_own_tables(self) -> None:
-        tables.make_tables(self._engine, METADATA)
-        with self._engine.begin() as connection:
-            self._check_kept(connection, METADATA.tables)
-
-    def _check_kept(self, connection: Connection, names: Iterable[str]) -> None:
-        """Raises INVALID_OUTPUT if rows and positions would not be committed, and be there after a crash, together."""
-        for name in names if self._is_mysql else ():
-            schema, last = _split(name)
-            row = connection.execute(_MYSQL_TRANSACTIONS, {"schema": schema, "name": last}).one_or_none()
-            if row is not None and row != ("YES", "YES"):
-                what = "no transactions" if row[0] != "YES" else "transactions that are not one with those of others"
-                hint = f"ALTER TABLE {name} ENGINE = InnoDB"
-                raise error("INVALID_OUTPUT", f"the table {name} has {what}", hint=hint)
-        if self._is_postgres:
-            quoted_names = [kinds.quoted(*kinds.split_name(name)) for name in names]
-            asked = text(tables.POSTGRESQL_UNSAFE_TABLES.format(names=":names"))
-            _refuse(connection.execute(asked, {"names": quoted_names}).first())
-
-    def _check_fits(self, connection: Connection, name: str, schemas: Iterable[pa.Schema]) -> None:
-        """Raises INVALID_OUTPUT if the table does not take such rows. Its columns stay as they are until the end of the
-        transaction, in databases where reading a table locks what it is."""
-        connection.execute(select(literal(1)).select_from(_named(name)).limit(0))
-        of_schema, last = _split(name)
-        found = inspect(connection).get_columns(last, of_schema)
-        there = {one["name"]: kinds.Column(str(one["type"]), _is_required(one)) for one in found}
-        types = {one["name"]: one["type"] for one in found}
-        for schema in schemas:
-            check_table(name, schema, there, lambda field, _: fits(field, types[field.name], self._is_mysql))
+        values = {"job": job, "version": FORMAT_VERSION, "table": binding.table, "drops": binding.deduplicate}
+        with self._making() as connection:
+            self._add(connection, _BIND, values)
+            ((version, table, deduplicate),) = self._rows(connection, _BOUND, job=job)
+        check_format(version, self._format_place)
+        return Binding(table, bool(deduplicate))
 
     def has_table(self, table: str) -> bool:
-        schema, name = _split(table)
-        with self._errors():
-            return inspect(self._engine).has_table(name, schema)
+        with self._reading() as connection:
+            return bool(self._columns_of(connection, table))
 
     def prepare(self, table: str, schema: pa.Schema) -> None:
-        of_schema, name = _split(table)
+        split_name(table)
         check_schema(schema)
-        columns = (Column(quoted_name(field.name, True), declared(field)) for field in schema)
-        output = tables.table(quoted_name(name, True), MetaData(schema=of_schema), *columns)
-        with self._errors():
-            self._make_own_tables()
-            self._create(output)
-            with self._engine.begin() as connection:
-                self._check_fits(connection, table, [schema])
-                self._check_kept(connection, [table])
-
-    def _create(self, output: Table) -> None:
-        for attempt in range(1, _CREATE_ATTEMPTS + 1):
-            try:
-                output.create(self._engine, checkfirst=True)
-                return
-            except DBAPIError:
-                if attempt == _CREATE_ATTEMPTS:
-                    raise
+        with self._making(table, schema) as connection:
+            self._check_fits(connection, table, [schema])
+            self._check_kept(connection, [table])
 
     def positions(self, job: str) -> dict[str, Stored]:
-        wanted = select(POSITIONS.c.topic, POSITIONS.c.epoch, POSITIONS.c.position).where(POSITIONS.c.job == job)
-        with self._errors(), self._engine.begin() as connection:
-            return {topic: from_cells(*rest) for topic, *rest in connection.execute(wanted)}
+        with self._reading() as connection:
+            rows = self._rows(connection, _POSITIONS_OF, job=job)
+        return {topic: from_cells(*rest) for topic, *rest in rows}
 
     def watermarks(self, job: str, topic: str) -> tuple[Stored | None, dict[str, int]]:
-        # One statement sees one moment, also where two in a transaction do not.
-        same = (WATERMARKS.c.job == POSITIONS.c.job) & (WATERMARKS.c.topic == POSITIONS.c.topic)
-        columns = (POSITIONS.c.epoch, POSITIONS.c.position, WATERMARKS.c.producer_name, WATERMARKS.c.sequence_id)
-        wanted = select(*columns).select_from(POSITIONS.outerjoin(WATERMARKS, same)).where(_of(POSITIONS, job, topic))
-        with self._errors(), self._engine.begin() as connection:
-            rows = connection.execute(wanted).all()
-        if not rows:
-            return None, {}
-        found = {name: sequence_id for _, _, name, sequence_id in rows if name is not None}
-        return from_cells(rows[0].epoch, rows[0].position), found
+        with self._reading() as connection:
+            rows = self._rows(connection, _WATERMARKS_OF, job=job, topic=topic)
+        stored = next((from_cells(*row[:2]) for row in rows if row[0] is not None), None)
+        return stored, {name: sequence_id for _, _, name, sequence_id in rows if name is not None}
 
     def replace(self, job: str, topic: str, expected: Stored | None, new: Stored) -> bool:
         check_replacement(topic, expected, new)
-        with self._errors():
-            try:
-                with self._engine.begin() as connection:
-                    if expected is None:
-                        connection.execute(insert(POSITIONS).values(job=job, topic=topic, **_cells(new)))
-                    elif not _move(connection, job, topic, expected, new):
-                        return False
-                    connection.execute(delete(WATERMARKS).where(_of(WATERMARKS, job, topic)))
-            except IntegrityError:
-                return False
-        return True
+        with self._transaction() as connection:
+            is_replaced = self._move(connection, job, topic, expected, new)
+            if is_replaced:
+                self._execute(connection, _FORGET, {"job": job, "topic": topic})
+        return is_replaced
 
     def write(
         self,
@@ -262,179 +194,136 @@ class SqlStore(OutputStore):
         advances: Sequence[Advance],
         beside: Beside | None = None,
     ) -> int:
+        """1. All rows are read, then the watermarks and the rows beside them.
+        2. In the transaction, the tables are looked at; they stay so until its end.
+        3. The rows are inserted.
+        4. Each position is compared and moved, and the watermarks are raised: last, and in one order for all writers.
+        """
+        # 1.
         collected = list(batches)
         changed = [advance.changed_watermarks() for advance in advances]
         others = beside and beside.rows()
-        # In the same order by all: of two that move the same positions neither holds what the other waits for.
-        moves = sorted(zip(advances, changed, strict=True), key=lambda one: one[0].range.topic)
         written = {table: collected} if any(map(len, collected)) else {}
         if beside and others:
             written[beside.table] = [others]
-        with self._errors(), self._engine.begin() as connection:
-            # What a table is, is looked at here, and stays so from here on.
+        with self._transaction() as connection:
+            # 2.
+            self._look_first(connection, job, list(written), advances)
             for name, some in written.items():
-                self._check_fits(connection, name, {one.schema for one in some})
-            for own in (POSITIONS, WATERMARKS):
-                connection.execute(select(literal(1)).select_from(own).limit(0))
-            if self._is_mysql:
-                self._check_kept(connection, [*written, POSITIONS.name, WATERMARKS.name])
+                self._check_fits(connection, name, {one.schema for one in some if len(one)})
+            # 3.
             for number, batch in enumerate(collected):
                 if len(batch):
                     with in_batch(number):
-                        _insert(connection, table, batch)
+                        self._insert(connection, table, batch)
             if beside and others:
-                _insert(connection, beside.table, others)
-            for advance, watermarks in moves:
-                start, end, topic = advance.range.start, advance.range.end, advance.range.topic
-                if not _move(connection, job, topic, Stored(start, advance.epoch), Stored(end, advance.epoch)):
-                    raise error(
-                        "POSITION_CHANGED", f"the position of job {job!r} is no longer the start of {advance.range}"
-                    )
-                _raise(connection, job, topic, watermarks)
-            if self._is_postgres:
-                _refuse(connection.exec_driver_sql(tables.POSTGRESQL_UNSAFE_WRITES).first())
+                self._insert(connection, beside.table, others)
+            # 4. Of two that move the same positions neither holds what the other waits for.
+            for advance, watermarks in sorted(zip(advances, changed, strict=True), key=lambda one: one[0].range.topic):
+                self._advance(connection, job, advance)
+                self._raise(connection, job, advance.range.topic, watermarks)
+            self._look_last(connection)
         return sum(map(len, collected))
 
-    @contextmanager
-    def trial(self, table: str) -> Iterator[Take]:
-        with self._errors(), self._engine.connect() as connection:
+    def _advance(self, connection: C, job: str, advance: Advance) -> None:
+        """Moves a position, which is locked from then on. Raises POSITION_CHANGED."""
+        start, end = Stored(advance.range.start, advance.epoch), Stored(advance.range.end, advance.epoch)
+        if not self._move(connection, job, advance.range.topic, start, end):
+            raise error("POSITION_CHANGED", f"the position of job {job!r} is no longer the start of {advance.range}")
 
-            def take(rows: pa.RecordBatch) -> SeqdedupeError | None:
-                try:
-                    with connection.begin_nested():
-                        connection.execute(*_insertion(table, rows))
-                        if self._is_postgres:
-                            connection.execute(text("SET CONSTRAINTS ALL IMMEDIATE"))
-                except DBAPIError as e:
-                    if fault_of(e) is not Fault.MESSAGE and not ended(e):
-                        raise
-                    if lost_connection(e):
-                        # The next rows are put into a new transaction, on another connection.
-                        connection.invalidate()
-                        connection.rollback()
-                    failure = self._error(e)
-                    failure.__cause__ = e
-                    return failure
-                return None
+    def _move(self, connection: C, job: str, topic: str, expected: Stored | None, new: Stored) -> bool:
+        """The compare-and-set: whether what was expected was there."""
+        values = {"job": job, "topic": topic, **cells(new)}
+        if expected is None:
+            return self._add(connection, _STORE, values)
+        old = {f"old_{name}": cell for name, cell in cells(expected).items()}
+        return bool(self._execute(connection, _MOVE, values | old).rowcount == 1)
 
-            yield take
+    def _add(self, connection: C, statement: str, values: Mapping[str, object]) -> bool:
+        """Inserts a row; whether there was none with its key."""
+        return bool(self._execute(connection, statement + " ON CONFLICT DO NOTHING", values).rowcount == 1)
+
+    def _rows(self, connection: C, statement: str, **values: object) -> list[Any]:
+        found: list[Any] = self._execute(connection, statement, values).fetchall()
+        return found
+
+    def _check_fits(self, connection: C, table: str, schemas: Iterable[pa.Schema]) -> None:
+        """Raises INVALID_OUTPUT if the table does not take such rows."""
+        columns = self._columns_of(connection, table)
+        for schema in schemas:
+            check_table(table, schema, columns, self._fits)
+
+    def _make_own(self, connection: C, types: Mapping[str, str], suffixes: Mapping[str, str]) -> None:
+        """Makes our own tables where they are missing."""
+        self._check_format_of_positions(connection)
+        for table, (key, columns) in OWN_TABLES.items():
+            declared = "".join(f"{name} {types[kind]} NOT NULL, " for name, kind in columns.items())
+            key_columns = ", ".join(list(columns)[:key])
+            statement = f"CREATE TABLE IF NOT EXISTS {table} ({declared}PRIMARY KEY ({key_columns}))"
+            self._execute(connection, statement + suffixes.get(table, ""), {})
+
+    def _check_format_of_positions(self, connection: C) -> None:
+        columns = self._columns_of(connection, POSITIONS)
+        if columns and "position" not in columns:
+            check_format(1, self._format_place)
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
         try:
             yield
-        except SQLAlchemyError as e:
+        except self.raises as e:
             raise self._error(e) from e
 
-    def _error(self, cause: SQLAlchemyError) -> SeqdedupeError:
+    def _error(self, cause: Exception) -> SeqdedupeError:
         if fault_of(cause) is Fault.MESSAGE:
-            return error("INVALID_OUTPUT", f"the database refuses: {told(cause)}")
-        return error("OUTPUT_UNAVAILABLE", f"the database {self._place} cannot be used: {told(cause)}")
+            return error("INVALID_OUTPUT", f"{self.database} refuses: {told(cause)}")
+        return error("OUTPUT_UNAVAILABLE", f"{self._place} cannot be used: {told(cause)}")
 
 
-def _refuse(found: Any) -> None:
-    if found:
-        what = f"the table {found[0]} is {found[1]}: after a crash it would not hold what the other tables hold"
-        raise error("INVALID_OUTPUT", what, hint=tables.cure_of(*found))
+# -- Names and values, as SQL has them.
 
 
-def _begin_session(connection: Any, _record: object) -> None:
-    with connection.cursor() as cursor:
-        cursor.execute(_MYSQL_SESSION)
+def cells(stored: Stored) -> dict[str, object]:
+    """Epoch, incarnation, index and the whole position, as the table of positions has them."""
+    position = stored.position
+    return dict(zip(_CELLS, (stored.epoch, position.incarnation, position.index, str(position)), strict=True))
 
 
-def _split(name: str) -> tuple[str | None, str]:
-    *schema, last = kinds.split_name(name)
-    return (schema[0] if schema else None), last
+def from_cells(epoch: int, position: str) -> Stored:
+    """What is stored, of the cells that say it all."""
+    return Stored(Position.parse(position), epoch)
 
 
-def _named(name: str, columns: Sequence[str] = ()) -> TableClause:
-    """A table of this name, with these columns of it."""
-    schema, last = _split(name)
-    return table(quoted_name(last, True), *(column(quoted_name(one, True)) for one in columns), schema=schema)
+def split_name(table: str) -> list[str]:
+    """The parts of `name` or `schema.name`. Raises INVALID_OUTPUT."""
+    parts = table.split(".")
+    if len(parts) > 2 or not all(parts) or "\0" in table:
+        raise error("INVALID_OUTPUT", f"the table's name {table[:80]!r} is not name or schema.name")
+    return parts
 
 
-def _is_required(found: Any) -> bool:
-    has_default = found.get("default") is not None or found.get("autoincrement") is True or "computed" in found
-    return not found["nullable"] and not has_default and "identity" not in found
+def quoted(*parts: str) -> str:
+    """These parts of one name, for SQL."""
+    return ".".join('"' + part.replace('"', '""') + '"' for part in parts)
 
 
-def _cells(stored: Stored) -> dict[str, object]:
-    return dict(zip(("epoch", "incarnation", "message_index", "position"), kinds.to_cells(stored), strict=True))
+def json_texts(column: pa.Array) -> list[str | None]:
+    """Maps (as objects), lists and structs as JSON: bytes in base64, times in ISO 8601, decimals as text.
+
+    Raises KeyError for a key that a map has twice, TypeError or ValueError for what JSON does not have, such as NaN.
+    """
+    values = column.to_pylist(maps_as_pydicts="strict")
+    return [
+        None if value is None else json.dumps(value, ensure_ascii=False, allow_nan=False, default=_plain)
+        for value in values
+    ]
 
 
-def _of(table: Table, job: str, topic: str) -> Any:
-    return (table.c.job == job) & (table.c.topic == topic)
-
-
-def _move(connection: Connection, job: str, topic: str, expected: Stored, new: Stored) -> bool:
-    """The compare-and-set: whether what was expected was there. The position is locked from then on."""
-    same = [POSITIONS.c[name] == cell for name, cell in _cells(expected).items()]
-    moved = update(POSITIONS).where(_of(POSITIONS, job, topic), *same).values(**_cells(new))
-    return connection.execute(moved).rowcount == 1
-
-
-def _raise(connection: Connection, job: str, topic: str, watermarks: Any) -> None:
-    names = list(watermarks)
-    for first in range(0, len(names), _NAMES_A_STATEMENT):
-        some = names[first : first + _NAMES_A_STATEMENT]
-        connection.execute(delete(WATERMARKS).where(_of(WATERMARKS, job, topic), WATERMARKS.c.producer_name.in_(some)))
-        rows = [{"job": job, "topic": topic, "producer_name": one, "sequence_id": watermarks[one]} for one in some]
-        connection.execute(insert(WATERMARKS), rows)
-
-
-def _insertion(name: str, batch: pa.RecordBatch) -> tuple[Insert, list[dict[str, Any]]]:
-    """The statement, and its parameters for each row."""
-    names = batch.schema.names
-    into = _named(name, names)
-    # Parameters by number: a column's name may be anything.
-    statement = insert(into).values({into.c[one]: bindparam(f"p{n}") for n, one in enumerate(names)})
-    keys = [f"p{n}" for n in range(len(names))]
-    return statement, [dict(zip(keys, row, strict=True)) for row in zip(*_columns(batch), strict=True)]
-
-
-def _insert(connection: Connection, name: str, batch: pa.RecordBatch) -> None:
-    """All rows. Raises INVALID_OUTPUT with the row that the database refuses."""
-    statement, rows = _insertion(name, batch)
-
-    def take(some: Sequence[dict[str, Any]]) -> DBAPIError | None:
-        """Why the database does not take these, after which none of them is there."""
-        try:
-            with connection.begin_nested():
-                connection.execute(statement, some)
-        except DBAPIError as e:
-            if fault_of(e) is not Fault.MESSAGE:
-                raise
-            return e
-        return None
-
-    failure = take(rows)
-    if failure is not None:
-        row = _first_refused(rows, take)
-        if take(rows[row : row + 1]) is None:
-            raise error("OUTPUT_UNAVAILABLE", f"the database takes what it has just refused: {told(failure)}")
-        raise error("INVALID_OUTPUT", f"the database refuses: {told(failure)}", row=row) from failure
-
-
-def _first_refused(rows: Sequence[dict[str, Any]], take: Callable[[Sequence[dict[str, Any]]], object]) -> int:
-    """The first row that is not taken, of rows of which one is not. Those before it are taken: it may be one of them
-    that it cannot stand beside."""
-    first, count = 0, len(rows)
-    while count > 1:
-        half = count // 2
-        if take(rows[first : first + half]) is None:
-            first, count = first + half, count - half
-        else:
-            count = half
-    return first
-
-
-def _columns(batch: pa.RecordBatch) -> list[list[object]]:
-    columns: list[list[object]] = []
-    for field, array in zip(batch.schema, batch.columns, strict=True):
-        convert = partial(values, kinds.kind_of(field))
-        try:
-            columns.append(convert(array))
-        except BAD_VALUES as e:
-            raise bad_value(field.name, first_bad(convert, array), e) from e
-    return columns
+def _plain(value: object) -> str:
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
+    if isinstance(value, datetime.date | datetime.time):
+        return value.isoformat()
+    if isinstance(value, decimal.Decimal):
+        return str(value)
+    raise TypeError(f"there is no JSON for {type(value).__name__}")

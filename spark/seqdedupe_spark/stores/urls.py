@@ -9,9 +9,10 @@ from seqdedupe.errors import error
 from seqdedupe_spark.options import Given, flag
 from seqdedupe_spark.stores.contract import StoreFactory
 from seqdedupe_spark.stores.delta import DeltaStore
+from seqdedupe_spark.stores.general import GeneralStore
 from seqdedupe_spark.stores.object_store import SCHEME, is_table_url
-from seqdedupe_spark.stores.postgres import PostgresStore
-from seqdedupe_spark.stores.sqlite import SqliteStore
+from seqdedupe_spark.stores.postgresql import PostgresStore
+from seqdedupe_spark.stores.sqlite_file import SqliteStore
 
 _ENCODED = re.compile(r"%[0-9A-Fa-f]{2}")
 
@@ -40,11 +41,8 @@ def from_url(url: str, *, create: bool = True) -> StoreFactory:
         PostgresStore(url)
         return partial(PostgresStore, url)
     if "+" in scheme:
-        # Only who uses it needs SQLAlchemy.
-        from seqdedupe_spark.stores.sql import SqlStore
-
-        SqlStore(url).close()
-        return partial(SqlStore, url)
+        GeneralStore(url).close()
+        return partial(GeneralStore, url)
     raise error("INVALID_OPTION", f"the store's URL is none of {_FORMS}")
 
 

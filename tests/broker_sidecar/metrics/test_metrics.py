@@ -10,12 +10,12 @@ from typing import Any
 import grpc
 import pytest
 
-from broker_sidecar.metrics.topics import MAX_NAMED, OTHER
-from seqdedupe import windows
+from broker_sidecar.metrics import MAX_NAMED, OTHER
+from seqdedupe import exports
 from seqdedupe.client.blocking import Client as BlockingClient
+from seqdedupe.exports import KnownId
 from seqdedupe.testing import Sidecar
 from seqdedupe.v1 import admin_pb2, read_pb2
-from seqdedupe.windows import Known
 from tests.broker_sidecar import with_constants
 from tests.broker_sidecar.calls import TIMEOUT_SECONDS, Client, batch
 from tests.broker_sidecar.metrics.scraping import SHORT, WAIT_SECONDS, Page, address_of, metrics_of, scrape
@@ -27,7 +27,7 @@ PUBLISH = {"grpc_service": "seqdedupe.v1.PublishService"}
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sidecar]:
     """A sidecar that no test may kill, and that shows what is true at the moment."""
-    environment = with_constants.environment(metrics__exposition__FRESH_SECONDS=0)
+    environment = with_constants.environment(metrics__FRESH_SECONDS=0)
     with Sidecar(
         tmp_path_factory.mktemp("metrics"),
         module=with_constants.MODULE,
@@ -248,8 +248,8 @@ def imported(sidecar: Sidecar) -> tuple[float, float]:
 
 def test_imported_ids_and_that_they_are_missing(tmp_path: Path) -> None:
     window = tmp_path / "window"
-    windows.write(window, [Known(b"%d" % k, 1) for k in range(7)])
-    up_to_date = with_constants.environment(metrics__exposition__FRESH_SECONDS=0)
+    exports.write_window(window, [KnownId(b"%d" % k, 1) for k in range(7)])
+    up_to_date = with_constants.environment(metrics__FRESH_SECONDS=0)
     with (
         Sidecar(
             tmp_path / "one", module=with_constants.MODULE, environment=up_to_date, metrics_listen="127.0.0.1:0"

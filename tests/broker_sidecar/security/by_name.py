@@ -92,7 +92,7 @@ def serve() -> int:
     # Here, once it is known where kernels are kept: these have some.
     from broker_sidecar.security.authentication import Authentication
     from broker_sidecar.security.subject import OPERATOR, Subject
-    from broker_sidecar.sidecar import Sidecar as Served
+    from broker_sidecar.server import SidecarServer as Served
 
     def believe(self: Authentication, context: Any) -> Subject:
         name = dict(context.invocation_metadata()).get("name")

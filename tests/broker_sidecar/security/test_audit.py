@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from broker_sidecar.security import audit as audit_module
-from broker_sidecar.security.audit import Audit
-from broker_sidecar.security.repeats import MOST_CALLERS, MOST_OF_CALLER, Repeats
+from broker_sidecar.security.audit import MOST_CALLERS, MOST_OF_CALLER, Audit, Repeats
 from seqdedupe.audit_trail import verify
 from seqdedupe.errors import DamagedError, UnavailableError
 from seqdedupe.testing import LAST_RESORT_SECONDS

@@ -13,7 +13,7 @@ from google.protobuf import message_factory
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
-from broker_sidecar.security.calls import CALLS, Effect, Need, On
+from broker_sidecar.security.permissions import CALLS, Effect, Need, On
 from broker_sidecar.security.rules import Action
 from seqdedupe.testing import Sidecar
 from seqdedupe.v1 import admin_pb2, dedupe_pb2, publish_pb2, read_pb2

@@ -23,7 +23,7 @@ from cryptography.hazmat.primitives.serialization import (
 from grpc.experimental import session_cache
 
 from broker_sidecar.config import Config
-from broker_sidecar.security.certificates import Certificates, name_in
+from broker_sidecar.security.authentication import Certificates, name_in
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.testing import Sidecar
 from seqdedupe.v1 import admin_pb2, read_pb2, read_pb2_grpc
@@ -216,7 +216,7 @@ def test_a_resumed_session_does_not_outlive_its_certificate(tmp_path: Path, seco
     keys = tls_keys(tmp_path / "tls", of_server(AUTHORITY))
     OF_CLIENTS.cert_pem.write_to_path(tmp_path / "tls" / "clients.pem")
     keys |= {"tls_client_ca_file": tmp_path / "tls" / "clients.pem", "rules_file": rules_for_all(tmp_path)}
-    environment = with_constants.environment(security__certificates__LONGEST_CONNECTION_SECONDS=seconds)
+    environment = with_constants.environment(security__authentication__LONGEST_CONNECTION_SECONDS=seconds)
     sessions = session_cache.ssl_session_cache_lru(10)  # type: ignore[no-untyped-call]
     options = [("grpc.use_local_subchannel_pool", 1), ("grpc.ssl_session_cache", sessions)]
 

@@ -9,7 +9,7 @@ import grpc
 import grpc.aio
 import trustme
 
-from broker_sidecar.security.signed_tokens import LEEWAY_SECONDS
+from broker_sidecar.security.tokens import LEEWAY_SECONDS
 from seqdedupe.client import Client, Credentials, ProducerConfig
 from seqdedupe.testing import Sidecar
 from seqdedupe.v1 import admin_pb2, read_pb2, read_pb2_grpc
@@ -117,7 +117,7 @@ async def test_clients_go_on_when_their_connections_are_old(tmp_path: Path) -> N
     of_server(authority).write(tmp_path)
     authority.cert_pem.write_to_path(tmp_path / "ca.pem")
     changed = environment(
-        security__certificates__MAX_CONNECTION_AGE_SECONDS=1, security__certificates__CONNECTION_GRACE_SECONDS=1
+        security__authentication__MAX_CONNECTION_AGE_SECONDS=1, security__authentication__CONNECTION_GRACE_SECONDS=1
     )
     with Sidecar(
         tmp_path,

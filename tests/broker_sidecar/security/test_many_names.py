@@ -8,22 +8,22 @@ from typing import Any, TypeVar
 
 import pytest
 
-from broker_sidecar import publish
-from broker_sidecar.publish import PublishService
 from broker_sidecar.security import permissions as permissions_module
-from broker_sidecar.security import rules, rules_file
+from broker_sidecar.security import rules
 from broker_sidecar.security.permissions import MAX_NAMES_TOLD, Denial, Permissions
 from broker_sidecar.security.rules import Granted
 from broker_sidecar.security.subject import OPERATOR, Subject, set_caller
 from broker_sidecar.security.trail import Trail
+from broker_sidecar.services import publish_service
+from broker_sidecar.services.publish_service import PublishService
 from broker_sidecar.streams import Streams
 from seqdedupe.errors import AccessDeniedError, SeqdedupeError
 from seqdedupe.limits import MAX_OPEN_NAMES
 from seqdedupe.store.db import Store
-from seqdedupe.topic import opening
+from seqdedupe.topic import operations
 from seqdedupe.topic.directory import Topics
-from seqdedupe.topic.published import PublishedTopics
-from seqdedupe.topic.publishing import Topic
+from seqdedupe.topic.kinds import PublishedTopics
+from seqdedupe.topic.topic import Topic
 from seqdedupe.v1 import publish_pb2
 from tests.topic.logs import MemoryLogs
 
@@ -61,7 +61,7 @@ ITS = [f"mallory/{k:06d}" for k in range(MAX_OPEN_NAMES)]
 class Served:
     """The service, in this process, on a log in memory."""
 
-    def __init__(self, store: Store, file: rules_file.RulesFile) -> None:
+    def __init__(self, store: Store, file: rules.RulesFile) -> None:
         self.denials: list[Denial] = []
         permissions = Permissions(file, self.denials.append)
         self.topics: Topics[Topic] = Topics(
@@ -86,7 +86,7 @@ class Served:
 async def served(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Served]:
     (tmp_path / "rules.toml").write_text(RULES + getattr(request, "param", ""))
     store = Store.open(tmp_path / "store")
-    served = Served(store, rules_file.read(tmp_path / "rules.toml"))
+    served = Served(store, rules.read_rules(tmp_path / "rules.toml"))
     await served.topics.open_all()
     await served.open(ALL, ["p"])
     yield served
@@ -127,7 +127,7 @@ async def test_others_are_served_while_many_names_are_denied(served: Served) -> 
 
 async def test_without_steps_others_would_wait(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control."""
-    for module in (publish, opening):
+    for module in (publish_service, operations):
         monkeypatch.setattr(module, "NAMES_A_STEP", MAX_OPEN_NAMES)
     monkeypatch.setattr(permissions_module, "_NAMES_AT_ONCE", MAX_OPEN_NAMES)
     monkeypatch.setattr(rules, "_WORK_AT_ONCE", 10**9)

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 import pytest
 
-from broker_sidecar.cursors import RECORD_BYTES
-from broker_sidecar.security.shares import MAX_CURSORS_A_CALLER, MOVES_PER_SECOND, NO_LIMITS, Limits, Use
+from broker_sidecar.services.read_service import RECORD_BYTES
+from broker_sidecar.shares import MAX_CURSORS_A_CALLER, MOVES_PER_SECOND, NO_LIMITS, CallerLimits, Use
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.format.headers import HEADER_BYTES
 from seqdedupe.message_id import MessageId, Position
 from seqdedupe.topic import control
 from seqdedupe.topic.control import CursorChange
-from seqdedupe.topic.cursors import MAX_NOTE_BYTES, NamedCursor
+from seqdedupe.topic.policy import MAX_NOTE_BYTES, NamedCursor
 from seqdedupe.v1 import batch_pb2, read_pb2
 from tests.broker_sidecar.attaching import Attaching
 from tests.broker_sidecar.calls import DUP, NOT_DUP, Refused, refused
@@ -231,7 +231,7 @@ def test_each_topic_and_caller_has_ten_moves_a_second() -> None:
 
 
 def test_who_moves_cursors_of_many_topics_is_not_remembered_for_ever() -> None:
-    use = Use("ann", Limits())
+    use = Use("ann", CallerLimits())
     for k in range(5000):
         use.move(f"topic-{k}", 100, float(k))
     assert len(use._moves_paid_until) <= 1001

@@ -6,13 +6,11 @@ from typing import Any
 
 import pytest
 
-from broker_sidecar.config import Config
-from broker_sidecar.config_checks import check
-from broker_sidecar.neighbours import Neighbours
-from broker_sidecar.security.own_credentials import listed
+from broker_sidecar.cluster.peers import Neighbours, listed
+from broker_sidecar.config import Config, check
 from seqdedupe.client import Credentials, UnavailableError
 from seqdedupe.client.blocking import Client
-from seqdedupe.client.sidecars import Sidecars
+from seqdedupe.client.route import Sidecars
 from seqdedupe.errors import ConfigurationError, SeqdedupeError
 from seqdedupe.testing import Sidecar, reserved_port
 from seqdedupe.v1 import admin_pb2

@@ -12,8 +12,8 @@ import pytest
 from google.protobuf.descriptor import MethodDescriptor
 from grpc_health.v1 import health_pb2
 
-from broker_sidecar.security import own_token
-from broker_sidecar.security.own_token import MIN_TOKEN_LETTERS, OwnToken
+from broker_sidecar.security import tokens
+from broker_sidecar.security.tokens import MIN_TOKEN_LETTERS, OwnToken
 from seqdedupe.errors import ConfigurationError, SeqdedupeError
 from seqdedupe.testing import Sidecar
 from seqdedupe.v1 import admin_pb2, read_pb2, read_pb2_grpc
@@ -148,7 +148,7 @@ def test_it_is_made_once_and_only_its_owner_may_read_it(tmp_path: Path) -> None:
         assert token_of(sidecar) == token
     other = tmp_path / "other"
     other.mkdir()
-    assert own_token.make(other).read_text().strip() != token
+    assert tokens.make(other).read_text().strip() != token
     assert [path.name for path in other.iterdir()] == ["token"]
 
 
@@ -203,7 +203,7 @@ def test_a_file_that_is_no_secret_ends_the_start(tmp_path: Path, content: bytes 
         path.write_bytes(content)
         path.chmod(mode)
     with pytest.raises(ConfigurationError, match=why) as raised:
-        own_token.read(own_token.make(tmp_path))
+        tokens.read(tokens.make(tmp_path))
     assert raised.value.reason == "INVALID_CONFIGURATION"
     assert raised.value.hint
     assert content is None or path.read_bytes() == content
@@ -221,9 +221,9 @@ def test_the_sidecar_says_so_in_one_line(tmp_path: Path) -> None:
 
 
 def test_the_group_may_read_it_if_somebody_says_so(tmp_path: Path) -> None:
-    path = own_token.make(tmp_path)
+    path = tokens.make(tmp_path)
     path.chmod(0o640)
-    assert own_token.read(path)
+    assert tokens.read(path)
 
 
 def test_a_link_is_followed(tmp_path: Path) -> None:
@@ -231,7 +231,7 @@ def test_a_link_is_followed(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").write_text(OTHER)
     (tmp_path / "elsewhere").chmod(0o600)
     (tmp_path / "token").symlink_to(tmp_path / "elsewhere")
-    assert own_token.read(own_token.make(tmp_path)) == OTHER.encode()
+    assert tokens.read(tokens.make(tmp_path)) == OTHER.encode()
 
 
 def test_what_others_made_meanwhile_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,7 +243,7 @@ def test_what_others_made_meanwhile_stays(tmp_path: Path, monkeypatch: pytest.Mo
         link(new, path)
 
     monkeypatch.setattr(os, "link", later)
-    assert own_token.read(own_token.make(tmp_path)) == OTHER.encode()
+    assert tokens.read(tokens.make(tmp_path)) == OTHER.encode()
     assert [path.name for path in tmp_path.iterdir()] == ["token"]
 
 
@@ -257,7 +257,7 @@ def replaced(path: Path, token: str) -> None:
 
 def test_one_that_is_replaced_counts_at_once_and_the_former_has_expired(tmp_path: Path) -> None:
     changes: list[str] = []
-    path = own_token.make(tmp_path)
+    path = tokens.make(tmp_path)
     first = path.read_bytes().strip()
     token = OwnToken(path, lambda: changes.append("changed"))
     replaced(path, OTHER)

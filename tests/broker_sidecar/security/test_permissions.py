@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from grpc_health.v1 import health_pb2
 
-from broker_sidecar.security import rules_file
+from broker_sidecar.security import rules
 from broker_sidecar.security.permissions import Denial, Permissions
 from broker_sidecar.security.subject import Subject, set_caller
 from seqdedupe.errors import SeqdedupeError
@@ -34,7 +34,7 @@ def denials() -> list[Denial]:
 def permissions(tmp_path: Path, denials: list[Denial]) -> Permissions:
     (tmp_path / "rules.toml").write_text(RULES)
     set_caller(BOB)
-    return Permissions(rules_file.read(tmp_path / "rules.toml"), denials.append)
+    return Permissions(rules.read_rules(tmp_path / "rules.toml"), denials.append)
 
 
 @pytest.mark.parametrize(("service", "reason"), [

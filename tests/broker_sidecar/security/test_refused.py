@@ -13,9 +13,16 @@ from pathlib import Path
 
 import pytest
 
-from broker_sidecar.security import refused, signed_tokens
-from broker_sidecar.security.refused import MAX_HOSTS, MAX_TOKENS, MAX_WHY_LETTERS, RefusedTokens
-from broker_sidecar.security.signed_tokens import EARLY_SECONDS, LEEWAY_SECONDS, SignedTokens
+from broker_sidecar.security import tokens
+from broker_sidecar.security.tokens import (
+    EARLY_SECONDS,
+    LEEWAY_SECONDS,
+    MAX_HOSTS,
+    MAX_TOKENS,
+    MAX_WHY_LETTERS,
+    RefusedTokens,
+    SignedTokens,
+)
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.limits import MAX_TOKEN_BYTES
 from seqdedupe.testing import LAST_RESORT_SECONDS
@@ -34,15 +41,13 @@ class Checked:
         self.keys_file = write_keys(folder / "keys.json", [KEY.jwk()])
         self.tokens = SignedTokens(self.keys_file, AUDIENCE, lambda: None)
         self.checks = 0
-        verify = signed_tokens.verify
+        verify = tokens.verify
 
-        def counted(
-            token: bytes, keys: signed_tokens.Keys, audience: str, max_lifetime_seconds: float
-        ) -> signed_tokens.Claims:
+        def counted(token: bytes, keys: tokens.Keys, audience: str, max_lifetime_seconds: float) -> tokens.Claims:
             self.checks += 1
             return verify(token, keys, audience, max_lifetime_seconds)
 
-        monkeypatch.setattr(signed_tokens, "verify", counted)
+        monkeypatch.setattr(tokens, "verify", counted)
 
     def show(self, token: str | bytes, address: str = HERE, now_seconds: float | None = None) -> str:
         """Why it is refused; who it is of."""
@@ -174,7 +179,7 @@ def test_a_clock_that_was_wrong_costs_a_check_not_a_token(checked: Checked, monk
     """The clock stood in the far future when the token was refused as expired."""
     good = KEY.token(iat=None)
     with monkeypatch.context() as m:
-        m.setattr(signed_tokens, "LEEWAY_SECONDS", -(10**6))
+        m.setattr(tokens, "LEEWAY_SECONDS", -(10**6))
         assert checked.show(good, now_seconds=time.time() + 10**6) == "TOKEN_EXPIRED"
     assert checked.show(good) == "shop"
 
@@ -234,7 +239,7 @@ def test_a_remembered_error_would_hold_the_calls(checked: Checked, monkeypatch: 
         errors.append(e)
         add(self, token, address, e, *times)
 
-    monkeypatch.setattr(refused.RefusedTokens, "add", keeping)
+    monkeypatch.setattr(tokens.RefusedTokens, "add", keeping)
     alive, held_bytes = left_of(checked)
     assert alive >= CALLS // 2
     assert held_bytes > 100_000 * CALLS // 2

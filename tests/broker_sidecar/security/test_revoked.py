@@ -14,7 +14,7 @@ from cryptography import x509
 from cryptography.x509.name import _ASN1Type
 from grpc.experimental import session_cache
 
-from broker_sidecar.security.revoked import Revoked
+from broker_sidecar.security.authentication import Revoked
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.testing import Sidecar
 from seqdedupe.v1 import admin_pb2, read_pb2, read_pb2_grpc

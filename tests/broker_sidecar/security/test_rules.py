@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from broker_sidecar.security import rules_file
-from broker_sidecar.security.rules import Action, Rule, Rules
-from seqdedupe.core.names import joined
+from broker_sidecar.security.rules import Action, Rule, Rules, RulesFile, read_rules
+from seqdedupe.core.name_table import joined
 from seqdedupe.core.patterns import Pattern
 from seqdedupe.errors import ConfigurationError
 
@@ -77,9 +76,9 @@ def test_a_whole_is_allowed_only_where_each_of_its_topics_is(rules: list[Rule], 
         assert judge.decide_anything(subject, Action.OBSERVE).is_allowed
 
 
-def _read(folder: Path, text: str) -> rules_file.RulesFile:
+def _read(folder: Path, text: str) -> RulesFile:
     (folder / "rules.toml").write_text(text)
-    return rules_file.read(folder / "rules.toml")
+    return read_rules(folder / "rules.toml")
 
 
 RULE = '[[allow]]\nsubjects = ["a"]\nactions = ["publish"]\ntopics = ["t"]\n'
@@ -164,7 +163,7 @@ def test_what_is_wrong_is_said_with_its_place(tmp_path: Path, text: str, said: s
 
 def test_a_file_that_is_not_there_or_no_text_is_said(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="No such file"):
-        rules_file.read(tmp_path / "none.toml")
+        read_rules(tmp_path / "none.toml")
     (tmp_path / "bytes.toml").write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigurationError, match="cannot be read"):
-        rules_file.read(tmp_path / "bytes.toml")
+        read_rules(tmp_path / "bytes.toml")

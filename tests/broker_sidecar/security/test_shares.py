@@ -10,7 +10,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from broker_sidecar.security.shares import NO_LIMITS, OF_NOBODY, Limits, Share, Shares, Use
+from broker_sidecar.shares import NO_LIMITS, OF_NOBODY, CallerLimits, CallerShare, CallerShares, Use
 from broker_sidecar.streams import UNKNOWN_PART
 from seqdedupe.errors import UnavailableError
 from seqdedupe.testing import Sidecar
@@ -65,7 +65,7 @@ def ruled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ruled]:
 
 
 def test_a_rate_lets_a_second_s_worth_pass_at_once_and_then_as_much_as_it_says() -> None:
-    use = Use("a", Limits(bytes_per_second=100))
+    use = Use("a", CallerLimits(bytes_per_second=100))
     use.spend(100, 1000.0)
     assert use.rest_seconds(1000.0) == 0
     use.spend(50, 1000.0)
@@ -79,7 +79,7 @@ def test_a_rate_lets_a_second_s_worth_pass_at_once_and_then_as_much_as_it_says()
 
 
 def test_one_thing_may_always_be_in_flight() -> None:
-    use = Use("a", Limits(bytes_in_flight=10))
+    use = Use("a", CallerLimits(bytes_in_flight=10))
     assert use.fits(1000)
     use.held_bytes = 5
     assert use.fits(5)
@@ -87,9 +87,12 @@ def test_one_thing_may_always_be_in_flight() -> None:
 
 
 def test_the_first_share_that_is_about_a_caller_counts_and_new_ones_count_at_once() -> None:
-    shares = Shares([Share("1", ("a*",), Limits(streams=1)), Share("2", ("*",), Limits(streams=2))], NO_LIMITS)
+    shares = CallerShares(
+        [CallerShare("1", ("a*",), CallerLimits(streams=1)), CallerShare("2", ("*",), CallerLimits(streams=2))],
+        NO_LIMITS,
+    )
     assert [shares.of(name).limits.streams for name in ("ab", "b")] == [1, 2]
-    shares.replace([Share("3", ("*",), Limits(streams=3))], Limits(bytes_per_second=10))
+    shares.replace([CallerShare("3", ("*",), CallerLimits(streams=3))], CallerLimits(bytes_per_second=10))
     assert [shares.of(name).limits.streams for name in ("ab", "b")] == [3, 3]
     shares.check_rate(shares.of("b"), 100, 50.0)
     with pytest.raises(UnavailableError) as raised:

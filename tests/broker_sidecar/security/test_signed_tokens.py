@@ -11,8 +11,8 @@ import jwt
 import pytest
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
-from broker_sidecar.security import signed_tokens
-from broker_sidecar.security.signed_tokens import LEEWAY_SECONDS, Claims, SignedTokens, read_keys, verify
+from broker_sidecar.security import tokens
+from broker_sidecar.security.tokens import LEEWAY_SECONDS, Claims, SignedTokens, read_keys, verify
 from seqdedupe.errors import SeqdedupeError
 from tests.broker_sidecar.security.signing import AUDIENCE, Issuer, write_keys
 
@@ -25,11 +25,11 @@ FOREIGN = {kid: Issuer(kid, issuer.algorithm) for kid, issuer in ISSUERS.items()
 
 
 @pytest.fixture
-def keys(tmp_path: Path) -> signed_tokens.Keys:
+def keys(tmp_path: Path) -> tokens.Keys:
     return read_keys(write_keys(tmp_path / "keys.json", [issuer.jwk() for issuer in ISSUERS.values()]))
 
 
-def why(keys: signed_tokens.Keys, token: str | bytes) -> str:
+def why(keys: tokens.Keys, token: str | bytes) -> str:
     """For what reason the token is refused."""
     shown = token if isinstance(token, bytes) else token.encode()
     with pytest.raises(SeqdedupeError) as raised:
@@ -43,7 +43,7 @@ def encoded(part: object) -> str:
 
 
 @pytest.mark.parametrize("kid", ISSUERS)
-def test_a_valid_token_says_who_and_until_when(keys: signed_tokens.Keys, kid: str) -> None:
+def test_a_valid_token_says_who_and_until_when(keys: tokens.Keys, kid: str) -> None:
     ends = int(time.time()) + HOUR
     claims = verify(ISSUERS[kid].token(sub="spiffe://example.org/shop", exp=ends).encode(), keys, AUDIENCE)
     assert claims == Claims("spiffe://example.org/shop", ends + LEEWAY_SECONDS)
@@ -51,7 +51,7 @@ def test_a_valid_token_says_who_and_until_when(keys: signed_tokens.Keys, kid: st
 
 
 @pytest.mark.parametrize("kid", ISSUERS)
-def test_one_that_is_signed_with_another_key_is_refused(keys: signed_tokens.Keys, kid: str) -> None:
+def test_one_that_is_signed_with_another_key_is_refused(keys: tokens.Keys, kid: str) -> None:
     assert why(keys, FOREIGN[kid].token()) == "UNAUTHENTICATED"
     # Expired besides: nobody learns that from a forged one.
     assert why(keys, FOREIGN[kid].token(exp=1)) == "UNAUTHENTICATED"
@@ -64,7 +64,7 @@ def test_one_that_is_signed_with_another_key_is_refused(keys: signed_tokens.Keys
 
 @pytest.mark.parametrize("kid", ISSUERS)
 @pytest.mark.parametrize("other", ["none", "None", "HS256", "HS512", "RS256", "ES256", "EdDSA", "PS256", "ES384"])
-def test_the_header_chooses_no_algorithm(keys: signed_tokens.Keys, kid: str, other: str) -> None:
+def test_the_header_chooses_no_algorithm(keys: tokens.Keys, kid: str, other: str) -> None:
     """The public key as the secret of an HMAC, in all the forms in which it is known; no signature at all; others."""
     issuer = ISSUERS[kid]
     if other == issuer.algorithm:
@@ -112,17 +112,17 @@ BAD_CLAIMS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", BAD_CLAIMS)
-def test_what_a_token_must_say(keys: signed_tokens.Keys, case: str) -> None:
+def test_what_a_token_must_say(keys: tokens.Keys, case: str) -> None:
     assert why(keys, ED.token(**BAD_CLAIMS[case])) == "UNAUTHENTICATED"
 
 
-def test_a_number_as_the_subject_is_none(keys: signed_tokens.Keys) -> None:
+def test_a_number_as_the_subject_is_none(keys: tokens.Keys) -> None:
     said = {"sub": 5, "aud": AUDIENCE, "exp": int(time.time()) + HOUR}
     token = jwt.api_jws.encode(json.dumps(said).encode(), ED.key, "EdDSA", headers={"kid": "ed"})
     assert why(keys, token) == "UNAUTHENTICATED"
 
 
-def test_an_expired_one_is_told_so_and_clocks_may_differ_by_little(keys: signed_tokens.Keys) -> None:
+def test_an_expired_one_is_told_so_and_clocks_may_differ_by_little(keys: tokens.Keys) -> None:
     now = int(time.time())
     assert why(keys, ED.token(exp=now - LEEWAY_SECONDS - 1)) == "TOKEN_EXPIRED"
     assert verify(ED.token(nbf=now + 3, iat=now + 3).encode(), keys, AUDIENCE).subject == "shop"
@@ -131,7 +131,7 @@ def test_an_expired_one_is_told_so_and_clocks_may_differ_by_little(keys: signed_
 
 
 @pytest.mark.parametrize("kid", ISSUERS)
-def test_whose_an_expired_one_was_is_proven_by_its_signature(keys: signed_tokens.Keys, kid: str) -> None:
+def test_whose_an_expired_one_was_is_proven_by_its_signature(keys: tokens.Keys, kid: str) -> None:
     def subject_of(token: str) -> tuple[str, str | None]:
         with pytest.raises(SeqdedupeError) as raised:
             verify(token.encode(), keys, AUDIENCE)
@@ -143,7 +143,7 @@ def test_whose_an_expired_one_was_is_proven_by_its_signature(keys: signed_tokens
     assert subject_of(ISSUERS[kid].token(iat=1, exp=2, aud="other")) == ("UNAUTHENTICATED", None)
 
 
-def test_the_longest_life(keys: signed_tokens.Keys) -> None:
+def test_the_longest_life(keys: tokens.Keys) -> None:
     now = int(time.time())
 
     def why_of(**claims: Any) -> str:
@@ -167,20 +167,18 @@ def test_the_longest_life(keys: signed_tokens.Keys) -> None:
     [{"kid": None}, {"kid": "unknown"}, {"kid": ""}, {"crit": ["exp"]}, {"crit": ["b64"], "b64": False}],
     ids=str,
 )
-def test_a_header_that_names_no_key_or_wants_what_is_not_known(
-    keys: signed_tokens.Keys, header: dict[str, Any]
-) -> None:
+def test_a_header_that_names_no_key_or_wants_what_is_not_known(keys: tokens.Keys, header: dict[str, Any]) -> None:
     assert why(keys, ED.token(header)) == "UNAUTHENTICATED"
 
 
 @pytest.mark.parametrize(
     "shown", [b"", b".", b"..", b"a.b.c", b"\xff.\xff.\xff", b"x" * 8000, b"." * 8000, b"e30.e30."]
 )
-def test_what_is_no_token(keys: signed_tokens.Keys, shown: bytes) -> None:
+def test_what_is_no_token(keys: tokens.Keys, shown: bytes) -> None:
     assert why(keys, shown) == "UNAUTHENTICATED"
 
 
-def test_a_kid_that_is_no_text(keys: signed_tokens.Keys) -> None:
+def test_a_kid_that_is_no_text(keys: tokens.Keys) -> None:
     for kid in (5, [1], {"a": 1}, None):
         assert why(keys, f"{encoded({'alg': 'EdDSA', 'kid': kid})}.{encoded({})}.e30") == "UNAUTHENTICATED"
 
@@ -283,7 +281,7 @@ def test_what_is_remembered_expires_and_is_bounded(tmp_path: Path, monkeypatch: 
     with pytest.raises(SeqdedupeError) as raised:
         tokens.claims_of(token, HERE, time.time())
     assert raised.value.reason == "TOKEN_EXPIRED"
-    monkeypatch.setattr(signed_tokens, "MAX_REMEMBERED", 3)
+    monkeypatch.setattr("broker_sidecar.security.tokens.MAX_REMEMBERED", 3)
     for k in range(10):
         assert tokens.claims_of(ED.token(sub=f"shop-{k}").encode(), HERE, now).subject == f"shop-{k}"
     assert len(tokens._verified) <= 3

@@ -17,7 +17,7 @@ import pytest
 from grpc_health.v1 import health_pb2
 
 from broker_sidecar.connections import LOOK_SECONDS, MAX_HALF_BYTES, UNREAD_BYTES
-from broker_sidecar.security.gate import KNOWN_AT_ONCE, UNKNOWN_WAITING
+from broker_sidecar.gate import KNOWN_AT_ONCE, UNKNOWN_WAITING
 from seqdedupe.client.blocking import Client
 from seqdedupe.client.credentials import Credentials
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
@@ -174,7 +174,7 @@ def test_the_control_of_known_callers_all_is_received(tmp_path: Path, path: str)
 
 def test_half_requests_of_one_known_caller_cost_no_more_than_a_few_of_them(tmp_path: Path) -> None:
     """And end, so that its other calls are served."""
-    quick = with_constants.environment(security__gate__KNOWN_HURRY_SECONDS=3.0)
+    quick = with_constants.environment(gate__KNOWN_HURRY_SECONDS=3.0)
     module = with_constants.MODULE
     with Sidecar(tmp_path, module=module, environment=quick, authentication="token") as sidecar:
         known = dict(bearer(token_of(sidecar)))
@@ -217,7 +217,7 @@ def test_nothing_is_unpacked(tmp_path: Path, path: str) -> None:
 
 @pytest.mark.parametrize("path", [VERSION, STREAM])
 def test_the_control_where_compression_is_taken_it_is_unpacked(tmp_path: Path, path: str) -> None:
-    environment = with_constants.environment(sidecar___COMPRESSION=["grpc.compression_enabled_algorithms_bitset", 7])
+    environment = with_constants.environment(server___COMPRESSION=["grpc.compression_enabled_algorithms_bitset", 7])
     with Sidecar(tmp_path, module=with_constants.MODULE, environment=environment) as sidecar:
         assert growth_by_gzip(sidecar, path) > len(LARGEST)
 
@@ -269,7 +269,7 @@ def test_a_probe_is_answered_beside_those_that_never_come_to_an_end(closed: Side
 
 
 def test_the_control_those_that_may_take_for_ever_shut_it_out(tmp_path: Path) -> None:
-    forever = with_constants.environment(security__gate__UNKNOWN_SECONDS=1e6, security__gate__UNKNOWN_HURRY_SECONDS=1e6)
+    forever = with_constants.environment(gate__UNKNOWN_SECONDS=1e6, gate__UNKNOWN_HURRY_SECONDS=1e6)
     module = with_constants.MODULE
     with Sidecar(tmp_path, module=module, environment=forever, authentication="token") as sidecar, half_probes(sidecar):
         assert not is_answered(sidecar, 3.0)

@@ -5,8 +5,7 @@ from html.parser import HTMLParser
 from hypothesis import given
 from hypothesis import strategies as st
 
-from broker_sidecar.web.chart import HEIGHT, WIDTH, chart
-from broker_sidecar.web.markup import joined, tag
+from broker_sidecar.web.pages import HEIGHT, WIDTH, chart, joined, tag
 from seqdedupe.figures import merged
 
 

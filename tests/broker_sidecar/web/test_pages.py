@@ -15,8 +15,8 @@ from broker_sidecar.security.audit import Audit
 from broker_sidecar.security.authentication import Authentication
 from broker_sidecar.security.permissions import Permissions
 from broker_sidecar.security.trail import Trail
-from broker_sidecar.web.overview import overview
-from broker_sidecar.web.visitors import Visitors, asks
+from broker_sidecar.web.http_server import Visitors, asks
+from broker_sidecar.web.pages import overview
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.testing import Sidecar
 from seqdedupe.v1 import admin_pb2
@@ -119,9 +119,8 @@ def _visitor(host: str, **headers: str) -> Any:
 
 
 async def test_who_tries_tokens_stands_in_the_audit_trail(tmp_path: Path) -> None:
-    streams: Any = None
     trail = Trail(Audit(tmp_path / "audit.jsonl"))
-    visitors = Visitors(Authentication(Config(data_directory=str(tmp_path)), streams), Permissions(), trail)
+    visitors = Visitors(Authentication(Config(data_directory=str(tmp_path)), lambda why: None), Permissions(), trail)
     for password in (b":wrong", b":another"):
         shown = "Basic " + base64.b64encode(password).decode()
         visitor = _visitor("127.0.0.1", Authorization=shown)
@@ -150,9 +149,8 @@ async def _answer(request: admin_pb2.GetStatisticsRequest) -> str:
 async def test_a_token_is_taken_over_loopback_alone(
     tmp_path: Path, authentication: str, host: str, reason: str
 ) -> None:
-    streams: Any = None
     config = Config(data_directory=str(tmp_path), authentication=authentication)
-    visitors = Visitors(Authentication(config, streams), Permissions(), Trail(None))
+    visitors = Visitors(Authentication(config, lambda why: None), Permissions(), Trail(None))
     headers = {}
     if authentication == "token":
         password = (tmp_path / "token").read_bytes().strip()

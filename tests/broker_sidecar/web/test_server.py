@@ -9,8 +9,16 @@ from contextlib import ExitStack, closing
 
 import pytest
 
-from broker_sidecar.web import server
-from broker_sidecar.web.server import MAX_CONNECTIONS, MAX_HEAD_BYTES, MAX_THREADS, Request, Response, WebServer, text
+from broker_sidecar.web import http_server
+from broker_sidecar.web.http_server import (
+    MAX_CONNECTIONS,
+    MAX_HEAD_BYTES,
+    MAX_THREADS,
+    Request,
+    Response,
+    WebServer,
+    text,
+)
 from seqdedupe.address import SidecarAddress
 from seqdedupe.errors import ConfigurationError
 from seqdedupe.testing import LAST_RESORT_SECONDS
@@ -120,7 +128,7 @@ def test_a_head_that_is_too_long_is_not_read_on(web: WebServer) -> None:
 
 
 def test_who_sends_a_byte_now_and_then_is_ended_in_time(web: WebServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "HEAD_SECONDS", 0.5)
+    monkeypatch.setattr(http_server, "HEAD_SECONDS", 0.5)
     with _connect(web) as connection:
         connection.settimeout(0.05)
         ended = False

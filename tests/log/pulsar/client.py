@@ -8,8 +8,8 @@ import pulsar
 import pulsar.asyncio
 
 from seqdedupe.errors import error
-from seqdedupe.log.pulsar.admin import Admin, Publisher, TopicStats
-from seqdedupe.log.pulsar.entries import Entry, Message
+from seqdedupe.log.pulsar.admin_url import Publisher, PulsarAdmin, TopicStats
+from seqdedupe.log.pulsar.entries import PulsarEntry, PulsarMessage
 from seqdedupe.log.pulsar.ledgers import Ledgers
 from seqdedupe.message_id import MessageId
 from tests.log.pulsar.standin import PulsarTopic
@@ -25,9 +25,9 @@ class StandInClient:
         self.topic = topic
         self.excludes = True
         """Whether there is one writer at a time."""
-        self.before: Callable[[Message], None] = lambda message: None
+        self.before: Callable[[PulsarMessage], None] = lambda message: None
         """Is called before an entry is stored."""
-        self.loses: Callable[[Message], bool] = lambda message: False
+        self.loses: Callable[[PulsarMessage], bool] = lambda message: False
         """Whether an entry fails by itself, and is nowhere; what comes after it is stored all the same."""
         self.refuses = False
         self.opened_readers = self.open_readers = 0
@@ -59,7 +59,7 @@ class StandInClient:
         return StandInReader(self, MessageId(start.ledger_id(), start.entry_id()))
 
 
-class StandInAdmin(Admin):
+class StandInAdmin(PulsarAdmin):
     """What the topic's statistics say of who writes to it, and where its durable subscription stands."""
 
     def __init__(self, client: StandInClient) -> None:
@@ -160,7 +160,7 @@ class StandInProducer:
             return
         sequence_id = int(str(built).partition("seq=")[2].partition(",")[0])
         payload = None if built.has_null_value() else built.data()
-        message = Message(payload, built.properties(), built.partition_key(), built.event_timestamp())
+        message = PulsarMessage(payload, built.properties(), built.partition_key(), built.event_timestamp())
         self._client.before(message)
         takes = self._client.writer is self or not self._client.excludes
         if takes and not self._client.refuses and not self._client.loses(message):
@@ -218,7 +218,7 @@ class _Native:
     def close_async(self, _: Any) -> None:
         self._client.open_readers -= 1
 
-    def _next(self) -> Entry | None:
+    def _next(self) -> PulsarEntry | None:
         return self._topic.next(self._after, self._start)
 
     def has_next(self) -> bool:
@@ -253,7 +253,7 @@ class _Native:
 class _Read:
     """A message as the client's reader gives it."""
 
-    def __init__(self, entry: Entry) -> None:
+    def __init__(self, entry: PulsarEntry) -> None:
         self._entry = entry
 
     def message_id(self) -> pulsar.MessageId:

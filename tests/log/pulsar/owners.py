@@ -3,8 +3,8 @@
 from itertools import pairwise
 
 from seqdedupe.entry_properties import ENTRY, KIND, MARKER, VERSION
-from seqdedupe.log.pulsar.entries import Message
-from seqdedupe.log.pulsar.terms import Receipts, Standing, Terms, Verdict
+from seqdedupe.log.pulsar.entries import PulsarMessage
+from seqdedupe.log.pulsar.terms import Receipts, Terms, TermStanding, TermVerdict
 from seqdedupe.message_id import MessageId
 from tests.batches import batch
 from tests.log.pulsar.standin import PulsarTopic
@@ -25,7 +25,7 @@ class Process:
         self._topic = topic
         self._believes = believes
         self._number = self._index = 0
-        self._under_way: list[Message] = []
+        self._under_way: list[PulsarMessage] = []
         self._term = self._sent = self._openings = 0
         self._whose = ""
         self._version = version
@@ -52,7 +52,7 @@ class Process:
         self._number, self._index = 1, standing.next_index
         self._receipts = Receipts(self._place_of(self._marker()) or MessageId(-1, -1))
 
-    def _marker(self) -> Message:
+    def _marker(self) -> PulsarMessage:
         return marker(self._term, self._whose, self._version)
 
     def append(self) -> None:
@@ -92,35 +92,35 @@ class Process:
             if self._place_of(message) is not None:
                 self._confirm(message)
 
-    def _confirm(self, message: Message) -> None:
+    def _confirm(self, message: PulsarMessage) -> None:
         self.confirmed.append((message.payload or b"").decode())
 
-    def _read(self) -> Standing:
+    def _read(self) -> TermStanding:
         terms, _ = judged(self._topic)
         return terms.standing
 
-    def _place_of(self, message: Message) -> MessageId | None:
+    def _place_of(self, message: PulsarMessage) -> MessageId | None:
         _, verdicts = judged(self._topic)
         for entry, verdict in zip(self._topic.read(), verdicts, strict=True):
-            if verdict is Verdict.VALID and entry.message == message:
+            if verdict is TermVerdict.VALID and entry.message == message:
                 return entry.message_id
         return None
 
 
-def judged(topic: PulsarTopic) -> tuple[Terms, list[Verdict]]:
+def judged(topic: PulsarTopic) -> tuple[Terms, list[TermVerdict]]:
     """What a reader makes of all entries, none of which is trimmed: over the end of a ledger nothing is between."""
-    terms = Terms(Standing.start(INCARNATION))
+    terms = Terms(TermStanding.start(INCARNATION))
     return terms, [terms.judge(entry.message, MessageId(0, at)) for at, entry in enumerate(topic.read())]
 
 
-def valid_in(topic: PulsarTopic) -> list[tuple[int, Message]]:
+def valid_in(topic: PulsarTopic) -> list[tuple[int, PulsarMessage]]:
     """The oracle: the places and messages of all valid entries, markers too."""
     terms = [
         int(entry.message.properties[ENTRY].split(":")[2]) if entry.message.properties.get(KIND) == MARKER else 0
         for entry in topic.entries
     ]
     takes = [at for at, term in enumerate(terms) if term and term > max([0, *terms[:at]])]
-    found: list[tuple[int, Message]] = []
+    found: list[tuple[int, PulsarMessage]] = []
     for start, end in pairwise([*takes, len(topic.entries)]):
         next_number = 0
         for at in range(start, end):
@@ -135,5 +135,5 @@ def valid_in(topic: PulsarTopic) -> list[tuple[int, Message]]:
     return found
 
 
-def payloads_of(valid: list[tuple[int, Message]]) -> list[str]:
+def payloads_of(valid: list[tuple[int, PulsarMessage]]) -> list[str]:
     return [(message.payload or b"").decode() for _, message in valid if message.payload]

@@ -18,7 +18,7 @@ from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from seqdedupe.log.pulsar.entries import Entry, Message
+from seqdedupe.log.pulsar.entries import PulsarEntry, PulsarMessage
 from seqdedupe.log.pulsar.ledgers import Ledger, Ledgers
 from seqdedupe.message_id import MessageId
 
@@ -30,7 +30,7 @@ class PulsarTopic:
     """What is stored outlives everybody who writes."""
 
     def __init__(self, *, deduplicates: bool = True, clock_ms: Callable[[], int] | None = None) -> None:
-        self.entries: list[Entry] = []
+        self.entries: list[PulsarEntry] = []
         self._deduplicates = deduplicates
         self._highest: dict[str, int] = {}
         self._sizes: dict[int, int] = {}
@@ -50,7 +50,7 @@ class PulsarTopic:
         """The highest sequence ID of a name; -1 if it is not known."""
         return self._highest.get(name, -1)
 
-    def add(self, message: Message, name: str = "", sequence_id: int = -1) -> MessageId:
+    def add(self, message: PulsarMessage, name: str = "", sequence_id: int = -1) -> MessageId:
         """The broker is given an entry; without a name it is a stranger's."""
         if self._stores_nothing:
             return NO_RECEIPT
@@ -62,7 +62,7 @@ class PulsarTopic:
         self._entry += 1
         self._sizes[self._ledger] = self._entry
         self._now_ms = self._clock_ms() if self._clock_ms else self._now_ms + 1
-        self.entries.append(Entry(message, message_id, self._now_ms, name, sequence_id))
+        self.entries.append(PulsarEntry(message, message_id, self._now_ms, name, sequence_id))
         return message_id
 
     def forget_from_now_on(self) -> None:
@@ -97,11 +97,11 @@ class PulsarTopic:
         if self.kept_from is not None:
             self.entries = [e for e in self.entries if e.message_id.ledger_id >= self.kept_from.ledger_id]
 
-    def read(self, after: MessageId | None = None) -> Iterator[Entry]:
+    def read(self, after: MessageId | None = None) -> Iterator[PulsarEntry]:
         at = 0 if after is None else bisect_right(self.entries, after, key=lambda entry: entry.message_id)
         return iter(self.entries[at:])
 
-    def next(self, after: MessageId | None, start: MessageId) -> Entry | None:
+    def next(self, after: MessageId | None, start: MessageId) -> PulsarEntry | None:
         """The first entry that is left after one, and not before another one."""
         at = bisect_left(self.entries, start, key=lambda entry: entry.message_id)
         if after is not None:
@@ -116,10 +116,10 @@ class Producer:
         self._topic = topic
         self._name = name
         self._next_sequence_id = first_sequence_id
-        self._pending: deque[tuple[int, Message | None]] = deque()
+        self._pending: deque[tuple[int, PulsarMessage | None]] = deque()
         self._receipts: deque[MessageId | None] = deque()
 
-    def send(self, message: Message) -> None:
+    def send(self, message: PulsarMessage) -> None:
         self._pending.append((self._next_sequence_id, message))
         self._next_sequence_id += 1
 

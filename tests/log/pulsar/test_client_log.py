@@ -6,8 +6,7 @@ from pathlib import Path
 import pulsar
 from pulsar.asyncio import PulsarException
 
-from seqdedupe.log.pulsar.client import told
-from seqdedupe.log.pulsar.client_log import client_logger
+from seqdedupe.log.pulsar.pulsar_client import client_logger, told
 
 ROOT = Path(__file__).parents[3]
 CLIENTS = ("PulsarClient", "pulsar.Client", "pulsar.asyncio.Client")

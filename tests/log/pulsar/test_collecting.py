@@ -12,7 +12,7 @@ from seqdedupe.entry_properties import BATCH, KEY_BASE64, KIND, ROWS, SCHEMA_VER
 from seqdedupe.errors import DamagedError
 from seqdedupe.format.columns import OWNERSHIP, TERM
 from seqdedupe.log.pulsar import entries
-from seqdedupe.log.pulsar.entries import MAX_ENTRY_BYTES, Message
+from seqdedupe.log.pulsar.entries import MAX_ENTRY_BYTES, PulsarMessage
 from seqdedupe.log.pulsar.places import ENTRY_BYTES, size_of
 from seqdedupe.message_id import MessageId
 from seqdedupe.v1 import batch_pb2, read_pb2
@@ -40,7 +40,7 @@ def parsed(raw: bytes) -> list[batch_pb2.Record]:
     return list(read_pb2.ReadStreamResponse.FromString(raw).records)
 
 
-def topic_of(*, is_packed: bool, version: int = VERSION) -> list[Message]:
+def topic_of(*, is_packed: bool, version: int = VERSION) -> list[PulsarMessage]:
     """A marker, three messages, a control record, another owner, two messages."""
     first = batch([("p", 1), ("q", 1), ("p", 4)])
     second = batch([("p", 6), ("p", 7)], links={"p": 4})
@@ -48,14 +48,14 @@ def topic_of(*, is_packed: bool, version: int = VERSION) -> list[Message]:
         return [
             marker(1),
             packed(1, 1, 0, first),
-            entries.control(owner(1), 2, 3, CONTROL),
+            entries.control_message(owner(1), 2, 3, CONTROL),
             marker(2),
             packed(2, 1, 3, second),
         ]
     return [
         marker(1, version=version),
         *rows(1, 1, 0, first, version=version),
-        entries.control(owner(1), 4, 3, CONTROL, version=version),
+        entries.control_message(owner(1), 4, 3, CONTROL, version=version),
         marker(2, version=version),
         *rows(2, 1, 3, second, version=version),
     ]
@@ -138,7 +138,7 @@ def test_producers_from_before_the_first_marker() -> None:
     assert (reading.terms.counts.earlier, reading.terms.counts.foreign) == (5, 1)
 
 
-def bad_packed() -> list[Message]:
+def bad_packed() -> list[PulsarMessage]:
     good = packed(1, 1, 0, batch([("p", 1), ("p", 2)]))
     payload = good.payload or b""
     elsewhere = packed(1, 1, 5, batch([("p", 1), ("p", 2)]))
@@ -161,7 +161,7 @@ def bad_packed() -> list[Message]:
 
 
 @pytest.mark.parametrize("bad", bad_packed())
-def test_a_packed_payload_is_what_its_properties_say(bad: Message) -> None:
+def test_a_packed_payload_is_what_its_properties_say(bad: PulsarMessage) -> None:
     for following in ([], [packed(1, 2, 2, batch([("p", 3)], links={"p": 2}))]):
         reading = collector()
         with pytest.raises(DamagedError):  # noqa: PT012
@@ -213,23 +213,23 @@ def test_a_row_that_is_none(changes: dict[str, str | None]) -> None:
 def test_a_batch_too_large_for_an_entry_is_split() -> None:
     payloads = [bytes([i]) * 1_000_000 for i in range(8)]
     large = batch([("pq"[i % 2], i) for i in range(8)], payloads=payloads)
-    parts = entries.split(entries.encoded(large))
+    parts = entries.split_part(entries.encoded_part(large))
     assert len(parts) == 2
     at, messages = 0, [marker(1)]
     for part in parts:
-        messages.append(entries.packed(owner(1), len(messages), at, 1000, part))
+        messages.append(entries.packed_message(owner(1), len(messages), at, 1000, part))
         at += part.rows
     assert all(len(message.payload or b"") <= MAX_ENTRY_BYTES for message in messages)
     assert all_rows(batches_in(collected(stored(messages)))) == all_rows([large])
-    small = entries.encoded(batch([("p", 1)]))
-    assert entries.split(small) == [small]
+    small = entries.encoded_part(batch([("p", 1)]))
+    assert entries.split_part(small) == [small]
 
 
 def test_a_row_too_large_for_an_entry_is_refused() -> None:
-    part = entries.encoded(batch([("p", 1)], payloads=[bytes(MAX_ENTRY_BYTES - 1000)]))
-    assert entries.split(part) == [part]
+    part = entries.encoded_part(batch([("p", 1)], payloads=[bytes(MAX_ENTRY_BYTES - 1000)]))
+    assert entries.split_part(part) == [part]
     with pytest.raises(Exception, match="MESSAGE_TOO_LARGE"):
-        entries.packed(owner(1), 1, 0, 1000, part)
+        entries.packed_message(owner(1), 1, 0, 1000, part)
 
 
 def test_no_tag_is_asked_for() -> None:
@@ -255,7 +255,7 @@ def test_what_is_no_message_has_no_payload_in_a_topic_with_a_schema() -> None:
 @pytest.mark.parametrize("said", [None, "!", "AAA"], ids=["nothing", "no base64", "half of it"])
 def test_a_control_record_without_content_is_damage(said: str | None) -> None:
     """It is never taken for an empty one, which would say nothing."""
-    bad = entries.control(owner(1), 1, 0, CONTROL, version=SCHEMA_VERSION)
+    bad = entries.control_message(owner(1), 1, 0, CONTROL, version=SCHEMA_VERSION)
     properties = {name: value for name, value in bad.properties.items() if name != "seqdedupe.control_base64"}
     properties |= {"seqdedupe.control_base64": said} if said is not None else {}
     with pytest.raises(DamagedError, match="does not say what it should"):
@@ -264,7 +264,7 @@ def test_a_control_record_without_content_is_damage(said: str | None) -> None:
 
 def test_a_control_record_counts_by_its_content_wherever_that_is() -> None:
     """By which readers know how much they may take at once."""
-    sizes = {size_of(entries.control(owner(1), 1, 0, bytes(3000), version=version)) for version in (1, 2)}
+    sizes = {size_of(entries.control_message(owner(1), 1, 0, bytes(3000), version=version)) for version in (1, 2)}
     assert sizes == {3000 + ENTRY_BYTES, 4000 + ENTRY_BYTES}
 
 
@@ -273,9 +273,9 @@ WHOLE = [
     *topic_of(is_packed=False),
     marker(3),
     packed(3, 1, 5, batch([("p", 8), ("q", 2)], links={"p": 7, "q": 1})),
-    entries.control(owner(3), 2, 7, CONTROL),
+    entries.control_message(owner(3), 2, 7, CONTROL),
     marker(4, version=SCHEMA_VERSION),
-    entries.control(owner(4), 1, 7, CONTROL, version=SCHEMA_VERSION),
+    entries.control_message(owner(4), 1, 7, CONTROL, version=SCHEMA_VERSION),
 ]
 TEXTS = st.sampled_from(["", "0", "-1", "1:2", "batch", "control", "marker", str(2**63), "1e3", "²", "\0"]) | st.text(
     max_size=5
@@ -283,7 +283,7 @@ TEXTS = st.sampled_from(["", "0", "-1", "1:2", "batch", "control", "marker", str
 
 
 @st.composite
-def mutated(draw: st.DrawFn) -> list[Message]:
+def mutated(draw: st.DrawFn) -> list[PulsarMessage]:
     """A topic of both formats in which one entry or two are something else, or elsewhere."""
     messages = list(WHOLE)
     for _ in range(draw(st.integers(1, 2))):
@@ -311,11 +311,11 @@ def mutated(draw: st.DrawFn) -> list[Message]:
 
 @settings(max_examples=300)
 @given(mutated())
-def test_whatever_stands_there_is_read_or_is_damage(messages: list[Message]) -> None:
+def test_whatever_stands_there_is_read_or_is_damage(messages: list[PulsarMessage]) -> None:
     assert outcome_of(messages) in ("read", "LOG_GAP", "LOG_DAMAGED", "NEWER_FORMAT")
 
 
-def outcome_of(messages: list[Message]) -> str:
+def outcome_of(messages: list[PulsarMessage]) -> str:
     reading = collector()
     try:
         for entry in stored(messages):

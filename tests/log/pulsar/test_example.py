@@ -11,7 +11,7 @@ from examples.pulsar import messages as example
 from seqdedupe.batch import Batch
 from seqdedupe.entry_properties import SCHEMA_VERSION, VERSION
 from seqdedupe.log.pulsar import entries
-from seqdedupe.log.pulsar.entries import Message
+from seqdedupe.log.pulsar.entries import PulsarMessage
 from tests.batches import batch
 from tests.log.pulsar.topics import all_rows, marker, owner, packed, rows, stock
 
@@ -30,8 +30,8 @@ SENT = [
 
 def entries_of(
     term: int, history: list[Batch], index: int, *, is_packed: bool, version: int = VERSION
-) -> list[Message]:
-    found = [marker(term, version=version), entries.control(owner(term), 1, index, b"", version=version)]
+) -> list[PulsarMessage]:
+    found = [marker(term, version=version), entries.control_message(owner(term), 1, index, b"", version=version)]
     for each in history:
         if is_packed:
             found.append(packed(term, len(found), index, each))
@@ -41,7 +41,7 @@ def entries_of(
     return found
 
 
-def received(topic: example.Topic, several: list[Message], apart: int = 1) -> list[example.Received]:
+def received(topic: example.Topic, several: list[PulsarMessage], apart: int = 1) -> list[example.Received]:
     return [
         message
         for at, entry in enumerate(several)

@@ -10,10 +10,10 @@ from seqdedupe.entry_properties import KIND
 from seqdedupe.errors import DamagedError
 from seqdedupe.log.pulsar import entries
 from seqdedupe.log.pulsar import finder as module
-from seqdedupe.log.pulsar.entries import Entry, Message
+from seqdedupe.log.pulsar.entries import PulsarEntry, PulsarMessage
 from seqdedupe.log.pulsar.finder import Finder, Known, last_of
 from seqdedupe.log.pulsar.ledgers import Ledger, Ledgers
-from seqdedupe.log.pulsar.terms import Standing, Terms, Verdict
+from seqdedupe.log.pulsar.terms import Terms, TermStanding, TermVerdict
 from seqdedupe.message_id import MessageId, Position
 from tests.batches import batch
 from tests.log.pulsar.standin import PulsarTopic
@@ -31,7 +31,7 @@ class Topic(Finder):
         self.stored = stored
         self.looks = self.entries_read = 0
 
-    async def _from(self, first: MessageId, last: MessageId) -> list[Entry]:
+    async def _from(self, first: MessageId, last: MessageId) -> list[PulsarEntry]:
         found = [entry for entry in self.stored.entries if first <= entry.message_id <= last]
         self.looks += 1
         self.entries_read += len(found)
@@ -40,15 +40,15 @@ class Topic(Finder):
 
 def oracle(topic: PulsarTopic) -> list[Known]:
     """Before the first entry and after each one, by reading all."""
-    terms = Terms(Standing.start(INCARNATION))
+    terms = Terms(TermStanding.start(INCARNATION))
     known = [Known(-1, terms.standing)]
     for at, entry in enumerate(topic.entries):
-        found = terms.judge(entry.message, MessageId(0, at)) is Verdict.VALID and last_of(entry, terms.standing)
+        found = terms.judge(entry.message, MessageId(0, at)) is TermVerdict.VALID and last_of(entry, terms.standing)
         known.append(Known(at, terms.standing, found or known[-1].last))
     return known
 
 
-def topic_of(messages: list[Message]) -> PulsarTopic:
+def topic_of(messages: list[PulsarMessage]) -> PulsarTopic:
     topic = PulsarTopic()
     for message in messages:
         topic.add(message)
@@ -98,9 +98,9 @@ async def test_what_follows_a_hole_is_void_here_too(in_void: int) -> None:
         assert (await Topic(topic).end()).standing == expected[-1].standing
 
 
-def of_owners(owners: int, entries: int) -> list[Message]:
+def of_owners(owners: int, entries: int) -> list[PulsarMessage]:
     """What owners wrote one after the other, each so many messages."""
-    found: list[Message] = []
+    found: list[PulsarMessage] = []
     for k in range(owners):
         sent = batch([("p", k * entries + i + 1) for i in range(entries)], links={"p": k * entries or -1})
         found += [marker(k + 1), *rows(k + 1, 1, k * entries, sent)]
@@ -113,14 +113,14 @@ async def test_a_long_topic_is_hardly_looked_at() -> None:
     assert end.last == Position(INCARNATION, MessageId(10, 20 * 501 - 1), 9999, owner(20).ownership)
     assert topic.looks <= 4
     before, _ = await topic.around(7321)
-    assert before.standing == Standing(owner(15), 322, 7321)
+    assert before.standing == TermStanding(owner(15), 322, 7321)
     assert (topic.looks, topic.entries_read) <= (12, 200)
 
 
 async def test_a_fresh_marker_at_the_end() -> None:
     topic = Topic(topic_of([*of_owners(3, 500), marker(4)]))
     end = await topic.end()
-    assert (end.standing, end.last and end.last.index) == (Standing(owner(4), 1, 1500), 1499)
+    assert (end.standing, end.last and end.last.index) == (TermStanding(owner(4), 1, 1500), 1499)
     assert topic.entries_read < 300
 
 
@@ -137,17 +137,17 @@ async def test_void_entries_at_the_end_do_not_count() -> None:
     first, *late = of_owners(1, 900)
     stored = topic_of([first, *late[:400], marker(2), *late[400:]])
     end = await Topic(stored).end()
-    assert (end.standing, end.last and end.last.index) == (Standing(owner(2), 1, 400), 399)
+    assert (end.standing, end.last and end.last.index) == (TermStanding(owner(2), 1, 400), 399)
     # The control arm shows what nobody has.
     assert (await Believing(stored).end()).standing.next_index == 900
 
 
-KNOWING = entries.marker(INCARNATION, 2, token(2), SETTINGS, 4)
+KNOWING = entries.marker_message(INCARNATION, 2, token(2), SETTINGS, 4)
 """Its writer did not know of the last message."""
 
 
 @pytest.mark.parametrize("first", [marker(2), KNOWING, stock()], ids=["a marker", "a knowing one", "somebody else's"])
-async def test_what_was_trimmed_is_not_the_beginning(first: Message) -> None:
+async def test_what_was_trimmed_is_not_the_beginning(first: PulsarMessage) -> None:
     messages = of_owners(1, 10)
     topic = topic_of(messages[:6])
     topic.roll_over()
@@ -170,15 +170,15 @@ async def test_an_owner_whose_marker_is_gone_is_not_looked_at_longer() -> None:
         topic.add(message)
     topic.trim(ledgers=1)
     left = Topic(topic)
-    assert (await left.end()).standing == Standing(owner(1), 5001, 5000)
+    assert (await left.end()).standing == TermStanding(owner(1), 5001, 5000)
     assert left.looks <= 3
-    assert (await left.around(3210))[0].standing == Standing(owner(1), 3211, 3210)
+    assert (await left.around(3210))[0].standing == TermStanding(owner(1), 3211, 3210)
     assert left.looks <= 8
 
 
 async def test_only_a_marker_is_left() -> None:
     """It says how far its writer knew the topic."""
-    assert await Topic(topic_of([KNOWING])).end() == Known(0, Standing(owner(2), 1, 4))
+    assert await Topic(topic_of([KNOWING])).end() == Known(0, TermStanding(owner(2), 1, 4))
 
 
 async def test_a_packed_entry_has_many_messages() -> None:
@@ -199,9 +199,9 @@ async def test_a_row_is_as_old_as_its_batch() -> None:
 
 
 async def test_an_empty_topic() -> None:
-    assert await Topic(topic_of([])).end() == Known(-1, Standing.start(INCARNATION))
+    assert await Topic(topic_of([])).end() == Known(-1, TermStanding.start(INCARNATION))
     end = await Topic(topic_of([marker(1)])).end()
-    assert (end.standing, end.last) == (Standing(owner(1), 1, 0), None)
+    assert (end.standing, end.last) == (TermStanding(owner(1), 1, 0), None)
 
 
 async def test_another_incarnation_is_damage() -> None:

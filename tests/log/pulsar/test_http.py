@@ -11,9 +11,8 @@ from typing import NamedTuple
 import pytest
 
 from seqdedupe.errors import SeqdedupeError
-from seqdedupe.log.pulsar import http
-from seqdedupe.log.pulsar.admin import Admin
-from seqdedupe.log.pulsar.http import AdminUrl
+from seqdedupe.log.pulsar import admin_url as admin_module
+from seqdedupe.log.pulsar.admin_url import AdminUrl, PulsarAdmin
 from seqdedupe.log.pulsar.policies import ensure_safe
 from seqdedupe.testing import LAST_RESORT_SECONDS
 
@@ -90,8 +89,8 @@ def raw(text: bytes) -> Respond:
     return respond
 
 
-def admin(server: Server, timeout_seconds: float = 20.0) -> Admin:
-    return Admin(AdminUrl(server.url, lambda: TOKEN, timeout_seconds=timeout_seconds))
+def admin(server: Server, timeout_seconds: float = 20.0) -> PulsarAdmin:
+    return PulsarAdmin(AdminUrl(server.url, lambda: TOKEN, timeout_seconds=timeout_seconds))
 
 
 async def failure(server: Server, timeout_seconds: float = 20.0) -> SeqdedupeError:
@@ -195,7 +194,7 @@ async def test_an_answer_that_never_ends_is_given_up() -> None:
 
 
 async def test_an_answer_that_is_too_large_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http, "MAX_ANSWER_BYTES", 1000)
+    monkeypatch.setattr(admin_module, "MAX_ANSWER_BYTES", 1000)
     with serving(saying(200, json.dumps(["x" * 990]).encode())) as server:
         assert await admin(server).topics("public/default") == ["x" * 990]
     with serving(saying(200, json.dumps(["x" * 1000]).encode())) as server:
@@ -212,7 +211,7 @@ async def test_a_call_goes_on_to_the_broker_that_has_the_topic() -> None:
 async def test_it_does_not_go_on_for_ever_nor_to_another_protocol() -> None:
     with serving(saying(307, Location="/admin/v2/again")) as server:
         assert "sent on more than" in (await failure(server)).message
-        assert len(server.requests) == 1 + http.MAX_REDIRECTS
+        assert len(server.requests) == 1 + admin_module.MAX_REDIRECTS
     with serving(saying(307, Location="https://127.0.0.1/admin/v2/x")) as server:
         assert "from https to http" in (await failure(server)).message
         assert len(server.requests) == 1
@@ -226,7 +225,7 @@ async def test_it_does_not_go_on_for_ever_nor_to_another_protocol() -> None:
 async def test_a_token_that_is_none_is_not_shown(token: str) -> None:
     with serving(saying(200)) as server:
         with pytest.raises(SeqdedupeError, match="INVALID_CONFIGURATION") as e:
-            await Admin(AdminUrl(server.url, lambda: token)).stats(TOPIC)
+            await PulsarAdmin(AdminUrl(server.url, lambda: token)).stats(TOPIC)
         assert "SECRET" not in f"{e.value!r} {e.value.__cause__!r} {e.value.__context__!r}"
         assert not server.requests
 
@@ -234,7 +233,7 @@ async def test_a_token_that_is_none_is_not_shown(token: str) -> None:
 async def test_a_token_may_change_and_end_with_a_newline() -> None:
     tokens = iter(["one\n", "two\n"])
     with serving(saying(200, b"[]")) as server:
-        changing = Admin(AdminUrl(server.url, lambda: next(tokens)))
+        changing = PulsarAdmin(AdminUrl(server.url, lambda: next(tokens)))
         for _ in range(2):
             await changing.topics("public/default")
         assert [request.token for request in server.requests] == ["Bearer one", "Bearer two"]

@@ -10,7 +10,7 @@ from seqdedupe.entry_properties import KIND, MARKER, MESSAGE, SCHEMA_VERSION, VE
 from seqdedupe.errors import DamagedError, SeqdedupeError, UnavailableError
 from seqdedupe.limits import MAX_PAYLOAD_BYTES
 from seqdedupe.log.contract import Failure, Log
-from seqdedupe.log.pulsar.entries import Entry, EntryFormat, Message, Settings
+from seqdedupe.log.pulsar.entries import EntryFormat, EntrySettings, PulsarEntry, PulsarMessage
 from seqdedupe.log.pulsar.log import PulsarLog, Shared
 from seqdedupe.message_id import MessageId
 from tests.log.batches import encoded_batch
@@ -53,7 +53,7 @@ class StandInHarness(LogHarness):
         return Shared(client, "one", address, lambda: self.now_ms, claim, self.admin, self.connect, self.answers)
 
     def log(self, address: str = "host:6680", place: bytes = b"") -> PulsarLog:
-        settings = Settings(self._format, "SEQUENCE_ID", 0, address, self._version)
+        settings = EntrySettings(self._format, "SEQUENCE_ID", 0, address, self._version)
         return PulsarLog(self.shared(address), TOPIC, INCARNATION, settings, place)
 
     async def open(self, covered_index: int = 0, place: bytes = b"") -> PulsarLog:
@@ -80,7 +80,7 @@ class TestPulsarLog(LogConformance):
         return StandInHarness(request.param)
 
 
-def is_message(message: Message, first_id: int) -> bool:
+def is_message(message: PulsarMessage, first_id: int) -> bool:
     """Whether an entry is the message of that sequence ID, or a batch of it alone."""
     return KIND not in message.properties and message.properties.get(MESSAGE, "").startswith(f"{first_id}:")
 
@@ -261,7 +261,7 @@ async def test_an_owner_that_ended_within_a_batch_leaves_its_first_rows() -> Non
     log = await harness.open()
     owner = await Owner(log, 1).open()
 
-    def fail_at(message: Message) -> None:
+    def fail_at(message: PulsarMessage) -> None:
         harness.client.refuses = harness.client.refuses or is_message(message, 3)
 
     harness.client.before = fail_at
@@ -289,7 +289,9 @@ async def test_an_owner_that_ended_within_a_batch_leaves_its_first_rows() -> Non
 async def test_what_stock_producers_sent_before_the_first_marker_has_no_index_and_can_be_asked_for() -> None:
     harness = StandInHarness(EntryFormat.PLAIN)
     for sequence_id in (3, 8, 5):
-        harness.topic.entries.append(Entry(stock(), MessageId(1, sequence_id), 1000, "a stock producer", sequence_id))
+        harness.topic.entries.append(
+            PulsarEntry(stock(), MessageId(1, sequence_id), 1000, "a stock producer", sequence_id)
+        )
     harness.topic.entries.sort(key=lambda entry: entry.message_id)
     log = await harness.open()
     owner = await Owner(log, 1).open()

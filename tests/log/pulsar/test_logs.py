@@ -7,9 +7,8 @@ import pytest
 
 from seqdedupe.errors import InvalidRequestError
 from seqdedupe.log.contract import Layout
-from seqdedupe.log.pulsar.admin import Admin
+from seqdedupe.log.pulsar.admin_url import AdminUrl, PulsarAdmin
 from seqdedupe.log.pulsar.entries import EntryFormat
-from seqdedupe.log.pulsar.http import AdminUrl
 from seqdedupe.log.pulsar.logs import PulsarLogs
 from tests.log.pulsar.test_log import StandInHarness
 
@@ -32,7 +31,7 @@ class _Url(AdminUrl):
 def logs(entry_format: EntryFormat = EntryFormat.PLAIN) -> PulsarLogs:
     """Those of a cluster that nothing may be asked of."""
     shared = StandInHarness(entry_format).shared("host:6680")
-    shared.admin = Admin(_Url())
+    shared.admin = PulsarAdmin(_Url())
     return PulsarLogs(shared, NAMESPACES, entry_format, may_change_policies=True)
 
 

@@ -8,15 +8,16 @@ from contextlib import nullcontext
 
 import pytest
 
-from seqdedupe.entry_properties import Owner
+from seqdedupe.entry_properties import EntryOwner
 from seqdedupe.errors import DamagedError, PositionError, SeqdedupeError
 from seqdedupe.log.contract import Retention
-from seqdedupe.log.pulsar import kept, place_bytes, places
+from seqdedupe.log.pulsar import content, places
 from seqdedupe.log.pulsar import log as log_module
+from seqdedupe.log.pulsar import places as places_module
 from seqdedupe.log.pulsar.entries import EntryFormat
 from seqdedupe.log.pulsar.log import PulsarLog
 from seqdedupe.log.pulsar.places import MAX_POINTS, STEP_BYTES, Places, Point, thinned
-from seqdedupe.log.pulsar.terms import Standing
+from seqdedupe.log.pulsar.terms import TermStanding
 from seqdedupe.message_id import MessageId
 from seqdedupe.testing import LAST_RESORT_SECONDS
 from tests.log.conformance import Owner as OwnerOfLog
@@ -242,7 +243,7 @@ async def test_reading_on_takes_one_reader_and_reads_nothing_twice() -> None:
 
 async def test_reading_on_without_what_is_kept_takes_many(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control of the test above."""
-    monkeypatch.setattr(kept, "KEPT_CURSORS", 0)
+    monkeypatch.setattr(content, "KEPT_CURSORS", 0)
     harness = StandInHarness(EntryFormat.PLAIN)
     log = await filled(harness, 300)
     before = harness.client.opened_readers
@@ -253,7 +254,7 @@ async def test_reading_on_without_what_is_kept_takes_many(monkeypatch: pytest.Mo
 
 
 async def test_readers_are_few_and_are_closed_when_nobody_uses_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept, "IDLE_SECONDS", 0.05)
+    monkeypatch.setattr(content, "IDLE_SECONDS", 0.05)
     harness = StandInHarness(EntryFormat.PACKED)
     log = await filled(harness, 200)
     most = 0
@@ -269,7 +270,7 @@ async def test_readers_are_few_and_are_closed_when_nobody_uses_them(monkeypatch:
     for first, found in zip(range(0, 200, 10), await asyncio.gather(*reads), strict=True):
         assert found == list(range(first, 200))
     looking.cancel()
-    assert 0 < most <= kept.MAX_READING + kept.KEPT_CURSORS + 1
+    assert 0 < most <= content.MAX_READING + content.KEPT_CURSORS + 1
     async with asyncio.timeout(LAST_RESORT_SECONDS):
         while harness.client.open_readers:  # noqa: ASYNC110 (nobody tells)
             await asyncio.sleep(0.01)
@@ -365,7 +366,7 @@ def grown(entries: int, seed: int) -> tuple[Places, list[Point]]:
         if begins:
             every.append(of.end)
         count = rng.choice((0, 1, 1, 5)) if begins else 1
-        standing = Standing(Owner(INCARNATION, 1, 7), i + 1, of.end.next_index + count)
+        standing = TermStanding(EntryOwner(INCARNATION, 1, 7), i + 1, of.end.next_index + count)
         to = of.end.after(standing, MessageId(1, i), i, i, rng.randrange(64, STEP_BYTES))
         of.advance(to, begins_record=begins, is_batch=count > 1)
     return of, every
@@ -397,16 +398,16 @@ def test_a_place_comes_back_and_anything_else_is_refused() -> None:
     of, _ = grown(3_000, 1)
     points = of.below(of.end.next_index)
     assert 64 < len(points) <= MAX_POINTS
-    raw = place_bytes.encode(INCARNATION, points)
-    back = place_bytes.decode(INCARNATION, raw)
-    assert back == thinned(points, place_bytes.MAX_STORED_POINTS)
-    assert len(back) <= place_bytes.MAX_STORED_POINTS
+    raw = places_module.bytes_of_points(INCARNATION, points)
+    back = places_module.points_of_bytes(INCARNATION, raw)
+    assert back == thinned(points, places_module.MAX_STORED_POINTS)
+    assert len(back) <= places_module.MAX_STORED_POINTS
     assert (back[0], back[-1]) == (points[0], points[-1])
     with pytest.raises(SeqdedupeError, match="NEWER_FORMAT"):
-        place_bytes.decode(INCARNATION, b"\x02" + raw[1:])
+        places_module.points_of_bytes(INCARNATION, b"\x02" + raw[1:])
     backwards = raw[:9] + raw[81:153] + raw[9:81]
     for bad in (raw[:9], raw[:-1], raw + b"x", raw[:1], b"\x00" + raw[1:], backwards):
         with pytest.raises(SeqdedupeError, match="STORE_DAMAGED"):
-            place_bytes.decode(INCARNATION, bad)
+            places_module.points_of_bytes(INCARNATION, bad)
     with pytest.raises(SeqdedupeError, match="STORE_DAMAGED"):
-        place_bytes.decode(INCARNATION + 1, raw)
+        places_module.points_of_bytes(INCARNATION + 1, raw)

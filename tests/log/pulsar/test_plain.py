@@ -13,9 +13,9 @@ from seqdedupe.entry_properties import ENTRY, MESSAGE, PREFIX, USER
 from seqdedupe.errors import DamagedError, InvalidRequestError
 from seqdedupe.format.columns import PUBLISH_TIME_MS, ROWS
 from seqdedupe.limits import LINK_LEFT_OUT
-from seqdedupe.log.pulsar.collecting import Collector
-from seqdedupe.log.pulsar.entries import MAX_ENTRY_BYTES, Message
-from seqdedupe.log.pulsar.terms import Standing, Terms
+from seqdedupe.log.pulsar.entries import MAX_ENTRY_BYTES, PulsarMessage
+from seqdedupe.log.pulsar.reader import Collector
+from seqdedupe.log.pulsar.terms import Terms, TermStanding
 from tests.batches import batch
 from tests.log.pulsar.topics import all_rows, batches_in, collected, collector, ids_in, marker, owner, rows, stored
 
@@ -61,27 +61,27 @@ def histories(draw: st.DrawFn) -> list[Batch]:
     return history
 
 
-def messages_of(history: list[Batch]) -> list[Message]:
+def messages_of(history: list[Batch]) -> list[PulsarMessage]:
     found = [marker(1)]
     for each in history:
         found += rows(1, len(found), len(found) - 1, each)
     return found
 
 
-def itself(message: Message) -> Message:
+def itself(message: PulsarMessage) -> PulsarMessage:
     return message
 
 
-def through_the_client(message: Message) -> Message:
+def through_the_client(message: PulsarMessage) -> PulsarMessage:
     """What a reader gets of a message that was built as it is sent."""
     writer: Any = pytest.importorskip("seqdedupe.log.pulsar.writer", exc_type=ImportError)
     sent = writer.built(message, 0)
     payload = None if sent.has_null_value() else sent.data()
-    return Message(payload, sent.properties(), sent.partition_key(), sent.event_timestamp())
+    return PulsarMessage(payload, sent.properties(), sent.partition_key(), sent.event_timestamp())
 
 
 @pytest.mark.parametrize("way", [itself, through_the_client])
-def test_what_was_stored_comes_back(way: Callable[[Message], Message]) -> None:
+def test_what_was_stored_comes_back(way: Callable[[PulsarMessage], PulsarMessage]) -> None:
     @settings(max_examples=150)
     @given(histories())
     def holds(history: list[Batch]) -> None:
@@ -129,7 +129,7 @@ def test_records_are_the_batches_that_were_published() -> None:
     found = collected(stored(messages))
     assert [each.encode() for each in batches_in(found)] == [each.encode() for each in history]
     # Whoever begins within a batch gets the rows of it that are left, and then whole batches.
-    reading = Collector(Terms(Standing(owner(1), 2, 1)))
+    reading = Collector(Terms(TermStanding(owner(1), 2, 1)))
     for entry in stored(messages)[2:]:
         reading.add(entry)
     rest = reading.take()

@@ -7,9 +7,9 @@ import pytest
 
 from seqdedupe.errors import UnavailableError
 from seqdedupe.log.contract import Failure
-from seqdedupe.log.pulsar import guarding
+from seqdedupe.log.pulsar import policies
+from seqdedupe.log.pulsar.admin_url import AdminUrl
 from seqdedupe.log.pulsar.entries import MAX_ENTRY_BYTES, EntryFormat
-from seqdedupe.log.pulsar.http import AdminUrl
 from seqdedupe.log.pulsar.policies import Looks
 from tests.log.batches import encoded_batch
 from tests.log.conformance import LIMIT_SECONDS, Owner
@@ -34,8 +34,8 @@ UNSAFE: list[tuple[str, Any]] = [
 
 @pytest.fixture
 def harness(monkeypatch: pytest.MonkeyPatch) -> StandInHarness:
-    monkeypatch.setattr(guarding, "LOOK_SECONDS", 0.02)
-    monkeypatch.setattr(guarding, "CONNECTED_POLL_SECONDS", 0.005)
+    monkeypatch.setattr(policies, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(policies, "CONNECTED_POLL_SECONDS", 0.005)
     return StandInHarness(EntryFormat.PLAIN)
 
 

@@ -5,10 +5,8 @@ from typing import Any
 import pytest
 
 from seqdedupe.errors import InvalidRequestError, NotFoundError, UnavailableError, error
-from seqdedupe.log.pulsar.admin import Admin, Publisher, Subscription, TopicStats
-from seqdedupe.log.pulsar.http import AdminUrl
-from seqdedupe.log.pulsar.owner import not_owner
-from seqdedupe.log.pulsar.sidecars import forget, sidecars
+from seqdedupe.log.pulsar.admin_url import AdminUrl, Publisher, PulsarAdmin, Subscription, TopicStats
+from seqdedupe.log.pulsar.topic_owner import forget, not_owner, sidecars
 
 NAMESPACES = ("a/b", "a/c")
 
@@ -21,7 +19,7 @@ def writes(name: str, address: str | None) -> Publisher:
     return Publisher(name, {} if address is None else {"address": address})
 
 
-class FakeAdmin(Admin):
+class FakeAdmin(PulsarAdmin):
     """Topics by their local names, the first letter of which is that of their namespace."""
 
     def __init__(self, **topics: TopicStats) -> None:

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from seqdedupe.entry_properties import ADDRESS, ENTRY, KIND, SCHEMA_VERSION, TOKEN, VERSION
 from seqdedupe.errors import DamagedError
 from seqdedupe.log.pulsar import entries
-from seqdedupe.log.pulsar.entries import NOWHERE, Message
-from seqdedupe.log.pulsar.terms import REMEMBERED_ENTRIES, Receipts, Standing, Terms, Verdict
+from seqdedupe.log.pulsar.entries import NOWHERE, PulsarMessage
+from seqdedupe.log.pulsar.terms import REMEMBERED_ENTRIES, Receipts, Terms, TermStanding, TermVerdict
 from seqdedupe.message_id import MessageId
 from tests.batches import batch
 from tests.log.pulsar.owners import Process, judged, payloads_of, valid_in
@@ -58,7 +58,7 @@ def play(actions: str, *, believes: bool = False, deduplicates: bool = False) ->
 def check(topic: PulsarTopic, owners: list[Process]) -> None:
     terms, verdicts = judged(topic)
     valid = valid_in(topic)
-    assert [at for at, verdict in enumerate(verdicts) if verdict is Verdict.VALID] == [at for at, _ in valid]
+    assert [at for at, verdict in enumerate(verdicts) if verdict is TermVerdict.VALID] == [at for at, _ in valid]
     indexes = [int(message.properties[ENTRY].split(":")[5]) for _, message in valid if message.payload]
     assert indexes == list(range(len(indexes)))
     assert terms.next_index == len(indexes)
@@ -151,7 +151,7 @@ def test_what_was_settled_as_lost_does_not_land_later(marks: bool) -> None:
 def test_what_was_trimmed_is_noticed() -> None:
     """A Reader jumps over it in silence. Whoever did not count would go on as if nothing had been there."""
     topic, _ = play("AaasBbbs|bs")
-    standing, last = Standing.start(INCARNATION), None
+    standing, last = TermStanding.start(INCARNATION), None
     for entry in topic.read():
         terms = Terms(standing)
         terms.judge(entry.message, entry.message_id)
@@ -182,7 +182,7 @@ def test_what_follows_a_refused_entry_is_void_and_the_topic_goes_on() -> None:
     """Whoever reads it, and whoever owns it then: what was not acknowledged is sent again, and stored once."""
     topic, (a, b) = play("AasaaaxlsAaa")
     terms, verdicts = judged(topic)
-    assert (terms.counts.holes, verdicts.count(Verdict.VOID)) == (1, 1)
+    assert (terms.counts.holes, verdicts.count(TermVerdict.VOID)) == (1, 1)
     assert payloads_of(valid_in(topic)) == a.confirmed == ["a1", "a2", "a5", "a6"]
     check(topic, [a, b])
     topic, (a, b) = play("AasaaaxlsBb|b")
@@ -197,37 +197,37 @@ def test_with_receipts_believed_after_a_hole_something_acknowledged_is_void() ->
     assert payloads_of(valid_in(topic)) == []
 
 
-def at(terms: Terms, message: Message, ledger_id: int, entry_id: int, batch_index: int = -1) -> Verdict:
+def at(terms: Terms, message: PulsarMessage, ledger_id: int, entry_id: int, batch_index: int = -1) -> TermVerdict:
     return terms.judge(message, MessageId(ledger_id, entry_id, batch_index))
 
 
 def with_first(last_entry: int = 2) -> Terms:
-    terms = Terms(Standing.start(INCARNATION))
+    terms = Terms(TermStanding.start(INCARNATION))
     for entry_id, message in enumerate(FIRST, last_entry - 2):
-        assert at(terms, message, 7, entry_id) is Verdict.VALID
+        assert at(terms, message, 7, entry_id) is TermVerdict.VALID
     return terms
 
 
 def test_a_hole_is_void_up_to_the_next_marker() -> None:
     terms = with_first()
-    assert at(terms, message_of(2, 4, 3), 7, 3) is Verdict.VOID
-    assert terms.standing == Standing(owner(2), 3, 2, has_hole=True)
+    assert at(terms, message_of(2, 4, 3), 7, 3) is TermVerdict.VOID
+    assert terms.standing == TermStanding(owner(2), 3, 2, has_hole=True)
     # Also what would fit, should it come late, and what nobody could write after it.
     for entry_id, number in enumerate((5, 3, 4, 1), 4):
-        assert at(terms, message_of(2, number, number - 1), 7, entry_id) is Verdict.VOID
+        assert at(terms, message_of(2, number, number - 1), 7, entry_id) is TermVerdict.VOID
     assert (terms.counts.holes, terms.counts.void) == (1, 5)
-    assert at(terms, marker(3), 7, 8) is Verdict.VALID
-    assert at(terms, message_of(3, 1, 2), 7, 9) is Verdict.VALID
-    assert terms.standing == Standing(owner(3), 2, 3)
+    assert at(terms, marker(3), 7, 8) is TermVerdict.VALID
+    assert at(terms, message_of(3, 1, 2), 7, 9) is TermVerdict.VALID
+    assert terms.standing == TermStanding(owner(3), 2, 3)
 
 
 def test_what_is_read_between_is_no_hole_of_the_reader() -> None:
     """What is void and what others wrote stand there; a client's batch has several messages in one position."""
     terms = with_first()
     for entry_id, batch_index in ((3, 0), (3, 1), (4, -1)):
-        assert at(terms, stock(), 7, entry_id, batch_index) is Verdict.FOREIGN
-    assert at(terms, marker(1), 7, 5) is Verdict.VOID
-    assert at(terms, message_of(2, 4, 3), 7, 6) is Verdict.VOID
+        assert at(terms, stock(), 7, entry_id, batch_index) is TermVerdict.FOREIGN
+    assert at(terms, marker(1), 7, 5) is TermVerdict.VOID
+    assert at(terms, message_of(2, 4, 3), 7, 6) is TermVerdict.VOID
     assert terms.counts.holes == 1
 
 
@@ -236,33 +236,33 @@ def test_where_a_position_was_not_read_it_is_a_gap(places: list[tuple[int, int]]
     terms = with_first()
     *others, last = places
     for place in others:
-        assert at(terms, stock(), *place) is Verdict.FOREIGN
+        assert at(terms, stock(), *place) is TermVerdict.FOREIGN
     for _ in range(2):
         with pytest.raises(DamagedError, match="LOG_GAP"):
             at(terms, message_of(2, 4, 3), *last)
     assert len(terms.borders) == 1
     # It was found out that nothing stands there.
     terms.borders.clear()
-    assert at(terms, message_of(2, 4, 3), *last) is Verdict.VOID
+    assert at(terms, message_of(2, 4, 3), *last) is TermVerdict.VOID
 
 
 def test_a_reader_that_begins_after_the_last_valid_entry_comes_to_the_same() -> None:
     for after, is_hole in ((MessageId(7, 2), True), (MessageId(7, 1), False), (NOWHERE, False)):
         terms = Terms(with_first().standing, after)
         if is_hole:
-            assert at(terms, message_of(2, 4, 3), 7, 3) is Verdict.VOID
+            assert at(terms, message_of(2, 4, 3), 7, 3) is TermVerdict.VOID
         else:
             with pytest.raises(DamagedError, match="LOG_GAP"):
                 at(terms, message_of(2, 4, 3), 7, 3)
     # And so does one that begins in the midst of what is void.
-    terms = Terms(Standing(owner(2), 3, 2, has_hole=True), MessageId(7, 4))
-    assert at(terms, NEXT, 7, 5) is Verdict.VOID
+    terms = Terms(TermStanding(owner(2), 3, 2, has_hole=True), MessageId(7, 4))
+    assert at(terms, NEXT, 7, 5) is TermVerdict.VOID
 
 
 def test_a_marker_that_knows_of_more_proves_that_it_was_no_hole() -> None:
     terms = with_first()
-    assert at(terms, message_of(2, 4, 3), 7, 3) is Verdict.VOID
-    knowing = entries.marker(INCARNATION, 3, token(3), SETTINGS, 4)
+    assert at(terms, message_of(2, 4, 3), 7, 3) is TermVerdict.VOID
+    knowing = entries.marker_message(INCARNATION, 3, token(3), SETTINGS, 4)
     with pytest.raises(DamagedError, match="LOG_GAP"):
         at(terms, knowing, 7, 4)
 
@@ -272,24 +272,24 @@ def test_a_marker_that_knows_of_more_proves_that_it_was_no_hole() -> None:
 _ledgers = count()
 
 
-def judge(terms: Terms, message: Message) -> Verdict:
+def judge(terms: Terms, message: PulsarMessage) -> TermVerdict:
     """Of an entry before which others may stand that were not read."""
     return terms.judge(message, MessageId(next(_ledgers), 0))
 
 
-def reading(*messages: Message) -> Terms:
-    terms = Terms(Standing.start(INCARNATION))
+def reading(*messages: PulsarMessage) -> Terms:
+    terms = Terms(TermStanding.start(INCARNATION))
     for message in messages:
-        assert judge(terms, message) is Verdict.VALID
+        assert judge(terms, message) is TermVerdict.VALID
     return terms
 
 
-def message_of(term: int, number: int, index: int, whose: str = "") -> Message:
+def message_of(term: int, number: int, index: int, whose: str = "") -> PulsarMessage:
     (message,) = rows(term, number, index, batch([("p", index)]), whose)
     return message
 
 
-def with_properties(message: Message, **changes: str | None) -> Message:
+def with_properties(message: PulsarMessage, **changes: str | None) -> PulsarMessage:
     properties = dict(message.properties)
     for name, value in changes.items():
         if value is None:
@@ -304,7 +304,7 @@ NEXT = message_of(2, 3, 2)
 OF_SECOND, OF_THIRD = owner(2).prefix(), owner(3).prefix()
 
 
-def refused(terms: Terms, message: Message) -> str:
+def refused(terms: Terms, message: PulsarMessage) -> str:
     before = terms.standing
     with pytest.raises(DamagedError) as error:
         judge(terms, message)
@@ -321,12 +321,12 @@ def refused(terms: Terms, message: Message) -> str:
         pytest.param(message_of(3, 1, 2), id="a marker"),
     ],
 )
-def test_what_is_missing_is_a_gap(missing: Message) -> None:
+def test_what_is_missing_is_a_gap(missing: PulsarMessage) -> None:
     assert refused(reading(*FIRST), missing) == "LOG_GAP"
 
 
 def test_a_log_without_its_beginning_is_a_gap() -> None:
-    for message in (NEXT, packed(2, 3, 2, batch([("p", 1)])), entries.control(owner(2), 1, 0, b"")):
+    for message in (NEXT, packed(2, 3, 2, batch([("p", 1)])), entries.control_message(owner(2), 1, 0, b"")):
         assert refused(reading(), message) == "LOG_GAP"
 
 
@@ -362,34 +362,34 @@ def test_a_log_without_its_beginning_is_a_gap() -> None:
         ),
     ],
 )
-def test_what_cannot_stand_there_is_damage(bad: Message, reason: str) -> None:
+def test_what_cannot_stand_there_is_damage(bad: PulsarMessage, reason: str) -> None:
     assert refused(reading(*FIRST), bad) == reason
 
 
 def test_others_are_counted_and_passed_over() -> None:
-    terms = Terms(Standing.start(INCARNATION))
-    unreadable = Message(b"", {ENTRY: "hello"})
-    no_term = Message(b"", {ENTRY: f"1:{INCARNATION}:0:{'0' * 16}:1:0"})
+    terms = Terms(TermStanding.start(INCARNATION))
+    unreadable = PulsarMessage(b"", {ENTRY: "hello"})
+    no_term = PulsarMessage(b"", {ENTRY: f"1:{INCARNATION}:0:{'0' * 16}:1:0"})
     for message in (stock(), unreadable, no_term):
-        assert judge(terms, message) is Verdict.EARLIER
+        assert judge(terms, message) is TermVerdict.EARLIER
     for message in FIRST:
-        assert judge(terms, message) is Verdict.VALID
+        assert judge(terms, message) is TermVerdict.VALID
     for message in (stock(), unreadable, no_term):
-        assert judge(terms, message) is Verdict.FOREIGN
+        assert judge(terms, message) is TermVerdict.FOREIGN
     for message in (marker(1), marker(2, "b"), message_of(1, 1, 0), message_of(2, 3, 2, "b")):
-        assert judge(terms, message) is Verdict.VOID
-    assert judge(terms, NEXT) is Verdict.VALID
+        assert judge(terms, message) is TermVerdict.VOID
+    assert judge(terms, NEXT) is TermVerdict.VALID
     counts = terms.counts
     assert (counts.earlier, counts.foreign, counts.void, counts.repeats) == (3, 3, 4, 0)
-    assert terms.standing == Standing(owner(2), 4, 3)
+    assert terms.standing == TermStanding(owner(2), 4, 3)
 
 
 def test_a_repeat_is_the_same_or_damage() -> None:
-    control = entries.control(owner(2), 3, 2, b"control")
+    control = entries.control_message(owner(2), 3, 2, b"control")
     written = (*FIRST, control, packed(2, 4, 2, batch([("p", 8)])))
     terms = reading(*written)
     for message in (*written, *written):
-        assert judge(terms, message) is Verdict.REPEAT
+        assert judge(terms, message) is TermVerdict.REPEAT
     assert terms.counts.repeats == 2 * len(written)
     for message in written[1:]:
         for other in (
@@ -402,23 +402,23 @@ def test_a_repeat_is_the_same_or_damage() -> None:
 
 
 def test_how_far_back_repeats_are_compared() -> None:
-    terms = Terms(Standing(owner(1), 1000, 0))
-    assert judge(terms, marker(2)) is Verdict.VALID
-    sent = [entries.control(owner(2), number, 0, b"%d" % number) for number in range(1, REMEMBERED_ENTRIES + 1)]
+    terms = Terms(TermStanding(owner(1), 1000, 0))
+    assert judge(terms, marker(2)) is TermVerdict.VALID
+    sent = [entries.control_message(owner(2), number, 0, b"%d" % number) for number in range(1, REMEMBERED_ENTRIES + 1)]
     for message in sent:
-        assert judge(terms, message) is Verdict.VALID
-    assert judge(terms, sent[0]) is Verdict.REPEAT
+        assert judge(terms, message) is TermVerdict.VALID
+    assert judge(terms, sent[0]) is TermVerdict.REPEAT
     assert refused(terms, marker(2)) == "LOG_DAMAGED"
 
 
 def test_reading_on_from_where_another_stopped() -> None:
     """What stands there again from before cannot be compared: it is passed over. What comes then is judged as ever."""
     terms = Terms(reading(*FIRST).standing)
-    assert judge(terms, FIRST[1]._replace(payload=b"other")) is Verdict.REPEAT
-    assert judge(terms, NEXT) is Verdict.VALID
+    assert judge(terms, FIRST[1]._replace(payload=b"other")) is TermVerdict.REPEAT
+    assert judge(terms, NEXT) is TermVerdict.VALID
     assert refused(terms, NEXT._replace(payload=b"other")) == "LOG_DAMAGED"
-    assert judge(terms, marker(3)) is Verdict.VALID
-    assert judge(terms, message_of(3, 1, 3)) is Verdict.VALID
+    assert judge(terms, marker(3)) is TermVerdict.VALID
+    assert judge(terms, message_of(3, 1, 3)) is TermVerdict.VALID
 
 
 def test_what_a_marker_says() -> None:

@@ -18,19 +18,18 @@ from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Loaded, Snapshots
 from seqdedupe.store.topics import LogKind, TopicRecord, TopicState
 from seqdedupe.testing import LAST_RESORT_SECONDS
-from seqdedupe.topic import fetching, renewing, standby
-from seqdedupe.topic.answers import Receipt, Refusal
-from seqdedupe.topic.closed import Closed
+from seqdedupe.topic import owner, renewal
+from seqdedupe.topic.base import State
 from seqdedupe.topic.directory import Topics
-from seqdedupe.topic.fetching import Fetching
-from seqdedupe.topic.frame import NumbersCache
-from seqdedupe.topic.opening import open_sessions
+from seqdedupe.topic.frame import NumbersCache, Receipt, Refusal
+from seqdedupe.topic.kinds import PublishedTopics
+from seqdedupe.topic.operations import open_sessions
 from seqdedupe.topic.policy import Applied
-from seqdedupe.topic.published import PublishedTopics
-from seqdedupe.topic.publishing import Topic
-from seqdedupe.topic.reading import end_index, read_page
+from seqdedupe.topic.readers import end_index, read_page
+from seqdedupe.topic.registry import Closed
+from seqdedupe.topic.renewal import Fetching
 from seqdedupe.topic.saved import saved
-from seqdedupe.topic.state import State
+from seqdedupe.topic.topic import Topic
 from tests.batches import batch
 from tests.log.conformance import Owner, parsed
 from tests.log.pulsar.test_log import BOTH, TOPIC, StandInHarness
@@ -82,7 +81,7 @@ async def test_a_topic_goes_on_from_its_snapshot_in_a_higher_term(entry_format: 
     topic = await recovered(harness, store)
     answers = await publish(topic, 1, 2, 3)
     await topic.flight.all_of_now()
-    await topic.snapshot()
+    await topic.keeper.snapshot()
     answers += await publish(topic, 4, 5)
     await topic.flight.all_of_now()
     assert [type(answer) for answer in answers] == [Receipt] * 3
@@ -136,7 +135,7 @@ async def test_a_crash_around_a_snapshot_and_the_move_of_the_subscription_loses_
         await publish(topic, *range(end, end + 12), payload=b"x" * 30_000)
         end += 12
         await topic.flight.all_of_now()
-        snapshot = asyncio.ensure_future(topic.snapshot_in_background())
+        snapshot = asyncio.ensure_future(topic.keeper.snapshot_in_background())
         if turns % 5 == 4:
             harness.admin.answers = False
         if turns % 4:
@@ -240,7 +239,7 @@ async def trimmed(harness: StandInHarness, store: Store, monkeypatch: pytest.Mon
     one = await sidecar(harness, store)
     for first in (0, 20, 40):
         await publish(one.get(TOPIC), *range(first, first + 20), payload=b"x" * 30_000)
-        await one.get(TOPIC).snapshot()
+        await one.get(TOPIC).keeper.snapshot()
         harness.topic.roll_over()
     await until(lambda: harness.topic.kept_from is not None)
     snapshot = saved(one.get(TOPIC))
@@ -269,7 +268,7 @@ async def test_a_sidecar_without_state_takes_nothing_until_a_snapshot_is_importe
             two.get(TOPIC)
         assert "import" in caught.value.hint
         assert len(harness.topic.entries) == there
-        topic = await renewing.renew(two, TOPIC, INCARNATION, snapshot)
+        topic = await renewal.renew(two, TOPIC, INCARNATION, snapshot)
         assert isinstance(topic, Topic)
         assert topic.state is State.SERVING
         assert (await open_sessions(topic, ["p"], None)).persisted == [59]
@@ -341,7 +340,7 @@ async def test_a_sidecar_without_state_fetches_that_of_the_owner_and_takes_nothi
     store: Store,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(fetching, "FETCH_SECONDS", 0.01)
+    monkeypatch.setattr(renewal, "FETCH_SECONDS", 0.01)
     harness = StandInHarness(EntryFormat.PLAIN)
     snapshot = await trimmed(harness, store, monkeypatch)
     elsewhere = Elsewhere(snapshot)
@@ -377,8 +376,8 @@ async def test_a_standby_whose_subscription_was_removed_fetches_the_owners_snaps
 ) -> None:
     """While there is an owner, and for good: what is missing is no damage, for the owner has read it."""
     monkeypatch.setattr(log_module, "MOVE_SECONDS", 0)
-    monkeypatch.setattr(fetching, "FETCH_SECONDS", 0.01)
-    monkeypatch.setattr(standby, "CATCH_UP_SECONDS", 0.01)
+    monkeypatch.setattr(renewal, "FETCH_SECONDS", 0.01)
+    monkeypatch.setattr(owner, "CATCH_UP_SECONDS", 0.01)
     harness = StandInHarness(EntryFormat.PLAIN)
     one = await sidecar(harness, store)
     await publish(one.get(TOPIC), *range(20), payload=b"x" * 30_000)
@@ -397,7 +396,7 @@ async def test_a_standby_whose_subscription_was_removed_fetches_the_owners_snaps
                 await one.get(TOPIC).flight.all_of_now()
             _, unread, *_ = sorted({entry.message_id.ledger_id for entry in harness.topic.entries})
             while harness.topic.kept_from is None or harness.topic.kept_from.ledger_id <= unread:
-                await one.get(TOPIC).snapshot()
+                await one.get(TOPIC).keeper.snapshot()
             harness.topic.retain_nothing()
         markers = markers_in(harness)
         elsewhere = Elsewhere(saved(one.get(TOPIC)))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from seqdedupe.log.pulsar.unsettled import Confirmed, Unsettled
+from seqdedupe.log.pulsar.writer import Confirmed, Unsettled
 from seqdedupe.message_id import MessageId
 
 MARKER = MessageId(7, 3)

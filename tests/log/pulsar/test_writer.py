@@ -10,9 +10,8 @@ import pytest
 
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.log.pulsar import writer as writers
-from seqdedupe.log.pulsar.entries import Message
-from seqdedupe.log.pulsar.unsettled import Confirmed
-from seqdedupe.log.pulsar.writer import COUNTER_BITS, PRODUCER_NAMES, Settled, Writer, open_writer
+from seqdedupe.log.pulsar.entries import PulsarMessage
+from seqdedupe.log.pulsar.writer import COUNTER_BITS, PRODUCER_NAMES, Confirmed, EntryWriter, SettledEntry, open_writer
 from seqdedupe.message_id import MessageId
 from seqdedupe.testing import LAST_RESORT_SECONDS
 
@@ -65,7 +64,7 @@ class Client:
         return self.producer
 
 
-async def opened(client: Any, settle: Callable[[Settled], None], first_name_number: int = 6) -> Writer:
+async def opened(client: Any, settle: Callable[[SettledEntry], None], first_name_number: int = 6) -> EntryWriter:
     async def claim(_: int) -> int:
         return OPENING
 
@@ -75,9 +74,9 @@ async def opened(client: Any, settle: Callable[[Settled], None], first_name_numb
 class Sent:
     """A writer that has handed over so many entries."""
 
-    def __init__(self, writer: Writer, native: Native) -> None:
+    def __init__(self, writer: EntryWriter, native: Native) -> None:
         self.writer = writer
-        self.settled: list[Settled] = []
+        self.settled: list[SettledEntry] = []
         self._native = native
 
     def answer(self, number: int, result: pulsar.Result, ledger_id: int = 1, entry_id: int = -1) -> None:
@@ -93,10 +92,10 @@ class Sent:
 
 async def sent(entries: int) -> Sent:
     client = Client()
-    settled: list[Settled] = []
+    settled: list[SettledEntry] = []
     made = Sent(await opened(client, settled.append), client.producer._producer)
     made.settled = settled
-    made.writer.append([Message(b"x", {})] * entries)
+    made.writer.append([PulsarMessage(b"x", {})] * entries)
     return made
 
 
@@ -148,10 +147,10 @@ async def test_whatever_is_not_stored_is_unknown_and_so_is_all_after_it(result: 
     made.answer(2, result)
     made.answer(3, pulsar.Result.Ok)
     await made.until_settled(2)
-    assert made.settled[0] == Settled(None, MessageId(1, 0))
+    assert made.settled[0] == SettledEntry(None, MessageId(1, 0))
     assert made.settled[1].confirmed == Confirmed(1, MessageId(1, 1))
     assert result.name in str(made.settled[1].failure)
-    made.writer.append([Message(b"later", {})])
+    made.writer.append([PulsarMessage(b"later", {})])
     made.answer(3, pulsar.Result.Ok)
     for _ in range(10):
         await asyncio.sleep(0)
@@ -186,7 +185,7 @@ async def test_what_was_read_before_its_receipt_came_is_not_settled_twice() -> N
     for number in (1, 2, 3):
         made.answer(number, pulsar.Result.Ok)
     await made.until_settled(2)
-    assert made.settled[1] == Settled(Confirmed(1, MessageId(1, 3)))
+    assert made.settled[1] == SettledEntry(Confirmed(1, MessageId(1, 3)))
 
 
 async def test_answers_that_go_on_keep_the_time_out_away(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,58 +5,62 @@ from typing import NamedTuple
 
 from seqdedupe import batch as batches
 from seqdedupe.batch import Batch
-from seqdedupe.entry_properties import VERSION, Owner
+from seqdedupe.entry_properties import VERSION, EntryOwner
 from seqdedupe.format.headers import ownership_of
 from seqdedupe.format.records import body_of
 from seqdedupe.log.contract import Entries
-from seqdedupe.log.pulsar import entries, plain
-from seqdedupe.log.pulsar.collecting import Collector
-from seqdedupe.log.pulsar.entries import Entry, EntryFormat, Message, Settings
-from seqdedupe.log.pulsar.terms import Standing, Terms
+from seqdedupe.log.pulsar import entries
+from seqdedupe.log.pulsar.entries import EntryFormat, EntrySettings, PulsarEntry, PulsarMessage
+from seqdedupe.log.pulsar.reader import Collector
+from seqdedupe.log.pulsar.terms import Terms, TermStanding
 from seqdedupe.message_id import MessageId
 
 INCARNATION = 1_700_000_000_000_000
-SETTINGS = Settings(EntryFormat.PLAIN, "SEQUENCE_ID", 0, "host:6680")
+SETTINGS = EntrySettings(EntryFormat.PLAIN, "SEQUENCE_ID", 0, "host:6680")
 
 
 def token(term: int, whose: str = "") -> bytes:
     return f"{term % 10000:04d}{whose:.<12}".encode()
 
 
-def owner(term: int, whose: str = "") -> Owner:
-    return Owner(INCARNATION, term, ownership_of(token(term, whose)))
+def owner(term: int, whose: str = "") -> EntryOwner:
+    return EntryOwner(INCARNATION, term, ownership_of(token(term, whose)))
 
 
-def marker(term: int, whose: str = "", version: int = VERSION) -> Message:
-    return entries.marker(INCARNATION, term, token(term, whose), SETTINGS._replace(version=version))
+def marker(term: int, whose: str = "", version: int = VERSION) -> PulsarMessage:
+    return entries.marker_message(INCARNATION, term, token(term, whose), SETTINGS._replace(version=version))
 
 
-def stock(payload: bytes = b"hello") -> Message:
+def stock(payload: bytes = b"hello") -> PulsarMessage:
     """A message of somebody who knows nothing of us."""
-    return Message(payload, {"colour": "blue"}, "key", 7)
+    return PulsarMessage(payload, {"colour": "blue"}, "key", 7)
 
 
-def stored(messages: Iterable[Message], ledger_id: int = 10, first_entry: int = 0, now_ms: int = 1000) -> list[Entry]:
+def stored(
+    messages: Iterable[PulsarMessage], ledger_id: int = 10, first_entry: int = 0, now_ms: int = 1000
+) -> list[PulsarEntry]:
     """The messages one after the other in one ledger."""
     return [
-        Entry(message, MessageId(ledger_id, first_entry + i), now_ms + i, "a stock producer", i)
+        PulsarEntry(message, MessageId(ledger_id, first_entry + i), now_ms + i, "a stock producer", i)
         for i, message in enumerate(messages)
     ]
 
 
-def rows(term: int, number: int, index: int, batch: Batch, whose: str = "", version: int = VERSION) -> list[Message]:
-    return list(plain.messages_of(owner(term, whose), number, index, batch.encode(), version=version))
+def rows(
+    term: int, number: int, index: int, batch: Batch, whose: str = "", version: int = VERSION
+) -> list[PulsarMessage]:
+    return list(entries.messages_of_part(owner(term, whose), number, index, batch.encode(), version=version))
 
 
-def packed(term: int, number: int, index: int, batch: Batch, now_ms: int = 1000) -> Message:
-    return entries.packed(owner(term), number, index, now_ms, entries.encoded(batch))
+def packed(term: int, number: int, index: int, batch: Batch, now_ms: int = 1000) -> PulsarMessage:
+    return entries.packed_message(owner(term), number, index, now_ms, entries.encoded_part(batch))
 
 
 def collector() -> Collector:
-    return Collector(Terms(Standing.start(INCARNATION)))
+    return Collector(Terms(TermStanding.start(INCARNATION)))
 
 
-def collected(several: Iterable[Entry]) -> Entries:
+def collected(several: Iterable[PulsarEntry]) -> Entries:
     """All that is valid of a topic that is read from its beginning."""
     reading = collector()
     for entry in several:

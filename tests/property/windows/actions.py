@@ -4,8 +4,8 @@ import asyncio
 
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Snapshots
+from seqdedupe.topic.base import State
 from seqdedupe.topic.policy import Policy
-from seqdedupe.topic.state import State
 from tests.property.cases import Step, drawn
 from tests.property.disk import CrashableStore
 from tests.property.windows.world import MAX_ROWS, SENT, Place, WindowWorld, some_policy
@@ -146,7 +146,7 @@ class WindowCase(WindowWorld):
     # -- the store -----------------------------------------------------------------------------------------------
 
     def do_snapshot(self, place: Place) -> None:
-        self.loop.create_task(place.topic.snapshot_in_background())
+        self.loop.create_task(place.topic.keeper.snapshot_in_background())
 
     def do_fail_store(self, place: Place) -> None:
         self.store.fail_after(self.random.randint(0, 6), self.random.choice((0, 0, 1, 4)))

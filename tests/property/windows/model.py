@@ -5,14 +5,15 @@ from dataclasses import dataclass, field
 
 from seqdedupe import batch as batches
 from seqdedupe.batch import Binary
-from seqdedupe.core.id_chunks import NO_LIMIT, PARTS, WindowLimits
+from seqdedupe.core.id_slots import PARTS
 from seqdedupe.core.rule import DUP, NOT_DUP
+from seqdedupe.limits import NO_LIMIT, WindowLimits
 from seqdedupe.log.contract import Runs
 from seqdedupe.topic import control
-from seqdedupe.topic.answers import Receipt, Refusal
+from seqdedupe.topic.base import State
+from seqdedupe.topic.frame import Receipt, Refusal
 from seqdedupe.topic.policy import Applied, Policy
-from seqdedupe.topic.publishing import Topic
-from seqdedupe.topic.state import State
+from seqdedupe.topic.topic import Topic
 from tests.log.faulty import Storage
 
 

@@ -11,19 +11,18 @@ import numpy as np
 import pytest
 
 from seqdedupe.core import id_table
-from seqdedupe.core.id_older import Older
-from seqdedupe.core.id_runs import Run, add_to_filter, entries_in
+from seqdedupe.core.id_runs import IdRun, add_to_filter, entries_in
 from seqdedupe.core.id_slots import Slots
 from seqdedupe.core.id_table import NOWHERE, ROWS
-from seqdedupe.core.id_window import IdWindow
-from seqdedupe.store import id_runs as stored_runs
-from seqdedupe.store import ids
+from seqdedupe.core.id_window import IdWindow, Older
+from seqdedupe.store import windows
+from seqdedupe.store import windows as stored_runs
 from seqdedupe.store.snapshots import Snapshots
-from seqdedupe.topic import logged, window_runs
+from seqdedupe.topic import window_runs
 from seqdedupe.topic.frame import check_by_id
-from seqdedupe.topic.snapshotter import Snapshotter
-from seqdedupe.topic.window_memory import WindowMemory
-from seqdedupe.topic.window_runs import WindowRuns
+from seqdedupe.topic.keeper import Snapshotter
+from seqdedupe.topic.topic import Topic
+from seqdedupe.topic.window_runs import WindowMemory, WindowRuns
 
 
 def runs_that_were_looked_up_before_count(patch: pytest.MonkeyPatch) -> None:
@@ -39,7 +38,7 @@ def what_leaves_memory_is_no_news_to_a_look_up(patch: pytest.MonkeyPatch) -> Non
     """A chunk is freed while somebody has looked into the runs before it."""
     original = Older.named
 
-    def named(self: Older, runs: tuple[Run, ...]) -> None:
+    def named(self: Older, runs: tuple[IdRun, ...]) -> None:
         generation = self.generation
         original(self, runs)
         self.generation = generation
@@ -89,14 +88,14 @@ def the_lowest_index_of_an_id_counts(patch: pytest.MonkeyPatch) -> None:
 
 def a_run_goes_with_the_write_of_a_snapshot(patch: pytest.MonkeyPatch) -> None:
     """It is in use until that is durable."""
-    original = ids.put
+    original = windows.put
 
     def put(batch: Any, incarnation: int, stored: Any, pieces: Any) -> None:
         numbers = [run.number for run in stored.runs]
         stored_runs.put_gaps(batch, incarnation, numbers, max(numbers, default=0))
         original(batch, incarnation, stored, pieces)
 
-    patch.setattr(ids, "put", put)
+    patch.setattr(windows, "put", put)
 
 
 def what_no_snapshot_names_stays_at_a_start(patch: pytest.MonkeyPatch) -> None:
@@ -109,17 +108,17 @@ def a_run_in_use_is_dropped(patch: pytest.MonkeyPatch) -> None:
 
 def the_window_is_cut_where_the_log_begins(patch: pytest.MonkeyPatch) -> None:
     """Recovery puts in order what the log has no more."""
-    original = logged.LoggedTopic._replay_ids
+    original = Topic._learn
 
-    def replay_ids(self: Any, chunk: bytes, batches: Any) -> None:
+    def learn(self: Topic, *arguments: Any) -> None:
         window = self.window
         if window is not None and window.first_index < self.log.first_index <= window.confirmed_index:
             index = window.confirmed_index
             window._begin_at(self.log.first_index)
             window._state[[id_table.CONFIRMED, id_table.NEXT]] = index
-        original(self, chunk, batches)
+        original(self, *arguments)
 
-    patch.setattr(logged.LoggedTopic, "_replay_ids", replay_ids)
+    patch.setattr(Topic, "_learn", learn)
 
 
 def a_filter_lies(patch: pytest.MonkeyPatch) -> None:

@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import pytest
 
-from seqdedupe.core.id_older import Older
+from seqdedupe.core.id_window import Older
 from seqdedupe.core.rule import DUP, NOT_DUP, UNKNOWN
-from seqdedupe.topic.answers import Receipt, Refusal
-from seqdedupe.topic.publishing import Topic
+from seqdedupe.topic.frame import Receipt, Refusal
+from seqdedupe.topic.topic import Topic
 from seqdedupe.topic.window_runs import WindowRuns
 from tests.property.disk import CrashableStore
 from tests.property.run import WINDOWS, first_failure, many_cases, report

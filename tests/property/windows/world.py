@@ -6,19 +6,18 @@ from contextlib import suppress
 from dataclasses import replace
 from random import Random
 
-from seqdedupe.core import id_newer
+from seqdedupe.core import id_slots
 from seqdedupe.core.moment import Moment
 from seqdedupe.errors import UnavailableError
 from seqdedupe.log.contract import Log
-from seqdedupe.store.records import IDS, MAX_NUMBER, RUN, part_key, part_number
+from seqdedupe.store.parts import IDS, MAX_NUMBER, RUN, part_key, part_number
 from seqdedupe.store.snapshots import Snapshots
-from seqdedupe.topic.answers import Receipt, Refusal
-from seqdedupe.topic.frame import NumbersCache
+from seqdedupe.topic.base import State
+from seqdedupe.topic.frame import NumbersCache, Receipt, Refusal
+from seqdedupe.topic.kinds import PublishedTopics
 from seqdedupe.topic.policy import NO_LIMIT, Applied, Policy
-from seqdedupe.topic.published import PublishedTopics
-from seqdedupe.topic.publishing import Topic
-from seqdedupe.topic.state import State
-from seqdedupe.topic.window_memory import WindowMemory
+from seqdedupe.topic.topic import Topic
+from seqdedupe.topic.window_runs import WindowMemory
 from tests.log.faulty import FaultyLog
 from tests.property.disk import CrashableStore, Left, Violation
 from tests.property.loop import StepLoop
@@ -98,7 +97,7 @@ class WindowWorld:
         self.loop = StepLoop(with_threads=False)  # type: ignore[abstract]  # abstract in its types only
         asyncio._set_running_loop(self.loop)
         # Pieces that another process has left are cut otherwise.
-        id_newer.PIECE_BYTES = self.random.choice((30, 60, 600))  # type: ignore[attr-defined]
+        id_slots.PIECE_BYTES = self.random.choice((30, 60, 600))  # type: ignore[attr-defined]
         behind = self.random.choice((0, 0.1, 0.3))
         self.store.is_behind = lambda: self.random.random() < behind  # type: ignore[method-assign]
         self.memory = WindowMemory(self.memory_bytes)
@@ -203,7 +202,7 @@ class WindowWorld:
     async def call(self, place: Place, frame: Frame, waits: int) -> None:
         topic, model = place.topic, place.model
         encoded = frame.encoded()
-        looked_up = await topic.look_up(encoded)
+        looked_up = await topic.ids.look_up(encoded)
         for _ in range(waits):
             await asyncio.sleep(0)
         if waits < 0:

@@ -13,12 +13,12 @@ from click.testing import CliRunner
 from sqlalchemy import create_engine, text
 from sqlalchemy.ext.asyncio import create_async_engine
 
-from seqdedupe.cli.outbox import outbox
+from seqdedupe.cli.service_commands import outbox
 from seqdedupe.errors import InvalidRequestError
 from seqdedupe.limits import MAX_PAYLOAD_BYTES
 from seqdedupe.services.outbox import Outbox, ddl
 from seqdedupe.services.outbox import steps as outbox_steps
-from seqdedupe.services.outbox.horizon import Horizon
+from seqdedupe.services.outbox.postgres_outbox import Horizon
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from tests.cli.conftest import COMMAND
 from tests.services.outbox.conftest import NAME, Database, payloads, relay_all
@@ -48,7 +48,7 @@ def test_from_nothing_to_messages(shared_sidecar: Sidecar, topic: str, tmp_path:
 def test_what_is_left_is_said_at_the_end(
     shared_sidecar: Sidecar, topic: str, postgres: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("seqdedupe.services.outbox.work.ONCE_SECONDS", 0.0)
+    monkeypatch.setattr("seqdedupe.services.outbox.relay.ONCE_SECONDS", 0.0)
     relay = ["relay", "--database", postgres.url, "--topic", topic, "--producer", NAME, "--once", "--address"]
     with postgres.engine.connect() as slow:
         pid = slow.execute(text("SELECT pg_backend_pid()")).scalar_one()
@@ -229,16 +229,16 @@ async def test_a_relay_by_serial_number_loses_messages(
     shared_sidecar: Sidecar, topic: str, postgres: Database, monkeypatch: pytest.MonkeyPatch, is_planted: bool
 ) -> None:
     """The control arm: it reads what is committed, in the order of the numbers, and what is Dup is deleted."""
-    monkeypatch.setattr("seqdedupe.services.outbox.work.ONCE_SECONDS", 0.0)
+    monkeypatch.setattr("seqdedupe.services.outbox.relay.ONCE_SECONDS", 0.0)
     if is_planted:
 
-        async def all_there(*given: object, **_: object) -> outbox_steps.Found:
+        async def all_there(*given: object, **_: object) -> outbox_steps.FoundRows:
 
             page = given[3]
-            return outbox_steps.Found(np.arange(len(page)), np.zeros(0, np.int64))  # type: ignore[arg-type]
+            return outbox_steps.FoundRows(np.arange(len(page)), np.zeros(0, np.int64))  # type: ignore[arg-type]
 
         monkeypatch.setattr(Horizon, "note", reads_all)
-        monkeypatch.setattr("seqdedupe.services.outbox.work.find", all_there)
+        monkeypatch.setattr("seqdedupe.services.outbox.relay.find", all_there)
     with postgres.engine.connect() as slow:
         Outbox(slow).add("order", "7", "OrderPlaced", b"six")
         postgres.add(b"seven")

@@ -22,7 +22,7 @@ import pytest
 from seqdedupe.client import Client
 from seqdedupe.services.outbox import Relay, run_relay
 from seqdedupe.services.outbox import steps as outbox_steps
-from seqdedupe.services.outbox.rows import Page
+from seqdedupe.services.outbox.row_page import RowPage
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from tests.processes import running
 from tests.services.outbox.conftest import NAME, Database, messages, payloads, relay_all
@@ -164,10 +164,10 @@ async def test_a_relay_that_does_not_compare_loses_rows_after_a_restore(
 ) -> None:
     """The control arm: what is Dup is deleted."""
 
-    async def all_there(client: Client, topic: str, name: str, page: Page, **_: object) -> outbox_steps.Found:
-        return outbox_steps.Found(np.arange(len(page)), np.zeros(0, np.int64))
+    async def all_there(client: Client, topic: str, name: str, page: RowPage, **_: object) -> outbox_steps.FoundRows:
+        return outbox_steps.FoundRows(np.arange(len(page)), np.zeros(0, np.int64))
 
-    monkeypatch.setattr("seqdedupe.services.outbox.work.find", all_there)
+    monkeypatch.setattr("seqdedupe.services.outbox.relay.find", all_there)
     database = Database(server.url)
     await asyncio.to_thread(server.save)
     _add(database, b"lost history")

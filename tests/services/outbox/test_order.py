@@ -19,7 +19,7 @@ from psycopg import Connection
 from seqdedupe.client import Client
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.services.outbox import Relay, ddl
-from seqdedupe.services.outbox.store import Store, open_store
+from seqdedupe.services.outbox.store import OutboxStore, open_store
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from tests.services.outbox.conftest import NAME, Database, messages, payloads, relay_all
 from tests.spark.postgres import PostgresServer
@@ -60,13 +60,13 @@ def older(postgres: Database) -> Database:
 
 
 @pytest.fixture
-def store(postgres: Database) -> Iterator[Store]:
+def store(postgres: Database) -> Iterator[OutboxStore]:
     with opened(postgres.url) as store:
         yield store
 
 
 @contextmanager
-def opened(url: str) -> Iterator[Store]:
+def opened(url: str) -> Iterator[OutboxStore]:
     store = open_store(url)
     try:
         store.open()
@@ -103,7 +103,7 @@ async def test_who_begins_first_and_commits_last_is_published_last(
 
 @pytest.mark.parametrize("isolation", ["READ COMMITTED", "REPEATABLE READ", "SERIALIZABLE"])
 def test_no_row_is_read_before_an_earlier_one_whose_transaction_is_open(
-    postgres: Database, store: Store, isolation: str
+    postgres: Database, store: OutboxStore, isolation: str
 ) -> None:
     """Whatever snapshot it has, in a savepoint or not; and what a transaction that began later does holds nothing back
     of what was seen before."""
@@ -131,7 +131,7 @@ def test_no_row_is_read_before_an_earlier_one_whose_transaction_is_open(
 
 @pytest.mark.parametrize("asks_first", [True, False])
 def test_a_row_has_a_number_only_when_its_transaction_has_an_id(
-    postgres: Database, store: Store, asks_first: bool
+    postgres: Database, store: OutboxStore, asks_first: bool
 ) -> None:
     """It is held between taking its number and being written, when nothing else has given its transaction an ID."""
     if not asks_first:
@@ -228,7 +228,7 @@ def test_an_upgrade_within_a_long_transaction_goes_on_above_all_numbers(older: D
     older.script(f"REASSIGN OWNED BY {owner} TO CURRENT_USER; DROP OWNED BY {owner}; DROP ROLE {owner}")
 
 
-def test_rows_of_a_dump_are_renumbered_where_the_sequence_has_not_come(postgres: Database, store: Store) -> None:
+def test_rows_of_a_dump_are_renumbered_where_the_sequence_has_not_come(postgres: Database, store: OutboxStore) -> None:
     """They stand where the next numbers would be: nobody else's row gets one of theirs meanwhile."""
     postgres.script(
         "INSERT INTO outbox (sequence_id, id, aggregatetype, aggregateid, type, payload) SELECT last_value + n, "

@@ -18,8 +18,8 @@ from seqdedupe.client import Client
 from seqdedupe.errors import FencedError, InvalidRequestError, SeqdedupeError, UnavailableError
 from seqdedupe.limits import MAX_PAYLOAD_BYTES
 from seqdedupe.services.outbox import Outbox, Relay, ddl, run_relay
-from seqdedupe.services.outbox.finding import token_name
-from seqdedupe.services.outbox.rows import Page
+from seqdedupe.services.outbox.relay import token_name
+from seqdedupe.services.outbox.row_page import RowPage
 from seqdedupe.services.outbox.store import PAGE_ROWS, open_store
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from tests.services.outbox.conftest import NAME, Database, messages, payloads, relay_all
@@ -444,7 +444,7 @@ async def test_a_long_transaction_shows_as_lag(
         Outbox(elsewhere).add("order", "7", "OrderPlaced", b"first")
         postgres.add(b"second")
         with monkeypatch.context() as hurried:
-            hurried.setattr("seqdedupe.services.outbox.work.ONCE_SECONDS", 0.0)
+            hurried.setattr("seqdedupe.services.outbox.relay.ONCE_SECONDS", 0.0)
             assert (await relay_all(shared_sidecar, postgres, topic)).published == 0
         async with Client(shared_sidecar.address) as client:
             one = Relay(client, postgres.url, topic, NAME)
@@ -534,7 +534,7 @@ async def test_without_follow_a_relay_that_is_fenced_ends(
         one = Relay(client, postgres.url, topic, NAME, report=lambda line: None)
         read = one._store.read
 
-        def taken_over(after: int) -> Page:
+        def taken_over(after: int) -> RowPage:
             if after >= 0:
                 while not one.counters.published:  # the page before is on its way
                     time.sleep(0.01)

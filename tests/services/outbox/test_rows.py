@@ -8,7 +8,7 @@ import pytest
 from seqdedupe.batch import Batch, single_producer
 from seqdedupe.errors import error
 from seqdedupe.limits import MAX_PAYLOAD_BYTES
-from seqdedupe.services.outbox.rows import MAX_REST_BYTES, Page, page_of
+from seqdedupe.services.outbox.row_page import MAX_REST_BYTES, RowPage, page_of
 
 Row = tuple[int, bytes | None, bytes | None, bytes | None, bytes | None, bytes | None]
 
@@ -20,19 +20,19 @@ ROWS: list[Row] = [
 ]
 
 
-def a_page(rows: Sequence[Row] = ROWS) -> Page:
+def a_page(rows: Sequence[Row] = ROWS) -> RowPage:
     numbers, ids, kinds, keys, types, payloads = zip(*rows, strict=True)
     return page_of(numbers, ids, kinds, keys, types, payloads)
 
 
-def batch_of(page: Page) -> Batch:
+def batch_of(page: RowPage) -> Batch:
     batch = single_producer(b"p", 1, -1, page.sequence_ids, page.payloads)
     batch.keys = page.keys
     batch.property_offsets, batch.property_names, batch.property_values = page.properties()
     return batch
 
 
-def check(page: Page, rows: Sequence[Row]) -> None:
+def check(page: RowPage, rows: Sequence[Row]) -> None:
     batch = batch_of(page)
     for place, (number, one, kind, key, type_, payload) in enumerate(rows):
         named = {"id": one, "aggregatetype": kind, "type": type_}

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from seqdedupe.errors import FencedError, SeqdedupeError
-from seqdedupe.services.outbox.horizon import MOST_NOTES, Horizon
+from seqdedupe.services.outbox.postgres_outbox import MOST_NOTES, Horizon
 from tests.services.outbox.world import Relay, World
 
 ACTIONS = (

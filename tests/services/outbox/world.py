@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from seqdedupe.errors import error
-from seqdedupe.routing import partition_of
+from seqdedupe.names import partition_of
 from seqdedupe.services.outbox import steps
-from seqdedupe.services.outbox.finding import ANYWHERE, Seen, is_one_of, token_name
-from seqdedupe.services.outbox.horizon import Horizon
-from seqdedupe.services.outbox.rows import ORDINAL_BITS, Page, page_of
+from seqdedupe.services.outbox.postgres_outbox import Horizon
+from seqdedupe.services.outbox.relay import ANYWHERE, SeenTopic, is_one_of, token_name
+from seqdedupe.services.outbox.row_page import ORDINAL_BITS, RowPage, page_of
 
 TOPIC = "topic"
 NAME = "shop"
@@ -94,12 +94,12 @@ class Database:
         self.versions |= transaction.versions
         self.committed |= {row.id for row in transaction.rows}
 
-    def gone(self, page: Page) -> list[Row]:
+    def gone(self, page: RowPage) -> list[Row]:
         """The rows of a page that are there, with the same `id`."""
         named = zip(page.sequence_ids.tolist(), page.ids(), strict=True)
         return [self.rows[n] for n, one in named if n in self.rows and self.rows[n].id == one.decode()]
 
-    def delete(self, page: Page) -> list[Row]:
+    def delete(self, page: RowPage) -> list[Row]:
         gone = self.gone(page)
         for row in gone:
             del self.rows[row.number]
@@ -142,7 +142,7 @@ class Topic:
 class Flight(NamedTuple):
     """What is on its way to a partition."""
 
-    page: Page
+    page: RowPage
     owner: int
     name: str
     partition: int
@@ -156,7 +156,7 @@ class Relay:
         self.database = world.database
         self.steps = world.relay()
         self.flight: list[Flight] = []
-        self.proven: list[Page] = []
+        self.proven: list[RowPage] = []
         self.owner = 0
         self.name = ""
         self.is_over = False
@@ -202,7 +202,7 @@ class Relay:
         match step:
             case steps.ReadState(number):
                 upcoming = self.world.next_sequence_id(database)
-                return steps.State(database.token, upcoming, number < upcoming)
+                return steps.OutboxState(database.token, upcoming, number < upcoming)
             case steps.OpenTopic(_, token):
                 self.name = token_name(NAME, token)
                 names = [name for name in topic.owners if is_one_of(NAME)(name)]
@@ -234,7 +234,7 @@ class Relay:
                 self.delete()
             case steps.Delete(page):
                 database.delete(page)
-            case steps.SetAside(page, _):
+            case steps.SetRowsAside(page, _):
                 database.aside += database.delete(page)
             case steps.Renumber(page):
                 gone = database.delete(page)
@@ -252,7 +252,7 @@ class Relay:
                     database.token = f"{self.world.tokens:016x}"
             case steps.Wait():
                 return True
-            case steps.Linger():
+            case steps.AwaitLeft():
                 self._lingered += 1
                 return self._lingered <= MOST_LINGERING
         return None
@@ -273,8 +273,8 @@ class Relay:
             self.horizon.note(number, transaction, database.xmin)
         return self.horizon.bound
 
-    def _find(self, page: Page, at_any_number: bool) -> steps.Found:
-        seen = Seen(is_whole=not self.world.topic.trimmed)
+    def _find(self, page: RowPage, at_any_number: bool) -> steps.FoundRows:
+        seen = SeenTopic(is_whole=not self.world.topic.trimmed)
         wanted = set(page.sequence_ids.tolist())
         for index, one in enumerate(self.world.topic.log):
             seen.persisted[one.name] = max(seen.persisted.get(one.name, -1), one.number)
@@ -291,7 +291,7 @@ class Relay:
         ]
         if not self.world.compares:
             there, untold = list(range(len(page))), []
-        return steps.Found(np.array(there, np.int64), np.array(untold, np.int64))
+        return steps.FoundRows(np.array(there, np.int64), np.array(untold, np.int64))
 
 
 class World:
@@ -386,7 +386,7 @@ class World:
             self.backup = None
 
 
-def _page(rows: list[Row]) -> Page:
+def _page(rows: list[Row]) -> RowPage:
     ids = [row.id.encode() for row in rows]
     nothing = [b""] * len(rows)
     keys = [key_of(row.id) for row in rows]

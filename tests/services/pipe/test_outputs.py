@@ -9,7 +9,7 @@ import pytest
 
 from seqdedupe.batch import Binary, single_producer
 from seqdedupe.client import Message, SeqdedupeError
-from seqdedupe.client.stored import StoredBatch
+from seqdedupe.client.message import StoredBatch
 from seqdedupe.limits import MAX_BATCH_BYTES, MAX_PAYLOAD_BYTES
 from seqdedupe.services.pipe import MAX_OUTPUTS, Output
 from seqdedupe.services.pipe.outputs import FULL_FRAME_BYTES, MAX_INPUT_INDEX, Calling, Frame, Function

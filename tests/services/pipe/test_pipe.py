@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from seqdedupe.client import Client, FencedError, Message, PositionError, SeqdedupeError, blocking
-from seqdedupe.client.cursor import Kept
-from seqdedupe.client.cursor_file import FileCursor
+from seqdedupe.client.cursor import FileCursor, Kept
 from seqdedupe.names import topic_name
 from seqdedupe.services.pipe import Output, Pipe
 from seqdedupe.services.pipe import blocking as blocking_pipe

@@ -17,9 +17,9 @@ from psycopg.rows import dict_row
 
 from seqdedupe_spark.stores.contract import StoreFactory
 from seqdedupe_spark.stores.delta import DeltaStore
-from seqdedupe_spark.stores.postgres import PostgresStore
-from seqdedupe_spark.stores.sql import SqlStore
-from seqdedupe_spark.stores.sqlite import SqliteStore
+from seqdedupe_spark.stores.general import GeneralStore
+from seqdedupe_spark.stores.postgresql import PostgresStore
+from seqdedupe_spark.stores.sqlite_file import SqliteStore
 from tests.spark.stores.conformance import StoreHarness
 
 
@@ -89,7 +89,7 @@ class SqlHarness(StoreHarness):
 
     @property
     def factory(self) -> StoreFactory:
-        return partial(SqlStore, self.url)
+        return partial(GeneralStore, self.url)
 
     def rows(self) -> list[dict[str, Any]]:
         engine = sqlalchemy.create_engine(self.url, poolclass=sqlalchemy.NullPool)

@@ -10,7 +10,7 @@ import pytest
 from deltalake import DeltaTable, Transaction, write_deltalake
 
 from seqdedupe.errors import DataLossError
-from seqdedupe_spark.stores import delta, delta_positions
+from seqdedupe_spark.stores import delta
 from seqdedupe_spark.stores.contract import Binding, OutputStore, Stored
 from seqdedupe_spark.stores.delta import DeltaStore
 from tests.spark.stores.conformance import JOB, OTHER, SCHEMA, TOPIC, at, at_once, ns, numbers, over, refused
@@ -221,7 +221,7 @@ def test_a_table_of_a_writer_that_did_not_look(
     harness: DeltaHarness, store: OutputStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A RESTORE that it has gone on after is left alone: from the next start on there is a look."""
-    plain = delta_positions.transactions
+    plain = delta.transactions
 
     def without(*arguments: Any) -> list[Transaction]:
         return plain(*arguments)[:-1]

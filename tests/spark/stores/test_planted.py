@@ -11,11 +11,11 @@ import pytest
 
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe_spark.ranges import Range
-from seqdedupe_spark.stores import postgres
+from seqdedupe_spark.stores import postgresql
 from seqdedupe_spark.stores.contract import Advance, Beside, OutputStore, Stored, StoreFactory
 from seqdedupe_spark.stores.delta import DeltaStore
-from seqdedupe_spark.stores.postgres import PostgresStore
-from seqdedupe_spark.stores.sqlite import SqliteStore
+from seqdedupe_spark.stores.postgresql import PostgresStore
+from seqdedupe_spark.stores.sqlite_file import SqliteStore
 from tests.spark.stores.conformance import INCARNATION, JOB, SCHEMA, TOPIC, StoreConformance, StoreHarness, at, over
 from tests.spark.stores.harnesses import PostgresHarness, SqliteHarness
 
@@ -164,7 +164,7 @@ class CommitsByItself(PostgresStore):
             psycopg.ClientCursor(connection).execute(statements.encode(), values)
             connection.execute("COMMIT")
 
-        postgres._commit = commit
+        postgresql._commit = commit
         return super().write(job, table, batches, advances)
 
 

@@ -14,9 +14,9 @@ import pyarrow as pa
 import pytest
 
 from seqdedupe.errors import UnavailableError
-from seqdedupe_spark.stores import postgres
+from seqdedupe_spark.stores import postgresql
 from seqdedupe_spark.stores.contract import OutputStore, Stored
-from seqdedupe_spark.stores.postgres import PostgresStore
+from seqdedupe_spark.stores.postgresql import PostgresStore
 from tests.spark.stores.conformance import JOB, LIMIT_SECONDS, SCHEMA, TOPIC, at, ns, numbers, over, refused
 from tests.spark.stores.database import COMMIT, until, wait_for_the_end, waits
 from tests.spark.stores.harnesses import PostgresHarness, SqlHarness
@@ -202,7 +202,7 @@ def test_tables_that_another_run_makes_first_are_seen_at_any_isolation(harness: 
     run(harness, f"ALTER DATABASE {name} SET default_transaction_isolation = '{level}'")
     watcher = psycopg.connect(harness.url, autocommit=True)
     with watcher, harness.factory() as late, psycopg.connect(harness.url) as first, ThreadPoolExecutor(1) as pool:
-        first.execute("SELECT pg_advisory_xact_lock(%s)", (postgres._PREPARE_LOCK,))
+        first.execute("SELECT pg_advisory_xact_lock(%s)", (postgresql._PREPARE_LOCK,))
         preparing = pool.submit(late.prepare, "flights", SCHEMA)
         until(watcher, "SELECT 1 FROM pg_locks WHERE locktype = 'advisory' AND NOT granted")
         first.execute("CREATE TABLE flights (n bigint, text text)")
@@ -348,8 +348,8 @@ def test_a_column_whose_type_changes_while_rows_are_made(
 def test_a_change_of_the_table_waits_for_no_long_transaction(
     harness: PostgresHarness, store: OutputStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(postgres, "GIVE_WAY_SECONDS", 0.0)
-    monkeypatch.setattr(postgres, "_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(postgresql, "GIVE_WAY_SECONDS", 0.0)
+    monkeypatch.setattr(postgresql, "_LOOK_SECONDS", 0.0)
     store.prepare("flights", SCHEMA)
     watcher = psycopg.connect(harness.url, autocommit=True)
     with watcher, ThreadPoolExecutor(1) as pool:
@@ -390,7 +390,7 @@ def test_a_database_that_takes_no_writes_blames_no_row(harness: PostgresHarness,
 def test_a_position_that_another_holds_for_too_long(
     harness: PostgresHarness, store: OutputStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(postgres, "_SESSION", "SET lock_timeout = '50ms'")
+    monkeypatch.setattr(postgresql, "_SESSION", "SET lock_timeout = '50ms'")
     store.prepare("flights", SCHEMA)
     with psycopg.connect(harness.url) as other, harness.factory() as impatient:
         other.execute("SELECT 1 FROM seqdedupe_positions FOR UPDATE")
@@ -405,7 +405,7 @@ def test_a_writer_that_stalls_with_a_unique_key_is_ended(
     harness: PostgresHarness, store: OutputStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run(harness, "CREATE TABLE flights (n bigint PRIMARY KEY, text text)")
-    monkeypatch.setattr(postgres, "_SESSION", "SET idle_in_transaction_session_timeout = '100ms'")
+    monkeypatch.setattr(postgresql, "_SESSION", "SET idle_in_transaction_session_timeout = '100ms'")
     with harness.factory() as zombie, harness.factory() as successor, ThreadPoolExecutor() as pool:
 
         def rows() -> Iterator[pa.RecordBatch]:
@@ -425,7 +425,7 @@ def test_without_the_time_out_it_would_block(
     harness: PostgresHarness, store: OutputStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run(harness, "CREATE TABLE flights (n bigint PRIMARY KEY, text text)")
-    monkeypatch.setattr(postgres, "_SESSION", "SET lock_timeout = '400ms'")
+    monkeypatch.setattr(postgresql, "_SESSION", "SET lock_timeout = '400ms'")
     with harness.factory() as zombie, harness.factory() as successor, ThreadPoolExecutor() as pool:
 
         def rows() -> Iterator[pa.RecordBatch]:

@@ -15,7 +15,7 @@ from sqlalchemy.exc import OperationalError
 
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe_spark.stores.contract import Advance, Binding, OutputStore, Stored
-from seqdedupe_spark.stores.sql import SqlStore
+from seqdedupe_spark.stores.general import GeneralStore
 from seqdedupe_spark.stores.urls import from_url
 from tests.spark.stores.conformance import JOB, LIMIT_SECONDS, SCHEMA, TOPIC, at, numbers, over, refused
 from tests.spark.stores.harnesses import MariaDBHarness
@@ -117,7 +117,7 @@ def test_a_table_stays_what_it_is_while_rows_are_inserted(mariadb_url: str) -> N
     with opened(mariadb_url) as store:
         store.prepare("flights", SCHEMA)
         store.replace(JOB, TOPIC, None, Stored(at(-1), 0))
-        assert isinstance(store, SqlStore)
+        assert isinstance(store, GeneralStore)
         timeouts: list[int] = []
 
         def change(connection: Connection, *_: Any) -> None:
@@ -157,7 +157,7 @@ def test_a_deadlock_blames_no_row(mariadb_url: str) -> None:
     with opened(mariadb_url) as store:
         store.prepare("flights", SCHEMA)
         store.replace(JOB, TOPIC, None, Stored(at(-1), 0))
-        assert isinstance(store, SqlStore)
+        assert isinstance(store, GeneralStore)
         blocked = threading.Event()
 
         def other() -> None:
@@ -239,7 +239,7 @@ def test_a_connection_that_breaks_before_the_commit_writes_nothing(mariadb_url: 
         execute(mariadb_url, f"KILL {own}")
 
     with harness.factory() as store:
-        assert isinstance(store, SqlStore)
+        assert isinstance(store, GeneralStore)
         event.listen(store._engine, "commit", break_off)
         with refused("OUTPUT_UNAVAILABLE"):
             store.write(JOB, "flights", iter([numbers(0)]), [over(-1, 0, a=0)])

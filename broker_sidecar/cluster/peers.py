@@ -1,0 +1,369 @@
+"""The processes that have a cluster's shards among them: who has a topic, and what all of them say together.
+
+`Neighbours` are the calls to other sidecars, shards or not, with what `listed` shows them; `Peers` knows who has which
+shard.
+"""
+
+import asyncio
+import logging
+import os
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, TypeVar
+
+import grpc
+import grpc.aio
+from google.protobuf.message import Message
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from broker_sidecar.cluster.snapshot_stream import Taking, part_of_answer
+from broker_sidecar.config import Config
+from broker_sidecar.security import tokens
+from seqdedupe.address import SidecarAddress
+from seqdedupe.client.connection import answer_of, new_channel, typed_errors
+from seqdedupe.client.credentials import NO_CREDENTIALS, SIDECAR_USER, Credentials
+from seqdedupe.client.listeners import is_of_tls
+from seqdedupe.client.route import Sidecars
+from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.names import from_text, shard_of, to_text
+from seqdedupe.store.directories import Claim, check_once, read_claim, unclaimed, whole_of
+from seqdedupe.store.snapshots import Loaded
+from seqdedupe.topic.registry import Ownership
+from seqdedupe.v1 import admin_pb2
+from seqdedupe.v1.admin_pb2_grpc import AdminServiceStub
+
+logger = logging.getLogger("seqdedupe.server")
+
+# -- What this sidecar shows to others.
+
+
+def listed(config: Config, addresses: str) -> Sidecars | None:
+    """The sidecars at these addresses, with what they are shown; None if there are none.
+
+    Raises INVALID_CONFIGURATION for files that cannot be read.
+    """
+    try:
+        return Sidecars.parse(addresses, _credentials(config)) if addresses else None
+    except SeqdedupeError as e:
+        raise error("INVALID_CONFIGURATION", f"what other sidecars are to be shown: {e.message}", hint=e.hint) from e
+
+
+def _credentials(config: Config) -> Credentials:
+    """The token of `peer_token_file`; among the workers of one data directory, which have one token, that."""
+    token_file: str | Path | None = config.peer_token_file or None
+    folder = Path(config.data_directory)
+    if token_file is None and config.authentication == "token" and whole_of(folder) is not None:
+        token_file = tokens.make(folder)
+    has_tls = bool(config.tls_certificate_file)
+    return Credentials(
+        token_file=token_file,
+        tls_ca_file=(config.peer_tls_ca_file or config.tls_client_ca_file or None) if has_tls else None,
+        tls_certificate_file=config.tls_certificate_file or None,
+        tls_key_file=config.tls_key_file or None,
+        allow_insecure_token=config.allow_insecure_listen,
+        sidecar_user=os.environ.get(SIDECAR_USER) or None,
+    )
+
+
+# -- Other sidecars, as far as this one has to do with them.
+
+ANSWER_SECONDS = 5.0
+OF_ALL_SECONDS = 12.0
+"""Where an answer has to come from all processes: its caller waits for half a minute."""
+TAKE_SECONDS = 15.0
+"""To take over a topic: some of it may have to be read."""
+SILENT_SECONDS = 30.0
+"""So long a snapshot may not go on: an owner copies it as a whole before it gives out its parts."""
+
+_NO_ANSWER = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+_EXPORT = "/seqdedupe.v1.AdminService/ExportSnapshot"
+
+
+class Neighbours:
+    """The calls to other sidecars. Those that are listed are shown what this one has for them, token and certificate;
+    to any other no token goes."""
+
+    def __init__(self, listed: Sidecars | None = None) -> None:
+        """None: none is listed, and whoever has something is a sidecar."""
+        self._listed = listed
+        self._for_others = replace(listed.credentials, token=None, token_file=None) if listed else NO_CREDENTIALS
+
+    def allowed(self, address: str) -> SidecarAddress | None:
+        """The address, if it is listed, or in a listed domain."""
+        return self._listed.allowed(address) if self._listed else None
+
+    def _channel(self, address: SidecarAddress, *, is_one: bool = True) -> grpc.aio.Channel:
+        listed = self._listed.allowed(str(address)) if self._listed else None
+        credentials = self._listed.credentials if self._listed and listed else self._for_others
+        return new_channel(address, credentials, is_one=is_one)
+
+    async def answers(self, address: str) -> bool:
+        """Whether the sidecar at this address gives any answer: one whose event loop stands still, or that is stopped,
+        does not. One with which there is no TLS is there, for all that is known."""
+        async with self._channel(SidecarAddress.parse(address)) as channel:
+            try:
+                health: Any = health_pb2_grpc.HealthStub(channel)
+                await health.Check(health_pb2.HealthCheckRequest(), timeout=ANSWER_SECONDS)
+            except grpc.aio.AioRpcError as e:
+                return e.code() not in _NO_ANSWER or is_of_tls(e.details() or "")
+            return True
+
+    async def shards(self, address: str) -> admin_pb2.GetShardsResponse:
+        """What the process at this address claims. Raises UNREACHABLE, INVALID_REQUEST if it has no shards."""
+        request = admin_pb2.GetShardsRequest()
+        claimed: admin_pb2.GetShardsResponse = await self.ask(address, "GetShards", request, OF_ALL_SECONDS)
+        return claimed
+
+    async def topics(self, address: str, after: str) -> admin_pb2.ListTopicsResponse:
+        """A page of those topics that the process at this address has itself. Raises UNREACHABLE."""
+        request = admin_pb2.ListTopicsRequest(after=after, only_here=True)
+        page: admin_pb2.ListTopicsResponse = await self.ask(address, "ListTopics", request, OF_ALL_SECONDS)
+        return page
+
+    async def instance_name(self, address: str) -> str | None:
+        """That of the sidecar at this address; None if none answers there."""
+        request = admin_pb2.GetVersionRequest()
+        try:
+            version: admin_pb2.GetVersionResponse = await self.ask(address, "GetVersion", request)
+        except SeqdedupeError:
+            return None
+        return version.instance_name
+
+    async def topic(self, address: str, name: str) -> admin_pb2.Topic:
+        """A topic, as the sidecar at this address knows it. Raises what that one refuses it for, UNREACHABLE."""
+        found: admin_pb2.Topic = (await self.ask(address, "GetTopic", admin_pb2.GetTopicRequest(topic=name))).topic
+        return found
+
+    async def take(self, address: str, name: str) -> None:
+        """The sidecar at this address takes the topic, and serves it on return. Raises as `topic`, NOT_OWNER."""
+        await self.ask(address, "TakeTopic", admin_pb2.TakeTopicRequest(topic=name), TAKE_SECONDS)
+
+    @asynccontextmanager
+    async def giving(self, address: str) -> AsyncIterator[Any]:
+        """A call of ReceiveTopic at the sidecar at this address, which ends with the block. Raises what that one
+        refuses it for, UNREACHABLE."""
+        there = SidecarAddress.parse(address)
+        async with self._channel(there) as channel:
+            with typed_errors(there):
+                call: Any = AdminServiceStub(channel).ReceiveTopic()
+                try:
+                    yield call
+                finally:
+                    call.cancel()
+
+    async def ask(self, address: str, name: str, request: Message, timeout_seconds: float = ANSWER_SECONDS) -> Any:
+        """What the sidecar at this address answers to a call of AdminService. Raises what that one refuses it for,
+        UNREACHABLE, NOT_A_SIDECAR."""
+        there = SidecarAddress.parse(address)
+        async with self._channel(there) as channel:
+            with typed_errors(there):
+                return await answer_of(channel, getattr(AdminServiceStub(channel), name), request, timeout_seconds)
+
+    async def snapshot_of(self, address: str, topic: str) -> tuple[int, Loaded]:
+        """The snapshot of a topic as its owner has it now, and of which incarnation it is.
+
+        Where some are listed, only from one of them, or in one of their domains. Raises INVALID_ADDRESS for any other,
+        UNREACHABLE, OUTCOME_UNKNOWN if the call breaks, what the owner refuses it for, and what `Taking` raises.
+        """
+        owner = SidecarAddress.parse(address) if self._listed is None else self._listed.allowed(address)
+        if owner is None:
+            raise error("INVALID_ADDRESS", f"{address!r} is none of the sidecars {self._listed}: it is not asked")
+        taking = Taking()
+        async with self._channel(owner, is_one=False) as channel:
+            call: Any = channel.unary_stream(_EXPORT, admin_pb2.ExportSnapshotRequest.SerializeToString)
+            with typed_errors(owner):
+                coming = call(admin_pb2.ExportSnapshotRequest(topic=topic))
+                while (data := await _next(coming, owner)) is not grpc.aio.EOF:
+                    taking.add(part_of_answer(data))
+        head, loaded = taking.finish()
+        if head.topic != topic:
+            raise error("INVALID_REQUEST", f"{owner} gave a snapshot of {head.topic} for one of {topic}")
+        return head.position.incarnation, loaded
+
+
+async def _next(coming: Any, owner: SidecarAddress) -> Any:
+    try:
+        async with asyncio.timeout(SILENT_SECONDS):
+            return await coming.read()
+    except TimeoutError as e:
+        raise error("UNREACHABLE", f"the sidecar at {owner} said nothing for {SILENT_SECONDS:.0f} s") from e
+
+
+LOOK_SECONDS = 5.0
+"""So often the others are asked what they claim."""
+FIRST_LOOK_SECONDS = 0.2
+"""The same while it is not known who has each shard."""
+
+THIS = "this process"
+
+R = TypeVar("R", admin_pb2.SetNamespacePolicyResponse, admin_pb2.RemoveNamespacePolicyResponse)
+
+
+def claim_of(config: Config) -> tuple[Claim | None, bool]:
+    """What the data directory claims, or is to claim; and whether it says so already.
+
+    Raises INVALID_CONFIGURATION if the configuration says something else, STORE_DAMAGED, NEWER_FORMAT; OSError.
+    """
+    said = read_claim(Path(config.data_directory))
+    wanted = from_text(config.shards) if config.shards else None
+    if said is None:
+        return (Claim(config.cluster_id, wanted) if wanted is not None else None), False
+    keeps = "a data directory keeps its shards and its cluster for good"
+    if wanted not in (None, said.shards):
+        why = f"shards is {config.shards!r}, but the data directory has {to_text(said.shards)}: {keeps}"
+        raise error("INVALID_CONFIGURATION", why, key="shards")
+    if config.cluster_id not in ("", said.cluster_id):
+        why = f"cluster_id is {config.cluster_id!r}, but the data directory is of {said.cluster_id!r}: {keeps}"
+        raise error("INVALID_CONFIGURATION", why, key="cluster_id")
+    return said, True
+
+
+class Peers(Ownership):
+    """What this process claims, and what those at `addresses`, of which it may be one, say that they claim."""
+
+    def __init__(self, claim: Claim, addresses: Sidecars | None) -> None:
+        self.claim = claim
+        self._neighbours = Neighbours(addresses)
+        self.process_id = secrets.token_hex(8)
+        self.own_address = ""
+        """At which the others reach this process."""
+        self._addresses = [str(address) for address in addresses.addresses] if addresses else []
+        self._known: dict[str, Claim] = {}
+        """What others claimed when they were asked last, by address."""
+        self._one_at_a_time = asyncio.Lock()
+
+    # -- whose a topic is --------------------------------------------------------------------------------------
+
+    def check(self, topic: str) -> None:
+        """Raises NOT_OWNER with the owner's address, where it is known; SHARD_CLAIMED_TWICE if there are two."""
+        shard = shard_of(topic)
+        if shard in self.claim.shards:
+            return
+        owners = [address for address, claim in self._known.items() if shard in claim.shards]
+        if len(owners) > 1:
+            raise error("SHARD_CLAIMED_TWICE", f"{' and '.join(owners)} both claim shard {shard}, that of {topic}")
+        owner = owners[0] if owners else ""
+        where = f"at {owner}" if owner else "which was not found yet"
+        raise error("NOT_OWNER", f"{topic} is of shard {shard}: another process has it, {where}", owner_address=owner)
+
+    def check_found(self, topics: Iterable[str]) -> None:
+        for topic in topics:
+            if (shard := shard_of(topic)) not in self.claim.shards:
+                raise error(
+                    "SHARD_CLAIMED_TWICE",
+                    f"the data directory has the topic {topic}, which is of shard {shard}: its shards are "
+                    f"{to_text(self.claim.shards)}",
+                    shard=shard,
+                )
+
+    def missing(self, topic: str) -> SeqdedupeError:
+        # With its shard: who has it knows for sure, and nobody else need be asked.
+        return error("TOPIC_NOT_FOUND", f"there is no topic {topic}", topic=topic, shard=shard_of(topic))
+
+    # -- who the others are ------------------------------------------------------------------------------------
+
+    async def look(self) -> None:
+        """Asks the others; those that do not answer are as they were known. Raises SHARD_CLAIMED_TWICE if one of them
+        claims a shard that is claimed here, INVALID_CONFIGURATION if one is of another cluster."""
+        answers = await self._ask()
+        for address, answer in answers.items():
+            if not isinstance(answer, SeqdedupeError):
+                self._known[address] = _claim_in(answer)
+        for address, claim in self._known.items():
+            check_once({THIS: self.claim, address: claim})
+
+    async def keep_looking(self, fatal: Callable[[str], None]) -> None:
+        """`look` again and again. What it raises is fatal: there is no telling who is right."""
+        while True:
+            await asyncio.sleep(FIRST_LOOK_SECONDS if unclaimed({THIS: self.claim, **self._known}) else LOOK_SECONDS)
+            try:
+                await self.look()
+            except SeqdedupeError as e:
+                fatal(f"{e} {e.hint}")
+
+    async def _ask(self) -> dict[str, admin_pb2.GetShardsResponse | SeqdedupeError]:
+        """What the others answer, by address, each of them once; this process is not among them."""
+        # Somebody else who asks may find this process's own address meanwhile.
+        others = [address for address in self._addresses if address != self.own_address]
+        asked = await asyncio.gather(*map(self._neighbours.shards, others), return_exceptions=True)
+        found: dict[str, admin_pb2.GetShardsResponse | SeqdedupeError] = {}
+        processes = {self.process_id}
+        for address, answer in zip(others, asked, strict=True):
+            if isinstance(answer, SeqdedupeError):
+                found[address] = answer
+            elif isinstance(answer, BaseException):
+                raise answer
+            elif answer.process_id == self.process_id:
+                self.own_address = address
+            elif answer.process_id not in processes:
+                processes.add(answer.process_id)
+                found[address] = answer
+        return found
+
+    async def all_others(self) -> dict[str, admin_pb2.GetShardsResponse]:
+        """What the others answer, by address: they have all shards that this one has not.
+
+        Raises SHARDS_INCOMPLETE if some do not answer or are not there, SHARD_CLAIMED_TWICE, INVALID_CONFIGURATION.
+        """
+        answers = await self._ask()
+        there = {address: one for address, one in answers.items() if not isinstance(one, SeqdedupeError)}
+        claims = {THIS: self.claim} | {address: _claim_in(answer) for address, answer in there.items()}
+        check_once(claims)
+        if lacking := unclaimed(claims):
+            silent = [f"{address}: {one}" for address, one in answers.items() if isinstance(one, SeqdedupeError)]
+            who = f"who has the shards {to_text(lacking)} does not answer, or is none of the peers"
+            raise error("SHARDS_INCOMPLETE", "; ".join([who, *silent]), shards=to_text(lacking))
+        return there
+
+    # -- what all of them say together ----------------------------------------------------------------------------
+
+    async def list_topics(
+        self, after: str, here: admin_pb2.ListTopicsResponse, page_items: int
+    ) -> admin_pb2.ListTopicsResponse:
+        """A page of the topics of all, of which `here` is what this one has. Raises as `all_others`, UNREACHABLE."""
+        others = await self.all_others()
+        pages = [here, *await asyncio.gather(*(self._neighbours.topics(address, after) for address in others))]
+        topics = sorted((topic for page in pages for topic in page.topics), key=attrgetter("name"))
+        is_last = len(topics) <= page_items and not any(page.next for page in pages)
+        topics = topics[:page_items]
+        return admin_pb2.ListTopicsResponse(topics=topics, next="" if is_last else topics[-1].name)
+
+    async def list_sidecars(self, topics: int) -> list[admin_pb2.ClusterSidecar]:
+        """All of them by address; this one has so many topics. Raises as `all_others`."""
+        found = [_sidecar(address, one.shards, one.topics) for address, one in (await self.all_others()).items()]
+        found.append(_sidecar(self.own_address, to_text(self.claim.shards), topics))
+        found[-1].is_this = True
+        return sorted(found, key=attrgetter("name"))
+
+    async def are_serving(self) -> bool:
+        """Whether all others serve."""
+        try:
+            return all(one.is_serving for one in (await self.all_others()).values())
+        except SeqdedupeError:
+            return False
+
+    async def everywhere(self, name: str, request: Any, here: Callable[[Any], Awaitable[R]]) -> R:
+        """Makes a call about a namespace at all others, and last here, where it can be asked for.
+
+        Raises NOT_OWNER with the address of the one that is to be asked, so that two changes never cross; as
+        `all_others`: then nothing has changed; and what one of them says: then some have it, and doing it again helps.
+        """
+        self.check(request.namespace)
+        async with self._one_at_a_time:
+            others = await self.all_others()
+            request.only_here = True
+            for address in others:
+                await self._neighbours.ask(address, name, request)
+            return await here(request)
+
+
+def _claim_in(answer: admin_pb2.GetShardsResponse) -> Claim:
+    return Claim(answer.cluster_id, from_text(answer.shards))
+
+
+def _sidecar(address: str, shards: str, topics: int) -> admin_pb2.ClusterSidecar:
+    return admin_pb2.ClusterSidecar(name=address, addresses=[address], shards=shards, topics_owned=topics)

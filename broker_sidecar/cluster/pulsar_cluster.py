@@ -1,0 +1,125 @@
+"""The Pulsar cluster that holds the logs, reached as the configuration says."""
+
+import asyncio
+import ssl
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pulsar
+import pulsar.asyncio
+
+from broker_sidecar.cluster.peers import Neighbours, listed
+from broker_sidecar.config import Config, PulsarConfig
+from seqdedupe.address import SidecarAddress
+from seqdedupe.errors import error
+from seqdedupe.log.pulsar.admin_url import AdminUrl, PulsarAdmin
+from seqdedupe.log.pulsar.entries import EntryFormat
+from seqdedupe.log.pulsar.entry_limit import Brokers
+from seqdedupe.log.pulsar.log import Shared
+from seqdedupe.log.pulsar.logs import PulsarLogs
+from seqdedupe.log.pulsar.pulsar_client import OAuth2, PulsarClient, Token, client_logger, from_file, never_raises
+from seqdedupe.log.pulsar.topic_owner import owner_of
+from seqdedupe.store.db import Store
+from seqdedupe.store.directories import StoreInstance
+
+OPERATION_TIMEOUT_SECONDS = 30
+"""Opening a producer can take Pulsar as long: it reads what its deduplication has not in a snapshot."""
+CLOSE_TIMEOUT_SECONDS = 5.0
+"""A cluster that does not answer is left without a word."""
+
+LOOK_PAUSE_SECONDS = 0.05
+"""Between two calls of the admin URL that look at topics over and over: 20 a second, however many topics there are."""
+
+STANDBYS = 2
+"""Sidecars that follow a topic, its owner among them: clients try these first."""
+
+
+class LogCluster:
+    """`logs` and what they need, until `close`. Raises INVALID_CONFIGURATION, STORE_UNAVAILABLE."""
+
+    def __init__(self, config: Config, store: Store) -> None:
+        asked, instance = config.pulsar, StoreInstance(store)
+        tls, self._token = _tls(asked), _token(asked)
+        self._asked = asked
+        self._sidecars = listed(config, config.sidecars)
+        self.neighbours = Neighbours(self._sidecars)
+        self._client = self._connect()
+        self.shared = Shared(
+            self._client,
+            instance.named(config.instance_name),
+            config.advertised_address or config.listen,
+            lambda: time.time_ns() // 1_000_000,
+            lambda _, known: instance.claim_opening(known),
+            PulsarAdmin(AdminUrl(asked.admin_url, self._token, tls)),
+            self._connect,
+            self.neighbours.answers,
+            Brokers(asked.service_url, self._token, tls),
+            PulsarAdmin(AdminUrl(asked.admin_url, self._token, tls, pause_seconds=LOOK_PAUSE_SECONDS)),
+            asked.manage_topic_policies,
+        )
+        self.namespaces = asked.namespace_names
+        self.logs = PulsarLogs(
+            self.shared,
+            self.namespaces,
+            EntryFormat(asked.entry_format),
+            may_change_policies=asked.manage_topic_policies,
+        )
+
+    def is_near(self, topic: str) -> bool:
+        """Whether this sidecar is the first or the second that clients try for the topic, if it knows of whom."""
+        own = SidecarAddress.parse(self.shared.address)
+        return self._sidecars is None or own in self._sidecars.in_order(topic)[:STANDBYS]
+
+    async def owner_of(self, topic: str) -> str:
+        """See `OwnerOf`."""
+        address = await owner_of(topic, self.shared.admin)
+        # A producer of its own that was lost may still be listed.
+        return "" if address == self.shared.address else address
+
+    def _connect(self) -> pulsar.asyncio.Client:
+        asked, token = self._asked, self._token
+        return PulsarClient(
+            asked.service_url,
+            authentication=pulsar.AuthenticationToken(never_raises(token)) if token is not None else None,
+            operation_timeout_seconds=OPERATION_TIMEOUT_SECONDS,
+            tls_trust_certs_file_path=asked.tls_trust_certs_file_path or None,
+            tls_allow_insecure_connection=asked.tls_allow_insecure_connection,
+            tls_validate_hostname=asked.tls_enable_hostname_verification,
+            stats_interval_in_seconds=0,
+            logger=client_logger(),
+        )
+
+    async def close(self) -> None:
+        """Closes the connections. The logs must have been closed."""
+        # Not `shutdown`: it keeps the interpreter's lock, for which the client's threads may wait.
+        with suppress(TimeoutError, pulsar.asyncio.PulsarException):
+            async with asyncio.timeout(CLOSE_TIMEOUT_SECONDS):
+                await self._client.close()
+
+
+def _token(asked: PulsarConfig) -> Token | None:
+    if asked.token:
+        return lambda: asked.token
+    if asked.token_file:
+        return from_file(Path(asked.token_file))
+    if asked.has_oauth2:
+        return OAuth2(asked.oauth2_issuer_url, Path(asked.oauth2_credentials_file), asked.oauth2_audience)
+    return None
+
+
+def _tls(asked: PulsarConfig) -> ssl.SSLContext:
+    """For the admin calls, as strict as the client for messages is told to be."""
+    try:
+        context = ssl.create_default_context(cafile=asked.tls_trust_certs_file_path or None)
+    except (OSError, ssl.SSLError) as e:
+        raise error(
+            "INVALID_CONFIGURATION",
+            f"pulsar.tls_trust_certs_file_path is {asked.tls_trust_certs_file_path!r}: no certificate can be read "
+            f"from it ({e})",
+            key="pulsar.tls_trust_certs_file_path",
+        ) from e
+    context.check_hostname = asked.tls_enable_hostname_verification and not asked.tls_allow_insecure_connection
+    if asked.tls_allow_insecure_connection:
+        context.verify_mode = ssl.CERT_NONE
+    return context

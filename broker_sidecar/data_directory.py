@@ -1,0 +1,129 @@
+"""The data directory: made if need be, locked, and looked at before anything is opened in it. What it holds is
+`data.py`."""
+
+import asyncio
+import errno
+import os
+import pwd
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from seqdedupe.backup.manifest import MANIFEST_FILE
+from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.locks import DIRECTORY_LOCK, Lock, locked_directory
+from seqdedupe.store.directories import SHARDS_FILE, WORKERS_FILE
+
+PRIVATE = 0o077
+"""The umask: nobody but the user that the sidecar runs as may read what it writes."""
+
+LOOK_SECONDS = 1.0
+"""The lock's file is looked at so often."""
+
+_HINTS = {
+    errno.EROFS: "Mount the file system for writing, or choose a directory on another one.",
+    errno.EACCES: "Run the sidecar as the user that owns the directory, or give it to this user (chown).",
+    errno.EPERM: "Run the sidecar as the user that owns the directory, or give it to this user (chown).",
+    errno.ENOSPC: "Make room on the disk.",
+    errno.ENOTDIR: "Name a directory: a part of the path is a file.",
+    errno.EEXIST: "Name a directory: this is a file.",
+}
+
+
+_OWN = (DIRECTORY_LOCK, "store", "logs", SHARDS_FILE, WORKERS_FILE)
+"""What a sidecar makes in its directory, which nobody but its user may read."""
+
+
+def prepare(folder: Path) -> None:
+    """Makes it if it is not there. Raises INVALID_CONFIGURATION if it cannot be made or written to, or is another
+    user's."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        is_read_only = bool(os.statvfs(folder).f_flag & os.ST_RDONLY)
+    except OSError as e:
+        raise _unusable(folder, e.errno or 0, os.strerror(e.errno) if e.errno else str(e)) from e
+    if is_read_only:
+        raise _unusable(folder, errno.EROFS, os.strerror(errno.EROFS))
+    if not os.access(folder, os.R_OK | os.W_OK | os.X_OK, effective_ids=True):
+        owner, user = (_user(uid) for uid in (folder.stat().st_uid, os.geteuid()))
+        raise _unusable(folder, errno.EACCES, f"it belongs to {owner}, and this process runs as {user}")
+    _check_owner(folder)
+
+
+def _check_owner(folder: Path) -> None:
+    """One start as root would leave files that the service's user cannot open. Raises INVALID_CONFIGURATION."""
+    there = [folder / name for name in _OWN if (folder / name).exists()]
+    owners = [(path, path.stat().st_uid) for path in there or [folder]]
+    path, owner = next((one for one in owners if one[1] != os.geteuid()), (folder, os.geteuid()))
+    # An empty volume may be root's and its group's, whose member this process is.
+    if owner == os.geteuid() or (not there and owner == 0) or owner == _owner_of_new_files(folder):
+        return
+    name, user = _user(owner), _user(os.geteuid())
+    raise error(
+        "INVALID_CONFIGURATION",
+        f"data_directory = {str(folder)!r}: {path} belongs to {name}, and this process runs as {user}",
+        hint=f"Run the sidecar as {name}, or give the directory to {user}: chown -R {user} {folder}",
+        key="data_directory",
+    )
+
+
+def _owner_of_new_files(folder: Path) -> int:
+    """Not always this process's user: a file system of another machine may know one user alone."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            return os.fstat(file.fileno()).st_uid
+    except OSError:
+        return os.geteuid()
+
+
+@contextmanager
+def taken(folder: Path) -> Iterator[Lock]:
+    """The directory, which no other process has during the block. Raises as `prepare`; DIRECTORY_IN_USE; OSError."""
+    os.umask(PRIVATE)
+    prepare(folder)
+    with locked_directory(folder) as lock:
+        yield lock
+
+
+def check_is_no_backup(folder: Path) -> None:
+    """Other backups share its files, which a sidecar would append to. Raises INVALID_CONFIGURATION."""
+    for part in (folder, *folder.glob("worker-*")):
+        if (part / MANIFEST_FILE).exists():
+            raise error(
+                "INVALID_CONFIGURATION",
+                f"data_directory = {str(folder)!r} is a backup",
+                hint=f"Restore it: seqdedupe restore {folder} DATA_DIRECTORY",
+                key="data_directory",
+            )
+
+
+async def lost(lock: Lock) -> str:
+    """Returns when another process may have taken the directory, and says why."""
+    while True:
+        await asyncio.sleep(LOOK_SECONDS)
+        # A disk that answers with an error now may answer later.
+        with suppress(OSError):
+            if not await asyncio.to_thread(lock.is_held):
+                return f"{lock.path} is not the file that this process has locked: it was moved or removed"
+
+
+def failed(folder: Path, e: OSError) -> SeqdedupeError:
+    """What a sidecar on this directory says that an error of the system has ended. A full disk names no file."""
+    number, why = e.errno or 0, os.strerror(e.errno) if e.errno else str(e)
+    if e.filename is None and number in _HINTS:
+        return _unusable(folder, number, why)
+    place = "" if e.filename is None else f"{e.filename}: "
+    return error("INVALID_CONFIGURATION", f"the sidecar cannot run: {place}{why}", hint=_HINTS.get(number))
+
+
+def _unusable(folder: Path, number: int, why: str) -> SeqdedupeError:
+    message = f"data_directory = {str(folder)!r} cannot be used: {why}"
+    return error("INVALID_CONFIGURATION", message, hint=_HINTS.get(number), key="data_directory")
+
+
+def _user(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return f"user {uid}"

@@ -1,0 +1,309 @@
+"""Another number of workers for a data directory that has topics: each log goes to who is to have its shard.
+
+The new parts are made beside the old ones, in the folder `moving`: a store with the records of its topics, a claim, and
+the logs, which are renamed. The old stores stay as they are, so whatever is broken off is done again from them. When
+all is there `moving` becomes `moved`; from then on the old stores are not needed, and each new part takes its place.
+"""
+
+import asyncio
+import logging
+import os
+import secrets
+import shutil
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from seqdedupe.errors import DamagedError, UnavailableError, error
+from seqdedupe.files import sync_folder
+from seqdedupe.format.headers import key_of
+from seqdedupe.locks import DIRECTORY_LOCK, locked_directory
+from seqdedupe.log.embedded import relocation
+from seqdedupe.log.embedded.journal_replay import JournalReplay
+from seqdedupe.log.embedded.logs import incarnations
+from seqdedupe.log.embedded.secret import secret_of
+from seqdedupe.log.embedded.segment import LogIdentity
+from seqdedupe.log.embedded.tail import open_segments
+from seqdedupe.names import ALL_SHARDS, shard_of, shards_of_worker
+from seqdedupe.store import directories, imported_run, windows
+from seqdedupe.store.db import Store
+from seqdedupe.store.directories import SHARDS_FILE, WORKERS_FILE, Claim, Split, of_worker
+from seqdedupe.store.snapshots import Snapshots
+from seqdedupe.store.topics import LogKind, TopicRecord, TopicState
+
+logger = logging.getLogger("seqdedupe.workers")
+
+LOGS, STORE = "logs", "store"
+MOVING, MOVED = "moving", "moved"
+_OF_A_PART = (LOGS, STORE, SHARDS_FILE)
+_OF_A_WORKER = {*_OF_A_PART, DIRECTORY_LOCK, "kernels", f"{STORE}.creating", f"{SHARDS_FILE}.new"}
+
+_NOTHING_MOVED = "Nothing was moved. Start with the number that the data directory has, or see docs/workers.md."
+
+TRIES = 120
+"""Of writing a snapshot to a store that takes nothing now."""
+PAUSE_SECONDS = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """An old part, with its store open."""
+
+    folder: Path
+    shards: frozenset[int]
+    store: Store
+
+    def active(self) -> list[TopicRecord]:
+        """What is left of the others, begun or being deleted, is not kept, as at any start."""
+        return [record for record in self.store.topics() if record.state is TopicState.ACTIVE]
+
+
+def change(folder: Path, count: int) -> None:
+    """Goes from the number of workers that the directory has to this one, or goes on with that. Blocks.
+
+    The caller has the directory's lock. Whatever stops it, the next call goes on. Raises DIRECTORY_IN_USE if a worker
+    still runs; before anything is moved INVALID_CONFIGURATION, LOG_DAMAGED, STORE_MISSING, STORE_DAMAGED,
+    SHARD_CLAIMED_TWICE if it cannot be done; STORE_UNAVAILABLE; OSError.
+    """
+    split = directories.read_split(folder) or Split(secrets.token_hex(directories.CLUSTER_ID_BYTES), 1)
+    if split == Split(split.cluster_id, count):
+        return
+    with ExitStack() as held:
+        for place, _ in places(folder, split.workers):
+            if place != folder and place.exists():
+                held.enter_context(locked_directory(place))
+        _change(folder, split, count)
+
+
+def _change(folder: Path, split: Split, count: int) -> None:
+    if (folder / MOVED).exists() and split.to is not None:
+        # The process that gave it this name may have been killed before its sync, and old stores go now.
+        sync_folder(folder)
+        _take_places(folder, split)
+        return
+    if split.to is None and split.workers > 1:
+        directories.check_workers(folder, split)
+    with ExitStack() as opened:
+        old = []
+        for place, shards in places(folder, split.workers):
+            has_topics = split.to is not None or _incarnations(place / LOGS)
+            if has_topics and not (place / STORE).is_dir():
+                raise error("STORE_MISSING", f"{place / STORE} is not there, and its topics are to be moved")
+            store = Store.open(place / STORE)
+            opened.callback(store.close)
+            old.append(_Part(place, shards, store))
+        if split.to is None:
+            _check(folder, split, count, old)
+            if (folder / MOVED).exists():
+                # It has no files. It means something from here on.
+                shutil.rmtree(folder / MOVED)
+                sync_folder(folder)
+            split = Split(split.cluster_id, split.workers, count)
+            directories.write(folder, split)
+            logger.info("changing the number of workers from %d to %d", split.workers, count)
+        asyncio.run(_make_all(folder, split, old))
+        _move_logs(folder, split, old)
+    (folder / MOVING).rename(folder / MOVED)
+    sync_folder(folder)
+    _take_places(folder, split)
+
+
+def places(folder: Path, workers: int) -> list[tuple[Path, frozenset[int]]]:
+    """The parts of a directory with so many workers, and their shards; with one it is itself the part."""
+    if workers == 1:
+        return [(folder, ALL_SHARDS)]
+    return [(of_worker(folder, worker), shards_of_worker(worker, workers)) for worker in range(workers)]
+
+
+# -- before anything is changed ---------------------------------------------------------------------------------------
+
+
+def _check(folder: Path, split: Split, count: int, old: Sequence[_Part]) -> None:
+    """Every log is whole without its journal on return, and can be renamed. Raises as `change`."""
+    if split.workers == 1 and (folder / SHARDS_FILE).exists():
+        raise _refused(f"{folder} has shards of a cluster over several machines")
+    for place in {place for place, _ in places(folder, count)} - {part.folder for part in old}:
+        if there := [name for name in _OF_A_PART if (place / name).exists()]:
+            raise _refused(f"{place} has {', '.join(there)} already")
+    seen: set[int] = set()
+    for part in old:
+        _check_files(folder, part.folder)
+        records = part.store.topics()
+        if twice := seen.intersection(record.incarnation for record in records):
+            raise _refused(f"the logs {sorted(twice)} are there twice, once in {part.folder}")
+        seen.update(record.incarnation for record in records)
+        if unknown := set(_incarnations(part.folder / LOGS)) - seen:
+            why = f"{part.folder / LOGS} has the logs {sorted(unknown)}, of which the store knows nothing"
+            raise error("STORE_MISSING", why)
+        replay = JournalReplay(part.folder / LOGS, is_expected=part.store.has_journal)
+        for record in part.active():
+            try:
+                _check_topic(part, record, replay)
+            except DamagedError as e:
+                raise error(e.reason, e.message, hint=_NOTHING_MOVED) from e
+
+
+def _check_files(folder: Path, part: Path) -> None:
+    device = folder.stat().st_dev
+    logs = part / LOGS
+    for path in (part, logs, part / STORE, *(logs / str(incarnation) for incarnation in _incarnations(logs))):
+        if path.is_symlink() or (path.exists() and path.stat().st_dev != device):
+            raise _refused(f"{path} is on another file system than {folder}, or a link")
+    if part != folder:
+        foreign = {path.name for path in part.iterdir()} - _OF_A_WORKER
+        if foreign:
+            raise _refused(f"{part} has what is none of a worker: {', '.join(sorted(foreign))}")
+    if any((folder / name).exists() and _has_files(folder / name) for name in (MOVING, MOVED)):
+        raise _refused(f"{folder} has a folder {MOVING} or {MOVED} with files, and no change is under way")
+
+
+def _check_topic(part: _Part, record: TopicRecord, replay: JournalReplay) -> None:
+    if record.log is not LogKind.EMBEDDED:
+        raise _refused(f"{record.name} is on the log {record.log.name.lower()!r}")
+    if shard_of(record.name) not in part.shards:
+        raise error("SHARD_CLAIMED_TWICE", f"{part.folder} has {record.name}, which is not of its shards")
+    folder = part.folder / LOGS / str(record.incarnation)
+    if _has_moved(folder, record.name):
+        return
+    found = secret_of(folder, record.secret)
+    if found.why is not None:
+        raise found.why
+    identity = LogIdentity(record.incarnation, key_of(found.secret))
+    replay.take_back(folder, identity)
+    loaded = Snapshots(part.store, record.incarnation).load()
+    open_segments(folder, identity, loaded.next_index if loaded is not None else 0)
+
+
+def _has_moved(folder: Path, name: str) -> bool:
+    """Whether another sidecar has the topic, and knows so. Raises INVALID_CONFIGURATION where a sidecar still has to
+    ask, or to be asked: workers do not."""
+    is_known = relocation.moved_to(folder) is not None
+    if relocation.leaving_to(folder) is not None or (folder / relocation.ARRIVED_FILE).exists():
+        raise _refused(f"{name} is being moved from one sidecar to another, and only one of them knows")
+    if is_known and relocation.has_messages(folder):
+        raise _refused(f"{name} was moved to another sidecar that does not serve it yet, as far as is known here")
+    return is_known
+
+
+def _refused(why: str) -> Exception:
+    return error(
+        "INVALID_CONFIGURATION",
+        f"{why}: the number of workers is not changed",
+        hint=_NOTHING_MOVED,
+        key="workers",
+    )
+
+
+# -- the new parts ----------------------------------------------------------------------------------------------------
+
+
+async def _make_all(folder: Path, split: Split, old: Sequence[_Part]) -> None:
+    """The new parts, but for their logs; what is there of them is made again."""
+    for place, shards in places(folder / MOVING, split.to or 0):
+        (place / LOGS).mkdir(parents=True, exist_ok=True)
+        if (place / STORE).exists():
+            shutil.rmtree(place / STORE)
+        store = Store.open(place / STORE)
+        try:
+            await _fill(store, shards, old)
+        finally:
+            store.close()
+        if split.to != 1:
+            directories.write(place, Claim(split.cluster_id, shards))
+        sync_folder(place)
+    sync_folder(folder / MOVING)
+    sync_folder(folder)
+
+
+async def _fill(new: Store, shards: frozenset[int], old: Sequence[_Part]) -> None:
+    """Topics with these shards, and all namespaces' policies, each as the part has it that has the namespace."""
+    records = []
+    for part in old:
+        for namespace, policy in part.store.namespace_policies():
+            if shard_of(namespace) in part.shards:
+                await new.put_namespace_policy(namespace, policy)
+        for record in part.active():
+            if shard_of(record.name) in shards:
+                records.append(record)
+                await _copy(part.store, new, record.incarnation)
+    # No incarnation is given again, not even one of a topic that is deleted.
+    new.next_incarnation(max(part.store.next_incarnation(0) for part in old))
+    await new.put_topics(*records)
+
+
+async def _copy(old: Store, new: Store, incarnation: int) -> None:
+    loaded = Snapshots(old, incarnation).load()
+    for left in reversed(range(TRIES)):
+        try:
+            if loaded is not None:
+                await new.flush(await Snapshots(new, incarnation).write_anew(loaded.whole()))
+                await windows.copy(old, new, incarnation)
+            # It may be there before any snapshot is.
+            await imported_run.copy(old, new, incarnation, incarnation)
+            return
+        except UnavailableError:
+            # The store takes nothing while its background work has too much before it.
+            if not left:
+                raise
+            await asyncio.sleep(PAUSE_SECONDS)
+
+
+def _move_logs(folder: Path, split: Split, old: Sequence[_Part]) -> None:
+    new = places(folder / MOVING, split.to or 0)
+    for part in old:
+        for record in part.active():
+            name = str(record.incarnation)
+            target = next(place for place, shards in new if shard_of(record.name) in shards) / LOGS / name
+            source = part.folder / LOGS / name
+            if source.exists():
+                os.rename(source, target)
+            elif not target.exists():
+                raise error("STORE_MISSING", f"the log of {record.name} is neither {source} nor {target}")
+    for place in [*(place for place, _ in new), *(part.folder for part in old)]:
+        if (place / LOGS).exists():
+            sync_folder(place / LOGS)
+
+
+# -- the end ----------------------------------------------------------------------------------------------------------
+
+
+def _take_places(folder: Path, split: Split) -> None:
+    """Each new part takes its place. What is still in `moved` has not, and there the old one is."""
+    targets = [place for place, _ in places(folder, split.to or 0)]
+    others = [place for place, _ in places(folder, split.workers) if place not in targets]
+    for place in targets:
+        place.mkdir(exist_ok=True)
+        new = folder / MOVED / place.relative_to(folder)
+        for name in _OF_A_PART:
+            if (new / name).exists():
+                _remove(place / name)
+                os.rename(new / name, place / name)
+        sync_folder(place)
+        sync_folder(new)
+    for place in others:
+        for path in (place / LOGS, place / STORE) if place == folder else (place,):
+            _remove(path)
+    sync_folder(folder)
+    if split.to == 1:
+        (folder / WORKERS_FILE).unlink()
+        sync_folder(folder)
+    else:
+        directories.write(folder, Split(split.cluster_id, split.to or 0))
+    shutil.rmtree(folder / MOVED)
+    logger.info("the number of workers is %d", split.to)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _has_files(folder: Path) -> bool:
+    return any(path.is_file() for path in folder.rglob("*"))
+
+
+def _incarnations(logs: Path) -> list[int]:
+    return incarnations(logs) if logs.exists() else []

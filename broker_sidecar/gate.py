@@ -1,0 +1,279 @@
+"""The one place that every call passes before its handler: who calls, what they may do, what is written down of it.
+
+`Gate` has the steps of a call. `Guard` is what they ask, from the configuration and the files that it names.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from weakref import WeakValueDictionary
+
+import grpc
+import grpc.aio
+from google.protobuf.message import DecodeError
+from grpc_health.v1 import health_pb2
+
+from broker_sidecar.config import Config
+from broker_sidecar.connections import origin_of, taken_from
+from broker_sidecar.rpc import Context, Handle, MethodCounts, Wrapping, abort, method_of_call, parse_small
+from broker_sidecar.security.audit import Audit
+from broker_sidecar.security.authentication import Authentication
+from broker_sidecar.security.permissions import CHANGES, HEALTH_OF_THE_WHOLE, NO_RULES, Permissions, request_class
+from broker_sidecar.security.rules import RulesFile, read_rules
+from broker_sidecar.security.subject import Subject, caller, set_caller
+from broker_sidecar.security.trail import Trail
+from broker_sidecar.security.watched_files import Watched, Watching
+from broker_sidecar.streams import Streams
+from seqdedupe.errors import SeqdedupeError, error
+
+_HEALTH = frozenset({"/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"})
+
+UNKNOWN_AT_ONCE = 2
+"""Requests of unknown callers that are received at once. gRPC may hold 16 MiB of each."""
+UNKNOWN_WAITING = 16
+"""Calls of unknown callers that wait for that. gRPC may hold 1 MiB of each."""
+UNKNOWN_SECONDS = 1.0
+"""An unknown caller's request is there after this time."""
+UNKNOWN_HURRY_SECONDS = 0.1
+"""The same while others wait. The request of a probe comes together with its headers."""
+
+KNOWN_AT_ONCE = 8
+"""Requests of one known caller that are received at once. gRPC may hold 16 MiB of each, and none of it is counted."""
+KNOWN_WAITING = 1_000
+"""Calls of one known caller that wait for that."""
+KNOWN_SECONDS = 30.0
+"""A known caller's request is there after this time. 16 MiB take so long over 5 Mbit/s."""
+KNOWN_HURRY_SECONDS = 10.0
+"""The same while others of this caller's wait."""
+
+
+class Gate(Wrapping):
+    """A service as `handler` serves it, for callers who are known and may make the call. `caller` is theirs within its
+    handlers. A call passes these steps, in this order:
+
+    1. It is counted, whatever becomes of it.
+    2. Who calls is found out, before anything is received.
+    3. The request is received, if it is one message: few of one caller's at once, and none for long. A stream is left
+       to its handler.
+    4. The rules judge the call, and its request.
+    5. What an operator changes stands in the audit trail before it is done, and before it is answered.
+    6. The handler answers. That of a stream is in `Streams.handler`, which finds a place for it.
+
+    gRPC itself receives a request that is one message before it asks any handler. So to gRPC every call here is a
+    stream, which is the same on the wire. Of a stream that nobody reads, gRPC takes no more than `UNREAD_BYTES`.
+
+    The gate tells everybody the health of the whole: what asks for it, such as a probe, has no token.
+    """
+
+    reads_itself = True
+
+    def __init__(self, handler: grpc.GenericRpcHandler, guard: "Guard", counts: MethodCounts) -> None:
+        super().__init__(handler)
+        self._guard = guard
+        self._counts = counts
+        self._unknown = _Receiving(
+            "calls without a valid token", UNKNOWN_AT_ONCE, UNKNOWN_WAITING, UNKNOWN_SECONDS, UNKNOWN_HURRY_SECONDS
+        )
+        self._known: WeakValueDictionary[str, _Receiving] = WeakValueDictionary()
+        """By caller, as long as something of it is received."""
+
+    def wrap(self, method: str, handle: Handle, found: "grpc.RpcMethodHandler[Any, Any]") -> Handle:
+        counts, guard = self._counts.of(method), self._guard
+
+        async def guarded(request: Any, context: Context) -> Any:
+            with counts.handling(context):  # 1
+                try:
+                    try:
+                        set_caller(guard.authenticate(context))  # 2
+                    except SeqdedupeError as e:
+                        request = await self._of_the_whole(method, context, e)
+                    else:
+                        if not found.request_streaming:
+                            request = await self._receiving_of(caller()).receive(context)  # 3
+                    guard.permissions.check_call(method, request)  # 4
+                    if method in CHANGES:
+                        async with guard.trail.change(method, parse_small(request_class(method), request)):  # 5
+                            response = await handle(request, context)
+                    else:
+                        response = await handle(request, context)  # 6
+                except SeqdedupeError as e:
+                    await abort(context, e)
+                counts.sent += not found.response_streaming
+                return response
+
+        return guarded
+
+    def _receiving_of(self, subject: Subject) -> "_Receiving":
+        """What receives the requests of this caller: however many its calls are, others have their own."""
+        if (receiving := self._known.get(subject.name)) is None:
+            receiving = self._known[subject.name] = _Receiving(
+                f"calls of {subject.name!r}", KNOWN_AT_ONCE, KNOWN_WAITING, KNOWN_SECONDS, KNOWN_HURRY_SECONDS
+            )
+        return receiving
+
+    async def _of_the_whole(self, method: str, context: Context, why_unknown: SeqdedupeError) -> bytes:
+        """The request of an unknown caller, if it asks for the health of the whole. Else raises why it is unknown."""
+        if method in _HEALTH:
+            request = await self._unknown.receive(context)
+            if _is_of_the_whole(request):
+                set_caller(Subject("", "nobody", None, context.peer()))
+                return request
+        self._guard.trail.unauthenticated(method, context.peer(), why_unknown)
+        raise why_unknown
+
+
+class _Receiving:
+    """Receives the requests of one caller, or of all unknown ones: few at once, and none for long.
+
+    The places go in turn to everybody who waits, by where the calls come from. However many come from one origin, those
+    from others are soon received.
+    """
+
+    def __init__(self, whose: str, at_once: int, most_waiting: int, seconds: float, hurry_seconds: float) -> None:
+        self._whose = whose
+        self._most_waiting = most_waiting
+        self._seconds = seconds
+        self._hurry_seconds = hurry_seconds
+        self._free = at_once
+        """As long as somebody waits, none."""
+        self._limits: dict[asyncio.Timeout, None] = {}
+        """Of the requests that are being received."""
+        self._waiting: dict[bytes | str, deque[asyncio.Future[bool]]] = {}
+        """By origin; the one whose turn it is comes first. What each is told is whether it has a place."""
+
+    async def receive(self, context: Context) -> bytes:
+        """The request. Raises QUEUE_FULL, STREAM_IDLE, MALFORMED_MESSAGE."""
+        if self._free:
+            self._free -= 1
+        else:
+            await self._wait(origin_of(context.peer()))
+        limit = asyncio.timeout(self._hurry_seconds if self._waiting else self._seconds)
+        self._limits[limit] = None
+        try:
+            async with limit:
+                return await _receive(context)
+        except TimeoutError as e:
+            raise error("STREAM_IDLE", f"a request of {self._whose} did not come in time") from e
+        finally:
+            del self._limits[limit]
+            self._release()
+
+    async def _wait(self, origin: bytes | str) -> None:
+        """Returns when there is a place for a call from there. Raises QUEUE_FULL."""
+        self._hurry()
+        own = self._waiting.get(origin, ())
+        if sum(map(len, self._waiting.values())) >= self._most_waiting:
+            crowd = max(self._waiting.values(), key=len)
+            if len(crowd) <= len(own) + 1:
+                raise self._full()
+            crowd.pop().set_result(False)
+        turn: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(origin, deque()).append(turn)
+        try:
+            # The turn itself is never cancelled: whatever is in a queue can be told.
+            if not await asyncio.shield(turn):
+                raise self._full()
+        except asyncio.CancelledError:
+            if not turn.done():
+                queue = self._waiting[origin]
+                queue.remove(turn)
+                if not queue:
+                    del self._waiting[origin]
+            elif turn.result():
+                self._release()
+            raise
+
+    def _release(self) -> None:
+        """Gives a place to whoever comes next."""
+        if not self._waiting:
+            self._free += 1
+            return
+        origin = next(iter(self._waiting))
+        queue = self._waiting.pop(origin)
+        queue.popleft().set_result(True)
+        if queue:
+            self._waiting[origin] = queue
+
+    def _full(self) -> SeqdedupeError:
+        return error("QUEUE_FULL", f"{self._most_waiting} {self._whose} wait to be received: call again")
+
+    def _hurry(self) -> None:
+        """Somebody waits: requests that come slowly end soon."""
+        until = asyncio.get_running_loop().time() + self._hurry_seconds
+        for limit in self._limits:
+            if not limit.expired() and (ends := limit.when()) is not None and until < ends:
+                limit.reschedule(until)
+
+
+async def _receive(context: Context) -> bytes:
+    """The request of a call that has one message. Raises MALFORMED_MESSAGE if there is none."""
+    data: Any = await context.read()
+    if data is grpc.aio.EOF:
+        raise error("MALFORMED_MESSAGE", "the call has no request")
+    method_of_call().received += 1
+    taken = taken_from(context.peer())
+    taken.messages += 1
+    taken.size += len(data)
+    return bytes(data)
+
+
+def _is_of_the_whole(request: bytes) -> bool:
+    try:
+        return health_pb2.HealthCheckRequest.FromString(request).service in HEALTH_OF_THE_WHOLE
+    except DecodeError:
+        return False
+
+
+# -- Who may use a sidecar: all that its configuration says of it, in one place.
+
+
+class Guard:
+    """Knows callers from the time that it has begun, judges what they may do, and writes down what it is to.
+
+    `on_read_again` is called when a file that an operator may replace was read again: see `watching`.
+    """
+
+    def __init__(self, config: Config, on_read_again: Callable[[], None]) -> None:
+        """Raises INVALID_CONFIGURATION, AUDIT_UNAVAILABLE, AUDIT_DAMAGED."""
+        self._config = config
+        self._on_read_again = on_read_again
+        self.trail = Trail(Audit(Path(config.audit_file)) if config.audit_file else None)
+        self._rules = self._watched_rules()
+        self.permissions = Permissions(self._rules.value if self._rules else NO_RULES, self.trail.denied)
+
+    def begin(self, streams: Streams, called: Callable[[Subject], None]) -> None:
+        """Finds out from now on who calls, and tells `called`. Makes the data directory's token if there is none.
+
+        Raises INVALID_CONFIGURATION; OSError.
+        """
+        self.authentication = Authentication(self._config, streams.end_where)
+        self._called = called
+        rules = [self._rules] if self._rules else []
+        self.watching = Watching([*self.authentication.watched, *rules], self._was_read_again)
+
+    def authenticate(self, context: Context) -> Subject:
+        """Who makes a call. Raises UNAUTHENTICATED, TOKEN_EXPIRED."""
+        subject = self.authentication(context)
+        self._called(subject)
+        return subject
+
+    def reload(self) -> None:
+        """Reads all of them again, and goes on in the file that has the audit trail's name."""
+        self.trail.rotated()
+        self.watching.reload()
+
+    def _watched_rules(self) -> Watched[RulesFile] | None:
+        if not self._config.rules_file:
+            return None
+        path = Path(self._config.rules_file)
+        return Watched("the rules file", [path], lambda: read_rules(path), self._replace_rules)
+
+    def _replace_rules(self) -> None:
+        if self._rules is not None:
+            self.permissions.replace(self._rules.value)
+
+    def _was_read_again(self, one: Watched[Any]) -> None:
+        self.trail.read_again(one.what, one.problem)
+        self._on_read_again()

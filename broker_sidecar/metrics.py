@@ -1,0 +1,527 @@
+"""`/metrics`: what is counted and looked at, of topics and of the process, in the format that Prometheus asks for."""
+
+import asyncio
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from importlib.metadata import version
+from itertools import accumulate
+from operator import attrgetter
+from typing import Any
+
+from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.metrics_core import InfoMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from broker_sidecar import rpc
+from broker_sidecar.config import Config
+from broker_sidecar.connections import TcpConnections
+from broker_sidecar.data import Data
+from broker_sidecar.rpc import Method, MethodCounts
+from broker_sidecar.services.read_service import Reading, ReadService
+from broker_sidecar.services.statistics import replay_left_messages, snapshot_age_seconds
+from broker_sidecar.streams import Streams
+from broker_sidecar.web.http_server import LOOP_SECONDS, Request, Response, on_loop
+from seqdedupe.errors import REASONS
+from seqdedupe.figures import Buckets
+from seqdedupe.topic.base import State, TopicBase
+from seqdedupe.topic.directory import Topics
+from seqdedupe.topic.flight import Admitted
+from seqdedupe.topic.topic import Topic
+
+# -- All topics looked at together, for a scrape: sums of what they count, and how they are at the moment.
+#
+# A few topics have series of their own, by name; the others share one. With a name for each of ten thousand topics a
+# scrape would be a hundred thousand lines, whose making takes the interpreter for half a second. Sums over the series
+# are right all the same, and `seqdedupe topics` knows which topic it is.
+
+MAX_NAMED = 100
+"""So many topics have series of their own: all if there are no more, else those that something was counted of first."""
+
+OTHER = "other"
+"""The others. No topic has such a full name."""
+
+AT_ONCE = 128
+"""So many are looked at in one step of the event loop, within a millisecond or two."""
+
+WAITING = "waiting"
+"""Of a topic that has not been opened since the start."""
+
+STATES = (*(state.name.lower() for state in State), WAITING)
+
+COUNTED = (
+    "counters.not_dup",
+    "counters.dup",
+    "counters.unknown",
+    "counters.stored_bytes",
+    "counters.refused",
+    "counters.log_failures",
+    "counters.recoveries",
+    "counters.replayed",
+    "counters.recovery_seconds",
+    "counters.resets",
+    "counters.purged",
+    "counters.resumed_after_purge",
+    "keeper.snapshotter.taken",
+    "keeper.snapshotter.failed",
+)
+"""Numbers of a topic that rise only, by where they stand."""
+
+_counted = attrgetter(*COUNTED)
+_NOTHING = (0,) * len(COUNTED)
+
+
+@dataclass(slots=True)
+class Now:
+    """How the topics of one series are: sums, and of what says max the largest."""
+
+    in_flight_frames: int = 0
+    in_flight_bytes: int = 0
+    max_in_flight_seconds: float = 0.0
+    not_durable_messages: int = 0
+    log_bytes: int = 0
+    producers: int = 0
+    replay_left_messages: int = 0
+    max_snapshot_distance_messages: int = 0
+    max_snapshot_age_seconds: float = 0.0
+    max_reader_lag_messages: int = 0
+    damaged_places: int = 0
+    damaged_messages: int = 0
+    window_messages: int = 0
+    window_messages_on_disk: int = 0
+    window_forgotten: int = 0
+    window_bytes: int = 0
+    max_window_age_seconds: float = 0.0
+    window_imported: int = 0
+    window_imported_missing: int = 0
+
+
+@dataclass(slots=True)
+class Looked:
+    """What a look came to. By series: a topic's name, or OTHER."""
+
+    now: dict[str, Now]
+    counted: dict[str, list[float]]
+    """In the order of COUNTED, since this process began, or since there has been such a topic."""
+    gone: list[float]
+    """What topics counted whose series have ended."""
+    states: Counter[str]
+
+
+class TopicsTally:
+    """What the topics have counted since this process began, whichever of them are still there."""
+
+    def __init__(self, topics: Topics[Any]) -> None:
+        self._topics = topics
+        self._named: set[str] = set()
+        self._sums: dict[str, list[float]] = {}
+        self._gone = [0.0] * len(COUNTED)
+        self._seen: dict[str, tuple[object, tuple[float, ...]]] = {}
+        """By topic, its counters, and what they said."""
+
+    async def look(self, readings: Iterable[Reading]) -> Looked:
+        """Looks at all, some in each step of the event loop. One at a time."""
+        topics = self._topics
+        live = topics.registry.open_topics()
+        states = Counter(dict.fromkeys(STATES, 0))
+        states[WAITING] = len(topics.waiting)
+        for closed in topics.registry.closed_topics():
+            states[closed.state.name.lower()] += 1
+        # They are among those that are closed.
+        states[State.RECOVERING.name.lower()] -= states[WAITING]
+        are_few = len(topics.registry) <= MAX_NAMED
+        now: dict[str, Now] = {}
+        for at in range(0, len(live), AT_ONCE):
+            for topic in live[at : at + AT_ONCE]:
+                states[topic.state.name.lower()] += 1
+                counted = _counted(topic)
+                series = self._series(topic.name, are_few or counted != _NOTHING)
+                self._add(series, topic, counted)
+                _look_at(topic, now.setdefault(series, Now()))
+            await asyncio.sleep(0)
+        self._seen = {topic.name: self._seen[topic.name] for topic in live}
+        self._end_series()
+        for reading in readings:
+            one = now.setdefault(self._series(reading.topic.name, False), Now())
+            one.max_reader_lag_messages = max(one.max_reader_lag_messages, reading.lag)
+        now.setdefault(OTHER, Now())
+        self._sums.setdefault(OTHER, [0.0] * len(COUNTED))
+        counted_by_series = {series: list(sums) for series, sums in self._sums.items()}
+        return Looked(now, counted_by_series, list(self._gone), states)
+
+    def _series(self, topic: str, is_wanted: bool) -> str:
+        if topic in self._named:
+            return topic
+        if is_wanted and len(self._named) < MAX_NAMED:
+            self._named.add(topic)
+            return topic
+        return OTHER
+
+    def _end_series(self) -> None:
+        """Those of topics that are gone: another one may have one instead."""
+        for name in self._named - self._topics.registry.names():
+            self._named.discard(name)
+            for k, gone in enumerate(self._sums.pop(name, ())):
+                self._gone[k] += gone
+
+    def _add(self, series: str, topic: TopicBase, counted: tuple[float, ...]) -> None:
+        counters, before = self._seen.get(topic.name, (None, _NOTHING))
+        if counters is not topic.counters:
+            # It was opened again, or is another one, and counts from 0.
+            before = _NOTHING
+        # At once: a look may be given up.
+        self._seen[topic.name] = topic.counters, counted
+        if counted != before:
+            sums = self._sums.setdefault(series, [0.0] * len(COUNTED))
+            for k, (new, old) in enumerate(zip(counted, before, strict=True)):
+                sums[k] += new - old
+
+
+def _look_at(topic: TopicBase, now: Now) -> None:
+    damage = topic.damage_found
+    now.log_bytes += topic.log_bytes
+    now.producers += len(topic.producers)
+    now.damaged_places += damage.places
+    now.damaged_messages += damage.messages
+    distance = max(topic.confirmed_index - topic.keeper.snapshot_index, 0)
+    now.max_snapshot_distance_messages = max(now.max_snapshot_distance_messages, distance)
+    now.max_snapshot_age_seconds = max(now.max_snapshot_age_seconds, snapshot_age_seconds(topic))
+    now.replay_left_messages += replay_left_messages(topic)
+    if (window := topic.window) is not None:
+        now.window_messages += len(window)
+        now.window_messages_on_disk += window.on_disk
+        now.window_forgotten += window.first_index
+        now.window_bytes += window.memory_bytes
+        age_seconds = time.time() - window.first_time_ms / 1000 if len(window) else 0.0
+        now.max_window_age_seconds = max(now.max_window_age_seconds, age_seconds)
+    if isinstance(topic, Topic):
+        now.window_bytes += topic.ids.imported.memory_bytes
+        now.window_imported += topic.policy.imported.ids if topic.policy.imported is not None else 0
+        now.window_imported_missing += topic.ids.imported.is_missing
+    if isinstance(topic, Topic) and (frames := len(topic.flight)):
+        now.in_flight_frames += frames
+        now.in_flight_bytes += topic.flight.bytes
+        now.not_durable_messages += topic.not_durable
+        if isinstance(oldest := topic.flight.oldest, Admitted):
+            since = asyncio.get_running_loop().time() - oldest.since_seconds
+            now.max_in_flight_seconds = max(now.max_in_flight_seconds, since)
+
+
+# -- The metrics, by name: what Prometheus is shown of what was counted and looked at.
+
+_VERDICTS = ("not_dup", "dup", "unknown")
+
+_COUNTED_BY_TOPIC = {
+    "counters.stored_bytes": ("seqdedupe_stored_bytes", "Bytes of batches that were stored."),
+    "counters.refused": ("seqdedupe_refused_frames", "Frames, and checks of brokers, that were refused."),
+}
+
+_COUNTED_IN_ALL = {
+    "counters.log_failures": ("seqdedupe_log_failures", "Times that a log failed to take what it was given."),
+    "counters.recoveries": ("seqdedupe_recoveries", "Times that a topic was recovered."),
+    "counters.replayed": ("seqdedupe_replayed_messages", "Messages that were read to recover topics."),
+    "counters.recovery_seconds": ("seqdedupe_recovery_seconds", "Time that recovering topics took, each by itself."),
+    "counters.resets": ("seqdedupe_producer_resets", "Producers that an operator set back."),
+    "counters.purged": ("seqdedupe_purged_producers", "Producers that were forgotten, as their topics' policies say."),
+    "counters.resumed_after_purge": (
+        "seqdedupe_resumed_after_purge",
+        "Sessions resumed of producers that were forgotten: what they send again is new, stored or not.",
+    ),
+    "keeper.snapshotter.taken": ("seqdedupe_snapshots", "Snapshots of topics that became durable."),
+    "keeper.snapshotter.failed": ("seqdedupe_snapshot_failures", "Snapshots of topics that could not be stored."),
+}
+
+_NOW_BY_TOPIC = {
+    "in_flight_frames": ("seqdedupe_in_flight_frames", "Frames handed to the log, and not settled."),
+    "in_flight_bytes": ("seqdedupe_in_flight_bytes", "Bytes handed to the log, and not settled."),
+    "max_in_flight_seconds": ("seqdedupe_in_flight_age_seconds", "How long the oldest of them has been in flight."),
+    "log_bytes": ("seqdedupe_log_bytes", "Size of the logs of open topics."),
+    "producers": ("seqdedupe_producers", "Producer names that open topics hold."),
+    "window_messages": ("seqdedupe_window_messages", "Deduplication IDs of stored messages that are known."),
+    "window_messages_on_disk": ("seqdedupe_window_messages_on_disk", "Those of them that lie on disk, not in memory."),
+    "window_forgotten": ("seqdedupe_window_forgotten_messages", "Messages whose deduplication IDs were forgotten."),
+    "window_bytes": ("seqdedupe_window_bytes", "Memory that the windows of deduplication IDs take."),
+    "max_window_age_seconds": (
+        "seqdedupe_window_age_seconds",
+        "How long ago the oldest message was published whose deduplication ID is known; the most of any.",
+    ),
+    "window_imported": ("seqdedupe_window_imported", "Deduplication IDs that were imported, until all have expired."),
+    "window_imported_missing": (
+        "seqdedupe_window_imported_missing",
+        "Topics that take no messages, because what was imported into them is not in the store.",
+    ),
+    "max_snapshot_distance_messages": (
+        "seqdedupe_snapshot_distance_messages",
+        "Messages after the last durable snapshot of a topic, which a recovery would read; the most of any.",
+    ),
+    "max_snapshot_age_seconds": (
+        "seqdedupe_snapshot_age_seconds",
+        "Time since the last durable snapshot of a topic that has messages after it, or since it was opened; the most "
+        "of any.",
+    ),
+    "max_reader_lag_messages": (
+        "seqdedupe_reader_lag_messages",
+        "Messages that a stream of a reader could have and has not been sent; the most of any.",
+    ),
+}
+
+_NOW_IN_ALL = {
+    "not_durable_messages": (
+        "seqdedupe_not_durable_messages",
+        "Messages that were acknowledged before they are durable, as their topics' flush policies allow.",
+    ),
+    "replay_left_messages": (
+        "seqdedupe_replay_left_messages",
+        "Messages known to be in the logs of topics that are recovering, and not read yet.",
+    ),
+    "damaged_places": ("seqdedupe_damaged_places", "Places at which a scrub has found damage in the logs."),
+    "damaged_messages": ("seqdedupe_damaged_messages", "Messages in them, as far as that is known."),
+}
+
+
+def of_topics(looked: Looked) -> Iterator[Metric]:
+    """What the topics count, and how they are."""
+    place = {name: k for k, name in enumerate(COUNTED)}
+    verdicts = CounterMetricFamily("seqdedupe_messages", "Messages judged, by verdict.", labels=("topic", "verdict"))
+    for topic, sums in looked.counted.items():
+        for verdict in _VERDICTS:
+            verdicts.add_metric((topic, verdict), sums[place[f"counters.{verdict}"]])
+    yield verdicts
+    for name, (metric, about) in _COUNTED_BY_TOPIC.items():
+        counter = CounterMetricFamily(metric, about, labels=("topic",))
+        for topic, sums in looked.counted.items():
+            counter.add_metric((topic,), sums[place[name]])
+        yield counter
+    for name, (metric, about) in _COUNTED_IN_ALL.items():
+        yield counter_of(metric, about, sum(sums[place[name]] for sums in (looked.gone, *looked.counted.values())))
+    for name, (metric, about) in _NOW_BY_TOPIC.items():
+        gauge = GaugeMetricFamily(metric, about, labels=("topic",))
+        for topic, now in looked.now.items():
+            gauge.add_metric((topic,), getattr(now, name))
+        yield gauge
+    for name, (metric, about) in _NOW_IN_ALL.items():
+        yield gauge_of(metric, about, sum(getattr(now, name) for now in looked.now.values()))
+    states = GaugeMetricFamily("seqdedupe_topics", "Topics, by state.", labels=("state",))
+    for state, count in looked.states.items():
+        states.add_metric((state,), count)
+    yield states
+
+
+def of_calls(methods: Iterable[Method]) -> Iterator[Metric]:
+    """What is counted of RPCs, under the names that they have everywhere."""
+    labels = ("grpc_type", "grpc_service", "grpc_method")
+    started = CounterMetricFamily("grpc_server_started", "RPCs begun.", labels=labels)
+    handled = CounterMetricFamily("grpc_server_handled", "RPCs ended, by code.", labels=(*labels, "grpc_code"))
+    received = CounterMetricFamily("grpc_server_msg_received", "Messages received in RPCs.", labels=labels)
+    sent = CounterMetricFamily("grpc_server_msg_sent", "Messages sent in RPCs.", labels=labels)
+    seconds = HistogramMetricFamily("grpc_server_handling_seconds", "How long RPCs took that ended.", labels=labels)
+    for method in methods:
+        values = (method.kind, method.service, method.name)
+        started.add_metric(values, method.started)
+        received.add_metric(values, method.received)
+        sent.add_metric(values, method.sent)
+        for code, count in list(method.handled.items()):
+            handled.add_metric((*values, code), count)
+        seconds.add_metric(values, *_cumulated(method.seconds))
+    yield from (started, handled, received, sent, seconds)
+
+
+def counter_of(name: str, about: str, value: float) -> Metric:
+    """A counter without labels."""
+    return CounterMetricFamily(name, about, value=value)
+
+
+def gauge_of(name: str, about: str, value: float) -> Metric:
+    """A gauge without labels."""
+    return GaugeMetricFamily(name, about, value=value)
+
+
+def histogram_of(name: str, about: str, buckets: Buckets) -> Metric:
+    """A histogram without labels."""
+    found, total = _cumulated(buckets)
+    return HistogramMetricFamily(name, about, found, total)
+
+
+def by_label(metric: CounterMetricFamily | GaugeMetricFamily, values: Iterable[tuple[str, float]]) -> Metric:
+    """A metric with one label and a value for each."""
+    for label, value in values:
+        metric.add_metric((label,), value)
+    return metric
+
+
+def _cumulated(buckets: Buckets) -> tuple[list[tuple[str, float]], float]:
+    """Each bound with how many values do not exceed it, and the sum of all."""
+    bounds = (*(str(float(bound)) for bound in buckets.bounds), "+Inf")
+    return list(zip(bounds, accumulate(map(float, list(buckets.counts))), strict=True)), buckets.sum
+
+
+# -- How late the event loop comes to what is due.
+
+LOOK_SECONDS = 0.1
+DELAY_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+
+
+class LoopDelay:
+    """Looks every LOOK_SECONDS, from now on until `close`, on the event loop that runs."""
+
+    def __init__(self) -> None:
+        self.seconds = Buckets(DELAY_SECONDS)
+        self._loop = asyncio.get_running_loop()
+        self._wait()
+
+    def _wait(self) -> None:
+        self._due = self._loop.time() + LOOK_SECONDS
+        self._timer = self._loop.call_at(self._due, self._look)
+
+    def _look(self) -> None:
+        self.seconds.add(max(0.0, self._loop.time() - self._due))
+        self._wait()
+
+    def close(self) -> None:
+        self._timer.cancel()
+
+
+FRESH_SECONDS = 0.5
+"""Who asks again within so long is shown the same: however often it is asked, looking costs little."""
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Where everything is counted."""
+
+    config: Config
+    data: Data
+    streams: Streams
+    connections: TcpConnections
+    calls: MethodCounts
+    reading: ReadService | None
+    """None where a broker's own log holds the messages."""
+    is_configuration_in_force: Callable[[], bool]
+    """Whether the files that an operator may replace are in force as they are now."""
+
+
+class Metrics(Collector):
+    """The route, to be made on the event loop. Numbers of one answer may be some milliseconds apart."""
+
+    def __init__(self, sources: Sources) -> None:
+        self._from = sources
+        self._loop = asyncio.get_running_loop()
+        self._loop_delay = LoopDelay()
+        self._tally = TopicsTally(sources.data.all_topics)
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+        ProcessCollector(registry=self._registry)
+        self._one_at_a_time = threading.Lock()
+        self._made: dict[str, tuple[float, bytes]] = {}
+        """By content type: when, and what."""
+
+    def close(self) -> None:
+        self._loop_delay.close()
+
+    def __call__(self, request: Request) -> Response:
+        """What is asked for at `/metrics`. Raises TimeoutError if the event loop stands still."""
+        encode, content_type = choose_encoder(request.headers.get("Accept", ""))
+        if not self._one_at_a_time.acquire(timeout=LOOP_SECONDS):
+            raise TimeoutError
+        try:
+            made_at, body = self._made.get(content_type, (-FRESH_SECONDS, b""))
+            if time.monotonic() - made_at >= FRESH_SECONDS:
+                body = encode(self._registry)
+                self._made[content_type] = time.monotonic(), body
+        finally:
+            self._one_at_a_time.release()
+        return Response(body, content_type)
+
+    def describe(self) -> list[Metric]:
+        """Nothing: the registry need not look to know the names."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """All but those of the process, which are not made here."""
+        yield InfoMetricFamily(
+            "seqdedupe_build", "Which version this is.", {"version": version("seqdedupe"), "log": self._from.config.log}
+        )
+        yield gauge_of(
+            "seqdedupe_configuration_in_force",
+            "Whether the files that may be replaced are in force as they are now: 1, or 0.",
+            self._from.is_configuration_in_force(),
+        )
+        yield from of_topics(on_loop(self._loop, self._look))
+        yield from of_calls(list(self._from.calls.methods.values()))
+        refusals = CounterMetricFamily("seqdedupe_refusals", "Errors that callers were told.", labels=("reason",))
+        # Those that nobody was told yet too: what rises from nothing at all, Prometheus does not see rise.
+        yield by_label(refusals, ((reason, rpc.refusals[reason]) for reason in REASONS))
+        yield from self._of_clients()
+        yield from self._of_readers()
+        yield from self._of_a_cluster()
+        yield from self._of_the_machine()
+
+    async def _look(self) -> Looked:
+        reading = self._from.reading
+        return await self._tally.look(list(reading.readings) if reading is not None else ())
+
+    def _of_clients(self) -> Iterator[Metric]:
+        streams = self._from.streams
+        yield gauge_of("seqdedupe_streams", "Streams that are open.", len(streams))
+        yield gauge_of("seqdedupe_streams_limit", "Streams that may be open.", streams.limit)
+        ended = CounterMetricFamily("seqdedupe_evicted_streams", "Streams ended for others' sake.", labels=("why",))
+        yield by_label(ended, (("idle", streams.gave_way), ("unread", streams.unread)))
+        connections = self._from.connections
+        open_now = GaugeMetricFamily("seqdedupe_connections", "TCP connections that are open.", labels=("caller",))
+        yield by_label(open_now, zip(("known", "unknown"), connections.count(), strict=True))
+        about = (
+            "Connections ended, for a lack of authenticated calls or of places, or for what clients left "
+            "unread or sent in part."
+        )
+        ended = CounterMetricFamily("seqdedupe_ended_connections", about, labels=("why",))
+        yield by_label(ended, connections.ended.items())
+        budget = streams.budget
+        yield gauge_of("seqdedupe_budget_bytes", "Memory held for clients: frames, answers, pages.", budget.held_bytes)
+        yield gauge_of("seqdedupe_budget_limit_bytes", "Memory that may be held for clients.", budget.limit_bytes)
+
+    def _of_readers(self) -> Iterator[Metric]:
+        if (reading := self._from.reading) is None:
+            return
+        yield gauge_of("seqdedupe_readers", "Streams of readers that are open.", len(reading.readings))
+        yield counter_of("seqdedupe_sent_messages", "Messages sent to readers.", reading.sent_messages)
+        yield counter_of("seqdedupe_sent_bytes", "Bytes of messages sent to readers.", reading.sent_bytes)
+
+    def _of_a_cluster(self) -> Iterator[Metric]:
+        cluster = self._from.data.cluster
+        looks = cluster.shared.looks if cluster is not None else None
+        yield gauge_of(
+            "seqdedupe_pulsar_unsafe_topics",
+            "Topics that take nothing, because their policies in Pulsar let messages be lost or doubled.",
+            len(looks.unsafe) if looks is not None else 0,
+        )
+        yield gauge_of(
+            "seqdedupe_pulsar_policies_seen_timestamp_seconds",
+            "When the policies of the Pulsar topic seen longest ago were seen; 0 if there is none.",
+            min(list(looks.seen_at.values()), default=0.0) if looks is not None else 0.0,
+        )
+
+    def _of_the_machine(self) -> Iterator[Metric]:
+        yield gauge_of(
+            "seqdedupe_clock_ahead_seconds",
+            "How far the clock was ahead of the last believed time at the start, where that is over a day; else 0.",
+            self._from.data.clock_ahead_ms / 1000,
+        )
+        yield histogram_of(
+            "seqdedupe_event_loop_delay_seconds",
+            "How late the event loop came to what was due.",
+            self._loop_delay.seconds,
+        )
+        if (committer := self._from.data.committer) is not None:
+            yield histogram_of(
+                "seqdedupe_sync_seconds", "What it took to make a round's writes durable.", committer.sync_seconds
+            )
+            yield histogram_of("seqdedupe_commit_group_batches", "Batches that a round wrote.", committer.group_batches)
+        disk = os.statvfs(self._from.config.data_directory)
+        sizes = (("free", disk.f_bavail * disk.f_frsize), ("all", disk.f_blocks * disk.f_frsize))
+        about = "Size of the data directory's file system, and what of it the sidecar may still use."
+        yield by_label(GaugeMetricFamily("seqdedupe_disk_bytes", about, labels=("part",)), sizes)

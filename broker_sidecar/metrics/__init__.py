@@ -1,1 +1,0 @@
-"""What the sidecar counts and measures, and how Prometheus is shown it."""

@@ -1,0 +1,222 @@
+"""What messages hold, from and to the words of the library: policies and topics, as in `admin.proto`, and columns."""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from seqdedupe.batch import Binary
+from seqdedupe.errors import error
+from seqdedupe.limits import MAX_BATCH_ROWS, MAX_NAMES_AT_ONCE
+from seqdedupe.names import whole_of
+from seqdedupe.topic.base import State, TopicBase
+from seqdedupe.topic.policy import Applied, Policy
+from seqdedupe.topic.registry import Closed
+from seqdedupe.topic.topic import Topic
+from seqdedupe.v1 import admin_pb2
+
+
+def policy_to_proto(policy: Policy | Applied) -> admin_pb2.TopicPolicy:
+    """What is set, or what is in force."""
+    message = admin_pb2.TopicPolicy()
+    policy.fill(message)
+    return message
+
+
+def policy_of(message: admin_pb2.TopicPolicy) -> Policy:
+    """What a request sets. Raises INVALID_REQUEST for what cannot be set."""
+    try:
+        return Policy.of(message).check()
+    except ValueError as e:
+        raise error("INVALID_REQUEST", f"the policy has a value that this sidecar does not know: {e}") from e
+
+
+ENTRY_FORMATS = {
+    "": admin_pb2.ENTRY_FORMAT_UNSPECIFIED,
+    "plain": admin_pb2.ENTRY_FORMAT_PLAIN,
+    "packed": admin_pb2.ENTRY_FORMAT_PACKED,
+}
+
+
+WORST_FIRST = (
+    State.DAMAGED,
+    State.RECOVERING,
+    State.TERMINATED,
+    State.STANDBY,
+    State.READ_ONLY,
+    State.DRAINING,
+)
+
+_SUMMED = (
+    "log_bytes",
+    "not_dup",
+    "dup",
+    "unknown",
+    "refused",
+    "resets",
+    "purged",
+    "resumed_after_purge",
+    "damaged_places",
+    "damaged_messages",
+    "log_void",
+    "log_repeats",
+    "log_foreign",
+    "log_earlier",
+    "may_lose_messages",
+    "not_durable_messages",
+    "window_messages",
+    "window_forgotten",
+    "window_memory_bytes",
+    "window_imported",
+)
+"""Fields that a partitioned topic has as sums of those of its partitions."""
+
+
+def partitioned_to_proto(whole: str, partitions: Sequence[TopicBase | Closed | None], unused: int) -> admin_pb2.Topic:
+    """A partitioned topic as it is now; None is a partition that is not there."""
+    message = admin_pb2.Topic(
+        name=whole,
+        partitions=len(partitions),
+        unused_partitions=unused,
+        state=State.SERVING.value,  # type: ignore[arg-type]
+    )
+    parts = [topic_to_proto(topic) for topic in partitions if topic is not None]
+    for name in _SUMMED:
+        setattr(message, name, sum(getattr(part, name) for part in parts))
+    for name in ("deduplication_mode", "deduplication_route"):
+        setattr(message, name, max((getattr(part, name) for part in parts), default=0))
+    if with_policy := [part for part in parts if part.HasField("policy")]:
+        # They share it. Should one have been set apart, it is said what can be relied on in all of them.
+        weakest = min(with_policy, key=lambda part: part.policy.deduplication_enabled)
+        message.policy.CopyFrom(weakest.policy)
+    message.window_first_publish_time_ms = max(
+        (part.window_first_publish_time_ms for part in parts if part.window_forgotten), default=0
+    )
+    message.window_imported_missing = any(part.window_imported_missing for part in parts)
+    message.may_lose_ms = max((part.may_lose_ms for part in parts), default=0)
+    message.entry_format = max((part.entry_format for part in parts), default=0)  # type: ignore[assignment]
+    for state in WORST_FIRST:
+        if one := next((part for part in parts if part.state == state.value), None):
+            message.state, message.why = one.state, f"{one.name}: {one.why}"
+            break
+    if missing := [k for k, topic in enumerate(partitions) if topic is None]:
+        message.state = State.DAMAGED.value  # type: ignore[assignment]
+        message.why = f"of its partitions these are not there: {', '.join(map(str, missing))}"
+    return message
+
+
+def topic_to_proto(topic: TopicBase | Closed, partitions: int = 0) -> admin_pb2.Topic:
+    """A topic as it is now. `partitions` as in its record."""
+    message = _topic_to_proto(topic)
+    if partitions:
+        message.partition_of = whole_of(message.name) or ""
+    return message
+
+
+def _topic_to_proto(topic: TopicBase | Closed) -> admin_pb2.Topic:
+    if isinstance(topic, Closed):
+        return admin_pb2.Topic(
+            name=topic.record.name,
+            incarnation=topic.record.incarnation,
+            state=topic.state.value,  # type: ignore[arg-type]
+            why=f"{topic.told} {topic.why.hint}" if topic.state is State.DAMAGED else str(topic.why),
+        )
+    counters, damage, skipped = topic.counters, topic.damage_found, topic.skipped
+    interval = topic.applied.flush_interval
+    message = admin_pb2.Topic(
+        name=topic.name,
+        incarnation=topic.incarnation,
+        term=topic.term,
+        state=topic.state.value,  # type: ignore[arg-type]
+        policy=policy_to_proto(topic.applied),
+        set_policy=policy_to_proto(topic.policy),
+        first_index=topic.first_index,
+        last=topic.certain_position.to_proto(),
+        producers=topic.producers.known_count(),
+        log_bytes=topic.log_bytes,
+        snapshot_index=topic.keeper.snapshot_index,
+        not_dup=counters.not_dup,
+        dup=counters.dup,
+        unknown=counters.unknown,
+        refused=counters.refused,
+        why=topic.why,
+        resets=counters.resets,
+        purged=counters.purged,
+        resumed_after_purge=counters.resumed_after_purge,
+        damaged_places=damage.places,
+        damaged_messages=damage.messages,
+        log_void=skipped.void,
+        log_repeats=skipped.repeats,
+        log_foreign=skipped.foreign,
+        log_earlier=skipped.earlier,
+        entry_format=ENTRY_FORMATS[topic.entry_format],
+        may_lose_messages=0 if interval.is_every_commit else interval.messages - 1,
+        may_lose_ms=0 if interval.is_every_commit else interval.ms,
+        not_durable_messages=topic.not_durable,
+    )
+    _fill_window(message, topic)
+    return message
+
+
+def _fill_window(message: admin_pb2.Topic, topic: TopicBase) -> None:
+    """By what the topic's messages are told from each other, and how far back that goes."""
+    window = topic.window
+    if window is None:
+        # Before its log is read that is not known of a topic without a snapshot.
+        if topic.knows_its_end:
+            message.deduplication_mode = admin_pb2.DEDUPLICATION_MODE_SEQUENCE_ID
+        return
+    message.deduplication_mode = admin_pb2.DEDUPLICATION_MODE_DEDUPLICATION_ID
+    if topic.policy.route is not None:
+        message.deduplication_route = topic.policy.route.value  # type: ignore[assignment]
+    message.window_first_index = message.window_forgotten = window.first_index
+    message.window_first_publish_time_ms = window.first_time_ms
+    if window.first_index and not len(window):
+        # All that it held is forgotten, since when cannot be told: only what comes from now on is known.
+        message.window_first_publish_time_ms = time.time_ns() // 1_000_000
+    message.window_messages = len(window)
+    message.window_memory_bytes = window.memory_bytes
+    if topic.policy.imported is not None:
+        message.window_imported = topic.policy.imported.ids
+    if isinstance(topic, Topic):
+        message.window_memory_bytes += topic.ids.imported.memory_bytes
+        message.window_imported_missing = topic.ids.imported.is_missing
+    message.window_messages_on_disk = window.on_disk
+
+
+# -- Columns: names and numbers, of many producers at once.
+
+INT32, INT64 = np.dtype("<i4"), np.dtype("<i8")
+
+
+def binary(offsets: bytes, data: bytes, name: str) -> Binary:
+    """A column of byte strings, whose offsets have this name; whether they fit is not looked at. As `values`."""
+    return Binary(values(offsets, INT32, name), data)
+
+
+def values(column: bytes, kind: Any, name: str) -> np.ndarray:
+    """The values of a column, or of offsets, of which there is one more. Raises INVALID_REQUEST."""
+    size = kind.itemsize
+    if len(column) % size or len(column) // size > MAX_BATCH_ROWS + 1:
+        raise error(
+            "INVALID_REQUEST", f"{name} has {len(column)} bytes: values of {size} bytes are needed, and at most "
+            f"{MAX_BATCH_ROWS} rows",
+        )  # fmt: skip
+    return np.frombuffer(column, kind)
+
+
+def names_of(message: Any) -> list[bytes]:
+    """The names in a message's columns, not checked. Raises INVALID_REQUEST."""
+    return column_of_names(message).values()
+
+
+def column_of_names(message: Any) -> Binary:
+    """The same as a column."""
+    names = binary(message.producer_name_offsets, message.producer_names, "producer_name_offsets")
+    count = len(names.offsets) - 1
+    if not 1 <= count <= MAX_NAMES_AT_ONCE:
+        raise error("INVALID_REQUEST", f"producer_names takes 1 to {MAX_NAMES_AT_ONCE} names at once")
+    if not names.cuts_into(count):
+        raise error("INVALID_REQUEST", "the offsets of producer_names do not fit")
+    return names

@@ -1,0 +1,356 @@
+"""The tokens that callers show: the data directory's own, and those that somebody signs who is trusted.
+
+`SignedTokens` checks JSON Web Tokens, and `RefusedTokens` remembers those that were bad; `OwnToken` is the one in the
+file that `make` makes. `Authentication` asks both.
+"""
+
+import hashlib
+import hmac
+import json
+import logging
+import math
+import os
+import secrets
+import shlex
+import sys
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jwt
+from cryptography.hazmat.primitives.asymmetric.rsa import RSAPublicKey
+
+from broker_sidecar.security.subject import MAX_NAME_BYTES, OPERATOR, can_be_name, network_of
+from broker_sidecar.security.watched_files import Watched
+from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.files import sync_folder, write_synced
+from seqdedupe.limits import MAX_TOKEN_BYTES, MIN_RSA_BITS
+from seqdedupe.store.directories import whole_of
+
+logger = logging.getLogger("seqdedupe.security")
+
+# -- Tokens that were refused: who shows the same one again and again costs no signature check.
+
+MAX_HOSTS = 1_024
+"""Of which tokens are remembered; the one that showed none for the longest time makes room."""
+
+MAX_TOKENS = 16
+"""Remembered of one host: what it shows pushes out nothing that others have shown."""
+
+MAX_WHY_LETTERS = 200
+"""Kept of why a token was refused: some of it is what the token says."""
+
+
+class _Refusal(NamedTuple):
+    """Numbers and text alone. An error would hold, by its traceback, all that the refused call had."""
+
+    reason: str
+    why: str
+    numbers: dict[str, Any]
+    since_seconds: float
+    until_seconds: float
+
+
+class RefusedTokens:
+    """Why tokens were refused, by who showed them and the token's digest. Bounded, whatever comes."""
+
+    def __init__(self) -> None:
+        self._of_hosts: OrderedDict[str, OrderedDict[bytes, _Refusal]] = OrderedDict()
+
+    def check(self, token: bytes, address: str, now_seconds: float) -> None:
+        """Raises what this token was refused with, when it was shown from there."""
+        # Nearly always there is nothing: a digest is for those who have shown something bad.
+        if (tokens := self._of_hosts.get(host := network_of(address))) is None:
+            return
+        if (refusal := tokens.get(digest := _digest(token))) is None:
+            return
+        if not refusal.since_seconds <= now_seconds < refusal.until_seconds:
+            del tokens[digest]
+            return
+        tokens.move_to_end(digest)
+        self._of_hosts.move_to_end(host)
+        # Kept in a variable, it would keep what the refused call had.
+        raise error(refusal.reason, refusal.why, **refusal.numbers)
+
+    def add(self, token: bytes, address: str, e: SeqdedupeError, since_seconds: float, until_seconds: float) -> None:
+        """From now on it is refused so. Where the clock says an earlier or a later time, it is looked at anew."""
+        host = network_of(address)
+        tokens = self._of_hosts.setdefault(host, OrderedDict())
+        self._of_hosts.move_to_end(host)
+        if len(self._of_hosts) > MAX_HOSTS:
+            self._of_hosts.popitem(last=False)
+        why = e.message[:MAX_WHY_LETTERS]
+        tokens[_digest(token)] = _Refusal(e.reason, why, e.numbers, since_seconds, until_seconds)
+        if len(tokens) > MAX_TOKENS:
+            tokens.popitem(last=False)
+
+    def clear(self) -> None:
+        """Forgets all of them: other keys are taken."""
+        self._of_hosts.clear()
+
+
+def _digest(token: bytes) -> bytes:
+    return hashlib.sha256(token).digest()
+
+
+# -- Tokens that somebody signs who is trusted (JSON Web Tokens): the role is `sub`, as in Pulsar.
+
+ALGORITHMS = {("OKP", "Ed25519"): "EdDSA", ("EC", "P-256"): "ES256", ("RSA", None): "RS256"}
+"""By the type and curve of a key: that of a token is its key's, whatever its header says."""
+
+LEEWAY_SECONDS = 5
+"""So far the clocks of who signs and who checks may be apart. A token is taken for so long after its end, too."""
+
+MAX_REMEMBERED = 1024
+"""Tokens whose signature need not be checked again."""
+
+EARLY_SECONDS = 1.0
+"""So often a token is looked at again that is not valid yet."""
+
+_LATEST_SECONDS = 253_402_300_799
+"""The end of the year 9999."""
+
+
+class PublicKey(jwt.PyJWK):
+    """One that a file says; equal to what the same words have made before."""
+
+    def __init__(self, said: dict[str, Any], algorithm: str) -> None:
+        super().__init__(said, algorithm)
+        self._said = said
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PublicKey) and self._said == other._said
+
+    def __hash__(self) -> int:
+        return hash(self._said["kid"])
+
+
+Keys = Mapping[str, PublicKey]
+"""Public keys by `kid`."""
+
+
+class Claims(NamedTuple):
+    """What a valid token says."""
+
+    subject: str
+    expires_at_seconds: float
+    """Unix time, from which it is not taken any more."""
+
+
+def read_keys(path: Path) -> Keys:
+    """The public keys in a JSON Web Key Set. Raises INVALID_CONFIGURATION."""
+    try:
+        found = json.loads(path.read_bytes())["keys"]
+        keys = {key["kid"]: _public_key(key) for key in found}
+        if not keys or len(keys) < len(found) or not all(isinstance(kid, str) and kid for kid in keys):
+            raise ValueError("each key needs a kid of its own, and there has to be one")
+    except OSError as e:
+        raise _unusable(path, f"cannot be read: {e.strerror}") from e
+    except (ValueError, TypeError, KeyError, RecursionError, jwt.PyJWTError) as e:
+        # What else these say may have a key in it.
+        why = str(e) if type(e) is ValueError else type(e).__name__
+        raise _unusable(path, f"is no set of public keys (JWKS): {why}") from e
+    return keys
+
+
+def _public_key(key: dict[str, Any]) -> PublicKey:
+    """Raises ValueError with what is wrong; TypeError, KeyError, PyJWTError."""
+    if "d" in key:
+        raise ValueError("one of the keys is private; whoever can read it can make tokens")
+    algorithm = ALGORITHMS.get((key["kty"], key.get("crv")))
+    if algorithm is None or key.get("alg", algorithm) != algorithm or key.get("use", "sig") != "sig":
+        raise ValueError("a key is of none of the kinds Ed25519 (EdDSA), P-256 (ES256), RSA (RS256), for signatures")
+    made = PublicKey(key, algorithm)
+    if isinstance(made.key, RSAPublicKey) and made.key.key_size < MIN_RSA_BITS:
+        raise ValueError(f"an RSA key has less than {MIN_RSA_BITS} bits")
+    return made
+
+
+def _unusable(path: Path, why: str) -> SeqdedupeError:
+    hint = "`seqdedupe token keys` makes such a file; docs/security.md says what it holds."
+    return error("INVALID_CONFIGURATION", f"the file {path} {why}", hint=hint, key="token_keys_file")
+
+
+def verify(token: bytes, keys: Keys, audience: str, max_lifetime_seconds: float = math.inf) -> Claims:
+    """What the token says, if it is signed by one of the keys, for this audience, and valid now and for no longer in
+    all than that.
+
+    Raises UNAUTHENTICATED, TOKEN_EXPIRED. Of a token that is signed and for this audience, the error names the subject.
+    """
+    try:
+        key = keys.get(jwt.get_unverified_header(token).get("kid", ""))
+        if key is None:
+            raise error("UNAUTHENTICATED", "the token names none of the keys (`kid`) that are taken here")
+        claims = jwt.decode(
+            token,
+            key,
+            algorithms=[key.algorithm_name],
+            audience=audience,
+            leeway=LEEWAY_SECONDS,
+            options={"require": ["exp", "aud", "sub"], "verify_exp": False},
+        )
+    except jwt.PyJWTError as e:
+        raise error("UNAUTHENTICATED", f"the token is not valid here: {e}") from e
+    subject = claims["sub"]
+    if not can_be_name(subject):
+        raise error("UNAUTHENTICATED", f"the token's `sub` is not 1 to {MAX_NAME_BYTES} bytes that can be printed")
+    proven = {"subject": subject, "kind": "jwt"}
+    times = {name: claims[name] for name in ("exp", "iat", "nbf") if name in claims}
+    for name, value in times.items():
+        if type(value) not in (int, float) or not -math.inf < value < math.inf:
+            raise error("UNAUTHENTICATED", f"the token's `{name}` is not a finite number", **proven)
+        times[name] = max(-_LATEST_SECONDS, min(value, _LATEST_SECONDS))
+    ends_at_seconds = times["exp"] + LEEWAY_SECONDS
+    if ends_at_seconds <= time.time():
+        raise error("TOKEN_EXPIRED", "the token has expired", **proven)
+    if max_lifetime_seconds < math.inf:
+        if "iat" not in times:
+            raise error("UNAUTHENTICATED", "the token has no `iat`: it is not known how long it lives", **proven)
+        if (lifetime_seconds := times["exp"] - times["iat"]) > max_lifetime_seconds:
+            lives = f"the token lives {lifetime_seconds:.0f} s, from `iat` to `exp`"
+            raise error("UNAUTHENTICATED", f"{lives}: at most {max_lifetime_seconds:.0f} are taken here", **proven)
+    return Claims(subject, ends_at_seconds)
+
+
+class SignedTokens:
+    """Checks tokens against the keys as they are now."""
+
+    def __init__(
+        self,
+        keys_file: Path,
+        audience: str,
+        on_change: Callable[[], None],
+        max_lifetime_seconds: float = math.inf,
+    ) -> None:
+        """Raises INVALID_CONFIGURATION."""
+        self._audience = audience
+        self._max_lifetime_seconds = max_lifetime_seconds
+        self._verified: dict[bytes, Claims] = {}
+        self._refused = RefusedTokens()
+        self._on_change = on_change
+        self.watched = Watched("the keys of tokens", [keys_file], lambda: read_keys(keys_file), self._changed)
+
+    def _changed(self) -> None:
+        self._verified.clear()
+        self._refused.clear()
+        self._on_change()
+
+    def claims_of(self, token: bytes, address: str, now_seconds: float) -> Claims:
+        """What a valid token says that is shown from there. Raises UNAUTHENTICATED, TOKEN_EXPIRED."""
+        claims = self._verified.get(token)
+        if claims is not None and now_seconds < claims.expires_at_seconds:
+            return claims
+        # It may be signed with a key that was added just now.
+        self.watched.look(at_once=True)
+        self._refused.check(token, address, now_seconds)
+        try:
+            claims = verify(token, self.watched.value, self._audience, self._max_lifetime_seconds)
+        except SeqdedupeError as e:
+            is_early = isinstance(e.__cause__, jwt.ImmatureSignatureError)
+            until_seconds = now_seconds + EARLY_SECONDS if is_early else math.inf
+            self._refused.add(token, address, e, now_seconds, until_seconds)
+            raise
+        if len(self._verified) >= MAX_REMEMBERED:
+            self._verified.clear()
+        self._verified[token] = claims
+        return claims
+
+
+# -- The data directory's own token: who can read its file may do everything.
+
+
+TOKEN_FILE = "token"
+TOKEN_BYTES = 32
+"""Of chance in a token that is made here. The file has it in 43 letters of base64."""
+
+MIN_TOKEN_LETTERS = 16
+
+_UNWANTED = 0o037
+"""In the file's mode: its group may read it, if somebody has said so; nobody else."""
+
+
+def path_of(data_directory: Path) -> Path:
+    """The token's file. All workers of a data directory have one."""
+    return (whole_of(data_directory) or data_directory) / TOKEN_FILE
+
+
+def make(data_directory: Path) -> Path:
+    """Makes the token if there is none; it is whole and durable on return. Returns its file. Raises OSError."""
+    path = path_of(data_directory)
+    if not os.path.lexists(path):
+        new = path.with_name(f"{TOKEN_FILE}.{secrets.token_hex(4)}.new")
+        write_synced(new, f"{secrets.token_urlsafe(TOKEN_BYTES)}\n".encode())
+        try:
+            # Unlike renaming it takes no other one's place.
+            os.link(new, path)
+        except FileExistsError:
+            pass
+        finally:
+            new.unlink()
+        sync_folder(path.parent)
+    return path
+
+
+def tell(data_directory: Path, log_format: str) -> None:
+    """Says how clients get it: as a line for a shell, where a person reads."""
+    line = f"export SEQDEDUPE_TOKEN_FILE={shlex.quote(str(path_of(data_directory).absolute()))}"
+    if log_format == "text" or sys.stderr.isatty():
+        print(line, file=sys.stderr, flush=True)
+    else:
+        logger.info("clients show the token", extra={"export": line})
+
+
+def read(path: Path) -> bytes:
+    """The token in the file. Raises INVALID_CONFIGURATION."""
+    try:
+        with path.open("rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            token = file.read(MAX_TOKEN_BYTES + 1).strip()
+    except OSError as e:
+        raise _unusable_file(
+            path, f"cannot be read: {e.strerror}", "Give it to the user that the sidecar runs as."
+        ) from e
+    if mode & _UNWANTED:
+        raise _unusable_file(path, f"can be read or written by others (mode {mode & 0o777:03o})", f"chmod 600 {path}")
+    if not MIN_TOKEN_LETTERS <= len(token) <= MAX_TOKEN_BYTES or not all(0x21 <= letter <= 0x7E for letter in token):
+        limits = f"{MIN_TOKEN_LETTERS} to {MAX_TOKEN_BYTES} printable ASCII letters without blanks"
+        raise _unusable_file(
+            path, f"holds no token: that is one line of {limits}", "Remove it: the next start makes one."
+        )
+    return token
+
+
+def _unusable_file(path: Path, why: str, hint: str) -> SeqdedupeError:
+    return error("INVALID_CONFIGURATION", f"the token file {path} {why}", hint=hint)
+
+
+class OwnToken:
+    """The token as it is now, and the one before it, whose bearers have to read the file again."""
+
+    def __init__(self, path: Path, on_change: Callable[[], None]) -> None:
+        """Raises INVALID_CONFIGURATION."""
+        self._former = b""
+        self._now = b""
+        self._path = path
+        self.watched = Watched("the sidecar's token", [path], self._read, on_change)
+
+    def _read(self) -> bytes:
+        token = read(self._path)
+        if token != self._now:
+            self._former, self._now = self._now, token
+        return token
+
+    def is_shown(self, token: bytes) -> bool:
+        """Whether this is the token. Raises TOKEN_EXPIRED if it is the one before it."""
+        if hmac.compare_digest(token, self._now):
+            return True
+        # Who has read the file just now may be the first to tell that it has changed.
+        self.watched.look(at_once=True)
+        if hmac.compare_digest(token, self._now):
+            return True
+        if self._former and hmac.compare_digest(token, self._former):
+            what, hint = "the sidecar has another token now", "Read its file again."
+            raise error("TOKEN_EXPIRED", what, hint=hint, subject=OPERATOR, kind="token")
+        return False

@@ -1,0 +1,294 @@
+"""AdminService: the calls about topics and their policies, and all others from the files of their groups.
+
+`CreateTopic` to `GetTopic`, the policies of topics and namespaces, `Snapshot` and `GetVersion` are here. Producers and
+single messages are in `producer_calls.py`, cursors in `read_service.py`, what is exported and imported in
+`transfer_calls.py`, other sidecars and moves in `cluster_calls.py` and `arrivals.py`, the rest in `backup_calls.py` and
+`statistics.py`.
+"""
+
+import asyncio
+from bisect import bisect_right
+from collections.abc import Awaitable
+from dataclasses import replace
+from importlib.metadata import version
+from typing import Any
+
+import grpc
+
+from broker_sidecar.config import Config
+from broker_sidecar.data import Data
+from broker_sidecar.gate import Guard
+from broker_sidecar.proto_messages import (
+    ENTRY_FORMATS,
+    partitioned_to_proto,
+    policy_of,
+    policy_to_proto,
+    topic_to_proto,
+)
+from broker_sidecar.rpc import unary
+from broker_sidecar.services.arrivals import ArrivalCalls
+from broker_sidecar.services.backup_calls import BackupCalls
+from broker_sidecar.services.cluster_calls import ClusterCalls
+from broker_sidecar.services.producer_calls import ProducerCalls
+from broker_sidecar.services.read_service import Cursors
+from broker_sidecar.services.statistics import Statistics
+from broker_sidecar.services.transfer_calls import TransferCalls
+from broker_sidecar.streams import Streams
+from seqdedupe.errors import error
+from seqdedupe.format.headers import FORMAT_VERSION
+from seqdedupe.limits import MAX_BATCH_BYTES, MAX_BATCH_ROWS
+from seqdedupe.log.contract import Layout
+from seqdedupe.names import namespace_name, topic_name
+from seqdedupe.store.topics import LogKind
+from seqdedupe.topic import lookup
+from seqdedupe.topic.base import TopicBase
+from seqdedupe.topic.lookup import delete, find, look_for
+from seqdedupe.topic.policy import Policy, Route
+from seqdedupe.topic.registry import Closed
+from seqdedupe.v1 import admin_pb2
+
+SERVICE = "seqdedupe.v1.AdminService"
+
+PAGE_TOPICS = 1_000
+"""In one answer."""
+
+CREATION_SECONDS = 20.0
+"""Whoever asks for a topic is told after so long that it is still being made: the clients wait for 30 seconds."""
+
+
+class AdminService:
+    """The handlers of AdminService, by themselves or by group."""
+
+    def __init__(self, config: Config, data: Data, streams: Streams, guard: Guard, statistics: Statistics) -> None:
+        self._topics = data.all_topics
+        self._cluster = data.cluster
+        self._peers = data.peers
+        self._permissions = guard.permissions
+        self._statistics = statistics
+        self.producers = ProducerCalls(data)
+        self._arrivals = ArrivalCalls(data, streams, guard)
+        self._groups = (
+            self.producers,
+            Cursors(data.topics, guard.permissions),
+            TransferCalls(data.all_topics, streams, guard),
+            ClusterCalls(data, statistics.is_serving),
+            self._arrivals,
+            BackupCalls(config, data, streams),
+            statistics,
+        )
+
+    def handlers(self) -> grpc.GenericRpcHandler:
+        methods: dict[str, Any] = {
+            "CreateTopic": unary(admin_pb2.CreateTopicRequest, self._create_topic),
+            "DeleteTopic": unary(admin_pb2.DeleteTopicRequest, self._delete_topic),
+            "ListTopics": unary(admin_pb2.ListTopicsRequest, self._list_topics),
+            "GetTopic": unary(admin_pb2.GetTopicRequest, self._get_topic),
+            "SetTopicPolicy": unary(admin_pb2.SetTopicPolicyRequest, self._set_topic_policy),
+            "GetTopicPolicy": unary(admin_pb2.GetTopicPolicyRequest, self._get_topic_policy),
+            "RemoveTopicPolicy": unary(admin_pb2.RemoveTopicPolicyRequest, self._remove_topic_policy),
+            "SetNamespacePolicy": unary(admin_pb2.SetNamespacePolicyRequest, self._set_namespace_policy),
+            "GetNamespacePolicy": unary(admin_pb2.GetNamespacePolicyRequest, self._get_namespace_policy),
+            "RemoveNamespacePolicy": unary(admin_pb2.RemoveNamespacePolicyRequest, self._remove_namespace_policy),
+            "Snapshot": unary(admin_pb2.SnapshotRequest, self._snapshot),
+            "GetVersion": unary(admin_pb2.GetVersionRequest, self._get_version),
+        }
+        for group in self._groups:
+            methods |= group.methods()
+        return grpc.method_handlers_generic_handler(SERVICE, methods)
+
+    # -- topics ------------------------------------------------------------------------------------------------
+
+    async def _create_topic(self, request: admin_pb2.CreateTopicRequest) -> admin_pb2.CreateTopicResponse:
+        by_id = _mode_of(request, self._topics.kind.log)
+        policy = policy_of(request.policy).check_has_effect(self._topics.kind.log)
+        policy = replace(policy.check_fits(by_deduplication_id=by_id), by_deduplication_id=by_id)
+        policy = replace(policy, route=_route_of(request))
+        layout = _layout_of(request, self._topics.kind.log)
+        partitions = max(1, request.partitions)
+        self._permissions.check_creates(topic_name(request.topic), self._topics.registry.names(), partitions)
+        topics, name = self._topics, request.topic
+        if request.partitions:
+            await in_time(name, lookup.create_partitioned(topics, name, request.partitions, policy, layout))
+        else:
+            await in_time(name, topics.create(name, policy=policy, layout=layout))
+        return admin_pb2.CreateTopicResponse(topic=self._topic(topic_name(request.topic)))
+
+    async def _delete_topic(self, request: admin_pb2.DeleteTopicRequest) -> admin_pb2.DeleteTopicResponse:
+        full = await look_for(self._topics, request.topic)
+        if full in self._topics.partitions:
+            await lookup.delete_partitioned(self._topics, full)
+        else:
+            await delete(self._topics, full, self._arrivals.check_is_known)
+        return admin_pb2.DeleteTopicResponse()
+
+    async def _list_topics(self, request: admin_pb2.ListTopicsRequest) -> admin_pb2.ListTopicsResponse:
+        wholes = (whole for whole in self._topics.partitions if not self._topics.registry.is_being_made(whole))
+        names = sorted([*map(_name, self._topics.all()), *wholes])
+        first = bisect_right(names, topic_name(request.after)) if request.after else 0
+        page = names[first : first + PAGE_TOPICS]
+        here = admin_pb2.ListTopicsResponse(
+            topics=map(self._topic, page), next=page[-1] if first + PAGE_TOPICS < len(names) else ""
+        )
+        if self._peers is None or request.only_here:
+            return here
+        return await self._peers.list_topics(request.after, here, PAGE_TOPICS)
+
+    async def _get_topic(self, request: admin_pb2.GetTopicRequest) -> admin_pb2.GetTopicResponse:
+        full = await look_for(self._topics, request.topic)
+        partitions = self._topics.partitions
+        await self._topics.waiting.use(*(partitions.names(full) if full in partitions else [full]))
+        return admin_pb2.GetTopicResponse(topic=self._topic(full))
+
+    def _topic(self, name: str) -> admin_pb2.Topic:
+        """A topic by its full name, as it is now. Raises TOPIC_NOT_FOUND."""
+        if self._topics.registry.is_being_made(name):
+            raise self._topics.ownership.missing(name)
+        if name in self._topics.partitions:
+            partitions = lookup.partitions_of(self._topics, name)
+            return partitioned_to_proto(name, partitions, self._topics.partitions.unused.get(name, 0))
+        topic = self._topics.look_at(name)
+        return topic_to_proto(topic, self._topics.partitions_beside(name))
+
+    async def _snapshot(self, request: admin_pb2.SnapshotRequest) -> admin_pb2.SnapshotResponse:
+        topic = await find(self._topics, request.topic)
+        topic.check_serving()
+        await topic.keeper.snapshot()
+        return admin_pb2.SnapshotResponse(
+            position=(await topic.position_before(topic.keeper.snapshot_index)).to_proto()
+        )
+
+    async def _get_version(self, request: admin_pb2.GetVersionRequest) -> admin_pb2.GetVersionResponse:
+        return admin_pb2.GetVersionResponse(
+            version=version("seqdedupe"),
+            record_format_version=FORMAT_VERSION,
+            uptime_seconds=self._statistics.uptime_seconds,
+            max_batch_bytes=MAX_BATCH_BYTES,
+            max_batch_rows=MAX_BATCH_ROWS,
+            instance_name=self._cluster.shared.instance_name if self._cluster is not None else "",
+        )
+
+    # -- policies ----------------------------------------------------------------------------------------------
+
+    async def _get_topic_policy(self, request: admin_pb2.GetTopicPolicyRequest) -> admin_pb2.GetTopicPolicyResponse:
+        topic = await find(self._topics, request.topic)
+        policy, applied = policy_to_proto(topic.policy), policy_to_proto(topic.applied)
+        return admin_pb2.GetTopicPolicyResponse(policy=policy, applied=applied)
+
+    async def _set_topic_policy(self, request: admin_pb2.SetTopicPolicyRequest) -> admin_pb2.SetTopicPolicyResponse:
+        topic = await find(self._topics, request.topic)
+        policy = self._policy_in(request.policy).check_fits(by_deduplication_id=topic.window is not None)
+        await topic.set_policy(topic.newest_policy.with_values_of(policy))
+        return admin_pb2.SetTopicPolicyResponse(topic=topic_to_proto(topic))
+
+    async def _remove_topic_policy(
+        self, request: admin_pb2.RemoveTopicPolicyRequest
+    ) -> admin_pb2.RemoveTopicPolicyResponse:
+        topic = await find(self._topics, request.topic)
+        await topic.set_policy(topic.newest_policy.without(list(request.values)))
+        return admin_pb2.RemoveTopicPolicyResponse(topic=topic_to_proto(topic))
+
+    async def _get_namespace_policy(
+        self, request: admin_pb2.GetNamespacePolicyRequest
+    ) -> admin_pb2.GetNamespacePolicyResponse:
+        namespace = namespace_name(request.namespace)
+        self._topics.ownership.check(namespace)
+        policy, applied = self._policies_of(namespace)
+        return admin_pb2.GetNamespacePolicyResponse(policy=policy, applied=applied)
+
+    async def _set_namespace_policy(
+        self, request: admin_pb2.SetNamespacePolicyRequest
+    ) -> admin_pb2.SetNamespacePolicyResponse:
+        namespace = namespace_name(request.namespace)
+        given = self._policy_in(request.policy)
+        if self._peers is not None and not request.only_here:
+            return await self._peers.everywhere("SetNamespacePolicy", request, self._set_namespace_policy)
+        await self._topics.namespaces.change(namespace, lambda policy: policy.with_values_of(given))
+        policy, applied = self._policies_of(namespace)
+        return admin_pb2.SetNamespacePolicyResponse(policy=policy, applied=applied)
+
+    async def _remove_namespace_policy(
+        self, request: admin_pb2.RemoveNamespacePolicyRequest
+    ) -> admin_pb2.RemoveNamespacePolicyResponse:
+        namespace, values = namespace_name(request.namespace), list(request.values)
+        if self._peers is not None and not request.only_here:
+            Policy().without(values)
+            return await self._peers.everywhere("RemoveNamespacePolicy", request, self._remove_namespace_policy)
+        await self._topics.namespaces.change(namespace, lambda policy: policy.without(values))
+        policy, applied = self._policies_of(namespace)
+        return admin_pb2.RemoveNamespacePolicyResponse(policy=policy, applied=applied)
+
+    def _policy_in(self, message: admin_pb2.TopicPolicy) -> Policy:
+        """What a request sets, which has to be something."""
+        policy = policy_of(message)
+        if policy == Policy():
+            raise error("INVALID_REQUEST", "policy is missing or sets nothing: say at least one value")
+        return policy.check_has_effect(self._topics.kind.log)
+
+    def _policies_of(self, namespace: str) -> tuple[admin_pb2.TopicPolicy, admin_pb2.TopicPolicy]:
+        namespaces = self._topics.namespaces
+        return policy_to_proto(namespaces.policy(namespace)), policy_to_proto(namespaces.applied(namespace))
+
+
+async def in_time(name: str, creation: Awaitable[object]) -> None:
+    """Waits for a topic that is being made. Raises RECOVERING if that takes long: it goes on, and whoever asks again
+    waits for it again."""
+    try:
+        async with asyncio.timeout(CREATION_SECONDS):
+            await creation
+    except TimeoutError as e:
+        raise error(
+            "RECOVERING",
+            f"topic {name} is still being made after {CREATION_SECONDS:.0f} seconds",
+            hint="Wait, and ask for the topic, or try again: TOPIC_EXISTS then says that it has been made.",
+            retry_delay_ms=1_000,
+        ) from e
+
+
+def _name(topic: TopicBase | Closed) -> str:
+    return topic.record.name if isinstance(topic, Closed) else topic.name
+
+
+# -- What a CreateTopic asks for.
+
+
+def _layout_of(request: admin_pb2.CreateTopicRequest, log: LogKind) -> Layout:
+    """The layout that is asked for. Raises INVALID_REQUEST."""
+    value = request.entry_format
+    for field, is_given in (("entry_format", value != admin_pb2.ENTRY_FORMAT_UNSPECIFIED), ("schema", request.schema)):
+        if is_given and log is not LogKind.PULSAR:
+            why = f"{field} can be chosen only where the log is a Pulsar cluster's, and here it is not"
+            raise error("INVALID_REQUEST", why, hint="Leave it out.")
+    for name, known in ENTRY_FORMATS.items():
+        if known == value:
+            return Layout(name, request.schema)
+    raise error("INVALID_REQUEST", f"entry_format is {value}, which this version does not know")
+
+
+def _mode_of(request: admin_pb2.CreateTopicRequest, log: LogKind) -> bool:
+    """Whether a topic of deduplication IDs is asked for. Raises INVALID_REQUEST."""
+    mode = request.deduplication_mode
+    if mode == admin_pb2.DEDUPLICATION_MODE_DEDUPLICATION_ID:
+        if log is not LogKind.EMBEDDED:
+            why = (
+                "deduplication_mode can be DEDUPLICATION_ID only where the log is the sidecar's own, and here it is not"
+            )
+            raise error("INVALID_REQUEST", why)
+        return True
+    if mode not in (admin_pb2.DEDUPLICATION_MODE_UNSPECIFIED, admin_pb2.DEDUPLICATION_MODE_SEQUENCE_ID):
+        raise error("INVALID_REQUEST", f"deduplication_mode is {mode}, which this version does not know")
+    return False
+
+
+def _route_of(request: admin_pb2.CreateTopicRequest) -> Route | None:
+    """By what messages are to find their partitions; None where nothing is to be found. Raises INVALID_REQUEST."""
+    by_id = request.deduplication_mode == admin_pb2.DEDUPLICATION_MODE_DEDUPLICATION_ID
+    if by_id and request.partitions:
+        try:
+            return Route(request.deduplication_route or Route.ID.value)
+        except ValueError:
+            why = f"deduplication_route is {request.deduplication_route}, which this version does not know"
+            raise error("INVALID_REQUEST", why) from None
+    if request.deduplication_route != admin_pb2.DEDUPLICATION_ROUTE_UNSPECIFIED:
+        why = "deduplication_route is for topics of deduplication IDs with partitions, and this is none"
+        raise error("INVALID_REQUEST", why, hint="Leave it out.")
+    return None

@@ -1,0 +1,197 @@
+"""The calls of AdminService about other sidecars: who there is, who is gone, who has a topic; moving one.
+
+In front of a Pulsar cluster a topic is given up and taken here (`Moves`). One on a sidecar's own log is given away by
+`cluster/departures.py`.
+"""
+
+import asyncio
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import grpc
+
+from broker_sidecar.cluster.peers import TAKE_SECONDS, Neighbours
+from broker_sidecar.data import Data
+from broker_sidecar.rpc import unary
+from seqdedupe.address import SidecarAddress
+from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.log.pulsar import topic_owner
+from seqdedupe.log.pulsar.topic_owner import owner_of
+from seqdedupe.names import to_text
+from seqdedupe.topic.lookup import find
+from seqdedupe.topic.tasks import shielded
+from seqdedupe.topic.topic import Topic
+from seqdedupe.v1 import admin_pb2
+
+if TYPE_CHECKING:
+    from broker_sidecar.cluster.pulsar_cluster import LogCluster
+    from seqdedupe.log.pulsar.log import Shared
+
+# -- Moving a topic of a cluster from this sidecar to another one.
+
+AWAY_SECONDS = 2 * TAKE_SECONDS
+"""From a topic that was given up. Another sidecar must serve it within half of that, and a client waits longer."""
+POLL_SECONDS = 0.1
+
+
+class Moves:
+    """Those that are under way. They go on when whoever asked for them has gone."""
+
+    def __init__(self) -> None:
+        self._under_way: dict[str, asyncio.Task[str]] = {}
+
+    async def move(self, topic: Topic, to: str, shared: "Shared", others: Neighbours) -> str:
+        """Gives up a topic, unless it is to be where it is; answers at which address it is served then.
+
+        Raises NOT_OWNER and why else it is not served here, INVALID_ADDRESS, MOVE_FAILED.
+        """
+        topic.check_serving()
+        to = str(SidecarAddress.parse(to)) if to else ""
+        if to == shared.address:
+            return to
+        if topic.name in self._under_way:
+            raise error("MOVE_FAILED", f"topic {topic.name} is being moved already")
+        return await shielded(self._under_way, topic.name, _move(topic, to, shared, others))
+
+
+async def _move(topic: Topic, to: str, shared: "Shared", others: Neighbours) -> str:
+    if to:
+        await _check_can_have(topic, to, others)
+    await topic.owner.hand_over(to, AWAY_SECONDS)
+    said = [f"nobody has taken it within {TAKE_SECONDS:.0f} s"]
+    try:
+        async with asyncio.timeout(TAKE_SECONDS):
+            return await _taken(topic, to, shared, others, said)
+    except (SeqdedupeError, TimeoutError) as e:
+        why = "; ".join(said)
+        raise error("MOVE_FAILED", f"topic {topic.name} was not moved, and is taken again here: {why}") from e
+    finally:
+        # Keeping away ends. If nobody has the topic it is taken back by that, else it is seen who has it.
+        topic.owner.wanted.set()
+
+
+async def _check_can_have(topic: Topic, address: str, others: Neighbours) -> None:
+    """Raises MOVE_FAILED unless the sidecar there knows this topic, and stands by."""
+    try:
+        known = await others.topic(address, topic.name)
+    except SeqdedupeError as e:
+        raise error("MOVE_FAILED", f"topic {topic.name} stays here: {e}", hint=e.hint) from e
+    if known.incarnation != topic.incarnation:
+        what = f"the sidecar at {address} has another topic of that name: is it in front of this cluster?"
+        raise error("MOVE_FAILED", f"topic {topic.name} stays here: {what}")
+    if known.state != admin_pb2.TOPIC_STATE_STANDBY:
+        state = admin_pb2.TopicState.Name(known.state).removeprefix("TOPIC_STATE_")
+        raise error("MOVE_FAILED", f"topic {topic.name} stays here: at {address} it is {state}: {known.why}")
+
+
+async def _taken(topic: Topic, to: str, shared: "Shared", others: Neighbours, said: list[str]) -> str:
+    """The address of the sidecar that serves the topic, when one does: the one at `to`, or (empty) whoever has it.
+
+    Raises why the one at `to` does not; `said` ends with what was heard last.
+    """
+    while True:
+        try:
+            address = to or await _next_owner(topic.name, shared)
+            await others.take(address, topic.name)
+            return address
+        except SeqdedupeError as e:
+            said[1:] = [str(e)]
+            # It may have tried just before the topic was given up. Of several, another one may have it in the end.
+            if to and e.reason != "NOT_OWNER":
+                raise
+        await asyncio.sleep(POLL_SECONDS)
+
+
+async def _next_owner(name: str, shared: "Shared") -> str:
+    """The address of who has the topic, when another one does."""
+    while (address := await owner_of(name, shared.admin)) in ("", shared.address):  # noqa: ASYNC110 (nobody tells)
+        await asyncio.sleep(POLL_SECONDS)
+    return address
+
+
+# -- The calls.
+
+
+class ClusterCalls:
+    """The handlers."""
+
+    def __init__(self, data: Data, is_serving: Callable[[], bool]) -> None:
+        self._topics = data.all_topics
+        self._known_cluster = data.cluster
+        self._peers = data.peers
+        self._leaving = data.leaving
+        self._is_serving = is_serving
+        self._moves = Moves()
+
+    def methods(self) -> "dict[str, grpc.RpcMethodHandler[Any, Any]]":
+        """By the name of the call."""
+        return {
+            "GetShards": unary(admin_pb2.GetShardsRequest, self._get_shards),
+            "ListSidecars": unary(admin_pb2.ListSidecarsRequest, self._list_sidecars),
+            "ForgetSidecar": unary(admin_pb2.ForgetSidecarRequest, self._forget_sidecar),
+            "MoveTopic": unary(admin_pb2.MoveTopicRequest, self._move_topic),
+            "TakeTopic": unary(admin_pb2.TakeTopicRequest, self._take_topic),
+        }
+
+    @property
+    def _cluster(self) -> "LogCluster":
+        if self._known_cluster is None:
+            raise error(
+                "INVALID_REQUEST",
+                "this is only for sidecars in front of a cluster, and here the log is not a cluster's",
+                hint="Nothing has to be listed, forgotten or taken here: this sidecar has all of its topics itself. "
+                "Where log = 'broker', or topics are spread over processes, a topic stays where it is.",
+            )
+        return self._known_cluster
+
+    async def _list_sidecars(self, _request: admin_pb2.ListSidecarsRequest) -> admin_pb2.ListSidecarsResponse:
+        if self._peers is not None:
+            return admin_pb2.ListSidecarsResponse(sidecars=await self._peers.list_sidecars(len(self._topics.registry)))
+        shared, namespaces = self._cluster.shared, self._cluster.namespaces
+        return admin_pb2.ListSidecarsResponse(
+            sidecars=[
+                admin_pb2.ClusterSidecar(
+                    name=one.name,
+                    addresses=sorted(one.addresses),
+                    topics_owned=one.topics_owned,
+                    subscriptions=len(one.subscribed),
+                    kept_entries=one.kept_entries,
+                    kept_bytes=one.kept_bytes,
+                    is_this=one.name == shared.instance_name,
+                )
+                for one in await topic_owner.sidecars(shared.admin, namespaces)
+            ]
+        )
+
+    async def _get_shards(self, _request: admin_pb2.GetShardsRequest) -> admin_pb2.GetShardsResponse:
+        if self._peers is None:
+            raise error("INVALID_REQUEST", "here no shards of topics are spread over the processes of a cluster")
+        return admin_pb2.GetShardsResponse(
+            cluster_id=self._peers.claim.cluster_id,
+            shards=to_text(self._peers.claim.shards),
+            process_id=self._peers.process_id,
+            is_serving=self._is_serving(),
+            topics=len(self._topics.registry),
+        )
+
+    async def _forget_sidecar(self, request: admin_pb2.ForgetSidecarRequest) -> admin_pb2.ForgetSidecarResponse:
+        shared, namespaces = self._cluster.shared, self._cluster.namespaces
+        if request.name == shared.instance_name:
+            raise error("SIDECAR_ALIVE", f"{request.name} is the sidecar that was asked")
+        topics = await topic_owner.forget(
+            shared.admin, namespaces, request.name, self._cluster.neighbours.instance_name
+        )
+        return admin_pb2.ForgetSidecarResponse(topics=topics)
+
+    async def _move_topic(self, request: admin_pb2.MoveTopicRequest) -> admin_pb2.MoveTopicResponse:
+        if self._leaving is not None and self._peers is None:
+            return admin_pb2.MoveTopicResponse(owner_address=await self._leaving.move(request.topic, request.to))
+        cluster = self._cluster
+        topic = await find(self._topics, request.topic)
+        address = await self._moves.move(topic, request.to, cluster.shared, cluster.neighbours)
+        return admin_pb2.MoveTopicResponse(owner_address=address)
+
+    async def _take_topic(self, request: admin_pb2.TakeTopicRequest) -> admin_pb2.TakeTopicResponse:
+        _ = self._cluster
+        await (await find(self._topics, request.topic)).owner.take()
+        return admin_pb2.TakeTopicResponse()

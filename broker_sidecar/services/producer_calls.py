@@ -1,0 +1,163 @@
+"""The calls of AdminService about a topic's producers, and about single messages of theirs."""
+
+import secrets
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import grpc
+
+from broker_sidecar.data import Data
+from broker_sidecar.rpc import unary
+from seqdedupe.core.producers import Producers
+from seqdedupe.core.rule import EPOCH, PERSISTED, PUSHED
+from seqdedupe.errors import error
+from seqdedupe.names import producer_name
+from seqdedupe.topic import operations
+from seqdedupe.topic.base import State, TopicBase
+from seqdedupe.topic.lookup import find
+from seqdedupe.topic.topic import Topic
+from seqdedupe.v1 import admin_pb2
+
+PAGE_PRODUCERS = 1_000
+"""In one answer."""
+
+
+class ProducerCalls:
+    """The handlers. Messages are only in topics on the sidecar's own log, producers in all."""
+
+    def __init__(self, data: Data) -> None:
+        self._all_topics = data.all_topics
+        self._topics = data.topics
+        self._pages = ProducerPages()
+
+    def methods(self) -> "dict[str, grpc.RpcMethodHandler[Any, Any]]":
+        """By the name of the call."""
+        return {
+            "ListProducers": unary(admin_pb2.ListProducersRequest, self.list_producers),
+            "GetProducer": unary(admin_pb2.GetProducerRequest, self.get_producer),
+            "GetMessageState": unary(admin_pb2.GetMessageStateRequest, self._get_message_state),
+            "ListInFlight": unary(admin_pb2.ListInFlightRequest, self._list_in_flight),
+            "ResetProducer": unary(admin_pb2.ResetProducerRequest, self._reset_producer),
+        }
+
+    async def _owned(self, name: str) -> Any:
+        """The topic, for what is said of its producers. Raises TOPIC_NOT_FOUND, or NOT_OWNER: what is known of them
+        here may be old."""
+        topic = await find(self._all_topics, name)
+        if topic.state is State.STANDBY:
+            topic.check_may_go_on()
+        return topic
+
+    async def list_producers(self, request: admin_pb2.ListProducersRequest) -> admin_pb2.ListProducersResponse:
+        """See `ListProducers`. Raises what that answers, TOPIC_NOT_FOUND and NOT_OWNER among it."""
+        topic = await self._owned(request.topic)
+        if not 0 <= request.limit <= PAGE_PRODUCERS:
+            raise error("INVALID_REQUEST", f"limit is {request.limit}: it should be 0 to {PAGE_PRODUCERS}")
+        page, following = self._pages.page(topic.producers, request.offset, request.limit or PAGE_PRODUCERS)
+        return admin_pb2.ListProducersResponse(
+            producers=[producer_proto(topic, name, number) for number, name in page], next_offset=following
+        )
+
+    async def get_producer(self, request: admin_pb2.GetProducerRequest) -> admin_pb2.GetProducerResponse:
+        """See `GetProducer`. Raises what that answers, PRODUCER_NOT_FOUND among it."""
+        topic = await self._owned(request.topic)
+        name = producer_name(request.producer_name)
+        number = topic.producers.number(name)
+        if number is None or not topic.producers.is_known(number):
+            raise error(
+                "PRODUCER_NOT_FOUND", f"topic {topic.name} knows no producer {request.producer_name!r}",
+                topic=topic.name,
+            )  # fmt: skip
+        return admin_pb2.GetProducerResponse(producer=producer_proto(topic, name, number))
+
+    async def _own_topic(self, name: str) -> Topic:
+        if self._topics is None:
+            raise error(
+                "INVALID_REQUEST",
+                "this is only for topics on the sidecar's own log, and these are a broker's",
+                hint="Ask the broker: messages are there alone.",
+            )
+        return await find(self._topics, name)
+
+    async def _get_message_state(self, request: admin_pb2.GetMessageStateRequest) -> admin_pb2.GetMessageStateResponse:
+        topic = await self._own_topic(request.topic)
+        if request.deduplication_id:
+            found = await operations.state_by_id(topic, request.deduplication_id)
+        else:
+            found = await operations.message_state(topic, request.producer_name, request.sequence_id)
+        return admin_pb2.GetMessageStateResponse(
+            state=found.state.value,  # type: ignore[arg-type]
+            in_flight_ms=found.in_flight_ms,
+            position=found.position and found.position.to_proto(),
+            publish_time_ms=found.publish_time_ms,
+            pushed=found.pushed,
+            persisted=found.persisted,
+        )
+
+    async def _list_in_flight(self, request: admin_pb2.ListInFlightRequest) -> admin_pb2.ListInFlightResponse:
+        found = await operations.in_flight(await self._own_topic(request.topic), request.longer_than_ms)
+        return admin_pb2.ListInFlightResponse(
+            in_flight=[
+                admin_pb2.InFlight(
+                    producer_name=one.name.decode(),
+                    first_sequence_id=one.first_id,
+                    last_sequence_id=one.last_id,
+                    in_flight_ms=one.in_flight_ms,
+                )
+                for one in found[:PAGE_PRODUCERS]
+            ],
+            producers=len(found),
+        )
+
+    async def _reset_producer(self, request: admin_pb2.ResetProducerRequest) -> admin_pb2.ResetProducerResponse:
+        topic = await self._own_topic(request.topic)
+        before = await operations.reset_producer(topic, request.producer_name, request.persisted)
+        name = producer_name(request.producer_name)
+        return admin_pb2.ResetProducerResponse(
+            producer=producer_proto(topic, name, topic.producers.add(name)), persisted_before=before
+        )
+
+
+def producer_proto(topic: TopicBase, name: bytes, number: int) -> admin_pb2.Producer:
+    """A producer as it is now."""
+    numbers = topic.producers.numbers[number]
+    return admin_pb2.Producer(
+        name=name.decode(),
+        pushed=int(numbers[PUSHED]),
+        persisted=int(numbers[PERSISTED]),
+        epoch=int(numbers[EPOCH]),
+    )
+
+
+# -- Pages of a topic's producers, from one to the next by an opaque number, while names come and are forgotten.
+
+_NUMBER_BITS = 32
+_MASK = 2**31 - 1
+
+Page = list[tuple[int, bytes]]
+"""Numbers and names."""
+
+
+class ProducerPages:
+    """Gives each page the place of the next one: the producer number, and of which numbering that is.
+
+    Numbers change when names of forgotten producers are freed, when a topic is opened again, and with the process.
+    """
+
+    def __init__(self) -> None:
+        self._numberings: WeakKeyDictionary[Producers, int] = WeakKeyDictionary()
+
+    def page(self, producers: Producers, place: int, count: int) -> tuple[Page, int]:
+        """So many names from a place on (0: the first one), those of forgotten producers left out; and the next place,
+        0 at the end. A place of another numbering is that of the first name: none is ever left out.
+
+        Raises INVALID_REQUEST.
+        """
+        if place < 0:
+            raise error("INVALID_REQUEST", f"offset is {place}: it should be 0, or the next_offset of a page")
+        numbering = self._numberings.setdefault(producers, secrets.randbelow(_MASK)) + producers.generation & _MASK
+        first = place & 2**_NUMBER_BITS - 1 if place >> _NUMBER_BITS == numbering else 0
+        names = producers.names_from(first, count) if first < len(producers) else []
+        page = [(number, name) for number, name in enumerate(names, first) if producers.is_known(number)]
+        after = first + len(names)
+        return page, numbering << _NUMBER_BITS | after if after < len(producers) else 0

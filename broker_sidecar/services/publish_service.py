@@ -1,0 +1,567 @@
+"""PublishService: sessions, and frames on their way to a topic and back."""
+
+import asyncio
+import logging
+import struct
+import time
+from collections import deque
+from typing import Any
+
+import grpc
+import grpc.aio
+import numpy as np
+
+from broker_sidecar.rpc import Context, abort, field_tags, parse, refusals, unary
+from broker_sidecar.security.permissions import Permissions
+from broker_sidecar.security.rules import Action
+from broker_sidecar.security.subject import caller
+from broker_sidecar.security.trail import Trail
+from broker_sidecar.shares import Share, Use
+from broker_sidecar.streams import COPIES, Stream, Streams, unasked
+from seqdedupe import wire
+from seqdedupe.errors import NotFoundError, SeqdedupeError, error
+from seqdedupe.limits import MAX_BATCH_ROWS, MAX_OPEN_NAMES
+from seqdedupe.message_id import MessageId
+from seqdedupe.names import topic_name
+from seqdedupe.topic.base import State
+from seqdedupe.topic.directory import Topics
+from seqdedupe.topic.frame import Allowing, NumbersCache, Receipt, Refusal
+from seqdedupe.topic.lookup import check_gap_policy, find, find_or_create
+from seqdedupe.topic.operations import check_names, open_sessions
+from seqdedupe.topic.sessions import NAMES_A_STEP, Opened
+from seqdedupe.topic.topic import Topic
+from seqdedupe.topic.window_runs import LookedUp
+from seqdedupe.v1 import publish_pb2
+
+logger = logging.getLogger("broker_sidecar.publish")
+
+# -- The messages of PublishService as bytes: frames in, answers out.
+
+MAX_FRAMES = 256
+"""In one message of a stream: they are admitted in one go, and others wait for their turn."""
+
+MAX_FIELDS = 2 * MAX_FRAMES
+"""In one message of a stream, the topic and fields of newer clients among them."""
+
+# What a receipt has in the end that is given early.
+_DURABLE_AT = struct.Struct("<Bq")
+
+_NO_BATCH_INDEX = b"\xff" * 4
+
+_NUMBER_BYTES = 9
+"""`Frame.number` with its tag."""
+
+
+def parse_publish(data: bytes) -> tuple[str, bytes]:
+    """Topic and batch of a unary request. Raises MALFORMED_MESSAGE."""
+    request = parse(wire.PublishRequest, data)
+    if len(data) == _field_bytes(len(request.topic.encode())) + _field_bytes(len(request.batch)):
+        return request.topic, request.batch
+    # A batch in several pieces is legal, protobuf merges them, but the alias schema shows only the last one. So a
+    # request that is not as long as its parts is read with the published schema.
+    published = parse(publish_pb2.PublishRequest, data)
+    return published.topic, published.batch.SerializeToString()
+
+
+def parse_frames(data: bytes) -> tuple[str, list[tuple[int, bytes]]]:
+    """Topic and frames (number, batch) of a message of the stream. Raises MALFORMED_MESSAGE, INVALID_REQUEST."""
+    frames: list[tuple[int, bytes]] = []
+    at = 0
+    # What all but a stream's first message look like: frames, each its number and then its batch. Half the cost of
+    # parsing one, and a large batch is copied once instead of twice.
+    while len(frames) <= MAX_FRAMES and data[at : at + 1] == wire.FRAMES_TAG:
+        frame_bytes, number_at = wire.read_varint(data, at + 1)
+        batch_at = number_at + _NUMBER_BYTES
+        batch_bytes, start = wire.read_varint(data, batch_at + 1)
+        at = start + batch_bytes
+        if batch_bytes < 0 or at > len(data) or at != number_at + frame_bytes:
+            break
+        if data[number_at : number_at + 1] != wire.NUMBER_TAG or data[batch_at : batch_at + 1] != wire.BATCH_TAG:
+            break
+        frames.append((int.from_bytes(data[number_at + 1 : batch_at], "little"), data[start:at]))
+        if at == len(data) and len(frames) <= MAX_FRAMES:
+            return "", frames
+    _check_number_of_fields(data)
+    request = parse(wire.PublishStreamRequest, data)
+    size = _field_bytes(len(request.topic.encode()))
+    for frame in request.frames:
+        size += _field_bytes((frame.number and _NUMBER_BYTES) + _field_bytes(len(frame.batch)))
+    if size != len(data):  # as in `parse_publish`
+        request = parse(publish_pb2.PublishStreamRequest, data)
+        return request.topic, [(frame.number, frame.batch.SerializeToString()) for frame in request.frames]
+    return request.topic, [(frame.number, frame.batch) for frame in request.frames]
+
+
+def takes_early_receipts(data: bytes) -> bool:
+    """Whether the first message of the stream says so. Raises MALFORMED_MESSAGE."""
+    _check_number_of_fields(data)
+    return bool(parse(wire.PublishStreamRequest, data).early_receipts)
+
+
+def _check_number_of_fields(data: bytes) -> None:
+    """Raises INVALID_REQUEST if there are too many frames or fields to make objects of, MALFORMED_MESSAGE.
+
+    16 MiB hold millions of empty frames; parsed, they are a gigabyte.
+    """
+    frames = 0
+    for tag in field_tags(data, "a PublishStreamRequest", MAX_FIELDS):
+        frames += tag == wire.FRAMES_TAG
+        if frames > MAX_FRAMES:
+            raise error("INVALID_REQUEST", f"a message has more than {MAX_FRAMES} frames")
+
+
+def _field_bytes(size: int) -> int:
+    """How long a field of so many bytes is encoded, with a tag of one byte."""
+    return size and 1 + len(wire.varint(size)) + size
+
+
+def encode_receipt(topic: Topic, receipt: Receipt) -> bytes:
+    """An element of `PublishStreamResponse.receipts`, or `PublishResponse.receipt`: tag and length included."""
+    if receipt.verdicts is None and len(receipt.runs) == 1 and (first := receipt.runs[0]).batch_index == -1:
+        durable_at = _DURABLE_AT.pack(14 << 3 | 1, receipt.durable_at) if receipt.durable_at else b""
+        receipts, size, frame, index, message_id, id_size, ledger, entry, place, none = wire.ALL_NEW_TAGS
+        return wire.ALL_NEW.pack(
+            receipts, size + len(durable_at),
+            frame, receipt.frame,
+            index, receipt.first_index,
+            message_id, id_size,
+            ledger, first.ledger_id, entry, first.entry_id, place, none,
+        ) + durable_at  # fmt: skip
+    return b"".join(wire.length_delimited(1, _receipt_message(topic, receipt).SerializeToString()))
+
+
+def _receipt_message(topic: Topic, receipt: Receipt) -> Any:
+    """The receipt as a message of the alias schema."""
+    message = wire.Receipt(frame=receipt.frame, first_index=receipt.first_index, durable_at=receipt.durable_at)
+    if receipt.verdicts is not None:
+        message.verdicts = receipt.verdicts.tobytes()
+    if receipt.runs:
+        first = message.first_message_id
+        _, first.ledger_id, first.entry_id, first.batch_index = receipt.runs[0]
+    if len(receipt.runs) > 1:
+        rows, ledger_ids, entry_ids, places = zip(*receipt.runs, strict=True)
+        message.run_rows = np.array(rows, np.uint32).tobytes()
+        message.run_ledger_ids = np.array(ledger_ids, np.int64).tobytes()
+        message.run_entry_ids = np.array(entry_ids, np.int64).tobytes()
+        message.run_batch_indexes = np.array(places, np.int32).tobytes()
+    if len(receipt.imported_rows):
+        message.imported_rows = receipt.imported_rows.astype(np.uint32).tobytes()
+    if len(receipt.known_rows):
+        ledgers, entries, batch_indexes = topic.log.known_message_ids(receipt.known_indexes)
+        message.known_rows = receipt.known_rows.astype(np.uint32).tobytes()
+        message.known_indexes = receipt.known_indexes.tobytes()
+        message.known_ledger_ids = ledgers.tobytes()
+        message.known_entry_ids = entries.tobytes()
+        if (known_batch_indexes := batch_indexes.tobytes()) != _NO_BATCH_INDEX * len(batch_indexes):
+            message.known_batch_indexes = known_batch_indexes
+    return message
+
+
+def encode_refusal(refusal: Refusal) -> bytes:
+    """An element of `PublishStreamResponse.refusals`, tag and length included."""
+    e = refusal.error
+    message = publish_pb2.Refusal(
+        frame=refusal.frame,
+        reason=e.reason,
+        message=e.message,
+        retry_delay_ms=e.retry_delay_ms,
+        owner_address=e.numbers.get("owner_address", ""),
+        producers=[
+            publish_pb2.ProducerRefusal(
+                producer_name=p.name,
+                epoch=p.epoch,
+                current_epoch=p.current_epoch,
+                sequence_id=p.sequence_id,
+                previous_sequence_id=p.previous_sequence_id,
+                pushed=p.pushed,
+                persisted=p.persisted,
+                expected_sequence_id=p.expected_sequence_id,
+            )
+            for p in refusal.producers
+        ],
+    )
+    return b"".join(wire.length_delimited(2, message.SerializeToString()))
+
+
+# -- A stream, and the service.
+
+SERVICE = "seqdedupe.v1.PublishService"
+
+MAX_RESPONSE_BYTES = 2 * 1024 * 1024
+"""Answers in one response, unless the first alone is larger: that stays below gRPC's default limit of 4 MiB."""
+
+LAST_ANSWERS_SECONDS = 1.0
+"""When the sidecar drains, or another one has taken the topic: for a client to read the answers that wait."""
+
+MAX_ANSWER_FACTOR = 3
+"""A receipt of old rows is at most this many times as long as its batch: 33 bytes a row at most (an old one whose place
+is known; a new one that is a run of its own takes 25), of which the batch has at least 12."""
+
+MAX_ANSWER_BYTES = 33 * MAX_BATCH_ROWS
+"""The longest receipt."""
+
+FRAME_BYTES = 2048
+"""What a frame in flight takes beside its batch: objects of Python and numpy. Of small batches it is nearly all."""
+
+NO_MESSAGE_ID = MessageId(-1, -1, -1).to_proto()
+
+_STATE_OF_TOPIC = struct.Struct("<BqBq")
+
+
+class _FrameStream:
+    """What one publish stream has under way, and the answers that wait to be sent. A frame passes these steps:
+
+    1. Its message is read when there is room for one as large as the last, and cut into frames (`parse_frames`).
+    2. What the topic has of it on disk is looked up, while others are served (`take`).
+    3. It waits until there is room for it and its answer.
+    4. The topic judges it and hands it to its log, all in one step of the event loop (`admit`).
+    5. The topic answers, now or when it is stored. The answer takes the frame's room, and is sent (`send_all`).
+
+    `is_early`: receipts may come before what they say is durable.
+    """
+
+    def __init__(
+        self, topic: Topic, stream: Stream, allowing: Allowing | None = None, *, is_early: bool = False
+    ) -> None:
+        self.topic = topic
+        self.stream = stream
+        self.cache = topic.connect(stream.end)
+        self.cache.allowing = self.allowing = allowing
+        self.has_ended = False
+        self.is_gone = False
+        self.unsent: deque[bytes] = deque()
+        self._when_durable = self._is_durable if is_early else None
+        self._tells_durable = False
+        """Whether something is durable by now that a receipt was given early of."""
+        self.news = asyncio.Event()
+
+    async def take_all(self, frames: list[tuple[int, bytes]]) -> int:
+        """Admits these frames, of which nothing is left then; returns how long the longest one was."""
+        longest = 0
+        waiting = sum(len(batch) for _, batch in frames)
+        try:
+            for k, (number, batch) in enumerate(frames):
+                self.stream.share.has_read(waiting)
+                waiting -= len(batch)
+                frames[k] = 0, b""
+                longest = max(longest, len(batch))
+                self.stream.moves()
+                await self.take(number, batch)
+        finally:
+            self.stream.share.has_read(0)
+        return longest
+
+    async def take(self, frame: int, batch: bytes) -> None:
+        """Admits a frame when there is room for it, in the step that follows on looking up."""
+        looked_up = await self.topic.ids.look_up(batch)
+        while not self.has_room(len(batch)):
+            await self.wait_for_room(len(batch))
+            # The window's runs may be others by now: the event loop would wait for the disk.
+            looked_up = await self.topic.ids.look_up(batch)
+        self.admit(frame, batch, looked_up)
+
+    def admit(self, frame: int, batch: bytes, looked_up: LookedUp | None = None) -> None:
+        """Hands a frame to the topic; the answer comes to `unsent`. `looked_up`: as of `Topic.admit`."""
+        size = FRAME_BYTES + len(batch)
+        self.stream.share.take(size)
+        self.stream.frames_in_flight += 1
+
+        def reply(answer: Receipt | Refusal) -> None:
+            if isinstance(answer, Refusal) or not answer.durable_at:
+                self.stream.frames_in_flight -= 1
+            encoded = b""
+            if isinstance(answer, Refusal):
+                refusals[answer.error.reason] += 1
+            if not self.is_gone:
+                encoded = self._encoded(answer)
+                self.unsent.append(encoded)
+                self.news.set()
+            self.stream.share.give_back(size - len(encoded))
+
+        try:
+            self.topic.admit(batch, frame, reply, self.cache, when_durable=self._when_durable, looked_up=looked_up)
+        except Exception:
+            # Nothing of it was admitted, and nobody answers.
+            self.stream.frames_in_flight -= 1
+            self.stream.share.give_back(size)
+            raise
+
+    def _encoded(self, answer: Receipt | Refusal) -> bytes:
+        try:
+            return encode_receipt(self.topic, answer) if isinstance(answer, Receipt) else encode_refusal(answer)
+        except Exception as e:
+            # Its client sends what has no answer again when the stream has ended: it would wait for it otherwise.
+            logger.exception("an answer could not be made")
+            self.stream.end(error("OUT_OF_MEMORY", f"there is no answer to a frame: {type(e).__name__}"))
+            return b""
+
+    def _is_durable(self) -> None:
+        self.stream.frames_in_flight -= 1
+        self._tells_durable = True
+        self.news.set()
+
+    def end(self) -> None:
+        """The client is not read from any more; what waits is still answered."""
+        self.has_ended = True
+        self.news.set()
+
+    def give_up(self) -> None:
+        """The client is gone: answers that wait, and those to come, are dropped."""
+        self.is_gone = True
+        self.topic.disconnect(self.cache)
+        self.stream.share.give_back(sum(map(len, self.unsent)))
+        self.unsent.clear()
+
+    def has_room(self, size: int, *, to_read: bool = False) -> bool:
+        """Whether a frame of so many bytes may be admitted now, or read."""
+        return self.stream.share.fits(_room_for(size), to_read=to_read) and self.topic.flight.has_room()
+
+    async def wait_for_room(self, size: int, *, to_read: bool = False) -> None:
+        """Returns when a frame of so many bytes may be admitted, or read."""
+        await self.stream.share.wait_for(_room_for(size), to_read=to_read)
+        if not self.topic.flight.has_room():
+            await self.topic.flight.wait_for_room()
+
+    def take_unsent(self) -> tuple[bytes, int]:
+        """A response with all answers that wait, or as many as it may hold; and how many bytes these have."""
+        self._tells_durable = False
+        taken: list[bytes] = []
+        size = 0
+        while self.unsent and (not taken or size + len(self.unsent[0]) <= MAX_RESPONSE_BYTES):
+            taken.append(self.unsent.popleft())
+            size += len(taken[-1])
+        topic = self.topic
+        incarnation, term, durable_index = wire.STATE_TAGS
+        state = (incarnation, topic.incarnation, term, topic.term, durable_index, topic.confirmed_index)
+        taken.append(wire.STATE.pack(*state))
+        return b"".join(taken), size
+
+    async def send_all(self) -> None:
+        """The one task that writes to a stream: never the reader, which would stop reading when a client does."""
+        while not self.has_ended or self.stream.frames_in_flight or self.unsent:
+            await self.news.wait()
+            self.news.clear()
+            while self.unsent or self._tells_durable:
+                response, size = self.take_unsent()
+                try:
+                    await self.stream.write(response)
+                finally:
+                    self.stream.share.give_back(size)
+                del response  # until there is news
+
+
+class PublishService:
+    """The handlers of PublishService."""
+
+    def __init__(self, all_topics: Topics[Topic], streams: Streams, permissions: Permissions, trail: Trail) -> None:
+        self._topics = all_topics
+        self._streams = streams
+        self._permissions = permissions
+        self._trail = trail
+
+    def handlers(self) -> grpc.GenericRpcHandler:
+        methods: dict[str, Any] = {
+            "Open": unary(publish_pb2.OpenRequest, self._open),
+            "Publish": grpc.unary_unary_rpc_method_handler(self._publish),
+            "PublishStream": grpc.stream_stream_rpc_method_handler(
+                self._streams.handler(self._publish_stream, publishes=True)
+            ),
+        }
+        return grpc.method_handlers_generic_handler(SERVICE, methods)
+
+    async def _open(self, request: publish_pb2.OpenRequest) -> publish_pb2.OpenResponse:
+        """Opens sessions, or resumes those whose epochs are given, in these steps:
+
+        1. What the caller sends counts for its share, for the log gets a record of it.
+        2. Names as which it may not publish are set aside, and answered so at their places.
+        3. The topic is found, or made.
+        4. Names that are new to it have to fit the shares. Resuming makes names known too: the epoch of another one is
+           as good as its own.
+        5. The topic gives sessions to the others, in parts if they are many, between which others may open names.
+        6. The audit trail has who took over whose names, and the answer is made.
+        """
+        if len(request.producer_names) > MAX_OPEN_NAMES:  # before they become objects of Python
+            raise error("INVALID_NAME", f"Open takes 1 to {MAX_OPEN_NAMES} producer names, each once")
+        shares = self._permissions.shares
+        shares.check_rate(shares.of(caller().name), request.ByteSize(), time.monotonic())  # 1
+        names, epochs = list(request.producer_names), list(request.epochs)
+        denied = await self._denied(topic_name(request.topic), names)  # 2
+        topic = await self._topic_of(request, names)  # 3
+        if self._topics.partitions_beside(topic.name):
+            check_gap_policy(topic.name, topic.applied.gap)
+        if denied:
+            names = [name for place, name in enumerate(names) if place not in denied]
+            epochs = [epoch for place, epoch in enumerate(epochs) if place not in denied]
+        # Held for as long as names are counted.
+        judged = await self._permissions.judge_known_names(topic.name, topic.producers)
+
+        def check_new(some: list[str]) -> None:
+            self._permissions.check_new_names(topic.name, topic.producers, [name.encode() for name in some])
+
+        check_new(names)  # 4
+        opened = await open_sessions(topic, names, epochs or None, check_new)  # 5
+        del judged
+        if not epochs:
+            fenced = ((names[place], epoch) for place, epoch in opened.fenced_epochs.items())
+            self._trail.opened(topic.name, topic.log.incarnation, set(opened.epochs), fenced)  # 6
+        return await _opened_to_proto(topic, opened.among(len(request.producer_names), denied))
+
+    async def _denied(self, topic: str, names: list[str]) -> dict[int, SeqdedupeError]:
+        """Those of the names as which the caller may not publish, by place. Raises NOT_ALLOWED, which names the first
+        ones, if none is left."""
+        self._permissions.check_topic(Action.PUBLISH, topic)
+        places, denial = await self._permissions.denied_names(topic, names)
+        if denial is not None and len(places) == len(names):
+            raise denial
+        # Whoever sent the name knows the rest; 10,000 answers that tell it would be too long for one message.
+        short = error("NOT_ALLOWED", "the caller may not publish as this producer")
+        return dict.fromkeys(places, short)
+
+    async def _topic_of(self, request: publish_pb2.OpenRequest, names: list[str]) -> Topic:
+        """The topic that an Open is for, made if need be; not for one that will be refused."""
+        await self._topics.waiting.use(topic_name(request.topic))
+        try:
+            return self._topics.get(request.topic)
+        except NotFoundError:
+            if request.epochs:
+                return await find(self._topics, request.topic)
+        await check_names(names)
+        self._permissions.check_creates(topic_name(request.topic), self._topics.registry.names())
+        return await find_or_create(self._topics, request.topic)
+
+    def _check_disk(self, use: Use) -> None:
+        """Raises SHARE_EXCEEDED if the logs that count for this caller hold more than they may."""
+        if use.limits.bytes_on_disk is not None:
+            self._permissions.check_disk(use, self._log_bytes, time.monotonic())
+
+    def _log_bytes(self) -> dict[str, int]:
+        return {topic.name: topic.log_bytes for topic in self._topics.registry.open_topics()}
+
+    async def _publish(self, data: bytes, context: Context) -> bytes:
+        try:
+            name, batch = parse_publish(data)
+            self._permissions.check_topic(Action.PUBLISH, topic_name(name))
+            shares = self._permissions.shares
+            shares.check_rate(use := shares.of(caller().name), len(data), time.monotonic())
+            self._check_disk(use)
+            topic = await find(self._topics, name)
+            self._check_unnamed(topic)
+            looked_up = await topic.ids.look_up(batch)
+            share = Share(self._streams.budget, use)
+            why = f"topic {topic.name}, or all clients together, have too much in flight"
+            share.check(max(len(batch), _answer_bytes(len(batch))), why)
+            if not topic.flight.has_room():
+                raise error("QUEUE_FULL", why)
+            share.take(len(batch))
+            done: asyncio.Future[Receipt | Refusal] = asyncio.get_running_loop().create_future()
+
+            def reply(answer: Receipt | Refusal) -> None:
+                share.give_back(len(batch))
+                if not done.done():
+                    done.set_result(answer)
+
+            cache = NumbersCache(allowing=self._permissions.allowing(topic.name, topic.producers))
+            topic.admit(batch, 0, reply, cache, lone=True, looked_up=looked_up)
+            answer = await done
+            if isinstance(answer, Refusal):
+                raise answer.error
+            state = _STATE_OF_TOPIC.pack(2 << 3 | 1, topic.log.incarnation, 3 << 3 | 1, topic.term)
+            return encode_receipt(topic, answer) + state
+        except Exception as e:  # noqa: BLE001 (whatever it is, the caller gets an answer)
+            await abort(context, e)
+
+    def _check_unnamed(self, topic: Topic) -> None:
+        """Raises NOT_ALLOWED if the topic's messages have no producers, and the caller may publish as some alone."""
+        if topic.window is not None:
+            self._permissions.check_publishes_unnamed(topic.name)
+
+    async def _publish_stream(self, _requests: object, context: Context, stream: Stream) -> None:
+        if any(key == wire.GREETING for key, _ in context.invocation_metadata() or ()):
+            await stream.write(b"")
+        first = await stream.read_first()
+        if first is grpc.aio.EOF:
+            return
+        name, frames = parse_frames(first)
+        is_early = takes_early_receipts(first)
+        del first  # the frames are copies of it
+        # Once: from here on every frame is judged by itself.
+        self._permissions.check_topic(Action.PUBLISH, topic_name(name))
+        stream.allowed.clear()
+        topic = await find(self._topics, name)
+        allowing = self._permissions.allowing(topic.name, topic.producers)
+        publishing = _FrameStream(topic, stream, allowing, is_early=is_early)
+        writer = unasked(publishing.send_all())
+        try:
+            await self._take_frames(publishing, frames)
+            publishing.end()
+            await writer
+        except asyncio.CancelledError:
+            if self._streams.is_draining or publishing.topic.state is State.STANDBY:
+                publishing.end()
+                await asyncio.wait({writer}, timeout=LAST_ANSWERS_SECONDS)
+            raise
+        finally:
+            writer.cancel()
+            publishing.give_up()
+
+    async def _take_frames(self, publishing: _FrameStream, frames: list[tuple[int, bytes]]) -> None:
+        """Admits these frames and all that come after them, until the client says that no more do."""
+        topic = publishing.topic
+        while True:
+            if topic.has_successor:
+                # Raises where it is, if not here.
+                self._topics.get(topic.name)
+                raise error("DRAINING", f"topic {topic.name} was opened again: open the stream again")
+            self._check_disk(publishing.stream.use)
+            if publishing.allowing is not None:
+                self._check_unnamed(topic)
+            size = await publishing.take_all(frames)
+            # What comes next is likely to be as large. Once it is read it cannot be left to gRPC any more.
+            if not publishing.has_room(size, to_read=True):
+                await publishing.wait_for_room(size, to_read=True)
+            data = await publishing.stream.read()
+            if data is grpc.aio.EOF:
+                return
+            name, frames = parse_frames(data)
+            del data  # the frames are copies of it
+            # Names alone are compared: what is known of another topic is none of this caller's business.
+            if name and topic_name(name) != topic.name:
+                raise error("INVALID_REQUEST", "a stream is for one topic: open another stream for the other one")
+
+
+async def _opened_to_proto(topic: Topic, opened: Opened) -> publish_pb2.OpenResponse:
+    """What an Open came to. However many names it has, others are served meanwhile."""
+    response = publish_pb2.OpenResponse(
+        incarnation=topic.log.incarnation,
+        term=topic.term,
+        epochs=opened.epochs,
+        persisted=opened.persisted,
+        persisted_indexes=opened.indexes,
+        forgotten=opened.forgotten,
+    )
+    for k, (place, e) in enumerate(sorted(opened.refusals.items())):
+        if k % NAMES_A_STEP == NAMES_A_STEP - 1:
+            await asyncio.sleep(0)
+        refusals[e.reason] += 1
+        current = int(e.numbers.get("current_epoch", "0"))
+        response.refusals.add(index=place, reason=e.reason, message=e.message, current_epoch=current)
+    for first in range(0, len(opened.indexes), NAMES_A_STEP):
+        if first:
+            await asyncio.sleep(0)
+        indexes = np.array(opened.indexes[first : first + NAMES_A_STEP], np.int64)
+        columns = [column.tolist() for column in (*topic.log.known_message_ids(indexes), indexes)]
+        response.persisted_message_ids.extend(
+            MessageId(*message_id).to_proto() if index >= 0 else NO_MESSAGE_ID
+            for *message_id, index in zip(*columns, strict=True)
+        )
+    return response
+
+
+def _answer_bytes(size: int) -> int:
+    """How long the answer to a batch of so many bytes is at most."""
+    return min(MAX_ANSWER_FACTOR * size, MAX_ANSWER_BYTES)
+
+
+def _room_for(size: int) -> int:
+    """What has to be free on a stream for a batch of so many bytes, and the answer that takes its place."""
+    return FRAME_BYTES + max(size, COPIES * _answer_bytes(size))

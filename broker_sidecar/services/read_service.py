@@ -1,0 +1,321 @@
+"""ReadService: pages, streams, and questions about where things are; and named cursors, those of AdminService too."""
+
+import asyncio
+import struct
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from broker_sidecar.rpc import Context, parse_small, unary
+from broker_sidecar.security.permissions import Permissions
+from broker_sidecar.security.subject import caller
+from broker_sidecar.shares import Share
+from broker_sidecar.streams import Stream, Streams, unasked
+from seqdedupe.errors import error
+from seqdedupe.log.contract import LargerRecordError
+from seqdedupe.message_id import Position
+from seqdedupe.names import topic_name
+from seqdedupe.topic import cursors, policy
+from seqdedupe.topic.directory import Topics
+from seqdedupe.topic.lookup import find
+from seqdedupe.topic.readers import PAGE_BYTES, Followers, Page, check_index, end_index, index_after, read_on, read_page
+from seqdedupe.topic.topic import Topic
+from seqdedupe.v1 import admin_pb2, read_pb2
+
+SERVICE = "seqdedupe.v1.ReadService"
+
+LEAST_PAGE_BYTES = 16 * 1024
+"""Pages have no fewer, and no more than PAGE_BYTES unless a message does: hundreds of clients that read nothing leave
+some."""
+
+_TAIL = struct.Struct("<BqBqBq")
+_SKIPPED = struct.Struct("<HBBqBq")
+"""Field 16, whose tag takes two bytes, and in it an IndexRange."""
+
+UNKNOWN_END = -1
+
+_LEAST_ALIVE_MS, _MOST_ALIVE_MS = 1_000, 3_600_000
+"""A client may ask for answers as often and as rarely as that."""
+
+
+def _encode(topic: Topic, page: Page) -> bytes:
+    """A ReadResponse or ReadStreamResponse: the stored records are its encoding already."""
+    end = topic.confirmed_index if topic.knows_its_end else UNKNOWN_END
+    tail = _TAIL.pack(13 << 3 | 1, page.next_index, 14 << 3 | 1, end, 15 << 3 | 1, topic.incarnation)
+    if page.skipped:
+        tail += _SKIPPED.pack(0x0182, 18, 1 << 3 | 1, page.skipped.start, 2 << 3 | 1, page.skipped.stop)
+    return b"".join((page.records, tail))
+
+
+async def _start(topic: Topic, start: read_pb2.ReadStart, *, skip_damaged: bool) -> int:
+    """The index at which to begin reading."""
+    match start.WhichOneof("start"):
+        case "after":
+            index = await index_after(topic, Position.from_proto(start.after), skip_damaged=skip_damaged)
+        case "index":
+            index = start.index
+        case "latest":
+            return end_index(topic)
+        case _:
+            return topic.log.first_index
+    check_index(topic, index)
+    return index
+
+
+@dataclass(slots=True, eq=False)
+class Reading:
+    """A stream of pages, as it stands."""
+
+    topic: Topic
+    index: int
+    """Of the message that goes out next."""
+    stop: int | None
+
+    @property
+    def lag(self) -> int:
+        """How many messages it could have and has not been sent."""
+        end = self.topic.readable_index
+        return max(0, (end if self.stop is None else min(end, self.stop)) - self.index)
+
+
+class ReadService:
+    """The handlers of ReadService."""
+
+    def __init__(self, topics: Topics[Topic], streams: Streams, permissions: Permissions) -> None:
+        self._topics = topics
+        self._permissions = permissions
+        self._streams = streams
+        self._followers = Followers(_encode)
+        self.readings: set[Reading] = set()
+        self.sent_messages = self.sent_bytes = 0
+        """In pages of all streams and calls."""
+
+    def handlers(self) -> grpc.GenericRpcHandler:
+        methods: dict[str, Any] = {
+            # On the wire a call with one answer is as one with a stream of them.
+            "Read": grpc.unary_stream_rpc_method_handler(self._streams.handler(self._read, is_call=True)),
+            "ReadStream": grpc.unary_stream_rpc_method_handler(self._streams.handler(self._read_stream)),
+            "Locate": unary(read_pb2.LocateRequest, self._locate),
+            "GetLastMessageId": unary(read_pb2.GetLastMessageIdRequest, self._get_last_message_id),
+            **Cursors(self._topics, self._permissions).reading(),
+        }
+        return grpc.method_handlers_generic_handler(SERVICE, methods)
+
+    async def _read(self, data: bytes, _context: Context, stream: Stream) -> None:
+        request = parse_small(read_pb2.ReadRequest, data)
+        topic = await find(self._topics, request.topic)
+        index = await _start(topic, request.start, skip_damaged=request.skip_damaged)
+        stop = min(topic.readable_index, _checked_stop(request.stop_index) or topic.readable_index)
+        if index < stop:
+            page = await self._page(topic, index, stop, stream, skip_damaged=request.skip_damaged)
+        else:
+            if not request.stop_index or index < request.stop_index:
+                # An empty page says that this is the end.
+                topic.check_knows_its_end()
+            page = Page(b"", index)
+        self._count(index, page)
+        answer = _encode(topic, page)
+        del page  # while the client takes the answer
+        await stream.write_reserved(answer)
+
+    async def _page(self, topic: Topic, index: int, stop: int, stream: Stream, *, skip_damaged: bool) -> Page:
+        """A page for a call, which does not wait for room. Raises QUEUE_FULL, SHARE_EXCEEDED."""
+        size = _page_bytes(stream.share)
+        while True:
+            stream.reserve_now(size, "readers hold all the memory that there is for pages")
+            try:
+                page_bytes = min(size, PAGE_BYTES)
+                return await read_page(topic, index, stop, page_bytes, skip_damaged=skip_damaged, most_bytes=size)
+            except LargerRecordError as e:
+                size = e.size
+
+    async def _read_stream(self, data: bytes, _context: Context, stream: Stream) -> None:
+        request = parse_small(read_pb2.ReadStreamRequest, data)
+        topic = await find(self._topics, request.topic)
+        index = await _start(topic, request.start, skip_damaged=request.skip_damaged)
+        stop: int | None = None
+        if request.HasField("stop_index"):
+            stop = _checked_stop(request.stop_index)
+        elif not request.follow:
+            stop = end_index(topic)
+        alive_ms = request.alive_ms and min(max(request.alive_ms, _LEAST_ALIVE_MS), _MOST_ALIVE_MS)
+        # At once, so that the caller knows that it is being served, and where the end is.
+        said = read_pb2.ReadStreamResponse(alive_ms=alive_ms).SerializeToString()
+        await stream.write(_encode(topic, Page(b"", index)) + said)
+
+        last_bytes = 0
+
+        async def room(least_bytes: int) -> int:
+            """Reserved before anything is read. A message is likely to be as large as the one before it."""
+            size = max(_page_bytes(stream.share), last_bytes, least_bytes)
+            return await stream.reserve(size, least_bytes or LEAST_PAGE_BYTES)
+
+        reading = Reading(topic, index, stop)
+        self.readings.add(reading)
+        writing = asyncio.Lock()
+        keeping = unasked(_keep_alive(stream, reading, writing, alive_ms / 1000))
+        try:
+            async for page in read_on(
+                topic, index, stop, room, skip_damaged=request.skip_damaged, followers=self._followers
+            ):
+                async with writing:
+                    await stream.write_reserved(page.encoded)
+                self._count(reading.index, page)
+                reading.index = page.next_index
+                last_bytes = len(page.records)
+                del page  # until there is another one
+                if reading.index >= topic.readable_index:
+                    # It may take long until there is another message.
+                    stream.release()
+        finally:
+            keeping.cancel()
+            self.readings.discard(reading)
+        if stop is None or reading.index < stop:
+            index = reading.index
+            raise error("DRAINING", f"topic {topic.name} is closing: read on at index {index}", index=index)
+
+    def _count(self, index: int, page: Page) -> None:
+        self.sent_messages += page.next_index - index
+        self.sent_bytes += len(page.records)
+
+    async def _locate(self, request: read_pb2.LocateRequest) -> read_pb2.LocateResponse:
+        topic = await find(self._topics, request.topic)
+        end = topic.readable_index
+        match request.WhichOneof("by"):
+            case "publish_time_ms":
+                index = await topic.log.locate_time(request.publish_time_ms, end)
+            case "byte_budget":
+                budget = request.byte_budget
+                if budget.bytes <= 0:
+                    raise error("INVALID_REQUEST", f"byte_budget.bytes is {budget.bytes}: it should be above 0")
+                check_index(topic, budget.from_index)
+                index = end
+                if budget.from_index < end:
+                    index = await topic.log.locate_bytes(budget.from_index, budget.bytes, end)
+            case _:
+                raise error("INVALID_REQUEST", "Locate needs publish_time_ms or byte_budget")
+        if index >= end:
+            # That is the topic's end, unless what is certain has grown meanwhile.
+            topic.check_knows_its_end()
+        return read_pb2.LocateResponse(index=index, incarnation=topic.incarnation)
+
+    async def _get_last_message_id(
+        self, request: read_pb2.GetLastMessageIdRequest
+    ) -> read_pb2.GetLastMessageIdResponse:
+        topic = await find(self._topics, request.topic)
+        end_index(topic)
+        return read_pb2.GetLastMessageIdResponse(last=topic.last_position.to_proto(), first_index=topic.log.first_index)
+
+
+async def _keep_alive(stream: Stream, reading: Reading, writing: asyncio.Lock, seconds: float) -> None:
+    """Says so often that the sidecar is there, where nothing else was said; never, if that is 0."""
+    said_at = stream.moved_at
+    while seconds:
+        await asyncio.sleep(max(said_at, stream.moved_at) + seconds - time.monotonic())
+        async with writing:
+            moved_at = stream.moved_at
+            if time.monotonic() < max(said_at, moved_at) + seconds:
+                continue
+            await stream.write(_encode(reading.topic, Page(b"", reading.index)))
+            # To others that need a place it is as silent as before.
+            said_at, stream.moved_at = stream.moved_at, moved_at
+
+
+def _page_bytes(share: Share) -> int:
+    """How large the next page may be: the less there is left for the caller, the smaller are those that take it."""
+    return max(LEAST_PAGE_BYTES, int(PAGE_BYTES * share.free_part**2))
+
+
+def _checked_stop(stop_index: int) -> int:
+    if stop_index < 0:
+        raise error("INVALID_POSITION", f"stop_index is {stop_index}: indexes begin with 0")
+    return stop_index
+
+
+# -- The calls about named cursors: those of ReadService, for who reads, and those of AdminService.
+
+RECORD_BYTES = 256
+"""What a moved cursor takes in the log beside its name and what it keeps, at most."""
+
+
+class Cursors:
+    """The handlers. `topics` are those on the sidecar's own log; None if it has none."""
+
+    def __init__(self, topics: Topics[Topic] | None, permissions: Permissions) -> None:
+        self._topics = topics
+        self._permissions = permissions
+
+    def reading(self) -> "dict[str, grpc.RpcMethodHandler[Any, Any]]":
+        """Those of ReadService, by the name of the call."""
+        return {
+            "GetCursor": unary(read_pb2.GetCursorRequest, self._get_cursor),
+            "MoveCursor": unary(read_pb2.MoveCursorRequest, self._move_cursor),
+        }
+
+    def methods(self) -> "dict[str, grpc.RpcMethodHandler[Any, Any]]":
+        """Those of AdminService."""
+        return {
+            "ListCursors": unary(admin_pb2.ListCursorsRequest, self._list_cursors),
+            "SetCursorHold": unary(admin_pb2.SetCursorHoldRequest, self._set_cursor_hold),
+            "DeleteCursor": unary(admin_pb2.DeleteCursorRequest, self._delete_cursor),
+        }
+
+    async def _topic(self, name: str) -> Topic:
+        if self._topics is None:
+            what = "cursors are kept in the logs of topics, and these are on a broker's own"
+            raise error("INVALID_REQUEST", what, hint="Keep the position with the broker.")
+        return await find(self._topics, name)
+
+    async def _get_cursor(self, request: read_pb2.GetCursorRequest) -> read_pb2.GetCursorResponse:
+        kept = cursors.kept(await self._topic(request.topic), request.name)
+        if kept is None:
+            return read_pb2.GetCursorResponse()
+        position, note = kept
+        return read_pb2.GetCursorResponse(kept=read_pb2.CursorValue(position=position.to_proto(), note=note))
+
+    async def _move_cursor(self, request: read_pb2.MoveCursorRequest) -> read_pb2.MoveCursorResponse:
+        if not request.HasField("new"):
+            raise error("INVALID_REQUEST", "new is missing: what the cursor is to keep")
+        expected = _kept(request.expected) if request.HasField("expected") else None
+        await self._wait_for_turn(request)
+        topic = await self._topic(request.topic)
+        # From here on in one step: of moves that come together each one counts what the others make.
+        there = [cursor.name for cursor in topic.newest_policy.cursors]
+        if request.name not in there:
+            self._permissions.check_new_cursor(topic.name, there)
+        await cursors.move(topic, request.name, expected, _kept(request.new))
+        return read_pb2.MoveCursorResponse()
+
+    async def _wait_for_turn(self, request: read_pb2.MoveCursorRequest) -> None:
+        """Who may do no more than read must not fill the topic's log. Raises SHARE_EXCEEDED."""
+        shares, now_seconds = self._permissions.shares, time.monotonic()
+        use = shares.of(caller().name)
+        if not caller().is_unrestricted:
+            size = RECORD_BYTES + len(request.name.encode()) + request.new.ByteSize()
+            wait_seconds = use.move(topic_name(request.topic), size, now_seconds)
+            if wait_seconds:
+                await asyncio.sleep(wait_seconds)
+        shares.check_rate(use, request.ByteSize(), time.monotonic())
+
+    async def _list_cursors(self, request: admin_pb2.ListCursorsRequest) -> admin_pb2.ListCursorsResponse:
+        answer = admin_pb2.ListCursorsResponse()
+        policy.fill_cursors(cursors.all_of(await self._topic(request.topic)), answer.cursors)
+        return answer
+
+    async def _set_cursor_hold(self, request: admin_pb2.SetCursorHoldRequest) -> admin_pb2.SetCursorHoldResponse:
+        topic = await self._topic(request.topic)
+        if self._topics is not None and self._topics.kind.log.is_shared:
+            what = "retention of topics on Pulsar's log is Pulsar's: cursors cannot hold it back"
+            raise error("INVALID_REQUEST", what)
+        await cursors.hold(topic, request.name, request.hold_retention_in_mb)
+        return admin_pb2.SetCursorHoldResponse()
+
+    async def _delete_cursor(self, request: admin_pb2.DeleteCursorRequest) -> admin_pb2.DeleteCursorResponse:
+        await cursors.remove(await self._topic(request.topic), request.name)
+        return admin_pb2.DeleteCursorResponse()
+
+
+def _kept(value: read_pb2.CursorValue) -> cursors.Kept:
+    return Position.from_proto(value.position), value.note

@@ -1,0 +1,190 @@
+"""Where a sidecar listens: addresses, the path of a Unix socket, and how many connections its descriptors allow."""
+
+import errno
+import os
+import resource
+import secrets
+import socket
+import struct
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from seqdedupe.address import SidecarAddress
+from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.locks import Lock
+from seqdedupe.log.embedded.commit import MAX_ROUND, open_files_within
+
+# -- How many files and connections this process may have open, and what they are for.
+#
+# A topic holds none while nobody publishes to it, so their number is no matter; connections do, one each.
+
+RESERVE = 64
+"""For the store, reading and making logs, and whatever the process itself has open."""
+
+
+def raise_limit() -> int:
+    """Raises the limit to the highest that the process may set itself; returns it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return hard if hard != resource.RLIM_INFINITY else 2**31 - 1
+
+
+def connections_within(limit: int) -> int:
+    """How many connections there may be, so that store and log never want for a descriptor.
+
+    Raises INVALID_CONFIGURATION if that is none.
+    """
+    # What is open from one round of the commit thread to the next, what waits to be synced, and what a round opens.
+    others = 2 * open_files_within(limit) + MAX_ROUND + RESERVE
+    connections = limit - others
+    if connections < 1:
+        raise error(
+            "INVALID_CONFIGURATION",
+            f"the process may have {limit} files open: {others + 1} are needed at least",
+            hint="Raise the limit of open files (ulimit -n, LimitNOFILE=); 1024 are enough for any number of topics.",
+            limit=limit,
+        )
+    return connections
+
+
+_LOCK_SUFFIX = ".lock"
+_NAME_BYTES = 3
+"""Of a name that is the socket's for a moment: the path of a socket may have no more than 107 letters."""
+_CREDENTIALS = struct.Struct("3i")
+
+
+def cannot_listen(address: SidecarAddress, e: Exception, key: str = "listen") -> SeqdedupeError:
+    """What keeps a server from listening where `key` says. gRPC does not tell: so it is tried again by plain means."""
+    why, hint = str(e), None
+    path = Path(address.path)
+    try:
+        with socket.socket(socket.AF_UNIX if address.path else family_of(address.host)) as probe:
+            probe.bind(address.path or (address.host.strip("[]"), address.port))
+        if address.path:
+            path.unlink()
+    except socket.gaierror:
+        why, hint = f"the host name {address.host!r} does not resolve", "Write a name or address of this machine."
+    except OSError as found:
+        why = found.strerror or str(found)
+        if address.path and path.exists() and not path.is_socket():
+            why, hint = "what is there is no socket", "Move it away, or choose another path."
+        elif address.path and not path.parent.is_dir():
+            why, hint = f"there is no folder {str(path.parent)!r}", "Make the folder, or choose another path."
+        elif found.errno == errno.EADDRINUSE:
+            hint = "Stop the process that listens there, or choose another port."
+    return error("INVALID_CONFIGURATION", f"{key} = {str(address)!r}: cannot listen there: {why}", hint=hint)
+
+
+def check_nobody_listens(address: SidecarAddress, key: str) -> None:
+    """To be called before what takes long. Raises INVALID_CONFIGURATION if the port is taken; what else is wrong with
+    an address turns out when it is listened at."""
+    if address.path:
+        path = Path(address.path)
+        if path.exists() and not path.is_socket():
+            raise cannot_listen(address, FileExistsError(), key)
+        if owner := _listener(path):
+            raise _taken(address, owner, key)
+        return
+    with socket.socket(family_of(address.host)) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((address.host.strip("[]"), address.port))
+        except OSError as e:
+            if e.errno == errno.EADDRINUSE:
+                raise cannot_listen(address, e, key) from e
+
+
+def family_of(host: str) -> int:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+class SocketPath:
+    """The path of a Unix socket, which this process owns until `close`.
+
+    gRPC removes what it finds at a path, and at its end what it finds there by then. So it listens at another name in
+    the same folder, and the socket is moved to the path.
+    """
+
+    def __init__(self, address: SidecarAddress, mode: int, key: str) -> None:
+        """Raises INVALID_CONFIGURATION if another process listens there, or is about to; OSError."""
+        self._address = address
+        self._path = Path(address.path)
+        self._mode = mode
+        self._key = key
+        self._lock: Lock | None = None
+        self._socket: tuple[int, int, int] | None = None
+        self._own()
+
+    def _own(self) -> None:
+        if self._lock is None or not self._lock.is_held():
+            try:
+                lock = Lock.take(Path(f"{self._path}{_LOCK_SUFFIX}"))
+            except BlockingIOError as e:
+                raise _taken(self._address, str(e.strerror), self._key) from e
+            if self._lock is not None:
+                self._lock.close()
+            self._lock = lock
+        try:
+            # A process that knows of no such lock.
+            check_nobody_listens(self._address, self._key)
+        except SeqdedupeError:
+            self.close()
+            raise
+
+    def listen(self, add_port: Callable[[SidecarAddress], int]) -> None:
+        """Has a server listen at the path. Raises INVALID_CONFIGURATION if another process does; RuntimeError;
+        OSError."""
+        self._own()
+        # A process of another container may have the same number as this one, and the same folder.
+        own = self._path.with_name(f".{secrets.token_hex(_NAME_BYTES)}")
+        add_port(replace(self._address, path=str(own)))
+        own.chmod(self._mode)
+        made = _identity(own)
+        own.rename(self._path)
+        self._socket = made
+
+    def is_there(self) -> bool:
+        """Whether the path still leads to this process."""
+        try:
+            return self._socket == _identity(self._path)
+        except OSError:
+            return False
+
+    def close(self) -> None:
+        """Removes the socket, unless it is another one by now. May be called again."""
+        if self.is_there():
+            with suppress(OSError):
+                self._path.unlink()
+        self._socket = None
+        if self._lock is not None:
+            self._lock.remove()
+            self._lock = None
+
+
+def _identity(path: Path) -> tuple[int, int, int]:
+    """A file's number is given again; the time at which a socket was made does not change."""
+    found = os.stat(path, follow_symlinks=False)
+    return found.st_dev, found.st_ino, found.st_mtime_ns
+
+
+def _listener(path: Path) -> str:
+    """Who listens at a path, in words; empty if nobody does."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(str(path))
+        except (FileNotFoundError, NotADirectoryError, ConnectionRefusedError):
+            return ""
+        except OSError as e:
+            # It takes no more connections now, or none of this process.
+            return f"something that does not answer ({e.strerror or e})"
+        pid, _, _ = _CREDENTIALS.unpack(probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+        return f"process {pid}"
+
+
+def _taken(address: SidecarAddress, owner: str, key: str) -> SeqdedupeError:
+    what = f"{key} = {str(address)!r}: cannot listen there: {owner} does"
+    return error("INVALID_CONFIGURATION", what, hint="Stop that process, or choose another path.")

@@ -1,0 +1,281 @@
+"""What a sidecar tells of itself as it runs: structured logs on standard error, traces, and its last warnings.
+
+`configure` sends what is logged to standard error; `Traces` has OpenTelemetry's spans; `LastWarnings` keeps what
+`GetStatistics` shows.
+"""
+
+import asyncio
+import json
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+import grpc
+
+from broker_sidecar.rpc import Context, Handle, Wrapping, known_code
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
+from collections import deque
+
+from seqdedupe.v1 import admin_pb2
+
+_OF_EVERY_RECORD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+
+
+LINES = 20
+WINDOW_SECONDS = 10.0
+"""So many lines of a kind are written in so long."""
+
+MAX_KINDS = 1_000
+"""So many kinds are told apart at once: there are fewer, unless text from elsewhere is among them."""
+
+_Kind = tuple[str, int, str]
+_OTHERS: _Kind = ("", 0, "")
+
+
+def _extra(record: logging.LogRecord) -> dict[str, object]:
+    """What was logged as `extra`."""
+    return {key: value for key, value in vars(record).items() if key not in _OF_EVERY_RECORD}
+
+
+class _Text(logging.Formatter):
+    """A line for a person, with what was logged as `extra` after it."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 (the library's name)
+        return " ".join([super().formatMessage(record), *(f"{k}={v}" for k, v in _extra(record).items())])
+
+
+class _Json(logging.Formatter):
+    """`event`, `level`, `logger`, `timestamp`, and what was logged as `extra`."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        entry: dict[str, object] = {
+            "timestamp": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "event": record.getMessage(),
+        }
+        entry |= _extra(record)
+        if record.exc_info:
+            entry["exception"] = self.formatException(record.exc_info)
+        return json.dumps(entry, default=str, ensure_ascii=False)
+
+
+@dataclass(slots=True)
+class _Window:
+    """What was logged of a kind since its first line of late."""
+
+    ends: float
+    lines: int = 0
+    left_out: int = 0
+
+
+def _later(seconds: float, tell: Callable[[], None]) -> None:
+    timer = threading.Timer(seconds, tell)
+    timer.daemon = True
+    timer.start()
+
+
+class Limit(logging.Filter):
+    """Lets LINES of a kind through in WINDOW_SECONDS, and then one that says how many were left out (`left_out`).
+
+    What a client or a failing disk can cause a thousand times says nothing new, and fills the disk. Lines are of a kind
+    if the same place says them, as bad, whatever they are about.
+    """
+
+    def __init__(
+        self,
+        now_seconds: Callable[[], float] = time.monotonic,
+        later: Callable[[float, Callable[[], None]], None] = _later,
+    ) -> None:
+        super().__init__()
+        self._now_seconds = now_seconds
+        self._later = later
+        self._lock = threading.Lock()
+        self._windows: dict[_Kind, _Window] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if hasattr(record, "left_out"):
+            return True
+        kind = record.name, record.levelno, str(record.msg)
+        now = self._now_seconds()
+        with self._lock:
+            window = self._window(kind, now)
+            window.lines += 1
+            if window.lines <= LINES:
+                return True
+            window.left_out += 1
+            is_first = window.left_out == 1
+        if is_first:
+            self._later(window.ends - now, lambda: _tell(kind, window))
+        return False
+
+    def _window(self, kind: _Kind, now: float) -> _Window:
+        if kind not in self._windows and len(self._windows) >= MAX_KINDS:
+            self._windows = {other: left for other, left in self._windows.items() if now < left.ends}
+            if len(self._windows) >= MAX_KINDS:
+                kind = _OTHERS
+        window = self._windows.get(kind)
+        if window is None or now >= window.ends:
+            self._windows[kind] = window = _Window(now + WINDOW_SECONDS)
+        return window
+
+
+def _tell(kind: _Kind, window: _Window) -> None:
+    name, level, message = kind
+    told = "%d lines were left out as this one: %s"
+    logging.getLogger(name).log(level, told, window.left_out, message, extra={"left_out": window.left_out})
+
+
+def configure(level: str, form: str) -> None:
+    """Sends everything that is logged to standard error, from this level on."""
+    handler = logging.StreamHandler(sys.stderr)
+    text = _Text("%(asctime)s %(levelname)-7s %(name)s: %(message)s")
+    handler.setFormatter(_Json() if form == "json" else text)
+    handler.addFilter(Limit())
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(level.upper())
+
+
+# -- OpenTelemetry traces: a span for each call whose client sends a context (W3C's `traceparent`).
+#
+# Where spans go is said by OpenTelemetry's own variables; without one of `ENDPOINT_VARIABLES` nothing is traced, and
+# nothing imported. Needs the extra `seqdedupe[tracing]`.
+
+logger = logging.getLogger("seqdedupe.traces")
+
+ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+
+CLOSE_SECONDS = 2.0
+"""So long the end waits until the last spans are sent; a collector that is gone holds up no stop."""
+
+_CONTEXT = ("traceparent", "tracestate")
+_NAME = "seqdedupe"
+
+_FAULTS = ("UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS")
+"""Codes that are the server's fault, by OpenTelemetry's semantic conventions for gRPC; others are the caller's."""
+
+
+class Traces:
+    """Whether calls are traced, and where their spans go."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self._provider: TracerProvider | None = None
+        if any(environment.get(name) for name in ENDPOINT_VARIABLES):
+            self._provider = _provider(environment)
+
+    def traced(self, handler: grpc.GenericRpcHandler) -> grpc.GenericRpcHandler:
+        """The service as this handler serves it, traced."""
+        return handler if self._provider is None else _Traced(handler, self._provider)
+
+    async def close(self) -> None:
+        """Sends the spans that wait, if the collector takes them soon."""
+        if self._provider is not None:
+            # A thread of its own, for which nobody waits longer: a collector that is silent would have it for long.
+            closing = threading.Thread(target=self._provider.shutdown, daemon=True)
+            closing.start()
+            await asyncio.to_thread(closing.join, CLOSE_SECONDS)
+
+
+def _provider(environment: Mapping[str, str]) -> "TracerProvider | None":
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    except ImportError:
+        logger.warning("an OTLP endpoint is set, and calls are not traced: install seqdedupe[tracing]")
+        return None
+    named = Resource.create({} if environment.get("OTEL_SERVICE_NAME") else {"service.name": _NAME})
+    provider = TracerProvider(resource=named, shutdown_on_exit=False)
+    # Its queue is bounded: spans that a collector does not take are dropped.
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+    return provider
+
+
+class _Traced(Wrapping):
+    def __init__(self, handler: grpc.GenericRpcHandler, provider: "TracerProvider") -> None:
+        from opentelemetry import trace
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        super().__init__(handler)
+        self._trace: Any = trace
+        self._tracer = provider.get_tracer(_NAME)
+        self._propagator = TraceContextTextMapPropagator()
+
+    def wrap(self, method: str, handle: Handle, found: "grpc.RpcMethodHandler[Any, Any]") -> Handle:
+        name = method.removeprefix("/")
+        service, _, call = name.rpartition("/")
+        attributes = {"rpc.system": "grpc", "rpc.service": service, "rpc.method": call}
+
+        async def traced(request: Any, context: Context) -> Any:
+            if not (sent := _sent(context.invocation_metadata() or ())):
+                return await handle(request, context)
+            parent = self._propagator.extract(sent)
+            if not self._trace.get_current_span(parent).get_span_context().is_valid:
+                return await handle(request, context)
+            span = self._tracer.start_span(name, parent, self._trace.SpanKind.SERVER, attributes)
+            code = None
+            try:
+                return await handle(request, context)
+            except asyncio.CancelledError:
+                code = grpc.StatusCode.CANCELLED
+                raise
+            finally:
+                self._end(span, code or known_code(context.code()) or grpc.StatusCode.OK, context)
+
+        return traced
+
+    def _end(self, span: Any, code: grpc.StatusCode, context: Context) -> None:
+        span.set_attribute("rpc.grpc.status_code", code.value[0])
+        if code.name in _FAULTS:
+            details: Any = context.details() or ""
+            why = details.decode(errors="replace") if isinstance(details, bytes) else details
+            span.set_status(self._trace.Status(self._trace.StatusCode.ERROR, why))
+        span.end()
+
+
+def _sent(metadata: Iterable[tuple[str, str | bytes]]) -> dict[str, str]:
+    return {name: value for name, value in metadata if name in _CONTEXT and isinstance(value, str)}
+
+
+# -- The last that the process warned of, for whoever looks at it.
+
+KEPT = 50
+
+MAX_MESSAGE_CHARACTERS = 2_000
+"""Of a longer message the beginning is kept."""
+
+
+class LastWarnings(logging.Handler):
+    """Keeps the newest KEPT records of level WARNING and above, in whatever thread they are logged."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._kept: deque[admin_pb2.Warning] = deque(maxlen=KEPT)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            message = record.getMessage()
+            if record.exc_info and record.exc_info[1] is not None:
+                message += f": {type(record.exc_info[1]).__name__}: {record.exc_info[1]}"
+        except Exception:  # noqa: BLE001 (as every handler of the library: a record that cannot be told harms nobody)
+            self.handleError(record)
+            return
+        self._kept.append(
+            admin_pb2.Warning(
+                time_ms=int(record.created * 1000),
+                level=record.levelname,
+                message=message[:MAX_MESSAGE_CHARACTERS].encode(errors="replace").decode(),
+            )
+        )
+
+    def newest_first(self) -> list[admin_pb2.Warning]:
+        return list(self._kept)[::-1]

@@ -1,0 +1,329 @@
+"""A small HTTP server in threads of its own, beside the event loop: GET and HEAD, one request a connection.
+
+Whoever sends or reads slowly, or says nothing, holds one of MAX_CONNECTIONS threads, and gives it up to whoever comes
+when there are no more. Threads that wait for the event loop end later; while there are MAX_THREADS nobody else is let
+in. Nothing that a client does is waited for by the event loop.
+"""
+
+import asyncio
+import base64
+import binascii
+import logging
+import socket
+import threading
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from email.message import Message
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler
+from io import BytesIO
+from ipaddress import IPv6Address, ip_address
+from typing import Any, TypeVar
+from urllib.parse import parse_qsl, urlsplit
+
+from google.protobuf import message
+
+from broker_sidecar.security.authentication import Authentication
+from broker_sidecar.security.permissions import Permissions
+from broker_sidecar.security.subject import Subject, set_caller
+from broker_sidecar.security.trail import Trail
+from broker_sidecar.services.admin_service import SERVICE
+from broker_sidecar.sockets import cannot_listen, family_of
+from seqdedupe.address import SidecarAddress
+from seqdedupe.errors import SeqdedupeError, error
+
+logger = logging.getLogger("seqdedupe.web")
+
+MAX_CONNECTIONS = 16
+"""At once. One more ends the oldest of them."""
+
+MAX_THREADS = 2 * MAX_CONNECTIONS
+"""Of those too whose connections have ended."""
+
+MAX_HEAD_BYTES = 16 * 1024
+"""Of a request: its first line and its headers. It has no body that anybody reads."""
+
+HEAD_SECONDS = 10.0
+"""By then a client has sent its request."""
+
+SEND_SECONDS = 30.0
+"""By then it has read the answer."""
+
+LOOP_SECONDS = 20.0
+"""So long an answer waits for the event loop."""
+
+FULL_SECONDS = 0.1
+"""After a connection could not be served."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What is asked for."""
+
+    path: str
+    query: Mapping[str, str]
+    """Of several values of one name the last."""
+    headers: "Message[str, str]"
+    """By name, whatever its case."""
+    client: tuple[str, int]
+    """Its address, as a number, and port."""
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """What is answered."""
+
+    body: bytes
+    content_type: str
+    status: HTTPStatus = HTTPStatus.OK
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+def text(body: str, status: HTTPStatus = HTTPStatus.OK) -> Response:
+    """An answer in plain text."""
+    return Response(f"{body}\n".encode(), "text/plain; charset=utf-8", status)
+
+
+Route = Callable[[Request], Response]
+"""Makes the answer, in a thread of the connection: what is of the event loop is asked for by `on_loop`."""
+
+
+def on_loop(loop: asyncio.AbstractEventLoop, call: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """What the coroutine returns, run on the event loop; for a route. Raises TimeoutError, which becomes a 503."""
+    asked = asyncio.run_coroutine_threadsafe(call(), loop)
+    try:
+        return asked.result(LOOP_SECONDS)
+    finally:
+        asked.cancel()
+
+
+class WebServer:
+    """Listens when it is made, and serves `routes`, by path, once it has begun.
+
+    Where the address is loopback, a request must name it by that: else a page of anybody's could have a browser on
+    this machine read what is shown, by a host name that it points here. Raises INVALID_CONFIGURATION if it cannot
+    listen.
+    """
+
+    def __init__(self, address: SidecarAddress, routes: Mapping[str, Route], key: str) -> None:
+        """`key` of the configuration has said the address."""
+        self.routes = routes
+        self.is_local = address.is_local
+        self._socket = socket.socket(family_of(address.host))
+        try:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self._socket.bind((address.host.strip("[]"), address.port))
+            self._socket.listen()
+        except (OSError, OverflowError) as e:
+            self._socket.close()
+            raise cannot_listen(address, e, key) from e
+        self.address = replace(address, port=self._socket.getsockname()[1])
+        self._lock = threading.Lock()
+        self._free = threading.Semaphore(MAX_THREADS)
+        self._open: dict[socket.socket, None] = {}
+        """The oldest first."""
+        self._is_closed = False
+
+    def begin(self) -> None:
+        """Serves from now on, until `close`."""
+        threading.Thread(target=self._accept_all, name="seqdedupe-web", daemon=True).start()
+
+    def close(self) -> None:
+        """Ends all connections. May be called from any thread, and again."""
+        self._is_closed = True
+        _end(self._socket)
+        self._socket.close()
+        with self._lock:
+            for connection in self._open:
+                _end(connection)
+
+    def _accept_all(self) -> None:
+        while not self._is_closed:
+            self._free.acquire()
+            try:
+                connection, peer = self._socket.accept()
+                self._make_room(connection)
+                threading.Thread(target=self._serve, args=(connection, peer), name="seqdedupe-web", daemon=True).start()
+            except (OSError, RuntimeError) as e:
+                self._free.release()
+                # No descriptor is left, or no thread.
+                if not self._is_closed:
+                    logger.warning("a connection was not accepted: %s", e)
+                    time.sleep(FULL_SECONDS)
+
+    def _make_room(self, connection: socket.socket) -> None:
+        with self._lock:
+            if len(self._open) >= MAX_CONNECTIONS:
+                # Its thread finds out, and ends.
+                oldest = next(iter(self._open))
+                del self._open[oldest]
+                _end(oldest)
+            self._open[connection] = None
+
+    def _serve(self, connection: socket.socket, peer: Any) -> None:
+        try:
+            # A client that goes away, or is ended, in mid-answer.
+            with connection, suppress(OSError, _NoRequest):
+                _Handler(connection, peer, self)  # type: ignore[arg-type]  # it asks nothing of a server but these
+        finally:
+            with self._lock:
+                self._open.pop(connection, None)
+            self._free.release()
+
+
+class _NoRequest(Exception):
+    """A client has not sent its request in time, or none that may be so long."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """One request."""
+
+    server: WebServer  # type: ignore[assignment]
+    server_version = "seqdedupe"
+    sys_version = ""
+
+    def setup(self) -> None:
+        super().setup()
+        self.rfile = BytesIO(_head_of(self.connection))
+        # For all of what is sent at once.
+        self.connection.settimeout(SEND_SECONDS)
+
+    def do_GET(self) -> None:
+        response = self._answer()
+        self.send_response(response.status)
+        headers = {"Content-Type": response.content_type, "Content-Length": str(len(response.body))}
+        # What is shown is of this moment.
+        headers |= {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff", **response.headers}
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(response.body)
+
+    do_HEAD = do_GET  # noqa: N815 (the library's name)
+
+    def _answer(self) -> Response:
+        if self.server.is_local and not _is_local_name(self.headers.get("Host", "")):
+            return text("This address is asked for by the name localhost, or by number.", HTTPStatus.FORBIDDEN)
+        try:
+            url = urlsplit(self.path)
+        except ValueError:
+            return text("That is no path.", HTTPStatus.BAD_REQUEST)
+        route = self.server.routes.get(url.path)
+        if route is None:
+            return text(f"There is nothing here. There is: {' '.join(self.server.routes)}", HTTPStatus.NOT_FOUND)
+        try:
+            return route(Request(url.path, dict(parse_qsl(url.query)), self.headers, self.client_address[:2]))
+        except TimeoutError:
+            why = f"The sidecar's event loop has not answered for {LOOP_SECONDS:.0f} seconds."
+            return text(why, HTTPStatus.SERVICE_UNAVAILABLE)
+        except Exception as e:
+            # Whatever it is, the client gets an answer.
+            logger.error("a request failed", exc_info=e, extra={"path": url.path})
+            return text(f"The request failed inside the sidecar: {type(e).__name__}", HTTPStatus.INTERNAL_SERVER_ERROR)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Requests are not logged."""
+
+
+def _head_of(connection: socket.socket) -> bytes:
+    """A request up to the empty line after its headers. Raises `_NoRequest`; OSError."""
+    until = time.monotonic() + HEAD_SECONDS
+    head = b""
+    while b"\r\n\r\n" not in head and b"\n\n" not in head:
+        connection.settimeout(max(until - time.monotonic(), 0.001))
+        more = connection.recv(MAX_HEAD_BYTES)
+        head += more
+        if not more or len(head) > MAX_HEAD_BYTES:
+            raise _NoRequest
+    return head
+
+
+def _is_local_name(host: str) -> bool:
+    """Whether a Host header names this machine by localhost or an address, which nobody else's name can point to."""
+    name = host if host.endswith("]") else host.rpartition(":")[0] or host
+    if name.lower() == "localhost":
+        return True
+    try:
+        ip_address(name.strip("[]"))
+    except ValueError:
+        return False
+    return True
+
+
+def _end(connection: socket.socket) -> None:
+    """Whoever reads or writes it, or waits for connections, finds it ended."""
+    with suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+# -- Who looks at the pages: a browser shows a token as the password of HTTP's basic authentication.
+
+ASK = {"WWW-Authenticate": 'Basic realm="seqdedupe: the password is the token", charset="UTF-8"'}
+"""Has a browser ask for it."""
+
+_SCHEME = "basic"
+
+M = TypeVar("M", bound=message.Message)
+R = TypeVar("R")
+
+
+class Visitors:
+    """May a visitor make a call of AdminService? As in that call: by the token, and by the rules for whose it is."""
+
+    def __init__(self, authentication: Authentication, permissions: Permissions, trail: Trail) -> None:
+        self._authentication = authentication
+        self._permissions = permissions
+        self._trail = trail
+
+    async def call(self, visitor: Request, name: str, handle: Callable[[M], Awaitable[R]], request: M) -> R:
+        """Makes the call of this name as the visitor, on the event loop. Raises UNAUTHENTICATED, TOKEN_EXPIRED,
+        NOT_ALLOWED, and what the call raises."""
+        method = f"/{SERVICE}/{name}"
+        set_caller(self._subject(visitor, method))
+        self._permissions.check_call(method, request.SerializeToString())
+        return await handle(request)
+
+    def _subject(self, visitor: Request, method: str) -> Subject:
+        host, port = visitor.client
+        address = f"ipv6:[{host}]:{port}" if ":" in host else f"ipv4:{host}:{port}"
+        try:
+            return self._known(visitor, host, address)
+        except SeqdedupeError as e:
+            self._trail.unauthenticated(method, address, e)
+            raise
+
+    def _known(self, visitor: Request, host: str, address: str) -> Subject:
+        token = _token_in(visitor)
+        if token is not None and not _is_loopback(host):
+            # It has been sent already. Whoever tries it once knows not to make a habit of it.
+            why = f"a token was sent from {host} without TLS: whoever was on the way can have read it"
+            raise error("UNAUTHENTICATED", why, hint="Make another token, and forward a port to look at the page.")
+        return self._authentication.of_token(token, address)
+
+
+def _token_in(visitor: Request) -> bytes | None:
+    """The password that is shown; None if there is none."""
+    scheme, _, shown = visitor.headers.get("Authorization", "").partition(" ")
+    if scheme.lower() != _SCHEME:
+        return None
+    try:
+        return base64.b64decode(shown, validate=True).partition(b":")[2].strip()
+    except (binascii.Error, ValueError):
+        return None
+
+
+def _is_loopback(host: str) -> bool:
+    address = ip_address(host.partition("%")[0])
+    if isinstance(address, IPv6Address) and address.ipv4_mapped is not None:
+        address = address.ipv4_mapped
+    return address.is_loopback
+
+
+def asks(visitor: Request) -> bool:
+    """Whether a browser there may be asked for a token: only where nobody is on the way."""
+    return _is_loopback(visitor.client[0])

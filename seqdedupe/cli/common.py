@@ -1,0 +1,101 @@
+"""What the commands about a sidecar share: where it is, a client of it, a hint for a topic that is not there."""
+
+import difflib
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import click
+
+from seqdedupe.client.blocking import Client
+from seqdedupe.client.connection import NOT_A_SIDECAR
+from seqdedupe.client.producer_session import OPEN_TIMEOUT_SECONDS
+from seqdedupe.client.route import OnWaiting
+from seqdedupe.command import CREDENTIAL_PARAMETERS, Command, sidecar_options, told_credentials
+from seqdedupe.errors import NotFoundError, OutcomeUnknownError, SeqdedupeError, UnavailableError, error
+from seqdedupe.names import topic_name
+
+_SHORT_NAMES = "persistent://public/default/"
+
+_POLL_SECONDS = 0.2
+
+_SHORTEST_NEAR_NAME = 4
+"""A shorter name is near to too many."""
+
+as_json_option = click.option(
+    "--json", "as_json", is_flag=True, help="Print JSON, errors too, as docs/cli.md describes it."
+)
+
+
+def common(command: Command) -> Command:
+    """Adds `--address`, the options for credentials, and `--json`."""
+    return sidecar_options(as_json_option(command))
+
+
+def is_alone(context: click.Context) -> bool:
+    """Whether a group was called without one of its commands. Raises UsageError if it got the command's options."""
+    if context.invoked_subcommand is None:
+        return True
+    given = click.core.ParameterSource.COMMANDLINE
+    if any(context.get_parameter_source(name) is given for name in ("address", *CREDENTIAL_PARAMETERS, "as_json")):
+        raise click.UsageError(f"Options come after {context.invoked_subcommand!r}.", context)
+    return False
+
+
+def connect(address: str, on_waiting: OnWaiting | None = None) -> Client:
+    """A client of a sidecar that answers. Raises UNREACHABLE if it does not: at once, or after CALL_TIMEOUT_SECONDS;
+    NOT_A_SIDECAR if something else does.
+    With `on_waiting`, which is told why, one that is not up yet is waited for as long as a producer waits for it."""
+    client = Client(address, told_credentials())
+    give_up_at = time.monotonic() + OPEN_TIMEOUT_SECONDS
+    while True:
+        try:
+            client.admin.version()
+            return client
+        except OutcomeUnknownError as e:  # nothing was asked for whose outcome could matter
+            raise error("UNREACHABLE", f"no answer from the sidecar at {address}: {e.message}") from e
+        except UnavailableError as e:
+            if on_waiting is None or e.reason == NOT_A_SIDECAR or time.monotonic() > give_up_at:
+                raise
+            on_waiting(e)
+            on_waiting = _told_already
+        time.sleep(_POLL_SECONDS)
+
+
+def _told_already(_why: UnavailableError) -> None:
+    pass
+
+
+@contextmanager
+def connect_to(
+    address: str, topic: str, *, makes: bool = False, on_waiting: OnWaiting | None = None
+) -> Iterator[Client]:
+    """As `connect`; if the topic is not there, the error is that of `naming_near`."""
+    with connect(address, on_waiting) as client, naming_near(client, topic, makes=makes):
+        yield client
+
+
+@contextmanager
+def naming_near(client: Client, topic: str, *, makes: bool = False) -> Iterator[None]:
+    """If the topic is not there, the error names the one that may be meant; how it could be made it says only where the
+    block `makes` topics."""
+    try:
+        yield
+    except NotFoundError as e:
+        if e.reason != "TOPIC_NOT_FOUND" or "was deleted" in e.message:
+            raise
+        near = None
+        with suppress(SeqdedupeError):
+            near = _near_name(topic, client)
+        if near is None and makes:
+            raise
+        hint = f"Do you mean {near}?" if near else "Is the name mistyped? `seqdedupe topics` lists the topics."
+        raise error(e.reason, e.message, hint=hint) from e
+
+
+def _near_name(topic: str, client: Client) -> str | None:
+    """The topic whose name is one edit or so from this one."""
+    wanted = topic_name(topic).removeprefix(_SHORT_NAMES)
+    names = [known.name.removeprefix(_SHORT_NAMES) for known in client.admin.topics()]
+    long_names = [name for name in names if min(len(name), len(wanted)) >= _SHORTEST_NEAR_NAME]
+    return next(iter(difflib.get_close_matches(wanted, long_names, 1, max(0.0, 1 - 1.5 / len(wanted)))), None)

@@ -1,0 +1,322 @@
+"""The commands about data directories: `doctor` looks at one while no sidecar runs on it, and salvages what can be
+read; `backup`, `verify` and `restore` make a copy of one, check it, and make one of it again."""
+
+import logging
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from seqdedupe.cli.common import as_json_option, common, connect
+from seqdedupe.command import FAILED, WRONG_USAGE, echo, print_json, printable, say_failure
+from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.v1 import admin_pb2
+
+if TYPE_CHECKING:
+    from seqdedupe.backup.manifest import Manifest
+    from seqdedupe.doctor.findings import Findings, Missing, TopicFindings
+    from seqdedupe.doctor.salvage import Salvage
+    from seqdedupe.log.embedded.inspection import Damage
+
+SHOWN = 20
+"""Of a topic, so many places of damage and missing IDs are printed; `--json` has all."""
+
+
+@click.command(short_help="Check a data directory; salvage what can be read.")
+@click.argument("directory", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option(
+    "--salvage",
+    "to",
+    type=click.Path(path_type=Path),
+    metavar="NEW_DIRECTORY",
+    help="Write what can be read into a new data directory, with a report of what is missing.",
+)
+@as_json_option
+def doctor(directory: Path, to: Path | None, as_json: bool) -> int:
+    """Check a data directory, every byte of it, while no sidecar runs on it. Nothing in it is changed.
+
+    The exit status is 0 if all is whole, 1 if something is damaged, 2 if it could not be looked at.
+    """
+    try:
+        return _run(directory, to, as_json)
+    except SeqdedupeError as e:
+        say_failure("seqdedupe", e, as_json=as_json)
+    except OSError as e:
+        say_failure("seqdedupe", error("LOG_UNREADABLE", str(e)), as_json=as_json)
+    return WRONG_USAGE
+
+
+def prepare() -> None:
+    """Before what looks at a data directory is imported. Raises INVALID_CONFIGURATION if that cannot be."""
+    # What is logged while a store is opened is of the copy.
+    logging.getLogger("seqdedupe").addHandler(logging.NullHandler())
+    try:
+        from broker_sidecar import kernels
+
+        kernels.prepare()
+        from seqdedupe.doctor.examine import examine
+    except ModuleNotFoundError as e:
+        raise error(
+            "INVALID_CONFIGURATION",
+            f"a data directory is looked at with {e.name}, which is not installed",
+            hint="Install it: pip install 'seqdedupe[sidecar]'",
+        ) from e
+    _ = examine
+
+
+def _run(directory: Path, to: Path | None, as_json: bool) -> int:
+    prepare()
+    from seqdedupe.doctor.examine import examine
+    from seqdedupe.doctor.salvage import salvage
+    from seqdedupe.locks import kept_unused
+    from seqdedupe.store.directories import parts_of
+
+    with kept_unused(directory):
+        parts = parts_of(directory)
+        if parts != [directory]:
+            return _run_on_workers(directory, [examine(part) for part in parts] if to is None else None, as_json)
+        if to is None:
+            findings = examine(directory)
+            print_json(findings.to_json()) if as_json else print_findings(findings)
+        else:
+            made = salvage(directory, to)
+            findings = made.findings
+            print_json(made.to_json()) if as_json else _print_salvage(made, to)
+        return 0 if findings.is_whole else FAILED
+
+
+def _run_on_workers(directory: Path, each: "list[Findings] | None", as_json: bool) -> int:
+    if each is None:
+        why = f"{directory} has several workers, and each is salvaged for itself"
+        raise error("INVALID_CONFIGURATION", why, hint=f"Name {directory}/worker-0, and then the others.")
+    is_whole = all(findings.is_whole for findings in each)
+    if as_json:
+        workers = [findings.to_json() for findings in each]
+        print_json({"directory": str(directory), "whole": is_whole, "workers": workers})
+        return 0 if is_whole else FAILED
+    for findings in each:
+        print_findings(findings)
+    _say(f"{directory}, {len(each)} workers, is " + ("whole" if is_whole else "NOT WHOLE"))
+    return 0 if is_whole else FAILED
+
+
+def print_findings(findings: "Findings") -> None:
+    """For a person."""
+    for topic in findings.topics:
+        _print_topic(topic)
+    _say(f"store: {findings.store.value}" + (f": {findings.store_why}" if findings.store_why else ""))
+    if findings.journal_why:
+        _say(f"journal: {findings.journal_why}")
+    for cure in findings.cures:
+        _say(f"what to do: {cure}")
+    _say(f"{findings.directory} is " + ("whole" if findings.is_whole else "NOT WHOLE"))
+
+
+def _print_topic(topic: "TopicFindings") -> None:
+    _say(f"{topic.name}: " + ("whole" if topic.is_whole else "NOT WHOLE"))
+    indexes = f", indexes {topic.first_index} to {topic.next_index - 1}" if topic.messages else ""
+    _say(
+        f"  {topic.messages:,} messages can be read{indexes}, {topic.producers:,} producers, {topic.log_bytes:,} bytes"
+    )
+    for damage in topic.damage[:SHOWN]:
+        _say(f"  damage: {damage.file}, byte {damage.offset}: {damage.what}; it concerns {_indexes(damage)}")
+    _say_more(len(topic.damage), "places of damage")
+    for missing in topic.missing[:SHOWN]:
+        _say(f"  missing: {_missing(missing)}")
+    _say_more(len(topic.missing), "producers' missing messages")
+    if topic.imported_ids:
+        why = f" are NOT there: {topic.imported_why}" if topic.imported_why else ""
+        _say(f"  {topic.imported_ids:,} imported deduplication IDs{why}")
+    for why in topic.disagreements:
+        _say(f"  wrong: {why}")
+    if (torn := topic.torn_end) is not None:
+        _say(
+            f"  no damage: {torn.file} has a torn end of {torn.size_bytes:,} bytes (about {torn.records} records) from "
+            f"byte {torn.offset} on, which nobody was told is stored; the next start cuts it off"
+        )
+    for note in topic.notes:
+        _say(f"  no damage: {note}")
+    for cure in dict.fromkeys(topic.cures):
+        _say(f"  what to do: {cure}")
+
+
+def _say_more(count: int, what: str) -> None:
+    if count > SHOWN:
+        _say(f"  … and {count - SHOWN:,} more {what}: --json has all")
+
+
+def _indexes(damage: "Damage") -> str:
+    first, following = damage.first_index, damage.next_index
+    if following is None:
+        return f"index {first} and it is not known which after it"
+    if following == first:
+        return f"no message (a marker or a control record before index {first})"
+    return f"{following - first:,} messages, indexes {first} to {following - 1}"
+
+
+def _missing(missing: "Missing") -> str:
+    ids = f"producer {missing.producer!r}, sequence IDs {missing.first_sequence_id} to {missing.last_sequence_id}"
+    if missing.messages is not None:
+        return f"{ids}, {missing.messages:,} messages"
+    if missing.is_perhaps_trimmed:
+        return f"{ids}, as far as they were used and retention had not dropped them"
+    return f"{ids}, as far as they were used"
+
+
+def _print_salvage(made: "Salvage", to: Path) -> None:
+    print_findings(made.findings)
+    for topic in made.topics:
+        how = "copied" if topic.is_copied else f"written anew, incarnation {topic.record.incarnation}"
+        _say(f"{topic.record.name}: {how}")
+        for kept in topic.kept[:SHOWN] if not topic.is_copied else ():
+            new = f"{kept.new_first_index} to {kept.new_first_index + kept.last_index - kept.first_index}"
+            _say(f"  indexes {kept.first_index} to {kept.last_index} are {new} now")
+        if not topic.is_copied:
+            _say_more(len(topic.kept), "stretches")
+    for name in made.left_out:
+        _say(f"{name}: LEFT OUT")
+    _say(f"{to} is ready; its file salvage.json says what is missing")
+
+
+def _say(line: str) -> None:
+    echo(printable(line))
+
+
+# -- Backups: one is made by the sidecar, while it runs; it is checked and restored without one.
+
+_FOLDER = click.Path(file_okay=False, path_type=Path)
+
+
+@click.command(short_help="Have the sidecar make a backup of all that it has.")
+@click.argument("name")
+@common
+def backup(name: str, address: str, as_json: bool) -> int:
+    """Have the running sidecar make a backup of all that it has, in a new folder NAME in its backup_directory.
+
+    Exit status 1 if something was damaged where it was taken, and is so in the backup.
+    """
+    with connect(address) as client:
+        made = client.admin.backup(name, _say_progress)
+    is_whole = not any(one.damaged or one.left_out for one in made)
+    if as_json:
+        print_json({"whole": is_whole, "parts": [_part_json(one) for one in made]})
+    else:
+        for one in made:
+            _say(
+                f"{one.directory}: {one.topics:,} topics, {one.bytes:,} bytes, {one.linked_bytes:,} of them shared "
+                f"with an earlier backup; as of {_moment(one.made_at_us)}"
+            )
+            _say_faults(one.damaged, one.left_out)
+    return 0 if is_whole else FAILED
+
+
+@click.command(short_help="Check a backup, every byte of it.")
+@click.argument("directory", type=_FOLDER)
+@as_json_option
+def verify(directory: Path, as_json: bool) -> int:
+    """Check a backup: that each file is what was written, and, as the doctor does, that logs and store are whole and
+    belong together.
+
+    Exit status 1 if not.
+    """
+    prepare()
+    from seqdedupe.backup.manifest import check, parts_of
+    from seqdedupe.doctor.examine import examine
+
+    parts = parts_of(directory)
+    manifests = [check(part) for part in parts]
+    findings = [examine(part) for part in parts]
+    is_whole = all(found.is_whole for found in findings) and not any(one.damaged or one.left_out for one in manifests)
+    if as_json:
+        values = [
+            _manifest_json(part, manifest) | {"findings": found.to_json()}
+            for part, manifest, found in zip(parts, manifests, findings, strict=True)
+        ]
+        print_json({"directory": str(directory), "whole": is_whole, "parts": values})
+    else:
+        for part, manifest, found in zip(parts, manifests, findings, strict=True):
+            print_findings(found)
+            _say_manifest(part, manifest)
+        _say(f"the backup {directory} is " + ("whole" if is_whole else "NOT WHOLE"))
+    return 0 if is_whole else FAILED
+
+
+@click.command(short_help="Make a data directory of a backup.")
+@click.argument("backup", type=_FOLDER)
+@click.argument("data_directory", type=_FOLDER)
+@as_json_option
+def restore(backup: Path, data_directory: Path, as_json: bool) -> int:
+    """Make a data directory of a backup, for a sidecar to be started on. It must be empty or not there.
+
+    Each file is checked against what was written. Exit status 1 if something was damaged already where the backup was
+    taken.
+    """
+    prepare()
+    from seqdedupe.backup.manifest import restore
+
+    manifests = restore(backup, data_directory)
+    is_whole = not any(one.damaged or one.left_out for one in manifests)
+    if as_json:
+        values = [_manifest_json(data_directory, manifest) for manifest in manifests]
+        print_json({"directory": str(data_directory), "whole": is_whole, "parts": values})
+    else:
+        for manifest in manifests:
+            _say_manifest(data_directory, manifest)
+    return 0 if is_whole else FAILED
+
+
+def _say_progress(so_far: "list[admin_pb2.BackupResponse]") -> None:
+    """To whoever looks on."""
+    if sys.stderr.isatty():
+        click.echo(f"\r{sum(one.bytes for one in so_far):,} bytes ", err=True, nl=False)
+
+
+def _moment(at_us: int) -> str:
+    return datetime.fromtimestamp(at_us / 1e6, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+def _say_manifest(place: Path, manifest: "Manifest") -> None:
+    text = (
+        f"{place}: {len(manifest.files):,} files, {manifest.size_bytes:,} bytes, as of {_moment(manifest.made_at_us)}"
+    )
+    _say(text)
+    _say_faults(manifest.damaged, manifest.left_out)
+
+
+def _say_faults(damaged: Any, left_out: Any) -> None:
+    for one in damaged:
+        _say(f"  damaged, as where it was taken: {one.topic}: {one.what}")
+    for one in left_out:
+        _say(f"  LEFT OUT: {one.topic}: {one.what}")
+
+
+def _faults_json(faults: Any) -> list[dict[str, Any]]:
+    return [{"topic": one.topic, "incarnation": one.incarnation, "what": one.what} for one in faults]
+
+
+def _part_json(one: Any) -> dict[str, Any]:
+    """The form is documented: keep it stable."""
+    return {
+        "directory": one.directory,
+        "made_at_us": one.made_at_us,
+        "topics": one.topics,
+        "bytes": one.bytes,
+        "linked_bytes": one.linked_bytes,
+        "damaged": _faults_json(one.damaged),
+        "left_out": _faults_json(one.left_out),
+    }
+
+
+def _manifest_json(place: Path, manifest: "Manifest") -> dict[str, Any]:
+    """The form is documented: keep it stable."""
+    return {
+        "directory": str(place),
+        "made_at_us": manifest.made_at_us,
+        "version": manifest.version,
+        "files": len(manifest.files),
+        "bytes": manifest.size_bytes,
+        "damaged": _faults_json(manifest.damaged),
+        "left_out": _faults_json(manifest.left_out),
+    }

@@ -1,0 +1,644 @@
+"""`seqdedupe publish`: a file's records, each once, however often it is started; by sequence ID or an ID of its own."""
+
+import sys
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from heapq import merge
+from operator import attrgetter
+from pathlib import Path
+from typing import NamedTuple, get_args
+
+import click
+import numpy as np
+
+from seqdedupe.cli.common import common, connect_to
+from seqdedupe.cli.record_source import STANDARD_INPUT, Form, JsonPath, RecordSource, SourceRecord
+from seqdedupe.client import Message, Persisted, PositionError, Verdict
+from seqdedupe.client.blocking import Client, Producer, Publisher, Receipt
+from seqdedupe.command import echo, print_json, print_table, say, tell_waiting
+from seqdedupe.errors import DataLossError, InvalidRequestError, NotFoundError, SeqdedupeError, error
+from seqdedupe.limits import MAX_DEDUPLICATION_ID_BYTES
+from seqdedupe.names import partition_name, producer_name, topic_name
+from seqdedupe.v1 import admin_pb2
+
+# -- Going on where an earlier run has ended, only if the source is still the one that was published.
+
+RECORD_PROPERTY = "seqdedupe.record"
+"""The property of a message with its record's number in the source, where the sequence ID is another."""
+
+
+class Resume:
+    """Finds the records that are to be published: those after the last one that the topic has of this producer.
+
+    That one must be in the source, with the same text and as the same record in number: else records were changed,
+    inserted or removed before it, and to go on would leave some of them out. A source that begins after it is the
+    next one of the same producer, and none of its records is left out.
+
+    Of a partitioned topic that holds for the last one in each partition, and those after the first that any partition
+    may lack are published: what is there already is Dup.
+    """
+
+    def __init__(self, client: Client, producer: Producer, *, numbers_are_ids: bool, trust_source: bool) -> None:
+        self.after = producer.persisted_sequence_id
+        """All up to this sequence ID is published; -1 if nothing is."""
+        self.records_read = 0
+        self._last = {one.sequence_id: one for one in producer.persisted if one.sequence_id >= 0}
+        self._client = client
+        self._producer = producer
+        self._numbers_are_ids = numbers_are_ids
+        self._trust_source = trust_source
+        self._is_verified = False
+        self._why_not = ""
+
+    def new_records(self, source: RecordSource) -> Iterator[SourceRecord]:
+        """The records to be published.
+
+        Raises SOURCE_CHANGED, SOURCE_UNVERIFIED or SOURCE_INCOMPLETE before the first of them.
+        """
+        left = dict(self._last)
+        held: list[
+            SourceRecord
+        ] = []  # not more than a producer has in flight: what comes after the last one checked is sent
+        for record in source:
+            self.records_read += 1
+            if left:
+                self._check_off(record, left)
+            if record.sequence_id > self.after:
+                held.append(record)
+                if not left:
+                    self._check_verified()
+                    yield from held
+                    held.clear()
+        if left:
+            self._check_end(source, max(left))
+        self._check_verified()
+        yield from held
+
+    def _check_off(self, record: SourceRecord, left: dict[int, Persisted]) -> None:
+        """Compares the record with what was published last, and forgets what is before it."""
+        for sequence_id in [one for one in left if one < record.sequence_id]:
+            if record.number:
+                raise self._changed(sequence_id, "is no longer there")
+            del left[sequence_id]
+        if one := left.pop(record.sequence_id, None):
+            self._compare(record, one)
+
+    def _check_end(self, source: RecordSource, sequence_id: int) -> None:
+        """The source has ended before the last record published."""
+        if source.unfinished_line:
+            raise source.incomplete()
+        if self._numbers_are_ids:
+            raise self._changed(sequence_id, f"is not there: it has {self.records_read:,} records")
+        if self.records_read:
+            self._why_not = "all of its records come before that one"
+
+    def _compare(self, record: SourceRecord, one: Persisted) -> None:
+        """The record of the last ID published with what was published."""
+        message = self._published(one)
+        if message is None:
+            return
+        number = message.properties.get(RECORD_PROPERTY)
+        if number is not None and number != str(record.number):
+            raise self._changed(
+                one.sequence_id,
+                f"is number {record.number}, and was number {number} when it was published: records were inserted or "
+                "removed before it",
+            )
+        if (message.payload or b"") != record.payload:
+            raise self._changed(one.sequence_id, "is not the one that was published")
+        if number is None and not self._numbers_are_ids:
+            self._why_not = "the message does not say which record it was"
+        else:
+            self._is_verified = True
+
+    def _published(self, one: Persisted) -> Message | None:
+        """The last message published; None if it cannot be looked at any more."""
+        if one.position is None:
+            self._why_not = "the sidecar no longer knows where that message stands"
+            return None
+        with self._client.reader(one.topic, one.position.index) as reader:
+            try:
+                return next(reader)
+            except PositionError as e:
+                if e.reason != "POSITION_TRIMMED":
+                    raise
+        self._why_not = "retention has removed that message"
+        return None
+
+    def _check_verified(self) -> None:
+        """Whether the source may be the one that was published: one message that shows it is enough."""
+        if self._why_not and not self._is_verified and not self._trust_source:
+            highest = max(self._last)
+            raise error(
+                "SOURCE_UNVERIFIED",
+                f"producer {self._producer.name!r} has published up to sequence ID {highest}, and it cannot "
+                f"be told whether this file is the one that was published: {self._why_not}; nothing was sent",
+                sequence_id=highest,
+            )
+
+    def _changed(self, sequence_id: int, what: str) -> SeqdedupeError:
+        return error(
+            "SOURCE_CHANGED",
+            f"producer {self._producer.name!r} has published up to sequence ID {sequence_id}, and in this file the "
+            f"record with that ID {what}; nothing was sent",
+            sequence_id=sequence_id,
+        )
+
+
+# -- `seqdedupe publish` to a topic of deduplication IDs: each record once, by the ID that it has of its own.
+
+ROWS = 1000
+BYTES = 1024 * 1024
+"""So much goes at once: with the next record, whose payload may have 5 MiB, it still is a batch."""
+
+
+def publish_by_id(publisher: Publisher, source: RecordSource) -> dict[str, object]:
+    """Publishes all records of a source whose keys are the IDs; what came of it.
+
+    Raises INVALID_DEDUPLICATION_ID for a record without an ID: those before it are published, and are Dup when the file
+    is published again.
+    """
+    counts = {Verdict.NOT_DUP: 0, Verdict.DUP: 0}
+    imported = 0
+    for some in _batches(source):
+        ids = [record.key or b"" for record in some]
+        result = publisher.send_batch([record.payload for record in some], ids)
+        for verdict in counts:
+            counts[verdict] += int((result.verdicts == verdict).sum())
+        imported += int(result.imported.sum())
+    return {
+        "topic": publisher.topic,
+        "read": sum(counts.values()),
+        "not_dup": counts[Verdict.NOT_DUP],
+        "dup": counts[Verdict.DUP],
+        "imported": imported,
+    }
+
+
+def _batches(source: RecordSource) -> Iterator[list[SourceRecord]]:
+    some: list[SourceRecord] = []
+    size_bytes = 0
+    for record in source:
+        if not 1 <= len(record.key or b"") <= MAX_DEDUPLICATION_ID_BYTES:
+            if some:
+                yield some
+            what = f"record {record.number} has a deduplication ID of {len(record.key or b'')} bytes"
+            why = f"{what}: it should have 1 to {MAX_DEDUPLICATION_ID_BYTES}; those before it are published"
+            raise error("INVALID_DEDUPLICATION_ID", why, hint="Correct it, and publish the file again: each goes once.")
+        some.append(record)
+        size_bytes += len(record.payload)
+        if len(some) == ROWS or size_bytes >= BYTES:
+            yield some
+            some, size_bytes = [], 0
+    if some:
+        yield some
+
+
+# -- `seqdedupe publish --verify`: a file against all that the topic holds of its producer.
+
+_MOST_SHOWN = 10
+"""Differences of each kind."""
+
+_KINDS = {
+    "payload_differs": "with another payload",
+    "key_differs": "with another key",
+    "missing": "missing in the topic",
+    "not_in_file": "not in the file",
+    "out_of_order": "out of order in the topic",
+}
+
+
+_HINT_NO_MESSAGES = (
+    "The topic holds nothing of this producer: are its name and the topic's right (`seqdedupe producers TOPIC`)? What "
+    "was published under another name would be stored twice if it were published under this one."
+)
+
+
+class Difference(NamedTuple):
+    """A record, a message, or both."""
+
+    kind: str
+    sequence_id: int
+    index: int | None  # type: ignore[assignment]  # a field, where a tuple has a method nobody needs here
+    line: int | None
+
+
+class Comparison:
+    """What a comparison has found: of each kind how many, and the first ten."""
+
+    def __init__(self, topic: str, name: str) -> None:
+        self.topic = topic_name(topic)
+        self.name = name
+        self.first_index = 0
+        self.records = self.messages = self.same = 0
+        self.counts = dict.fromkeys(_KINDS, 0)
+        self.shown = list[Difference]()
+
+    def compare(self, records: Iterable[SourceRecord], messages: Iterable[Message]) -> None:
+        """Merges the two, which both rise by sequence ID, in constant memory.
+
+        A message that does not rise is out of order: the topic has it once more, or too late, as can be where
+        deduplication was off, or after its producer was reset.
+        """
+        expected, found = self._counted(records), self._rising(messages)
+        record, message = next(expected, None), next(found, None)
+        while record is not None or message is not None:
+            if message is None or (record is not None and record.sequence_id < message.sequence_id):
+                self._note("missing", record, None)
+                record = next(expected, None)
+            elif record is None or message.sequence_id < record.sequence_id:
+                self._note("not_in_file", None, message)
+                message = next(found, None)
+            else:
+                self._compare_one(record, message)
+                record, message = next(expected, None), next(found, None)
+
+    def _counted(self, records: Iterable[SourceRecord]) -> Iterator[SourceRecord]:
+        for record in records:
+            self.records += 1
+            yield record
+
+    def _rising(self, messages: Iterable[Message]) -> Iterator[Message]:
+        highest = -1
+        for message in messages:
+            self.messages += 1
+            if message.sequence_id > highest:
+                highest = message.sequence_id
+                yield message
+            else:
+                self._note("out_of_order", None, message)
+
+    def _compare_one(self, record: SourceRecord, message: Message) -> None:
+        if (message.payload or b"") != record.payload:
+            self._note("payload_differs", record, message)
+        elif message.key != record.key:
+            self._note("key_differs", record, message)
+        else:
+            self.same += 1
+
+    def _note(self, kind: str, record: SourceRecord | None, message: Message | None) -> None:
+        self.counts[kind] += 1
+        if self.counts[kind] > _MOST_SHOWN:
+            return
+        index = None if message is None else message.index
+        if record is not None:
+            self.shown.append(Difference(kind, record.sequence_id, index, record.line))
+        elif message is not None:
+            self.shown.append(Difference(kind, message.sequence_id, index, None))
+
+    def failure(self) -> SeqdedupeError | None:
+        """The error unless all is the same."""
+        found = ", ".join(f"{count:,} {_KINDS[kind]}" for kind, count in self.counts.items() if count)
+        if not found:
+            return None
+        return error(
+            "SOURCE_DIFFERS",
+            f"the file is not what {self.topic} holds of producer {self.name!r}: {found}",
+            hint=None if self.messages else _HINT_NO_MESSAGES,
+        )
+
+    def summary(self) -> dict[str, object]:
+        """The form is documented: keep it stable."""
+        return {
+            "topic": self.topic,
+            "producer_name": self.name,
+            "records": self.records,
+            "messages": self.messages,
+            "first_index": self.first_index,
+            "same": self.same,
+            **self.counts,
+            "differences": [difference._asdict() for difference in self.shown],
+        }
+
+    def print_text(self) -> None:
+        """For a person."""
+        records = "record" if self.records == 1 else "records"
+        messages = "message" if self.messages == 1 else "messages"
+        echo(f"{self.records:,} {records}, {self.messages:,} {messages} of this producer: {self.same:,} the same")
+        if self.first_index:
+            echo(f"the topic begins at index {self.first_index:,}: what stood before is gone by retention")
+        if not self.shown:
+            return
+        print_table(
+            ("DIFFERENCE", "SEQUENCE ID", "INDEX", "LINE"),
+            [
+                (_KINDS[kind], *("-" if number is None else number for number in numbers))
+                for kind, *numbers in sorted(self.shown, key=lambda difference: list(_KINDS).index(difference.kind))
+            ],
+        )
+        for kind, count in self.counts.items():
+            if count > _MOST_SHOWN:
+                echo(f"and {count - _MOST_SHOWN:,} more {_KINDS[kind]}")
+
+
+def verify(client: Client, topic: str, name: str, records: Iterable[SourceRecord]) -> Comparison:
+    """Compares the records with all messages of that producer that are in the topic now. Publishes nothing, and takes
+    no name over."""
+    comparison = Comparison(topic, name)
+    producer_name(name)
+    count = client.admin.topic(topic).partitions
+    parts = [partition_name(topic_name(topic), k) for k in range(count)] or [topic]
+    comparison.first_index = sum(client.ends(part).first_index for part in parts)
+    # Each partition's rise, so that all of them together do.
+    messages = merge(*(_messages_of(client, part, name) for part in parts), key=attrgetter("sequence_id"))
+    comparison.compare(records, messages)
+    return comparison
+
+
+def _messages_of(client: Client, topic: str, name: str) -> Iterator[Message]:
+    with client.reader(topic) as reader:
+        for stored in reader.batches():
+            batch = stored.batch
+            names = batch.names()
+            if name not in names:
+                continue
+            is_alone = not len(batch.producer_indexes)
+            rows = range(len(stored)) if is_alone else np.flatnonzero(batch.producer_indexes == names.index(name))
+            for row in rows:
+                yield Message(stored, int(row))
+
+
+_PROGRESS_RECORDS = 500
+_FOLLOW_POLL_SECONDS = 0.2
+
+_INTERRUPT_GRACE_SECONDS = 1.0
+"""After Ctrl-C, receipts that are under way are waited for so long, to say what is durable."""
+
+_GO_ON = "Started again, the command goes on after what is durable."
+
+
+class _PathType(click.ParamType[JsonPath]):
+    name = "path"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> JsonPath:
+        try:
+            return JsonPath.parse(str(value))
+        except ValueError:
+            shown = f"{value!r} is not a path of names with dots and [indexes], as after.id or meta.keys[0]."
+            raise click.BadParameter(shown, ctx, param) from None
+
+
+@contextmanager
+def _right_kind(client: Client, topic: str, *, by_id: bool) -> Iterator[None]:
+    """What cannot be published in the block because the topic is of the other kind says with which options it can."""
+    try:
+        yield
+    except InvalidRequestError as e:
+        found = None
+        with suppress(SeqdedupeError):
+            found = client.admin.topic(topic).deduplication_mode
+        if by_id and found == admin_pb2.DEDUPLICATION_MODE_SEQUENCE_ID:
+            what, hint = "sequence IDs", "Say --producer, and no deduplication IDs."
+        elif not by_id and found == admin_pb2.DEDUPLICATION_MODE_DEDUPLICATION_ID:
+            what = "deduplication IDs"
+            hint = "Say --deduplication-id-column or --deduplication-id-path, and no producer."
+        else:
+            raise
+        raise error(e.reason, f"{topic_name(topic)} is a topic of {what}", hint=hint) from e
+
+
+@click.command(short_help="Publish the records of a file.")
+@click.argument("file", type=click.Path(path_type=Path, allow_dash=True))
+@click.option("--topic", required=True, help="The topic.")
+@click.option("--producer", "name", help="The producer name: one for each file. Not with deduplication IDs.")
+@click.option("--format", "form", type=click.Choice(get_args(Form)), help="Default: what the name's end says.")
+@click.option("--sequence-id-column", metavar="NAME", help="CSV: the column with the sequence IDs; they must rise.")
+@click.option("--key-column", metavar="NAME", help="CSV: the column with the messages' keys.")
+@click.option(
+    "--sequence-id-path", metavar="PATH", type=_PathType(), help="JSON lines: the same, in the member after.id, say."
+)
+@click.option("--key-path", metavar="PATH", type=_PathType(), help="JSON lines: where the key is: meta.keys[0], say.")
+@click.option(
+    "--deduplication-id-column",
+    metavar="NAME",
+    help="CSV, to a topic of deduplication IDs: the column with each record's ID; in any order.",
+)
+@click.option(
+    "--deduplication-id-path",
+    metavar="PATH",
+    type=_PathType(),
+    help="JSON lines: the same, in the member event.id, say.",
+)
+@click.option("--final", is_flag=True, help="The file is complete: its last line counts without an end, too.")
+@click.option("--follow", is_flag=True, help="The file grows: at its end wait for more.")
+@click.option("--trust-source", is_flag=True, help="Go on also where the file cannot be compared with the topic.")
+@click.option("--verify", "verifies", is_flag=True, help="Publish nothing: compare the file with what the topic holds.")
+@common
+def publish(
+    file: Path,
+    topic: str,
+    name: str | None,
+    form: Form | None,
+    sequence_id_column: str | None,
+    key_column: str | None,
+    sequence_id_path: JsonPath | None,
+    key_path: JsonPath | None,
+    deduplication_id_column: str | None,
+    deduplication_id_path: JsonPath | None,
+    final: bool,
+    follow: bool,
+    trust_source: bool,
+    verifies: bool,
+    address: str,
+    as_json: bool,
+) -> None:
+    """Publish the lines, CSV records or JSON lines of FILE (- is standard input), plain, gzip or a zip of one file.
+
+    A payload is the record's text. The sequence ID is the record's number from 0, after a CSV header. Each record is
+    published once: started again, the command goes on after the last ID that the topic has of this producer, if the
+    file still has the same record there. A topic that is not there is made, where the sidecar allows that. To a topic
+    of deduplication IDs no producer is named, and each record is published once by its own ID: started again, the
+    command sends all of them, and those that are known are Dup.
+    """
+    by_id = deduplication_id_column is not None or deduplication_id_path is not None
+    if by_id and (name, sequence_id_column, sequence_id_path, key_column, key_path) != (None,) * 5:
+        raise click.UsageError("Deduplication IDs go with no producer, sequence IDs and keys.")
+    if by_id and (follow or trust_source or verifies):
+        raise click.UsageError("Deduplication IDs go with neither --follow, --trust-source nor --verify.")
+    if deduplication_id_column is not None and deduplication_id_path is not None:
+        raise click.UsageError("Columns are for CSV and paths for JSON lines: a file is one of them.")
+    if by_id:
+        with RecordSource(
+            file, form=form, key_column=deduplication_id_column, key_path=deduplication_id_path, final=final
+        ) as source:
+            source.check()
+            _publish_by_id(source, topic, address, as_json=as_json)
+        return
+    if name is None:
+        raise click.UsageError("Say --producer, or where the deduplication IDs are.")
+    if follow and (final or file == STANDARD_INPUT):
+        raise click.UsageError("--follow is for a file that grows: not for a final one, nor for standard input.")
+    if verifies and (follow or trust_source):
+        raise click.UsageError("--verify compares the file as it is: it goes with neither --follow nor --trust-source.")
+    if (sequence_id_column, key_column) != (None, None) != (sequence_id_path, key_path):
+        raise click.UsageError("Columns are for CSV and paths for JSON lines: a file is one of them.")
+    with RecordSource(
+        file,
+        form=form,
+        sequence_id_column=sequence_id_column,
+        key_column=key_column,
+        sequence_id_path=sequence_id_path,
+        key_path=key_path,
+        final=final,
+        follow=follow,
+    ) as source:
+        source.check()
+        if verifies:
+            _verify(source, topic, name, address, as_json=as_json)
+            return
+        waiting = partial(tell_waiting, topic, as_json)
+        with connect_to(address, topic, makes=True, on_waiting=waiting if follow else None) as client:
+            makes_topic = _is_missing(client, topic)
+            with _right_kind(client, topic, by_id=False), client.producer(topic, name, on_waiting=waiting) as producer:
+                if makes_topic and follow and not as_json:  # which ends without a summary
+                    say("seqdedupe", f"made the topic {producer.topic}")
+                resume = Resume(client, producer, numbers_are_ids=source.numbers_are_ids, trust_source=trust_source)
+                with_numbers = not source.numbers_are_ids
+                run = _Publication(producer, source, resume, with_numbers=with_numbers, makes_topic=makes_topic)
+                run.publish()
+        if as_json:
+            print_json(run.summary())
+        else:
+            echo(run.text())
+        if source.unfinished_line:
+            raise source.incomplete()
+
+
+def _is_missing(client: Client, topic: str) -> bool:
+    """Whether the topic will be made. No: also where the sidecar does not tell."""
+    try:
+        client.ends(topic)
+    except SeqdedupeError as e:
+        return e.reason == "TOPIC_NOT_FOUND"
+    return False
+
+
+def _publish_by_id(source: RecordSource, topic: str, address: str, *, as_json: bool) -> None:
+    waiting = partial(tell_waiting, topic, as_json)
+    with (
+        connect_to(address, topic, makes=True) as client,
+        _right_kind(client, topic, by_id=True),
+        client.publisher(topic, on_waiting=waiting) as publisher,
+    ):
+        summary = publish_by_id(publisher, source)
+    if as_json:
+        print_json(summary)
+    else:
+        imported = f", {summary['imported']:,} of them imported" if summary["imported"] else ""
+        echo(f"{summary['read']:,} records read: {summary['not_dup']:,} NotDup, {summary['dup']:,} Dup{imported}")
+    if source.unfinished_line:
+        raise source.incomplete()
+
+
+def _verify(source: RecordSource, topic: str, name: str, address: str, *, as_json: bool) -> None:
+    with connect_to(address, topic) as client:
+        comparison = verify(client, topic, name, source)
+    if as_json:
+        print_json(comparison.summary())
+    else:
+        comparison.print_text()
+    if source.unfinished_line:
+        raise source.incomplete("compared")
+    if failure := comparison.failure():
+        raise failure
+
+
+class _Publication:
+    def __init__(
+        self, producer: Producer, source: RecordSource, resume: Resume, *, with_numbers: bool, makes_topic: bool
+    ) -> None:
+        self._producer = producer
+        self._source = source
+        self._resume = resume
+        self._with_numbers = with_numbers
+        self._makes_topic = makes_topic
+        self._verdicts = {Verdict.NOT_DUP: 0, Verdict.DUP: 0}
+        self._receipts: deque[Receipt] = deque()
+        source.before_waiting = self._wait_for_more
+
+    def publish(self) -> None:
+        """Returns when every record has its receipt. An error says what is durable all the same."""
+        try:
+            self._send_all()
+        except KeyboardInterrupt as e:
+            over_at = time.monotonic() + _INTERRUPT_GRACE_SECONDS
+            with suppress(SeqdedupeError):
+                for receipt in self._receipts:  # in order, for those of an interrupted send have failed
+                    receipt.until_durable(max(0.0, over_at - time.monotonic()))
+            raise error("INTERRUPTED", f"interrupted; {self._durable()}", hint=_GO_ON) from e
+        except SeqdedupeError as e:
+            raise self._with_durable(e) from e
+
+    def _send_all(self) -> None:
+        size = self._source.size_bytes
+        shown = size > 0 and sys.stderr.isatty()
+        with click.progressbar(length=size, label="Publishing", file=sys.stderr, hidden=not shown) as bar:
+            for record in self._resume.new_records(self._source):
+                properties = {RECORD_PROPERTY: str(record.number)} if self._with_numbers else None
+                self._receipts.append(
+                    self._producer.send(record.payload, record.sequence_id, key=record.key, properties=properties)
+                )
+                if len(self._receipts) % _PROGRESS_RECORDS == 0:
+                    self._count(only_durable=True)
+                    bar.update(self._source.read_bytes - bar.pos)
+            self._producer.flush()
+            self._count()
+            bar.update(size - bar.pos)
+
+    def _count(self, *, only_durable: bool = False) -> None:
+        """Of all, which it waits for, or of those that are over by now. Raises what one of them failed with."""
+        while self._receipts and (not only_durable or self._receipts[0].is_over()):
+            self._verdicts[self._receipts[0].until_durable().verdict] += 1
+            self._receipts.popleft()
+
+    def _wait_for_more(self) -> None:
+        self._count(only_durable=True)
+        time.sleep(_FOLLOW_POLL_SECONDS)
+
+    def _durable(self, are_durable: str = "are durable") -> str:
+        with suppress(SeqdedupeError):
+            self._count(only_durable=True)
+        durable = sum(self._verdicts.values())
+        up_to = f", up to sequence ID {self._producer.durable_sequence_id}" if durable else ""
+        return f"{durable:,} of the {durable + len(self._receipts):,} records sent {are_durable}{up_to}"
+
+    def _with_durable(self, failure: SeqdedupeError) -> SeqdedupeError:
+        """The failure with what is durable, unless nothing was sent; the command can be started again."""
+        if not self._receipts and not any(self._verdicts.values()):
+            return failure
+        with suppress(SeqdedupeError):
+            self._producer.flush()  # if it was the source that failed
+        message, hint = failure.message, failure.hint
+        if isinstance(failure, DataLossError | NotFoundError):  # what was durable may be gone
+            message = f"{message}; {self._durable('had receipts')}"
+            return type(failure)(failure.reason, message, hint, failure.retry_delay_ms, failure.numbers)
+        if failure.reason == "OUTCOME_UNKNOWN":  # which says by itself what is durable
+            hint = f"{failure.hint} {_GO_ON}" if "last_refusal" in failure.numbers else _GO_ON
+        else:
+            message = f"{message}; {self._durable()}"
+        numbers = failure.numbers | {"durable_sequence_id": str(self._producer.durable_sequence_id)}
+        return type(failure)(failure.reason, message, hint, failure.retry_delay_ms, numbers)
+
+    def summary(self) -> dict[str, object]:
+        """The form is documented: keep it stable."""
+        return {
+            "topic": self._producer.topic,
+            "producer_name": self._producer.name,
+            "read": self._resume.records_read,
+            "not_dup": self._verdicts[Verdict.NOT_DUP],
+            "dup": self._verdicts[Verdict.DUP],
+            "resumed_after": None if self._resume.after < 0 else self._resume.after,
+            "topic_made": self._makes_topic,
+        }
+
+    def text(self) -> str:
+        resumed = f", resumed after sequence ID {self._resume.after}" if self._resume.after >= 0 else ""
+        records = "record" if self._resume.records_read == 1 else "records"
+        made = f"; made the topic {self._producer.topic}" if self._makes_topic else ""
+        return (
+            f"{self._resume.records_read:,} {records} read{resumed}: {self._verdicts[Verdict.NOT_DUP]:,} NotDup, "
+            f"{self._verdicts[Verdict.DUP]:,} Dup{made}"
+        )

@@ -1,0 +1,582 @@
+"""The records of a file: lines, CSV, JSON lines, plain, gzip, zip; and whether it stays the same while it is read."""
+
+import csv
+import difflib
+import gzip
+import io
+import json
+import os
+import re
+import stat
+import time
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import IO, TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, Self
+
+from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.limits import MAX_PAYLOAD_BYTES, MAX_SEQUENCE_ID
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
+
+# -- A file that notices when it becomes another one while it is read.
+
+_TAIL_BYTES = 4096
+"""So much of what was read last is looked at again after each read."""
+
+
+class ChangedError(Exception):
+    """The file is not the one any more that was begun; the text says in what."""
+
+
+class SteadyFile(io.FileIO):
+    """The raw bytes of a file, or of standard input (None). It may grow while it is read; all else is a ChangedError.
+
+    Each read of a regular file finds out whether what was read before it still stands there, before its own bytes
+    are given to anybody: so a file that was cut and written anew is not gone on with in its middle. `check` looks at
+    the rest. Not noticed is what was changed before the last 4 KiB read, in a file that grew besides.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        super().__init__(0 if path is None else path, closefd=path is not None)
+        self._path = path
+        self._tail, self._tail_end = b"", 0
+        status = os.fstat(self.fileno())
+        self.is_regular = stat.S_ISREG(status.st_mode)
+        self._size, self._modified_ns = status.st_size, status.st_mtime_ns
+
+    def readinto(self, buffer: "WriteableBuffer", /) -> int:
+        """As of any raw file. Raises ChangedError."""
+        start = self.tell() if self.is_regular else 0
+        count = super().readinto(buffer) or 0
+        if not self.is_regular:
+            return count
+        before = self._tail
+        if os.pread(self.fileno(), len(before), self._tail_end - len(before)) != before:
+            raise ChangedError("was cut or rewritten")
+        if count:
+            read = bytes(memoryview(buffer)[max(0, count - _TAIL_BYTES) : count])
+            before = before if start == self._tail_end else b""
+            self._tail, self._tail_end = (before + read)[-_TAIL_BYTES:], start + count
+        return count
+
+    def check(self, *, is_complete: bool) -> None:
+        """Raises ChangedError if the name stands for another file by now (but for a pipe that was read to its end), if
+        this one was cut, or if, though it is complete, it was written to without growing."""
+        own = os.fstat(self.fileno())
+        if self._path is not None and (self.is_regular or not is_complete):
+            named = None
+            with suppress(FileNotFoundError):
+                named = os.stat(self._path)
+            if named is None or not os.path.samestat(own, named):
+                raise ChangedError("was replaced, moved or removed")
+        if not self.is_regular:
+            return
+        if own.st_size < self._size:
+            raise ChangedError("was cut")
+        if is_complete and own.st_size == self._size and own.st_mtime_ns != self._modified_ns:
+            raise ChangedError("was rewritten")
+        self._size, self._modified_ns = own.st_size, own.st_mtime_ns
+
+
+# -- A line of JSON, and what stands in it at a path: `after.id`, `meta.keys[0]`.
+
+_STEP = re.compile(r"(?:^|(?!^)\.)([^.\[\]]+)|\[([0-9]{1,9})\]")
+_MOST_SHOWN = 40
+_MOST_DIGITS_OF_JSON = 640
+"""Python may refuse to convert more. Such a number is taken as a float: it is no sequence ID and no key."""
+
+_REPEATED = object()
+"""In place of the value of a member that an object has more than once: which one counts is not defined."""
+
+
+class BadLineError(Exception):
+    """What is wrong with a line, to follow its place: 'is not JSON: …', 'has no member …'."""
+
+
+def parse(line: bytes) -> Any:
+    """The value of a line. Raises BadLineError."""
+    try:
+        return _DECODER.decode(line.decode())
+    except UnicodeDecodeError as e:
+        raise BadLineError(f"is not JSON: byte {e.start + 1} is not UTF-8") from e
+    except json.JSONDecodeError as e:
+        raise BadLineError(f"is not JSON: {e.msg[0].lower()}{e.msg[1:]} (character {e.pos + 1})") from e
+    except RecursionError as e:
+        raise BadLineError("is JSON that is nested too deep") from e
+
+
+def _members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    members = dict(pairs)
+    if len(members) < len(pairs):
+        seen = set[str]()
+        for name, _ in pairs:
+            if name in seen:
+                members[name] = _REPEATED
+            seen.add(name)
+    return members
+
+
+def _integer(digits: str) -> int | float:
+    return int(digits) if len(digits) <= _MOST_DIGITS_OF_JSON else float(digits)
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise BadLineError(f"is not JSON: it has {name}, which JSON does not know")
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_members, parse_int=_integer, parse_constant=_refuse_constant)
+
+
+@dataclass(frozen=True)
+class JsonPath:
+    """Where a value stands: members of objects by name, elements of arrays by their index from 0."""
+
+    text: str
+    steps: tuple[str | int, ...]
+
+    @staticmethod
+    def parse(text: str) -> "JsonPath":
+        """Raises ValueError for text that is no path."""
+        steps = list[str | int]()
+        end = 0
+        while step := _STEP.match(text, end):
+            steps.append(step[1] if step[1] is not None else int(step[2]))
+            end = step.end()
+        if not steps or end < len(text):
+            raise ValueError(text)
+        return JsonPath(text, tuple(steps))
+
+    def sequence_id(self, value: Any) -> int:
+        """The sequence ID at this place. Raises BadLineError unless it is an integer of JSON, 0 to 2^63 - 1."""
+        found = self._find(value)
+        if type(found) is not int or not 0 <= found <= MAX_SEQUENCE_ID:
+            raise BadLineError(
+                f"has the sequence ID {_shown(found)} in {self.text!r}: it should be a whole number from 0 to 2^63 - 1"
+            )
+        return found
+
+    def key(self, value: Any) -> bytes | None:
+        """The key at this place: a string, or an integer's digits; null is none. Raises BadLineError."""
+        found = self._find(value)
+        if found is None:
+            return None
+        if type(found) is not int and not isinstance(found, str):
+            raise BadLineError(f"has the key {_shown(found)} in {self.text!r}: it should be a string or an integer")
+        try:
+            return str(found).encode()
+        except UnicodeEncodeError as e:
+            raise BadLineError(f"has a key in {self.text!r} that is no text: half of a surrogate pair is in it") from e
+
+    def _find(self, value: Any) -> Any:
+        parent = "it"
+        for place, step in enumerate(self.steps):
+            if isinstance(step, str):
+                is_there = isinstance(value, dict) and step in value
+            else:
+                is_there = isinstance(value, list) and step < len(value)
+            if not is_there:
+                raise BadLineError(f"has no {self.text!r}: {parent} {_content(value)}")
+            value = value[step]
+            parent = repr(_path_text(self.steps[: place + 1]))
+            if value is _REPEATED:
+                raise BadLineError(f"has {parent} more than once")
+        return value
+
+
+def _path_text(steps: tuple[str | int, ...]) -> str:
+    return "".join(f".{step}" if isinstance(step, str) else f"[{step}]" for step in steps).removeprefix(".")
+
+
+def _content(value: Any) -> str:
+    """What a value has, or else is."""
+    if isinstance(value, dict) and value:
+        names = [name[:_MOST_SHOWN] for name, _ in zip(value, range(_MOST_NAMES_SHOWN), strict=False)]
+        return "has " + ", ".join(names) + (", …" if len(value) > len(names) else "")
+    if isinstance(value, list):
+        return f"has {len(value):,} {'element' if len(value) == 1 else 'elements'}"
+    return f"is {_shown(value)}"
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, dict | list):
+        return ("an" if value else "an empty") + (" object" if isinstance(value, dict) else " array")
+    if isinstance(value, str):
+        return json.dumps(value[:_MOST_SHOWN], ensure_ascii=False)
+    return json.dumps(value)[:_MOST_SHOWN]
+
+
+STANDARD_INPUT = Path("-")
+
+Form = Literal["lines", "csv", "jsonl"]
+
+_FORMS_BY_SUFFIX: dict[str, Form] = {".csv": "csv", ".jsonl": "jsonl", ".ndjson": "jsonl"}
+_FORM_NAMES = {"lines": "lines", "csv": "CSV", "jsonl": "JSON lines"}
+
+_GZIP = b"\x1f\x8b"
+_ZIP = (b"PK\x03\x04", b"PK\x05\x06")
+_NOT_READ = {
+    "xz": re.compile(rb"\xfd7zXZ\x00"),
+    "bz2": re.compile(rb"BZh[1-9](1AY&SY|\x17rE8P\x90)"),
+    "zstd": re.compile(rb"\x28\xb5\x2f\xfd"),
+}
+"""How files begin that are compressed in a way that is not read."""
+
+_MAGIC_BYTES = 10
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_MOST_NAMES_SHOWN = 5
+_MOST_DIGITS = len(str(MAX_SEQUENCE_ID))
+_WAIT_SECONDS = 0.2
+
+_HINT_BEFORE = "Sort the file by its sequence IDs, or publish by record numbers."
+_HINT_TOO_LATE = (
+    "Under this producer name no record can follow one with a higher ID. Publish those that come too late, in order, "
+    "under a producer name of their own."
+)
+_HINT_CHANGED_BEFORE = "Start the command again when the file stays as it is, or only grows."
+_HINT_CHANGED = (
+    "Start the command again with the file as it was, under its new name if it was moved: it goes on after what is "
+    "durable. What is only in the new file publish from a file of its own, under another producer name."
+)
+_HINTS_NO_PLACES = {
+    "csv": "In JSON lines places are named by --sequence-id-path, --key-path and --deduplication-id-path. If it is CSV "
+    "by another name, say --format csv.",
+    "jsonl": "In CSV places are named by --sequence-id-column, --key-column and --deduplication-id-column. If it is "
+    "JSON lines by another name, say --format jsonl.",
+}
+_HINT_DELIMITER = "Only commas separate fields here: write the file with commas, or publish its lines (--format lines)."
+_OTHER_DELIMITERS = re.compile("[;\t|]")
+_HINT_ZIP = "Unpack it, and publish each file under a producer name of its own."
+_HINT_DAMAGED = "Get the file anew: this copy is damaged, or not complete."
+_HINTS_UNREADABLE = {
+    FileNotFoundError: "Is that its name, and is it in this folder?",
+    IsADirectoryError: "Name a file. A folder's files are published one by one, each under a producer name of its own.",
+    gzip.BadGzipFile: _HINT_DAMAGED,
+}
+
+
+class SourceRecord(NamedTuple):
+    """A record: the payload is its text in the file, byte for byte, without the line's end."""
+
+    number: int
+    """From 0, after a CSV header."""
+    sequence_id: int
+    payload: bytes
+    key: bytes | None
+    line: int
+    """Where it begins, from 1."""
+
+
+class RecordSource:
+    """The records of a file, or of standard input (`-`), in order, with sequence IDs that rise.
+
+    A line is a record, also an empty one; lines end with LF or CR LF. In a CSV file (by its name, or its `form`) the
+    first record is the header and none of the records; a record may stretch over lines within quotes, and empty
+    lines are skipped. In JSON lines each line is a value, and blank ones are skipped. The sequence ID is the record's
+    number from 0, or what a column or the value at a path says. Bytes that are not UTF-8 are taken as they are, but
+    for JSON. gzip and zip (of one file) are told by their first bytes.
+
+    A last line without its end is not taken, for it may be half of one, unless the file is `final`; nor is a CSV record
+    within whose quotes the file ends. `unfinished_line` then says where it is. With `follow` the records do not end:
+    `before_waiting` is called as often as there is nothing more.
+
+    Everything that is wrong with the file is INVALID_SOURCE, MESSAGE_TOO_LARGE, NOT_ASCENDING, SOURCE_INCOMPLETE for a
+    header without its end, or SOURCE_CHANGED for a file that was cut, rewritten, replaced or removed while it was read.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        form: Form | None = None,
+        sequence_id_column: str | None = None,
+        key_column: str | None = None,
+        sequence_id_path: JsonPath | None = None,
+        key_path: JsonPath | None = None,
+        final: bool = False,
+        follow: bool = False,
+    ) -> None:
+        self.unfinished_line: int | None = None
+        self.before_waiting: Callable[[], None] = lambda: time.sleep(_WAIT_SECONDS)
+        self._path = Path("standard input") if path == STANDARD_INPUT else path
+        self._form = form
+        self._columns = (sequence_id_column, key_column)
+        self._paths = (sequence_id_path, key_path)
+        self._final = final
+        self._follow = follow
+        self._checking = False
+        self._line = 0
+        with self._readable():
+            self._steady = _standard_input() if path == STANDARD_INPUT else SteadyFile(path)
+            self._raw = io.BufferedReader(self._steady)
+            try:
+                self._start = self._raw.tell() if self._steady.is_regular else 0
+                self._begin()
+            except BaseException:
+                self._raw.close()
+                raise
+
+    def _begin(self) -> None:
+        """At the first record."""
+        self.unfinished_line = None
+        self._quotes_are_open = False
+        self._line = 0
+        self._ended = False
+        self._file, name = self._unpacked()
+        if self._follow and self._file is not self._raw:
+            raise self._bad("is compressed, and cannot be followed")
+        form = self._form or _FORMS_BY_SUFFIX.get(Path(name.lower()).suffix) or self._told_form()
+        for wanted, places, what in (("csv", self._columns, "columns"), ("jsonl", self._paths, "paths")):
+            if places != (None, None) and form != wanted:
+                raise self._bad(f"has no {what}: it is read as {_FORM_NAMES[form]}", hint=_HINTS_NO_PLACES[wanted])
+        records = {"lines": self._line_records, "csv": self._csv_records, "jsonl": self._json_records}
+        self._records = records[form]()
+
+    def _told_form(self) -> Form:
+        """The form of a file whose name tells none."""
+        if self._columns != (None, None):
+            return "csv"
+        return "jsonl" if self._paths != (None, None) else "lines"
+
+    @property
+    def numbers_are_ids(self) -> bool:
+        """Whether a record's sequence ID is its number."""
+        return self._columns[0] is None and self._paths[0] is None
+
+    def check(self) -> None:
+        """Reads a file once and begins anew: what is wrong with it is raised before anything is sent, and says so.
+
+        What can be read only once (a pipe), or grows, is not looked at.
+        """
+        if self._steady.is_regular and not self._follow:
+            self._checking = True
+            for _ in self:
+                pass
+            self._checking = False
+            with self._readable():
+                self._raw.seek(self._start)
+                self._begin()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, failure: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._raw.close()
+
+    @property
+    def size_bytes(self) -> int:
+        """The size of the file on disk; 0 if it is no regular file."""
+        return os.fstat(self._raw.fileno()).st_size if self._steady.is_regular and not self._follow else 0
+
+    @property
+    def read_bytes(self) -> int:
+        """How much of `size_bytes` has been read, about."""
+        return self._raw.tell() if self.size_bytes else 0
+
+    def __iter__(self) -> Iterator[SourceRecord]:
+        last = -1
+        with self._readable():
+            for record in self._records:
+                if record.sequence_id <= last:
+                    raise self._bad(
+                        f"has sequence ID {record.sequence_id} after {last}: they should rise",
+                        reason="NOT_ASCENDING",
+                        hint=_HINT_BEFORE if self._checking else _HINT_TOO_LATE,
+                    )
+                last = record.sequence_id
+                yield record
+            self._steady.check(is_complete=True)
+
+    def _unpacked(self) -> tuple[IO[bytes], str]:
+        """The file within, and its name."""
+        start = self._raw.peek(_MAGIC_BYTES)[:_MAGIC_BYTES]
+        for form, magic in _NOT_READ.items():
+            if magic.match(start):
+                raise self._bad(
+                    f"is compressed with {form}, which is not read: unpack it first", hint="Only gzip and zip are read."
+                )
+        if start.startswith(_GZIP):
+            return io.BufferedReader(gzip.GzipFile(fileobj=self._raw)), self._path.name.removesuffix(".gz")
+        if start.startswith(_ZIP):
+            if not self._raw.seekable():
+                what = "is a zip, whose list of files stands at its end: it cannot be read from a pipe"
+                raise self._bad(what, hint="Name the zip itself, or unpack it.")
+            archive = zipfile.ZipFile(self._raw)
+            names = [item.filename for item in archive.infolist() if not item.is_dir()]
+            if len(names) != 1:
+                shown = ", ".join(names[:_MOST_NAMES_SHOWN]) or "none"
+                raise self._bad(f"is a zip of {len(names)} files, where one is wanted: {shown}", hint=_HINT_ZIP)
+            return archive.open(names[0]), names[0]
+        return self._raw, self._path.name
+
+    def _lines(self) -> Iterator[bytes]:
+        while line := self._next_line():
+            self._line += 1
+            if len(_without_end(line)) > MAX_PAYLOAD_BYTES:
+                raise self._bad(f"is longer than a payload may be: {MAX_PAYLOAD_BYTES} bytes", "MESSAGE_TOO_LARGE")
+            yield line
+
+    def _next_line(self) -> bytes:
+        """With its end, or longer than one may be; nothing at the end."""
+        most_bytes = MAX_PAYLOAD_BYTES + 3
+        line = self._file.readline(most_bytes)
+        while self._follow and not line.endswith(b"\n") and len(line) < most_bytes:
+            self._steady.check(is_complete=False)
+            self.before_waiting()
+            line += self._file.readline(most_bytes - len(line))
+        if line.endswith(b"\n") or len(line) == most_bytes or (self._final and line):
+            return line
+        self._ended = True
+        if line:
+            self.unfinished_line = self._line + 1
+        return b""
+
+    def incomplete(self, done: str = "published") -> SeqdedupeError:
+        """The error of an `unfinished_line`, which was not done what is done with the others."""
+        if self._quotes_are_open:
+            return error(
+                "SOURCE_INCOMPLETE",
+                f"{self._path}, line {self.unfinished_line}, where the last record begins: its quotes are still open "
+                f"at the end of the file; it was not {done}",
+                hint="If the file is complete, close the quotes. If it still grows, say --follow, or start the command "
+                "again when it has.",
+                line=self.unfinished_line,
+            )
+        return error(
+            "SOURCE_INCOMPLETE",
+            f"{self._path}, line {self.unfinished_line}, the last one, does not end with a newline; it was not {done}",
+            line=self.unfinished_line,
+        )
+
+    def _line_records(self) -> Iterator[SourceRecord]:
+        for number, line in enumerate(self._lines()):
+            yield SourceRecord(number, number, _without_end(line), None, self._line)
+
+    def _json_records(self) -> Iterator[SourceRecord]:
+        id_path, key_path = self._paths
+        number = 0
+        for line in self._lines():
+            payload = _without_end(line).removeprefix(_BYTE_ORDER_MARK if self._line == 1 else b"")
+            if not payload.strip(b" \t\r"):
+                continue
+            try:
+                value = parse(payload)
+                sequence_id = number if id_path is None else id_path.sequence_id(value)
+                key = None if key_path is None else key_path.key(value)
+            except BadLineError as e:
+                raise self._bad(str(e)) from e
+            yield SourceRecord(number, sequence_id, payload, key, self._line)
+            number += 1
+
+    def _csv_records(self) -> Iterator[SourceRecord]:
+        """Reads the header now and the records when they are asked for."""
+        taken: list[bytes] = []  # the lines of the record that is being read
+
+        def texts() -> Iterator[str]:
+            for line in self._lines():
+                taken.append(line)
+                text = line.removeprefix(_BYTE_ORDER_MARK) if self._line == 1 else line
+                yield text.decode(errors="surrogateescape")
+
+        csv.field_size_limit(MAX_PAYLOAD_BYTES)
+        rows = csv.reader(texts(), strict=True)
+        while (header := self._next_row(rows, taken)) is not None and not header:
+            taken.clear()
+        if header is None and self.unfinished_line:
+            raise self.incomplete()
+        if header is None:
+            raise self._bad("is empty: a CSV file begins with a header")
+        id_place, key_place = (None if name is None else self._place(header, name) for name in self._columns)
+        taken.clear()
+        return self._csv_rows(rows, taken, len(header), id_place, key_place)
+
+    def _csv_rows(
+        self, rows: Iterator[list[str]], taken: list[bytes], width: int, id_place: int | None, key_place: int | None
+    ) -> Iterator[SourceRecord]:
+        number = 0
+        while (row := self._next_row(rows, taken)) is not None:
+            payload, line = _without_end(b"".join(taken)), self._line - len(taken) + 1
+            taken.clear()
+            if not row:
+                continue
+            if len(row) != width:
+                raise self._bad(f"has {len(row)} fields, the header {width}")
+            sequence_id = number if id_place is None else self._sequence_id(row[id_place])
+            key = None if key_place is None else row[key_place].encode(errors="surrogateescape")
+            yield SourceRecord(number, sequence_id, payload, key, line)
+            number += 1
+
+    def _next_row(self, rows: Iterator[list[str]], taken: list[bytes]) -> list[str] | None:
+        try:
+            return next(rows, None)
+        except csv.Error:
+            if not self._ended:
+                raise
+        # The file has ended within quotes.
+        first = self._line - len(taken) + 1
+        if self._final:
+            raise error(
+                "INVALID_SOURCE",
+                f"{self._path}, line {first}, is not CSV: its quotes are still open at the end of the file",
+                hint="Close the quotes, or say --format lines.",
+            )
+        self.unfinished_line, self._quotes_are_open = first, True
+        return None
+
+    def _place(self, header: list[str], name: str) -> int:
+        if name not in header:
+            if len(header) == 1 and (other := _OTHER_DELIMITERS.search(header[0])):
+                what = f"has no column {name!r}: its header has no comma, but {other[0]!r}"
+                raise self._bad(what, hint=_HINT_DELIMITER)
+            near = difflib.get_close_matches(name, header, 1) or difflib.get_close_matches(
+                name.lower(), [known.lower() for known in header], 1
+            )
+            guess = next((known for known in header if near and known.lower() == near[0].lower()), None)
+            known = f"did you mean {guess!r}?" if guess else "it has " + ", ".join(header)
+            raise self._bad(f"has no column {name!r}: {known}")
+        if header.count(name) > 1:
+            raise self._bad(f"has the column {name!r} more than once", hint="Give each column a name of its own.")
+        return header.index(name)
+
+    def _sequence_id(self, text: str) -> int:
+        is_number = text.isascii() and text.isdecimal() and len(text.lstrip("0")) <= _MOST_DIGITS
+        if not is_number or int(text) > MAX_SEQUENCE_ID:
+            raise self._bad(f"has the sequence ID {text[:40]!r}: it should be a whole number from 0 to 2^63 - 1")
+        return int(text)
+
+    def _bad(self, what: str, reason: str = "INVALID_SOURCE", hint: str | None = None) -> SeqdedupeError:
+        place = f", line {self._line}," if self._line else ""
+        sent = "; nothing was sent" if self._checking else ""
+        return error(reason, f"{self._path}{place} {what}{sent}", hint=hint)
+
+    @contextmanager
+    def _readable(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as e:
+            raise self._bad(f"cannot be read: {e.strerror or e}", hint=_HINTS_UNREADABLE.get(type(e))) from e
+        except (EOFError, zlib.error, zipfile.BadZipFile) as e:
+            raise self._bad(f"is damaged: {e}", hint=_HINT_DAMAGED) from e
+        except (NotImplementedError, RuntimeError) as e:  # a zip that is encrypted, or compressed in another way
+            raise self._bad(f"cannot be unpacked: {e}", hint="Unpack it first.") from e
+        except csv.Error as e:
+            raise self._bad(f"is not CSV: {e}") from e
+        except ChangedError as e:
+            hint = _HINT_CHANGED_BEFORE if self._checking else _HINT_CHANGED
+            raise self._bad(f"{e} while it was read", reason="SOURCE_CHANGED", hint=hint) from e
+
+
+def _standard_input() -> SteadyFile:
+    os.set_blocking(0, True)  # else a pipe that is empty for the moment looks as if it had ended
+    return SteadyFile(None)
+
+
+def _without_end(line: bytes) -> bytes:
+    return line.removesuffix(b"\n").removesuffix(b"\r")

@@ -1,0 +1,401 @@
+"""The commands of the services: `consumer`, `inbox`, `outbox`, `pipe`, each on the database or topics it is told."""
+
+import importlib
+import os
+import signal
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from seqdedupe.cli.common import as_json_option, common, connect, naming_near
+from seqdedupe.client.blocking import Client
+from seqdedupe.command import Command, echo, json_text, print_json, print_table, printable, say, told_credentials
+from seqdedupe.errors import error
+from seqdedupe.services.pipe.blocking import Pipe
+
+if TYPE_CHECKING:
+    from sqlalchemy import Engine
+
+# -- The database of a service's consumers and inboxes, as a command is told it.
+
+
+def database_options(command: Command) -> Command:
+    """`--database` and `--json`."""
+    database = click.option(
+        "--database",
+        envvar="SEQDEDUPE_DATABASE",
+        show_envvar=True,
+        required=True,
+        metavar="URL",
+        help="The database of consumers and inboxes, as SQLAlchemy names it.",
+    )
+    return database(as_json_option(command))
+
+
+@contextmanager
+def opened(url: str, whose: str) -> Iterator["Engine"]:
+    """An engine, for the tables of a consumer or an inbox. Raises INVALID_CONFIGURATION, INVALID_OPTION and
+    OUTPUT_UNAVAILABLE, which quote no password."""
+    try:
+        from sqlalchemy import create_engine
+        from sqlalchemy.exc import ArgumentError
+    except ModuleNotFoundError as e:
+        hint = "Install it: pip install 'seqdedupe[services]'"
+        raise error("INVALID_CONFIGURATION", f"services need {e.name}, which is not installed", hint=hint) from e
+    hint = "Give the URL that the service's create_engine is given, and install its driver."
+    try:
+        engine = create_engine(url)
+    except ArgumentError:
+        raise error("INVALID_OPTION", "the database's URL cannot be read", hint=hint) from None
+    except ModuleNotFoundError as e:
+        raise error("INVALID_OPTION", f"the database's URL needs {e.name}, which is not installed", hint=hint) from e
+    try:
+        with told_errors(whose):
+            yield engine
+    finally:
+        engine.dispose()
+
+
+@contextmanager
+def told_errors(whose: str) -> Iterator[None]:
+    """Raises OUTPUT_UNAVAILABLE for what the database says of the tables of a consumer or an inbox."""
+    from sqlalchemy.exc import SQLAlchemyError
+
+    from seqdedupe.databases.failures import told
+
+    try:
+        yield
+    except SQLAlchemyError as e:
+        what = f"the {whose}'s tables cannot be used: {told(e)}"
+        raise error("OUTPUT_UNAVAILABLE", what, hint=f"Is it the {whose}'s database?") from e
+
+
+class PythonObject(click.ParamType[Any]):
+    """It is imported, also from the current directory."""
+
+    name = "object"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        module, _, name = str(value).partition(":")
+        sys.path.insert(0, os.getcwd())  # as `python -m` does
+        try:
+            return getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError, ValueError) as e:
+            raise click.BadParameter(f"{value} cannot be imported: {e}", ctx, param) from e
+
+
+_SHOWN = 80
+"""Characters of an error in the table."""
+
+
+@click.group(short_help="Look after messages that consumers have set aside.")
+def consumer() -> None:
+    """Look after messages that consumers have set aside: parked to be tried again, or given up (dead letters)."""
+
+
+@consumer.command(short_help="List the messages that are parked, and the dead letters.")
+@click.argument("name")
+@click.option("--limit", type=click.IntRange(1), default=100, show_default=True, help="At most so many of each.")
+@database_options
+def parked(name: str, limit: int, database: str, as_json: bool) -> None:
+    """List what the consumer NAME has parked and given up, with the error of the last attempt."""
+    with opened(database, "consumer") as engine:
+        from seqdedupe.services.consumer.dead_letters import set_aside
+
+        found = set_aside(engine, name, limit)
+    if as_json:
+        print_json([_json(kind, row) for kind, row in found])
+        return
+    rows: list[tuple[object, ...]] = [
+        (kind, row.message_index, _text(row.message_key), row.attempts, str(_when(kind, row)), row.error[:_SHOWN])
+        for kind, row in found
+    ]
+    heads: tuple[str, ...] = ("STATE", "INDEX", "KEY", "ATTEMPTS", "NEXT MS", "ERROR")
+    if any(row.consumer != name for _, row in found):
+        heads, rows = ("CONSUMER", *heads), [(one.consumer, *row) for (_, one), row in zip(found, rows, strict=True)]
+    print_table(heads, rows)
+
+
+def _text(value: bytes | None) -> str:
+    return "-" if value is None else value.decode(errors="backslashreplace")
+
+
+def _when(kind: str, row: Any) -> object:
+    """When it is tried next, in milliseconds since 1970: `-` for what waits behind another one, or was given up."""
+    return "-" if kind == "dead" or row.next_attempt_ms is None else row.next_attempt_ms
+
+
+def _json(kind: str, row: Any) -> dict[str, Any]:
+    when = _when(kind, row)
+    return {
+        "state": kind,
+        "consumer": row.consumer,
+        "position": row.position,
+        "index": row.message_index,
+        "key": None if row.message_key is None else _text(row.message_key),
+        "attempts": row.attempts,
+        "next_attempt_ms": None if when == "-" else when,
+        "error": row.error,
+    }
+
+
+@consumer.command(short_help="Let messages be tried again now.")
+@click.argument("name")
+@click.argument("indexes", nargs=-1, type=click.IntRange(0, 2**63 - 1), metavar="[INDEX]...")
+@database_options
+def retry(name: str, indexes: tuple[int, ...], database: str, as_json: bool) -> None:
+    """Let the consumer NAME try the messages with these indexes again, or all that are parked; dead letters only where
+    their index is given."""
+    with opened(database, "consumer") as engine:
+        from seqdedupe.services.consumer import dead_letters
+
+        found = dead_letters.retry(engine, name, indexes)
+    if as_json:
+        print_json({"retried": found.now, "behind": found.behind, "leaving": found.leaving})
+        return
+    _tell(name, found.now, "tried again as soon as the consumer runs")
+    for index in found.behind:
+        echo(f"{index} waits behind an earlier message of its key, and follows it")
+    for index in found.leaving:
+        echo(f"{index} is on its way to the topic of dead letters, and is left alone")
+
+
+@consumer.command(short_help="Give messages up for good.")
+@click.argument("name")
+@click.argument("indexes", nargs=-1, required=True, type=click.IntRange(0, 2**63 - 1), metavar="INDEX...")
+@database_options
+def drop(name: str, indexes: tuple[int, ...], database: str, as_json: bool) -> None:
+    """Remove the messages with these indexes from what the consumer NAME has parked, and from its dead letters."""
+    with opened(database, "consumer") as engine:
+        from seqdedupe.services.consumer import dead_letters
+
+        count = dead_letters.drop(engine, name, indexes)
+    if as_json:
+        print_json({"dropped": count})
+        return
+    _tell(name, count, "removed")
+
+
+def _tell(name: str, count: int, said: str) -> None:
+    echo(f"{count:,} message{'' if count == 1 else 's'} of {printable(name)} {'is' if count == 1 else 'are'} {said}")
+
+
+# -- `seqdedupe inbox`: what inboxes have parked.
+
+
+@click.group(short_help="Look after messages that inboxes have parked.")
+def inbox() -> None:
+    """Look after messages that came before the versions that they follow, and that inboxes have parked."""
+
+
+@inbox.command(short_help="List the messages that are parked, and what they wait for.")
+@click.argument("name")
+@click.option("--longer-than", type=click.FloatRange(0), default=0.0, metavar="SECONDS", help="Parked for so long.")
+@database_options
+def waiting(name: str, longer_than: float, database: str, as_json: bool) -> None:
+    """List what the inbox NAME has parked, the longest first: what it waits for, and the error if it was refused."""
+    with opened(database, "inbox") as engine:
+        from seqdedupe.services.inbox import waiting_in
+
+        found = waiting_in(engine, name, longer_than)
+    if as_json:
+        print_json([_parked_json(one) for one in found])
+        return
+    rows: list[tuple[object, ...]] = [
+        (
+            one.message.index,
+            _versions(one.versions),
+            f"{_versions(one.missing)}{' (a cycle)' if one.in_cycle else ''}",
+            int(one.seconds),
+            one.error[:_SHOWN],
+        )
+        for one in found
+    ]
+    print_table(("INDEX", "VERSIONS", "WAITS FOR", "SECONDS", "ERROR"), rows)
+
+
+def _versions(versions: Mapping[str, int]) -> str:
+    return ", ".join(f"{key} {version}" for key, version in versions.items()) or "-"
+
+
+def _parked_json(one: Any) -> dict[str, Any]:
+    return {
+        "position": str(one.message.position),
+        "index": one.message.index,
+        "versions": dict(one.versions),
+        "missing": dict(one.missing),
+        "in_cycle": one.in_cycle,
+        "seconds": one.seconds,
+        "error": one.error,
+    }
+
+
+@inbox.command(short_help="Look once more at all that is parked.")
+@click.argument("inbox", type=PythonObject(), metavar="MODULE:NAME")
+@as_json_option
+def sweep(inbox: Any, as_json: bool) -> None:
+    """Look once more at all that an inbox has parked, with its handler: MODULE:NAME is the `Inbox` of the service. It
+    may run beside consumers."""
+    from seqdedupe.services.inbox import Inbox
+
+    if not isinstance(inbox, Inbox):
+        raise click.BadParameter("it is no Inbox.", param_hint="'MODULE:NAME'")
+    with told_errors("inbox"):
+        count, left = inbox.sweep(), len(inbox.waiting())
+    if as_json:
+        print_json({"handled": count, "parked": left})
+        return
+    said = "message is" if count == 1 else "messages are"
+    echo(f"{count:,} {said} parked no more in {printable(inbox.name)}, {left:,} still")
+
+
+# -- `seqdedupe outbox`: the tables of an outbox, its relay, and how far behind that is.
+
+DATABASE_VARIABLE = "SEQDEDUPE_DATABASE"
+
+_database_option = click.option(
+    "--database",
+    envvar=DATABASE_VARIABLE,
+    show_envvar=True,
+    required=True,
+    metavar="URL",
+    help="postgresql://user@host/database or sqlite:///path. All users of a machine see what is on a command line: a "
+    "password belongs into the environment.",
+)
+
+
+@click.group()
+def outbox() -> None:
+    """Publish what services write to an outbox in their own transactions, each row exactly once."""
+
+
+@outbox.command("ddl")
+@click.argument("kind", type=click.Choice(["postgresql", "sqlite"]))
+@click.option(
+    "--payload",
+    type=click.Choice(["bytea", "jsonb", "json", "text"]),
+    default="bytea",
+    show_default=True,
+    help="The type of the column payload in PostgreSQL, if the table is not there yet.",
+)
+@click.option(
+    "--lock-aggregates",
+    is_flag=True,
+    help="In PostgreSQL, an insert locks its aggregate until its transaction ends. Then the order is that of the "
+    "commits also for transactions that do not write or lock the aggregate before.",
+)
+def print_ddl(kind: str, payload: str, lock_aggregates: bool) -> None:
+    """Print the statements that make the tables and triggers of an outbox. They may be run again."""
+    echo(_services().ddl(kind, payload=payload, lock_aggregates=lock_aggregates).rstrip())
+
+
+@outbox.command("relay")
+@_database_option
+@click.option("--topic", required=True, help="The topic. {aggregatetype} in it is replaced by that of each row.")
+@click.option("--producer", "name", required=True, help="The name of this outbox; the producers are NAME/token.")
+@click.option("--once", is_flag=True, help="End when all that can be read is published; waits up to 10 s for the rest.")
+@common
+def run_relay(database: str, topic: str, name: str, once: bool, address: str, as_json: bool) -> None:
+    """Publish the rows of an outbox, per aggregate in the order of the commits, and delete them. Kill it and start it
+    again at any moment, or run several: one works, the others stand by.
+
+    With --once the last line says what is left and why; the exit status is 0 then, too."""
+    services = _services()
+
+    def report(line: str) -> None:
+        if as_json:
+            click.echo(json_text({"report": line}), err=True)
+        else:
+            say("seqdedupe", line)
+
+    counters = services.run_relay(
+        address, database, topic, name, follow=not once, credentials=told_credentials(), report=report
+    )
+    found = asdict(counters)
+    lag = _lag(database) if once else None
+    if as_json:
+        print_json(found if lag is None else found | {"left": asdict(lag)})
+        return
+    echo(f"{found['published']:,} published, {found['found']:,} found there, {found['set_aside']:,} set aside")
+    if lag is not None:
+        echo(f"left: {lag.rows:,} rows in outbox{_why_left(lag)}, {lag.set_aside_rows:,} in outbox_aside")
+
+
+@outbox.command("lag")
+@_database_option
+@as_json_option
+def show_lag(database: str, as_json: bool) -> None:
+    """Show how many rows wait for the relay, and what holds them."""
+    lag = _lag(database)
+    if as_json:
+        print_json(asdict(lag))
+        return
+    echo(f"{lag.rows:,} rows in the outbox, {lag.set_aside_rows:,} set aside")
+    if lag.held_by:
+        who = f"{lag.unreadable_rows:,} of them wait" if lag.unreadable_rows else "a relay that starts now waits"
+        echo(f"{who} {_for_whom(lag)}")
+
+
+def _lag(database: str) -> Any:
+    _services()
+    store = importlib.import_module("seqdedupe.services.outbox.store").open_store(database)
+    try:
+        store.open()
+        return store.lag()
+    finally:
+        store.close()
+
+
+def _for_whom(lag: Any) -> str:
+    return f"for a transaction of {lag.held_seconds:.0f} s: {lag.held_by}"
+
+
+def _why_left(lag: Any) -> str:
+    if lag.held_by:
+        return f" (they wait {_for_whom(lag)})"
+    return " (they came, or what they waited for ended, since it looked last: run it again)" if lag.rows else ""
+
+
+def _services() -> Any:
+    try:
+        return importlib.import_module("seqdedupe.services.outbox")
+    except ModuleNotFoundError as e:
+        if e.name is None or e.name.partition(".")[0] == "seqdedupe":
+            raise
+        raise error(
+            "INVALID_CONFIGURATION",
+            f"an outbox needs {e.name}, which is not installed",
+            hint="Install it: pip install 'seqdedupe[services]'",
+        ) from e
+
+
+# -- `seqdedupe pipe`: a Python function from topic to topic.
+
+
+@click.command(short_help="Bring a topic's messages through a Python function to another topic, exactly once.")
+@click.argument("source")
+@click.argument("target")
+@click.option(
+    "--function", type=PythonObject(), required=True, metavar="MODULE:NAME", help="What each message goes to."
+)
+@click.option("--name", required=True, help="The pipe's name, always the same: its outputs are known by it.")
+@click.option("--follow", is_flag=True, help="At the end wait for new messages instead of ending.")
+@common
+def pipe(source: str, target: str, function: Any, name: str, follow: bool, address: str, as_json: bool) -> None:
+    """Call a Python function for each message of SOURCE, and publish what it gives to TARGET, exactly once."""
+    if not callable(function):
+        raise click.BadParameter("it is no function.", param_hint="'--function'")
+    with Client(address, told_credentials()) if follow else connect(address) as client:
+        one = Pipe(client, source, target, function, name=name)
+        signal.signal(signal.SIGTERM, lambda *_: one.stop())
+        with naming_near(client, source):
+            one.run(follow=follow)
+    if as_json:
+        print_json(one.counts)
+    else:
+        again = f", {one.counts['outputs_again']:,} of them held already" if one.counts["outputs_again"] else ""
+        echo(f"{one.counts['inputs']:,} messages read, {one.counts['outputs']:,} outputs sent{again}")

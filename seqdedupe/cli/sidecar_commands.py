@@ -1,0 +1,277 @@
+"""The operators' commands about a sidecar as a whole: a cluster's list, numbers to and from files, and `top`."""
+
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import click
+
+from seqdedupe import exports, files
+from seqdedupe.cli.common import common, connect, connect_to, is_alone
+from seqdedupe.cli.topic_commands import position_json
+from seqdedupe.command import echo, print_json, print_table, printable
+from seqdedupe.errors import error
+from seqdedupe.figures import ORDERS, beyond_snapshot, per_second, state_name
+from seqdedupe.message_id import Position
+from seqdedupe.names import topic_name
+from seqdedupe.v1 import admin_pb2
+
+
+@click.command(short_help="Show the versions of this command and of the sidecar.")
+@common
+def version(address: str, as_json: bool) -> None:
+    """Show the versions of this command and of the sidecar, and the sidecar's limits."""
+    with connect(address) as client:
+        answer = client.admin.version()
+    own = metadata.version("seqdedupe")
+    if as_json:
+        numbers = ("record_format_version", "uptime_seconds", "max_batch_bytes", "max_batch_rows")
+        print_json({"command": own, "sidecar": answer.version} | {name: getattr(answer, name) for name in numbers})
+        return
+    echo(f"command       {own}")
+    where = f"one of {address}" if "," in address else address
+    echo(f"sidecar       {answer.version}, serving at {where} for {answer.uptime_seconds:,} s")
+    echo(f"batches       at most {answer.max_batch_rows:,} rows and {answer.max_batch_bytes:,} bytes")
+
+
+@click.group(invoke_without_command=True, short_help="List the sidecars of a cluster, forget one.")
+@common
+@click.pass_context
+def sidecars(context: click.Context, address: str, as_json: bool) -> None:
+    """List the sidecars of a cluster, and what its topics keep for each. The command below forgets one."""
+    if not is_alone(context):
+        return
+    with connect(address) as client:
+        found = client.admin.sidecars()
+    if as_json:
+        values = ("topics_owned", "subscriptions", "kept_entries", "kept_bytes", "is_this")
+        print_json(
+            [
+                {"name": one.name, "addresses": list(one.addresses)}
+                | {name: getattr(one, name) for name in values}
+                | {"shards": one.shards or None}
+                for one in found
+            ]
+        )
+        return
+    if any(one.shards for one in found):
+        print_table(("ADDRESS", "SHARDS", "OWNS TOPICS"), [(one.name, one.shards, one.topics_owned) for one in found])
+        return
+    print_table(
+        ("SIDECAR", "ADDRESS", "OWNS TOPICS", "SUBSCRIPTIONS", "KEPT ENTRIES", "KEPT BYTES"),
+        [
+            (
+                one.name,
+                " ".join(one.addresses) or None,
+                one.topics_owned,
+                one.subscriptions,
+                one.kept_entries,
+                one.kept_bytes,
+            )
+            for one in found
+        ],
+    )
+    for one in found:
+        if len(one.addresses) > 1:
+            two = "it was elsewhere before, or two sidecars have one name, which must not be"
+            echo(printable(f"{one.name} has {len(one.addresses)} addresses: {two}"))
+
+
+@sidecars.command()
+@click.argument("name")
+@common
+def forget(name: str, address: str, as_json: bool) -> None:
+    """Remove the subscriptions of a sidecar that is gone for good, so that the cluster keeps nothing for it."""
+    with connect(address) as client:
+        removed = client.admin.forget_sidecar(name)
+    if as_json:
+        print_json({"forgotten": name, "topics": removed})
+        return
+    for topic in removed:
+        echo(f"{topic}: the subscription of {printable(name)} is removed")
+
+
+# -- The operators' commands that take a topic's numbers to a file, from one, and from its log.
+
+_FILE = click.Path(dir_okay=False, path_type=Path)
+
+
+@click.command("export", short_help="Write a topic's snapshot, or its watermarks, to a file.")
+@click.argument("topic")
+@click.argument("file", type=_FILE)
+@click.option(
+    "--watermarks", "only_watermarks", is_flag=True, help="The highest sequence IDs alone, for another topic."
+)
+@common
+def export_file(topic: str, file: Path, only_watermarks: bool, address: str, as_json: bool) -> None:
+    """Write a topic's snapshot to a file, as of one moment; one that is there is replaced."""
+    values = {"topic": topic_name(topic), "kind": "watermarks" if only_watermarks else "snapshot"}
+    with connect_to(address, topic) as client:
+        if only_watermarks:
+            producers = client.admin.export_watermarks(topic, file)
+            text = f"the watermarks of {producers:,} producers are in {file}"
+            _say(values | {"producers": producers}, text, as_json)
+            return
+        head = client.admin.export_snapshot(topic, file)
+    position = Position.from_proto(head.position)
+    text = f"a snapshot with {head.producers:,} producers, up to {position}, is in {file}"
+    _say(values | {"producers": head.producers, "position": position_json(position)}, text, as_json)
+
+
+@click.command("import", short_help="Take a file of export or bootstrap over into a topic.")
+@click.argument("topic")
+@click.argument("file", type=_FILE)
+@common
+def import_file(topic: str, file: Path, address: str, as_json: bool) -> None:
+    """Take a file that `export` or `job bootstrap` wrote over into a topic; durable when this returns.
+
+    A snapshot goes into the topic that it was taken of. Watermarks go into one that was created, and that no producer
+    has opened yet; a window of deduplication IDs into one of these without messages.
+    """
+    magic = files.magic_of(file)
+    if magic not in (exports.SNAPSHOT_MAGIC, exports.WATERMARKS_MAGIC, exports.WINDOW_MAGIC):
+        raise files.not_as_written(
+            file, "it begins neither as a snapshot nor as a file of watermarks or of a window does"
+        )
+    with connect_to(address, topic) as client:
+        if magic == exports.SNAPSHOT_MAGIC:
+            _say_opened(client.admin.import_snapshot(topic, file), "snapshot", "from the snapshot", as_json)
+            return
+        if magic == exports.WINDOW_MAGIC:
+            ids = client.admin.import_window(topic, file)
+            values = {"topic": topic_name(topic), "kind": "window", "ids": ids}
+            _say(values, f"a window of {ids:,} deduplication IDs is in force", as_json)
+            return
+        producers = client.admin.import_watermarks(topic, file)
+    values = {"topic": topic_name(topic), "kind": "watermarks", "producers": producers}
+    _say(values, f"the watermarks of {producers:,} producers are in force", as_json)
+
+
+@click.command("rebuild-topic", short_help="Make the store's records of a topic anew from its log.")
+@click.argument("topic")
+@common
+def rebuild_topic(topic: str, address: str, as_json: bool) -> None:
+    """Make the store's records of a topic anew from all that is left in its log, while the other topics serve."""
+    with connect_to(address, topic) as client:
+        _say_opened(client.admin.rebuild_topic(topic), "log", "from its log", as_json)
+
+
+def _say_opened(topic: admin_pb2.Topic, kind: str, where: str, as_json: bool) -> None:
+    state = state_name(topic.state)
+    text = f"{topic.name} was opened again {where}, and is {state}" + (f": {topic.why}" if topic.why else "")
+    values = {"topic": topic.name, "kind": kind, "producers": topic.producers, "state": state, "why": topic.why or None}
+    _say(values, text, as_json)
+
+
+def _say(values: dict[str, object], text: str, as_json: bool) -> None:
+    if as_json:
+        print_json(values)
+    else:
+        echo(printable(text))
+
+
+# -- `seqdedupe top`: how a sidecar does, in a terminal.
+
+DEFAULT_TOPICS = 20
+
+
+Ask = Callable[[], admin_pb2.GetStatisticsResponse]
+
+
+@click.command(short_help="Show how a sidecar does, again and again.")
+@click.option("--once", is_flag=True, help="Show it once and end.")
+@click.option(
+    "--order", type=click.Choice(tuple(ORDERS)), default="rate", show_default=True, help="Which topics come first."
+)
+@click.option("--search", default="", metavar="TEXT", help="Only topics with this in their names.")
+@click.option(
+    "--topics", "limit", type=click.IntRange(1, 500), default=DEFAULT_TOPICS, show_default=True, help="At most so many."
+)
+@common
+def top(once: bool, order: str, search: str, limit: int, address: str, as_json: bool) -> None:
+    """Show the busiest topics of a sidecar with their rates, states and refusals, and what it warned of, every few
+    seconds. Press q to end.
+
+    With --json it prints a line each time. Where the output is no terminal, it shows it once.
+    """
+    with connect(address) as client:
+        ask = partial(client.admin.statistics, search=search, order=ORDERS[order], limit=limit)
+        if as_json:
+            _print_again_and_again(ask, once)
+            return
+        try:
+            from seqdedupe.cli.top_view import show, show_once
+        except ModuleNotFoundError as e:
+            raise error(
+                "INVALID_CONFIGURATION",
+                f"`top` needs {e.name}, which is not installed",
+                hint="Install it: pip install 'seqdedupe[top]'. With --json it is not needed.",
+            ) from e
+        if once or not (sys.stdout.isatty() and sys.stdin.isatty()):
+            show_once(first(ask), address)
+        else:
+            show(ask, address)
+
+
+def first(ask: Ask) -> admin_pb2.GetStatisticsResponse:
+    """With rates: where nobody has asked before, counting begins with the first question."""
+    while not (found := ask()).activity.not_dup:
+        time.sleep(found.interval_ms / 1000)
+    return found
+
+
+def _print_again_and_again(ask: Ask, once: bool) -> None:
+    found = first(ask)
+    print_json(_json(found))
+    while not once:
+        time.sleep(found.interval_ms / 1000)
+        found = ask()
+        print_json(_json(found))
+
+
+def _json(found: admin_pb2.GetStatisticsResponse) -> dict[str, Any]:
+    """The form is documented: keep it stable."""
+    return {
+        "version": found.version,
+        "uptime_seconds": found.uptime_seconds,
+        "is_serving": found.is_serving,
+        "now_ms": found.now_ms,
+        "interval_ms": found.interval_ms,
+        "intervals": len(found.activity.not_dup),
+        **_rates(found.activity, found.interval_ms),
+        "states": {state_name(one.state): one.topics for one in found.states},
+        "replay_left_messages": found.replay_left_messages,
+        "refusals": {one.reason: one.count for one in found.refusals},
+        "topics_found": found.topics_found,
+        "topics": [
+            {
+                "name": one.topic.name,
+                "state": state_name(one.topic.state),
+                "why": one.topic.why or None,
+                **_rates(one.activity, found.interval_ms),
+                "beyond_snapshot": beyond_snapshot(one.topic),
+                "snapshot_age_ms": one.snapshot_age_ms,
+                "replay_left_messages": one.replay_left_messages,
+                "producers": one.topic.producers,
+            }
+            for one in found.topics
+        ],
+        "warnings": [{"time_ms": one.time_ms, "level": one.level, "message": one.message} for one in found.warnings],
+    }
+
+
+def _rates(activity: admin_pb2.Activity, interval_ms: int) -> dict[str, float | int]:
+    """Of the last interval a second, and sums of all intervals."""
+    return {
+        "stored_per_second": round(per_second(activity.not_dup, interval_ms), 3),
+        "stored_bytes_per_second": round(per_second(activity.stored_bytes, interval_ms), 3),
+        "dup_per_second": round(per_second(activity.dup, interval_ms), 3),
+        "stored": sum(activity.not_dup),
+        "dup": sum(activity.dup),
+        "unknown": sum(activity.unknown),
+        "refused": sum(activity.refused),
+    }

@@ -1,0 +1,243 @@
+"""The commands about who may do what: tokens that are signed, rules, and the audit trail."""
+
+import re
+import secrets
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+import click
+
+from seqdedupe.audit_trail import TrailLink, verify
+from seqdedupe.cli.common import as_json_option
+from seqdedupe.command import FAILED, WRONG_USAGE, echo, print_json, printable, say_failure
+from seqdedupe.errors import AccessDeniedError, SeqdedupeError, error
+from seqdedupe.names import is_namespace, namespace_name, producer_name, topic_name
+
+if TYPE_CHECKING:
+    from broker_sidecar.security.rules import RuleDecision
+
+MAX_READ_BYTES = 64 * 1024
+"""Of what may be a token."""
+
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+_DURATION = re.compile(r"([1-9][0-9]{0,8})([smhd])")
+
+_File = click.Path(path_type=Path, dir_okay=False)
+
+
+class _Duration(click.ParamType[int]):
+    """A number of seconds, as `90s`, `15m`, `12h` or `30d`."""
+
+    name = "duration"
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if (said := _DURATION.fullmatch(value)) is None:
+            self.fail(f"{value!r} is none of the form 90s, 15m, 12h or 30d", param, ctx)
+        return int(said[1]) * _SECONDS[said[2]]
+
+
+@contextmanager
+def _needs_the_sidecar() -> Iterator[None]:
+    try:
+        yield
+    except ModuleNotFoundError as e:
+        if e.name in ("jwt", "cryptography"):
+            hint = "Install it: pip install 'seqdedupe[sidecar]'"
+            raise error("INVALID_CONFIGURATION", f"this needs {e.name}, which is not installed", hint=hint) from e
+        raise
+
+
+@click.group(short_help="Make and check tokens that are signed.")
+def token() -> None:
+    """Make keys, sign tokens with them, and check tokens, as a sidecar with token_keys_file takes them."""
+
+
+@token.command()
+@click.argument("private_file", type=_File)
+@click.argument("keys_file", type=_File)
+@click.option("--key-id", metavar="NAME", help="The key's name, `kid`. Left out: one is made up.")
+def keys(private_file: Path, keys_file: Path, key_id: str | None) -> None:
+    """Make a key that signs tokens, PRIVATE_FILE, and add its public part to KEYS_FILE (JWKS).
+
+    Sidecars get KEYS_FILE as their token_keys_file. Whoever can read PRIVATE_FILE can make tokens.
+    """
+    with _needs_the_sidecar():
+        from seqdedupe.cli.token_keys import make_keys
+    kid = key_id or secrets.token_hex(8)
+    make_keys(private_file, keys_file, kid)
+    echo(printable(f"key {kid}: {private_file} signs tokens, {keys_file} checks them"))
+
+
+@token.command()
+@click.option("--key-file", type=_File, required=True, help="The private key: JWK, or PEM without a password.")
+@click.option("--key-id", metavar="NAME", help="The key's name, `kid`, if the file does not say it.")
+@click.option("--subject", required=True, metavar="NAME", help="Whose the token is: the role that rules name, `sub`.")
+@click.option("--audience", required=True, metavar="NAME", help="The sidecars' token_audience, `aud`.")
+@click.option("--expires-in", type=_Duration(), required=True, metavar="TIME", help="As 90s, 15m, 12h or 30d.")
+def create(key_file: Path, key_id: str | None, subject: str, audience: str, expires_in: int) -> None:
+    """Sign a token, and print it."""
+    with _needs_the_sidecar():
+        from seqdedupe.cli.token_keys import read_private_key, sign
+    key, kid = read_private_key(key_file, key_id)
+    echo(sign(key, kid, subject, audience, int(time.time()), expires_in))
+
+
+@token.command()
+@click.option("--keys-file", type=_File, required=True, help="The public keys: the sidecars' token_keys_file.")
+@click.option("--audience", required=True, metavar="NAME", help="The sidecars' token_audience.")
+@click.option("--token-file", type=click.File("rb"), default="-", help="The token. Left out: standard input.")
+@as_json_option
+def validate(keys_file: Path, audience: str, token_file: IO[bytes], as_json: bool) -> None:
+    """Say whose a token is and when it expires, if a sidecar would take it now."""
+    with _needs_the_sidecar():
+        from broker_sidecar.security.tokens import LEEWAY_SECONDS, read_keys, verify
+    shown = token_file.read(MAX_READ_BYTES)
+    try:
+        claims = verify(shown.strip(), read_keys(keys_file), audience)
+    except AccessDeniedError as e:
+        hint = "A token of these keys and this audience is valid: is it another sidecar's, or was it not all copied?"
+        raise error(e.reason, e.message, hint=hint) from e
+    expires_at_seconds = int(claims.expires_at_seconds) - LEEWAY_SECONDS
+    if as_json:
+        print_json({"subject": claims.subject, "expires_at_seconds": expires_at_seconds})
+        return
+    expires_at = datetime.fromtimestamp(expires_at_seconds, UTC)
+    echo(printable(f"{claims.subject}, until {expires_at:%Y-%m-%d %H:%M:%S} UTC"))
+
+
+# -- The commands about who may do what.
+
+ACTIONS = ("publish", "read", "create", "observe", "administer", "attach")
+_ALSO_OF_SEVERAL = ("observe", "administer")
+"""There are calls that need it on a whole namespace, or on everything."""
+
+_EVERYTHING = "*"
+
+
+@click.group(short_help="Explain what rules allow.")
+def auth() -> None:
+    """Who may do what, as a rules file says."""
+
+
+def _of_actions(command: click.decorators.FC) -> click.decorators.FC:
+    for action in reversed(ACTIONS):
+        what = "topic, tenant/namespace, or *: everything" if action in _ALSO_OF_SEVERAL else "topic"
+        command = click.option(f"--{action}", metavar="NAME", help=f"Whether it may {action} this {what}.")(command)
+    return command
+
+
+@auth.command(short_help="Say which rule decides.")
+@click.option(
+    "--rules",
+    "file",
+    required=True,
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="The rules file.",
+)
+@click.option("--as", "subject", required=True, help="The caller: the name in its token or certificate.")
+@_of_actions
+@click.option(
+    "--producer",
+    help="With --publish: under this producer name; '': without one, by deduplication ID. Left out: under some name.",
+)
+@click.option("--cursor", help="With --read: whether it may move this cursor. Left out: whether it may read messages.")
+@as_json_option
+def explain(
+    file: Path, subject: str, producer: str | None, cursor: str | None, as_json: bool, **asked: str | None
+) -> int:
+    """Say which rule of a file decides, without a sidecar. It reads the file alone: the data directory's own token may
+    do everything.
+
+    The exit status is 0 if it is allowed, 1 if it is denied, 2 if it could not be found out.
+    """
+    given = [(action, what) for action, what in asked.items() if what is not None]
+    if len(given) != 1:
+        raise click.UsageError(f"Say one of {', '.join(f'--{action}' for action in ACTIONS)}.")
+    [(action, what)] = given
+    if producer is not None and action != "publish":
+        raise click.UsageError("--producer goes with --publish.")
+    if cursor is not None and action != "read":
+        raise click.UsageError("--cursor goes with --read.")
+    try:
+        name, decision = _decide(file, subject, action, what, producer, cursor)
+    except SeqdedupeError as e:
+        say_failure("seqdedupe", e, as_json=as_json)
+        return WRONG_USAGE
+    rule = decision.rule and decision.rule.name
+    if as_json:
+        asked_for = {"subject": subject, "action": action, "name": name, "producer_name": producer, "cursor": cursor}
+        print_json(asked_for | {"is_allowed": decision.is_allowed, "rule": rule})
+    else:
+        echo(f"{'allowed' if decision.is_allowed else 'denied'}: {printable(rule or 'no rule allows it')}")
+    return 0 if decision.is_allowed else FAILED
+
+
+def _decide(
+    file: Path, subject: str, action: str, what: str, producer: str | None, cursor: str | None
+) -> "tuple[str, RuleDecision]":
+    """The full name of what it is about, and the decision. Raises INVALID_CONFIGURATION, and what the names are."""
+    from broker_sidecar import kernels
+
+    kernels.prepare()
+    from broker_sidecar.security.rules import Action, read_rules
+
+    rules = read_rules(file).rules
+    if action in _ALSO_OF_SEVERAL and what == _EVERYTHING:
+        return what, rules.decide_everything(subject, Action(action))
+    if action in _ALSO_OF_SEVERAL and is_namespace(what):
+        return what, rules.decide_namespace(subject, Action(action), namespace_name(what))
+    topic = topic_name(what)
+    if producer:
+        producer_name(producer)
+    return topic, rules.decide(subject, Action(action), topic, producer if cursor is None else cursor)
+
+
+# -- `seqdedupe audit`: whether an audit trail is as it was written.
+
+
+@click.group(short_help="Check an audit trail.")
+def audit() -> None:
+    """The trail of what operators did and who was refused, see docs/audit.md."""
+
+
+@audit.command("verify", short_help="Check that no line was changed, removed or put in.")
+@click.argument("files", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option(
+    "--expect",
+    metavar="NUMBER:HASH",
+    help="A line that has to be there, as this command printed it before: that a trail was cut, or made anew from "
+    "somewhere on, shows in this alone.",
+)
+@as_json_option
+def verify_files(files: tuple[Path, ...], expect: str | None, as_json: bool) -> int:
+    """Check a trail of FILES, the oldest first. Print its last line's number and hash: keep them elsewhere."""
+    expected = TrailLink.parse(expect) if expect else None
+    found = verify(files, expected)
+    if not found.has_expected:
+        raise error("AUDIT_DAMAGED", f"line {expect} is not in the trail: it was cut, or made anew")
+    if as_json:
+        print_json(
+            {
+                "lines": found.lines,
+                "first_number": found.first_number,
+                "chains": found.chains,
+                "last": str(found.last),
+                "last_time": found.last_time,
+                "torn_bytes": found.torn_bytes,
+            }
+        )
+        return 0
+    echo(f"{found.lines} lines, all as they were written" if found.lines else "no line")
+    if found.lines:
+        echo(f"last {found.last} at {found.last_time}")
+    if found.first_number > 1:
+        echo(f"The first one is line {found.first_number}: what came before is in other files.")
+    if found.chains > 1:
+        echo(f"The trail was begun anew {found.chains - 1} times: nothing tells whether lines are missing there.")
+    if found.torn_bytes:
+        echo(f"{found.torn_bytes} bytes at the end are of a line that is being written, or was cut off.")
+    return 0

@@ -1,0 +1,618 @@
+"""The operators' commands about topics: what there is, single messages and producers, cursors, and policies."""
+
+from datetime import UTC, datetime
+from typing import Any, TextIO, TypeVar
+
+import click
+
+from seqdedupe.cli.common import common, connect, connect_to, is_alone
+from seqdedupe.client.admin import MODES, ROUTES, PolicyState
+from seqdedupe.command import echo, print_json, print_table, printable
+from seqdedupe.figures import state_name
+from seqdedupe.message_id import Position
+from seqdedupe.names import topic_name
+from seqdedupe.v1 import admin_pb2
+
+
+def position_json(position: Position) -> dict[str, Any]:
+    """A position; `message_id` is null before a topic's first message, `ownership` (as in its text) if not known."""
+    return {
+        "incarnation": position.incarnation,
+        "index": position.index,
+        "message_id": None if position.message_id is None else str(position.message_id),
+        "ownership": f"{position.ownership:016x}" if position.ownership else None,
+    }
+
+
+T = TypeVar("T")
+
+
+def _known(topic: admin_pb2.Topic, value: T) -> T | None:
+    """The value; None where it cannot be known, because the topic is damaged or could not be opened yet."""
+    is_closed = not topic.HasField("last") and not topic.partitions
+    return None if topic.state == admin_pb2.TOPIC_STATE_DAMAGED or is_closed else value
+
+
+def _of_log(topic: admin_pb2.Topic, value: T) -> T | None:
+    """The same; None also for a partitioned topic, which has no log of its own."""
+    return None if topic.partitions else _known(topic, value)
+
+
+def _messages(topic: admin_pb2.Topic) -> int | None:
+    """How many can be read."""
+    return _of_log(topic, topic.last.index + 1 - topic.first_index)
+
+
+def _topic_json(topic: admin_pb2.Topic) -> dict[str, Any]:
+    return {
+        "name": topic.name,
+        "state": state_name(topic.state),
+        "why": topic.why or None,
+        "partitions": topic.partitions,
+        "unused_partitions": topic.unused_partitions,
+        "partition_of": topic.partition_of or None,
+        "entry_format": _entry_format(topic) or None,
+        "deduplication_mode": _mode(topic),
+        "deduplication_route": _route(topic),
+        "window": _window_json(topic),
+        "deduplication_enabled": topic.policy.deduplication_enabled if topic.HasField("policy") else None,
+        "messages": _messages(topic),
+        "first_index": _of_log(topic, topic.first_index),
+        "last": _of_log(topic, position_json(Position.from_proto(topic.last))),
+        "snapshot_index": _of_log(topic, topic.snapshot_index),
+        "term": _of_log(topic, topic.term),
+        "producers": _of_log(topic, topic.producers),
+        "log_bytes": _known(topic, topic.log_bytes),
+        "not_dup": topic.not_dup,
+        "dup": topic.dup,
+        "unknown": topic.unknown,
+        "refused": topic.refused,
+        "purged": topic.purged,
+        "resumed_after_purge": topic.resumed_after_purge,
+        "damaged_places": topic.damaged_places,
+        "damaged_messages": topic.damaged_messages,
+        "log_void": topic.log_void,
+        "log_repeats": topic.log_repeats,
+        "log_foreign": topic.log_foreign,
+        "log_earlier": topic.log_earlier,
+        "may_lose_messages": topic.may_lose_messages,
+        "may_lose_ms": topic.may_lose_ms,
+        "not_durable_messages": topic.not_durable_messages,
+    }
+
+
+def _print_topic(topic: admin_pb2.Topic, as_json: bool) -> None:
+    if as_json:
+        print_json(_topic_json(topic))
+        return
+    for name, value in (
+        ("topic", topic.name),
+        ("state", state_name(topic.state) + (f": {topic.why}" if topic.why else "")),
+        *(_of_whole(topic) if topic.partitions else _of_one(topic)),
+        ("log", _known(topic, f"{topic.log_bytes:,} bytes")),
+        ("verdicts", f"{topic.not_dup:,} NotDup, {topic.dup:,} Dup, {topic.unknown:,} Unknown since it was opened"),
+        ("refused", f"{topic.refused:,} frames since it was opened"),
+        *_may_lose(topic),
+        *_forgotten(topic),
+        *_damage(topic),
+        *_skipped(topic),
+    ):
+        echo(f"{name:<14}{printable(str(_shown(value)))}")
+
+
+def _may_lose(topic: admin_pb2.Topic) -> list[tuple[str, object]]:
+    """What the flush policy leaves to a power cut."""
+    if not topic.may_lose_messages:
+        return []
+    at_most = f"{topic.may_lose_messages:,} messages of the last {topic.may_lose_ms / 1000:g} s"
+    now = f"{topic.not_durable_messages:,} now"
+    return [("power cut", f"may take {at_most} at most from producers that have ended ({now})")]
+
+
+def _of_whole(topic: admin_pb2.Topic) -> list[tuple[str, object]]:
+    """Lines for a partitioned topic."""
+    by_route = f"; partitions by {_route(topic)}" if _route(topic) else ""
+    unused = f"{topic.unused_partitions} that Pulsar has added: the topic was made with {topic.partitions}, for good"
+    return [
+        ("partitions", f"{topic.partitions}, {topic.name}-partition-0 and on: each can be shown by its name"),
+        *([("not used", unused)] if topic.unused_partitions else []),
+        *([("entries", _entry_format(topic))] if topic.entry_format else []),
+        ("deduplication", (_deduplication(topic) or "?") + by_route),
+    ]
+
+
+def _of_one(topic: admin_pb2.Topic) -> list[tuple[str, object]]:
+    """Lines for a topic that has a log, as a partition too."""
+    return [
+        *([("partition of", topic.partition_of)] if topic.partition_of else []),
+        *([("entries", _entry_format(topic))] if topic.entry_format else []),
+        ("deduplication", _deduplication(topic)),
+        *_window(topic),
+        ("messages", _known(topic, _extent(topic))),
+        ("last", _known(topic, Position.from_proto(topic.last))),
+        ("snapshot", _known(topic, f"up to index {topic.snapshot_index}, not included")),
+        ("producers", _known(topic, f"{topic.producers:,}")),
+    ]
+
+
+def _mode(topic: admin_pb2.Topic) -> str | None:
+    """By what its messages are told from each other; None if that is not known."""
+    return next((name for name, mode in MODES.items() if name and mode == topic.deduplication_mode), None)
+
+
+def _route(topic: admin_pb2.Topic) -> str | None:
+    """By what its messages find their partitions; None if there is nothing to find."""
+    return next((name for name, route in ROUTES.items() if name and route == topic.deduplication_route), None)
+
+
+def _deduplication(topic: admin_pb2.Topic) -> str | None:
+    on_off = _on_off(topic)
+    is_by_id = topic.deduplication_mode == admin_pb2.DEDUPLICATION_MODE_DEDUPLICATION_ID
+    return f"{on_off}, by deduplication ID" if is_by_id and on_off is not None else on_off
+
+
+def _window_json(topic: admin_pb2.Topic) -> dict[str, Any] | None:
+    """How far back copies are known; null for a topic of sequence IDs."""
+    if topic.deduplication_mode != admin_pb2.DEDUPLICATION_MODE_DEDUPLICATION_ID:
+        return None
+    return {
+        "first_index": None if topic.partitions else topic.window_first_index,
+        "first_publish_time_ms": topic.window_first_publish_time_ms or None,
+        "messages": topic.window_messages,
+        "messages_on_disk": topic.window_messages_on_disk,
+        "forgotten": topic.window_forgotten,
+        "memory_bytes": topic.window_memory_bytes,
+        "imported": topic.window_imported,
+        "imported_missing": topic.window_imported_missing,
+    }
+
+
+def _window(topic: admin_pb2.Topic) -> list[tuple[str, object]]:
+    """A line for a topic of deduplication IDs."""
+    if topic.deduplication_mode != admin_pb2.DEDUPLICATION_MODE_DEDUPLICATION_ID:
+        return []
+    since = ""
+    if topic.window_first_publish_time_ms:
+        since = f" since {datetime.fromtimestamp(topic.window_first_publish_time_ms / 1000, UTC):%Y-%m-%dT%H:%M:%SZ}"
+    reach = f"{topic.window_messages:,} IDs, from index {topic.window_first_index} on{since}"
+    on_disk = f", {topic.window_messages_on_disk:,} on disk" if topic.window_messages_on_disk else ""
+    memory = f"{topic.window_memory_bytes:,} bytes"
+    lines: list[tuple[str, object]] = [("window", f"{reach}{on_disk}; {topic.window_forgotten:,} forgotten; {memory}")]
+    if topic.window_imported or topic.window_imported_missing:
+        missing = ", which are MISSING: import the same file again" if topic.window_imported_missing else ""
+        lines.append(("imported", f"{topic.window_imported:,} IDs{missing}"))
+    return lines
+
+
+def _entry_format(topic: admin_pb2.Topic) -> str:
+    if not topic.entry_format:
+        return ""
+    return admin_pb2.EntryFormat.Name(topic.entry_format).removeprefix("ENTRY_FORMAT_").lower()
+
+
+def _extent(topic: admin_pb2.Topic) -> str:
+    """How many messages there are, and where."""
+    count = topic.last.index + 1 - topic.first_index
+    if not count:
+        return f"0, the next one gets index {topic.first_index}"
+    return f"{count:,}, indexes {topic.first_index} to {topic.last.index}"
+
+
+def _forgotten(topic: admin_pb2.Topic) -> list[tuple[str, str]]:
+    """A line for a topic that has forgotten producers."""
+    if not topic.purged and not topic.resumed_after_purge:
+        return []
+    return [("forgotten", f"{topic.purged:,} producers since it was opened; {topic.resumed_after_purge:,} came back")]
+
+
+def _damage(topic: admin_pb2.Topic) -> list[tuple[str, str]]:
+    """A line for a topic in whose log damage was found."""
+    if not topic.damaged_places:
+        return []
+    found = f"{topic.damaged_places:,} places of the log, {topic.damaged_messages:,} messages: see the sidecar's log"
+    return [("damaged", f"{found}, and `seqdedupe doctor`")]
+
+
+def _skipped(topic: admin_pb2.Topic) -> list[tuple[str, str]]:
+    """A line for a topic in whose log entries stand that are no part of it."""
+    counts = {
+        "of owners that had lost it": topic.log_void,
+        "twice": topic.log_repeats,
+        "of others": topic.log_foreign,
+        "of others before it had an owner": topic.log_earlier,
+    }
+    if not any(counts.values()):
+        return []
+    return [
+        ("skipped", ", ".join(f"{count:,} {what}" for what, count in counts.items() if count) + " since it was opened")
+    ]
+
+
+def _shown(value: object) -> object:
+    return "?" if value is None else value
+
+
+def _title(topic: admin_pb2.Topic) -> str:
+    """A name in the list; how many partitions stand under it."""
+    return f"{topic.name} ({topic.partitions} partitions)" if topic.partitions else topic.name
+
+
+def _on_off(topic: admin_pb2.Topic) -> str | None:
+    if not topic.HasField("policy"):
+        return None
+    return "on" if topic.policy.deduplication_enabled else "off"
+
+
+def _print_topics(found: list[admin_pb2.Topic]) -> None:
+    print_table(
+        ("TOPIC", "STATE", "DEDUPLICATION", "MESSAGES", "PRODUCERS", "LOG BYTES"),
+        [
+            (_title(t), state_name(t.state), _on_off(t), _messages(t), _of_log(t, t.producers), _known(t, t.log_bytes))
+            for t in found
+        ],
+    )
+    if any(topic.state == admin_pb2.TOPIC_STATE_STANDBY for topic in found):
+        echo("STANDBY: not the sidecar that was asked has the topic, but another one (`seqdedupe topics show TOPIC`).")
+
+
+@click.group(invoke_without_command=True, short_help="List, create, delete, move, show topics.")
+@common
+@click.pass_context
+def topics(context: click.Context, address: str, as_json: bool) -> None:
+    """List the topics. The commands below create, delete, move and show one."""
+    if not is_alone(context):
+        return
+    with connect(address) as client:
+        found = client.admin.topics()
+    if as_json:
+        print_json([_topic_json(topic) for topic in found])
+        return
+    _print_topics(found)
+
+
+@topics.command()
+@click.argument("name")
+@click.option(
+    "--deduplication/--no-deduplication", default=None, help="Whether it deduplicates, whatever its namespace says."
+)
+@click.option("--partitions", type=click.IntRange(min=1), metavar="N", help="Make it of N partitions, for good.")
+@click.option(
+    "--entry-format",
+    type=click.Choice(("plain", "packed")),
+    help="On a Pulsar cluster: a message an entry, which every consumer reads, or a batch an entry.",
+)
+@click.option(
+    "--schema",
+    type=click.File(encoding="utf-8"),
+    metavar="FILE",
+    help="On a Pulsar cluster: what consumers decode messages by, as `pulsar-admin schemas upload` takes it.",
+)
+@click.option(
+    "--deduplication-mode",
+    type=click.Choice(("sequence-id", "deduplication-id")),
+    help="What tells messages from each other, for good: a producer's sequence IDs, or an ID of each message's own.",
+)
+@click.option(
+    "--deduplication-route",
+    type=click.Choice(("id", "key")),
+    help="With partitions and deduplication IDs: by what a message finds its partition, for good. Default: id.",
+)
+@common
+def create(
+    name: str,
+    deduplication: bool | None,
+    partitions: int | None,
+    entry_format: str | None,
+    schema: TextIO | None,
+    deduplication_mode: str | None,
+    deduplication_route: str | None,
+    address: str,
+    as_json: bool,
+) -> None:
+    """Create a topic and show it."""
+    with connect(address) as client:
+        made = client.admin.create_topic(
+            name,
+            partitions=partitions or 0,
+            deduplication_mode=deduplication_mode or "",
+            deduplication_route=deduplication_route or "",
+            entry_format=entry_format or "",
+            schema=schema.read() if schema is not None else "",
+            deduplication_enabled=deduplication,
+        )
+    _print_topic(made, as_json)
+
+
+@topics.command()
+@click.argument("name")
+@common
+def delete(name: str, address: str, as_json: bool) -> None:
+    """Delete a topic with its messages, producers and partitions, for good and without asking."""
+    with connect_to(address, name) as client:
+        client.admin.delete_topic(name)
+    if as_json:
+        print_json({"deleted": topic_name(name)})
+    else:
+        echo(f"{topic_name(name)} is deleted")
+
+
+@topics.command()
+@click.argument("name")
+@common
+def show(name: str, address: str, as_json: bool) -> None:
+    """Show a topic."""
+    with connect_to(address, name) as client:
+        _print_topic(client.admin.topic(name), as_json)
+
+
+@topics.command()
+@click.argument("name")
+@click.option("--to", metavar="ADDRESS", default="", help="The sidecar that is to have it. Left out: who takes it.")
+@common
+def move(name: str, to: str, address: str, as_json: bool) -> None:
+    """Move a topic to another sidecar, of a cluster or with a log of its own; returns when that one serves it."""
+    with connect_to(address, name) as client:
+        owner = client.admin.move_topic(name, to)
+    if as_json:
+        print_json({"topic": topic_name(name), "owner_address": owner})
+    else:
+        echo(printable(f"{topic_name(name)} is served by the sidecar at {owner}"))
+
+
+@click.command(short_help="List a topic's producers.")
+@click.argument("topic")
+@common
+def producers(topic: str, address: str, as_json: bool) -> None:
+    """List a topic's producers with their highest sequence IDs, in the order in which they first came."""
+    with connect_to(address, topic) as client:
+        found = client.admin.producers(topic)
+    if as_json:
+        print_json([{"name": p.name, "persisted": p.persisted, "pushed": p.pushed, "epoch": p.epoch} for p in found])
+        return
+    print_table(("PRODUCER", "PERSISTED", "PUSHED"), [(p.name, p.persisted, p.pushed) for p in found])
+
+
+@click.command(short_help="Take a snapshot of a topic now.")
+@click.argument("topic")
+@common
+def snapshot(topic: str, address: str, as_json: bool) -> None:
+    """Take a snapshot of a topic; returns when it is durable."""
+    with connect_to(address, topic) as client:
+        position = client.admin.snapshot(topic)
+    if as_json:
+        print_json({"topic": topic_name(topic), "position": position_json(position)})
+    else:
+        echo(f"the snapshot is durable: recovery would start after {position}")
+
+
+# -- The operators' commands about cursors, single messages and producers.
+
+
+@click.command(short_help="List a topic's named cursors; have retention wait for one, or remove it.")
+@click.argument("topic")
+@click.option("--remove", metavar="NAME", help="Remove this cursor: it keeps nothing any more.")
+@click.option(
+    "--hold",
+    nargs=2,
+    type=(str, click.IntRange(0, 2**31 - 1)),
+    metavar="NAME MB",
+    help="Have retention keep what this cursor has not passed, while the log is not larger than MB; 0: no more.",
+)
+@common
+def cursors(topic: str, remove: str | None, hold: tuple[str, int] | None, address: str, as_json: bool) -> None:
+    """List the named cursors that the sidecar keeps of a topic, after what --hold and --remove do."""
+    with connect_to(address, topic) as client:
+        if hold is not None:
+            client.admin.hold_cursor(topic, *hold)
+        if remove is not None:
+            client.admin.delete_cursor(topic, remove)
+        found = client.admin.cursors(topic)
+    if as_json:
+        listed = [
+            {
+                "name": one.name,
+                "position": position_json(Position.from_proto(one.position)),
+                "note": one.note,
+                "hold_retention_in_mb": one.hold_retention_in_mb,
+            }
+            for one in found
+        ]
+        print_json(listed)
+        return
+    rows = [(one.name, one.position.index, one.hold_retention_in_mb or "-", one.note) for one in found]
+    print_table(("CURSOR", "INDEX", "HOLDS MB", "NOTE"), rows)
+    if not rows:
+        echo(f"{printable(topic)} has none")
+
+
+_PREFIX = "MESSAGE_STATE_"
+
+
+_NEGATIVE_NUMBERS = {"ignore_unknown_options": True}
+"""So that -1 is an argument, and no option."""
+
+
+@click.command("message-state", context_settings=_NEGATIVE_NUMBERS, short_help="Show what is known of one message.")
+@click.argument("topic")
+@click.argument("producer", required=False)
+@click.argument("sequence_id", type=click.IntRange(0, 2**63 - 1), required=False)
+@click.option("--deduplication-id", metavar="ID", help="Instead, in a topic of deduplication IDs: the message's ID.")
+@common
+def message_state(
+    topic: str, producer: str | None, sequence_id: int | None, deduplication_id: str | None, address: str, as_json: bool
+) -> None:
+    """Show what is known of the message with this sequence ID: whether it is stored, and where."""
+    by_id = bool(deduplication_id)
+    if by_id != (producer is None) or by_id != (sequence_id is None):
+        raise click.UsageError("Say PRODUCER and SEQUENCE_ID, or --deduplication-id.")
+    with connect_to(address, topic) as client:
+        found = client.admin.message_state(
+            topic, producer or "", sequence_id or 0, deduplication_id=deduplication_id or ""
+        )
+    known = found.state in admin_pb2.MessageState.values()  # a newer sidecar may say more
+    state = admin_pb2.MessageState.Name(found.state).removeprefix(_PREFIX) if known else str(found.state)
+    position = Position.from_proto(found.position) if found.HasField("position") else None
+    if as_json:
+        print_json(
+            {
+                "state": state,
+                "in_flight_ms": found.in_flight_ms if state == "IN_FLIGHT" else None,
+                "position": position and position_json(position),
+                "publish_time_ms": found.publish_time_ms or None,
+                "pushed": found.pushed,
+                "persisted": found.persisted,
+            }
+        )
+        return
+    lines: list[tuple[str, Any]] = [("state", state)]
+    if state == "IN_FLIGHT":
+        lines.append(("in flight", f"for {found.in_flight_ms:,} ms"))
+    if position is not None:
+        lines += [("index", position.index), ("message ID", position.message_id)]
+    if found.publish_time_ms:
+        published = datetime.fromtimestamp(found.publish_time_ms / 1000, UTC)
+        lines.append(("published", f"{published.isoformat(sep=' ', timespec='milliseconds')}"))
+    numbers = f"persisted {found.persisted}, pushed {found.pushed}"
+    if found.pushed < 0:
+        numbers = f"no sequence ID of it counts in this topic: {numbers}"
+    if not by_id:
+        lines.append(("producer", numbers))
+    for name, value in lines:
+        echo(f"{name:<14}{printable(str(value))}")
+
+
+@click.command("in-flight", short_help="List producers whose messages have been in flight for long.")
+@click.argument("topic")
+@click.option("--longer-than-ms", type=click.IntRange(0), default=1000, show_default=True, help="At least so long.")
+@common
+def in_flight(topic: str, longer_than_ms: int, address: str, as_json: bool) -> None:
+    """List the producers that have had messages in flight for so long: at most 1,000, the longest first."""
+    with connect_to(address, topic) as client:
+        found = client.admin.in_flight(topic, longer_than_ms=longer_than_ms)
+    rows = [(p.producer_name, p.first_sequence_id, p.last_sequence_id, p.in_flight_ms) for p in found.in_flight]
+    if as_json:
+        names = ("producer_name", "first_sequence_id", "last_sequence_id", "in_flight_ms")
+        listed = [dict(zip(names, row, strict=True)) for row in rows]
+        print_json({"producers": found.producers, "in_flight": listed})
+        return
+    print_table(("PRODUCER", "FIRST ID", "LAST ID", "IN FLIGHT MS"), rows)
+    if found.producers > len(rows):
+        echo(f"and {found.producers - len(rows):,} producers more")
+
+
+@click.command(
+    "reset-producer",
+    context_settings=_NEGATIVE_NUMBERS,
+    short_help="Set a producer's highest sequence ID to a lower one.",
+)
+@click.argument("topic")
+@click.argument("producer")
+@click.argument("persisted", type=click.IntRange(-1, 2**63 - 1))
+@common
+def reset_producer(topic: str, producer: str, persisted: int, address: str, as_json: bool) -> None:
+    """Set a producer's highest persisted sequence ID (-1: none), durable when this returns.
+
+    What it sends above that ID is new again, also what the topic holds. Its sessions end.
+    """
+    with connect_to(address, topic) as client:
+        done = client.admin.reset_producer(topic, producer, persisted)
+    if as_json:
+        print_json({"name": producer, "persisted": persisted, "persisted_before": done.persisted_before})
+    else:
+        echo(f"producer {printable(producer)} is reset from {done.persisted_before} to {persisted}")
+
+
+# -- The commands about policies: of topics and of namespaces.
+
+_WORDS = {"gap": ("ALLOW", "REJECT"), "overlap": ("REJECT", "PULSAR")}
+_NAMES = [field.name for field in admin_pb2.TopicPolicy.DESCRIPTOR.fields]
+
+
+def _values(policy: Any) -> dict[str, Any]:
+    """Each value by name, None where it is not set."""
+    values: dict[str, Any] = {}
+    for field in policy.DESCRIPTOR.fields:
+        value = getattr(policy, field.name) if policy.HasField(field.name) else None
+        if value is not None and field.enum_type is not None:
+            known = field.enum_type.values_by_number.get(value)  # a newer sidecar may say more
+            value = str(value) if known is None else known.name.rpartition("_")[2]
+        values[field.name] = value
+    return values
+
+
+def _print(name: str, state: PolicyState, as_json: bool) -> None:
+    is_set, applied = _values(state.set), _values(state.applied)
+    if as_json:
+        print_json({"name": name, "set": is_set, "applied": applied})
+        return
+    rows = [(value, _text(is_set[value]), _text(applied[value])) for value in _NAMES]
+    print_table(("POLICY", "SET", "APPLIED"), rows)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return "-" if value is None else str(value)
+
+
+@click.group(short_help="Show, set, remove the policy of a topic or a namespace.")
+def policy() -> None:
+    """Show, set and remove what is set for a topic, or for a namespace (tenant/namespace)."""
+
+
+@policy.command()
+@click.argument("name", metavar="TOPIC|NAMESPACE")
+@common
+def get(name: str, address: str, as_json: bool) -> None:
+    """Show what is set, and what is in force."""
+    with connect_to(address, name) as client:
+        _print(name, client.admin.policy(name), as_json)
+
+
+@policy.command("set")
+@click.argument("name", metavar="TOPIC|NAMESPACE")
+@click.option("--deduplication/--no-deduplication", "deduplication_enabled", default=None, help="On or off.")
+@click.option("--gap", type=click.Choice(_WORDS["gap"], case_sensitive=False), help="What becomes of gaps.")
+@click.option(
+    "--overlap",
+    type=click.Choice(_WORDS["overlap"], case_sensitive=False),
+    help="What becomes of a broker's ranges that are persisted in part.",
+)
+@click.option("--deduplication-entries-interval", type=int, help="A snapshot after so many stored batches.")
+@click.option(
+    "--deduplication-snapshot-interval-seconds", type=int, help="A snapshot so long after news; 0: not by time."
+)
+@click.option("--retention-size-in-mb", type=int, help="So much of the log is kept; -1: all of it.")
+@click.option("--retention-time-in-minutes", type=int, help="So long messages are kept; -1: for ever.")
+@click.option(
+    "--deduplication-producer-inactivity-timeout-minutes",
+    type=int,
+    help="A producer that nobody has used for so long is forgotten; 0: never.",
+)
+@click.option("--log-flush-interval-messages", type=int, help="A sync after so many messages; 1: every commit.")
+@click.option("--log-flush-interval-ms", type=int, help="A sync so long after a message; 0: every commit.")
+@click.option(
+    "--deduplication-window-max-messages", type=int, help="A copy is known until so many messages came after."
+)
+@click.option("--deduplication-window-max-bytes", type=int, help="Or until their IDs have so many bytes; -1: no limit.")
+@click.option("--deduplication-window-max-minutes", type=int, help="Or so long after its original; -1: no limit.")
+@common
+def set_values(name: str, address: str, as_json: bool, **values: Any) -> None:
+    """Set the values that are given; the others stay. In force, and durable, when this returns."""
+    given = {key: value for key, value in values.items() if value is not None}
+    if not given:
+        raise click.UsageError("Say at least one value to set.")
+    for key in _WORDS.keys() & given.keys():
+        given[key] = f"{key.upper()}_POLICY_{given[key].upper()}"
+    with connect_to(address, name) as client:
+        _print(name, client.admin.set_policy(name, admin_pb2.TopicPolicy(**given)), as_json)
+
+
+@policy.command()
+@click.argument("name", metavar="TOPIC|NAMESPACE")
+@click.argument("values", nargs=-1, metavar="[VALUE]...", type=click.Choice(_NAMES))
+@common
+def remove(name: str, values: tuple[str, ...], address: str, as_json: bool) -> None:
+    """Values that are to be inherited again; without VALUE, all of them."""
+    with connect_to(address, name) as client:
+        _print(name, client.admin.remove_policy(name, *values), as_json)

@@ -1,0 +1,190 @@
+"""The sequence IDs of a producer of a partitioned topic: they rise over all partitions, and up to some all is settled.
+
+Begin with `Numbering`. `SettledIds` says up to which ID, and each batch carries that (`Partition.mark`). After a crash
+it is from where the producer's source has to be sent again: `complete_up_to` reads it out of the last messages.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from seqdedupe.batch import Batch, Int64s
+from seqdedupe.client.builder import Builder
+from seqdedupe.client.pending import PendingBatch
+from seqdedupe.client.producer_session import ProducerConfig
+from seqdedupe.client.reader import Reader
+from seqdedupe.client.route import Sidecars
+from seqdedupe.errors import PositionError, error
+from seqdedupe.limits import NO_SEQUENCE_ID
+from seqdedupe.message_id import Position
+from seqdedupe.names import partition_of
+
+# -- From where the source of a partitioned topic's producer has to be sent again: its last messages say it.
+
+
+class Persisted(NamedTuple):
+    """The last message of a producer that a topic had when its session started."""
+
+    topic: str
+    """The full name; where the topic is partitioned, that of a partition."""
+    sequence_id: int
+    """-1 if there was none."""
+    position: Position | None
+    """None if it is no longer known, or there was none."""
+    incarnation: int
+    """Which creation of that topic it is."""
+
+
+async def complete_up_to(sidecars: Sidecars, producer_name: str, last: Iterable[Persisted]) -> int:
+    """The highest ID up to which the last messages of the producer say that everything is settled; -1 if none does.
+
+    A message that retention has dropped says nothing: going on from an earlier ID only costs time.
+    """
+    highest = NO_SEQUENCE_ID
+    for one in last:
+        if one.position is None:
+            continue
+        index = one.position.index
+        async with Reader(sidecars, one.topic, index, stop_index=index + 1) as reader:
+            try:
+                stored = await reader.next_batch()
+            except PositionError as e:
+                if e.reason != "POSITION_TRIMMED":
+                    raise
+                continue
+        if stored is not None and len(stored.batch.complete_up_to):
+            of_producer = stored.batch.names().index(producer_name)
+            highest = max(highest, int(stored.batch.complete_up_to[of_producer]))
+    return highest
+
+
+# -- Up to which ID everything is settled, in all partitions: the producer says it with every batch.
+
+_SWEEP_BATCHES = 1024
+
+
+class SettledIds:
+    """Up to which ID everything that was sent is settled in all partitions. Threads may share it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # held for moments only
+        self._begun: deque[tuple[int, PendingBatch]] = deque()
+        self._sweep_at = _SWEEP_BATCHES
+        self._last_sent = self._resumed_after = NO_SEQUENCE_ID
+
+    def resume(self, sequence_id: int) -> None:
+        """Everything up to this ID is settled already."""
+        self._last_sent = self._resumed_after = sequence_id
+
+    def sent(self, first_id: int, batches: Iterable[PendingBatch], last_id: int) -> None:
+        """These batches were begun with messages from `first_id` to `last_id`; IDs rise from call to call."""
+        with self._lock:
+            self._begun.extend((first_id, pending) for pending in batches)
+            self._last_sent = max(self._last_sent, last_id)
+            if len(self._begun) >= self._sweep_at:
+                # While one partition stands still, what is settled in the others is let go of.
+                self._begun = deque(begun for begun in self._begun if not begun[1].durable or begun[1].failed)
+                self._sweep_at = 2 * len(self._begun) + _SWEEP_BATCHES
+
+    def up_to(self) -> int:
+        """That ID; -1 if there is none. What was given up without a receipt is never settled."""
+        with self._lock:
+            begun = self._begun
+            while begun and begun[0][1].durable and not begun[0][1].failed:
+                begun.popleft()
+            return max(begun[0][0] - 1 if begun else self._last_sent, self._resumed_after)
+
+
+class Partition(NamedTuple):
+    """Which one a producer of a single partition has, and what is settled in all of them."""
+
+    number: int
+    settled: SettledIds
+
+    def mark(self, pending: PendingBatch) -> None:
+        """Gives a sealed batch what goes with every batch of a partition."""
+        pending.partition = self.number
+        up_to = self.settled.up_to()
+        if pending.batch is not None and up_to != NO_SEQUENCE_ID:
+            pending.batch.complete_up_to = np.array([up_to], np.int64)
+
+
+class Numbering:
+    """The sequence IDs of a producer over all partitions, and the partitions of its messages."""
+
+    def __init__(self, name: str, encoded_name: bytes, partitions: int, config: ProducerConfig) -> None:
+        self.settled = SettledIds()
+        self.resumed_after = NO_SEQUENCE_ID
+        self._name = name
+        self._encoded_name = encoded_name
+        self._partitions = partitions
+        self._ids = Builder(encoded_name, NO_SEQUENCE_ID, config, lambda pending: None)
+        self._highest_persisted = NO_SEQUENCE_ID
+
+    @property
+    def last_sequence_id(self) -> int:
+        return self._ids.last_sequence_id
+
+    def resume(self, complete_up_to: int, highest_persisted: int) -> None:
+        """The producer goes on after the first ID; IDs up to the second one may be there or not."""
+        self.resumed_after = complete_up_to
+        self._highest_persisted = highest_persisted
+        self._ids.last_sequence_id = complete_up_to
+        self.settled.resume(complete_up_to)
+
+    def next_id(self, sequence_id: int | None) -> int:
+        """The ID of the next message. Raises INVALID_SEQUENCE_ID, NOT_ASCENDING; INVALID_REQUEST if it has to be
+        given, and is not."""
+        if sequence_id is None:
+            self._check_may_be_left_out()
+        return self._ids.next_id(sequence_id)
+
+    def _check_may_be_left_out(self) -> None:
+        # Counted on from here, the IDs of new messages would be those of others that are stored: they would be lost.
+        if self.last_sequence_id < self._highest_persisted:
+            raise error(
+                "INVALID_REQUEST",
+                f"producer {self._name!r} goes on after sequence ID {self.resumed_after}, and some messages up to "
+                f"{self._highest_persisted} are stored already: these have to be sent again with their sequence IDs",
+                hint=f"Give sequence IDs until {self._highest_persisted} is passed. To leave out what was not stored, "
+                "begin above it.",
+                resumed_after=self.resumed_after,
+                highest_persisted=self._highest_persisted,
+            )
+
+    def partition(self, key: bytes | None) -> int:
+        """That of a message with this key, or none."""
+        return partition_of(key, self._encoded_name, self._partitions)
+
+    def sent(self, sequence_id: int, begun: Sequence[PendingBatch]) -> None:
+        """A message was sent with this ID, the first one of a batch unless `begun` is empty."""
+        self._ids.sent(sequence_id)
+        self.settled.sent(sequence_id, begun, sequence_id)
+
+    def check_columns(self, payloads: object, sequence_ids: object, *columns: object) -> Batch:
+        """See `Builder.check_columns`."""
+        if sequence_ids is None:
+            self._check_may_be_left_out()
+        return self._ids.check_columns(payloads, sequence_ids, *columns)  # type: ignore[arg-type]
+
+    def rows_by_partition(self, batch: Batch) -> list[tuple[int, Int64s]]:
+        """The rows of a batch, by the partitions that they go to."""
+        if not batch.keys:
+            return [(self.partition(None), np.arange(len(batch)))]
+        known: dict[bytes | None, int] = {}
+        of_rows = np.empty(len(batch), np.int64)
+        for row in range(len(batch)):
+            key = batch.keys[row]
+            if key not in known:
+                known[key] = self.partition(key)
+            of_rows[row] = known[key]
+        return [(int(k), np.flatnonzero(of_rows == k)) for k in np.unique(of_rows)]
+
+    def sent_batch(self, batch: Batch, begun: Sequence[PendingBatch]) -> None:
+        """These batches were sent, which are the rows of this one."""
+        first, last = int(batch.sequence_ids[0]), int(batch.sequence_ids[-1])
+        self._ids.sent(last)
+        self.settled.sent(first, begun, last)

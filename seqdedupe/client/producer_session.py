@@ -1,0 +1,432 @@
+"""A producer's session with the sidecar: opens, sends, takes the answers, reconnects and resumes, until closed.
+
+Before it stands what may be told to a producer, `ProducerConfig`.
+"""
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+from seqdedupe.address import SidecarAddress
+from seqdedupe.client.connection import NOT_A_SIDECAR, Backoff, may_break_for_a_frame
+from seqdedupe.client.outbox import SUSPECT_BREAKS, Frame, Outbox
+from seqdedupe.client.pending import PendingBatch
+from seqdedupe.client.publish_calls import Openings
+from seqdedupe.client.route import OnWaiting, Route, WaitingNotice
+from seqdedupe.client.stream import Answers, PublishStream, SharedConnections
+from seqdedupe.errors import AccessDeniedError, InvalidRequestError, SeqdedupeError, UnavailableError, error
+from seqdedupe.limits import MAX_BATCH_BYTES, MAX_BATCH_ROWS
+from seqdedupe.message_id import Position
+
+# -- What may be told to a producer.
+
+DELIVERY_TIMEOUT_SECONDS = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class ProducerConfig:
+    """How a producer gathers messages into batches and how much it has under way."""
+
+    linger_ms: float = 1.0
+    """A batch that is not full goes after so long, or after up to five times as long while 5,000 messages a second or
+    more come; one that finds nothing in flight goes at once (as soon as the event loop gets its turn)."""
+
+    max_batch_rows: int = 1000
+    """A batch of so many messages is full; at most 65,536."""
+
+    max_batch_bytes: int = 128 * 1024
+    """A batch of about so many bytes is full; at most 8 MiB."""
+
+    max_in_flight_batches: int = 32
+    """`send` waits while so many batches have no receipt."""
+
+    max_in_flight_bytes: int = 16 * 1024 * 1024
+    """`send` waits while about so many bytes have no receipt, or are not known to be durable."""
+
+    delivery_timeout_seconds: float | None = DELIVERY_TIMEOUT_SECONDS
+    """The producer ends with OutcomeUnknownError if a batch has no receipt by then, with the reason of the last
+    refusal. Two minutes, as in Kafka. None: it tries for ever, which is right for machinery that must not give up."""
+
+    def __post_init__(self) -> None:
+        most = {"max_batch_rows": MAX_BATCH_ROWS, "max_batch_bytes": MAX_BATCH_BYTES}
+        for name in ("max_batch_rows", "max_batch_bytes", "max_in_flight_batches", "max_in_flight_bytes"):
+            value = getattr(self, name)
+            if not 1 <= value <= most.get(name, value):
+                raise error("INVALID_REQUEST", f"{name} is {value}: it should be 1 to {most.get(name, 'any')}")
+        for name in ("linger_ms", "delivery_timeout_seconds"):
+            value = getattr(self, name)
+            if value is not None and not value >= 0:
+                raise error("INVALID_REQUEST", f"{name} is {value}: it should not be negative")
+
+
+logger = logging.getLogger("seqdedupe.client")
+
+OPEN_TIMEOUT_SECONDS = 30.0
+"""A session that could not be started by then is given up. A started one is resumed for as long as it takes."""
+
+CLOSE_TIMEOUT_SECONDS = 30.0
+"""What has no receipt so long after closing began has an unknown outcome."""
+
+_FIRST_DELAY_SECONDS = 0.02
+_LONGEST_DELAY_SECONDS = 2.0
+_SHORTEST_WAIT_SECONDS = 0.01
+
+
+class Session:
+    """One producer name on one topic. All of it runs on one event loop.
+
+    connecting --> opening --> serving        `_run`, again and again: `_connect` is all three
+         ^            |           |
+         +--- after a delay, or where another sidecar is; or idle, until there is something to send
+
+    any --> ended, by `stop` or with `failure`: what has no receipt fails with it
+    """
+
+    def __init__(
+        self,
+        connections: SharedConnections,
+        topic: str,
+        name: str,
+        config: ProducerConfig,
+        on_waiting: OnWaiting | None = None,
+    ) -> None:
+        self.name = name
+        self.persisted = -1
+        self.persisted_position: Position | None = None
+        self.outbox = Outbox()
+        self.has_room = asyncio.Event()
+        """Set while a batch more may be added, and for ever once there is a failure."""
+        self._connections = connections
+        self._route = Route(connections.sidecars, topic)
+        self._older: set[SidecarAddress] = set()
+        """Who has answered a lower term than was seen before, since one last answered another."""
+        self._topic = topic
+        self._config = config
+        self._waiting = WaitingNotice(on_waiting)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._epoch: int | None = None
+        self._started: asyncio.Future[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._added = asyncio.Event()
+        self._stream: PublishStream | None = None  # while it is served by one
+        self._rewinding: asyncio.TimerHandle | None = None
+        self._is_in_trouble = False
+        """Whether anything has failed or was refused since something had its receipt."""
+        self._resumed_in_vain = False
+        """Whether a refusal was answered by a resume, and nothing has had a receipt since."""
+        self._backoff = Backoff(_FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS)
+        self.has_room.set()
+
+    @property
+    def failure(self) -> SeqdedupeError | None:
+        return self.outbox.failure
+
+    @property
+    def _is_starting(self) -> bool:
+        return self._started is not None and not self._started.done()
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.outbox.without_receipt
+
+    async def start(self) -> None:
+        """Opens the session. Raises what keeps it from that; UnavailableError after OPEN_TIMEOUT_SECONDS, or at once
+        if what answers is not a sidecar."""
+        self._loop = asyncio.get_running_loop()
+        self._started = self._loop.create_future()
+        self._run_task(self._run())
+        if self._config.delivery_timeout_seconds is not None:
+            self._run_task(self._enforce_delivery_timeout(self._config.delivery_timeout_seconds))
+        try:
+            await self._started
+        except BaseException:
+            await self.stop()
+            raise
+
+    def check_loop(self) -> None:
+        """Raises INVALID_REQUEST on another event loop than that of `start`, where it would wait for ever."""
+        if self._loop not in (None, asyncio.get_running_loop()):
+            raise self._of_another_loop()
+
+    def _of_another_loop(self) -> SeqdedupeError:
+        what = f"producer {self.name!r} was opened on another event loop than this one, and belongs to it"
+        return error("INVALID_REQUEST", what, hint="Open, use and close a producer on one event loop.")
+
+    def add(self, pending: PendingBatch) -> None:
+        """Queues a sealed batch to be sent. After a failure, fails it."""
+        loop = asyncio.get_running_loop()
+        if loop is not self._loop and self.failure is None:
+            self.outbox.failure = self._of_another_loop()
+        pending.queued_at = loop.time()
+        self.outbox.add(pending)
+        self._update_room()
+        self._added.set()
+        if self._stream is not None:
+            self._stream.ready(self)
+
+    def end_before(self, first: PendingBatch, what: str) -> None:
+        """Gives up this batch, what was added after it, and what will be; what was added before goes on."""
+        if self.failure is None:
+            message = f"{what}; what has no receipt by now may still become durable, or not"
+            self.outbox.fail(error("OUTCOME_UNKNOWN", message), first)
+            self._update_room()
+
+    async def flush(self) -> None:
+        """Until all that is queued now has its receipts, and is durable. Raises what a batch failed with."""
+        self.check_loop()
+        for pending in self.outbox.entries:
+            await pending.wait_until_durable()
+        if self.failure is not None:
+            raise self.failure.with_traceback(None)
+
+    async def close(self) -> None:
+        """Flushes for at most CLOSE_TIMEOUT_SECONDS, then stops. Raises what is amiss with what was sent."""
+        try:
+            await asyncio.wait_for(self.flush(), CLOSE_TIMEOUT_SECONDS)
+        except TimeoutError:
+            await self.stop()
+            await self.flush()
+        finally:
+            await self.stop()
+
+    async def stop(self) -> None:
+        """Stops now. What has no receipt fails with OutcomeUnknownError."""
+        self.check_loop()
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
+            task.cancel()
+        try:
+            await asyncio.gather(*tasks, return_exceptions=True)
+        finally:
+            # Also when this is cancelled: others wait for receipts.
+            if len(self.outbox):
+                self._fail(self.outbox.outcome_unknown(f"producer {self.name!r} was closed"))
+
+    def _run_task(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        task.add_done_callback(self._ended)
+        self._tasks.append(task)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """No task may end on a defect, or with its event loop, and leave others waiting for receipts."""
+        if task.cancelled():
+            if task in self._tasks and self.failure is None:  # `stop` takes them out
+                self._fail(self.outbox.outcome_unknown(f"producer {self.name!r} has ended with its event loop"))
+        elif (defect := task.exception()) is not None:
+            self._fail(error("INTERNAL", f"a defect in the client: {defect!r}"))
+
+    def _fail(self, failure: SeqdedupeError) -> None:
+        self.outbox.fail(failure)
+        self._update_room()
+        if self._started is not None and not self._started.done():
+            self._started.set_exception(failure)
+
+    def _update_room(self) -> None:
+        outbox = self.outbox
+        full = (
+            outbox.without_receipt >= self._config.max_in_flight_batches
+            or outbox.size_bytes >= self._config.max_in_flight_bytes
+        )
+        if full and outbox.failure is None:
+            self.has_room.clear()
+        else:
+            self.has_room.set()
+
+    async def _enforce_delivery_timeout(self, timeout_seconds: float) -> None:
+        """Gives everything up, and the connection, when the oldest batch has waited for so long.
+
+        Later messages must not get past those given up, so the session ends: whoever opens the name next waits until
+        what is still on the way is settled, and learns from where to go on.
+        """
+        loop = asyncio.get_running_loop()
+        while self.failure is None:
+            since = min((entry.queued_at for entry in self.outbox.entries if not entry.has_receipts), default=None)
+            left_seconds = timeout_seconds + (since - loop.time() if since is not None else 0)
+            if left_seconds <= 0:
+                self._fail(self.outbox.outcome_unknown(f"no receipt within {timeout_seconds:g} seconds"))
+                for task in self._tasks:
+                    if task is not asyncio.current_task():
+                        task.cancel()
+                return
+            due_at = loop.time() + max(left_seconds, _SHORTEST_WAIT_SECONDS)
+            await asyncio.sleep(due_at - loop.time())
+            # While this process stood still nothing was sent and no answer was read: that is made up for first.
+            await asyncio.sleep(min(loop.time() - due_at, timeout_seconds))
+
+    async def _run(self) -> None:
+        loop = asyncio.get_running_loop()
+        give_up_at = loop.time() + OPEN_TIMEOUT_SECONDS
+        while self.failure is None or len(self.outbox):
+            try:
+                await self._connect()
+            except SeqdedupeError as failure:
+                self._is_in_trouble = True
+                # The stream, too, may have been refused by one to which the topic came only then.
+                e = self._route.doubted(failure)
+                if not isinstance(e, UnavailableError):
+                    # A frame was refused so, no Open: see `Outbox.asks_for_resume`.
+                    if e.reason == "INVALID_EPOCH":
+                        continue
+                    self._fail(self._of_resume(e))
+                    return
+                if e.reason == "STREAM_IDLE" and not len(self.outbox) and not self._is_starting:
+                    # The session stays: it is resumed when there is something to send.
+                    await self._wait_for_something_to_send()
+                    continue
+                moves_on = self._route.moves_on(e)
+                why = self._route.told()
+                self.outbox.held_up(why)
+                self._waiting.waits(why)
+                is_final = loop.time() > give_up_at or (e.reason == NOT_A_SIDECAR and not moves_on)
+                if self._is_starting and is_final:
+                    self._fail(why)
+                    return
+                if not moves_on:
+                    await asyncio.sleep(max(self._backoff.next_seconds(), e.retry_delay_ms / 1000))
+
+    def _of_resume(self, failure: SeqdedupeError) -> SeqdedupeError:
+        """What it comes to that the session is not resumed. Of what was sent before it says nothing."""
+        if not isinstance(failure, AccessDeniedError) or self._is_starting or self.is_idle:
+            return failure
+        self.outbox.held_up(failure)
+        return self.outbox.outcome_unknown(f"producer {self.name!r} may not go on")
+
+    async def _wait_for_something_to_send(self) -> None:
+        while not len(self.outbox) and self.failure is None:
+            self._added.clear()
+            await self._added.wait()
+
+    async def _connect(self) -> None:
+        """Opens or resumes, then sends and takes answers until the stream ends."""
+        async with self._connections.stream(self._route.address, self._topic) as stream:
+            await stream.begin(has_topic=self._epoch is not None)
+            await self._open(stream.openings)
+            await stream.check()
+            if self._is_starting and self._started is not None:
+                self._started.set_result(None)
+            if not len(self.outbox):
+                # There will be no receipt that says so.
+                self._waiting.goes_on()
+            self._stream = stream
+            try:
+                await stream.serve(self)
+            except UnavailableError as e:
+                if stream.has_ended and may_break_for_a_frame(e):
+                    self.outbox.broke(e, is_alone=stream.ended_alone)
+                    self._update_room()
+                raise
+            finally:
+                self._stream = None
+                if self._rewinding is not None:
+                    self._rewinding.cancel()
+                    self._rewinding = None
+
+    async def _open(self, openings: Openings) -> None:
+        try:
+            opened = await openings.open(self.name, self._epoch)
+        except InvalidRequestError as e:
+            if (doubted := self._route.doubted(e)) is not e:
+                raise doubted from e
+            if self._epoch is not None and e.reason in ("INVALID_EPOCH", "TOPIC_NOT_FOUND"):
+                raise error("DATA_LOSS", f"the sidecar does not know the session that it gave: {e.message}") from e
+            raise
+        self._check_term(opened.term)
+        is_forgotten = opened.is_forgotten
+        had_receipts = [entry for entry in self.outbox.entries if entry.has_receipts]
+        if self.outbox.open(opened.incarnation, opened.term, opened.epoch, opened.persisted, is_forgotten=is_forgotten):
+            logger.warning(
+                "topic %s has forgotten producer %r, which was idle for longer than its policy allows: what is sent "
+                "again is new to it, stored or not",
+                self._topic,
+                self.name,
+            )
+        # What has to have another receipt has waited for it since now: it was not late before.
+        for entry in had_receipts:
+            if not entry.has_receipts:
+                entry.queued_at = asyncio.get_running_loop().time()
+        if self._epoch is None:
+            self.persisted, self.persisted_position = opened.persisted, opened.position
+        self._epoch = opened.epoch
+
+    def _check_term(self, term: int) -> None:
+        """Raises NOT_OWNER if this sidecar answers a lower term than another one did: it is not the owner. Where all do
+        so, it is for `Outbox.open` to say what is lost."""
+        if term >= self.outbox.term:
+            self._older.clear()
+            return
+        self._older.add(self._route.address)
+        if not self._older.issuperset(self._connections.sidecars.addresses):
+            what = (
+                f"the sidecar at {self._route.address} answers with term {term}, lower than {self.outbox.term} before"
+            )
+            raise error("NOT_OWNER", what)
+
+    # -- what a stream asks of it --------------------------------------------------------------------------------
+
+    @property
+    def waits_for_answers(self) -> bool:
+        return self.outbox.unanswered > 0 or self.waits_until_durable
+
+    @property
+    def waits_until_durable(self) -> bool:
+        return not self.outbox.is_all_durable
+
+    @property
+    def is_suspect(self) -> bool:
+        return self.outbox.breaks >= SUSPECT_BREAKS
+
+    def next_frame(self) -> Frame | None:
+        """The next one to send, if there is any to be sent now."""
+        return self.outbox.next_frame()
+
+    def take(self, incarnation: int, term: int, answers: Answers) -> bool:
+        """Takes answers; whether they were the last ones that matter. Raises what needs another stream or a resume, and
+        what ends the session."""
+        if not self.outbox.counts(incarnation, term):
+            return False
+        waiting = self.outbox.without_receipt
+        for frame, receipt in answers.receipts:
+            self.outbox.receipt(frame, receipt)
+        self.outbox.durable_up_to(answers.durable_index)
+        if self._is_in_trouble and self.outbox.without_receipt < waiting:
+            self._is_in_trouble = self._resumed_in_vain = False
+            self._backoff.reset()
+            self._route.goes_well()
+            self.outbox.held_up(None)
+            self._waiting.goes_on()
+        for frame, why in answers.refusals:
+            if why is None:
+                self.outbox.put_back(frame)
+            else:
+                self._refused(frame, why)
+        self._update_room()
+        if self.outbox.must_rewind and not self.outbox.unanswered:
+            self._rewind_later()
+        return self.failure is not None and not len(self.outbox)
+
+    def _refused(self, frame: int, why: SeqdedupeError) -> None:
+        self._is_in_trouble = True
+        if not self._resumed_in_vain and self.outbox.asks_for_resume(frame, why):
+            self._resumed_in_vain = True
+            raise why
+        self.outbox.refused(frame, why)
+        if why.reason == "NOT_OWNER":
+            raise why  # resumes, where the owner is
+        if isinstance(self.outbox.last_refusal, UnavailableError):
+            self._waiting.waits(self.outbox.last_refusal)
+
+    def _rewind_later(self) -> None:
+        if self.outbox.rewinds_at_once:
+            self._rewind()
+        elif self._rewinding is None:
+            self._is_in_trouble = True
+            delay_seconds = max(self._backoff.next_seconds(), self.outbox.retry_delay_ms / 1000)
+            self._rewinding = asyncio.get_running_loop().call_later(delay_seconds, self._rewind)
+
+    def _rewind(self) -> None:
+        self._rewinding = None
+        self.outbox.rewind()
+        if self._stream is not None:
+            self._stream.ready(self)

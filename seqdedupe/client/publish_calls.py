@@ -1,0 +1,336 @@
+"""The calls of `PublishService`, as a client makes them: a stream's frames and its answers, and the sessions before it.
+
+Begin with `exchange`, a stream at work; `Openings` starts and resumes sessions.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import grpc.aio
+import numpy as np
+from google.protobuf.message import DecodeError
+from google.protobuf.unknown_fields import UnknownFieldSet
+
+from seqdedupe import wire
+from seqdedupe.address import SidecarAddress
+from seqdedupe.client.connection import CALL_TIMEOUT_SECONDS, error_of_reason, typed_errors
+from seqdedupe.client.outbox import Frame
+from seqdedupe.client.pending import ReceiptColumns
+from seqdedupe.errors import NEVER, SeqdedupeError, error
+from seqdedupe.message_id import MessageId, Position
+from seqdedupe.v1 import publish_pb2
+from seqdedupe.v1.publish_pb2_grpc import PublishServiceStub
+
+_NO_MESSAGE_ID = MessageId(-1, -1, -1)
+
+
+def encode_frames(frames: Sequence[Frame]) -> bytes:
+    """A PublishStreamRequest with these frames."""
+    message: list[bytes | memoryview] = []
+    for frame in frames:
+        message += wire.frame_parts(frame.number, frame.batch.encoded_parts())
+    return b"".join(message)
+
+
+class StreamAnswer(NamedTuple):
+    """A PublishStreamResponse."""
+
+    receipts: list[tuple[int, ReceiptColumns]]
+    """Each with the number of its frame."""
+    refusals: Sequence[Any]
+    incarnation: int
+    term: int
+    durable_index: int
+
+
+def decode_answer(raw: bytes, rows_of: Callable[[int], int | None]) -> StreamAnswer:
+    """The answer in these bytes. `rows_of` says how many rows a frame has that is out; receipts of others may be left
+    out.
+
+    Raises DecodeError if no sidecar has made it: all that is not empty, as a greeting is, says which topic it is of."""
+    if (usual := _usual_answer(raw)) is not None and usual.incarnation:
+        return usual
+    answer = wire.PublishStreamResponse.FromString(raw)
+    if raw and not answer.incarnation:
+        raise DecodeError("there is no incarnation in it")
+    if not all(_is_plain(receipt, rows_of(receipt.frame)) for receipt in answer.receipts):
+        answer = wire.PublishStreamResponse.FromString(_canonical(raw))
+    out = [receipt for receipt in answer.receipts if rows_of(receipt.frame) is not None]
+    receipts = [(receipt.frame, receipt_columns(receipt)) for receipt in out]
+    return StreamAnswer(receipts, answer.refusals, answer.incarnation, answer.term, answer.durable_index)
+
+
+def _usual_answer(raw: bytes) -> StreamAnswer | None:
+    """The answer of fixed width, in a fraction of the time; None if it is another one."""
+    end = len(raw) - wire.STATE.size
+    if end < 0 or end % wire.ALL_NEW.size:
+        return None
+    a, incarnation, b, term, c, durable_index = wire.STATE.unpack_from(raw, end)
+    if (a, b, c) != wire.STATE_TAGS:
+        return None
+    receipts = []
+    for at in range(0, end, wire.ALL_NEW.size):
+        a, b, c, frame, d, first_index, e, f, g, ledger_id, h, entry_id, i, j = wire.ALL_NEW.unpack_from(raw, at)
+        if (a, b, c, d, e, f, g, h, i, j) != wire.ALL_NEW_TAGS:
+            return None
+        receipts.append((frame, ReceiptColumns.all_stored(first_index, MessageId(ledger_id, entry_id))))
+    return StreamAnswer(receipts, (), incarnation, term, durable_index)
+
+
+def _is_plain(receipt: Any, rows: int | None) -> bool:
+    """Whether the columns, read as bytes, are all there; a legal but unusual encoding would hide some."""
+    if rows is None:
+        return True
+    known, runs = len(receipt.known_rows) // 4, len(receipt.run_rows) // 4
+    return (
+        len(receipt.verdicts) in (0, rows)
+        and len(receipt.known_indexes) == len(receipt.known_ledger_ids) == len(receipt.known_entry_ids) == 8 * known
+        and len(receipt.known_batch_indexes) in (0, 4 * known)
+        and len(receipt.run_ledger_ids) == len(receipt.run_entry_ids) == 8 * runs
+        and len(receipt.run_batch_indexes) == 4 * runs
+        and len(receipt.imported_rows) % 4 == 0
+        and not len(UnknownFieldSet(receipt))
+    )
+
+
+def _canonical(raw: bytes) -> bytes:
+    answer = publish_pb2.PublishStreamResponse.FromString(raw)
+    answer.DiscardUnknownFields()
+    return answer.SerializeToString()
+
+
+def receipt_columns(receipt: Any) -> ReceiptColumns:
+    """The columns of a receipt in the alias schema."""
+    first = _NO_MESSAGE_ID
+    if receipt.HasField("first_message_id"):
+        first = MessageId.from_proto(receipt.first_message_id)
+    if not (receipt.verdicts or receipt.known_rows or receipt.run_rows):
+        return ReceiptColumns.all_stored(receipt.first_index, first, receipt.durable_at)
+    return ReceiptColumns(
+        np.frombuffer(receipt.verdicts, np.uint8),
+        receipt.first_index,
+        first,
+        np.frombuffer(receipt.known_rows, "<u4"),
+        np.frombuffer(receipt.known_indexes, "<i8"),
+        np.frombuffer(receipt.known_ledger_ids, "<i8"),
+        np.frombuffer(receipt.known_entry_ids, "<i8"),
+        np.frombuffer(receipt.known_batch_indexes, "<i4"),
+        np.frombuffer(receipt.run_rows, "<u4"),
+        np.frombuffer(receipt.run_ledger_ids, "<i8"),
+        np.frombuffer(receipt.run_entry_ids, "<i8"),
+        np.frombuffer(receipt.run_batch_indexes, "<i4"),
+        receipt.durable_at,
+        np.frombuffer(receipt.imported_rows, "<u4"),
+    )
+
+
+# -- A publish stream at work: frames out and answers in, until one side has ended.
+
+Call = grpc.aio.StreamStreamCall[bytes, bytes]
+
+_PUBLISH_STREAM = "/seqdedupe.v1.PublishService/PublishStream"
+
+_GREETED = ((wire.GREETING, "1"),)
+"""Some proxies, as nginx with TLS, hold headers back until a message follows. So the sidecar sends one when it takes a
+stream."""
+
+
+def publish_call(channel: grpc.aio.Channel) -> Call:
+    """A publish stream that has said nothing yet."""
+    return channel.stream_stream(_PUBLISH_STREAM)(metadata=_GREETED)
+
+
+async def exchange(
+    call: Call,
+    address: SidecarAddress,
+    topic: str,
+    *,
+    frames: Callable[[], Awaitable[Sequence[Frame]]],
+    rows_of: Callable[[int], int | None],
+    take: Callable[[StreamAnswer], None],
+    watch: Callable[[], Coroutine[Any, Any, None]],
+    early_receipts: bool = False,
+) -> None:
+    """Sends what `frames` waits for, and gives each answer to `take`, until one of the three raises. `watch` goes on
+    beside them. With `early_receipts` some may be of what is not durable yet. `rows_of`: see `decode_answer`.
+
+    Raises what they do, and what the stream ends with; UNREACHABLE if that is nothing.
+    """
+
+    async def write() -> None:
+        with typed_errors(address):
+            try:
+                first = publish_pb2.PublishStreamRequest(topic=topic, early_receipts=early_receipts)
+                await call.write(first.SerializeToString())
+                while True:
+                    await call.write(encode_frames(await frames()))
+            except asyncio.InvalidStateError:
+                # The call has ended: the reader learns why.
+                await asyncio.Event().wait()
+
+    async def read() -> None:
+        with typed_errors(address):
+            while True:
+                raw = await call.read()
+                if not isinstance(raw, bytes):  # grpc.aio.EOF
+                    raise error("UNREACHABLE", f"the sidecar at {address} ended the stream")
+                take(decode_answer(raw, rows_of))
+
+    reading = asyncio.create_task(read())
+    others = [asyncio.create_task(work) for work in (write(), watch())]
+    try:
+        done, _ = await asyncio.wait([reading, *others], return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in others:
+            task.cancel()
+        call.cancel()
+        # The reader hears of that from gRPC, and so late that nothing of the call is left to be told to a loop that may
+        # be closed by then.
+        await asyncio.gather(reading, *others, return_exceptions=True)
+
+
+# -- Sessions are opened together: names that come while a call is under way go in the next one.
+
+MAX_NEW_NAMES = 64
+"""In one call: of more the sidecar does not look up where their last messages stand."""
+
+MAX_RESUMED_NAMES = 2_048
+"""In one call: so many of the longest are below the 1 MiB that a request may have."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedSession:
+    """What `Open` answers for one name."""
+
+    incarnation: int
+    term: int
+    epoch: int
+    persisted: int
+    position: Position | None
+    """Of the message with that ID; None if it is not known, or there is none."""
+    is_forgotten: bool
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    name: str
+    epoch: int | None
+    answer: asyncio.Future[OpenedSession]
+    goes_alone: bool = False
+
+
+class Openings:
+    """Starts and resumes the sessions of one topic at one sidecar."""
+
+    def __init__(self, channel: grpc.aio.Channel, address: SidecarAddress, topic: str) -> None:
+        self._channel = channel
+        self._address = address
+        self._topic = topic
+        self.term = 0
+        """The highest that was answered."""
+        self._waiting: deque[_Waiting] = deque()
+        self._task: asyncio.Task[None] | None = None
+
+    async def open(self, name: str, epoch: int | None) -> OpenedSession:
+        """Starts a session of this name, or resumes the one of an epoch. Raises what it is refused for."""
+        waiting = _Waiting(name, epoch, asyncio.get_running_loop().create_future())
+        self._waiting.append(waiting)
+        if self._task is None:
+            self._task = asyncio.create_task(self._open_all())
+        return await waiting.answer
+
+    async def close(self) -> None:
+        """Ends what is under way, for which nobody waits any more."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _open_all(self) -> None:
+        try:
+            while some := self._take_some():
+                try:
+                    answers = await self._call(some)
+                except SeqdedupeError as e:
+                    if e.reason == "INVALID_NAME" and len(some) > 1:
+                        # One of them; the others must not be told so.
+                        for one in some:
+                            one.goes_alone = True
+                        self._waiting.extendleft(reversed(some))
+                        continue
+                    answers = [e] * len(some)
+                except Exception as e:  # noqa: BLE001 (whatever it is, nobody may wait for ever)
+                    answers = [e] * len(some)
+                for one, answer in zip(some, answers, strict=True):
+                    if one.answer.done():  # it was cancelled
+                        continue
+                    if isinstance(answer, OpenedSession):
+                        one.answer.set_result(answer)
+                    else:
+                        one.answer.set_exception(answer)
+                        # It may be cancelled before it is told.
+                        one.answer.exception()
+        finally:
+            self._task = None
+
+    def _take_some(self) -> list[_Waiting]:
+        """The next ones that can go together: all new, or all resumed, and no name twice.
+
+        None that was given up meanwhile: it would take the name from whoever has it by now.
+        """
+        some: dict[str, _Waiting] = {}
+        is_new, most = False, MAX_RESUMED_NAMES
+        while self._waiting and len(some) < most:
+            one = self._waiting[0]
+            if not one.answer.done():
+                if not some:
+                    is_new = one.epoch is None
+                    most = 1 if one.goes_alone else MAX_NEW_NAMES if is_new else MAX_RESUMED_NAMES
+                elif (one.epoch is None) != is_new or one.name in some or one.goes_alone:
+                    break
+                some[one.name] = one
+            self._waiting.popleft()
+        return list(some.values())
+
+    async def _call(self, some: list[_Waiting]) -> list[OpenedSession | Exception]:
+        """The answers, in their order."""
+        names, epochs = [one.name for one in some], [one.epoch for one in some if one.epoch is not None]
+        request = publish_pb2.OpenRequest(topic=self._topic, producer_names=names, epochs=epochs)
+        with typed_errors(self._address):
+            answer = await PublishServiceStub(self._channel).Open(request, timeout=CALL_TIMEOUT_SECONDS)
+            check_opened(answer, len(some))
+        self.term = max(self.term, answer.term)
+        answers: list[OpenedSession | Exception] = [_opened(answer, place) for place in range(len(some))]
+        for refusal in answer.refusals:
+            numbers = {"producer_name": names[refusal.index], "current_epoch": str(refusal.current_epoch)}
+            answers[refusal.index] = error_of_reason(refusal.reason, refusal.message, NEVER, numbers)
+        return answers
+
+
+def check_opened(answer: publish_pb2.OpenResponse | None, names: int) -> None:
+    """Raises DecodeError if no sidecar answers so, asked for so many names."""
+    if answer is None:
+        raise DecodeError("it cannot be decoded")
+    columns = answer.epochs, answer.persisted, answer.persisted_indexes, answer.persisted_message_ids
+    has_all = all(len(column) == names for column in columns)
+    if not answer.incarnation or not has_all or any(refusal.index >= names for refusal in answer.refusals):
+        raise DecodeError(f"it does not open {names} sessions")
+
+
+def _opened(answer: publish_pb2.OpenResponse, place: int) -> OpenedSession:
+    position = None
+    if answer.persisted_indexes[place] >= 0:
+        message_id = MessageId.from_proto(answer.persisted_message_ids[place])
+        position = Position(answer.incarnation, message_id, answer.persisted_indexes[place])
+    return OpenedSession(
+        answer.incarnation,
+        answer.term,
+        answer.epochs[place],
+        answer.persisted[place],
+        position,
+        place in answer.forgotten,
+    )

@@ -1,0 +1,319 @@
+"""The files that `export` and `job bootstrap` write and `import` takes over into a topic, each sealed (`files`): the
+watermarks of producers, a topic's snapshot, and a window of deduplication IDs.
+
+A file is written in order, and checked whole before anything of it is given out. The first 16 bytes tell which of the
+three it is. The formats, byte by byte: `docs/formats-watermarks.md`, `docs/formats-snapshot.md`, and
+`docs/formats-window.md`.
+"""
+
+import hashlib
+import os
+import struct
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from google.protobuf.message import DecodeError
+
+from seqdedupe import files
+from seqdedupe.errors import error
+from seqdedupe.limits import MAX_DEDUPLICATION_ID_BYTES, MAX_NAME_BYTES, MAX_SEQUENCE_ID
+from seqdedupe.v1 import admin_pb2
+
+# -- Watermarks: the highest sequence ID of each producer.
+
+WATERMARKS_MAGIC = b"seqdedupe-marks\n"
+WATERMARKS_FORMAT_VERSION = 1
+
+_WATERMARKS_HEAD = files.head_of(WATERMARKS_MAGIC, WATERMARKS_FORMAT_VERSION)
+_WATERMARKS_END = b"\0"
+_WATERMARKS_COUNT = struct.Struct("<Q")
+_WATERMARKS_ID = struct.Struct("<q")
+_WATERMARKS_TAIL_BYTES = len(_WATERMARKS_END) + _WATERMARKS_COUNT.size
+_WATERMARKS_BLOCK_BYTES = 1024 * 1024
+
+
+class Watermark(NamedTuple):
+    """The highest sequence ID of a producer, whose name is 1 to 255 bytes of UTF-8."""
+
+    producer: bytes
+    sequence_id: int
+
+
+def write_watermarks(path: Path, watermarks: Iterable[Watermark]) -> int:
+    """Writes the file and returns how many there are; when it returns, the file is durable.
+
+    They have to rise by name, compared as bytes, no name twice. They are taken one by one, so there may be any number
+    of them. Raises INVALID_NAME or INVALID_SEQUENCE_ID for what cannot be a producer's, OSError, and what `watermarks`
+    raises; then a file that was there before is as it was.
+    """
+    count = 0
+    before = b""
+    with files.writing_sealed(path, _WATERMARKS_HEAD) as put:
+        block = bytearray()
+        for name, sequence_id in watermarks:
+            _check_watermark(name, sequence_id)
+            if name <= before:
+                raise error("INTERNAL", f"the producer {name!r} comes after {before!r}")
+            before = name
+            count += 1
+            block += bytes((len(name),)) + name + _WATERMARKS_ID.pack(sequence_id)
+            if len(block) >= _WATERMARKS_BLOCK_BYTES:
+                put(block)
+                block.clear()
+        put(block + _WATERMARKS_END + _WATERMARKS_COUNT.pack(count))
+    return count
+
+
+def _check_watermark(name: bytes, sequence_id: int) -> None:
+    try:
+        text = name.decode()
+    except UnicodeDecodeError as e:
+        raise error("INVALID_NAME", f"the producer name {name!r} is not UTF-8") from e
+    if not 1 <= len(name) <= MAX_NAME_BYTES:
+        shown = f"{text[:40]!r}…" if name else "''"
+        raise error("INVALID_NAME", f"the producer name {shown} has {len(name)} bytes: 1 to {MAX_NAME_BYTES} are legal")
+    if not 0 <= sequence_id <= MAX_SEQUENCE_ID:
+        raise error("INVALID_SEQUENCE_ID", f"{sequence_id} of producer {text!r} is not a sequence ID")
+
+
+def read_watermarks(path: Path) -> Generator[Watermark, None, None]:
+    """The watermarks of a file, by name. The whole file is checked before the first one is given out.
+
+    Raises INVALID_SOURCE if any byte of it is not as it was written, NEWER_FORMAT, OSError.
+    """
+    with path.open("rb") as file:
+        left = (
+            files.check_sealed(path, file, _WATERMARKS_HEAD, _WATERMARKS_TAIL_BYTES, "watermarks")
+            - _WATERMARKS_TAIL_BYTES
+        )
+        while left > 0:
+            name = file.read(file.read(1)[0])
+            left -= 1 + len(name) + _WATERMARKS_ID.size
+            yield Watermark(name, _WATERMARKS_ID.unpack(file.read(_WATERMARKS_ID.size))[0])
+
+
+# -- A topic's snapshot: the parts that a sidecar sends of it, as they are.
+
+SNAPSHOT_MAGIC = b"seqdedupe-state\n"
+SNAPSHOT_FORMAT_VERSION = 1
+
+_SNAPSHOT_HEAD = files.head_of(SNAPSHOT_MAGIC, SNAPSHOT_FORMAT_VERSION)
+_SNAPSHOT_LENGTH = struct.Struct("<I")
+_SNAPSHOT_END = _SNAPSHOT_LENGTH.pack(0)
+
+
+@contextmanager
+def writing_snapshot(path: Path) -> Iterator[Callable[[admin_pb2.SnapshotPart], None]]:
+    """Gives what takes the parts, in their order. After the block the file is durable; if the block raises, a file that
+    was there before is as it was. Raises OSError."""
+    with files.writing_sealed(path, _SNAPSHOT_HEAD) as put:
+
+        def take(part: admin_pb2.SnapshotPart) -> None:
+            data = part.SerializeToString()
+            put(_SNAPSHOT_LENGTH.pack(len(data)) + data)
+
+        yield take
+        put(_SNAPSHOT_END)
+
+
+def read_snapshot(path: Path) -> Generator[admin_pb2.SnapshotPart, None, None]:
+    """The parts in the file. The whole file is checked before the first one is given out.
+
+    Raises INVALID_SOURCE if any byte of it is not as it was written, NEWER_FORMAT, OSError.
+    """
+    with path.open("rb") as file:
+        left = files.check_sealed(path, file, _SNAPSHOT_HEAD, len(_SNAPSHOT_END), "a snapshot")
+        while (left := left - _SNAPSHOT_LENGTH.size) >= 0 and (
+            size := _SNAPSHOT_LENGTH.unpack(file.read(_SNAPSHOT_LENGTH.size))[0]
+        ):
+            left -= size
+            if left < 0:
+                break
+            try:
+                yield admin_pb2.SnapshotPart.FromString(file.read(size))
+            except DecodeError as e:
+                raise files.not_as_written(path, "a part of it is none") from e
+    if left != 0:
+        raise files.not_as_written(path, "its parts do not end where it does")
+
+
+# -- A window: deduplication IDs and when each was published.
+
+WINDOW_MAGIC = b"seqdedupe-idset\n"
+WINDOW_FORMAT_VERSION = 1
+
+WINDOW_CHECKSUM_BYTES = files.DIGEST_BYTES
+
+WINDOW_BLOCK_BYTES = 512 * 1024
+"""A block is full when it has so many bytes, or more: with its last ID it has less than MAX_WINDOW_BLOCK_BYTES."""
+MAX_WINDOW_BLOCK_BYTES = WINDOW_BLOCK_BYTES + 1024
+
+LATEST_MS = (2**32 - 1) * 1000
+"""The latest time, in the year 2106: topics keep whole seconds, in 32 bits."""
+
+_WINDOW_HEAD = files.head_of(WINDOW_MAGIC, WINDOW_FORMAT_VERSION)
+_WINDOW_COUNT = struct.Struct("<I")
+_WINDOW_END = struct.Struct("<IQ")
+"""No IDs, where another block would begin, and how many there are in all."""
+_WINDOW_TIME_BYTES = 8
+
+
+class KnownId(NamedTuple):
+    """An ID, of 1 to 255 bytes, and when its message was published, in milliseconds since 1970, up to LATEST_MS."""
+
+    deduplication_id: bytes
+    publish_time_ms: int
+
+
+class WindowBlock(NamedTuple):
+    """Some of them, in columns."""
+
+    times_ms: npt.NDArray[np.int64]
+    sizes: npt.NDArray[np.uint8]
+    ids: npt.NDArray[np.uint8]
+    """One after the other."""
+
+
+class WindowWriter:
+    """What takes the IDs of a file, as `writing` gives it."""
+
+    def __init__(self, put: Callable[[bytes], None]) -> None:
+        self.ids = 0
+        """So many have come."""
+        self._put = put
+        self._before = b""
+        self._begin_block()
+
+    def add(self, one: bytes, time_ms: int) -> None:
+        """The next ID, and when its message was published. Raises INVALID_DEDUPLICATION_ID, INVALID_REQUEST for a time
+        that cannot be."""
+        if not 1 <= len(one) <= MAX_DEDUPLICATION_ID_BYTES:
+            why = f"the deduplication ID {one[:40]!r} has {len(one)} bytes"
+            raise error("INVALID_DEDUPLICATION_ID", f"{why}: it should have 1 to {MAX_DEDUPLICATION_ID_BYTES}")
+        if not 0 <= time_ms <= LATEST_MS:
+            raise error("INVALID_REQUEST", f"{time_ms}, of the ID {one!r}, is no publish time: 0 to {LATEST_MS}")
+        if one <= self._before:
+            raise error("INTERNAL", f"the ID {one!r} comes after {self._before!r}")
+        self._before = one
+        self.ids += 1
+        self._block.append(one)
+        self._times.append(time_ms)
+        self._block_bytes += _WINDOW_TIME_BYTES + 1 + len(one)
+        if self._block_bytes >= WINDOW_BLOCK_BYTES:
+            self._end_block()
+
+    def finish(self) -> None:
+        """That was all."""
+        if self._block:
+            self._end_block()
+        self._put(_WINDOW_END.pack(0, self.ids))
+
+    def _begin_block(self) -> None:
+        self._times: list[int] = []
+        self._block: list[bytes] = []
+        self._block_bytes = _WINDOW_COUNT.size
+
+    def _end_block(self) -> None:
+        self._put(_encoded(self._times, self._block))
+        self._begin_block()
+
+
+@contextmanager
+def writing_window(path: Path) -> Iterator[WindowWriter]:
+    """Gives what takes the IDs of a file one by one, at most a block of them in memory. After the block the file is
+    durable; if the block raises, a file that was there before is as it was. Raises OSError.
+
+    They have to rise, compared as bytes, none twice.
+    """
+    with files.writing_sealed(path, _WINDOW_HEAD) as put:
+        writer = WindowWriter(put)
+        yield writer
+        writer.finish()
+
+
+def write_window(path: Path, known: Iterable[KnownId]) -> int:
+    """Writes the file and returns how many IDs there are; when it returns, the file is durable.
+
+    They have to rise, compared as bytes, none twice. They are taken one by one, so there may be any number of them.
+    Raises INVALID_DEDUPLICATION_ID, INVALID_REQUEST for a time that cannot be, INTERNAL for an ID that does not rise,
+    OSError, and what `known` raises; then a file that was there before is as it was.
+    """
+    with writing_window(path) as writer:
+        for one, time_ms in known:
+            writer.add(one, time_ms)
+    return writer.ids
+
+
+def _encoded(times: list[int], ids: list[bytes]) -> bytes:
+    sizes = bytes(map(len, ids))
+    return _WINDOW_COUNT.pack(len(ids)) + np.array(times, "<i8").tobytes() + sizes + b"".join(ids)
+
+
+def read_window(path: Path) -> Generator[bytes, None, None]:
+    """The file's checksum, and then its blocks as they stand there. The whole file is checked before anything is given.
+
+    Raises INVALID_SOURCE for a file that is not as `write_window` has written it, NEWER_FORMAT, OSError.
+    """
+    with path.open("rb") as file:
+        left = files.check_sealed(path, file, _WINDOW_HEAD, _WINDOW_END.size, "deduplication IDs") - _WINDOW_END.size
+        first_block = file.tell()
+        file.seek(-WINDOW_CHECKSUM_BYTES, os.SEEK_END)
+        checksum = file.read()
+        file.seek(first_block)
+        yield checksum
+        while left > 0:
+            head = file.read(_WINDOW_COUNT.size)
+            rows = _WINDOW_COUNT.unpack(head)[0]
+            if not 0 < rows <= MAX_WINDOW_BLOCK_BYTES:
+                raise files.not_as_written(path, f"it has a block of {rows} IDs")
+            fixed = file.read((_WINDOW_TIME_BYTES + 1) * rows)
+            block = head + fixed + file.read(sum(fixed[_WINDOW_TIME_BYTES * rows :]))
+            left -= len(block)
+            yield block
+
+
+def parse_block(block: bytes) -> WindowBlock:
+    """The columns of a block. Raises INVALID_REQUEST if it is none; whether the IDs rise is not looked at."""
+    rows = _WINDOW_COUNT.unpack_from(block)[0] if _WINDOW_COUNT.size <= len(block) <= MAX_WINDOW_BLOCK_BYTES else 0
+    if not 0 < rows <= (len(block) - _WINDOW_COUNT.size) // (_WINDOW_TIME_BYTES + 2):
+        raise error("INVALID_REQUEST", f"{len(block)} bytes are no block of deduplication IDs")
+    sizes_at = _WINDOW_COUNT.size + _WINDOW_TIME_BYTES * rows
+    times = np.frombuffer(block, "<i8", rows, _WINDOW_COUNT.size)
+    sizes = np.frombuffer(block, np.uint8, rows, sizes_at)
+    ids = np.frombuffer(block, np.uint8, -1, sizes_at + rows)
+    if not sizes.all() or len(ids) != int(sizes.sum(dtype=np.int64)):
+        raise error("INVALID_REQUEST", f"the lengths of the {rows} deduplication IDs of a block do not fit")
+    if times.min() < 0 or times.max() > LATEST_MS:
+        raise error("INVALID_REQUEST", f"a block has publish times that cannot be: 0 to {LATEST_MS} are")
+    return WindowBlock(times, sizes, ids)
+
+
+def known_in(block: bytes) -> Iterator[KnownId]:
+    """The IDs of a block, in order. Raises as `parse`."""
+    columns = parse_block(block)
+    ids, ends = columns.ids.tobytes(), accumulate(columns.sizes.tolist(), initial=0)
+    for (begin, end), time_ms in zip(pairwise(ends), columns.times_ms.tolist(), strict=True):
+        yield KnownId(ids[begin:end], time_ms)
+
+
+class WindowChecksum:
+    """That of a file, made of its blocks."""
+
+    def __init__(self) -> None:
+        self._digest = hashlib.sha256(_WINDOW_HEAD)
+        self._ids = 0
+
+    def add(self, block: bytes, ids: int) -> None:
+        """The next block, which has so many IDs."""
+        self._digest.update(block)
+        self._ids += ids
+
+    def finish(self) -> bytes:
+        """After the last one."""
+        self._digest.update(_WINDOW_END.pack(0, self._ids))
+        return self._digest.digest()

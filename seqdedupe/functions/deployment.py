@@ -1,0 +1,150 @@
+"""What a function is told in its `userConfig`, and what it must be deployed with."""
+
+import difflib
+import logging
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from seqdedupe.client.connection import DEFAULT_ADDRESS
+from seqdedupe.client.route import Sidecars
+from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.names import topic_name
+
+logger = logging.getLogger("seqdedupe.functions")
+
+GUARANTEES = ("ATLEAST_ONCE", "ATMOST_ONCE", "EFFECTIVELY_ONCE", "MANUAL")
+"""Pulsar's `ProcessingGuarantees`, by their numbers."""
+
+IDENTITIES = ("message_id", "index")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FunctionSettings:
+    """The keys of `userConfig` that are the wrapper's; all others are the wrapped function's own."""
+
+    wrapped: str
+    """The function: `module.Class`, or `module` with a `process(input)`."""
+    sidecar_address: str = DEFAULT_ADDRESS
+    """One, or several with commas between, as a client takes them."""
+    sidecar_token_file: str = ""
+    """What the sidecar is shown, in files that each instance has; left out: what its environment says."""
+    sidecar_token_secret: str = ""
+    """Or the name of the function's secret with the token."""
+    sidecar_tls_ca_file: str = ""
+    sidecar_tls_certificate_file: str = ""
+    sidecar_tls_key_file: str = ""
+    output_topic: str = ""
+    """For what the function returns; left out: the one that it was deployed with."""
+    dead_letter_topic: str = ""
+    """For inputs that the function fails on; left out: the process ends."""
+    max_message_retries: int = 3
+    """A failing function is called so many times more."""
+    retry_delay_ms: int = 100
+    """Between two calls."""
+    identity: str = "message_id"
+    """What an input is known by: `message_id`, Pulsar's; `index`, a sidecar's."""
+    input_serde: str = ""
+    """A class that makes the function's input out of the message's bytes; left out: it gets the bytes."""
+    output_serde: str = ""
+    """A class that makes bytes out of what the function gives; left out: bytes, or text and numbers as text."""
+    max_in_flight_messages: int = 1000
+    """So many inputs wait for their outputs to settle."""
+    max_in_flight_bytes: int = 16 * 1024 * 1024
+    give_up_after_seconds: int = 600
+    """When an input has waited so long for its outputs the process ends, and its successor goes on."""
+
+
+_LEAST = {"max_message_retries": 0, "retry_delay_ms": 0}
+"""Of all other numbers it is 1."""
+
+
+def _invalid(why: str, hint: str | None = None) -> SeqdedupeError:
+    return error("INVALID_FUNCTION", why, hint=hint)
+
+
+def settings_of(user_config: Mapping[str, Any]) -> FunctionSettings:
+    """The settings that `userConfig` has. Raises INVALID_FUNCTION, INVALID_ADDRESS, INVALID_TOPIC_NAME."""
+    kinds = {item.name: type(item.default) if item.name != "wrapped" else str for item in fields(FunctionSettings)}
+    values: dict[str, Any] = {}
+    for key, value in user_config.items():
+        if key in kinds:
+            values[key] = _number(key, value, _LEAST.get(key, 1)) if kinds[key] is int else value
+            if not isinstance(values[key], kinds[key]):
+                raise _invalid(f"{key} is {value!r} in userConfig: text is needed")
+        elif near := difflib.get_close_matches(key, kinds, 1, cutoff=0.8):
+            logger.warning("%s in userConfig is taken for the function's own: do you mean %s?", key, near[0])
+    if not values.get("wrapped"):
+        raise _invalid("wrapped is required in userConfig: the function, as 'module.Class' or 'module'")
+    settings = FunctionSettings(**values)
+    if settings.identity not in IDENTITIES:
+        raise _invalid(f"identity is {settings.identity!r}: it should be {' or '.join(IDENTITIES)}")
+    Sidecars.parse(settings.sidecar_address)
+    for topic in (settings.output_topic, settings.dead_letter_topic):
+        if topic:
+            topic_name(topic)
+    return settings
+
+
+def _number(key: str, value: object, least: int) -> int:
+    """A number as `userConfig` has it, where all are floats."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise _invalid(f"{key} is {value!r} in userConfig: a whole number is needed, at least {least}")
+    return operator.index(value)
+
+
+def check_deployment(details: Any) -> None:
+    """Whether a function is deployed as this needs it: `details` are Pulsar's `FunctionDetails`.
+
+    Raises INVALID_FUNCTION, which says what to set. Without order a watermark takes late messages for duplicates, so
+    Shared subscriptions are refused however the messages are known.
+    """
+    if (chosen := GUARANTEES[details.processingGuarantees]) != "MANUAL":
+        raise _invalid(
+            f"the function's processing guarantee is {chosen}: only MANUAL leaves it to the wrapper when an input is "
+            "acknowledged",
+            "Deploy it with processingGuarantees: MANUAL (--processing-guarantees MANUAL).",
+        )
+    if not details.retainOrdering:
+        raise _invalid(
+            "the function does not retain the order of its inputs: its subscription is not Failover, and messages that "
+            "come late would be taken for duplicates, and lost",
+            "Deploy it with retainOrdering: true (--retain-ordering).",
+        )
+    source, sink = details.source, details.sink
+    if sink.serDeClassName or sink.schemaType:
+        raise _invalid(
+            f"the function is deployed with {sink.serDeClassName or sink.schemaType} for its outputs, which are not "
+            "published by Pulsar's runtime",
+            "Deploy it without output SerDe and schema, and name a SerDe as output_serde in userConfig.",
+        )
+    if source.timeoutMs:
+        raise _invalid(
+            f"the function has an ack timeout of {source.timeoutMs} ms: inputs that wait for their outputs come again "
+            "then, out of order",
+            "Deploy it without timeoutMs (--timeout-ms).",
+        )
+    if source.topicsToSerDeClassName and any(source.topicsToSerDeClassName.values()):
+        raise _serde("an input SerDe")
+    for topic, spec in source.inputSpecs.items():
+        if topic.startswith("non-persistent:"):
+            raise _invalid(
+                f"{topic} is not persistent: its messages never come again, and nothing tells one from another",
+                "Take the input from a persistent topic.",
+            )
+        if spec.isRegexPattern:
+            raise _invalid(f"{topic} is a pattern of topics", "Name each input topic.")
+        if spec.serdeClassName:
+            raise _serde(f"the SerDe {spec.serdeClassName} for {topic}")
+        if spec.schemaType:
+            raise _serde(f"the schema {spec.schemaType} for {topic}")
+
+
+def _serde(what: str) -> SeqdedupeError:
+    return _invalid(
+        f"the function is deployed with {what}: one that fails loses the message before the wrapper sees it",
+        "Deploy it without, and name the SerDe as input_serde in userConfig.",
+    )

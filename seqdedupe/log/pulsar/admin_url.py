@@ -1,0 +1,529 @@
+"""What the sidecar asks of a Pulsar cluster beside messages: topics, who writes to them, and their policies."""
+
+import asyncio
+import json
+import re
+import ssl
+import time
+from collections.abc import Callable, Mapping
+from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from typing import Any, NamedTuple
+from urllib.parse import quote, unquote_plus, urljoin, urlsplit
+
+from seqdedupe.errors import ConfigurationError, InvalidRequestError, NotFoundError, SeqdedupeError, error
+from seqdedupe.log.pulsar.ledgers import Ledger, Ledgers
+from seqdedupe.message_id import MessageId
+from seqdedupe.names import whole_of
+
+# -- Calls of Pulsar's admin URL: JSON in, JSON out, each within its time and each failure with its reason.
+
+TIMEOUT_SECONDS = 30.0
+MAX_REDIRECTS = 5
+"""A cluster sends a call on to the broker that has the topic: once, or twice while topics move."""
+MAX_ANSWER_BYTES = 64 * 1024 * 1024
+"""More than the names of half a million topics."""
+
+JSON = "application/json"
+
+_CHUNK_BYTES = 64 * 1024
+_CHARACTERS_SHOWN = 300
+_REDIRECTS = (301, 302, 307, 308)
+_PASSING = (408, 409, 429)
+"""Beside 500 and above: what may be answered otherwise the next time."""
+_TITLE = re.compile(r"<title>([^<]+)")
+_TOKEN = re.compile(r"[\x21-\x7e]+")
+
+
+class AdminAnswer(NamedTuple):
+    status: int
+    raw: bytes
+    headers: Mapping[str, str] = {}
+    """By their names in lower case."""
+
+    @property
+    def why(self) -> str:
+        """What Pulsar says of a failure, for a person."""
+        try:
+            said = json.loads(self.raw)["reason"]
+        except (ValueError, KeyError, TypeError):
+            text = self.raw.decode(errors="replace")
+            # Some of it is a page for a browser.
+            title = _TITLE.search(text)
+            said = title[1] if title else text
+        return " ".join(str(said).split())[:_CHARACTERS_SHOWN] or "without a word"
+
+
+class AdminUrl:
+    """Calls paths below an admin URL, as `http://pulsar:8080`, each in a thread and on a connection of its own."""
+
+    def __init__(
+        self,
+        url: str,
+        token: Callable[[], str] | None = None,
+        tls: ssl.SSLContext | None = None,
+        timeout_seconds: float = TIMEOUT_SECONDS,
+        pause_seconds: float = 0.0,
+    ) -> None:
+        """`token` is asked for every call, so that it may change; nothing of it is ever in an error. Between the
+        beginnings of two calls there is at least the pause.
+
+        Raises INVALID_CONFIGURATION if this is no URL of HTTP.
+        """
+        self._url = url.rstrip("/")
+        self._token = token
+        self._tls = tls
+        self._timeout_seconds = timeout_seconds
+        self._pause_seconds = pause_seconds
+        self._next_seconds = 0.0
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.username is not None:
+            raise error(
+                "INVALID_CONFIGURATION", "pulsar.admin_url is not like http://host:8080, or https, without a user"
+            )
+
+    async def get(self, path: str) -> Any:
+        """What the path answers, None if that is nothing. Raises as `call`, LOG_UNREADABLE for what may pass."""
+        answer = await self.call("GET", path)
+        if not answer.raw.strip():
+            return None
+        try:
+            return json.loads(answer.raw)
+        except ValueError as e:
+            raise error("PULSAR_REFUSES", f"GET {path} of pulsar.admin_url is not answered in JSON") from e
+
+    async def call(
+        self, method: str, path: str, body: object = None, conflict: str = "LOG_REFUSED", media_type: str = JSON
+    ) -> AdminAnswer:
+        """The answer of a call that succeeded, wherever in the cluster it was sent on to. `media_type` is the body's.
+
+        Raises TOPIC_NOT_FOUND (404), `conflict` (409), TOPIC_IN_USE (412), PULSAR_FORBIDS (401, 403),
+        PULSAR_REFUSES (other answers that do not pass by themselves), LOG_REFUSED (500 and above, no answer, none in
+        time; for GET it is LOG_UNREADABLE). A call without an answer may have been carried out.
+        """
+        if self._pause_seconds:
+            now = time.monotonic()
+            begins = max(now, self._next_seconds)
+            self._next_seconds = begins + self._pause_seconds
+            await asyncio.sleep(begins - now)
+        try:
+            answer = await asyncio.to_thread(self._call, method, path, body, media_type)
+        except (OSError, HTTPException, ValueError) as e:
+            raise _unavailable(method, path, str(e) or type(e).__name__) from e
+        if answer.status >= 300:
+            raise _refusal(method, path, answer, conflict)
+        return answer
+
+    def _call(self, method: str, path: str, body: object, media_type: str) -> AdminAnswer:
+        limit = time.monotonic() + self._timeout_seconds
+        url = f"{self._url}/admin/v2/{path}"
+        raw = None if body is None else json.dumps(body).encode()
+        headers = {"Accept": JSON} | ({"Content-Type": media_type} if raw is not None else {})
+        for _ in range(1 + MAX_REDIRECTS):
+            with HttpConnection(url, self._tls, limit) as connection:
+                answer, location = connection.call(method, raw, headers | self._authorization())
+            if answer.status not in _REDIRECTS or not location:
+                return answer
+            onward = urljoin(url, location)
+            if urlsplit(onward).scheme != urlsplit(url).scheme:
+                # A token never goes over a line that is not encrypted because somebody says so.
+                raise HTTPException("sent on from https to http, or the other way")
+            url = onward
+        raise HTTPException(f"sent on more than {MAX_REDIRECTS} times")
+
+    def _authorization(self) -> dict[str, str]:
+        if self._token is None:
+            return {}
+        token = self._token().strip()
+        if not _TOKEN.fullmatch(token):
+            # What complains of it otherwise would show it.
+            raise error("INVALID_CONFIGURATION", "the token for Pulsar is empty, or has characters that no token has")
+        return {"Authorization": f"Bearer {token}"}
+
+
+class HttpConnection:
+    """For one call, which ends at a limit of `time.monotonic()`. Raises OSError, HTTPException, ValueError."""
+
+    def __init__(self, url: str, tls: ssl.SSLContext | None, limit: float) -> None:
+        parts = urlsplit(url)
+        self._target = parts.path + (f"?{parts.query}" if parts.query else "")
+        self._limit = limit
+        host, timeout = parts.hostname or "", self._left()
+        self._connection: HTTPConnection = (
+            HTTPSConnection(host, parts.port, timeout=timeout, context=tls)
+            if parts.scheme == "https"
+            else HTTPConnection(host, parts.port, timeout=timeout)
+        )
+
+    def __enter__(self) -> "HttpConnection":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._connection.close()
+
+    def call(self, method: str, body: bytes | None, headers: Mapping[str, str]) -> tuple[AdminAnswer, str | None]:
+        """The answer, and where it sends on to."""
+        self._connection.request(method, self._target, body, dict(headers))
+        with self._connection.getresponse() as response:
+            headers = {name.lower(): value for name, value in response.getheaders()}
+            return AdminAnswer(response.status, self._read(response), headers), headers.get("location")
+
+    def _read(self, response: HTTPResponse) -> bytes:
+        read = bytearray()
+        while chunk := response.read1(_CHUNK_BYTES):
+            read += chunk
+            if len(read) > MAX_ANSWER_BYTES:
+                raise HTTPException(f"answered with more than {MAX_ANSWER_BYTES} bytes")
+            self._left()
+        if response.length:
+            raise HTTPException(f"the answer ends {response.length} bytes too early")
+        return bytes(read)
+
+    def _left(self) -> float:
+        left = self._limit - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("no answer in time")
+        return left
+
+
+def _unavailable(method: str, path: str, why: str) -> SeqdedupeError:
+    return error(
+        "LOG_UNREADABLE" if method == "GET" else "LOG_REFUSED",
+        f"{method} {path} of pulsar.admin_url: {why}",
+        hint="See whether the Pulsar cluster serves, and whether pulsar.admin_url is right; it is tried again.",
+    )
+
+
+def _refusal(method: str, path: str, answer: AdminAnswer, conflict: str) -> SeqdedupeError:
+    what = f"{method} {path} of pulsar.admin_url: {answer.status}, {answer.why}"
+    if answer.status == 409 and conflict != "LOG_REFUSED":
+        return error(conflict, what)
+    if answer.status >= 500 or answer.status in _PASSING:
+        return _unavailable(method, path, f"{answer.status}, {answer.why}")
+    if answer.status in (401, 403):
+        return error("PULSAR_FORBIDS", what)
+    if answer.status == 404:
+        return error("TOPIC_NOT_FOUND", what)
+    if answer.status == 412:
+        return error("TOPIC_IN_USE", what, hint="Close its producers and consumers first.")
+    return error("PULSAR_REFUSES", what)
+
+
+class Publisher(NamedTuple):
+    """A producer that is connected to a topic."""
+
+    name: str
+    metadata: dict[str, str]
+    """What it was opened with as its properties."""
+
+
+class Subscription(NamedTuple):
+    """A subscription of a topic."""
+
+    name: str
+    properties: dict[str, str]
+    backlog_entries: int
+    """What it keeps."""
+    backlog_bytes: int
+    consumers: int
+    """That are connected."""
+
+
+class TopicStats(NamedTuple):
+    """What a topic's broker says of it just now."""
+
+    publishers: tuple[Publisher, ...]
+    waiting_publishers: int
+    """Those that wait to be the exclusive one."""
+    deduplicates: bool
+    """Whether Pulsar's own deduplication is in force."""
+    subscriptions: tuple[Subscription, ...] = ()
+
+
+class Partitioned(NamedTuple):
+    """What Pulsar says of a partitioned topic."""
+
+    partitions: int
+    """How many it has now; 0 if it is not partitioned."""
+    properties: dict[str, str]
+
+
+class Storage(NamedTuple):
+    """What a topic has stored, and what it keeps for a subscription."""
+
+    ledgers: Ledgers
+    first_ledger: int
+    """The oldest one that is left; it may have no entry."""
+    let_go: MessageId | None
+    """The last entry that the subscription does not need any more, -1 before a ledger's first one; None if there is no
+    such subscription."""
+
+
+_PARTITIONED = "application/vnd.partitioned-topic-metadata+json"
+"""In this form properties go with the number of partitions."""
+
+
+class PulsarAdmin:
+    """The admin calls that the log needs. All raise what `AdminUrl.call` does.
+
+    Topics are given by their full names; a partition is a topic, `…-partition-0`.
+    """
+
+    def __init__(self, url: AdminUrl) -> None:
+        self._url = url
+
+    async def create_topic(self, topic: str, properties: Mapping[str, str]) -> None:
+        """Makes a topic that is not partitioned, with these properties. Raises TOPIC_EXISTS."""
+        await self._url.call("PUT", _path(topic), dict(properties), conflict="TOPIC_EXISTS")
+
+    async def create_partitioned(self, topic: str, partitions: int, properties: Mapping[str, str]) -> None:
+        """Makes a partitioned topic with these properties, in one step, and then its partitions, which have none.
+
+        Raises TOPIC_EXISTS, also where there is a topic with the name of a partition.
+        """
+        body = {"partitions": partitions, "properties": dict(properties)}
+        await self._url.call("PUT", f"{_path(topic)}/partitions", body, "TOPIC_EXISTS", _PARTITIONED)
+
+    async def partitioned(self, topic: str) -> Partitioned:
+        """What a partitioned topic is. Raises TOPIC_NOT_FOUND."""
+        path = f"{_path(topic)}/partitions"
+        answer = await self._url.get(path)
+        try:
+            return Partitioned(int(answer["partitions"]), _texts(answer.get("properties") or {}, path))
+        except (AttributeError, KeyError, TypeError, ValueError) as e:
+            raise _not_pulsar(path) from e
+
+    async def set_properties(self, topic: str, properties: Mapping[str, str]) -> None:
+        """Sets properties of a topic, partitioned or not; others that it has stay."""
+        await self._url.call("PUT", f"{_path(topic)}/properties", dict(properties))
+
+    async def delete_partitioned(self, topic: str) -> None:
+        """Deletes a partitioned topic with all its partitions, their messages and subscriptions.
+
+        Raises TOPIC_NOT_FOUND, TOPIC_IN_USE if somebody is connected to a partition: then others may be gone already.
+        """
+        await self._url.call("DELETE", f"{_path(topic)}/partitions")
+
+    async def create_subscription(self, topic: str, name: str) -> None:
+        """Makes a durable subscription at the first message that is left; one of that name stays where it is."""
+        path = f"{_path(topic)}/subscription/{quote(name, safe='')}"
+        try:
+            await self._url.call("PUT", path, {"ledgerId": -1, "entryId": -1}, conflict="TOPIC_EXISTS")
+        except InvalidRequestError as e:
+            if e.reason != "TOPIC_EXISTS":
+                raise
+
+    async def set_subscription_properties(self, topic: str, name: str, properties: Mapping[str, str]) -> None:
+        """Sets what a subscription shows to others. Raises TOPIC_NOT_FOUND, also if there is none of this name."""
+        await self._url.call("PUT", f"{_path(topic)}/subscription/{quote(name, safe='')}/properties", dict(properties))
+
+    async def delete_subscription(self, topic: str, name: str) -> None:
+        """Deletes a subscription. Raises TOPIC_NOT_FOUND, also if there is none of this name; TOPIC_IN_USE if somebody
+        consumes by it."""
+        await self._url.call("DELETE", f"{_path(topic)}/subscription/{quote(name, safe='')}")
+
+    async def keep_from(self, topic: str, name: str, message_id: MessageId) -> None:
+        """Moves a durable subscription: Pulsar keeps this entry for it, and all after it."""
+        place = {"ledgerId": message_id.ledger_id, "entryId": message_id.entry_id, "partitionIndex": -1}
+        await self._url.call("POST", f"{_path(topic)}/subscription/{quote(name, safe='')}/resetcursor", place)
+
+    async def first_ledger(self, topic: str) -> int:
+        """The first ledger that a topic has left. It is loaded by its broker for that."""
+        path = f"{_path(topic)}/internalStats"
+        answer = await self._url.get(path)
+        try:
+            return int(answer["ledgers"][0]["ledgerId"])
+        except (KeyError, IndexError, TypeError, ValueError) as e:
+            raise _not_pulsar(path) from e
+
+    async def delete_topic(self, topic: str) -> None:
+        """Deletes a topic with its messages and subscriptions. Raises TOPIC_NOT_FOUND, TOPIC_IN_USE if somebody is
+        connected to it."""
+        await self._url.call("DELETE", _path(topic))
+
+    async def topics(self, namespace: str) -> list[str]:
+        """The full names of all topics of a namespace, `tenant/namespace`, each partition by itself. All or an error:
+        INVALID_NAMESPACE if there is none of that name."""
+        return await self._names(f"persistent/{namespace}", namespace)
+
+    async def partitioned_topics(self, namespace: str) -> list[str]:
+        """The full names of all partitioned topics of a namespace. Raises as `topics`."""
+        return await self._names(f"persistent/{namespace}/partitioned", namespace)
+
+    async def _names(self, path: str, namespace: str) -> list[str]:
+        try:
+            names = await self._url.get(path)
+        except NotFoundError as e:
+            raise error(
+                "INVALID_NAMESPACE",
+                f"Pulsar has no namespace {namespace}",
+                hint=f"Is the name mistyped? Or create it: pulsar-admin namespaces create {namespace}",
+            ) from e
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise _not_pulsar(path)
+        return names
+
+    async def properties(self, topic: str) -> dict[str, str]:
+        """The properties of a topic itself."""
+        path = f"{_path(topic)}/properties"
+        return _texts(await self._url.get(path) or {}, path)
+
+    async def stats(self, topic: str) -> TopicStats:
+        """Who writes to a topic, and what is kept for whom. It is loaded by its broker for that."""
+        path = f"{_path(topic)}/stats"
+        answer = await self._url.get(path)
+        try:
+            return TopicStats(
+                tuple(Publisher(str(p["producerName"]), _texts(p["metadata"], path)) for p in answer["publishers"]),
+                int(answer["waitingPublishers"]),
+                answer["deduplicationStatus"] == "Enabled",
+                tuple(_subscription(name, one, path) for name, one in answer["subscriptions"].items()),
+            )
+        except (AttributeError, KeyError, TypeError, ValueError) as e:
+            raise _not_pulsar(path) from e
+
+    async def upload_schema(self, topic: str, kind: str, definition: str, properties: Mapping[str, str]) -> None:
+        """Gives a topic a schema; the one that it has stays. Raises INVALID_REQUEST for one that Pulsar does not take,
+        or that is not compatible with the topic's."""
+        body = {"type": kind, "schema": definition, "properties": dict(properties)}
+        try:
+            await self._url.call("POST", _schema_path(topic), body, conflict="INVALID_REQUEST")
+        except ConfigurationError as e:
+            if e.reason != "PULSAR_REFUSES":
+                raise
+            raise error("INVALID_REQUEST", f"schema: {e.message}") from e
+
+    async def schema(self, topic: str) -> tuple[str, str]:
+        """The type and the definition of a topic's newest schema. Raises TOPIC_NOT_FOUND if there is none."""
+        path = _schema_path(topic)
+        answer = await self._url.get(path)
+        try:
+            return str(answer["type"]), str(answer["data"])
+        except (KeyError, TypeError) as e:
+            raise _not_pulsar(path) from e
+
+    async def ledgers(self, topic: str) -> Ledgers:
+        """The ledgers of a topic, up to its last entry. It is loaded by its broker for that."""
+        path = f"{_path(topic)}/internalStats"
+        return _ledgers(await self._url.get(path), path)
+
+    async def storage(self, topic: str, subscription: str) -> Storage:
+        """The same, and where a subscription is."""
+        path = f"{_path(topic)}/internalStats"
+        answer = await self._url.get(path)
+        ledgers = _ledgers(answer, path)
+        try:
+            # Pulsar writes the names of cursors as URLs have them.
+            cursors = {unquote_plus(name): cursor["markDeletePosition"] for name, cursor in answer["cursors"].items()}
+            let_go = MessageId(*map(int, cursors[subscription].split(":"))) if subscription in cursors else None
+            return Storage(ledgers, int(answer["ledgers"][0]["ledgerId"]), let_go)
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as e:
+            raise _not_pulsar(path) from e
+
+    async def is_terminated(self, topic: str) -> bool:
+        """Whether a topic takes nothing more, for good. It is loaded by its broker for that."""
+        path = f"{_path(topic)}/internalStats"
+        answer = await self._url.get(path)
+        try:
+            return bool(answer["state"] == "Terminated")
+        except (KeyError, TypeError) as e:
+            raise _not_pulsar(path) from e
+
+    async def entry(self, topic: str, entry: MessageId) -> AdminAnswer:
+        """Return an entry's payload, and as headers `x-pulsar-…` what a broker says of it, also if no reader gets it.
+
+        Raises TOPIC_NOT_FOUND also if the entry is not there.
+        """
+        return await self._url.call("GET", f"{_path(topic)}/ledger/{entry.ledger_id}/entry/{entry.entry_id}")
+
+    async def first_since(self, topic: str, publish_time_ms: int) -> MessageId:
+        """The first entry published then or later; where the next one will stand if there is none."""
+        path = f"{_path(topic)}/messageid/{publish_time_ms}"
+        answer = await self._url.get(path)
+        try:
+            return MessageId(int(answer["ledgerId"]), int(answer["entryId"]))
+        except (KeyError, TypeError, ValueError) as e:
+            raise _not_pulsar(path) from e
+
+    async def has_had_entries(self, topic: str) -> bool:
+        """Whether something was stored in a topic and is trimmed, as far as its cursors remember."""
+        path = f"{_path(topic)}/internalStats"
+        answer = await self._url.get(path)
+        try:
+            cursors = [cursor["markDeletePosition"] for cursor in answer["cursors"].values()]
+            return any(int(place.partition(":")[2]) >= 0 for place in [answer["lastConfirmedEntry"], *cursors])
+        except (AttributeError, KeyError, TypeError, ValueError) as e:
+            raise _not_pulsar(path) from e
+
+    async def unload(self, topic: str) -> None:
+        """Lets a broker take the topic anew: all producers and readers have to connect again, frozen ones are out."""
+        await self._url.call("PUT", f"{_path(topic)}/unload")
+
+    async def policy(self, topic: str, name: str) -> Any:
+        """The policy of this name that is in force for a topic, wherever it was set."""
+        return await self._url.get(f"{_path(topic)}/{name}?applied=true")
+
+    async def namespace_policy(self, namespace: str, name: str) -> Any:
+        """The policy of this name that is set for a namespace."""
+        return await self._url.get(f"namespaces/{namespace}/{name}")
+
+    async def set_policy(self, topic: str, name: str, value: object) -> None:
+        """Sets a policy of the topic itself. It is in force soon after."""
+        await self._url.call("POST", f"{_path(topic)}/{name}", value)
+
+    async def subscription_expiration_minutes(self, namespace: str) -> int | None:
+        """After what time Pulsar removes subscriptions of a namespace that nobody uses: 0 is never, None is not set."""
+        path = f"namespaces/{namespace}/subscriptionExpirationTime"
+        minutes = await self._url.get(path)
+        if minutes is not None and not isinstance(minutes, int):
+            raise _not_pulsar(path)
+        return minutes
+
+    async def broker_keys(self) -> dict[str, str]:
+        """The configuration of a broker. Needs the permissions of a superuser."""
+        path = "brokers/configuration/runtime"
+        return _texts(await self._url.get(path), path)
+
+
+def _schema_path(topic: str) -> str:
+    """Partitions have the schema of their topic."""
+    return f"schemas/{_path(whole_of(topic) or topic).partition('/')[2]}/schema"
+
+
+def _path(topic: str) -> str:
+    domain, _, name = topic.partition("://")
+    tenant, namespace, local = name.split("/", 2)
+    return f"{domain}/{tenant}/{namespace}/{quote(local, safe='')}"
+
+
+def _subscription(name: str, answer: Any, path: str) -> Subscription:
+    properties = _texts(answer["subscriptionProperties"], path)
+    return Subscription(
+        name, properties, int(answer["msgBacklog"]), int(answer["backlogSize"]), len(answer["consumers"])
+    )
+
+
+def _ledgers(answer: Any, path: str) -> Ledgers:
+    try:
+        # What stands in the list of the ledger that is written is not kept up to date.
+        last_ledger, last_entry = map(int, answer["lastConfirmedEntry"].split(":"))
+        written = int(answer["currentLedgerSize"])
+        listed = [(int(one["ledgerId"]), int(one["entries"]), int(one["size"])) for one in answer["ledgers"]]
+    except (KeyError, TypeError, ValueError, AttributeError) as e:
+        raise _not_pulsar(path) from e
+    return Ledgers(
+        [
+            Ledger(ledger_id, last_entry + 1 if ledger_id == last_ledger else entries, size or written)
+            for ledger_id, entries, size in listed
+            if ledger_id <= last_ledger
+        ]
+    )
+
+
+def _texts(answer: object, path: str) -> dict[str, str]:
+    if not isinstance(answer, dict):
+        raise _not_pulsar(path)
+    return {str(name): str(value) for name, value in answer.items()}
+
+
+def _not_pulsar(path: str) -> SeqdedupeError:
+    return error("PULSAR_REFUSES", f"GET {path} of pulsar.admin_url is not answered as Pulsar does")

@@ -1,0 +1,237 @@
+"""Pulsar's client for event loops, whose readers are let go of."""
+
+import asyncio
+import ctypes
+import json
+import logging
+import ssl
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from functools import partial
+from http import HTTPStatus
+from http.client import HTTPException
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+
+import _pulsar
+import pulsar
+import pulsar.asyncio
+
+from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.log.pulsar.admin_url import HttpConnection
+
+# -- Who the sidecar is to Pulsar: a token, as it is now. Nothing of it is ever in an error or a log.
+
+logger = logging.getLogger("seqdedupe.pulsar")
+
+Token = Callable[[], str]
+"""Answers the token, blocking if it has to be fetched. Raises PULSAR_FORBIDS, LOG_UNREADABLE if there is none now."""
+
+TIMEOUT_SECONDS = 10.0
+RENEWED_AT_SHARE = 0.8
+"""Of the time for which a token is good, a new one is fetched after this part."""
+USUAL_SECONDS = 300.0
+"""For which a token is used whose issuer does not say how long it is good."""
+
+
+def from_file(path: Path) -> Token:
+    """The token in a file, as it is whenever it is asked for."""
+
+    def token() -> str:
+        try:
+            return path.read_text().strip()
+        except (OSError, UnicodeDecodeError) as e:
+            why = e.strerror if isinstance(e, OSError) else "it is no text"
+            raise error("PULSAR_FORBIDS", f"the token file {path} cannot be read: {why}") from None
+
+    return token
+
+
+class OAuth2:
+    """Tokens of an issuer for client credentials, each kept until it is nearly over. A `Token`, for any thread."""
+
+    def __init__(
+        self, issuer_url: str, credentials_file: Path, audience: str, tls: ssl.SSLContext | None = None
+    ) -> None:
+        self._issuer_url = issuer_url.rstrip("/")
+        self._credentials_file = credentials_file
+        self._audience = audience
+        self._tls = tls
+        self._lock = threading.Lock()
+        self._token = ""
+        self._renewed_at = 0.0
+
+    def __call__(self) -> str:
+        with self._lock:
+            if time.monotonic() >= self._renewed_at:
+                self._token, seconds = self._fetched()
+                self._renewed_at = time.monotonic() + seconds * RENEWED_AT_SHARE
+            return self._token
+
+    def _fetched(self) -> tuple[str, float]:
+        try:
+            known = json.loads(self._credentials_file.read_text())
+            asked = {
+                "grant_type": "client_credentials",
+                "client_id": str(known["client_id"]),
+                "client_secret": str(known["client_secret"]),
+            }
+        except (OSError, ValueError, KeyError, TypeError) as e:
+            why = e.strerror if isinstance(e, OSError) else "it is not JSON with client_id and client_secret"
+            raise error("PULSAR_FORBIDS", f"the credentials file {self._credentials_file}: {why}") from None
+        if self._audience:
+            asked["audience"] = self._audience
+        url = self._ask(f"{self._issuer_url}/.well-known/openid-configuration", None).get("token_endpoint")
+        # The secret goes over no other kind of line than the issuer's.
+        if not isinstance(url, str) or url.partition(":")[0] != self._issuer_url.partition(":")[0]:
+            raise error("PULSAR_FORBIDS", f"the issuer {self._issuer_url} names no token_endpoint of its own scheme")
+        answer = self._ask(url, urlencode(asked).encode())
+        token, seconds = answer.get("access_token"), answer.get("expires_in", USUAL_SECONDS)
+        if not isinstance(token, str) or not token or not isinstance(seconds, int | float):
+            raise error("PULSAR_FORBIDS", f"{url} gives no access_token")
+        return token, float(seconds)
+
+    def _ask(self, url: str, form: bytes | None) -> dict[str, Any]:
+        headers = {"Accept": "application/json"}
+        if form is not None:
+            headers["Content-Type"] = "application/x-www-form-urlencoded"
+        try:
+            # Where it sends on to, the secret does not follow.
+            with HttpConnection(url, self._tls, time.monotonic() + TIMEOUT_SECONDS) as connection:
+                answered, _ = connection.call("GET" if form is None else "POST", form, headers)
+            answer = json.loads(answered.raw) if answered.status == HTTPStatus.OK else None
+        except (OSError, HTTPException, ValueError) as e:
+            why = "it is not answered in JSON" if isinstance(e, ValueError) else e
+            raise error("LOG_UNREADABLE", f"{url} gives no token now: {why}", hint=_HINT) from None
+        if answered.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+            raise error("LOG_UNREADABLE", f"{url} gives no token now: it answers {answered.status}", hint=_HINT)
+        if not isinstance(answer, dict):
+            raise error("PULSAR_FORBIDS", f"{url} gives no token: it answers {answered.status}")
+        return answer
+
+
+_HINT = "See whether the issuer serves, and whether pulsar.oauth2_issuer_url is right; it is tried again."
+
+
+def never_raises(token: Token) -> Token:
+    """For Pulsar's client, which calls it on a thread of its own where nothing may be raised: then it gets none."""
+
+    def asked() -> str:
+        try:
+            return token()
+        except Exception as e:  # noqa: BLE001 (whatever it is, the client's thread must go on)
+            logger.warning("no token for Pulsar: %s", e if isinstance(e, SeqdedupeError) else type(e).__name__)
+            return ""
+
+    return asked
+
+
+# -- What Pulsar's client tells besides what it raises.
+
+
+def client_logger() -> pulsar.FileLogger:
+    """Its errors, to standard error, in its own words.
+
+    Never a logger of Python's. The client calls one at every step, however little of it is to be shown, and while it
+    holds locks of its own: whoever has Python's lock then and waits for one of those waits for ever. It also takes
+    longer than all else about a message.
+    """
+    return pulsar.FileLogger(pulsar.LoggerLevel.Error, "/dev/stderr")
+
+
+# -- The threads of Pulsar's client, which call back into Python.
+
+
+_this = threading.local()
+
+
+def keep_state() -> None:
+    """The thread that calls this keeps its Python thread state from now on, as long as it lives.
+
+    Else the interpreter makes one whenever the client takes its lock on that thread, which is several times for each
+    answer, and a stack for it, which is memory that the system has to map; and throws both away again. That takes
+    longer than all else about an answer.
+    """
+    if not hasattr(_this, "has_state"):
+        _this.has_state = True
+        # Never released: a state that is in use is not thrown away.
+        ctypes.pythonapi.PyGILState_Ensure()
+
+
+class PulsarClient(pulsar.asyncio.Client):  # type: ignore[misc]  # the library has no types
+    """As Pulsar's own, but for `create_reader`, after which a closed reader and a closed client's threads and
+    descriptors stay for good: a reader keeps the callback of its opening, and that one keeps the reader."""
+
+    async def create_reader(
+        self,
+        topic: str,
+        start_message_id: pulsar.MessageId,
+        *,
+        receiver_queue_size: int,
+        start_message_id_inclusive: bool,
+    ) -> pulsar.asyncio.Reader:
+        """A reader of bytes from there on, with so many entries fetched ahead. Raises PulsarException."""
+        schema = pulsar.schema.BytesSchema()
+        settings = _pulsar.ReaderConfiguration()
+        settings.schema(schema.schema_info())
+        settings.receiver_queue_size(receiver_queue_size)
+        settings.start_message_id_inclusive(start_message_id_inclusive)
+        # `earliest` and `latest` are of the library below.
+        is_own = isinstance(start_message_id, pulsar.MessageId)
+        start = start_message_id._msg_id if is_own else start_message_id
+        reader = asyncio.get_running_loop().create_future()
+        self._client.create_reader_async_v2(topic, start, settings, partial(_hand_over, [reader]))
+        return pulsar.asyncio.Reader(await reader, schema)
+
+
+_LATER_RESULTS = {46: "Disconnected"}
+"""Results of the client that its Python library has no names for."""
+
+
+def name_of(result: Any) -> str:
+    """What a result of the client is called."""
+    if result.name in pulsar.Result.__members__:
+        return str(result.name)
+    return _LATER_RESULTS.get(result.value, f"result {result.value}")
+
+
+def told(failure: pulsar.asyncio.PulsarException) -> str:
+    """What the client says of a failure."""
+    name = name_of(failure.error())
+    more = str(failure).partition(": ")[2]
+    return f"{name}: {more}" if more else name
+
+
+def _hand_over(waiting: "list[asyncio.Future[Any]]", outcome: Any) -> None:
+    """Is called on a thread of the client, once, and keeps nothing of what it is given."""
+    future = waiting.pop()
+    future.get_loop().call_soon_threadsafe(_settle, future, outcome)
+
+
+def _settle(future: "asyncio.Future[Any]", outcome: Any) -> None:
+    if future.done():
+        return
+    if isinstance(outcome, _pulsar.Error):
+        future.set_exception(pulsar.asyncio.PulsarException(outcome.error, outcome.message))
+    else:
+        future.set_result(outcome)
+
+
+# -- Openings that the client ends in its own time, whoever still waits for them.
+
+
+async def opened(opening: Coroutine[Any, Any, Any], close: Callable[[Any], None]) -> Any:
+    """What is opened. If this is cancelled it is closed, should it come to be: nobody else could, and it would stay."""
+    task = asyncio.ensure_future(opening)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        task.add_done_callback(partial(_close, close))
+        raise
+
+
+def _close(close: Callable[[Any], None], task: "asyncio.Task[Any]") -> None:
+    if not task.cancelled() and task.exception() is None:
+        close(task.result())

@@ -1,0 +1,307 @@
+"""Who owns a topic: what its statistics say of who writes to it, and else its last marker."""
+
+import asyncio
+import logging
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+
+import pulsar
+import pulsar.asyncio
+
+from seqdedupe.errors import NotFoundError, SeqdedupeError, error
+from seqdedupe.log.pulsar.admin_url import Publisher, PulsarAdmin, TopicStats
+from seqdedupe.log.pulsar.pulsar_client import told
+from seqdedupe.log.pulsar.wholes import schema_of
+
+logger = logging.getLogger("seqdedupe.log")
+
+ADDRESS = "address"
+"""The property of a sidecar's producer that says where the sidecar can be reached."""
+
+
+async def not_owner(
+    e: SeqdedupeError, admin: PulsarAdmin, topic: str, own_address: str, own_name: str, marked_address: str
+) -> SeqdedupeError:
+    """A NOT_OWNER with `owner_address` where that is known, and is not this sidecar's own: a producer of its own that
+    it has lost may still be listed. One with the sidecar's own name at another address is told loudly: each of the two
+    moves the subscription that keeps what both need. One with both is told in the message: it may be either."""
+    try:
+        writer = await _writer(topic, admin)
+        name, address = (writer.name.rpartition("-")[0], writer.metadata.get(ADDRESS, "")) if writer else ("", "")
+    except SeqdedupeError:
+        name, address = "", marked_address
+    is_named_as_this = name == f"seqdedupe-{own_name}"
+    if address == own_address and is_named_as_this:
+        whose = "a producer of its own from before, of which Pulsar lets go, or another process that was given both"
+        return error("NOT_OWNER", f"{e.message}; it has the name {own_name} and the address of this sidecar: {whose}")
+    if not address or address == own_address:
+        return e
+    message = f"{e.message}; it is the sidecar at {address}"
+    if is_named_as_this:
+        message += (
+            f", which has this one's instance name {own_name}: stop one of the two, and start it with an instance_name "
+            "of its own and an empty data directory"
+        )
+        logger.error("%s", message)
+    return error("NOT_OWNER", message, owner_address=address)
+
+
+async def owner_of(topic: str, admin: PulsarAdmin) -> str:
+    """The address of the sidecar that writes to the topic; empty if none does. Raises why it is not known now."""
+    writer = await _writer(topic, admin)
+    return writer.metadata.get(ADDRESS, "") if writer else ""
+
+
+async def _writer(topic: str, admin: PulsarAdmin) -> Publisher | None:
+    publishers = (await admin.stats(topic)).publishers
+    return publishers[0] if publishers else None
+
+
+# -- Waiting until nobody has a topic: an alarm, no more. Who is told opens the topic as everybody else does.
+
+POLL_SECONDS = 0.5
+"""Between two looks at the statistics of a topic that somebody has: what waiting costs a cluster."""
+FREE_SECONDS = 0.5
+"""So long nobody must have had it: who was unloaded with it is back in half of that."""
+FREE_POLL_SECONDS = 0.1
+
+Connect = Callable[[], pulsar.asyncio.Client]
+"""Makes a client of its own, as all of the sidecar's are."""
+
+
+async def wait_until_free(topic: str, admin: PulsarAdmin, connect: Connect, *, has_schema: bool = False) -> None:
+    """Returns when the broker has given the topic to whoever waits for it, who has let go of it again. Where the topic
+    `has_schema`, it may be given only to those who name it.
+
+    Whatever fails is tried again. A broker gives a topic, also when it is unloaded, to who waits for it: so nobody
+    waits there before the topic is free, or when somebody has it again.
+    """
+    while True:
+        await _until_nobody_writes(topic, admin)
+        if await is_terminated(topic, admin) or await _was_given(topic, admin, connect, has_schema):
+            return
+
+
+async def _until_nobody_writes(topic: str, admin: PulsarAdmin) -> None:
+    now = asyncio.get_running_loop().time
+    free_since: float | None = None
+    while True:
+        publishers = await publishers_of(topic, admin)
+        if publishers is None or publishers:
+            free_since = None
+        elif free_since is None:
+            free_since = now()
+        elif now() - free_since >= FREE_SECONDS:
+            return
+        await asyncio.sleep(POLL_SECONDS if free_since is None else FREE_POLL_SECONDS)
+
+
+async def _was_given(topic: str, admin: PulsarAdmin, connect: Connect, has_schema: bool) -> bool:
+    """Waits at the broker, which tells at once. Whether it gave the topic, and nobody else has it."""
+    try:
+        schema = (await schema_of(topic, admin)).of_client() if has_schema else None
+    except SeqdedupeError as e:
+        logger.warning("the schema of %s is not known now: %s", topic, e)
+        await asyncio.sleep(POLL_SECONDS)
+        return False
+    client = connect()
+    waiting = asyncio.ensure_future(
+        client.create_producer(topic, access_mode=pulsar.ProducerAccessMode.WaitForExclusive, schema=schema)
+    )
+    # Nobody may ask any more when it ends.
+    waiting.add_done_callback(lambda done: done.cancelled() or done.exception())
+    try:
+        is_written = False
+        while True:
+            await asyncio.wait([waiting], timeout=FREE_POLL_SECONDS)
+            if waiting.done():
+                return waiting.exception() is None
+            if is_written:
+                return False
+            # It may be this one itself, which is told of it in a moment.
+            is_written = bool(await publishers_of(topic, admin))
+    finally:
+        # Else it stays queued, and the broker gives the topic to nobody. That is not cancelled with the wait.
+        await asyncio.shield(_closed(client))
+
+
+async def is_terminated(topic: str, admin: PulsarAdmin) -> bool:
+    """Whether it is, for certain: then a broker gives it to nobody, and does not say so."""
+    try:
+        return await admin.is_terminated(topic)
+    except SeqdedupeError:
+        return False
+
+
+async def _closed(client: pulsar.asyncio.Client) -> None:
+    try:
+        await client.close()
+    except pulsar.asyncio.PulsarException as e:
+        logger.warning("a client that waited for a topic could not be closed: %s", told(e))
+
+
+async def publishers_of(topic: str, admin: PulsarAdmin) -> tuple[Publisher, ...] | None:
+    """Who writes to the topic, by its statistics; None if they cannot be had now."""
+    try:
+        return (await admin.stats(topic)).publishers
+    except SeqdedupeError as e:
+        logger.warning("who has %s is not known now: %s", topic, e)
+        return None
+
+
+# -- An owner that is frozen, and that its broker does not let go of: it is evicted by unloading the topic.
+
+ASK_SECONDS = 5.0
+"""Between two questions to an owner whether it is alive."""
+FROZEN_SECONDS = 60.0
+"""Within that time a broker should have let go by itself of one that answers nothing: twice its keep-alive interval,
+which is 30 seconds by default."""
+LONGEST_SECONDS = 960.0
+"""Between two unloads, each of which an owner that is well, and cannot be reached from here, has to bear."""
+
+Answers = Callable[[str], Awaitable[bool]]
+"""Whether the sidecar at this address gives any answer."""
+
+
+@asynccontextmanager
+async def evicting(topic: str, admin: PulsarAdmin, answers: Answers) -> AsyncIterator[None]:
+    """Meanwhile the topic is unloaded when its owner has answered nothing for FROZEN_SECONDS; longer each time.
+
+    An owner that is well has the topic again in a fraction of a second, because nobody waits for one that was just
+    unloaded; one that is frozen has not. Who does not say where it can be reached is no sidecar, and left alone.
+    """
+    looking = asyncio.ensure_future(_evict_when_frozen(topic, admin, answers))
+    try:
+        yield
+    finally:
+        looking.cancel()
+        await asyncio.wait([looking])
+
+
+async def _evict_when_frozen(topic: str, admin: PulsarAdmin, answers: Answers) -> None:
+    now = asyncio.get_running_loop().time
+    owner, silent_since, patience_seconds = "", now(), FROZEN_SECONDS
+    while True:
+        await asyncio.sleep(ASK_SECONDS)
+        publishers = await publishers_of(topic, admin)
+        address = publishers[0].metadata.get(ADDRESS, "") if publishers else ""
+        if not address or address != owner or await answers(address):
+            owner, silent_since, patience_seconds = address, now(), FROZEN_SECONDS
+        elif now() - silent_since >= patience_seconds:
+            logger.warning("%s is unloaded: its owner at %s has been silent for %.0f s", topic, owner, patience_seconds)
+            await _unload(topic, admin)
+            silent_since, patience_seconds = now(), min(2 * patience_seconds, LONGEST_SECONDS)
+
+
+async def _unload(topic: str, admin: PulsarAdmin) -> None:
+    try:
+        await admin.unload(topic)
+    except SeqdedupeError as e:
+        logger.warning("%s could not be unloaded: %s", topic, e)
+
+
+# -- The sidecars of a cluster, as its topics show them: by durable subscriptions and exclusive producers.
+
+TOPICS_AT_ONCE = 8
+"""That are asked for their statistics."""
+
+_SUBSCRIPTION = re.compile("seqdedupe-(.+)")
+_PRODUCER = re.compile("seqdedupe-(.+)-[0-7]")
+
+NameAt = Callable[[str], Awaitable[str | None]]
+"""The instance name of the sidecar at an address; None if none answers there."""
+
+
+@dataclass(slots=True)
+class SeenOwner:
+    """What the topics of a cluster show of one sidecar."""
+
+    name: str
+    """Its instance name."""
+    addresses: set[str] = field(default_factory=set)
+    """That its producers have, or that it had when it opened a topic last. Two may be two sidecars with one name."""
+    is_connected: bool = False
+    """Whether it has a producer, or consumes by a subscription of its own."""
+    topics_owned: int = 0
+    subscribed: list[str] = field(default_factory=list)
+    """The topics on which it has a subscription."""
+    kept_entries: int = 0
+    """What its subscriptions keep, in all topics."""
+    kept_bytes: int = 0
+
+
+async def sidecars(admin: PulsarAdmin, namespaces: Sequence[str]) -> list[SeenOwner]:
+    """The sidecars that have a subscription or a producer in these namespaces, by name. All or an error: raises as
+    `PulsarAdmin`."""
+    seen: dict[str, SeenOwner] = {}
+
+    def of(name: str, address: str | None) -> SeenOwner:
+        one = seen.setdefault(name, SeenOwner(name))
+        one.addresses.update([address] if address else [])
+        return one
+
+    for topic, stats in (await _stats(admin, namespaces)).items():
+        for publisher in stats.publishers:
+            if ADDRESS in publisher.metadata and (name := _PRODUCER.fullmatch(publisher.name)):
+                one = of(name[1], publisher.metadata[ADDRESS])
+                one.is_connected = True
+                one.topics_owned += 1
+        for subscription in stats.subscriptions:
+            if name := _SUBSCRIPTION.fullmatch(subscription.name):
+                one = of(name[1], subscription.properties.get(ADDRESS))
+                one.is_connected |= subscription.consumers > 0
+                one.subscribed.append(topic)
+                one.kept_entries += subscription.backlog_entries
+                one.kept_bytes += subscription.backlog_bytes
+    # A job's subscription is named like one of theirs, but has no address.
+    return [seen[name] for name in sorted(seen) if seen[name].addresses]
+
+
+async def _stats(admin: PulsarAdmin, namespaces: Sequence[str]) -> dict[str, TopicStats]:
+    topics = [topic for namespace in namespaces for topic in await admin.topics(namespace)]
+    found: dict[str, TopicStats] = {}
+    left = iter(topics)
+
+    async def look() -> None:
+        for topic in left:
+            # It may have been deleted meanwhile.
+            with suppress(NotFoundError):
+                found[topic] = await admin.stats(topic)
+
+    await asyncio.gather(*(look() for _ in range(TOPICS_AT_ONCE)))
+    return {topic: found[topic] for topic in topics if topic in found}
+
+
+async def forget(admin: PulsarAdmin, namespaces: Sequence[str], name: str, name_at: NameAt) -> list[str]:
+    """Removes all subscriptions of a sidecar that is gone for good; answers on which topics it had one.
+
+    Raises SIDECAR_ALIVE if it is connected to a topic or answers at an address, and SIDECAR_NOT_FOUND if it has no
+    subscription: then nothing was done. LOG_REFUSED if some could not be removed: the others are, and it can be done
+    again.
+    """
+    one = next((seen for seen in await sidecars(admin, namespaces) if seen.name == name), None)
+    if one is None:
+        raise error("SIDECAR_NOT_FOUND", f"no topic of {', '.join(namespaces)} has a subscription of {name!r}")
+    if one.is_connected:
+        raise error("SIDECAR_ALIVE", f"the sidecar {name} is connected to topics of {', '.join(namespaces)}")
+    for address in sorted(one.addresses):
+        if await name_at(address) == name:
+            raise error("SIDECAR_ALIVE", f"the sidecar {name} answers at {address}")
+    left: list[str] = []
+    why: SeqdedupeError | None = None
+    for topic in one.subscribed:
+        try:
+            with suppress(NotFoundError):
+                await admin.delete_subscription(topic, f"seqdedupe-{name}")
+        except SeqdedupeError as e:
+            left, why = [*left, topic], e
+    if why is not None:
+        done = f"{len(one.subscribed) - len(left)} of {len(one.subscribed)} subscriptions of the sidecar {name}"
+        raise error(
+            "LOG_REFUSED",
+            f"{done} are removed, and not those on {', '.join(left)}: {why.message}",
+            hint="See why; the same command removes what is left.",
+        ) from why
+    return one.subscribed

@@ -1,0 +1,111 @@
+"""What a consumer waits for: messages, time, and to be stopped. The waiting is done on the client's event loop."""
+
+import asyncio
+from collections.abc import Sequence
+
+from seqdedupe.client.blocking.loop import event_loop, run
+from seqdedupe.client.message import Message
+from seqdedupe.client.reader import Reader
+from seqdedupe.message_id import Position
+
+
+class Stopped(Exception):
+    """The consumer was told to stop."""
+
+
+class Stop:
+    """Told once, from any thread, or from a signal's handler: no lock is in it that the same thread may hold."""
+
+    def __init__(self) -> None:
+        self._loop = event_loop()
+        self._event = asyncio.Event()
+        self.is_told = False
+
+    def tell(self) -> None:
+        self.is_told = True
+        self._loop.call_soon_threadsafe(self._event.set)
+
+    def check(self) -> None:
+        """Raises Stopped."""
+        if self.is_told:
+            raise Stopped
+
+    def pause(self, seconds: float) -> None:
+        """Raises Stopped, also when that is told meanwhile."""
+        run(lambda: self.wait((), seconds))
+        self.check()
+
+    async def wait(self, tasks: Sequence[asyncio.Task[bool]], seconds: float) -> None:
+        """Until one of the tasks is done, the time is over, or it is stopped. The tasks go on."""
+        told = asyncio.ensure_future(self._event.wait())
+        try:
+            await asyncio.wait({told, *tasks}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            told.cancel()
+
+
+class Arrivals:
+    """A topic's messages as they come, over a reader whose work is on the client's loop: one thread uses it."""
+
+    def __init__(self, reader: Reader) -> None:
+        self.is_over = False
+        """The reader has come to its end."""
+        self._reader = reader
+        self._fetching: asyncio.Task[bool] | None = None
+
+    def take(self, most: int) -> list[Message]:
+        taken: list[Message] = []
+        while self._fetching is None and len(taken) < most:
+            message = self._reader.next_in_hand()
+            if message is not None:
+                taken.append(message)
+            elif not self._reader.take_record():
+                break
+        return taken
+
+    def take_more(self, most: int, stop: Stop, seconds: float) -> list[Message]:
+        """Those that come now, or within the time. Raises Stopped."""
+        if not self.is_over:
+            wait_for_any([self], stop, seconds)
+        return self.take(most)
+
+    def fetching(self) -> asyncio.Task[bool] | None:
+        """What gets the next messages; None if there are none to come. On the event loop."""
+        if self._fetching is None and not self.is_over:
+            self._fetching = asyncio.ensure_future(self._reader.fetch())
+        return self._fetching
+
+    def look(self) -> None:
+        """Whether it has got some. Raises what the reader does. On the event loop."""
+        fetching = self._fetching
+        if fetching is not None and fetching.done():
+            self._fetching = None
+            self.is_over = not fetching.result()
+
+    def close(self) -> None:
+        run(self._close)
+
+    async def _close(self) -> None:
+        if self._fetching is not None:
+            self._fetching.cancel()
+            await asyncio.gather(self._fetching, return_exceptions=True)
+        await self._reader.close()
+
+
+def wait_for_any(arrivals: Sequence[Arrivals], stop: Stop, seconds: float) -> None:
+    """Until one of them has messages or is over, the time is over, or it is stopped, which raises Stopped."""
+
+    async def wait() -> None:
+        tasks = [task for one in arrivals if (task := one.fetching()) is not None]
+        await stop.wait(tasks, seconds)
+        for one in arrivals:
+            one.look()
+
+    run(wait)
+    stop.check()
+
+
+def is_there(position: str, until: Position) -> bool:
+    """Whether a position in this row is at that one, or after it."""
+    now = Position.parse(position)
+    return now.incarnation == until.incarnation and now.index >= until.index

@@ -1,0 +1,514 @@
+"""The inbox: messages take effect in the order that the business means, whatever order they arrive in. `Inbox` stands
+in front of a handler, and restores the order of the versions that messages say they are.
+
+First come its tables and what is asked of them without a handler, then what is decided about a message, then `Inbox`.
+"""
+
+import hashlib
+import json
+import time
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from enum import Enum
+from typing import Any, Literal, NamedTuple
+
+from sqlalchemy import (
+    BigInteger,
+    Column,
+    Connection,
+    Engine,
+    Index,
+    MetaData,
+    Row,
+    String,
+    delete,
+    insert,
+    select,
+    update,
+)
+from sqlalchemy.dialects import mysql, postgresql, sqlite
+
+from seqdedupe.client.message import Message
+from seqdedupe.databases.failures import Fault, fault_of, lost_connection
+from seqdedupe.databases.tables import MARIADB, make_tables, name_type, table, text_type
+from seqdedupe.errors import error
+from seqdedupe.services.consumer.consumer import purpose_of
+from seqdedupe.services.consumer.database import Away, content_columns, reaching
+from seqdedupe.services.consumer.dead_letters import content, message_of, why
+from seqdedupe.services.consumer.work import check_deferred
+
+# -- The tables of inboxes, in the user's database.
+
+METADATA = MetaData()
+
+KEYS = table(
+    "seqdedupe_inbox_keys",
+    METADATA,
+    Column("inbox", name_type(100), primary_key=True),
+    Column("name", name_type(), primary_key=True),
+    Column("version", BigInteger, nullable=False),
+    Column("dropped", BigInteger, nullable=False),
+    Column("locked", BigInteger, nullable=False),
+)
+"""A row for each key: the last version applied, and how many messages were dropped. `locked` changes whenever somebody
+decides about the key: an update holds off all others, also where a transaction reads from a snapshot."""
+
+PARKED = table(
+    "seqdedupe_inbox_parked",
+    METADATA,
+    Column("id", String(32), primary_key=True),
+    Column("inbox", name_type(100), nullable=False),
+    Column("waits_for_key", name_type(), nullable=False),
+    Column("waits_for_version", BigInteger, nullable=False),
+    Column("versions", text_type(), nullable=False),
+    Column("parked_ms", BigInteger, nullable=False),
+    *content_columns(),
+)
+"""A row for each message that came early: the versions that it is of its keys (JSON), and one that it waits for."""
+
+Index("seqdedupe_inbox_waits", PARKED.c.inbox, PARKED.c.waits_for_key, PARKED.c.waits_for_version)
+
+
+class Waiting(NamedTuple):
+    """A message that is parked."""
+
+    message: Message
+    versions: Mapping[str, int]
+    """By key: the version that it is."""
+
+    missing: Mapping[str, int]
+    """By key: the version that has to be applied before it, and is not; empty if its own handling has failed."""
+
+    seconds: float
+    """How long it has been parked."""
+
+    error: str
+    """Why the handler would not take it when its turn came; empty if that has not been."""
+
+    in_cycle: bool
+    """Whether it waits, over others, for itself: nothing that comes can end that."""
+
+
+def in_cycles(parked: Sequence[tuple[Mapping[str, int], Mapping[str, int]]]) -> list[bool]:
+    """Of each message (its versions, and those it waits for), whether it waits for itself, over others that are parked.
+
+    Those in cycles are what is left of a strongly connected part with more than one, or with an edge to itself.
+    """
+    provider = {(key, version): i for i, (versions, _) in enumerate(parked) for key, version in versions.items()}
+    needs = [sorted({provider[wanted] for wanted in missing.items() if wanted in provider}) for _, missing in parked]
+    found = [False] * len(parked)
+    for part in _connected(needs):
+        if len(part) > 1 or part[0] in needs[part[0]]:
+            for i in part:
+                found[i] = True
+    return found
+
+
+def _connected(edges: Sequence[Sequence[int]]) -> list[list[int]]:
+    """The strongly connected parts, after Tarjan, without recursion: chains may be long."""
+    order: dict[int, int] = {}
+    low: dict[int, int] = {}
+    on_stack: set[int] = set()
+    stack: list[int] = []
+    parts: list[list[int]] = []
+    for root in range(len(edges)):
+        if root in order:
+            continue
+        work = [(root, 0)]
+        while work:
+            node, next_edge = work.pop()
+            if next_edge == 0:
+                order[node] = low[node] = len(order)
+                stack.append(node)
+                on_stack.add(node)
+            else:
+                low[node] = min(low[node], low[edges[node][next_edge - 1]])
+            for i in range(next_edge, len(edges[node])):
+                target = edges[node][i]
+                if target not in order:
+                    work += [(node, i + 1), (target, 0)]
+                    break
+                if target in on_stack:
+                    low[node] = min(low[node], order[target])
+            else:
+                if low[node] == order[node]:
+                    part: list[int] = []
+                    while not part or part[-1] != node:
+                        part.append(stack.pop())
+                        on_stack.discard(part[-1])
+                    parts.append(part)
+    return parts
+
+
+# -- What people ask of what an inbox has parked, without its handler.
+
+
+def waiting_in(engine: Engine, name: str, longer_than_seconds: float = 0.0) -> list[Waiting]:
+    """What the inbox of this name has parked for so long, the longest first."""
+    with engine.begin() as connection:
+        mine = select(PARKED).where(PARKED.c.inbox == name).order_by(PARKED.c.parked_ms, PARKED.c.id)
+        rows = connection.execute(mine).all()
+        names = select(KEYS.c.name, KEYS.c.version).where(KEYS.c.inbox == name)
+        applied = {row.name: row.version for row in connection.execute(names)}
+    parked = []
+    for row in rows:
+        versions: dict[str, int] = json.loads(row.versions)
+        missing = {key: version - 1 for key, version in versions.items() if applied.get(key, -1) < version - 1}
+        parked.append((versions, missing))
+    now_ms = time.time_ns() // 1_000_000
+    found = [
+        Waiting(message_of(row), versions, missing, (now_ms - row.parked_ms) / 1000, row.error, is_in_cycle)
+        for row, (versions, missing), is_in_cycle in zip(rows, parked, in_cycles(parked), strict=True)
+    ]
+    return [one for one in found if one.seconds >= longer_than_seconds]
+
+
+# -- What is decided about a message, from its versions and those applied: pure.
+
+Order = Literal["contiguous", "latest"]
+
+MAX_VERSION = 2**63 - 1
+MAX_KEY_LENGTH = 255
+
+Versions = Mapping[str, int]
+"""By key: the version of it that a message is, or the last one applied."""
+
+
+class InboxVerdict(Enum):
+    APPLY = "apply"
+    DROP = "drop"
+    PARK = "park"
+
+
+class InboxDecision(NamedTuple):
+    """With PARK: a key, and the version of it that has to be applied before."""
+
+    verdict: InboxVerdict
+    key: str = ""
+    version: int = 0
+
+
+def decide(order: Order, wanted: Versions, applied: Versions) -> InboxDecision:
+    """A message that is not above what was applied is dropped. One that is above is applied, with "contiguous" only
+    when the version before it was, of every key; until then it waits, for the first key for which that is not so.
+
+    Raises INVALID_VERSION for one that is above for some keys and not for others: two messages claim one version.
+    """
+    passed = [key for key in sorted(wanted) if wanted[key] <= applied[key]]
+    if len(passed) == len(wanted):
+        return InboxDecision(InboxVerdict.DROP)
+    if passed:
+        rest = sorted(set(wanted).difference(passed))
+        raise error(
+            "INVALID_VERSION",
+            f"version {wanted[passed[0]]} of {passed[0]!r} was applied already ({applied[passed[0]]} is the last one), "
+            f"and version {wanted[rest[0]]} of {rest[0]!r} was not: they should come in one message",
+        )
+    if order == "contiguous":
+        for key in sorted(wanted):
+            if wanted[key] - 1 != applied[key]:
+                return InboxDecision(InboxVerdict.PARK, key, wanted[key] - 1)
+    return InboxDecision(InboxVerdict.APPLY)
+
+
+def name_of(key: str | bytes) -> str:
+    """Under which name the tables have a key: no two keys share one. Bytes that are UTF-8 are the same key as that
+    text. All others have a hash of theirs as their name, since no text stands for them."""
+    if isinstance(key, str):
+        return key
+    try:
+        name = key.decode()
+    except UnicodeDecodeError:
+        name = ""
+    return name if _is_name(name) else "bytes:" + hashlib.sha256(b"seqdedupe inbox key\x00" + key).hexdigest()
+
+
+def _is_name(text: str) -> bool:
+    return 1 <= len(text) <= MAX_KEY_LENGTH and "\x00" not in text
+
+
+def former_name_of(key: str | bytes) -> str | None:
+    """The name that earlier versions gave to bytes that are no text, which several keys may have shared. None for all
+    other keys."""
+    former = key.decode(errors="replace") if isinstance(key, bytes) else key
+    return former if former != name_of(key) and _is_name(former) else None
+
+
+def checked(found: object) -> dict[str, int]:
+    """The versions, if they are some. Raises INVALID_VERSION."""
+    if not isinstance(found, Mapping) or not found:
+        raise error("INVALID_VERSION", f"the versions are {found!r:.80}: they should be a mapping of keys to numbers")
+    versions: dict[str, int] = {}
+    for key, version in found.items():
+        name = name_of(key) if isinstance(key, str | bytes) and key else ""
+        if not _is_name(name):
+            what = f"the key {key!r:.80} should be bytes, or text of 1 to {MAX_KEY_LENGTH} characters"
+            raise error("INVALID_VERSION", what)
+        if name in versions:
+            raise error("INVALID_VERSION", f"the key {name!r:.80} has two versions, as text and as bytes")
+        if isinstance(version, bool) or not isinstance(version, int) or not 0 <= version <= MAX_VERSION:
+            raise error(
+                "INVALID_VERSION",
+                f"the version of {name!r:.80} is {version!r:.80}: it should be a number from 0 to {MAX_VERSION}",
+            )
+        versions[name] = version
+    return versions
+
+
+Handle = Callable[[Connection, Message], object]
+
+MAX_NAME_LENGTH = 100
+
+_MOST_LOSSES = 2
+"""A parked message with which the connection ended so often is passed over: fewer times than a consumer takes for what
+woke it to be to blame."""
+
+_REPLACED = "\N{REPLACEMENT CHARACTER}"
+"""In the name of what earlier versions parked with a key of bytes that are no text."""
+
+
+class Inbox:
+    """A handler in front of a handler: `Consumer(client, topic, name, engine, Inbox(…), in_batches=True)`.
+
+    With `in_batches` all keys of a batch are locked at once; its handler gets single messages all the same. Without,
+    consumers that share the inbox may meet in deadlocks, which cost time.
+
+    `key(message)` is what has versions, and `version(message)` which of them a message is; or `versions(message)` says
+    it of several keys at once (`{"X": 4, "Y": 7}`: a transfer between two accounts). `order` is
+
+    * "contiguous": a message is handled when the version before it was, of all its keys. One that comes early is
+      parked, in the consumer's transaction, and handled in the transaction that handles what it waits for. The first
+      version of every key is `first_version`.
+    * "latest": a message is handled if it is above the last version handled.
+
+    In both what is not above the last version is dropped and counted. So every version takes effect at most once, in
+    its order, from however many topics and consumers the messages come that share the inbox: the rows of all keys of a
+    message are locked, in sorted order, before anything is decided. What is parked for good, and why, `waiting` tells;
+    nothing else ends it.
+
+    A parked message that the handler refuses when its turn has come stays parked with the error, and those after it;
+    `sweep` tries it again. Raises INVALID_OPTION, and INVALID_OUTPUT if its tables cannot be made; where the database
+    is away, its consumer waits for it and has them made. INVALID_VERSION, for a message without a key or a version, is
+    raised to the consumer, as what the handler raises for the message that just came.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        engine: Engine,
+        handle: Handle,
+        *,
+        key: Callable[[Message], str | bytes] | None = None,
+        version: Callable[[Message], int] | None = None,
+        versions: Callable[[Message], Mapping[str, int]] | None = None,
+        order: Order = "contiguous",
+        first_version: int = 1,
+    ) -> None:
+        if not 1 <= len(name) <= MAX_NAME_LENGTH or not name.isprintable():
+            raise _option(
+                f"the inbox's name is {name[:80]!r}: it should be 1 to {MAX_NAME_LENGTH} printable characters"
+            )
+        if (key is None) != (version is None) or (key is None) == (versions is None):
+            raise _option("an inbox takes key and version, or versions")
+        if order not in ("contiguous", "latest") or not 0 <= first_version <= MAX_VERSION:
+            raise _option(
+                f"the order is {order!r} from {first_version}: it should be 'contiguous' or 'latest', from 0 up"
+            )
+        self.name = name
+        self._engine = engine
+        self._handle = handle
+        self._key, self._version, self._versions = key, version, versions
+        self._order = order
+        self._losses: dict[str, list[str]] = {}
+        self._before_all = first_version - 1 if order == "contiguous" else -1
+        # Who takes a consumer over has the same purpose, whatever stands in front of the handler.
+        self.__module__, self.__qualname__ = "inbox", f"{name}({purpose_of(handle)})"
+        self._away: Away | None = None
+        """Why there may be no tables yet."""
+        try:
+            self._make_tables()
+        except Away as e:
+            self._away = e
+
+    def _make_tables(self) -> None:
+        with reaching(at_start=True):
+            make_tables(self._engine, METADATA)
+        self._away = None
+
+    def __call__(self, connection: Connection, message: Message | list[Message]) -> None:
+        """The handler of a consumer, of single messages or of batches."""
+        if self._away is not None:
+            # They cannot be made within this transaction: SQLite has one writer, and MariaDB would commit.
+            raise Away(self._away.cause, " (when the inbox was made; its tables are made next)", self._make_tables)
+        messages = message if isinstance(message, list) else [message]
+        each = [(one, self._of(one)) for one in messages]
+        if len(each) > 1:
+            # All at once: two batches that locked the same keys in another order would wait for each other.
+            self._lock(connection, {key for _, wanted in each for key in wanted})
+        for one, wanted in each:
+            self._take(connection, one, wanted)
+
+    def _take(self, connection: Connection, message: Message, wanted: Mapping[str, int]) -> None:
+        applied = self._lock(connection, wanted)
+        applied |= self._continued(connection, message, wanted, applied)
+        decision = decide(self._order, wanted, applied)
+        if decision.verdict is InboxVerdict.DROP:
+            self._count_dropped(connection, wanted)
+        elif decision.verdict is InboxVerdict.PARK:
+            connection.execute(
+                insert(PARKED).values(
+                    id=uuid.uuid4().hex,
+                    inbox=self.name,
+                    waits_for_key=decision.key,
+                    waits_for_version=decision.version,
+                    versions=json.dumps(wanted),
+                    parked_ms=_now_ms(),
+                    **content(message, 0, ""),
+                )
+            )
+        else:
+            self._handle(connection, message)
+            self._apply(connection, wanted)
+            self._wake(connection, wanted)
+
+    def _of(self, message: Message) -> dict[str, int]:
+        return checked(self._given(message))
+
+    def _given(self, message: Message) -> Mapping[Any, Any]:
+        if self._versions is not None:
+            return self._versions(message)
+        if self._key is None or self._version is None:
+            raise _option("an inbox takes key and version, or versions")
+        return {self._key(message): self._version(message)}
+
+    def _continued(
+        self, connection: Connection, message: Message, wanted: Mapping[str, int], applied: Mapping[str, int]
+    ) -> dict[str, int]:
+        """Of keys that begin here and had a row under their former name: that they go on there, with the next version.
+        Several keys may have had that row, so any other version begins anew."""
+        found: dict[str, int] = {}
+        for key in self._given(message) if self._order == "contiguous" else ():
+            name, former = name_of(key), former_name_of(key)
+            if former is not None and applied[name] == self._before_all:
+                row = connection.execute(select(KEYS.c.version).where(self._is(former))).one_or_none()
+                if row is not None and row.version == wanted[name] - 1:
+                    found[name] = row.version
+        return found
+
+    def _lock(self, connection: Connection, keys: Iterable[str]) -> dict[str, int]:
+        """Nobody else decides about these keys until the transaction ends. Returns the last versions applied."""
+        names = sorted(keys)
+        for name in names:
+            connection.execute(
+                _insert_if_missing(connection.dialect.name),
+                {"inbox": self.name, "name": name, "version": self._before_all, "dropped": 0, "locked": 0},
+            )
+        for name in names:
+            connection.execute(update(KEYS).where(self._is(name)).values(locked=KEYS.c.locked + 1))
+        wanted = select(KEYS.c.name, KEYS.c.version).where((KEYS.c.inbox == self.name) & KEYS.c.name.in_(names))
+        return {row.name: row.version for row in connection.execute(wanted.with_for_update())}
+
+    def _is(self, name: str) -> Any:
+        return (KEYS.c.inbox == self.name) & (KEYS.c.name == name)
+
+    def _apply(self, connection: Connection, wanted: Mapping[str, int]) -> None:
+        for name in sorted(wanted):
+            connection.execute(update(KEYS).where(self._is(name)).values(version=wanted[name]))
+
+    def _count_dropped(self, connection: Connection, wanted: Mapping[str, int]) -> None:
+        for name in sorted(wanted):
+            connection.execute(update(KEYS).where(self._is(name)).values(dropped=KEYS.c.dropped + 1))
+
+    def _wake(self, connection: Connection, applied: Mapping[str, int]) -> None:
+        """Looks at all that waits for these versions, and at what waits for those that this applies."""
+        pending = sorted(applied.items())
+        while pending:
+            key, version = pending.pop()
+            waits = (PARKED.c.inbox == self.name) & (PARKED.c.waits_for_key == key)
+            # A locking read: in MariaDB another one shows what was there when the transaction began to read.
+            wanted = select(PARKED).where(waits & (PARKED.c.waits_for_version == version)).with_for_update()
+            for row in connection.execute(wanted.order_by(PARKED.c.parked_ms, PARKED.c.id)).all():
+                pending += self._look_again(connection, row).items()
+
+    def _look_again(self, connection: Connection, row: Row[Any]) -> Mapping[str, int]:
+        """Decides once more about a parked message; returns what versions it has applied."""
+        wanted: dict[str, int] = json.loads(row.versions)
+        this = PARKED.c.id == row.id
+        if len(losses := self._losses.get(row.id, [])) >= _MOST_LOSSES:
+            # The transaction of what woke it went with the connection, too.
+            del self._losses[row.id]
+            connection.execute(update(PARKED).where(this).values(attempts=PARKED.c.attempts + 1, error=losses[-1]))
+            return {}
+        if any(_REPLACED in name for name in wanted):
+            message = message_of(row)
+            wanted = self._of(message)
+            applied = self._lock(connection, wanted)
+            applied |= self._continued(connection, message, wanted, applied)
+        else:
+            applied = self._lock(connection, wanted)
+        try:
+            decision = decide(self._order, wanted, applied)
+            if decision.verdict is InboxVerdict.PARK:
+                waits = {"waits_for_key": decision.key, "waits_for_version": decision.version}
+                values = waits | {"versions": json.dumps(wanted)}
+                connection.execute(update(PARKED).where(this).values(**values))
+                return {}
+            # What it does is taken back if it fails: what woke it has nothing to do with that.
+            with connection.begin_nested():
+                if decision.verdict is InboxVerdict.DROP:
+                    self._count_dropped(connection, wanted)
+                else:
+                    self._handle(connection, message_of(row))
+                    self._apply(connection, wanted)
+                connection.execute(delete(PARKED).where(this))
+                check_deferred(connection)
+            self._losses.pop(row.id, None)
+        except Exception as e:
+            if lost_connection(e):
+                self._losses.setdefault(row.id, []).append(why(e))
+                raise
+            if fault_of(e) in (Fault.DATABASE, Fault.REPEAT):
+                raise
+            connection.execute(update(PARKED).where(this).values(attempts=PARKED.c.attempts + 1, error=why(e)))
+            return {}
+        return wanted if decision.verdict is InboxVerdict.APPLY else {}
+
+    def sweep(self) -> int:
+        """Looks at all that is parked once more, each in a transaction of its own; returns how many are parked no more.
+
+        For what the handler has refused, and should anything else have been passed over. It may run beside consumers.
+        """
+        mine = PARKED.c.inbox == self.name
+        with self._engine.begin() as connection:
+            ids = connection.execute(select(PARKED.c.id).where(mine).order_by(PARKED.c.parked_ms)).scalars().all()
+        for one in ids:
+            with self._engine.begin() as connection:
+                # The keys first, as everybody does: the row may be gone by then.
+                row = connection.execute(select(PARKED).where(PARKED.c.id == one)).one_or_none()
+                if row is None:
+                    continue
+                self._lock(connection, json.loads(row.versions))
+                still = connection.execute(select(PARKED).where(PARKED.c.id == one).with_for_update()).one_or_none()
+                if still is not None:
+                    self._wake(connection, self._look_again(connection, still))
+        with self._engine.begin() as connection:
+            left = connection.execute(select(PARKED.c.id).where(mine & PARKED.c.id.in_(ids))).scalars().all()
+        return len(ids) - len(left)
+
+    def waiting(self, longer_than_seconds: float = 0.0) -> list[Waiting]:
+        """What has been parked for so long, the longest first: what it waits for, and whether that is a cycle."""
+        return waiting_in(self._engine, self.name, longer_than_seconds)
+
+
+def _insert_if_missing(dialect: str) -> Any:
+    if dialect in MARIADB:
+        return mysql.insert(KEYS).prefix_with("IGNORE")
+    return (postgresql.insert(KEYS) if dialect == "postgresql" else sqlite.insert(KEYS)).on_conflict_do_nothing()
+
+
+def _now_ms() -> int:
+    return time.time_ns() // 1_000_000
+
+
+def _option(what: str) -> Exception:
+    return error("INVALID_OPTION", what, hint="docs/inbox.md lists what an inbox takes.")

@@ -1,0 +1,561 @@
+"""An outbox in PostgreSQL. A page comes as one row of few long values, which the server makes: no row is ever an object
+here, and what is read goes on as columns."""
+
+import secrets
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import psycopg
+from psycopg import Connection, sql
+from sqlalchemy.engine import URL
+
+from seqdedupe.batch import Int64s
+from seqdedupe.databases import failures
+from seqdedupe.databases.tables import CONNECTION, POSTGRESQL_UNSAFE_TABLES, cure_of
+from seqdedupe.limits import MAX_PAYLOAD_BYTES, NO_SEQUENCE_ID
+from seqdedupe.services.outbox.row_page import (
+    ASIDE_TABLE,
+    COLUMNS,
+    ORDINAL_BITS,
+    SEQUENCE_ID,
+    TABLE,
+    TOKEN_TABLE,
+    RowPage,
+    column_of,
+    page_of,
+)
+from seqdedupe.services.outbox.steps import OutboxState
+from seqdedupe.services.outbox.store import (
+    PAGE_BYTES,
+    PAGE_ROWS,
+    Lag,
+    OutboxStore,
+    bad_outbox,
+    changed,
+    check_names,
+    unavailable,
+)
+from seqdedupe.services.outbox.table import CHANNEL, DELETED, ID_TYPES, NUMBERING, POSTGRES_TRIGGERS, RELAY_SETTING
+
+# -- Up to which number all rows of an outbox in PostgreSQL are there that ever will be.
+#
+# A row takes its number from a sequence when it is inserted, and its transaction commits later: 7 may be committed
+# while 6 is not. Who has read 7 never sees 6, unless it knows that nobody has 6 any more.
+#
+# A transaction has an ID before it takes a number. So if first the last number is read that was taken, and then the
+# next ID that will be given, all transactions which have taken a number up to that one have IDs below that one. Once
+# all transactions with such IDs have ended, what is committed of these numbers can be read, and nothing comes later.
+#
+# The next ID is not what a snapshot calls its `xmax`: that is the one after the highest ID that has ended, and
+# transactions above it may run.
+
+NOTHING = -(2**63)
+"""Below all numbers."""
+
+MOST_NOTES = 1000
+"""While a transaction stays open for hours, the last note stands for all that would come after these."""
+
+
+class Horizon:
+    """What a relay has noted so far. It begins anew with every connection: another server has another history."""
+
+    def __init__(self) -> None:
+        self.bound = NOTHING
+        """All rows up to this number can be read."""
+        self._notes: deque[tuple[int, int]] = deque()
+
+    def is_at(self, last_number: int) -> bool:
+        """Whether nothing can become readable that is not yet."""
+        return last_number <= self.bound
+
+    def note(self, last_number: int, next_transaction: int, oldest_running: int) -> bool:
+        """Notes numbers that were read in this order, the first one before the statement that read the others.
+
+        `oldest_running` is the lowest ID of a transaction that runs, or the next one. Answers whether the bound rose.
+        """
+        before = self.bound
+        if last_number > (self._notes[-1][0] if self._notes else before):
+            if len(self._notes) == MOST_NOTES:
+                self._notes.pop()
+            self._notes.append((last_number, next_transaction))
+        while self._notes and self._notes[0][1] <= oldest_running:
+            self.bound, _ = self._notes.popleft()
+        return self.bound > before
+
+
+LOCK_TIMEOUT_SECONDS = 30
+"""How long to wait for another transaction."""
+
+_APPLICATION = {"application_name": "seqdedupe outbox relay"}
+
+# The order of the index is the order of the rows; a plan that sorts the whole table would be made for tables whose
+# statistics are old.
+_SESSION = (
+    f"SET {RELAY_SETTING} = 'on'; SET default_transaction_isolation = 'read committed'; "
+    "SET standard_conforming_strings = on; SET enable_seqscan = off; SET enable_bitmapscan = off; SET jit = off; "
+    f"SET synchronous_commit = on; SET lock_timeout = '{LOCK_TIMEOUT_SECONDS}s'"
+)
+
+_OLDEST_RUNNING = "pg_snapshot_xmin(pg_current_snapshot())"
+_XMAX = "pg_snapshot_xmax(pg_current_snapshot())"
+# The age of an ID is how far it is from the next one that will be given: read now, not when the snapshot was taken.
+_TRANSACTIONS = f"SELECT {_XMAX}::text::bigint + age({_XMAX}::xid), {_OLDEST_RUNNING}::text::bigint"
+
+_SEQUENCE = f"pg_get_serial_sequence('{TABLE}', '{SEQUENCE_ID}')"
+
+# In a table that has no sequence yet, a row's number is its transaction's ID and an ordinal.
+_XMIN = f"(SELECT {_OLDEST_RUNNING}::text::bigint << {ORDINAL_BITS} WHERE {_SEQUENCE} IS NULL)"
+_XMAX_NUMBER = f"(SELECT {_XMAX}::text::bigint << {ORDINAL_BITS})"
+
+_ROOM = 1 << 32
+"""How many numbers are left for others below rows of a dump, while these are renumbered."""
+
+_NULL = b"\xff"
+
+_ROW_BYTES = 64
+"""What a row without payload counts of a page."""
+
+# One statement has one snapshot: the bound is that of the rows it reads. How many fit is found out before a payload is
+# looked at, mostly by one sum; one that is too large is never sent. Texts in UTF-8 have neither the byte between two
+# values nor that in place of NULL.
+_PAGE = (
+    "SELECT string_agg(int8send(s), ''), {texts}, string_agg(int4send(coalesce(n, -1)), ''), "
+    "string_agg(CASE WHEN n <= {most} THEN p END, '') "
+    "FROM (SELECT s, k, i, a, t, p, CASE WHEN size > {most} THEN size ELSE octet_length(p) END AS n "
+    "FROM (SELECT {number} AS s, aggregateid::text AS k, {id} AS i, aggregatetype::text AS a, type::text AS t, "
+    "{size} AS size, CASE WHEN {size} <= {most} THEN {payload} END AS p {rows} LIMIT "
+    "(SELECT CASE WHEN coalesce(sum(coalesce(size, 0) + {row_bytes}), 0) <= {page_bytes} THEN {page_rows} "
+    "ELSE (SELECT count(*) FROM (SELECT sum(coalesce(size, 0) + {row_bytes}) "
+    "OVER (ORDER BY s ROWS UNBOUNDED PRECEDING) - coalesce(size, 0) - {row_bytes} AS size_before "
+    "FROM ({sizes}) AS sized) AS fitting "
+    "WHERE size_before < {page_bytes}) END FROM ({sizes}) AS sized)) AS r OFFSET 0) AS q"
+)
+_TEXTS = ", ".join(f"string_agg(coalesce(textsend({column}), '\\xff'), '\\x00')" for column in "kiat")
+
+_COLUMNS = (
+    "SELECT attname, typname, attnotnull FROM pg_attribute JOIN pg_type ON pg_type.oid = atttypid "
+    "WHERE attrelid = to_regclass(%s) AND attnum > 0 AND NOT attisdropped"
+)
+_IS_UNIQUE = (
+    "SELECT 1 FROM pg_index WHERE indrelid = to_regclass(%s) AND indisunique AND indisvalid AND indnkeyatts = 1 AND "
+    "indpred IS NULL AND pg_get_indexdef(indexrelid, 1, true) = %s"
+)
+_TRIGGERS = (
+    "SELECT tgname, proname FROM pg_trigger JOIN pg_proc ON pg_proc.oid = tgfoid "
+    "WHERE tgrelid = to_regclass(%s) AND tgenabled IN ('O', 'A')"
+)
+# What is text takes any type, as PostgreSQL assigns.
+_UNLIKE = (
+    "SELECT attname, format_type(ours.atttypid, ours.atttypmod), format_type(wanted.atttypid, wanted.atttypmod) "
+    "FROM pg_attribute AS ours JOIN pg_attribute AS wanted USING (attname) JOIN pg_type ON pg_type.oid = ours.atttypid "
+    "WHERE ours.attrelid = to_regclass(%s) AND wanted.attrelid = to_regclass(%s) AND wanted.attnum > 0 "
+    "AND NOT wanted.attisdropped AND ours.atttypid <> wanted.atttypid AND typcategory <> 'S' AND NOT EXISTS ("
+    "SELECT FROM pg_cast WHERE castsource = wanted.atttypid AND casttarget = ours.atttypid AND castcontext <> 'e')"
+)
+_UNSAFE = POSTGRESQL_UNSAFE_TABLES.format(names="%s")
+_TABLES = (TABLE, TOKEN_TABLE, ASIDE_TABLE)
+_SAME_ROWS = "FROM unnest(%s::bigint[], %s::text[]) AS given(s, i)"
+
+# Whoever has the lowest ID of all databases of the server: it has written, and is not over.
+_HOLDER = (
+    "SELECT concat_ws(', ', 'process ' || pid, 'database ' || datname, nullif(application_name, ''), "
+    "'user ' || usename, state), "
+    "extract(epoch FROM clock_timestamp() - xact_start)::float8, age(backend_xid) FROM pg_stat_activity "
+    "WHERE backend_xid IS NOT NULL AND pid <> pg_backend_pid() "
+    "UNION ALL SELECT 'prepared transaction ' || gid || ', database ' || database, "
+    "extract(epoch FROM clock_timestamp() - prepared)::float8, age(transaction) "
+    "FROM pg_prepared_xacts ORDER BY 3 DESC LIMIT 1"
+)
+# Of these it is certain: a relay has noted them when their transactions had ended, and that one had not.
+_WAITING = f"age(xmin) <= age({_OLDEST_RUNNING}::xid)"
+
+
+def store(url: URL) -> "PostgresOutbox":
+    return PostgresOutbox(url.set(drivername="postgresql").render_as_string(hide_password=False))
+
+
+class PostgresOutbox(OutboxStore):
+    """By a libpq URL, with a connection for reading and one for deleting beside it."""
+
+    poll_seconds = 0.01
+    idle_poll_seconds = 0.5
+
+    def __init__(self, dsn: str) -> None:
+        self._dsn = dsn
+        self._reading: Connection | None = None
+        self._removing: Connection | None = None
+        self._read_lock = threading.Lock()
+        self._lock = threading.Lock()  # of `_removing`, which two threads use
+        self._id = self._page = self._page_elsewhere = ""
+        self._is_elsewhere = self._is_readable = ""
+        self._next_sequence_id = self._has_had = self._noting = ""
+        self._sequence: str | None = None
+        """Of a table that has one, as the statements name it."""
+        self._horizon = Horizon()
+        self._is_told = False  # since the last read
+
+    def open(self) -> None:
+        self.close()
+        with self._read_lock, self._lock, _errors():
+            given = psycopg.conninfo.conninfo_to_dict(self._dsn)
+            dsn = psycopg.conninfo.make_conninfo("", **(CONNECTION | _APPLICATION | given))
+            self._reading = psycopg.connect(dsn, autocommit=True)
+            self._removing = psycopg.connect(dsn, autocommit=True)
+            for connection in (self._reading, self._removing):
+                connection.execute(_SESSION.encode())
+            self._check(self._reading)
+            self._reading.add_notify_handler(lambda notification: self._hear())
+            self._reading.execute(f"LISTEN {CHANNEL}".encode())
+
+    def close(self) -> None:
+        with self._read_lock, self._lock:  # a call that nobody waits for any more is ended first
+            for connection in (self._reading, self._removing):
+                if connection is not None:
+                    with suppress(psycopg.Error):
+                        connection.close()
+            self._reading = self._removing = None
+
+    def _check(self, connection: Connection) -> None:
+        encoding = connection.execute("SHOW server_encoding").fetchall()[0][0]
+        if encoding != "UTF8":
+            raise bad_outbox(f"the database's encoding is {encoding}, and should be UTF8")
+        kinds = _columns(connection, TABLE, (*COLUMNS, SEQUENCE_ID))
+        _columns(connection, TOKEN_TABLE, ("token", "producer", "topic"))
+        check_names(kinds)
+        # A row that is set aside goes there as a whole, whatever else its table has.
+        _columns(connection, ASIDE_TABLE, (*kinds, "reason", "set_aside_at"))
+        for table, kind in connection.execute(_UNSAFE, (list(_TABLES),)).fetchall():
+            what = f"the table {table} is {kind}: after a crash it would not hold what the other tables hold"
+            raise bad_outbox(what, cure_of(table, kind))
+        if kinds[SEQUENCE_ID] != ("int8", True):
+            raise bad_outbox(f"{TABLE}.{SEQUENCE_ID} should be bigint NOT NULL")
+        if kinds["id"][0] not in ID_TYPES or not kinds["id"][1]:
+            raise bad_outbox(
+                f"{TABLE}.id is {kinds['id'][0]}, and should be one of {', '.join(ID_TYPES)}, NOT NULL: an id must "
+                "never come again, and numbers do after a restore"
+            )
+        for name, ours, wanted in connection.execute(_UNLIKE, (ASIDE_TABLE, TABLE)).fetchall():
+            raise bad_outbox(
+                f"{ASIDE_TABLE}.{name} is {ours}, and {TABLE}.{name} is {wanted}: no row could be set aside",
+                f"Give both the same type: ALTER TABLE {ASIDE_TABLE} ALTER {name} TYPE {wanted} USING …",
+            )
+        if connection.execute(_IS_UNIQUE, (TABLE, SEQUENCE_ID)).fetchone() is None:
+            raise bad_outbox(f"{TABLE}.{SEQUENCE_ID} has no unique index")
+        there: dict[str, str] = dict(connection.execute(_TRIGGERS, (TABLE,)).fetchall())
+        for name in POSTGRES_TRIGGERS:
+            if name not in there:
+                raise bad_outbox(f"{TABLE} lacks the trigger {name}, or it is disabled")
+        if connection.execute(f"SELECT 1 FROM {TOKEN_TABLE}".encode()).fetchone() is None:
+            raise bad_outbox(f"{TOKEN_TABLE} has no row")
+        self._use_numbers(connection, there["outbox_number"])
+        self._id = _id_text(kinds["id"][0])
+        payload = kinds["payload"][0]
+        self._page = _page_query(self._id, payload, f"{SEQUENCE_ID} > %(after)s AND {self._is_readable}")
+        self._page_elsewhere = _page_query(self._id, payload, self._is_elsewhere)
+
+    def _use_numbers(self, connection: Connection, function: str) -> None:
+        """From a sequence, or as an older version gave them."""
+        [(found,)] = connection.execute(f"SELECT {_SEQUENCE}::regclass::oid".encode()).fetchall()
+        self._horizon = Horizon()
+        self._sequence = None if found is None else f"{found}::oid::regclass"
+        if found is None:
+            self._next_sequence_id = _XMAX_NUMBER
+            self._has_had = f"%(number)s < {_XMAX_NUMBER}"
+            self._noting = "WITH "
+            self._is_readable = f"{SEQUENCE_ID} < {_XMIN}"
+            self._is_elsewhere = f"{SEQUENCE_ID} >= {_XMAX_NUMBER}"
+            return
+        if function != NUMBERING:
+            raise bad_outbox(
+                f"the trigger outbox_number of {TABLE} calls {function}, which numbers rows as an older version did"
+            )
+        self._next_sequence_id = f"{self._last_number()} + 1"
+        # After a crash a sequence goes on above what it had logged ahead: so its number does not tell what is lost.
+        self._has_had = f"%(number)s <= {DELETED} OR EXISTS (SELECT FROM {TABLE} WHERE {SEQUENCE_ID} = %(number)s)"
+        _columns(connection, TOKEN_TABLE, (DELETED,))
+        self._noting = f"WITH noted AS (UPDATE {TOKEN_TABLE} SET {DELETED} = greatest({DELETED}, %(last)s)), "
+        self._is_readable = f"{SEQUENCE_ID} <= %(bound)s"
+        # The statement has its snapshot before: no row in that has a number which was taken later.
+        self._is_elsewhere = f"{SEQUENCE_ID} > (SELECT {self._last_number()})"
+
+    def _last_number(self) -> str:
+        # The sequence's own row, if it is selected, shows at times a number that nobody has taken yet: it is changed in
+        # place, and first to what is logged ahead. This function locks it.
+        return f"pg_sequence_last_value({self._sequence})"
+
+    def _advance(self) -> bool:
+        """Looks how far rows can be read now. Answers whether that is further than before."""
+        if self._sequence is None:
+            [(is_older,)] = self._read(f"SELECT {_SEQUENCE} IS NULL").fetchall()
+            if not is_older:
+                raise unavailable("its table takes numbers from a sequence since this relay began")
+            return False
+        [(last,)] = self._read(f"SELECT {self._last_number()}").fetchall()
+        if last is None:
+            raise bad_outbox(f"the relay may not use the sequence of {TABLE}.{SEQUENCE_ID}")
+        if self._horizon.is_at(last):
+            return False
+        [now] = self._read(_TRANSACTIONS).fetchall()
+        return self._horizon.note(last, *now)
+
+    def bind(self, producer: str, topic: str) -> None:
+        with self._using() as connection:
+            claim = f"UPDATE {TOKEN_TABLE} SET producer = %s, topic = %s WHERE producer IS NULL AND topic IS NULL"
+            connection.execute(claim.encode(), (producer, topic))
+            [now] = connection.execute(f"SELECT producer, topic FROM {TOKEN_TABLE}".encode()).fetchall()
+        for what, is_now, told in zip(("under", "to"), now, (producer, topic), strict=True):
+            if is_now != told:
+                raise changed(what, is_now, told)
+
+    def state(self, number: int = NO_SEQUENCE_ID) -> OutboxState:
+        query = f"SELECT token, {self._next_sequence_id}, {self._has_had} FROM {TOKEN_TABLE}"
+        with self._reader():
+            [row] = self._read(query, {"number": number}).fetchall()
+        return OutboxState(*row)
+
+    def _hear(self) -> None:
+        self._is_told = True
+
+    def read(self, after: int) -> RowPage:
+        with self._reader():
+            self._is_told = False
+            page = self._read_page(after)
+            return self._read_page(after) if not len(page) and self._advance() else page
+
+    def _read_page(self, after: int) -> RowPage:
+        if self._sequence is not None and after >= self._horizon.bound:
+            return _page([None] * 7)
+        bounds = {"after": after, "bound": self._horizon.bound}
+        return _page(self._read(self._page, bounds, binary=True).fetchone())
+
+    def read_elsewhere(self) -> RowPage:
+        with self._reader():
+            return _page(self._read(self._page_elsewhere, binary=True).fetchone())
+
+    def oldest(self) -> int | None:
+        query = f"SELECT min({SEQUENCE_ID}) FROM {TABLE} WHERE {self._is_readable} OR {self._is_elsewhere}"
+        with self._reader():
+            self._advance()
+            [row] = self._read(query, {"bound": self._horizon.bound}).fetchall()
+        return row[0]  # type: ignore[no-any-return]
+
+    def has_more(self, after: int) -> bool:
+        with self._reader():
+            found = self._read(f"SELECT 1 FROM {TABLE} WHERE {SEQUENCE_ID} > %s LIMIT 1", (after,)).fetchone()
+            if self._reading is not None:
+                # What came with the answer is not heard of by waiting until there is more to read.
+                self._reading.pgconn.consume_input()
+                self._is_told |= self._reading.pgconn.notifies() is not None
+        return found is not None or self._is_told
+
+    def _read(self, query: str, parameters: Any = (), *, binary: bool = False) -> "psycopg.Cursor[Any]":
+        connection = self._reading
+        if connection is None:
+            raise unavailable("it is not connected")
+        return connection.execute(query.encode(), parameters, binary=binary)
+
+    def delete(self, pages: Sequence[RowPage]) -> None:
+        rest = [page for page in pages if not (page.ids_as_read is not None and self._delete_range(page))]
+        if rest:
+            self._delete_each(rest)
+
+    def _delete_range(self, page: RowPage) -> bool:
+        """Deletes what stands between a page's first and last row, if these are exactly its rows: a third of the work.
+        Answers whether they are; if not, nothing is changed."""
+        query = (
+            f"{self._noting}gone AS (DELETE FROM {TABLE} WHERE {SEQUENCE_ID} BETWEEN %(first)s AND %(last)s "
+            f"RETURNING {SEQUENCE_ID} AS s, {self._id} AS i) SELECT 1 / (string_agg(int8send(s), '') = %(numbers)b "
+            "AND string_agg(textsend(i), '\\x00') = %(ids)b)::int FROM gone"
+        )
+        numbers = page.sequence_ids.astype(">i8").tobytes()
+        values = {"first": int(page.sequence_ids[0]), "last": page.last, "numbers": numbers, "ids": page.ids_as_read}
+        with self._using() as connection:
+            try:
+                connection.execute(query.encode(), values)
+            except psycopg.errors.DivisionByZero:
+                return False
+        return True
+
+    def _delete_each(self, pages: Sequence[RowPage]) -> None:
+        numbers = np.concatenate([page.sequence_ids for page in pages])
+        ids = [one for page in pages for one in page.ids()]
+        with self._using() as connection:
+            # Between its bounds, or it might go through the whole table.
+            all_numbers, all_ids = _arrays(numbers, ids)
+            connection.execute(
+                f"{self._noting}gone AS (SELECT * FROM unnest(%(numbers)s::bigint[], %(ids)s::text[]) AS given(s, i)) "
+                f"DELETE FROM {TABLE} USING gone WHERE {SEQUENCE_ID} = s "
+                f"AND {SEQUENCE_ID} BETWEEN %(first)s AND %(last)s AND {self._id} = i".encode(),
+                {
+                    "numbers": all_numbers,
+                    "ids": all_ids,
+                    "first": int(numbers.min()),
+                    "last": int(numbers.max()),
+                },
+            )
+
+    def set_aside(self, page: RowPage, reason: str) -> None:
+        with self._using() as connection:
+            names = sql.SQL(", ").join(map(sql.Identifier, self._all_columns(connection)))
+            move = sql.SQL(
+                f"WITH gone AS (DELETE FROM {TABLE} USING (SELECT * {_SAME_ROWS}) AS bad WHERE {SEQUENCE_ID} = s "
+                f"AND {self._id} = i RETURNING {TABLE}.*) "
+                f"INSERT INTO {ASIDE_TABLE} ({{names}}, reason) SELECT {{names}}, %s FROM gone"
+            ).format(names=names)
+            connection.execute(move, (*_arrays(page.sequence_ids, page.ids()), reason))
+
+    def _all_columns(self, connection: Connection) -> list[str]:
+        return [row[0] for row in connection.execute(_COLUMNS, (TABLE,))]
+
+    def renumber(self, page: RowPage) -> None:
+        numbers = page.sequence_ids
+        number = f"(pg_current_xact_id()::text::bigint << {ORDINAL_BITS}) | (row_number() OVER (ORDER BY s) - 1)"
+        with self._using() as connection:
+            if self._sequence is not None:
+                numbers = numbers + self._make_room(connection)
+                # As in the trigger, the transaction has an ID before it takes a number.
+                number = f"nextval(CASE WHEN pg_current_xact_id() IS NOT NULL THEN {self._sequence} END)"
+            connection.execute(
+                f"WITH old AS MATERIALIZED (SELECT s, i, {number} AS number "
+                f"FROM (SELECT s, i {_SAME_ROWS} ORDER BY s) AS given) "
+                f"UPDATE {TABLE} SET {SEQUENCE_ID} = number FROM old "
+                f"WHERE {SEQUENCE_ID} = s AND {self._id} = i".encode(),
+                _arrays(numbers, page.ids()),
+            )
+
+    def _make_room(self, connection: Connection) -> int:
+        """Moves all rows above the sequence further up, if they stand where it comes to. Answers how far."""
+        [(first, last)] = connection.execute(
+            f"SELECT min({SEQUENCE_ID}) - n, max({SEQUENCE_ID}) - n FROM {TABLE}, "
+            f"(SELECT {self._last_number()} AS n OFFSET 0) AS taken WHERE {SEQUENCE_ID} > n GROUP BY n".encode()
+        ).fetchall() or [(_ROOM, 0)]
+        if first >= _ROOM:
+            return 0
+        far: int = last + _ROOM
+        move = f"UPDATE {TABLE} SET {SEQUENCE_ID} = {SEQUENCE_ID} + %s WHERE {self._is_elsewhere}"
+        connection.execute(move.encode(), (far,))
+        return far
+
+    def replace_token(self, token: str) -> None:
+        with self._using() as connection:
+            replace = f"UPDATE {TOKEN_TABLE} SET token = %s WHERE token = %s"
+            connection.execute(replace.encode(), (secrets.token_hex(8), token))
+
+    def lag(self) -> Lag:
+        with self._using() as connection:
+            count = (
+                f"SELECT count(*), count(*) FILTER (WHERE {_WAITING}), "
+                f"(SELECT count(*) FROM {ASIDE_TABLE}) FROM {TABLE}"
+            )
+            [(rows, unreadable, aside)] = connection.execute(count.encode()).fetchall()
+            holder = connection.execute(_HOLDER.encode()).fetchone() if rows else None
+        held_by, seconds, _ = holder or ("", 0.0, 0)
+        return Lag(rows, unreadable, held_by or "", seconds or 0.0, aside)
+
+    @property
+    def file_number(self) -> int | None:
+        return None if self._reading is None else self._reading.fileno()
+
+    @contextmanager
+    def _reader(self) -> Iterator[None]:
+        with self._read_lock, _errors():
+            yield
+
+    @contextmanager
+    def _using(self) -> Iterator[Connection]:
+        with self._lock, _errors():
+            if self._removing is None:
+                raise unavailable("it is not connected")
+            yield self._removing
+
+
+def _id_text(kind: str) -> str:
+    return "encode(id, 'hex')" if kind == "bytea" else "id::text"
+
+
+def _columns(connection: Connection, table: str, wanted: Sequence[str]) -> dict[str, tuple[str, bool]]:
+    """Each column's type, and whether it is NOT NULL."""
+    found = {row[0]: (row[1], row[2]) for row in connection.execute(_COLUMNS, (table,))}
+    if not found:
+        raise bad_outbox(f"there is no table {table}")
+    for name in wanted:
+        if name not in found:
+            raise bad_outbox(f"the table {table} has no column {name}")
+    return found
+
+
+def _page_query(id_text: str, payload: str, where: str) -> str:
+    # Of jsonb too: a number of a few bytes may have a hundred thousand digits as text.
+    size = "octet_length(payload)" if payload == "bytea" else "octet_length(payload::text)"
+    rows = f"FROM {TABLE} WHERE {where} ORDER BY {SEQUENCE_ID}"
+    return _PAGE.format(
+        number=SEQUENCE_ID,
+        id=id_text,
+        payload="payload" if payload == "bytea" else "textsend(payload::text)",
+        size=size,
+        rows=rows,
+        sizes=f"SELECT {SEQUENCE_ID} AS s, {size} AS size {rows} LIMIT {PAGE_ROWS}",
+        texts=_TEXTS,
+        page_rows=PAGE_ROWS,
+        row_bytes=_ROW_BYTES,
+        page_bytes=PAGE_BYTES,
+        most=MAX_PAYLOAD_BYTES,
+    )
+
+
+def _page(row: Any) -> RowPage:
+    numbers, keys, ids, kinds, types, payload_lengths, payloads = row
+    if numbers is None:
+        return page_of([], [], [], [], [], [])
+    sizes = np.frombuffer(payload_lengths, ">i4").astype(np.int64)
+    properties = (ids, kinds, types)
+    by_property = np.stack([_lengths(column) for column in properties], axis=1)
+    there = by_property >= 0
+    values = b"".join(chain.from_iterable(zip(*map(_values, properties), strict=True)))
+    return RowPage(
+        np.frombuffer(numbers, ">i8").astype(np.int64),
+        column_of(_lengths(keys), b"".join(_values(keys)), may_be_left_out=True),
+        column_of(np.where(sizes > MAX_PAYLOAD_BYTES, -1, sizes), payloads or b"", may_be_left_out=False),
+        np.maximum(sizes, 0),
+        column_of(by_property[there], values, may_be_left_out=False),
+        there,
+        ids_as_read=ids,
+    )
+
+
+def _lengths(column: bytes) -> Int64s:
+    """Of the texts of a column; -1 for NULL."""
+    data = np.frombuffer(column, np.uint8)
+    ends = np.append(np.flatnonzero(data == 0), len(data))
+    lengths = np.diff(ends, prepend=-1) - 1
+    if _NULL in column:
+        lengths[data[np.minimum(ends - lengths, len(data) - 1)] == _NULL[0]] = -1
+    return lengths
+
+
+def _values(column: bytes) -> list[bytes]:
+    return column.replace(_NULL, b"").split(b"\0")
+
+
+def _arrays(numbers: Int64s, ids: list[bytes]) -> tuple[str, list[str] | str]:
+    """Both as text that the server reads, which takes a fraction of what a list of parameters does."""
+    joined = b'","'.join(ids)
+    plain = b"\\" not in joined and joined.count(b'"') == 2 * (len(ids) - 1)
+    texts: list[str] | str = '{"' + joined.decode() + '"}' if plain else [one.decode() for one in ids]
+    return "{" + ",".join(map(str, numbers.tolist())) + "}", texts
+
+
+@contextmanager
+def _errors() -> Iterator[None]:
+    """The driver's errors as ours. None quotes the URL."""
+    try:
+        yield
+    except psycopg.Error as e:
+        if failures.fault_of(e) is not failures.Fault.MESSAGE:
+            raise unavailable(failures.told(e)) from e
+        raise bad_outbox(f"PostgreSQL refuses it: {failures.told(e)}") from e

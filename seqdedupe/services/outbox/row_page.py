@@ -1,0 +1,248 @@
+"""A page of the outbox in columns, which go into a batch of the client as they are: no object for a row.
+
+Table and columns have the names of Debezium's outbox router, so that its users can switch.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from seqdedupe.batch import NO_INT64S, Binary, Int64s, PropertyColumns
+from seqdedupe.errors import InvalidRequestError
+from seqdedupe.limits import MAX_PAYLOAD_BYTES
+
+TABLE = "outbox"
+TOKEN_TABLE = "outbox_token"
+ASIDE_TABLE = "outbox_aside"
+
+COLUMNS = ("id", "aggregatetype", "aggregateid", "type", "payload")
+"""Debezium's. `aggregateid` becomes the key, `payload` the payload."""
+
+SEQUENCE_ID = "sequence_id"
+"""The column that is ours: in what order, and under which sequence ID, rows are published."""
+
+PROPERTIES = ("id", "aggregatetype", "type")
+"""What becomes a property of that name, unless it is NULL."""
+
+ORDINAL_BITS = 24
+"""Of a sequence ID in a table of PostgreSQL that an older version made: which of its transaction's rows it is. Above
+them stands the transaction."""
+
+MAX_REST_BYTES = 1024 * 1024
+"""Key and properties of a row: with the largest payload they still fit into a batch."""
+
+_NAMES = [name.encode() for name in PROPERTIES]
+_ALL_NAMES = b"".join(_NAMES)
+_NAME_ENDS = np.cumsum([len(name) for name in _NAMES]).astype(np.int32)
+
+Route = Callable[[str], str]
+"""The topic of an aggregate type. Raises InvalidRequestError where there is none."""
+
+
+@dataclass(slots=True)
+class RowPage:
+    """Rows of the outbox, by rising sequence IDs."""
+
+    sequence_ids: Int64s
+    keys: Binary
+    payloads: Binary
+    sizes: Int64s
+    """Bytes of each payload, also of one that is too large to have been read; 0 for NULL."""
+    values: Binary
+    """Of the properties, row by row, in the order of `PROPERTIES`; what is NULL is left out."""
+    there: npt.NDArray[np.bool_]
+    """Which of the properties each row has, a column for each."""
+    ids_as_read: bytes | None = None
+    """The `id`s with a NUL between them, if no other rows stood between the first and the last one when it was read."""
+
+    def __len__(self) -> int:
+        return len(self.sequence_ids)
+
+    @property
+    def last(self) -> int:
+        return int(self.sequence_ids[-1])
+
+    def column(self, name: str) -> list[bytes | None]:
+        """The values of a property."""
+        place = PROPERTIES.index(name)
+        starts = np.cumsum(self.there.ravel())  # of the value after each
+        places = starts.reshape(self.there.shape)[:, place] - 1
+        offsets, data = self.values.offsets, self.values.data
+        firsts, lasts = offsets[places].tolist(), offsets[places + 1].tolist()
+        if self.there[:, place].all():
+            return [data[first:last] for first, last in zip(firsts, lasts, strict=True)]
+        return [
+            data[first:last] if is_there else None
+            for first, last, is_there in zip(firsts, lasts, self.there[:, place].tolist(), strict=True)
+        ]
+
+    def ids(self) -> list[bytes]:
+        """The rows' `id`s as text. One that has none is never published, and is empty here."""
+        return [one or b"" for one in self.column("id")]
+
+    def properties(self) -> PropertyColumns:
+        """The property columns of a batch."""
+        rows = len(self)
+        if self.there.all():
+            offsets = np.arange(rows + 1, dtype=np.int32) * np.int32(len(PROPERTIES))
+            ends = (_NAME_ENDS + np.arange(rows, dtype=np.int32)[:, None] * _NAME_ENDS[-1]).ravel()
+            name_offsets = np.concatenate((np.zeros(1, np.int32), ends.astype(np.int32)))
+            return PropertyColumns(offsets, Binary(name_offsets, _ALL_NAMES * rows), self.values)
+        offsets = np.concatenate(([0], np.cumsum(self.there.sum(axis=1)))).astype(np.int32)
+        names = [_NAMES[place] for place in np.nonzero(self.there)[1]]
+        return PropertyColumns(offsets, Binary.of_all(names), self.values)
+
+    def take(self, rows: Int64s) -> "RowPage":
+        """The page of these rows, which rise."""
+        if len(rows) == len(self):
+            return self
+        ends = np.concatenate(([0], np.cumsum(self.there.sum(axis=1))))
+        picked = [np.arange(ends[row], ends[row + 1]) for row in rows.tolist()]
+        values = np.concatenate(picked).astype(np.int64) if picked else NO_INT64S
+        return RowPage(
+            self.sequence_ids[rows],
+            _keys_of(self.keys.take(rows)),
+            self.payloads.take(rows),
+            self.sizes[rows],
+            self.values.take(values),
+            self.there[rows],
+        )
+
+    def cut(self, max_bytes: int) -> Iterator["RowPage"]:
+        """The page in parts of at most about so many bytes, at least a row each."""
+        total = int(self.sizes.sum()) + len(self.values.data) + len(self.keys.data)
+        if total <= max_bytes:
+            yield self
+            return
+        per_row = (total - int(self.sizes.sum())) // len(self) + 1
+        first, size = 0, 0
+        for row, payload_bytes in enumerate(self.sizes.tolist()):
+            size += payload_bytes + per_row
+            if size > max_bytes and row > first:
+                yield self.take(np.arange(first, row))
+                first, size = row, payload_bytes + per_row
+        yield self.take(np.arange(first, len(self)))
+
+    def unpublishable(self, route: Route | None) -> dict[int, str]:
+        """The rows that can never be published, each with why."""
+        found: dict[int, str] = {}
+        for row in np.flatnonzero(self.sizes > MAX_PAYLOAD_BYTES).tolist():
+            found[row] = f"a payload of {self.sizes[row]} bytes: at most {MAX_PAYLOAD_BYTES} are taken"
+        for row in np.flatnonzero(self.sequence_ids < 0).tolist():
+            found[row] = f"its {SEQUENCE_ID} is {self.sequence_ids[row]}: leave it out, and it gets one"
+        for row in np.flatnonzero(~self.there[:, 0]).tolist():
+            found[row] = "its id is NULL, or a number"
+        for row in self._without_id():
+            found[row] = "its id is empty"
+        if len(self.keys.data) + len(self.values.data) > MAX_REST_BYTES:
+            found |= dict.fromkeys(self._too_large(), f"key and properties have more than {MAX_REST_BYTES} bytes")
+        if not _is_utf8(self.values.data):
+            for name in PROPERTIES:
+                bad = (row for row, value in enumerate(self.column(name)) if not _is_utf8(value or b""))
+                found |= dict.fromkeys(bad, f"its {name} is not UTF-8")
+        if route is not None:
+            found |= self._without_topic(route, found)
+        return found
+
+    def _without_id(self) -> list[int]:
+        """The rows whose `id` is there, and empty."""
+        there = self.there.ravel()
+        sizes = np.zeros(len(there), np.int64)
+        sizes[there] = np.diff(self.values.offsets)
+        return [int(row) for row in np.flatnonzero(self.there[:, 0] & (sizes.reshape(self.there.shape)[:, 0] == 0))]
+
+    def _too_large(self) -> list[int]:
+        ends = np.concatenate(([0], np.cumsum(self.there.sum(axis=1))))
+        sizes = np.diff(self.values.offsets[ends].astype(np.int64))
+        if self.keys:
+            sizes = sizes + np.diff(self.keys.offsets)
+        return [int(row) for row in np.flatnonzero(sizes > MAX_REST_BYTES)]
+
+    def _without_topic(self, route: Route, known: dict[int, str]) -> dict[int, str]:
+        bad: dict[int, str] = {}
+        why: dict[bytes | None, str] = {}
+        for row, kind in enumerate(self.column("aggregatetype")):
+            if row not in known:
+                if kind not in why:
+                    why[kind] = _why_no_topic(route, kind)
+                if why[kind]:
+                    bad[row] = why[kind]
+        return bad
+
+    def by_topic(self, route: Route | None, topic: str) -> list[tuple[str, "RowPage"]]:
+        """The page cut by topics; without a route there is one."""
+        if route is None:
+            return [(topic, self)]
+        rows: dict[bytes, list[int]] = {}
+        for row, kind in enumerate(self.column("aggregatetype")):
+            rows.setdefault(kind or b"", []).append(row)
+        topics: dict[str, list[int]] = {}
+        for kind, of_kind in rows.items():
+            topics.setdefault(route(kind.decode()), []).extend(of_kind)
+        return [(name, self.take(np.array(sorted(picked), np.int64))) for name, picked in topics.items()]
+
+
+def page_of(
+    sequence_ids: Sequence[int],
+    ids: Sequence[bytes | None],
+    kinds: Sequence[bytes | None],
+    keys: Sequence[bytes | None],
+    types: Sequence[bytes | None],
+    payloads: Sequence[bytes | None],
+    sizes: Sequence[int] | None = None,
+) -> RowPage:
+    """The page of these values, `None` for NULL."""
+    flat = [value for row in zip(ids, kinds, types, strict=True) for value in row]
+    there = np.array([value is not None for value in flat], np.bool_).reshape(len(sequence_ids), len(PROPERTIES))
+    return RowPage(
+        np.array(sequence_ids, np.int64),
+        Binary.of(keys),
+        payload_column(payloads),
+        np.array([len(one or b"") for one in payloads] if sizes is None else sizes, np.int64),
+        Binary.of_all([value for value in flat if value is not None]),
+        there,
+    )
+
+
+def payload_column(payloads: Sequence[bytes | None]) -> Binary:
+    """As of keys, but never left out: with no payload at all it says so of each row."""
+    column = Binary.of(payloads)
+    if column or not payloads:
+        return column if column else Binary.of_all([])
+    return Binary.of_all([b""] * len(payloads), bytes((len(payloads) + 7) // 8))
+
+
+def column_of(lengths: Int64s, data: bytes, *, may_be_left_out: bool) -> Binary:
+    """A column whose values stand one after the other in `data`; a length below 0 is a NULL."""
+    present = lengths >= 0
+    if may_be_left_out and not present.any():
+        return Binary()
+    offsets = np.zeros(len(lengths) + 1, np.int32)
+    np.cumsum(np.maximum(lengths, 0), out=offsets[1:])
+    validity = b"" if present.all() else np.packbits(present, bitorder="little").tobytes()
+    return Binary(offsets, data, validity)
+
+
+def _keys_of(keys: Binary) -> Binary:
+    """A column of keys of which none is left is left out."""
+    return Binary() if keys.validity and not any(keys.validity) else keys
+
+
+def _is_utf8(value: bytes) -> bool:
+    try:
+        value.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _why_no_topic(route: Route, kind: bytes | None) -> str:
+    if not kind:
+        return f"its aggregatetype is {'NULL' if kind is None else 'empty'}, and says the topic"
+    try:
+        route(kind.decode())
+    except InvalidRequestError as e:
+        return e.message
+    return ""

@@ -1,0 +1,87 @@
+"""A topic's snapshot on its way from one store to another: its records one after the other, each after two lengths."""
+
+import struct
+
+from rocksdict import WriteBatch
+
+from seqdedupe.errors import error
+from seqdedupe.store.db import Store
+from seqdedupe.store.parts import snapshot_range
+
+BATCH_BYTES = 256 * 1024
+"""What is written at once: other threads wait for it."""
+
+MAX_ROW_BYTES = 256 * 1024 * 1024
+"""What a record of the store has at most: it is held whole. So large is a snapshot of nine million producers that have
+all changed since the one before it."""
+
+_LENGTHS = struct.Struct("<II")
+
+
+def row_bytes(key: bytes, value: bytes) -> bytes:
+    """A record of the store, as it travels."""
+    return _LENGTHS.pack(len(key), len(value)) + key + value
+
+
+class IncomingSnapshot:
+    """Takes the place of all that is stored of a topic here. Nobody may look at it before `finish` has returned, or
+    write of the topic meanwhile. It belongs to the store's event loop.
+
+    Everything raises STORE_UNAVAILABLE; MOVE_FAILED for what are no records, INVALID_REQUEST for those of something
+    else.
+    """
+
+    def __init__(self, store: Store, incarnation: int) -> None:
+        self._store = store
+        self._incarnation = incarnation
+        self._start, self._stop = snapshot_range(incarnation)
+        self._opening = 0
+        self._rest = bytearray()
+        """Of a record that has not come whole."""
+        self._batch, self._batch_bytes = WriteBatch(raw_mode=True), 0
+        self._batch.delete_range(self._start, self._stop)
+
+    async def add(self, data: bytes) -> None:
+        """The next piece. The store is given no more than it works off: all of the sidecar's topics share it."""
+        # All of it has to go to one opening of RocksDB.
+        self._opening = self._opening or self._store.opening
+        self._rest += data
+        at = 0
+        while len(self._rest) - at >= _LENGTHS.size:
+            sizes = _LENGTHS.unpack_from(self._rest, at)
+            if sum(sizes) > MAX_ROW_BYTES:
+                raise _are_none(sum(sizes))
+            key_at = at + _LENGTHS.size
+            value_at, end = key_at + sizes[0], key_at + sum(sizes)
+            if len(self._rest) < end:
+                break
+            self._put(bytes(self._rest[key_at:value_at]), bytes(self._rest[value_at:end]))
+            at = end
+            if self._batch_bytes > BATCH_BYTES:
+                await self._write()
+        del self._rest[:at]
+
+    def _put(self, key: bytes, value: bytes) -> None:
+        if not (self._start <= key < self._stop):
+            what = f"a record {key.hex()[:100]} is no part of a snapshot of {self._incarnation}"
+            raise error("INVALID_REQUEST", what)
+        self._batch.put(key, value)
+        self._batch_bytes += len(key) + len(value)
+
+    async def _write(self) -> None:
+        batch, self._batch, self._batch_bytes = self._batch, WriteBatch(raw_mode=True), 0
+        await self._store.wait_until_idle()
+        self._store.write(batch, self._opening)
+
+    async def finish(self) -> None:
+        """All of it has come, and is durable on return."""
+        if self._rest:
+            raise _are_none(len(self._rest))
+        self._opening = self._opening or self._store.opening
+        await self._write()
+        # Not if RocksDB was opened again meanwhile: then some of it may be lost.
+        await self._store.flush(self._opening)
+
+
+def _are_none(size: int) -> Exception:
+    return error("MOVE_FAILED", f"the snapshot that came has a record of {size} bytes, and ends")

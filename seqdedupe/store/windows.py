@@ -1,0 +1,416 @@
+"""The window of deduplication IDs in the store: runs, pieces, and the record of a snapshot. docs/formats-store.md.
+
+The record says up to which index pieces count, and which runs. It is written in the one write of its snapshot, and with
+it that pieces are gone which lie before the window or in runs. Pieces that have come to the window are written before,
+one after the other, as runs are: what there is of them that no record names is left over, and goes.
+"""
+
+import asyncio
+import struct
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from rocksdict import WriteBatch
+
+from seqdedupe.core.id_runs import (
+    CHUNK_COLUMNS,
+    FILTER_WORDS,
+    PAGE_BYTES,
+    IdRun,
+    Piece,
+    RunEntries,
+    add_to_filter,
+    fill_pages,
+    filter_of,
+    page_fits,
+)
+from seqdedupe.core.id_window import IdWindow
+from seqdedupe.errors import error
+from seqdedupe.format.headers import SECRET_BYTES
+from seqdedupe.format.jit import Int64s, Int64s2
+from seqdedupe.store.db import Store
+from seqdedupe.store.parts import (
+    IDS,
+    IMPORTED,
+    MAX_NUMBER,
+    RUN,
+    WINDOW,
+    damaged,
+    other_format,
+    part_key,
+    part_number,
+    seal,
+    unseal,
+)
+
+# -- Runs: written beside serving, read page by page.
+#
+# A run counts from the moment on that a snapshot names it. What there is of others is left over from a build that did
+# not end, or from a run that was dropped, and goes.
+
+MAX_RUN = 2**31 - 1
+"""Runs from here on are imported ones: a part of the snapshot of their own."""
+
+PAGES_A_WRITE = 16
+"""RocksDB holds the whole process while it writes."""
+PAGES_AT_ONCE = 128
+"""Made in a thread, before they are written."""
+PIECE_BYTES = 64 * 1024
+"""Of what memory has of a run, in one record."""
+
+_HEAD = 0
+_PIECES = 1
+_PAGES = 1 << 31
+
+_RUN = struct.Struct("<QQIQI")
+"""Its first index, the one after its last one, pages, words of the filter, and chunks."""
+
+
+def run_key(incarnation: int, run: int, of_run: int) -> bytes:
+    """Where a part of a run is."""
+    return part_key(incarnation, RUN if run <= MAX_RUN else IMPORTED, run << 32 | of_run)
+
+
+def put_gaps(batch: WriteBatch, incarnation: int, named: Iterable[int], end: int) -> None:
+    """Nothing is left of runs below `end` that are not among these, which rise."""
+    first = 0
+    for number in (*named, end):
+        if number > first:
+            batch.delete_range(run_key(incarnation, first, 0), run_key(incarnation, number, 0))
+        first = number + 1
+
+
+def has_gaps(store: Store, incarnation: int, named: list[int]) -> bool:
+    """Whether something is left of a run that is not among these, which rise. Blocks, in any thread."""
+    first = 0
+    for number in (*named, MAX_RUN):
+        for _ in store.scan(run_key(incarnation, first, 0), run_key(incarnation, number, 0)):
+            return True
+        first = number + 1
+    return False
+
+
+class RunWriter:
+    """A run on its way to the store: its IDs by hash, part after part. It belongs to the store's event loop.
+
+    Raises STORE_UNAVAILABLE, and before each write what `check` raises; then nothing comes of it.
+    """
+
+    def __init__(
+        self, store: Store, incarnation: int, number: int, first_index: int, ids: int, check: Callable[[], None]
+    ) -> None:
+        self.first_index = first_index
+        self._store = store
+        self._incarnation = incarnation
+        self._number = number
+        self._check = check
+        self._filter = filter_of(ids)
+        self._first_hashes: list[Int64s] = []
+        self._pages = 0
+        self._opening = 0
+
+    async def begin(self) -> None:
+        """Nothing is left of an earlier attempt."""
+        batch = WriteBatch(raw_mode=True)
+        first, end = (run_key(self._incarnation, number, 0) for number in (self._number, self._number + 1))
+        batch.delete_range(first, end)
+        self._check()
+        self._opening = self._store.write(batch)
+
+    async def add(self, entries: RunEntries, low: int | None = None, high: int | None = None) -> None:
+        """The IDs whose hashes come next: of these the ones from `low` on and before `high`, but for forgotten ones."""
+        order = await asyncio.to_thread(self._ordered, entries, low, high)
+        at = 0
+        while at < len(order):
+            at, batches = await asyncio.to_thread(self._filled, entries, order, at)
+            for batch in batches:
+                await self._write(batch)
+
+    async def finish(self, end_index: int, chunks: Int64s2) -> IdRun:
+        """The run, durable on return, but named by none yet."""
+        firsts = np.concatenate(self._first_hashes) if self._first_hashes else np.zeros(0, np.int64)
+        run = IdRun(self._number, self.first_index, end_index, firsts, self._filter, chunks)
+        for batch in await asyncio.to_thread(lambda: list(self._described(run))):
+            await self._write(batch)
+        # That of the first write: if RocksDB was opened again since, a page may be missing.
+        await self._store.flush(self._opening)
+        return run
+
+    async def _write(self, batch: WriteBatch) -> None:
+        await self._store.wait_until_idle()
+        self._check()
+        self._store.write(batch)
+        await asyncio.sleep(0)
+
+    def _ordered(self, entries: RunEntries, low: int | None, high: int | None) -> Int64s:
+        order = entries.in_order(low, high)
+        add_to_filter(entries.hashes[order], self._filter)
+        return order
+
+    def _filled(self, entries: RunEntries, order: Int64s, at: int) -> tuple[int, list[WriteBatch]]:
+        out = np.empty(PAGES_AT_ONCE * PAGE_BYTES, np.uint8)
+        ends, firsts = np.zeros(PAGES_AT_ONCE, np.int64), np.zeros(PAGES_AT_ONCE, np.int64)
+        at = fill_pages(
+            order, at, entries.hashes, entries.deltas, entries.offsets, entries.ids, out, ends, firsts
+        )  # fmt: skip
+        pages = int(np.count_nonzero(ends))
+        self._first_hashes.append(firsts[:pages])
+        begins = [0, *ends[:pages].tolist()]
+        batches: list[WriteBatch] = []
+        for page in range(pages):
+            if page % PAGES_A_WRITE == 0:
+                batches.append(WriteBatch(raw_mode=True))
+            key = run_key(self._incarnation, self._number, _PAGES | self._pages + page)
+            batches[-1].put(key, seal(key, out[begins[page] : begins[page + 1]].tobytes()))
+        self._pages += pages
+        return at, batches
+
+    def _described(self, run: IdRun) -> Iterator[WriteBatch]:
+        """What memory has of it, and at last how much that is."""
+        raw = run.first_hashes.astype("<i8").tobytes() + run.filter.astype("<i8").tobytes()
+        head = _RUN.pack(run.first_index, run.end_index, len(run.first_hashes), len(run.filter), len(run.chunks))
+        bodies = [(k, raw[at : at + PIECE_BYTES]) for k, at in enumerate(range(0, len(raw), PIECE_BYTES), _PIECES)]
+        for of_run, body in (*bodies, (_HEAD, head + run.chunks.astype("<i8").tobytes())):
+            batch = WriteBatch(raw_mode=True)
+            key = run_key(self._incarnation, run.number, of_run)
+            batch.put(key, seal(key, body))
+            yield batch
+
+
+def load_run(store: Store, incarnation: int, number: int) -> IdRun:
+    """What memory has of a run. Blocks, in any thread. Raises STORE_DAMAGED, STORE_UNAVAILABLE."""
+    head_key = run_key(incarnation, number, _HEAD)
+    parts = store.scan(head_key, run_key(incarnation, number, _PAGES))
+    key, value = next(parts, (b"", b""))
+    if key != head_key:
+        raise damaged(head_key, "it is missing, and with it a run of deduplication IDs")
+    head = unseal(key, value)
+    if len(head) < _RUN.size:
+        raise damaged(key, f"it is {len(head)} bytes long")
+    first_index, end_index, pages, words, chunks = _RUN.unpack_from(head)
+    raw = bytearray()
+    for count, (other, piece) in enumerate(parts, _PIECES):
+        if other != run_key(incarnation, number, count):
+            raise damaged(run_key(incarnation, number, count), "it is missing, and with it a part of a run")
+        raw += unseal(other, piece)
+    if len(raw) != 8 * (pages + words) or len(head) != _RUN.size + 8 * CHUNK_COLUMNS * chunks:
+        raise damaged(key, f"its {pages} pages, {words} words of a filter and {chunks} chunks do not fit")
+    numbers = np.frombuffer(raw, "<i8").astype(np.int64)
+    table = np.frombuffer(head, "<i8", offset=_RUN.size).astype(np.int64).reshape(chunks, CHUNK_COLUMNS)
+    run = IdRun(number, first_index, end_index, numbers[:pages].copy(), numbers[pages:].copy(), table)
+    if not _fits(run):
+        raise damaged(key, "its pages, filter or chunks cannot be")
+    return run
+
+
+def _fits(run: IdRun) -> bool:
+    ends = [run.first_index, *(run.chunks[:, 0] + run.chunks[:, 1]).tolist()]
+    follow = len(run.chunks) > 0 and run.chunks[:, 0].tolist() == ends[:-1] and ends[-1] == run.end_index
+    filter_fits = len(run.filter) > 0 and len(run.filter) % FILTER_WORDS == 0
+    return follow and filter_fits and bool((run.first_hashes[1:] >= run.first_hashes[:-1]).all())
+
+
+def read_pages(store: Store, incarnation: int, wanted: list[tuple[int, int]]) -> list[bytes]:
+    """Pages, by the numbers of their runs and their own. Blocks, in any thread.
+
+    Raises STORE_DAMAGED, STORE_UNAVAILABLE.
+    """
+    keys = [run_key(incarnation, run, _PAGES | page) for run, page in wanted]
+    return [_page(key, value) for key, value in zip(keys, store.get(keys), strict=True)]
+
+
+def _page(key: bytes, value: bytes | None) -> bytes:
+    if value is None:
+        raise damaged(key, "it is missing, and with it a page of a run of deduplication IDs")
+    page = unseal(key, value)
+    if not page_fits(page):
+        raise damaged(key, "its IDs do not fit")
+    return page
+
+
+# -- Pieces, and the record.
+
+FORMAT_VERSION = 2
+"""Of the two kinds of records."""
+
+COPIED_AT_ONCE = 256 * 1024
+"""Bytes, written to another store."""
+
+_WINDOW = struct.Struct(f"<B{SECRET_BYTES}sQQI")
+_NUMBER_BYTES = 4
+"""Of a run that it names."""
+_PIECE = struct.Struct("<BQqqI")
+
+
+@dataclass(slots=True)
+class StoredIds:
+    """A window as of a snapshot: from `first_index` up to, not including, `next_index`.
+
+    `runs` have the oldest, and pieces what follows. `last` is the last one of these, if it is not written yet.
+    `moved_from` is where the pieces of that one began; None if they began where those of this one do.
+    """
+
+    key: bytes
+    first_index: int
+    next_index: int
+    runs: tuple[IdRun, ...] = ()
+    last: Piece | None = None
+    moved_from: int | None = None
+
+    @property
+    def pieces_index(self) -> int:
+        """Where its pieces begin."""
+        return max(self.first_index, self.runs[-1].end_index if self.runs else 0)
+
+
+class WrittenPieces:
+    """How far the pieces of a topic's window are written: each begins where the one before it ends, or later, where
+    what is between is forgotten. It belongs to the store's event loop."""
+
+    def __init__(self, incarnation: int, end_index: int) -> None:
+        """As it is found: up to where a snapshot names them."""
+        self.end_index = end_index
+        self._incarnation = incarnation
+        self._has_left_over = True
+        """Whether there may be more of an earlier attempt, which was cut otherwise."""
+
+    def check_follows(self, ids: StoredIds) -> None:
+        """Raises STORE_UNAVAILABLE if pieces before the last one of a window are to be written again."""
+        index = max(self.end_index, ids.pieces_index)
+        if index != (ids.next_index if ids.last is None else ids.last.first_index):
+            raise error("STORE_UNAVAILABLE", f"the IDs from index {index} on were not written, or may be lost")
+
+    def put(self, batch: WriteBatch, piece: Piece) -> None:
+        """Adds the next one to a write, or the first one to what is there already."""
+        if self._has_left_over:
+            key = part_key(self._incarnation, IDS, self.end_index)
+            batch.delete_range(key, part_key(self._incarnation, IDS, MAX_NUMBER))
+        key = part_key(self._incarnation, IDS, piece.first_index)
+        fixed = _PIECE.pack(
+            FORMAT_VERSION, piece.chunk_index, piece.first_time_ms, piece.last_time_ms, len(piece.sizes)
+        )
+        batch.put(key, seal(key, fixed + piece.sizes.tobytes() + piece.ids.tobytes()))
+
+    def written(self, piece: Piece) -> None:
+        """That was written."""
+        self.end_index = piece.end_index
+        self._has_left_over = False
+
+
+def put(batch: WriteBatch, incarnation: int, ids: StoredIds, pieces: WrittenPieces) -> None:
+    """Adds a window to what a snapshot writes."""
+    if ids.moved_from is not None:
+        batch.delete_range(part_key(incarnation, IDS, ids.moved_from), part_key(incarnation, IDS, ids.pieces_index))
+    key = part_key(incarnation, WINDOW, 0)
+    fixed = _WINDOW.pack(FORMAT_VERSION, ids.key, ids.first_index, ids.next_index, len(ids.runs))
+    batch.put(key, seal(key, fixed + b"".join(run.number.to_bytes(_NUMBER_BYTES, "little") for run in ids.runs)))
+    if ids.last is not None:
+        pieces.put(batch, ids.last)
+
+
+async def copy(old: Store, new: Store, incarnation: int) -> None:
+    """The new store has the topic's window as the old one has it, durable on return. Raises STORE_UNAVAILABLE, and
+    STORE_DAMAGED for a record that is not what was written."""
+    await write_all(new, _whole(old, incarnation))
+
+
+def _whole(store: Store, incarnation: int) -> Iterator[tuple[bytes, bytes]]:
+    for part in (RUN, IDS, WINDOW):
+        for key, value in store.scan(part_key(incarnation, part, 0), part_key(incarnation, part, MAX_NUMBER)):
+            unseal(key, value)
+            yield key, value
+
+
+async def write_all(store: Store, records: Iterator[tuple[bytes, bytes]]) -> None:
+    """Writes these bit by bit, durable on return. Raises STORE_UNAVAILABLE, and what `records` raises."""
+    # All of it is to go to one opening of RocksDB: what is written before another one may be lost.
+    opening = store.opening
+    batch = WriteBatch(raw_mode=True)
+    for key, value in records:
+        batch.put(key, value)
+        if batch.size_in_bytes() >= COPIED_AT_ONCE:
+            await store.write_when_idle(batch)
+            batch = WriteBatch(raw_mode=True)
+    await store.write_when_idle(batch)
+    await store.flush(opening)
+
+
+def end_index(store: Store, incarnation: int) -> int:
+    """Up to where the stored snapshot of a topic names IDs; 0 if it has no window. Blocks. Raises as `load`."""
+    at = part_key(incarnation, WINDOW, 0)
+    for key, value in store.scan(at, at + b"\0"):
+        _, _, _, index, _ = _WINDOW.unpack_from(_checked(key, value, _WINDOW))
+        return int(index)
+    return 0
+
+
+def load(store: Store, incarnation: int, next_index: int) -> IdWindow | None:
+    """The window in the snapshot that goes up to this index; None if the topic has none. Takes long, in any thread.
+
+    Raises STORE_DAMAGED, NEWER_FORMAT, OLDER_FORMAT, STORE_UNAVAILABLE.
+    """
+    at = part_key(incarnation, WINDOW, 0)
+    for key, value in store.scan(at, at + b"\0"):
+        body = _checked(key, value, _WINDOW)
+        _, secret, first_index, end_index, count = _WINDOW.unpack_from(body)
+        if len(body) != _WINDOW.size + _NUMBER_BYTES * count:
+            raise damaged(key, f"it is {len(body)} bytes long, and names {count} runs")
+        if end_index != next_index or first_index > end_index:
+            raise damaged(key, f"the window goes from {first_index} to {end_index}, and the snapshot to {next_index}")
+        numbers = np.frombuffer(body, "<u4", count, _WINDOW.size).tolist()
+        runs = tuple(load_run(store, incarnation, number) for number in numbers)
+        pieces_index = _checked_end(key, runs, first_index, end_index)
+        window = IdWindow(secret, first_index)
+        try:
+            window.load(_pieces(store, incarnation, pieces_index, end_index), runs)
+        except ValueError as e:
+            raise damaged(key, str(e)) from e
+        return window
+    return None
+
+
+def _checked_end(key: bytes, runs: tuple[IdRun, ...], first_index: int, end_index: int) -> int:
+    """Where the pieces begin that follow on these runs of a window."""
+    index = None
+    for run in runs:
+        if index not in (None, run.first_index) or not max(first_index, run.first_index) < run.end_index <= end_index:
+            raise damaged(key, f"the run {run.number}, from {run.first_index} to {run.end_index}, is not of its window")
+        index = run.end_index
+    if runs and runs[0].first_index > first_index:
+        raise damaged(key, f"the IDs from index {first_index} on are in no run")
+    return first_index if index is None else index
+
+
+def _pieces(store: Store, incarnation: int, first_index: int, end_index: int) -> Iterator[Piece]:
+    """All of them, which have to follow each other from the first index up to the end."""
+    index = first_index
+    for key, value in store.scan(part_key(incarnation, IDS, first_index), part_key(incarnation, IDS, end_index)):
+        piece = _piece(key, value)
+        if piece.first_index != index or piece.end_index > end_index:
+            raise damaged(key, f"the IDs from index {index} on, up to {end_index}, should be there")
+        index = piece.end_index
+        yield piece
+    if index != end_index:
+        why = f"the IDs from index {index} on, up to {end_index}, are missing"
+        raise damaged(part_key(incarnation, IDS, index), why)
+
+
+def _piece(key: bytes, value: bytes) -> Piece:
+    body = _checked(key, value, _PIECE)
+    _, chunk_index, first_time_ms, last_time_ms, count = _PIECE.unpack_from(body)
+    raw = np.frombuffer(body, np.uint8, offset=_PIECE.size)
+    piece = Piece(chunk_index, part_number(key), first_time_ms, last_time_ms, raw[:count], raw[count:])
+    if len(piece.sizes) != count or not piece.fits():
+        raise damaged(key, f"its {count} IDs do not fit")
+    return piece
+
+
+def _checked(key: bytes, value: bytes, form: struct.Struct) -> bytes:
+    """The body of a record of either kind."""
+    body = unseal(key, value)
+    if body and body[0] != FORMAT_VERSION:
+        raise other_format(f"the record {key.hex()}", body[0], FORMAT_VERSION)
+    if len(body) < form.size:
+        raise damaged(key, f"it is {len(body)} bytes long")
+    return body

@@ -1,0 +1,408 @@
+"""A topic's messages for its readers: where to start, pages with batches cut at both ends, and streams of pages.
+
+Begin with `read_page` and `read_on`. At the end of a topic `Followers` give one page to all, who take turns.
+"""
+
+import asyncio
+import itertools
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from seqdedupe import batch as batches
+from seqdedupe.errors import PositionError, SeqdedupeError, error
+from seqdedupe.format.columns import BASE_INDEX, COLUMNS_END, PLACES, PUBLISH_TIME_MS, RECORD_END, ROWS
+from seqdedupe.format.headers import BATCH_TAG, NO_KEY, header
+from seqdedupe.format.layout import layout_columns
+from seqdedupe.format.records import END, body_of, ownership, scan_record, span
+from seqdedupe.log.contract import ANY_BYTES, LargerRecordError, Runs
+from seqdedupe.message_id import MessageIds, Position
+from seqdedupe.topic.base import State, TopicBase
+from seqdedupe.topic.topic import Topic
+
+PAGE_BYTES = 1024 * 1024
+"""What an answer holds, about: large enough that gRPC's cost a message does not count."""
+
+CUT_BYTES = 4_000_000
+"""With an answer around it, this is below gRPC's default limit of 4 MiB a message."""
+
+
+_SKIP_HINT = (
+    "What is damaged is not shown. Read past it with skip_damaged (`seqdedupe read --skip-damaged`), which says which "
+    "messages are missing; or restore logs and store from one backup. `seqdedupe doctor` says what else is damaged."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """Stored records, whole or cut, and where the next page starts."""
+
+    records: bytes | memoryview
+    next_index: int
+    skipped: range = range(0)
+    """Instead of records: the indexes of messages that are damaged."""
+    encoded: bytes = b""
+    """As it goes out, where that is made once for several readers."""
+
+
+def end_index(topic: TopicBase) -> int:
+    """The index that the next message will get. Raises RECOVERING while it is not known, NOT_OWNER, LOG_DAMAGED."""
+    topic.check_knows_its_end()
+    return topic.confirmed_index
+
+
+async def index_after(topic: Topic, position: Position, *, skip_damaged: bool = False) -> int:
+    """The index at which to read on after a position.
+
+    Raises POSITION_OF_ANOTHER_INCARNATION, POSITION_AFTER_END, POSITION_DIVERGED if another message stands there or one
+    of another history, RECOVERING if it is after what is certain. The history cannot be told of a position that does
+    not say it, and of one whose message is trimmed; nor of one whose message is damaged, which is LOG_DAMAGED unless
+    `skip_damaged`.
+    """
+    incarnation = topic.incarnation
+    if position.incarnation != incarnation:
+        raise error(
+            "POSITION_OF_ANOTHER_INCARNATION",
+            f"topic {topic.name} is the incarnation {incarnation}, and the position {position} is of another one: of a "
+            "topic that was deleted and made anew, or of another topic",
+            incarnation=incarnation,
+        )
+    if not position.is_whole():
+        raise error("INVALID_POSITION", f"{position} is not a position: its parts do not fit together")
+    if position.index >= topic.readable_index and position.index >= (end := end_index(topic)):
+        raise error(
+            "POSITION_AFTER_END",
+            f"the position {position} is after the end of topic {topic.name}, whose next message gets index {end}",
+            end_index=end,
+        )
+    try:
+        await _check_is_the_same(topic, position)
+    except SeqdedupeError as e:
+        if await _next_readable(topic, position.index, e, skip_damaged) == position.index:
+            raise
+    return position.index + 1
+
+
+async def _check_is_the_same(topic: Topic, position: Position) -> None:
+    """Raises POSITION_DIVERGED if another message stands there than the position's. Of one that is gone none knows."""
+    if position.index < max(0, topic.log.first_index):
+        return
+    try:
+        there = await topic.log.locate(position.index)
+    except PositionError:
+        # Retention was faster.
+        return
+    if position.message_id is not None and there.message_id != position.message_id:
+        raise error(
+            "POSITION_DIVERGED",
+            f"the message at index {position.index} of topic {topic.name} is {there.message_id}, not "
+            f"{position.message_id}",
+            index=position.index,
+        )
+    if position.ownership and there.ownership != position.ownership:
+        raise error(
+            "POSITION_DIVERGED",
+            f"the message at index {position.index} of topic {topic.name} is not that of the position {position}: it "
+            f"was written under {there.ownership:016x}; the topic was restored to an older copy, and has grown again "
+            "since",
+            index=position.index,
+        )
+
+
+def check_index(topic: Topic, index: int) -> None:
+    """Raises INVALID_POSITION, POSITION_TRIMMED, POSITION_AFTER_END, RECOVERING unless reading can start here."""
+    if index < 0:
+        raise error("INVALID_POSITION", f"{index} is not an index: they begin with 0")
+    if index < topic.log.first_index:
+        raise error(
+            "POSITION_TRIMMED",
+            f"topic {topic.name} begins with index {topic.log.first_index} by now, {index} is gone",
+            first_index=topic.log.first_index,
+        )
+    if index > topic.readable_index and index > (end := end_index(topic)):
+        raise error(
+            "POSITION_AFTER_END",
+            f"index {index} is after the end of topic {topic.name}, whose next message gets index {end}",
+            hint=f"Start at an index up to {end}, or at the latest.",
+            end_index=end,
+        )
+
+
+async def read_page(
+    topic: Topic,
+    from_index: int,
+    stop_index: int,
+    max_bytes: int,
+    *,
+    skip_damaged: bool = False,
+    most_bytes: int = ANY_BYTES,
+) -> Page:
+    """The records with the messages from `from_index` to before `stop_index`, about `max_bytes` of them.
+
+    A batch that is larger than clients take by default is cut between its rows. `from_index` below `stop_index`, and
+    `stop_index` at most the topic's readable index. With `skip_damaged`, a page may instead say what is damaged
+    there, up to the next message that can be read; otherwise that is LOG_DAMAGED. Raises `LargerRecordError` where a
+    record has more than `most_bytes`.
+    """
+    try:
+        return await _limited_page(topic, from_index, stop_index, max_bytes, most_bytes)
+    except SeqdedupeError as e:
+        next_index = min(await _next_readable(topic, from_index, e, skip_damaged), stop_index)
+    if next_index > from_index:
+        return Page(b"", next_index, range(from_index, next_index))
+    # The disk has failed for a moment.
+    return await _limited_page(topic, from_index, stop_index, max_bytes, most_bytes)
+
+
+async def _next_readable(topic: Topic, index: int, e: SeqdedupeError, skip_damaged: bool) -> int:
+    """The first message from this one on that can be read, where `e` was raised when it was.
+
+    Raises `e` unless it says that something cannot be read, and the reader that this may be skipped.
+    """
+    if skip_damaged and e.reason in ("LOG_DAMAGED", "LOG_UNREADABLE"):
+        return await topic.log.next_readable(index)
+    if e.reason == "LOG_DAMAGED":
+        e.hint = _SKIP_HINT
+    raise e
+
+
+async def _limited_page(topic: Topic, from_index: int, stop_index: int, max_bytes: int, most_bytes: int) -> Page:
+    page = await _read_page(topic, from_index, stop_index, max_bytes, most_bytes)
+    while len(page.records) > CUT_BYTES and (rows := page.next_index - from_index) > 1:
+        del page  # while the same record is read again
+        page = await _read_page(topic, from_index, from_index + rows // 2, max_bytes, most_bytes)
+    return page
+
+
+async def _read_page(topic: Topic, from_index: int, stop_index: int, max_bytes: int, most_bytes: int) -> Page:
+    raw, runs = await topic.log.read(from_index, stop_index, max_bytes, most_bytes)
+    if runs is not None:
+        return _with_message_ids(topic, raw, runs, from_index, stop_index)
+    covers = np.empty(5, np.int64)
+    span(np.frombuffer(raw, np.uint8), covers)
+    first, after_first, last_at, last, after_last = covers.tolist()
+    if first >= from_index and after_last <= stop_index:
+        return Page(raw, after_last)
+    whole_from = 0
+    head = tail = b""
+    if first < from_index or after_first > stop_index:
+        head, whole_from, _ = _cut(topic, raw, 0, from_index, stop_index)
+    whole_to = len(raw)
+    if after_last > stop_index and last_at >= whole_from and last_at > 0:
+        tail, _, _ = _cut(topic, raw, last_at, last, stop_index)
+        whole_to = last_at
+    return Page(b"".join((head, raw[whole_from:whole_to], tail)), min(after_last, stop_index))
+
+
+def _with_message_ids(
+    topic: Topic, raw: bytes | memoryview, runs: Sequence[Runs], from_index: int, stop_index: int
+) -> Page:
+    """Records cut to what was asked for, each with the message IDs of its rows."""
+    at, end = 0, from_index
+    parts: list[bytes] = []
+    for of_record in runs:
+        part, at, end = _cut(topic, raw, at, from_index, stop_index, of_record)
+        parts.append(part)
+    return Page(b"".join(parts), end)
+
+
+def _cut(
+    topic: Topic, raw: bytes | memoryview, at: int, from_index: int, stop_index: int, runs: Runs = ()
+) -> tuple[bytes, int, int]:
+    """The record at `at` with only those of its rows that were asked for, and where it ends; the index after it.
+
+    With `runs`, the message IDs of its rows, it carries those of the rows that it has.
+    """
+    places = np.empty(PLACES, np.int64)
+    if scan_record(np.frombuffer(raw, np.uint8), at, topic.log.incarnation, -1, NO_KEY, places) != END:
+        where = f"in the log {topic.log.place}, at index {from_index} or after it"
+        raise error("LOG_DAMAGED", f"a record {where}, cannot be read")
+    base = int(places[BASE_INDEX])
+    first, last = max(from_index - base, 0), min(stop_index - base, int(places[ROWS]))
+    encoded = body_of(raw, places)
+    if last - first < places[ROWS]:
+        encoded = batches.decode(encoded).take(np.arange(first, last)).encode()
+    ids = MessageIds.of(runs).cut(first, last).encode() if runs else b""
+    cut = np.empty(PLACES, np.int64)
+    layout_columns(np.frombuffer(encoded, np.uint8), 0, len(encoded), cut)
+    cut_header = header(
+        encoded,
+        BATCH_TAG,
+        rows=last - first,
+        column_bytes=int(cut[COLUMNS_END]),
+        incarnation=topic.log.incarnation,
+        file_offset=0,
+        base_index=base + first,
+        publish_time_ms=int(places[PUBLISH_TIME_MS]),
+        synced_offset=0,
+        ownership=ownership(places),
+        key=NO_KEY,
+        after_body_bytes=len(ids),
+    )
+    return cut_header + encoded + ids, int(places[RECORD_END]), base + last
+
+
+# -- Streams of pages, and what followers share: at the end of a topic all get one page, and they take turns.
+#
+# A page that goes out costs the event loop the same whether it holds one batch or a hundred. So the more followers
+# there are, the more is gathered for each.
+
+TURNS_AT_ONCE = 2
+TURN_SECONDS = 0.002
+"""So many followers go on in so long, a thousand a second: about a tenth of what the event loop can do.
+
+Alone or in twos they get each commit at once; of a hundred each gets what a tenth of a second brings.
+"""
+
+MAX_PAGES = 16
+"""Held for those who are about to take them, 16 MiB about; the one not taken for longest goes first."""
+
+
+class Turns:
+    """Lets TURNS_AT_ONCE go on in TURN_SECONDS, in the order in which they came."""
+
+    def __init__(self) -> None:
+        self._left = TURNS_AT_ONCE
+        # A dict, for its order.
+        self._waiting: dict[asyncio.Future[None], None] = {}
+
+    async def take(self) -> None:
+        """Returns when it is the caller's turn: at once unless there were many just now."""
+        loop = asyncio.get_running_loop()
+        if self._left == TURNS_AT_ONCE:
+            loop.call_later(TURN_SECONDS, self._go_on)
+        if self._left:
+            self._left -= 1
+            # Whoever published hears of the same commit first.
+            await asyncio.sleep(0)
+            return
+        turn = loop.create_future()
+        self._waiting[turn] = None
+        try:
+            await turn
+        finally:
+            self._waiting.pop(turn, None)
+
+    def _go_on(self) -> None:
+        self._left = TURNS_AT_ONCE
+        while self._left and self._waiting:
+            turn = next(iter(self._waiting))
+            del self._waiting[turn]
+            # Whoever is leaving at this moment must not cost the next one its turn.
+            if not turn.done():
+                turn.set_result(None)
+                self._left -= 1
+        if self._left < TURNS_AT_ONCE:
+            asyncio.get_running_loop().call_later(TURN_SECONDS, self._go_on)
+
+
+class Followers:
+    """What the followers of all topics of a sidecar share. `encode` makes of a page what goes out."""
+
+    def __init__(self, encode: Callable[[Topic, Page], bytes]) -> None:
+        self.turns = Turns()
+        self._encode = encode
+        self._ends: WeakKeyDictionary[Topic, int] = WeakKeyDictionary()
+        """Up to where the newest page of each goes."""
+        self._count = itertools.count()
+        self._numbers: WeakKeyDictionary[Topic, int] = WeakKeyDictionary()
+        """Of the topics. One that was opened again has another one: its log may have been replaced meanwhile."""
+        self._pages: OrderedDict[tuple[int, int, int], asyncio.Future[Page | None]] = OrderedDict()
+
+    def end(self, topic: Topic, index: int) -> int:
+        """Up to where a follower that has all below `index` reads now, so that all end at the same message."""
+        end = self._ends.get(topic, 0)
+        if end <= index:
+            end = self._ends[topic] = topic.readable_index
+        return end
+
+    async def page(self, topic: Topic, from_index: int, stop_index: int, max_bytes: int) -> Page | None:
+        """`read_page`, made once for all who ask for the same; None if each has to read for itself.
+
+        That is when it cannot be read, so that each hears why, when whoever was reading it went away, and for a record
+        that is larger than pages are. It may be larger than `max_bytes` where another one has more room.
+        """
+        key = self._numbers.setdefault(topic, next(self._count)), from_index, stop_index
+        if (made := self._pages.get(key)) is not None:
+            self._pages.move_to_end(key)
+            # Whoever is cancelled here must not cancel it for the others.
+            return made.result() if made.done() else await asyncio.shield(made)
+        made = self._pages[key] = asyncio.get_running_loop().create_future()
+        if len(self._pages) > MAX_PAGES:
+            self._pages.popitem(last=False)
+        page = None
+        try:
+            size = min(max_bytes, PAGE_BYTES)
+            page = self.encoded(topic, await read_page(topic, from_index, stop_index, size, most_bytes=size))
+        except (SeqdedupeError, LargerRecordError):
+            pass
+        finally:
+            made.set_result(page)
+        return page
+
+    def encoded(self, topic: Topic, page: Page) -> Page:
+        """A page as it goes out. What it was read with is not held any more."""
+        data = self._encode(topic, page)
+        # The records are where its encoding begins: they are held once.
+        return Page(memoryview(data)[: len(page.records)], page.next_index, page.skipped, data)
+
+
+async def _any_room(least_bytes: int) -> int:
+    return max(PAGE_BYTES, least_bytes)
+
+
+async def read_on(
+    topic: Topic,
+    from_index: int,
+    stop_index: int | None,
+    room: Callable[[int], Awaitable[int]] = _any_room,
+    *,
+    skip_damaged: bool = False,
+    followers: Followers | None = None,
+) -> AsyncIterator[Page]:
+    """Pages from an index on: up to `stop_index`, waiting for messages that are not there yet; for ever if None.
+
+    `room` is asked before each how many bytes it may take, and again, for no fewer than a record takes, where that is
+    larger. With `followers` they come encoded, and who has read all there was takes turns with the others, and gets the
+    pages that they get. Ends early when the topic closes. Raises NOT_OWNER or
+    LOG_DAMAGED when no more messages will come from here, and LOG_DAMAGED for what is damaged where it reads unless
+    `skip_damaged`.
+    """
+    here = from_index
+    had_all = here >= topic.readable_index
+    while stop_index is None or here < stop_index:
+        await topic.wait_for_message(here)
+        sharing = followers if had_all else None
+        if sharing is not None:
+            await sharing.turns.take()
+            if topic.state is State.DRAINING:
+                # Its log may be gone by now.
+                return
+        end = topic.readable_index if sharing is None else sharing.end(topic, here)
+        if stop_index is not None:
+            end = min(end, stop_index)
+        if end <= here:
+            topic.check_may_go_on()
+            return
+        most_bytes = await room(0)
+        page = None if sharing is None else await sharing.page(topic, here, end, most_bytes)
+        if page is not None and len(page.records) > most_bytes:
+            page = None
+        while page is None:
+            try:
+                max_bytes = min(most_bytes, PAGE_BYTES)
+                page = await read_page(topic, here, end, max_bytes, skip_damaged=skip_damaged, most_bytes=most_bytes)
+            except LargerRecordError as e:
+                most_bytes = e.size
+            else:
+                break
+            most_bytes = await room(most_bytes)
+        if followers is not None and not page.encoded:
+            page = followers.encoded(topic, page)
+        yield page
+        here = page.next_index
+        had_all = here >= end
+        del page  # until there is another one

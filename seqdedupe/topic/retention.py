@@ -1,0 +1,131 @@
+"""Retention: the log's beginning is dropped once a durable snapshot covers it.
+
+Before, what is in force and stated only there is written again.
+"""
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from typing import Any, Protocol
+
+from seqdedupe.core.producers import Producers
+from seqdedupe.core.rule import STATED
+from seqdedupe.errors import SeqdedupeError
+from seqdedupe.log.contract import Log, Retention
+from seqdedupe.topic import control
+from seqdedupe.topic.base import State
+from seqdedupe.topic.control import STATED_A_RECORD, Change, Purge, Reset
+from seqdedupe.topic.flight import Flight
+from seqdedupe.topic.keeper import Keeper
+from seqdedupe.topic.policy import BYTES_A_MB, Applied, Policy
+
+logger = logging.getLogger("seqdedupe.topic")
+
+
+class Trimmed(Protocol):
+    """What retention asks of its topic; `topic.Topic` and `base.TopicBase` say what each means."""
+
+    name: str
+    incarnation: int
+    log: Log
+    flight: Flight
+    producers: Producers
+    keeper: Keeper
+    state: State
+    knows_its_end: bool
+    policy: Policy
+    applied: Applied
+    policy_stated: int
+
+    @property
+    def newest_policy(self) -> Policy: ...
+
+    def append_change(self, change: Change) -> "asyncio.Future[None]": ...
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]": ...
+
+
+class Trimmer:
+    """Drops what the policy of a topic lets go, one look at a time."""
+
+    def __init__(self, topic: Trimmed) -> None:
+        self._topic = topic
+        self._looking: asyncio.Task[None] | None = None
+
+    def look(self) -> None:
+        """A snapshot is durable, or the policy is another one: what may go now is dropped beside the caller."""
+        if self._topic.state is not State.DRAINING and (self._looking is None or self._looking.done()):
+            self._looking = self._topic.spawn(trim(self._topic))
+
+    def look_by_time(self) -> None:
+        """Has dropped what has become too old, though no snapshot may be taken: to be called again and again."""
+        if self._topic.knows_its_end and self._topic.applied.retention.age_ms is not None:
+            self.look()
+
+
+async def trim(topic: Trimmed) -> None:
+    """Drops what the topic's policy lets go; what is covered after this has begun waits for the next snapshot."""
+    retention = None
+    try:
+        await topic.log.snapshot_is_durable(topic.keeper.snapshotter.opaque)
+        while retention != (retention := topic.applied.retention):
+            first = await _may_trim_to(topic, retention)
+            if topic.state is State.STANDBY:
+                await topic.log.trim(await _stated_from(topic, first))
+            elif first > topic.log.first_index:
+                await state_again(topic, first)
+                await topic.log.trim(first)
+    except SeqdedupeError as e:
+        logger.warning("topic %s: retention waits for the next snapshot: %s", topic.name, e)
+
+
+async def _may_trim_to(topic: Trimmed, retention: Retention) -> int:
+    """As `Log.may_trim_to`; what a cursor has not passed that holds retention back stays, up to the cursor's limit."""
+    covered = topic.keeper.snapshot_index
+    first = await topic.log.may_trim_to(covered, retention)
+    for cursor in topic.policy.cursors:
+        mb, position = cursor.hold_retention_in_mb, cursor.position
+        if mb and position.incarnation == topic.incarnation:
+            passed = await topic.log.may_trim_to(min(covered, position.index + 1), retention)
+            beyond = await topic.log.may_trim_to(covered, Retention(mb * BYTES_A_MB, None))
+            first = min(first, max(passed, beyond))
+    return first
+
+
+async def _stated_from(topic: Trimmed, first_index: int) -> int:
+    """The highest index up to this one from which on the log says all that is in force: to say more is the owner's."""
+    producers = topic.producers
+    stated = [first_index, topic.policy_stated]
+    if producers.has_forgotten:
+        stated.append(producers.forgotten_stated)
+    generation = producers.generation
+    for first in range(0, len(producers), STATED_A_RECORD):
+        if len(below := producers.stated_below(first_index, first, first + STATED_A_RECORD)):
+            stated.append(int(producers.numbers[below, STATED].min()))
+        await asyncio.sleep(0)
+    if generation != producers.generation:
+        # Some have got numbers that were looked at before.
+        return topic.log.first_index
+    return max(min(stated), topic.log.first_index)
+
+
+async def state_again(topic: Trimmed, first_index: int) -> None:
+    """What is in force and stated only below this index is written again: the log alone must tell all of it.
+
+    The policy always is, and with it the term: the markers go too, and no term must ever come twice.
+    """
+    if topic.policy_stated < first_index:
+        await topic.append_change(topic.newest_policy)
+    if topic.producers.has_forgotten and topic.producers.forgotten_stated < first_index:
+        await topic.append_change(Purge([]))
+    parts = control.stated_again(topic.producers, first_index)
+    while True:
+        while topic.flight.has(Reset) or topic.flight.has(Purge):
+            # What is stated as it is now would stand after it, and take it back.
+            await topic.flight.all_of_now()
+        if (part := next(parts, None)) is None:
+            return
+        if part.names:
+            await topic.append_change(part)
+        else:
+            await asyncio.sleep(0)

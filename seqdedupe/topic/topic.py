@@ -1,0 +1,565 @@
+"""A topic with a log of ours: here a frame is admitted, appended, settled and answered.
+
+Begin with `Topic.admit`. Whether the log may be appended to is its `owner`'s to say; what of a frame is new, its
+`judge`'s; when snapshots are taken, its `keeper`'s.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from seqdedupe.core.id_runs import ImportedIds
+from seqdedupe.core.id_window import IdWindow
+from seqdedupe.core.producers import Producers
+from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.format.columns import BASE_INDEX, ROWS, TERM
+from seqdedupe.format.jit import Int64s
+from seqdedupe.format.records import body_of, ownership
+from seqdedupe.log.contract import DamageFound, Log, Outcome, Runs, Skipped, last_of
+from seqdedupe.message_id import MessageId, Position
+from seqdedupe.store import imported_run as stored_import
+from seqdedupe.store.db import Store
+from seqdedupe.store.snapshots import Loaded, Snapshots
+from seqdedupe.topic import control
+from seqdedupe.topic.base import State, TopicBase
+from seqdedupe.topic.control import Change, CursorChange, Purge
+from seqdedupe.topic.flight import Admitted, Changing, Flight
+from seqdedupe.topic.frame import NumbersCache, OutOfStepError, Receipt, Refusal, Reply
+from seqdedupe.topic.judge import BySequenceId, Judge
+from seqdedupe.topic.judge_by_id import ByDeduplicationId
+from seqdedupe.topic.keeper import Keeper, producers_of
+from seqdedupe.topic.owner import Owner
+from seqdedupe.topic.policy import Applied, Policy
+from seqdedupe.topic.recovery import RunsOf, Table
+from seqdedupe.topic.retention import Trimmer
+from seqdedupe.topic.window_runs import LookedUp, WindowMemory
+
+logger = logging.getLogger("seqdedupe.topic")
+
+
+class Topic(TopicBase):
+    """A topic of this process. It takes messages once `recover` has returned.
+
+    Everything here runs on one event loop and decides in arrival order, so admission order, append order and
+    confirmation order are one order and nothing needs a lock. The way of a frame:
+
+    1. *admit*: the judge decides about it, as a whole. What is new of it is in flight from then on.
+    2. *append*: that is handed to the log.
+    3. *settle*: the log tells what became of the oldest that it was handed. Confirming makes messages persisted and
+       readable in one step, before their receipt is given and before anything is called Dup because of them.
+    4. *answer*: the receipt, or why there is none.
+
+    `on_state` is told each change of state, with one line why. `window_memory` is shared by topics of deduplication
+    IDs; without it their windows stay in memory. `imported` is the window that the store has of an import.
+    `is_standby`: see `Owner`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        log: Log,
+        store: Store,
+        snapshots: Snapshots,
+        loaded: Loaded | None,
+        *,
+        applied: Applied,
+        random_bytes: Callable[[int], bytes],
+        on_state: Callable[[Any], None] = lambda topic: None,
+        is_standby: bool = False,
+        window_memory: WindowMemory | None = None,
+        imported: ImportedIds | None = None,
+        producers: Producers | None = None,
+    ) -> None:
+        super().__init__(
+            name,
+            log.incarnation,
+            producers_of(loaded) if producers is None else producers,
+            loaded,
+            # Without a snapshot everything that is left in the log is read.
+            first_index=log.first_index,
+            applied=applied,
+            on_state=on_state,
+        )
+        self.log = log
+        self.store = store
+        self.now_seconds: Callable[[], float] = asyncio.get_running_loop().time
+        self.flight = Flight()
+        self.next_index = self.confirmed_index
+        """That of the next message that is handed to the log."""
+        self.ownership = 0
+        """Of what is appended now."""
+        self.known_term = 0
+        """The highest that a control record names."""
+        self.policy_stated = -1
+        """From this index on the log states the policy; -1: not known."""
+        self.import_parts = control.ImportParts()
+        self._random_bytes = random_bytes
+        self._streams: dict[int, Callable[[SeqdedupeError], None]] = {}
+        self._forgetting_import: asyncio.Task[None] | None = None
+        self.by_sequence_id = BySequenceId(self.producers)
+        self.ids = ByDeduplicationId(
+            name,
+            log.incarnation,
+            store,
+            loaded.window if loaded is not None else None,
+            imported,
+            policy=lambda: self.policy,
+            on_expired=self._import_has_expired,
+            take_snapshot=lambda: self.keeper.snapshot(),
+            memory=window_memory,
+            random_bytes=lambda n: self._random_bytes(n),
+        )
+        self.trimmer = Trimmer(self)
+        self.keeper = Keeper(self, store, snapshots)
+        self.keeper.snapshotter.on_stored = self._window_may_have_grown
+        self.owner = Owner(self, lambda n: self._random_bytes(n), is_standby=is_standby)
+        log.flush_every(self.applied.flush_interval)
+        if self.policy.by_deduplication_id:
+            self.ids.begin(self.confirmed_index)
+
+    # -- 1. admit ----------------------------------------------------------------------------------------------
+
+    @property
+    def judge(self) -> Judge:
+        """What decides about a frame here."""
+        return self.by_sequence_id if self.ids.window is None else self.ids
+
+    def admit(
+        self,
+        encoded: bytes,
+        frame: int,
+        reply: Reply,
+        cache: NumbersCache,
+        *,
+        lone: bool = False,
+        when_durable: Callable[[], None] | None = None,
+        looked_up: LookedUp | None = None,
+    ) -> None:
+        """Decides about a frame and hands what is new to the log. `reply` is called once, now or when that settles.
+
+        With `when_durable` the receipt may be given before that, when it is written, where the policy is so. It says
+        so, and this is called when it is durable. Should the log lose it, the streams are ended.
+        `lone`: links may be left out, as in a unary call. `looked_up` is what `ids.look_up` has just answered; without
+        it everybody may have to wait for a disk. Nothing is raised: what is wrong is a `Refusal`.
+        """
+        try:
+            self.check_serving()
+        except SeqdedupeError as e:
+            self.counters.refused += 1
+            reply(Refusal(frame, e))
+            return
+        try:
+            new, answer = self.judge.decide(
+                encoded,
+                frame,
+                cache,
+                next_index=self.next_index,
+                applied=self.applied,
+                lone=lone,
+                check_log=self.log.check,
+                looked_up=looked_up,
+            )
+        except OutOfStepError as e:
+            self.counters.refused += 1
+            reply(Refusal(frame, self.owner.out_of_step(e.__cause__)))
+            return
+        if isinstance(answer, Refusal):
+            self.counters.refused += 1
+            reply(answer)
+        elif new is None:
+            self.counters.count(answer, 0)
+            reply(answer)
+        else:
+            self._append(Admitted(new, answer, reply, self.now_seconds(), when_durable))
+            if when_durable is None and not self.applied.flush_interval.is_every_commit:
+                # Somebody waits who takes nothing less.
+                self.log.flush()
+
+    def check_serving(self) -> None:
+        """Raises why the topic takes no messages, if it does not: RECOVERING, LOG_REFUSED, NOT_OWNER, DRAINING,
+        TOPIC_NOT_FOUND, TOPIC_TERMINATED, LOG_DAMAGED."""
+        if self.held is not None and self.state is not State.DRAINING:
+            raise self.held
+        if self.state is State.SERVING:
+            return
+        self.check_may_go_on()
+        reason = {
+            State.RECOVERING: "RECOVERING",
+            State.READ_ONLY: "LOG_REFUSED",
+            State.DRAINING: self.closed_because,
+        }[self.state]
+        raise error(reason, f"topic {self.name} takes no messages now: {self.why}")
+
+    # -- 2. append ---------------------------------------------------------------------------------------------
+
+    def _append(self, item: Admitted) -> None:
+        """Hands to the log what was decided."""
+        try:
+            # First, or the log might have what nobody here knows of.
+            self.flight.add(item)
+        except MemoryError as e:
+            item.reply(Refusal(item.receipt.frame, self.owner.out_of_step(e)))
+            return
+        frame = item.frame
+        try:
+            self.log.append(frame.encoded, frame.rows, frame.column_bytes)
+        except Exception as e:  # noqa: BLE001 (whatever it is: whether the log has it is found out)
+            self.owner.out_of_step(e)
+        self.next_index += frame.rows
+
+    def append_change(self, change: Change) -> "asyncio.Future[None]":
+        """Hands a control record to the log. Done when it is durable and in force; raises why it is not.
+
+        Raises at once, and does nothing, unless the topic takes messages.
+        """
+        self.check_serving()
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        body = control.encode(change, term=self.term, record_id=int.from_bytes(self._random_bytes(8), "little"))
+        try:
+            self.flight.add(Changing(body, change, done))
+        except MemoryError as e:
+            raise self.owner.out_of_step(e) from e
+        try:
+            self.log.append_control(body)
+        except Exception as e:  # noqa: BLE001 (as of a frame)
+            self.owner.out_of_step(e)
+        return done
+
+    # -- 3. settle ---------------------------------------------------------------------------------------------
+
+    def settle(self, outcome: Outcome) -> None:
+        """The log tells what became of the oldest appends in flight."""
+        confirmed: list[Admitted | Changing] = []
+        failed: Exception | None = None
+        last: Runs = ()
+        try:
+            for item, runs in zip(self.flight, outcome.runs, strict=False):
+                self._confirm(item, runs)
+                confirmed.append(item)
+                last = runs or last
+        except Exception as e:  # noqa: BLE001 (whatever it is: the log has those behind it all the same)
+            failed = e
+        for _ in confirmed:
+            self.flight.take()
+        if last:
+            self.owner.took_messages()
+            self.last_ownership = self.ownership
+            self.last_message_id = last_of(last)
+            self.confirmed.tell()
+        for item in confirmed:
+            self._answer(item)
+        if failed is not None:
+            self.owner.out_of_step(failed)
+            self.flight.tell()
+            return
+        if outcome.written:
+            self._answer_early(outcome.written)
+        if outcome.failure is not None:
+            self.owner.log_failed(outcome.failure, outcome.why)
+        self.flight.tell()
+        self.keeper.snapshotter.stored(len(confirmed))
+
+    def _confirm(self, item: Admitted | Changing, runs: Runs) -> None:
+        """It is in the log."""
+        if isinstance(item, Changing):
+            self._apply(item.change, self.confirmed_index)
+            return
+        item.receipt.runs = runs
+        self.judge.confirm(item.frame)
+        self.confirmed_index += item.frame.rows
+
+    def merge(self, chunk: bytes, table: Table, count: int, runs_of: RunsOf) -> None:
+        """Records that were found in the log count from now on; what is in flight and among them is confirmed and
+        answered."""
+        # Before anything counts: what fails is done again as a whole.
+        found = self._found(chunk, table[:count], runs_of)
+        self._learn(chunk, table, count, runs_of)
+        for _ in found:
+            self.flight.take()
+        self.confirmed.tell()
+        for item in found:
+            self._answer(item)
+        self.flight.tell()
+
+    def _found(self, chunk: bytes, table: Table, runs_of: RunsOf) -> list[Admitted | Changing]:
+        """Those in flight that are among these records."""
+        found: list[Admitted | Changing] = []
+        waiting = iter(self.flight)
+        oldest = next(waiting, None)
+        for k, places in enumerate(table if oldest is not None else ()):
+            if oldest is None or places[TERM] or oldest.body != body_of(chunk, places):
+                continue
+            if isinstance(oldest, Admitted):
+                # Where it stands, which need not be where it was to stand.
+                oldest.receipt.stands_at(int(places[BASE_INDEX]))
+                oldest.receipt.runs = runs_of(k)
+            found.append(oldest)
+            oldest = next(waiting, None)
+        return found
+
+    def _learn(self, chunk: bytes, table: Table, count: int, runs_of: RunsOf) -> None:
+        for batches, changes in control.runs(chunk, table[:count], self.log.place):
+            if len(batches):
+                self.producers.replay(chunk, batches, len(batches))
+                self.ids.replay(chunk, batches, self.applied)
+            for change, term, index in changes:
+                self.known_term = max(self.known_term, term)
+                self._apply(change, index)
+        # What is merged again may stand before the last message that is known.
+        self.confirmed_index = max(self.confirmed_index, int(table[count - 1, BASE_INDEX] + table[count - 1, ROWS]))
+        for last in np.flatnonzero(table[:count, ROWS] > 0)[-1:].tolist():
+            self.last_ownership = ownership(table[last])
+            self.last_message_id = last_of(runs_of(last))
+
+    def _apply(self, change: Change, index: int) -> None:
+        """A control record is in the log, before the message with this index."""
+        if isinstance(change, Policy):
+            if change.by_deduplication_id:
+                self.ids.begin(index)
+            self.put_in_force(change)
+            # It may stand at the end of a segment that is dropped with the message before it.
+            self.policy_stated = index - 1
+        elif isinstance(change, CursorChange):
+            # Nothing else of the policy is another one.
+            self.policy = change.applied_to(self.policy)
+        else:
+            control.apply(change, self.import_parts, self.producers, index)
+
+    def fail_in_flight(self, e: SeqdedupeError, *, of_changes: SeqdedupeError | None = None) -> None:
+        """What is in flight is given up: nothing of it counts as pushed any more."""
+        failed = [self.flight.take() for _ in range(len(self.flight))]
+        self.by_sequence_id.fail()
+        self.ids.fail()
+        self.next_index = self.confirmed_index
+        for item in failed:
+            if isinstance(item, Changing):
+                item.settled(of_changes or e)
+                continue
+            self.counters.refused += 1
+            if not item.is_told:
+                self._reply(item, Refusal(item.receipt.frame, e))
+        if any(isinstance(item, Admitted) and item.is_told for item in failed):
+            # Whoever was told that it is written learns by a resume that it is not.
+            self.end_streams(e)
+        self.flight.tell()
+
+    def not_appended(self, reason: str, why: str) -> SeqdedupeError:
+        """What is said of what was not appended."""
+        return error(reason, f"topic {self.name} could not write it to its log: {why}")
+
+    async def all_settled(self) -> None:
+        """Returns when all that is in flight now has settled, whatever the flush policy."""
+        self.log.flush()
+        await self.flight.all_of_now()
+
+    # -- 4. answer ---------------------------------------------------------------------------------------------
+
+    def _answer(self, item: Admitted | Changing) -> None:
+        try:
+            if isinstance(item, Changing):
+                item.settled()
+                self.counters.count_change(item.change)
+                return
+            if item.is_told and item.when_durable is not None:
+                item.when_durable()
+            else:
+                item.reply(item.receipt)
+            self.counters.count(item.receipt, item.frame.rows)
+            self.counters.stored_bytes += len(item.body)
+        except Exception:
+            # Others wait for their answers, and the topic for what comes after them.
+            logger.exception("topic %s could not give an answer", self.name)
+
+    def _answer_early(self, written: Sequence[Runs]) -> None:
+        """Frames are in the log that a power cut may still take: their senders alone hear of it, if they asked to."""
+        for item, runs in zip(self.flight.written(len(written)), written, strict=True):
+            if isinstance(item, Admitted) and item.when_durable is not None:
+                item.receipt.runs = runs
+                item.receipt.durable_at = item.receipt.first_index + item.frame.rows
+                item.is_told = True
+                self._reply(item, item.receipt)
+            else:
+                # Its sender takes nothing less. Before the policy was in force nobody asked for the sync.
+                self.log.flush()
+
+    def _reply(self, item: Admitted, answer: Receipt | Refusal) -> None:
+        try:
+            item.reply(answer)
+        except Exception:
+            # As in `_answer`.
+            logger.exception("topic %s could not give an answer", self.name)
+
+    def connect(self, end: Callable[[SeqdedupeError], None] = lambda e: None) -> NumbersCache:
+        """A stream begins: its cache. The producers that it uses are in use until `disconnect`.
+
+        `end` is called if another sidecar has taken the topic: everything in flight has been answered by then.
+        """
+        cache = NumbersCache(stream=self.producers.activity.connect())
+        self._streams[cache.stream] = end
+        return cache
+
+    def disconnect(self, cache: NumbersCache) -> None:
+        """The stream with this cache has ended."""
+        self.producers.activity.disconnect(cache.stream)
+        self._streams.pop(cache.stream, None)
+
+    def end_streams(self, why: SeqdedupeError) -> None:
+        """Who publishes here comes again, and finds out."""
+        for end in list(self._streams.values()):
+            end(why)
+
+    # -- what it holds -----------------------------------------------------------------------------------------
+
+    @property
+    def window(self) -> IdWindow | None:
+        return self.ids.window
+
+    @property
+    def first_index(self) -> int:
+        return self.log.first_index
+
+    @property
+    def damage_found(self) -> DamageFound:
+        return self.log.damage_found
+
+    @property
+    def skipped(self) -> Skipped:
+        return self.log.skipped
+
+    @property
+    def not_durable(self) -> int:
+        return self.flight.rows_told_early()
+
+    def log_place(self) -> bytes:
+        return self.log.place_at(self.confirmed_index)
+
+    @property
+    def entry_format(self) -> str:
+        return self.log.entry_format
+
+    @property
+    def log_bytes(self) -> int:
+        return self.log.size_bytes
+
+    @property
+    def last_position(self) -> Position:
+        return Position(self.incarnation, self.last_message_id, self.confirmed_index - 1, self.last_ownership)
+
+    @property
+    def certain_position(self) -> Position:
+        index = self.readable_index - 1
+        known = MessageId(*(int(column[0]) for column in self.log.known_message_ids(np.array([index]))))
+        if index < self.confirmed_index or known.ledger_id < 0:
+            return self.last_position
+        return Position(self.incarnation, known, index)
+
+    async def position_before(self, index: int) -> Position:
+        if index == self.confirmed_index:
+            return self.last_position
+        if index == 0:
+            return Position.start(self.incarnation)
+        location = await self.log.locate(index - 1)
+        return Position(self.incarnation, location.message_id, index - 1, location.ownership)
+
+    @property
+    def readable_index(self) -> int:
+        if self.knows_its_end:
+            return self.confirmed_index
+        return max(self.confirmed_index, self.log.certain_index)
+
+    # -- policy, retention, and what was imported --------------------------------------------------------------
+
+    async def set_policy(self, policy: Policy) -> None:
+        """Sets the policy, as a whole: durable and in force, between two frames, on return.
+
+        Raises why the topic takes nothing now, or LOG_REFUSED: then it is as it was. Whoever is cancelled here does not
+        know.
+        """
+        await self.append_change(policy)
+
+    @property
+    def newest_policy(self) -> Policy:
+        return self.flight.newest_policy(self.policy)
+
+    def put_in_force(self, policy: Policy) -> None:
+        before = self.applied.retention
+        self.policy = policy
+        self.applied = self.inherited.under(policy)
+        self.keeper.apply(self.applied)
+        self.log.flush_every(self.applied.flush_interval)
+        if self.knows_its_end and self.applied.retention != before:
+            self.trimmer.look()
+
+    def snapshot_is_durable(self) -> None:
+        self.trimmer.look()
+
+    def begins_to_serve(self) -> None:
+        """It has been taken over, and takes messages."""
+        # What was loaded, or read from the log, counts whether anything comes or not.
+        self._window_may_have_grown()
+        self.ids.imported.say_if_missing()
+
+    def _window_may_have_grown(self) -> None:
+        self.ids.may_have_grown(self.keeper.snapshotter.taken)
+
+    def _import_has_expired(self) -> None:
+        if self._forgetting_import is None or self._forgetting_import.done():
+            self._forgetting_import = self.spawn(self._forget_import())
+
+    async def _forget_import(self) -> None:
+        """Nothing is imported any more. If that cannot be now, the next frame has it tried again."""
+        with suppress(SeqdedupeError):
+            async with self.ids.imported.changing:
+                await self.append_change(replace(self.newest_policy, imported=None))
+                self.ids.imported.there = None
+                # One that is under way may have written runs, of which something would be missing.
+                self.newest_import = None
+                stored_import.remove(self.store, self.incarnation)
+
+    # -- its producers -----------------------------------------------------------------------------------------
+
+    def in_use(self) -> list[Int64s]:
+        return self.flight.producer_rows()
+
+    async def purge(self, numbers: Int64s) -> int:
+        names = self.producers.names_of(numbers)
+        await self.append_change(Purge(names))
+        self.sessions.forget(names)
+        return len(names)
+
+    def renumber(self, new_numbers: Int64s) -> None:
+        self.flight.renumber(new_numbers)
+
+    # -- its beginning and its end -----------------------------------------------------------------------------
+
+    async def recover(self) -> None:
+        """See `Owner.recover`."""
+        await self.owner.recover()
+
+    async def drain(self) -> None:
+        """Takes nothing more, settles what is in flight, takes a last snapshot, lets go of the log."""
+        self.change_state(State.DRAINING, "the sidecar is shutting down")
+        await self.all_settled()
+        if self.knows_its_end:
+            await self.keeper.snapshot_in_background()
+        await self.close("the sidecar is shutting down")
+
+    async def delete(self) -> None:
+        """`close`, for good: whoever still uses the topic is told that it is not there."""
+        self.closed_because = "TOPIC_NOT_FOUND"
+        await self.close("it was deleted")
+
+    async def close(self, why: str) -> None:
+        """Lets go of the log at once. Frames in flight are answered with OUTCOME_UNKNOWN."""
+        self.change_state(State.DRAINING, why)
+        # First: a snapshot that is under way, or an append that settles, would have it measured again.
+        await self.ids.close()
+        await self.end_tasks()
+        self.owner.close()
+        await self.log.close()
+        self.fail_in_flight(self.not_appended("OUTCOME_UNKNOWN", why))

@@ -1,0 +1,296 @@
+"""An audit of topics of sequence IDs, in two looks: what is missing, doubled or out of order?
+
+The first look is at every message, range by range. `summarise` makes a few numbers a producer of a range, and keeps the
+links that may prove something. `TopicMerge` puts a topic's ranges together in order. It finds what is missing, and the
+producers that have *late* messages (an ID not above all before it of the producer) with the span of IDs that these
+have. The second look, at these messages only, is `suspect_rows` and `judge`.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import pyarrow as pa
+
+from seqdedupe.batch import Batch, Int32s, Int64s
+from seqdedupe.client.message import StoredBatch
+from seqdedupe.limits import LINK_LEFT_OUT, MAX_SEQUENCE_ID, NO_SEQUENCE_ID
+from seqdedupe_spark.dedupe import NumberedProducers, grown, split
+
+EXAMPLES = 5
+"""How many of each kind a report shows of a topic: those that stand first."""
+
+# Columns of a producer's numbers in a range.
+ROWS, LOW, HIGH, LATE_LOW, LATE_HIGH, UNLINKED = range(6)
+_NEW = np.array([0, MAX_SEQUENCE_ID, NO_SEQUENCE_ID, MAX_SEQUENCE_ID, NO_SEQUENCE_ID, 0], np.int64)
+
+_LINK_COLUMNS = ("index", "sequence_id", "link", "before")
+_PRODUCER_COLUMNS = ("rows", "low", "high", "late_low", "late_high", "unlinked")
+SUMMARY = pa.schema(
+    [("range", pa.int32()), ("producer", pa.binary())]
+    + [(name, pa.int64()) for name in (*_LINK_COLUMNS, *_PRODUCER_COLUMNS)]
+)
+"""A row for each producer of a range, and one more for each link in it that names an ID above all before it.
+
+`index` and `sequence_id` are the message's that has the `link`, and `before` is the highest ID of its producer before
+it in the range (-1 in the producer's first row, which alone has the numbers from `rows` on).
+"""
+
+
+def summarise(number: int, stored: Iterable[StoredBatch]) -> pa.RecordBatch:
+    """What a range is in short, as `SUMMARY`; `number` is the range's."""
+    producers = NumberedProducers()
+    table: Int64s = np.empty((0, len(_NEW)), np.int64)
+    told = [np.empty((0, 5), np.int64)]
+    for s in stored:
+        batch = s.batch
+        numbers = producers.of(batch.producer_names)
+        table = grown(table, len(producers), _NEW)
+        of_batch = table[numbers]
+        before = of_batch[:, HIGH].copy()
+        links = batch.previous_sequence_ids
+        first_rows = _add(of_batch, batch, before)
+        table[numbers] = of_batch
+        tells = (before < 0) | (links > before)
+        if tells.any():
+            first_ids = batch.sequence_ids[first_rows]
+            told.append(np.stack([numbers, s.base_index + first_rows, first_ids, links, before], 1)[tells])
+    number_of_row, *link_columns = np.concatenate(told).T
+    is_first = link_columns[-1] < 0
+    summaries = np.where(is_first[:, None], table[number_of_row], 0).T
+    names = pa.array(producers.names(), pa.binary()).take(pa.array(number_of_row))
+    ranges = np.full(len(is_first), number, np.int32)
+    return pa.record_batch([ranges, names, *link_columns, *summaries], SUMMARY)
+
+
+def _add(of_batch: Int64s, batch: Batch, before: Int64s) -> Int64s:
+    """Adds a batch to its producers' numbers; returns each one's first row. A producer's IDs rise within it."""
+    ids, indexes, count = batch.sequence_ids, indexes_of(batch), len(of_batch)
+    first_rows = np.empty(count, np.int64)
+    first_rows[indexes[::-1]] = np.arange(len(ids))[::-1]
+    first_ids = ids[first_rows]
+    last_ids = np.empty(count, np.int64)
+    last_ids[indexes] = ids
+    of_batch[:, ROWS] += np.bincount(indexes, minlength=count)
+    of_batch[:, LOW] = np.minimum(of_batch[:, LOW], first_ids)
+    of_batch[:, HIGH] = np.maximum(before, last_ids)
+    of_batch[:, UNLINKED] += batch.previous_sequence_ids == LINK_LEFT_OUT
+    is_late = first_ids <= before
+    if is_late.any():
+        late_rows = np.flatnonzero(ids <= before[indexes])
+        of_batch[is_late, LATE_LOW] = np.minimum(of_batch[is_late, LATE_LOW], first_ids[is_late])
+        np.maximum.at(of_batch[:, LATE_HIGH], indexes[late_rows], ids[late_rows])
+    return first_rows
+
+
+def indexes_of(batch: Batch) -> Int32s:
+    """Each row's place in the list of producers."""
+    return batch.producer_indexes if len(batch.epochs) > 1 else np.zeros(len(batch), np.int32)
+
+
+@dataclass(frozen=True)
+class Hole:
+    """A message whose link proves that another one before it is missing."""
+
+    index: int
+    producer: bytes
+    sequence_id: int
+    link: int
+    before: int
+    """The highest ID of the producer that stands before; -1: none."""
+
+
+@dataclass
+class Suspects:
+    """The producers of a range whose late messages are to be judged; their numbers and spans of IDs in columns."""
+
+    names: list[bytes]
+    numbers: Int64s
+    low: Int64s
+    high: Int64s
+    before: Int64s
+    """The highest ID of each producer before the range."""
+
+
+class TopicMerge:
+    """Puts together what `summarise` found in the ranges of a topic, which are added in order, without a gap.
+
+    A hole is a link above every ID of its producer that stands before it. With `first_links_prove` that is so for a
+    producer of which nothing stands before too; with `links_prove` false no link proves anything. Holds about 250
+    bytes a producer, 16 for each range that it is in, and 300 a hole among the examples.
+    """
+
+    def __init__(self, *, links_prove: bool = True, first_links_prove: bool = True) -> None:
+        self.producers = NumberedProducers()
+        self.messages = 0
+        self.missing = 0
+        self.unlinked = 0
+        self.incomplete: set[int] = set()
+        """The numbers of the producers of which something is missing."""
+        self.holes: list[Hole] = []
+        """The first of what is missing."""
+        self._links_prove = links_prove
+        self._first_links_prove = first_links_prove
+        self._table: Int64s = np.empty((0, len(_NEW)), np.int64)
+        self._before: list[tuple[Int64s, Int64s]] = []
+
+    def add(self, summary: pa.Table) -> None:
+        """Adds the next range."""
+        numbers = self.producers.of_list(summary["producer"].to_pylist())
+        self._table = grown(self._table, len(self.producers), _NEW)
+        columns = {name: summary[name].to_numpy() for name in (*_LINK_COLUMNS, *_PRODUCER_COLUMNS)}
+        self._add_links(numbers, columns)
+        is_first = columns["rows"] > 0
+        self._add_producers(numbers[is_first], {name: columns[name][is_first] for name in _PRODUCER_COLUMNS})
+
+    def suspects(self) -> Iterator[Suspects | None]:
+        """For each range what to look for in it a second time; None: nothing."""
+        is_suspect = self._table[:, LATE_HIGH] >= 0
+        names = self.producers.names() if is_suspect.any() else []
+        for numbers, before in self._before:
+            chosen = is_suspect[numbers]
+            if not chosen.any():
+                yield None
+                continue
+            those = numbers[chosen]
+            low, high = self._table[those, LATE_LOW], self._table[those, LATE_HIGH]
+            yield Suspects([names[number] for number in those], those, low, high, before[chosen])
+
+    def _add_links(self, numbers: Int64s, columns: dict[str, Int64s]) -> None:
+        links = columns["link"]
+        before = np.maximum(self._table[numbers, HIGH], columns["before"])
+        is_hole = (links > before) & ((before >= 0) | self._first_links_prove) & self._links_prove
+        self.missing += int(is_hole.sum())
+        found = np.flatnonzero(is_hole)
+        self.incomplete.update(numbers[found].tolist())
+        first = found[np.argsort(columns["index"][found])][: EXAMPLES - len(self.holes)]
+        names = self.producers.names() if len(first) else []
+        self.holes += [
+            Hole(
+                int(columns["index"][row]),
+                names[numbers[row]],
+                int(columns["sequence_id"][row]),
+                int(links[row]),
+                int(before[row]),
+            )
+            for row in first
+        ]
+
+    def _add_producers(self, numbers: Int64s, columns: dict[str, Int64s]) -> None:
+        mine = self._table[numbers]
+        before = mine[:, HIGH].copy()
+        low, high = columns["low"], columns["high"]
+        is_late = low <= before
+        late_low = np.minimum(columns["late_low"], np.where(is_late, low, MAX_SEQUENCE_ID))
+        late_high = np.maximum(columns["late_high"], np.where(is_late, np.minimum(before, high), NO_SEQUENCE_ID))
+        mine[:, HIGH] = np.maximum(before, high)
+        mine[:, LATE_LOW] = np.minimum(mine[:, LATE_LOW], late_low)
+        mine[:, LATE_HIGH] = np.maximum(mine[:, LATE_HIGH], late_high)
+        self._table[numbers] = mine
+        self._before.append((numbers, before))
+        self.messages += int(columns["rows"].sum())
+        self.unlinked += int(columns["unlinked"].sum())
+
+
+# -- An audit's second look, at late messages and their earlier copies only: doubled, or out of order?
+#
+# `suspect_rows` finds these messages in a range. Sorted by topic, producer, sequence ID and index, `judge` tells
+# which are second copies, and which come for the first time, but after a higher ID.
+
+DOUBLED = "doubled"
+OUT_OF_ORDER = "out_of_order"
+
+ROWS_SCHEMA = pa.schema(
+    [("topic", pa.int32()), ("producer", pa.int32())]
+    + [(name, pa.int64()) for name in ("sequence_id", "index", "before")]
+)
+"""Messages that may be doubled or out of order, by the number of their topic and producer. `before` is the highest ID
+of the producer in the batches before: the message is late if its own is not above."""
+
+
+def suspect_rows(topic: int, stored: Iterable[StoredBatch], suspects: Suspects) -> Iterator[pa.RecordBatch]:
+    """The messages of a range that may be doubled or out of order, as `ROWS_SCHEMA`."""
+    place_of = {name: place for place, name in enumerate(suspects.names)}
+    # One place more, for producers that are none of them: no ID is in its span.
+    none = len(place_of)
+    low, high = np.append(suspects.low, MAX_SEQUENCE_ID), np.append(suspects.high, NO_SEQUENCE_ID)
+    highest, numbers = np.append(suspects.before, MAX_SEQUENCE_ID), np.append(suspects.numbers, -1)
+    for s in stored:
+        ids = s.batch.sequence_ids
+        places = np.array([place_of.get(name, none) for name in split(s.batch.producer_names)], np.int64)
+        of_rows = places[indexes_of(s.batch)]
+        before = highest[of_rows]
+        chosen = np.flatnonzero((ids >= low[of_rows]) & (ids <= high[of_rows]))
+        is_new = ids > before
+        highest[of_rows[is_new]] = ids[is_new]
+        if len(chosen):
+            yield pa.record_batch(
+                [
+                    np.full(len(chosen), topic, np.int32),
+                    numbers[of_rows[chosen]].astype(np.int32),
+                    ids[chosen],
+                    s.base_index + chosen,
+                    before[chosen],
+                ],
+                ROWS_SCHEMA,
+            )
+
+
+@dataclass(frozen=True, order=True)
+class LateMessage:
+    """A late message. If it is doubled, `other` is the index of the first copy, else the ID that it comes after."""
+
+    index: int
+    producer: int
+    sequence_id: int
+    other: int
+
+
+@dataclass
+class Judgement:
+    """What is wrong with late messages: how many of each kind, by topic and producer, and the first ones by topic."""
+
+    counts: Counter[tuple[str, int, int]] = field(default_factory=Counter)
+    examples: dict[tuple[str, int], list[LateMessage]] = field(default_factory=dict)
+
+    def merge(self, other: "Judgement") -> None:
+        self.counts += other.counts
+        for key, late in other.examples.items():
+            self._keep(key, late)
+
+    def add(self, kind: str, rows: Int64s) -> None:
+        """Adds rows of topic, producer, sequence ID, index and `Late.other`."""
+        of_producers, counts = np.unique(rows[:, :2], axis=0, return_counts=True)
+        for (topic, producer), count in zip(of_producers.tolist(), counts.tolist(), strict=True):
+            self.counts[kind, topic, producer] += count
+        for topic in np.unique(rows[:, 0]).tolist():
+            of_topic = rows[rows[:, 0] == topic]
+            first = of_topic[np.argsort(of_topic[:, 3])[:EXAMPLES]]
+            self._keep((kind, topic), [LateMessage(*row) for row in first[:, [3, 1, 2, 4]].tolist()])
+
+    def _keep(self, key: tuple[str, int], late: list[LateMessage]) -> None:
+        self.examples[key] = sorted(self.examples.get(key, []) + late)[:EXAMPLES]
+
+
+def judge(batches: Iterable[pa.RecordBatch]) -> Judgement:
+    """Judges what `suspect_rows` gave, sorted by topic, producer, ID and index, all copies of a message in it."""
+    judgement = Judgement()
+    key_before: Int64s = np.full(3, -1, np.int64)
+    first_index = -1
+    for batch in batches:
+        if not len(batch):
+            continue
+        topics, producers, ids, indexes, before = (column.to_numpy().astype(np.int64) for column in batch.columns)
+        keys = np.stack([topics, producers, ids], 1)
+        is_copy = (keys == np.concatenate([key_before[None], keys[:-1]])).all(1)
+        places = np.maximum.accumulate(np.where(is_copy, -1, np.arange(len(ids))))
+        first_indexes = np.where(places < 0, first_index, indexes[places])
+        for kind, is_it, other in (
+            (DOUBLED, is_copy, first_indexes),
+            (OUT_OF_ORDER, ~is_copy & (ids <= before), before),
+        ):
+            if is_it.any():
+                judgement.add(kind, np.column_stack([keys, indexes, other])[is_it])
+        key_before, first_index = keys[-1], int(first_indexes[-1])
+    return judgement

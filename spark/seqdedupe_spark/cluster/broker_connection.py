@@ -1,0 +1,180 @@
+"""A connection to a cluster, for as long as a call or a task takes, and as whom: begin with `connected`."""
+
+import asyncio
+import json
+import ssl
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pulsar
+import pulsar.asyncio
+
+from seqdedupe.entry_properties import INCARNATION
+from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.log.pulsar.admin_url import AdminUrl, PulsarAdmin
+from seqdedupe.log.pulsar.entries import NOWHERE, PulsarEntry
+from seqdedupe.log.pulsar.finder import Finder
+from seqdedupe.log.pulsar.pulsar_client import OAuth2, PulsarClient, Token, client_logger, from_file, never_raises
+from seqdedupe.log.pulsar.reader import Reader, open_reader
+from seqdedupe.message_id import MessageId
+from seqdedupe_spark.service import PulsarCluster, path_of
+from seqdedupe_spark.stock import STOCK, StockEnds
+
+# -- As whom a cluster is read: Pulsar's own names for it, and what they stand for. Nothing secret is ever in an
+# error.
+
+_PARAMS = "pulsar.client.authParams"
+_TOKEN = "token:"
+
+
+def token_of(cluster: PulsarCluster) -> Token | None:
+    """What gives the token; None if there is none. Raises INVALID_OPTION."""
+    params = cluster.credentials
+    if cluster.authentication == "AuthenticationOAuth2":
+        return _oauth2(params)
+    if cluster.authentication != "AuthenticationToken":
+        if params:
+            raise error("INVALID_OPTION", f"{_PARAMS} is given, but no pulsar.client.authPluginClassName")
+        return None
+    if params.startswith(_TOKEN) and params != _TOKEN:
+        return lambda: params.removeprefix(_TOKEN)
+    if path := path_of(params):
+        return from_file(Path(path))
+    raise _wrong("token:… or file:///path")
+
+
+def _oauth2(params: str) -> Token:
+    try:
+        given = json.loads(params)
+        issuer_url, path, audience = given["issuerUrl"], path_of(given["privateKey"]), given.get("audience", "")
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise _wrong('JSON, as {"issuerUrl": "https://…", "privateKey": "file:///path", "audience": "…"}') from None
+    if path is None or urlsplit(issuer_url).scheme not in ("https", "http"):
+        raise _wrong("such that privateKey is like file:///path, and issuerUrl like https://host")
+    return OAuth2(issuer_url, Path(path), audience)
+
+
+def _wrong(should_be: str) -> SeqdedupeError:
+    return error("INVALID_OPTION", f"{_PARAMS}: it should be {should_be}")
+
+
+def tls_of(cluster: PulsarCluster) -> ssl.SSLContext | None:
+    """For the admin calls, as strict as the client for messages is told to be. Raises INVALID_OPTION."""
+    if not cluster.admin_url.startswith("https:"):
+        return None
+    try:
+        context = ssl.create_default_context(cafile=cluster.trust_certs_path or None)
+    except (OSError, ssl.SSLError) as e:
+        what = f"pulsar.client.tlsTrustCertsFilePath is {cluster.trust_certs_path!r}: no certificate can be read ({e})"
+        raise error("INVALID_OPTION", what) from e
+    context.check_hostname = cluster.verifies_hostname and not cluster.allows_insecure
+    if cluster.allows_insecure:
+        context.verify_mode = ssl.CERT_NONE
+    return context
+
+
+OPERATION_TIMEOUT_SECONDS = 10
+CLOSE_TIMEOUT_SECONDS = 5.0
+"""A cluster that does not answer is left without a word."""
+READ_TIMEOUT_SECONDS = 10.0
+"""An entry that stands there comes sooner, or Pulsar is in trouble."""
+QUICK_SECONDS = 2.0
+
+QUEUE_BYTES = 8 * 1024 * 1024
+"""About so much is fetched ahead."""
+MAX_QUEUE_ENTRIES = 5000
+_LOOK_ENTRIES = 4
+
+
+class BrokerConnection:
+    """Made by `connected`. Its methods raise LOG_UNREADABLE for what may pass."""
+
+    def __init__(
+        self, client: pulsar.asyncio.Client, admin: PulsarAdmin, quick_admin: PulsarAdmin, subscription: str
+    ) -> None:
+        self.admin = admin
+        self.quick_admin = quick_admin
+        """For what a broker may not answer at all."""
+        self._client = client
+        self._subscription = subscription
+
+    async def is_log(self, topic: str) -> bool:
+        """Whether a sidecar writes the topic. Raises TOPIC_NOT_FOUND."""
+        return INCARNATION in await self.admin.properties(topic)
+
+    async def incarnation(self, topic: str) -> int:
+        """That of a topic that a sidecar writes, STOCK for another one. Raises TOPIC_NOT_FOUND."""
+        # A reader of a topic that is gone would make it anew.
+        found = (await self.admin.properties(topic)).get(INCARNATION, "")
+        return int(found) if found.isdecimal() else STOCK
+
+    async def finder(self, topic: str, incarnation: int) -> Finder:
+        """For the topic as it is now."""
+        return Finder(topic, incarnation, await self.admin.ledgers(topic), partial(self.entries, topic))
+
+    async def finder_of(self, topic: str, incarnation: int) -> Finder:
+        """The same, for a reader of this incarnation. Raises TOPIC_NOT_FOUND, POSITION_OF_ANOTHER_INCARNATION."""
+        now = await self.incarnation(topic)
+        if now != incarnation:
+            raise error("POSITION_OF_ANOTHER_INCARNATION", f"{topic} was made anew: it is {now}, not {incarnation}")
+        return await self.finder(topic, incarnation)
+
+    async def open_reader(self, topic: str, start: MessageId, queue_entries: int) -> Reader:
+        return await open_reader(self._client, topic, start, queue_entries)
+
+    async def stored(self, topic: str) -> StockEnds:
+        """What a topic has stored that no sidecar writes. Raises TOPIC_NOT_FOUND."""
+        ledgers, first_ledger, let_go = await self.admin.storage(topic, self._subscription)
+        return StockEnds(ledgers, first_ledger, let_go, len(ledgers))
+
+    async def entries(self, topic: str, first: MessageId, last: MessageId) -> list[PulsarEntry]:
+        """Those that a reader is given from one to the other, without their payloads."""
+        reader = await self.open_reader(topic, first, _LOOK_ENTRIES)
+        found, seen = list[PulsarEntry](), NOWHERE
+        try:
+            while seen < last and not await reader.is_at_end():
+                for entry in await next_entries(reader, topic):
+                    seen = entry.message_id._replace(batch_index=-1)
+                    if first <= seen <= last:
+                        # Payloads may be large, and say nothing of places.
+                        found.append(entry._replace(message=entry.message._replace(payload=b"")))
+            return found
+        finally:
+            await reader.close()
+
+
+async def next_entries(reader: Reader, topic: str) -> list[PulsarEntry]:
+    """The next entries of a topic, where some must be. Raises LOG_UNREADABLE."""
+    try:
+        async with asyncio.timeout(READ_TIMEOUT_SECONDS):
+            return await reader.read()
+    except TimeoutError as e:
+        raise error("LOG_UNREADABLE", f"{topic}: nothing came for {READ_TIMEOUT_SECONDS:.0f} s") from e
+
+
+@asynccontextmanager
+async def connected(cluster: PulsarCluster) -> AsyncGenerator[BrokerConnection, None]:
+    """A connection for the length of a block. Raises INVALID_OPTION, PULSAR_FORBIDS."""
+    token, tls = token_of(cluster), tls_of(cluster)
+    client = PulsarClient(
+        cluster.service_url,
+        authentication=pulsar.AuthenticationToken(never_raises(token)) if token is not None else None,
+        operation_timeout_seconds=OPERATION_TIMEOUT_SECONDS,
+        tls_trust_certs_file_path=cluster.trust_certs_path or None,
+        tls_allow_insecure_connection=cluster.allows_insecure,
+        tls_validate_hostname=cluster.verifies_hostname,
+        stats_interval_in_seconds=0,
+        logger=client_logger(),
+    )
+    try:
+        admin = PulsarAdmin(AdminUrl(cluster.admin_url, token, tls))
+        quick_admin = PulsarAdmin(AdminUrl(cluster.admin_url, token, tls, QUICK_SECONDS))
+        yield BrokerConnection(client, admin, quick_admin, cluster.subscription)
+    finally:
+        # Not `shutdown`: it keeps the interpreter's lock, for which the client's threads may wait.
+        with suppress(TimeoutError, pulsar.asyncio.PulsarException):
+            async with asyncio.timeout(CLOSE_TIMEOUT_SECONDS):
+                await client.close()

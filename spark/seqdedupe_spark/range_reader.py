@@ -1,0 +1,129 @@
+"""Reading a range of a topic, in the process that needs its messages."""
+
+import threading
+import time
+from collections.abc import Iterable, Iterator
+
+import pyarrow as pa
+
+from seqdedupe.client import blocking
+from seqdedupe.client.connection import NOT_A_SIDECAR, Backoff
+from seqdedupe.client.message import StoredBatch
+from seqdedupe.errors import UnavailableError, error
+from seqdedupe.message_id import MessageId, Position
+from seqdedupe_spark.cluster import compiled
+from seqdedupe_spark.columns import SCHEMA, to_arrow
+from seqdedupe_spark.ranges import Range
+from seqdedupe_spark.service import PulsarCluster, Service, sidecar_at
+
+MAX_ROWS = 16_384
+"""Stored batches are joined until they have so many rows; a single one may have more."""
+
+MAX_BYTES = 4 * 1024 * 1024
+"""Or until their payloads, keys and properties have so many bytes."""
+
+PATIENCE_SECONDS = 30.0
+"""While something else than a sidecar answers, a reader that begins asks again for so long."""
+
+
+def read_stored(service: Service, range: Range, timeout_seconds: float | None = None) -> Iterator[StoredBatch]:
+    """All messages of a range in order, as the log stores them; the first and last batch are cut to the range.
+
+    Over a lost connection it reads on by itself, for as long as it takes, or until none has come for `timeout_seconds`:
+    then it raises UnavailableError. Raises NOT_A_SIDECAR if something else has answered from the beginning, for
+    PATIENCE_SECONDS; PositionError if messages of the range are trimmed or the topic was made anew, NotFoundError if it
+    was deleted, DamagedError for what is damaged.
+    """
+    if not len(range):
+        return
+    if isinstance(service, PulsarCluster):
+        # The packages for it need not be there.
+        compiled.prepare()
+        from seqdedupe_spark.cluster import broker_reader
+
+        yield from broker_reader.read_stored(service, range, timeout_seconds)
+        return
+    client = sidecar_at(service).connect()
+    with client.reader(range.topic, range.start, stop_index=range.stop_index) as reader:
+        if timeout_seconds is None:
+            if (first := _next_batch(reader)) is not None:
+                yield first
+                yield from reader.batches()
+        else:
+            yield from _until_silent(reader, range, timeout_seconds)
+
+
+def message_id_at(
+    service: Service, topic: str, incarnation: int, index: int, timeout_seconds: float | None = None
+) -> MessageId:
+    """That of one message. It takes a read: in some logs the index does not say it. Raises as `read_stored`."""
+    one = Range(topic, Position.before(incarnation, index), Position.before(incarnation, index + 1))
+    [stored] = read_stored(service, one, timeout_seconds)
+    return stored.message_id(0)
+
+
+def _next_batch(reader: blocking.Reader) -> StoredBatch | None:
+    """Of a reader that may have to begin. Whoever planned the range has talked to the sidecar, so that an answer of
+    something else does not mean a wrong address: it is waited out."""
+    backoff = Backoff(0.02, 1.0)
+    give_up_at = time.monotonic() + PATIENCE_SECONDS
+    while True:
+        try:
+            return reader.next_batch()
+        except UnavailableError as e:
+            if e.reason != NOT_A_SIDECAR or time.monotonic() > give_up_at:
+                raise
+        time.sleep(backoff.next_seconds())
+
+
+def _until_silent(reader: blocking.Reader, range: Range, timeout_seconds: float) -> Iterator[StoredBatch]:
+    """Its batches; a watcher closes it, which ends a call that waits in it, when none has come for so long."""
+    is_over = threading.Event()
+    asked: float | None = None  # since when a batch is waited for
+
+    def watch() -> None:
+        while not is_over.wait(timeout_seconds / 4):
+            if asked is not None and time.monotonic() - asked > timeout_seconds:
+                is_over.set()
+                reader.close()
+
+    watcher = threading.Thread(target=watch, name="seqdedupe-read-timeout", daemon=True)
+    watcher.start()
+    try:
+        while True:
+            asked = time.monotonic()
+            stored = _next_batch(reader)
+            asked = None
+            if stored is None:
+                break
+            yield stored
+        if is_over.is_set():
+            raise error("UNREACHABLE", f"no message of {range} has come for {timeout_seconds:g} seconds")
+    finally:
+        is_over.set()
+        watcher.join()
+
+
+def read_range(
+    service: Service, range: Range, schema: pa.Schema = SCHEMA, timeout_seconds: float | None = None
+) -> Iterator[pa.RecordBatch]:
+    """The same as Arrow batches of about MAX_ROWS rows or MAX_BYTES, with those columns that `schema` has."""
+    for stored in joined(read_stored(service, range, timeout_seconds)):
+        yield to_arrow(stored, range.topic, schema)
+
+
+def joined(batches: Iterable[StoredBatch]) -> Iterator[list[StoredBatch]]:
+    """Batches in groups of about MAX_ROWS rows or MAX_BYTES, whichever is reached first."""
+    group: list[StoredBatch] = []
+    rows = size = 0
+    for stored in batches:
+        batch = stored.batch
+        group.append(stored)
+        rows += len(stored)
+        size += len(batch.payloads.data) + len(batch.keys.data)
+        size += len(batch.property_names.data) + len(batch.property_values.data)
+        if rows >= MAX_ROWS or size >= MAX_BYTES:
+            yield group
+            group, rows, size = [], 0, 0
+    if group:
+        yield group

@@ -1,0 +1,470 @@
+"""Rows of Arrow to a batch's columns, topic by topic: what their columns mean, and by which ID each row is known."""
+
+import difflib
+import hashlib
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from pyspark.sql.types import (
+    BinaryType,
+    ByteType,
+    DataType,
+    IntegerType,
+    LongType,
+    MapType,
+    ShortType,
+    StringType,
+    StructType,
+    TimestampType,
+)
+
+from seqdedupe.batch import Binary, Int64s, PropertyColumns
+from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.limits import MAX_DEDUPLICATION_ID_BYTES, MAX_PAYLOAD_BYTES
+from seqdedupe.names import topic_name
+from seqdedupe_spark.columns import columns_of
+
+# -- The identity of rows that come from a source: topic, incarnation, index, and ordinal among those of one message.
+#
+# An identity that comes twice would make the second row a copy of the first, and lose it: `Seen` finds that.
+
+INDEX_BITS = 43
+MAX_INDEX = (1 << INDEX_BITS) - 1
+MAX_ORDINAL = (1 << 63 - INDEX_BITS) - 1
+"""An index and an ordinal make one number of 63 bits."""
+
+MAX_TOPIC_BYTES = 200
+"""Of a topic with a longer name an ID has the hash of the name, so that it stays below 255 bytes."""
+
+Source = tuple[str, int]
+"""A topic and its incarnation."""
+
+_NONE: Int64s = np.empty((0, 2), np.int64)
+
+
+@lru_cache(1024)
+def name_in_id(topic: str) -> str:
+    """How a topic stands in the IDs of rows that come from it."""
+    if len(topic) <= MAX_TOPIC_BYTES:
+        return topic
+    return "sha256:" + hashlib.sha256(topic.encode()).hexdigest()
+
+
+def ids_of(topics: pa.Array, incarnations: pa.Array, indexes: pa.Array, ordinals: pa.Array) -> pa.Array:
+    """`topic/incarnation/index/ordinal` of each row, numbers in decimal: documented, and never to change."""
+    encoded = topics.dictionary_encode()
+    names = pa.array([name_in_id(name) for name in encoded.dictionary.to_pylist()], pa.string())
+    parts = (names.take(encoded.indices), *(one.cast(pa.string()) for one in (incarnations, indexes, ordinals)))
+    return pc.binary_join_element_wise(*parts, "/").cast(pa.binary())
+
+
+class SeenIdentities:
+    """The identities that a task has seen of each source, as runs of numbers: next to nothing where rows come in order,
+    else 16 bytes a row."""
+
+    def __init__(self) -> None:
+        self._runs: dict[Source, Int64s] = {}
+        self._new: dict[Source, list[Int64s]] = {}
+
+    def __bool__(self) -> bool:
+        """Whether any row was known by the message it comes from."""
+        return bool(self._runs or self._new)
+
+    def add(self, topics: pa.Array, incarnations: Int64s, indexes: Int64s, ordinals: Int64s) -> None:
+        """Adds rows. Raises INVALID_REQUEST for numbers out of range, and AMBIGUOUS_IDENTITY for an identity that came
+        before; for some of those only later."""
+        for what, column, most in ((("__index"), indexes, MAX_INDEX), ("__ordinal", ordinals, MAX_ORDINAL)):
+            if len(bad := np.flatnonzero((column < 0) | (column > most))):
+                raise error("INVALID_REQUEST", f"{what} is {column[bad[0]]}: it should be 0 to {most}")
+        numbers = ordinals << INDEX_BITS | indexes
+        encoded = topics.dictionary_encode()
+        of_rows = encoded.indices.to_numpy()
+        for place, topic in enumerate(encoded.dictionary.to_pylist()):
+            of_topic = of_rows == place
+            for incarnation in np.unique(incarnations[of_topic]).tolist():
+                self._add((topic, incarnation), numbers[of_topic & (incarnations == incarnation)])
+
+    def _add(self, source: Source, numbers: Int64s) -> None:
+        new = self._new.setdefault(source, [])
+        new.append(merged(source, [np.column_stack([numbers, numbers])]))
+        # Merged when they are as many as before, each run is merged a few times only.
+        if sum(map(len, new)) >= len(self._runs.get(source, _NONE)):
+            self._merge(source)
+
+    def _merge(self, source: Source) -> None:
+        self._runs[source] = merged(source, [self._runs.get(source, _NONE), *self._new.pop(source, [])])
+
+    def packed(self) -> dict[Source, bytes]:
+        """All of them, for `check_apart`. Raises AMBIGUOUS_IDENTITY."""
+        for source in list(self._new):
+            self._merge(source)
+        return {
+            source: zlib.compress(np.diff(runs.ravel(), prepend=0).tobytes(), 1) for source, runs in self._runs.items()
+        }
+
+
+def check_apart(of_tasks: Iterable[dict[Source, bytes]]) -> None:
+    """Raises AMBIGUOUS_IDENTITY if two tasks have seen the same identity."""
+    packed: dict[Source, list[bytes]] = {}
+    for one in of_tasks:
+        for source, runs in one.items():
+            packed.setdefault(source, []).append(runs)
+    for source, several in packed.items():
+        if len(several) > 1:
+            merged(source, [np.frombuffer(zlib.decompress(one), np.int64).cumsum().reshape(-1, 2) for one in several])
+
+
+def merged(source: Source, several: list[Int64s]) -> Int64s:
+    """Runs, each with its first and last number, as few and rising. Raises AMBIGUOUS_IDENTITY if two overlap."""
+    runs = np.concatenate(several)
+    if len(runs) < 2:
+        return runs
+    runs = runs[np.argsort(runs[:, 0], kind="stable")]
+    firsts, lasts = runs[1:, 0], runs[:-1, 1]
+    if len(twice := np.flatnonzero(firsts <= lasts)):
+        raise _ambiguous(source, int(firsts[twice[0]]))
+    ends = np.flatnonzero(firsts != lasts + 1)
+    return np.column_stack([runs[np.append(0, ends + 1), 0], runs[np.append(ends, len(runs) - 1), 1]])
+
+
+def _ambiguous(source: Source, number: int) -> SeqdedupeError:
+    topic, _ = source
+    index, ordinal = number & MAX_INDEX, number >> INDEX_BITS
+    return error(
+        "AMBIGUOUS_IDENTITY",
+        f"several rows come from the message with index {index} of {topic}, with ordinal {ordinal}",
+        topic=topic,
+        index=index,
+    )
+
+
+# -- What the columns of the rows mean that a sink is given, checked before anything is written.
+
+ID = "deduplicationId"
+ORDINAL = "__ordinal"
+SOURCE = ("__topic", "__incarnation", "__index")
+"""The columns of the source that say which message of which topic a row comes from."""
+
+_BYTES = (BinaryType, StringType)
+
+_TYPES: dict[str, tuple[type[DataType], ...]] = {
+    "value": _BYTES,
+    "__key": _BYTES,
+    "__eventTime": (TimestampType,),
+    "__messageProperties": (MapType,),
+    "__topic": (StringType,),
+    ID: _BYTES,
+    "__incarnation": (LongType,),
+    "__index": (LongType,),
+    ORDINAL: (ByteType, ShortType, IntegerType, LongType),
+}
+"""The columns that mean something, and what they may be. With and without `__` they are the same. All others of the
+source are passed over."""
+
+_MEANING = {alias: name for name in _TYPES for alias in (name, name.removeprefix("__"))} | {f"__{ID}": ID}
+
+_OF_SOURCE = frozenset(name for plain in (False, True) for name in columns_of(True, plain).names)
+
+_SEQUENCE = ("__producerName", "__sequenceId", "producerName", "sequenceId")
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """Where the parts of a message stand. What it does not say, the names of the columns do."""
+
+    topic: str | None
+    """That of all rows; None: the column `__topic` says it."""
+    columns: Mapping[str, str]
+    """What the columns are called in the rows, by what they mean: the names of `_TYPES`."""
+    other_id: str | None
+    """`__deduplicationId`, if there are two columns of IDs. Both may say the same, or this one nothing."""
+
+    @property
+    def has_source(self) -> bool:
+        """Whether a row without an ID is known by the message it comes from."""
+        return self.topic is not None and self.columns.keys() >= set(SOURCE)
+
+
+def layout_of(schema: StructType, topic: str | None) -> RowLayout:
+    """The layout of rows with this schema for a topic, or for those that they name.
+
+    Raises ConfigurationError (INVALID_OPTION) that names the column that is missing, unknown or of another type.
+    """
+    names = schema.fieldNames()
+    columns: dict[str, str] = {}
+    other_id = None
+    for name in names:
+        if names.count(name) > 1:
+            raise _wrong(f"there are several columns {name}")
+        if name not in _MEANING:
+            if name not in _OF_SOURCE:
+                near = difflib.get_close_matches(name, _TYPES, 1)
+                advice = f"did you mean {near[0]}?" if near else f"there are {', '.join(_TYPES)}"
+                raise _wrong(
+                    f"the sink has no column {name}: {advice}", hint="Select the columns that are to be written."
+                )
+            continue
+        meaning = _MEANING[name]
+        _check_type(name, meaning, schema[name].dataType)
+        if meaning == ID and meaning in columns:
+            columns[meaning], other_id = ID, f"__{ID}"
+        elif meaning in columns:
+            raise _wrong(f"the columns {columns[meaning]} and {name} mean the same: drop one of them")
+        else:
+            columns[meaning] = name
+    if "value" not in columns:
+        raise _wrong("the rows have no column value")
+    if topic is None and "__topic" not in columns:
+        raise _wrong("which topic? Give the option topic, or the rows a column __topic")
+    layout = RowLayout(topic, columns, other_id)
+    _check_identity(layout, names)
+    return layout
+
+
+def _check_identity(layout: RowLayout, names: list[str]) -> None:
+    columns = layout.columns
+    if layout.has_source:
+        return
+    if ID in columns:
+        if ORDINAL in columns:
+            raise _wrong(f"{ORDINAL} tells rows of one message of a source apart: {columns[ID]} does that alone")
+        return
+    missing = [name for name in SOURCE if name not in columns]
+    if missing and (found := next((name for name in _SEQUENCE if name in names), None)):
+        raise _by_sequence(found)
+    what = f"the rows have no identity: neither {ID}, nor " + ", ".join(SOURCE[:-1]) + f" and {SOURCE[-1]} of a source"
+    if not missing:
+        what = f"the rows have no {ID}: without the option topic, __topic is where they go, not where they come from"
+    raise _wrong(what, hint="Only what names a row, whoever computes it again, keeps it from being written twice.")
+
+
+def _check_type(name: str, meaning: str, kind: DataType) -> None:
+    wanted = _TYPES[meaning]
+    fits = isinstance(kind, wanted)
+    if isinstance(kind, MapType):
+        fits = isinstance(kind.keyType, StringType) and isinstance(kind.valueType, StringType)
+    if not fits:
+        shown = "map<string,string>" if MapType in wanted else " or ".join(one.typeName() for one in wanted)
+        shown = shown.replace("long", "bigint")
+        raise _wrong(f"column {name} is {kind.simpleString()}, it should be {shown}")
+
+
+def _by_sequence(name: str) -> SeqdedupeError:
+    return _wrong(
+        f"column {name}: the sink writes by deduplication ID",
+        hint="Tasks deal rows out anew when they are tried again, which sequence IDs do not survive: "
+        "seqdedupe_spark.publish.publish(df) sorts them by producer, and publishes each producer's in one session.",
+    )
+
+
+def _wrong(what: str, hint: str = "docs/spark-sink.md lists the columns and their types.") -> SeqdedupeError:
+    return error("INVALID_OPTION", what, hint=hint)
+
+
+FRAME_ROWS = 4096
+FRAME_BYTES = 1024 * 1024
+"""What a frame has at most, unless it is a single row."""
+
+_PARTS = ("value", "__key", "__eventTime", "__messageProperties")
+_ID_COLUMN = "id"
+
+
+class SinkFrame(NamedTuple):
+    """What `Publisher.send_batch` takes."""
+
+    payloads: Binary
+    deduplication_ids: Binary
+    keys: Binary | None
+    event_times_ms: Int64s | None
+    properties: PropertyColumns | None
+    size_bytes: int
+
+    def __len__(self) -> int:
+        return len(self.payloads.offsets) - 1
+
+
+def joined(batches: Iterable[pa.RecordBatch], is_idle: Callable[[], bool]) -> Iterator[pa.RecordBatch]:
+    """The same rows in batches of about a frame: as many are joined as fit, unless nothing is under way."""
+    held: list[pa.RecordBatch] = []
+    rows = size_bytes = 0
+    for batch in batches:
+        if held and (rows + len(batch) > FRAME_ROWS or size_bytes + batch.nbytes > FRAME_BYTES):
+            yield pa.concat_batches(held)
+            held, rows, size_bytes = [], 0, 0
+        held.append(batch)
+        rows, size_bytes = rows + len(batch), size_bytes + batch.nbytes
+        if is_idle():
+            yield pa.concat_batches(held)
+            held, rows, size_bytes = [], 0, 0
+    if held:
+        yield pa.concat_batches(held)
+
+
+def frames_of(batch: pa.RecordBatch, layout: RowLayout, seen: SeenIdentities) -> Iterator[tuple[str, SinkFrame]]:
+    """The rows in frames, with the topic that each is for.
+
+    Raises InvalidRequestError before the first one: INVALID_DEDUPLICATION_ID, INVALID_REQUEST for what no message can
+    have, INVALID_TOPIC_NAME, MESSAGE_TOO_LARGE, AMBIGUOUS_IDENTITY.
+    """
+    if not len(batch):
+        return
+    ids = _ids(batch, layout, seen)
+    columns = {meaning: batch.column(name) for meaning, name in layout.columns.items()}
+    _check_sizes(columns["value"], ids)
+    kept = [name for name in _PARTS if name in columns]
+    rows = pa.RecordBatch.from_arrays([ids, *(columns[name] for name in kept)], [_ID_COLUMN, *kept])
+    for topic, part in [(layout.topic, rows)] if layout.topic is not None else _by_topic(columns["__topic"], rows):
+        for piece in pieces(part):
+            yield topic, frame_of(piece)
+
+
+def _by_topic(topics: pa.Array, rows: pa.RecordBatch) -> list[tuple[str, pa.RecordBatch]]:
+    _check_there("__topic", topics)
+    encoded = topics.dictionary_encode()
+    names = [topic_name(name) for name in encoded.dictionary.to_pylist()]
+    return [(name, rows.filter(pc.equal(encoded.indices, place))) for place, name in enumerate(names)]
+
+
+def _ids(batch: pa.RecordBatch, layout: RowLayout, seen: SeenIdentities) -> pa.Array:
+    """The identity of each row: its own ID, or of a source topic without IDs the message that it comes from."""
+    if ID not in layout.columns:
+        return _source_ids(batch, layout, seen)
+    ids = _own_ids(batch, layout)
+    if not layout.has_source:
+        _check_there(layout.columns[ID], ids)
+    if ids.null_count == len(ids):
+        return _source_ids(batch, layout, seen)
+    if ORDINAL in layout.columns:
+        raise error(
+            "INVALID_REQUEST",
+            f"rows have both {layout.columns[ID]} and {layout.columns[ORDINAL]}: an ID names a row alone, so all but "
+            "the first row of a message would be lost",
+            hint=f"Drop {layout.columns[ID]}, so that the message and the ordinal name the row. Or drop the ordinal, "
+            "and make the ID of both.",
+        )
+    if not ids.null_count:
+        return ids
+    _check_whole_topics(batch.column(layout.columns[SOURCE[0]]), ids)
+    derived = _source_ids(batch.filter(ids.is_null()), layout, seen)
+    return pc.replace_with_mask(ids, ids.is_null(), derived)
+
+
+def _own_ids(batch: pa.RecordBatch, layout: RowLayout) -> pa.Array:
+    """The rows' own IDs; null where they have none."""
+    name, other = layout.columns[ID], layout.other_id
+    ids = batch.column(name).cast(pa.binary())
+    if other is not None:
+        others = batch.column(other).cast(pa.binary())
+        differ = pc.sum(pc.and_(others.is_valid(), pc.fill_null(pc.not_equal(ids, others), True))).as_py()
+        if differ:
+            raise error(
+                "INVALID_REQUEST",
+                f"the columns {name} and {other} say different IDs in {differ:,} of {len(ids):,} rows",
+                hint=f"Drop {other}, if {name} is the rows' identity.",
+            )
+    sizes = pc.fill_null(pc.binary_length(ids), 1).to_numpy()
+    if len(bad := np.flatnonzero((sizes < 1) | (sizes > MAX_DEDUPLICATION_ID_BYTES))):
+        what = (
+            f"{name} cannot be an ID in {len(bad):,} of {len(ids):,} rows, the first of which has {sizes[bad[0]]} bytes"
+        )
+        raise error("INVALID_DEDUPLICATION_ID", f"{what}: it should have 1 to {MAX_DEDUPLICATION_ID_BYTES}")
+    return ids
+
+
+def _check_whole_topics(topics: pa.Array, ids: pa.Array) -> None:
+    """Raises INVALID_DEDUPLICATION_ID if only some rows of a topic have IDs."""
+    for topic in pc.unique(topics.filter(ids.is_valid())).to_pylist():
+        missing = pc.sum(pc.and_(pc.fill_null(pc.equal(topics, topic), False), ids.is_null())).as_py()
+        if missing:
+            what = f"{ID} is null in {missing:,} rows of {topic}, and not in others of that topic"
+            raise error("INVALID_DEDUPLICATION_ID", what)
+
+
+def _source_ids(batch: pa.RecordBatch, layout: RowLayout, seen: SeenIdentities) -> pa.Array:
+    names = [layout.columns[name] for name in SOURCE]
+    topics, incarnations, indexes = (batch.column(name) for name in names)
+    ordinal = layout.columns.get(ORDINAL, ORDINAL)
+    ordinals = batch.column(ordinal) if ORDINAL in layout.columns else pa.repeat(pa.scalar(0, pa.int64()), len(batch))
+    for name, column in zip((*names, ordinal), (topics, incarnations, indexes, ordinals), strict=True):
+        _check_there(name, column)
+    ordinals = ordinals.cast(pa.int64())
+    seen.add(topics, *(column.to_numpy() for column in (incarnations, indexes, ordinals)))
+    return ids_of(topics, incarnations, indexes, ordinals)
+
+
+def _check_there(name: str, column: pa.Array) -> None:
+    if column.null_count:
+        reason = "INVALID_DEDUPLICATION_ID" if name.endswith(ID) else "INVALID_REQUEST"
+        what = f"{name} is null in {column.null_count:,} of {len(column):,} rows, which have no identity without it"
+        raise error(reason, what if name != "__topic" else f"{name} is null in {column.null_count:,} rows")
+
+
+def _check_sizes(values: pa.Array, ids: pa.Array) -> None:
+    sizes = pc.fill_null(pc.binary_length(values), 0).to_numpy()
+    largest = int(sizes.argmax())
+    if sizes[largest] > MAX_PAYLOAD_BYTES:
+        what = f"the value of the row with the ID {ids[largest].as_py()!r} has {sizes[largest]} bytes"
+        raise error("MESSAGE_TOO_LARGE", f"{what}: at most {MAX_PAYLOAD_BYTES} are taken")
+
+
+def pieces(rows: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
+    """The rows, cut so that each piece fits into a frame."""
+    count = len(rows)
+    if count > FRAME_ROWS:
+        for first in range(0, count, FRAME_ROWS):
+            yield from pieces(rows.slice(first, FRAME_ROWS))
+    elif count > 1 and rows.nbytes > FRAME_BYTES:
+        yield from pieces(rows.slice(0, count // 2))
+        yield from pieces(rows.slice(count // 2))
+    else:
+        yield rows
+
+
+def frame_of(rows: pa.RecordBatch) -> SinkFrame:
+    """Of a piece, whose columns are named as the sink takes them, with the IDs in `id` where there are any."""
+    there = rows.schema.names
+    return SinkFrame(
+        _binary(rows.column("value")),
+        _binary(rows.column(_ID_COLUMN)) if _ID_COLUMN in there else Binary(),
+        _binary(rows.column("__key")) if "__key" in there else None,
+        _milliseconds(rows.column("__eventTime")) if "__eventTime" in there else None,
+        _properties(rows.column("__messageProperties")) if "__messageProperties" in there else None,
+        rows.nbytes,
+    )
+
+
+def _binary(column: pa.Array) -> Binary:
+    column = column.cast(pa.binary())
+    validity = b""
+    if column.null_count:
+        validity = np.packbits(column.is_valid().to_numpy(zero_copy_only=False), bitorder="little").tobytes()
+        column = pc.fill_null(column, b"")
+    _, offsets, data = column.buffers()
+    bounds = np.frombuffer(offsets, np.int32, len(column) + 1, 4 * column.offset)
+    first, end = int(bounds[0]), int(bounds[-1])
+    return Binary(bounds - np.int32(first), bytes(memoryview(data)[first:end]) if data else b"", validity)
+
+
+def _milliseconds(column: pa.Array) -> Int64s:
+    times = pc.fill_null(column.cast(pa.timestamp("us", "UTC")).cast(pa.int64()), 0)
+    return times.to_numpy() // np.int64(1000)  # type: ignore[no-any-return]
+
+
+def _properties(column: pa.MapArray) -> PropertyColumns | None:
+    if column.null_count:
+        # Null is none, and what stands in the place of a null is not to be looked at.
+        column = pa.array([one or [] for one in column.to_pylist()], column.type)
+    offsets = column.offsets.to_numpy()
+    first, end = int(offsets[0]), int(offsets[-1])
+    if first == end:
+        return None
+    names, values = (child.slice(first, end - first) for child in (column.keys, column.items))
+    if values.null_count:
+        raise error("INVALID_REQUEST", "__messageProperties: a property is null, it should be text")
+    return PropertyColumns((offsets - first).astype(np.int32), _binary(names), _binary(values))

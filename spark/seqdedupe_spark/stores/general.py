@@ -1,0 +1,387 @@
+"""MariaDB, MySQL, and any other database with transactions that SQLAlchemy speaks: the general store, a slow one."""
+
+import datetime
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pyarrow as pa
+import sqlalchemy as sa
+from sqlalchemy.dialects import mysql
+from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, NoSuchModuleError, SQLAlchemyError
+from sqlalchemy.sql import quoted_name
+from sqlalchemy.types import TypeEngine
+
+from seqdedupe.databases import tables
+from seqdedupe.databases.failures import Fault, ended, fault_of, lost_connection, told
+from seqdedupe.databases.tables import MARIADB, bytes_type, name_type, text_type
+from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe_spark.stores.contract import Advance, Binding, Take, Watermarks
+from seqdedupe_spark.stores.kinds import Column, Kind, converted, kind_of
+from seqdedupe_spark.stores.sql import (
+    OWN_TABLES,
+    POSITIONS,
+    WATERMARKS,
+    SqlStore,
+    Values,
+    json_texts,
+    quoted,
+    split_name,
+)
+
+# -- Arrow's types and values, as databases behind SQLAlchemy have them.
+
+_UINT64_DIGITS = 20
+_MICROSECONDS = 6
+
+
+def declared(field: pa.Field) -> TypeEngine[Any]:
+    """The type of a column that is made for the values of this one."""
+    match kind_of(field):
+        case Kind.BOOLEAN:
+            return sa.Boolean()
+        case Kind.INTEGER:
+            return sa.Numeric(_UINT64_DIGITS, 0) if field.type == pa.uint64() else sa.BigInteger()
+        case Kind.FLOAT:
+            return sa.Double()
+        case Kind.DECIMAL:
+            return sa.Numeric(field.type.precision, field.type.scale)
+        case Kind.BINARY:
+            return bytes_type()
+        case Kind.TIMESTAMP | Kind.LOCAL_TIMESTAMP as kind:
+            exact = mysql.DATETIME(fsp=_MICROSECONDS)
+            return sa.DateTime(timezone=kind is Kind.TIMESTAMP).with_variant(exact, *MARIADB)
+        case Kind.DATE:
+            return sa.Date()
+        case _:
+            return text_type()
+
+
+def fits(field: pa.Field, there: TypeEngine[Any], is_mysql: bool) -> bool:
+    """Whether a column of this type takes the values. A precision of its own rounds, as the database does."""
+    try:
+        python = there.python_type
+    except NotImplementedError:
+        return False
+    match kind_of(field):
+        case Kind.BOOLEAN:
+            return python in (bool, int)
+        case Kind.INTEGER:
+            return python is int or (isinstance(there, sa.Numeric) and not isinstance(there, sa.Float))
+        case Kind.FLOAT:
+            wide = pa.types.is_float64(field.type)
+            return isinstance(there, sa.Double) or (not wide and isinstance(there, sa.Float))
+        case Kind.DECIMAL:
+            # SQLAlchemy gives what MariaDB has in a DOUBLE as decimals, too.
+            return isinstance(there, sa.Numeric) and not isinstance(there, sa.Float)
+        case Kind.TEXT:
+            return python is str
+        case Kind.BINARY:
+            return python is bytes
+        case Kind.TIMESTAMP | Kind.LOCAL_TIMESTAMP as kind:
+            return python is datetime.datetime and (
+                is_mysql or getattr(there, "timezone", False) is (kind is Kind.TIMESTAMP)
+            )
+        case Kind.DATE:
+            return python is datetime.date
+        case Kind.JSON:
+            return python is str or isinstance(there, sa.JSON)
+    return True
+
+
+def _values(kind: Kind, array: pa.Array) -> list[object]:
+    """The values for the driver. Raises one of `BAD_VALUES` for what Python, or JSON, does not have."""
+    if kind is Kind.JSON:
+        return list(json_texts(array))
+    if kind is Kind.TIMESTAMP:
+        # MariaDB's drivers leave the zone out, whichever it is.
+        array = array.cast(pa.timestamp("us", "UTC"))
+    elif kind is Kind.LOCAL_TIMESTAMP:
+        array = array.cast(pa.timestamp("us"))
+    return list(array.to_pylist())
+
+
+MAX_NAME_CHARACTERS = 255
+"""Of a job: MariaDB's indexes take no more."""
+
+LOCK_TIMEOUT_SECONDS = 30
+"""How long to wait for another transaction, where the database can be told (MariaDB and MySQL)."""
+
+IDLE_TIMEOUT_SECONDS = 60
+"""How long a transaction may stand still, where the database can be told (MariaDB)."""
+
+_MYSQL_SESSION = (
+    # Else a value that does not fit is cut, or becomes 0, with a warning.
+    "SET SESSION sql_mode = 'TRADITIONAL,NO_AUTO_VALUE_ON_ZERO', time_zone = '+00:00', "
+    f"innodb_lock_wait_timeout = {LOCK_TIMEOUT_SECONDS}"
+    # In MariaDB alone: who changes a table waits no longer for a transaction whose process has stopped.
+    f"/*M!100300 , idle_transaction_timeout = {IDLE_TIMEOUT_SECONDS} */"
+)
+
+_MYSQL_TRANSACTIONS = sa.text(
+    "SELECT COALESCE(e.transactions, 'NO'), COALESCE(e.xa, 'NO') FROM information_schema.tables t "
+    "LEFT JOIN information_schema.engines e ON t.engine = e.engine "
+    "WHERE t.table_schema = COALESCE(:schema, DATABASE()) AND t.table_name = :name"
+)
+"""Whether a table's engine has transactions, and commits them together with those of other engines."""
+
+_CREATE_ATTEMPTS = 5
+"""Of those who make the same table at once one does, and the others find it there when they look again."""
+
+_NAMES_A_STATEMENT = 1000
+
+_OWN_TYPES: dict[str, TypeEngine[Any]] = {
+    "name": name_type(),
+    "position": sa.String(255),
+    "bigint": sa.BigInteger(),
+    "integer": sa.Integer(),
+    "boolean": sa.Boolean(),
+}
+
+METADATA = sa.MetaData()
+for _name, (_key, _kinds) in OWN_TABLES.items():
+    _columns = [
+        sa.Column(one, _OWN_TYPES[kind], primary_key=place < _key, nullable=False)
+        for place, (one, kind) in enumerate(_kinds.items())
+    ]
+    tables.table(_name, METADATA, *_columns)
+_WATERMARKS = METADATA.tables[WATERMARKS]
+
+_PARAMETERS: dict[str, TypeEngine[Any]] = {
+    **dict.fromkeys(("job", "topic", "table"), name_type()),
+    "drops": sa.Boolean(),
+}
+"""The types of parameters in statements, where a value of Python's does not say it."""
+
+
+class GeneralStore(SqlStore[sa.Connection]):
+    """Rows and positions in one database, by an SQLAlchemy URL with the driver's name (`mysql+pymysql://…`).
+
+    The database has to have transactions, and to say how many rows an UPDATE has found: of MariaDB and MySQL every
+    table is looked at, of others it is believed. `write` holds all rows of a transaction in memory, and inserts them as
+    the driver does many. Times with a zone are stored in UTC, maps, lists and structs as JSON. Raises INVALID_OPTION if
+    the URL cannot be used, which never quotes a password.
+    """
+
+    raises = (SQLAlchemyError,)
+
+    def __init__(self, url: str) -> None:
+        try:
+            parsed = sa.make_url(url)
+            self._engine = sa.create_engine(parsed, poolclass=sa.NullPool, isolation_level="READ COMMITTED")
+        except (ArgumentError, NoSuchModuleError, ImportError, ValueError):
+            what = "the store's URL is none of SQLAlchemy's, or its driver is not installed"
+            raise error(
+                "INVALID_OPTION", what, hint="mysql+pymysql://user@host/database, and pip install pymysql"
+            ) from None
+        dialect = self._engine.dialect
+        if dialect.name == "sqlite" or not dialect.supports_sane_rowcount:
+            what = f"store: {dialect.name} does not say what a statement has changed, or is no server"
+            raise error("UNSUPPORTED_STORE", what)
+        self._is_mysql = dialect.name in tables.MARIADB
+        self._is_postgres = dialect.name == "postgresql"
+        shown = parsed.render_as_string(hide_password=True)
+        super().__init__(f"the database {shown}", shown)
+        if self._is_mysql:
+            sa.event.listen(self._engine, "connect", _begin_session)
+
+    def close(self) -> None:
+        self._engine.dispose()
+
+    def bind(self, job: str, binding: Binding) -> Binding:
+        if len(job) > MAX_NAME_CHARACTERS:
+            raise error("INVALID_OPTION", f"job: the name has more than {MAX_NAME_CHARACTERS} characters")
+        return super().bind(job, binding)
+
+    @contextmanager
+    def _transaction(self) -> Iterator[sa.Connection]:
+        with self._errors(), self._engine.begin() as connection:
+            yield connection
+
+    _reading = _transaction
+
+    @contextmanager
+    def _making(self, table: str | None = None, schema: pa.Schema | None = None) -> Iterator[sa.Connection]:
+        with self._errors():
+            tables.make_tables(self._engine, METADATA)
+            if table is not None:
+                self._create(table, schema or pa.schema([]))
+        with self._transaction() as connection:
+            self._check_kept(connection, OWN_TABLES)
+            yield connection
+
+    def _create(self, table: str, schema: pa.Schema) -> None:
+        of_schema, name = _split(table)
+        columns = (sa.Column(quoted_name(field.name, True), declared(field)) for field in schema)
+        output = tables.table(quoted_name(name, True), sa.MetaData(schema=of_schema), *columns)
+        for attempt in range(1, _CREATE_ATTEMPTS + 1):
+            try:
+                output.create(self._engine, checkfirst=True)
+                return
+            except DBAPIError:
+                if attempt == _CREATE_ATTEMPTS:
+                    raise
+
+    def _execute(self, connection: sa.Connection, statement: str, values: Values) -> Any:
+        typed = (sa.bindparam(name, type_=kind) for name, kind in _PARAMETERS.items() if name in values)
+        return connection.execute(sa.text(statement).bindparams(*typed), values)
+
+    def _rows(self, connection: sa.Connection, statement: str, **values: object) -> list[Any]:
+        # Names are bytes in MariaDB.
+        rows = super()._rows(connection, statement, **values)
+        return [tuple(cell.decode() if isinstance(cell, bytes) else cell for cell in row) for row in rows]
+
+    def _add(self, connection: sa.Connection, statement: str, values: Mapping[str, object]) -> bool:
+        try:
+            with connection.begin_nested():
+                self._execute(connection, statement, values)
+        except IntegrityError:
+            return False
+        return True
+
+    def _check_kept(self, connection: sa.Connection, names: Iterable[str]) -> None:
+        """Raises INVALID_OUTPUT if rows and positions would not be committed, and be there after a crash, together."""
+        for name in names if self._is_mysql else ():
+            schema, last = _split(name)
+            row = connection.execute(_MYSQL_TRANSACTIONS, {"schema": schema, "name": last}).one_or_none()
+            if row is not None and row != ("YES", "YES"):
+                what = "no transactions" if row[0] != "YES" else "transactions that are not one with those of others"
+                hint = f"ALTER TABLE {name} ENGINE = InnoDB"
+                raise error("INVALID_OUTPUT", f"the table {name} has {what}", hint=hint)
+        if self._is_postgres:
+            quoted_names = [quoted(*split_name(name)) for name in names]
+            asked = sa.text(tables.POSTGRESQL_UNSAFE_TABLES.format(names=":names"))
+            tables.check_outlives_a_crash(connection.execute(asked, {"names": quoted_names}).first())
+
+    def _check_fits(self, connection: sa.Connection, table: str, schemas: Iterable[pa.Schema]) -> None:
+        # Its columns stay as they are until the end of the transaction, where reading a table locks what it is.
+        connection.execute(sa.select(sa.literal(1)).select_from(_named(table)).limit(0))
+        super()._check_fits(connection, table, schemas)
+
+    def _columns_of(self, connection: sa.Connection, table: str) -> dict[str, Column]:
+        schema, name = _split(table)
+        found = sa.inspect(connection).get_columns(name, schema)
+        return {one["name"]: Column(one["type"], _is_required(one)) for one in found}
+
+    def _fits(self, field: pa.Field, there: Any) -> bool:
+        return fits(field, there, self._is_mysql)
+
+    def has_table(self, table: str) -> bool:
+        schema, name = _split(table)
+        with self._reading() as connection:
+            return sa.inspect(connection).has_table(name, schema)
+
+    def _look_first(
+        self, connection: sa.Connection, job: str, tables: Sequence[str], advances: Sequence[Advance]
+    ) -> None:
+        for name in (*tables, POSITIONS, WATERMARKS):
+            connection.execute(sa.select(sa.literal(1)).select_from(_named(name)).limit(0))
+        if self._is_mysql:
+            self._check_kept(connection, [*tables, POSITIONS, WATERMARKS])
+
+    def _look_last(self, connection: sa.Connection) -> None:
+        if self._is_postgres:
+            tables.check_outlives_a_crash(connection.exec_driver_sql(tables.POSTGRESQL_UNSAFE_WRITES).first())
+
+    def _insert(self, connection: sa.Connection, table: str, batch: pa.RecordBatch) -> None:
+        statement, rows = _insertion(table, batch)
+
+        def take(some: Sequence[dict[str, Any]]) -> DBAPIError | None:
+            """Why the database does not take these, after which none of them is there."""
+            try:
+                with connection.begin_nested():
+                    connection.execute(statement, some)
+            except DBAPIError as e:
+                if fault_of(e) is not Fault.MESSAGE:
+                    raise
+                return e
+            return None
+
+        failure = take(rows)
+        if failure is not None:
+            row = _first_refused(rows, take)
+            if take(rows[row : row + 1]) is None:
+                raise error("OUTPUT_UNAVAILABLE", f"the database takes what it has just refused: {told(failure)}")
+            raise error("INVALID_OUTPUT", f"the database refuses: {told(failure)}", row=row) from failure
+
+    def _raise(self, connection: sa.Connection, job: str, topic: str, watermarks: Watermarks) -> None:
+        names, mine = list(watermarks), _WATERMARKS.c
+        for first in range(0, len(names), _NAMES_A_STATEMENT):
+            some = names[first : first + _NAMES_A_STATEMENT]
+            of_some = (mine.job == job) & (mine.topic == topic) & mine.producer_name.in_(some)
+            connection.execute(sa.delete(_WATERMARKS).where(of_some))
+            rows = [{"job": job, "topic": topic, "producer_name": one, "sequence_id": watermarks[one]} for one in some]
+            connection.execute(sa.insert(_WATERMARKS), rows)
+
+    @contextmanager
+    def trial(self, table: str) -> Iterator[Take]:
+        with self._errors(), self._engine.connect() as connection:
+
+            def take(rows: pa.RecordBatch) -> SeqdedupeError | None:
+                try:
+                    with connection.begin_nested():
+                        connection.execute(*_insertion(table, rows))
+                        if self._is_postgres:
+                            connection.execute(sa.text("SET CONSTRAINTS ALL IMMEDIATE"))
+                except DBAPIError as e:
+                    if fault_of(e) is not Fault.MESSAGE and not ended(e):
+                        raise
+                    if lost_connection(e):
+                        # The next rows are put into a new transaction, on another connection.
+                        connection.invalidate()
+                        connection.rollback()
+                    failure = self._error(e)
+                    failure.__cause__ = e
+                    return failure
+                return None
+
+            yield take
+
+
+def _begin_session(connection: Any, _record: object) -> None:
+    with connection.cursor() as cursor:
+        cursor.execute(_MYSQL_SESSION)
+
+
+def _split(name: str) -> tuple[str | None, str]:
+    *schema, last = split_name(name)
+    return (schema[0] if schema else None), last
+
+
+def _named(name: str, columns: Sequence[str] = ()) -> sa.TableClause:
+    """A table of this name, with these columns of it."""
+    schema, last = _split(name)
+    return sa.table(quoted_name(last, True), *(sa.column(quoted_name(one, True)) for one in columns), schema=schema)
+
+
+def _is_required(found: Any) -> bool:
+    has_default = found.get("default") is not None or found.get("autoincrement") is True or "computed" in found
+    return not found["nullable"] and not has_default and "identity" not in found
+
+
+def _insertion(table: str, batch: pa.RecordBatch) -> tuple[sa.Insert, list[dict[str, Any]]]:
+    """The statement, and its parameters for each row."""
+    names = batch.schema.names
+    into = _named(table, names)
+    # Parameters by number: a column's name may be anything.
+    statement = sa.insert(into).values({into.c[one]: sa.bindparam(f"p{n}") for n, one in enumerate(names)})
+    keys = [f"p{n}" for n in range(len(names))]
+    columns = [
+        converted(field.name, partial(_values, kind_of(field)), array)
+        for field, array in zip(batch.schema, batch.columns, strict=True)
+    ]
+    return statement, [dict(zip(keys, row, strict=True)) for row in zip(*columns, strict=True)]
+
+
+def _first_refused(rows: Sequence[dict[str, Any]], take: Callable[[Sequence[dict[str, Any]]], object]) -> int:
+    """The first row that is not taken, of rows of which one is not. Those before it are taken: it may be one of them
+    that it cannot stand beside."""
+    first, count = 0, len(rows)
+    while count > 1:
+        half = count // 2
+        if take(rows[first : first + half]) is None:
+            first, count = first + half, count - half
+        else:
+            count = half
+    return first
