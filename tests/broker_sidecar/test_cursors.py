@@ -4,6 +4,7 @@ Twenty seconds, three sidecars."""
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -134,7 +135,7 @@ class Log:
 
 class Topic:
     incarnation = 7
-    snapshot_index = 95
+    keeper = SimpleNamespace(snapshot_index=95)
 
     def __init__(self, *cursors: tuple[Position, int]) -> None:
         self.log = Log()

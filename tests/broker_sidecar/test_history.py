@@ -13,7 +13,11 @@ from seqdedupe.topic.base import Counters
 def _past_of(**counters: Counters) -> tuple[RecentActivity, dict[str, Any]]:
     """Of topics with these counters, and the topics, by name."""
     live = {name: SimpleNamespace(counters=one) for name, one in counters.items()}
-    topics: Any = SimpleNamespace(live=live)
+
+    def open_topics() -> list[Any]:
+        return [SimpleNamespace(name=name, counters=one.counters) for name, one in live.items()]
+
+    topics: Any = SimpleNamespace(registry=SimpleNamespace(open_topics=open_topics))
     past = RecentActivity(topics)
     past.look()
     return past, live

@@ -165,7 +165,9 @@ class History:
         if pieces:
             chunks = [(p.first_index, len(p.sizes), len(p.ids), p.first_time_ms, p.last_time_ms) for p in pieces]
             first, end, none = pieces[0].first_index, pieces[-1].end_index, np.zeros(0, np.int64)
-            run = self.core.runs.IdRun(self.window.older.next_number, first, end, none, none, np.array(chunks, np.int64))
+            run = self.core.runs.IdRun(
+                self.window.older.next_number, first, end, none, none, np.array(chunks, np.int64)
+            )
             self.window.older.offer(run)
             self.window.named(self.window.older.to_name(self.window.first_index))
 
