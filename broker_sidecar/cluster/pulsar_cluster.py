@@ -13,13 +13,14 @@ from broker_sidecar.cluster.peers import Neighbours, listed
 from broker_sidecar.config import Config, PulsarConfig
 from seqdedupe.address import SidecarAddress
 from seqdedupe.errors import error
+from seqdedupe.log.pulsar import topic_owner
 from seqdedupe.log.pulsar.admin_url import AdminUrl, PulsarAdmin
 from seqdedupe.log.pulsar.entries import EntryFormat
 from seqdedupe.log.pulsar.entry_limit import Brokers
 from seqdedupe.log.pulsar.log import Shared
 from seqdedupe.log.pulsar.logs import PulsarLogs
 from seqdedupe.log.pulsar.pulsar_client import OAuth2, PulsarClient, Token, client_logger, from_file, never_raises
-from seqdedupe.log.pulsar.topic_owner import owner_of
+from seqdedupe.log.pulsar.topic_owner import SeenOwner, owner_of
 from seqdedupe.store.db import Store
 from seqdedupe.store.directories import StoreInstance
 
@@ -76,6 +77,14 @@ class LogCluster:
         address = await owner_of(topic, self.shared.admin)
         # A producer of its own that was lost may still be listed.
         return "" if address == self.shared.address else address
+
+    async def sidecars(self) -> list[SeenOwner]:
+        """See `topic_owner.sidecars`."""
+        return await topic_owner.sidecars(self.shared.admin, self.namespaces)
+
+    async def forget(self, name: str) -> list[str]:
+        """See `topic_owner.forget`."""
+        return await topic_owner.forget(self.shared.admin, self.namespaces, name, self.neighbours.instance_name)
 
     def _connect(self) -> pulsar.asyncio.Client:
         asked, token = self._asked, self._token

@@ -15,8 +15,6 @@ from broker_sidecar.data import Data
 from broker_sidecar.rpc import unary
 from seqdedupe.address import SidecarAddress
 from seqdedupe.errors import SeqdedupeError, error
-from seqdedupe.log.pulsar import topic_owner
-from seqdedupe.log.pulsar.topic_owner import owner_of
 from seqdedupe.names import to_text
 from seqdedupe.topic.lookup import find
 from seqdedupe.topic.tasks import shielded
@@ -25,7 +23,6 @@ from seqdedupe.v1 import admin_pb2
 
 if TYPE_CHECKING:
     from broker_sidecar.cluster.pulsar_cluster import LogCluster
-    from seqdedupe.log.pulsar.log import Shared
 
 # -- Moving a topic of a cluster from this sidecar to another one.
 
@@ -40,28 +37,28 @@ class Moves:
     def __init__(self) -> None:
         self._under_way: dict[str, asyncio.Task[str]] = {}
 
-    async def move(self, topic: Topic, to: str, shared: "Shared", others: Neighbours) -> str:
+    async def move(self, topic: Topic, to: str, cluster: "LogCluster") -> str:
         """Gives up a topic, unless it is to be where it is; answers at which address it is served then.
 
         Raises NOT_OWNER and why else it is not served here, INVALID_ADDRESS, MOVE_FAILED.
         """
         topic.check_serving()
         to = str(SidecarAddress.parse(to)) if to else ""
-        if to == shared.address:
+        if to == cluster.shared.address:
             return to
         if topic.name in self._under_way:
             raise error("MOVE_FAILED", f"topic {topic.name} is being moved already")
-        return await shielded(self._under_way, topic.name, _move(topic, to, shared, others))
+        return await shielded(self._under_way, topic.name, _move(topic, to, cluster))
 
 
-async def _move(topic: Topic, to: str, shared: "Shared", others: Neighbours) -> str:
+async def _move(topic: Topic, to: str, cluster: "LogCluster") -> str:
     if to:
-        await _check_can_have(topic, to, others)
+        await _check_can_have(topic, to, cluster.neighbours)
     await topic.owner.hand_over(to, AWAY_SECONDS)
     said = [f"nobody has taken it within {TAKE_SECONDS:.0f} s"]
     try:
         async with asyncio.timeout(TAKE_SECONDS):
-            return await _taken(topic, to, shared, others, said)
+            return await _taken(topic, to, cluster, said)
     except (SeqdedupeError, TimeoutError) as e:
         why = "; ".join(said)
         raise error("MOVE_FAILED", f"topic {topic.name} was not moved, and is taken again here: {why}") from e
@@ -84,15 +81,15 @@ async def _check_can_have(topic: Topic, address: str, others: Neighbours) -> Non
         raise error("MOVE_FAILED", f"topic {topic.name} stays here: at {address} it is {state}: {known.why}")
 
 
-async def _taken(topic: Topic, to: str, shared: "Shared", others: Neighbours, said: list[str]) -> str:
+async def _taken(topic: Topic, to: str, cluster: "LogCluster", said: list[str]) -> str:
     """The address of the sidecar that serves the topic, when one does: the one at `to`, or (empty) whoever has it.
 
     Raises why the one at `to` does not; `said` ends with what was heard last.
     """
     while True:
         try:
-            address = to or await _next_owner(topic.name, shared)
-            await others.take(address, topic.name)
+            address = to or await _next_owner(topic.name, cluster)
+            await cluster.neighbours.take(address, topic.name)
             return address
         except SeqdedupeError as e:
             said[1:] = [str(e)]
@@ -102,9 +99,9 @@ async def _taken(topic: Topic, to: str, shared: "Shared", others: Neighbours, sa
         await asyncio.sleep(POLL_SECONDS)
 
 
-async def _next_owner(name: str, shared: "Shared") -> str:
+async def _next_owner(name: str, cluster: "LogCluster") -> str:
     """The address of who has the topic, when another one does."""
-    while (address := await owner_of(name, shared.admin)) in ("", shared.address):  # noqa: ASYNC110 (nobody tells)
+    while not (address := await cluster.owner_of(name)):  # noqa: ASYNC110 (nobody tells)
         await asyncio.sleep(POLL_SECONDS)
     return address
 
@@ -147,7 +144,7 @@ class ClusterCalls:
     async def _list_sidecars(self, _request: admin_pb2.ListSidecarsRequest) -> admin_pb2.ListSidecarsResponse:
         if self._peers is not None:
             return admin_pb2.ListSidecarsResponse(sidecars=await self._peers.list_sidecars(len(self._topics.registry)))
-        shared, namespaces = self._cluster.shared, self._cluster.namespaces
+        cluster = self._cluster
         return admin_pb2.ListSidecarsResponse(
             sidecars=[
                 admin_pb2.ClusterSidecar(
@@ -157,9 +154,9 @@ class ClusterCalls:
                     subscriptions=len(one.subscribed),
                     kept_entries=one.kept_entries,
                     kept_bytes=one.kept_bytes,
-                    is_this=one.name == shared.instance_name,
+                    is_this=one.name == cluster.shared.instance_name,
                 )
-                for one in await topic_owner.sidecars(shared.admin, namespaces)
+                for one in await cluster.sidecars()
             ]
         )
 
@@ -175,20 +172,16 @@ class ClusterCalls:
         )
 
     async def _forget_sidecar(self, request: admin_pb2.ForgetSidecarRequest) -> admin_pb2.ForgetSidecarResponse:
-        shared, namespaces = self._cluster.shared, self._cluster.namespaces
-        if request.name == shared.instance_name:
+        if request.name == self._cluster.shared.instance_name:
             raise error("SIDECAR_ALIVE", f"{request.name} is the sidecar that was asked")
-        topics = await topic_owner.forget(
-            shared.admin, namespaces, request.name, self._cluster.neighbours.instance_name
-        )
-        return admin_pb2.ForgetSidecarResponse(topics=topics)
+        return admin_pb2.ForgetSidecarResponse(topics=await self._cluster.forget(request.name))
 
     async def _move_topic(self, request: admin_pb2.MoveTopicRequest) -> admin_pb2.MoveTopicResponse:
         if self._leaving is not None and self._peers is None:
             return admin_pb2.MoveTopicResponse(owner_address=await self._leaving.move(request.topic, request.to))
         cluster = self._cluster
         topic = await find(self._topics, request.topic)
-        address = await self._moves.move(topic, request.to, cluster.shared, cluster.neighbours)
+        address = await self._moves.move(topic, request.to, cluster)
         return admin_pb2.MoveTopicResponse(owner_address=address)
 
     async def _take_topic(self, request: admin_pb2.TakeTopicRequest) -> admin_pb2.TakeTopicResponse:

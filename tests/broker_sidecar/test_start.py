@@ -5,6 +5,8 @@ import os
 import pwd
 import shutil
 import struct
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -393,3 +395,9 @@ def test_a_lost_journal_is_damage_until_it_is_given_up(copied: Sidecar) -> None:
     client = Client(copied.address)
     assert client.rows("t") == [("p", i) for i in range(ROWS)]
     client.close()
+
+
+def test_only_a_log_on_pulsar_needs_the_package_for_it() -> None:
+    program = "from broker_sidecar import kernels\nkernels.prepare()\nimport broker_sidecar.server, sys\n"
+    found = subprocess.run([sys.executable, "-c", f"{program}sys.exit('pulsar' in sys.modules)"], check=False)
+    assert found.returncode == 0
