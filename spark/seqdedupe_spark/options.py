@@ -13,7 +13,6 @@ from typing import TypeVar
 
 from seqdedupe.client.connection import DEFAULT_ADDRESS
 from seqdedupe.client.route import Sidecars
-from seqdedupe.command import told_files
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.names import topic_name
 from seqdedupe_spark import read_bounds
@@ -256,6 +255,9 @@ FILE_OPTIONS = {
 
 def file_options() -> dict[str, str]:
     """Those for the files that the command at work was told."""
+    # Only commands need click, and tasks read options too.
+    from seqdedupe.command import told_files
+
     return {
         FILE_OPTIONS[name]: url_of(path) if name == "token_file" else os.path.abspath(path)
         for name, path in told_files().items()
