@@ -8,15 +8,16 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import click
 from py4j.protocol import Py4JError, Py4JJavaError  # type: ignore[import-untyped]
 from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
-from seqdedupe import command as commands
-from seqdedupe.command import FAILED
 from seqdedupe.errors import REASONS, error
+
+if TYPE_CHECKING:
+    import click
 
 # -- Errors that cross Spark: what a worker raised, raised again on the driver.
 
@@ -119,9 +120,13 @@ def check_java() -> None:
 
 
 def run_command(
-    command: click.Command, name: str, *, arguments: Sequence[str] | None = None, failed: int = FAILED
+    command: "click.Command", name: str, *, arguments: Sequence[str] | None = None, failed: int | None = None
 ) -> int:
-    """As `seqdedupe.command.run_command`; what Spark raises is status `failed` too."""
+    """As `seqdedupe.command.run_command`; what Spark raises is status `failed` too, FAILED without it."""
+    # Only commands need click, and tasks have errors that cross Spark too.
+    from seqdedupe import command as commands
+
+    failed = commands.FAILED if failed is None else failed
     try:
         return commands.run_command(command, name, arguments=arguments, failed=failed)
     except Py4JJavaError as e:
