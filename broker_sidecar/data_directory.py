@@ -10,10 +10,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from seqdedupe.backup.manifest import MANIFEST_FILE
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.locks import DIRECTORY_LOCK, Lock, locked_directory
-from seqdedupe.store.directories import SHARDS_FILE, WORKERS_FILE
+from seqdedupe.store.directories import MANIFEST_FILE, SHARDS_FILE, WORKERS_FILE
 
 PRIVATE = 0o077
 """The umask: nobody but the user that the sidecar runs as may read what it writes."""

@@ -9,6 +9,7 @@ import asyncio
 import ctypes
 import logging
 import os
+import resource
 import signal
 import sys
 from dataclasses import replace
@@ -34,15 +35,16 @@ from broker_sidecar.services.publish_service import PublishService
 from broker_sidecar.services.read_service import ReadService
 from broker_sidecar.services.standard_services import NOT_SERVING, REFLECTION_SERVICE, SERVING, Health, Reflection
 from broker_sidecar.services.statistics import Statistics
-from broker_sidecar.sockets import SocketPath, cannot_listen, connections_within, raise_limit
+from broker_sidecar.sockets import SocketPath, cannot_listen
 from broker_sidecar.streams import CONNECTION_SHARE, Streams
 from broker_sidecar.telemetry import LastWarnings, Traces
 from broker_sidecar.web.http_server import Route, Visitors, WebServer
 from broker_sidecar.web.pages import Pages
 from broker_sidecar.workers import EXIT_ERROR
 from seqdedupe.address import SidecarAddress
-from seqdedupe.errors import SeqdedupeError
+from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.locks import Lock
+from seqdedupe.log.embedded.commit import MAX_ROUND, open_files_within
 from seqdedupe.store.directories import whole_of
 from seqdedupe.topic.base import State
 
@@ -263,6 +265,40 @@ class SidecarServer:
         await self._guard.trail.close()
         await self._traces.close()
         logging.getLogger().removeHandler(self._warnings)
+
+
+# -- How many files and connections this process may have open, and what they are for.
+#
+# A topic holds none while nobody publishes to it, so their number is no matter; connections do, one each.
+
+RESERVE = 64
+"""For the store, reading and making logs, and whatever the process itself has open."""
+
+
+def raise_limit() -> int:
+    """Raises the limit to the highest that the process may set itself; returns it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return hard if hard != resource.RLIM_INFINITY else 2**31 - 1
+
+
+def connections_within(limit: int) -> int:
+    """How many connections there may be, so that store and log never want for a descriptor.
+
+    Raises INVALID_CONFIGURATION if that is none.
+    """
+    # What is open from one round of the commit thread to the next, what waits to be synced, and what a round opens.
+    others = 2 * open_files_within(limit) + MAX_ROUND + RESERVE
+    connections = limit - others
+    if connections < 1:
+        raise error(
+            "INVALID_CONFIGURATION",
+            f"the process may have {limit} files open: {others + 1} are needed at least",
+            hint="Raise the limit of open files (ulimit -n, LimitNOFILE=); 1024 are enough for any number of topics.",
+            limit=limit,
+        )
+    return connections
 
 
 # -- The process around it, from its start to its exit status.

@@ -64,10 +64,10 @@ class Imports:
             is_main = part.name == "main"
         elif not is_main:
             return
-        if is_prepared and not is_main:
-            return
         nodes = list(ast.walk(part))
         calls = [node.lineno for node in nodes if isinstance(node, ast.Call) and _is_prepare(node)]
+        if is_prepared and not is_main and not calls:
+            return
         for node in nodes:
             if isinstance(node, ast.Import | ast.ImportFrom) and self._reaching.intersection(self._names_in([node])):
                 yield from [] if calls and min(calls) < node.lineno else [node.lineno]

@@ -10,15 +10,7 @@ from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
-from seqdedupe.backup.manifest import (
-    MANIFEST_FILE,
-    BackupFault,
-    BackupFile,
-    Manifest,
-    checksum,
-    copy_file,
-    read_manifest,
-)
+from seqdedupe.backup.manifest import BackupFault, BackupFile, Manifest, checksum, copy_file, read_manifest
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.files import UNFINISHED, sync_folder
 from seqdedupe.log.embedded.inspection import Damage, DurablePart, inspect_part
@@ -27,6 +19,7 @@ from seqdedupe.log.embedded.segment import unreadable
 from seqdedupe.log.embedded.tail import read_what_can_be
 from seqdedupe.store.copy import write_copy
 from seqdedupe.store.db import Store
+from seqdedupe.store.directories import MANIFEST_FILE
 from seqdedupe.store.topics import TopicRecord
 
 

@@ -18,9 +18,8 @@ from seqdedupe.files import becoming, check_sealed, head_of, sync_folder, writin
 from seqdedupe.log.embedded.segment import unreadable
 from seqdedupe.log.embedded.tail import read_what_can_be
 from seqdedupe.store import directories
-from seqdedupe.store.directories import WORKERS_FILE
+from seqdedupe.store.directories import MANIFEST_FILE, WORKERS_FILE
 
-MANIFEST_FILE = "BACKUP"
 MAGIC = b"seqdedupe-backup"
 FORMAT_VERSION = 1
 

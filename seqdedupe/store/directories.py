@@ -19,6 +19,8 @@ from seqdedupe.names import ALL_SHARDS, SHARDS, from_text, shards_of_worker, to_
 from seqdedupe.store.db import Store
 from seqdedupe.store.parts import INSTANCE_NAME, LAST_OPENING, seal
 
+MANIFEST_FILE = "BACKUP"
+"""A folder with it is a backup (`seqdedupe/backup`), and no data directory."""
 SHARDS_FILE = "SHARDS"
 WORKERS_FILE = "WORKERS"
 FORMAT_VERSION = 1

@@ -10,13 +10,14 @@ import pytest
 
 from seqdedupe.backup import manifest
 from seqdedupe.backup.maker import BackupMaker
-from seqdedupe.backup.manifest import MAGIC, MANIFEST_FILE, Manifest, check, restore
+from seqdedupe.backup.manifest import MAGIC, Manifest, check, restore
 from seqdedupe.errors import ConfigurationError, DamagedError, SeqdedupeError, UnavailableError
 from seqdedupe.files import DIGEST_BYTES, MAGIC_BYTES, head_of, writing_sealed
 from seqdedupe.format.headers import key_of
 from seqdedupe.log.embedded.inspection import DurablePart
 from seqdedupe.log.embedded.segment import LogIdentity
 from seqdedupe.store.db import Store
+from seqdedupe.store.directories import MANIFEST_FILE
 from tests.doctor.directories import fingerprint, opened, segments
 
 

@@ -10,13 +10,13 @@ from typing import Any
 import grpc
 import pytest
 
-from seqdedupe.backup import manifest
 from seqdedupe.backup.manifest import check, parts_of, restore
 from seqdedupe.client import Client as AsyncClient
 from seqdedupe.client import DataLossError, PositionError
 from seqdedupe.doctor.examine import examine
 from seqdedupe.errors import DamagedError
 from seqdedupe.log.embedded.logs import incarnations
+from seqdedupe.store import directories
 from seqdedupe.testing import Sidecar
 from seqdedupe.v1 import admin_pb2
 from tests.broker_sidecar.backup_campaign import round_, settings
@@ -545,5 +545,5 @@ def test_what_is_in_a_backup_only_its_owner_may_read(usual: At, tmp_path: Path) 
         assert (folder / "token").read_text() == "secret"
         for path in (folder, *folder.rglob("*")):
             assert path.stat().st_mode & 0o777 == (0o700 if path.is_dir() else 0o600), path
-    assert not (tmp_path / "r" / manifest.MANIFEST_FILE).exists()
+    assert not (tmp_path / "r" / directories.MANIFEST_FILE).exists()
     assert os.listdir(tmp_path / "r" / "logs") == os.listdir(usual.sidecar.data / "logs")

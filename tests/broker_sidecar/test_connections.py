@@ -27,7 +27,7 @@ from broker_sidecar.connections import (
     choose,
 )
 from broker_sidecar.security.subject import Subject
-from broker_sidecar.sockets import connections_within
+from broker_sidecar.server import connections_within
 from seqdedupe.address import SidecarAddress
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from tests.broker_sidecar import with_constants

@@ -76,7 +76,7 @@ def test_many_connections_leave_the_store_and_the_logs_theirs(tmp_path: Path) ->
 
 
 def test_the_control_connections_without_a_limit_take_them_all(tmp_path: Path) -> None:
-    with few_files(tmp_path, LIMIT, LIMIT, sockets__RESERVE=-LIMIT * LIMIT) as sidecar:
+    with few_files(tmp_path, LIMIT, LIMIT, server__RESERVE=-LIMIT * LIMIT) as sidecar:
         refusal = refused(lambda: topics_beside_many_connections(sidecar))
         assert "Too many open files" in refusal.message
 

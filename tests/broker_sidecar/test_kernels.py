@@ -216,6 +216,7 @@ PREPARES = "from broker_sidecar import kernels\n"
         (f"def main() -> None:\n    {USES_KERNELS}\n{MAIN}main()\n", True),
         (f"def work() -> None:\n    {USES_KERNELS}", True),
         (f"{PREPARES}{USES_KERNELS}kernels.prepare()\n{MAIN}pass\n", True),
+        (f"{PREPARES}def run() -> None:\n    {USES_KERNELS}    kernels.prepare()\n{MAIN}run()\n", True),
         (f"{PREPARES}{MAIN}kernels.prepare()\n    {USES_KERNELS}", False),
         (f"{PREPARES}def work() -> None:\n    {USES_KERNELS}{MAIN}kernels.prepare()\n    work()\n", False),
         (f'"""`{RUNNER} planted --seed 1`"""\n{USES_KERNELS}{MAIN}print(rule)\n', False),
