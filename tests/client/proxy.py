@@ -1,6 +1,7 @@
 """A TCP proxy before a sidecar, for faults on the way."""
 
 import asyncio
+from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
@@ -24,6 +25,8 @@ class Proxy:
         self.refuses = False
         """New connections are closed at once."""
         self.connections = 0
+        self.open_connections = 0
+        """Of clients, to the sidecar, now."""
         self.passed_answers = 0
         """Pieces of what the sidecar has said."""
         self.swallowed_bytes = 0
@@ -47,11 +50,6 @@ class Proxy:
         assert self._server is not None
         return f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
 
-    @property
-    def open_connections(self) -> int:
-        """How many clients have now."""
-        return len(self._writers) // 2
-
     def cut(self) -> None:
         """Resets all connections. What is on the way is lost."""
         for writer in list(self._writers):
@@ -66,28 +64,40 @@ class Proxy:
         self._flows.set()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if self.refuses:
-            writer.transport.abort()
-            return
-        self.connections += 1
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        writers = [writer]
+        self._writers.add(writer)
         try:
+            if self.refuses:
+                return
+            self.connections += 1
             there_reader, there_writer = await asyncio.open_connection(self._host, self._port)
+            writers.append(there_writer)
+            self._writers.add(there_writer)
+            self.open_connections += 1
+            await asyncio.gather(
+                self._pass(reader, there_writer, False, writers), self._pass(there_reader, writer, True, writers)
+            )
         except OSError:
-            writer.transport.abort()
-            return
-        pair = {writer, there_writer}
-        self._writers |= pair
-        for source, sink, is_answer in ((reader, there_writer, False), (there_reader, writer, True)):
-            task = asyncio.create_task(self._pass(source, sink, is_answer, pair))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            pass
+        finally:
+            self._writers.difference_update(writers)
+            self.open_connections -= len(writers) - 1
+            for one in writers:
+                one.transport.abort()
+            for one in writers:
+                with suppress(OSError):
+                    await one.wait_closed()
+            self._tasks.discard(task)
 
     async def _pass(
         self,
         source: asyncio.StreamReader,
         sink: asyncio.StreamWriter,
         is_answer: bool,
-        pair: set[asyncio.StreamWriter],
+        both: list[asyncio.StreamWriter],
     ) -> None:
         try:
             while data := await source.read(_CHUNK_BYTES):
@@ -101,6 +111,5 @@ class Proxy:
         except ConnectionError:
             pass
         finally:
-            for writer in pair:
+            for writer in both:
                 writer.transport.abort()
-            self._writers -= pair
