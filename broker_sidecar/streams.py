@@ -14,6 +14,7 @@ from broker_sidecar.security.permissions import Permissions, allowed_so_far
 from broker_sidecar.security.subject import ANONYMOUS, Subject, caller
 from broker_sidecar.shares import MAX_HELD_BYTES, OF_NOBODY, READING_PART, Budget, CallerShares, Share, Use
 from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.tasks import retrieve
 
 FIRST_MESSAGE_SECONDS = 10.0
 """By then a stream has said what it is for."""
@@ -427,7 +428,7 @@ def unasked(work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
     """A task that writes to a stream. When the client is gone that fails; the call is cancelled then, and nobody asks
     the task."""
     task = asyncio.ensure_future(work)
-    task.add_done_callback(lambda done: done.cancelled() or done.exception())
+    task.add_done_callback(retrieve)
     return task
 
 

@@ -31,12 +31,12 @@ from seqdedupe.store.incoming_snapshot import row_bytes
 from seqdedupe.store.parts import FORMAT_VERSION, snapshot_range
 from seqdedupe.store.snapshots import Snapshots
 from seqdedupe.store.topics import TopicRecord
+from seqdedupe.tasks import again_until
 from seqdedupe.topic.base import State
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.lookup import find
 from seqdedupe.topic.policy import ImportedWindow
 from seqdedupe.topic.registry import Closed, Entry, Phase
-from seqdedupe.topic.tasks import again_until
 from seqdedupe.topic.topic import Topic
 from seqdedupe.v1 import admin_pb2
 

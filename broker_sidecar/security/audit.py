@@ -14,6 +14,7 @@ from typing import Generic, NamedTuple, TypeVar
 from seqdedupe.audit_trail import NO_LINE, encode, last_link
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.files import sync_folder
+from seqdedupe.tasks import retrieve
 
 logger = logging.getLogger("seqdedupe.audit")
 
@@ -166,7 +167,7 @@ class Audit:
         if len(self._waiting) >= most_waiting:
             logger.error("a line of the audit trail is lost: too many wait to be written", extra={"line": event})
             return
-        self._put(event, fields).written.add_done_callback(lambda written: written.cancelled() or written.exception())
+        self._put(event, fields).written.add_done_callback(retrieve)
 
     def _put(self, event: str, fields: Mapping[str, object]) -> _Line:
         line = _Line(event, fields)

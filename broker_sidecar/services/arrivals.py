@@ -34,12 +34,12 @@ from seqdedupe.store import parts
 from seqdedupe.store.db import Store
 from seqdedupe.store.incoming_snapshot import IncomingSnapshot
 from seqdedupe.store.topics import TopicRecord, TopicState
+from seqdedupe.tasks import again_until
 from seqdedupe.topic.base import State
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.keeper import Stored
 from seqdedupe.topic.kinds import TopicKind
 from seqdedupe.topic.registry import Phase
-from seqdedupe.topic.tasks import again_until
 from seqdedupe.topic.topic import Topic
 from seqdedupe.v1 import admin_pb2
 

@@ -16,8 +16,8 @@ from broker_sidecar.rpc import unary
 from seqdedupe.address import SidecarAddress
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.names import to_text
+from seqdedupe.tasks import shielded
 from seqdedupe.topic.lookup import find
-from seqdedupe.topic.tasks import shielded
 from seqdedupe.topic.topic import Topic
 from seqdedupe.v1 import admin_pb2
 

@@ -38,6 +38,7 @@ from seqdedupe.store.parts import (
 )
 from seqdedupe.store.rocksdb import Mark, close_rocksdb, create_rocksdb, open_rocksdb, rocksdb_errors
 from seqdedupe.store.topics import TopicRecord
+from seqdedupe.tasks import retrieve
 
 logger = logging.getLogger("seqdedupe.store")
 
@@ -287,7 +288,7 @@ class Store:
         """
         if self._next_flush is None:
             self._next_flush = asyncio.create_task(self._flush_after(self._this_flush))
-            self._next_flush.add_done_callback(_retrieve)
+            self._next_flush.add_done_callback(retrieve)
         if await asyncio.shield(self._next_flush) != opening:
             raise error("STORE_UNAVAILABLE", "the store was opened again: what was written may be lost")
 
@@ -362,9 +363,3 @@ def _first_opening(folder: Path, mark: Mark) -> _Opening:
             raise
         logger.warning("%s. Until there is room it is only read", e.message)
         return _Opening(1, open_rocksdb(folder, mark, read_only=True), is_read_only=True)
-
-
-def _retrieve(flush: asyncio.Task[int]) -> None:
-    """A flush whose callers have all gone may fail unheard."""
-    if not flush.cancelled():
-        flush.exception()

@@ -23,10 +23,10 @@ from seqdedupe.message_id import Position
 from seqdedupe.names import decoded_producer_name, new_producer_name, producer_name
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Loaded, Snapshots
+from seqdedupe.tasks import again_until
 from seqdedupe.topic.base import State, TopicBase
 from seqdedupe.topic.keeper import DUE_PERIODS, Keeper, producers_of
 from seqdedupe.topic.policy import Applied, GapPolicy, OverlapPolicy, Policy
-from seqdedupe.topic.tasks import again_until
 
 # -- A broker's hold on its topic: the replay of its log, then checks, and reports of what became of them.
 #

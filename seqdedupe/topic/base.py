@@ -19,12 +19,12 @@ from seqdedupe.format.jit import Int64s, Uint8s
 from seqdedupe.log.contract import DamageFound, Skipped
 from seqdedupe.message_id import MessageId, Position
 from seqdedupe.store.snapshots import Loaded
+from seqdedupe.tasks import Broadcast
 from seqdedupe.topic.control import Change, Purge, Reset, decode_policy
 from seqdedupe.topic.frame import Receipt
 from seqdedupe.topic.keeper import Keeper, shown
 from seqdedupe.topic.policy import Applied, Policy
 from seqdedupe.topic.sessions import Sessions
-from seqdedupe.topic.tasks import Broadcast
 
 logger = logging.getLogger("seqdedupe.topic")
 

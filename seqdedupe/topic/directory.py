@@ -17,6 +17,7 @@ from seqdedupe.log.contract import AS_USUAL, Layout
 from seqdedupe.names import namespace_of, topic_name, whole_of
 from seqdedupe.store.db import Store
 from seqdedupe.store.topics import TopicRecord
+from seqdedupe.tasks import again_until, retrieve
 from seqdedupe.topic import listing
 from seqdedupe.topic.base import State, TopicBase
 from seqdedupe.topic.control import decode_policy, encode
@@ -25,7 +26,6 @@ from seqdedupe.topic.listing import Looking, Waiting
 from seqdedupe.topic.lives import Lives, Records
 from seqdedupe.topic.policy import Applied, Policy
 from seqdedupe.topic.registry import Closed, Ownership, Phase, Registry
-from seqdedupe.topic.tasks import again_until
 
 # -- The policies of namespaces: in the store, and in force in every topic of the namespace.
 
@@ -104,14 +104,9 @@ class Namespaces:
     def _in_background(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
         task = asyncio.ensure_future(work)
         self._background.add(task)
-        task.add_done_callback(self._done)
+        task.add_done_callback(self._background.discard)
+        task.add_done_callback(retrieve)
         return task
-
-    def _done(self, task: "asyncio.Task[None]") -> None:
-        self._background.discard(task)
-        # Whoever asked for it may have gone.
-        if not task.cancelled():
-            task.exception()
 
 
 logger = logging.getLogger("seqdedupe.topics")

@@ -11,10 +11,10 @@ import numpy as np
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.format.columns import PRODUCER_INDEXES, SEQUENCE_IDS, size, start
 from seqdedupe.format.jit import Int64s
+from seqdedupe.tasks import Broadcast
 from seqdedupe.topic.control import Change, CursorChange, Purge, Reset
 from seqdedupe.topic.frame import Frame, Receipt, Reply
 from seqdedupe.topic.policy import Policy
-from seqdedupe.topic.tasks import Broadcast
 
 MAX_IN_FLIGHT_BYTES = 64 * 1024 * 1024
 """Admitted and not settled, in one topic."""

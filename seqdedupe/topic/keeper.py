@@ -24,6 +24,7 @@ from seqdedupe.message_id import Position
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Delta, Loaded, Snapshots
 from seqdedupe.store.windows import StoredIds
+from seqdedupe.tasks import retrieve
 from seqdedupe.topic.control import STATED_A_RECORD, encode
 from seqdedupe.topic.policy import NEVER, Applied, Policy
 
@@ -134,7 +135,7 @@ class Snapshotter:
             raise error("DRAINING", "the topic is closed")
         if self._next is None:
             self._next = asyncio.ensure_future(self._take())
-            self._next.add_done_callback(_retrieve)
+            self._next.add_done_callback(retrieve)
         await asyncio.shield(self._next)
 
     @asynccontextmanager
@@ -161,7 +162,7 @@ class Snapshotter:
         Raises as `take`. Before the next one is taken, `forget` is given them: some may have come back meanwhile.
         """
         snapshot = asyncio.ensure_future(self._forget(due, forget))
-        snapshot.add_done_callback(_retrieve)
+        snapshot.add_done_callback(retrieve)
         await asyncio.shield(snapshot)
 
     async def _take(self) -> None:
@@ -280,12 +281,6 @@ class Snapshotter:
         await self.finish()
         if self._compaction is not None:
             await self._compaction
-
-
-def _retrieve(snapshot: "asyncio.Task[None]") -> None:
-    """Those that wait for a snapshot may all have gone."""
-    if not snapshot.cancelled():
-        snapshot.exception()
 
 
 def _warn(snapshot: "asyncio.Task[None]") -> None:

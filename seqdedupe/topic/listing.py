@@ -16,9 +16,9 @@ from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.log.contract import LogName
 from seqdedupe.names import topic_name, whole_of
 from seqdedupe.store.topics import LogKind, TopicRecord, TopicState
+from seqdedupe.tasks import retrieve, shielded
 from seqdedupe.topic.base import State
 from seqdedupe.topic.registry import Closed, Phase
-from seqdedupe.topic.tasks import shielded
 
 if TYPE_CHECKING:
     from seqdedupe.topic.directory import Topics
@@ -141,8 +141,7 @@ class Looking:
         """Returns when a look has ended that began after this was called. Raises what it raises."""
         if self._next is None:
             self._next = asyncio.ensure_future(self._run())
-            # Whoever asked may have gone.
-            self._next.add_done_callback(lambda task: task.cancelled() or task.exception())
+            self._next.add_done_callback(retrieve)
         await asyncio.shield(self._next)
 
     async def _run(self) -> None:

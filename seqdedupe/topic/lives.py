@@ -18,12 +18,12 @@ from seqdedupe.log.contract import AS_USUAL, Layout
 from seqdedupe.names import shard_of, whole_of
 from seqdedupe.store.db import Store
 from seqdedupe.store.topics import LogKind, TopicRecord, TopicState
+from seqdedupe.tasks import again_until
 from seqdedupe.topic.base import State, TopicBase
 from seqdedupe.topic.keeper import Stored
 from seqdedupe.topic.kinds import TopicKind
 from seqdedupe.topic.policy import Applied, Policy
 from seqdedupe.topic.registry import Closed, Registry
-from seqdedupe.topic.tasks import again_until
 
 # -- Records of topics in the store: written, put right where a write failed, removed with what they stand for.
 

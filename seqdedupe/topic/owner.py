@@ -18,6 +18,7 @@ from seqdedupe.format.columns import TERM
 from seqdedupe.limits import NO_EPOCH, NO_SEQUENCE_ID
 from seqdedupe.log.contract import Failure, Log, Outcome
 from seqdedupe.names import producer_name
+from seqdedupe.tasks import Broadcast, again_until, retrieve
 from seqdedupe.topic import recovery
 from seqdedupe.topic.base import Counters, State
 from seqdedupe.topic.control import STATED_A_RECORD, Change, Import
@@ -25,7 +26,6 @@ from seqdedupe.topic.flight import Flight
 from seqdedupe.topic.keeper import Keeper
 from seqdedupe.topic.recovery import RunsOf, Table, replay_from
 from seqdedupe.topic.sessions import RANDOM_BYTES, Sessions
-from seqdedupe.topic.tasks import Broadcast, again_until
 
 logger = logging.getLogger("seqdedupe.topic")
 
@@ -515,7 +515,7 @@ def state_earlier(topic: Owned) -> None:
     for start in range(0, len(names), STATED_A_RECORD):
         stop = start + STATED_A_RECORD
         part = Import(names[start:stop], persisted[start:stop], start // STATED_A_RECORD, stop >= len(names))
-        topic.append_change(part).add_done_callback(_retrieve)
+        topic.append_change(part).add_done_callback(retrieve)
     if names:
         logger.info("topic %s: the watermarks of %d producers from before it had an owner", topic.name, len(names))
 
@@ -535,9 +535,3 @@ def _is_known(topic: Owned, name: bytes) -> bool:
         return False
     row = topic.producers.numbers[number]
     return bool(row[PERSISTED] > NO_SEQUENCE_ID or row[DURABLE_EPOCH] > NO_EPOCH)
-
-
-def _retrieve(stated: "asyncio.Future[None]") -> None:
-    """Nobody waits for it."""
-    if not stated.cancelled():
-        stated.exception()

@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeVar
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.names import partition_name, whole_of
 from seqdedupe.store.topics import TopicRecord
+from seqdedupe.tasks import retrieve
 from seqdedupe.topic.base import State, TopicBase, damaged_topic
 
 # -- A topic that is there and cannot be opened.
@@ -290,8 +291,7 @@ class Registry(Generic[T]):
         task = asyncio.ensure_future(run())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        # Whoever asked for it may have gone.
-        task.add_done_callback(lambda task: task.cancelled() or task.exception())
+        task.add_done_callback(retrieve)
         for entry in entries:
             entry.change_to(phase)
             entry.under_way = task

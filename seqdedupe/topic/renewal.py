@@ -14,10 +14,10 @@ from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.names import topic_name
 from seqdedupe.store.snapshots import Loaded, Snapshots
 from seqdedupe.store.topics import LogKind, TopicRecord, TopicState
+from seqdedupe.tasks import again_until
 from seqdedupe.topic.base import State, TopicBase
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.registry import Closed, Phase
-from seqdedupe.topic.tasks import again_until
 
 T = TypeVar("T", bound=TopicBase)
 

@@ -31,9 +31,9 @@ from seqdedupe.format.jit import Int64s
 from seqdedupe.store.db import Store
 from seqdedupe.store.imported_run import FIRST_RUN
 from seqdedupe.store.windows import RunWriter, read_pages
+from seqdedupe.tasks import Broadcast
 from seqdedupe.topic.frame import Frame, check_by_id
 from seqdedupe.topic.policy import Policy
-from seqdedupe.topic.tasks import Broadcast
 
 MOVED_PART = 8
 """A run has one in so many of the IDs in memory, or a chunk."""

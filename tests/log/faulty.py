@@ -45,7 +45,7 @@ from seqdedupe.log.contract import (
     Skipped,
 )
 from seqdedupe.message_id import MessageId
-from seqdedupe.topic.tasks import Broadcast
+from seqdedupe.tasks import Broadcast
 
 KNOWN_MESSAGE_IDS = 10
 """Those of so many newest messages are known without a read."""

@@ -16,6 +16,7 @@ from seqdedupe.log.contract import Entries
 from seqdedupe.message_id import Position
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Snapshots
+from seqdedupe.tasks import Broadcast
 from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe.topic import owner
 from seqdedupe.topic.base import State
@@ -23,7 +24,6 @@ from seqdedupe.topic.frame import NumbersCache, Receipt, Refusal, check
 from seqdedupe.topic.operations import open_sessions
 from seqdedupe.topic.policy import Applied
 from seqdedupe.topic.readers import check_index, end_index, index_after, read_on
-from seqdedupe.topic.tasks import Broadcast
 from seqdedupe.topic.topic import Topic
 from tests.batches import batch
 from tests.log.faulty import FaultyLog, Storage

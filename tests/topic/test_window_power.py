@@ -18,8 +18,8 @@ from seqdedupe.errors import SeqdedupeError
 from seqdedupe.store import rocksdb, windows
 from seqdedupe.store.db import Store
 from seqdedupe.store.parts import IDS, part_key
+from seqdedupe.tasks import Broadcast
 from seqdedupe.topic import window_runs
-from seqdedupe.topic.tasks import Broadcast
 from tests.log.faulty import FaultyLog, Storage
 from tests.store.model import fast_folder
 from tests.store.power import Files, Machine, Moment

@@ -41,6 +41,7 @@ from seqdedupe.log.embedded.segment import (
 )
 from seqdedupe.log.embedded.tail import look_past
 from seqdedupe.message_id import MessageId
+from seqdedupe.tasks import retrieve
 
 # -- Segments that were written while the clock was ahead: how long they have been there, by no clock that can be
 # wrong.
@@ -223,8 +224,7 @@ class Window:
 
     def read_ahead(self, following: asyncio.Future[SegmentPiece]) -> None:
         """The piece after this window is being read."""
-        # Where nobody asks for it, what it fails with is not reported either.
-        following.add_done_callback(lambda done: done.cancelled() or done.exception())
+        following.add_done_callback(retrieve)
         self._following = following
 
     async def take_ahead(self) -> SegmentPiece | None:

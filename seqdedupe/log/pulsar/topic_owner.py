@@ -14,6 +14,7 @@ from seqdedupe.errors import NotFoundError, SeqdedupeError, error
 from seqdedupe.log.pulsar.admin_url import Publisher, PulsarAdmin, TopicStats
 from seqdedupe.log.pulsar.pulsar_client import told
 from seqdedupe.log.pulsar.wholes import schema_of
+from seqdedupe.tasks import retrieve
 
 logger = logging.getLogger("seqdedupe.log")
 
@@ -110,8 +111,7 @@ async def _was_given(topic: str, admin: PulsarAdmin, connect: Connect, has_schem
     waiting = asyncio.ensure_future(
         client.create_producer(topic, access_mode=pulsar.ProducerAccessMode.WaitForExclusive, schema=schema)
     )
-    # Nobody may ask any more when it ends.
-    waiting.add_done_callback(lambda done: done.cancelled() or done.exception())
+    waiting.add_done_callback(retrieve)
     try:
         is_written = False
         while True:

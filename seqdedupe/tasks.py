@@ -53,6 +53,12 @@ async def again_until(
         await pause(delay)
 
 
+def retrieve(done: asyncio.Future[Any]) -> None:
+    """For `add_done_callback`, of what may fail when whoever asked for it has gone: asyncio would report that."""
+    if not done.cancelled():
+        done.exception()
+
+
 async def shielded(tasks: dict[str, asyncio.Task[R]], name: str, work: Coroutine[Any, Any, R]) -> R:
     """Runs something in a task of its own, listed while it runs, which goes on when the caller is cancelled."""
 
@@ -63,6 +69,5 @@ async def shielded(tasks: dict[str, asyncio.Task[R]], name: str, work: Coroutine
             del tasks[name]
 
     tasks[name] = task = asyncio.ensure_future(run())
-    # Whoever asked for it may have gone.
-    task.add_done_callback(lambda task: task.cancelled() or task.exception())
+    task.add_done_callback(retrieve)
     return await asyncio.shield(task)
