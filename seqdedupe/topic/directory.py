@@ -304,8 +304,7 @@ class Topics(Generic[T]):
         """
         full = topic_name(name)
         self.partitions.check_is_none(full)
-        entry = self.registry.get(full)
-        found = None if entry is None else entry.found
+        found = self.registry.found(full)
         if found is None:
             self.ownership.check(full)
             self.check_listed()
@@ -326,8 +325,7 @@ class Topics(Generic[T]):
 
     def is_there(self, full: str) -> bool:
         """Whether there is a topic of this full name, whether or not it can be used."""
-        entry = self.registry.get(full)
-        return entry is not None and entry.found is not None
+        return self.registry.found(full) is not None
 
     async def get_or_create(self, name: str) -> T:
         """The live topic, made if it is not there and `allow_auto_topic_creation` says so."""

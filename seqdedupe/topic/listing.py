@@ -227,8 +227,7 @@ async def look_again(topics: "Topics[Any]") -> None:
 
 
 def _is_taken(topics: "Topics[Any]", name: str) -> bool:
-    entry = topics.registry.get(name)
-    return entry is not None and (entry.record is not None or entry.phase is Phase.CREATING)
+    return topics.registry.record(name) is not None or topics.registry.phase(name) is Phase.CREATING
 
 
 async def _record(topics: "Topics[Any]", log: LogName) -> TopicRecord:

@@ -28,8 +28,7 @@ T = TypeVar("T", bound=TopicBase)
 
 def partitions_of(topics: Topics[T], whole: str) -> "list[T | Closed | None]":
     """The partitions of a partitioned topic, in order; None for one that is not there. Raises KeyError."""
-    entries = [topics.registry.get(name) for name in topics.partitions.names(whole)]
-    return [None if entry is None else entry.found for entry in entries]
+    return [topics.registry.found(name) for name in topics.partitions.names(whole)]
 
 
 async def create_partitioned(
@@ -128,7 +127,7 @@ async def look_for(topics: Topics[T], name: str) -> str:
     Raises INVALID_TOPIC_NAME, and why the cluster cannot be asked.
     """
     full = topic_name(name)
-    is_known = _there(topics, full) is not None or full in topics.partitions
+    is_known = topics.registry.found(full) is not None or full in topics.partitions
     if topics.kind.log.is_shared and not is_known and not topics.is_draining:
         topics.check_listed()
         await topics.looking.once()
@@ -152,9 +151,9 @@ async def delete(topics: Topics[T], name: str, check: Callable[[str], None] = la
     """As `Topics.delete`; also of a topic that is damaged because somebody has deleted its log in the cluster. Raises
     why the cluster cannot be asked, too."""
     full = await look_for(topics, name)
-    topic = _there(topics, full)
+    topic = topics.registry.found(full)
     is_lost = bool(await without_log(topics, [full])) and not topics.partitions_beside(full)
-    if not is_lost or _there(topics, full) is not topic or topics.registry.phase(full) is Phase.DELETING:
+    if not is_lost or topics.registry.found(full) is not topic or topics.registry.phase(full) is Phase.DELETING:
         await topics.delete(full, check)
         return
     topics.check_takes_changes(full)
@@ -163,15 +162,10 @@ async def delete(topics: Topics[T], name: str, check: Callable[[str], None] = la
 
 async def without_log(topics: Topics[T], names: Collection[str]) -> set[str]:
     """Those of the topics that are damaged because somebody has deleted their log in the cluster."""
-    there = {name: _there(topics, name) for name in names}
+    there = {name: topics.registry.found(name) for name in names}
     damaged = [name for name, topic in there.items() if topic is not None and topic.state is State.DAMAGED]
     if not damaged or not topics.kind.log.is_shared:
         return set()
     listed = {log.incarnation for log in await topics.kind.list()}
     records = [record for name in damaged if (record := topics.registry.record(name)) is not None]
     return {record.name for record in records if record.incarnation not in listed}
-
-
-def _there(topics: Topics[T], full: str) -> T | Closed | None:
-    entry = topics.registry.get(full)
-    return None if entry is None else entry.found

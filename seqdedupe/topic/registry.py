@@ -201,6 +201,11 @@ class Registry(Generic[T]):
             entry = self._entries[name] = Entry(name)
         return entry
 
+    def found(self, name: str) -> T | Closed | None:
+        """The topic of this name, or why it cannot be used now; None if there is none."""
+        entry = self._entries.get(name)
+        return None if entry is None else entry.found
+
     def topic(self, name: str) -> T | None:
         """The topic of this name, if it is open."""
         entry = self._entries.get(name)

@@ -194,7 +194,7 @@ class Fetching:
         """Looks for such topics, and tries again for those that it could not help."""
         while True:
             await asyncio.sleep(FETCH_SECONDS)
-            every = [entry.found for entry in self._topics.registry if entry.found is not None]
+            every = self._topics.found().values()
             await asyncio.gather(*(self._fetch(topic) for topic in every if _has_no_state(topic)))
 
     async def _fetch(self, topic: Closed | TopicBase) -> None:
