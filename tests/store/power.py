@@ -120,11 +120,16 @@ class Machine:
 
         def watched_sync(to: Rdict) -> int:
             self.keep("before the sync")
-            before = self.logs()
             if self.fails:
                 self.fails = False
                 raise OSError(5, "Input/output error")
-            sequence = sync(to)
+            while True:
+                first = to.latest_sequence_number()
+                before = self.logs()
+                sequence = sync(to)
+                # The event loop may have written meanwhile: what the mark then calls durable is more than `before`.
+                if sequence == first:
+                    break
             self._synced = before
             self.keep("synced, but not marked")
             return sequence

@@ -7,6 +7,7 @@ begun, and the same file brings it. About 30 s, one process.
 import asyncio
 import random
 import shutil
+import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -68,6 +69,7 @@ class Life(Machine):
         self.logs_then: list[Storage] = []
         self.answered: list[bool] = []
         self.is_answered = False
+        self._one_at_a_time = threading.Lock()
         self.plug_in(patch)
         self.store = Store.open(self.folder)
         self._synced = self.logs()
@@ -136,10 +138,12 @@ class Life(Machine):
     def keep(self, what: str) -> None:
         if not hasattr(self, "place"):
             return
-        written = settled(self.folder)
-        self.moments.append(Moment(what, written | self._synced, written, {self._mark, written["DURABLE"]}, []))
-        self.logs_then.append(as_of_now(self.place.storage))
-        self.answered.append(self.is_answered)
+        # The store's thread keeps moments too.
+        with self._one_at_a_time:
+            written = settled(self.folder)
+            self.moments.append(Moment(what, written | self._synced, written, {self._mark, written["DURABLE"]}, []))
+            self.logs_then.append(as_of_now(self.place.storage))
+            self.answered.append(self.is_answered)
 
 
 async def check_all(life: Life, memory: Path, window: Path) -> int:
