@@ -258,7 +258,6 @@ class Config:
     allow_auto_topic_creation: bool = key(
         True, "Create a topic when somebody opens a producer on it, or a broker attaches it."
     )
-    deduplication_enabled: bool = key(True, "Whether topics deduplicate.")
     deduplication_entries_interval: int = key(1000, "Take a snapshot of a topic every so many stored batches.")
     deduplication_snapshot_interval_seconds: int = key(
         120, "Take a snapshot of a topic with news every so many seconds. 0: not by time."

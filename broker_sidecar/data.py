@@ -276,7 +276,6 @@ def _check_no_logs(log: str, folder: Path) -> None:
 def _applied(config: Config) -> Applied:
     """What the sidecar's configuration says, and a topic or namespace may say otherwise."""
     return Applied(
-        deduplication_enabled=config.deduplication_enabled,
         overlap=OverlapPolicy[config.overlap_policy.upper()],
         deduplication_entries_interval=config.deduplication_entries_interval,
         deduplication_snapshot_interval_seconds=config.deduplication_snapshot_interval_seconds,
