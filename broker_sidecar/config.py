@@ -280,9 +280,6 @@ class Config:
     scrub_bytes_per_second: int = key(
         524_288, "Read all logs again and again in the background, at most so fast, to find damage. 0: not."
     )
-    gap_policy: str = key(
-        "allow", "Of a message whose ID is not the one after its producer's last one: `allow` or `reject` it."
-    )
     overlap_policy: str = key(
         "reject", "Of a broker's range that is persisted in part: `reject` it, or answer Dup as `pulsar` does."
     )
@@ -317,7 +314,6 @@ def table() -> str:
 _WORDS = {
     "authentication": ("token", "none"),
     "log": ("embedded", "pulsar", "broker"),
-    "gap_policy": ("allow", "reject"),
     "overlap_policy": ("reject", "pulsar"),
     "log_level": ("debug", "info", "warning", "error"),
     "log_format": ("json", "text"),

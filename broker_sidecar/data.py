@@ -24,7 +24,7 @@ from seqdedupe.topic.base import State
 from seqdedupe.topic.clock import Clock
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.kinds import BrokersTopics, PublishedTopics
-from seqdedupe.topic.policy import BYTES_A_MB, Applied, GapPolicy, OverlapPolicy
+from seqdedupe.topic.policy import BYTES_A_MB, Applied, OverlapPolicy
 from seqdedupe.topic.renewal import Fetching
 from seqdedupe.topic.topic import Topic
 from seqdedupe.topic.window_runs import WindowMemory
@@ -281,7 +281,6 @@ def _applied(config: Config) -> Applied:
         deduplication_snapshot_interval_seconds=config.deduplication_snapshot_interval_seconds,
         retention_size_in_mb=config.default_retention_size_in_mb,
         retention_time_in_minutes=config.default_retention_time_in_minutes,
-        gap=GapPolicy[config.gap_policy.upper()],
         deduplication_producer_inactivity_timeout_minutes=config.deduplication_producer_inactivity_timeout_minutes,
         deduplication_window_max_messages=config.deduplication_window_max_messages,
         deduplication_window_max_bytes=config.deduplication_window_max_bytes,
