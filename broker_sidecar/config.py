@@ -280,9 +280,6 @@ class Config:
     scrub_bytes_per_second: int = key(
         524_288, "Read all logs again and again in the background, at most so fast, to find damage. 0: not."
     )
-    overlap_policy: str = key(
-        "reject", "Of a broker's range that is persisted in part: `reject` it, or answer Dup as `pulsar` does."
-    )
     admission_timeout_seconds: int = key(
         30, "Detach a broker that does not report within so long what became of a message that was new."
     )
@@ -314,7 +311,6 @@ def table() -> str:
 _WORDS = {
     "authentication": ("token", "none"),
     "log": ("embedded", "pulsar", "broker"),
-    "overlap_policy": ("reject", "pulsar"),
     "log_level": ("debug", "info", "warning", "error"),
     "log_format": ("json", "text"),
 }

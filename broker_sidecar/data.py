@@ -24,7 +24,7 @@ from seqdedupe.topic.base import State
 from seqdedupe.topic.clock import Clock
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.kinds import BrokersTopics, PublishedTopics
-from seqdedupe.topic.policy import BYTES_A_MB, Applied, OverlapPolicy
+from seqdedupe.topic.policy import BYTES_A_MB, Applied
 from seqdedupe.topic.renewal import Fetching
 from seqdedupe.topic.topic import Topic
 from seqdedupe.topic.window_runs import WindowMemory
@@ -276,7 +276,6 @@ def _check_no_logs(log: str, folder: Path) -> None:
 def _applied(config: Config) -> Applied:
     """What the sidecar's configuration says, and a topic or namespace may say otherwise."""
     return Applied(
-        overlap=OverlapPolicy[config.overlap_policy.upper()],
         deduplication_entries_interval=config.deduplication_entries_interval,
         deduplication_snapshot_interval_seconds=config.deduplication_snapshot_interval_seconds,
         retention_size_in_mb=config.default_retention_size_in_mb,
