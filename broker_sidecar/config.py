@@ -30,17 +30,14 @@ from seqdedupe.topic import policy
 
 ENVIRONMENT_PREFIX = "SEQDEDUPE_"
 
-SECRET = "secret"
-"""Of a key that is given in the environment alone, and is never shown."""
 
-
-def key(default: Any, about: str, *kinds: str) -> Any:
-    """A field that is a key."""
-    return field(default=default, metadata={"about": about, "is_secret": SECRET in kinds}, repr=SECRET not in kinds)
+def key(default: Any, about: str) -> Any:
+    """A field that is a key. None is a secret: the keys name files that hold them."""
+    return field(default=default, metadata={"about": about})
 
 
 def keys_of(config: type, prefix: str = "") -> dict[str, Field[Any]]:
-    """All keys by name. Those of a table, which is a dataclass within, have its name before theirs: `pulsar.token`."""
+    """All keys by name. Those of a table, a dataclass within, have its name before theirs: `pulsar.admin_url`."""
     found: dict[str, Field[Any]] = {}
     for item in fields(config):
         if "about" in item.metadata:
@@ -87,7 +84,6 @@ class PulsarConfig:
         "plain", "Of new topics: `plain`, a Pulsar message each, which any consumer reads; `packed`, a batch each."
     )
     token_file: str = key("", "File with the token for Pulsar. It is read anew whenever the token is needed.")
-    token: str = key("", "The token itself. Only in the environment.", SECRET)
     oauth2_issuer_url: str = key("", "Who gives tokens for Pulsar: the issuer's URL (OAuth 2.0, client credentials).")
     oauth2_credentials_file: str = key("", "JSON file with `client_id` and `client_secret` for the issuer.")
     oauth2_audience: str = key("", "What the tokens are for, as the issuer names the cluster. Not all want it.")
@@ -125,17 +121,8 @@ class PulsarConfig:
         _check_file("pulsar.tls_trust_certs_file_path", self.tls_trust_certs_file_path)
 
     def _check_credentials(self) -> None:
-        given = [
-            name
-            for name, is_given in (
-                ("pulsar.token", self.token),
-                ("pulsar.token_file", self.token_file),
-                ("pulsar.oauth2_issuer_url", self.has_oauth2),
-            )
-            if is_given
-        ]
-        if len(given) > 1:
-            raise invalid(given[1], f"is given, and {given[0]} too: one of them is enough")
+        if self.token_file and self.has_oauth2:
+            raise invalid("pulsar.oauth2_issuer_url", "is given, and pulsar.token_file too: one of them is enough")
         _check_file("pulsar.token_file", self.token_file)
         if self.has_oauth2:
             _check_http("pulsar.oauth2_issuer_url", self.oauth2_issuer_url, ("https", "http"))
@@ -540,10 +527,6 @@ def _in_file(file: Path) -> dict[str, Any]:
             found |= {f"{name}.{within}": inner for within, inner in value.items()}
         else:
             found[name] = value
-    for name in found.keys() & KEYS.keys():
-        if KEYS[name].metadata["is_secret"]:
-            where = f"may stand in no file of the configuration, but in the environment: {environment_of(name)}"
-            raise error("INVALID_CONFIGURATION", f"{name} {where} (given by the file {file})", key=name)
     return found
 
 

@@ -108,8 +108,6 @@ class LogCluster:
 
 
 def _token(asked: PulsarConfig) -> Token | None:
-    if asked.token:
-        return lambda: asked.token
     if asked.token_file:
         return from_file(Path(asked.token_file))
     if asked.has_oauth2:
