@@ -91,7 +91,6 @@ class PulsarConfig:
         "", "PEM file with the authorities that sign the brokers' certificates. Left out: the usual ones."
     )
     tls_enable_hostname_verification: bool = key(True, "Whether a broker's certificate must be for its host name.")
-    tls_allow_insecure_connection: bool = key(False, "Take any certificate of a broker, for trials.")
 
     @property
     def has_oauth2(self) -> bool:

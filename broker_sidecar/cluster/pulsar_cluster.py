@@ -93,7 +93,6 @@ class LogCluster:
             authentication=pulsar.AuthenticationToken(never_raises(token)) if token is not None else None,
             operation_timeout_seconds=OPERATION_TIMEOUT_SECONDS,
             tls_trust_certs_file_path=asked.tls_trust_certs_file_path or None,
-            tls_allow_insecure_connection=asked.tls_allow_insecure_connection,
             tls_validate_hostname=asked.tls_enable_hostname_verification,
             stats_interval_in_seconds=0,
             logger=client_logger(),
@@ -126,7 +125,5 @@ def _tls(asked: PulsarConfig) -> ssl.SSLContext:
             f"from it ({e})",
             key="pulsar.tls_trust_certs_file_path",
         ) from e
-    context.check_hostname = asked.tls_enable_hostname_verification and not asked.tls_allow_insecure_connection
-    if asked.tls_allow_insecure_connection:
-        context.verify_mode = ssl.CERT_NONE
+    context.check_hostname = asked.tls_enable_hostname_verification
     return context
