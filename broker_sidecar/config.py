@@ -266,9 +266,6 @@ class Config:
     scrub_bytes_per_second: int = key(
         524_288, "Read all logs again and again in the background, at most so fast, to find damage. 0: not."
     )
-    admission_timeout_seconds: int = key(
-        30, "Detach a broker that does not report within so long what became of a message that was new."
-    )
     max_topics: int = key(10_000, "Refuse to create more topics than this.")
     max_streams: int = key(1_000, "Serve at most so many streams of all kinds at once.")
     drain_timeout_seconds: int = key(30, "At SIGTERM, wait at most so long for what is in flight.")
@@ -309,7 +306,6 @@ _OF_POLICIES = {
 
 _LEAST = {
     **_OF_POLICIES,
-    "admission_timeout_seconds": 1,
     "deduplication_window_memory_in_mb": MIN_WINDOW_MEMORY_IN_MB,
     "max_topics": 1,
     "max_streams": 1,
