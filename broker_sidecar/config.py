@@ -253,13 +253,6 @@ class Config:
     deduplication_producer_inactivity_timeout_minutes: int = key(
         0, "Forget a producer that nobody has used for so many minutes that the sidecar ran. 0: never."
     )
-    deduplication_window_max_messages: int = key(
-        10_000_000, "In topics of deduplication IDs: know a copy until so many messages came after its original."
-    )
-    deduplication_window_max_bytes: int = key(
-        1_073_741_824, "Or until the IDs that came after it have so many bytes together. -1: no limit."
-    )
-    deduplication_window_max_minutes: int = key(-1, "Or until so many minutes after its original came. -1: no limit.")
     deduplication_window_memory_in_mb: int = key(
         1024, "Of all topics of deduplication IDs together: memory for IDs. What is more lies on disk, and is slower."
     )
@@ -356,10 +349,8 @@ def _check_values(config: Config) -> None:
         value, least = attrgetter(name)(config), _LEAST.get(name, 0)
         if isinstance(value, int) and value < least:
             raise invalid(name, f"is {value}: at least {least} is needed")
-        if name in _OF_POLICIES and value > (most := policy.MOST.get(name, policy.LARGEST)):
-            raise invalid(name, f"is {value}: at most {most} is possible")
-        if name in policy.WINDOW and value == 0:
-            raise invalid(name, "is 0, with which no copy would be known: at least 1 is needed")
+        if name in _OF_POLICIES and value > policy.LARGEST:
+            raise invalid(name, f"is {value}: at most {policy.LARGEST} is possible")
     for key, words in _WORDS.items():
         if getattr(config, key) not in words:
             *others, last = words

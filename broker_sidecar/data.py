@@ -283,7 +283,4 @@ def _applied(config: Config) -> Applied:
         retention_size_in_mb=config.default_retention_size_in_mb,
         retention_time_in_minutes=config.default_retention_time_in_minutes,
         deduplication_producer_inactivity_timeout_minutes=config.deduplication_producer_inactivity_timeout_minutes,
-        deduplication_window_max_messages=config.deduplication_window_max_messages,
-        deduplication_window_max_bytes=config.deduplication_window_max_bytes,
-        deduplication_window_max_minutes=config.deduplication_window_max_minutes,
     )
