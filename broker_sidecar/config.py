@@ -193,7 +193,7 @@ class Config:
         "", "Lists (CRLs), as PEM, by which these authorities have revoked certificates: whoever shows one is refused."
     )
     peer_token_file: str = key(
-        "", "A file with the token that those in `peers` and `sidecars` are shown. Workers of one directory need none."
+        "", "A file with the token that those in `peers` are shown. Workers of one directory need none."
     )
     peer_tls_ca_file: str = key(
         "",
@@ -224,19 +224,15 @@ class Config:
     shards: str = key("", "The shards of the topics that this process has, as `0-15`, where others have the rest.")
     peers: str = key(
         "",
-        "The addresses of all processes that have shards, this one too, with commas between. "
-        "Without shards: those that topics may be moved to.",
+        "The addresses of all processes that have shards, this one too, with commas between. Without shards: those "
+        "that topics may be moved to. With log = pulsar: where the cluster's sidecars advertise themselves, this one "
+        "too, and domains as `*.example.org`; a standby follows topics for which it is the first or second of the "
+        "addresses. Left out there: all topics, and whoever owns one is a sidecar.",
     )
     cluster_id: str = key("", "Which cluster the shards are of: the same for all processes. Needed with `shards`.")
     advertised_address: str = key("", "Where clients and other sidecars reach this one. Left out: `listen`.")
     rules_file: str = key(
         "", "A file of TOML that says who may do what, and how much of the sidecar each may use: docs/rules.md."
-    )
-    sidecars: str = key(
-        "",
-        "The addresses at which the sidecars of a cluster advertise themselves, this one too, and domains as "
-        "`*.example.org`, with commas between. A standby follows topics for which it is the first or second of the "
-        "addresses. Left out: all topics, and whoever owns one is a sidecar.",
     )
     standby: bool = key(
         False, "Read along the topics of a cluster that other sidecars own, and take them over as soon as nobody does."
@@ -331,7 +327,7 @@ def check(config: Config) -> None:
     _check_listen(config)
     _check_metrics_listen(config)
     _check_advertised(config)
-    _check_sidecars(config)
+    _check_peers(config)
     _check_shards(config)
     _check_pattern(config, "instance_name", _INSTANCE_NAME)
     if config.log == "pulsar":
@@ -363,8 +359,8 @@ def _check_authentication(config: Config) -> None:
     for name, other in _NEEDS:
         if getattr(config, name) and not getattr(config, other):
             raise invalid(other, f"is needed with {name}")
-    if config.peer_token_file and not (config.peers or config.sidecars):
-        raise invalid("peer_token_file", "has no use without peers or sidecars: to no others the token goes")
+    if config.peer_token_file and not config.peers:
+        raise invalid("peer_token_file", "has no use without peers: to no others the token goes")
     for name in ("token_keys_file", "tls_client_ca_file", "rules_file"):
         if getattr(config, name) and config.authentication == "none":
             raise invalid("authentication", f"is 'none': nobody is asked who they are, and {name} has no use")
@@ -412,12 +408,16 @@ def _check_advertised(config: Config) -> None:
         raise invalid("advertised_address", f"is {config.advertised_address!r}: nobody can connect to that")
 
 
-def _check_sidecars(config: Config) -> None:
-    among = _sidecars(config, "sidecars")
+def _check_peers(config: Config) -> None:
+    if not config.peers:
+        return
+    try:
+        addresses = Sidecars.parse(config.peers).addresses
+    except SeqdedupeError as e:
+        raise invalid("peers", f"is {config.peers!r}: {e.message}") from e
     own = SidecarAddress.parse(config.advertised_address or config.listen)
-    if among is not None and config.standby and own not in among.addresses:
-        why = f"is {config.sidecars!r}: {own}, at which this one is reached, is not among them"
-        raise invalid("sidecars", why)
+    if config.log == "pulsar" and config.standby and own not in addresses:
+        raise invalid("peers", f"is {config.peers!r}: {own}, at which this one is reached, is not among them")
 
 
 def _check_shards(config: Config) -> None:
@@ -425,7 +425,8 @@ def _check_shards(config: Config) -> None:
         raise invalid("workers", f"is {config.workers}: at most {MAX_WORKERS} are possible")
     for name in ("workers", "shards", "peers"):
         value = getattr(config, name)
-        if config.log != "embedded" and value not in (0, 1, ""):
+        is_possible = config.log == "embedded" or (config.log == "pulsar" and name == "peers")
+        if not is_possible and value not in (0, 1, ""):
             raise invalid(name, f"is {value!r}: only topics on the sidecar's own log are spread over processes")
         if name != "workers" and value and config.workers > 1:
             raise invalid(name, f"is {value!r}: each of several workers is given its own")
@@ -433,7 +434,6 @@ def _check_shards(config: Config) -> None:
         _ = from_text(config.shards) if config.shards else None
     except SeqdedupeError as e:
         raise invalid("shards", f"is {config.shards!r}: {e.message}") from e
-    _sidecars(config, "peers")
     if config.shards and not config.cluster_id:
         raise invalid("cluster_id", "is needed with shards: any name, the same for all processes")
     _check_pattern(config, "cluster_id", CLUSTER_ID)
@@ -448,15 +448,6 @@ def _address(config: Config, name: str, should_be: str = "host:port or unix:/pat
 
 def _no_address(config: Config, name: str, should_be: str) -> SeqdedupeError:
     return invalid(name, f"is {getattr(config, name)!r}: it should be {should_be}")
-
-
-def _sidecars(config: Config, name: str) -> Sidecars | None:
-    """None if none are named."""
-    text = getattr(config, name)
-    try:
-        return Sidecars.parse(text) if text else None
-    except SeqdedupeError as e:
-        raise invalid(name, f"is {text!r}: {e.message}") from e
 
 
 def _check_pattern(config: Config, name: str, pattern: re.Pattern[str]) -> None:

@@ -125,7 +125,7 @@ class Data:
         )
         if self.logs is not None:
             _remove_arrivals(store, self.logs)
-            self.leaving = Departures(self.logs, self.topics, Neighbours(listed(config, config.peers)))
+            self.leaving = Departures(self.logs, self.topics, Neighbours(listed(config)))
 
     def _own_logs(self, folder: Path, gives_up_journal: bool) -> EmbeddedLogs:
         store, clock = self.store, self._clock
@@ -246,7 +246,7 @@ def _peers(config: Config, store: Store) -> Peers | None:
     claim, is_said = claim_of(config)
     if claim is None:
         return None
-    peers = Peers(claim, listed(config, config.peers))
+    peers = Peers(claim, listed(config))
     peers.check_found(record.name for record in store.topics())
     if not is_said:
         directories.write(Path(config.data_directory), claim)

@@ -43,7 +43,7 @@ class LogCluster:
         asked, instance = config.pulsar, StoreInstance(store)
         tls, self._token = _tls(asked), _token(asked)
         self._asked = asked
-        self._sidecars = listed(config, config.sidecars)
+        self._sidecars = listed(config)
         self.neighbours = Neighbours(self._sidecars)
         self._client = self._connect()
         self.shared = Shared(
