@@ -9,6 +9,7 @@ import click
 
 from seqdedupe.client.blocking import Client
 from seqdedupe.client.connection import NOT_A_SIDECAR
+from seqdedupe.client.listeners import hint_of_http_status
 from seqdedupe.client.producer_session import OPEN_TIMEOUT_SECONDS
 from seqdedupe.client.route import OnWaiting
 from seqdedupe.command import CREDENTIAL_PARAMETERS, Command, sidecar_options, told_credentials
@@ -52,12 +53,14 @@ def connect(address: str, on_waiting: OnWaiting | None = None) -> Client:
         try:
             client.admin.version()
             return client
-        except OutcomeUnknownError as e:  # nothing was asked for whose outcome could matter
-            raise error("UNREACHABLE", f"no answer from the sidecar at {address}: {e.message}") from e
         except UnavailableError as e:
-            if on_waiting is None or e.reason == NOT_A_SIDECAR or time.monotonic() > give_up_at:
-                raise
-            on_waiting(e)
+            why = e
+            if isinstance(e, OutcomeUnknownError):  # nothing was asked for whose outcome could matter
+                hint = hint_of_http_status(e.message)
+                why = error("UNREACHABLE", f"no answer from the sidecar at {address}: {e.message}", hint=hint)
+            if on_waiting is None or why.reason == NOT_A_SIDECAR or time.monotonic() > give_up_at:
+                raise why from e
+            on_waiting(why)
             on_waiting = _told_already
         time.sleep(_POLL_SECONDS)
 
