@@ -9,7 +9,7 @@ import click
 
 from seqdedupe.client.blocking import Client
 from seqdedupe.client.connection import NOT_A_SIDECAR
-from seqdedupe.client.listeners import hint_of_http_status
+from seqdedupe.client.listeners import hint_of_http
 from seqdedupe.client.producer_session import OPEN_TIMEOUT_SECONDS
 from seqdedupe.client.route import OnWaiting
 from seqdedupe.command import CREDENTIAL_PARAMETERS, Command, sidecar_options, told_credentials
@@ -54,10 +54,11 @@ def connect(address: str, on_waiting: OnWaiting | None = None) -> Client:
             client.admin.version()
             return client
         except UnavailableError as e:
-            why = e
+            why: SeqdedupeError = e
             if isinstance(e, OutcomeUnknownError):  # nothing was asked for whose outcome could matter
-                hint = hint_of_http_status(e.message)
+                hint = hint_of_http(e.message)
                 why = error("UNREACHABLE", f"no answer from the sidecar at {address}: {e.message}", hint=hint)
+            assert isinstance(why, UnavailableError)
             if on_waiting is None or why.reason == NOT_A_SIDECAR or time.monotonic() > give_up_at:
                 raise why from e
             on_waiting(why)

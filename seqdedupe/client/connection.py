@@ -24,7 +24,7 @@ from seqdedupe.client.credentials import NO_CREDENTIALS, Credentials
 from seqdedupe.client.listeners import (
     check_listener,
     has_no_grpc_status,
-    hint_of_http_status,
+    hint_of_http,
     is_of_another_host,
     unreachable,
     was_never_sent,
@@ -397,14 +397,15 @@ def _error_of_call(failure: grpc.aio.AioRpcError, address: SidecarAddress) -> Se
         return error_of_reason(info.reason, details, retry_delay_ms, dict(info.metadata))
     if failure.code() is grpc.StatusCode.UNAVAILABLE or is_of_another_host(details):
         return unreachable(address, details)
-    if has_no_grpc_status(details):
+    # Where a status of HTTP's own hides behind these words gRPC gives no metadata.
+    if has_no_grpc_status(details) and (failure.initial_metadata() or failure.trailing_metadata()):
         what = f"{address} answered without a gRPC status, as a web server does"
         return error(NOT_A_SIDECAR, f"{what}; the likely cause is a proxy on the way: {details}")
     if failure.code() in _LOST:
         what = f"the call to {address} broke: {failure.code().name}: {details}"
         if failure.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
             what = f"the sidecar at {address} has not answered in time"
-        return error("OUTCOME_UNKNOWN", what, hint=hint_of_http_status(details) or _HINT_OF_LOST)
+        return error("OUTCOME_UNKNOWN", what, hint=hint_of_http(details) or _HINT_OF_LOST)
     if failure.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and _OWN_LIMIT in details:
         hint = "Send less in one message. A batch has at most 8 MiB."
         return error("MESSAGE_TOO_LARGE", f"a message to or from {address} was not taken: {details}", hint=hint)
@@ -590,7 +591,7 @@ class ClientCalls:
         self._found_at[topic] = address
 
 
-def _with_unknown_outcome(failure: UnavailableError) -> UnavailableError:
+def _with_unknown_outcome(failure: UnavailableError) -> SeqdedupeError:
     """The error of a call that changes something and may have been sent: a sidecar may have carried it out, and its
     answer got lost. What a sidecar itself answered stays as it is."""
     if failure.reason not in _CONNECTION_IS_LOST:

@@ -47,14 +47,14 @@ PAGE = b"<html><body>not here</body></html>"
 
 _PREFACE_BYTES = 24
 _HEAD_BYTES = 9
-_DATA, _HEADERS, _SETTINGS = 0, 1, 4
+_DATA, _HEADERS, _RST_STREAM, _SETTINGS = 0, 1, 3, 4
 _END_STREAM, _END_HEADERS = 1, 4
 
 
 @asynccontextmanager
-async def answering_http(status: int) -> AsyncIterator[tuple[str, list[int]]]:
-    """An HTTP/2 server that answers all requests with this status and a page, as a proxy does. Yields its address, and
-    the requests that came."""
+async def answering_http(status: int, *, resets: bool = False) -> AsyncIterator[tuple[str, list[int]]]:
+    """An HTTP/2 server that answers all requests with this status and a page, as a proxy does. With `resets` it
+    takes nothing more of the request after that. Yields its address, and the requests that came."""
     came: list[int] = []
     serving: list[asyncio.Task[None] | None] = []
     writers: list[asyncio.StreamWriter] = []
@@ -74,9 +74,9 @@ async def answering_http(status: int) -> AsyncIterator[tuple[str, list[int]]]:
                 if head[3] == _HEADERS:
                     stream = int.from_bytes(head[5:], "big")
                     came.append(stream)
-                    status_header = b"\x00\x07:status\x03" + str(status).encode()
-                    writer.write(frame(_HEADERS, _END_HEADERS, stream, status_header))
-                    writer.write(frame(_DATA, _END_STREAM, stream, PAGE))
+                    headers = b"\x00\x07:status\x03" + str(status).encode() + b"\x00\x06server\x03web"
+                    answer = frame(_HEADERS, _END_HEADERS, stream, headers) + frame(_DATA, _END_STREAM, stream, PAGE)
+                    writer.write(answer + frame(_RST_STREAM, 0, stream, bytes(4)) * resets)
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
         finally:

@@ -24,13 +24,13 @@ from seqdedupe.client.cursor import Kept
 from seqdedupe.command import run_command
 from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name
-from seqdedupe.testing import Sidecar
+from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from seqdedupe.v1 import admin_pb2, publish_pb2
 from seqdedupe_spark.range_reader import read_stored
 from seqdedupe_spark.ranges import Range
 from tests.client.fake_sidecar import FakeSidecar, Refused, fake_sidecar
 from tests.client.fronts import Front, addresses, fronts, in_order, move
-from tests.client.helpers import LAST_RESORT_SECONDS, read_all, until
+from tests.client.helpers import read_all, until
 from tests.client.proxy import Proxy
 
 BROKE = Refused(grpc.StatusCode.UNAVAILABLE)

@@ -19,8 +19,7 @@ from seqdedupe.client import (
 from seqdedupe.client.cursor import CursorMoves
 from seqdedupe.errors import error
 from seqdedupe.message_id import MessageId, Position
-from seqdedupe.testing import Sidecar
-from tests.client.helpers import LAST_RESORT_SECONDS
+from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from tests.client.proxy import Proxy
 
 
