@@ -13,7 +13,7 @@ from seqdedupe.client.listeners import hint_of_http
 from seqdedupe.client.producer_session import OPEN_TIMEOUT_SECONDS
 from seqdedupe.client.route import OnWaiting
 from seqdedupe.command import CREDENTIAL_PARAMETERS, Command, sidecar_options, told_credentials
-from seqdedupe.errors import NotFoundError, OutcomeUnknownError, SeqdedupeError, UnavailableError, error
+from seqdedupe.errors import REASONS, NotFoundError, OutcomeUnknownError, SeqdedupeError, UnavailableError, error
 from seqdedupe.names import topic_name
 
 _SHORT_NAMES = "persistent://public/default/"
@@ -54,16 +54,22 @@ def connect(address: str, on_waiting: OnWaiting | None = None) -> Client:
             client.admin.version()
             return client
         except UnavailableError as e:
-            why: SeqdedupeError = e
-            if isinstance(e, OutcomeUnknownError):  # nothing was asked for whose outcome could matter
-                hint = hint_of_http(e.message)
-                why = error("UNREACHABLE", f"no answer from the sidecar at {address}: {e.message}", hint=hint)
-            assert isinstance(why, UnavailableError)
+            why = _unanswered(address, e)
             if on_waiting is None or why.reason == NOT_A_SIDECAR or time.monotonic() > give_up_at:
-                raise why from e
+                raise why from e.__cause__
             on_waiting(why)
             on_waiting = _told_already
         time.sleep(_POLL_SECONDS)
+
+
+def _unanswered(address: str, e: UnavailableError) -> UnavailableError:
+    """UNREACHABLE in the place of OUTCOME_UNKNOWN: nothing was asked for whose outcome could matter."""
+    if not isinstance(e, OutcomeUnknownError):
+        return e
+    known = REASONS["UNREACHABLE"]
+    what = f"no answer from the sidecar at {address}: {e.message}"
+    hint = hint_of_http(e.message) or known.hint
+    return UnavailableError("UNREACHABLE", what, hint, known.retry_delay_ms, e.numbers)
 
 
 def _told_already(_why: UnavailableError) -> None:

@@ -28,8 +28,8 @@ _HTTP_STATUS = "http2 header with status"
 """What gRPC says where an answer is one of HTTP alone: that status follows."""
 
 _HINT_OF_HTTP = (
-    "Something on the way, such as a proxy, answered in the sidecar's place: its log says why. Is the sidecar behind it "
-    "running?"
+    "Something on the way, such as a proxy, answered in the sidecar's place: its log says why. Is the sidecar behind "
+    "it running?"
 )
 
 _NO_GRPC_STATUS = ("Data frame with END_STREAM flag received", "No status received")
