@@ -342,6 +342,33 @@ async def test_snapshots_are_taken_by_time_and_by_entries(store: Store) -> None:
     await topic.close("")
 
 
+async def test_a_snapshot_that_fails_says_of_which_topic(
+    store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    topic = make_topic(
+        store,
+        FaultyLog(Storage(INCARNATION), automatic=True),
+        Applied(deduplication_entries_interval=1, deduplication_snapshot_interval_seconds=0),
+    )
+    await topic.recover()
+
+    async def fails(*_: Any) -> None:
+        raise error("STORE_UNAVAILABLE", "the store is tired")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Snapshots, "compact_if_due", fails)
+        await publish(topic, 1)
+        await until(lambda: "not compacted" in caplog.text)
+        patch.setattr(Store, "flush", fails)
+        await publish(topic, 2)
+        await until(lambda: topic.keeper.snapshotter.failed > 0)
+        await topic.keeper.snapshotter.finish()
+        await asyncio.sleep(0)
+    assert f"snapshots of topic {topic.name} were not compacted: the store is tired" in caplog.text
+    assert f"no snapshot of topic {topic.name}: the store is tired" in caplog.text
+    await topic.close("")
+
+
 async def grown(store: Store, storage: Storage, *ids: int, snapshot: bool = False) -> None:
     """These messages are published by a new owner."""
     topic = make_topic(store, FaultyLog(storage, automatic=True), random_bytes=os.urandom)
