@@ -16,7 +16,7 @@ import numpy as np
 from seqdedupe.core.id_runs import ImportedIds
 from seqdedupe.core.id_window import IdWindow
 from seqdedupe.core.producers import Producers
-from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.errors import InvalidRequestError, SeqdedupeError, error
 from seqdedupe.format.columns import BASE_INDEX, ROWS, TERM
 from seqdedupe.format.jit import Int64s
 from seqdedupe.format.records import body_of, ownership
@@ -27,7 +27,7 @@ from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Loaded, Snapshots
 from seqdedupe.topic import control
 from seqdedupe.topic.base import State, TopicBase
-from seqdedupe.topic.control import Change, CursorChange, Purge
+from seqdedupe.topic.control import Change, CursorChange, Purge, Reset, Sessions
 from seqdedupe.topic.flight import Admitted, Changing, Flight
 from seqdedupe.topic.frame import NumbersCache, OutOfStepError, Receipt, Refusal, Reply
 from seqdedupe.topic.judge import BySequenceId, Judge
@@ -215,7 +215,7 @@ class Topic(TopicBase):
     def append_change(self, change: Change) -> "asyncio.Future[None]":
         """Hands a control record to the log. Done when it is durable and in force; raises why it is not.
 
-        Raises at once, and does nothing, unless the topic takes messages.
+        Raises at once, and does nothing, unless the topic takes messages; and MESSAGE_TOO_LARGE.
         """
         self.check_serving()
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -226,6 +226,13 @@ class Topic(TopicBase):
             raise self.owner.out_of_step(e) from e
         try:
             self.log.append_control(body)
+        except InvalidRequestError as e:
+            # The log has taken nothing, however often it is asked.
+            self.flight.take_back()
+            if isinstance(change, Sessions | Reset):
+                # These epochs are in force already, and must not be.
+                self.owner.out_of_step(e)
+            raise
         except Exception as e:  # noqa: BLE001 (as of a frame)
             self.owner.out_of_step(e)
         return done

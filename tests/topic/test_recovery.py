@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from seqdedupe.core.producers import Producers
-from seqdedupe.errors import DamagedError, PositionError, UnavailableError, error
+from seqdedupe.errors import DamagedError, InvalidRequestError, PositionError, UnavailableError, error
 from seqdedupe.format.columns import TERM
 from seqdedupe.log.contract import Entries
 from seqdedupe.message_id import Position
@@ -22,7 +22,7 @@ from seqdedupe.topic import owner
 from seqdedupe.topic.base import State
 from seqdedupe.topic.frame import NumbersCache, Receipt, Refusal, check
 from seqdedupe.topic.operations import open_sessions
-from seqdedupe.topic.policy import Applied
+from seqdedupe.topic.policy import Applied, NamedCursor, Policy
 from seqdedupe.topic.readers import check_index, end_index, index_after, read_on
 from seqdedupe.topic.topic import Topic
 from tests.batches import batch
@@ -247,6 +247,45 @@ async def test_what_the_log_cannot_take_is_refused_and_changes_nothing(store: St
     log.settle()
     assert [type(answer) for answer in answers] == [Receipt]
     assert end_index(topic) == 1
+    await topic.close("")
+
+
+class SmallLog(FaultyLog):
+    """Takes control records of some bytes alone, as a broker that takes no larger entries."""
+
+    def append_control(self, body: bytes) -> None:
+        if len(body) > 100:
+            raise error("MESSAGE_TOO_LARGE", f"an entry of {len(body)} bytes is larger than 100")
+        super().append_control(body)
+
+
+async def test_a_change_that_the_log_cannot_take_is_refused_and_changes_nothing(store: Store) -> None:
+    log = SmallLog(Storage(INCARNATION))
+    topic = make_topic(store, log)
+    await topic.recover()
+    answers = await publish(topic, 1)
+    with pytest.raises(InvalidRequestError, match="MESSAGE_TOO_LARGE"):
+        await topic.set_policy(Policy(cursors=(NamedCursor("c", Position.start(5), 100 * "x"),)))
+    assert topic.state is State.SERVING, topic.why
+    assert log.opened == 1
+    assert topic.newest_policy == Policy()
+    later = await publish(topic, 2)
+    log.settle()
+    assert [type(answer) for answer in answers + later] == [Receipt, Receipt]
+    await topic.close("")
+
+
+async def test_sessions_that_the_log_cannot_take_fence_nobody(store: Store) -> None:
+    log = SmallLog(Storage(INCARNATION), automatic=True)
+    topic = make_topic(store, log)
+    await topic.recover()
+    opened = await open_sessions(topic, ["p"], None)
+    for _ in range(2):
+        with pytest.raises(InvalidRequestError, match="MESSAGE_TOO_LARGE"):
+            await open_sessions(topic, ["p", 100 * "q"], None)
+        await until(lambda: topic.state is State.SERVING)
+    resumed = await open_sessions(topic, ["p"], opened.epochs)
+    assert not resumed.refusals
     await topic.close("")
 
 
