@@ -129,6 +129,8 @@ class Owner:
         self._seems_damaged = False
         self._opening = 0
         """The outcomes of earlier openings of the log are not heard any more."""
+        self._merged = 0
+        """Records that were found in the log since it was last owned: they count towards the next snapshot then."""
         self._rest_seconds = 0.0
         """Before a log that has refused is opened again: more each time that it takes no message in between."""
 
@@ -194,6 +196,8 @@ class Owner:
         self.wanted.clear()
         self._is_recovering = False
         topic.knows_its_end = True
+        merged, self._merged = self._merged, 0
+        topic.keeper.snapshotter.stored(merged)
         if topic.terminated is not None:
             topic.change_state(State.TERMINATED, topic.terminated.message)
             self._tried.tell()
@@ -216,7 +220,7 @@ class Owner:
                 term=topic.term + 1,
                 confirmed_index=topic.confirmed_index,
                 last_ownership=topic.last_ownership,
-                merge=topic.merge,
+                merge=self._merge,
                 settle=lambda outcome: topic.settle(outcome) if opening == self._opening else None,
                 random_bytes=self._random_bytes,
                 known_term=lambda: topic.known_term,
@@ -226,7 +230,7 @@ class Owner:
             if e.reason != "TOPIC_TERMINATED":
                 raise
             # Nothing lands any more: what is read now is all there is.
-            await replay_from(topic.log, topic.confirmed_index, topic.merge, topic.last_ownership).run()
+            await replay_from(topic.log, topic.confirmed_index, self._merge, topic.last_ownership).run()
             topic.fail_in_flight(e)
             topic.terminated = e
             topic.next_index = topic.confirmed_index
@@ -243,6 +247,11 @@ class Owner:
         topic.counters.recovery_seconds += topic.now_seconds() - began
         # What the log held is known now; but if it failed again meanwhile, it takes nothing yet.
         return not self._failed_meanwhile
+
+    def _merge(self, chunk: bytes, table: Table, count: int, runs_of: RunsOf) -> None:
+        """Records that stand in the log that is taken over are merged."""
+        self._topic.merge(chunk, table, count, runs_of)
+        self._merged += count
 
     def _not_now(self, e: Exception) -> None:
         """Taking over has failed, and is tried again."""

@@ -381,6 +381,28 @@ async def test_snapshots_are_taken_by_time_and_by_entries(store: Store) -> None:
     await topic.close("")
 
 
+@pytest.mark.parametrize(
+    "by", [{"deduplication_entries_interval": 3}, {"deduplication_snapshot_interval_seconds": 0.02}]
+)
+async def test_what_was_replayed_counts_towards_the_next_snapshot(store: Store, by: dict[str, Any]) -> None:
+    """Else a topic that dies again and again before it takes one would read more each time."""
+    storage = Storage(INCARNATION)
+    topic = make_topic(store, FaultyLog(storage, automatic=True))
+    await topic.recover()
+    await publish(topic, 1)
+    await topic.flight.all_of_now()
+    await topic.close("")
+    applied = {"deduplication_entries_interval": 1000, "deduplication_snapshot_interval_seconds": 0} | by
+    topic = make_topic(store, FaultyLog(storage, automatic=True), Applied(**applied))
+    await topic.recover()
+    if "deduplication_entries_interval" in by:
+        # One for the session, and one for the message; the third is another session.
+        assert topic.keeper.snapshot_index == 0
+        await open_sessions(topic, ["p"], None)
+    await until(lambda: topic.keeper.snapshot_index == 1)
+    await topic.close("")
+
+
 async def test_a_snapshot_that_fails_says_of_which_topic(
     store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
