@@ -80,12 +80,10 @@ class ByDeduplicationId:
     # -- frames ------------------------------------------------------------------------------------------------
 
     async def look_up(self, encoded: bytes) -> LookedUp | None:
-        """To be awaited before a frame is decided, in the step that follows.
+        """To be awaited where there is a `window` before a frame is decided, in the step that follows.
 
         Waits while the windows have more memory than they are to have, and reads what has to be read.
         """
-        if self.window is None:
-            return None
         if self.memory is not None:
             await self.memory.room()
         return await self.runs.look_up(encoded)
@@ -153,14 +151,14 @@ class ByDeduplicationId:
 
     # -- memory ------------------------------------------------------------------------------------------------
 
-    def may_have_grown(self, snapshots_taken: int) -> None:
+    def may_have_grown(self, window: IdWindow, snapshots_taken: int) -> None:
         """What the window takes in memory is looked at, if it has another chunk or there is another snapshot."""
-        if self.window is None or self.memory is None:
+        if self.memory is None:
             return
-        seen = (self.window.chunks_opened, snapshots_taken)
+        seen = (window.chunks_opened, snapshots_taken)
         if seen != self._measured:
             self._measured = seen
-            self.memory.measure(self.runs, self.window)
+            self.memory.measure(self.runs, window)
 
     async def close(self) -> None:
         """Nothing of the window is moved or measured any more."""

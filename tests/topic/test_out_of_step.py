@@ -20,7 +20,7 @@ from seqdedupe.log.contract import Failure
 from seqdedupe.store.db import Store
 from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe.topic import judge, judge_by_id
-from seqdedupe.topic.base import Counters, State
+from seqdedupe.topic.base import State
 from seqdedupe.topic.flight import Flight
 from seqdedupe.topic.frame import NumbersCache, Receipt, Refusal
 from seqdedupe.topic.judge_by_id import ByDeduplicationId
@@ -70,7 +70,7 @@ BY_ID = {
     "handing it over": (FaultyLog, "append"),
     "confirming": (IdWindow, "confirm"),
     "settling": (Topic, "_confirm"),
-    "counting": (Counters, "count"),
+    "counting": (Topic, "_count"),
 }
 
 
