@@ -70,6 +70,11 @@ def open_files_within(limit: int) -> int:
     return min(MAX_OPEN_FILES, max(1, limit // OPEN_FILES_SHARE))
 
 
+def wall_ms() -> int:
+    """When messages are published, by the process's clock."""
+    return time.time_ns() // 1_000_000
+
+
 Work = Opening | Closing | Signal
 
 
