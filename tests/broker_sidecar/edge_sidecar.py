@@ -147,12 +147,12 @@ def main() -> int:
     kernels.prepare()
 
     from broker_sidecar.__main__ import main as serve
-    from seqdedupe.log.embedded import commit, journal_files
+    from seqdedupe.log.embedded import commit
     from seqdedupe.log.embedded.logs import EmbeddedLogs
     from tests.broker_sidecar.security import by_name
 
     EmbeddedLogs.__init__ = partialmethod(EmbeddedLogs.__init__, segment_bytes=SEGMENT_BYTES)  # type: ignore[assignment]
-    journal_files.FILE_BYTES = told["journal_file_bytes"]
+    commit.FILE_BYTES = told["journal_file_bytes"]
     commit.IDLE_SECONDS = told["idle_seconds"]
     _write_down_syncs(os.open(syncs(Path(told["folder"])), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600))
     if here is not None:

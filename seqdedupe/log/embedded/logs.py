@@ -19,9 +19,8 @@ from seqdedupe.files import sync_folder, write_all_synced, write_synced
 from seqdedupe.format.headers import key_of
 from seqdedupe.log.contract import AS_USUAL, Layout, LogName
 from seqdedupe.log.embedded import relocation
-from seqdedupe.log.embedded.commit import Committer, wall_ms
+from seqdedupe.log.embedded.commit import Committer, Journal, wall_ms
 from seqdedupe.log.embedded.inspection import Damage, DurablePart, inspect_part
-from seqdedupe.log.embedded.journal_files import Journal
 from seqdedupe.log.embedded.journal_replay import JournalReplay
 from seqdedupe.log.embedded.log import MAX_PLACES, EmbeddedLog, Shared
 from seqdedupe.log.embedded.reader import ReadAhead
