@@ -27,7 +27,7 @@ from seqdedupe.topic.base import State
 from seqdedupe.topic.control import Purge, Reset, Sessions
 from seqdedupe.topic.flight import InFlight
 from seqdedupe.topic.frame import check_by_id
-from seqdedupe.topic.judge_by_id import since_ms
+from seqdedupe.topic.judge import since_ms
 from seqdedupe.topic.sessions import NAMES_A_STEP, Opened, Opening, check_count, encoded_names
 from seqdedupe.topic.topic import Topic
 

@@ -30,8 +30,7 @@ from seqdedupe.topic.base import State, TopicBase
 from seqdedupe.topic.control import Change, CursorChange, Purge, Reset, Sessions
 from seqdedupe.topic.flight import Admitted, Changing, Flight
 from seqdedupe.topic.frame import NumbersCache, OutOfStepError, Receipt, Refusal, Reply
-from seqdedupe.topic.judge import BySequenceId, Judge
-from seqdedupe.topic.judge_by_id import ByDeduplicationId
+from seqdedupe.topic.judge import ByDeduplicationId, BySequenceId, Judge
 from seqdedupe.topic.keeper import Keeper, producers_of
 from seqdedupe.topic.owner import Owner
 from seqdedupe.topic.policy import Applied, Policy

@@ -31,7 +31,7 @@ from seqdedupe.store.snapshots import Loaded, Snapshots
 from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe.topic.base import State
 from seqdedupe.topic.frame import NumbersCache, Receipt, Refusal, check_by_id
-from seqdedupe.topic.judge_by_id import ByDeduplicationId
+from seqdedupe.topic.judge import ByDeduplicationId
 from seqdedupe.topic.operations import open_sessions
 from seqdedupe.topic.policy import Applied, Policy
 from seqdedupe.topic.topic import Topic
