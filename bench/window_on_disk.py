@@ -17,8 +17,7 @@ import numpy as np
 
 from bench.figure import Figure, Ratio, over, percentiles_ms, shown
 from bench.window import COPIES, FRAMES, KEY, ROWS, Rocks, frame, ids_from
-from seqdedupe.core.id_window import IdWindow
-from seqdedupe.core.moment import Moment
+from seqdedupe.core.id_window import IdWindow, Moment
 from seqdedupe.core.producers import Producers
 from seqdedupe.limits import WindowLimits
 from seqdedupe.message_id import MessageId, Position

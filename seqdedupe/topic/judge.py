@@ -14,8 +14,7 @@ import numpy as np
 from seqdedupe.core import rule
 from seqdedupe.core.id_runs import ImportedIds
 from seqdedupe.core.id_table import IMPORTED
-from seqdedupe.core.id_window import NONE_OLDER, IdWindow
-from seqdedupe.core.moment import Moment
+from seqdedupe.core.id_window import NONE_OLDER, IdWindow, Moment
 from seqdedupe.core.producers import Producers
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.format.columns import (

@@ -7,9 +7,10 @@ import pytest
 
 from broker_sidecar.config import Config
 from broker_sidecar.data import Data
-from seqdedupe.core.moment import LOOKS, Moment
+from seqdedupe.core.id_window import Moment
 from seqdedupe.log.contract import Retention
 from seqdedupe.topic import clock
+from seqdedupe.topic.clock import LOOKS
 from seqdedupe.topic.frame import NumbersCache
 from seqdedupe.topic.operations import open_sessions
 from tests.batches import batch

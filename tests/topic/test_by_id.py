@@ -17,8 +17,7 @@ from rocksdict import WriteBatch
 from seqdedupe import batch as batches
 from seqdedupe.batch import Binary
 from seqdedupe.core import id_slots
-from seqdedupe.core.id_window import IdWindow
-from seqdedupe.core.moment import Moment
+from seqdedupe.core.id_window import IdWindow, Moment
 from seqdedupe.core.rule import DUP, NOT_DUP, UNKNOWN
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.format.columns import ROWS
