@@ -24,9 +24,8 @@ from seqdedupe.limits import MAX_BATCH_ROWS, MAX_OPEN_NAMES
 from seqdedupe.message_id import MessageId
 from seqdedupe.names import topic_name
 from seqdedupe.topic.base import State
-from seqdedupe.topic.directory import Topics
+from seqdedupe.topic.directory import Topics, check_gap_policy, find, find_or_create
 from seqdedupe.topic.frame import Allowing, NumbersCache, Receipt, Refusal
-from seqdedupe.topic.lookup import check_gap_policy, find, find_or_create
 from seqdedupe.topic.operations import check_names, open_sessions
 from seqdedupe.topic.sessions import NAMES_A_STEP, Opened
 from seqdedupe.topic.topic import Topic

@@ -18,8 +18,7 @@ from seqdedupe.log.contract import LargerRecordError
 from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name
 from seqdedupe.topic import cursors, policy
-from seqdedupe.topic.directory import Topics
-from seqdedupe.topic.lookup import find
+from seqdedupe.topic.directory import Topics, find
 from seqdedupe.topic.readers import PAGE_BYTES, Followers, Page, check_index, end_index, index_after, read_on, read_page
 from seqdedupe.topic.topic import Topic
 from seqdedupe.v1 import admin_pb2, read_pb2
