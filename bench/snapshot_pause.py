@@ -41,6 +41,7 @@ class _Taking:
         """The longest in each snapshot: the beats that come between would hide it."""
         self._late: list[float] = []
         self.snapshotter = Snapshotter(
+            "t",
             store,
             Snapshots(store, store.next_incarnation(1)),
             producers,

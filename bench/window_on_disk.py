@@ -57,6 +57,7 @@ class _Window:
         self.store = Store.open(folder)
         applied = Applied(deduplication_snapshot_interval_seconds=0)
         self.snapshotter = Snapshotter(
+            "t",
             self.store,
             Snapshots(self.store, _INCARNATION),
             Producers(),

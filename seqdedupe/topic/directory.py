@@ -1,6 +1,6 @@
 """All topics: from the store and the logs to live topics, and back. It knows no kind of log.
 
-Begin with `Topics`; `find` looks into a cluster as well, and `create_partitioned` makes all partitions of one. A topic's
+Begin with `Topics`; `find` looks into a cluster as well, `create_partitioned` makes all partitions of one. A topic's
 record says where it is in its life; it is durable before anything that it says is done. Creating and deleting run as
 tasks of their own: whoever asked for them may give up waiting, they are finished all the same.
 """
