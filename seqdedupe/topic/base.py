@@ -21,7 +21,7 @@ from seqdedupe.message_id import MessageId, Position
 from seqdedupe.store.snapshots import Loaded
 from seqdedupe.tasks import Broadcast
 from seqdedupe.topic.control import Change, Purge, Reset, decode_policy
-from seqdedupe.topic.frame import Receipt
+from seqdedupe.topic.frame import FrameReceipt
 from seqdedupe.topic.keeper import Keeper, shown
 from seqdedupe.topic.policy import Applied, Policy
 from seqdedupe.topic.sessions import Sessions
@@ -47,7 +47,7 @@ class State(Enum):
 
 
 @dataclass(slots=True)
-class Counters:
+class TopicCounters:
     """Since this process opened the topic: rows by verdict, bytes stored, frames refused, failures of the log,
     recoveries, messages that were read for these, and their time, producers reset or forgotten, and sessions that were
     resumed after that."""
@@ -65,7 +65,7 @@ class Counters:
     purged: int = 0
     resumed_after_purge: int = 0
 
-    def count(self, receipt: Receipt, new_rows: int) -> None:
+    def count(self, receipt: FrameReceipt, new_rows: int) -> None:
         """A frame has its receipt; so many of its rows were stored."""
         if receipt.verdicts is None:
             self.not_dup += new_rows
@@ -157,7 +157,7 @@ class TopicBase(ABC):
         # -- what is known of it
         self.producers = producers
         self.sessions = Sessions(producers)
-        self.counters = Counters()
+        self.counters = TopicCounters()
         self.policy = Policy()
         """What is set for this topic."""
         self.inherited = applied

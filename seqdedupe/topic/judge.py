@@ -19,11 +19,11 @@ from seqdedupe.limits import NO_EPOCH, NO_SEQUENCE_ID
 from seqdedupe.topic.frame import (
     Allowing,
     Frame,
+    FrameReceipt,
     NumbersCache,
     OutOfStepError,
-    ProducerNumbers,
-    Receipt,
     Refusal,
+    RefusedProducer,
     check,
     cut,
     names_of,
@@ -49,7 +49,7 @@ class Judge(Protocol):
         lone: bool,
         check_log: Callable[[bytes], None],
         looked_up: Any,
-    ) -> tuple[Frame | None, Receipt | Refusal]:
+    ) -> tuple[Frame | None, FrameReceipt | Refusal]:
         """What is to be appended of a frame (None: nothing) and what to answer once that is stored, or at once.
 
         New rows get indexes from `next_index`. `check_log` raises if the log cannot take a batch. `lone`: links may be
@@ -81,7 +81,7 @@ class BySequenceId:
         lone: bool,
         check_log: Callable[[bytes], None],
         looked_up: Any,
-    ) -> tuple[Frame | None, Receipt | Refusal]:
+    ) -> tuple[Frame | None, FrameReceipt | Refusal]:
         """See `Judge.decide`."""
         producers = self._producers
         try:
@@ -101,13 +101,13 @@ class BySequenceId:
             )
             if new == frame.rows:
                 frame.places[BASE_INDEX] = next_index
-                return frame, Receipt(number, None, next_index)
+                return frame, FrameReceipt(number, None, next_index)
             known = producers.originals(frame.view, frame.places, frame.producer_rows, verdicts)
             if not new:
-                return None, Receipt(number, verdicts, -1, (), *known)
+                return None, FrameReceipt(number, verdicts, -1, (), *known)
             frame = cut(frame, verdicts)
             frame.places[BASE_INDEX] = next_index
-            return frame, Receipt(number, verdicts, next_index, (), *known)
+            return frame, FrameReceipt(number, verdicts, next_index, (), *known)
         except Exception as e:
             raise OutOfStepError from e
 
@@ -123,18 +123,18 @@ class BySequenceId:
 # -- Why a frame is refused, and the numbers of the producers that were the cause.
 
 
-def forbidden(allowing: Allowing, numbers: Int64s) -> tuple[SeqdedupeError, list[ProducerNumbers]]:
+def forbidden(allowing: Allowing, numbers: Int64s) -> tuple[SeqdedupeError, list[RefusedProducer]]:
     """The error for a frame with producers that its client may not publish as, and their names. Their numbers are told
     to nobody who may not know them."""
     names = [name.decode() for name in allowing.producers.names_of(numbers[:MAX_PRODUCERS_IN_REFUSAL])]
     unknown = NO_SEQUENCE_ID
-    listed = [ProducerNumbers(name, NO_EPOCH, NO_EPOCH, unknown, unknown, unknown, unknown) for name in names]
+    listed = [RefusedProducer(name, NO_EPOCH, NO_EPOCH, unknown, unknown, unknown, unknown) for name in names]
     return allowing.deny(names), listed
 
 
 def refused(
     frame: Frame, producers: Producers, why: int, lone: bool, gapless: bool
-) -> tuple[SeqdedupeError, list[ProducerNumbers]]:
+) -> tuple[SeqdedupeError, list[RefusedProducer]]:
     """The error for what `Producers.refusal` answered, and the numbers of the producers that were the cause."""
     epochs, links, first = _of_producers(frame)
     names = names_of(frame.encoded, frame.places)
@@ -144,7 +144,7 @@ def refused(
     for p in np.flatnonzero(reasons == why).tolist():
         numbers_of = producers.numbers[frame.producer_rows[p]].tolist()
         listed.append(
-            ProducerNumbers(
+            RefusedProducer(
                 names[p].decode(),
                 epochs[p],
                 numbers_of[rule.EPOCH],
@@ -234,7 +234,7 @@ def _of_producers(frame: Frame) -> tuple[list[int], list[int], list[int]]:
     return column(np.int64, EPOCHS).tolist(), column(np.int64, LINKS).tolist(), first.tolist()
 
 
-def _may_be_in_force_again(producer: ProducerNumbers, producers: Producers) -> bool:
+def _may_be_in_force_again(producer: RefusedProducer, producers: Producers) -> bool:
     """Whether the session may be the one that lasts if the record of the newer one fails.
 
     Where there is none by then, the producer has been forgotten: an earlier session of it may be resumed.
@@ -244,5 +244,5 @@ def _may_be_in_force_again(producer: ProducerNumbers, producers: Producers) -> b
     return producer.epoch == durable_epoch or (durable_epoch == NO_EPOCH and _is_stale(producer))
 
 
-def _is_stale(producer: ProducerNumbers) -> bool:
+def _is_stale(producer: RefusedProducer) -> bool:
     return can_have_been_given(producer.epoch) and producer.epoch < producer.current_epoch

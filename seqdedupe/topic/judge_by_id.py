@@ -20,8 +20,8 @@ from seqdedupe.format.jit import Int64s, Int64s2, Uint8s
 from seqdedupe.limits import NO_LIMIT
 from seqdedupe.store.db import Store
 from seqdedupe.topic.clock import Clock
-from seqdedupe.topic.frame import Frame, NumbersCache, OutOfStepError, Receipt, Refusal, check_by_id, cut
-from seqdedupe.topic.policy import Applied, Policy, Route
+from seqdedupe.topic.frame import Frame, FrameReceipt, NumbersCache, OutOfStepError, Refusal, check_by_id, cut
+from seqdedupe.topic.policy import Applied, DeduplicationRoute, Policy
 from seqdedupe.topic.window_runs import LookedUp, WindowImported, WindowMemory, WindowRuns
 
 logger = logging.getLogger("seqdedupe.topic")
@@ -101,12 +101,12 @@ class ByDeduplicationId:
         lone: bool,
         check_log: Callable[[bytes], None],
         looked_up: LookedUp | None,
-    ) -> tuple[Frame | None, Receipt | Refusal]:
+    ) -> tuple[Frame | None, FrameReceipt | Refusal]:
         """See `Judge.decide`. A DUP always has its original's index, which may be a new row of the same frame: the
         receipt comes when that is stored; but for one that was imported."""
         window, now = self.begin(next_index), self.now()
         try:
-            frame = check_by_id(encoded, wants_keys=self._policy().route is Route.KEY)
+            frame = check_by_id(encoded, wants_keys=self._policy().route is DeduplicationRoute.KEY)
             check_log(frame.encoded)
             in_runs = NONE_OLDER
             if applied.deduplication_enabled:
@@ -124,7 +124,7 @@ class ByDeduplicationId:
                 return None, _receipt(number, verdicts, -1, dups, originals)
             if new == frame.rows:
                 frame.places[BASE_INDEX] = next_index
-                return frame, Receipt(number, None, next_index)
+                return frame, FrameReceipt(number, None, next_index)
             frame = cut(frame, verdicts)
             frame.places[BASE_INDEX] = next_index
             return frame, _receipt(number, verdicts, next_index, dups, originals)
@@ -175,8 +175,8 @@ def since_ms(applied: Applied, now: Moment) -> int:
     return -1 if milliseconds == NO_LIMIT else now.earliest_ms - milliseconds
 
 
-def _receipt(number: int, verdicts: Uint8s, first_index: int, dups: Int64s, originals: Int64s) -> Receipt:
+def _receipt(number: int, verdicts: Uint8s, first_index: int, dups: Int64s, originals: Int64s) -> FrameReceipt:
     if not (is_imported := originals == IMPORTED).any():
-        return Receipt(number, verdicts, first_index, (), dups, originals)
+        return FrameReceipt(number, verdicts, first_index, (), dups, originals)
     known, imported = np.flatnonzero(~is_imported), np.flatnonzero(is_imported)
-    return Receipt(number, verdicts, first_index, (), dups[known], originals[known], imported_rows=dups[imported])
+    return FrameReceipt(number, verdicts, first_index, (), dups[known], originals[known], imported_rows=dups[imported])

@@ -29,7 +29,7 @@ from seqdedupe.topic import control
 from seqdedupe.topic.base import State, TopicBase
 from seqdedupe.topic.control import Change, CursorChange, Purge
 from seqdedupe.topic.flight import Admitted, Changing, Flight
-from seqdedupe.topic.frame import NumbersCache, OutOfStepError, Receipt, Refusal, Reply
+from seqdedupe.topic.frame import FrameReceipt, NumbersCache, OutOfStepError, Refusal, Reply
 from seqdedupe.topic.judge import BySequenceId, Judge
 from seqdedupe.topic.judge_by_id import ByDeduplicationId
 from seqdedupe.topic.keeper import Keeper, producers_of
@@ -387,7 +387,7 @@ class Topic(TopicBase):
                 # Its sender takes nothing less. Before the policy was in force nobody asked for the sync.
                 self.log.flush()
 
-    def _reply(self, item: Admitted, answer: Receipt | Refusal) -> None:
+    def _reply(self, item: Admitted, answer: FrameReceipt | Refusal) -> None:
         try:
             item.reply(answer)
         except Exception:

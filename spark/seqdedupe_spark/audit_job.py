@@ -59,7 +59,7 @@ from seqdedupe_spark.audit.sequence_ids import (
 from seqdedupe_spark.options import Selection
 from seqdedupe_spark.planning import Ends, earliest
 from seqdedupe_spark.range_reader import read_stored
-from seqdedupe_spark.ranges import Range, split
+from seqdedupe_spark.ranges import TopicRange, split
 from seqdedupe_spark.service import SidecarService, sidecar_at
 from seqdedupe_spark.session import run_command, start_session, typed_failures
 
@@ -242,7 +242,7 @@ FOUND_SOMETHING = 1
 COULD_NOT_BE_DONE = 2
 """Exit statuses."""
 
-Read = Callable[[Range], Iterable[StoredBatch]]
+Read = Callable[[TopicRange], Iterable[StoredBatch]]
 J = TypeVar("J")
 
 
@@ -322,7 +322,7 @@ def _by_id(spark: SparkSession, targets: Sequence[Target], read: Read) -> list[I
     works = [(numbers[one.topic], one) for one in _plan(spark, targets)]
     judgement = ids.IdJudgement()
 
-    def look(topic: int, one: Range) -> Iterator[pa.RecordBatch]:
+    def look(topic: int, one: TopicRange) -> Iterator[pa.RecordBatch]:
         return ids.id_rows(topic, read(one))
 
     if works:
@@ -332,18 +332,18 @@ def _by_id(spark: SparkSession, targets: Sequence[Target], read: Read) -> list[I
     return [_id_report(number, target, judgement, read) for number, target in enumerate(targets)]
 
 
-def _plan(spark: SparkSession, targets: Sequence[Target]) -> list[Range]:
+def _plan(spark: SparkSession, targets: Sequence[Target]) -> list[TopicRange]:
     """Ranges in the order of the targets, and each one's in the order of its messages."""
-    whole = [Range(target.topic, earliest(target.ends), target.ends.last) for target in targets]
+    whole = [TopicRange(target.topic, earliest(target.ends), target.ends.last) for target in targets]
     whole = [one for one in whole if len(one)]
     at_most = RANGES_PER_CORE * spark.sparkContext.defaultParallelism
     return split(whole, max(min(sum(map(len, whole)) // MIN_RANGE_MESSAGES, at_most), 1)) if whole else []
 
 
-def _summaries(spark: SparkSession, ranges: Sequence[Range], read: Read) -> Iterator[pa.Table]:
+def _summaries(spark: SparkSession, ranges: Sequence[TopicRange], read: Read) -> Iterator[pa.Table]:
     """What `summarise` makes of each range."""
 
-    def look(number: int, one: Range) -> Iterator[pa.RecordBatch]:
+    def look(number: int, one: TopicRange) -> Iterator[pa.RecordBatch]:
         yield summarise(number, read(one))
 
     if not ranges:
@@ -356,7 +356,11 @@ def _summaries(spark: SparkSession, ranges: Sequence[Range], read: Read) -> Iter
 
 
 def _judge(
-    spark: SparkSession, targets: Sequence[Target], ranges: Sequence[Range], merges: dict[str, TopicMerge], read: Read
+    spark: SparkSession,
+    targets: Sequence[Target],
+    ranges: Sequence[TopicRange],
+    merges: dict[str, TopicMerge],
+    read: Read,
 ) -> Judgement:
     """Judges the late messages of all topics; without any, Spark has nothing to do."""
     numbers = {target.topic: number for number, target in enumerate(targets)}
@@ -366,7 +370,7 @@ def _judge(
     if not works:
         return judgement
 
-    def look_again(topic: int, one: Range, found: Any) -> Iterator[pa.RecordBatch]:
+    def look_again(topic: int, one: TopicRange, found: Any) -> Iterator[pa.RecordBatch]:
         return suspect_rows(topic, read(one), found)
 
     rows = _on_workers(spark, works, look_again, ROWS_SCHEMA)
@@ -462,7 +466,7 @@ def _id_report(number: int, target: Target, judgement: ids.IdJudgement, read: Re
 def _message_id(target: Target, read: Read, index: int) -> str:
     """It takes a read of that message: in some logs the index does not say it."""
     before, after = (Position.before(target.ends.last.incarnation, one) for one in (index, index + 1))
-    [stored] = read(Range(target.topic, before, after))
+    [stored] = read(TopicRange(target.topic, before, after))
     return str(stored.message_id(0))
 
 

@@ -21,7 +21,7 @@ from seqdedupe.client import (
 )
 from seqdedupe.client import reader as reading
 from seqdedupe.client.cursor import Kept
-from seqdedupe.client.outbox import MAX_BREAKS
+from seqdedupe.client.send_queue import MAX_BREAKS
 from seqdedupe.errors import REASONS
 from seqdedupe.message_id import MessageId, Position
 from seqdedupe.testing import Sidecar

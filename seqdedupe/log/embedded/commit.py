@@ -19,7 +19,7 @@ from typing import NamedTuple
 from seqdedupe.figures import Buckets
 from seqdedupe.log.embedded.journal_files import Journal
 from seqdedupe.log.embedded.sync_thread import Syncer
-from seqdedupe.log.embedded.writer import FatalError, LateAppends, Opening, Writer, WrittenAppends
+from seqdedupe.log.embedded.writer import FatalError, LateAppends, Writer, WriteTerm, WrittenAppends
 
 GATHER_SECONDS = 0.0001
 """After a group of several batches the next one waits so long for more of them.
@@ -70,7 +70,7 @@ def open_files_within(limit: int) -> int:
     return min(MAX_OPEN_FILES, max(1, limit // OPEN_FILES_SHARE))
 
 
-Work = Opening | Closing | Signal
+Work = WriteTerm | Closing | Signal
 
 
 class Committer:
@@ -150,7 +150,7 @@ class Committer:
             time.sleep(GATHER_SECONDS)
         return work + [self.queue.get() for _ in range(self.queue.qsize())]
 
-    def _round(self, work: list[Opening | Closing]) -> None:
+    def _round(self, work: list[WriteTerm | Closing]) -> None:
         """Writes everything, and makes it durable: by one sync of the journal, or file by file."""
         now_ms = self._clock_ms()
         written = []
