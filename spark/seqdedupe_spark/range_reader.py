@@ -12,7 +12,7 @@ from seqdedupe.client.message import StoredBatch
 from seqdedupe.errors import UnavailableError, error
 from seqdedupe.message_id import MessageId, Position
 from seqdedupe_spark.cluster import compiled
-from seqdedupe_spark.columns import SCHEMA, to_arrow
+from seqdedupe_spark.message_columns import SCHEMA, to_arrow
 from seqdedupe_spark.ranges import TopicRange
 from seqdedupe_spark.service import PulsarCluster, Service, sidecar_at
 

@@ -28,7 +28,7 @@ from seqdedupe.errors import InvalidRequestError, NotFoundError, PositionError, 
 from seqdedupe.message_id import Position
 from seqdedupe_spark import options as sink_options
 from seqdedupe_spark import options as user_options
-from seqdedupe_spark.columns import columns_of, to_arrow
+from seqdedupe_spark.message_columns import columns_of, to_arrow
 from seqdedupe_spark.options import NO_LIMITS, Least, Options
 from seqdedupe_spark.planning import Loss, PlanningClient, TopicListing, open_client
 from seqdedupe_spark.range_reader import joined, read_range, read_stored

@@ -14,7 +14,7 @@ from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from seqdedupe_spark import range_reader
-from seqdedupe_spark.columns import SCHEMA
+from seqdedupe_spark.message_columns import SCHEMA
 from seqdedupe_spark.ranges import TopicRange
 from tests.client.foreign import answering
 from tests.client.helpers import until

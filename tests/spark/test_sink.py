@@ -43,7 +43,7 @@ from seqdedupe.names import partition_of, topic_name
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from seqdedupe.v1 import admin_pb2
 from seqdedupe_spark import planning
-from seqdedupe_spark.columns import columns_of
+from seqdedupe_spark.message_columns import columns_of
 from seqdedupe_spark.options import parse_sink
 from seqdedupe_spark.publish import Published, publish_sorted
 from seqdedupe_spark.range_reader import read_range

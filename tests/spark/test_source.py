@@ -30,7 +30,7 @@ from seqdedupe.errors import ConfigurationError, NotFoundError, PositionError, S
 from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
-from seqdedupe_spark.columns import SCHEMA
+from seqdedupe_spark.message_columns import SCHEMA
 from seqdedupe_spark.ranges import TopicRange
 from seqdedupe_spark.source import (
     NOTHING_YET,

@@ -14,7 +14,7 @@ from pyspark.sql.types import StructType
 
 from seqdedupe.client import blocking
 from seqdedupe.names import topic_name
-from seqdedupe_spark.columns import SCHEMA
+from seqdedupe_spark.message_columns import SCHEMA
 from seqdedupe_spark.ranges import TopicRange, cut
 from seqdedupe_spark.source import BatchReader, SeqdedupeDataSource
 from tests.spark.streams import run_stream

@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 
 from seqdedupe.client.message import StoredBatch
 from seqdedupe_spark.audit.sequence_ids import EXAMPLES
-from seqdedupe_spark.columns import SCHEMA, to_arrow
+from seqdedupe_spark.message_columns import SCHEMA, to_arrow
 
 ROWS_SCHEMA = pa.schema([("topic", pa.int32()), ("id", pa.binary()), ("index", pa.int64())])
 """Messages, by the number of their topic."""

@@ -19,9 +19,9 @@ import pyarrow.compute as pc
 from seqdedupe.databases.failures import ended
 from seqdedupe.errors import SeqdedupeError, UnavailableError, error
 from seqdedupe.message_id import MessageId, Position
-from seqdedupe_spark.columns import column_of, to_arrow
 from seqdedupe_spark.dedupe import Deduplicator
-from seqdedupe_spark.job.dead_letters import SUFFIX, DeadLetterRows, Key
+from seqdedupe_spark.job.dead_letter_rows import SUFFIX, DeadLetterRows, Key
+from seqdedupe_spark.message_columns import column_of, to_arrow
 from seqdedupe_spark.planning import patiently
 from seqdedupe_spark.range_reader import joined, message_id_at, read_range, read_stored
 from seqdedupe_spark.ranges import TopicRange
