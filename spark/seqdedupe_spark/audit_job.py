@@ -44,15 +44,18 @@ from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name
 from seqdedupe.v1 import admin_pb2
 from seqdedupe_spark import planning
-from seqdedupe_spark.audit import deduplication_ids as ids
-from seqdedupe_spark.audit.sequence_ids import (
+from seqdedupe_spark.audit_counts import (
     DOUBLED,
+    ID_ROWS_SCHEMA,
     OUT_OF_ORDER,
     ROWS_SCHEMA,
     SUMMARY,
+    IdJudgement,
     Judgement,
     TopicMerge,
+    id_rows,
     judge,
+    judge_ids,
     summarise,
     suspect_rows,
 )
@@ -320,14 +323,14 @@ def _by_id(spark: SparkSession, targets: Sequence[Target], read: Read) -> list[I
     """The reports of the topics of deduplication IDs."""
     numbers = {target.topic: number for number, target in enumerate(targets)}
     works = [(numbers[one.topic], one) for one in _plan(spark, targets)]
-    judgement = ids.IdJudgement()
+    judgement = IdJudgement()
 
     def look(topic: int, one: TopicRange) -> Iterator[pa.RecordBatch]:
-        return ids.id_rows(topic, read(one))
+        return id_rows(topic, read(one))
 
     if works:
-        rows = _on_workers(spark, works, look, ids.ROWS_SCHEMA)
-        for one in _judged(rows, ("topic", "id"), ids.judge):
+        rows = _on_workers(spark, works, look, ID_ROWS_SCHEMA)
+        for one in _judged(rows, ("topic", "id"), judge_ids):
             judgement.merge(one)
     return [_id_report(number, target, judgement, read) for number, target in enumerate(targets)]
 
@@ -448,7 +451,7 @@ def _report(number: int, target: Target, merge: TopicMerge, judgement: Judgement
     )
 
 
-def _id_report(number: int, target: Target, judgement: ids.IdJudgement, read: Read) -> IdTopicReport:
+def _id_report(number: int, target: Target, judgement: IdJudgement, read: Read) -> IdTopicReport:
     message_id = partial(_message_id, target, read)
     examples = [
         IdExample(message_id(one.index), message_id(one.first_index), *_shown(one.deduplication_id))

@@ -22,7 +22,7 @@ from seqdedupe.message_id import MessageId, MessageIds, Position
 from seqdedupe.names import topic_name
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from seqdedupe_spark import audit_job
-from seqdedupe_spark.audit.sequence_ids import EXAMPLES
+from seqdedupe_spark.audit_counts import EXAMPLES
 from seqdedupe_spark.audit_job import Target, TopicReport, audit, audit_targets, find_targets, selection_of
 from seqdedupe_spark.options import Selection
 from seqdedupe_spark.ranges import TopicRange
