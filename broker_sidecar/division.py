@@ -26,11 +26,12 @@ from seqdedupe.log.embedded.secret import secret_of
 from seqdedupe.log.embedded.segment import LogIdentity
 from seqdedupe.log.embedded.tail import open_segments
 from seqdedupe.names import ALL_SHARDS, shard_of, shards_of_worker
-from seqdedupe.store import directories, imported_run, windows
+from seqdedupe.store import directories
 from seqdedupe.store.db import Store
 from seqdedupe.store.directories import SHARDS_FILE, WORKERS_FILE, Claim, Split, of_worker
 from seqdedupe.store.snapshots import Snapshots
 from seqdedupe.store.topics import LogKind, TopicRecord, TopicState
+from seqdedupe.transfer import stored_records
 
 logger = logging.getLogger("seqdedupe.workers")
 
@@ -233,14 +234,9 @@ async def _fill(new: Store, shards: frozenset[int], old: Sequence[_Part]) -> Non
 
 
 async def _copy(old: Store, new: Store, incarnation: int) -> None:
-    loaded = Snapshots(old, incarnation).load()
     for left in reversed(range(TRIES)):
         try:
-            if loaded is not None:
-                await new.flush(await Snapshots(new, incarnation).write_anew(loaded.whole()))
-                await windows.copy(old, new, incarnation)
-            # It may be there before any snapshot is.
-            await imported_run.copy(old, new, incarnation, incarnation)
+            await stored_records.copy(old, new, incarnation)
             return
         except UnavailableError:
             # The store takes nothing while its background work has too much before it.

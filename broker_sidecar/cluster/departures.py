@@ -27,7 +27,6 @@ from seqdedupe.log.embedded.logs import EmbeddedLogs
 from seqdedupe.log.embedded.relocation import MOVE_BYTES, RECEIVER_BYTES, To
 from seqdedupe.names import topic_name
 from seqdedupe.store.db import Store
-from seqdedupe.store.incoming_snapshot import row_bytes
 from seqdedupe.store.parts import FORMAT_VERSION, snapshot_range
 from seqdedupe.store.snapshots import Snapshots
 from seqdedupe.store.topics import TopicRecord
@@ -38,6 +37,7 @@ from seqdedupe.topic.lookup import find
 from seqdedupe.topic.policy import ImportedWindow
 from seqdedupe.topic.registry import Closed, Entry, Phase
 from seqdedupe.topic.topic import Topic
+from seqdedupe.transfer.stored_records import row_bytes
 from seqdedupe.v1 import admin_pb2
 
 logger = logging.getLogger("seqdedupe.server")

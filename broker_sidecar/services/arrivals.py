@@ -32,7 +32,6 @@ from seqdedupe.log.embedded.relocation import MOVE_BYTES, RECEIVER_BYTES, Arriva
 from seqdedupe.names import topic_name
 from seqdedupe.store import parts
 from seqdedupe.store.db import Store
-from seqdedupe.store.incoming_snapshot import IncomingSnapshot
 from seqdedupe.store.topics import TopicRecord, TopicState
 from seqdedupe.tasks import again_until
 from seqdedupe.topic.base import State
@@ -41,6 +40,7 @@ from seqdedupe.topic.keeper import Stored
 from seqdedupe.topic.kinds import TopicKind
 from seqdedupe.topic.registry import Phase
 from seqdedupe.topic.topic import Topic
+from seqdedupe.transfer.stored_records import IncomingSnapshot
 from seqdedupe.v1 import admin_pb2
 
 logger = logging.getLogger("seqdedupe.server")
