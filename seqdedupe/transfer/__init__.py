@@ -1,4 +1,5 @@
 """How a topic's state leaves a sidecar and enters one.
 
-Begin with `stored_records`: all that the store has of a topic, as it goes to another store.
+Begin with `stored_records`: all that the store has of a topic, as it goes to another store. `state_messages` is what a
+topic says of its producers, and a snapshot that comes; `imports` is what goes into a topic that nobody has used.
 """
