@@ -48,8 +48,6 @@ class IncomingSnapshot:
 
     async def add(self, data: bytes) -> None:
         """The next piece. The store is given no more than it works off: all of the sidecar's topics share it."""
-        # All of it has to go to one opening of RocksDB.
-        self._opening = self._opening or self._store.opening
         self._rest += data
         at = 0
         while len(self._rest) - at >= _LENGTHS.size:
@@ -69,6 +67,7 @@ class IncomingSnapshot:
         if not (self._start <= key < self._stop):
             what = f"a record {key.hex()[:100]} is no part of a snapshot of {self._incarnation}"
             raise error("INVALID_REQUEST", what)
+        # All of it has to go to one opening of RocksDB.
         self._opening = self._opening or self._store.opening
         self._batch.put(key, value)
         self._batch_bytes += len(key) + len(value)
