@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from google.protobuf.message import DecodeError
 
 from seqdedupe import wire
 from seqdedupe.batch import INT64, Binary, names_of, values
@@ -222,7 +221,7 @@ class SavedParts:
 
 class SnapshotReader:
     """A snapshot that comes in parts of the alias schema. Raises INVALID_REQUEST, INVALID_NAME, INVALID_POSITION for
-    what cannot be one, MALFORMED_MESSAGE."""
+    what cannot be one."""
 
     def __init__(self) -> None:
         self._head: admin_pb2.SnapshotHead | None = None
@@ -232,10 +231,8 @@ class SnapshotReader:
         if self._head is None:
             if not part.HasField("head"):
                 raise error("INVALID_REQUEST", "the first message has the head of a snapshot")
-            try:
-                self._head = admin_pb2.SnapshotHead.FromString(part.head.SerializeToString())
-            except DecodeError as e:
-                raise error("MALFORMED_MESSAGE", "the request is not a SnapshotHead") from e
+            # No field of it is another one in the alias schema.
+            self._head = admin_pb2.SnapshotHead.FromString(part.head.SerializeToString())
             self._parts = _begun(self._head)
         if part.producer_names or part.persisted:
             numbers = [values(getattr(part, column), INT64, column) for column in ("persisted", "epochs", "stated")]
