@@ -156,6 +156,10 @@ def refused(
             )
         )
     one = listed[0]
+    in_force_again = [p for p in listed if _may_be_in_force_again(p, producers)] if why == rule.FENCED else []
+    unknown = [p for p in listed if not _is_stale(p)] if why == rule.FENCED else []
+    if in_force_again or unknown:
+        one = (in_force_again or unknown)[0]
     numbers: dict[str, Any] = {
         "producer_name": one.name,
         "sequence_id": one.sequence_id,
@@ -170,14 +174,13 @@ def refused(
             "below it",
             **numbers,
         )
-    elif why == rule.FENCED and any(_may_be_in_force_again(p, producers) for p in listed):
-        one = next(p for p in listed if _may_be_in_force_again(p, producers))
+    elif in_force_again:
         e = error(
             "RECOVERING",
             f"producer {one.name!r} is being opened by another session: whether it is will be known in a moment",
-            **numbers | {"producer_name": one.name},
+            **numbers,
         )
-    elif why == rule.FENCED and all(_is_stale(p) for p in listed):
+    elif why == rule.FENCED and not unknown:
         e = error(
             "FENCED",
             f"producer {one.name!r} has been opened by another session: its epoch is {one.current_epoch}, not "
@@ -187,7 +190,6 @@ def refused(
             current_epoch=one.current_epoch,
         )
     elif why == rule.FENCED:
-        one = next(p for p in listed if not _is_stale(p))
         given = ", which this topic did not give it" if one.current_epoch else ", and has no session (any more)"
         e = error(
             "INVALID_EPOCH",

@@ -307,6 +307,20 @@ def test_a_frame_is_admitted_whole_or_not_at_all(scene: Scene, bad: str, bad_fir
     assert verdicts(stream.receipt(batch(others, epochs)), len(others)) == [1] * len(others)
 
 
+def test_an_error_has_the_numbers_of_the_producer_that_it_names(scene: Scene) -> None:
+    client, topic = scene.client, scene.topic
+    epochs = scene.epochs | client.epochs(topic, "r")
+    stale = epochs["q"]
+    client.epochs(topic, "q")
+    rows = [("q", 5), ("r", 7)]
+    refusal = client.stream(topic).refusal(batch(rows, epochs | {"q": stale, "r": 2**60}))
+    assert [one.producer_name for one in refusal.producers] == ["q", "r"]
+    answer = refused(lambda: client.publish_unary(topic, batch(rows, epochs | {"q": stale, "r": 2**60})))
+    assert answer.reason == "INVALID_EPOCH"
+    named = {name: answer.numbers[name] for name in ("producer_name", "sequence_id", "epoch", "current_epoch")}
+    assert named == {"producer_name": "r", "sequence_id": "7", "epoch": f"{2**60}", "current_epoch": f"{epochs['r']}"}
+
+
 def test_what_builds_on_a_refused_frame_is_refused_and_the_resend_is_admitted(scene: Scene) -> None:
     """5 is refused, 6 and 7 are on the wire already: taking them would make the resend of 5 a false Dup."""
     stream = scene.client.stream(scene.topic)

@@ -21,6 +21,7 @@ LARGEST = bytes(16 * 1024 * 1024 - 64)
 """As a message of a stream may be."""
 HALF = message(LARGEST)[:-10]
 SMALL_GZIP = gzip.compress(LARGEST)
+SMALL_DEFLATE = zlib.compress(LARGEST)
 
 Call = tuple[bytes, dict[str, str]]
 """What is sent, and headers."""
@@ -33,7 +34,7 @@ def _random(seed: int) -> bytes:
 KINDS: dict[str, Callable[[int], Call]] = {
     "half messages": lambda k: (HALF, {}),
     "gzip": lambda k: (message(SMALL_GZIP, compressed=True), {"grpc-encoding": "gzip"}),
-    "deflate": lambda k: (message(zlib.compress(LARGEST), compressed=True), {"grpc-encoding": "deflate"}),
+    "deflate": lambda k: (message(SMALL_DEFLATE, compressed=True), {"grpc-encoding": "deflate"}),
     "compression without its name": lambda k: (message(SMALL_GZIP, compressed=True), {}),
     "unknown compression": lambda k: (message(SMALL_GZIP, compressed=True), {"grpc-encoding": "own"}),
     "half a message of gzip": lambda k: (message(_random(k) * 80, compressed=True)[:-10], {"grpc-encoding": "gzip"}),

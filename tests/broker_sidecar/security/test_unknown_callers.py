@@ -3,6 +3,8 @@
 A sidecar that asks nobody who they are is the control: it receives the same requests as a whole.
 """
 
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -32,6 +34,8 @@ from tests.broker_sidecar.security.showing import METHODS, OF_BROKERS, bearer, i
 
 MIB = 1024 * 1024
 MOST_GROWTH = 64 * MIB
+MOST_SLOWED = 5.0
+ATTEMPTS = 20
 WAIT_SECONDS = LAST_RESORT_SECONDS
 VERSION = "/seqdedupe.v1.AdminService/GetVersion"
 STREAM = "/seqdedupe.v1.PublishService/PublishStream"
@@ -66,7 +70,8 @@ class Peak:
 
 
 class Innocent:
-    """A publisher with a token, one message after the other. `seconds` are what each took."""
+    """A publisher with a token, one message after the other. `seconds` are what each took, the first `quiet` before
+    the block."""
 
     def __init__(self, sidecar: Sidecar) -> None:
         self.seconds: list[float] = []
@@ -78,6 +83,7 @@ class Innocent:
     def __enter__(self) -> "Innocent":
         self._thread.start()
         self.publishes(100)
+        self.quiet = len(self.seconds)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -92,6 +98,10 @@ class Innocent:
             time.sleep(0.01)
         if self._failure is not None:
             raise self._failure
+
+    def slowed(self) -> float:
+        """The 99th percentile of the waits in the block, by that of those before."""
+        return p99(self.seconds[self.quiet :]) / p99(self.seconds[: self.quiet])
 
     def _run(self) -> None:
         try:
@@ -110,23 +120,34 @@ def p99(seconds: list[float]) -> float:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_unknown_callers_make_the_sidecar_hold_little(
+def test_unknown_callers_do_little_harm(
     closed: Sidecar, kind: str, record_property: Callable[[str, object], None]
 ) -> None:
-    """And who publishes meanwhile goes on. How much later its receipts come is only told: it depends on the machine."""
-    with Innocent(closed) as innocent:
-        quiet = len(innocent.seconds)
-        peak = Peak(closed)
-        # In a process of its own: threads of this one would hold up the publisher themselves.
-        subprocess.run([sys.executable, "-m", hostile_calls.__name__, closed.address, kind, *PATHS], check=True)
-        growth = peak.growth()
-        innocent.publishes(10)
-    ratio = p99(innocent.seconds[quiet:]) / p99(innocent.seconds[:quiet])
-    record_property("p99 of the publisher, by that on its own", round(ratio, 2))
-    print(f"{kind}: grew by {growth / MIB:.1f} MiB; the publisher's p99 is {ratio:.1f} times that on its own")
-    assert growth < MOST_GROWTH
+    """The sidecar hardly grows, and who publishes hardly notices: what holds the event loop up does so every time, what
+    else the machine does now and then."""
+    slowed: list[float] = []
+    while len(slowed) < ATTEMPTS and min(slowed, default=MOST_SLOWED) >= MOST_SLOWED:
+        with Innocent(closed) as innocent:
+            peak = Peak(closed)
+            # In a process of its own: threads of this one would hold up the publisher themselves.
+            subprocess.run([sys.executable, "-m", hostile_calls.__name__, closed.address, kind, *PATHS], check=True)
+            assert peak.growth() < MOST_GROWTH
+            innocent.publishes(10)
+        slowed.append(round(innocent.slowed(), 2))
+    record_property("p99 of the publisher, by that on its own", slowed)
+    assert min(slowed) < MOST_SLOWED, slowed
     assert not closed.errors
     assert closed.is_running
+
+
+def test_the_control_who_publishes_notices_a_sidecar_that_stands_still(closed: Sidecar) -> None:
+    with Innocent(closed) as innocent:
+        for _ in range(3):
+            os.kill(closed.pid, signal.SIGSTOP)
+            time.sleep(2 * MOST_SLOWED * p99(innocent.seconds[: innocent.quiet]))
+            os.kill(closed.pid, signal.SIGCONT)
+            innocent.publishes(2)
+    assert innocent.slowed() > MOST_SLOWED
 
 
 def test_unknown_callers_make_a_brokers_sidecar_hold_little(tmp_path: Path) -> None:
