@@ -78,6 +78,18 @@ def change(folder: Path, count: int) -> None:
 
 
 def _change(folder: Path, split: Split, count: int) -> None:
+    """From one number of workers to another:
+
+    1. The stores of the old parts are opened.
+    2. Nothing speaks against the change, and every log is whole without its journal.
+    3. The directory says that it is on its way.
+    4. The new parts are made in `moving`, with all records of the stores.
+    5. The logs are renamed into them.
+    6. `moving` becomes `moved`: the old stores are not needed any more.
+    7. Each new part takes its place.
+
+    What was broken off between 3 and 6 goes on with 1 and 4; after 6, with 7.
+    """
     if (folder / MOVED).exists() and split.to is not None:
         # The process that gave it this name may have been killed before its sync, and old stores go now.
         sync_folder(folder)
@@ -86,7 +98,7 @@ def _change(folder: Path, split: Split, count: int) -> None:
     if split.to is None and split.workers > 1:
         directories.check_workers(folder, split)
     with ExitStack() as opened:
-        old = []
+        old = []  # 1
         for place, shards in places(folder, split.workers):
             has_topics = split.to is not None or _incarnations(place / LOGS)
             if has_topics and not (place / STORE).is_dir():
@@ -95,19 +107,19 @@ def _change(folder: Path, split: Split, count: int) -> None:
             opened.callback(store.close)
             old.append(_Part(place, shards, store))
         if split.to is None:
-            _check(folder, split, count, old)
+            _check(folder, split, count, old)  # 2
             if (folder / MOVED).exists():
                 # It has no files. It means something from here on.
                 shutil.rmtree(folder / MOVED)
                 sync_folder(folder)
             split = Split(split.cluster_id, split.workers, count)
-            directories.write(folder, split)
+            directories.write(folder, split)  # 3
             logger.info("changing the number of workers from %d to %d", split.workers, count)
-        asyncio.run(_make_all(folder, split, old))
-        _move_logs(folder, split, old)
-    (folder / MOVING).rename(folder / MOVED)
+        asyncio.run(_make_all(folder, split, old))  # 4
+        _move_logs(folder, split, old)  # 5
+    (folder / MOVING).rename(folder / MOVED)  # 6
     sync_folder(folder)
-    _take_places(folder, split)
+    _take_places(folder, split)  # 7
 
 
 def places(folder: Path, workers: int) -> list[tuple[Path, frozenset[int]]]:
