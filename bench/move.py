@@ -67,11 +67,12 @@ async def _fill_with_ids(data: Path, case: Case) -> None:
     config = Config(
         data_directory=str(data),
         deduplication_entries_interval=2**62,
-        deduplication_window_max_messages=WINDOW,
         deduplication_window_memory_in_mb=case.memory_mb,
     )
     opened = Data(config, lambda name, state: None)
-    topic = await opened.all_topics.create(setup.TOPIC, policy=Policy(by_deduplication_id=True))
+    topic = await opened.all_topics.create(
+        setup.TOPIC, policy=Policy(deduplication_window_max_messages=WINDOW, by_deduplication_id=True)
+    )
     offsets = np.arange(0, ID_BYTES * IDS_A_FRAME + 1, ID_BYTES, dtype=np.int32)
     nothing = Binary.of_all([b""] * IDS_A_FRAME)
     cache = NumbersCache()
@@ -192,7 +193,6 @@ def _measured(folder: Path, case: Case, checkout: str) -> dict[str, float]:
     keys: dict[str, Any] = {
         "environment": environment,
         "allow_auto_topic_creation": False,
-        "deduplication_window_max_messages": WINDOW,
         "deduplication_window_memory_in_mb": case.memory_mb,
     }
     old, new = Sidecar(folder / "old", **keys), Sidecar(folder / "new", **keys)

@@ -48,9 +48,6 @@ def arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="go on without what is missing or damaged in the journal of the logs",
     )
     for name, item in KEYS.items():
-        if item.metadata["is_secret"]:
-            # Everybody on the machine can read the arguments of a process.
-            continue
         about = item.metadata["about"].replace("%", "%%")
         if isinstance(item.default, bool):
             parser.add_argument(
@@ -68,7 +65,7 @@ def main(argv: list[str] | None = None, *, prog: str = "broker_sidecar") -> int:
     parser = arguments(_Parser(prog=prog, description=about, allow_abbrev=False))
     found, unknown = parser.parse_known_args(argv)
     if unknown:
-        flags = [flag_of(name) for name, item in KEYS.items() if not item.metadata["is_secret"]]
+        flags = [flag_of(name) for name in KEYS]
         # What follows may be a secret.
         typed = unknown[0].partition("=")[0]
         near = [flag for flag in flags if flag.startswith(typed)] or difflib.get_close_matches(typed, flags, 1)

@@ -30,17 +30,14 @@ from seqdedupe.topic import policy
 
 ENVIRONMENT_PREFIX = "SEQDEDUPE_"
 
-SECRET = "secret"
-"""Of a key that is given in the environment alone, and is never shown."""
 
-
-def key(default: Any, about: str, *kinds: str) -> Any:
-    """A field that is a key."""
-    return field(default=default, metadata={"about": about, "is_secret": SECRET in kinds}, repr=SECRET not in kinds)
+def key(default: Any, about: str) -> Any:
+    """A field that is a key. None is a secret: the keys name files that hold them."""
+    return field(default=default, metadata={"about": about})
 
 
 def keys_of(config: type, prefix: str = "") -> dict[str, Field[Any]]:
-    """All keys by name. Those of a table, which is a dataclass within, have its name before theirs: `pulsar.token`."""
+    """All keys by name. Those of a table, a dataclass within, have its name before theirs: `pulsar.admin_url`."""
     found: dict[str, Field[Any]] = {}
     for item in fields(config):
         if "about" in item.metadata:
@@ -87,7 +84,6 @@ class PulsarConfig:
         "plain", "Of new topics: `plain`, a Pulsar message each, which any consumer reads; `packed`, a batch each."
     )
     token_file: str = key("", "File with the token for Pulsar. It is read anew whenever the token is needed.")
-    token: str = key("", "The token itself. Only in the environment.", SECRET)
     oauth2_issuer_url: str = key("", "Who gives tokens for Pulsar: the issuer's URL (OAuth 2.0, client credentials).")
     oauth2_credentials_file: str = key("", "JSON file with `client_id` and `client_secret` for the issuer.")
     oauth2_audience: str = key("", "What the tokens are for, as the issuer names the cluster. Not all want it.")
@@ -95,7 +91,6 @@ class PulsarConfig:
         "", "PEM file with the authorities that sign the brokers' certificates. Left out: the usual ones."
     )
     tls_enable_hostname_verification: bool = key(True, "Whether a broker's certificate must be for its host name.")
-    tls_allow_insecure_connection: bool = key(False, "Take any certificate of a broker, for trials.")
 
     @property
     def has_oauth2(self) -> bool:
@@ -125,17 +120,8 @@ class PulsarConfig:
         _check_file("pulsar.tls_trust_certs_file_path", self.tls_trust_certs_file_path)
 
     def _check_credentials(self) -> None:
-        given = [
-            name
-            for name, is_given in (
-                ("pulsar.token", self.token),
-                ("pulsar.token_file", self.token_file),
-                ("pulsar.oauth2_issuer_url", self.has_oauth2),
-            )
-            if is_given
-        ]
-        if len(given) > 1:
-            raise invalid(given[1], f"is given, and {given[0]} too: one of them is enough")
+        if self.token_file and self.has_oauth2:
+            raise invalid("pulsar.oauth2_issuer_url", "is given, and pulsar.token_file too: one of them is enough")
         _check_file("pulsar.token_file", self.token_file)
         if self.has_oauth2:
             _check_http("pulsar.oauth2_issuer_url", self.oauth2_issuer_url, ("https", "http"))
@@ -207,7 +193,7 @@ class Config:
         "", "Lists (CRLs), as PEM, by which these authorities have revoked certificates: whoever shows one is refused."
     )
     peer_token_file: str = key(
-        "", "A file with the token that those in `peers` and `sidecars` are shown. Workers of one directory need none."
+        "", "A file with the token that those in `peers` are shown. Workers of one directory need none."
     )
     peer_tls_ca_file: str = key(
         "",
@@ -238,19 +224,15 @@ class Config:
     shards: str = key("", "The shards of the topics that this process has, as `0-15`, where others have the rest.")
     peers: str = key(
         "",
-        "The addresses of all processes that have shards, this one too, with commas between. "
-        "Without shards: those that topics may be moved to.",
+        "The addresses of all processes that have shards, this one too, with commas between. Without shards: those "
+        "that topics may be moved to. With log = pulsar: where the cluster's sidecars advertise themselves, this one "
+        "too, and domains as `*.example.org`; a standby follows topics for which it is the first or second of the "
+        "addresses. Left out there: all topics, and whoever owns one is a sidecar.",
     )
     cluster_id: str = key("", "Which cluster the shards are of: the same for all processes. Needed with `shards`.")
     advertised_address: str = key("", "Where clients and other sidecars reach this one. Left out: `listen`.")
     rules_file: str = key(
         "", "A file of TOML that says who may do what, and how much of the sidecar each may use: docs/rules.md."
-    )
-    sidecars: str = key(
-        "",
-        "The addresses at which the sidecars of a cluster advertise themselves, this one too, and domains as "
-        "`*.example.org`, with commas between. A standby follows topics for which it is the first or second of the "
-        "addresses. Left out: all topics, and whoever owns one is a sidecar.",
     )
     standby: bool = key(
         False, "Read along the topics of a cluster that other sidecars own, and take them over as soon as nobody does."
@@ -258,7 +240,6 @@ class Config:
     allow_auto_topic_creation: bool = key(
         True, "Create a topic when somebody opens a producer on it, or a broker attaches it."
     )
-    deduplication_enabled: bool = key(True, "Whether topics deduplicate.")
     deduplication_entries_interval: int = key(1000, "Take a snapshot of a topic every so many stored batches.")
     deduplication_snapshot_interval_seconds: int = key(
         120, "Take a snapshot of a topic with news every so many seconds. 0: not by time."
@@ -268,27 +249,11 @@ class Config:
     deduplication_producer_inactivity_timeout_minutes: int = key(
         0, "Forget a producer that nobody has used for so many minutes that the sidecar ran. 0: never."
     )
-    deduplication_window_max_messages: int = key(
-        10_000_000, "In topics of deduplication IDs: know a copy until so many messages came after its original."
-    )
-    deduplication_window_max_bytes: int = key(
-        1_073_741_824, "Or until the IDs that came after it have so many bytes together. -1: no limit."
-    )
-    deduplication_window_max_minutes: int = key(-1, "Or until so many minutes after its original came. -1: no limit.")
     deduplication_window_memory_in_mb: int = key(
         1024, "Of all topics of deduplication IDs together: memory for IDs. What is more lies on disk, and is slower."
     )
     scrub_bytes_per_second: int = key(
         524_288, "Read all logs again and again in the background, at most so fast, to find damage. 0: not."
-    )
-    gap_policy: str = key(
-        "allow", "Of a message whose ID is not the one after its producer's last one: `allow` or `reject` it."
-    )
-    overlap_policy: str = key(
-        "reject", "Of a broker's range that is persisted in part: `reject` it, or answer Dup as `pulsar` does."
-    )
-    admission_timeout_seconds: int = key(
-        30, "Detach a broker that does not report within so long what became of a message that was new."
     )
     max_topics: int = key(10_000, "Refuse to create more topics than this.")
     max_streams: int = key(1_000, "Serve at most so many streams of all kinds at once.")
@@ -318,8 +283,6 @@ def table() -> str:
 _WORDS = {
     "authentication": ("token", "none"),
     "log": ("embedded", "pulsar", "broker"),
-    "gap_policy": ("allow", "reject"),
-    "overlap_policy": ("reject", "pulsar"),
     "log_level": ("debug", "info", "warning", "error"),
     "log_format": ("json", "text"),
 }
@@ -332,7 +295,6 @@ _OF_POLICIES = {
 
 _LEAST = {
     **_OF_POLICIES,
-    "admission_timeout_seconds": 1,
     "deduplication_window_memory_in_mb": MIN_WINDOW_MEMORY_IN_MB,
     "max_topics": 1,
     "max_streams": 1,
@@ -365,7 +327,7 @@ def check(config: Config) -> None:
     _check_listen(config)
     _check_metrics_listen(config)
     _check_advertised(config)
-    _check_sidecars(config)
+    _check_peers(config)
     _check_shards(config)
     _check_pattern(config, "instance_name", _INSTANCE_NAME)
     if config.log == "pulsar":
@@ -383,10 +345,8 @@ def _check_values(config: Config) -> None:
         value, least = attrgetter(name)(config), _LEAST.get(name, 0)
         if isinstance(value, int) and value < least:
             raise invalid(name, f"is {value}: at least {least} is needed")
-        if name in _OF_POLICIES and value > (most := policy.MOST.get(name, policy.LARGEST)):
-            raise invalid(name, f"is {value}: at most {most} is possible")
-        if name in policy.WINDOW and value == 0:
-            raise invalid(name, "is 0, with which no copy would be known: at least 1 is needed")
+        if name in _OF_POLICIES and value > policy.LARGEST:
+            raise invalid(name, f"is {value}: at most {policy.LARGEST} is possible")
     for key, words in _WORDS.items():
         if getattr(config, key) not in words:
             *others, last = words
@@ -399,8 +359,8 @@ def _check_authentication(config: Config) -> None:
     for name, other in _NEEDS:
         if getattr(config, name) and not getattr(config, other):
             raise invalid(other, f"is needed with {name}")
-    if config.peer_token_file and not (config.peers or config.sidecars):
-        raise invalid("peer_token_file", "has no use without peers or sidecars: to no others the token goes")
+    if config.peer_token_file and not config.peers:
+        raise invalid("peer_token_file", "has no use without peers: to no others the token goes")
     for name in ("token_keys_file", "tls_client_ca_file", "rules_file"):
         if getattr(config, name) and config.authentication == "none":
             raise invalid("authentication", f"is 'none': nobody is asked who they are, and {name} has no use")
@@ -448,12 +408,16 @@ def _check_advertised(config: Config) -> None:
         raise invalid("advertised_address", f"is {config.advertised_address!r}: nobody can connect to that")
 
 
-def _check_sidecars(config: Config) -> None:
-    among = _sidecars(config, "sidecars")
+def _check_peers(config: Config) -> None:
+    if not config.peers:
+        return
+    try:
+        addresses = Sidecars.parse(config.peers).addresses
+    except SeqdedupeError as e:
+        raise invalid("peers", f"is {config.peers!r}: {e.message}") from e
     own = SidecarAddress.parse(config.advertised_address or config.listen)
-    if among is not None and config.standby and own not in among.addresses:
-        why = f"is {config.sidecars!r}: {own}, at which this one is reached, is not among them"
-        raise invalid("sidecars", why)
+    if config.log == "pulsar" and config.standby and own not in addresses:
+        raise invalid("peers", f"is {config.peers!r}: {own}, at which this one is reached, is not among them")
 
 
 def _check_shards(config: Config) -> None:
@@ -461,7 +425,8 @@ def _check_shards(config: Config) -> None:
         raise invalid("workers", f"is {config.workers}: at most {MAX_WORKERS} are possible")
     for name in ("workers", "shards", "peers"):
         value = getattr(config, name)
-        if config.log != "embedded" and value not in (0, 1, ""):
+        is_possible = config.log == "embedded" or (config.log == "pulsar" and name == "peers")
+        if not is_possible and value not in (0, 1, ""):
             raise invalid(name, f"is {value!r}: only topics on the sidecar's own log are spread over processes")
         if name != "workers" and value and config.workers > 1:
             raise invalid(name, f"is {value!r}: each of several workers is given its own")
@@ -469,7 +434,6 @@ def _check_shards(config: Config) -> None:
         _ = from_text(config.shards) if config.shards else None
     except SeqdedupeError as e:
         raise invalid("shards", f"is {config.shards!r}: {e.message}") from e
-    _sidecars(config, "peers")
     if config.shards and not config.cluster_id:
         raise invalid("cluster_id", "is needed with shards: any name, the same for all processes")
     _check_pattern(config, "cluster_id", CLUSTER_ID)
@@ -484,15 +448,6 @@ def _address(config: Config, name: str, should_be: str = "host:port or unix:/pat
 
 def _no_address(config: Config, name: str, should_be: str) -> SeqdedupeError:
     return invalid(name, f"is {getattr(config, name)!r}: it should be {should_be}")
-
-
-def _sidecars(config: Config, name: str) -> Sidecars | None:
-    """None if none are named."""
-    text = getattr(config, name)
-    try:
-        return Sidecars.parse(text) if text else None
-    except SeqdedupeError as e:
-        raise invalid(name, f"is {text!r}: {e.message}") from e
 
 
 def _check_pattern(config: Config, name: str, pattern: re.Pattern[str]) -> None:
@@ -549,10 +504,6 @@ def _in_file(file: Path) -> dict[str, Any]:
             found |= {f"{name}.{within}": inner for within, inner in value.items()}
         else:
             found[name] = value
-    for name in found.keys() & KEYS.keys():
-        if KEYS[name].metadata["is_secret"]:
-            where = f"may stand in no file of the configuration, but in the environment: {environment_of(name)}"
-            raise error("INVALID_CONFIGURATION", f"{name} {where} (given by the file {file})", key=name)
     return found
 
 

@@ -24,7 +24,7 @@ from seqdedupe.topic.base import State
 from seqdedupe.topic.clock import Clock
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.kinds import BrokersTopics, PublishedTopics
-from seqdedupe.topic.policy import BYTES_A_MB, Applied, GapPolicy, OverlapPolicy
+from seqdedupe.topic.policy import BYTES_A_MB, Applied
 from seqdedupe.topic.renewal import Fetching
 from seqdedupe.topic.topic import Topic
 from seqdedupe.topic.window_runs import WindowMemory
@@ -39,6 +39,9 @@ LOOK_SECONDS = 60.0
 
 RETENTION_SECONDS = 300.0
 """What is too old by retention by time is looked for so often, also where no messages come."""
+
+ADMISSION_TIMEOUT_SECONDS = 30.0
+"""A broker is detached that does not report for so long what became of a message that was new."""
 
 EXIT_FATAL = 70
 """Exit status when the log can no longer be trusted: recovery at the next start decides."""
@@ -90,10 +93,9 @@ class Data:
             "applied": _applied(config),
         }
         if config.log == "broker":
-            timeout_seconds = config.admission_timeout_seconds
             self.brokers_topics = Topics(
                 store,
-                lambda told: BrokersTopics(store, admission_timeout_seconds=timeout_seconds, on_state=told),
+                lambda told: BrokersTopics(store, admission_timeout_seconds=ADMISSION_TIMEOUT_SECONDS, on_state=told),
                 **settings,
             )
             return
@@ -123,7 +125,7 @@ class Data:
         )
         if self.logs is not None:
             _remove_arrivals(store, self.logs)
-            self.leaving = Departures(self.logs, self.topics, Neighbours(listed(config, config.peers)))
+            self.leaving = Departures(self.logs, self.topics, Neighbours(listed(config)))
 
     def _own_logs(self, folder: Path, gives_up_journal: bool) -> EmbeddedLogs:
         store, clock = self.store, self._clock
@@ -244,7 +246,7 @@ def _peers(config: Config, store: Store) -> Peers | None:
     claim, is_said = claim_of(config)
     if claim is None:
         return None
-    peers = Peers(claim, listed(config, config.peers))
+    peers = Peers(claim, listed(config))
     peers.check_found(record.name for record in store.topics())
     if not is_said:
         directories.write(Path(config.data_directory), claim)
@@ -276,15 +278,9 @@ def _check_no_logs(log: str, folder: Path) -> None:
 def _applied(config: Config) -> Applied:
     """What the sidecar's configuration says, and a topic or namespace may say otherwise."""
     return Applied(
-        deduplication_enabled=config.deduplication_enabled,
-        overlap=OverlapPolicy[config.overlap_policy.upper()],
         deduplication_entries_interval=config.deduplication_entries_interval,
         deduplication_snapshot_interval_seconds=config.deduplication_snapshot_interval_seconds,
         retention_size_in_mb=config.default_retention_size_in_mb,
         retention_time_in_minutes=config.default_retention_time_in_minutes,
-        gap=GapPolicy[config.gap_policy.upper()],
         deduplication_producer_inactivity_timeout_minutes=config.deduplication_producer_inactivity_timeout_minutes,
-        deduplication_window_max_messages=config.deduplication_window_max_messages,
-        deduplication_window_max_bytes=config.deduplication_window_max_bytes,
-        deduplication_window_max_minutes=config.deduplication_window_max_minutes,
     )

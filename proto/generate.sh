@@ -6,8 +6,10 @@ bin=${BIN:-.venv/bin}
 export PATH="$bin:$PATH"
 
 generate() {
-    "$bin/python" -m grpc_tools.protoc -I proto --python_out="$1" --grpc_python_out="$1" --mypy_out="quiet:$1" \
-        --mypy_grpc_out="quiet:$1" proto/seqdedupe/v1/*.proto
+    "$bin/python" -m grpc_tools.protoc -I proto --python_out="$1" --mypy_out="quiet:$1" proto/seqdedupe/v1/*.proto
+    # Only those with a service have stubs.
+    mapfile -t with_service < <(grep -l '^service ' proto/seqdedupe/v1/*.proto)
+    "$bin/python" -m grpc_tools.protoc -I proto --grpc_python_out="$1" --mypy_grpc_out="quiet:$1" "${with_service[@]}"
 }
 
 if [[ ${1:-} == --check ]]; then

@@ -408,9 +408,6 @@ REASONS: dict[str, Reason] = {
         "Correct userConfig, or how the function is deployed; docs/functions.md has both."
     ),
     "FUNCTION_FAILED": _configuration("Correct the function, or set dead_letter_topic in userConfig."),
-    "PIPE_FUNCTION_FAILED": _configuration(
-        "Correct the pipe's function and start the pipe again: it goes on with that message."
-    ),
     "PULSAR_FORBIDS": _configuration(
         "Give the sidecar's credentials the permissions that docs/pulsar-log.md lists, or give it the right ones."
     ),

@@ -43,13 +43,13 @@ logger = logging.getLogger("seqdedupe.server")
 # -- What this sidecar shows to others.
 
 
-def listed(config: Config, addresses: str) -> Sidecars | None:
-    """The sidecars at these addresses, with what they are shown; None if there are none.
+def listed(config: Config) -> Sidecars | None:
+    """The sidecars among `peers`, with what they are shown; None if there are none.
 
     Raises INVALID_CONFIGURATION for files that cannot be read.
     """
     try:
-        return Sidecars.parse(addresses, _credentials(config)) if addresses else None
+        return Sidecars.parse(config.peers, _credentials(config)) if config.peers else None
     except SeqdedupeError as e:
         raise error("INVALID_CONFIGURATION", f"what other sidecars are to be shown: {e.message}", hint=e.hint) from e
 

@@ -43,7 +43,7 @@ class LogCluster:
         asked, instance = config.pulsar, StoreInstance(store)
         tls, self._token = _tls(asked), _token(asked)
         self._asked = asked
-        self._sidecars = listed(config, config.sidecars)
+        self._sidecars = listed(config)
         self.neighbours = Neighbours(self._sidecars)
         self._client = self._connect()
         self.shared = Shared(
@@ -93,7 +93,6 @@ class LogCluster:
             authentication=pulsar.AuthenticationToken(never_raises(token)) if token is not None else None,
             operation_timeout_seconds=OPERATION_TIMEOUT_SECONDS,
             tls_trust_certs_file_path=asked.tls_trust_certs_file_path or None,
-            tls_allow_insecure_connection=asked.tls_allow_insecure_connection,
             tls_validate_hostname=asked.tls_enable_hostname_verification,
             stats_interval_in_seconds=0,
             logger=client_logger(),
@@ -108,8 +107,6 @@ class LogCluster:
 
 
 def _token(asked: PulsarConfig) -> Token | None:
-    if asked.token:
-        return lambda: asked.token
     if asked.token_file:
         return from_file(Path(asked.token_file))
     if asked.has_oauth2:
@@ -128,7 +125,5 @@ def _tls(asked: PulsarConfig) -> ssl.SSLContext:
             f"from it ({e})",
             key="pulsar.tls_trust_certs_file_path",
         ) from e
-    context.check_hostname = asked.tls_enable_hostname_verification and not asked.tls_allow_insecure_connection
-    if asked.tls_allow_insecure_connection:
-        context.verify_mode = ssl.CERT_NONE
+    context.check_hostname = asked.tls_enable_hostname_verification
     return context

@@ -56,8 +56,7 @@ class DedupeServiceStub(object):
     unacknowledged message. To tell it that this one failed is not enough: a later one may be on its way, would be
     `NOT_DUP`, and the earlier one, sent again, `DUP`: it would be lost.
     5. `Report` what became of the admissions, in their order: so many are persisted, the last of them at this position; so
-    many after them have failed. An admission of which nothing is reported within `admission_timeout_seconds` ends the
-    attachment.
+    many after them have failed. An admission of which nothing is reported within 30 seconds ends the attachment.
     6. After a failure every verdict is `UNKNOWN`. Report everything else in flight as failed, send all of the topic's
     producers back, then send `Reset`: it takes back what was pushed and not persisted.
     7. Never trim an entry after `trim_position`, which every answer names. Entries up to it, itself included, are covered
@@ -130,8 +129,7 @@ class DedupeServiceServicer(object):
     unacknowledged message. To tell it that this one failed is not enough: a later one may be on its way, would be
     `NOT_DUP`, and the earlier one, sent again, `DUP`: it would be lost.
     5. `Report` what became of the admissions, in their order: so many are persisted, the last of them at this position; so
-    many after them have failed. An admission of which nothing is reported within `admission_timeout_seconds` ends the
-    attachment.
+    many after them have failed. An admission of which nothing is reported within 30 seconds ends the attachment.
     6. After a failure every verdict is `UNKNOWN`. Report everything else in flight as failed, send all of the topic's
     producers back, then send `Reset`: it takes back what was pushed and not persisted.
     7. Never trim an entry after `trim_position`, which every answer names. Entries up to it, itself included, are covered
@@ -227,8 +225,7 @@ class DedupeService(object):
     unacknowledged message. To tell it that this one failed is not enough: a later one may be on its way, would be
     `NOT_DUP`, and the earlier one, sent again, `DUP`: it would be lost.
     5. `Report` what became of the admissions, in their order: so many are persisted, the last of them at this position; so
-    many after them have failed. An admission of which nothing is reported within `admission_timeout_seconds` ends the
-    attachment.
+    many after them have failed. An admission of which nothing is reported within 30 seconds ends the attachment.
     6. After a failure every verdict is `UNKNOWN`. Report everything else in flight as failed, send all of the topic's
     producers back, then send `Reset`: it takes back what was pushed and not persisted.
     7. Never trim an entry after `trim_position`, which every answer names. Entries up to it, itself included, are covered

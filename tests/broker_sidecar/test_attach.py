@@ -7,7 +7,10 @@ import pytest
 
 from seqdedupe.testing import Sidecar
 from seqdedupe.v1 import dedupe_pb2 as pb
+from tests.broker_sidecar import with_constants
 from tests.broker_sidecar.attach import DUP, NOT_DUP, UNKNOWN, ByHand, Cut, Log, check_of, replay_of
+
+QUICK = with_constants.environment(data__ADMISSION_TIMEOUT_SECONDS=1)
 
 
 @pytest.fixture(scope="module")
@@ -161,7 +164,7 @@ def test_what_makes_no_sense_ends_the_attachment(
 
 
 def test_a_report_that_never_comes(start_sidecar: Callable[..., Sidecar], topic: str) -> None:
-    sidecar = start_sidecar(log="broker", admission_timeout_seconds=1)
+    sidecar = start_sidecar(log="broker", module=with_constants.MODULE, environment=QUICK)
     log = Log()
     with grpc.insecure_channel(sidecar.address) as channel:
         stream = ByHand(channel, topic)

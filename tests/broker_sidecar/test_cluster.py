@@ -19,7 +19,7 @@ async def near(folder: Path, own: str, sidecars: str) -> set[str]:
         "log": "pulsar",
         "standby": True,
         "advertised_address": own,
-        "sidecars": sidecars,
+        "peers": sidecars,
         "pulsar.service_url": "pulsar://127.0.0.1:1",
         "pulsar.admin_url": "http://127.0.0.1:1",
     }

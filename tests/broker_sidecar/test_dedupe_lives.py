@@ -21,6 +21,7 @@ from seqdedupe.limits import MAX_BATCH_ROWS
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from seqdedupe.topic.attached import ADMISSION_BYTES, CHECK_BYTES
 from seqdedupe.v1 import admin_pb2
+from tests.broker_sidecar import with_constants
 from tests.broker_sidecar.attaching import Attaching, attached, check, numbers
 from tests.broker_sidecar.calls import DUP, NOT_DUP, Client, refused
 from tests.broker_sidecar.health import health_of
@@ -35,6 +36,7 @@ SERVICE_UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 
 FULL = "persistent://public/default/t"
 EXIT_ERROR = 1
+QUICK = with_constants.environment(data__ADMISSION_TIMEOUT_SECONDS=1)
 
 
 @pytest.fixture
@@ -53,7 +55,7 @@ def client_of(sidecar: Sidecar) -> Iterator[Client]:
 
 
 def test_an_admission_of_which_nothing_is_reported_ends_the_attachment(start_sidecar: StartSidecar) -> None:
-    sidecar = start_sidecar(log="broker", admission_timeout_seconds=1)
+    sidecar = start_sidecar(log="broker", module=with_constants.MODULE, environment=QUICK)
     with attached(sidecar.address, "t", "a") as broker:
         assert broker.judge((0, 1), (0, 2)) == [N, N]
         broker.report(0, persisted=1, position=b"p1")

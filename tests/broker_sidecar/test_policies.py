@@ -44,9 +44,10 @@ def gap(client: Client, first: int) -> str | None:
 def test_all_levels_are_in_force_at_once_and_survive_kill_9_and_a_lost_store(
     start_sidecar: Callable[..., Sidecar],
 ) -> None:
-    sidecar = start_sidecar(default_retention_size_in_mb=70, gap_policy="reject")
+    sidecar = start_sidecar(default_retention_size_in_mb=70)
     client = Client(sidecar.address)
     client.publish_unary(TOPIC, batch([("gap", 0)], client.epochs(TOPIC, "gap")))
+    set_namespace(client, gap=admin_pb2.GAP_POLICY_REJECT)
     assert gap(client, 2) == "GAP"
     answer = set_namespace(client, retention_size_in_mb=80, retention_time_in_minutes=60)
     assert (answer.policy.retention_size_in_mb, answer.applied.gap) == (80, admin_pb2.GAP_POLICY_REJECT)
@@ -84,6 +85,8 @@ def test_all_levels_are_in_force_at_once_and_survive_kill_9_and_a_lost_store(
     )
     assert removed.topic.set_policy == admin_pb2.TopicPolicy(deduplication_entries_interval=5)
     assert removed.topic.policy.retention_size_in_mb == 70
+    set_namespace(client, gap=admin_pb2.GAP_POLICY_REJECT)
+    assert gap(client, 2) == "GAP"
     set_topic(client, gap=admin_pb2.GAP_POLICY_ALLOW)
     epochs = client.epochs(TOPIC, "gap")
     assert verdicts(client.publish_unary(TOPIC, batch([("gap", 9)], epochs, {"gap": 0})), 1) == [NOT_DUP]

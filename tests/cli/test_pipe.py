@@ -54,7 +54,7 @@ def test_a_function_of_the_current_folder(shared_sidecar: Sidecar, topic: str, t
     asyncio.run(publish(shared_sidecar, topic, [b"three", b"bad"]))
     failed = run(shared_sidecar, tmp_path, *pipe, "shouting:shout")
     assert failed.returncode == 1
-    assert "[PIPE_FUNCTION_FAILED]" in failed.stderr
+    assert "[FUNCTION_FAILED]" in failed.stderr
     for wrong in ("shouting", "shouting:whisper", "shouting:nothing", "nowhere:x", ":"):
         assert run(shared_sidecar, tmp_path, *pipe, wrong).returncode == 2
 

@@ -125,7 +125,7 @@ class Scene:
             for k in range(SIDECARS)
         ]
         for sidecar in self.sidecars if are_listed else ():
-            sidecar.keys["sidecars"] = self.addresses
+            sidecar.keys["peers"] = self.addresses
         self.producers: list[ProducerProcess] = []
         self.doubled = 0
         """Messages of the control that stand there again, when it has ended."""

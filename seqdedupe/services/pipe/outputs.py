@@ -158,8 +158,9 @@ class Calling:
         except Exception:  # noqa: BLE001 (an error's text is the user's code too)
             text = type(why).__name__
         failure = error(
-            "PIPE_FUNCTION_FAILED",
+            "FUNCTION_FAILED",
             f"the pipe's function fails on {which}: {text}",
+            hint="Correct the pipe's function and start the pipe again: it goes on with that message.",
             topic=self._topic,
             index=message.index,
             message_id=message.message_id,

@@ -95,7 +95,7 @@ async def test_who_is_not_listed_is_shown_no_token(shared_sidecar: Sidecar) -> N
 
 def test_a_directory_that_is_not_split_keeps_its_token_for_itself(tmp_path: Path) -> None:
     config = Config(data_directory=str(tmp_path), authentication="token", peers="127.0.0.1:1")
-    found = listed(config, config.peers)
+    found = listed(config)
     assert found is not None
     assert found.credentials == Credentials()
 
@@ -104,13 +104,13 @@ def test_a_directory_that_is_not_split_keeps_its_token_for_itself(tmp_path: Path
     "keys",
     [
         {"peer_token_file": "nowhere", "peers": "127.0.0.1:1"},
-        {"tls_certificate_file": "nowhere", "tls_key_file": "nowhere", "sidecars": "127.0.0.1:6660"},
+        {"tls_certificate_file": "nowhere", "tls_key_file": "nowhere", "peers": "127.0.0.1:6660"},
     ],
 )
 def test_a_file_that_cannot_be_read_is_an_error_at_the_start(tmp_path: Path, keys: dict[str, Any]) -> None:
     config = Config(data_directory=str(tmp_path), **keys)
     with pytest.raises(ConfigurationError, match="'nowhere' cannot be read") as e:
-        listed(config, config.peers or config.sidecars)
+        listed(config)
     assert e.value.reason == "INVALID_CONFIGURATION"
 
 

@@ -142,7 +142,7 @@ def test_what_cannot_be_published_ends_with_its_message(function: Any, why: str)
     (*made,), calling = frames(after_some, stored([b"x"] * 50), stored([b"x"]))
     failure = calling.failure
     assert failure is not None
-    assert failure.reason == "PIPE_FUNCTION_FAILED"
+    assert failure.reason == "FUNCTION_FAILED"
     assert why in failure.message
     assert "message 77:42 (index 42) of persistent://public/default/t" in failure.message
     assert failure.numbers == {"topic": "persistent://public/default/t", "index": "42", "message_id": "77:42"}

@@ -85,7 +85,7 @@ async def test_a_function_that_raises_ends_it_after_what_came_before(shared_side
         for follow in (False, True):
             with pytest.raises(SeqdedupeError) as caught:
                 await Pipe(client, source, target, breaks, name="pipe").run(follow=follow)
-            assert caught.value.reason == "PIPE_FUNCTION_FAILED"
+            assert caught.value.reason == "FUNCTION_FAILED"
             assert caught.value.numbers["index"] == "100"
             assert isinstance(caught.value.__cause__, ValueError)
             assert await found(client, target) == expected(100)
