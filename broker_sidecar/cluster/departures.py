@@ -32,8 +32,7 @@ from seqdedupe.store.snapshots import Snapshots
 from seqdedupe.store.topics import TopicRecord
 from seqdedupe.tasks import again_until
 from seqdedupe.topic.base import State
-from seqdedupe.topic.directory import Topics
-from seqdedupe.topic.lookup import find
+from seqdedupe.topic.directory import Topics, find
 from seqdedupe.topic.policy import ImportedWindow
 from seqdedupe.topic.registry import Closed, Entry, Phase
 from seqdedupe.topic.topic import Topic

@@ -39,9 +39,9 @@ from seqdedupe.limits import MAX_BATCH_BYTES, MAX_BATCH_ROWS
 from seqdedupe.log.contract import Layout
 from seqdedupe.names import namespace_name, topic_name
 from seqdedupe.store.topics import LogKind
-from seqdedupe.topic import lookup
+from seqdedupe.topic import directory
 from seqdedupe.topic.base import TopicBase
-from seqdedupe.topic.lookup import delete, find, look_for
+from seqdedupe.topic.directory import delete, find, look_for
 from seqdedupe.topic.policy import Policy, Route
 from seqdedupe.topic.registry import Closed
 from seqdedupe.v1 import admin_pb2
@@ -107,7 +107,7 @@ class AdminService:
         self._permissions.check_creates(topic_name(request.topic), self._topics.registry.names(), partitions)
         topics, name = self._topics, request.topic
         if request.partitions:
-            await in_time(name, lookup.create_partitioned(topics, name, request.partitions, policy, layout))
+            await in_time(name, directory.create_partitioned(topics, name, request.partitions, policy, layout))
         else:
             await in_time(name, topics.create(name, policy=policy, layout=layout))
         return admin_pb2.CreateTopicResponse(topic=self._topic(topic_name(request.topic)))
@@ -115,7 +115,7 @@ class AdminService:
     async def _delete_topic(self, request: admin_pb2.DeleteTopicRequest) -> admin_pb2.DeleteTopicResponse:
         full = await look_for(self._topics, request.topic)
         if full in self._topics.partitions:
-            await lookup.delete_partitioned(self._topics, full)
+            await directory.delete_partitioned(self._topics, full)
         else:
             await delete(self._topics, full, self._arrivals.check_is_known)
         return admin_pb2.DeleteTopicResponse()
@@ -143,7 +143,7 @@ class AdminService:
         if self._topics.registry.is_being_made(name):
             raise self._topics.ownership.missing(name)
         if name in self._topics.partitions:
-            partitions = lookup.partitions_of(self._topics, name)
+            partitions = directory.partitions_of(self._topics, name)
             return partitioned_to_proto(name, partitions, self._topics.partitions.unused.get(name, 0))
         topic = self._topics.look_at(name)
         return topic_to_proto(topic, self._topics.partitions_beside(name))

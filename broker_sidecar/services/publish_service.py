@@ -24,9 +24,8 @@ from seqdedupe.limits import MAX_BATCH_ROWS, MAX_OPEN_NAMES
 from seqdedupe.message_id import MessageId
 from seqdedupe.names import topic_name
 from seqdedupe.topic.base import State
-from seqdedupe.topic.directory import Topics
+from seqdedupe.topic.directory import Topics, check_gap_policy, find, find_or_create
 from seqdedupe.topic.frame import Allowing, NumbersCache, Receipt, Refusal
-from seqdedupe.topic.lookup import check_gap_policy, find, find_or_create
 from seqdedupe.topic.operations import check_names, open_sessions
 from seqdedupe.topic.sessions import NAMES_A_STEP, Opened
 from seqdedupe.topic.topic import Topic
@@ -253,11 +252,12 @@ class _FrameStream:
 
     async def take(self, frame: int, batch: bytes) -> None:
         """Admits a frame when there is room for it, in the step that follows on looking up."""
-        looked_up = await self.topic.ids.look_up(batch)
+        ids = self.topic.ids
+        looked_up = await ids.look_up(batch) if ids.window is not None else None
         while not self.has_room(len(batch)):
             await self.wait_for_room(len(batch))
             # The window's runs may be others by now: the event loop would wait for the disk.
-            looked_up = await self.topic.ids.look_up(batch)
+            looked_up = await ids.look_up(batch) if ids.window is not None else None
         self.admit(frame, batch, looked_up)
 
     def admit(self, frame: int, batch: bytes, looked_up: LookedUp | None = None) -> None:
@@ -446,7 +446,7 @@ class PublishService:
             self._check_disk(use)
             topic = await find(self._topics, name)
             self._check_unnamed(topic)
-            looked_up = await topic.ids.look_up(batch)
+            looked_up = await topic.ids.look_up(batch) if topic.ids.window is not None else None
             share = Share(self._streams.budget, use)
             why = f"topic {topic.name}, or all clients together, have too much in flight"
             share.check(max(len(batch), _answer_bytes(len(batch))), why)

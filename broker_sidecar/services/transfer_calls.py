@@ -18,8 +18,7 @@ from seqdedupe.batch import INT64, names_of, values
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.names import topic_name
 from seqdedupe.topic.base import TopicBase
-from seqdedupe.topic.directory import Topics
-from seqdedupe.topic.lookup import find, look_for
+from seqdedupe.topic.directory import Topics, find, look_for
 from seqdedupe.topic.renewal import renew
 from seqdedupe.topic.topic import Topic
 from seqdedupe.transfer.imports import WatermarksImport, WindowImport, begin_import

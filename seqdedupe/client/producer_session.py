@@ -11,7 +11,7 @@ from typing import Any
 
 from seqdedupe.address import SidecarAddress
 from seqdedupe.client.connection import NOT_A_SIDECAR, Backoff, may_break_for_a_frame
-from seqdedupe.client.outbox import SUSPECT_BREAKS, Frame, Outbox
+from seqdedupe.client.outbox import Frame, Outbox
 from seqdedupe.client.pending import PendingBatch
 from seqdedupe.client.publish_calls import Openings
 from seqdedupe.client.route import OnWaiting, Route, WaitingNotice
@@ -314,7 +314,7 @@ class Session:
                 await stream.serve(self)
             except UnavailableError as e:
                 if stream.has_ended and may_break_for_a_frame(e):
-                    self.outbox.broke(e, is_alone=stream.ended_alone)
+                    self.outbox.broke(e, asyncio.get_running_loop().time(), is_alone=stream.ended_alone)
                     self._update_room()
                 raise
             finally:
@@ -375,7 +375,7 @@ class Session:
 
     @property
     def is_suspect(self) -> bool:
-        return self.outbox.breaks >= SUSPECT_BREAKS
+        return self.outbox.breaks.is_suspect
 
     def next_frame(self) -> Frame | None:
         """The next one to send, if there is any to be sent now."""

@@ -113,6 +113,14 @@ class Flight:
             self._changes[type(admitted.change)] += 1
         self._ever += 1
 
+    def take_back(self) -> None:
+        """The newest was not handed over after all."""
+        newest = self._admitted.pop()
+        self._bytes -= len(newest.body)
+        if isinstance(newest, Changing):
+            self._changes[type(newest.change)] -= 1
+        self._ever -= 1
+
     def newest_policy(self, policy: Policy) -> Policy:
         """The one that will be set when all of these have settled, where this one is set now."""
         if self._changes[Policy] or self._changes[CursorChange]:

@@ -12,8 +12,7 @@ import pytest
 from seqdedupe.errors import DamagedError
 from seqdedupe.log.contract import Outcome
 from seqdedupe.log.embedded import commit
-from seqdedupe.log.embedded.commit import Closing, Committer
-from seqdedupe.log.embedded.journal_files import Journal
+from seqdedupe.log.embedded.commit import Closing, Committer, Journal
 from seqdedupe.log.embedded.logs import EmbeddedLogs
 from seqdedupe.log.embedded.writer import GROUP_APPENDS, Opening, Writer, WrittenAppends
 from tests.log.batches import SECRET, TOPIC, encoded_batch

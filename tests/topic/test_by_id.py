@@ -17,8 +17,7 @@ from rocksdict import WriteBatch
 from seqdedupe import batch as batches
 from seqdedupe.batch import Binary
 from seqdedupe.core import id_slots
-from seqdedupe.core.id_window import IdWindow
-from seqdedupe.core.moment import Moment
+from seqdedupe.core.id_window import IdWindow, Moment
 from seqdedupe.core.rule import DUP, NOT_DUP, UNKNOWN
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.format.columns import ROWS
@@ -31,7 +30,7 @@ from seqdedupe.store.snapshots import Loaded, Snapshots
 from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe.topic.base import State
 from seqdedupe.topic.frame import NumbersCache, Receipt, Refusal, check_by_id
-from seqdedupe.topic.judge_by_id import ByDeduplicationId
+from seqdedupe.topic.judge import ByDeduplicationId
 from seqdedupe.topic.operations import open_sessions
 from seqdedupe.topic.policy import Applied, Policy
 from seqdedupe.topic.topic import Topic

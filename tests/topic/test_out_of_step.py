@@ -19,11 +19,11 @@ from seqdedupe.errors import SeqdedupeError
 from seqdedupe.log.contract import Failure
 from seqdedupe.store.db import Store
 from seqdedupe.testing import LAST_RESORT_SECONDS
-from seqdedupe.topic import judge, judge_by_id
-from seqdedupe.topic.base import Counters, State
+from seqdedupe.topic import judge
+from seqdedupe.topic.base import State
 from seqdedupe.topic.flight import Flight
 from seqdedupe.topic.frame import NumbersCache, Receipt, Refusal
-from seqdedupe.topic.judge_by_id import ByDeduplicationId
+from seqdedupe.topic.judge import ByDeduplicationId
 from seqdedupe.topic.operations import open_sessions
 from seqdedupe.topic.owner import Owner
 from seqdedupe.topic.policy import Policy
@@ -64,13 +64,13 @@ BY_ID = {
     "deciding a part": (id_window, "decide"),
     "the work of a frame on the table": (Slots, "go_on"),
     "a chunk": (Newer, "open"),
-    "cutting": (judge_by_id, "cut"),
-    "its receipt": (judge_by_id, "Receipt"),
+    "cutting": (judge, "cut"),
+    "its receipt": (judge, "Receipt"),
     "noting it": (Flight, "add"),
     "handing it over": (FaultyLog, "append"),
     "confirming": (IdWindow, "confirm"),
     "settling": (Topic, "_confirm"),
-    "counting": (Counters, "count"),
+    "counting": (Topic, "_count"),
 }
 
 

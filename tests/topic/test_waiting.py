@@ -11,10 +11,10 @@ import pytest
 from seqdedupe.errors import DamagedError, InvalidRequestError, SeqdedupeError, UnavailableError, error
 from seqdedupe.names import partition_name
 from seqdedupe.testing import LAST_RESORT_SECONDS
-from seqdedupe.topic import listing, lookup
+from seqdedupe.topic import directory, listing
 from seqdedupe.topic.base import State
+from seqdedupe.topic.directory import delete, find, find_or_create
 from seqdedupe.topic.frame import NumbersCache, Receipt
-from seqdedupe.topic.lookup import delete, find, find_or_create
 from seqdedupe.topic.operations import open_sessions
 from seqdedupe.topic.policy import Policy
 from seqdedupe.topic.registry import Closed
@@ -247,13 +247,13 @@ async def test_one_that_was_deleted_while_it_waited_does_not_come_back(
 
 
 async def test_a_partitioned_topic_is_deleted_as_a_whole(process: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
-    await lookup.create_partitioned(process.topics, "w", 3, Policy())
+    await directory.create_partitioned(process.topics, "w", 3, Policy())
     whole = "persistent://public/default/w"
     await process.restart()
-    assert [one.state for one in lookup.partitions_of(process.topics, whole) if one] == [State.RECOVERING] * 3
+    assert [one.state for one in directory.partitions_of(process.topics, whole) if one] == [State.RECOVERING] * 3
     with pytest.raises(SeqdedupeError):
         await process.topics.create(partition_name(whole, 1))
-    await lookup.delete_partitioned(process.topics, whole)
+    await directory.delete_partitioned(process.topics, whole)
     assert len(process.storages) == len(NAMES)
     await process.restart()
     assert [topic.state for topic in process.topics.all()] == [State.SERVING] + [State.RECOVERING] * 4

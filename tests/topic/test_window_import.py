@@ -25,7 +25,7 @@ from seqdedupe.store.db import Store
 from seqdedupe.store.parts import IMPORTED, part_key
 from seqdedupe.store.snapshots import Snapshots
 from seqdedupe.store.windows import run_key
-from seqdedupe.topic import judge_by_id
+from seqdedupe.topic import judge
 from seqdedupe.topic.base import State
 from seqdedupe.topic.frame import NumbersCache, Receipt, Refusal
 from seqdedupe.topic.operations import MessageState, state_by_id
@@ -482,7 +482,7 @@ def _not_stated(self: ImportedWindow, message: Any) -> None:
 
 PLANTED: dict[str, tuple[Any, str, Any]] = {
     "what was imported does not count": (WindowImported, "to_look_into", _not_looked_into),
-    "it never expires": (judge_by_id, "since_ms", lambda applied, now: -1),
+    "it never expires": (judge, "since_ms", lambda applied, now: -1),
     "the log does not say what was imported": (ImportedWindow, "fill", _not_stated),
     "the times are cut, and not rounded up": (imports, "seconds_of", lambda times: times // 1000 - 1),
     "a part of the import is left out": (imports, "entries_with", lambda *a: _without_the_last(*a)),

@@ -3,11 +3,11 @@
 import asyncio
 import os
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from seqdedupe.files import sync_folder, write_buffers
+from seqdedupe.files import sync_folder, write_all
 from seqdedupe.format import headers
 from seqdedupe.format.headers import NO_KEY
 from seqdedupe.log.contract import Failure, FlushInterval, Outcome, Run, Runs
@@ -22,6 +22,10 @@ Twice as many buffers (each has a header) fit into one `writev` of Linux, which 
 """
 GATHER_BYTES = 512 * 1024
 """A group as large as this takes longer to write than waiting for more would save."""
+
+WRITE_BYTES = 1024 * 1024
+"""What one call writes. For a larger write the system takes memory in larger pieces, of those that it has not used for
+long, which in a virtual machine may have to come from the host: 16 MB in one call took up to five times as long."""
 
 MAX_LATE_APPENDS = 1024
 """So many appends of a topic wait for a sync at most, whatever its flush policy: the event loop settles all at once."""
@@ -210,7 +214,7 @@ class Writer:
         try:
             file = self._roll(file)
             news = self._pack(opening, appends) if appends else self._pack_marker(opening)
-            write_buffers(file, news.buffers, self._end)
+            _write(file, news.buffers, self._end)
         except OSError as e:
             self._undo(file)
             return self._refused(opening, f"the log cannot be written: {e}")
@@ -411,3 +415,31 @@ class Writer:
         start, end = self._end, self._end + len(record)
         size = end - start
         return WrittenAppends(opening, [], self._base_index, start, end, self._next_index, points, size, [record])
+
+
+def _write(file: int, buffers: Sequence[bytes | memoryview], offset: int) -> None:
+    """Writes the buffers one after the other. Raises OSError; then any part of them may have been written."""
+    for some in _in_pieces(buffers):
+        size = sum(map(len, some))
+        written = os.pwritev(file, some, offset)
+        if written < size:
+            write_all(file, memoryview(b"".join(some))[written:], offset + written)
+        offset += size
+
+
+def _in_pieces(buffers: Sequence[bytes | memoryview]) -> Iterator[Sequence[bytes | memoryview]]:
+    """The buffers, so many at once that they have WRITE_BYTES at most."""
+    if sum(map(len, buffers)) <= WRITE_BYTES:
+        yield buffers
+        return
+    some: list[bytes | memoryview] = []
+    left = WRITE_BYTES
+    for buffer in buffers:
+        for at in range(0, len(buffer), WRITE_BYTES):
+            part = buffer if len(buffer) <= WRITE_BYTES else memoryview(buffer)[at : at + WRITE_BYTES]
+            if len(part) > left:
+                yield some
+                some, left = [], WRITE_BYTES
+            some.append(part)
+            left -= len(part)
+    yield some

@@ -7,7 +7,7 @@ from dataclasses import replace
 from random import Random
 
 from seqdedupe.core import id_slots
-from seqdedupe.core.moment import Moment
+from seqdedupe.core.id_window import Moment
 from seqdedupe.errors import UnavailableError
 from seqdedupe.log.contract import Log
 from seqdedupe.store.parts import IDS, MAX_NUMBER, RUN, part_key, part_number
