@@ -34,7 +34,7 @@ from seqdedupe.tasks import again_until
 from seqdedupe.topic.base import State
 from seqdedupe.topic.directory import Topics, find
 from seqdedupe.topic.policy import ImportedWindow
-from seqdedupe.topic.registry import Closed, Entry, Phase
+from seqdedupe.topic.registry import Closed, Phase, RegistryEntry
 from seqdedupe.topic.topic import Topic
 from seqdedupe.transfer.stored_records import row_bytes
 from seqdedupe.v1 import admin_pb2
@@ -329,7 +329,7 @@ class Departures:
         moving.result()
         return str(address)
 
-    def _ended(self, entry: Entry[Topic], moving: "asyncio.Task[None]") -> None:
+    def _ended(self, entry: RegistryEntry[Topic], moving: "asyncio.Task[None]") -> None:
         if entry.under_way is moving:
             entry.ended(Phase.MOVING)
             self._topics.registry.tidy(entry.name)

@@ -42,7 +42,7 @@ from seqdedupe.store.topics import LogKind
 from seqdedupe.topic import directory
 from seqdedupe.topic.base import TopicBase
 from seqdedupe.topic.directory import delete, find, look_for
-from seqdedupe.topic.policy import Policy, Route
+from seqdedupe.topic.policy import DeduplicationRoute, Policy
 from seqdedupe.topic.registry import Closed
 from seqdedupe.v1 import admin_pb2
 
@@ -278,12 +278,12 @@ def _mode_of(request: admin_pb2.CreateTopicRequest, log: LogKind) -> bool:
     return False
 
 
-def _route_of(request: admin_pb2.CreateTopicRequest) -> Route | None:
+def _route_of(request: admin_pb2.CreateTopicRequest) -> DeduplicationRoute | None:
     """By what messages are to find their partitions; None where nothing is to be found. Raises INVALID_REQUEST."""
     by_id = request.deduplication_mode == admin_pb2.DEDUPLICATION_MODE_DEDUPLICATION_ID
     if by_id and request.partitions:
         try:
-            return Route(request.deduplication_route or Route.ID.value)
+            return DeduplicationRoute(request.deduplication_route or DeduplicationRoute.ID.value)
         except ValueError:
             why = f"deduplication_route is {request.deduplication_route}, which this version does not know"
             raise error("INVALID_REQUEST", why) from None

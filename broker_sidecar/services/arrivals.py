@@ -36,7 +36,7 @@ from seqdedupe.store.topics import TopicRecord, TopicState
 from seqdedupe.tasks import again_until
 from seqdedupe.topic.base import State
 from seqdedupe.topic.directory import Topics
-from seqdedupe.topic.keeper import Stored
+from seqdedupe.topic.keeper import RestoredState
 from seqdedupe.topic.kinds import TopicKind
 from seqdedupe.topic.registry import Phase
 from seqdedupe.topic.topic import Topic
@@ -65,7 +65,7 @@ class Coming:
     stream: Stream
     receiver: bytes = b""
     """What whoever gives it was answered: which data directory this is, and which move."""
-    stored: Stored | None = None
+    stored: RestoredState | None = None
     """The snapshot, once all of it has come."""
     is_taken: bool = False
     """It is being made this sidecar's, whatever becomes of the call."""
@@ -78,7 +78,7 @@ class Coming:
         except OSError as e:
             raise error("MOVE_FAILED", f"topic {self.record.name} cannot be written here: {e}") from e
 
-    async def read(self, kind: TopicKind[Topic]) -> Stored:
+    async def read(self, kind: TopicKind[Topic]) -> RestoredState:
         """All of the snapshot has come, unless it was said before. Raises what is wrong with it, STORE_UNAVAILABLE."""
         if self.stored is None:
             await self.snapshot.finish()
@@ -213,7 +213,7 @@ class ArrivalCalls:
         return coming
 
     async def _finish(
-        self, logs: EmbeddedLogs, topics: Topics[Topic], coming: Coming, stored: Stored, next_index: int
+        self, logs: EmbeddedLogs, topics: Topics[Topic], coming: Coming, stored: RestoredState, next_index: int
     ) -> None:
         name = coming.record.name
         # Who asks what became of it has taken it out, and it never comes to be; or finds it among those being made.
@@ -223,7 +223,7 @@ class ArrivalCalls:
         coming.is_taken = True
         await topics.registry.run(Phase.CREATING, name, partial(self._taken, topics, coming, stored, next_index))
 
-    async def _taken(self, topics: Topics[Topic], coming: Coming, stored: Stored, next_index: int) -> Topic:
+    async def _taken(self, topics: Topics[Topic], coming: Coming, stored: RestoredState, next_index: int) -> Topic:
         try:
             return await _take(topics, coming, stored, next_index)
         finally:
@@ -296,7 +296,7 @@ def _check_is_free(logs: EmbeddedLogs, topics: Topics[Topic], record: TopicRecor
     topics.check_room()
 
 
-async def _take(topics: Topics[Topic], coming: Coming, stored: Stored, next_index: int) -> Topic:
+async def _take(topics: Topics[Topic], coming: Coming, stored: RestoredState, next_index: int) -> Topic:
     """Makes the topic this sidecar's, which serves it on return."""
 
     def check_is_whole(topic: Topic) -> None:

@@ -17,7 +17,7 @@ from seqdedupe import wire
 from seqdedupe.batch import INT32, INT64, Binary, binary, column_of_names, values
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.names import topic_name
-from seqdedupe.topic.attached import ADMISSION_BYTES, CHECK_BYTES, AttachedTopic, Attachment, Columns
+from seqdedupe.topic.attached import ADMISSION_BYTES, CHECK_BYTES, AttachedTopic, BrokerAttachment, Columns
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.sessions import NAMES_A_STEP
 from seqdedupe.v1 import dedupe_pb2
@@ -140,7 +140,7 @@ class _Hold:
         self._has_room = asyncio.Event()
         self._has_ended = False
         self._told_trim_position = b""
-        self._attachment: Attachment = topic.attach(stream.end, self._trim_moved)
+        self._attachment: BrokerAttachment = topic.attach(stream.end, self._trim_moved)
         self._writer = unasked(self._send_all())
 
     async def serve(self) -> None:

@@ -39,11 +39,11 @@ from seqdedupe.client.connection import (
     may_break_for_a_frame,
     refusal_error,
 )
-from seqdedupe.client.outbox import HINT_OF_BREAKS, Breaks, Frame
 from seqdedupe.client.pending import BatchResult, Published, ReceiptColumns, Verdict
 from seqdedupe.client.producer_session import DELIVERY_TIMEOUT_SECONDS, ProducerConfig
 from seqdedupe.client.publish_calls import StreamAnswer, exchange, publish_call
 from seqdedupe.client.route import OnWaiting, Route, Sidecars, WaitingNotice
+from seqdedupe.client.send_queue import HINT_OF_BREAKS, Breaks, InFlightBatch
 from seqdedupe.client.stream import ANSWER_TIMEOUT_SECONDS, FULL_MESSAGE_BYTES, MAX_FRAMES, SOON_SECONDS
 from seqdedupe.errors import SeqdedupeError, UnavailableError, error
 from seqdedupe.limits import MAX_BATCH_BYTES, MAX_DEDUPLICATION_ID_BYTES, NO_SEQUENCE_ID
@@ -375,7 +375,7 @@ class Delivery:
             self._news.clear()
             await self._news.wait()
 
-    async def _frames(self) -> list[Frame]:
+    async def _frames(self) -> list[InFlightBatch]:
         await self._until_ready()
         if self._ready[0].breaks.is_suspect:
             with suppress(TimeoutError):
@@ -383,7 +383,7 @@ class Delivery:
                     await self._until_taken()
         if not self._out:
             self._answered_at = asyncio.get_running_loop().time()
-        frames: list[Frame] = []
+        frames: list[InFlightBatch] = []
         size_bytes = 0
         while self._ready and size_bytes < FULL_MESSAGE_BYTES and len(frames) < MAX_FRAMES:
             if frames and self._ready[0].breaks.is_suspect:
@@ -393,7 +393,7 @@ class Delivery:
                 continue
             self._frames_ever += 1
             self._out[self._frames_ever] = call
-            frames.append(Frame(self._frames_ever, call.batch, call.size_bytes))
+            frames.append(InFlightBatch(self._frames_ever, call.batch, call.size_bytes))
             size_bytes += call.size_bytes
             self._waits_for_lone = call.breaks.is_suspect
             if call.breaks.is_suspect:

@@ -36,7 +36,7 @@ from seqdedupe.log.embedded.journal_replay import put_back
 from seqdedupe.log.embedded.logs import DEFAULT_SEGMENT_BYTES, create_log
 from seqdedupe.log.embedded.segment import LogIdentity, Segment
 from seqdedupe.log.embedded.tail import Tail
-from seqdedupe.log.embedded.writer import Append, FatalError, Opening, Writer
+from seqdedupe.log.embedded.writer import Append, FatalError, Writer, WriteTerm
 from seqdedupe.names import topic_name
 from seqdedupe.store.copy import opened_copy
 from seqdedupe.store.db import Store
@@ -81,8 +81,8 @@ class NewLog:
             raise error("LOG_REFUSED", str(e)) from e
         self._writer.close()
 
-    def _open(self, term: int, token: bytes) -> Opening:
-        self._opening = Opening(self._writer, lambda opening: None, term, token, lambda outcome: None)
+    def _open(self, term: int, token: bytes) -> WriteTerm:
+        self._opening = WriteTerm(self._writer, lambda opening: None, term, token, lambda outcome: None)
         self._write()
         return self._opening
 
@@ -252,7 +252,7 @@ def _last_words(tally: Tally) -> Iterator[control.Change]:
     """Every producer's numbers, whatever the batches say of them: those that were reset or forgotten are so again."""
     names, epochs, persisted = tally.producers.names_from(0), tally.epochs(), tally.persisted()
     if names:
-        yield from control.parts(control.Sessions(names, epochs, persisted))
+        yield from control.parts(control.ProducerSessions(names, epochs, persisted))
     if tally.producers.has_forgotten:
         yield control.Purge([])
     numbers = sorted(tally.reset_at)

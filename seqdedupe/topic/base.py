@@ -46,7 +46,7 @@ class State(Enum):
 
 
 @dataclass(slots=True)
-class Counters:
+class TopicCounters:
     """Since this process opened the topic: rows by verdict, bytes stored, frames refused, failures of the log,
     recoveries, messages that were read for these, and their time, producers reset or forgotten, and sessions that were
     resumed after that."""
@@ -142,7 +142,7 @@ class TopicBase(ABC):
         # -- what is known of it
         self.producers = producers
         self.sessions = Sessions(producers)
-        self.counters = Counters()
+        self.counters = TopicCounters()
         self.policy = Policy()
         """What is set for this topic."""
         self.inherited = applied

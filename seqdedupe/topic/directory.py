@@ -23,8 +23,8 @@ from seqdedupe.topic import listing
 from seqdedupe.topic.base import State, TopicBase
 from seqdedupe.topic.control import decode_policy, encode
 from seqdedupe.topic.kinds import TopicKind
-from seqdedupe.topic.listing import Looking, Waiting
-from seqdedupe.topic.lives import Lives, Records
+from seqdedupe.topic.listing import Looking, OpeningQueue
+from seqdedupe.topic.lives import Lives, TopicRecords
 from seqdedupe.topic.policy import Applied, GapPolicy, Policy
 from seqdedupe.topic.registry import Closed, Ownership, Phase, Registry
 
@@ -141,7 +141,7 @@ class Topics(Generic[T]):
         self.namespaces = Namespaces(store, applied or Applied(), self._inherit)
         self.ownership = ownership or Ownership()
         self.kind = make_kind(self._topic_changed)
-        self.stored = Records(store, self.kind.delete, self.in_background)
+        self.stored = TopicRecords(store, self.kind.delete, self.in_background)
         self._max_topics = max_topics
         self.allow_auto_topic_creation = allow_auto_topic_creation
         self.on_state = on_state
@@ -150,7 +150,7 @@ class Topics(Generic[T]):
         self.partitions = self.registry.partitions
         self.lives = Lives(store, self.kind, self.stored, self.registry, self._inherited, on_state, self._topic_changed)
         self._opened_at_start: list[T] = []
-        self.waiting = Waiting(self)
+        self.waiting = OpeningQueue(self)
         """Those that nobody has used since the start; they are `closed` too."""
         self.looking = Looking(self._look_again)
         """For what others make and delete in a cluster. A look raises what `Logs.list` raises, STORE_UNAVAILABLE."""

@@ -13,7 +13,7 @@ from seqdedupe.format.columns import PRODUCER_INDEXES, SEQUENCE_IDS, size, start
 from seqdedupe.format.jit import Int64s
 from seqdedupe.tasks import Broadcast
 from seqdedupe.topic.control import Change, CursorChange, Purge, Reset
-from seqdedupe.topic.frame import Frame, Receipt, Reply
+from seqdedupe.topic.frame import Frame, FrameReceipt, Reply
 from seqdedupe.topic.policy import Policy
 
 MAX_IN_FLIGHT_BYTES = 64 * 1024 * 1024
@@ -33,7 +33,7 @@ class Admitted:
     """A frame whose new rows are in flight."""
 
     frame: Frame
-    receipt: Receipt
+    receipt: FrameReceipt
     reply: Reply
     since_seconds: float
     """When it was admitted, by the event loop's clock."""

@@ -37,17 +37,17 @@ from seqdedupe.topic.clock import Clock
 from seqdedupe.topic.frame import (
     Allowing,
     Frame,
+    FrameReceipt,
     NumbersCache,
     OutOfStepError,
-    ProducerNumbers,
-    Receipt,
     Refusal,
+    RefusedProducer,
     check,
     check_by_id,
     cut,
     names_of,
 )
-from seqdedupe.topic.policy import Applied, GapPolicy, Policy, Route
+from seqdedupe.topic.policy import Applied, DeduplicationRoute, GapPolicy, Policy
 from seqdedupe.topic.sessions import can_have_been_given
 from seqdedupe.topic.window_runs import LookedUp, WindowImported, WindowMemory, WindowRuns
 
@@ -69,7 +69,7 @@ class Judge(Protocol):
         lone: bool,
         check_log: Callable[[bytes], None],
         looked_up: Any,
-    ) -> tuple[Frame | None, Receipt | Refusal]:
+    ) -> tuple[Frame | None, FrameReceipt | Refusal]:
         """What is to be appended of a frame (None: nothing) and what to answer once that is stored, or at once.
 
         New rows get indexes from `next_index`. `check_log` raises if the log cannot take a batch. `lone`: links may be
@@ -101,7 +101,7 @@ class BySequenceId:
         lone: bool,
         check_log: Callable[[bytes], None],
         looked_up: Any,
-    ) -> tuple[Frame | None, Receipt | Refusal]:
+    ) -> tuple[Frame | None, FrameReceipt | Refusal]:
         """See `Judge.decide`."""
         producers = self._producers
         try:
@@ -121,13 +121,13 @@ class BySequenceId:
             )
             if new == frame.rows:
                 frame.places[BASE_INDEX] = next_index
-                return frame, Receipt(number, None, next_index)
+                return frame, FrameReceipt(number, None, next_index)
             known = producers.originals(frame.view, frame.places, frame.producer_rows, verdicts)
             if not new:
-                return None, Receipt(number, verdicts, -1, (), *known)
+                return None, FrameReceipt(number, verdicts, -1, (), *known)
             frame = cut(frame, verdicts)
             frame.places[BASE_INDEX] = next_index
-            return frame, Receipt(number, verdicts, next_index, (), *known)
+            return frame, FrameReceipt(number, verdicts, next_index, (), *known)
         except Exception as e:
             raise OutOfStepError from e
 
@@ -143,18 +143,18 @@ class BySequenceId:
 # -- Why a frame is refused, and the numbers of the producers that were the cause.
 
 
-def forbidden(allowing: Allowing, numbers: Int64s) -> tuple[SeqdedupeError, list[ProducerNumbers]]:
+def forbidden(allowing: Allowing, numbers: Int64s) -> tuple[SeqdedupeError, list[RefusedProducer]]:
     """The error for a frame with producers that its client may not publish as, and their names. Their numbers are told
     to nobody who may not know them."""
     names = [name.decode() for name in allowing.producers.names_of(numbers[:MAX_PRODUCERS_IN_REFUSAL])]
     unknown = NO_SEQUENCE_ID
-    listed = [ProducerNumbers(name, NO_EPOCH, NO_EPOCH, unknown, unknown, unknown, unknown) for name in names]
+    listed = [RefusedProducer(name, NO_EPOCH, NO_EPOCH, unknown, unknown, unknown, unknown) for name in names]
     return allowing.deny(names), listed
 
 
 def refused(
     frame: Frame, producers: Producers, why: int, lone: bool, gapless: bool
-) -> tuple[SeqdedupeError, list[ProducerNumbers]]:
+) -> tuple[SeqdedupeError, list[RefusedProducer]]:
     """The error for what `Producers.refusal` answered, and the numbers of the producers that were the cause."""
     epochs, links, first = _of_producers(frame)
     names = names_of(frame.encoded, frame.places)
@@ -164,7 +164,7 @@ def refused(
     for p in np.flatnonzero(reasons == why).tolist():
         numbers_of = producers.numbers[frame.producer_rows[p]].tolist()
         listed.append(
-            ProducerNumbers(
+            RefusedProducer(
                 names[p].decode(),
                 epochs[p],
                 numbers_of[rule.EPOCH],
@@ -254,7 +254,7 @@ def _of_producers(frame: Frame) -> tuple[list[int], list[int], list[int]]:
     return column(np.int64, EPOCHS).tolist(), column(np.int64, LINKS).tolist(), first.tolist()
 
 
-def _may_be_in_force_again(producer: ProducerNumbers, producers: Producers) -> bool:
+def _may_be_in_force_again(producer: RefusedProducer, producers: Producers) -> bool:
     """Whether the session may be the one that lasts if the record of the newer one fails.
 
     Where there is none by then, the producer has been forgotten: an earlier session of it may be resumed.
@@ -264,7 +264,7 @@ def _may_be_in_force_again(producer: ProducerNumbers, producers: Producers) -> b
     return producer.epoch == durable_epoch or (durable_epoch == NO_EPOCH and _is_stale(producer))
 
 
-def _is_stale(producer: ProducerNumbers) -> bool:
+def _is_stale(producer: RefusedProducer) -> bool:
     return can_have_been_given(producer.epoch) and producer.epoch < producer.current_epoch
 
 
@@ -348,12 +348,12 @@ class ByDeduplicationId:
         lone: bool,
         check_log: Callable[[bytes], None],
         looked_up: LookedUp | None,
-    ) -> tuple[Frame | None, Receipt | Refusal]:
+    ) -> tuple[Frame | None, FrameReceipt | Refusal]:
         """See `Judge.decide`. A DUP always has its original's index, which may be a new row of the same frame: the
         receipt comes when that is stored; but for one that was imported."""
         window, now = self.begin(next_index), self.now()
         try:
-            frame = check_by_id(encoded, wants_keys=self._policy().route is Route.KEY)
+            frame = check_by_id(encoded, wants_keys=self._policy().route is DeduplicationRoute.KEY)
             check_log(frame.encoded)
             in_runs = NONE_OLDER
             if applied.deduplication_enabled:
@@ -371,7 +371,7 @@ class ByDeduplicationId:
                 return None, _receipt(number, verdicts, -1, dups, originals)
             if new == frame.rows:
                 frame.places[BASE_INDEX] = next_index
-                return frame, Receipt(number, None, next_index)
+                return frame, FrameReceipt(number, None, next_index)
             frame = cut(frame, verdicts)
             frame.places[BASE_INDEX] = next_index
             return frame, _receipt(number, verdicts, next_index, dups, originals)
@@ -422,8 +422,8 @@ def since_ms(applied: Applied, now: Moment) -> int:
     return -1 if milliseconds == NO_LIMIT else now.earliest_ms - milliseconds
 
 
-def _receipt(number: int, verdicts: Uint8s, first_index: int, dups: Int64s, originals: Int64s) -> Receipt:
+def _receipt(number: int, verdicts: Uint8s, first_index: int, dups: Int64s, originals: Int64s) -> FrameReceipt:
     if not (is_imported := originals == IMPORTED).any():
-        return Receipt(number, verdicts, first_index, (), dups, originals)
+        return FrameReceipt(number, verdicts, first_index, (), dups, originals)
     known, imported = np.flatnonzero(~is_imported), np.flatnonzero(is_imported)
-    return Receipt(number, verdicts, first_index, (), dups[known], originals[known], imported_rows=dups[imported])
+    return FrameReceipt(number, verdicts, first_index, (), dups[known], originals[known], imported_rows=dups[imported])

@@ -3,7 +3,7 @@
 `Snapshotter` says when a topic's numbers go to the store. `Inactivity` has producers forgotten that nobody uses: a
 topic is looked through three times within the time that its policy gives them, as Pulsar does, and each look counts as
 a third of it. So only time counts in which this process runs and the topic takes messages, however the clock jumps, and
-every name has a full timeout after a restart and after a change of the policy. `Stored` is what a start finds.
+every name has a full timeout after a restart and after a change of the policy. `RestoredState` is what a start finds.
 """
 
 import asyncio
@@ -294,7 +294,7 @@ class Snapshotter:
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class RestoredState:
     """It is one topic's alone, which changes it. Nobody may have written of the topic since it was read."""
 
     snapshots: Snapshots
@@ -305,10 +305,10 @@ class Stored:
     imported: ImportedIds | None = None
 
     @staticmethod
-    def load(snapshots: Snapshots) -> "Stored":
+    def load(snapshots: Snapshots) -> "RestoredState":
         """Takes long, in any thread. Raises as `Snapshots.load`."""
         loaded = snapshots.load()
-        return Stored(snapshots, loaded, producers_of(loaded))
+        return RestoredState(snapshots, loaded, producers_of(loaded))
 
 
 def producers_of(loaded: Loaded | None) -> Producers:
@@ -338,7 +338,7 @@ EXAMPLES = 3
 SECONDS_A_MINUTE = 60
 
 
-class Kept(Protocol):
+class KeptTopic(Protocol):
     """What a keeper asks of its topic; `base.TopicBase` says what each means."""
 
     name: str
@@ -375,7 +375,7 @@ class Kept(Protocol):
 class Keeper:
     """Snapshots of a topic's numbers, and the looks for producers that are to be forgotten."""
 
-    def __init__(self, topic: Kept, store: Store, snapshots: Snapshots) -> None:
+    def __init__(self, topic: KeptTopic, store: Store, snapshots: Snapshots) -> None:
         self._topic = topic
         self.snapshotter = Snapshotter(
             topic.name,

@@ -24,12 +24,12 @@ from seqdedupe.log.contract import Log
 from seqdedupe.message_id import Position
 from seqdedupe.names import new_producer_name, producer_name
 from seqdedupe.topic.base import State
-from seqdedupe.topic.control import CursorChange, Purge, Reset, Sessions
+from seqdedupe.topic.control import CursorChange, ProducerSessions, Purge, Reset
 from seqdedupe.topic.flight import InFlight
 from seqdedupe.topic.frame import check_by_id
 from seqdedupe.topic.judge import since_ms
 from seqdedupe.topic.policy import LARGEST, MAX_CURSORS, MAX_NOTE_BYTES, NamedCursor
-from seqdedupe.topic.sessions import NAMES_A_STEP, Opened, Opening, check_count, encoded_names
+from seqdedupe.topic.sessions import NAMES_A_STEP, OpenAnswer, SessionStarts, check_count, encoded_names
 from seqdedupe.topic.topic import Topic
 
 # -- Where a producer's message stands when the ring of recent messages has forgotten it.
@@ -160,7 +160,7 @@ MAX_LOOKED_UP = 64
 class _Begun:
     """Some names of a call, whose sessions are in force and may not be durable yet."""
 
-    opening: Opening
+    opening: SessionStarts
     names: int
     durable_epochs: Int64s
     """From before."""
@@ -171,7 +171,7 @@ async def open_sessions(
     names: list[str],
     epochs: list[int] | None,
     check: Callable[[list[str]], None] = lambda names: None,
-) -> Opened:
+) -> OpenAnswer:
     """Starts sessions (`epochs` None), or resumes these, each name by itself. Older ones are fenced at once. `check` is
     called with some names right before these are opened, and may raise.
 
@@ -202,7 +202,7 @@ async def open_sessions(
     await asyncio.gather(*changes)
     if len(changes) < len(begun):
         await topic.all_settled()
-    answer = Opened([], [], [])
+    answer = OpenAnswer([], [], [])
     for one in begun:
         if answer.epochs:
             await asyncio.sleep(0)
@@ -248,11 +248,11 @@ async def _begin(
     durable_epochs = topic.producers.numbers[opening.numbers, DURABLE_EPOCH]
     if (durable_epochs < opening.epochs).any():
         # All that is in flight stands before it, and has settled when it has.
-        changes.append(topic.append_change(Sessions(opening.names, opening.epochs)))
+        changes.append(topic.append_change(ProducerSessions(opening.names, opening.epochs)))
     return _Begun(opening, len(names), durable_epochs)
 
 
-def _opened(topic: Topic, begun: _Begun) -> Opened:
+def _opened(topic: Topic, begun: _Begun) -> OpenAnswer:
     """What is answered of some names, once all that they wait for has settled."""
     opening = begun.opening
     answer = topic.sessions.opened(opening, begun.names)
@@ -291,7 +291,7 @@ class MessageState(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class MessageStatus:
     """What is known of one message: its state, where it stands if it is STORED, its producer's numbers."""
 
     state: MessageState
@@ -312,7 +312,7 @@ class ProducerInFlight(NamedTuple):
     in_flight_ms: int
 
 
-async def message_state(topic: Topic, name: str, sequence_id: int) -> Message:
+async def message_state(topic: Topic, name: str, sequence_id: int) -> MessageStatus:
     """What is known of a message. One that the ring has forgotten is looked for at the log's end (`originals`).
 
     Raises INVALID_NAME, INVALID_SEQUENCE_ID; INVALID_REQUEST in a topic of deduplication IDs; RECOVERING or LOG_DAMAGED
@@ -327,24 +327,24 @@ async def message_state(topic: Topic, name: str, sequence_id: int) -> Message:
         raise error("RECOVERING", f"what topic {topic.name} holds is being found out: {topic.why}")
     number = topic.producers.number(encoded)
     if number is None:
-        return Message(MessageState.NOT_SEEN, NO_SEQUENCE_ID, NO_SEQUENCE_ID)
+        return MessageStatus(MessageState.NOT_SEEN, NO_SEQUENCE_ID, NO_SEQUENCE_ID)
     pushed, persisted = topic.producers.numbers[number, [PUSHED, PERSISTED]].tolist()
     if sequence_id > pushed:
-        return Message(MessageState.NOT_SEEN, pushed, persisted)
+        return MessageStatus(MessageState.NOT_SEEN, pushed, persisted)
     if sequence_id > persisted:
         since = topic.flight.since(number, sequence_id)
         if since is None:
-            return Message(MessageState.PASSED_OVER, pushed, persisted)
-        return Message(MessageState.IN_FLIGHT, pushed, persisted, in_flight_ms=_ms_since(topic, since))
+            return MessageStatus(MessageState.PASSED_OVER, pushed, persisted)
+        return MessageStatus(MessageState.IN_FLIGHT, pushed, persisted, in_flight_ms=_ms_since(topic, since))
     index = topic.producers.index_of(number, sequence_id)
     if index == NOT_KNOWN:
         index = await find_in_log(topic.log, encoded, sequence_id, topic.confirmed_index)
     if index == NOT_KNOWN:
-        return Message(MessageState.BELOW_WATERMARK, pushed, persisted)
+        return MessageStatus(MessageState.BELOW_WATERMARK, pushed, persisted)
     return await _stored(topic, index, pushed, persisted)
 
 
-async def state_by_id(topic: Topic, deduplication_id: bytes) -> Message:
+async def state_by_id(topic: Topic, deduplication_id: bytes) -> MessageStatus:
     """What is known of the message with this deduplication ID.
 
     Raises INVALID_DEDUPLICATION_ID, INVALID_REQUEST in a topic of sequence IDs; RECOVERING, LOG_DAMAGED,
@@ -361,21 +361,21 @@ async def state_by_id(topic: Topic, deduplication_id: bytes) -> Message:
     looked_up = await topic.ids.runs.look_up(frame.encoded)
     index = topic.window.index_of(frame.view, frame.places)
     if index >= topic.confirmed_index:
-        return Message(MessageState.IN_FLIGHT, NO_SEQUENCE_ID, NO_SEQUENCE_ID)
+        return MessageStatus(MessageState.IN_FLIGHT, NO_SEQUENCE_ID, NO_SEQUENCE_ID)
     since = since_ms(topic.applied, topic.ids.now())
     if index == NOWHERE and len(older := topic.ids.runs.older(frame, since, looked_up)):
         index = int(older[0])
     if index == IMPORTED:
-        return Message(MessageState.IMPORTED, NO_SEQUENCE_ID, NO_SEQUENCE_ID)
+        return MessageStatus(MessageState.IMPORTED, NO_SEQUENCE_ID, NO_SEQUENCE_ID)
     if index < topic.window.first_index:
-        return Message(MessageState.NOT_SEEN, NO_SEQUENCE_ID, NO_SEQUENCE_ID)
+        return MessageStatus(MessageState.NOT_SEEN, NO_SEQUENCE_ID, NO_SEQUENCE_ID)
     return await _stored(topic, index, NO_SEQUENCE_ID, NO_SEQUENCE_ID)
 
 
-async def _stored(topic: Topic, index: int, pushed: int, persisted: int) -> Message:
+async def _stored(topic: Topic, index: int, pushed: int, persisted: int) -> MessageStatus:
     position = await _position_of(topic, index)
     time_ms = await publish_time_ms(topic.log, index)
-    return Message(MessageState.STORED, pushed, persisted, position=position, publish_time_ms=time_ms)
+    return MessageStatus(MessageState.STORED, pushed, persisted, position=position, publish_time_ms=time_ms)
 
 
 def _check_has_producers(topic: Topic) -> None:

@@ -21,7 +21,7 @@ from seqdedupe.log.contract import Failure, Log, Outcome
 from seqdedupe.names import producer_name
 from seqdedupe.tasks import Broadcast, again_until, retrieve
 from seqdedupe.topic import recovery
-from seqdedupe.topic.base import Counters, State
+from seqdedupe.topic.base import State, TopicCounters
 from seqdedupe.topic.control import STATED_A_RECORD, Change, Import
 from seqdedupe.topic.flight import Flight
 from seqdedupe.topic.keeper import Keeper
@@ -49,7 +49,7 @@ class Owned(Protocol):
     flight: Flight
     producers: Producers
     sessions: Sessions
-    counters: Counters
+    counters: TopicCounters
     keeper: Keeper
     state: State
     why: str

@@ -152,7 +152,7 @@ class OverlapPolicy(Enum):
     """It is refused: retrying it never helps, its sender has to split it."""
 
 
-class Route(Enum):
+class DeduplicationRoute(Enum):
     """By what messages of deduplication IDs find their partitions. Values as on the wire (`DeduplicationRoute`)."""
 
     ID = 1
@@ -179,7 +179,7 @@ class Policy:
     deduplication_window_max_minutes: int | None = None
     by_deduplication_id: bool = False
     """Whether the topic is one of deduplication IDs. It is no value: a topic has it from its beginning, for good."""
-    route: Route | None = None
+    route: DeduplicationRoute | None = None
     """Of a partition of a topic of deduplication IDs; for good, too."""
     cursors: tuple[NamedCursor, ...] = ()
     """By name. No operator sets them as he sets the others (`NAMES`), but they are kept and change with them."""

@@ -27,9 +27,9 @@ from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Loaded, Snapshots
 from seqdedupe.topic import control
 from seqdedupe.topic.base import State, TopicBase
-from seqdedupe.topic.control import Change, CursorChange, Purge, Reset, Sessions
+from seqdedupe.topic.control import Change, CursorChange, ProducerSessions, Purge, Reset
 from seqdedupe.topic.flight import Admitted, Changing, Flight
-from seqdedupe.topic.frame import NumbersCache, OutOfStepError, Receipt, Refusal, Reply
+from seqdedupe.topic.frame import FrameReceipt, NumbersCache, OutOfStepError, Refusal, Reply
 from seqdedupe.topic.judge import ByDeduplicationId, BySequenceId, Judge
 from seqdedupe.topic.keeper import Keeper, producers_of
 from seqdedupe.topic.owner import Owner
@@ -230,7 +230,7 @@ class Topic(TopicBase):
         except InvalidRequestError as e:
             # The log has taken nothing, however often it is asked.
             self.flight.take_back()
-            if isinstance(change, Sessions | Reset):
+            if isinstance(change, ProducerSessions | Reset):
                 # These epochs are in force already, and must not be.
                 self.owner.out_of_step(e)
             raise
@@ -387,7 +387,7 @@ class Topic(TopicBase):
             # Others wait for their answers, and the topic for what comes after them.
             logger.exception("topic %s could not give an answer", self.name)
 
-    def _count(self, receipt: Receipt, new_rows: int) -> None:
+    def _count(self, receipt: FrameReceipt, new_rows: int) -> None:
         """A frame has its receipt; so many of its rows were stored."""
         if receipt.verdicts is None:
             self.counters.not_dup += new_rows
@@ -406,7 +406,7 @@ class Topic(TopicBase):
                 # Its sender takes nothing less. Before the policy was in force nobody asked for the sync.
                 self.log.flush()
 
-    def _reply(self, item: Admitted, answer: Receipt | Refusal) -> None:
+    def _reply(self, item: Admitted, answer: FrameReceipt | Refusal) -> None:
         try:
             item.reply(answer)
         except Exception:

@@ -33,7 +33,7 @@ from seqdedupe.log.embedded import relocation
 from seqdedupe.log.embedded.relocation import ARRIVING, MOVE_BYTES, RECEIVER_BYTES, Arrival, receiver
 from seqdedupe.message_id import Position
 from seqdedupe.store import parts, rocksdb
-from seqdedupe.topic.keeper import Keeper, Stored
+from seqdedupe.topic.keeper import Keeper, RestoredState
 from seqdedupe.topic.registry import Phase
 from seqdedupe.topic.topic import Topic
 from seqdedupe.transfer.stored_records import IncomingSnapshot, row_bytes
@@ -390,7 +390,7 @@ FAILURES: dict[str, Callable[[pytest.MonkeyPatch, Pair], None]] = {
     "the new store in the snapshot": in_store("write", 1),
     "the new store at the snapshot's end": in_store("flush", 1),
     "the new store is opened again": opened_again,
-    "the new store's reading": lambda m, two: m.setattr(Stored, "load", lost),
+    "the new store's reading": lambda m, two: m.setattr(RestoredState, "load", lost),
     "the new store at the end": in_store("put_topics", 2),
     "the new log's opening": in_opening,
     "the old disk": lambda m, two: m.setattr(relocation, "leave", full),

@@ -13,7 +13,7 @@ import pytest
 from seqdedupe.errors import DamagedError, SeqdedupeError, UnavailableError
 from seqdedupe.format import journal as rounds_format
 from seqdedupe.format.headers import key_of
-from seqdedupe.format.journal import Part, Round
+from seqdedupe.format.journal import JournalRound, Part
 from seqdedupe.log.embedded import commit, journal_replay
 from seqdedupe.log.embedded.inspection import Intact, inspect
 from seqdedupe.log.embedded.journal_replay import JournalReplay
@@ -392,7 +392,7 @@ async def test_control_a_refused_round_that_is_taken_back(
 ) -> None:
     rounds = make_rounds()
 
-    def everything(found: list[Round], *arguments: int) -> Iterator[Round]:
+    def everything(found: list[JournalRound], *arguments: int) -> Iterator[JournalRound]:
         return iter(found)
 
     monkeypatch.setattr(journal_replay, "confirmed", everything)

@@ -20,7 +20,7 @@ from seqdedupe.tasks import Broadcast
 from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe.topic import owner
 from seqdedupe.topic.base import State
-from seqdedupe.topic.frame import NumbersCache, Receipt, Refusal, check
+from seqdedupe.topic.frame import FrameReceipt, NumbersCache, Refusal, check
 from seqdedupe.topic.operations import open_sessions
 from seqdedupe.topic.policy import Applied, NamedCursor, Policy
 from seqdedupe.topic.readers import check_index, end_index, index_after, read_on
@@ -71,14 +71,14 @@ def make_topic(
     )
 
 
-async def publish(topic: Topic, *ids: int) -> list[Receipt | Refusal]:
+async def publish(topic: Topic, *ids: int) -> list[FrameReceipt | Refusal]:
     """One frame each; their answers, as they come."""
     opening = asyncio.ensure_future(open_sessions(topic, ["p"], None))
     await asyncio.sleep(0)
     assert isinstance(topic.log, FaultyLog)
     topic.log.settle()
     opened = await opening
-    answers: list[Receipt | Refusal] = []
+    answers: list[FrameReceipt | Refusal] = []
     link = opened.persisted[0]
     for sequence_id in ids:
         encoded = batch([("p", sequence_id)], epochs={"p": opened.epochs[0]}, links={"p": link}).encode()
@@ -179,7 +179,7 @@ async def test_a_frame_found_in_the_log_is_answered_with_where_it_stands(store: 
     storage.add_batch(frame.encoded, frame.rows, frame.column_bytes)
     log.unknown(lands=1)
     await until(lambda: bool(answers))
-    assert isinstance(answers[0], Receipt)
+    assert isinstance(answers[0], FrameReceipt)
     assert answers[0].first_index == 2
     await topic.close("")
 
@@ -196,12 +196,12 @@ async def test_after_an_owner_of_a_higher_term_a_still_higher_one_is_taken(
     log.fence(term=9, lands=1)
     await until(lambda: topic.state is State.SERVING)
     assert (topic.term, storage.term) == (10, 10)
-    assert [type(answer) for answer in answers] == [Receipt, Refusal]
+    assert [type(answer) for answer in answers] == [FrameReceipt, Refusal]
     markers = sum(storage.places(record)[TERM] > 0 for record in storage.records)
     assert markers == (3 if takes_higher_terms_only else 4)
     answers = await publish(topic, 3)
     log.settle()
-    assert [type(answer) for answer in answers] == [Receipt]
+    assert [type(answer) for answer in answers] == [FrameReceipt]
     assert end_index(topic) == 2
     await topic.close("")
 
@@ -245,7 +245,7 @@ async def test_what_the_log_cannot_take_is_refused_and_changes_nothing(store: St
     log.max_batch_bytes = 1000
     answers = await publish(topic, 1)
     log.settle()
-    assert [type(answer) for answer in answers] == [Receipt]
+    assert [type(answer) for answer in answers] == [FrameReceipt]
     assert end_index(topic) == 1
     await topic.close("")
 
@@ -271,7 +271,7 @@ async def test_a_change_that_the_log_cannot_take_is_refused_and_changes_nothing(
     assert topic.newest_policy == Policy()
     later = await publish(topic, 2)
     log.settle()
-    assert [type(answer) for answer in answers + later] == [Receipt, Receipt]
+    assert [type(answer) for answer in answers + later] == [FrameReceipt, FrameReceipt]
     await topic.close("")
 
 

@@ -14,7 +14,7 @@ from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe.topic import directory, listing
 from seqdedupe.topic.base import State
 from seqdedupe.topic.directory import delete, find, find_or_create
-from seqdedupe.topic.frame import NumbersCache, Receipt
+from seqdedupe.topic.frame import FrameReceipt, NumbersCache
 from seqdedupe.topic.operations import open_sessions
 from seqdedupe.topic.policy import Policy
 from seqdedupe.topic.registry import Closed
@@ -68,7 +68,7 @@ class Counted(Process):
         return self.topics.look_at(name).state
 
 
-async def publish(process: Process, name: str, sequence_id: int) -> Receipt:
+async def publish(process: Process, name: str, sequence_id: int) -> FrameReceipt:
     """A message of a producer that has an epoch from before, as a client that goes on sends it."""
     topic = await find(process.topics, name)
     epoch = (await open_sessions(topic, ["p"], None)).epochs[0]
@@ -76,11 +76,11 @@ async def publish(process: Process, name: str, sequence_id: int) -> Receipt:
     topic.admit(batch([("p", sequence_id)], epochs={"p": epoch}, links={"p": -1}).encode(), 1, answers.append,
                 NumbersCache(), lone=True)  # fmt: skip
     await topic.flight.all_of_now()
-    assert isinstance(answers[0], Receipt)
+    assert isinstance(answers[0], FrameReceipt)
     return answers[0]
 
 
-def verdict(receipt: Receipt) -> int:
+def verdict(receipt: FrameReceipt) -> int:
     assert receipt.verdicts is not None
     return int(receipt.verdicts[0])
 

@@ -27,7 +27,7 @@ from seqdedupe.store.snapshots import Snapshots
 from seqdedupe.store.windows import run_key
 from seqdedupe.topic import judge
 from seqdedupe.topic.base import State
-from seqdedupe.topic.frame import NumbersCache, Receipt, Refusal
+from seqdedupe.topic.frame import FrameReceipt, NumbersCache, Refusal
 from seqdedupe.topic.operations import MessageState, state_by_id
 from seqdedupe.topic.policy import ImportedWindow, Policy
 from seqdedupe.topic.topic import Topic
@@ -106,7 +106,7 @@ async def place(store: Store) -> Any:
     await place.topic.close("")
 
 
-def reason(answers: list[Receipt | Refusal]) -> str:
+def reason(answers: list[FrameReceipt | Refusal]) -> str:
     (answer,) = answers
     assert isinstance(answer, Refusal), answer
     return answer.error.reason
@@ -438,7 +438,7 @@ async def history(place: ImportPlace, seed: int, path: Path) -> None:
                 some = rng.choices(ids, k=rng.randint(1, 6))
                 before, since_ms = place.stored(), -1 if minutes < 0 else place.now_ms - 60_000 * minutes
                 looked_up = await place.topic.ids.look_up(frame(*some)) if rng.random() < 0.5 else None
-                answers: list[Receipt | Refusal] = []
+                answers: list[FrameReceipt | Refusal] = []
                 place.topic.admit(frame(*some), 1, answers.append, NumbersCache(), looked_up=looked_up)
                 place.log.settle()
                 await asyncio.sleep(0)
@@ -448,7 +448,7 @@ async def history(place: ImportPlace, seed: int, path: Path) -> None:
     await place.topic.close("")
 
 
-def check(place: ImportPlace, ids: list[bytes], before: list[bytes], alive: set[bytes], one: Receipt) -> None:
+def check(place: ImportPlace, ids: list[bytes], before: list[bytes], alive: set[bytes], one: FrameReceipt) -> None:
     """Each row of a frame, before which these were in the log, and these of the import counted."""
     assert place.topic.window is not None
     window = before[place.topic.window.first_index :]

@@ -25,7 +25,7 @@ from seqdedupe.store.parts import RUN, part_key
 from seqdedupe.store.snapshots import Snapshots
 from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe.topic import window_runs
-from seqdedupe.topic.frame import NumbersCache, Receipt, Refusal
+from seqdedupe.topic.frame import FrameReceipt, NumbersCache, Refusal
 from seqdedupe.topic.topic import Topic
 from seqdedupe.topic.window_runs import WindowMemory, WindowRuns
 from seqdedupe.transfer import stored_records
@@ -144,7 +144,7 @@ async def test_a_look_up_beside_the_loop_is_of_the_runs_at_the_decision(place: S
     await place.store_each(b"b")
     looked_up = await place.topic.ids.look_up(frame(b"b"))
     await place.to_a_run()
-    answers: list[Receipt | Refusal] = []
+    answers: list[FrameReceipt | Refusal] = []
     place.topic.admit(frame(b"b"), 1, answers.append, NumbersCache(), looked_up=looked_up)
     assert verdicts(answers) == [DUP]
 

@@ -26,7 +26,7 @@ from seqdedupe.format import journal
 from seqdedupe.format.journal import Part
 from seqdedupe.log.embedded.journal_replay import JournalReplay, journal_path
 from seqdedupe.log.embedded.sync_thread import Syncer
-from seqdedupe.log.embedded.writer import FatalError, LateAppends, Opening, Writer, WrittenAppends
+from seqdedupe.log.embedded.writer import FatalError, LateAppends, Writer, WriteTerm, WrittenAppends
 
 GATHER_SECONDS = 0.0001
 """After a group of several batches the next one waits so long for more of them.
@@ -82,7 +82,7 @@ def wall_ms() -> int:
     return time.time_ns() // 1_000_000
 
 
-Work = Opening | Closing | Signal
+Work = WriteTerm | Closing | Signal
 
 
 class Committer:
@@ -162,7 +162,7 @@ class Committer:
             time.sleep(GATHER_SECONDS)
         return work + [self.queue.get() for _ in range(self.queue.qsize())]
 
-    def _round(self, work: list[Opening | Closing]) -> None:
+    def _round(self, work: list[WriteTerm | Closing]) -> None:
         """Writes everything, and makes it durable: by one sync of the journal, or file by file."""
         now_ms = self._clock_ms()
         written = []

@@ -22,7 +22,7 @@ from seqdedupe.log.embedded import relocation
 from seqdedupe.log.embedded.commit import Committer, Journal, wall_ms
 from seqdedupe.log.embedded.inspection import Damage, DurablePart, inspect_part
 from seqdedupe.log.embedded.journal_replay import JournalReplay
-from seqdedupe.log.embedded.log import MAX_PLACES, EmbeddedLog, Shared
+from seqdedupe.log.embedded.log import MAX_PLACES, EmbeddedLog, EmbeddedResources
 from seqdedupe.log.embedded.reader import ReadAhead
 from seqdedupe.log.embedded.secret import SECRET_FILE, TOPIC_FILE, secret_of
 from seqdedupe.log.embedded.segment import LogIdentity, Segment, segment_path, unreadable
@@ -222,7 +222,7 @@ class EmbeddedLogs:
         self._tell_journal = tell_journal
         self._replay = JournalReplay(folder, is_expected=has_journal, gives_up=gives_up_journal)
         clock_ms = clock_ms or wall_ms
-        self._shared = Shared(
+        self._shared = EmbeddedResources(
             clock_ms=clock_ms,
             earliest_ms=earliest_ms or clock_ms,
             segment_bytes=segment_bytes,

@@ -38,7 +38,7 @@ A plain tuple, as there is one for every batch.
 """
 
 
-class Opening:
+class WriteTerm:
     """One opening for writing. Made on the event loop, and handed over; `marked` and `failed` belong to the thread.
 
     `hand_over` gives it to the commit thread, which takes what there is.
@@ -47,7 +47,7 @@ class Opening:
     def __init__(
         self,
         writer: "Writer",
-        hand_over: Callable[["Opening"], None],
+        hand_over: Callable[["WriteTerm"], None],
         term: int,
         token: bytes,
         settle: Callable[[Outcome], None],
@@ -103,7 +103,7 @@ class Opening:
 class WrittenAppends(NamedTuple):
     """What became of an opening's marker or of some of its appends, for the event loop."""
 
-    opening: Opening
+    opening: WriteTerm
     runs: list[Runs]
     """Of the appends, message IDs; none for the marker."""
 
@@ -133,7 +133,7 @@ class WrittenAppends(NamedTuple):
 class LateAppends(NamedTuple):
     """For the event loop: these appends are written, and not durable yet; what became of them comes later."""
 
-    opening: Opening
+    opening: WriteTerm
     runs: list[Runs]
 
 
@@ -176,7 +176,7 @@ class Writer:
         self._publish_time_ms = tail.publish_time_ms
         self._last_point = segment.points[-1].offset if segment.points else -POINT_INTERVAL_BYTES
         self._segment_bytes = segment_bytes
-        self._opening: Opening | None = None
+        self._opening: WriteTerm | None = None
         self._to_mend: Tail | None = tail
         self._durable_index = tail.next_index
         self._unsynced_appends = 0
@@ -186,7 +186,7 @@ class Writer:
         self._broken = False
         self._closed = False
 
-    def write(self, opening: Opening, now_ms: int) -> WrittenAppends | None:
+    def write(self, opening: WriteTerm, now_ms: int) -> WrittenAppends | None:
         """Writes what an opening has handed over, its marker first, and does not sync yet.
 
         None if there is nothing to write: an older opening's appends, those after a failure, and what is left when the
@@ -320,7 +320,7 @@ class Writer:
             self._file = os.open(self._path(), os.O_RDWR | os.O_CLOEXEC)
         return self._file
 
-    def _refused(self, opening: Opening, why: str) -> WrittenAppends:
+    def _refused(self, opening: WriteTerm, why: str) -> WrittenAppends:
         opening.failed = True
         end = self._end
         return WrittenAppends(
@@ -360,7 +360,7 @@ class Writer:
         self._synced = self._file_synced = self._end
         self._confirm()
 
-    def _pack(self, opening: Opening, appends: list[Append]) -> WrittenAppends:
+    def _pack(self, opening: WriteTerm, appends: list[Append]) -> WrittenAppends:
         made: list[bytes] = []
         runs: list[Runs] = []
         points: list[SegmentPoint] = []
@@ -398,7 +398,7 @@ class Writer:
             opening, runs, self._base_index, self._end, end, next_index, points, control_bytes, buffers
         )
 
-    def _pack_marker(self, opening: Opening) -> WrittenAppends:
+    def _pack_marker(self, opening: WriteTerm) -> WrittenAppends:
         points: list[SegmentPoint] = []
         if self._end >= self._last_point + POINT_INTERVAL_BYTES:
             points.append(SegmentPoint(self._next_index, self._end, self._publish_time_ms))

@@ -79,7 +79,7 @@ class Counters:
     connections: int = 0
 
 
-class Frame(NamedTuple):
+class InFlightBatch(NamedTuple):
     """A batch on its way, with its epoch and its link."""
 
     number: int
@@ -87,7 +87,7 @@ class Frame(NamedTuple):
     size_bytes: int
 
 
-class Outbox:
+class SendQueue:
     """A session's batches that are not durable, oldest first, and which of them are out on the stream.
 
     On a refusal or an UNKNOWN nothing more goes out (`must_rewind`) until all that is out has been answered; after
@@ -259,7 +259,7 @@ class Outbox:
                 highest_sent=self._highest_sent,
             )
 
-    def next_frame(self) -> Frame | None:
+    def next_frame(self) -> InFlightBatch | None:
         """The next frame to send. None if there is nothing to send now."""
         if self.must_rewind:
             return None
@@ -275,7 +275,7 @@ class Outbox:
             self._unanswered[number] = pending
             self._highest_sent = max(self._highest_sent, pending.last_sequence_id)
             self.counters.rows_sent += len(pending.sequence_ids)
-            return Frame(number, batch, pending.size_bytes)
+            return InFlightBatch(number, batch, pending.size_bytes)
         return None
 
     def rewind(self) -> None:
