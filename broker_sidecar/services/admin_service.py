@@ -21,7 +21,6 @@ from broker_sidecar.gate import Guard
 from broker_sidecar.proto_messages import (
     ENTRY_FORMATS,
     partitioned_to_proto,
-    policy_of,
     policy_to_proto,
     topic_to_proto,
 )
@@ -100,7 +99,7 @@ class AdminService:
 
     async def _create_topic(self, request: admin_pb2.CreateTopicRequest) -> admin_pb2.CreateTopicResponse:
         by_id = _mode_of(request, self._topics.kind.log)
-        policy = policy_of(request.policy).check_has_effect(self._topics.kind.log)
+        policy = Policy.of_request(request.policy).check_has_effect(self._topics.kind.log)
         policy = replace(policy.check_fits(by_deduplication_id=by_id), by_deduplication_id=by_id)
         policy = replace(policy, route=_route_of(request))
         layout = _layout_of(request, self._topics.kind.log)
@@ -219,7 +218,7 @@ class AdminService:
 
     def _policy_in(self, message: admin_pb2.TopicPolicy) -> Policy:
         """What a request sets, which has to be something."""
-        policy = policy_of(message)
+        policy = Policy.of_request(message)
         if policy == Policy():
             raise error("INVALID_REQUEST", "policy is missing or sets nothing: say at least one value")
         return policy.check_has_effect(self._topics.kind.log)

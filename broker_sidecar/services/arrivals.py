@@ -32,7 +32,6 @@ from seqdedupe.log.embedded.relocation import MOVE_BYTES, RECEIVER_BYTES, Arriva
 from seqdedupe.names import topic_name
 from seqdedupe.store import parts
 from seqdedupe.store.db import Store
-from seqdedupe.store.incoming_snapshot import IncomingSnapshot
 from seqdedupe.store.topics import TopicRecord, TopicState
 from seqdedupe.tasks import again_until
 from seqdedupe.topic.base import State
@@ -41,6 +40,7 @@ from seqdedupe.topic.keeper import RestoredState
 from seqdedupe.topic.kinds import TopicKind
 from seqdedupe.topic.registry import Phase
 from seqdedupe.topic.topic import Topic
+from seqdedupe.transfer.stored_records import IncomingSnapshot
 from seqdedupe.v1 import admin_pb2
 
 logger = logging.getLogger("seqdedupe.server")
@@ -149,10 +149,19 @@ class ArrivalCalls:
         return self._logs, self._topics
 
     async def _receive_topic(self, _requests: object, _context: Context, stream: Stream) -> None:
+        """The topic is this sidecar's, and serves, when the last answer is written:
+
+        1. The first message says which topic comes. No other of that name comes meanwhile.
+        2. The other sidecar is answered which data directory this is, and which move.
+        3. Parts of the log and pieces of the snapshot come. The snapshot is read when all of it is here.
+        4. The topic's record says that it is this sidecar's, unless it was asked meanwhile what became of it.
+
+        Whatever goes wrong up to 3 leaves nothing of it.
+        """
         logs, topics = self._own()
         head = parse_small(admin_pb2.ReceiveTopicRequest, await stream.read_first() or b"").head
         self._permissions.check_topic(Action.ADMINISTER, topic_name(head.topic))
-        coming = self._begun(logs, topics, head, stream)
+        coming = self._begun(logs, topics, head, stream)  # 1
         # It does not give way to another stream.
         stream.frames_in_flight += 1
         try:
@@ -160,8 +169,8 @@ class ArrivalCalls:
             await coming.run(coming.arrival.begin, coming.record.name, coming.record.secret)
             await _keep_from_who_had_it(topics, coming.record)
             answer = admin_pb2.ReceiveTopicResponse(receiver=coming.receiver, reads_snapshot=True).SerializeToString()
-            await stream.write(answer)
-            while not (request := await _next(stream)).HasField("end"):
+            await stream.write(answer)  # 2
+            while not (request := await _next(stream)).HasField("end"):  # 3
                 if request.HasField("log"):
                     part = request.log
                     await coming.run(coming.arrival.write, part.base_index, part.offset, part.data)
@@ -175,7 +184,7 @@ class ArrivalCalls:
             # One of an earlier version has not said that the snapshot has ended.
             stored = await coming.read(topics.kind)
             async with self._trail.change("ReceiveTopic", f"topic: {coming.record.name}"):
-                await self._finish(logs, topics, coming, stored, request.end.next_index)
+                await self._finish(logs, topics, coming, stored, request.end.next_index)  # 4
             await stream.write(answer)
         finally:
             if self._under_way.get(coming.record.name) is coming:

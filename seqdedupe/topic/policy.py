@@ -242,6 +242,14 @@ class Policy:
                 values[name] = kind(values[name])
         return Policy(**values)
 
+    @staticmethod
+    def of_request(message: Any) -> "Policy":
+        """What a `TopicPolicy` of a request sets. Raises INVALID_REQUEST for what cannot be set."""
+        try:
+            return Policy.of(message).check()
+        except ValueError as e:
+            raise error("INVALID_REQUEST", f"the policy has a value that this sidecar does not know: {e}") from e
+
 
 _NO_VALUES = ("cursors", "by_deduplication_id", "route", "imported")
 NAMES = tuple(item.name for item in fields(Policy) if item.name not in _NO_VALUES)

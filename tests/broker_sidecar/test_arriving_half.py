@@ -15,10 +15,10 @@ from broker_sidecar.services.arrivals import Coming
 from seqdedupe.errors import SeqdedupeError, UnavailableError, error
 from seqdedupe.log.embedded.relocation import ARRIVING, Arrival
 from seqdedupe.store.db import Store
-from seqdedupe.store.incoming_snapshot import IncomingSnapshot
 from seqdedupe.store.snapshots import Snapshots
 from seqdedupe.topic import listing
 from seqdedupe.topic.lives import TopicRecords
+from seqdedupe.transfer.stored_records import IncomingSnapshot
 from tests.broker_sidecar.moving_messages import (
     BEFORE,
     Publishing,

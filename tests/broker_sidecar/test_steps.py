@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from google.protobuf.message import DecodeError, Message
 
-from broker_sidecar.proto_messages import INT32, binary, values
 from broker_sidecar.services.dedupe_service import MAX_CHECKS, columns_of, parse_steps
+from seqdedupe.batch import INT32, binary, values
 from seqdedupe.core.producers import Producers
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.topic.attached import BrokerAttachment

@@ -25,7 +25,7 @@ from seqdedupe.topic.attached import AttachedTopic, BrokerAttachment, Columns
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.kinds import BrokersTopics
 from seqdedupe.topic.policy import Applied, GapPolicy, Policy
-from seqdedupe.topic.saved import saved
+from seqdedupe.transfer.state_messages import saved
 from tests.property.disk import CrashableStore
 from tests.topic.test_directory import FailingStore
 

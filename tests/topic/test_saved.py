@@ -26,9 +26,9 @@ from seqdedupe.topic.kinds import BrokersTopics
 from seqdedupe.topic.operations import open_sessions, reset_producer
 from seqdedupe.topic.policy import GapPolicy, Policy
 from seqdedupe.topic.retention import state_again
-from seqdedupe.topic.saved import SAVED_AT_ONCE, SavedParts, parts, saved
 from seqdedupe.topic.sessions import LAST_OPEN
 from seqdedupe.topic.topic import Topic
+from seqdedupe.transfer.state_messages import SAVED_AT_ONCE, SavedParts, parts, saved
 from tests.batches import batch
 from tests.topic.test_directory import NAME, FailingStore, Process
 
