@@ -335,12 +335,14 @@ REASONS: dict[str, Reason] = {
         PositionError,
         "OUT_OF_RANGE",
         "If it is a position of this topic, then the topic was deleted and made anew, or salvaged, since it was taken. "
-        "Start again from the earliest if that is what you want.",
+        "Start again from the earliest if that is what you want. Or are there several sidecars behind one address, "
+        "each with data of its own?",
     ),
     "POSITION_AFTER_END": Reason(
         PositionError,
         "OUT_OF_RANGE",
-        "The topic has lost its end since the position was taken: was an old copy of the data restored?",
+        "The topic has lost its end since the position was taken: was an old copy of the data restored? Or are there "
+        "several sidecars behind one address, each with data of its own?",
     ),
     "POSITION_DIVERGED": Reason(
         PositionError,
@@ -355,7 +357,10 @@ REASONS: dict[str, Reason] = {
     ),
     # Data that is not there.
     "DATA_LOSS": Reason(
-        DataLossError, "DATA_LOSS", "Acknowledged messages are missing: was an old copy of the data restored?"
+        DataLossError,
+        "DATA_LOSS",
+        "Acknowledged messages are missing: was an old copy of the data restored? Or are there several sidecars behind "
+        "one address, each with data of its own?",
     ),
     "LOG_DAMAGED": _damaged(
         "Nothing was changed, and other topics serve. Stop the sidecar and put logs and store back from one backup; "

@@ -9,10 +9,11 @@ import click
 
 from seqdedupe.client.blocking import Client
 from seqdedupe.client.connection import NOT_A_SIDECAR
+from seqdedupe.client.listeners import hint_of_http
 from seqdedupe.client.producer_session import OPEN_TIMEOUT_SECONDS
 from seqdedupe.client.route import OnWaiting
 from seqdedupe.command import CREDENTIAL_PARAMETERS, Command, sidecar_options, told_credentials
-from seqdedupe.errors import NotFoundError, OutcomeUnknownError, SeqdedupeError, UnavailableError, error
+from seqdedupe.errors import REASONS, NotFoundError, OutcomeUnknownError, SeqdedupeError, UnavailableError, error
 from seqdedupe.names import topic_name
 
 _SHORT_NAMES = "persistent://public/default/"
@@ -52,14 +53,23 @@ def connect(address: str, on_waiting: OnWaiting | None = None) -> Client:
         try:
             client.admin.version()
             return client
-        except OutcomeUnknownError as e:  # nothing was asked for whose outcome could matter
-            raise error("UNREACHABLE", f"no answer from the sidecar at {address}: {e.message}") from e
         except UnavailableError as e:
-            if on_waiting is None or e.reason == NOT_A_SIDECAR or time.monotonic() > give_up_at:
-                raise
-            on_waiting(e)
+            why = _unanswered(address, e)
+            if on_waiting is None or why.reason == NOT_A_SIDECAR or time.monotonic() > give_up_at:
+                raise why from e.__cause__
+            on_waiting(why)
             on_waiting = _told_already
         time.sleep(_POLL_SECONDS)
+
+
+def _unanswered(address: str, e: UnavailableError) -> UnavailableError:
+    """UNREACHABLE in the place of OUTCOME_UNKNOWN: nothing was asked for whose outcome could matter."""
+    if not isinstance(e, OutcomeUnknownError):
+        return e
+    known = REASONS["UNREACHABLE"]
+    what = f"no answer from the sidecar at {address}: {e.message}"
+    hint = hint_of_http(e.message) or known.hint
+    return UnavailableError("UNREACHABLE", what, hint, known.retry_delay_ms, e.numbers)
 
 
 def _told_already(_why: UnavailableError) -> None:

@@ -20,7 +20,14 @@ from grpc_status import rpc_status
 
 from seqdedupe.address import SidecarAddress
 from seqdedupe.client.credentials import NO_CREDENTIALS, Credentials
-from seqdedupe.client.listeners import check_listener, is_of_another_host, unreachable, was_never_sent
+from seqdedupe.client.listeners import (
+    check_listener,
+    has_no_grpc_status,
+    hint_of_http,
+    is_of_another_host,
+    unreachable,
+    was_never_sent,
+)
 from seqdedupe.client.route import OWNER_ADDRESS, Route, Sidecars
 from seqdedupe.errors import NEVER, REASONS, SeqdedupeError, UnavailableError, error
 from seqdedupe.v1 import admin_pb2, dedupe_pb2, read_pb2
@@ -389,11 +396,15 @@ def _error_of_call(failure: grpc.aio.AioRpcError, address: SidecarAddress) -> Se
         return error_of_reason(info.reason, details, retry_delay_ms, dict(info.metadata))
     if failure.code() is grpc.StatusCode.UNAVAILABLE or is_of_another_host(details):
         return unreachable(address, details)
+    # Where a status of HTTP's own hides behind these words gRPC gives no metadata.
+    if has_no_grpc_status(details) and (failure.initial_metadata() or failure.trailing_metadata()):
+        what = f"{address} answered without a gRPC status, as a web server does"
+        return error(NOT_A_SIDECAR, f"{what}; the likely cause is a proxy on the way: {details}")
     if failure.code() in _LOST:
         what = f"the call to {address} broke: {failure.code().name}: {details}"
         if failure.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
             what = f"the sidecar at {address} has not answered in time"
-        return error("OUTCOME_UNKNOWN", what, hint=_HINT_OF_LOST)
+        return error("OUTCOME_UNKNOWN", what, hint=hint_of_http(details) or _HINT_OF_LOST)
     if failure.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and _OWN_LIMIT in details:
         hint = "Send less in one message. A batch has at most 8 MiB."
         return error("MESSAGE_TOO_LARGE", f"a message to or from {address} was not taken: {details}", hint=hint)
@@ -454,6 +465,8 @@ _CONNECTION_IS_LOST = {"UNREACHABLE", "TLS_FAILED", "NOT_A_SIDECAR"}
 
 _LOOKS = ("Get", "List", "Locate", "Read", "Export")
 """How requests are called that change nothing."""
+
+_HINT_OF_CHANGES = "Look whether the change is in force, and do it again if it is not."
 
 _FIRST_DELAY_SECONDS = 0.02
 _LONGEST_DELAY_SECONDS = 1.0
@@ -549,7 +562,7 @@ class ClientCalls:
                 if not isinstance(e, UnavailableError):
                     raise
                 if not (is_look or e.reason in CHANGED_NOTHING or was_never_sent(e)):
-                    raise
+                    raise _with_unknown_outcome(e) from e
                 if route.moves_on(e):
                     continue
                 delay_seconds = max(backoff.next_seconds(), e.retry_delay_ms / 1000)
@@ -572,3 +585,12 @@ class ClientCalls:
         if len(self._found_at) >= MAX_REMEMBERED:
             self._found_at.clear()
         self._found_at[topic] = address
+
+
+def _with_unknown_outcome(failure: UnavailableError) -> SeqdedupeError:
+    """The error of a call that changes something and may have been sent: a sidecar may have carried it out, and its
+    answer got lost. What a sidecar itself answered stays as it is."""
+    if failure.reason not in _CONNECTION_IS_LOST:
+        return failure
+    what = f"the call may have reached the sidecar, and what it was to change may be in force: {failure.message}"
+    return error("OUTCOME_UNKNOWN", what, hint=f"{_HINT_OF_CHANGES} {failure.hint}")

@@ -47,7 +47,8 @@ class Cursor(ABC):
         """Keeps `new` if what is kept equals `expected` (None: nothing is), in one step; durable when it returns.
 
         Raises CURSOR_MOVED, which changes nothing, if something else is kept; INVALID_POSITION for what cannot be kept.
-        If it raises anything else, or is cancelled, either may be kept: the one or the other, and whole.
+        If it raises OUTCOME_UNKNOWN or what is no SeqdedupeError, or is cancelled, either may be kept: the one or the
+        other, and whole. All other errors say that nothing has changed.
         """
 
 
@@ -71,6 +72,48 @@ def moved(name: str, expected: Kept | None, found: Kept | None) -> SeqdedupeErro
     if found and expected and found.position == expected.position:
         there += " with another note"
     return error("CURSOR_MOVED", f"the cursor {name} keeps {there}, and not {wanted}: somebody else has moved it")
+
+
+class CursorMoves:
+    """The moves of a cursor by its one owner, who knows a move of its own again, also one whose answer was lost."""
+
+    def __init__(self, cursor: Cursor) -> None:
+        self._cursor = cursor
+        self._kept: Kept | None = None  # as far as is known
+        self._in_doubt: set[Kept] = set()  # moves from there, which may be in force
+
+    async def read(self) -> Kept | None:
+        """What the cursor keeps, from which the next move goes."""
+        self._kept = await self._cursor.read()
+        return self._kept
+
+    @property
+    def kept(self) -> Kept | None:
+        """What was last read, or set with success."""
+        return self._kept
+
+    async def move(self, new: Kept) -> None:
+        """Keeps `new`. Raises as `compare_and_set`: CURSOR_MOVED only if what is kept is no move of this owner's."""
+        while True:
+            try:
+                await self._cursor.compare_and_set(self._kept, new)
+            except SeqdedupeError as e:
+                if e.reason == "OUTCOME_UNKNOWN":
+                    self._in_doubt.add(new)
+                if e.reason != "CURSOR_MOVED" or not self._in_doubt:
+                    raise
+                found = await self._cursor.read()
+                if found not in self._in_doubt:
+                    raise
+                self._kept = found
+                self._in_doubt.clear()  # the others went from what is kept no more
+            except BaseException:
+                self._in_doubt.add(new)
+                raise
+            else:
+                self._kept = new
+                self._in_doubt.clear()
+                return
 
 
 # -- A cursor in a file: `docs/cursors.md` has the format, byte by byte.

@@ -24,6 +24,17 @@ from seqdedupe.errors import SeqdedupeError, error
 _NEVER_CONNECTED = ("failed to connect", "errors resolving", "DNS resolution failed")
 """What gRPC says where nothing can have been sent."""
 
+_HTTP_STATUS = "http2 header with status"
+"""What gRPC says where an answer is one of HTTP alone: that status follows."""
+
+_HINT_OF_HTTP = (
+    "Something on the way, such as a proxy, answered in the sidecar's place: its log says why. Is the sidecar behind "
+    "it running?"
+)
+
+_NO_GRPC_STATUS = ("Data frame with END_STREAM flag received", "No status received")
+"""What gRPC says of an answer that ends as a web page does; if it has another HTTP status than 200, not always that."""
+
 _HINTS = {
     "errors resolving": "Is the host's name right? It could not be found.",
     "DNS resolution failed": "Is the host's name right? It could not be found.",
@@ -63,9 +74,22 @@ def unreachable(address: SidecarAddress, details: str) -> SeqdedupeError:
     if is_of_tls(details):
         hint = next(hint for sign, hint in _TLS_HINTS.items() if sign in details)
         return error("TLS_FAILED", f"no TLS connection to the sidecar at {address}: {details}", hint=hint)
-    is_new = any(sign in details for sign in _NEVER_CONNECTED)
-    hint = next((hint for sign, hint in _HINTS.items() if is_new and sign in details), None)
-    return error("UNREACHABLE", f"no connection to the sidecar at {address}: {details}", hint=hint)
+    if any(sign in details for sign in _NEVER_CONNECTED):
+        hint = next((hint for sign, hint in _HINTS.items() if sign in details), None)
+        return error("UNREACHABLE", f"no connection to the sidecar at {address}: {details}", hint=hint)
+    if (hint := hint_of_http(details)) is not None:
+        return error("UNREACHABLE", f"{address} did not let the call through to the sidecar: {details}", hint=hint)
+    return error("UNREACHABLE", f"the sidecar at {address}, or the way to it, broke off: {details}")
+
+
+def hint_of_http(details: str) -> str | None:
+    """What to do about an answer of HTTP alone, which no sidecar gives; None for all others."""
+    return _HINT_OF_HTTP if _HTTP_STATUS in details or has_no_grpc_status(details) else None
+
+
+def has_no_grpc_status(details: str) -> bool:
+    """Whether gRPC says that an answer ends without a status, as none of a gRPC server does."""
+    return any(sign in details for sign in _NO_GRPC_STATUS)
 
 
 def is_of_tls(details: str) -> bool:

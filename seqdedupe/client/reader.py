@@ -19,7 +19,7 @@ from seqdedupe.client.connection import (
     check_not_forked,
     typed_errors,
 )
-from seqdedupe.client.cursor import Cursor, Kept
+from seqdedupe.client.cursor import Cursor, CursorMoves, Kept
 from seqdedupe.client.message import Message, Messages, StoredBatch
 from seqdedupe.client.pending import NO_PARTITION
 from seqdedupe.client.route import OnWaiting, Route, Sidecars, WaitingNotice
@@ -86,8 +86,7 @@ class Reader(Messages):
         self.skipped: list[range] = []
         """With `skip_damaged`, the indexes of messages that were passed over, in order."""
         self._partition = partition
-        self._cursor = cursor
-        self._kept: Kept | None = None  # in the cursor, as far as is known
+        self._cursor = None if cursor is None else CursorMoves(cursor)
         self._knows_cursor = cursor is None
         self._skip_damaged = skip_damaged
         self._waiting = WaitingNotice(on_waiting)
@@ -125,22 +124,21 @@ class Reader(Messages):
 
     async def save_position(self) -> None:
         """Moves the cursor to `position`; durable when it returns. Without a position, or at the same one, it does
-        nothing. Raises CURSOR_MOVED if somebody else has moved it since it was read; INVALID_REQUEST without a cursor.
+        nothing. Raises CURSOR_MOVED if somebody else has moved it since it was read; OUTCOME_UNKNOWN if the answer got
+        lost, and then the next call finds out; INVALID_REQUEST without a cursor.
         """
         if self._cursor is None:
             raise error("INVALID_REQUEST", f"this reader of {self.topic} was given no cursor")
         position = self.position
-        if position is None or not self._knows_cursor or (self._kept and self._kept.position == position):
-            return
-        new = Kept(position)
-        await self._cursor.compare_and_set(self._kept, new)
-        self._kept = new
+        kept = self._cursor.kept
+        if position is not None and self._knows_cursor and not (kept and kept.position == position):
+            await self._cursor.move(Kept(position))
 
-    async def _start_at_cursor(self, cursor: Cursor) -> None:
-        self._kept = await cursor.read()
-        if self._kept is not None:
-            self._read_on_after(self._kept.position)
-            self._before = self._kept.position
+    async def _start_at_cursor(self, cursor: CursorMoves) -> None:
+        kept = await cursor.read()
+        if kept is not None:
+            self._read_on_after(kept.position)
+            self._before = kept.position
         self._knows_cursor = True
 
     @property

@@ -8,10 +8,12 @@ from pathlib import Path
 import grpc
 import pytest
 
-from seqdedupe.client import Client
+from seqdedupe.cli.common import connect
+from seqdedupe.client import Client, UnavailableError
+from seqdedupe.client.credentials import NO_CREDENTIALS
 from seqdedupe.testing import Sidecar
 from tests.cli.conftest import COMMAND, TIMEOUT_SECONDS, lines
-from tests.client.foreign import CODES, answering
+from tests.client.foreign import CODES, answering, answering_http
 from tests.client.helpers import read_all, until, until_stored
 from tests.processes import running
 
@@ -76,3 +78,25 @@ async def test_what_starts_names_a_proxy_in_a_line(
     [said] = done.stderr.splitlines()
     assert f"{sidecar.address} answered {code.name} without the error details that a sidecar sends".encode() in said
     assert b"the likely cause is a proxy on the way: not here [NOT_A_SIDECAR]" in said
+
+
+@pytest.mark.parametrize("status", [503, 500])
+async def test_what_starts_behind_a_proxy_without_a_sidecar_says_so(
+    monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
+    """At once; with `--follow` the sidecar is waited for, as one that is not up yet."""
+
+    class Waits(Exception):
+        pass
+
+    def tell(why: UnavailableError) -> None:
+        raise Waits(str(why))
+
+    monkeypatch.setattr("seqdedupe.cli.common.told_credentials", lambda: NO_CREDENTIALS)
+    async with answering_http(status) as (address, _):
+        with pytest.raises(UnavailableError, match=f"status: {status}") as caught:
+            await asyncio.to_thread(connect, address)
+        with pytest.raises(Waits, match="UNREACHABLE"):
+            await asyncio.to_thread(connect, address, tell)
+    assert caught.value.reason == "UNREACHABLE"
+    assert "a proxy" in caught.value.hint

@@ -13,8 +13,7 @@ class Proxy:
 
     def __init__(self, target: str, port: int = 0) -> None:
         self._own_port = port
-        self._host, _, target_port = target.rpartition(":")
-        self._port = int(target_port)
+        self.leads_to(target)
         self._server: asyncio.Server | None = None
         self._writers: set[asyncio.StreamWriter] = set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -49,6 +48,11 @@ class Proxy:
     def address(self) -> str:
         assert self._server is not None
         return f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+
+    def leads_to(self, target: str) -> None:
+        """New connections lead there."""
+        self._host, _, port = target.rpartition(":")
+        self._port = int(port)
 
     def cut(self) -> None:
         """Resets all connections. What is on the way is lost."""

@@ -31,7 +31,7 @@ from seqdedupe.testing import Sidecar
 from seqdedupe.v1 import publish_pb2, read_pb2
 from seqdedupe.wire import EMPTY
 from tests.client.fake_sidecar import FakeSidecar, Refused, fake_sidecar
-from tests.client.foreign import answering, listening
+from tests.client.foreign import answering, answering_http, listening
 from tests.client.fronts import Front, fronts
 from tests.client.helpers import ids_in_log, until
 from tests.client.proxy import Proxy
@@ -191,10 +191,10 @@ async def test_a_stream_goes_on_after_foreign_answers(fake: FakeSidecar, answer:
 
 @pytest.mark.parametrize("answer", ANSWERS.values(), ids=ANSWERS)
 async def test_what_starts_names_what_answers_for_the_sidecar(tmp_path: Path, answer: bytes) -> None:
-    async def refused(what: Awaitable[object]) -> None:
+    async def refused(what: Awaitable[object], reason: str = "NOT_A_SIDECAR") -> None:
         with pytest.raises(UnavailableError, match="answered OK with what no sidecar sends") as caught:
             await what
-        assert caught.value.reason == "NOT_A_SIDECAR"
+        assert caught.value.reason == reason
 
     sidecar = Sidecar(tmp_path)
     async with Client(sidecar.address) as client:
@@ -207,9 +207,11 @@ async def test_what_starts_names_what_answers_for_the_sidecar(tmp_path: Path, an
             await refused(client.admin.topic("t"))
             # A reader with a cursor would begin with the first message.
             await refused(client.cursor("t", "c").read())
-            await refused(client.cursor("t", "c").compare_and_set(None, Kept(Position(1, MessageId(1, 0, -1), 0))))
             await refused(client.admin.topics())
-            await refused(client.admin.delete_topic("t"))
+            # What changes something may have reached the sidecar.
+            kept = Kept(Position(1, MessageId(1, 0, -1), 0))
+            await refused(client.cursor("t", "c").compare_and_set(None, kept), "OUTCOME_UNKNOWN")
+            await refused(client.admin.delete_topic("t"), "OUTCOME_UNKNOWN")
             assert calls["Open"] == calls["GetLastMessageId"] == 1
         await asyncio.to_thread(sidecar.start)
         try:
@@ -285,6 +287,33 @@ async def test_what_starts_names_a_proxy(tmp_path: Path, code: grpc.StatusCode) 
             await publisher.close()
         finally:
             sidecar.kill()
+
+
+@pytest.mark.parametrize(
+    ("status", "reason"),
+    [(503, "UNREACHABLE"), (413, "OUTCOME_UNKNOWN"), (404, "NOT_A_SIDECAR"), (200, "NOT_A_SIDECAR")],
+)
+async def test_what_starts_names_the_status_of_a_page(status: int, reason: str) -> None:
+    async def refused(what: Awaitable[object], reason: str) -> None:
+        with pytest.raises(UnavailableError) as caught:
+            await what
+        assert caught.value.reason == reason
+        assert "proxy" in caught.value.hint
+        assert ("without a gRPC status" if status == 200 else f"status: {status}") in caught.value.message
+
+    async with answering_http(status) as (address, came), Client(address) as client:
+        await refused(client.admin.topics(), reason)
+        await refused(client.admin.create_topic("t"), "OUTCOME_UNKNOWN")
+        assert len(came) == 2
+    async with answering_http(status, resets=True) as (address, came), Client(address) as client:
+        opening = asyncio.create_task(client.producer("t", "p").open())
+        if reason == "NOT_A_SIDECAR":
+            await refused(opening, reason)
+        else:
+            await until(lambda: len(came) > 5 or opening.done())
+            assert not opening.done()
+            opening.cancel()
+            await asyncio.wait({opening})
 
 
 async def test_another_address_is_tried_first(tmp_path: Path) -> None:

@@ -5,8 +5,22 @@ from pathlib import Path
 
 import pytest
 
-from seqdedupe.client import Client, FencedError, FileCursor, InvalidRequestError, PositionError, blocking
-from seqdedupe.testing import Sidecar
+from seqdedupe.client import (
+    Client,
+    Cursor,
+    FencedError,
+    FileCursor,
+    InvalidRequestError,
+    Kept,
+    OutcomeUnknownError,
+    PositionError,
+    blocking,
+)
+from seqdedupe.client.cursor import CursorMoves
+from seqdedupe.errors import error
+from seqdedupe.message_id import MessageId, Position
+from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
+from tests.client.proxy import Proxy
 
 
 async def publish(sidecar: Sidecar, topic: str, count: int) -> None:
@@ -68,3 +82,81 @@ def test_with_threads(shared_sidecar: Sidecar, topic: str, tmp_path: Path) -> No
                 cursor.compare_and_set(None, kept)
             cursor.compare_and_set(kept, kept._replace(note="n"))
             assert cursor.read() == kept._replace(note="n")
+
+
+@pytest.mark.parametrize("is_moved_by_another", [False, True])
+async def test_a_reader_knows_its_own_move_whose_answer_is_lost(
+    shared_sidecar: Sidecar, topic: str, is_moved_by_another: bool
+) -> None:
+    await publish(shared_sidecar, topic, 10)
+    async with (
+        Client(shared_sidecar.address) as direct,
+        Proxy(shared_sidecar.address) as proxy,
+        Client(proxy.address) as client,
+        direct.reader(topic, cursor=client.cursor(topic, "c")) as reader,
+    ):
+        cursor = direct.cursor(topic, "c")
+        await anext(reader)
+        await reader.save_position()
+        await anext(reader)
+        proxy.swallows_answers = True
+        saving = asyncio.ensure_future(reader.save_position())
+        async with asyncio.timeout(LAST_RESORT_SECONDS):
+            while (kept := await cursor.read()) is None or kept.position.index != 1:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+        proxy.swallows_answers = False
+        proxy.cut()
+        with pytest.raises(OutcomeUnknownError):
+            await saving
+        await anext(reader)
+        if is_moved_by_another:
+            await cursor.compare_and_set(await cursor.read(), Kept(await direct.position_at(topic, 7)))
+            with pytest.raises(FencedError):
+                await reader.save_position()
+        else:
+            await reader.save_position()
+            await anext(reader)
+            await reader.save_position()
+        kept = await cursor.read()
+        assert kept is not None
+        assert kept.position.index == (7 if is_moved_by_another else 3)
+
+
+class Late(Cursor):
+    """One whose first move has no answer, and comes to be in force just before the next one."""
+
+    def __init__(self, failure: Exception) -> None:
+        self._kept: Kept | None = None
+        self._late: list[Kept] = []
+        self._failures = [failure]
+
+    async def read(self) -> Kept | None:
+        return self._kept
+
+    async def compare_and_set(self, expected: Kept | None, new: Kept) -> None:
+        if self._failures:
+            self._late.append(new)
+            raise self._failures.pop()
+        if self._late:
+            self._kept = self._late.pop()
+        if self._kept != expected:
+            raise error("CURSOR_MOVED", "it keeps something else")
+        self._kept = new
+
+
+@pytest.mark.parametrize("failure", [error("OUTCOME_UNKNOWN", "broke"), OSError("no sync"), error("LOG_REFUSED", "no")])
+async def test_an_owner_knows_its_own_move_that_comes_late(failure: Exception) -> None:
+    """As a pipe does, it reads its cursor again after a failure. What says that nothing has changed is believed."""
+    first, second = (Kept(Position(7, MessageId(7, index), index)) for index in (1, 2))
+    cursor = Late(failure)
+    moves = CursorMoves(cursor)
+    assert await moves.read() is None
+    with pytest.raises(type(failure)):
+        await moves.move(first)
+    assert await moves.read() is None
+    if "LOG_REFUSED" in str(failure):
+        with pytest.raises(FencedError):
+            await moves.move(second)
+    else:
+        await moves.move(second)
+        assert await cursor.read() == moves.kept == second

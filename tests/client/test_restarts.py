@@ -12,6 +12,7 @@ from seqdedupe.client import (
     DataLossError,
     FencedError,
     InvalidRequestError,
+    PositionError,
     ProducerConfig,
     Receipt,
     UnavailableError,
@@ -149,3 +150,23 @@ async def test_a_unix_socket_does_as_well(start_sidecar: StartSidecar) -> None:
             async with client.producer(TOPIC, "p") as producer:
                 assert (await (await producer.send(b""))).index == 0
         assert sidecar.stop() == 0
+
+
+async def test_several_sidecars_behind_one_address_are_named(sidecar: Sidecar, start_sidecar: StartSidecar) -> None:
+    """As behind a balancer: the next connection leads to another sidecar, with data of its own."""
+    other = start_sidecar()
+    async with Client(other.address) as there:
+        await there.admin.create_topic(TOPIC)
+    async with Proxy(sidecar.address) as proxy, Client(proxy.address) as client:
+        producer, reader = client.producer(TOPIC, "p"), client.reader(TOPIC, follow=True)
+        await producer.open()
+        await (await producer.send(b"1"))
+        assert (await anext(reader)).payload == b"1"
+        proxy.leads_to(other.address)
+        proxy.cut()
+        for what in (await producer.send(b"2"), asyncio.ensure_future(anext(reader))):
+            with pytest.raises((DataLossError, PositionError)) as caught:
+                await what
+            assert "several sidecars behind one address" in caught.value.hint, caught.value
+        await producer.abort()
+        await reader.close()

@@ -51,7 +51,8 @@ class Cursor:
         """Keeps `new` if what is kept equals `expected` (None: nothing is), in one step; durable when it returns.
 
         Raises CURSOR_MOVED, which changes nothing, if something else is kept; INVALID_POSITION for what cannot be kept.
-        If it raises anything else, or is interrupted, either may be kept: the one or the other, and whole.
+        If it raises OUTCOME_UNKNOWN or what is no SeqdedupeError, or is interrupted, either may be kept: the one or the
+        other, and whole. All other errors say that nothing has changed.
         """
         run(lambda: self.on_loop.compare_and_set(expected, new))
 
@@ -171,7 +172,8 @@ class Reader(Messages):
 
     def save_position(self) -> None:
         """Moves the cursor to `position`; durable when it returns. Without a position, or at the same one, it does
-        nothing. Raises CURSOR_MOVED if somebody else has moved it since it was read; INVALID_REQUEST without a cursor.
+        nothing. Raises CURSOR_MOVED if somebody else has moved it since it was read; OUTCOME_UNKNOWN if the answer got
+        lost, and then the next call finds out; INVALID_REQUEST without a cursor.
         """
         run(self.on_loop.save_position)
 

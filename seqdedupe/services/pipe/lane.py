@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from seqdedupe.client import Client, Persisted, Producer, ProducerConfig, Reader, StoredBatch, TopicEnds
 from seqdedupe.client.blocking.loop import event_loop
-from seqdedupe.client.cursor import Cursor, Kept
+from seqdedupe.client.cursor import Cursor, CursorMoves, Kept
 from seqdedupe.errors import error
 from seqdedupe.message_id import Position
 from seqdedupe.names import source_name
@@ -116,8 +116,7 @@ class Lane:
         self._client = client
         self._function = function
         self._name = name
-        self._cursor = cursor
-        self._kept: Kept | None = None  # in the cursor
+        self._cursor = None if cursor is None else CursorMoves(cursor)
         self._next: Kept | None = None  # to be kept there as soon as all outputs up to it are durable
         self._next_id = -1  # the last of these outputs
         self._look_at = 0.0
@@ -148,14 +147,14 @@ class Lane:
             async with self._client.reader(self.source, start, follow=follow) as reader:
                 await self._copy(reader, producer, executor, follow=follow)
 
-    async def _later(self, cursor: Cursor, start: Position, producer: Producer) -> Position:
+    async def _later(self, cursor: CursorMoves, start: Position, producer: Producer) -> Position:
         if producer.persisted[0].topic != self.target:
             what = f"{self.target} is partitioned: what it holds does not fit into a cursor"
             raise error("INVALID_REQUEST", what, hint="Leave the cursor out: it only saves reading again.")
-        self._kept = await cursor.read()
+        kept = await cursor.read()
         self._next = None
         self._look_at = asyncio.get_running_loop().time() + CURSOR_SECONDS
-        return later(start, self._kept, producer.persisted)
+        return later(start, kept, producer.persisted)
 
     async def _copy(self, reader: Reader, producer: Producer, executor: Executor, *, follow: bool) -> None:
         calling = self._calling = Calling(self._function, self.source)
@@ -243,9 +242,8 @@ class Lane:
             self._set_next(reader, producer)
         if self._next is None or producer.durable_sequence_id < self._next_id:
             return
-        if self._next != self._kept:
-            await self._cursor.compare_and_set(self._kept, self._next)
-            self._kept = self._next
+        if self._next != self._cursor.kept:
+            await self._cursor.move(self._next)
         self._look_at = asyncio.get_running_loop().time() + CURSOR_SECONDS
         self._next = None
 
