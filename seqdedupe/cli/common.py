@@ -4,6 +4,7 @@ import difflib
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import cast
 
 import click
 
@@ -52,12 +53,14 @@ def connect(address: str, on_waiting: OnWaiting | None = None) -> Client:
         try:
             client.admin.version()
             return client
-        except OutcomeUnknownError as e:  # nothing was asked for whose outcome could matter
-            raise error("UNREACHABLE", f"no answer from the sidecar at {address}: {e.message}") from e
         except UnavailableError as e:
+            why = e
+            if isinstance(e, OutcomeUnknownError):  # nothing was asked for whose outcome could matter
+                failure = error("UNREACHABLE", f"no answer from the sidecar at {address}: {e.message}")
+                why = cast(UnavailableError, failure)
             if on_waiting is None or e.reason == NOT_A_SIDECAR or time.monotonic() > give_up_at:
-                raise
-            on_waiting(e)
+                raise why from e
+            on_waiting(why)
             on_waiting = _told_already
         time.sleep(_POLL_SECONDS)
 
