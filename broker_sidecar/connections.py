@@ -70,6 +70,9 @@ HELD_SECONDS = 10.0
 MAX_HELD_CALLS = 6_000
 """That wait for this, of some 30 KB each. Where there are more, connections end at once."""
 
+MAX_HELD_BYTES = 16 * 1024 * 1024
+"""What connections may receive meanwhile, all that have such calls together: gRPC takes UNREAD_BYTES of each call."""
+
 GONE_SECONDS = 10.0
 """By then nothing waits any more that came over a connection that has been ended."""
 
@@ -146,6 +149,8 @@ class TcpConnection:
     has_stream: bool = False
     """Whether it has one now: that of an unknown caller watches the sidecar's health."""
     has_ended: bool = False
+    held_calls: int = 0
+    """Of unknown callers, that get no answer."""
     half_bytes: int = 0
     """What it has received beyond messages that came as a whole."""
     taken: Taken | None = None
@@ -244,10 +249,12 @@ class TcpConnections:
             return True
         if self._held_calls < MAX_HELD_CALLS:
             self._held_calls += 1
+            one.held_calls += 1
             try:
                 await asyncio.sleep(HELD_SECONDS)
             finally:
                 self._held_calls -= 1
+                one.held_calls -= 1
             if one.has_ended or not self._is_loud(one):
                 return not one.has_ended
         self._end([(one, "loud")])
@@ -274,7 +281,7 @@ class TcpConnections:
                     logger.warning("the connections cannot be looked at: %s", e)
                 continue
             chosen = choose(self._open.values(), self._limit, self._now)
-            ended = self._end(chain(chosen, self._holding_halves()))
+            ended = self._end(chain(chosen, self._holding_halves(), self._holding_calls()))
             pause_seconds = max(
                 LOOK_SOON_SECONDS if ended or self._loud_until else LOOK_SECONDS, LOOK_PART * work_seconds
             )
@@ -365,16 +372,16 @@ class TcpConnections:
         streams = Counter(_place_of_peer(peer) for peer in self._streaming())
         beyond: list[tuple[int, TcpConnection]] = []
         for one in self._open.values():
-            if not streams[one.place]:
+            if not streams[one.place] and not one.held_calls:
                 one.half_bytes = 0
             elif (size := one.half_bytes - streams[one.place] * UNREAD_BYTES) > 0:
                 beyond.append((size, one))
-        held = sum(size for size, _ in beyond)
-        for size, one in sorted(beyond, key=lambda each: each[0], reverse=True):
-            if held <= MAX_HALF_BYTES:
-                return
-            held -= size
-            yield one, "half"
+        yield from ((one, "half") for one in _largest(beyond, MAX_HALF_BYTES))
+
+    def _holding_calls(self) -> Iterator[tuple[TcpConnection, str]]:
+        """The same for calls that get no answer, and MAX_HELD_BYTES."""
+        holding = [(one.half_bytes, one) for one in self._open.values() if one.held_calls and not one.has_ended]
+        yield from ((one, "loud") for one in _largest(holding, MAX_HELD_BYTES))
 
     def _end(self, chosen: Iterable[tuple[TcpConnection, str]]) -> bool:
         """Ends these, each for a reason. Whether there were any."""
@@ -415,6 +422,16 @@ def choose(connections: Iterable[TcpConnection], limit: int, now: float) -> Iter
         left -= 1
         left_of[one.address] = of_address - 1
         of_others -= one.address != _LOCAL
+
+
+def _largest(sizes: list[tuple[int, TcpConnection]], limit: int) -> Iterator[TcpConnection]:
+    """Those without which the rest is no more than the limit."""
+    left = sum(size for size, _ in sizes)
+    for size, one in sorted(sizes, key=lambda each: each[0], reverse=True):
+        if left <= limit:
+            return
+        left -= size
+        yield one
 
 
 def address_that_counts(address: bytes) -> bytes:

@@ -57,10 +57,12 @@ def connected(address: str, connections: int = CONNECTIONS) -> Iterator[list[Raw
             connection.close()
 
 
-def attack(address: str, kind: str, paths: list[str]) -> None:
+def attack(address: str, kind: str, paths: list[str], patience_seconds: float = 1.0) -> None:
     with connected(address) as connections:
         threads = [
-            threading.Thread(target=_call, args=(connection, kind, paths, range(first, CALLS, CONNECTIONS)))
+            threading.Thread(
+                target=_call, args=(connection, kind, paths, range(first, CALLS, CONNECTIONS), patience_seconds)
+            )
             for first, connection in enumerate(connections)
         ]
         for thread in threads:
@@ -69,10 +71,11 @@ def attack(address: str, kind: str, paths: list[str]) -> None:
             thread.join()
 
 
-def _call(connection: RawConnection, kind: str, paths: list[str], numbers: range) -> None:
+def _call(connection: RawConnection, kind: str, paths: list[str], numbers: range, patience_seconds: float) -> None:
     for k in numbers:
         content, headers = KINDS[kind](k)
-        connection.send(connection.begin(paths[k % len(paths)], headers), content)
+        call = connection.begin(paths[k % len(paths)], headers)
+        connection.send(call, content, patience_seconds=patience_seconds)
 
 
 def flood(address: str, path: str, connections: int, calls: int, is_over: Callable[[int, int], bool]) -> None:
