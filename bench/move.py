@@ -27,7 +27,7 @@ from seqdedupe import wire
 from seqdedupe.batch import Batch, Binary, single_producer, without_producers
 from seqdedupe.client.blocking import Client
 from seqdedupe.testing import Sidecar
-from seqdedupe.topic.frame import NumbersCache, Receipt, Refusal
+from seqdedupe.topic.frame import FrameReceipt, NumbersCache, Refusal
 from seqdedupe.topic.policy import Policy
 from seqdedupe.v1 import publish_pb2
 
@@ -77,7 +77,7 @@ async def _fill_with_ids(data: Path, case: Case) -> None:
     nothing = Binary.of_all([b""] * IDS_A_FRAME)
     cache = NumbersCache()
 
-    def reply(answer: Receipt | Refusal) -> None:
+    def reply(answer: FrameReceipt | Refusal) -> None:
         if isinstance(answer, Refusal):
             raise answer.error
 

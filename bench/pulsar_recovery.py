@@ -25,7 +25,7 @@ from pulsar_broker.standalone import Broker
 from seqdedupe.batch import Binary, single_producer
 from seqdedupe.log.pulsar.admin_url import AdminUrl, PulsarAdmin
 from seqdedupe.topic.base import State
-from seqdedupe.topic.frame import NumbersCache, Receipt, Refusal
+from seqdedupe.topic.frame import FrameReceipt, NumbersCache, Refusal
 from seqdedupe.topic.operations import open_sessions
 
 TAIL = 200_000
@@ -63,7 +63,7 @@ async def _fill(config: Config) -> None:
     await topic.keeper.snapshot()
     payloads, base = Binary.of_all([b"x" * 100] * ROWS), np.arange(ROWS, dtype=np.int64)
 
-    def reply(answer: Receipt | Refusal) -> None:
+    def reply(answer: FrameReceipt | Refusal) -> None:
         if isinstance(answer, Refusal):
             raise answer.error
 

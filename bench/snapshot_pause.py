@@ -13,8 +13,7 @@ import numpy as np
 from bench import setup
 from bench.figure import Figure, Ratio
 from bench.window import KEY, frame, ids_from
-from seqdedupe.core.id_window import IdWindow
-from seqdedupe.core.moment import Moment
+from seqdedupe.core.id_window import IdWindow, Moment
 from seqdedupe.core.name_table import Names
 from seqdedupe.core.producers import Producers
 from seqdedupe.limits import WindowLimits
@@ -42,6 +41,7 @@ class _Taking:
         """The longest in each snapshot: the beats that come between would hide it."""
         self._late: list[float] = []
         self.snapshotter = Snapshotter(
+            "t",
             store,
             Snapshots(store, store.next_incarnation(1)),
             producers,

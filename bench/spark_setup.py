@@ -12,7 +12,7 @@ from seqdedupe.client import ProducerConfig, blocking
 from seqdedupe.message_id import Position
 from seqdedupe_spark.options import Selection
 from seqdedupe_spark.planning import TopicListing
-from seqdedupe_spark.ranges import Range
+from seqdedupe_spark.ranges import TopicRange
 from seqdedupe_spark.session import workers_path
 
 CORES = 2
@@ -48,7 +48,7 @@ def publish(address: str, rows: int, topics: Sequence[str] = PARTITIONS) -> None
                     producer.send_batch(payloads[: rows - first])
 
 
-def ranges(address: str) -> list[Range]:
+def ranges(address: str) -> list[TopicRange]:
     """All that the two partitions hold."""
     with blocking.Client(address) as client:
         listing = TopicListing(client)

@@ -15,7 +15,7 @@ from pyspark.sql.types import StructType
 from bench import spark_setup
 from bench.figure import Figure, Ratio, over
 from seqdedupe.testing import Sidecar
-from seqdedupe_spark.columns import SCHEMA
+from seqdedupe_spark.message_columns import SCHEMA
 from seqdedupe_spark.range_reader import read_range
 
 ROWS = 1_000_000

@@ -14,7 +14,7 @@ from broker_sidecar.config import Config
 from broker_sidecar.data import Data
 from seqdedupe.batch import Binary, single_producer
 from seqdedupe.testing import Sidecar
-from seqdedupe.topic.frame import NumbersCache, Receipt, Refusal
+from seqdedupe.topic.frame import FrameReceipt, NumbersCache, Refusal
 from seqdedupe.topic.operations import open_sessions
 
 PRODUCERS = 1_000_000
@@ -45,7 +45,7 @@ async def fill(data: Path, rows: int, *, producers: int = PRODUCERS, tail: int =
     base = np.arange(rows, dtype=np.int64)
     answered = 0
 
-    def reply(answer: Receipt | Refusal) -> None:
+    def reply(answer: FrameReceipt | Refusal) -> None:
         nonlocal answered
         if isinstance(answer, Refusal):
             raise answer.error

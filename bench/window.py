@@ -20,8 +20,7 @@ from rocksdict import AccessType, BlockBasedOptions, Cache, Options, Rdict, SstF
 from bench.figure import Figure, Ratio, over, percentiles_ms, shown
 from seqdedupe.batch import Binary, without_producers
 from seqdedupe.core.id_runs import Piece
-from seqdedupe.core.id_window import IdWindow
-from seqdedupe.core.moment import Moment
+from seqdedupe.core.id_window import IdWindow, Moment
 from seqdedupe.format import layout
 from seqdedupe.format.columns import PLACES
 from seqdedupe.format.jit import Int64s, Uint8s

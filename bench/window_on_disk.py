@@ -17,8 +17,7 @@ import numpy as np
 
 from bench.figure import Figure, Ratio, over, percentiles_ms, shown
 from bench.window import COPIES, FRAMES, KEY, ROWS, Rocks, frame, ids_from
-from seqdedupe.core.id_window import IdWindow
-from seqdedupe.core.moment import Moment
+from seqdedupe.core.id_window import IdWindow, Moment
 from seqdedupe.core.producers import Producers
 from seqdedupe.limits import WindowLimits
 from seqdedupe.message_id import MessageId, Position
@@ -58,6 +57,7 @@ class _Window:
         self.store = Store.open(folder)
         applied = Applied(deduplication_snapshot_interval_seconds=0)
         self.snapshotter = Snapshotter(
+            "t",
             self.store,
             Snapshots(self.store, _INCARNATION),
             Producers(),

@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,10 +44,6 @@ ADMISSION_TIMEOUT_SECONDS = 30.0
 
 EXIT_FATAL = 70
 """Exit status when the log can no longer be trusted: recovery at the next start decides."""
-
-
-def _clock_ms() -> int:
-    return time.time_ns() // 1_000_000
 
 
 def fatal(why: str) -> None:
@@ -131,7 +126,6 @@ class Data:
         store, clock = self.store, self._clock
         return EmbeddedLogs(
             folder,
-            clock_ms=_clock_ms,
             earliest_ms=lambda: clock.now().earliest_ms,
             fatal=fatal,
             has_journal=store.has_journal,

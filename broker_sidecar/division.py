@@ -26,11 +26,12 @@ from seqdedupe.log.embedded.secret import secret_of
 from seqdedupe.log.embedded.segment import LogIdentity
 from seqdedupe.log.embedded.tail import open_segments
 from seqdedupe.names import ALL_SHARDS, shard_of, shards_of_worker
-from seqdedupe.store import directories, imported_run, windows
+from seqdedupe.store import directories
 from seqdedupe.store.db import Store
 from seqdedupe.store.directories import SHARDS_FILE, WORKERS_FILE, Claim, Split, of_worker
 from seqdedupe.store.snapshots import Snapshots
 from seqdedupe.store.topics import LogKind, TopicRecord, TopicState
+from seqdedupe.transfer import stored_records
 
 logger = logging.getLogger("seqdedupe.workers")
 
@@ -77,6 +78,18 @@ def change(folder: Path, count: int) -> None:
 
 
 def _change(folder: Path, split: Split, count: int) -> None:
+    """From one number of workers to another:
+
+    1. The stores of the old parts are opened.
+    2. Nothing speaks against the change, and every log is whole without its journal.
+    3. The directory says that it is on its way.
+    4. The new parts are made in `moving`, with all records of the stores.
+    5. The logs are renamed into them.
+    6. `moving` becomes `moved`: the old stores are not needed any more.
+    7. Each new part takes its place.
+
+    What was broken off between 3 and 6 goes on with 1 and 4; after 6, with 7.
+    """
     if (folder / MOVED).exists() and split.to is not None:
         # The process that gave it this name may have been killed before its sync, and old stores go now.
         sync_folder(folder)
@@ -85,7 +98,7 @@ def _change(folder: Path, split: Split, count: int) -> None:
     if split.to is None and split.workers > 1:
         directories.check_workers(folder, split)
     with ExitStack() as opened:
-        old = []
+        old = []  # 1
         for place, shards in places(folder, split.workers):
             has_topics = split.to is not None or _incarnations(place / LOGS)
             if has_topics and not (place / STORE).is_dir():
@@ -94,19 +107,19 @@ def _change(folder: Path, split: Split, count: int) -> None:
             opened.callback(store.close)
             old.append(_Part(place, shards, store))
         if split.to is None:
-            _check(folder, split, count, old)
+            _check(folder, split, count, old)  # 2
             if (folder / MOVED).exists():
                 # It has no files. It means something from here on.
                 shutil.rmtree(folder / MOVED)
                 sync_folder(folder)
             split = Split(split.cluster_id, split.workers, count)
-            directories.write(folder, split)
+            directories.write(folder, split)  # 3
             logger.info("changing the number of workers from %d to %d", split.workers, count)
-        asyncio.run(_make_all(folder, split, old))
-        _move_logs(folder, split, old)
-    (folder / MOVING).rename(folder / MOVED)
+        asyncio.run(_make_all(folder, split, old))  # 4
+        _move_logs(folder, split, old)  # 5
+    (folder / MOVING).rename(folder / MOVED)  # 6
     sync_folder(folder)
-    _take_places(folder, split)
+    _take_places(folder, split)  # 7
 
 
 def places(folder: Path, workers: int) -> list[tuple[Path, frozenset[int]]]:
@@ -233,14 +246,9 @@ async def _fill(new: Store, shards: frozenset[int], old: Sequence[_Part]) -> Non
 
 
 async def _copy(old: Store, new: Store, incarnation: int) -> None:
-    loaded = Snapshots(old, incarnation).load()
     for left in reversed(range(TRIES)):
         try:
-            if loaded is not None:
-                await new.flush(await Snapshots(new, incarnation).write_anew(loaded.whole()))
-                await windows.copy(old, new, incarnation)
-            # It may be there before any snapshot is.
-            await imported_run.copy(old, new, incarnation, incarnation)
+            await stored_records.copy(old, new, incarnation)
             return
         except UnavailableError:
             # The store takes nothing while its background work has too much before it.

@@ -1,14 +1,8 @@
-"""What messages hold, from and to the words of the library: policies and topics, as in `admin.proto`, and columns."""
+"""What messages hold, from and to the words of the library: policies and topics, as in `admin.proto`."""
 
 import time
 from collections.abc import Sequence
-from typing import Any
 
-import numpy as np
-
-from seqdedupe.batch import Binary
-from seqdedupe.errors import error
-from seqdedupe.limits import MAX_BATCH_ROWS, MAX_NAMES_AT_ONCE
 from seqdedupe.names import whole_of
 from seqdedupe.topic.base import State, TopicBase
 from seqdedupe.topic.policy import Applied, Policy
@@ -22,14 +16,6 @@ def policy_to_proto(policy: Policy | Applied) -> admin_pb2.TopicPolicy:
     message = admin_pb2.TopicPolicy()
     policy.fill(message)
     return message
-
-
-def policy_of(message: admin_pb2.TopicPolicy) -> Policy:
-    """What a request sets. Raises INVALID_REQUEST for what cannot be set."""
-    try:
-        return Policy.of(message).check()
-    except ValueError as e:
-        raise error("INVALID_REQUEST", f"the policy has a value that this sidecar does not know: {e}") from e
 
 
 ENTRY_FORMATS = {
@@ -183,40 +169,3 @@ def _fill_window(message: admin_pb2.Topic, topic: TopicBase) -> None:
         message.window_memory_bytes += topic.ids.imported.memory_bytes
         message.window_imported_missing = topic.ids.imported.is_missing
     message.window_messages_on_disk = window.on_disk
-
-
-# -- Columns: names and numbers, of many producers at once.
-
-INT32, INT64 = np.dtype("<i4"), np.dtype("<i8")
-
-
-def binary(offsets: bytes, data: bytes, name: str) -> Binary:
-    """A column of byte strings, whose offsets have this name; whether they fit is not looked at. As `values`."""
-    return Binary(values(offsets, INT32, name), data)
-
-
-def values(column: bytes, kind: Any, name: str) -> np.ndarray:
-    """The values of a column, or of offsets, of which there is one more. Raises INVALID_REQUEST."""
-    size = kind.itemsize
-    if len(column) % size or len(column) // size > MAX_BATCH_ROWS + 1:
-        raise error(
-            "INVALID_REQUEST", f"{name} has {len(column)} bytes: values of {size} bytes are needed, and at most "
-            f"{MAX_BATCH_ROWS} rows",
-        )  # fmt: skip
-    return np.frombuffer(column, kind)
-
-
-def names_of(message: Any) -> list[bytes]:
-    """The names in a message's columns, not checked. Raises INVALID_REQUEST."""
-    return column_of_names(message).values()
-
-
-def column_of_names(message: Any) -> Binary:
-    """The same as a column."""
-    names = binary(message.producer_name_offsets, message.producer_names, "producer_name_offsets")
-    count = len(names.offsets) - 1
-    if not 1 <= count <= MAX_NAMES_AT_ONCE:
-        raise error("INVALID_REQUEST", f"producer_names takes 1 to {MAX_NAMES_AT_ONCE} names at once")
-    if not names.cuts_into(count):
-        raise error("INVALID_REQUEST", "the offsets of producer_names do not fit")
-    return names

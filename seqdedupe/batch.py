@@ -11,7 +11,7 @@ from google.protobuf.message import DecodeError
 
 from seqdedupe import wire
 from seqdedupe.errors import error
-from seqdedupe.limits import NO_SEQUENCE_ID
+from seqdedupe.limits import MAX_BATCH_ROWS, MAX_NAMES_AT_ONCE, NO_SEQUENCE_ID
 from seqdedupe.v1 import batch_pb2
 
 Int64s = npt.NDArray[np.int64]
@@ -319,3 +319,40 @@ def properties(rows: Iterable[dict[str, str] | None]) -> PropertyColumns:
     if not names:
         return PropertyColumns(NO_INT32S, Binary(), Binary())
     return PropertyColumns(np.array(offsets, np.int32), Binary.of_all(names), Binary.of_all(values))
+
+
+# -- Columns of a request: names and numbers, of many producers at once.
+
+INT32, INT64 = np.dtype("<i4"), np.dtype("<i8")
+
+
+def binary(offsets: bytes, data: bytes, name: str) -> Binary:
+    """A column of byte strings, whose offsets have this name; whether they fit is not looked at. As `values`."""
+    return Binary(values(offsets, INT32, name), data)
+
+
+def values(column: bytes, kind: Any, name: str) -> np.ndarray:
+    """The values of a column, or of offsets, of which there is one more. Raises INVALID_REQUEST."""
+    size = kind.itemsize
+    if len(column) % size or len(column) // size > MAX_BATCH_ROWS + 1:
+        raise error(
+            "INVALID_REQUEST", f"{name} has {len(column)} bytes: values of {size} bytes are needed, and at most "
+            f"{MAX_BATCH_ROWS} rows",
+        )  # fmt: skip
+    return np.frombuffer(column, kind)
+
+
+def names_of(message: Any) -> list[bytes]:
+    """The names in a message's columns, not checked. Raises INVALID_REQUEST."""
+    return column_of_names(message).values()
+
+
+def column_of_names(message: Any) -> Binary:
+    """The same as a column."""
+    names = binary(message.producer_name_offsets, message.producer_names, "producer_name_offsets")
+    count = len(names.offsets) - 1
+    if not 1 <= count <= MAX_NAMES_AT_ONCE:
+        raise error("INVALID_REQUEST", f"producer_names takes 1 to {MAX_NAMES_AT_ONCE} names at once")
+    if not names.cuts_into(count):
+        raise error("INVALID_REQUEST", "the offsets of producer_names do not fit")
+    return names

@@ -42,7 +42,7 @@ TIER_OF: Mapping[str, str] = {
     "tests/client/test_credentials.py": UNIT,
     "tests/client/test_linger.py": UNIT,
     "tests/client/test_merging.py": UNIT,
-    "tests/client/test_outbox.py": UNIT,
+    "tests/client/test_send_queue.py": UNIT,
     "tests/client/test_receipts.py": UNIT,
     "tests/client/test_route.py": UNIT,
     "tests/client/test_session.py": UNIT,

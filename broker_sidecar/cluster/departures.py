@@ -27,17 +27,16 @@ from seqdedupe.log.embedded.logs import EmbeddedLogs
 from seqdedupe.log.embedded.relocation import MOVE_BYTES, RECEIVER_BYTES, To
 from seqdedupe.names import topic_name
 from seqdedupe.store.db import Store
-from seqdedupe.store.incoming_snapshot import row_bytes
 from seqdedupe.store.parts import FORMAT_VERSION, snapshot_range
 from seqdedupe.store.snapshots import Snapshots
 from seqdedupe.store.topics import TopicRecord
 from seqdedupe.tasks import again_until
 from seqdedupe.topic.base import State
-from seqdedupe.topic.directory import Topics
-from seqdedupe.topic.lookup import find
+from seqdedupe.topic.directory import Topics, find
 from seqdedupe.topic.policy import ImportedWindow
-from seqdedupe.topic.registry import Closed, Entry, Phase
+from seqdedupe.topic.registry import Closed, Phase, RegistryEntry
 from seqdedupe.topic.topic import Topic
+from seqdedupe.transfer.stored_records import row_bytes
 from seqdedupe.v1 import admin_pb2
 
 logger = logging.getLogger("seqdedupe.server")
@@ -330,7 +329,7 @@ class Departures:
         moving.result()
         return str(address)
 
-    def _ended(self, entry: Entry[Topic], moving: "asyncio.Task[None]") -> None:
+    def _ended(self, entry: RegistryEntry[Topic], moving: "asyncio.Task[None]") -> None:
         if entry.under_way is moving:
             entry.ended(Phase.MOVING)
             self._topics.registry.tidy(entry.name)
@@ -339,6 +338,18 @@ class Departures:
             moving.exception()
 
     async def _move(self, topic: Topic, address: str) -> None:
+        """The other sidecar serves the topic on return:
+
+        1. The other sidecar says which data directory takes the topic.
+        2. Log and snapshot are copied while the topic serves here.
+        3. The topic takes nothing more. What is in flight settles, and the rest of the log follows.
+        4. A file in the log's folder says that the topic is leaving, durably.
+        5. The other sidecar makes the topic its own.
+        6. The topic is closed here, and the other sidecar is asked until it is certain who has it.
+
+        Whatever goes wrong up to 3 leaves the topic here as it was; after 4 the other sidecar alone says who has it.
+        Raises MOVE_FAILED.
+        """
         if (record := self._topics.registry.record(topic.name)) is None:
             raise self._topics.ownership.missing(topic.name)
         folder = self._logs.folder_of(record.incarnation)
@@ -346,20 +357,20 @@ class Departures:
         try:
             async with self._others.giving(address) as call, self._logs.kept():
                 giving = Giving(self._logs, self._topics.store, record, call)
-                receiver = await giving.begin()
-                await giving.copy_while_it_serves(topic)
+                receiver = await giving.begin()  # 1
+                await giving.copy_while_it_serves(topic)  # 2
                 topic.check_serving()
                 term = topic.term
                 why_held = giving_away(topic.name)
                 topic.hold(why_held)
                 try:
-                    await giving.copy_rest(topic)
+                    await giving.copy_rest(topic)  # 3
                     if topic.state is not State.SERVING or topic.term != term:
                         raise error("MOVE_FAILED", f"its log has failed meanwhile: {topic.state.name} {topic.why}")
                     # From here on it need not stay, whatever is raised.
                     to = To(address, receiver)
-                    await asyncio.to_thread(relocation.leave, folder, to)
-                    await giving.end(topic.confirmed_index)
+                    await asyncio.to_thread(relocation.leave, folder, to)  # 4
+                    await giving.end(topic.confirmed_index)  # 5
                 finally:
                     if to is None:
                         topic.release(why_held)
@@ -372,7 +383,7 @@ class Departures:
                 raise error("MOVE_FAILED", f"topic {topic.name} stays here: {why}") from e
             logger.warning("what became of moving topic %s to %s is being found out: %s", topic.name, address, why)
         if to is not None:
-            await self._let_go(topic, record, to)
+            await self._let_go(topic, record, to)  # 6
             await self._found_out(record, to)
 
     async def _let_go(self, topic: Topic, record: TopicRecord, to: To) -> None:

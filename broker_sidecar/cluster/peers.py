@@ -20,9 +20,10 @@ import grpc.aio
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from broker_sidecar.cluster.snapshot_stream import Taking, part_of_answer
 from broker_sidecar.config import Config
+from broker_sidecar.rpc import columns
 from broker_sidecar.security import tokens
+from seqdedupe import wire
 from seqdedupe.address import SidecarAddress
 from seqdedupe.client.connection import answer_of, new_channel, typed_errors
 from seqdedupe.client.credentials import NO_CREDENTIALS, SIDECAR_USER, Credentials
@@ -33,6 +34,7 @@ from seqdedupe.names import from_text, shard_of, to_text
 from seqdedupe.store.directories import Claim, check_once, read_claim, unclaimed, whole_of
 from seqdedupe.store.snapshots import Loaded
 from seqdedupe.topic.registry import Ownership
+from seqdedupe.transfer.state_messages import SnapshotReader
 from seqdedupe.v1 import admin_pb2
 from seqdedupe.v1.admin_pb2_grpc import AdminServiceStub
 
@@ -167,19 +169,20 @@ class Neighbours:
         """The snapshot of a topic as its owner has it now, and of which incarnation it is.
 
         Where some are listed, only from one of them, or in one of their domains. Raises INVALID_ADDRESS for any other,
-        UNREACHABLE, OUTCOME_UNKNOWN if the call breaks, what the owner refuses it for, and what `Taking` raises.
+        UNREACHABLE, OUTCOME_UNKNOWN if the call breaks, what the owner refuses it for, and what `SnapshotReader`
+        raises.
         """
         owner = SidecarAddress.parse(address) if self._listed is None else self._listed.allowed(address)
         if owner is None:
             raise error("INVALID_ADDRESS", f"{address!r} is none of the sidecars {self._listed}: it is not asked")
-        taking = Taking()
+        reader = SnapshotReader()
         async with self._channel(owner, is_one=False) as channel:
             call: Any = channel.unary_stream(_EXPORT, admin_pb2.ExportSnapshotRequest.SerializeToString)
             with typed_errors(owner):
                 coming = call(admin_pb2.ExportSnapshotRequest(topic=topic))
                 while (data := await _next(coming, owner)) is not grpc.aio.EOF:
-                    taking.add(part_of_answer(data))
-        head, loaded = taking.finish()
+                    reader.add(columns(wire.ExportSnapshotResponse, admin_pb2.ExportSnapshotResponse, data).part)
+        head, loaded = reader.finish()
         if head.topic != topic:
             raise error("INVALID_REQUEST", f"{owner} gave a snapshot of {head.topic} for one of {topic}")
         return head.position.incarnation, loaded

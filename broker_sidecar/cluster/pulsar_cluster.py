@@ -17,7 +17,7 @@ from seqdedupe.log.pulsar import topic_owner
 from seqdedupe.log.pulsar.admin_url import AdminUrl, PulsarAdmin
 from seqdedupe.log.pulsar.entries import EntryFormat
 from seqdedupe.log.pulsar.entry_limit import Brokers
-from seqdedupe.log.pulsar.log import Shared
+from seqdedupe.log.pulsar.log import PulsarResources
 from seqdedupe.log.pulsar.logs import PulsarLogs
 from seqdedupe.log.pulsar.pulsar_client import OAuth2, PulsarClient, Token, client_logger, from_file, never_raises
 from seqdedupe.log.pulsar.topic_owner import SeenOwner, owner_of
@@ -46,7 +46,7 @@ class LogCluster:
         self._sidecars = listed(config)
         self.neighbours = Neighbours(self._sidecars)
         self._client = self._connect()
-        self.shared = Shared(
+        self.shared = PulsarResources(
             self._client,
             instance.named(config.instance_name),
             config.advertised_address or config.listen,

@@ -21,7 +21,7 @@ from seqdedupe.core.name_table import joined
 from seqdedupe.core.producers import Producers
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.names import namespace_name, producer_name, topic_name
-from seqdedupe.topic import cursors
+from seqdedupe.topic import operations
 from seqdedupe.topic.frame import Allowing, NamesJudge
 
 # -- What each call needs, by the call's full name. One that is not listed is refused to all for whom rules count.
@@ -414,7 +414,7 @@ class Permissions:
     def _check_cursor(self, topic: str, name: str) -> None:
         """Raises NOT_ALLOWED if the cursor is not the caller's; INVALID_NAME for a name that none can have."""
         subject = caller()
-        cursors.check_name(name)
+        operations.check_cursor_name(name)
         decision = self._rules.decide(subject.name, Action.READ, topic, name)
         if not decision.is_allowed:
             raise self._denied(subject, Action.READ, topic, decision.rule, cursor=name)

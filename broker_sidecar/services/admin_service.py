@@ -21,7 +21,6 @@ from broker_sidecar.gate import Guard
 from broker_sidecar.proto_messages import (
     ENTRY_FORMATS,
     partitioned_to_proto,
-    policy_of,
     policy_to_proto,
     topic_to_proto,
 )
@@ -40,10 +39,10 @@ from seqdedupe.limits import MAX_BATCH_BYTES, MAX_BATCH_ROWS
 from seqdedupe.log.contract import Layout
 from seqdedupe.names import namespace_name, topic_name
 from seqdedupe.store.topics import LogKind
-from seqdedupe.topic import lookup
+from seqdedupe.topic import directory
 from seqdedupe.topic.base import TopicBase
-from seqdedupe.topic.lookup import delete, find, look_for
-from seqdedupe.topic.policy import Policy, Route
+from seqdedupe.topic.directory import delete, find, look_for
+from seqdedupe.topic.policy import DeduplicationRoute, Policy
 from seqdedupe.topic.registry import Closed
 from seqdedupe.v1 import admin_pb2
 
@@ -100,7 +99,7 @@ class AdminService:
 
     async def _create_topic(self, request: admin_pb2.CreateTopicRequest) -> admin_pb2.CreateTopicResponse:
         by_id = _mode_of(request, self._topics.kind.log)
-        policy = policy_of(request.policy).check_has_effect(self._topics.kind.log)
+        policy = Policy.of_request(request.policy).check_has_effect(self._topics.kind.log)
         policy = replace(policy.check_fits(by_deduplication_id=by_id), by_deduplication_id=by_id)
         policy = replace(policy, route=_route_of(request))
         layout = _layout_of(request, self._topics.kind.log)
@@ -108,7 +107,7 @@ class AdminService:
         self._permissions.check_creates(topic_name(request.topic), self._topics.registry.names(), partitions)
         topics, name = self._topics, request.topic
         if request.partitions:
-            await in_time(name, lookup.create_partitioned(topics, name, request.partitions, policy, layout))
+            await in_time(name, directory.create_partitioned(topics, name, request.partitions, policy, layout))
         else:
             await in_time(name, topics.create(name, policy=policy, layout=layout))
         return admin_pb2.CreateTopicResponse(topic=self._topic(topic_name(request.topic)))
@@ -116,7 +115,7 @@ class AdminService:
     async def _delete_topic(self, request: admin_pb2.DeleteTopicRequest) -> admin_pb2.DeleteTopicResponse:
         full = await look_for(self._topics, request.topic)
         if full in self._topics.partitions:
-            await lookup.delete_partitioned(self._topics, full)
+            await directory.delete_partitioned(self._topics, full)
         else:
             await delete(self._topics, full, self._arrivals.check_is_known)
         return admin_pb2.DeleteTopicResponse()
@@ -144,7 +143,7 @@ class AdminService:
         if self._topics.registry.is_being_made(name):
             raise self._topics.ownership.missing(name)
         if name in self._topics.partitions:
-            partitions = lookup.partitions_of(self._topics, name)
+            partitions = directory.partitions_of(self._topics, name)
             return partitioned_to_proto(name, partitions, self._topics.partitions.unused.get(name, 0))
         topic = self._topics.look_at(name)
         return topic_to_proto(topic, self._topics.partitions_beside(name))
@@ -219,7 +218,7 @@ class AdminService:
 
     def _policy_in(self, message: admin_pb2.TopicPolicy) -> Policy:
         """What a request sets, which has to be something."""
-        policy = policy_of(message)
+        policy = Policy.of_request(message)
         if policy == Policy():
             raise error("INVALID_REQUEST", "policy is missing or sets nothing: say at least one value")
         return policy.check_has_effect(self._topics.kind.log)
@@ -279,12 +278,12 @@ def _mode_of(request: admin_pb2.CreateTopicRequest, log: LogKind) -> bool:
     return False
 
 
-def _route_of(request: admin_pb2.CreateTopicRequest) -> Route | None:
+def _route_of(request: admin_pb2.CreateTopicRequest) -> DeduplicationRoute | None:
     """By what messages are to find their partitions; None where nothing is to be found. Raises INVALID_REQUEST."""
     by_id = request.deduplication_mode == admin_pb2.DEDUPLICATION_MODE_DEDUPLICATION_ID
     if by_id and request.partitions:
         try:
-            return Route(request.deduplication_route or Route.ID.value)
+            return DeduplicationRoute(request.deduplication_route or DeduplicationRoute.ID.value)
         except ValueError:
             why = f"deduplication_route is {request.deduplication_route}, which this version does not know"
             raise error("INVALID_REQUEST", why) from None

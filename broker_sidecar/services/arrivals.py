@@ -32,15 +32,15 @@ from seqdedupe.log.embedded.relocation import MOVE_BYTES, RECEIVER_BYTES, Arriva
 from seqdedupe.names import topic_name
 from seqdedupe.store import parts
 from seqdedupe.store.db import Store
-from seqdedupe.store.incoming_snapshot import IncomingSnapshot
 from seqdedupe.store.topics import TopicRecord, TopicState
 from seqdedupe.tasks import again_until
 from seqdedupe.topic.base import State
 from seqdedupe.topic.directory import Topics
-from seqdedupe.topic.keeper import Stored
+from seqdedupe.topic.keeper import RestoredState
 from seqdedupe.topic.kinds import TopicKind
 from seqdedupe.topic.registry import Phase
 from seqdedupe.topic.topic import Topic
+from seqdedupe.transfer.stored_records import IncomingSnapshot
 from seqdedupe.v1 import admin_pb2
 
 logger = logging.getLogger("seqdedupe.server")
@@ -65,7 +65,7 @@ class Coming:
     stream: Stream
     receiver: bytes = b""
     """What whoever gives it was answered: which data directory this is, and which move."""
-    stored: Stored | None = None
+    stored: RestoredState | None = None
     """The snapshot, once all of it has come."""
     is_taken: bool = False
     """It is being made this sidecar's, whatever becomes of the call."""
@@ -78,7 +78,7 @@ class Coming:
         except OSError as e:
             raise error("MOVE_FAILED", f"topic {self.record.name} cannot be written here: {e}") from e
 
-    async def read(self, kind: TopicKind[Topic]) -> Stored:
+    async def read(self, kind: TopicKind[Topic]) -> RestoredState:
         """All of the snapshot has come, unless it was said before. Raises what is wrong with it, STORE_UNAVAILABLE."""
         if self.stored is None:
             await self.snapshot.finish()
@@ -149,10 +149,19 @@ class ArrivalCalls:
         return self._logs, self._topics
 
     async def _receive_topic(self, _requests: object, _context: Context, stream: Stream) -> None:
+        """The topic is this sidecar's, and serves, when the last answer is written:
+
+        1. The first message says which topic comes. No other of that name comes meanwhile.
+        2. The other sidecar is answered which data directory this is, and which move.
+        3. Parts of the log and pieces of the snapshot come. The snapshot is read when all of it is here.
+        4. The topic's record says that it is this sidecar's, unless it was asked meanwhile what became of it.
+
+        Whatever goes wrong up to 3 leaves nothing of it.
+        """
         logs, topics = self._own()
         head = parse_small(admin_pb2.ReceiveTopicRequest, await stream.read_first() or b"").head
         self._permissions.check_topic(Action.ADMINISTER, topic_name(head.topic))
-        coming = self._begun(logs, topics, head, stream)
+        coming = self._begun(logs, topics, head, stream)  # 1
         # It does not give way to another stream.
         stream.frames_in_flight += 1
         try:
@@ -160,8 +169,8 @@ class ArrivalCalls:
             await coming.run(coming.arrival.begin, coming.record.name, coming.record.secret)
             await _keep_from_who_had_it(topics, coming.record)
             answer = admin_pb2.ReceiveTopicResponse(receiver=coming.receiver, reads_snapshot=True).SerializeToString()
-            await stream.write(answer)
-            while not (request := await _next(stream)).HasField("end"):
+            await stream.write(answer)  # 2
+            while not (request := await _next(stream)).HasField("end"):  # 3
                 if request.HasField("log"):
                     part = request.log
                     await coming.run(coming.arrival.write, part.base_index, part.offset, part.data)
@@ -175,7 +184,7 @@ class ArrivalCalls:
             # One of an earlier version has not said that the snapshot has ended.
             stored = await coming.read(topics.kind)
             async with self._trail.change("ReceiveTopic", f"topic: {coming.record.name}"):
-                await self._finish(logs, topics, coming, stored, request.end.next_index)
+                await self._finish(logs, topics, coming, stored, request.end.next_index)  # 4
             await stream.write(answer)
         finally:
             if self._under_way.get(coming.record.name) is coming:
@@ -204,7 +213,7 @@ class ArrivalCalls:
         return coming
 
     async def _finish(
-        self, logs: EmbeddedLogs, topics: Topics[Topic], coming: Coming, stored: Stored, next_index: int
+        self, logs: EmbeddedLogs, topics: Topics[Topic], coming: Coming, stored: RestoredState, next_index: int
     ) -> None:
         name = coming.record.name
         # Who asks what became of it has taken it out, and it never comes to be; or finds it among those being made.
@@ -214,7 +223,7 @@ class ArrivalCalls:
         coming.is_taken = True
         await topics.registry.run(Phase.CREATING, name, partial(self._taken, topics, coming, stored, next_index))
 
-    async def _taken(self, topics: Topics[Topic], coming: Coming, stored: Stored, next_index: int) -> Topic:
+    async def _taken(self, topics: Topics[Topic], coming: Coming, stored: RestoredState, next_index: int) -> Topic:
         try:
             return await _take(topics, coming, stored, next_index)
         finally:
@@ -287,7 +296,7 @@ def _check_is_free(logs: EmbeddedLogs, topics: Topics[Topic], record: TopicRecor
     topics.check_room()
 
 
-async def _take(topics: Topics[Topic], coming: Coming, stored: Stored, next_index: int) -> Topic:
+async def _take(topics: Topics[Topic], coming: Coming, stored: RestoredState, next_index: int) -> Topic:
     """Makes the topic this sidecar's, which serves it on return."""
 
     def check_is_whole(topic: Topic) -> None:

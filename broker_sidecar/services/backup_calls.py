@@ -18,8 +18,6 @@ from broker_sidecar.config import Config
 from broker_sidecar.data import Data
 from broker_sidecar.rpc import Context, parse_small
 from broker_sidecar.streams import Stream, Streams
-from seqdedupe.backup.maker import BackupMaker
-from seqdedupe.backup.manifest import OF_THE_WHOLE, BackupFault
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.files import UNFINISHED
 from seqdedupe.log.embedded.inspection import DurablePart
@@ -30,6 +28,7 @@ from seqdedupe.store.parts import incarnation_of
 from seqdedupe.store.topics import TopicRecord, TopicState
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.registry import Phase
+from seqdedupe.transfer.backup import OF_THE_WHOLE, BackupFault, BackupMaker
 from seqdedupe.v1 import admin_pb2
 
 logger = logging.getLogger("seqdedupe.backup")

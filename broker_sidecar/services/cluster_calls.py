@@ -17,7 +17,7 @@ from seqdedupe.address import SidecarAddress
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.names import to_text
 from seqdedupe.tasks import shielded
-from seqdedupe.topic.lookup import find
+from seqdedupe.topic.directory import find
 from seqdedupe.topic.topic import Topic
 from seqdedupe.v1 import admin_pb2
 

@@ -9,16 +9,15 @@ import grpc
 import grpc.aio
 import numpy as np
 
-from broker_sidecar.proto_messages import INT32, INT64, binary, column_of_names, values
 from broker_sidecar.rpc import Context, field_tags, parse_columns, refusals, unary
 from broker_sidecar.security.permissions import Permissions
 from broker_sidecar.security.rules import Action
 from broker_sidecar.streams import Stream, Streams, unasked
 from seqdedupe import wire
-from seqdedupe.batch import Binary
+from seqdedupe.batch import INT32, INT64, Binary, binary, column_of_names, values
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.names import topic_name
-from seqdedupe.topic.attached import ADMISSION_BYTES, CHECK_BYTES, AttachedTopic, Attachment, Columns
+from seqdedupe.topic.attached import ADMISSION_BYTES, CHECK_BYTES, AttachedTopic, BrokerAttachment, Columns
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.sessions import NAMES_A_STEP
 from seqdedupe.v1 import dedupe_pb2
@@ -141,7 +140,7 @@ class _Hold:
         self._has_room = asyncio.Event()
         self._has_ended = False
         self._told_trim_position = b""
-        self._attachment: Attachment = topic.attach(stream.end, self._trim_moved)
+        self._attachment: BrokerAttachment = topic.attach(stream.end, self._trim_moved)
         self._writer = unasked(self._send_all())
 
     async def serve(self) -> None:

@@ -14,7 +14,7 @@ from seqdedupe.errors import error
 from seqdedupe.names import producer_name
 from seqdedupe.topic import operations
 from seqdedupe.topic.base import State, TopicBase
-from seqdedupe.topic.lookup import find
+from seqdedupe.topic.directory import find
 from seqdedupe.topic.topic import Topic
 from seqdedupe.v1 import admin_pb2
 

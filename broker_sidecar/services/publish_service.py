@@ -24,11 +24,10 @@ from seqdedupe.limits import MAX_BATCH_ROWS, MAX_OPEN_NAMES
 from seqdedupe.message_id import MessageId
 from seqdedupe.names import topic_name
 from seqdedupe.topic.base import State
-from seqdedupe.topic.directory import Topics
-from seqdedupe.topic.frame import Allowing, NumbersCache, Receipt, Refusal
-from seqdedupe.topic.lookup import check_gap_policy, find, find_or_create
+from seqdedupe.topic.directory import Topics, check_gap_policy, find, find_or_create
+from seqdedupe.topic.frame import Allowing, FrameReceipt, NumbersCache, Refusal
 from seqdedupe.topic.operations import check_names, open_sessions
-from seqdedupe.topic.sessions import NAMES_A_STEP, Opened
+from seqdedupe.topic.sessions import NAMES_A_STEP, OpenAnswer
 from seqdedupe.topic.topic import Topic
 from seqdedupe.topic.window_runs import LookedUp
 from seqdedupe.v1 import publish_pb2
@@ -115,7 +114,7 @@ def _field_bytes(size: int) -> int:
     return size and 1 + len(wire.varint(size)) + size
 
 
-def encode_receipt(topic: Topic, receipt: Receipt) -> bytes:
+def encode_receipt(topic: Topic, receipt: FrameReceipt) -> bytes:
     """An element of `PublishStreamResponse.receipts`, or `PublishResponse.receipt`: tag and length included."""
     if receipt.verdicts is None and len(receipt.runs) == 1 and (first := receipt.runs[0]).batch_index == -1:
         durable_at = _DURABLE_AT.pack(14 << 3 | 1, receipt.durable_at) if receipt.durable_at else b""
@@ -130,7 +129,7 @@ def encode_receipt(topic: Topic, receipt: Receipt) -> bytes:
     return b"".join(wire.length_delimited(1, _receipt_message(topic, receipt).SerializeToString()))
 
 
-def _receipt_message(topic: Topic, receipt: Receipt) -> Any:
+def _receipt_message(topic: Topic, receipt: FrameReceipt) -> Any:
     """The receipt as a message of the alias schema."""
     message = wire.Receipt(frame=receipt.frame, first_index=receipt.first_index, durable_at=receipt.durable_at)
     if receipt.verdicts is not None:
@@ -253,11 +252,12 @@ class _FrameStream:
 
     async def take(self, frame: int, batch: bytes) -> None:
         """Admits a frame when there is room for it, in the step that follows on looking up."""
-        looked_up = await self.topic.ids.look_up(batch)
+        ids = self.topic.ids
+        looked_up = await ids.look_up(batch) if ids.window is not None else None
         while not self.has_room(len(batch)):
             await self.wait_for_room(len(batch))
             # The window's runs may be others by now: the event loop would wait for the disk.
-            looked_up = await self.topic.ids.look_up(batch)
+            looked_up = await ids.look_up(batch) if ids.window is not None else None
         self.admit(frame, batch, looked_up)
 
     def admit(self, frame: int, batch: bytes, looked_up: LookedUp | None = None) -> None:
@@ -266,7 +266,7 @@ class _FrameStream:
         self.stream.share.take(size)
         self.stream.frames_in_flight += 1
 
-        def reply(answer: Receipt | Refusal) -> None:
+        def reply(answer: FrameReceipt | Refusal) -> None:
             if isinstance(answer, Refusal) or not answer.durable_at:
                 self.stream.frames_in_flight -= 1
             encoded = b""
@@ -286,9 +286,9 @@ class _FrameStream:
             self.stream.share.give_back(size)
             raise
 
-    def _encoded(self, answer: Receipt | Refusal) -> bytes:
+    def _encoded(self, answer: FrameReceipt | Refusal) -> bytes:
         try:
-            return encode_receipt(self.topic, answer) if isinstance(answer, Receipt) else encode_refusal(answer)
+            return encode_receipt(self.topic, answer) if isinstance(answer, FrameReceipt) else encode_refusal(answer)
         except Exception as e:
             # Its client sends what has no answer again when the stream has ended: it would wait for it otherwise.
             logger.exception("an answer could not be made")
@@ -446,16 +446,16 @@ class PublishService:
             self._check_disk(use)
             topic = await find(self._topics, name)
             self._check_unnamed(topic)
-            looked_up = await topic.ids.look_up(batch)
+            looked_up = await topic.ids.look_up(batch) if topic.ids.window is not None else None
             share = Share(self._streams.budget, use)
             why = f"topic {topic.name}, or all clients together, have too much in flight"
             share.check(max(len(batch), _answer_bytes(len(batch))), why)
             if not topic.flight.has_room():
                 raise error("QUEUE_FULL", why)
             share.take(len(batch))
-            done: asyncio.Future[Receipt | Refusal] = asyncio.get_running_loop().create_future()
+            done: asyncio.Future[FrameReceipt | Refusal] = asyncio.get_running_loop().create_future()
 
-            def reply(answer: Receipt | Refusal) -> None:
+            def reply(answer: FrameReceipt | Refusal) -> None:
                 share.give_back(len(batch))
                 if not done.done():
                     done.set_result(answer)
@@ -529,7 +529,7 @@ class PublishService:
                 raise error("INVALID_REQUEST", "a stream is for one topic: open another stream for the other one")
 
 
-async def _opened_to_proto(topic: Topic, opened: Opened) -> publish_pb2.OpenResponse:
+async def _opened_to_proto(topic: Topic, opened: OpenAnswer) -> publish_pb2.OpenResponse:
     """What an Open came to. However many names it has, others are served meanwhile."""
     response = publish_pb2.OpenResponse(
         incarnation=topic.log.incarnation,

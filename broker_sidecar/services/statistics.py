@@ -22,7 +22,7 @@ from broker_sidecar.proto_messages import WORST_FIRST, topic_to_proto
 from broker_sidecar.rpc import refusals, unary
 from broker_sidecar.telemetry import LastWarnings
 from seqdedupe.errors import error
-from seqdedupe.topic.base import Counters, State, TopicBase
+from seqdedupe.topic.base import State, TopicBase, TopicCounters
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.registry import Closed
 from seqdedupe.v1 import admin_pb2
@@ -54,7 +54,7 @@ _PLACES = INTERVALS + 1
 Counts = tuple[int, ...]
 """By series."""
 
-_counted: Callable[[Counters], Counts] = attrgetter(*SERIES)
+_counted: Callable[[TopicCounters], Counts] = attrgetter(*SERIES)
 
 
 @dataclass(slots=True)

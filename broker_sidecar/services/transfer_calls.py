@@ -1,7 +1,4 @@
-"""The calls of AdminService that take a topic's numbers out of a sidecar, and into one: streams of columns.
-
-A snapshot on its way is in `cluster/snapshot_stream.py`, for other sidecars take it too.
-"""
+"""The calls of AdminService that take a topic's numbers out of a sidecar, and into one: streams of columns."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
@@ -11,23 +8,21 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from broker_sidecar.cluster.snapshot_stream import Taking, answers_of
 from broker_sidecar.gate import Guard
-from broker_sidecar.proto_messages import INT64, names_of, topic_to_proto, values
+from broker_sidecar.proto_messages import topic_to_proto
 from broker_sidecar.rpc import Context, columns, parse, parse_small, unary
 from broker_sidecar.security.rules import Action
 from broker_sidecar.streams import Stream, Streams, messages
 from seqdedupe import wire
-from seqdedupe.batch import Binary
+from seqdedupe.batch import INT64, names_of, values
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.names import topic_name
 from seqdedupe.topic.base import TopicBase
-from seqdedupe.topic.directory import Topics
-from seqdedupe.topic.lookup import find, look_for
+from seqdedupe.topic.directory import Topics, find, look_for
 from seqdedupe.topic.renewal import renew
 from seqdedupe.topic.topic import Topic
-from seqdedupe.topic.watermarks import WatermarksImport, begin_import, watermarks
-from seqdedupe.topic.window_import import WindowImport
+from seqdedupe.transfer.imports import WatermarksImport, WindowImport, begin_import
+from seqdedupe.transfer.state_messages import SnapshotReader, snapshot_answers, watermark_answers
 from seqdedupe.v1 import admin_pb2
 
 MAX_PART_BYTES = 5 * 256 * 1024
@@ -62,17 +57,17 @@ class TransferCalls:
         request = parse_small(admin_pb2.ExportWatermarksRequest, data)
         topic = await find(self._topics, request.topic)
         _check_has_producers(topic)
-        await stream.write_each(_watermark_answers(topic), MAX_PART_BYTES)
+        await stream.write_each(watermark_answers(topic), MAX_PART_BYTES)
 
     async def _export_snapshot(self, data: bytes, _context: Context, stream: Stream) -> None:
         topic = await find(self._topics, parse_small(admin_pb2.ExportSnapshotRequest, data).topic)
         _check_has_producers(topic)
-        await stream.write_each(answers_of(topic), MAX_PART_BYTES)
+        await stream.write_each(snapshot_answers(topic), MAX_PART_BYTES)
 
     async def _import_snapshot(self, _requests: object, _context: Context, stream: Stream) -> None:
         async with _read_to_its_end(stream):
             name: str | None = None
-            taking = Taking()
+            reader = SnapshotReader()
             async for data in messages(stream):
                 request = columns(wire.ImportSnapshotRequest, admin_pb2.ImportSnapshotRequest, data)
                 if name is None:
@@ -80,8 +75,8 @@ class TransferCalls:
                     self._permissions.check_topic(Action.ADMINISTER, name)
                 if request.part.ByteSize():
                     stream.moves()
-                taking.add(request.part)
-            head, loaded = taking.finish()
+                reader.add(request.part)
+            head, loaded = reader.finish()
             with _writing(stream):
                 found = await look_for(self._topics, name or "")
                 async with self._trail.change("ImportSnapshot", f"topic: {name}"):
@@ -153,17 +148,6 @@ class TransferCalls:
                         await importing.finish(request.ids)
                     return request.ids
         raise error("INVALID_REQUEST", "the import ended without the number of its IDs: nothing is in force")
-
-
-def _watermark_answers(topic: TopicBase) -> Iterator[bytes]:
-    for names, persisted in watermarks(topic):
-        column = Binary.of_all(names)
-        answer = wire.ExportWatermarksResponse(
-            producer_name_offsets=column.offsets.tobytes(),
-            producer_names=column.data,
-            persisted=persisted.tobytes(),
-        )
-        yield answer.SerializeToString()
 
 
 def _with_window(topic: TopicBase) -> Topic:

@@ -15,10 +15,10 @@ from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.v1 import admin_pb2
 
 if TYPE_CHECKING:
-    from seqdedupe.backup.manifest import Manifest
     from seqdedupe.doctor.findings import Findings, Missing, TopicFindings
     from seqdedupe.doctor.salvage import Salvage
     from seqdedupe.log.embedded.inspection import Damage
+    from seqdedupe.transfer.backup import Manifest
 
 SHOWN = 20
 """Of a topic, so many places of damage and missing IDs are printed; `--json` has all."""
@@ -222,8 +222,8 @@ def verify(directory: Path, as_json: bool) -> int:
     Exit status 1 if not.
     """
     prepare()
-    from seqdedupe.backup.manifest import check, parts_of
     from seqdedupe.doctor.examine import examine
+    from seqdedupe.transfer.backup import check, parts_of
 
     parts = parts_of(directory)
     manifests = [check(part) for part in parts]
@@ -254,7 +254,7 @@ def restore(backup: Path, data_directory: Path, as_json: bool) -> int:
     taken.
     """
     prepare()
-    from seqdedupe.backup.manifest import restore
+    from seqdedupe.transfer.backup import restore
 
     manifests = restore(backup, data_directory)
     is_whole = not any(one.damaged or one.left_out for one in manifests)

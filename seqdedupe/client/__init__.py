@@ -1,6 +1,6 @@
 """The client: producers and readers of one sidecar or several, on asyncio; `seqdedupe.client.blocking`, for threads.
 
-Begin with client.py. A message passes producer.py, builder.py, producer_session.py (with outbox.py and pending.py),
+Begin with client.py. A message passes producer.py, builder.py, producer_session.py (with send_queue.py and pending.py),
 stream.py and publish_calls.py. One with an ID of its own passes publisher.py and publish_calls.py. reader.py brings
 both back. route.py says which sidecar is asked, and connection.py reaches it. broker.py is for a broker with a log.
 """
@@ -12,13 +12,13 @@ from seqdedupe.client.client import Client, Located, TopicEnds
 from seqdedupe.client.credentials import Credentials
 from seqdedupe.client.cursor import Cursor, FileCursor, Kept
 from seqdedupe.client.message import Message, StoredBatch
-from seqdedupe.client.outbox import Counters
 from seqdedupe.client.partitioned_ids import Persisted
 from seqdedupe.client.pending import BatchReceipt, BatchResult, Published, Receipt, Verdict
 from seqdedupe.client.producer import Producer
 from seqdedupe.client.producer_session import ProducerConfig
 from seqdedupe.client.publisher import Publisher
 from seqdedupe.client.reader import PartitionedPosition, PartitionedReader, Reader
+from seqdedupe.client.send_queue import Counters
 from seqdedupe.errors import (
     AccessDeniedError,
     DamagedError,

@@ -25,7 +25,7 @@ PROPERTY_OVERHEAD_BYTES = 8
 
 _NO_EPOCHS = np.zeros(1, np.int64)
 _NO_LINKS = np.full(1, NO_SEQUENCE_ID)
-"""Of a batch that is not being sent yet: the outbox puts others in their place, and leaves these as they are."""
+"""Of a batch that is not being sent yet: the send queue puts others in their place, and leaves these as they are."""
 
 _EPOCH = datetime.fromtimestamp(0, UTC)
 _MILLISECOND = timedelta(milliseconds=1)

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import grpc
 import grpc.aio
-from google.protobuf import any_pb2
 from google.protobuf.message import DecodeError, Message
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
@@ -408,24 +407,21 @@ def _details(failure: grpc.aio.AioRpcError) -> tuple[error_details_pb2.ErrorInfo
     """The ErrorInfo, if there is one, and the retry delay in milliseconds or NEVER."""
     info: error_details_pb2.ErrorInfo | None = None
     retry_delay_ms = NEVER
-    for detail in _status_details(failure):
-        if detail.Is(error_details_pb2.ErrorInfo.DESCRIPTOR):
-            found = error_details_pb2.ErrorInfo()
-            detail.Unpack(found)
-            info = found if found.domain == _DOMAIN else info
-        elif detail.Is(error_details_pb2.RetryInfo.DESCRIPTOR):
-            retry = error_details_pb2.RetryInfo()
-            detail.Unpack(retry)
-            retry_delay_ms = retry.retry_delay.ToMilliseconds()
-    return info, retry_delay_ms
-
-
-def _status_details(failure: grpc.aio.AioRpcError) -> list[any_pb2.Any]:
     try:
+        # ValueError: the rich status and the plain one differ. Whoever answers for the sidecar may send anything.
         status: status_pb2.Status | None = rpc_status.from_call(failure)  # type: ignore[arg-type]
-    except ValueError:  # the rich status and the plain one differ: not ours
-        return []
-    return list(status.details) if status else []
+        for detail in status.details if status else ():
+            if detail.Is(error_details_pb2.ErrorInfo.DESCRIPTOR):
+                found = error_details_pb2.ErrorInfo()
+                detail.Unpack(found)
+                info = found if found.domain == _DOMAIN else info
+            elif detail.Is(error_details_pb2.RetryInfo.DESCRIPTOR):
+                retry = error_details_pb2.RetryInfo()
+                detail.Unpack(retry)
+                retry_delay_ms = retry.retry_delay.ToMilliseconds()
+    except (DecodeError, ValueError):
+        return None, NEVER
+    return info, retry_delay_ms
 
 
 class Backoff:

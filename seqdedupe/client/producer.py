@@ -14,11 +14,11 @@ from typing import Any, Generic, Literal, Self, TypeVar
 from seqdedupe.batch import Batch
 from seqdedupe.client.builder import Builder, Keys, Numbers, Payloads, Properties, PropertyRows, key_bytes
 from seqdedupe.client.connection import check_not_forked
-from seqdedupe.client.outbox import Counters
 from seqdedupe.client.partitioned_ids import Numbering, Partition, Persisted, SettledIds, complete_up_to
 from seqdedupe.client.pending import BatchReceipt, PendingBatch, Receipt, SpreadBatch
 from seqdedupe.client.producer_session import ProducerConfig, Session
 from seqdedupe.client.route import OnWaiting, Sidecars
+from seqdedupe.client.send_queue import Counters
 from seqdedupe.client.stream import SharedConnections
 from seqdedupe.errors import InvalidRequestError, error
 from seqdedupe.message_id import Position
@@ -137,16 +137,16 @@ class TopicProducer:
 
     @property
     def persisted(self) -> tuple[Persisted, ...]:
-        position, incarnation = self.session.persisted_position, self.session.outbox.incarnation
+        position, incarnation = self.session.persisted_position, self.session.queue.incarnation
         return (Persisted(self.topic, self.session.persisted, position, incarnation),)
 
     @property
     def durable_sequence_id(self) -> int:
-        return self.session.outbox.durable_sequence_id
+        return self.session.queue.durable_sequence_id
 
     @property
     def counters(self) -> Counters:
-        return self.session.outbox.counters
+        return self.session.queue.counters
 
 
 P = TypeVar("P", bound=TopicProducer)
@@ -336,7 +336,7 @@ class AsyncTopicProducer(TopicProducer):
     async def pause(self) -> None:
         """Until there is room for more."""
         self.session.check_loop()
-        if self._waiting or self.session.outbox.has_unsent or not self.session.has_room.is_set():
+        if self._waiting or self.session.queue.has_unsent or not self.session.has_room.is_set():
             await self._wait_for_room()
         self.check_open()
         self.must_pause = self._waiting > 0
@@ -345,7 +345,7 @@ class AsyncTopicProducer(TopicProducer):
         self._waiting += 1
         try:
             async with self._turn:  # in the order of the calls
-                if self.session.outbox.has_unsent:
+                if self.session.queue.has_unsent:
                     await asyncio.sleep(0)
                 while self._state == "open" and not self.session.has_room.is_set():
                     await self.session.has_room.wait()

@@ -11,10 +11,10 @@ from typing import Any
 
 from seqdedupe.address import SidecarAddress
 from seqdedupe.client.connection import NOT_A_SIDECAR, Backoff, may_break_for_a_frame
-from seqdedupe.client.outbox import SUSPECT_BREAKS, Frame, Outbox
 from seqdedupe.client.pending import PendingBatch
 from seqdedupe.client.publish_calls import Openings
 from seqdedupe.client.route import OnWaiting, Route, WaitingNotice
+from seqdedupe.client.send_queue import InFlightBatch, SendQueue
 from seqdedupe.client.stream import Answers, PublishStream, SharedConnections
 from seqdedupe.errors import AccessDeniedError, InvalidRequestError, SeqdedupeError, UnavailableError, error
 from seqdedupe.limits import MAX_BATCH_BYTES, MAX_BATCH_ROWS
@@ -95,7 +95,7 @@ class Session:
         self.name = name
         self.persisted = -1
         self.persisted_position: Position | None = None
-        self.outbox = Outbox()
+        self.queue = SendQueue()
         self.has_room = asyncio.Event()
         """Set while a batch more may be added, and for ever once there is a failure."""
         self._connections = connections
@@ -121,7 +121,7 @@ class Session:
 
     @property
     def failure(self) -> SeqdedupeError | None:
-        return self.outbox.failure
+        return self.queue.failure
 
     @property
     def _is_starting(self) -> bool:
@@ -129,7 +129,7 @@ class Session:
 
     @property
     def is_idle(self) -> bool:
-        return not self.outbox.without_receipt
+        return not self.queue.without_receipt
 
     async def start(self) -> None:
         """Opens the session. Raises what keeps it from that; UnavailableError after OPEN_TIMEOUT_SECONDS, or at once
@@ -158,9 +158,9 @@ class Session:
         """Queues a sealed batch to be sent. After a failure, fails it."""
         loop = asyncio.get_running_loop()
         if loop is not self._loop and self.failure is None:
-            self.outbox.failure = self._of_another_loop()
+            self.queue.failure = self._of_another_loop()
         pending.queued_at = loop.time()
-        self.outbox.add(pending)
+        self.queue.add(pending)
         self._update_room()
         self._added.set()
         if self._stream is not None:
@@ -170,13 +170,13 @@ class Session:
         """Gives up this batch, what was added after it, and what will be; what was added before goes on."""
         if self.failure is None:
             message = f"{what}; what has no receipt by now may still become durable, or not"
-            self.outbox.fail(error("OUTCOME_UNKNOWN", message), first)
+            self.queue.fail(error("OUTCOME_UNKNOWN", message), first)
             self._update_room()
 
     async def flush(self) -> None:
         """Until all that is queued now has its receipts, and is durable. Raises what a batch failed with."""
         self.check_loop()
-        for pending in self.outbox.entries:
+        for pending in self.queue.entries:
             await pending.wait_until_durable()
         if self.failure is not None:
             raise self.failure.with_traceback(None)
@@ -201,8 +201,8 @@ class Session:
             await asyncio.gather(*tasks, return_exceptions=True)
         finally:
             # Also when this is cancelled: others wait for receipts.
-            if len(self.outbox):
-                self._fail(self.outbox.outcome_unknown(f"producer {self.name!r} was closed"))
+            if len(self.queue):
+                self._fail(self.queue.outcome_unknown(f"producer {self.name!r} was closed"))
 
     def _run_task(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -213,23 +213,23 @@ class Session:
         """No task may end on a defect, or with its event loop, and leave others waiting for receipts."""
         if task.cancelled():
             if task in self._tasks and self.failure is None:  # `stop` takes them out
-                self._fail(self.outbox.outcome_unknown(f"producer {self.name!r} has ended with its event loop"))
+                self._fail(self.queue.outcome_unknown(f"producer {self.name!r} has ended with its event loop"))
         elif (defect := task.exception()) is not None:
             self._fail(error("INTERNAL", f"a defect in the client: {defect!r}"))
 
     def _fail(self, failure: SeqdedupeError) -> None:
-        self.outbox.fail(failure)
+        self.queue.fail(failure)
         self._update_room()
         if self._started is not None and not self._started.done():
             self._started.set_exception(failure)
 
     def _update_room(self) -> None:
-        outbox = self.outbox
+        queue = self.queue
         full = (
-            outbox.without_receipt >= self._config.max_in_flight_batches
-            or outbox.size_bytes >= self._config.max_in_flight_bytes
+            queue.without_receipt >= self._config.max_in_flight_batches
+            or queue.size_bytes >= self._config.max_in_flight_bytes
         )
-        if full and outbox.failure is None:
+        if full and queue.failure is None:
             self.has_room.clear()
         else:
             self.has_room.set()
@@ -242,10 +242,10 @@ class Session:
         """
         loop = asyncio.get_running_loop()
         while self.failure is None:
-            since = min((entry.queued_at for entry in self.outbox.entries if not entry.has_receipts), default=None)
+            since = min((entry.queued_at for entry in self.queue.entries if not entry.has_receipts), default=None)
             left_seconds = timeout_seconds + (since - loop.time() if since is not None else 0)
             if left_seconds <= 0:
-                self._fail(self.outbox.outcome_unknown(f"no receipt within {timeout_seconds:g} seconds"))
+                self._fail(self.queue.outcome_unknown(f"no receipt within {timeout_seconds:g} seconds"))
                 for task in self._tasks:
                     if task is not asyncio.current_task():
                         task.cancel()
@@ -258,7 +258,7 @@ class Session:
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()
         give_up_at = loop.time() + OPEN_TIMEOUT_SECONDS
-        while self.failure is None or len(self.outbox):
+        while self.failure is None or len(self.queue):
             try:
                 await self._connect()
             except SeqdedupeError as failure:
@@ -266,18 +266,18 @@ class Session:
                 # The stream, too, may have been refused by one to which the topic came only then.
                 e = self._route.doubted(failure)
                 if not isinstance(e, UnavailableError):
-                    # A frame was refused so, no Open: see `Outbox.asks_for_resume`.
+                    # A frame was refused so, no Open: see `SendQueue.asks_for_resume`.
                     if e.reason == "INVALID_EPOCH":
                         continue
                     self._fail(self._of_resume(e))
                     return
-                if e.reason == "STREAM_IDLE" and not len(self.outbox) and not self._is_starting:
+                if e.reason == "STREAM_IDLE" and not len(self.queue) and not self._is_starting:
                     # The session stays: it is resumed when there is something to send.
                     await self._wait_for_something_to_send()
                     continue
                 moves_on = self._route.moves_on(e)
                 why = self._route.told()
-                self.outbox.held_up(why)
+                self.queue.held_up(why)
                 self._waiting.waits(why)
                 is_final = loop.time() > give_up_at or (e.reason == NOT_A_SIDECAR and not moves_on)
                 if self._is_starting and is_final:
@@ -290,11 +290,11 @@ class Session:
         """What it comes to that the session is not resumed. Of what was sent before it says nothing."""
         if not isinstance(failure, AccessDeniedError) or self._is_starting or self.is_idle:
             return failure
-        self.outbox.held_up(failure)
-        return self.outbox.outcome_unknown(f"producer {self.name!r} may not go on")
+        self.queue.held_up(failure)
+        return self.queue.outcome_unknown(f"producer {self.name!r} may not go on")
 
     async def _wait_for_something_to_send(self) -> None:
-        while not len(self.outbox) and self.failure is None:
+        while not len(self.queue) and self.failure is None:
             self._added.clear()
             await self._added.wait()
 
@@ -306,7 +306,7 @@ class Session:
             await stream.check()
             if self._is_starting and self._started is not None:
                 self._started.set_result(None)
-            if not len(self.outbox):
+            if not len(self.queue):
                 # There will be no receipt that says so.
                 self._waiting.goes_on()
             self._stream = stream
@@ -314,7 +314,7 @@ class Session:
                 await stream.serve(self)
             except UnavailableError as e:
                 if stream.has_ended and may_break_for_a_frame(e):
-                    self.outbox.broke(e, is_alone=stream.ended_alone)
+                    self.queue.broke(e, asyncio.get_running_loop().time(), is_alone=stream.ended_alone)
                     self._update_room()
                 raise
             finally:
@@ -334,8 +334,8 @@ class Session:
             raise
         self._check_term(opened.term)
         is_forgotten = opened.is_forgotten
-        had_receipts = [entry for entry in self.outbox.entries if entry.has_receipts]
-        if self.outbox.open(opened.incarnation, opened.term, opened.epoch, opened.persisted, is_forgotten=is_forgotten):
+        had_receipts = [entry for entry in self.queue.entries if entry.has_receipts]
+        if self.queue.open(opened.incarnation, opened.term, opened.epoch, opened.persisted, is_forgotten=is_forgotten):
             logger.warning(
                 "topic %s has forgotten producer %r, which was idle for longer than its policy allows: what is sent "
                 "again is new to it, stored or not",
@@ -352,81 +352,79 @@ class Session:
 
     def _check_term(self, term: int) -> None:
         """Raises NOT_OWNER if this sidecar answers a lower term than another one did: it is not the owner. Where all do
-        so, it is for `Outbox.open` to say what is lost."""
-        if term >= self.outbox.term:
+        so, it is for `SendQueue.open` to say what is lost."""
+        if term >= self.queue.term:
             self._older.clear()
             return
         self._older.add(self._route.address)
         if not self._older.issuperset(self._connections.sidecars.addresses):
-            what = (
-                f"the sidecar at {self._route.address} answers with term {term}, lower than {self.outbox.term} before"
-            )
+            what = f"the sidecar at {self._route.address} answers with term {term}, lower than {self.queue.term} before"
             raise error("NOT_OWNER", what)
 
     # -- what a stream asks of it --------------------------------------------------------------------------------
 
     @property
     def waits_for_answers(self) -> bool:
-        return self.outbox.unanswered > 0 or self.waits_until_durable
+        return self.queue.unanswered > 0 or self.waits_until_durable
 
     @property
     def waits_until_durable(self) -> bool:
-        return not self.outbox.is_all_durable
+        return not self.queue.is_all_durable
 
     @property
     def is_suspect(self) -> bool:
-        return self.outbox.breaks >= SUSPECT_BREAKS
+        return self.queue.breaks.is_suspect
 
-    def next_frame(self) -> Frame | None:
+    def next_frame(self) -> InFlightBatch | None:
         """The next one to send, if there is any to be sent now."""
-        return self.outbox.next_frame()
+        return self.queue.next_frame()
 
     def take(self, incarnation: int, term: int, answers: Answers) -> bool:
         """Takes answers; whether they were the last ones that matter. Raises what needs another stream or a resume, and
         what ends the session."""
-        if not self.outbox.counts(incarnation, term):
+        if not self.queue.counts(incarnation, term):
             return False
-        waiting = self.outbox.without_receipt
+        waiting = self.queue.without_receipt
         for frame, receipt in answers.receipts:
-            self.outbox.receipt(frame, receipt)
-        self.outbox.durable_up_to(answers.durable_index)
-        if self._is_in_trouble and self.outbox.without_receipt < waiting:
+            self.queue.receipt(frame, receipt)
+        self.queue.durable_up_to(answers.durable_index)
+        if self._is_in_trouble and self.queue.without_receipt < waiting:
             self._is_in_trouble = self._resumed_in_vain = False
             self._backoff.reset()
             self._route.goes_well()
-            self.outbox.held_up(None)
+            self.queue.held_up(None)
             self._waiting.goes_on()
         for frame, why in answers.refusals:
             if why is None:
-                self.outbox.put_back(frame)
+                self.queue.put_back(frame)
             else:
                 self._refused(frame, why)
         self._update_room()
-        if self.outbox.must_rewind and not self.outbox.unanswered:
+        if self.queue.must_rewind and not self.queue.unanswered:
             self._rewind_later()
-        return self.failure is not None and not len(self.outbox)
+        return self.failure is not None and not len(self.queue)
 
     def _refused(self, frame: int, why: SeqdedupeError) -> None:
         self._is_in_trouble = True
-        if not self._resumed_in_vain and self.outbox.asks_for_resume(frame, why):
+        if not self._resumed_in_vain and self.queue.asks_for_resume(frame, why):
             self._resumed_in_vain = True
             raise why
-        self.outbox.refused(frame, why)
+        self.queue.refused(frame, why)
         if why.reason == "NOT_OWNER":
             raise why  # resumes, where the owner is
-        if isinstance(self.outbox.last_refusal, UnavailableError):
-            self._waiting.waits(self.outbox.last_refusal)
+        if isinstance(self.queue.last_refusal, UnavailableError):
+            self._waiting.waits(self.queue.last_refusal)
 
     def _rewind_later(self) -> None:
-        if self.outbox.rewinds_at_once:
+        if self.queue.rewinds_at_once:
             self._rewind()
         elif self._rewinding is None:
             self._is_in_trouble = True
-            delay_seconds = max(self._backoff.next_seconds(), self.outbox.retry_delay_ms / 1000)
+            delay_seconds = max(self._backoff.next_seconds(), self.queue.retry_delay_ms / 1000)
             self._rewinding = asyncio.get_running_loop().call_later(delay_seconds, self._rewind)
 
     def _rewind(self) -> None:
         self._rewinding = None
-        self.outbox.rewind()
+        self.queue.rewind()
         if self._stream is not None:
             self._stream.ready(self)

@@ -17,8 +17,8 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from seqdedupe import wire
 from seqdedupe.address import SidecarAddress
 from seqdedupe.client.connection import CALL_TIMEOUT_SECONDS, error_of_reason, typed_errors
-from seqdedupe.client.outbox import Frame
 from seqdedupe.client.pending import ReceiptColumns
+from seqdedupe.client.send_queue import InFlightBatch
 from seqdedupe.errors import NEVER, SeqdedupeError, error
 from seqdedupe.message_id import MessageId, Position
 from seqdedupe.v1 import publish_pb2
@@ -27,7 +27,7 @@ from seqdedupe.v1.publish_pb2_grpc import PublishServiceStub
 _NO_MESSAGE_ID = MessageId(-1, -1, -1)
 
 
-def encode_frames(frames: Sequence[Frame]) -> bytes:
+def encode_frames(frames: Sequence[InFlightBatch]) -> bytes:
     """A PublishStreamRequest with these frames."""
     message: list[bytes | memoryview] = []
     for frame in frames:
@@ -148,7 +148,7 @@ async def exchange(
     address: SidecarAddress,
     topic: str,
     *,
-    frames: Callable[[], Awaitable[Sequence[Frame]]],
+    frames: Callable[[], Awaitable[Sequence[InFlightBatch]]],
     rows_of: Callable[[int], int | None],
     take: Callable[[StreamAnswer], None],
     watch: Callable[[], Coroutine[Any, Any, None]],

@@ -11,7 +11,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from types import TracebackType
 from typing import Self
@@ -39,11 +39,11 @@ from seqdedupe.client.connection import (
     may_break_for_a_frame,
     refusal_error,
 )
-from seqdedupe.client.outbox import HINT_OF_BREAKS, MAX_BREAKS, SUSPECT_BREAKS, Frame, broke_alone
 from seqdedupe.client.pending import BatchResult, Published, ReceiptColumns, Verdict
 from seqdedupe.client.producer_session import DELIVERY_TIMEOUT_SECONDS, ProducerConfig
 from seqdedupe.client.publish_calls import StreamAnswer, exchange, publish_call
 from seqdedupe.client.route import OnWaiting, Route, Sidecars, WaitingNotice
+from seqdedupe.client.send_queue import HINT_OF_BREAKS, Breaks, InFlightBatch
 from seqdedupe.client.stream import ANSWER_TIMEOUT_SECONDS, FULL_MESSAGE_BYTES, MAX_FRAMES, SOON_SECONDS
 from seqdedupe.errors import SeqdedupeError, UnavailableError, error
 from seqdedupe.limits import MAX_BATCH_BYTES, MAX_DEDUPLICATION_ID_BYTES, NO_SEQUENCE_ID
@@ -71,15 +71,7 @@ class _Call:
     size_bytes: int
     done: "asyncio.Future[BatchResult]"
     result: BatchResult | None = None
-    breaks: int = 0
-    """So many connections in a row broke while it was out."""
-    breaks_alone: int = 0
-    """The same, of the last ones on which nothing else was out."""
-
-    @property
-    def is_suspect(self) -> bool:
-        """Whether it goes when nothing else is out: it may be what breaks connections."""
-        return self.breaks >= SUSPECT_BREAKS
+    breaks: Breaks = field(default_factory=Breaks)
 
     def record(self, receipt: ReceiptColumns) -> BatchResult:
         """What is known with this receipt. Raises what `BatchResult.merge` raises."""
@@ -180,6 +172,8 @@ class Delivery:
         self._pending_bytes = 0
         self._frames_ever = 0
         self._waits_for_lone = False
+        self._is_taken = False
+        """Whether the sidecar has said something on this stream."""
         """While a suspect is out: nothing else goes."""
         self._answered_at = 0.0
         self._delay_until = 0.0
@@ -338,6 +332,7 @@ class Delivery:
         channel = channel_to(self._sidecars, address)
         try:
             self._answered_at = asyncio.get_running_loop().time()
+            self._is_taken = False
             self._history.begin_stream()
             await exchange(
                 publish_call(channel),
@@ -360,40 +355,48 @@ class Delivery:
 
     def _broke(self, why: SeqdedupeError) -> None:
         """Counts what was out when the connection broke. A call that was alone on too many of them ends."""
-        silence = asyncio.get_running_loop().time() - self._answered_at
-        is_alone = len(self._out) == 1 and silence < SOON_SECONDS
+        now = asyncio.get_running_loop().time()
+        is_alone = self._is_taken and len(self._out) == 1 and now - self._answered_at < SOON_SECONDS
         for call in self._out.values():
-            call.breaks += 1
-            call.breaks_alone = call.breaks_alone + 1 if is_alone else 0
-            if call.breaks_alone >= MAX_BREAKS and not call.done.done():
-                what = broke_alone(f"a batch of {len(call.batch):,} messages", call.size_bytes)
+            if call.breaks.add(now, is_alone=is_alone) and not call.done.done():
+                what = call.breaks.why(f"a batch of {len(call.batch):,} messages", call.size_bytes)
                 call.done.set_exception(error("OUTCOME_UNKNOWN", f"{what}: {why}", hint=HINT_OF_BREAKS))
 
     async def _until_ready(self) -> None:
-        while not self._ready or (self._out and (self._ready[0].is_suspect or self._waits_for_lone)):
+        while not self._ready or (self._out and (self._ready[0].breaks.is_suspect or self._waits_for_lone)):
             self._news.clear()
             await self._news.wait()
         if (left_seconds := self._delay_until - asyncio.get_running_loop().time()) > 0:
             await asyncio.sleep(left_seconds)
 
-    async def _frames(self) -> list[Frame]:
+    async def _until_taken(self) -> None:
+        """A stream that nobody takes ends whatever is sent: that is no fault of the frame's."""
+        while not self._is_taken:
+            self._news.clear()
+            await self._news.wait()
+
+    async def _frames(self) -> list[InFlightBatch]:
         await self._until_ready()
+        if self._ready[0].breaks.is_suspect:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(SOON_SECONDS):
+                    await self._until_taken()
         if not self._out:
             self._answered_at = asyncio.get_running_loop().time()
-        frames: list[Frame] = []
+        frames: list[InFlightBatch] = []
         size_bytes = 0
         while self._ready and size_bytes < FULL_MESSAGE_BYTES and len(frames) < MAX_FRAMES:
-            if frames and self._ready[0].is_suspect:
+            if frames and self._ready[0].breaks.is_suspect:
                 break
             call = self._ready.popleft()
             if call.done.done():
                 continue
             self._frames_ever += 1
             self._out[self._frames_ever] = call
-            frames.append(Frame(self._frames_ever, call.batch, call.size_bytes))
+            frames.append(InFlightBatch(self._frames_ever, call.batch, call.size_bytes))
             size_bytes += call.size_bytes
-            self._waits_for_lone = call.is_suspect
-            if call.is_suspect:
+            self._waits_for_lone = call.breaks.is_suspect
+            if call.breaks.is_suspect:
                 break
         return frames
 
@@ -410,14 +413,14 @@ class Delivery:
 
     def _take(self, answer: StreamAnswer) -> None:
         self._answered_at = asyncio.get_running_loop().time()
-        self._has_begun = True
+        self._has_begun = self._is_taken = True
         if answer.receipts:
             self._check_history(answer)
         for number, receipt in answer.receipts:
             if (call := self._out.get(number)) is not None:
                 # It is out until the receipt is known to be one: nobody would hear of it otherwise.
                 result = call.record(receipt)
-                call.breaks = call.breaks_alone = 0
+                call.breaks = Breaks()
                 del self._out[number]
                 self._decided(call, result)
         for refusal in answer.refusals:

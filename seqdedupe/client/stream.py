@@ -17,10 +17,10 @@ import numpy as np
 from seqdedupe.address import SidecarAddress
 from seqdedupe.batch import NO_INT32S, NO_INT64S, Batch, Binary, Int32s, Int64s
 from seqdedupe.client.connection import CALL_TIMEOUT_SECONDS, channel_to, refusal_error, typed_errors
-from seqdedupe.client.outbox import Frame
 from seqdedupe.client.pending import ReceiptColumns
 from seqdedupe.client.publish_calls import Openings, StreamAnswer, exchange, publish_call
 from seqdedupe.client.route import Sidecars
+from seqdedupe.client.send_queue import InFlightBatch
 from seqdedupe.errors import SeqdedupeError, UnavailableError, error
 from seqdedupe.limits import MAX_BATCH_ROWS, NO_SEQUENCE_ID
 
@@ -37,7 +37,7 @@ class ProducerFrame(Generic[S]):
     """A producer's frame, on its way alone or as a part of another."""
 
     sender: S
-    frame: Frame
+    frame: InFlightBatch
     goes_alone: bool
 
     def __len__(self) -> int:
@@ -68,11 +68,13 @@ def parts_of(parts: Sequence[ProducerFrame[S]]) -> list[list[ProducerFrame[S]]]:
     return frames
 
 
-def whole(frames: Sequence[Frame]) -> Frame:
+def whole(frames: Sequence[InFlightBatch]) -> InFlightBatch:
     """The frame of several producers, each with one of these; with the number of the first."""
     if len(frames) == 1:
         return frames[0]
-    return Frame(frames[0].number, _whole([frame.batch for frame in frames]), sum(frame.size_bytes for frame in frames))
+    return InFlightBatch(
+        frames[0].number, _whole([frame.batch for frame in frames]), sum(frame.size_bytes for frame in frames)
+    )
 
 
 def _whole(batches: Sequence[Batch]) -> Batch:
@@ -181,7 +183,7 @@ class Sender(Protocol):
     def is_suspect(self) -> bool:
         """Whether its next frame may be what breaks connections: then it goes when nothing else is out."""
 
-    def next_frame(self) -> Frame | None:
+    def next_frame(self) -> InFlightBatch | None:
         """Its next one, if there is any to be sent now."""
 
     def take(self, incarnation: int, term: int, answers: Answers) -> bool:
@@ -383,7 +385,7 @@ class PublishStream:
 
     # -- out ---------------------------------------------------------------------------------------------------
 
-    async def _frames_to_send(self) -> Sequence[Frame]:
+    async def _frames_to_send(self) -> Sequence[InFlightBatch]:
         """The next ones for a message; waits until there are any.
 
         While others are on their way a small message waits for as long as each turn of the event loop brings more:
@@ -419,7 +421,7 @@ class PublishStream:
                 self._waits_for_lone = seat.sender.is_suspect
         return len(parts) > before
 
-    def _frame_of(self, parts: list[ProducerFrame[Seat]]) -> Frame:
+    def _frame_of(self, parts: list[ProducerFrame[Seat]]) -> InFlightBatch:
         frame = whole([part.frame for part in parts])
         self._out[frame.number] = parts
         return frame

@@ -1,20 +1,23 @@
 """The window of a topic of deduplication IDs: the IDs of all messages from an index on, and what is a copy of one.
 
 It is a suffix of the log: messages below `confirmed_index` are persisted, those after it in flight, and those below
-`first_index` forgotten. IDs lie in chunks (`id_newer`), which fill up one after the other, and are forgotten as a
+`first_index` forgotten. IDs lie in chunks (`Newer`), which fill up one after the other, and are forgotten as a
 whole, the oldest first. What is forgotten counts from that moment on; the table (`id_slots`) is cleared of it bit by
 bit.
 
-What is older may lie in runs (`id_older`), on disk: then the table is cleared of it in the same way, and whoever
+What is older may lie in runs (`Older`), on disk: then the table is cleared of it in the same way, and whoever
 decides looks there first. Chunks go the way from memory to runs and out of the window one after the other, the oldest
 first.
 
 An ID counts at the highest index that it was accepted at: where it is new again beyond the window, or because the topic
 does not deduplicate, what is forgotten or failed of it elsewhere changes nothing.
+
+Begin with `IdWindow`. What time it is says a `Moment`, which knows how far a clock can be believed.
 """
 
 from collections import deque
 from collections.abc import Container, Iterable, Iterator
+from dataclasses import dataclass
 from itertools import islice, pairwise
 
 import numpy as np
@@ -36,12 +39,22 @@ from seqdedupe.core.id_table import (
     decide,
     index_of,
 )
-from seqdedupe.core.moment import Moment
 from seqdedupe.core.rule import DUP
 from seqdedupe.format.columns import ROWS as ROWS_OF_BATCH
 from seqdedupe.format.headers import key_of
 from seqdedupe.format.jit import Int64s, Int64s2, Uint8s
 from seqdedupe.limits import NO_LIMIT, WindowLimits
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """In milliseconds since 1970."""
+
+    earliest_ms: int
+    """It is not earlier: by this time goes what is forgotten by its age. 0: that is not known, and nothing is."""
+    latest_ms: int
+    """It is not later: this time has what comes now."""
+
 
 # -- The older part of a window of deduplication IDs: runs, and the chunks that they were made of.
 

@@ -8,8 +8,8 @@ import numpy.typing as npt
 
 from seqdedupe.core.activity import Activity, Int32s
 from seqdedupe.core.name_table import Growing, Names, joined
-from seqdedupe.core.recent import NO_MESSAGE, find, find_duplicates, new_ring, with_room
-from seqdedupe.core.replay import list_names, persist, persist_all
+from seqdedupe.core.recent import NO_MESSAGE, find, find_duplicates, new_ring, persist, with_room
+from seqdedupe.core.replay import list_names, persist_all
 from seqdedupe.core.rule import (
     DURABLE_EPOCH,
     EPOCH,

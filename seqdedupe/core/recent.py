@@ -13,7 +13,7 @@ A ring begins without rows and is doubled as messages enter (`with_room`), so th
 
 import numpy as np
 
-from seqdedupe.core.rule import DUP, NEWEST
+from seqdedupe.core.rule import DUP, NEWEST, confirm_batch
 from seqdedupe.format.columns import BASE_INDEX, PRODUCER_INDEXES, SEQUENCE_IDS, int32_column, int64_column
 from seqdedupe.format.jit import Bytes, Int64s, Int64s2, Uint8s, kernel
 
@@ -134,3 +134,12 @@ def find_duplicates(
             here = far if far >= oldest and ring[far & in_ring, SEQUENCE_ID] > sequence_id else ring[place, BEFORE]
         chain[p] = here
     return known
+
+
+@kernel()
+def persist(
+    raw: Bytes, places: Int64s, producer_rows: Int64s, numbers: Int64s2, dirty: Uint8s, ring: Int64s2, entered: int
+) -> int:
+    """A batch is in the log: see `rule.confirm` and `enter`, whose result this returns."""
+    confirm_batch(raw, places, producer_rows, numbers, dirty)
+    return enter(raw, places, producer_rows, numbers, ring, entered)

@@ -1,21 +1,12 @@
-"""Batches that are in the log: into the numbers and the ring, one while serving, and many at a time in recovery."""
+"""Batches that are in the log: into the numbers and the ring, many at a time, as they are replayed."""
 
 import numpy as np
 
 from seqdedupe.batch import Binary
-from seqdedupe.core.recent import enter
-from seqdedupe.core.rule import PERSISTED, PUSHED, confirm_batch, confirm_rows, decide, leaves_out
+from seqdedupe.core.recent import persist
+from seqdedupe.core.rule import PERSISTED, PUSHED, confirm_rows, decide, leaves_out
 from seqdedupe.format.columns import NAME_OFFSETS, NAMES, PRODUCERS, ROWS, size, start
 from seqdedupe.format.jit import Bytes, Int32Column, Int64Column, Int64s, Int64s2, Uint8s, kernel, load32
-
-
-@kernel()
-def persist(
-    raw: Bytes, places: Int64s, producer_rows: Int64s, numbers: Int64s2, dirty: Uint8s, ring: Int64s2, entered: int
-) -> int:
-    """A batch is in the log: see `rule.confirm` and `recent.enter`, whose result this returns."""
-    confirm_batch(raw, places, producer_rows, numbers, dirty)
-    return enter(raw, places, producer_rows, numbers, ring, entered)
 
 
 @kernel()

@@ -36,15 +36,14 @@ from seqdedupe.log.embedded.journal_replay import put_back
 from seqdedupe.log.embedded.logs import DEFAULT_SEGMENT_BYTES, create_log
 from seqdedupe.log.embedded.segment import LogIdentity, Segment
 from seqdedupe.log.embedded.tail import Tail
-from seqdedupe.log.embedded.writer import Append, FatalError, Opening, Writer
+from seqdedupe.log.embedded.writer import Append, FatalError, Writer, WriteTerm
 from seqdedupe.names import topic_name
-from seqdedupe.store import imported_run, windows
 from seqdedupe.store.copy import opened_copy
 from seqdedupe.store.db import Store
 from seqdedupe.store.directories import read_claim, write
-from seqdedupe.store.snapshots import Loaded, Snapshots
 from seqdedupe.store.topics import TopicRecord, TopicState
 from seqdedupe.topic import control
+from seqdedupe.transfer import stored_records
 
 # -- Writing a log anew from what was read of another one, with the publish times of that one.
 
@@ -82,8 +81,8 @@ class NewLog:
             raise error("LOG_REFUSED", str(e)) from e
         self._writer.close()
 
-    def _open(self, term: int, token: bytes) -> Opening:
-        self._opening = Opening(self._writer, lambda opening: None, term, token, lambda outcome: None)
+    def _open(self, term: int, token: bytes) -> WriteTerm:
+        self._opening = WriteTerm(self._writer, lambda opening: None, term, token, lambda outcome: None)
         self._write()
         return self._opening
 
@@ -119,7 +118,8 @@ class SalvagedTopic:
     record: TopicRecord
     is_copied: bool
     kept: list[KeptStretch] = field(default_factory=list)
-    loaded: Loaded | None = None
+    has_snapshot: bool = False
+    """What the old store has of it is there."""
     imported_of: int | None = None
     """What was imported is there, as that of this incarnation."""
 
@@ -220,7 +220,7 @@ def _copy(examined: Examined, to: Path) -> SalvagedTopic:
     create_log(folder, found.name, examined.secret, found.partitions)
     kept = [KeptStretch(found.first_index, found.next_index - 1, found.first_index)] if found.messages else []
     record = TopicRecord(found.name, incarnation, TopicState.ACTIVE, examined.secret, partitions=found.partitions)
-    return SalvagedTopic(record, True, kept, examined.loaded)
+    return SalvagedTopic(record, True, kept, examined.loaded is not None)
 
 
 def _rewrite(examined: Examined, to: Path, others: list[SalvagedTopic]) -> SalvagedTopic:
@@ -252,7 +252,7 @@ def _last_words(tally: Tally) -> Iterator[control.Change]:
     """Every producer's numbers, whatever the batches say of them: those that were reset or forgotten are so again."""
     names, epochs, persisted = tally.producers.names_from(0), tally.epochs(), tally.persisted()
     if names:
-        yield from control.parts(control.Sessions(names, epochs, persisted))
+        yield from control.parts(control.ProducerSessions(names, epochs, persisted))
     if tally.producers.has_forgotten:
         yield control.Purge([])
     numbers = sorted(tally.reset_at)
@@ -284,20 +284,22 @@ async def _make_store(
     before: Path, folder: Path, topics: list[SalvagedTopic], policies: list[tuple[str, bytes]]
 ) -> None:
     store = Store.open(folder)
-    has_windows = any(topic.loaded is not None and topic.loaded.window is not None for topic in topics)
-    has_imports = any(topic.imported_of is not None for topic in topics)
+    needs_old = any(topic.has_snapshot or topic.imported_of is not None for topic in topics)
     try:
-        with opened_copy(before) if has_windows or has_imports else nullcontext() as old:
+        with opened_copy(before) if needs_old else nullcontext() as old:
             for namespace, policy in policies:
                 await store.put_namespace_policy(namespace, policy)
             for topic in topics:
-                if topic.loaded is not None:
-                    snapshots = Snapshots(store, topic.record.incarnation)
-                    await store.flush(await snapshots.write_anew(topic.loaded.whole()))
-                    if old is not None:
-                        await windows.copy(old, store, topic.record.incarnation)
-                if old is not None and topic.imported_of is not None:
-                    await imported_run.copy(old, store, topic.imported_of, topic.record.incarnation)
+                if old is not None:
+                    await stored_records.put_all(store, topic.record.incarnation, _records_of(topic, old))
                 await store.put_topics(topic.record)
     finally:
         store.close()
+
+
+def _records_of(topic: SalvagedTopic, old: Store) -> Iterator[tuple[bytes, bytes]]:
+    incarnation = topic.record.incarnation
+    if topic.has_snapshot:
+        yield from stored_records.without_imported(old, incarnation)
+    if topic.imported_of is not None:
+        yield from stored_records.imported_as(old, topic.imported_of, incarnation)

@@ -104,7 +104,7 @@ class Tally:
             # A snapshot may know a name of which the log says no more than this.
             self.reset_at |= dict.fromkeys(self.producers.add_all(change.names).tolist(), index)
         control.apply(change, self._import_parts, self.producers, index)
-        if isinstance(change, control.Sessions | control.Reset):
+        if isinstance(change, control.ProducerSessions | control.Reset):
             self.term = max(self.term, highest_term(change.epochs))
 
     def add_damage(self, damage: Damage) -> None:

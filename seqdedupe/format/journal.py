@@ -47,7 +47,7 @@ class Place(NamedTuple):
     crc32c: int
 
 
-class Round(NamedTuple):
+class JournalRound(NamedTuple):
     """A round whose head is intact."""
 
     version: int
@@ -79,7 +79,7 @@ def encoded(
     return b"".join((_TAG.pack(tag), tagged, *(part.body for part in parts)))
 
 
-def round_at(raw: bytes, at: int, key: Int64s) -> Round | None:
+def round_at(raw: bytes, at: int, key: Int64s) -> JournalRound | None:
     """The round that begins at this offset of a journal's file; None if what stands there is no whole head of one."""
     if at + HEAD_BYTES > len(raw):
         return None
@@ -104,10 +104,10 @@ def round_at(raw: bytes, at: int, key: Int64s) -> Round | None:
             is_whole = is_whole and _is_written(raw, at, begin - place.size, begin)
     # The next round is begun only after the sync of this one.
     is_torn = not is_whole and at + size >= len(raw)
-    return Round(version, number, previous, forgotten, parts, damaged, is_torn, at + size)
+    return JournalRound(version, number, previous, forgotten, parts, damaged, is_torn, at + size)
 
 
-def rounds_in(raw: bytes, key: Int64s) -> Iterator[Round]:
+def rounds_in(raw: bytes, key: Int64s) -> Iterator[JournalRound]:
     """All rounds of a journal's file whose heads are intact, those after damage included."""
     at = 0
     while at < len(raw):

@@ -21,9 +21,9 @@ from seqdedupe.client.connection import (
     refusal_error,
     typed_errors,
 )
-from seqdedupe.client.outbox import Frame
 from seqdedupe.client.publish_calls import StreamAnswer, check_opened, exchange, publish_call
 from seqdedupe.client.route import Route, Sidecars
+from seqdedupe.client.send_queue import InFlightBatch
 from seqdedupe.errors import NEVER, FencedError, SeqdedupeError, UnavailableError, error
 from seqdedupe.functions.backlog import Backlog, Row
 from seqdedupe.functions.deployment import FunctionSettings
@@ -189,11 +189,11 @@ class OutputPublisher:
 
     # -- the stream --------------------------------------------------------------------------------------------
 
-    async def _frames_to_send(self, stub: PublishServiceStub) -> list[Frame]:
+    async def _frames_to_send(self, stub: PublishServiceStub) -> list[InFlightBatch]:
         """The next one; waits until there is one."""
         while True:
             if (frame := self.backlog.next_frame()) is not None:
-                return [Frame(frame.number, frame.batch, 0)]
+                return [InFlightBatch(frame.number, frame.batch, 0)]
             if self.backlog.unopened():
                 await self._open(stub)
             else:

@@ -2,5 +2,5 @@
 
 Begin with `db`, by which alone RocksDB is written to and made durable. `parts` has the keys and forms of all records;
 `topics` is what is known of a topic, `snapshots` and `windows` are its state, `imported_run` what was imported.
-`directories` is about the data directory around it; `copy` and `incoming_snapshot` are for stores on the move.
+`directories` is about the data directory around it; `copy` makes one of a store.
 """

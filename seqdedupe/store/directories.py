@@ -20,7 +20,7 @@ from seqdedupe.store.db import Store
 from seqdedupe.store.parts import INSTANCE_NAME, LAST_OPENING, seal
 
 MANIFEST_FILE = "BACKUP"
-"""A folder with it is a backup (`seqdedupe/backup`), and no data directory."""
+"""A folder with it is a backup (`transfer/backup`), and no data directory."""
 SHARDS_FILE = "SHARDS"
 WORKERS_FILE = "WORKERS"
 FORMAT_VERSION = 1

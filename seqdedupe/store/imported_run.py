@@ -5,7 +5,6 @@ when a snapshot is made anew, or all of them are removed.
 """
 
 import struct
-from collections.abc import Iterator
 
 from rocksdict import WriteBatch
 
@@ -14,8 +13,7 @@ from seqdedupe.exports import WINDOW_CHECKSUM_BYTES
 from seqdedupe.format.headers import SECRET_BYTES
 from seqdedupe.store import windows
 from seqdedupe.store.db import Store
-from seqdedupe.store.parts import IMPORTED, MAX_NUMBER, damaged, other_format, part_key, part_number, seal, unseal
-from seqdedupe.store.windows import write_all
+from seqdedupe.store.parts import IMPORTED, MAX_NUMBER, damaged, other_format, part_key, seal, unseal
 
 FORMAT_VERSION = 1
 
@@ -75,19 +73,6 @@ def _around(incarnation: int, imported: ImportedIds | None) -> list[tuple[bytes,
         return [(first, end)]
     number = imported.run.number
     return [(first, windows.run_key(incarnation, number, 0)), (windows.run_key(incarnation, number + 1, 0), end)]
-
-
-async def copy(old: Store, new: Store, incarnation: int, as_incarnation: int) -> None:
-    """The new store has what was imported into a topic as the old one has it, as that of another incarnation, or the
-    same; durable on return. Raises STORE_UNAVAILABLE, STORE_DAMAGED."""
-    if old.get([_key(incarnation)]) != [None]:
-        await write_all(new, _all_of(old, incarnation, as_incarnation))
-
-
-def _all_of(store: Store, incarnation: int, as_incarnation: int) -> Iterator[tuple[bytes, bytes]]:
-    for key, value in store.scan(_key(incarnation), part_key(incarnation, IMPORTED, MAX_NUMBER)):
-        as_key = part_key(as_incarnation, IMPORTED, part_number(key))
-        yield as_key, seal(as_key, unseal(key, value))
 
 
 def load(store: Store, incarnation: int) -> ImportedIds | None:

@@ -277,7 +277,7 @@ class Loaded:
     """Of a topic of deduplication IDs, for one that is opened from this."""
 
     def whole(self) -> Delta:
-        """All of it as one delta, but for the window: `ids.copy` takes that to another store."""
+        """All of it as one delta, but for the window."""
         return Delta(
             self.term,
             self.next_index,

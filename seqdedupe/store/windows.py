@@ -234,9 +234,6 @@ def _page(key: bytes, value: bytes | None) -> bytes:
 FORMAT_VERSION = 2
 """Of the two kinds of records."""
 
-COPIED_AT_ONCE = 256 * 1024
-"""Bytes, written to another store."""
-
 _WINDOW = struct.Struct(f"<B{SECRET_BYTES}sQQI")
 _NUMBER_BYTES = 4
 """Of a run that it names."""
@@ -307,33 +304,6 @@ def put(batch: WriteBatch, incarnation: int, ids: StoredIds, pieces: WrittenPiec
     batch.put(key, seal(key, fixed + b"".join(run.number.to_bytes(_NUMBER_BYTES, "little") for run in ids.runs)))
     if ids.last is not None:
         pieces.put(batch, ids.last)
-
-
-async def copy(old: Store, new: Store, incarnation: int) -> None:
-    """The new store has the topic's window as the old one has it, durable on return. Raises STORE_UNAVAILABLE, and
-    STORE_DAMAGED for a record that is not what was written."""
-    await write_all(new, _whole(old, incarnation))
-
-
-def _whole(store: Store, incarnation: int) -> Iterator[tuple[bytes, bytes]]:
-    for part in (RUN, IDS, WINDOW):
-        for key, value in store.scan(part_key(incarnation, part, 0), part_key(incarnation, part, MAX_NUMBER)):
-            unseal(key, value)
-            yield key, value
-
-
-async def write_all(store: Store, records: Iterator[tuple[bytes, bytes]]) -> None:
-    """Writes these bit by bit, durable on return. Raises STORE_UNAVAILABLE, and what `records` raises."""
-    # All of it is to go to one opening of RocksDB: what is written before another one may be lost.
-    opening = store.opening
-    batch = WriteBatch(raw_mode=True)
-    for key, value in records:
-        batch.put(key, value)
-        if batch.size_in_bytes() >= COPIED_AT_ONCE:
-            await store.write_when_idle(batch)
-            batch = WriteBatch(raw_mode=True)
-    await store.write_when_idle(batch)
-    await store.flush(opening)
 
 
 def end_index(store: Store, incarnation: int) -> int:

@@ -1,6 +1,6 @@
 """A topic whose log is a broker's own: the numbers, and snapshots of them, for as long as a broker is attached.
 
-Begin with `AttachedTopic`; `Attachment` is the hold that one broker has on it, a stream.
+Begin with `AttachedTopic`; `BrokerAttachment` is the hold that one broker has on it, a stream.
 """
 
 import asyncio
@@ -95,7 +95,7 @@ class _Admitted:
     at_seconds: float
 
 
-class Attachment:
+class BrokerAttachment:
     """Replay, checks and reports. `position` is that of the last entry that is known to be stored."""
 
     def __init__(self, producers: Producers, position: bytes) -> None:
@@ -415,7 +415,7 @@ class AttachedTopic(TopicBase):
         self.knows_its_end = True
         self._timeout_seconds = admission_timeout_seconds
         self._now_seconds = now_seconds
-        self._attachment: Attachment | None = None
+        self._attachment: BrokerAttachment | None = None
         self._end: Callable[[SeqdedupeError], None] | None = None
         self._trim_moved: Callable[[], None] | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -460,7 +460,7 @@ class AttachedTopic(TopicBase):
 
     # -- who is attached ---------------------------------------------------------------------------------------
 
-    def attach(self, end: Callable[[SeqdedupeError], None], trim_moved: Callable[[], None]) -> Attachment:
+    def attach(self, end: Callable[[SeqdedupeError], None], trim_moved: Callable[[], None]) -> BrokerAttachment:
         """A broker takes the topic; one that had it is told the end. What was in flight is forgotten: replay tells.
 
         `end` is called once, with the reason, when the attachment ends by itself; `trim_moved` when `trim_position` has
@@ -472,7 +472,7 @@ class AttachedTopic(TopicBase):
             raise error(self.closed_because, f"topic {self.name} is closed")
         self._detach(error("NOT_ATTACHED", f"another broker has attached topic {self.name}"))
         self.producers.fail_in_flight()
-        self._attachment = attachment = Attachment(self.producers, self.position)
+        self._attachment = attachment = BrokerAttachment(self.producers, self.position)
         self._end, self._trim_moved = end, trim_moved
         self.change_state(State.RECOVERING, "the broker replays its log")
         return attachment
@@ -482,7 +482,7 @@ class AttachedTopic(TopicBase):
         """Whether a broker holds it."""
         return self._attachment is not None
 
-    def detach(self, attachment: Attachment) -> None:
+    def detach(self, attachment: BrokerAttachment) -> None:
         """The broker is gone, if it is still this one."""
         if attachment is self._attachment:
             self._end = None
@@ -500,7 +500,7 @@ class AttachedTopic(TopicBase):
 
     # -- what the broker says ----------------------------------------------------------------------------------
 
-    def replayed(self, attachment: Attachment, entries: int) -> None:
+    def replayed(self, attachment: BrokerAttachment, entries: int) -> None:
         """So many entries were replayed, up to `attachment.position`."""
         self.position = attachment.position
         self._stored(entries)
@@ -509,8 +509,8 @@ class AttachedTopic(TopicBase):
         """The replay has ended."""
         self.change_state(State.SERVING, "")
 
-    def check(self, attachment: Attachment, columns: Columns) -> Checked:
-        """See `Attachment.check`; raises what the topic is held for too."""
+    def check(self, attachment: BrokerAttachment, columns: Columns) -> Checked:
+        """See `BrokerAttachment.check`; raises what the topic is held for too."""
         try:
             if self.held is not None:
                 raise self.held
@@ -524,9 +524,9 @@ class AttachedTopic(TopicBase):
         return checked
 
     def report(
-        self, attachment: Attachment, first_admission: int, persisted: int, position: bytes, failed: int
+        self, attachment: BrokerAttachment, first_admission: int, persisted: int, position: bytes, failed: int
     ) -> None:
-        """See `Attachment.report`."""
+        """See `BrokerAttachment.report`."""
         attachment.report(first_admission, persisted, position, failed)
         if persisted:
             self.position = attachment.position
@@ -546,7 +546,7 @@ class AttachedTopic(TopicBase):
             self._uncounted = 0
             self._counting = asyncio.get_running_loop().call_later(COUNT_SECONDS, self._count)
 
-    def _watch(self, attachment: Attachment) -> None:
+    def _watch(self, attachment: BrokerAttachment) -> None:
         """Looks again when the oldest admission in flight will have waited for too long."""
         self._timer = None
         since = attachment.waits_since

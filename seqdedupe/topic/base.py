@@ -20,8 +20,7 @@ from seqdedupe.log.contract import DamageFound, Skipped
 from seqdedupe.message_id import MessageId, Position
 from seqdedupe.store.snapshots import Loaded
 from seqdedupe.tasks import Broadcast
-from seqdedupe.topic.control import Change, Purge, Reset, decode_policy
-from seqdedupe.topic.frame import Receipt
+from seqdedupe.topic.control import decode_policy
 from seqdedupe.topic.keeper import Keeper, shown
 from seqdedupe.topic.policy import Applied, Policy
 from seqdedupe.topic.sessions import Sessions
@@ -47,7 +46,7 @@ class State(Enum):
 
 
 @dataclass(slots=True)
-class Counters:
+class TopicCounters:
     """Since this process opened the topic: rows by verdict, bytes stored, frames refused, failures of the log,
     recoveries, messages that were read for these, and their time, producers reset or forgotten, and sessions that were
     resumed after that."""
@@ -64,20 +63,6 @@ class Counters:
     resets: int = 0
     purged: int = 0
     resumed_after_purge: int = 0
-
-    def count(self, receipt: Receipt, new_rows: int) -> None:
-        """A frame has its receipt; so many of its rows were stored."""
-        if receipt.verdicts is None:
-            self.not_dup += new_rows
-        else:
-            self.count_verdicts(receipt.verdicts, new_rows)
-
-    def count_change(self, change: Change) -> None:
-        """A control record is in the log."""
-        if isinstance(change, Reset):
-            self.resets += len(change.names)
-        elif isinstance(change, Purge):
-            self.purged += len(change.names)
 
     def count_verdicts(self, verdicts: Uint8s, new_rows: int) -> None:
         """These verdicts were given, so many of them NOT_DUP."""
@@ -157,7 +142,7 @@ class TopicBase(ABC):
         # -- what is known of it
         self.producers = producers
         self.sessions = Sessions(producers)
-        self.counters = Counters()
+        self.counters = TopicCounters()
         self.policy = Policy()
         """What is set for this topic."""
         self.inherited = applied

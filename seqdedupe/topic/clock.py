@@ -1,12 +1,21 @@
-"""The process's clock, for what goes by time: one for all topics, watched as long as the process runs."""
+"""The process's clock, for what goes by time: one for all topics, watched as long as the process runs.
+
+Begin with `Clock`; `Steadied` says what time it is, as far as a clock can be believed that may jump, and come back.
+
+A clock that is set wrong for a while (a step by a time service, a machine that is resumed) differs from the steady one,
+which only says how much time goes by. So what both said is kept for a while: how far apart they were at most and at
+least says between what the time is. What comes now is as young as it can be, and what is forgotten by its age as old as
+it must be: then a clock that jumps and comes back has nothing forgotten too early, whichever way it jumped.
+"""
 
 import asyncio
 import logging
 import time
+from collections import deque
 
 from rocksdict import WriteBatch
 
-from seqdedupe.core.moment import LOOK_SECONDS, Moment, Steadied
+from seqdedupe.core.id_window import Moment
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.store.db import Store
 from seqdedupe.store.parts import BELIEVED_TIME, seal
@@ -16,6 +25,13 @@ logger = logging.getLogger("seqdedupe.topic")
 AHEAD_MS = 24 * 60 * 60 * 1000
 """A start by a clock that is so far ahead of the last believed time is worth a warning. A sidecar may also have been
 stopped for that long."""
+
+LOOK_SECONDS = 60.0
+"""So long it is between two looks at the clocks."""
+
+LOOKS = 41
+"""So many of them have to agree, over 40 minutes. Whatever sets clocks right looks at them more often: time services
+wait for 34 minutes at most."""
 
 _NANOSECONDS_A_MILLISECOND = 1_000_000
 _TIME_BYTES = 8
@@ -78,3 +94,26 @@ class Clock:
 def _both_ms() -> tuple[int, int]:
     """What the clock says, and the steady one."""
     return time.time_ns() // _NANOSECONDS_A_MILLISECOND, time.monotonic_ns() // _NANOSECONDS_A_MILLISECOND
+
+
+class Steadied:
+    """What time it is by a clock that was looked at LOOKS times, each LOOK_SECONDS after the one before."""
+
+    def __init__(self) -> None:
+        self._apart_ms: deque[int] = deque(maxlen=LOOKS)
+        """By how much the clock was ahead of the steady one."""
+        self._least_ms = self._most_ms = 0
+        """Of these, once there is one: each frame asks."""
+
+    def look(self, clock_ms: int, steady_ms: int) -> None:
+        """What the clock says, and the steady one, which begins anywhere and never jumps."""
+        self._apart_ms.append(clock_ms - steady_ms)
+        self._least_ms, self._most_ms = min(self._apart_ms), max(self._apart_ms)
+
+    def now(self, clock_ms: int, steady_ms: int) -> Moment:
+        """What time it is when they say so. Before the last look of so many it is not known how early."""
+        if not self._apart_ms:
+            return Moment(0, clock_ms)
+        latest_ms = max(clock_ms, steady_ms + self._most_ms)
+        is_known = len(self._apart_ms) == LOOKS
+        return Moment(min(clock_ms, steady_ms + self._least_ms) if is_known else 0, latest_ms)

@@ -18,7 +18,7 @@ from seqdedupe.format.jit import Int64s
 from seqdedupe.format.records import body_of, file_offset_of
 from seqdedupe.limits import MAX_BATCH_BYTES
 from seqdedupe.topic import policy as policy_module
-from seqdedupe.topic.policy import Policy, Route
+from seqdedupe.topic.policy import DeduplicationRoute, Policy
 
 STATED_A_RECORD = 8192
 """So many producers are stated again, or forgotten, at once. They always fit into a record."""
@@ -29,7 +29,7 @@ _ROOM_BYTES = 1024
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Sessions:
+class ProducerSessions:
     """Producers' sessions: started by Open, or stated again, with what is persisted, before retention drops them."""
 
     names: list[bytes]
@@ -123,10 +123,10 @@ class CursorChange:
         return replace(policy, cursors=tuple(others[name] for name in sorted(others)))
 
 
-Change = Sessions | Reset | Purge | Import | Policy | CursorChange
+Change = ProducerSessions | Reset | Purge | Import | Policy | CursorChange
 
 
-def parts(sessions: Sessions) -> Iterator[Sessions]:
+def parts(sessions: ProducerSessions) -> Iterator[ProducerSessions]:
     """As many as it takes for each to fit into a record."""
     start = size = 0
     for i, name in enumerate(sessions.names):
@@ -137,7 +137,7 @@ def parts(sessions: Sessions) -> Iterator[Sessions]:
     yield _part(sessions, start, len(sessions.names))
 
 
-def stated_again(producers: Producers, below_index: int) -> Iterator[Sessions]:
+def stated_again(producers: Producers, below_index: int) -> Iterator[ProducerSessions]:
     """What is in force of the producers that the log states only below this index, as it is when each is asked for.
 
     Each is of so many producers that are looked at: there may be no names in it.
@@ -146,18 +146,18 @@ def stated_again(producers: Producers, below_index: int) -> Iterator[Sessions]:
     while first < len(producers):
         below = producers.stated_below(below_index, first, first + STATED_A_RECORD)
         rows = producers.numbers[below]
-        yield Sessions(producers.names_of(below), rows[:, DURABLE_EPOCH].copy(), rows[:, PERSISTED].copy())
+        yield ProducerSessions(producers.names_of(below), rows[:, DURABLE_EPOCH].copy(), rows[:, PERSISTED].copy())
         first += STATED_A_RECORD
         if generation != producers.generation:
             generation, first = producers.generation, 0
 
 
-def _part(sessions: Sessions, start: int, end: int) -> Sessions:
+def _part(sessions: ProducerSessions, start: int, end: int) -> ProducerSessions:
     persisted = None if sessions.persisted is None else sessions.persisted[start:end]
-    return Sessions(sessions.names[start:end], sessions.epochs[start:end], persisted)
+    return ProducerSessions(sessions.names[start:end], sessions.epochs[start:end], persisted)
 
 
-_FIELDS: dict[type[Change], str] = {Sessions: "sessions", Reset: "reset", Purge: "purge", Import: "imported"}
+_FIELDS: dict[type[Change], str] = {ProducerSessions: "sessions", Reset: "reset", Purge: "purge", Import: "imported"}
 """Of `Control`, by what each changes."""
 
 
@@ -192,7 +192,7 @@ def encode(change: Change, *, term: int = 0, record_id: int = 0) -> bytes:
 
 
 def _policy(stored: Any) -> Policy:
-    route = Route(stored.deduplication_route) if stored.deduplication_route else None
+    route = DeduplicationRoute(stored.deduplication_route) if stored.deduplication_route else None
     imported = policy_module.imported_window_of(stored.imported_window) if stored.HasField("imported_window") else None
     return replace(Policy.of(stored), route=route, cursors=policy_module.cursors_of(stored.cursors), imported=imported)
 
@@ -247,7 +247,9 @@ def runs(chunk: bytes, table: Int64s, place: str) -> Iterator[tuple[Int64s, list
     yield table[first:], changes
 
 
-def apply(change: Sessions | Reset | Purge | Import, parts: ImportParts, producers: Producers, index: int) -> None:
+def apply(
+    change: ProducerSessions | Reset | Purge | Import, parts: ImportParts, producers: Producers, index: int
+) -> None:
     """The change is in the log, before the message with this index."""
     if isinstance(change, Purge):
         numbers = producers.find_all(change.names)
@@ -272,10 +274,10 @@ def decode_policy(body: bytes) -> Policy:
     return policy
 
 
-def _sessions(columns: Any) -> Sessions:
+def _sessions(columns: Any) -> ProducerSessions:
     names = _names(columns)
     persisted = _int64s(columns.persisted, names) if columns.persisted else None
-    return Sessions(names, _int64s(columns.epochs, names), persisted)
+    return ProducerSessions(names, _int64s(columns.epochs, names), persisted)
 
 
 def _reset(columns: Any) -> Reset:

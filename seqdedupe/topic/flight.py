@@ -13,7 +13,7 @@ from seqdedupe.format.columns import PRODUCER_INDEXES, SEQUENCE_IDS, size, start
 from seqdedupe.format.jit import Int64s
 from seqdedupe.tasks import Broadcast
 from seqdedupe.topic.control import Change, CursorChange, Purge, Reset
-from seqdedupe.topic.frame import Frame, Receipt, Reply
+from seqdedupe.topic.frame import Frame, FrameReceipt, Reply
 from seqdedupe.topic.policy import Policy
 
 MAX_IN_FLIGHT_BYTES = 64 * 1024 * 1024
@@ -33,7 +33,7 @@ class Admitted:
     """A frame whose new rows are in flight."""
 
     frame: Frame
-    receipt: Receipt
+    receipt: FrameReceipt
     reply: Reply
     since_seconds: float
     """When it was admitted, by the event loop's clock."""
@@ -112,6 +112,14 @@ class Flight:
         if isinstance(admitted, Changing):
             self._changes[type(admitted.change)] += 1
         self._ever += 1
+
+    def take_back(self) -> None:
+        """The newest was not handed over after all."""
+        newest = self._admitted.pop()
+        self._bytes -= len(newest.body)
+        if isinstance(newest, Changing):
+            self._changes[type(newest.change)] -= 1
+        self._ever -= 1
 
     def newest_policy(self, policy: Policy) -> Policy:
         """The one that will be set when all of these have settled, where this one is set now."""

@@ -314,7 +314,7 @@ _NO_INDEXES = np.zeros(0, np.int64)
 
 
 @dataclass(slots=True)
-class Receipt:
+class FrameReceipt:
     """The outcome of a frame that was not refused, as `Receipt` in publish.proto has it."""
 
     frame: int
@@ -340,7 +340,7 @@ class Receipt:
 
 
 @dataclass(frozen=True, slots=True)
-class ProducerNumbers:
+class RefusedProducer:
     """What a refusal says of a producer."""
 
     name: str
@@ -360,12 +360,12 @@ class Refusal:
 
     frame: int
     error: SeqdedupeError
-    producers: list[ProducerNumbers] = field(default_factory=list)
+    producers: list[RefusedProducer] = field(default_factory=list)
 
 
 class OutOfStepError(Exception):
     """Raised from what has failed after rows of a frame were decided: they count as in flight, and will not be."""
 
 
-Reply = Callable[[Receipt | Refusal], None]
+Reply = Callable[[FrameReceipt | Refusal], None]
 """Is called once for each frame."""

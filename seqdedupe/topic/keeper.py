@@ -3,7 +3,7 @@
 `Snapshotter` says when a topic's numbers go to the store. `Inactivity` has producers forgotten that nobody uses: a
 topic is looked through three times within the time that its policy gives them, as Pulsar does, and each look counts as
 a third of it. So only time counts in which this process runs and the topic takes messages, however the clock jumps, and
-every name has a full timeout after a restart and after a change of the policy. `Stored` is what a start finds.
+every name has a full timeout after a restart and after a change of the policy. `RestoredState` is what a start finds.
 """
 
 import asyncio
@@ -48,6 +48,7 @@ class Snapshotter:
 
     def __init__(
         self,
+        topic: str,
         store: Store,
         snapshots: Snapshots,
         producers: Producers,
@@ -66,6 +67,7 @@ class Snapshotter:
         """So many have become durable, or not, since the topic was opened."""
         self.durable_at = asyncio.get_running_loop().time()
         """When the last one became durable, by the event loop's clock, or when the topic was opened."""
+        self._topic = topic
         self._store = store
         self._snapshots = snapshots
         self._producers = producers
@@ -124,7 +126,12 @@ class Snapshotter:
     def _take_by_itself(self) -> None:
         if self._next is None and not self._closed:
             self._next = asyncio.ensure_future(self._take())
-            self._next.add_done_callback(_warn)
+            self._next.add_done_callback(self._warn)
+
+    def _warn(self, snapshot: "asyncio.Task[None]") -> None:
+        """Nobody waits for a snapshot that is taken by itself."""
+        if not snapshot.cancelled() and (e := snapshot.exception()) is not None:
+            _snapshots_logger.warning("no snapshot of topic %s: %s", self._topic, e)
 
     async def take(self) -> None:
         """Returns when a snapshot that began after this call is durable. Raises STORE_UNAVAILABLE, DRAINING.
@@ -266,10 +273,10 @@ class Snapshotter:
         try:
             await self._snapshots.compact_if_due()
         except SeqdedupeError as e:
-            _snapshots_logger.warning("snapshots were not compacted: %s", e)
+            _snapshots_logger.warning("snapshots of topic %s were not compacted: %s", self._topic, e)
         except Exception as e:
             # Whatever it is: nothing is lost, and the topic that waits for this can be closed.
-            _snapshots_logger.error("snapshots were not compacted", exc_info=e)
+            _snapshots_logger.error("snapshots of topic %s were not compacted", self._topic, exc_info=e)
 
     async def close(self) -> None:
         """Waits for what is under way, and takes no more."""
@@ -283,17 +290,11 @@ class Snapshotter:
             await self._compaction
 
 
-def _warn(snapshot: "asyncio.Task[None]") -> None:
-    """Nobody waits for a snapshot that is taken by itself."""
-    if not snapshot.cancelled() and (e := snapshot.exception()) is not None:
-        _snapshots_logger.warning("no snapshot: %s", e)
-
-
 # -- What the store has of a topic, read into memory, for one that is opened from it.
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class RestoredState:
     """It is one topic's alone, which changes it. Nobody may have written of the topic since it was read."""
 
     snapshots: Snapshots
@@ -304,10 +305,10 @@ class Stored:
     imported: ImportedIds | None = None
 
     @staticmethod
-    def load(snapshots: Snapshots) -> "Stored":
+    def load(snapshots: Snapshots) -> "RestoredState":
         """Takes long, in any thread. Raises as `Snapshots.load`."""
         loaded = snapshots.load()
-        return Stored(snapshots, loaded, producers_of(loaded))
+        return RestoredState(snapshots, loaded, producers_of(loaded))
 
 
 def producers_of(loaded: Loaded | None) -> Producers:
@@ -337,7 +338,7 @@ EXAMPLES = 3
 SECONDS_A_MINUTE = 60
 
 
-class Kept(Protocol):
+class KeptTopic(Protocol):
     """What a keeper asks of its topic; `base.TopicBase` says what each means."""
 
     name: str
@@ -374,9 +375,10 @@ class Kept(Protocol):
 class Keeper:
     """Snapshots of a topic's numbers, and the looks for producers that are to be forgotten."""
 
-    def __init__(self, topic: Kept, store: Store, snapshots: Snapshots) -> None:
+    def __init__(self, topic: KeptTopic, store: Store, snapshots: Snapshots) -> None:
         self._topic = topic
         self.snapshotter = Snapshotter(
+            topic.name,
             store,
             snapshots,
             topic.producers,

@@ -23,7 +23,7 @@ from seqdedupe.topic.attached import AttachedTopic
 from seqdedupe.topic.base import State, TopicBase
 from seqdedupe.topic.clock import Clock
 from seqdedupe.topic.control import decode_policy
-from seqdedupe.topic.keeper import Stored
+from seqdedupe.topic.keeper import RestoredState
 from seqdedupe.topic.policy import Applied, Policy
 from seqdedupe.topic.topic import Topic
 from seqdedupe.topic.window_runs import WindowMemory
@@ -47,12 +47,17 @@ class TopicKind(Protocol[T_co]):
         Raises why there is none; then the log is `delete`d.
         """
 
-    async def load(self, record: TopicRecord) -> Stored:
+    async def load(self, record: TopicRecord) -> RestoredState:
         """What the store has of a topic, which takes long where that is much. Raises what is damaged,
         STORE_UNAVAILABLE."""
 
     async def open(
-        self, record: TopicRecord, applied: Applied, *, without_snapshot: bool = False, stored: Stored | None = None
+        self,
+        record: TopicRecord,
+        applied: Applied,
+        *,
+        without_snapshot: bool = False,
+        stored: RestoredState | None = None,
     ) -> T_co:
         """A topic on the log that is there, which inherits this policy. `without_snapshot`: it need not have one.
         `stored` is what `load` has answered, if it was asked before.
@@ -102,11 +107,16 @@ class BrokersTopics:
     async def make(self, record: TopicRecord, applied: Applied, layout: Layout = AS_USUAL) -> AttachedTopic:
         return await self.open(record, applied)
 
-    async def load(self, record: TopicRecord) -> Stored:
-        return await asyncio.to_thread(Stored.load, Snapshots(self._store, record.incarnation))
+    async def load(self, record: TopicRecord) -> RestoredState:
+        return await asyncio.to_thread(RestoredState.load, Snapshots(self._store, record.incarnation))
 
     async def open(
-        self, record: TopicRecord, applied: Applied, *, without_snapshot: bool = False, stored: Stored | None = None
+        self,
+        record: TopicRecord,
+        applied: Applied,
+        *,
+        without_snapshot: bool = False,
+        stored: RestoredState | None = None,
     ) -> AttachedTopic:
         stored = stored or await self.load(record)
         return AttachedTopic(
@@ -184,9 +194,9 @@ class PublishedTopics:
             raise
         return topic
 
-    async def load(self, record: TopicRecord) -> Stored:
+    async def load(self, record: TopicRecord) -> RestoredState:
         snapshots = Snapshots(self._store, record.incarnation)
-        stored = await asyncio.to_thread(Stored.load, snapshots)
+        stored = await asyncio.to_thread(RestoredState.load, snapshots)
         loaded = stored.loaded
         if loaded is not None and loaded.window is None and loaded.policy:
             _check_needs_none(record, decode_policy(loaded.policy))
@@ -197,7 +207,12 @@ class PublishedTopics:
         return replace(stored, imported=await self._imported(record) if may_have_import else None)
 
     async def open(
-        self, record: TopicRecord, applied: Applied, *, without_snapshot: bool = False, stored: Stored | None = None
+        self,
+        record: TopicRecord,
+        applied: Applied,
+        *,
+        without_snapshot: bool = False,
+        stored: RestoredState | None = None,
     ) -> Topic:
         stored = stored or await self.load(record)
         loaded = stored.loaded

@@ -1,7 +1,7 @@
 """Which topics there are, and which of them are opened when: at the start, and again where others make and delete them.
 
-Begin with `open_all` and `look_again`. `Waiting` has those that a start does not wait for; `Looking` keeps looks into a
-cluster apart.
+Begin with `open_all` and `look_again`. `OpeningQueue` has those that a start does not wait for; `Looking` keeps looks
+into a cluster apart.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ USED_AT_ONCE = 32
 WHY = "nobody has used it since the start: it is opened when somebody does, or in its turn"
 
 
-class Waiting:
+class OpeningQueue:
     """Those of the topics of a sidecar's own log that are left when OPENED_AT_START have been tried."""
 
     def __init__(self, topics: "Topics[Any]") -> None:

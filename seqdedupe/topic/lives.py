@@ -1,6 +1,6 @@
 """The lives of topics: opened, made and deleted, with records, logs and topics in step; of several all or none.
 
-`Records` writes what the store says of a topic, and puts right what could not be written; `Lives` does the rest.
+`TopicRecords` writes what the store says of a topic, and puts right what could not be written; `Lives` does the rest.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from seqdedupe.store.db import Store
 from seqdedupe.store.topics import LogKind, TopicRecord, TopicState
 from seqdedupe.tasks import again_until
 from seqdedupe.topic.base import State, TopicBase
-from seqdedupe.topic.keeper import Stored
+from seqdedupe.topic.keeper import RestoredState
 from seqdedupe.topic.kinds import TopicKind
 from seqdedupe.topic.policy import Applied, Policy
 from seqdedupe.topic.registry import Closed, Registry
@@ -28,7 +28,7 @@ from seqdedupe.topic.registry import Closed, Registry
 # -- Records of topics in the store: written, put right where a write failed, removed with what they stand for.
 
 
-class Records:
+class TopicRecords:
     """`delete_logs` removes the logs of incarnations; `in_background` runs what goes on beside the caller."""
 
     def __init__(
@@ -157,7 +157,7 @@ class Lives(Generic[T]):
         self,
         store: Store,
         kind: TopicKind[T],
-        stored: Records,
+        stored: TopicRecords,
         registry: Registry[T],
         inherited: Callable[[str], Applied],
         on_state: Callable[[str, State | None], None],
@@ -262,7 +262,7 @@ class Lives(Generic[T]):
         return [made[record.name] for record in records]
 
     async def take_in(
-        self, record: TopicRecord, stored: Stored, put: Callable[[], Awaitable[None]], check: Callable[[T], None]
+        self, record: TopicRecord, stored: RestoredState, put: Callable[[], Awaitable[None]], check: Callable[[T], None]
     ) -> T:
         """Makes a topic of a snapshot that is stored by now, and of a log that `put` puts where it belongs: it serves,
         or nothing of it is there. `check` is given it before it counts. Raises why it does not, and what these

@@ -1,9 +1,9 @@
-"""What is asked of a live topic beside frames: sessions, where one message is, what is in flight, a reset."""
+"""What is asked of a live topic beside frames: sessions, where one message is, what is in flight, a reset, cursors."""
 
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ from seqdedupe.batch import NO_INT64S, Batch, Binary
 from seqdedupe.core.id_table import IMPORTED, NOWHERE
 from seqdedupe.core.producers import Producers
 from seqdedupe.core.rule import DURABLE_EPOCH, PERSISTED, PUSHED, STATED
-from seqdedupe.errors import DamagedError, PositionError, SeqdedupeError, error
+from seqdedupe.errors import DamagedError, InvalidRequestError, PositionError, SeqdedupeError, error
 from seqdedupe.format.columns import BASE_INDEX, COLUMNS_END, PLACES, PUBLISH_TIME_MS, RECORD_END, RECORD_START
 from seqdedupe.format.headers import NO_KEY
 from seqdedupe.format.jit import Int64s
@@ -22,13 +22,14 @@ from seqdedupe.format.records import END, body_of, scan_record, span
 from seqdedupe.limits import NO_EPOCH, NO_SEQUENCE_ID
 from seqdedupe.log.contract import Log
 from seqdedupe.message_id import Position
-from seqdedupe.names import producer_name
+from seqdedupe.names import new_producer_name, producer_name
 from seqdedupe.topic.base import State
-from seqdedupe.topic.control import Purge, Reset, Sessions
+from seqdedupe.topic.control import CursorChange, ProducerSessions, Purge, Reset
 from seqdedupe.topic.flight import InFlight
 from seqdedupe.topic.frame import check_by_id
-from seqdedupe.topic.judge_by_id import since_ms
-from seqdedupe.topic.sessions import NAMES_A_STEP, Opened, Opening, check_count, encoded_names
+from seqdedupe.topic.judge import since_ms
+from seqdedupe.topic.policy import LARGEST, MAX_CURSORS, MAX_NOTE_BYTES, NamedCursor
+from seqdedupe.topic.sessions import NAMES_A_STEP, OpenAnswer, SessionStarts, check_count, encoded_names
 from seqdedupe.topic.topic import Topic
 
 # -- Where a producer's message stands when the ring of recent messages has forgotten it.
@@ -159,7 +160,7 @@ MAX_LOOKED_UP = 64
 class _Begun:
     """Some names of a call, whose sessions are in force and may not be durable yet."""
 
-    opening: Opening
+    opening: SessionStarts
     names: int
     durable_epochs: Int64s
     """From before."""
@@ -170,7 +171,7 @@ async def open_sessions(
     names: list[str],
     epochs: list[int] | None,
     check: Callable[[list[str]], None] = lambda names: None,
-) -> Opened:
+) -> OpenAnswer:
     """Starts sessions (`epochs` None), or resumes these, each name by itself. Older ones are fenced at once. `check` is
     called with some names right before these are opened, and may raise.
 
@@ -201,7 +202,7 @@ async def open_sessions(
     await asyncio.gather(*changes)
     if len(changes) < len(begun):
         await topic.all_settled()
-    answer = Opened([], [], [])
+    answer = OpenAnswer([], [], [])
     for one in begun:
         if answer.epochs:
             await asyncio.sleep(0)
@@ -247,11 +248,11 @@ async def _begin(
     durable_epochs = topic.producers.numbers[opening.numbers, DURABLE_EPOCH]
     if (durable_epochs < opening.epochs).any():
         # All that is in flight stands before it, and has settled when it has.
-        changes.append(topic.append_change(Sessions(opening.names, opening.epochs)))
+        changes.append(topic.append_change(ProducerSessions(opening.names, opening.epochs)))
     return _Begun(opening, len(names), durable_epochs)
 
 
-def _opened(topic: Topic, begun: _Begun) -> Opened:
+def _opened(topic: Topic, begun: _Begun) -> OpenAnswer:
     """What is answered of some names, once all that they wait for has settled."""
     opening = begun.opening
     answer = topic.sessions.opened(opening, begun.names)
@@ -290,7 +291,7 @@ class MessageState(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class MessageStatus:
     """What is known of one message: its state, where it stands if it is STORED, its producer's numbers."""
 
     state: MessageState
@@ -311,7 +312,7 @@ class ProducerInFlight(NamedTuple):
     in_flight_ms: int
 
 
-async def message_state(topic: Topic, name: str, sequence_id: int) -> Message:
+async def message_state(topic: Topic, name: str, sequence_id: int) -> MessageStatus:
     """What is known of a message. One that the ring has forgotten is looked for at the log's end (`originals`).
 
     Raises INVALID_NAME, INVALID_SEQUENCE_ID; INVALID_REQUEST in a topic of deduplication IDs; RECOVERING or LOG_DAMAGED
@@ -326,24 +327,24 @@ async def message_state(topic: Topic, name: str, sequence_id: int) -> Message:
         raise error("RECOVERING", f"what topic {topic.name} holds is being found out: {topic.why}")
     number = topic.producers.number(encoded)
     if number is None:
-        return Message(MessageState.NOT_SEEN, NO_SEQUENCE_ID, NO_SEQUENCE_ID)
+        return MessageStatus(MessageState.NOT_SEEN, NO_SEQUENCE_ID, NO_SEQUENCE_ID)
     pushed, persisted = topic.producers.numbers[number, [PUSHED, PERSISTED]].tolist()
     if sequence_id > pushed:
-        return Message(MessageState.NOT_SEEN, pushed, persisted)
+        return MessageStatus(MessageState.NOT_SEEN, pushed, persisted)
     if sequence_id > persisted:
         since = topic.flight.since(number, sequence_id)
         if since is None:
-            return Message(MessageState.PASSED_OVER, pushed, persisted)
-        return Message(MessageState.IN_FLIGHT, pushed, persisted, in_flight_ms=_ms_since(topic, since))
+            return MessageStatus(MessageState.PASSED_OVER, pushed, persisted)
+        return MessageStatus(MessageState.IN_FLIGHT, pushed, persisted, in_flight_ms=_ms_since(topic, since))
     index = topic.producers.index_of(number, sequence_id)
     if index == NOT_KNOWN:
         index = await find_in_log(topic.log, encoded, sequence_id, topic.confirmed_index)
     if index == NOT_KNOWN:
-        return Message(MessageState.BELOW_WATERMARK, pushed, persisted)
+        return MessageStatus(MessageState.BELOW_WATERMARK, pushed, persisted)
     return await _stored(topic, index, pushed, persisted)
 
 
-async def state_by_id(topic: Topic, deduplication_id: bytes) -> Message:
+async def state_by_id(topic: Topic, deduplication_id: bytes) -> MessageStatus:
     """What is known of the message with this deduplication ID.
 
     Raises INVALID_DEDUPLICATION_ID, INVALID_REQUEST in a topic of sequence IDs; RECOVERING, LOG_DAMAGED,
@@ -360,21 +361,21 @@ async def state_by_id(topic: Topic, deduplication_id: bytes) -> Message:
     looked_up = await topic.ids.runs.look_up(frame.encoded)
     index = topic.window.index_of(frame.view, frame.places)
     if index >= topic.confirmed_index:
-        return Message(MessageState.IN_FLIGHT, NO_SEQUENCE_ID, NO_SEQUENCE_ID)
+        return MessageStatus(MessageState.IN_FLIGHT, NO_SEQUENCE_ID, NO_SEQUENCE_ID)
     since = since_ms(topic.applied, topic.ids.now())
     if index == NOWHERE and len(older := topic.ids.runs.older(frame, since, looked_up)):
         index = int(older[0])
     if index == IMPORTED:
-        return Message(MessageState.IMPORTED, NO_SEQUENCE_ID, NO_SEQUENCE_ID)
+        return MessageStatus(MessageState.IMPORTED, NO_SEQUENCE_ID, NO_SEQUENCE_ID)
     if index < topic.window.first_index:
-        return Message(MessageState.NOT_SEEN, NO_SEQUENCE_ID, NO_SEQUENCE_ID)
+        return MessageStatus(MessageState.NOT_SEEN, NO_SEQUENCE_ID, NO_SEQUENCE_ID)
     return await _stored(topic, index, NO_SEQUENCE_ID, NO_SEQUENCE_ID)
 
 
-async def _stored(topic: Topic, index: int, pushed: int, persisted: int) -> Message:
+async def _stored(topic: Topic, index: int, pushed: int, persisted: int) -> MessageStatus:
     position = await _position_of(topic, index)
     time_ms = await publish_time_ms(topic.log, index)
-    return Message(MessageState.STORED, pushed, persisted, position=position, publish_time_ms=time_ms)
+    return MessageStatus(MessageState.STORED, pushed, persisted, position=position, publish_time_ms=time_ms)
 
 
 def _check_has_producers(topic: Topic) -> None:
@@ -455,3 +456,84 @@ async def reset_producer(topic: Topic, name: str, persisted: int) -> int:
         persisted,
     )
     return before
+
+
+# -- What readers and operators do with the named cursors of a topic: look, move, hold, remove.
+
+CursorContent = tuple[Position, str]
+"""A position, and a note."""
+
+
+def cursors_of(topic: Topic) -> tuple[NamedCursor, ...]:
+    """The cursors that are in force, by name. Raises RECOVERING, LOG_DAMAGED, NOT_OWNER while that is not certain."""
+    topic.check_knows_its_end()
+    if topic.state is State.RECOVERING:
+        raise error("RECOVERING", f"what topic {topic.name} holds is being found out: {topic.why}")
+    return topic.policy.cursors
+
+
+def kept_by_cursor(topic: Topic, name: str) -> CursorContent | None:
+    """What a cursor keeps. Raises as `cursors_of`, INVALID_NAME."""
+    check_cursor_name(name)
+    found = next((one for one in cursors_of(topic) if one.name == name), None)
+    return None if found is None else (found.position, found.note)
+
+
+async def move_cursor(topic: Topic, name: str, expected: CursorContent | None, new: CursorContent) -> None:
+    """Has it keep something else, if it keeps this: durable on return. Where that is what it keeps, nothing is written.
+
+    What is under way counts as if it were done: if it fails, this fails with it. Raises CURSOR_MOVED, INVALID_NAME,
+    INVALID_POSITION, TOO_MANY_CURSORS; why the topic takes nothing now, or LOG_REFUSED: then it is as it was. Whoever
+    is cancelled here does not know.
+    """
+    check_cursor_name(name)
+    position, note = new
+    if not position.is_whole() or min(position.incarnation, position.index + 1) < 0:
+        raise error("INVALID_POSITION", f"{position} is no position: its parts do not fit together")
+    if (size := len(note.encode())) > MAX_NOTE_BYTES:
+        raise error("INVALID_POSITION", f"the note has {size} bytes: at most {MAX_NOTE_BYTES} are taken")
+    topic.check_serving()
+    cursors = {one.name: one for one in topic.newest_policy.cursors}
+    found = cursors.get(name)
+    if (None if found is None else (found.position, found.note)) != expected:
+        there = "nothing" if found is None else f"the position {found.position}"
+        wanted = "nothing" if expected is None else f"{expected[0]}"
+        raise error(
+            "CURSOR_MOVED",
+            f"the cursor {name!r} of {topic.name} keeps {there}, and not {wanted}, or not with that note",
+        )
+    if found is None and len(cursors) >= MAX_CURSORS:
+        raise error("TOO_MANY_CURSORS", f"topic {topic.name} has {len(cursors)} cursors: that is the most")
+    moved = NamedCursor(name, position, note, 0 if found is None else found.hold_retention_in_mb)
+    if moved != found or moved not in topic.policy.cursors:
+        await topic.append_change(CursorChange(name, moved))
+
+
+async def hold_cursor(topic: Topic, name: str, mb: int) -> None:
+    """Has retention wait for it while the log is not larger than this; 0: not any more. Raises CURSOR_NOT_FOUND,
+    INVALID_REQUEST, and as `move_cursor`."""
+    if not 0 <= mb <= LARGEST:
+        raise error("INVALID_REQUEST", f"hold_retention_in_mb is {mb}: it should be 0 to {LARGEST}")
+    await topic.append_change(CursorChange(name, replace(_cursor(topic, name), hold_retention_in_mb=mb)))
+
+
+async def remove_cursor(topic: Topic, name: str) -> None:
+    """It keeps nothing any more. Raises CURSOR_NOT_FOUND, and as `move_cursor`."""
+    await topic.append_change(CursorChange(_cursor(topic, name).name, None))
+
+
+def _cursor(topic: Topic, name: str) -> NamedCursor:
+    topic.check_serving()
+    for one in topic.newest_policy.cursors:
+        if one.name == name:
+            return one
+    raise error("CURSOR_NOT_FOUND", f"topic {topic.name} has no cursor {name!r}", topic=topic.name)
+
+
+def check_cursor_name(name: str) -> None:
+    """Raises INVALID_NAME if no cursor can have this name."""
+    try:
+        new_producer_name(name)
+    except InvalidRequestError as e:
+        what = f"{name[:80]!r} is no name of a cursor: it should have 1 to 255 bytes and no control characters"
+        raise error("INVALID_NAME", what) from e

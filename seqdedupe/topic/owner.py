@@ -7,6 +7,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,7 +21,7 @@ from seqdedupe.log.contract import Failure, Log, Outcome
 from seqdedupe.names import producer_name
 from seqdedupe.tasks import Broadcast, again_until, retrieve
 from seqdedupe.topic import recovery
-from seqdedupe.topic.base import Counters, State
+from seqdedupe.topic.base import State, TopicCounters
 from seqdedupe.topic.control import STATED_A_RECORD, Change, Import
 from seqdedupe.topic.flight import Flight
 from seqdedupe.topic.keeper import Keeper
@@ -48,7 +49,7 @@ class Owned(Protocol):
     flight: Flight
     producers: Producers
     sessions: Sessions
-    counters: Counters
+    counters: TopicCounters
     keeper: Keeper
     state: State
     why: str
@@ -63,6 +64,7 @@ class Owned(Protocol):
     ownership: int
     confirmed_index: int
     next_index: int
+    opening: int
     last_ownership: int
     now_seconds: Callable[[], float]
 
@@ -78,7 +80,7 @@ class Owned(Protocol):
 
     def merge(self, chunk: bytes, table: Table, count: int, runs_of: RunsOf) -> None: ...
 
-    def settle(self, outcome: Outcome) -> None: ...
+    def settle(self, opening: int, outcome: Outcome) -> None: ...
 
     def fail_in_flight(self, e: SeqdedupeError, *, of_changes: SeqdedupeError | None = None) -> None: ...
 
@@ -127,10 +129,12 @@ class Owner:
         """Whether it is being taken over, or tried again."""
         self._failed_meanwhile = False
         self._seems_damaged = False
-        self._opening = 0
-        """The outcomes of earlier openings of the log are not heard any more."""
+        self._merged = 0
+        """Records that were found in the log since it was last owned: they count towards the next snapshot then."""
         self._rest_seconds = 0.0
         """Before a log that has refused is opened again: more each time that it takes no message in between."""
+        self._refused_index = 0
+        """Where the topic ended then."""
 
     # -- 1. taking over ----------------------------------------------------------------------------------------
 
@@ -194,6 +198,8 @@ class Owner:
         self.wanted.clear()
         self._is_recovering = False
         topic.knows_its_end = True
+        merged, self._merged = self._merged, 0
+        topic.keeper.snapshotter.stored(merged)
         if topic.terminated is not None:
             topic.change_state(State.TERMINATED, topic.terminated.message)
             self._tried.tell()
@@ -207,8 +213,7 @@ class Owner:
     async def _took_over(self) -> bool:
         topic = self._topic
         self._failed_meanwhile = False
-        self._opening += 1
-        opening = self._opening
+        topic.opening += 1
         began = topic.now_seconds()
         try:
             owner = await recovery.take_over(
@@ -216,8 +221,8 @@ class Owner:
                 term=topic.term + 1,
                 confirmed_index=topic.confirmed_index,
                 last_ownership=topic.last_ownership,
-                merge=topic.merge,
-                settle=lambda outcome: topic.settle(outcome) if opening == self._opening else None,
+                merge=self._merge,
+                settle=partial(topic.settle, topic.opening),
                 random_bytes=self._random_bytes,
                 known_term=lambda: topic.known_term,
                 name=topic.name,
@@ -226,7 +231,7 @@ class Owner:
             if e.reason != "TOPIC_TERMINATED":
                 raise
             # Nothing lands any more: what is read now is all there is.
-            await replay_from(topic.log, topic.confirmed_index, topic.merge, topic.last_ownership).run()
+            await replay_from(topic.log, topic.confirmed_index, self._merge, topic.last_ownership).run()
             topic.fail_in_flight(e)
             topic.terminated = e
             topic.next_index = topic.confirmed_index
@@ -243,6 +248,11 @@ class Owner:
         topic.counters.recovery_seconds += topic.now_seconds() - began
         # What the log held is known now; but if it failed again meanwhile, it takes nothing yet.
         return not self._failed_meanwhile
+
+    def _merge(self, chunk: bytes, table: Table, count: int, runs_of: RunsOf) -> None:
+        """Records that stand in the log that is taken over are merged."""
+        self._topic.merge(chunk, table, count, runs_of)
+        self._merged += count
 
     def _not_now(self, e: Exception) -> None:
         """Taking over has failed, and is tried again."""
@@ -281,6 +291,8 @@ class Owner:
             topic.fail_in_flight(topic.not_appended("LOG_REFUSED", why))
             topic.change_state(State.READ_ONLY, why)
             # A full disk often has room for what opening the log writes: it would serve, and refuse, again and again.
+            if topic.confirmed_index > self._refused_index:
+                self._rest_seconds, self._refused_index = 0.0, topic.confirmed_index
             topic.spawn(self._recover(self._rest_seconds))
             self._rest_seconds = min(max(2 * self._rest_seconds, FIRST_REST_SECONDS), LONGEST_REST_SECONDS)
             return
@@ -294,14 +306,10 @@ class Owner:
         """
         topic = self._topic
         # Its outcomes would be taken for those of others.
-        self._opening += 1
+        topic.opening += 1
         logger.error("topic %s and its log are out of step", topic.name, exc_info=e)
         self.log_failed(Failure.UNKNOWN, f"{type(e).__name__} in the sidecar")
         return error("RECOVERING", f"topic {topic.name} takes no messages now: {topic.why}")
-
-    def took_messages(self) -> None:
-        """The log has taken some."""
-        self._rest_seconds = 0.0
 
     def check_has_epochs(self) -> None:
         """Before new sessions. Raises RECOVERING if this term has no epoch left for them, and begins another one: what

@@ -7,6 +7,7 @@ message is read and filled here.
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from enum import Enum
+from functools import cached_property
 from typing import Any
 
 from seqdedupe.errors import error
@@ -151,7 +152,7 @@ class OverlapPolicy(Enum):
     """It is refused: retrying it never helps, its sender has to split it."""
 
 
-class Route(Enum):
+class DeduplicationRoute(Enum):
     """By what messages of deduplication IDs find their partitions. Values as on the wire (`DeduplicationRoute`)."""
 
     ID = 1
@@ -178,7 +179,7 @@ class Policy:
     deduplication_window_max_minutes: int | None = None
     by_deduplication_id: bool = False
     """Whether the topic is one of deduplication IDs. It is no value: a topic has it from its beginning, for good."""
-    route: Route | None = None
+    route: DeduplicationRoute | None = None
     """Of a partition of a topic of deduplication IDs; for good, too."""
     cursors: tuple[NamedCursor, ...] = ()
     """By name. No operator sets them as he sets the others (`NAMES`), but they are kept and change with them."""
@@ -241,14 +242,22 @@ class Policy:
                 values[name] = kind(values[name])
         return Policy(**values)
 
+    @staticmethod
+    def of_request(message: Any) -> "Policy":
+        """What a `TopicPolicy` of a request sets. Raises INVALID_REQUEST for what cannot be set."""
+        try:
+            return Policy.of(message).check()
+        except ValueError as e:
+            raise error("INVALID_REQUEST", f"the policy has a value that this sidecar does not know: {e}") from e
+
 
 _NO_VALUES = ("cursors", "by_deduplication_id", "route", "imported")
 NAMES = tuple(item.name for item in fields(Policy) if item.name not in _NO_VALUES)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Applied:
-    """What is in force: as `Policy`, but every value is known."""
+    """What is in force: as `Policy`, but every value is known. Each frame asks: so what follows from it is kept."""
 
     deduplication_enabled: bool = True
     """False: rows that would be DUP or UNKNOWN are NOT_DUP. Sessions, links, failures and numbers stay as they are."""
@@ -272,12 +281,12 @@ class Applied:
     deduplication_window_max_bytes: int = 2**30
     deduplication_window_max_minutes: int = NO_LIMIT
 
-    @property
+    @cached_property
     def flush_interval(self) -> FlushInterval:
         """As the log has it."""
         return FlushInterval(self.log_flush_interval_messages, self.log_flush_interval_ms)
 
-    @property
+    @cached_property
     def window(self) -> WindowLimits:
         """As the window of deduplication IDs has it."""
         minutes = self.deduplication_window_max_minutes
@@ -287,7 +296,7 @@ class Applied:
             NO_LIMIT if minutes < 0 else minutes * _MILLISECONDS_A_MINUTE,
         )
 
-    @property
+    @cached_property
     def retention(self) -> Retention:
         """In the log's units."""
         size_mb, minutes = self.retention_size_in_mb, self.retention_time_in_minutes

@@ -31,7 +31,7 @@ Markers and control records have ROWS 0.
 
 
 @dataclass(frozen=True, slots=True)
-class Ownership:
+class Takeover:
     """What taking over a log came to."""
 
     term: int
@@ -123,7 +123,7 @@ async def take_over(
     random_bytes: Callable[[int], bytes],
     known_term: Callable[[], int],
     name: str = "",
-) -> Ownership:
+) -> Takeover:
     """Makes this process the owner of the log, and merges what is in it from `confirmed_index` on.
 
     `term` is one that is above all known. Where the log holds a marker of a term that is not lower, or what was merged
@@ -154,5 +154,5 @@ async def take_over(
                 replay.rows,
                 replay.next_index,
             )
-            return Ownership(term, replay.next_index, ownership_of(token), replay.rows)
+            return Takeover(term, replay.next_index, ownership_of(token), replay.rows)
         term = highest + 1

@@ -1,6 +1,6 @@
 """The names of topics, and what is under way with each: one entry a name, which says whether more may begin.
 
-Begin with `Entry`. `Registry` has all of them, and which topics are partitioned.
+Begin with `RegistryEntry`. `Registry` has all of them, and which topics are partitioned.
 """
 
 import asyncio
@@ -71,7 +71,7 @@ R = TypeVar("R")
 
 
 class Phase(Enum):
-    """What is under way with a name. `Entry` draws how they follow each other."""
+    """What is under way with a name. `RegistryEntry` draws how they follow each other."""
 
     SETTLED = 1
     """Nothing: there is a topic, which is served or tried again, or none."""
@@ -109,7 +109,7 @@ _REFUSED = {
 """What whoever wants to begin the second is told while the first is under way; all else may begin."""
 
 
-class Entry(Generic[T]):
+class RegistryEntry(Generic[T]):
     """What is known of one name, and the one place where its phase changes.
 
     ```
@@ -175,7 +175,7 @@ class Registry(Generic[T]):
     """The entries of all names of which anything is known, and which partitioned topics there are."""
 
     def __init__(self) -> None:
-        self._entries: dict[str, Entry[T]] = {}
+        self._entries: dict[str, RegistryEntry[T]] = {}
         self._changing: dict[str, asyncio.Task[Any]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self.partitions = Partitions()
@@ -184,21 +184,21 @@ class Registry(Generic[T]):
         """How many topics there are or are being made; partitions, not what they are of."""
         return len(self._entries)
 
-    def __iter__(self) -> Iterator[Entry[T]]:
+    def __iter__(self) -> Iterator[RegistryEntry[T]]:
         return iter(list(self._entries.values()))
 
     def names(self) -> set[str]:
         """Of all topics that are there or are being made; partitions, not what they are of."""
         return set(self._entries)
 
-    def get(self, name: str) -> Entry[T] | None:
+    def get(self, name: str) -> RegistryEntry[T] | None:
         """What is known of a name."""
         return self._entries.get(name)
 
-    def entry(self, name: str) -> Entry[T]:
+    def entry(self, name: str) -> RegistryEntry[T]:
         """What is known of a name, to change it."""
         if (entry := self._entries.get(name)) is None:
-            entry = self._entries[name] = Entry(name)
+            entry = self._entries[name] = RegistryEntry(name)
         return entry
 
     def found(self, name: str) -> T | Closed | None:
@@ -243,7 +243,7 @@ class Registry(Generic[T]):
                 del self._entries[name]
 
     @asynccontextmanager
-    async def locked(self, name: str) -> AsyncIterator[Entry[T]]:
+    async def locked(self, name: str) -> AsyncIterator[RegistryEntry[T]]:
         """Nobody else opens the topic of this name meanwhile."""
         entry = self.entry(name)
         entry.openers += 1
@@ -258,7 +258,7 @@ class Registry(Generic[T]):
 
     async def run(self, phase: Phase, name: str, work: Callable[[], Coroutine[Any, Any, R]]) -> R:
         """Runs something with a name, which changes to the phase, in a task of its own: it goes on when the caller is
-        cancelled. Raises as `Entry.check_may`, and what it raises."""
+        cancelled. Raises as `RegistryEntry.check_may`, and what it raises."""
         return await asyncio.shield(self._begin(phase, [name], work))
 
     async def change_whole(self, phase: Phase, whole: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:

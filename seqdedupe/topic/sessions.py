@@ -54,7 +54,7 @@ def encoded_names(names: list[str], known: Producers | None = None) -> list[byte
 
 
 @dataclass(frozen=True, slots=True)
-class Opening:
+class SessionStarts:
     """The sessions that an Open starts or resumes. All but `refusals` are columns of the names that are not refused."""
 
     places: Int64s
@@ -72,7 +72,7 @@ class Opening:
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class OpenAnswer:
     """What `Open` answers, in the order of the names. A name that is refused has epoch 0, persisted and index -1."""
 
     epochs: list[int]
@@ -86,7 +86,7 @@ class Opened:
     fenced_epochs: dict[int, int] = field(default_factory=dict)
     """By place, of names that another session had before."""
 
-    def extend(self, other: "Opened") -> None:
+    def extend(self, other: "OpenAnswer") -> None:
         """What is answered of the names after these."""
         first = len(self.epochs)
         self.epochs.extend(other.epochs)
@@ -96,12 +96,12 @@ class Opened:
         self.forgotten.extend(first + place for place in other.forgotten)
         self.fenced_epochs.update((first + place, epoch) for place, epoch in other.fenced_epochs.items())
 
-    def among(self, names: int, refusals: dict[int, SeqdedupeError]) -> "Opened":
+    def among(self, names: int, refusals: dict[int, SeqdedupeError]) -> "OpenAnswer":
         """The same, as the answer to so many names, of which those at these places were refused before."""
         if not refusals:
             return self
         places = [place for place in range(names) if place not in refusals]
-        answer = Opened([0] * names, [-1] * names, [-1] * names, dict(refusals))
+        answer = OpenAnswer([0] * names, [-1] * names, [-1] * names, dict(refusals))
         for place, *columns in zip(places, self.epochs, self.persisted, self.indexes, strict=True):
             answer.epochs[place], answer.persisted[place], answer.indexes[place] = columns
         answer.refusals.update((places[k], e) for k, e in self.refusals.items())
@@ -123,7 +123,7 @@ class Sessions:
         """The topic has a new owner. Where its opens begin to count is of RANDOM_BYTES."""
         self._term, self._opens = term, int.from_bytes(random, "little") >> 1
 
-    def open(self, names: list[str], epochs: list[int] | None) -> Opening:
+    def open(self, names: list[str], epochs: list[int] | None) -> SessionStarts:
         """Starts new sessions (unless `term_is_used_up`), or resumes those of the given epochs, each by itself.
 
         They are in force from now on.
@@ -151,11 +151,11 @@ class Sessions:
         self._producers.open(numbers, given)
         if not is_resume:
             self.forget(accepted)
-        return Opening(np.array(places, np.int64), accepted, numbers, given, earlier, refusals, is_resume)
+        return SessionStarts(np.array(places, np.int64), accepted, numbers, given, earlier, refusals, is_resume)
 
-    def opened(self, opening: Opening, names: int) -> Opened:
+    def opened(self, opening: SessionStarts, names: int) -> OpenAnswer:
         """What an Open of so many names answers once all that it waits for has settled."""
-        answer = Opened([0] * names, [-1] * names, [-1] * names, dict(opening.refusals))
+        answer = OpenAnswer([0] * names, [-1] * names, [-1] * names, dict(opening.refusals))
         if not opening.is_resume:
             had = np.flatnonzero(opening.earlier_epochs != NO_EPOCH)
             answer.fenced_epochs.update(

@@ -16,7 +16,7 @@ import numpy as np
 from seqdedupe.core.id_runs import ImportedIds
 from seqdedupe.core.id_window import IdWindow
 from seqdedupe.core.producers import Producers
-from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.errors import InvalidRequestError, SeqdedupeError, error
 from seqdedupe.format.columns import BASE_INDEX, ROWS, TERM
 from seqdedupe.format.jit import Int64s
 from seqdedupe.format.records import body_of, ownership
@@ -27,11 +27,10 @@ from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Loaded, Snapshots
 from seqdedupe.topic import control
 from seqdedupe.topic.base import State, TopicBase
-from seqdedupe.topic.control import Change, CursorChange, Purge
+from seqdedupe.topic.control import Change, CursorChange, ProducerSessions, Purge, Reset
 from seqdedupe.topic.flight import Admitted, Changing, Flight
-from seqdedupe.topic.frame import NumbersCache, OutOfStepError, Receipt, Refusal, Reply
-from seqdedupe.topic.judge import BySequenceId, Judge
-from seqdedupe.topic.judge_by_id import ByDeduplicationId
+from seqdedupe.topic.frame import FrameReceipt, NumbersCache, OutOfStepError, Refusal, Reply
+from seqdedupe.topic.judge import ByDeduplicationId, BySequenceId, Judge
 from seqdedupe.topic.keeper import Keeper, producers_of
 from seqdedupe.topic.owner import Owner
 from seqdedupe.topic.policy import Applied, Policy
@@ -91,6 +90,8 @@ class Topic(TopicBase):
         self.flight = Flight()
         self.next_index = self.confirmed_index
         """That of the next message that is handed to the log."""
+        self.opening = 0
+        """Of the log. The outcomes of earlier ones are not heard any more."""
         self.ownership = 0
         """Of what is appended now."""
         self.known_term = 0
@@ -172,7 +173,7 @@ class Topic(TopicBase):
             self.counters.refused += 1
             reply(answer)
         elif new is None:
-            self.counters.count(answer, 0)
+            self._count(answer, 0)
             reply(answer)
         else:
             self._append(Admitted(new, answer, reply, self.now_seconds(), when_durable))
@@ -215,7 +216,7 @@ class Topic(TopicBase):
     def append_change(self, change: Change) -> "asyncio.Future[None]":
         """Hands a control record to the log. Done when it is durable and in force; raises why it is not.
 
-        Raises at once, and does nothing, unless the topic takes messages.
+        Raises at once, and does nothing, unless the topic takes messages; and MESSAGE_TOO_LARGE.
         """
         self.check_serving()
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -226,14 +227,23 @@ class Topic(TopicBase):
             raise self.owner.out_of_step(e) from e
         try:
             self.log.append_control(body)
+        except InvalidRequestError as e:
+            # The log has taken nothing, however often it is asked.
+            self.flight.take_back()
+            if isinstance(change, ProducerSessions | Reset):
+                # These epochs are in force already, and must not be.
+                self.owner.out_of_step(e)
+            raise
         except Exception as e:  # noqa: BLE001 (as of a frame)
             self.owner.out_of_step(e)
         return done
 
     # -- 3. settle ---------------------------------------------------------------------------------------------
 
-    def settle(self, outcome: Outcome) -> None:
+    def settle(self, opening: int, outcome: Outcome) -> None:
         """The log tells what became of the oldest appends in flight."""
+        if opening != self.opening:
+            return
         confirmed: list[Admitted | Changing] = []
         failed: Exception | None = None
         last: Runs = ()
@@ -247,7 +257,6 @@ class Topic(TopicBase):
         for _ in confirmed:
             self.flight.take()
         if last:
-            self.owner.took_messages()
             self.last_ownership = self.ownership
             self.last_message_id = last_of(last)
             self.confirmed.tell()
@@ -363,17 +372,27 @@ class Topic(TopicBase):
         try:
             if isinstance(item, Changing):
                 item.settled()
-                self.counters.count_change(item.change)
+                if isinstance(item.change, Reset):
+                    self.counters.resets += len(item.change.names)
+                elif isinstance(item.change, Purge):
+                    self.counters.purged += len(item.change.names)
                 return
             if item.is_told and item.when_durable is not None:
                 item.when_durable()
             else:
                 item.reply(item.receipt)
-            self.counters.count(item.receipt, item.frame.rows)
-            self.counters.stored_bytes += len(item.body)
+            self._count(item.receipt, item.frame.rows)
+            self.counters.stored_bytes += len(item.frame.encoded)
         except Exception:
             # Others wait for their answers, and the topic for what comes after them.
             logger.exception("topic %s could not give an answer", self.name)
+
+    def _count(self, receipt: FrameReceipt, new_rows: int) -> None:
+        """A frame has its receipt; so many of its rows were stored."""
+        if receipt.verdicts is None:
+            self.counters.not_dup += new_rows
+        else:
+            self.counters.count_verdicts(receipt.verdicts, new_rows)
 
     def _answer_early(self, written: Sequence[Runs]) -> None:
         """Frames are in the log that a power cut may still take: their senders alone hear of it, if they asked to."""
@@ -387,7 +406,7 @@ class Topic(TopicBase):
                 # Its sender takes nothing less. Before the policy was in force nobody asked for the sync.
                 self.log.flush()
 
-    def _reply(self, item: Admitted, answer: Receipt | Refusal) -> None:
+    def _reply(self, item: Admitted, answer: FrameReceipt | Refusal) -> None:
         try:
             item.reply(answer)
         except Exception:
@@ -505,7 +524,8 @@ class Topic(TopicBase):
         self.ids.imported.say_if_missing()
 
     def _window_may_have_grown(self) -> None:
-        self.ids.may_have_grown(self.keeper.snapshotter.taken)
+        if self.ids.window is not None:
+            self.ids.may_have_grown(self.ids.window, self.keeper.snapshotter.taken)
 
     def _import_has_expired(self) -> None:
         if self._forgetting_import is None or self._forgetting_import.done():

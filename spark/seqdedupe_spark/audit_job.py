@@ -44,22 +44,25 @@ from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name
 from seqdedupe.v1 import admin_pb2
 from seqdedupe_spark import planning
-from seqdedupe_spark.audit import deduplication_ids as ids
-from seqdedupe_spark.audit.sequence_ids import (
+from seqdedupe_spark.audit_counts import (
     DOUBLED,
+    ID_ROWS_SCHEMA,
     OUT_OF_ORDER,
     ROWS_SCHEMA,
     SUMMARY,
+    IdJudgement,
     Judgement,
     TopicMerge,
+    id_rows,
     judge,
+    judge_ids,
     summarise,
     suspect_rows,
 )
 from seqdedupe_spark.options import Selection
 from seqdedupe_spark.planning import Ends, earliest
 from seqdedupe_spark.range_reader import read_stored
-from seqdedupe_spark.ranges import Range, split
+from seqdedupe_spark.ranges import TopicRange, split
 from seqdedupe_spark.service import SidecarService, sidecar_at
 from seqdedupe_spark.session import run_command, start_session, typed_failures
 
@@ -242,7 +245,7 @@ FOUND_SOMETHING = 1
 COULD_NOT_BE_DONE = 2
 """Exit statuses."""
 
-Read = Callable[[Range], Iterable[StoredBatch]]
+Read = Callable[[TopicRange], Iterable[StoredBatch]]
 J = TypeVar("J")
 
 
@@ -320,30 +323,30 @@ def _by_id(spark: SparkSession, targets: Sequence[Target], read: Read) -> list[I
     """The reports of the topics of deduplication IDs."""
     numbers = {target.topic: number for number, target in enumerate(targets)}
     works = [(numbers[one.topic], one) for one in _plan(spark, targets)]
-    judgement = ids.IdJudgement()
+    judgement = IdJudgement()
 
-    def look(topic: int, one: Range) -> Iterator[pa.RecordBatch]:
-        return ids.id_rows(topic, read(one))
+    def look(topic: int, one: TopicRange) -> Iterator[pa.RecordBatch]:
+        return id_rows(topic, read(one))
 
     if works:
-        rows = _on_workers(spark, works, look, ids.ROWS_SCHEMA)
-        for one in _judged(rows, ("topic", "id"), ids.judge):
+        rows = _on_workers(spark, works, look, ID_ROWS_SCHEMA)
+        for one in _judged(rows, ("topic", "id"), judge_ids):
             judgement.merge(one)
     return [_id_report(number, target, judgement, read) for number, target in enumerate(targets)]
 
 
-def _plan(spark: SparkSession, targets: Sequence[Target]) -> list[Range]:
+def _plan(spark: SparkSession, targets: Sequence[Target]) -> list[TopicRange]:
     """Ranges in the order of the targets, and each one's in the order of its messages."""
-    whole = [Range(target.topic, earliest(target.ends), target.ends.last) for target in targets]
+    whole = [TopicRange(target.topic, earliest(target.ends), target.ends.last) for target in targets]
     whole = [one for one in whole if len(one)]
     at_most = RANGES_PER_CORE * spark.sparkContext.defaultParallelism
     return split(whole, max(min(sum(map(len, whole)) // MIN_RANGE_MESSAGES, at_most), 1)) if whole else []
 
 
-def _summaries(spark: SparkSession, ranges: Sequence[Range], read: Read) -> Iterator[pa.Table]:
+def _summaries(spark: SparkSession, ranges: Sequence[TopicRange], read: Read) -> Iterator[pa.Table]:
     """What `summarise` makes of each range."""
 
-    def look(number: int, one: Range) -> Iterator[pa.RecordBatch]:
+    def look(number: int, one: TopicRange) -> Iterator[pa.RecordBatch]:
         yield summarise(number, read(one))
 
     if not ranges:
@@ -356,7 +359,11 @@ def _summaries(spark: SparkSession, ranges: Sequence[Range], read: Read) -> Iter
 
 
 def _judge(
-    spark: SparkSession, targets: Sequence[Target], ranges: Sequence[Range], merges: dict[str, TopicMerge], read: Read
+    spark: SparkSession,
+    targets: Sequence[Target],
+    ranges: Sequence[TopicRange],
+    merges: dict[str, TopicMerge],
+    read: Read,
 ) -> Judgement:
     """Judges the late messages of all topics; without any, Spark has nothing to do."""
     numbers = {target.topic: number for number, target in enumerate(targets)}
@@ -366,7 +373,7 @@ def _judge(
     if not works:
         return judgement
 
-    def look_again(topic: int, one: Range, found: Any) -> Iterator[pa.RecordBatch]:
+    def look_again(topic: int, one: TopicRange, found: Any) -> Iterator[pa.RecordBatch]:
         return suspect_rows(topic, read(one), found)
 
     rows = _on_workers(spark, works, look_again, ROWS_SCHEMA)
@@ -444,7 +451,7 @@ def _report(number: int, target: Target, merge: TopicMerge, judgement: Judgement
     )
 
 
-def _id_report(number: int, target: Target, judgement: ids.IdJudgement, read: Read) -> IdTopicReport:
+def _id_report(number: int, target: Target, judgement: IdJudgement, read: Read) -> IdTopicReport:
     message_id = partial(_message_id, target, read)
     examples = [
         IdExample(message_id(one.index), message_id(one.first_index), *_shown(one.deduplication_id))
@@ -462,7 +469,7 @@ def _id_report(number: int, target: Target, judgement: ids.IdJudgement, read: Re
 def _message_id(target: Target, read: Read, index: int) -> str:
     """It takes a read of that message: in some logs the index does not say it."""
     before, after = (Position.before(target.ends.last.incarnation, one) for one in (index, index + 1))
-    [stored] = read(Range(target.topic, before, after))
+    [stored] = read(TopicRange(target.topic, before, after))
     return str(stored.message_id(0))
 
 

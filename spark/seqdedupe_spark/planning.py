@@ -18,7 +18,7 @@ from seqdedupe.v1 import admin_pb2
 from seqdedupe_spark import stock
 from seqdedupe_spark.cluster import compiled
 from seqdedupe_spark.options import NO_LIMITS, ReadLimits, Selection
-from seqdedupe_spark.ranges import NOT_PARTITIONED, Range, cut, partition_of, shares
+from seqdedupe_spark.ranges import NOT_PARTITIONED, TopicRange, cut, partition_of, shares
 from seqdedupe_spark.read_bounds import Place, PlaceInTopic, Time
 from seqdedupe_spark.service import PulsarCluster, Service, sidecar_at
 from seqdedupe_spark.stock import StockEnds
@@ -391,7 +391,7 @@ class TopicListing:
             return Position.before(found.last.incarnation, where)
         return found.last if where == "latest" else earliest(found)
 
-    def plan(self, starts: Mapping[str, Position], limits: ReadLimits = NO_LIMITS) -> list[Range]:
+    def plan(self, starts: Mapping[str, Position], limits: ReadLimits = NO_LIMITS) -> list[TopicRange]:
         """What there is to read after each start, within the limits; no range for a topic that has nothing new.
 
         Raises PositionError or NotFoundError where `look` finds a loss, UnavailableError after PATIENCE_SECONDS.
@@ -404,12 +404,12 @@ class TopicListing:
             ranges.append(self.range(topic, start, end))
         return self.within(ranges, limits)
 
-    def range(self, topic: str, start: Position, end: Position) -> Range:
+    def range(self, topic: str, start: Position, end: Position) -> TopicRange:
         """What there is to read between positions that were looked at."""
         found = self._stock.get(topic)
-        return Range(topic, start, end, None if found is None else found.count(start, end))
+        return TopicRange(topic, start, end, None if found is None else found.count(start, end))
 
-    def within(self, ranges: Iterable[Range], limits: ReadLimits) -> list[Range]:
+    def within(self, ranges: Iterable[TopicRange], limits: ReadLimits) -> list[TopicRange]:
         """The beginnings of those ranges that are not empty, within the limits.
 
         A limit is shared in proportion to the messages there are. Each range keeps one message at least, even if that
@@ -427,14 +427,14 @@ class TopicListing:
             ]
         return [one if count == len(one) else self._cut(one, count) for one, count in zip(ranges, counts, strict=True)]
 
-    def _cut(self, one: Range, count: int) -> Range:
+    def _cut(self, one: TopicRange, count: int) -> TopicRange:
         """Its first messages, or entries, so many."""
         found = self._stock.get(one.topic)
         if found is None:
             return self._with_known_end(cut(one, 0, count))
-        return Range(one.topic, one.start, found.advanced(one.start, count), count)
+        return TopicRange(one.topic, one.start, found.advanced(one.start, count), count)
 
-    def _with_known_end(self, one: Range) -> Range:
+    def _with_known_end(self, one: TopicRange) -> TopicRange:
         """A range that was cut, with all that says which message it ends with: every history of the topic has one at
         that index, and a position that says no more would be read on from in any of them."""
         try:
@@ -442,13 +442,13 @@ class TopicListing:
         except (DamagedError, NotFoundError, PositionError):
             # Who reads the range is told so, and the other topics' ranges are read.
             return one
-        return Range(one.topic, one.start, end) if end.incarnation == one.incarnation else one
+        return TopicRange(one.topic, one.start, end) if end.incarnation == one.incarnation else one
 
-    def _log_bytes(self, ranges: Iterable[Range]) -> float:
+    def _log_bytes(self, ranges: Iterable[TopicRange]) -> float:
         """What the topics have on disk altogether; a topic that is not listed may have any amount."""
         return sum(self._topics[one.topic].log_bytes if one.topic in self._topics else math.inf for one in ranges)
 
-    def _messages_in(self, one: Range, size_bytes: int) -> int:
+    def _messages_in(self, one: TopicRange, size_bytes: int) -> int:
         if len(one) == 1:
             return 1
         if found := self._stock.get(one.topic):

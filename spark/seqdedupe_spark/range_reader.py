@@ -12,8 +12,8 @@ from seqdedupe.client.message import StoredBatch
 from seqdedupe.errors import UnavailableError, error
 from seqdedupe.message_id import MessageId, Position
 from seqdedupe_spark.cluster import compiled
-from seqdedupe_spark.columns import SCHEMA, to_arrow
-from seqdedupe_spark.ranges import Range
+from seqdedupe_spark.message_columns import SCHEMA, to_arrow
+from seqdedupe_spark.ranges import TopicRange
 from seqdedupe_spark.service import PulsarCluster, Service, sidecar_at
 
 MAX_ROWS = 16_384
@@ -26,7 +26,7 @@ PATIENCE_SECONDS = 30.0
 """While something else than a sidecar answers, a reader that begins asks again for so long."""
 
 
-def read_stored(service: Service, range: Range, timeout_seconds: float | None = None) -> Iterator[StoredBatch]:
+def read_stored(service: Service, range: TopicRange, timeout_seconds: float | None = None) -> Iterator[StoredBatch]:
     """All messages of a range in order, as the log stores them; the first and last batch are cut to the range.
 
     Over a lost connection it reads on by itself, for as long as it takes, or until none has come for `timeout_seconds`:
@@ -57,7 +57,7 @@ def message_id_at(
     service: Service, topic: str, incarnation: int, index: int, timeout_seconds: float | None = None
 ) -> MessageId:
     """That of one message. It takes a read: in some logs the index does not say it. Raises as `read_stored`."""
-    one = Range(topic, Position.before(incarnation, index), Position.before(incarnation, index + 1))
+    one = TopicRange(topic, Position.before(incarnation, index), Position.before(incarnation, index + 1))
     [stored] = read_stored(service, one, timeout_seconds)
     return stored.message_id(0)
 
@@ -76,7 +76,7 @@ def _next_batch(reader: blocking.Reader) -> StoredBatch | None:
         time.sleep(backoff.next_seconds())
 
 
-def _until_silent(reader: blocking.Reader, range: Range, timeout_seconds: float) -> Iterator[StoredBatch]:
+def _until_silent(reader: blocking.Reader, range: TopicRange, timeout_seconds: float) -> Iterator[StoredBatch]:
     """Its batches; a watcher closes it, which ends a call that waits in it, when none has come for so long."""
     is_over = threading.Event()
     asked: float | None = None  # since when a batch is waited for
@@ -105,7 +105,7 @@ def _until_silent(reader: blocking.Reader, range: Range, timeout_seconds: float)
 
 
 def read_range(
-    service: Service, range: Range, schema: pa.Schema = SCHEMA, timeout_seconds: float | None = None
+    service: Service, range: TopicRange, schema: pa.Schema = SCHEMA, timeout_seconds: float | None = None
 ) -> Iterator[pa.RecordBatch]:
     """The same as Arrow batches of about MAX_ROWS rows or MAX_BYTES, with those columns that `schema` has."""
     for stored in joined(read_stored(service, range, timeout_seconds)):

@@ -21,7 +21,7 @@ def partition_of(topic: str) -> int:
 
 
 @dataclass(frozen=True)
-class Range:
+class TopicRange:
     """The messages of one topic partition after `start`, up to and with `end`. Both are of one incarnation.
 
     `topic` is the full name of the topic; each partition of a partitioned topic is a topic of its own.
@@ -76,12 +76,12 @@ def shares(there: list[int], limit: int) -> list[int]:
     return [1 + rest * (one - 1) // more for one in there]
 
 
-def split(ranges: list[Range], parts: int, most: int | None = None) -> list[Range]:
+def split(ranges: list[TopicRange], parts: int, most: int | None = None) -> list[TopicRange]:
     """The same messages in at least so many ranges, if there are so many messages, and at most so many in each; each
     range is cut evenly. One whose entries are counted stays whole."""
     messages = sum(len(one) for one in ranges)
 
-    def pieces(one: Range) -> int:
+    def pieces(one: TopicRange) -> int:
         if one.entries is not None:
             return 1
         by_most = -(-len(one) // most) if most else 1
@@ -96,11 +96,11 @@ def split(ranges: list[Range], parts: int, most: int | None = None) -> list[Rang
     ]
 
 
-def cut(whole: Range, first: int, stop: int) -> Range:
+def cut(whole: TopicRange, first: int, stop: int) -> TopicRange:
     """Its messages from the `first`-th to before the `stop`-th. Where it cuts, positions have an index only."""
     start = Position.before(whole.incarnation, whole.first_index + first) if first else whole.start
     end = Position.before(whole.incarnation, whole.first_index + stop) if stop < len(whole) else whole.end
-    return Range(whole.topic, start, end)
+    return TopicRange(whole.topic, start, end)
 
 
 def packed(messages: list[int], least_parts: int = 1, most: int | None = None) -> list[range]:

@@ -21,7 +21,7 @@ from seqdedupe.command import FAILED, say, sidecar_options
 from seqdedupe.errors import PositionError, UnavailableError, error
 from seqdedupe.names import topic_name
 from seqdedupe_spark import options
-from seqdedupe_spark.job.dead_letters import MAX_DEAD_LETTERS, SUFFIX
+from seqdedupe_spark.job.dead_letter_rows import MAX_DEAD_LETTERS, SUFFIX
 from seqdedupe_spark.job.positions import positions_of, reset_position
 from seqdedupe_spark.job.range_task import Transform
 from seqdedupe_spark.job.rounds import TRIGGER_SECONDS, JobConfig, ReaderJob, Round

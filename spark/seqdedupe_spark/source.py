@@ -28,11 +28,11 @@ from seqdedupe.errors import InvalidRequestError, NotFoundError, PositionError, 
 from seqdedupe.message_id import Position
 from seqdedupe_spark import options as sink_options
 from seqdedupe_spark import options as user_options
-from seqdedupe_spark.columns import columns_of, to_arrow
+from seqdedupe_spark.message_columns import columns_of, to_arrow
 from seqdedupe_spark.options import NO_LIMITS, Least, Options
 from seqdedupe_spark.planning import Loss, PlanningClient, TopicListing, open_client
 from seqdedupe_spark.range_reader import joined, read_range, read_stored
-from seqdedupe_spark.ranges import Range, packed, split
+from seqdedupe_spark.ranges import TopicRange, packed, split
 from seqdedupe_spark.read_bounds import TURNED_ROUND
 from seqdedupe_spark.sink.row_layout import layout_of
 from seqdedupe_spark.sink.task import BatchWriter, Began, SinkTask, StreamWriter, began, now
@@ -190,7 +190,7 @@ class _Reading:
 
     def ranges(
         self, listing: TopicListing, starts: Mapping[str, Position], ends: Mapping[str, Position]
-    ) -> list[Range]:
+    ) -> list[TopicRange]:
         """What is to be read between positions, as far as it is there."""
         ranges = []
         for topic, end in ends.items():
@@ -217,7 +217,7 @@ class _Reading:
         self.accept(loss)
         return loss.next
 
-    def tasks(self, ranges: list[Range]) -> list[InputPartition]:
+    def tasks(self, ranges: list[TopicRange]) -> list[InputPartition]:
         """A task for each range; small ones share tasks."""
         options = self.options
         parts = packed([len(one) for one in ranges], options.min_partitions, options.max_records_per_partition)
@@ -233,14 +233,14 @@ class _Reading:
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """The messages of a task's ranges. Spark gives None where there is none at all."""
-        ranges: list[Range] = partition.value or []
+        ranges: list[TopicRange] = partition.value or []
         for one in ranges:
             if self.options.fail_on_data_loss:
                 yield from read_range(self.options.service, one, self.schema, self.options.read_timeout_seconds)
             else:
                 yield from self._read_what_is_left(one)
 
-    def _read_what_is_left(self, range: Range) -> Iterator[pa.RecordBatch]:
+    def _read_what_is_left(self, range: TopicRange) -> Iterator[pa.RecordBatch]:
         """The same; what is lost while it reads is skipped."""
         start: Position | None = range.start
         options = self.options

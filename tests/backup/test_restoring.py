@@ -8,9 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from seqdedupe.backup import manifest
-from seqdedupe.backup.maker import BackupMaker
-from seqdedupe.backup.manifest import MAGIC, Manifest, check, restore
 from seqdedupe.errors import ConfigurationError, DamagedError, SeqdedupeError, UnavailableError
 from seqdedupe.files import DIGEST_BYTES, MAGIC_BYTES, head_of, writing_sealed
 from seqdedupe.format.headers import key_of
@@ -18,6 +15,8 @@ from seqdedupe.log.embedded.inspection import DurablePart
 from seqdedupe.log.embedded.segment import LogIdentity
 from seqdedupe.store.db import Store
 from seqdedupe.store.directories import MANIFEST_FILE
+from seqdedupe.transfer import backup as backup_module
+from seqdedupe.transfer.backup import MAGIC, BackupMaker, Manifest, check, restore
 from tests.doctor.directories import fingerprint, opened, segments
 
 
@@ -94,7 +93,7 @@ async def test_each_file_that_is_changed_cut_or_missing_is_noticed(tmp_path: Pat
 
 async def test_another_version_is_told_from_damage(tmp_path: Path) -> None:
     backup = await made(tmp_path)
-    with writing_sealed(backup / MANIFEST_FILE, head_of(MAGIC, manifest.FORMAT_VERSION + 1)) as put:
+    with writing_sealed(backup / MANIFEST_FILE, head_of(MAGIC, backup_module.FORMAT_VERSION + 1)) as put:
         put(b"{}")
     with pytest.raises(DamagedError, match="NEWER_FORMAT"):
         check(backup)
@@ -106,7 +105,7 @@ async def test_a_manifest_leads_nowhere_else(tmp_path: Path, path: str) -> None:
     body = (backup / MANIFEST_FILE).read_bytes()[MAGIC_BYTES + 4 : -DIGEST_BYTES]
     said = json.loads(body)
     said["files"][0]["path"] = path
-    with writing_sealed(backup / MANIFEST_FILE, head_of(MAGIC, manifest.FORMAT_VERSION)) as put:
+    with writing_sealed(backup / MANIFEST_FILE, head_of(MAGIC, backup_module.FORMAT_VERSION)) as put:
         put(json.dumps(said).encode())
     with pytest.raises(DamagedError, match="BACKUP_DAMAGED"):
         restore(backup, tmp_path / "restored")
@@ -224,4 +223,4 @@ async def test_it_can_be_stopped(tmp_path: Path) -> None:
 
 
 def test_of_no_workers_there_is_one_part(tmp_path: Path) -> None:
-    assert manifest.parts_of(tmp_path) == [tmp_path]
+    assert backup_module.parts_of(tmp_path) == [tmp_path]

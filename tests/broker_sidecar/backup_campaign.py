@@ -14,9 +14,9 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from seqdedupe.backup.manifest import restore
 from seqdedupe.client.blocking import Client as Operator
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
+from seqdedupe.transfer.backup import restore
 from seqdedupe.v1 import admin_pb2
 from tests.broker_sidecar import pausing
 from tests.broker_sidecar.calls import DUP, NOT_DUP, Client, batch, names_of, record_rows, verdicts

@@ -35,8 +35,8 @@ STEPS = (
     "broker_sidecar.services.arrivals._take",
     "seqdedupe.log.embedded.relocation.Arrival.begin",
     "seqdedupe.log.embedded.relocation.Arrival.finish",
-    "seqdedupe.store.incoming_snapshot.IncomingSnapshot.add",
-    "seqdedupe.store.incoming_snapshot.IncomingSnapshot.finish",
+    "seqdedupe.transfer.stored_records.IncomingSnapshot.add",
+    "seqdedupe.transfer.stored_records.IncomingSnapshot.finish",
     "seqdedupe.store.db.Store.put_topics",
     "seqdedupe.topic.kinds.PublishedTopics.delete",
     "seqdedupe.topic.lives.Lives._begins",
@@ -108,11 +108,11 @@ def main() -> int:
     kernels.prepare()
     from broker_sidecar.__main__ import main
     from seqdedupe.log.embedded.logs import EmbeddedLogs
-    from seqdedupe.store import incoming_snapshot
+    from seqdedupe.transfer import stored_records
 
     EmbeddedLogs.__init__ = partialmethod(EmbeddedLogs.__init__, segment_bytes=SEGMENT_BYTES)  # type: ignore[assignment]
     # Each record of the snapshot is written by itself.
-    incoming_snapshot.BATCH_BYTES = 0
+    stored_records.BATCH_BYTES = 0
     # What begins so is a key of the configuration.
     file = Path(os.environ.pop(FILE))
     for step in STEPS:

@@ -88,13 +88,12 @@ def syncs(folder: Path) -> Path:
 
 def _run_quickly(here: Time) -> None:
     from broker_sidecar import data
-    from seqdedupe.core import moment
     from seqdedupe.log.embedded import log, reader
     from seqdedupe.topic import clock
 
     clock._both_ms = lambda: (here.clock_ms(), here.true_ms())
     reader.steady_ms = log.steady_ms = here.true_ms  # type: ignore[attr-defined]
-    clock.LOOK_SECONDS = moment.LOOK_SECONDS / here.quick.speed  # type: ignore[attr-defined]
+    clock.LOOK_SECONDS = clock.LOOK_SECONDS / here.quick.speed
     data.RETENTION_SECONDS = RETENTION_SECONDS
 
 
@@ -115,14 +114,14 @@ def _plant(bug: str) -> None:
     """What protects from one of the attacks is not there."""
     from broker_sidecar.security.permissions import Need, On, Permissions
     from broker_sidecar.security.rules import Action
-    from seqdedupe.core import moment
     from seqdedupe.log.embedded.journal_replay import JournalReplay
+    from seqdedupe.topic import clock
 
     match bug:
         case "the newest file of the journal is named nowhere":
             JournalReplay.begun = lambda self, number: None  # type: ignore[method-assign]
         case "one look at the clock is enough":
-            moment.LOOKS = 1
+            clock.LOOKS = 1
         case "who may publish may attach":
             check = Permissions.check_topic
 
@@ -147,12 +146,12 @@ def main() -> int:
     kernels.prepare()
 
     from broker_sidecar.__main__ import main as serve
-    from seqdedupe.log.embedded import commit, journal_files
+    from seqdedupe.log.embedded import commit
     from seqdedupe.log.embedded.logs import EmbeddedLogs
     from tests.broker_sidecar.security import by_name
 
     EmbeddedLogs.__init__ = partialmethod(EmbeddedLogs.__init__, segment_bytes=SEGMENT_BYTES)  # type: ignore[assignment]
-    journal_files.FILE_BYTES = told["journal_file_bytes"]
+    commit.FILE_BYTES = told["journal_file_bytes"]
     commit.IDLE_SECONDS = told["idle_seconds"]
     _write_down_syncs(os.open(syncs(Path(told["folder"])), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600))
     if here is not None:

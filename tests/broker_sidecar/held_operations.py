@@ -18,7 +18,6 @@ import pytest
 from broker_sidecar.config import Config
 from broker_sidecar.server import SidecarServer
 from seqdedupe.address import SidecarAddress
-from seqdedupe.backup.maker import BackupMaker
 from seqdedupe.client.connection import typed_errors
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.log.embedded import relocation
@@ -29,6 +28,7 @@ from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Snapshots
 from seqdedupe.store.topics import TopicState
 from seqdedupe.testing import LAST_RESORT_SECONDS
+from seqdedupe.transfer.backup import BackupMaker
 from seqdedupe.v1 import admin_pb2, publish_pb2
 from seqdedupe.v1.admin_pb2_grpc import AdminServiceStub
 from seqdedupe.v1.publish_pb2_grpc import PublishServiceStub

@@ -111,8 +111,8 @@ if __name__ == "__main__":
     kernels.prepare()
 
     from broker_sidecar.__main__ import main
-    from seqdedupe.backup.maker import BackupMaker
     from seqdedupe.log.embedded.logs import EmbeddedLogs
+    from seqdedupe.transfer.backup import BackupMaker
 
     EmbeddedLogs.__init__ = partialmethod(EmbeddedLogs.__init__, segment_bytes=SEGMENT_BYTES)  # type: ignore[assignment]
     add_store = BackupMaker.add_store

@@ -33,10 +33,10 @@ from seqdedupe.log.embedded import relocation
 from seqdedupe.log.embedded.relocation import ARRIVING, MOVE_BYTES, RECEIVER_BYTES, Arrival, receiver
 from seqdedupe.message_id import Position
 from seqdedupe.store import parts, rocksdb
-from seqdedupe.store.incoming_snapshot import IncomingSnapshot, row_bytes
-from seqdedupe.topic.keeper import Keeper, Stored
+from seqdedupe.topic.keeper import Keeper, RestoredState
 from seqdedupe.topic.registry import Phase
 from seqdedupe.topic.topic import Topic
+from seqdedupe.transfer.stored_records import IncomingSnapshot, row_bytes
 from seqdedupe.v1 import admin_pb2
 from seqdedupe.v1.admin_pb2_grpc import AdminServiceStub
 from tests.broker_sidecar.moving_messages import rows_in_store
@@ -390,7 +390,7 @@ FAILURES: dict[str, Callable[[pytest.MonkeyPatch, Pair], None]] = {
     "the new store in the snapshot": in_store("write", 1),
     "the new store at the snapshot's end": in_store("flush", 1),
     "the new store is opened again": opened_again,
-    "the new store's reading": lambda m, two: m.setattr(Stored, "load", lost),
+    "the new store's reading": lambda m, two: m.setattr(RestoredState, "load", lost),
     "the new store at the end": in_store("put_topics", 2),
     "the new log's opening": in_opening,
     "the old disk": lambda m, two: m.setattr(relocation, "leave", full),

@@ -15,10 +15,10 @@ from broker_sidecar.services.arrivals import Coming
 from seqdedupe.errors import SeqdedupeError, UnavailableError, error
 from seqdedupe.log.embedded.relocation import ARRIVING, Arrival
 from seqdedupe.store.db import Store
-from seqdedupe.store.incoming_snapshot import IncomingSnapshot
 from seqdedupe.store.snapshots import Snapshots
 from seqdedupe.topic import listing
-from seqdedupe.topic.lives import Records
+from seqdedupe.topic.lives import TopicRecords
+from seqdedupe.transfer.stored_records import IncomingSnapshot
 from tests.broker_sidecar.moving_messages import (
     BEFORE,
     Publishing,
@@ -181,7 +181,7 @@ async def test_none_comes_while_what_is_left_of_it_is_still_to_be_removed(
 
     monkeypatch.setattr(Store, "remove_topic", fails_late)
     if not is_guarded:
-        monkeypatch.setattr(Records, "check_is_free", without_guard(Records.check_is_free))
+        monkeypatch.setattr(TopicRecords, "check_is_free", without_guard(TopicRecords.check_is_free))
     with monkeypatch.context() as m:
 
         def fails(*_: Any, **__: Any) -> None:
@@ -209,7 +209,7 @@ async def test_none_comes_while_what_is_left_of_it_is_still_to_be_removed(
 
 
 def without_guard(check: Any) -> Any:
-    def unguarded(self: Records, incarnation: int, known: Any) -> None:
+    def unguarded(self: TopicRecords, incarnation: int, known: Any) -> None:
         self._cleaning.clear()
         check(self, incarnation, known)
 

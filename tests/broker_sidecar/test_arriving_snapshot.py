@@ -10,7 +10,7 @@ import pytest
 from broker_sidecar.cluster.departures import Giving
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.message_id import MessageId
-from seqdedupe.topic.keeper import Stored
+from seqdedupe.topic.keeper import RestoredState
 from seqdedupe.topic.kinds import PublishedTopics
 from seqdedupe.topic.topic import Topic
 from tests.broker_sidecar.moving_messages import Publishing, moved_with_all
@@ -70,7 +70,7 @@ async def test_a_position_that_is_newer_than_its_rows_is_noticed(
     """A planted bug: what came between them is nobody's."""
     load = PublishedTopics.load
 
-    async def newer(self: PublishedTopics, record: Any) -> Stored:
+    async def newer(self: PublishedTopics, record: Any) -> RestoredState:
         stored = await load(self, record)
         if stored.loaded is None:
             return stored

@@ -10,7 +10,6 @@ from typing import Any
 import grpc
 import pytest
 
-from seqdedupe.backup.manifest import check, parts_of, restore
 from seqdedupe.client import Client as AsyncClient
 from seqdedupe.client import DataLossError, PositionError
 from seqdedupe.doctor.examine import examine
@@ -18,6 +17,7 @@ from seqdedupe.errors import DamagedError
 from seqdedupe.log.embedded.logs import incarnations
 from seqdedupe.store import directories
 from seqdedupe.testing import Sidecar
+from seqdedupe.transfer.backup import check, parts_of, restore
 from seqdedupe.v1 import admin_pb2
 from tests.broker_sidecar.backup_campaign import round_, settings
 from tests.broker_sidecar.calls import TIMEOUT_SECONDS, Client, batch, payload_of, refused, status, verdicts

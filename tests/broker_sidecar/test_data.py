@@ -7,9 +7,10 @@ import pytest
 
 from broker_sidecar.config import Config
 from broker_sidecar.data import Data
-from seqdedupe.core.moment import LOOKS, Moment
+from seqdedupe.core.id_window import Moment
 from seqdedupe.log.contract import Retention
 from seqdedupe.topic import clock
+from seqdedupe.topic.clock import LOOKS
 from seqdedupe.topic.frame import NumbersCache
 from seqdedupe.topic.operations import open_sessions
 from tests.batches import batch
@@ -41,7 +42,7 @@ async def test_retention_by_time_goes_on_where_no_messages_come(
     """After the last message, and its snapshot, nothing happens on the topic. In the control arm nobody looks."""
     monkeypatch.setattr("broker_sidecar.data.RETENTION_SECONDS", 0.001 if looks else 1e6)
     now_ms = 1_700_000_000_000
-    monkeypatch.setattr("broker_sidecar.data._clock_ms", lambda: now_ms)
+    monkeypatch.setattr("seqdedupe.log.embedded.logs.wall_ms", lambda: now_ms)
     for module in ("reader", "log"):
         monkeypatch.setattr(f"seqdedupe.log.embedded.{module}.steady_ms", lambda: now_ms - 1_600_000_000_000)
     data = Data(Config(data_directory=str(tmp_path), default_retention_time_in_minutes=60), lambda name, state: None)

@@ -19,7 +19,7 @@ from broker_sidecar.services.dedupe_service import MAX_CHECKS, SMALL_BYTES
 from seqdedupe import wire
 from seqdedupe.limits import MAX_BATCH_ROWS, MAX_NAME_BYTES, MAX_NAMES_AT_ONCE, MAX_POSITION_BYTES, MAX_SEQUENCE_ID
 from seqdedupe.testing import Sidecar
-from seqdedupe.topic.attached import Attachment
+from seqdedupe.topic.attached import BrokerAttachment
 from seqdedupe.topic.sessions import NAMES_A_STEP
 from seqdedupe.v1 import admin_pb2, dedupe_pb2
 from tests.broker_sidecar.attaching import (
@@ -675,13 +675,13 @@ async def test_others_get_their_turn_while_names_are_registered(
             await asyncio.sleep(0)
 
     def watch(name: str) -> None:
-        work = getattr(Attachment, name)
+        work = getattr(BrokerAttachment, name)
 
-        def watched(self: Attachment, *arguments: Any) -> None:
+        def watched(self: BrokerAttachment, *arguments: Any) -> None:
             seen[name].append((len(arguments[-1]), turns))
             work(self, *arguments)
 
-        monkeypatch.setattr(Attachment, name, watched)
+        monkeypatch.setattr(BrokerAttachment, name, watched)
 
     names = [f"n{k}" for k in range(5 * NAMES_A_STEP + 1)]
     monkeypatch.setattr(dedupe_service, "NAMES_A_STEP", names_a_step)

@@ -7,10 +7,10 @@ import pytest
 
 from broker_sidecar.services import statistics
 from broker_sidecar.services.statistics import INTERVALS, RecentActivity
-from seqdedupe.topic.base import Counters
+from seqdedupe.topic.base import TopicCounters
 
 
-def _past_of(**counters: Counters) -> tuple[RecentActivity, dict[str, Any]]:
+def _past_of(**counters: TopicCounters) -> tuple[RecentActivity, dict[str, Any]]:
     """Of topics with these counters, and the topics, by name."""
     live = {name: SimpleNamespace(counters=one) for name, one in counters.items()}
 
@@ -24,7 +24,7 @@ def _past_of(**counters: Counters) -> tuple[RecentActivity, dict[str, Any]]:
 
 
 async def test_what_each_interval_brought() -> None:
-    counters = Counters(not_dup=100, dup=100)
+    counters = TopicCounters(not_dup=100, dup=100)
     past, _ = _past_of(a=counters)
     for rows in (3, 0, 5):
         counters.not_dup += rows
@@ -40,8 +40,8 @@ async def test_what_each_interval_brought() -> None:
 
 
 async def test_a_topic_in_which_nothing_happens_has_no_past_any_more() -> None:
-    counters = Counters()
-    past, _ = _past_of(busy=counters, idle=Counters(not_dup=1))
+    counters = TopicCounters()
+    past, _ = _past_of(busy=counters, idle=TopicCounters(not_dup=1))
     counters.not_dup += 7
     for _ in range(INTERVALS + 1):
         await past.end_interval()
@@ -56,7 +56,7 @@ async def test_a_topic_in_which_nothing_happens_has_no_past_any_more() -> None:
 
 
 async def test_the_sums_are_of_what_is_kept() -> None:
-    counters = Counters()
+    counters = TopicCounters()
     past, _ = _past_of(a=counters)
     for interval in range(3 * INTERVALS):
         counters.dup += interval
@@ -68,10 +68,10 @@ async def test_the_sums_are_of_what_is_kept() -> None:
 
 
 async def test_topics_come_go_and_are_opened_anew() -> None:
-    past, live = _past_of(a=Counters(not_dup=50))
-    live["new"] = SimpleNamespace(counters=Counters(not_dup=4))
+    past, live = _past_of(a=TopicCounters(not_dup=50))
+    live["new"] = SimpleNamespace(counters=TopicCounters(not_dup=4))
     # Opened anew, it counts from 0.
-    live["a"] = SimpleNamespace(counters=Counters(not_dup=2))
+    live["a"] = SimpleNamespace(counters=TopicCounters(not_dup=2))
     await past.end_interval()
     assert list(past.activity().not_dup) == [6]
     del live["new"]
@@ -83,7 +83,7 @@ async def test_topics_come_go_and_are_opened_anew() -> None:
 async def test_histories_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(statistics, "MAX_HISTORIES", 3)
     monkeypatch.setattr(statistics, "TOPICS_AT_ONCE", 2)
-    past, live = _past_of(**{f"t{k}": Counters() for k in range(10)})
+    past, live = _past_of(**{f"t{k}": TopicCounters() for k in range(10)})
     for topic in live.values():
         topic.counters.not_dup += 1
     await past.end_interval()
@@ -92,7 +92,7 @@ async def test_histories_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_more_than_there_is_room_for_is_the_most_that_there_is() -> None:
-    counters = Counters()
+    counters = TopicCounters()
     past, _ = _past_of(a=counters)
     counters.stored_bytes += 2**40
     await past.end_interval()

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from seqdedupe import exports
-from seqdedupe.backup.manifest import restore
 from seqdedupe.client import Verdict
 from seqdedupe.client.blocking import Client
 from seqdedupe.doctor.examine import examine
@@ -17,6 +16,7 @@ from seqdedupe.doctor.salvage import salvage
 from seqdedupe.errors import InvalidRequestError, OutcomeUnknownError, SeqdedupeError
 from seqdedupe.exports import KnownId
 from seqdedupe.testing import Sidecar
+from seqdedupe.transfer.backup import restore
 from seqdedupe.v1 import admin_pb2
 from tests.broker_sidecar.kill_transfers import Dying, settings
 from tests.broker_sidecar.moving_pair import TOPIC, pair

@@ -40,9 +40,9 @@ OLD_STEPS = [
 ]
 NEW_STEPS = [
     ("seqdedupe.log.embedded.relocation.Arrival.begin", "after", 1),
-    ("seqdedupe.store.incoming_snapshot.IncomingSnapshot.add", "after", 1),
-    ("seqdedupe.store.incoming_snapshot.IncomingSnapshot.finish", "before", 1),
-    ("seqdedupe.store.incoming_snapshot.IncomingSnapshot.finish", "after", 1),
+    ("seqdedupe.transfer.stored_records.IncomingSnapshot.add", "after", 1),
+    ("seqdedupe.transfer.stored_records.IncomingSnapshot.finish", "before", 1),
+    ("seqdedupe.transfer.stored_records.IncomingSnapshot.finish", "after", 1),
     ("broker_sidecar.services.arrivals.Coming.read", "after", 1),
     ("broker_sidecar.services.arrivals._check_is_free", "before", 2),
     ("broker_sidecar.services.arrivals._take", "before", 1),
@@ -58,8 +58,8 @@ NEW_STEPS = [
 ]
 BACK_STEPS = [
     ("broker_sidecar.services.arrivals._keep_from_who_had_it", "after", 1),
-    ("seqdedupe.store.incoming_snapshot.IncomingSnapshot.add", "after", 1),
-    ("seqdedupe.store.incoming_snapshot.IncomingSnapshot.finish", "after", 1),
+    ("seqdedupe.transfer.stored_records.IncomingSnapshot.add", "after", 1),
+    ("seqdedupe.transfer.stored_records.IncomingSnapshot.finish", "after", 1),
     ("broker_sidecar.services.arrivals._take", "before", 1),
     ("seqdedupe.store.db.Store.put_topics", "after", 1),
     ("seqdedupe.topic.kinds.PublishedTopics.delete", "after", 1),

@@ -12,7 +12,7 @@ from broker_sidecar.data import Data
 from broker_sidecar.services.admin_service import in_time
 from seqdedupe.errors import InvalidRequestError, UnavailableError
 from seqdedupe.testing import LAST_RESORT_SECONDS
-from seqdedupe.topic import lookup
+from seqdedupe.topic import directory
 from seqdedupe.topic.base import State
 from seqdedupe.topic.policy import Policy
 
@@ -34,7 +34,7 @@ async def test_a_creation_that_takes_long_is_said_to_be_under_way(
 
     async def ask() -> None:
         if partitions:
-            await in_time("t", lookup.create_partitioned(topics, "t", partitions, Policy()))
+            await in_time("t", directory.create_partitioned(topics, "t", partitions, Policy()))
         else:
             await in_time("t", topics.create("t"))
 

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from google.protobuf.message import DecodeError, Message
 
-from broker_sidecar.proto_messages import INT32, binary, values
 from broker_sidecar.services.dedupe_service import MAX_CHECKS, columns_of, parse_steps
+from seqdedupe.batch import INT32, binary, values
 from seqdedupe.core.producers import Producers
 from seqdedupe.errors import SeqdedupeError
-from seqdedupe.topic.attached import Attachment
+from seqdedupe.topic.attached import BrokerAttachment
 from seqdedupe.topic.policy import Applied
 from seqdedupe.v1 import dedupe_pb2
 from tests.broker_sidecar.attaching import AttachRequest, check, register, replay, report
@@ -106,7 +106,7 @@ def test_too_many_checks_are_refused(data: bytes) -> None:
 @pytest.mark.parametrize("is_wide", [False, True])
 def test_checks_in_flight_are_charged_what_they_hold(rows: int, is_wide: bool) -> None:
     """Those of one row too, of which there may be many."""
-    attachment = Attachment(Producers(), b"")
+    attachment = BrokerAttachment(Producers(), b"")
     attachment.register(0, [b"a"])
     attachment.end_replay(b"")
     messages = []

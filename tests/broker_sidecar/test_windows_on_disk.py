@@ -14,13 +14,13 @@ import pytest
 
 from broker_sidecar import data
 from broker_sidecar.server import SidecarServer
-from seqdedupe.backup.manifest import restore
 from seqdedupe.client import Client, InvalidRequestError, Verdict
 from seqdedupe.doctor.examine import examine
 from seqdedupe.doctor.salvage import salvage
 from seqdedupe.store.parts import RUN, part_key
 from seqdedupe.topic import window_runs
 from seqdedupe.topic.topic import Topic
+from seqdedupe.transfer.backup import restore
 from seqdedupe.v1 import admin_pb2
 from tests.broker_sidecar.moving_pair import LIMIT_SECONDS, TOPIC, One, Pair, pair
 

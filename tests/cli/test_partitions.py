@@ -96,7 +96,7 @@ def crash(address: str, topic: str, count: int) -> None:
             user = row.split(b",")[1]
             producer.send(row, 3 * i, key=user, properties={"seqdedupe.record": str(i)})
         for k in (0, 2):
-            for pending in parts[k].session.outbox.entries:
+            for pending in parts[k].session.queue.entries:
                 while not pending.settled:
                     parts[k].seal()
         producer.abort()

@@ -13,15 +13,18 @@ CODES = [grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.PERMISSION_DENIED]
 
 
 @asynccontextmanager
-async def answering(address: str, code: grpc.StatusCode) -> AsyncIterator[Counter[str]]:
-    """What listens at this address answers all calls with this status. Yields how often each was called."""
+async def answering(address: str, code: grpc.StatusCode, status_details: bytes = b"") -> AsyncIterator[Counter[str]]:
+    """What listens at this address answers all calls with this status, and these details of it if there are any.
+    Yields how often each was called."""
     calls: Counter[str] = Counter()
 
     class Foreign(grpc.GenericRpcHandler):
         def service(self, details: Any) -> Any:
             async def refuse(_: object, context: Any) -> None:
                 calls[details.method.rpartition("/")[2]] += 1
-                await context.abort(code, "not here")
+                await context.abort(
+                    code, "not here", (("grpc-status-details-bin", status_details),) if status_details else ()
+                )
 
             return grpc.stream_stream_rpc_method_handler(refuse)
 

@@ -20,6 +20,7 @@ from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.names import is_namespace, topic_name
 from seqdedupe.testing import reserved_port
 from seqdedupe.v1 import admin_pb2, publish_pb2, read_pb2
+from seqdedupe.wire import GREETING
 
 _LARGE = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1))
 _AS_A_SIDECAR = (
@@ -150,7 +151,8 @@ class Front:
         self, method: str, topic: str, first: bytes, requests: AsyncIterator[bytes], context: Context
     ) -> None:
         assert self._channel is not None
-        call: grpc.aio.StreamStreamCall[bytes, bytes] = self._channel.stream_stream(method)()
+        wanted = tuple((name, value) for name, value in context.invocation_metadata() or () if name == GREETING)
+        call: grpc.aio.StreamStreamCall[bytes, bytes] = self._channel.stream_stream(method)(metadata=wanted)
         is_publishing = method.endswith("/PublishStream")
         turn = asyncio.Lock()  # two write
         is_broken = False

@@ -25,7 +25,7 @@ from seqdedupe.names import topic_name
 from seqdedupe.testing import Sidecar
 from seqdedupe.v1 import admin_pb2, publish_pb2
 from seqdedupe_spark.range_reader import read_stored
-from seqdedupe_spark.ranges import Range
+from seqdedupe_spark.ranges import TopicRange
 from tests.client.fake_sidecar import FakeSidecar, Refused, fake_sidecar
 from tests.client.fronts import Front, addresses, fronts, in_order, move
 from tests.client.helpers import read_all, until
@@ -302,6 +302,6 @@ async def test_commands_and_spark_take_the_list(
     move(three, three[1])
     assert (await asyncio.to_thread(run, "read", topic, "--address", addresses(three))).count("x") >= 10
     ends = await asyncio.to_thread(lambda: blocking.Client(addresses(three)).ends(topic))
-    whole = Range(topic, Position.before(ends.last.incarnation, 0), ends.last)
+    whole = TopicRange(topic, Position.before(ends.last.incarnation, 0), ends.last)
     stored = await asyncio.to_thread(lambda: list(read_stored(addresses(three), whole)))
     assert sum(map(len, stored)) == len(await read_all(shared_sidecar, topic)) == 12

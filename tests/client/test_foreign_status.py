@@ -10,6 +10,9 @@ from typing import Any
 
 import grpc
 import pytest
+from google.protobuf import any_pb2
+from google.protobuf.message import Message
+from google.rpc import error_details_pb2, status_pb2
 
 from seqdedupe.client import (
     AccessDeniedError,
@@ -21,7 +24,7 @@ from seqdedupe.client import (
 )
 from seqdedupe.client import reader as reading
 from seqdedupe.client.cursor import Kept
-from seqdedupe.client.outbox import MAX_BREAKS
+from seqdedupe.client.send_queue import MAX_BREAKS
 from seqdedupe.errors import REASONS
 from seqdedupe.message_id import MessageId, Position
 from seqdedupe.testing import Sidecar
@@ -46,6 +49,20 @@ CODES = [
     grpc.StatusCode.FAILED_PRECONDITION,
 ]
 
+
+def undecodable(kind: type[Message]) -> bytes:
+    """Details with one that is none."""
+    detail = any_pb2.Any(type_url=f"type.googleapis.com/{kind.DESCRIPTOR.full_name}", value=b"\xff\xff")
+    made: bytes = status_pb2.Status(code=14, message="not here", details=[detail]).SerializeToString()
+    return made
+
+
+STATUSES = {code.name: (code, b"") for code in CODES} | {
+    "no details": (grpc.StatusCode.UNAVAILABLE, b"\0\0\0"),
+    "text as details": (grpc.StatusCode.UNAVAILABLE, b"upstream connect error"),
+    "ErrorInfo": (grpc.StatusCode.UNAVAILABLE, undecodable(error_details_pb2.ErrorInfo)),
+    "RetryInfo": (grpc.StatusCode.UNAVAILABLE, undecodable(error_details_pb2.RetryInfo)),
+}
 
 ANSWERS = {"empty": b"", "garbage": b"\xff\xff\xff\xff\x07garbage"}
 
@@ -93,8 +110,8 @@ async def fake() -> AsyncIterator[FakeSidecar]:
         yield fake
 
 
-@pytest.mark.parametrize("code", CODES, ids=lambda code: code.name)
-async def test_what_is_open_goes_on(tmp_path: Path, code: grpc.StatusCode) -> None:
+@pytest.mark.parametrize("status", STATUSES.values(), ids=STATUSES)
+async def test_what_is_open_goes_on(tmp_path: Path, status: tuple[grpc.StatusCode, bytes]) -> None:
     with Sidecar(tmp_path) as sidecar:
         async with Client(sidecar.address) as client:
             await client.admin.create_topic("ids", deduplication_mode="deduplication-id")
@@ -111,7 +128,7 @@ async def test_what_is_open_goes_on(tmp_path: Path, code: grpc.StatusCode) -> No
                 assert (await waits).payload == b"1"
                 reads = [asyncio.create_task(anext(one)) for one in (reader, silent)]
                 sidecar.kill()
-                async with answering(sidecar.address, code) as calls:
+                async with answering(sidecar.address, *status) as calls:
                     receipt = await producer.send(b"2")
                     sends = asyncio.create_task(publisher.send(b"2", deduplication_id="2"))
                     # Two readers, and two that publish.
@@ -308,6 +325,12 @@ async def test_a_size_that_gRPC_refuses_here_is_final(fake: FakeSidecar, monkeyp
 
 
 @pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A frame is given up as soon as it was alone often enough."""
+    monkeypatch.setattr("seqdedupe.client.send_queue.BREAKS_SECONDS", 0)
+
+
+@pytest.fixture
 async def front(shared_sidecar: Sidecar) -> AsyncIterator[Front]:
     """A proxy that ends the streams over which POISON comes."""
     async with fronts(shared_sidecar.address, 1) as [front]:
@@ -315,6 +338,7 @@ async def front(shared_sidecar: Sidecar) -> AsyncIterator[Front]:
         yield front
 
 
+@pytest.mark.usefixtures("at_once")
 async def test_a_frame_that_breaks_each_connection_is_named(front: Front, topic: str) -> None:
     async with Client(front.address) as client:
         producer = client.producer(topic, "p", NEVER_GIVES_UP)
@@ -342,6 +366,7 @@ async def test_what_times_out_is_no_fault_of_the_frame(
     """A stream that ends long after its frame was sent: here each end counts as late."""
     monkeypatch.setattr("seqdedupe.client.stream.SOON_SECONDS", 0)
     monkeypatch.setattr("seqdedupe.client.producer_session._LONGEST_DELAY_SECONDS", 0.02)
+    monkeypatch.setattr("seqdedupe.client.send_queue.BREAKS_SECONDS", 0)
     async with Client(front.address) as client, client.producer(topic, "p", NEVER_GIVES_UP) as producer:
         poisoned = await producer.send(POISON)
         await until(lambda: front.calls.count("PublishStream") > 2 * MAX_BREAKS)
@@ -349,6 +374,35 @@ async def test_what_times_out_is_no_fault_of_the_frame(
         await poisoned
 
 
+@pytest.mark.usefixtures("tries_often", "at_once")
+async def test_streams_that_nobody_takes_are_no_fault_of_the_frame(tmp_path: Path) -> None:
+    with Sidecar(tmp_path) as sidecar:
+        async with Client(sidecar.address) as client:
+            await client.admin.create_topic("ids", deduplication_mode="deduplication-id")
+            async with client.publisher("ids", delivery_timeout_seconds=None) as publisher:
+                await publisher.send(b"1", deduplication_id="1")
+                sidecar.kill()
+                async with answering(sidecar.address, grpc.StatusCode.UNIMPLEMENTED) as calls:
+                    sends = asyncio.create_task(publisher.send(b"2", deduplication_id="2"))
+                    await until(lambda: calls["PublishStream"] > 2 * MAX_BREAKS)
+                await asyncio.to_thread(sidecar.start)
+                assert (await sends).index == 1
+
+
+@pytest.mark.usefixtures("tries_often")
+async def test_what_lets_nothing_pass_for_a_while_is_waited_for(front: Front, topic: str) -> None:
+    """It takes the streams, and breaks those with a frame."""
+    async with Client(front.address) as client, client.producer(topic, "p", NEVER_GIVES_UP) as producer:
+        await client.admin.create_topic(topic + "-ids", deduplication_mode="deduplication-id")
+        async with client.publisher(topic + "-ids", delivery_timeout_seconds=None) as publisher:
+            receipt = await producer.send(POISON)
+            sends = asyncio.create_task(publisher.send(POISON, deduplication_id="1"))
+            await until(lambda: front.calls.count("PublishStream") > 6 * MAX_BREAKS)
+            front.breaks_on = b""
+            assert (await receipt).index == (await sends).index == 0
+
+
+@pytest.mark.usefixtures("at_once")
 async def test_a_publishers_batch_that_breaks_each_connection_is_named(front: Front, topic: str) -> None:
     async with Client(front.address) as client:
         await client.admin.create_topic(topic, deduplication_mode="deduplication-id")

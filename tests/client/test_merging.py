@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from seqdedupe.batch import NO_INT32S, Batch, Binary, properties, single_producer
-from seqdedupe.client.outbox import Frame
 from seqdedupe.client.pending import BatchResult, ReceiptColumns, Verdict
+from seqdedupe.client.send_queue import InFlightBatch
 from seqdedupe.client.stream import SMALL_BATCH_BYTES, ProducerFrame, parts_of, whole
 from seqdedupe.limits import MAX_BATCH_ROWS
 from seqdedupe.message_id import MessageId
@@ -71,7 +71,7 @@ def contents(batch: Batch, rows: range) -> list[Any]:
 )
 def test_a_shared_frame_holds_what_its_parts_do(given_batches: list[Any]) -> None:
     batches = [batch_of(p, rows, up_to) for p, (rows, up_to) in enumerate(given_batches)]
-    frame = whole([Frame(7 + p, batch, 1) for p, batch in enumerate(batches)])
+    frame = whole([InFlightBatch(7 + p, batch, 1) for p, batch in enumerate(batches)])
     assert frame.number == 7
     first = 0
     for p, batch in enumerate(batches):
@@ -91,7 +91,7 @@ def test_a_shared_frame_holds_what_its_parts_do(given_batches: list[Any]) -> Non
 def part(name: str, rows: int = 1, size_bytes: int = 100, *, goes_alone: bool = False) -> ProducerFrame[str]:
     column = Binary.of_all([b""] * rows)
     return ProducerFrame(
-        name, Frame(0, single_producer(name.encode(), 0, -1, np.arange(rows), column), size_bytes), goes_alone
+        name, InFlightBatch(0, single_producer(name.encode(), 0, -1, np.arange(rows), column), size_bytes), goes_alone
     )
 
 

@@ -163,7 +163,7 @@ async def test_send_waits_while_too_much_is_in_flight(shared_sidecar: Sidecar, t
                 sent += 1
 
         sending = asyncio.create_task(send_all())
-        await until(lambda: len(producer._topic.session.outbox) == 4)
+        await until(lambda: len(producer._topic.session.queue) == 4)
         for _ in range(20):
             await asyncio.sleep(0)
         stuck_at = sent

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from seqdedupe.backup.manifest import restore
 from seqdedupe.batch import Binary
 from seqdedupe.client import (
     Client,
@@ -30,6 +29,7 @@ from seqdedupe.client.publisher import TopicHistory, new_id
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.names import partition_of
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
+from seqdedupe.transfer.backup import restore
 from seqdedupe.v1 import admin_pb2, publish_pb2
 from tests.client.fake_sidecar import FakeSidecar, fake_sidecar
 from tests.client.helpers import read_all

@@ -17,7 +17,7 @@ from seqdedupe.client.publish_calls import StreamAnswer, decode_answer
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.log.contract import Run
 from seqdedupe.message_id import MessageId
-from seqdedupe.topic.frame import Receipt
+from seqdedupe.topic.frame import FrameReceipt
 from seqdedupe.v1 import batch_pb2, publish_pb2
 
 NOT_DUP, DUP = Verdict.NOT_DUP, Verdict.DUP
@@ -164,7 +164,7 @@ def test_what_fails_after_its_early_receipt_is_never_durable(of: Any, of_batch: 
             pending.durable_result()
 
 
-def usual(*receipts: Receipt) -> bytes:
+def usual(*receipts: FrameReceipt) -> bytes:
     """An answer as the sidecar makes it."""
     state = [value for pair in zip(wire.STATE_TAGS, (2**40 + 1, 3, 2**33), strict=True) for value in pair]
     return b"".join(encode_receipt(cast(Any, None), receipt) for receipt in receipts) + wire.STATE.pack(*state)
@@ -179,7 +179,7 @@ def read(answer: StreamAnswer) -> Any:
 @pytest.mark.parametrize("count", [0, 1, 3])
 def test_the_answer_of_fixed_width_is_read_as_protobuf_reads_it(count: int) -> None:
     runs = [(Run(2, 2**40, 2**33 + frame),) for frame in range(count)]
-    raw = usual(*(Receipt(frame, None, 2**33 + frame, runs[frame]) for frame in range(count)))
+    raw = usual(*(FrameReceipt(frame, None, 2**33 + frame, runs[frame]) for frame in range(count)))
     # Fields may come in any order: in this one it is not the usual answer.
     other_order = raw[-wire.STATE.size :] + raw[: -wire.STATE.size]
     assert read(decode_answer(raw, lambda _: 2)) == read(decode_answer(other_order, lambda _: 2))
@@ -187,7 +187,7 @@ def test_the_answer_of_fixed_width_is_read_as_protobuf_reads_it(count: int) -> N
 
 
 def test_one_byte_that_differs_makes_no_answer_that_protobuf_would_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    raw = usual(Receipt(1, None, 100, (Run(2, 7, 41),)), Receipt(2, None, 102, (Run(2, 7, 43),)))
+    raw = usual(FrameReceipt(1, None, 100, (Run(2, 7, 41),)), FrameReceipt(2, None, 102, (Run(2, 7, 43),)))
     found = 0
     for at, bit in itertools.product(range(len(raw)), range(8)):
         changed = raw[:at] + bytes((raw[at] ^ 1 << bit,)) + raw[at + 1 :]
@@ -201,6 +201,6 @@ def test_one_byte_that_differs_makes_no_answer_that_protobuf_would_not_read(monk
 
 
 def test_an_early_receipt_says_up_to_which_index_it_waits() -> None:
-    raw = usual(Receipt(1, None, 100, (Run(2, 7, 41),), durable_at=102))
+    raw = usual(FrameReceipt(1, None, 100, (Run(2, 7, 41),), durable_at=102))
     [(frame, receipt)] = decode_answer(raw, lambda _: 2).receipts
     assert (frame, receipt.first_index, receipt.durable_at) == (1, 100, 102)

@@ -462,7 +462,7 @@ async def test_control_who_only_opens_waits_for_a_receipt_in_silence(
         one_too_many = elsewhere.producer("t", "one too many")
         await one_too_many.open()
         receipt = await one_too_many.send(b"x")
-        await until(lambda: one_too_many._topic.session.outbox.last_refusal is not None)
+        await until(lambda: one_too_many._topic.session.queue.last_refusal is not None)
         assert not receipt.done()
         await one_too_many.abort()
 

@@ -8,7 +8,7 @@ import pytest
 from seqdedupe.client import Verdict
 from seqdedupe.core.producers import Producers
 from seqdedupe.core.rule import PERSISTED, PUSHED
-from seqdedupe.topic.attached import Attachment, Columns
+from seqdedupe.topic.attached import BrokerAttachment, Columns
 from seqdedupe.topic.policy import Applied
 from tests.conformance.cases import UPSTREAM
 
@@ -26,7 +26,7 @@ class Tracker:
 
     def __init__(self) -> None:
         self.producers = Producers()
-        self.attachment = Attachment(self.producers, b"")
+        self.attachment = BrokerAttachment(self.producers, b"")
         self.attachment.end_replay(b"")
         self._handles: dict[str, int] = {}
 

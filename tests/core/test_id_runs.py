@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, Phase, find, given, settings
 from hypothesis import strategies as st
 
 from seqdedupe.core import id_runs, id_window
-from seqdedupe.core.moment import Moment
+from seqdedupe.core.id_window import Moment
 from seqdedupe.core.rule import DUP, NOT_DUP
 from seqdedupe.limits import NO_LIMIT, WindowLimits
 from tests.core.test_id_window import HASHES, ID_POOL, KEY, Model, frame, pieces_of

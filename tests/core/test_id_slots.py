@@ -16,8 +16,7 @@ import pytest
 
 from seqdedupe.core import id_runs, id_slots, id_table, id_window
 from seqdedupe.core.id_slots import Newer, Slots
-from seqdedupe.core.id_window import IdWindow
-from seqdedupe.core.moment import Moment
+from seqdedupe.core.id_window import IdWindow, Moment
 from seqdedupe.core.rule import DUP, NOT_DUP, UNKNOWN
 from seqdedupe.limits import NO_LIMIT, WindowLimits
 from tests.core.test_id_window import HASHES, ID_POOL, KEY, frame, pieces_of

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from seqdedupe.batch import NO_INT64S, Batch, Binary
 from seqdedupe.core import id_slots, id_table, id_window
 from seqdedupe.core.id_table import CONFIRMED, USED
-from seqdedupe.core.moment import Moment
+from seqdedupe.core.id_window import Moment
 from seqdedupe.core.name_table import Growing
 from seqdedupe.core.rule import DUP, NOT_DUP, UNKNOWN
 from seqdedupe.format import layout

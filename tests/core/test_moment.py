@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seqdedupe.core.moment import LOOK_SECONDS, LOOKS, Moment, Steadied
+from seqdedupe.core.id_window import Moment
+from seqdedupe.topic.clock import LOOK_SECONDS, LOOKS, Steadied
 
 LOOK_MS = int(1000 * LOOK_SECONDS)
 BEGAN_MS = 1_700_000_000_000

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from seqdedupe.log.embedded.logs import EmbeddedLogs
 from seqdedupe.store.db import Store
 from seqdedupe.topic.directory import Topics
-from seqdedupe.topic.frame import NumbersCache, Receipt, Refusal
+from seqdedupe.topic.frame import FrameReceipt, NumbersCache, Refusal
 from seqdedupe.topic.kinds import PublishedTopics
 from seqdedupe.topic.operations import open_sessions
 from seqdedupe.topic.policy import NO_LIMIT, Applied
@@ -49,7 +49,7 @@ class Opened:
         names = list(dict.fromkeys(name for name, _ in rows))
         links = {name: await self.last_sent(topic, name) for name in names}
         live = self.topics.get(topic)
-        answers: list[Receipt | Refusal] = []
+        answers: list[FrameReceipt | Refusal] = []
         made = batch(
             rows,
             epochs={name: self.epochs[topic, name] for name in names},
@@ -58,7 +58,7 @@ class Opened:
         )
         live.admit(made.encode(), 1, answers.append, NumbersCache())
         await live.flight.all_of_now()
-        assert isinstance(answers[0], Receipt), answers
+        assert isinstance(answers[0], FrameReceipt), answers
         assert answers[0].verdicts is None or not any(answers[0].verdicts != 1)
         for name, sequence_id in rows:
             self.sent[topic, name] = sequence_id

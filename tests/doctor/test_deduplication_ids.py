@@ -11,7 +11,7 @@ from seqdedupe.batch import Binary, without_producers
 from seqdedupe.core.rule import DUP, NOT_DUP
 from seqdedupe.doctor.salvage import salvage
 from seqdedupe.store.snapshots import Snapshots
-from seqdedupe.topic.frame import NumbersCache, Receipt, Refusal
+from seqdedupe.topic.frame import FrameReceipt, NumbersCache, Refusal
 from seqdedupe.topic.policy import Policy
 from seqdedupe.topic.renewal import renew
 from tests.doctor.directories import Opened, opened, segments
@@ -28,12 +28,12 @@ def ids_of(k: int) -> list[bytes]:
 async def send(data: Opened, k: int) -> list[int]:
     """The verdicts of a batch."""
     topic = data.topics.get(TOPIC)
-    answers: list[Receipt | Refusal] = []
+    answers: list[FrameReceipt | Refusal] = []
     payloads = Binary.of_all([b"payload %d" % k] * ROWS)
     topic.admit(without_producers(Binary.of_all(ids_of(k)), payloads).encode(), 1, answers.append, NumbersCache())
     await topic.flight.all_of_now()
     (answer,) = answers
-    assert isinstance(answer, Receipt), answer
+    assert isinstance(answer, FrameReceipt), answer
     return [NOT_DUP] * ROWS if answer.verdicts is None else answer.verdicts.tolist()
 
 
@@ -79,7 +79,7 @@ async def test_a_topic_that_is_rebuilt_leaves_nothing_in_flight(tmp_path: Path) 
     """Also where something was, and where the store has more of the window than the log is asked for."""
     async with made(tmp_path / "data") as data:
         topic = data.topics.get(TOPIC)
-        answers: list[Receipt | Refusal] = []
+        answers: list[FrameReceipt | Refusal] = []
         frame = without_producers(Binary.of_all([b"in flight"]), Binary.of_all([b"x"])).encode()
         topic.admit(frame, 1, answers.append, NumbersCache())
         rebuilt = await renew(data.topics, TOPIC, topic.incarnation, None)
@@ -89,10 +89,10 @@ async def test_a_topic_that_is_rebuilt_leaves_nothing_in_flight(tmp_path: Path) 
         assert window.next_index == window.confirmed_index == data.topics.get(TOPIC).next_index
         assert len(answers) == 1
         assert {verdict for k in range(BATCHES) for verdict in await send(data, k)} == {DUP}
-        again: list[Receipt | Refusal] = []
+        again: list[FrameReceipt | Refusal] = []
         data.topics.get(TOPIC).admit(frame, 1, again.append, NumbersCache())
         await data.topics.get(TOPIC).flight.all_of_now()
-        assert isinstance(again[0], Receipt)
+        assert isinstance(again[0], FrameReceipt)
         await data.topics.get(TOPIC).keeper.snapshot()
     async with opened(tmp_path / "data") as data:
         assert {verdict for k in range(BATCHES) for verdict in await send(data, k)} == {DUP}

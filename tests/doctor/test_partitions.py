@@ -12,7 +12,7 @@ from seqdedupe.errors import DamagedError
 from seqdedupe.log.contract import LogName
 from seqdedupe.log.embedded.logs import said_by
 from seqdedupe.log.embedded.secret import TOPIC_FILE
-from seqdedupe.topic import lookup
+from seqdedupe.topic import directory as directory_module
 from seqdedupe.topic.policy import Policy
 from tests.doctor.directories import Opened, opened
 
@@ -24,7 +24,7 @@ PARTS = [f"{WHOLE}-partition-{k}" for k in range(3)]
 async def directory(tmp_path: Path) -> Path:
     """One topic of three partitions, with a message in each."""
     async with opened(tmp_path / "data") as data:
-        await lookup.create_partitioned(data.topics, WHOLE, 3, Policy())
+        await directory_module.create_partitioned(data.topics, WHOLE, 3, Policy())
         for k, name in enumerate(PARTS):
             await data.publish(name, [("p", k)], [b"payload %d" % k])
     return tmp_path / "data"
@@ -73,7 +73,7 @@ async def test_a_partition_that_is_missing_is_named(directory: Path) -> None:
     shutil.rmtree(folder(directory, 1))
     shutil.rmtree(directory / "store")
     async with opened(directory, rebuild_store=True) as data:
-        there = lookup.partitions_of(data.topics, WHOLE)
+        there = directory_module.partitions_of(data.topics, WHOLE)
         assert [topic is None for topic in there] == [False, True, False]
     found = examine(directory)
     assert not found.is_whole

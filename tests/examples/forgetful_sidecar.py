@@ -8,13 +8,13 @@ if __name__ == "__main__":
     kernels.prepare()
 
     from broker_sidecar.__main__ import main
-    from seqdedupe.topic.attached import Attachment, Columns
+    from seqdedupe.topic.attached import BrokerAttachment, Columns
 
-    confirm = Attachment._confirm
+    confirm = BrokerAttachment._confirm
 
-    def confirm_what_is_reported(self: Attachment, columns: Columns) -> None:
+    def confirm_what_is_reported(self: BrokerAttachment, columns: Columns) -> None:
         if self.is_ready:
             confirm(self, columns)
 
-    Attachment._confirm = confirm_what_is_reported  # type: ignore[method-assign]
+    BrokerAttachment._confirm = confirm_what_is_reported  # type: ignore[method-assign]
     sys.exit(main())

@@ -12,10 +12,9 @@ import pytest
 from seqdedupe.errors import DamagedError
 from seqdedupe.log.contract import Outcome
 from seqdedupe.log.embedded import commit
-from seqdedupe.log.embedded.commit import Closing, Committer
-from seqdedupe.log.embedded.journal_files import Journal
+from seqdedupe.log.embedded.commit import Closing, Committer, Journal
 from seqdedupe.log.embedded.logs import EmbeddedLogs
-from seqdedupe.log.embedded.writer import GROUP_APPENDS, Opening, Writer, WrittenAppends
+from seqdedupe.log.embedded.writer import GROUP_APPENDS, Writer, WriteTerm, WrittenAppends
 from tests.log.batches import SECRET, TOPIC, encoded_batch
 from tests.log.conformance import LIMIT_SECONDS, Owner, replayed, what
 from tests.log.conftest import MakeLogs
@@ -63,7 +62,7 @@ async def test_appends_of_an_older_opening_are_not_written(
 async def test_control_appends_of_an_older_opening(make_logs: MakeLogs, monkeypatch: pytest.MonkeyPatch) -> None:
     really = Writer.write
 
-    def write(self: Writer, opening: Opening, now_ms: int) -> WrittenAppends | None:
+    def write(self: Writer, opening: WriteTerm, now_ms: int) -> WrittenAppends | None:
         if opening.marked:
             self._opening = opening
         return really(self, opening, now_ms)

@@ -12,12 +12,11 @@ from typing import Any
 
 import pytest
 
-import seqdedupe.files
 from seqdedupe.errors import DamagedError, PositionError, SeqdedupeError, UnavailableError
 from seqdedupe.limits import MAX_BATCH_BYTES
 from seqdedupe.log.contract import Failure, LogName, Retention
 from seqdedupe.log.embedded import log as embedded
-from seqdedupe.log.embedded import reader
+from seqdedupe.log.embedded import reader, writer
 from seqdedupe.log.embedded.log import EmbeddedLog
 from seqdedupe.log.embedded.logs import EmbeddedLogs
 from seqdedupe.log.embedded.segment import SCAN_BYTES, Segment
@@ -155,7 +154,7 @@ async def test_a_large_group_is_written_in_pieces(
     make_logs: MakeLogs, monkeypatch: pytest.MonkeyPatch, is_short: bool
 ) -> None:
     """Of batches that are larger than a piece, as large, and so small that several are in one."""
-    monkeypatch.setattr(seqdedupe.files, "WRITE_BYTES", 1000)
+    monkeypatch.setattr(writer, "WRITE_BYTES", 1000)
     logs = make_logs()
     log = await new_log(logs)
     owner = await Owner(log, 1).open()
@@ -191,7 +190,7 @@ async def test_a_large_group_is_written_in_pieces(
 async def test_a_group_whose_second_piece_cannot_be_written_is_undone(
     make_logs: MakeLogs, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fatal: list[str]
 ) -> None:
-    monkeypatch.setattr(seqdedupe.files, "WRITE_BYTES", 1000)
+    monkeypatch.setattr(writer, "WRITE_BYTES", 1000)
     log = await new_log(make_logs())
     owner = await Owner(log, 1).open()
     owner.append(0, 1)

@@ -13,8 +13,8 @@ import pytest
 from seqdedupe.errors import DamagedError, SeqdedupeError, UnavailableError
 from seqdedupe.format import journal as rounds_format
 from seqdedupe.format.headers import key_of
-from seqdedupe.format.journal import Part, Round
-from seqdedupe.log.embedded import journal_files, journal_replay
+from seqdedupe.format.journal import JournalRound, Part
+from seqdedupe.log.embedded import commit, journal_replay
 from seqdedupe.log.embedded.inspection import Intact, inspect
 from seqdedupe.log.embedded.journal_replay import JournalReplay
 from seqdedupe.log.embedded.segment import LogIdentity, segment_path
@@ -78,7 +78,7 @@ async def test_what_is_written_in_bulk_is_not_written_twice(
     rounds = await make_rounds().begin(2)
     with monkeypatch.context() as patch:
         names = synced(patch)
-        await rounds.together(1, 2, size=journal_files.SYNC_BYTES)
+        await rounds.together(1, 2, size=commit.SYNC_BYTES)
     assert names == [f"{0:020d}.log"] * 2
     await rounds.end()
 
@@ -392,7 +392,7 @@ async def test_control_a_refused_round_that_is_taken_back(
 ) -> None:
     rounds = make_rounds()
 
-    def everything(found: list[Round], *arguments: int) -> Iterator[Round]:
+    def everything(found: list[JournalRound], *arguments: int) -> Iterator[JournalRound]:
         return iter(found)
 
     monkeypatch.setattr(journal_replay, "confirmed", everything)

@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from seqdedupe.errors import SeqdedupeError
-from seqdedupe.log.embedded import commit, journal_files, journal_replay
+from seqdedupe.log.embedded import commit, journal_replay
 from seqdedupe.log.embedded.journal_replay import JournalReplay
 from seqdedupe.log.embedded.sync_thread import LeftFile, Syncer
 from seqdedupe.log.embedded.writer import Writer
@@ -18,7 +18,7 @@ from tests.log.rounds import Cuts, LosingDisk, Rounds
 async def cuts_at_every_sync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """Three logs with small segments, a journal with small files, and fewer open files than logs."""
     print(f"seed {seed}")
-    monkeypatch.setattr(journal_files, "FILE_BYTES", 4_000)
+    monkeypatch.setattr(commit, "FILE_BYTES", 4_000)
     monkeypatch.setattr(commit, "MAX_OPEN_FILES", 3)
     with monkeypatch.context() as patch:
         disk = LosingDisk(tmp_path / "data", patch)
@@ -59,7 +59,7 @@ def close_a_segment_that_is_not_synced(patch: pytest.MonkeyPatch) -> None:
 
 
 def confirm_before_the_sync(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(journal_files, "os", NoSync())
+    patch.setattr(commit, "os", NoSync())
 
 
 class NoSync:
@@ -74,7 +74,7 @@ def take_nothing_back(patch: pytest.MonkeyPatch) -> None:
 
 
 def leave_the_journals_folder_unsynced(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(journal_files, "sync_folder", lambda folder: None)
+    patch.setattr(commit, "sync_folder", lambda folder: None)
 
 
 def take_back_without_a_sync(patch: pytest.MonkeyPatch) -> None:

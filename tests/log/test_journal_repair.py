@@ -14,8 +14,7 @@ from seqdedupe.errors import DamagedError, UnavailableError
 from seqdedupe.format.headers import key_of
 from seqdedupe.format.journal import SECTOR_BYTES, rounds_in
 from seqdedupe.log.embedded import journal_replay
-from seqdedupe.log.embedded.commit import Committer
-from seqdedupe.log.embedded.journal_files import Journal
+from seqdedupe.log.embedded.commit import Committer, Journal
 from seqdedupe.log.embedded.journal_replay import BEGUN_FILE, JournalReplay
 from seqdedupe.log.embedded.sync_thread import Syncer
 from tests.log.power import Disk

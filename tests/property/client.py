@@ -7,7 +7,7 @@ from random import Random
 
 from seqdedupe.core.rule import NOT_DUP, UNKNOWN
 from seqdedupe.limits import LINK_LEFT_OUT, NO_SEQUENCE_ID
-from seqdedupe.topic.frame import Receipt, Refusal
+from seqdedupe.topic.frame import FrameReceipt, Refusal
 from tests.batches import batch
 from tests.property.disk import Violation
 
@@ -157,10 +157,10 @@ class Frame:
     def __str__(self) -> str:
         return f"frame {self.number} " + " ".join(f"{s.name}{s.number}:{i}" for s, i in self.rows)
 
-    def answered(self, answer: Receipt | Refusal) -> None:
+    def answered(self, answer: FrameReceipt | Refusal) -> None:
         """The client hears what became of it."""
         mine = {session.name: session for session, _ in self.rows}
-        if isinstance(answer, Receipt):
+        if isinstance(answer, FrameReceipt):
             verdicts = answer.verdicts if answer.verdicts is not None else [NOT_DUP] * len(self.rows)
             for (session, sequence_id), verdict in zip(self.rows, verdicts, strict=True):
                 if session.lives != self.lives[session]:

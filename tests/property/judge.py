@@ -6,9 +6,9 @@ from seqdedupe.core.rule import DUP, DURABLE_EPOCH, EPOCH, NOT_DUP, PERSISTED, P
 from seqdedupe.errors import SeqdedupeError, UnavailableError
 from seqdedupe.topic import control
 from seqdedupe.topic.base import State
-from seqdedupe.topic.frame import Receipt, Refusal
+from seqdedupe.topic.frame import FrameReceipt, Refusal
 from seqdedupe.topic.policy import Policy
-from seqdedupe.topic.sessions import Opened
+from seqdedupe.topic.sessions import OpenAnswer
 from seqdedupe.topic.topic import Topic
 from tests.property.client import Frame, Session
 from tests.property.disk import CheckedStorage, Promised, Row, Violation
@@ -78,7 +78,7 @@ class Judge:
         if self.violations:
             raise Violation("; ".join(self.violations))
 
-    def receipt(self, frame: Frame, receipt: Receipt) -> None:
+    def receipt(self, frame: Frame, receipt: FrameReceipt) -> None:
         """It points at exactly the messages that it speaks of; they can be read, and their links are right."""
         verdicts = receipt.verdicts if receipt.verdicts is not None else [NOT_DUP] * len(frame.rows)
         known = dict(zip(receipt.known_rows.tolist(), receipt.known_indexes.tolist(), strict=True))
@@ -152,7 +152,7 @@ class Judge:
         if self.topic.policy != self.storage.policy:
             self.wrong(f"the policy {policy} is answered, but {self.topic.policy} is in force")
 
-    def opened(self, request: OpenRequest, opened: Opened, before: list[Promised]) -> None:
+    def opened(self, request: OpenRequest, opened: OpenAnswer, before: list[Promised]) -> None:
         """All that was stored when the Open came is counted; of earlier sessions nothing will come any more."""
         for place, session in enumerate(request.sessions):
             name, promised = session.name, self.storage.promise(session.name)

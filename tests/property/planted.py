@@ -130,13 +130,13 @@ def replay_from_one_too_late(patch: pytest.MonkeyPatch) -> None:
 
 
 def no_marker_before_reading(patch: pytest.MonkeyPatch) -> None:
-    async def take_over(log: Any, *, term: int, confirmed_index: int, merge: Any, **others: Any) -> recovery.Ownership:
+    async def take_over(log: Any, *, term: int, confirmed_index: int, merge: Any, **others: Any) -> recovery.Takeover:
         replay = recovery.Replay(log, max(confirmed_index - 1, 0), merge, confirmed_index, others["last_ownership"])
         await replay.run()
         term = max([term, *(earlier + 1 for earlier in replay.tokens.values())])
         token = others["random_bytes"](TOKEN_BYTES)
         await log.open_for_writing(term, token, others["settle"])
-        return recovery.Ownership(term, replay.next_index, ownership_of(token), replay.rows)
+        return recovery.Takeover(term, replay.next_index, ownership_of(token), replay.rows)
 
     patch.setattr(recovery, "take_over", take_over)
 

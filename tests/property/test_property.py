@@ -9,7 +9,7 @@ import secrets
 import pytest
 
 from seqdedupe.core.rule import DUP, NOT_DUP, UNKNOWN
-from seqdedupe.topic.frame import Receipt
+from seqdedupe.topic.frame import FrameReceipt
 from tests.property.cases import steps_of
 from tests.property.client import Frame
 from tests.property.disk import CrashableStore
@@ -50,7 +50,7 @@ def test_the_cases_are_not_empty(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = dict.fromkeys(("rows", "crashes", "known", "refused", NOT_DUP, DUP, UNKNOWN), 0)
     judge_receipt, end_process, finish = Judge.receipt, World.end_process, World.finish
 
-    def count_receipt(self: Judge, frame: Frame, receipt: Receipt) -> None:
+    def count_receipt(self: Judge, frame: Frame, receipt: FrameReceipt) -> None:
         for verdict in [NOT_DUP] if receipt.verdicts is None else receipt.verdicts.tolist():
             counts[verdict] += 1
         counts["known"] += len(receipt.known_rows)

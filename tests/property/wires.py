@@ -3,10 +3,10 @@
 from collections import deque
 from dataclasses import dataclass, field
 
-from seqdedupe.topic.frame import NumbersCache, Receipt, Refusal
+from seqdedupe.topic.frame import FrameReceipt, NumbersCache, Refusal
 from tests.property.client import Frame, Session
 
-Answer = Receipt | Refusal
+Answer = FrameReceipt | Refusal
 
 
 @dataclass(eq=False)

@@ -9,10 +9,10 @@ from seqdedupe.core.rule import PUSHED
 from seqdedupe.errors import InvalidRequestError, SeqdedupeError, UnavailableError
 from seqdedupe.store.snapshots import Snapshots
 from seqdedupe.topic.base import State as TopicState
-from seqdedupe.topic.frame import NumbersCache, Receipt, Refusal
+from seqdedupe.topic.frame import FrameReceipt, NumbersCache, Refusal
 from seqdedupe.topic.operations import open_sessions, reset_producer
 from seqdedupe.topic.policy import Applied, Policy
-from seqdedupe.topic.sessions import Opened
+from seqdedupe.topic.sessions import OpenAnswer
 from seqdedupe.topic.topic import Topic
 from tests.log.faulty import FaultyLog
 from tests.property.client import MAX_UNACKED, Frame, Session, State, compose
@@ -55,7 +55,7 @@ class World:
         """Frames of broken streams and unary calls: they arrive in any order, or never."""
         self.unary_answers: list[tuple[Frame, Answer]] = []
         self.opens: list[OpenRequest] = []
-        self.open_answers: list[tuple[OpenRequest, Opened | SeqdedupeError]] = []
+        self.open_answers: list[tuple[OpenRequest, OpenAnswer | SeqdedupeError]] = []
         self.sessions: dict[tuple[int, str], Session] = {}
         self.sessions_ever = 0
         for n, name in enumerate(NAMES[: random.randint(1, 3)]):
@@ -115,7 +115,7 @@ class World:
         self.opens = [request for request in self.opens if self.random.random() < 0.3]
         # An Open that was under way is given up, and so is what was answered to one.
         for request, answer in self.open_answers:
-            for place in answer.forgotten if isinstance(answer, Opened) else ():
+            for place in answer.forgotten if isinstance(answer, OpenAnswer) else ():
                 request.sessions[place].missed_that_forgotten = True
         for session in self.sessions.values():
             session.request = None
@@ -155,7 +155,7 @@ class World:
 
         def reply(answer: Answer) -> None:
             self.say(lambda: f"    {frame} gets {shown(answer)}")
-            if isinstance(answer, Receipt):
+            if isinstance(answer, FrameReceipt):
                 self.judge.receipt(frame, answer)
             elif was_serving:
                 self.judge.refusal(frame, answer, pushed)
@@ -279,7 +279,7 @@ class World:
     def answer_open(self, *, is_lost: bool) -> None:
         request, answer = self.open_answers.pop(0)
         for place, session in enumerate(request.sessions):
-            says_forgotten = isinstance(answer, Opened) and place in answer.forgotten
+            says_forgotten = isinstance(answer, OpenAnswer) and place in answer.forgotten
             if session.request is not request:
                 session.missed_that_forgotten |= says_forgotten
                 continue
@@ -287,9 +287,9 @@ class World:
             if is_lost:
                 session.missed_that_forgotten |= says_forgotten
                 continue
-            if isinstance(answer, Opened) and place in answer.refusals:
+            if isinstance(answer, OpenAnswer) and place in answer.refusals:
                 session.state = State.FENCED
-            elif isinstance(answer, Opened):
+            elif isinstance(answer, OpenAnswer):
                 session.opened(answer.epochs[place], answer.persisted[place], is_forgotten=place in answer.forgotten)
                 self.judge.acknowledged(session)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from seqdedupe.core.rule import NOT_DUP
 from seqdedupe.errors import SeqdedupeError
-from seqdedupe.topic.frame import NumbersCache, Receipt, Refusal
+from seqdedupe.topic.frame import FrameReceipt, NumbersCache, Refusal
 from seqdedupe.topic.operations import open_sessions
 from tests.batches import batch
 from tests.conformance.cases import CANNOT_BE_SAID, ids_of, in_runs, in_words, is_said
@@ -125,8 +125,8 @@ class OfTopic:
         answers: list[str] = []
         heard = asyncio.Event()
 
-        def hear(ids: list[int], answer: Receipt | Refusal) -> None:
-            assert isinstance(answer, Receipt), answer
+        def hear(ids: list[int], answer: FrameReceipt | Refusal) -> None:
+            assert isinstance(answer, FrameReceipt), answer
             judged = [NOT_DUP] * len(ids) if answer.verdicts is None else answer.verdicts.tolist()
             answers.append(in_runs(ids, judged))
             heard.set()

@@ -15,14 +15,14 @@ import pulsar.asyncio
 from seqdedupe.errors import SeqdedupeError, UnavailableError, error
 from seqdedupe.log.pulsar.admin_url import JSON, AdminAnswer, AdminUrl, PulsarAdmin
 from seqdedupe.log.pulsar.entries import EntryFormat
-from seqdedupe.log.pulsar.log import Shared
+from seqdedupe.log.pulsar.log import PulsarResources
 from seqdedupe.log.pulsar.logs import PulsarLogs
 from seqdedupe.store.db import Store
 from seqdedupe.store.directories import StoreInstance
 from seqdedupe.store.topics import LogKind
 from seqdedupe.topic.base import State
 from seqdedupe.topic.directory import Topics
-from seqdedupe.topic.frame import NumbersCache, Receipt, Refusal
+from seqdedupe.topic.frame import FrameReceipt, NumbersCache, Refusal
 from seqdedupe.topic.kinds import PublishedTopics
 from seqdedupe.topic.operations import open_sessions
 from seqdedupe.topic.topic import Topic
@@ -111,7 +111,7 @@ class Member:
         self.url = FaultyUrl(self._cluster.admin_url)
         self.client = self._cluster.connect()
         instance = StoreInstance(self.store)
-        shared = Shared(
+        shared = PulsarResources(
             self.client,
             instance.named(""),
             self.address,
@@ -192,16 +192,16 @@ class Member:
         """The index of a message that is stored. Raises why it is not."""
         return (await self.ask(name, sequence_id, payload)).first_index
 
-    async def ask(self, name: str, sequence_id: int, payload: bytes = b"payload") -> Receipt:
+    async def ask(self, name: str, sequence_id: int, payload: bytes = b"payload") -> FrameReceipt:
         """What is answered to a message. Raises why it is refused."""
         return await self.run(self._ask(self.topics.get(name), sequence_id, payload))
 
-    async def _ask(self, topic: Topic, sequence_id: int, payload: bytes) -> Receipt:
+    async def _ask(self, topic: Topic, sequence_id: int, payload: bytes) -> FrameReceipt:
         opened = await open_sessions(topic, ["p"], None)
         (link,) = opened.persisted
         epochs, links = {"p": opened.epochs[0]}, {"p": min(link, sequence_id - 1)}
         frame = batch([("p", sequence_id)], epochs=epochs, links=links, payloads=[payload]).encode()
-        answers: asyncio.Queue[Receipt | Refusal] = asyncio.Queue()
+        answers: asyncio.Queue[FrameReceipt | Refusal] = asyncio.Queue()
         topic.admit(frame, 1, answers.put_nowait, NumbersCache(), lone=True)
         answer = await answers.get()
         if isinstance(answer, Refusal):

@@ -18,12 +18,12 @@ from examples.pulsar.messages import Topic as Decoder
 from seqdedupe.core.rule import DUP, NOT_DUP, UNKNOWN
 from seqdedupe.errors import SeqdedupeError, UnavailableError
 from seqdedupe.log.pulsar.entries import EntryFormat, EntrySettings
-from seqdedupe.log.pulsar.log import PulsarLog, Shared
+from seqdedupe.log.pulsar.log import PulsarLog, PulsarResources
 from seqdedupe.message_id import MessageId
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Loaded, Snapshots
 from seqdedupe.testing import LAST_RESORT_SECONDS
-from seqdedupe.topic.frame import NumbersCache, Receipt, Refusal
+from seqdedupe.topic.frame import FrameReceipt, NumbersCache, Refusal
 from seqdedupe.topic.operations import open_sessions
 from seqdedupe.topic.policy import Applied
 from seqdedupe.topic.topic import Topic
@@ -62,7 +62,7 @@ class Process:
         self._is_closed = False
         self._settings = EntrySettings(entry_format, "SEQUENCE_ID", 0, name)
         self._is_standby = is_standby
-        self.shared = Shared(
+        self.shared = PulsarResources(
             self.client,
             name,
             name,
@@ -204,7 +204,7 @@ class _Session:
         if not left and self._failure is not None:
             raise self._failure
 
-    def _hear(self, ids: range, answer: Receipt | Refusal) -> None:
+    def _hear(self, ids: range, answer: FrameReceipt | Refusal) -> None:
         self._in_flight -= 1
         self._heard.set()
         if isinstance(answer, Refusal):
@@ -290,12 +290,12 @@ async def send_again(topic: Topic, publisher: Publisher) -> None:
     """All that was acknowledged, from the first ID on: each is a duplicate, and nothing is stored."""
     name, count, before = publisher.name, publisher.acknowledged + 1, topic.confirmed_index
     opened = await open_sessions(topic, [name], None)
-    answers: list[Receipt | Refusal] = []
+    answers: list[FrameReceipt | Refusal] = []
     rows = [(name, sequence_id) for sequence_id in range(count)]
     encoded = batch(rows, epochs={name: opened.epochs[0]}).encode()
     topic.admit(encoded, 1, answers.append, NumbersCache())
     (answer,) = answers
-    assert isinstance(answer, Receipt)
+    assert isinstance(answer, FrameReceipt)
     assert answer.verdicts is not None
     assert set(answer.verdicts.tolist()) == {DUP}
     assert topic.next_index == topic.confirmed_index == before

@@ -25,7 +25,7 @@ async def split(
     """From now on each client's openings of the topic get its producer, and all of these producers live.
 
     Client k gets it `openings[k]` times, else as often as it likes; after that it opens as it would. In the mode
-    `Shared` they live for certain, with fencing after some races. Returns how often each client still gets it.
+    `PulsarResources` they live for certain, with fencing after some races. Returns how often each client still gets it.
     """
     async with asyncio.timeout(LAST_RESORT_SECONDS):
         producers = await _living(topic, clients, mode)

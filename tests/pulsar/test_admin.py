@@ -10,7 +10,7 @@ import pytest
 
 from pulsar_broker.standalone import Broker
 from seqdedupe.errors import SeqdedupeError
-from seqdedupe.log.pulsar.admin_url import AdminUrl, Publisher, PulsarAdmin, TopicStats
+from seqdedupe.log.pulsar.admin_url import AdminUrl, ConnectedProducer, PulsarAdmin, TopicStats
 from seqdedupe.log.pulsar.policies import ensure_safe
 from seqdedupe.testing import LAST_RESORT_SECONDS
 
@@ -104,7 +104,7 @@ async def test_who_writes_to_a_topic_is_seen(admin: PulsarAdmin, client: pulsar.
     await admin.create_topic(topic, {})
     assert await admin.stats(topic) == TopicStats((), 0, False)
     producer = await client.create_producer(topic, producer_name="one", properties={"address": "here:1"})
-    assert (await admin.stats(topic)).publishers == (Publisher("one", {"address": "here:1"}),)
+    assert (await admin.stats(topic)).publishers == (ConnectedProducer("one", {"address": "here:1"}),)
     with pytest.raises(SeqdedupeError, match="TOPIC_IN_USE"):
         await admin.delete_topic(topic)
     await producer.close()

@@ -7,7 +7,7 @@ import pytest
 from seqdedupe.errors import UnavailableError
 from seqdedupe.log.pulsar import content, policies, wholes
 from seqdedupe.log.pulsar.admin_url import PulsarAdmin
-from seqdedupe.topic import lookup
+from seqdedupe.topic import directory
 from seqdedupe.topic.base import State
 from seqdedupe.topic.policy import Policy
 from tests.pulsar.members import MakeMember, Member
@@ -104,12 +104,12 @@ async def test_without_saying_so_the_standby_has_it(
 
 async def make(one: Member, name: str, partitions: int) -> None:
     await one.run(
-        lookup.create_partitioned(one.topics, name, partitions, Policy()) if partitions else one.topics.create(name)
+        directory.create_partitioned(one.topics, name, partitions, Policy()) if partitions else one.topics.create(name)
     )
 
 
 async def delete(one: Member, name: str, partitions: int) -> None:
-    await one.run(lookup.delete_partitioned(one.topics, name) if partitions else one.topics.delete(name))
+    await one.run(directory.delete_partitioned(one.topics, name) if partitions else one.topics.delete(name))
 
 
 @pytest.mark.parametrize("partitions", [0, 2])

@@ -14,7 +14,7 @@ from seqdedupe.errors import SeqdedupeError
 from seqdedupe.log.pulsar import writer
 from seqdedupe.log.pulsar.entries import EntryFormat
 from seqdedupe.topic.base import State
-from seqdedupe.topic.frame import NumbersCache, Receipt, Refusal
+from seqdedupe.topic.frame import FrameReceipt, NumbersCache, Refusal
 from seqdedupe.topic.operations import open_sessions
 from tests.batches import batch
 from tests.conformance.cases import Difference, differences
@@ -103,7 +103,7 @@ async def test_a_write_that_is_refused(
     process = Process(cluster, ours, EntryFormat.PLAIN, tmp_path, "one")
     has = await process.start()
     opened = await open_sessions(has, ["A"], None)
-    answers: list[Receipt | Refusal] = []
+    answers: list[FrameReceipt | Refusal] = []
 
     def send(sequence_id: int, epoch: int, payload: bytes = b"") -> None:
         link = sequence_id - 1 or -1
@@ -113,7 +113,7 @@ async def test_a_write_that_is_refused(
     producer.send([Publish(1)])
     send(1, opened.epochs[0])
     pulsars, here = [await producer.answer(), "", ""], ["stored", "", ""]
-    await until(lambda: isinstance(answers[0] if answers else None, Receipt))
+    await until(lambda: isinstance(answers[0] if answers else None, FrameReceipt))
     producer.send([Publish(2, payload=too_large), Publish(3)])
     send(2, opened.epochs[0], too_large)
     send(3, opened.epochs[0])
@@ -135,7 +135,7 @@ async def test_a_write_that_is_refused(
     producer = await open_producer(cluster.service_url, theirs, "A")
     pulsars.append(f"last ID {producer.last_sequence_id}")
     await until(lambda: has.state is State.SERVING)
-    assert [type(answer) for answer in answers] == [Receipt, Refusal, Refusal]
+    assert [type(answer) for answer in answers] == [FrameReceipt, Refusal, Refusal]
     here.append(await _opened(process))
     opened = await open_sessions(has, ["A"], None)
     for sequence_id in (2, 3):
@@ -144,7 +144,7 @@ async def test_a_write_that_is_refused(
         send(sequence_id, opened.epochs[0])
         await until(lambda expected=sequence_id + 2: len(answers) == expected)
         answer = answers[-1]
-        assert isinstance(answer, Receipt)
+        assert isinstance(answer, FrameReceipt)
         here.append("stored" if answer.verdicts is None or answer.verdicts[0] == NOT_DUP else "dup")
     await producer.close()
     pulsars.append(await OfPulsar(cluster, theirs).log())

@@ -15,7 +15,7 @@ from seqdedupe.log.contract import Failure, Log, LogName
 from seqdedupe.log.pulsar import policies
 from seqdedupe.log.pulsar.entries import EntryFormat, EntrySettings
 from seqdedupe.log.pulsar.entry_limit import Brokers
-from seqdedupe.log.pulsar.log import PulsarLog, Shared
+from seqdedupe.log.pulsar.log import PulsarLog, PulsarResources
 from seqdedupe.log.pulsar.logs import PulsarLogs
 from seqdedupe.names import namespace_of
 from seqdedupe.topic.base import State
@@ -30,11 +30,11 @@ INCARNATION = 1_700_000_000_000_000
 _openings = itertools.count(1)
 
 
-def shared(client: pulsar.asyncio.Client, cluster: Cluster, brokers: Brokers | None = None) -> Shared:
+def shared(client: pulsar.asyncio.Client, cluster: Cluster, brokers: Brokers | None = None) -> PulsarResources:
     async def claim(_: str, known: int) -> int:
         return next(number for number in _openings if number > known)
 
-    return Shared(
+    return PulsarResources(
         client,
         "one",
         "host:6680",

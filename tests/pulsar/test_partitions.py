@@ -14,7 +14,7 @@ from seqdedupe.log.pulsar.admin_url import PulsarAdmin
 from seqdedupe.log.pulsar.wholes import Whole
 from seqdedupe.names import partition_name
 from seqdedupe.testing import LAST_RESORT_SECONDS
-from seqdedupe.topic import lookup
+from seqdedupe.topic import directory
 from seqdedupe.topic.base import State
 from seqdedupe.topic.policy import Policy
 from tests.pulsar.members import Kill, MakeMember, Member, reason_of
@@ -36,11 +36,11 @@ def parts_of(whole: str) -> list[str]:
 
 
 async def create(one: Member, whole: str) -> None:
-    await one.run(lookup.create_partitioned(one.topics, whole, PARTITIONS, Policy(deduplication_entries_interval=7)))
+    await one.run(directory.create_partitioned(one.topics, whole, PARTITIONS, Policy(deduplication_entries_interval=7)))
 
 
 async def delete(one: Member, whole: str) -> None:
-    await one.run(lookup.delete_partitioned(one.topics, whole))
+    await one.run(directory.delete_partitioned(one.topics, whole))
 
 
 def is_there(one: Member, whole: str) -> bool:

@@ -11,7 +11,7 @@ import pytest
 from seqdedupe.errors import DamagedError, PositionError
 from seqdedupe.log.pulsar import content
 from seqdedupe.log.pulsar.entries import EntryFormat, EntrySettings
-from seqdedupe.log.pulsar.log import PulsarLog, Shared
+from seqdedupe.log.pulsar.log import PulsarLog, PulsarResources
 from seqdedupe.testing import LAST_RESORT_SECONDS
 from tests.log.conformance import Owner, parsed
 from tests.pulsar.owners import Cluster, quiet, until
@@ -25,7 +25,7 @@ _openings = itertools.count(1)
 
 
 @pytest.fixture
-async def shared(cluster: Cluster) -> AsyncIterator[Shared]:
+async def shared(cluster: Cluster) -> AsyncIterator[PulsarResources]:
     async def claim(_: str, known: int) -> int:
         return next(number for number in _openings if number > known)
 
@@ -33,11 +33,11 @@ async def shared(cluster: Cluster) -> AsyncIterator[Shared]:
     client = pulsar.asyncio.Client(
         cluster.service_url, operation_timeout_seconds=int(LAST_RESORT_SECONDS), logger=quiet()
     )
-    yield Shared(client, "one", "host:6680", clock, claim, cluster.admin, connect, answers)
+    yield PulsarResources(client, "one", "host:6680", clock, claim, cluster.admin, connect, answers)
     await client.close()
 
 
-async def opened(shared: Shared, topic: str, covered_index: int = 0, place: bytes = b"") -> PulsarLog:
+async def opened(shared: PulsarResources, topic: str, covered_index: int = 0, place: bytes = b"") -> PulsarLog:
     log = PulsarLog(shared, topic, INCARNATION, SETTINGS, place)
     try:
         await log.begin(covered_index)
@@ -47,7 +47,7 @@ async def opened(shared: Shared, topic: str, covered_index: int = 0, place: byte
     return log
 
 
-async def fill(cluster: Cluster, shared: Shared, topic: str, ledgers: int) -> None:
+async def fill(cluster: Cluster, shared: PulsarResources, topic: str, ledgers: int) -> None:
     """So many ledgers of LEDGER_ROWS messages each."""
     for term in range(1, ledgers + 1):
         log = await opened(shared, topic)
@@ -76,7 +76,7 @@ async def ledgers_left(cluster: Cluster, topic: str) -> int:
 
 
 async def test_the_subscription_keeps_what_the_last_durable_snapshot_needs(
-    cluster: Cluster, shared: Shared, topic: str
+    cluster: Cluster, shared: PulsarResources, topic: str
 ) -> None:
     end = 3 * LEDGER_ROWS
     await cluster.create(topic)
@@ -120,7 +120,7 @@ async def test_the_subscription_keeps_what_the_last_durable_snapshot_needs(
 
 
 async def test_without_the_subscription_the_hole_is_a_gap(
-    cluster: Cluster, shared: Shared, topic: str, monkeypatch: pytest.MonkeyPatch
+    cluster: Cluster, shared: PulsarResources, topic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The control of the test above."""
     monkeypatch.setattr(content, "KEPT_BYTES", 0)
@@ -141,7 +141,9 @@ async def test_without_the_subscription_the_hole_is_a_gap(
     await log.close()
 
 
-async def test_a_reader_that_was_kept_reads_on_over_unloads(cluster: Cluster, shared: Shared, topic: str) -> None:
+async def test_a_reader_that_was_kept_reads_on_over_unloads(
+    cluster: Cluster, shared: PulsarResources, topic: str
+) -> None:
     await cluster.create(topic)
     await fill(cluster, shared, topic, 2)
     log = await opened(shared, topic)

@@ -15,7 +15,7 @@ from seqdedupe.entry_properties import ENTRY
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.log.pulsar.entries import PulsarEntry, PulsarMessage
 from seqdedupe.log.pulsar.pulsar_client import PulsarClient
-from seqdedupe.log.pulsar.reader import READ_STEP_ENTRIES, Reader, open_reader
+from seqdedupe.log.pulsar.reader import READ_STEP_ENTRIES, EntryReader, open_reader
 from seqdedupe.message_id import MessageId
 from tests.pulsar.line import Line
 from tests.pulsar.owners import LIMIT_SECONDS, Cluster, Owner, quiet, until
@@ -30,7 +30,7 @@ async def client(cluster: Cluster) -> AsyncIterator[pulsar.asyncio.Client]:
     await client.close()
 
 
-async def read(reader: Reader, entries: int) -> list[PulsarEntry]:
+async def read(reader: EntryReader, entries: int) -> list[PulsarEntry]:
     """So many entries."""
     found: list[PulsarEntry] = []
     async with asyncio.timeout(LIMIT_SECONDS):

@@ -12,7 +12,7 @@ from seqdedupe.core.rule import DUP
 from seqdedupe.errors import InvalidRequestError
 from seqdedupe.log.contract import Layout
 from seqdedupe.names import whole_of
-from seqdedupe.topic import lookup
+from seqdedupe.topic import directory
 from seqdedupe.topic.operations import open_sessions
 from seqdedupe.topic.policy import Policy
 from tests.pulsar.members import MakeMember, Member, reason_of
@@ -131,7 +131,7 @@ async def test_partitions_have_the_schema_of_their_topic(
     whole = f"persistent://{namespace}/parts"
     one = member()
     await one.start()
-    await one.run(lookup.create_partitioned(one.topics, whole, 2, Policy(), WITH_SCHEMA))
+    await one.run(directory.create_partitioned(one.topics, whole, 2, Policy(), WITH_SCHEMA))
     for name in one.topics.partitions.names(whole):
         assert whole_of(name) == whole
         assert await cluster.admin.schema(name) == ("JSON", json.dumps(Order.schema()))

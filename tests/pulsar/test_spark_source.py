@@ -20,8 +20,8 @@ from seqdedupe.entry_properties import FORMAT, INCARNATION, MODE, PARTITIONS
 from seqdedupe.errors import NotFoundError, PositionError, SeqdedupeError
 from seqdedupe.format.headers import ownership_of
 from seqdedupe.log.pulsar import entries
-from seqdedupe.log.pulsar.entries import EntryFormat, EntrySettings, Part, PulsarMessage
-from seqdedupe.log.pulsar.log import PulsarLog, Shared
+from seqdedupe.log.pulsar.entries import EncodedBatch, EntryFormat, EntrySettings, PulsarMessage
+from seqdedupe.log.pulsar.log import PulsarLog, PulsarResources
 from seqdedupe.message_id import MessageId, Position
 from seqdedupe_spark.cluster import broker_reader
 from seqdedupe_spark.source import BatchReader, SeqdedupeDataSource, StreamReader
@@ -50,7 +50,7 @@ def log_of(cluster: Cluster, client: pulsar.asyncio.Client, topic: str, entry_fo
         return next(number for number in _openings if number > known)
 
     clock, connect, answers = lambda: time.time_ns() // 1_000_000, cluster.connect, cluster.answers
-    shared = Shared(client, "one", "host:6680", clock, claim, cluster.admin, connect, answers)
+    shared = PulsarResources(client, "one", "host:6680", clock, claim, cluster.admin, connect, answers)
     return PulsarLog(shared, topic, OF_LOG, EntrySettings(entry_format, "SEQUENCE_ID", 0, "host:6680"))
 
 
@@ -78,7 +78,7 @@ def void(entry_format: EntryFormat) -> PulsarMessage:
     encoded = batch([("late", 1)]).encode()
     if entry_format is EntryFormat.PLAIN:
         return next(entries.messages_of_part(owner, 402, 400, encoded))
-    return entries.packed_message(owner, 42, 400, 1, Part(*encoded_batch(1, 1)))
+    return entries.packed_message(owner, 42, 400, 1, EncodedBatch(*encoded_batch(1, 1)))
 
 
 async def send(client: pulsar.asyncio.Client, topic: str, message: PulsarMessage) -> None:

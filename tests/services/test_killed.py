@@ -7,7 +7,7 @@ from sqlalchemy import Connection, Engine, create_engine, text
 
 from seqdedupe.client.blocking import Client
 from seqdedupe.services.consumer import work
-from seqdedupe.services.consumer.consumer_row import Ownership
+from seqdedupe.services.consumer.consumer_row import RowLease
 from tests.services.conftest import KINDS, Publish, url_of
 from tests.services.effects import make_table, numbers, places_as_written
 from tests.services.killed import Killed, dead_letters, live_and_die
@@ -44,7 +44,7 @@ def test_a_position_committed_apart_doubles(
     died: list[bool] = []
 
     def apart(
-        engine: Engine, ownership: Ownership, position: str, refused: frozenset[str], do: Callable[[Connection], str]
+        engine: Engine, ownership: RowLease, position: str, refused: frozenset[str], do: Callable[[Connection], str]
     ) -> str:
         with engine.begin() as connection:
             to = do(connection)

@@ -222,7 +222,7 @@ def test_who_is_within_a_transaction_lives(url: str, monkeypatch: pytest.MonkeyP
     engine.dispose()
 
 
-def _always(self: consumer_row.Ownership, connection: Connection, position: str, to: str) -> None:
+def _always(self: consumer_row.RowLease, connection: Connection, position: str, to: str) -> None:
     connection.execute(update(CONSUMERS).where(CONSUMERS.c.name == self._name).values(position=to))
 
 
@@ -233,7 +233,7 @@ def test_who_was_taken_for_dead_commits_nothing(
     """A process stalls, another one takes its partition and applies the message; then the first one wakes up."""
     monkeypatch.setattr(consumer_row, "TAKE_OVER_SECONDS", 0.0)
     if not compares:
-        monkeypatch.setattr(consumer_row.Ownership, "_set", _always)
+        monkeypatch.setattr(consumer_row.RowLease, "_set", _always)
         monkeypatch.setattr(Processes, "hold", lambda self, connection: None)
     make_table(sqlite)
     make_tables(sqlite, METADATA)

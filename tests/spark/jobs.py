@@ -18,10 +18,10 @@ from seqdedupe.client.blocking import Client
 from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name
 from seqdedupe.testing import LAST_RESORT_SECONDS
-from seqdedupe_spark.columns import SCHEMA
 from seqdedupe_spark.job.range_task import JobOutput, RangeStep, RangeTask, Transform
+from seqdedupe_spark.message_columns import SCHEMA
 from seqdedupe_spark.options import Options, parse
-from seqdedupe_spark.ranges import Range
+from seqdedupe_spark.ranges import TopicRange
 from seqdedupe_spark.stores.contract import Advance, Beside, Binding, OutputStore, Stored, StoreFactory
 from seqdedupe_spark.stores.postgresql import PostgresStore
 from seqdedupe_spark.stores.sqlite_file import SqliteStore
@@ -59,7 +59,7 @@ def whole(address: str, topic: str, start: int = 0, stop: int | None = None, epo
     with Client(address) as client:
         last = client.ends(topic).last
     end = last if stop is None else Position.before(last.incarnation, stop)
-    return RangeStep(Range(topic_name(topic), Position.before(last.incarnation, start), end), epoch)
+    return RangeStep(TopicRange(topic_name(topic), Position.before(last.incarnation, start), end), epoch)
 
 
 def task(address: str, store: StoreFactory, transform: Transform | None = select, **more: bool) -> RangeTask:

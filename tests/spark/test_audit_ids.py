@@ -12,20 +12,19 @@ from pyspark.sql import SparkSession
 from seqdedupe.client.blocking import Client
 from seqdedupe.message_id import MessageId
 from seqdedupe.names import topic_name
-from seqdedupe_spark.audit import deduplication_ids as ids
-from seqdedupe_spark.audit.sequence_ids import EXAMPLES
+from seqdedupe_spark.audit_counts import EXAMPLES, ID_ROWS_SCHEMA, IdCopy, IdJudgement, judge_ids
 from seqdedupe_spark.audit_job import IdTopicReport, TopicReport, audit, selection_of
 from tests.spark.jobs import publish
 
 Row = tuple[int, bytes, int]
 
 
-def judged(rows: list[Row], cuts: list[int]) -> ids.IdJudgement:
+def judged(rows: list[Row], cuts: list[int]) -> IdJudgement:
     """What is found in sorted rows that come in batches cut there."""
     columns = [[row[column] for row in rows] for column in range(3)]
-    table = pa.table(columns, ids.ROWS_SCHEMA)
+    table = pa.table(columns, ID_ROWS_SCHEMA)
     bounds = sorted({0, len(rows), *cuts})
-    return ids.judge(batch for a, b in pairwise(bounds) for batch in table.slice(a, b - a).to_batches())
+    return judge_ids(batch for a, b in pairwise(bounds) for batch in table.slice(a, b - a).to_batches())
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -36,7 +35,7 @@ def test_the_judgement_is_that_of_a_plain_count(seed: int) -> None:
     rows = sorted((topic, one, index) for topic, its in enumerate(log) for index, one in enumerate(its))
     cuts = [chosen.randint(0, len(rows)) for _ in range(chosen.choice([0, 3, 50]))]
     # As from several of Spark's partitions, each with all copies of its IDs.
-    found = ids.IdJudgement()
+    found = IdJudgement()
     for part in range(2):
         found.merge(
             judged(
@@ -48,7 +47,7 @@ def test_the_judgement_is_that_of_a_plain_count(seed: int) -> None:
         copies = []
         for index, one in enumerate(its):
             if one in first:
-                copies.append(ids.Copy(index, first[one], one))
+                copies.append(IdCopy(index, first[one], one))
             first.setdefault(one, index)
         assert found.messages[topic] == len(copies)
         assert found.ids[topic] == len([one for one, count in Counter(its).items() if count > 1])

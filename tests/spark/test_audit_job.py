@@ -22,10 +22,10 @@ from seqdedupe.message_id import MessageId, MessageIds, Position
 from seqdedupe.names import topic_name
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from seqdedupe_spark import audit_job
-from seqdedupe_spark.audit.sequence_ids import EXAMPLES
+from seqdedupe_spark.audit_counts import EXAMPLES
 from seqdedupe_spark.audit_job import Target, TopicReport, audit, audit_targets, find_targets, selection_of
 from seqdedupe_spark.options import Selection
-from seqdedupe_spark.ranges import Range
+from seqdedupe_spark.ranges import TopicRange
 from seqdedupe_spark.session import run_command
 from tests.batches import batch
 from tests.spark.histories import NAMES, Told, cut, stored, truth
@@ -105,7 +105,7 @@ def test_many_topics_at_once(
     giving = {topic for topic in logs if rng.random() < 0.5} | {"t0"} - {"t1"}
     logs |= {topic: with_given_ids(logs[topic]) for topic in giving}
 
-    def read(span: Range) -> Iterator[StoredBatch]:
+    def read(span: TopicRange) -> Iterator[StoredBatch]:
         return cut(logs[span.topic], span.first_index, span.stop_index)
 
     targets = []
@@ -213,7 +213,7 @@ def test_the_command(
 
 
 def test_an_error_in_a_task_is_the_same_error_here(spark: SparkSession) -> None:
-    def read(span: Range) -> Iterator[StoredBatch]:
+    def read(span: TopicRange) -> Iterator[StoredBatch]:
         raise error("POSITION_TRIMMED", f"{span} is gone")
 
     target = Target("t", TopicEnds(0, Position.before(1, 5)), True)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seqdedupe_spark.audit.sequence_ids import (
+from seqdedupe_spark.audit_counts import (
     DOUBLED,
     EXAMPLES,
     OUT_OF_ORDER,

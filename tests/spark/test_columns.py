@@ -14,7 +14,7 @@ from seqdedupe import batch as batches
 from seqdedupe.batch import Binary
 from seqdedupe.client.message import StoredBatch
 from seqdedupe.message_id import MessageId, MessageIds
-from seqdedupe_spark.columns import SCHEMA, columns_of, plain, to_arrow
+from seqdedupe_spark.message_columns import SCHEMA, columns_of, plain, to_arrow
 from tests.batches import batch
 
 COLUMNS = columns_of(True, False)

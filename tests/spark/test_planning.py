@@ -13,7 +13,7 @@ from seqdedupe.v1 import admin_pb2
 from seqdedupe_spark import planning
 from seqdedupe_spark.options import Least, ReadLimits, Selection
 from seqdedupe_spark.planning import Loss, TopicListing, find_loss
-from seqdedupe_spark.ranges import Range, packed, shares, split
+from seqdedupe_spark.ranges import TopicRange, packed, shares, split
 from seqdedupe_spark.read_bounds import Time
 from seqdedupe_spark.source import Delaying
 
@@ -250,7 +250,7 @@ class TestLosses:
         assert TopicListing(client).look(name, old) == old
         assert TopicListing(client).plan({name: old}) == []
         assert TopicListing(client).plan({name: Position.start(old.incarnation)}) == [
-            Range(name, Position.start(old.incarnation), old)
+            TopicRange(name, Position.start(old.incarnation), old)
         ]
         client.admin.delete_topic(topic)
         gone = TopicListing(client).look(name, old)
@@ -343,7 +343,7 @@ def test_splits_have_the_same_messages(seed: int) -> None:
     for i in range(chosen.randint(0, 5)):
         first = chosen.choice([0, 3, 1000])
         count = chosen.choice([1, 2, 7, 1000])
-        ranges.append(Range(f"t-partition-{i}", Position.before(i, first), Position.before(i, first + count)))
+        ranges.append(TopicRange(f"t-partition-{i}", Position.before(i, first), Position.before(i, first + count)))
     parts, most = chosen.choice([1, 2, 5, 16, 100]), chosen.choice([None, 1, 3, 64, 999, 1000, 10**9])
     pieces = split(ranges, parts, most)
     assert len(pieces) >= min(parts, sum(map(len, ranges)))
@@ -362,8 +362,8 @@ def test_splits_have_the_same_messages(seed: int) -> None:
 
 
 def test_what_is_counted_by_entries_is_not_cut() -> None:
-    stock = Range("t", Position.before(0, 5), Position.before(0, 5000), entries=70)
-    none = Range("t", Position.before(0, 5), Position.before(0, 5000), entries=0)
+    stock = TopicRange("t", Position.before(0, 5), Position.before(0, 5000), entries=70)
+    none = TopicRange("t", Position.before(0, 5), Position.before(0, 5000), entries=0)
     assert split([stock, none], 16, 7) == [stock]
 
 

@@ -14,8 +14,8 @@ from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from seqdedupe_spark import range_reader
-from seqdedupe_spark.columns import SCHEMA
-from seqdedupe_spark.ranges import Range
+from seqdedupe_spark.message_columns import SCHEMA
+from seqdedupe_spark.ranges import TopicRange
 from tests.client.foreign import answering
 from tests.client.helpers import until
 from tests.conftest import StartSidecar
@@ -26,7 +26,7 @@ INDEX_ONLY = pa.schema([SCHEMA.field("__index")])
 
 
 @pytest.fixture(scope="module")
-def whole(shared_sidecar: Sidecar) -> Range:
+def whole(shared_sidecar: Sidecar) -> TopicRange:
     """The range of a topic of batches of 1 to 50 messages."""
     chosen = random.Random(1)
     with blocking.Client(shared_sidecar.address) as client, client.producer(TOPIC, "p") as producer:
@@ -37,7 +37,7 @@ def whole(shared_sidecar: Sidecar) -> Range:
             sent += count
         producer.flush()
         last = client.ends(TOPIC).last
-    return Range(TOPIC, Position.start(last.incarnation), last)
+    return TopicRange(TOPIC, Position.start(last.incarnation), last)
 
 
 @pytest.fixture
@@ -45,9 +45,9 @@ def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(range_reader, "MAX_ROWS", 100)
 
 
-def part(whole: Range, first: int, stop: int) -> Range:
+def part(whole: TopicRange, first: int, stop: int) -> TopicRange:
     before = [Position.before(whole.incarnation, index) for index in (first, stop)]
-    return Range(whole.topic, before[0], before[1])
+    return TopicRange(whole.topic, before[0], before[1])
 
 
 def values(batches: Iterator[pa.RecordBatch]) -> list[bytes]:
@@ -56,7 +56,7 @@ def values(batches: Iterator[pa.RecordBatch]) -> list[bytes]:
 
 @pytest.mark.usefixtures("small_batches")
 @pytest.mark.parametrize("seed", range(20))
-def test_any_range_has_its_messages_in_order(shared_sidecar: Sidecar, whole: Range, seed: int) -> None:
+def test_any_range_has_its_messages_in_order(shared_sidecar: Sidecar, whole: TopicRange, seed: int) -> None:
     chosen = random.Random(seed)
     first, stop = sorted(chosen.choices(range(MESSAGES + 1), k=2))
     if seed < 3:
@@ -66,13 +66,15 @@ def test_any_range_has_its_messages_in_order(shared_sidecar: Sidecar, whole: Ran
 
 
 @pytest.mark.usefixtures("small_batches")
-def test_small_batches_are_joined_to_good_sized_ones(shared_sidecar: Sidecar, whole: Range) -> None:
+def test_small_batches_are_joined_to_good_sized_ones(shared_sidecar: Sidecar, whole: TopicRange) -> None:
     sizes = [len(batch) for batch in range_reader.read_range(shared_sidecar.address, whole, INDEX_ONLY)]
     assert sum(sizes) == MESSAGES
     assert all(100 <= size < 150 for size in sizes[:-1])
 
 
-def test_batches_end_with_bytes_too(shared_sidecar: Sidecar, whole: Range, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_end_with_bytes_too(
+    shared_sidecar: Sidecar, whole: TopicRange, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert len(list(range_reader.read_range(shared_sidecar.address, whole))) == 1
     monkeypatch.setattr(range_reader, "MAX_BYTES", 1000)
     batches = list(range_reader.read_range(shared_sidecar.address, whole))
@@ -80,11 +82,11 @@ def test_batches_end_with_bytes_too(shared_sidecar: Sidecar, whole: Range, monke
     assert values(iter(batches)) == [b"%d" % i for i in range(MESSAGES)]
 
 
-def test_an_empty_range_asks_nobody(whole: Range) -> None:
+def test_an_empty_range_asks_nobody(whole: TopicRange) -> None:
     assert list(range_reader.read_range("127.0.0.1:1", part(whole, 5, 5))) == []
 
 
-def test_a_reader_that_stops_early_ends(shared_sidecar: Sidecar, whole: Range) -> None:
+def test_a_reader_that_stops_early_ends(shared_sidecar: Sidecar, whole: TopicRange) -> None:
     batches = range_reader.read_range(shared_sidecar.address, whole)
     next(batches)
     assert isinstance(batches, Generator)
@@ -92,7 +94,7 @@ def test_a_reader_that_stops_early_ends(shared_sidecar: Sidecar, whole: Range) -
 
 
 def test_what_is_not_there_is_a_typed_error(client: blocking.Client, topic: str) -> None:
-    missing = Range(topic_name(topic), Position.start(1), Position.before(1, 5))
+    missing = TopicRange(topic_name(topic), Position.start(1), Position.before(1, 5))
     with pytest.raises(NotFoundError):
         list(range_reader.read_range(client.address, missing))
     client.admin.create_topic(topic)
@@ -110,7 +112,7 @@ def test_it_reads_on_over_kills_of_the_sidecar(start_sidecar: StartSidecar, monk
             for first in range(0, len(payloads), 100):
                 producer.send_batch(payloads[first : first + 100])
         last = client.ends(TOPIC).last
-    batches = range_reader.read_range(sidecar.address, Range(TOPIC, Position.start(last.incarnation), last))
+    batches = range_reader.read_range(sidecar.address, TopicRange(TOPIC, Position.start(last.incarnation), last))
     read = []
     for number, batch in enumerate(batches):
         read += batch.column("value").to_pylist()
@@ -131,7 +133,7 @@ async def test_it_begins_although_a_proxy_answers(
         async with client.producer(topic, "p") as producer:
             await producer.send_batch([b"%d" % i for i in range(10)])
         last = (await client.ends(topic)).last
-    range_ = Range(topic_name(topic), Position.start(last.incarnation), last)
+    range_ = TopicRange(topic_name(topic), Position.start(last.incarnation), last)
 
     def read() -> list[bytes]:
         return values(range_reader.read_range(sidecar.address, range_, timeout_seconds=timeout_seconds))

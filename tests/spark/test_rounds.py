@@ -13,7 +13,7 @@ from seqdedupe.message_id import Position
 from seqdedupe.testing import Sidecar
 from seqdedupe_spark.job.range_task import RangeStep, TaskReport
 from seqdedupe_spark.job.rounds import JobConfig, ReaderJob, run_tasks
-from seqdedupe_spark.ranges import Range
+from seqdedupe_spark.ranges import TopicRange
 from seqdedupe_spark.reader_job import Progress, _stream
 from tests.spark.jobs import JOB, TABLE, Database, each_once, publish, select, source, sqlite_database
 from tests.spark.postgres import postgres_url as postgres_url
@@ -109,7 +109,7 @@ def test_a_checkpoint_of_another_history_of_the_topic_does_not_stop_the_job(
 
 def test_small_groups_share_tasks_and_report_in_their_order(spark: SparkSession) -> None:
     start, end = Position.before(1, 0), Position.before(1, 1)
-    groups = [[RangeStep(Range(f"topic {number}", start, end), 0)] for number in range(70)]
+    groups = [[RangeStep(TopicRange(f"topic {number}", start, end), 0)] for number in range(70)]
 
     def run(steps: Sequence[RangeStep]) -> TaskReport:
         context = TaskContext.get()

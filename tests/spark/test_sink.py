@@ -43,11 +43,11 @@ from seqdedupe.names import partition_of, topic_name
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from seqdedupe.v1 import admin_pb2
 from seqdedupe_spark import planning
-from seqdedupe_spark.columns import columns_of
+from seqdedupe_spark.message_columns import columns_of
 from seqdedupe_spark.options import parse_sink
 from seqdedupe_spark.publish import Published, publish_sorted
 from seqdedupe_spark.range_reader import read_range
-from seqdedupe_spark.ranges import Range
+from seqdedupe_spark.ranges import TopicRange
 from seqdedupe_spark.sink import row_layout as rows
 from seqdedupe_spark.sink import row_layout as rows_module
 from seqdedupe_spark.sink import task as task_module
@@ -314,7 +314,7 @@ def test_rows_are_read_back_as_they_were(client: blocking.Client, target: str, s
     ddl = f"{OWN}, __key string, __eventTime timestamp, __messageProperties map<string,string>"
     assert task(client, target, ddl).run(pieces) == SinkReport(many)
     end = client.ends(target).last
-    whole = Range(target, Position.start(end.incarnation), end)
+    whole = TopicRange(target, Position.start(end.incarnation), end)
     found = {row["__deduplicationId"]: row for one in read_range(client.address, whole) for row in one.to_pylist()}
     assert len(found) == many
     for i in range(many):

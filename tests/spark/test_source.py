@@ -30,8 +30,8 @@ from seqdedupe.errors import ConfigurationError, NotFoundError, PositionError, S
 from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
-from seqdedupe_spark.columns import SCHEMA
-from seqdedupe_spark.ranges import Range
+from seqdedupe_spark.message_columns import SCHEMA
+from seqdedupe_spark.ranges import TopicRange
 from seqdedupe_spark.source import (
     NOTHING_YET,
     BatchReader,
@@ -559,7 +559,7 @@ class TestLoss:
         incarnation = Position.parse(offset[name]).incarnation
         end = {name: str(Position.before(incarnation, 4))}
         reader = source.stream(topic=topic, failOnDataLoss=fails).reader
-        planned = [InputPartition([Range(name, Position.before(incarnation, 2), Position.before(incarnation, 4))])]
+        planned = [InputPartition([TopicRange(name, Position.before(incarnation, 2), Position.before(incarnation, 4))])]
         makes: list[Callable[[], None]] = [lambda: None, lambda: send(client, topic, b"new")]
         for make in makes:
             make()
@@ -581,7 +581,7 @@ class TestLoss:
         incarnation = client.ends(topic).last.incarnation
         beyond, end = Position.before(incarnation, 10), Position.before(incarnation, 20)
         reader = source.stream(topic=topic, failOnDataLoss=fails).reader
-        planned = [InputPartition([Range(name, beyond, end)])]
+        planned = [InputPartition([TopicRange(name, beyond, end)])]
         # Going on from where it ends would give what was read already, once it is there again.
         with pytest.raises(PositionError):
             read(reader, planned)
@@ -671,7 +671,7 @@ class TestRetention:
     def test_what_is_trimmed_after_planning(self, trimmed: tuple[Source, Position, int], fails: bool) -> None:
         source, last, first = trimmed
         start = Position.before(last.incarnation, first - 2)
-        planned = [InputPartition([Range(topic_name("t"), start, last)])]
+        planned = [InputPartition([TopicRange(topic_name("t"), start, last)])]
         reader = source.stream(topic="t", failOnDataLoss=fails).reader
         if fails:
             with pytest.raises(PositionError, match=str(first)):

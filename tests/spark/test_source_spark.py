@@ -14,8 +14,8 @@ from pyspark.sql.types import StructType
 
 from seqdedupe.client import blocking
 from seqdedupe.names import topic_name
-from seqdedupe_spark.columns import SCHEMA
-from seqdedupe_spark.ranges import Range, cut
+from seqdedupe_spark.message_columns import SCHEMA
+from seqdedupe_spark.ranges import TopicRange, cut
 from seqdedupe_spark.source import BatchReader, SeqdedupeDataSource
 from tests.spark.streams import run_stream
 
@@ -166,7 +166,7 @@ class PushingReader(BatchReader):
                 case _:
                     yield one
 
-    def tasks(self, ranges: list[Range]) -> list[InputPartition]:
+    def tasks(self, ranges: list[TopicRange]) -> list[InputPartition]:
         places = [
             (one, max(self.first - one.first_index, 0), min(self.stop, one.stop_index) - one.first_index)
             for one in ranges

@@ -6,10 +6,10 @@ import pytest
 from rocksdict import WriteBatch
 
 from seqdedupe.errors import SeqdedupeError
-from seqdedupe.store import incoming_snapshot
 from seqdedupe.store.db import Store
-from seqdedupe.store.incoming_snapshot import MAX_ROW_BYTES, IncomingSnapshot, row_bytes
 from seqdedupe.store.parts import IMPORTED, NAMES, part_key, snapshot_range, topic_key
+from seqdedupe.transfer import stored_records
+from seqdedupe.transfer.stored_records import MAX_ROW_BYTES, IncomingSnapshot, row_bytes
 
 INCARNATION = 7
 ROWS = {part_key(INCARNATION, NAMES, k): b"%d" % k * (k % 50) for k in range(300)}
@@ -34,11 +34,11 @@ async def added(coming: IncomingSnapshot, data: bytes) -> None:
 
 
 @pytest.mark.parametrize("piece_bytes", [1, 7, 100, len(WHOLE) - 1, len(WHOLE)])
-@pytest.mark.parametrize("batch_bytes", [0, 1000, incoming_snapshot.BATCH_BYTES])
+@pytest.mark.parametrize("batch_bytes", [0, 1000, stored_records.BATCH_BYTES])
 async def test_it_takes_the_place_of_what_was_there_and_of_nothing_else(
     store: Store, monkeypatch: pytest.MonkeyPatch, piece_bytes: int, batch_bytes: int
 ) -> None:
-    monkeypatch.setattr(incoming_snapshot, "BATCH_BYTES", batch_bytes)
+    monkeypatch.setattr(stored_records, "BATCH_BYTES", batch_bytes)
     others = [part_key(6, IMPORTED, 2**64 - 1), part_key(8, NAMES, 0), topic_key(INCARNATION)]
     put(store, *others, part_key(INCARNATION, NAMES, 300), part_key(INCARNATION, IMPORTED, 0))
     coming = IncomingSnapshot(store, INCARNATION)
@@ -80,7 +80,7 @@ async def test_what_is_no_snapshot(store: Store, data: bytes, reason: str) -> No
 async def test_what_was_written_before_the_store_was_opened_again_may_be_lost(
     store: Store, monkeypatch: pytest.MonkeyPatch, after: str
 ) -> None:
-    monkeypatch.setattr(incoming_snapshot, "BATCH_BYTES", 1000)
+    monkeypatch.setattr(stored_records, "BATCH_BYTES", 1000)
     coming = IncomingSnapshot(store, INCARNATION)
     half = len(WHOLE) // 2
     await coming.add(WHOLE[:half])
@@ -93,7 +93,7 @@ async def test_what_was_written_before_the_store_was_opened_again_may_be_lost(
 
 
 async def test_the_store_is_given_no_more_than_it_works_off(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(incoming_snapshot, "BATCH_BYTES", 1000)
+    monkeypatch.setattr(stored_records, "BATCH_BYTES", 1000)
     steps: list[str] = []
     wait, write = store.wait_until_idle, store.write
 

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from seqdedupe.errors import SeqdedupeError
-from seqdedupe.topic.frame import NumbersCache, Receipt, Refusal
+from seqdedupe.topic.frame import FrameReceipt, NumbersCache, Refusal
 from seqdedupe.topic.operations import open_sessions
 from seqdedupe.topic.readers import PAGE_BYTES, end_index, read_page
 from seqdedupe.topic.topic import Topic
@@ -57,7 +57,7 @@ class Publisher:
         (link,) = opened.persisted
         assert link >= self.acknowledged, f"{self.name} has lost what was acknowledged after {link}"
         self.acknowledged = link
-        answers: asyncio.Queue[Receipt | Refusal] = asyncio.Queue()
+        answers: asyncio.Queue[FrameReceipt | Refusal] = asyncio.Queue()
         cache, in_flight = NumbersCache(), 0
         while self.acknowledged < up_to - 1:
             if link < up_to - 1 and in_flight < MAX_FRAMES:

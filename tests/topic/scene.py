@@ -4,7 +4,7 @@ import asyncio
 
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Snapshots
-from seqdedupe.topic.frame import NumbersCache, Receipt, Refusal
+from seqdedupe.topic.frame import FrameReceipt, NumbersCache, Refusal
 from seqdedupe.topic.operations import MessageState, message_state, open_sessions
 from seqdedupe.topic.policy import Applied
 from seqdedupe.topic.topic import Topic
@@ -38,8 +38,8 @@ class Scene:
         self.log.settle()
         self.epochs.update(zip(names, (await opening).epochs, strict=True))
 
-    def send(self, *rows: tuple[str, int], link: int = -1) -> list[Receipt | Refusal]:
-        answers: list[Receipt | Refusal] = []
+    def send(self, *rows: tuple[str, int], link: int = -1) -> list[FrameReceipt | Refusal]:
+        answers: list[FrameReceipt | Refusal] = []
         links = dict.fromkeys((name for name, _ in rows), link)
         encoded = batch(list(rows), epochs={name: self.epochs[name] for name in links}, links=links).encode()
         self.topic.admit(encoded, 1, answers.append, NumbersCache())

@@ -19,7 +19,7 @@ from seqdedupe.core.rule import DUP, NOT_DUP, PERSISTED, PUSHED, UNKNOWN
 from seqdedupe.errors import SeqdedupeError, UnavailableError
 from seqdedupe.store.snapshots import Snapshots
 from seqdedupe.topic import attached
-from seqdedupe.topic.attached import AttachedTopic, Attachment, Columns
+from seqdedupe.topic.attached import AttachedTopic, BrokerAttachment, Columns
 from seqdedupe.topic.policy import Applied, GapPolicy
 from tests.property.disk import CrashableStore
 
@@ -314,7 +314,7 @@ def columns(rows: list[Row]) -> Columns:
     return Columns(np.array(handles, np.int32), lowest, highest, passes if passes.any() else passes[:0])
 
 
-def replay(topic: AttachedTopic, attachment: Attachment, rows: list[Row], first: int) -> None:
+def replay(topic: AttachedTopic, attachment: BrokerAttachment, rows: list[Row], first: int) -> None:
     """Tells these entries of the log, the first of which has this number."""
     positions = [position(first + i) for i in range(-1, len(rows))]
     attachment.replay(columns(rows), Binary.of_all(positions[1:]), Binary.of_all(positions[:-1]))

@@ -21,11 +21,11 @@ from seqdedupe.store.db import _Opening
 from seqdedupe.store.snapshots import Snapshots
 from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe.topic import attached
-from seqdedupe.topic.attached import AttachedTopic, Attachment, Columns
+from seqdedupe.topic.attached import AttachedTopic, BrokerAttachment, Columns
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.kinds import BrokersTopics
 from seqdedupe.topic.policy import Applied, GapPolicy, Policy
-from seqdedupe.topic.saved import saved
+from seqdedupe.transfer.state_messages import saved
 from tests.property.disk import CrashableStore
 from tests.topic.test_directory import FailingStore
 
@@ -46,7 +46,7 @@ class Broker:
     def attach(self, topic: AttachedTopic) -> None:
         """Attaches, and replays what the topic does not know: it must still be there."""
         self.topic = topic
-        self.attachment: Attachment = topic.attach(self.ended.append, lambda: None)
+        self.attachment: BrokerAttachment = topic.attach(self.ended.append, lambda: None)
         known = int(self.attachment.position or b"0")
         assert known >= self.trimmed, f"the sidecar knows {known} entries, and {self.trimmed} are gone"
         self.attachment.register(0, [b"p"])

@@ -12,7 +12,7 @@ from seqdedupe.core.producers import Producers
 from seqdedupe.core.rule import PERSISTED, PUSHED
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.limits import MAX_POSITION_BYTES
-from seqdedupe.topic.attached import Attachment, Columns
+from seqdedupe.topic.attached import BrokerAttachment, Columns
 from seqdedupe.topic.policy import Applied, GapPolicy, OverlapPolicy
 
 CASES = 500
@@ -35,7 +35,7 @@ class Anything:
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
         self.producers = Producers()
-        self.attachment = Attachment(self.producers, self.rng.choice([b"", b"p"]))
+        self.attachment = BrokerAttachment(self.producers, self.rng.choice([b"", b"p"]))
         if self.rng.random() < 0.8:
             self.attachment.register(0, [b"a", b"b", b"c"])
             self.attachment.end_replay(self.attachment.position)

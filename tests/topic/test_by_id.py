@@ -17,8 +17,7 @@ from rocksdict import WriteBatch
 from seqdedupe import batch as batches
 from seqdedupe.batch import Binary
 from seqdedupe.core import id_slots
-from seqdedupe.core.id_window import IdWindow
-from seqdedupe.core.moment import Moment
+from seqdedupe.core.id_window import IdWindow, Moment
 from seqdedupe.core.rule import DUP, NOT_DUP, UNKNOWN
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.format.columns import ROWS
@@ -30,8 +29,8 @@ from seqdedupe.store.parts import IDS, part_key
 from seqdedupe.store.snapshots import Loaded, Snapshots
 from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe.topic.base import State
-from seqdedupe.topic.frame import NumbersCache, Receipt, Refusal, check_by_id
-from seqdedupe.topic.judge_by_id import ByDeduplicationId
+from seqdedupe.topic.frame import FrameReceipt, NumbersCache, Refusal, check_by_id
+from seqdedupe.topic.judge import ByDeduplicationId
 from seqdedupe.topic.operations import open_sessions
 from seqdedupe.topic.policy import Applied, Policy
 from seqdedupe.topic.topic import Topic
@@ -96,8 +95,8 @@ class Place:
         """Between two steps of a history."""
         await asyncio.sleep(0)
 
-    def send(self, *ids: bytes) -> list[Receipt | Refusal]:
-        answers: list[Receipt | Refusal] = []
+    def send(self, *ids: bytes) -> list[FrameReceipt | Refusal]:
+        answers: list[FrameReceipt | Refusal] = []
         self.topic.admit(frame(*ids), 1, answers.append, NumbersCache())
         return answers
 
@@ -124,19 +123,19 @@ async def place(store: Store) -> Any:
     await place.topic.close("")
 
 
-def receipt(answers: list[Receipt | Refusal]) -> Receipt:
+def receipt(answers: list[FrameReceipt | Refusal]) -> FrameReceipt:
     (answer,) = answers
-    assert isinstance(answer, Receipt), answer
+    assert isinstance(answer, FrameReceipt), answer
     return answer
 
 
-def verdicts(answers: list[Receipt | Refusal]) -> list[int]:
+def verdicts(answers: list[FrameReceipt | Refusal]) -> list[int]:
     one = receipt(answers)
     assert one.verdicts is not None
     return [int(verdict) for verdict in one.verdicts]
 
 
-def originals(place: Place, answers: list[Receipt | Refusal]) -> dict[int, int]:
+def originals(place: Place, answers: list[FrameReceipt | Refusal]) -> dict[int, int]:
     """The index of the original of each DUP, each of which must be known, message ID and all."""
     one = receipt(answers)
     assert one.verdicts is not None
@@ -182,7 +181,7 @@ async def test_an_unknown_outcome_is_settled_by_reading_the_log(place: Place, la
     assert isinstance(place.send(b"a")[0], Refusal)
     await until_serving(place.topic)
     for k, (answer, ids) in enumerate(zip(answers, ([b"a", b"a"], [b"b"]), strict=True)):
-        assert isinstance(answer[0], Receipt if k < lands else Refusal)
+        assert isinstance(answer[0], FrameReceipt if k < lands else Refusal)
         again = place.send(*ids)
         place.log.settle()
         assert (receipt(again).verdicts is None) == (k >= lands and len(ids) == 1)
@@ -219,7 +218,7 @@ async def test_bad_input_changes_nothing(place: Place) -> None:
         (batches.without_producers(Binary(), Binary.of_all([b"x"])).encode(), "INVALID_BATCH"),
         (frame(), "INVALID_BATCH"),
     ):
-        answers: list[Receipt | Refusal] = []
+        answers: list[FrameReceipt | Refusal] = []
         place.topic.admit(encoded, 1, answers.append, NumbersCache())
         assert isinstance(answers[0], Refusal)
         assert answers[0].error.reason == reason
@@ -234,7 +233,7 @@ async def test_a_topic_of_sequence_ids_takes_no_deduplication_ids(store: Store) 
     log = FaultyLog(Storage(INCARNATION))
     topic = Topic("t", log, store, Snapshots(store, INCARNATION), None, applied=APPLIED, random_bytes=bytes)
     await topic.recover()
-    answers: list[Receipt | Refusal] = []
+    answers: list[FrameReceipt | Refusal] = []
     topic.admit(frame(b"a"), 1, answers.append, NumbersCache())
     assert isinstance(answers[0], Refusal)
     assert answers[0].error.reason == "INVALID_BATCH"
@@ -353,7 +352,7 @@ class Sender:
         ids = self.random.choices(sorted(self.left or self.all), k=self.random.randint(1, 6))
         self.place.topic.admit(frame(*ids), 1, lambda answer: self.take(ids, answer), NumbersCache())
 
-    def take(self, ids: list[bytes], answer: Receipt | Refusal) -> None:
+    def take(self, ids: list[bytes], answer: FrameReceipt | Refusal) -> None:
         if isinstance(answer, Refusal):
             assert answer.error.retry_delay_ms >= 0, answer.error
             return
@@ -434,7 +433,7 @@ def _confirmed_at_once(real: Callable[..., Any]) -> Callable[..., Any]:
     return decide
 
 
-def _keeps_indexes(self: Receipt, first_index: int) -> None:
+def _keeps_indexes(self: FrameReceipt, first_index: int) -> None:
     self.first_index = first_index
 
 

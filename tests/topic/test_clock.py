@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from seqdedupe.core import id_window
-from seqdedupe.core.moment import LOOK_SECONDS, LOOKS, Moment, Steadied
+from seqdedupe.core.id_window import Moment
 from seqdedupe.core.rule import DUP, NOT_DUP
 from seqdedupe.exports import KnownId
 from seqdedupe.store.db import Store
-from seqdedupe.topic.clock import Clock
+from seqdedupe.topic.clock import LOOK_SECONDS, LOOKS, Clock, Steadied
 from seqdedupe.topic.topic import Topic
 from tests.log.faulty import FaultyLog, Storage
 from tests.topic.test_by_id import INCARNATION

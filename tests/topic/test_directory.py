@@ -17,7 +17,7 @@ from seqdedupe.store.snapshots import Delta, Snapshots
 from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe.topic.base import State
 from seqdedupe.topic.directory import Topics
-from seqdedupe.topic.frame import NumbersCache, Receipt, Refusal
+from seqdedupe.topic.frame import FrameReceipt, NumbersCache, Refusal
 from seqdedupe.topic.kinds import PublishedTopics
 from seqdedupe.topic.operations import open_sessions
 from tests.batches import batch
@@ -95,10 +95,10 @@ class Process:
         except SeqdedupeError:
             return False
         frame = batch([("p", sequence_id)], epochs={"p": opened.epochs[0]}, links={"p": -1}).encode()
-        answers: list[Receipt | Refusal] = []
+        answers: list[FrameReceipt | Refusal] = []
         topic.admit(frame, 1, answers.append, NumbersCache(), lone=True)
         await topic.flight.all_of_now()
-        return isinstance(answers[0], Receipt)
+        return isinstance(answers[0], FrameReceipt)
 
     async def until_published(self, sequence_id: int) -> None:
         async with asyncio.timeout(LAST_RESORT_SECONDS):

@@ -12,7 +12,7 @@ from seqdedupe.log.contract import LogName
 from seqdedupe.store.db import Store
 from seqdedupe.store.topics import LogKind
 from seqdedupe.testing import LAST_RESORT_SECONDS
-from seqdedupe.topic import lookup
+from seqdedupe.topic import directory
 from seqdedupe.topic.base import State
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.kinds import PublishedTopics
@@ -106,11 +106,11 @@ async def test_a_topic_that_another_sidecar_has_just_made_is_found_by_who_is_ask
     await one.topics.create(NAME)
     with pytest.raises(NotFoundError):
         other.topics.get(NAME)
-    topic = await lookup.find(other.topics, "t")
+    topic = await directory.find(other.topics, "t")
     assert (topic.state, topic.owner_address) == (State.STANDBY, "one")
     assert other.states == {NAME: State.STANDBY}
     lists = other.logs.lists
-    assert await lookup.find(other.topics, "t") is topic
+    assert await directory.find(other.topics, "t") is topic
     assert other.logs.lists == lists, "what is known is not looked for"
 
 
@@ -122,8 +122,8 @@ async def test_many_that_ask_at_once_are_answered_by_two_looks_at_most(two: tupl
         await one.topics.create(name)
     lists = other.logs.lists
     answers = await asyncio.gather(
-        *(lookup.find(other.topics, name) for name in names * 5),
-        *(lookup.find(other.topics, f"{name}-other") for name in names),
+        *(directory.find(other.topics, name) for name in names * 5),
+        *(directory.find(other.topics, f"{name}-other") for name in names),
         return_exceptions=True,
     )
     assert {type(answer) for answer in answers[: 5 * len(names)]} == {Topic}
@@ -140,9 +140,9 @@ async def test_a_cluster_that_cannot_be_asked_does_not_make_a_topic_one_that_is_
     await one.topics.create(NAME)
     other.logs.is_reached = False
     with pytest.raises(UnavailableError, match="LOG_UNREADABLE"):
-        await lookup.find(other.topics, NAME)
+        await directory.find(other.topics, NAME)
     other.logs.is_reached = True
-    assert (await lookup.find(other.topics, NAME)).state is State.STANDBY
+    assert (await directory.find(other.topics, NAME)).state is State.STANDBY
 
 
 async def test_a_look_is_for_those_who_asked_before_it_began() -> None:
@@ -191,12 +191,12 @@ async def test_a_topic_whose_log_somebody_has_deleted_in_the_cluster_can_be_dele
             await one.topics.create(name, exists_ok=True)
     # What is there is damaged, and nobody's to delete unseen.
     with pytest.raises(DamagedError):
-        await lookup.delete(one.topics, "damaged")
+        await directory.delete(one.topics, "damaged")
     one.logs.is_reached = False
     with pytest.raises(UnavailableError, match="LOG_UNREADABLE"):
-        await lookup.delete(one.topics, NAME)
+        await directory.delete(one.topics, NAME)
     one.logs.is_reached = True
-    await asyncio.gather(*(lookup.delete(one.topics, NAME) for _ in range(3)))
+    await asyncio.gather(*(directory.delete(one.topics, NAME) for _ in range(3)))
     assert one.states[NAME] is None
     topic = await one.topics.create(NAME)
     await Publisher("p", lambda: [topic]).publish(3)
@@ -219,7 +219,7 @@ async def test_a_topic_that_is_open_while_its_log_is_deleted_can_be_deleted(two:
     await one.until(NAME, State.DAMAGED)
     with pytest.raises(DamagedError):
         await one.topics.delete(NAME)
-    await lookup.delete(one.topics, NAME)
+    await directory.delete(one.topics, NAME)
     assert (await one.topics.create(NAME)).confirmed_index == 0
 
 
@@ -228,13 +228,15 @@ async def make(sidecar: Sidecar, partitions: int) -> list[str]:
     if not partitions:
         await sidecar.topics.create(NAME)
         return [NAME]
-    await lookup.create_partitioned(sidecar.topics, NAME, partitions, Policy())
+    await directory.create_partitioned(sidecar.topics, NAME, partitions, Policy())
     return sidecar.topics.partitions.names(NAME)
 
 
 async def delete(sidecar: Sidecar) -> None:
     is_partitioned = NAME in sidecar.topics.partitions
-    await (lookup.delete_partitioned(sidecar.topics, NAME) if is_partitioned else lookup.delete(sidecar.topics, NAME))
+    await (
+        directory.delete_partitioned(sidecar.topics, NAME) if is_partitioned else directory.delete(sidecar.topics, NAME)
+    )
 
 
 def incarnations(sidecar: Sidecar) -> dict[str, int]:
@@ -273,7 +275,7 @@ async def test_a_topic_that_others_have_made_anew_is_followed(
     # What the old one had is not the new one's.
     for name in names:
         await one.topics.get(name).owner.hand_over("", LIMIT_SECONDS)
-        topic = await lookup.find(other.topics, name)
+        topic = await directory.find(other.topics, name)
         await topic.owner.take()
         assert await stored(topic) == ({"p": [0, 1]} if name == names[0] else {})
     await other.stop()

@@ -16,16 +16,16 @@ import pytest
 from broker_sidecar.services.publish_service import encode_receipt
 from seqdedupe import wire
 from seqdedupe.batch import Binary, single_producer
-from seqdedupe.client.outbox import Outbox
 from seqdedupe.client.pending import PendingBatch, ReceiptColumns
 from seqdedupe.client.publish_calls import receipt_columns
+from seqdedupe.client.send_queue import SendQueue
 from seqdedupe.errors import DataLossError
 from seqdedupe.log.contract import Retention
 from seqdedupe.log.embedded import commit
 from seqdedupe.log.embedded.logs import EmbeddedLogs
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Snapshots
-from seqdedupe.topic.frame import NumbersCache, Receipt, Refusal
+from seqdedupe.topic.frame import FrameReceipt, NumbersCache, Refusal
 from seqdedupe.topic.operations import open_sessions
 from seqdedupe.topic.policy import Applied, Policy
 from seqdedupe.topic.topic import Topic
@@ -69,10 +69,10 @@ async def served(folder: Path, applied: Applied = WAITS) -> AsyncIterator[Topic]
 
 
 class Producer:
-    """The client's duty, without a network: an outbox, whose frames go to a topic, and its answers back."""
+    """The client's duty, without a network: a send queue, whose frames go to a topic, and its answers back."""
 
     def __init__(self) -> None:
-        self.outbox = Outbox()
+        self.queue = SendQueue()
         self.batches: list[PendingBatch] = []
         self._epochs: list[int] | None = None
         self._next_id = 0
@@ -83,7 +83,7 @@ class Producer:
         opened = await open_sessions(topic, ["p"], self._epochs)
         self._epochs = opened.epochs
         self.is_cut_off = False
-        self.outbox.open(INCARNATION, topic.term, opened.epochs[0], opened.persisted[0])
+        self.queue.open(INCARNATION, topic.term, opened.epochs[0], opened.persisted[0])
 
     async def publish(self, topic: Topic, rows: int) -> None:
         """One batch of so many messages; returns when it has its receipts."""
@@ -91,29 +91,29 @@ class Producer:
         self._next_id += rows
         pending = PendingBatch()
         pending.seal(single_producer(b"p", 0, -1, ids, Binary.of_all([b"%d" % i for i in ids])), 100)
-        self.outbox.add(pending)
+        self.queue.add(pending)
         self.batches.append(pending)
         await self.send_again(topic)
 
     async def send_again(self, topic: Topic) -> None:
         """What there is to send; returns when it has its receipts."""
         cache = NumbersCache()
-        while (frame := self.outbox.next_frame()) is not None:
+        while (frame := self.queue.next_frame()) is not None:
             encoded = b"".join(bytes(part) for part in frame.batch.encoded_parts())
 
-            def reply(answer: Receipt | Refusal) -> None:
-                assert isinstance(answer, Receipt), answer
+            def reply(answer: FrameReceipt | Refusal) -> None:
+                assert isinstance(answer, FrameReceipt), answer
                 response = wire.PublishStreamResponse.FromString(encode_receipt(topic, answer))
-                self.outbox.receipt(answer.frame, self._columns(response.receipts[0]))
+                self.queue.receipt(answer.frame, self._columns(response.receipts[0]))
                 self._news.set()
 
             def durable() -> None:
                 if not self.is_cut_off:
-                    self.outbox.durable_up_to(topic.confirmed_index)
+                    self.queue.durable_up_to(topic.confirmed_index)
 
             topic.admit(encoded, frame.number, reply, cache, when_durable=durable)
         async with asyncio.timeout(LIMIT_SECONDS):
-            while self.outbox.without_receipt:
+            while self.queue.without_receipt:
                 self._news.clear()
                 await self._news.wait()
 
@@ -159,14 +159,14 @@ async def over_a_power_cut(producer: Producer, disk: LosingDisk, after: Path, ra
         await producer.publish(topic, 3)
         await topic.all_settled()
         assert all(batch.durable for batch in producer.batches)
-        assert not len(producer.outbox)
+        assert not len(producer.queue)
         return await stored_ids(topic)
 
 
 async def test_a_power_cut_takes_nothing_of_a_producer_that_lives(disk: LosingDisk, tmp_path: Path) -> None:
     producer = Producer()
     assert await over_a_power_cut(producer, disk, tmp_path / "after", None) == producer.sent
-    assert producer.outbox.counters.dup == 0
+    assert producer.queue.counters.dup == 0
 
 
 @pytest.mark.parametrize("part", range(3))
@@ -184,7 +184,7 @@ async def test_control_who_forgets_at_the_receipt_loses(disk: LosingDisk, tmp_pa
     producer = ForgetsAtTheReceipt()
     with pytest.raises(DataLossError):
         await over_a_power_cut(producer, disk, tmp_path / "after", None)
-    assert not len(producer.outbox), "nothing was kept that could be sent again"
+    assert not len(producer.queue), "nothing was kept that could be sent again"
 
 
 async def test_of_a_producer_that_has_ended_no_more_is_lost_than_is_said(disk: LosingDisk, tmp_path: Path) -> None:
@@ -247,7 +247,7 @@ async def test_a_resume_waits_until_all_is_durable(disk: LosingDisk) -> None:
         assert producer.durable == [False]
         await producer.open(topic)
         assert producer.durable == [True]
-        assert producer.outbox.durable_sequence_id == 2
+        assert producer.queue.durable_sequence_id == 2
 
 
 async def test_the_policy_is_in_force_between_two_frames_and_a_way_back_syncs(disk: LosingDisk) -> None:
@@ -286,11 +286,11 @@ async def test_who_does_not_ask_for_an_early_receipt_gets_none(disk: LosingDisk)
     async with served(disk.folder) as topic:
         opened = await open_sessions(topic, ["q"], None)
         rows = single_producer(b"q", opened.epochs[0], -1, np.arange(3), Binary.of_all([b"x"] * 3))
-        answer: asyncio.Future[Receipt | Refusal] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[FrameReceipt | Refusal] = asyncio.get_running_loop().create_future()
         topic.admit(b"".join(bytes(part) for part in rows.encoded_parts()), 1, answer.set_result, NumbersCache())
         async with asyncio.timeout(LIMIT_SECONDS):
             receipt = await answer
-        assert isinstance(receipt, Receipt)
+        assert isinstance(receipt, FrameReceipt)
         assert (receipt.durable_at, topic.confirmed_index) == (0, 3)
 
 

@@ -7,9 +7,9 @@ import pytest
 
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Snapshots
-from seqdedupe.topic.frame import Receipt, Refusal
+from seqdedupe.topic.frame import FrameReceipt, Refusal
 from seqdedupe.topic.policy import Applied
-from seqdedupe.topic.saved import saved
+from seqdedupe.transfer.state_messages import saved
 from tests.log.faulty import Storage
 from tests.topic.test_inactivity import INCARNATION, Scene
 
@@ -89,7 +89,7 @@ async def test_a_resume_is_told_until_its_session_is_over_though_a_first_frame_c
     refusal = await scene.send(("a", 8), link=7)
     assert isinstance(refusal, Refusal)
     assert refusal.error.reason == "PREDECESSOR_MISSING"
-    assert isinstance(await scene.send(("a", 0)), Receipt)
+    assert isinstance(await scene.send(("a", 0)), FrameReceipt)
     if dies:
         await scene.restart()
     opened = await scene.resume("a")

@@ -23,9 +23,9 @@ from seqdedupe.exports import KnownId
 from seqdedupe.store import imported_run as stored_import
 from seqdedupe.store import rocksdb, windows
 from seqdedupe.store.db import Store
-from seqdedupe.topic import window_import
 from seqdedupe.topic.operations import MessageState, state_by_id
-from seqdedupe.topic.window_import import WindowImport
+from seqdedupe.transfer import imports
+from seqdedupe.transfer.imports import WindowImport
 from tests.log.faulty import FaultyLog, Storage
 from tests.store.model import fast_folder
 from tests.store.power import Files, Machine, Moment
@@ -54,7 +54,7 @@ def memory() -> Iterator[Path]:
 def many_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     """An import has several parts, which are merged; a run has several writes."""
     monkeypatch.setattr(exports, "WINDOW_BLOCK_BYTES", 4096)
-    monkeypatch.setattr(window_import, "PART_BYTES", 8192)
+    monkeypatch.setattr(imports, "PART_BYTES", 8192)
     monkeypatch.setattr(windows, "PAGES_A_WRITE", 1)
     monkeypatch.setattr(rocksdb, "MEMTABLE_BYTES", 1024 * 1024)
 

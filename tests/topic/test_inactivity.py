@@ -20,11 +20,11 @@ from seqdedupe.store.snapshots import Snapshots
 from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe.topic import control, keeper
 from seqdedupe.topic.base import State
-from seqdedupe.topic.frame import NumbersCache, Receipt, Refusal
+from seqdedupe.topic.frame import FrameReceipt, NumbersCache, Refusal
 from seqdedupe.topic.keeper import DUE_PERIODS
 from seqdedupe.topic.operations import open_sessions
 from seqdedupe.topic.policy import Applied, Policy
-from seqdedupe.topic.sessions import Opened
+from seqdedupe.topic.sessions import OpenAnswer
 from seqdedupe.topic.topic import Topic
 from tests.batches import batch
 from tests.log.faulty import FaultyLog, Storage
@@ -53,18 +53,18 @@ class Scene:
         self.log = self.log.crash(0)
         await self.start()
 
-    async def open(self, *names: str) -> Opened:
+    async def open(self, *names: str) -> OpenAnswer:
         opened = await open_sessions(self.topic, list(names), None)
         self.epochs.update(zip(names, opened.epochs, strict=True))
         return opened
 
-    async def resume(self, *names: str) -> Opened:
+    async def resume(self, *names: str) -> OpenAnswer:
         return await open_sessions(self.topic, list(names), [self.epochs[name] for name in names])
 
     async def send(
         self, *rows: tuple[str, int], link: int = -1, cache: NumbersCache | None = None
-    ) -> Receipt | Refusal:
-        answers: list[Receipt | Refusal] = []
+    ) -> FrameReceipt | Refusal:
+        answers: list[FrameReceipt | Refusal] = []
         links = dict.fromkeys((name for name, _ in rows), link)
         encoded = batch(list(rows), epochs={name: self.epochs[name] for name in links}, links=links).encode()
         self.topic.admit(encoded, 1, answers.append, cache or NumbersCache())
@@ -76,7 +76,7 @@ class Scene:
         """Each of these names is opened, and has message 7."""
         await self.open(*names)
         for name in names:
-            assert isinstance(await self.send((name, 7)), Receipt)
+            assert isinstance(await self.send((name, 7)), FrameReceipt)
 
     async def pass_timeout(self, looks: int = DUE_PERIODS) -> None:
         for _ in range(looks):
@@ -133,7 +133,7 @@ async def test_who_is_idle_for_the_whole_timeout_is_forgotten_and_nobody_before(
     # By the operator's choice what is sent again is new.
     assert (await scene.open("a")).persisted == [-1]
     answer = await scene.send(("a", 7))
-    assert isinstance(answer, Receipt)
+    assert isinstance(answer, FrameReceipt)
     assert (answer.verdicts, answer.first_index, scene.known()) == (None, 2, {"a": 7})
 
 
@@ -210,7 +210,7 @@ async def test_opening_resuming_and_publishing_are_uses(scene: Scene) -> None:
     await scene.pass_timeout(DUE_PERIODS - 1)
     await scene.open("opens")
     await scene.resume("resumes")
-    assert isinstance(await scene.send(("publishes", 9), link=7), Receipt)
+    assert isinstance(await scene.send(("publishes", 9), link=7), FrameReceipt)
     await scene.pass_timeout(DUE_PERIODS - 1)
     assert scene.known() == {"opens": 7, "resumes": 7, "publishes": 9}
     await scene.pass_timeout(1)
@@ -221,7 +221,7 @@ async def test_a_dup_is_a_use(scene: Scene) -> None:
     await scene.publish("a")
     await scene.pass_timeout(DUE_PERIODS - 1)
     answer = await scene.send(("a", 7))
-    assert isinstance(answer, Receipt)
+    assert isinstance(answer, FrameReceipt)
     assert answer.verdicts is not None
     assert answer.verdicts.tolist() == [DUP]
     await scene.pass_timeout(DUE_PERIODS - 1)
@@ -285,7 +285,7 @@ async def test_a_name_of_two_streams_has_a_full_timeout_from_the_end_of_the_last
 async def test_what_is_in_flight_is_not_forgotten(scene: Scene) -> None:
     await scene.publish("a", "b")
     scene.log.automatic = False
-    answers: list[Receipt | Refusal] = []
+    answers: list[FrameReceipt | Refusal] = []
     encoded = batch([("a", 9)], epochs={"a": scene.epochs["a"]}, links={"a": 7}).encode()
     scene.topic.admit(encoded, 1, answers.append, NumbersCache())
     looking = asyncio.ensure_future(scene.pass_timeout())
@@ -295,14 +295,14 @@ async def test_what_is_in_flight_is_not_forgotten(scene: Scene) -> None:
     scene.log.settle()
     await looking
     scene.log.automatic = True
-    assert isinstance(answers[0], Receipt)
+    assert isinstance(answers[0], FrameReceipt)
     assert scene.known() == {"a": 9}
 
 
 async def test_what_was_in_flight_has_a_full_timeout_from_then_on(scene: Scene) -> None:
     await scene.publish("sends")
     scene.log.automatic = False
-    answers: list[Receipt | Refusal] = []
+    answers: list[FrameReceipt | Refusal] = []
     encoded = batch([("sends", 9)], epochs=scene.epochs, links={"sends": 7}).encode()
     scene.topic.admit(encoded, 1, answers.append, NumbersCache())
     opening = asyncio.ensure_future(scene.open("opens"))
@@ -324,7 +324,7 @@ async def test_a_row_with_something_in_flight_is_not_freed(scene: Scene) -> None
     looking = asyncio.ensure_future(scene.pass_timeout(1))
     await scene.until(lambda: scene.topic.flight.has(control.Purge))
     scene.topic.inherit(Applied(deduplication_enabled=False))
-    answers: list[Receipt | Refusal] = []
+    answers: list[FrameReceipt | Refusal] = []
     encoded = batch([("a", 7)], epochs=scene.epochs, links={"a": -1}).encode()
     scene.topic.admit(encoded, 1, answers.append, NumbersCache())
     scene.log.settle(1)
@@ -332,7 +332,7 @@ async def test_a_row_with_something_in_flight_is_not_freed(scene: Scene) -> None
     assert scene.topic.producers.generation == 0
     scene.log.settle()
     scene.log.automatic = True
-    assert isinstance(answers[0], Receipt)
+    assert isinstance(answers[0], FrameReceipt)
     assert scene.known() == {"a": 7}
 
 
@@ -347,7 +347,7 @@ async def test_it_is_durable_before_it_is_in_force(scene: Scene) -> None:
     looking = asyncio.ensure_future(scene.pass_timeout(1))
     await asyncio.sleep(0.01)
     answer = await scene.send(("a", 7))
-    assert isinstance(answer, Receipt)
+    assert isinstance(answer, FrameReceipt)
     assert answer.verdicts is not None
     assert answer.verdicts.tolist() == [DUP]
     # The process dies before it is stored: nothing has changed. It dies after: it is in force.
@@ -432,7 +432,7 @@ async def test_frames_and_opens_while_it_is_in_flight(scene: Scene) -> None:
     looking = asyncio.ensure_future(scene.pass_timeout(1))
     await asyncio.sleep(0.01)
     assert scene.topic.flight.has(control.Purge)
-    answers: list[Receipt | Refusal] = []
+    answers: list[FrameReceipt | Refusal] = []
     encoded = batch([("sends", 8)], epochs={"sends": scene.epochs["sends"]}, links={"sends": 7}).encode()
     scene.topic.admit(encoded, 1, answers.append, NumbersCache())
     calls = [asyncio.ensure_future(scene.resume("resumes")), asyncio.ensure_future(scene.open("opens"))]
@@ -443,11 +443,11 @@ async def test_frames_and_opens_while_it_is_in_flight(scene: Scene) -> None:
         await asyncio.sleep(0.001)
         scene.log.settle()
     await looking
-    assert isinstance(answers[0], Receipt)
+    assert isinstance(answers[0], FrameReceipt)
     assert [call.result().persisted for call in calls] == [[-1], [-1]]
     assert calls[0].result().forgotten == [0]
     for name in ("resumes", "opens"):
-        assert isinstance(await scene.send((name, 3)), Receipt), name
+        assert isinstance(await scene.send((name, 3)), FrameReceipt), name
     assert scene.known() == {"sends": 8, "resumes": 3, "opens": 3}
     epochs = [scene.topic.producers.numbers[n, DURABLE_EPOCH] for n in range(3)]
     await scene.restart()
@@ -473,7 +473,7 @@ async def test_a_session_resumes_and_is_told(scene: Scene) -> None:
     refusal = await scene.send(("a", 8), link=7)
     assert isinstance(refusal, Refusal)
     assert refusal.error.reason == "PREDECESSOR_MISSING"
-    assert isinstance(await scene.send(("a", 8)), Receipt)
+    assert isinstance(await scene.send(("a", 8)), FrameReceipt)
     # Whether its sender had heard that, or sent it long before, nobody knows.
     assert (await scene.resume("a")).forgotten == [0]
 
@@ -516,7 +516,7 @@ async def test_names_and_rows_are_freed_in_memory_and_in_the_store(scene: Scene)
     assert sum(len(key) + len(value) for key, value in scene.store.scan(b"S", b"T")) < stored / 100
     # The stream and its cache go on, and so does everything after a restart.
     answer = await scene.send(("kept", 2), link=1, cache=cache)
-    assert isinstance(answer, Receipt)
+    assert isinstance(answer, FrameReceipt)
     await scene.publish("later")
     await scene.topic.keeper.snapshot()
     assert scene.known() == {"kept": 2, "later": 7}
@@ -531,7 +531,7 @@ async def test_what_is_in_flight_while_numbers_change_is_confirmed(scene: Scene)
     await scene.send(("stays", 8), link=7, cache=cache)
     await scene.pass_timeout(DUE_PERIODS - 1)
     await scene.open("opens")
-    answers: list[Receipt | Refusal] = []
+    answers: list[FrameReceipt | Refusal] = []
     producers_module = scene.topic.keeper.inactivity._let_go
 
     async def in_flight_meanwhile() -> None:
@@ -542,7 +542,7 @@ async def test_what_is_in_flight_while_numbers_change_is_confirmed(scene: Scene)
         await asyncio.sleep(0.01)
         await producers_module()
 
-    resuming: list[asyncio.Future[Opened]] = []
+    resuming: list[asyncio.Future[OpenAnswer]] = []
     scene.topic.keeper.inactivity._let_go = in_flight_meanwhile
     await scene.pass_timeout(1)
     assert (scene.topic.producers.generation, len(scene.topic.producers), answers) == (1, 2, [])
@@ -550,7 +550,7 @@ async def test_what_is_in_flight_while_numbers_change_is_confirmed(scene: Scene)
     scene.log.automatic = True
     assert (await resuming[0]).persisted == [7, 9]
     assert scene.known() == {"stays": 9, "opens": 7}
-    assert isinstance(await scene.send(("stays", 10), link=9, cache=cache), Receipt)
+    assert isinstance(await scene.send(("stays", 10), link=9, cache=cache), FrameReceipt)
     assert scene.known() == {"stays": 10, "opens": 7}
 
 
@@ -563,7 +563,7 @@ async def test_everything_goes_on_while_names_are_freed(scene: Scene, monkeypatc
     await scene.send(("stays", 8), ("flies", 8), link=7, cache=cache)
     expected = {"stays": 8, "flies": 8}
     finish, prepare, clear, steps = LettingGo.finish, LettingGo.prepare, LettingGo.clear, 0
-    answers: list[Receipt | Refusal] = []
+    answers: list[FrameReceipt | Refusal] = []
 
     def admit(name: str, sequence_id: int, link: int, cache: NumbersCache) -> None:
         encoded = batch([(name, sequence_id)], epochs={name: scene.epochs[name]}, links={name: link}).encode()
@@ -604,11 +604,11 @@ async def test_everything_goes_on_while_names_are_freed(scene: Scene, monkeypatc
     await scene.topic.flight.all_of_now()
     assert steps > 10
     assert scene.topic.producers.generation == 1
-    assert [answer for answer in answers if not isinstance(answer, Receipt)] == []
+    assert [answer for answer in answers if not isinstance(answer, FrameReceipt)] == []
     assert len(answers) == steps + len(expected) - 1
     assert scene.known() == expected
     assert len(scene.topic.producers) == len(expected)
-    assert isinstance(await scene.send(("stays", 100), link=expected["stays"], cache=cache), Receipt)
+    assert isinstance(await scene.send(("stays", 100), link=expected["stays"], cache=cache), FrameReceipt)
     await scene.topic.keeper.snapshot()
     await scene.restart()
     assert scene.known() == {**expected, "stays": 100}

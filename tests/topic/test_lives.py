@@ -10,7 +10,7 @@ import pytest
 from seqdedupe.errors import UnavailableError, error
 from seqdedupe.store.topics import LogKind
 from seqdedupe.testing import LAST_RESORT_SECONDS
-from seqdedupe.topic import lives, lookup
+from seqdedupe.topic import directory, lives
 from seqdedupe.topic.policy import Policy
 from tests.topic.test_directory import Process
 
@@ -63,7 +63,7 @@ def process(tmp_path: Path) -> Iterator[Held]:
 async def test_partitions_are_made_at_once(process: Held) -> None:
     process.at_least = PARTITIONS
     await process.start()
-    await lookup.create_partitioned(process.topics, "w", PARTITIONS, Policy(deduplication_entries_interval=7))
+    await directory.create_partitioned(process.topics, "w", PARTITIONS, Policy(deduplication_entries_interval=7))
     made = process.topics.registry.open_topics()
     assert [topic.policy.deduplication_entries_interval for topic in made] == [7] * PARTITIONS
     assert process.topics.partitions.names("persistent://public/default/w") == [topic.name for topic in made]
@@ -74,14 +74,14 @@ async def test_not_more_of_them_than_is_good(process: Held, monkeypatch: pytest.
     monkeypatch.setattr(lives, "MADE_AT_ONCE", 2)
     process.at_least = 2
     await process.start()
-    await lookup.create_partitioned(process.topics, "w", PARTITIONS, Policy())
+    await directory.create_partitioned(process.topics, "w", PARTITIONS, Policy())
     assert (process.begun, process.most) == (PARTITIONS, 2)
 
 
 async def test_in_a_cluster_one_after_the_other(process: Held) -> None:
     process.shared = True
     await process.start()
-    await lookup.create_partitioned(process.topics, "w", PARTITIONS, Policy())
+    await directory.create_partitioned(process.topics, "w", PARTITIONS, Policy())
     assert (process.begun, process.most) == (PARTITIONS, 1)
 
 
@@ -91,11 +91,11 @@ async def test_if_one_cannot_be_made_none_is(process: Held, fails: int, monkeypa
     process.fails = fails
     await process.start()
     with pytest.raises(UnavailableError, match="a planned failure"):
-        await lookup.create_partitioned(process.topics, "w", PARTITIONS, Policy())
+        await directory.create_partitioned(process.topics, "w", PARTITIONS, Policy())
     assert not process.topics.all()
     assert not process.storages
     assert not process.store.topics()
     assert process.begun <= fails + 1
     process.fails = 0
-    await lookup.create_partitioned(process.topics, "w", PARTITIONS, Policy())
+    await directory.create_partitioned(process.topics, "w", PARTITIONS, Policy())
     assert len(process.storages) == PARTITIONS

@@ -11,7 +11,7 @@ from seqdedupe.core.rule import EPOCH, PERSISTED, PUSHED
 from seqdedupe.errors import UnavailableError
 from seqdedupe.topic.base import State
 from seqdedupe.topic.flight import Flight
-from seqdedupe.topic.frame import Receipt
+from seqdedupe.topic.frame import FrameReceipt
 from seqdedupe.topic.operations import open_sessions, reset_producer
 from seqdedupe.topic.sessions import LAST_OPEN
 from tests.topic.scene import Scene
@@ -55,7 +55,7 @@ async def test_an_open_that_failed_has_fenced_nobody(
         await asyncio.sleep(0.001)
     answers = scene.send(("a", 5))
     scene.log.settle()
-    assert isinstance(answers[0], Receipt) is is_careful
+    assert isinstance(answers[0], FrameReceipt) is is_careful
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ async def test_a_new_term_begins_when_the_opens_of_one_are_used_up(
     assert len(in_flight) == 1
     answers = scene.send(("a", 5))
     scene.log.settle()
-    assert isinstance(answers[0], Receipt)
+    assert isinstance(answers[0], FrameReceipt)
     opening = asyncio.ensure_future(open_again(topic))
     await asyncio.sleep(0)
     scene.log.settle()

@@ -15,7 +15,7 @@ from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe.topic import control, operations
 from seqdedupe.topic.base import State
 from seqdedupe.topic.flight import LISTED_AT_ONCE, Flight
-from seqdedupe.topic.frame import NumbersCache, Receipt, Refusal
+from seqdedupe.topic.frame import FrameReceipt, NumbersCache, Refusal
 from seqdedupe.topic.operations import MessageState, in_flight, message_state, open_sessions, reset_producer
 from seqdedupe.topic.policy import Applied
 from seqdedupe.topic.retention import state_again
@@ -99,7 +99,7 @@ async def test_a_reset_fences_at_once_and_waits_for_what_is_in_flight(scene: Sce
     assert isinstance(late, Refusal)
     scene.log.settle(1)
     await asyncio.sleep(0)
-    assert isinstance(first[0], Receipt)
+    assert isinstance(first[0], FrameReceipt)
     assert not resetting.done()
     assert await scene.state("a", 9) is MessageState.STORED
     scene.log.settle(1)
@@ -111,7 +111,7 @@ async def test_a_reset_fences_at_once_and_waits_for_what_is_in_flight(scene: Sce
     await scene.open("a")
     answers = scene.send(("a", 9), link=4)
     scene.log.settle()
-    assert isinstance(answers[0], Receipt)
+    assert isinstance(answers[0], FrameReceipt)
     assert (answers[0].verdicts, answers[0].first_index) == (None, 2)
 
 
@@ -129,7 +129,7 @@ async def test_a_reset_that_the_log_refuses_has_done_nothing(scene: Scene) -> No
             await asyncio.sleep(0.001)
     answers = scene.send(("a", 10), link=9)
     scene.log.settle()
-    assert isinstance(answers[0], Receipt)
+    assert isinstance(answers[0], FrameReceipt)
     assert scene.topic.counters.resets == 0
 
 

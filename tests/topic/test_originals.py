@@ -10,7 +10,7 @@ from seqdedupe.core.rule import STATED
 from seqdedupe.log.embedded.logs import EmbeddedLogs
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Snapshots
-from seqdedupe.topic.frame import NumbersCache, Receipt, Refusal
+from seqdedupe.topic.frame import FrameReceipt, NumbersCache, Refusal
 from seqdedupe.topic.operations import open_sessions
 from seqdedupe.topic.policy import Applied
 from seqdedupe.topic.topic import Topic
@@ -54,11 +54,11 @@ class Process:
         return opened.indexes
 
     async def publish(self, rows: list[tuple[str, int]]) -> None:
-        answers: list[Receipt | Refusal] = []
+        answers: list[FrameReceipt | Refusal] = []
         encoded = batch(rows, epochs=self.epochs, links=self.last).encode()
         self.topic.admit(encoded, 1, answers.append, NumbersCache())
         await self.topic.flight.all_of_now()
-        assert isinstance(answers[0], Receipt)
+        assert isinstance(answers[0], FrameReceipt)
         self.last.update(dict(rows))
 
     async def stop(self) -> None:

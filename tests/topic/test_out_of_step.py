@@ -19,11 +19,11 @@ from seqdedupe.errors import SeqdedupeError
 from seqdedupe.log.contract import Failure
 from seqdedupe.store.db import Store
 from seqdedupe.testing import LAST_RESORT_SECONDS
-from seqdedupe.topic import judge, judge_by_id
-from seqdedupe.topic.base import Counters, State
+from seqdedupe.topic import judge
+from seqdedupe.topic.base import State
 from seqdedupe.topic.flight import Flight
-from seqdedupe.topic.frame import NumbersCache, Receipt, Refusal
-from seqdedupe.topic.judge_by_id import ByDeduplicationId
+from seqdedupe.topic.frame import FrameReceipt, NumbersCache, Refusal
+from seqdedupe.topic.judge import ByDeduplicationId
 from seqdedupe.topic.operations import open_sessions
 from seqdedupe.topic.owner import Owner
 from seqdedupe.topic.policy import Policy
@@ -64,13 +64,13 @@ BY_ID = {
     "deciding a part": (id_window, "decide"),
     "the work of a frame on the table": (Slots, "go_on"),
     "a chunk": (Newer, "open"),
-    "cutting": (judge_by_id, "cut"),
-    "its receipt": (judge_by_id, "Receipt"),
+    "cutting": (judge, "cut"),
+    "its receipt": (judge, "FrameReceipt"),
     "noting it": (Flight, "add"),
     "handing it over": (FaultyLog, "append"),
     "confirming": (IdWindow, "confirm"),
     "settling": (Topic, "_confirm"),
-    "counting": (Counters, "count"),
+    "counting": (Topic, "_count"),
 }
 
 
@@ -106,10 +106,10 @@ async def test_no_id_is_in_flight_for_ever(
     await settled(place.log, place.topic)
     for ids, one in zip(frames, again, strict=True):
         (answer,) = one
-        assert isinstance(answer, Receipt), answer
+        assert isinstance(answer, FrameReceipt), answer
         if answer.verdicts is None or not (answer.verdicts == DUP).all():
             (answer,) = place.send(*ids)
-        assert isinstance(answer, Receipt)
+        assert isinstance(answer, FrameReceipt)
         assert answer.verdicts is not None
         assert (answer.verdicts == DUP).all(), "it is in the log, and known to be"
         stored = place.stored()
@@ -139,7 +139,7 @@ async def settled(log: FaultyLog, topic: Topic) -> None:
 IN_SEQUENCE = {
     "cutting": (judge, "cut"),
     "originals": (Producers, "originals"),
-    "its receipt": (judge, "Receipt"),
+    "its receipt": (judge, "FrameReceipt"),
     "noting it": (Flight, "add"),
     "handing it over": (FaultyLog, "append"),
     "persisting": (Producers, "persist"),
@@ -167,7 +167,7 @@ async def test_nor_is_a_sequence_id(
         scene.send(("p", 3 * k + 1), ("p", 3 * k + 2), link=3 * k - 1)
         await settled(scene.log, scene.topic)
     again = scene.send(*(("p", i) for k in range(3) for i in (3 * k + 1, 3 * k + 2)))
-    assert isinstance(again[0], Receipt)
+    assert isinstance(again[0], FrameReceipt)
     assert again[0].verdicts is not None
     assert (again[0].verdicts == DUP).all()
     assert scene.topic.confirmed_index == scene.storage.next_index == 7
@@ -197,9 +197,9 @@ async def test_a_replay_that_fails_is_done_again(
     await setting
     assert place.topic.policy.retention_size_in_mb == 7
     for ids, (answer,) in zip(frames, answers, strict=True):
-        assert isinstance(answer, Receipt)
+        assert isinstance(answer, FrameReceipt)
         (again,) = place.send(*ids)
-        assert isinstance(again, Receipt)
+        assert isinstance(again, FrameReceipt)
         assert again.verdicts is not None
         assert (again.verdicts == DUP).all()
         assert again.known_indexes.tolist() == [answer.first_index, answer.first_index + 1]
@@ -210,15 +210,15 @@ async def test_a_replay_that_fails_is_done_again(
 async def test_an_answer_that_cannot_be_given_loses_no_other(store: Store) -> None:
     place = Place(store)
     await place.start()
-    answers: list[Receipt | Refusal] = []
+    answers: list[FrameReceipt | Refusal] = []
 
-    def cannot(answer: Receipt | Refusal) -> None:
+    def cannot(answer: FrameReceipt | Refusal) -> None:
         raise MemoryError
 
     for one, reply in ((b"a", cannot), (b"b", answers.append)):
         place.topic.admit(frame(one), 1, reply, NumbersCache())
     place.log.settle()
-    assert [isinstance(answer, Receipt) for answer in answers] == [True]
+    assert [isinstance(answer, FrameReceipt) for answer in answers] == [True]
     assert place.topic.state is State.SERVING
     await place.topic.close("")
 
@@ -227,9 +227,9 @@ async def test_nor_one_that_refuses_it(store: Store) -> None:
     """What is in flight is given up: one that cannot hear it keeps no other from hearing it."""
     place = Place(store)
     await place.start()
-    answers: list[Receipt | Refusal] = []
+    answers: list[FrameReceipt | Refusal] = []
 
-    def cannot(answer: Receipt | Refusal) -> None:
+    def cannot(answer: FrameReceipt | Refusal) -> None:
         raise MemoryError
 
     for one, reply in ((b"a", cannot), (b"b", answers.append)):

@@ -12,7 +12,7 @@ from seqdedupe.errors import InvalidRequestError, SeqdedupeError, UnavailableErr
 from seqdedupe.names import partition_name
 from seqdedupe.store.db import Store
 from seqdedupe.store.topics import TopicRecord
-from seqdedupe.topic import lookup
+from seqdedupe.topic import directory
 from seqdedupe.topic.base import State
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.policy import GapPolicy, Policy
@@ -51,11 +51,11 @@ def is_whole(process: Process) -> bool:
 
 
 async def make(process: Process, policy: Policy = Policy()) -> None:  # noqa: B008
-    await lookup.create_partitioned(process.topics, "w", 3, policy)
+    await directory.create_partitioned(process.topics, "w", 3, policy)
 
 
 async def delete(process: Process) -> None:
-    await lookup.delete_partitioned(process.topics, WHOLE)
+    await directory.delete_partitioned(process.topics, WHOLE)
 
 
 async def test_partitions_are_topics_of_their_own(process: Process) -> None:
@@ -71,7 +71,7 @@ async def test_partitions_are_topics_of_their_own(process: Process) -> None:
     await process.restart()
     assert is_whole(process)
     assert {topic.partitions for topic in process.store.topics()} == {3}
-    await lookup.delete_partitioned(process.topics, WHOLE)
+    await directory.delete_partitioned(process.topics, WHOLE)
     assert not is_whole(process)
     await process.restart()
     assert not is_whole(process)
@@ -122,7 +122,7 @@ async def test_it_is_not_made_where_a_topic_would_be_mistaken_for_it(process: Pr
     assert caught.value.reason == "TOPIC_EXISTS"
     assert len(there(process)) == 1
     # A name that only looks like one is no hindrance.
-    await lookup.create_partitioned(process.topics, "w-partition", 1, Policy())
+    await directory.create_partitioned(process.topics, "w-partition", 1, Policy())
     assert len(there(process)) == 2
 
 
@@ -138,11 +138,11 @@ async def test_what_cannot_be_made(process: Process) -> None:
     ]
     for name, partitions, policy, reason in impossible:
         with pytest.raises(InvalidRequestError) as caught:
-            await lookup.create_partitioned(process.topics, name, partitions, policy)
+            await directory.create_partitioned(process.topics, name, partitions, policy)
         assert caught.value.reason == reason
     assert not is_whole(process)
     await make(process)
-    for again in (make(process), lookup.create_partitioned(process.topics, "w", 2, Policy())):
+    for again in (make(process), directory.create_partitioned(process.topics, "w", 2, Policy())):
         with pytest.raises(InvalidRequestError, match="with 3 partitions"):
             await again
     with pytest.raises(InvalidRequestError, match="is a partition of"):
@@ -158,7 +158,7 @@ async def test_a_creation_and_a_deletion_that_are_given_up_at_any_await_are_done
             while change := process.topics.registry.changes(WHOLE):
                 await asyncio.wait({change})
             assert is_whole(process)
-            deleting = await cancelled_after(steps, lambda: lookup.delete_partitioned(process.topics, WHOLE))
+            deleting = await cancelled_after(steps, lambda: directory.delete_partitioned(process.topics, WHOLE))
             # Whoever makes it anew waits for the deletion, and finds nothing of it.
             await make(process) if deleting else None
             while change := process.topics.registry.changes(WHOLE):
@@ -166,7 +166,7 @@ async def test_a_creation_and_a_deletion_that_are_given_up_at_any_await_are_done
             await process.restart()
             assert is_whole(process) == deleting
             if deleting:
-                await lookup.delete_partitioned(process.topics, WHOLE)
+                await directory.delete_partitioned(process.topics, WHOLE)
         if not under_way:
             break
     assert steps > 3
@@ -194,7 +194,7 @@ async def test_a_deletion_whose_store_fails(process: Process, call: int) -> None
     process.store.fail_at = process.store.syncs + call
     answered = True
     try:
-        await lookup.delete_partitioned(process.topics, WHOLE)
+        await directory.delete_partitioned(process.topics, WHOLE)
     except UnavailableError:
         answered = False
         # Nothing is taken until that is certain.
@@ -290,10 +290,10 @@ async def test_a_partition_that_is_not_there_is_said(process: Process) -> None:
     del process.storages[lost]
     await process.start()
     assert there(process) == [PARTS[0], PARTS[2]]
-    found = lookup.partitions_of(process.topics, WHOLE)
+    found = directory.partitions_of(process.topics, WHOLE)
     assert [topic is None for topic in found] == [False, True, False]
     # It is not made anew in silence.
     with pytest.raises(InvalidRequestError, match="would be taken for a partition"):
         await process.topics.get_or_create(partition_name("w", 1))
-    await lookup.delete_partitioned(process.topics, WHOLE)
+    await directory.delete_partitioned(process.topics, WHOLE)
     assert not is_whole(process)

@@ -16,7 +16,7 @@ from seqdedupe.store.snapshots import Snapshots
 from seqdedupe.store.topics import LogKind
 from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe.topic.directory import Namespaces
-from seqdedupe.topic.frame import NumbersCache, Receipt, Refusal
+from seqdedupe.topic.frame import FrameReceipt, NumbersCache, Refusal
 from seqdedupe.topic.operations import open_sessions
 from seqdedupe.topic.policy import LEAST, MOST, NAMES, WINDOW, Applied, GapPolicy, OverlapPolicy, Policy
 from seqdedupe.topic.retention import state_again
@@ -80,10 +80,10 @@ def new_topic(store: Store, log: FaultyLog) -> Topic:
     return Topic(name, log, store, snapshots, loaded, applied=NEVER_BY_ITSELF, random_bytes=os.urandom)
 
 
-async def publish(topic: Topic, *ids: int, name: str = "p") -> Receipt | Refusal:
+async def publish(topic: Topic, *ids: int, name: str = "p") -> FrameReceipt | Refusal:
     """One frame of a new session."""
     opened = await open_sessions(topic, [name], None)
-    answers: list[Receipt | Refusal] = []
+    answers: list[FrameReceipt | Refusal] = []
     link = min(opened.persisted[0], ids[0] - 1)
     rows = batch([(name, i) for i in ids], epochs={name: opened.epochs[0]}, links={name: link})
     topic.admit(rows.encode(), 1, answers.append, NumbersCache())
@@ -174,7 +174,7 @@ def test_numbers_out_of_their_range_are_refused(name: str) -> None:
 
 
 async def test_gaps_are_refused_from_the_next_frame_on(topic: Topic) -> None:
-    assert isinstance(await publish(topic, 3, 5), Receipt)
+    assert isinstance(await publish(topic, 3, 5), FrameReceipt)
     await topic.set_policy(Policy(gap=GapPolicy.REJECT))
     refused = await publish(topic, 6, 8)
     assert isinstance(refused, Refusal)
@@ -183,10 +183,10 @@ async def test_gaps_are_refused_from_the_next_frame_on(topic: Topic) -> None:
     assert [p.expected_sequence_id for p in refused.producers] == [7]
     assert isinstance(refused.error, InvalidRequestError)
     assert topic.confirmed_index == 2
-    assert isinstance(await publish(topic, 5, 6, 7), Receipt)
-    assert isinstance(await publish(topic, 40, name="new"), Receipt)
+    assert isinstance(await publish(topic, 5, 6, 7), FrameReceipt)
+    assert isinstance(await publish(topic, 40, name="new"), FrameReceipt)
     await topic.set_policy(Policy())
-    assert isinstance(await publish(topic, 70), Receipt)
+    assert isinstance(await publish(topic, 70), FrameReceipt)
     topic.inherit(Applied(gap=GapPolicy.REJECT))
     assert isinstance(await publish(topic, 90), Refusal)
 

@@ -16,10 +16,10 @@ from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Snapshots
 from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe.topic.base import State
-from seqdedupe.topic.control import Purge, Sessions, decode, encode, runs
-from seqdedupe.topic.frame import NumbersCache, Receipt, Refusal
+from seqdedupe.topic.control import ProducerSessions, Purge, decode, encode, runs
+from seqdedupe.topic.frame import FrameReceipt, NumbersCache, Refusal
 from seqdedupe.topic.operations import open_sessions
-from seqdedupe.topic.policy import NAMES, Applied, GapPolicy, NamedCursor, OverlapPolicy, Policy, Route
+from seqdedupe.topic.policy import NAMES, Applied, DeduplicationRoute, GapPolicy, NamedCursor, OverlapPolicy, Policy
 from seqdedupe.topic.topic import Topic
 from tests.batches import batch
 from tests.log.batches import encoded_batch
@@ -60,8 +60,8 @@ async def open_topic(logs: EmbeddedLogs, store: Store) -> Topic:
     return topic
 
 
-async def publish(topic: Topic, name: str, epoch: int, sequence_id: int, link: int) -> Receipt | Refusal:
-    answers: list[Receipt | Refusal] = []
+async def publish(topic: Topic, name: str, epoch: int, sequence_id: int, link: int) -> FrameReceipt | Refusal:
+    answers: list[FrameReceipt | Refusal] = []
     encoded = batch([(name, sequence_id)], epochs={name: epoch}, links={name: link}, payloads=[bytes(500)]).encode()
     topic.admit(encoded, 1, answers.append, NumbersCache())
     await topic.flight.all_of_now()
@@ -75,14 +75,14 @@ async def test_a_rebuilt_store_knows_all_that_was_in_force(logs: EmbeddedLogs, t
     silent = (await open_sessions(topic, ["silent"], None)).epochs[0]
     old = (await open_sessions(topic, ["old"], None)).epochs[0]
     zombie = (await open_sessions(topic, ["name"], None)).epochs[0]
-    assert isinstance(await publish(topic, "old", old, 7, -1), Receipt)
+    assert isinstance(await publish(topic, "old", old, 7, -1), FrameReceipt)
     owner = (await open_sessions(topic, ["name"], None)).epochs[0]
     await topic.set_policy(Policy(deduplication_enabled=False))
     await topic.set_policy(Policy())
     await topic.set_policy(Policy(deduplication_enabled=False))
     filler = (await open_sessions(topic, ["filler"], None)).epochs[0]
     for i in range(40):
-        assert isinstance(await publish(topic, "filler", filler, i, i - 1), Receipt)
+        assert isinstance(await publish(topic, "filler", filler, i, i - 1), FrameReceipt)
     term = topic.term
     await topic.keeper.snapshot()
     async with asyncio.timeout(LAST_RESORT_SECONDS):
@@ -105,10 +105,10 @@ async def test_a_rebuilt_store_knows_all_that_was_in_force(logs: EmbeddedLogs, t
     fenced = await publish(topic, "name", zombie, 1, -1)
     assert isinstance(fenced, Refusal)
     assert fenced.error.reason == "FENCED"
-    assert isinstance(await publish(topic, "name", owner, 1, -1), Receipt)
+    assert isinstance(await publish(topic, "name", owner, 1, -1), FrameReceipt)
     await topic.set_policy(Policy())
     again = await publish(topic, "old", old, 7, -1)
-    assert isinstance(again, Receipt)
+    assert isinstance(again, FrameReceipt)
     assert again.verdicts is not None
     assert again.verdicts.tolist() == [2]
     await topic.close("")
@@ -140,7 +140,7 @@ async def test_open_works_while_the_store_is_down_and_a_failed_one_fences_nobody
 
     opening = asyncio.ensure_future(open_sessions(topic, ["p"], None))
     await asyncio.sleep(0)
-    answers: list[Receipt | Refusal] = []
+    answers: list[FrameReceipt | Refusal] = []
     frame = batch([("p", 1)], epochs={"p": epoch}).encode()
     topic.admit(frame, 1, answers.append, NumbersCache())
     # Not decided yet: the client comes again.
@@ -160,7 +160,7 @@ async def test_open_works_while_the_store_is_down_and_a_failed_one_fences_nobody
     assert (await open_sessions(topic, ["p"], [epoch])).refusals == {}
     topic.admit(frame, 1, answers.append, NumbersCache())
     log.settle()
-    assert isinstance(answers[1], Receipt)
+    assert isinstance(answers[1], FrameReceipt)
     await topic.close("")
 
 
@@ -199,12 +199,12 @@ def test_a_control_record_is_read_as_it_was_written() -> None:
         cursors=(NamedCursor("c", Position(2, MessageId(5, 6), 7), "note", 3),),
     )
     assert None not in [getattr(every, name) for name in NAMES]
-    by_id = replace(every, by_deduplication_id=True, route=Route.KEY)
+    by_id = replace(every, by_deduplication_id=True, route=DeduplicationRoute.KEY)
     for policy in (Policy(), Policy(deduplication_enabled=False), Policy(retention_time_in_minutes=-1), every, by_id):
         assert decode(encode(policy, term=3, record_id=9)) == (policy, 3)
     for persisted in (None, np.array([-1, 2**63 - 1])):
-        change, term = decode(encode(Sessions([b"a", "ü".encode()], np.array([1, 2**62]), persisted), term=2))
-        assert isinstance(change, Sessions)
+        change, term = decode(encode(ProducerSessions([b"a", "ü".encode()], np.array([1, 2**62]), persisted), term=2))
+        assert isinstance(change, ProducerSessions)
         assert (change.names, change.epochs.tolist(), term) == ([b"a", "ü".encode()], [1, 2**62], 2)
         assert (change.persisted is None) == (persisted is None)
     change, term = decode(encode(Purge(["ü".encode(), b"b"]), term=4))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from seqdedupe.core.producers import Producers
-from seqdedupe.errors import DamagedError, PositionError, UnavailableError, error
+from seqdedupe.errors import DamagedError, InvalidRequestError, PositionError, UnavailableError, error
 from seqdedupe.format.columns import TERM
 from seqdedupe.log.contract import Entries
 from seqdedupe.message_id import Position
@@ -20,9 +20,9 @@ from seqdedupe.tasks import Broadcast
 from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe.topic import owner
 from seqdedupe.topic.base import State
-from seqdedupe.topic.frame import NumbersCache, Receipt, Refusal, check
+from seqdedupe.topic.frame import FrameReceipt, NumbersCache, Refusal, check
 from seqdedupe.topic.operations import open_sessions
-from seqdedupe.topic.policy import Applied
+from seqdedupe.topic.policy import Applied, NamedCursor, Policy
 from seqdedupe.topic.readers import check_index, end_index, index_after, read_on
 from seqdedupe.topic.topic import Topic
 from tests.batches import batch
@@ -71,14 +71,14 @@ def make_topic(
     )
 
 
-async def publish(topic: Topic, *ids: int) -> list[Receipt | Refusal]:
+async def publish(topic: Topic, *ids: int) -> list[FrameReceipt | Refusal]:
     """One frame each; their answers, as they come."""
     opening = asyncio.ensure_future(open_sessions(topic, ["p"], None))
     await asyncio.sleep(0)
     assert isinstance(topic.log, FaultyLog)
     topic.log.settle()
     opened = await opening
-    answers: list[Receipt | Refusal] = []
+    answers: list[FrameReceipt | Refusal] = []
     link = opened.persisted[0]
     for sequence_id in ids:
         encoded = batch([("p", sequence_id)], epochs={"p": opened.epochs[0]}, links={"p": link}).encode()
@@ -179,7 +179,7 @@ async def test_a_frame_found_in_the_log_is_answered_with_where_it_stands(store: 
     storage.add_batch(frame.encoded, frame.rows, frame.column_bytes)
     log.unknown(lands=1)
     await until(lambda: bool(answers))
-    assert isinstance(answers[0], Receipt)
+    assert isinstance(answers[0], FrameReceipt)
     assert answers[0].first_index == 2
     await topic.close("")
 
@@ -196,12 +196,12 @@ async def test_after_an_owner_of_a_higher_term_a_still_higher_one_is_taken(
     log.fence(term=9, lands=1)
     await until(lambda: topic.state is State.SERVING)
     assert (topic.term, storage.term) == (10, 10)
-    assert [type(answer) for answer in answers] == [Receipt, Refusal]
+    assert [type(answer) for answer in answers] == [FrameReceipt, Refusal]
     markers = sum(storage.places(record)[TERM] > 0 for record in storage.records)
     assert markers == (3 if takes_higher_terms_only else 4)
     answers = await publish(topic, 3)
     log.settle()
-    assert [type(answer) for answer in answers] == [Receipt]
+    assert [type(answer) for answer in answers] == [FrameReceipt]
     assert end_index(topic) == 2
     await topic.close("")
 
@@ -245,8 +245,47 @@ async def test_what_the_log_cannot_take_is_refused_and_changes_nothing(store: St
     log.max_batch_bytes = 1000
     answers = await publish(topic, 1)
     log.settle()
-    assert [type(answer) for answer in answers] == [Receipt]
+    assert [type(answer) for answer in answers] == [FrameReceipt]
     assert end_index(topic) == 1
+    await topic.close("")
+
+
+class SmallLog(FaultyLog):
+    """Takes control records of some bytes alone, as a broker that takes no larger entries."""
+
+    def append_control(self, body: bytes) -> None:
+        if len(body) > 100:
+            raise error("MESSAGE_TOO_LARGE", f"an entry of {len(body)} bytes is larger than 100")
+        super().append_control(body)
+
+
+async def test_a_change_that_the_log_cannot_take_is_refused_and_changes_nothing(store: Store) -> None:
+    log = SmallLog(Storage(INCARNATION))
+    topic = make_topic(store, log)
+    await topic.recover()
+    answers = await publish(topic, 1)
+    with pytest.raises(InvalidRequestError, match="MESSAGE_TOO_LARGE"):
+        await topic.set_policy(Policy(cursors=(NamedCursor("c", Position.start(5), 100 * "x"),)))
+    assert topic.state is State.SERVING, topic.why
+    assert log.opened == 1
+    assert topic.newest_policy == Policy()
+    later = await publish(topic, 2)
+    log.settle()
+    assert [type(answer) for answer in answers + later] == [FrameReceipt, FrameReceipt]
+    await topic.close("")
+
+
+async def test_sessions_that_the_log_cannot_take_fence_nobody(store: Store) -> None:
+    log = SmallLog(Storage(INCARNATION), automatic=True)
+    topic = make_topic(store, log)
+    await topic.recover()
+    opened = await open_sessions(topic, ["p"], None)
+    for _ in range(2):
+        with pytest.raises(InvalidRequestError, match="MESSAGE_TOO_LARGE"):
+            await open_sessions(topic, ["p", 100 * "q"], None)
+        await until(lambda: topic.state is State.SERVING)
+    resumed = await open_sessions(topic, ["p"], opened.epochs)
+    assert not resumed.refusals
     await topic.close("")
 
 
@@ -339,6 +378,55 @@ async def test_snapshots_are_taken_by_time_and_by_entries(store: Store) -> None:
     await until(lambda: topic.keeper.snapshot_index == 1)
     await publish(topic, 2, 3, 4)
     await until(lambda: topic.keeper.snapshot_index == 4)
+    await topic.close("")
+
+
+@pytest.mark.parametrize(
+    "by", [{"deduplication_entries_interval": 3}, {"deduplication_snapshot_interval_seconds": 0.02}]
+)
+async def test_what_was_replayed_counts_towards_the_next_snapshot(store: Store, by: dict[str, Any]) -> None:
+    """Else a topic that dies again and again before it takes one would read more each time."""
+    storage = Storage(INCARNATION)
+    topic = make_topic(store, FaultyLog(storage, automatic=True))
+    await topic.recover()
+    await publish(topic, 1)
+    await topic.flight.all_of_now()
+    await topic.close("")
+    applied = {"deduplication_entries_interval": 1000, "deduplication_snapshot_interval_seconds": 0} | by
+    topic = make_topic(store, FaultyLog(storage, automatic=True), Applied(**applied))
+    await topic.recover()
+    if "deduplication_entries_interval" in by:
+        # One for the session, and one for the message; the third is another session.
+        assert topic.keeper.snapshot_index == 0
+        await open_sessions(topic, ["p"], None)
+    await until(lambda: topic.keeper.snapshot_index == 1)
+    await topic.close("")
+
+
+async def test_a_snapshot_that_fails_says_of_which_topic(
+    store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    topic = make_topic(
+        store,
+        FaultyLog(Storage(INCARNATION), automatic=True),
+        Applied(deduplication_entries_interval=1, deduplication_snapshot_interval_seconds=0),
+    )
+    await topic.recover()
+
+    async def fails(*_: Any) -> None:
+        raise error("STORE_UNAVAILABLE", "the store is tired")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Snapshots, "compact_if_due", fails)
+        await publish(topic, 1)
+        await until(lambda: "not compacted" in caplog.text)
+        patch.setattr(Store, "flush", fails)
+        await publish(topic, 2)
+        await until(lambda: topic.keeper.snapshotter.failed > 0)
+        await topic.keeper.snapshotter.finish()
+        await asyncio.sleep(0)
+    assert f"snapshots of topic {topic.name} were not compacted: the store is tired" in caplog.text
+    assert f"no snapshot of topic {topic.name}: the store is tired" in caplog.text
     await topic.close("")
 
 

@@ -21,14 +21,14 @@ from seqdedupe.topic import renewal
 from seqdedupe.topic.attached import AttachedTopic, Columns
 from seqdedupe.topic.base import State
 from seqdedupe.topic.directory import Topics
-from seqdedupe.topic.frame import NumbersCache, Receipt, Refusal
+from seqdedupe.topic.frame import FrameReceipt, NumbersCache, Refusal
 from seqdedupe.topic.kinds import BrokersTopics
 from seqdedupe.topic.operations import open_sessions, reset_producer
 from seqdedupe.topic.policy import GapPolicy, Policy
 from seqdedupe.topic.retention import state_again
-from seqdedupe.topic.saved import SAVED_AT_ONCE, SavedParts, parts, saved
 from seqdedupe.topic.sessions import LAST_OPEN
 from seqdedupe.topic.topic import Topic
+from seqdedupe.transfer.state_messages import SAVED_AT_ONCE, SavedParts, parts, saved
 from tests.batches import batch
 from tests.topic.test_directory import NAME, FailingStore, Process
 
@@ -54,12 +54,12 @@ async def send(process: Process, name: str, *ids: int) -> int:
     """Opens the name anew and sends; returns its epoch."""
     topic = live(process)
     opened = await open_sessions(topic, [name], None)
-    answers: list[Receipt | Refusal] = []
+    answers: list[FrameReceipt | Refusal] = []
     link = min(opened.persisted[0], ids[0] - 1)
     rows = batch([(name, i) for i in ids], epochs={name: opened.epochs[0]}, links={name: link}).encode()
     topic.admit(rows, 1, answers.append, NumbersCache())
     await topic.flight.all_of_now()
-    assert isinstance(answers[0], Receipt), answers
+    assert isinstance(answers[0], FrameReceipt), answers
     return opened.epochs[0]
 
 
@@ -98,7 +98,7 @@ async def test_a_term_whose_opens_are_used_up_ends_while_the_topic_is_used(proce
     topic = live(process)
     topic.sessions._opens = LAST_OPEN - 1
     opened = await open_sessions(topic, ["a"], None)
-    answers: list[Receipt | Refusal] = []
+    answers: list[FrameReceipt | Refusal] = []
     cache = NumbersCache()
     for i in range(20):
         rows = batch([("a", i)], epochs={"a": opened.epochs[0]}, links={"a": i - 1}).encode()
@@ -108,7 +108,7 @@ async def test_a_term_whose_opens_are_used_up_ends_while_the_topic_is_used(proce
     while topic.state is not State.SERVING:  # noqa: ASYNC110
         await asyncio.sleep(0.001)
     assert len(answers) == 20
-    stored = sum(isinstance(answer, Receipt) for answer in answers)
+    stored = sum(isinstance(answer, FrameReceipt) for answer in answers)
     assert await send(process, "b", 1) >> 32 == topic.term == (opened.epochs[0] >> 32) + 1
     again = await open_sessions(topic, ["a"], opened.epochs)
     assert (again.persisted, topic.confirmed_index) == ([stored - 1], stored + 1)
@@ -141,11 +141,11 @@ async def test_a_topic_that_is_opened_again_is_what_it_was(process: Process, sta
     opened = await open_sessions(live(process), ["b", "b-new"], [owner, owner - 1])
     assert (opened.persisted[0], 1 in opened.refusals) == (7, False)
     assert (await open_sessions(live(process), ["b"], [owner - 1])).refusals[0].reason == "FENCED"
-    answers: list[Receipt | Refusal] = []
+    answers: list[FrameReceipt | Refusal] = []
     rows = batch([("b", 4), ("b", 7), ("b", 8)], epochs={"b": owner}, links={"b": -1}).encode()
     live(process).admit(rows, 1, answers.append, NumbersCache())
     await live(process).flight.all_of_now()
-    assert isinstance(answers[0], Receipt)
+    assert isinstance(answers[0], FrameReceipt)
     assert answers[0].verdicts is not None
     assert answers[0].verdicts.tolist() == [DUP, DUP, 1]
 
@@ -165,17 +165,17 @@ async def test_what_is_in_flight_is_sent_again_and_once_there(process: Process) 
     snapshot = await history(process)
     topic = live(process)
     opened = await open_sessions(topic, ["d"], None)
-    answers: list[Receipt | Refusal] = []
+    answers: list[FrameReceipt | Refusal] = []
     rows = batch([("d", 1)], epochs={"d": opened.epochs[0]}, links={"d": -1}).encode()
     topic.admit(rows, 1, answers.append, NumbersCache())
     await renew(process, snapshot)
     assert len(answers) == 1
-    again: list[Receipt | Refusal] = []
+    again: list[FrameReceipt | Refusal] = []
     live(process).admit(rows, 2, again.append, NumbersCache())
     await live(process).flight.all_of_now()
-    assert isinstance(again[0], Receipt)
+    assert isinstance(again[0], FrameReceipt)
     assert known(process)[2] == 9
-    late: list[Receipt | Refusal] = []
+    late: list[FrameReceipt | Refusal] = []
     topic.admit(rows, 3, late.append, NumbersCache())
     assert isinstance(late[0], Refusal)
     assert late[0].error.reason == "DRAINING"

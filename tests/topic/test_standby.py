@@ -21,7 +21,7 @@ from seqdedupe.topic.operations import message_state, open_sessions, reset_produ
 from seqdedupe.topic.owner import FIRST_SECONDS, LONGEST_SECONDS, KeepingAway
 from seqdedupe.topic.policy import Applied
 from seqdedupe.topic.readers import check_index, end_index, read_on
-from seqdedupe.topic.recovery import Ownership
+from seqdedupe.topic.recovery import Takeover
 from seqdedupe.topic.retention import state_again
 from seqdedupe.topic.topic import Topic
 from tests.log.faulty import FaultyLog, Storage
@@ -257,10 +257,10 @@ async def test_a_standby_takes_over_by_itself_and_nothing_is_lost_or_doubled(sta
 async def test_a_hand_over_that_does_not_read_up_to_its_own_marker_doubles(
     standbys: Two, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def trusting(log: FaultyLog, *, term: int, settle: Any, **_: Any) -> Ownership:
+    async def trusting(log: FaultyLog, *, term: int, settle: Any, **_: Any) -> Takeover:
         while standing := await log.open_for_writing(term, os.urandom(TOKEN_BYTES), settle):
             term = standing + 1
-        return Ownership(term, log.certain_index, 0, 0)
+        return Takeover(term, log.certain_index, 0, 0)
 
     publishing = await standbys.with_frames_in_flight()
     monkeypatch.setattr(recovery, "take_over", trusting)

@@ -7,7 +7,7 @@ from seqdedupe.core.name_table import Names
 from seqdedupe.core.producers import Producers
 from seqdedupe.core.rule import PERSISTED, STATED
 from seqdedupe.topic import control
-from seqdedupe.topic.control import Sessions, stated_again
+from seqdedupe.topic.control import ProducerSessions, stated_again
 
 STEP = 8
 INDEX = 100
@@ -44,7 +44,7 @@ def said_while_others_go(producers: Producers) -> list[bytes]:
     half = len(producers) // 2
     said = list[bytes]()
 
-    def say(step: Sessions) -> None:
+    def say(step: ProducerSessions) -> None:
         said.extend(step.names)
         numbers = producers.add_all(step.names)
         producers.numbers[numbers, STATED] = INDEX

@@ -11,10 +11,10 @@ import pytest
 from seqdedupe.errors import DamagedError, InvalidRequestError, SeqdedupeError, UnavailableError, error
 from seqdedupe.names import partition_name
 from seqdedupe.testing import LAST_RESORT_SECONDS
-from seqdedupe.topic import listing, lookup
+from seqdedupe.topic import directory, listing
 from seqdedupe.topic.base import State
-from seqdedupe.topic.frame import NumbersCache, Receipt
-from seqdedupe.topic.lookup import delete, find, find_or_create
+from seqdedupe.topic.directory import delete, find, find_or_create
+from seqdedupe.topic.frame import FrameReceipt, NumbersCache
 from seqdedupe.topic.operations import open_sessions
 from seqdedupe.topic.policy import Policy
 from seqdedupe.topic.registry import Closed
@@ -68,7 +68,7 @@ class Counted(Process):
         return self.topics.look_at(name).state
 
 
-async def publish(process: Process, name: str, sequence_id: int) -> Receipt:
+async def publish(process: Process, name: str, sequence_id: int) -> FrameReceipt:
     """A message of a producer that has an epoch from before, as a client that goes on sends it."""
     topic = await find(process.topics, name)
     epoch = (await open_sessions(topic, ["p"], None)).epochs[0]
@@ -76,11 +76,11 @@ async def publish(process: Process, name: str, sequence_id: int) -> Receipt:
     topic.admit(batch([("p", sequence_id)], epochs={"p": epoch}, links={"p": -1}).encode(), 1, answers.append,
                 NumbersCache(), lone=True)  # fmt: skip
     await topic.flight.all_of_now()
-    assert isinstance(answers[0], Receipt)
+    assert isinstance(answers[0], FrameReceipt)
     return answers[0]
 
 
-def verdict(receipt: Receipt) -> int:
+def verdict(receipt: FrameReceipt) -> int:
     assert receipt.verdicts is not None
     return int(receipt.verdicts[0])
 
@@ -247,13 +247,13 @@ async def test_one_that_was_deleted_while_it_waited_does_not_come_back(
 
 
 async def test_a_partitioned_topic_is_deleted_as_a_whole(process: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
-    await lookup.create_partitioned(process.topics, "w", 3, Policy())
+    await directory.create_partitioned(process.topics, "w", 3, Policy())
     whole = "persistent://public/default/w"
     await process.restart()
-    assert [one.state for one in lookup.partitions_of(process.topics, whole) if one] == [State.RECOVERING] * 3
+    assert [one.state for one in directory.partitions_of(process.topics, whole) if one] == [State.RECOVERING] * 3
     with pytest.raises(SeqdedupeError):
         await process.topics.create(partition_name(whole, 1))
-    await lookup.delete_partitioned(process.topics, whole)
+    await directory.delete_partitioned(process.topics, whole)
     assert len(process.storages) == len(NAMES)
     await process.restart()
     assert [topic.state for topic in process.topics.all()] == [State.SERVING] + [State.RECOVERING] * 4

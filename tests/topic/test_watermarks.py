@@ -26,11 +26,12 @@ from seqdedupe.topic import control
 from seqdedupe.topic.attached import AttachedTopic, Columns
 from seqdedupe.topic.base import State, TopicBase
 from seqdedupe.topic.control import Import, Imported, ImportParts
-from seqdedupe.topic.frame import NumbersCache, Receipt, Refusal
+from seqdedupe.topic.frame import FrameReceipt, NumbersCache, Refusal
 from seqdedupe.topic.operations import open_sessions, reset_producer
 from seqdedupe.topic.policy import Applied
 from seqdedupe.topic.topic import Topic
-from seqdedupe.topic.watermarks import _ImportIntoLog, begin_import, watermarks
+from seqdedupe.transfer.imports import _ImportIntoLog, begin_import
+from seqdedupe.transfer.state_messages import watermarks
 from tests.batches import batch
 from tests.log.faulty import FaultyLog, Storage
 
@@ -86,12 +87,12 @@ def exported(topic: TopicBase) -> dict[bytes, int]:
 async def publish(topic: Topic, name: str, *ids: int, link: int | None = None) -> list[int]:
     """Opens the name and sends; the verdicts."""
     opened = await open_sessions(topic, [name], None)
-    answers: list[Receipt | Refusal] = []
+    answers: list[FrameReceipt | Refusal] = []
     before = min(opened.persisted[0], ids[0] - 1) if link is None else link
     encoded = batch([(name, i) for i in ids], epochs={name: opened.epochs[0]}, links={name: before}).encode()
     topic.admit(encoded, 1, answers.append, NumbersCache())
     await topic.flight.all_of_now()
-    assert isinstance(answers[0], Receipt)
+    assert isinstance(answers[0], FrameReceipt)
     return [1] * len(ids) if answers[0].verdicts is None else answers[0].verdicts.tolist()
 
 

@@ -25,14 +25,15 @@ from seqdedupe.store.db import Store
 from seqdedupe.store.parts import IMPORTED, part_key
 from seqdedupe.store.snapshots import Snapshots
 from seqdedupe.store.windows import run_key
-from seqdedupe.topic import judge_by_id, window_import
+from seqdedupe.topic import judge
 from seqdedupe.topic.base import State
-from seqdedupe.topic.frame import NumbersCache, Receipt, Refusal
+from seqdedupe.topic.frame import FrameReceipt, NumbersCache, Refusal
 from seqdedupe.topic.operations import MessageState, state_by_id
 from seqdedupe.topic.policy import ImportedWindow, Policy
 from seqdedupe.topic.topic import Topic
-from seqdedupe.topic.window_import import WindowImport
 from seqdedupe.topic.window_runs import WindowImported
+from seqdedupe.transfer import imports
+from seqdedupe.transfer.imports import WindowImport
 from tests.plain import PLAIN
 from tests.topic.test_by_id import INCARNATION, frame, originals, receipt, until_serving, verdicts
 from tests.topic.test_window_runs import SmallPlace
@@ -105,7 +106,7 @@ async def place(store: Store) -> Any:
     await place.topic.close("")
 
 
-def reason(answers: list[Receipt | Refusal]) -> str:
+def reason(answers: list[FrameReceipt | Refusal]) -> str:
     (answer,) = answers
     assert isinstance(answer, Refusal), answer
     return answer.error.reason
@@ -144,8 +145,8 @@ async def test_however_many_come_memory_has_a_part(
     place: ImportPlace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(exports, "WINDOW_BLOCK_BYTES", 700)
-    monkeypatch.setattr(window_import, "PART_BYTES", 2000)
-    monkeypatch.setattr(window_import, "MERGED_PAGES", 1)
+    monkeypatch.setattr(imports, "PART_BYTES", 2000)
+    monkeypatch.setattr(imports, "MERGED_PAGES", 1)
     held: list[int] = []
     written = WindowImport._part_written
 
@@ -265,7 +266,7 @@ async def test_a_store_that_fails_at_any_write_leaves_all_or_nothing(
     place: ImportPlace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(exports, "WINDOW_BLOCK_BYTES", 40)
-    monkeypatch.setattr(window_import, "PART_BYTES", 40)
+    monkeypatch.setattr(imports, "PART_BYTES", 40)
     is_done = False
     for writes in range(200):
         with monkeypatch.context() as failing, suppress(UnavailableError):
@@ -437,7 +438,7 @@ async def history(place: ImportPlace, seed: int, path: Path) -> None:
                 some = rng.choices(ids, k=rng.randint(1, 6))
                 before, since_ms = place.stored(), -1 if minutes < 0 else place.now_ms - 60_000 * minutes
                 looked_up = await place.topic.ids.look_up(frame(*some)) if rng.random() < 0.5 else None
-                answers: list[Receipt | Refusal] = []
+                answers: list[FrameReceipt | Refusal] = []
                 place.topic.admit(frame(*some), 1, answers.append, NumbersCache(), looked_up=looked_up)
                 place.log.settle()
                 await asyncio.sleep(0)
@@ -447,7 +448,7 @@ async def history(place: ImportPlace, seed: int, path: Path) -> None:
     await place.topic.close("")
 
 
-def check(place: ImportPlace, ids: list[bytes], before: list[bytes], alive: set[bytes], one: Receipt) -> None:
+def check(place: ImportPlace, ids: list[bytes], before: list[bytes], alive: set[bytes], one: FrameReceipt) -> None:
     """Each row of a frame, before which these were in the log, and these of the import counted."""
     assert place.topic.window is not None
     window = before[place.topic.window.first_index :]
@@ -481,10 +482,10 @@ def _not_stated(self: ImportedWindow, message: Any) -> None:
 
 PLANTED: dict[str, tuple[Any, str, Any]] = {
     "what was imported does not count": (WindowImported, "to_look_into", _not_looked_into),
-    "it never expires": (judge_by_id, "since_ms", lambda applied, now: -1),
+    "it never expires": (judge, "since_ms", lambda applied, now: -1),
     "the log does not say what was imported": (ImportedWindow, "fill", _not_stated),
-    "the times are cut, and not rounded up": (window_import, "seconds_of", lambda times: times // 1000 - 1),
-    "a part of the import is left out": (window_import, "entries_with", lambda *a: _without_the_last(*a)),
+    "the times are cut, and not rounded up": (imports, "seconds_of", lambda times: times // 1000 - 1),
+    "a part of the import is left out": (imports, "entries_with", lambda *a: _without_the_last(*a)),
 }
 
 

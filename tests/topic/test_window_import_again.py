@@ -16,8 +16,8 @@ from seqdedupe.errors import InvalidRequestError
 from seqdedupe.store import imported_run as stored_import
 from seqdedupe.store.db import Store
 from seqdedupe.topic.operations import state_by_id
-from seqdedupe.topic.window_import import WindowImport
 from seqdedupe.topic.window_runs import WindowImported
+from seqdedupe.transfer.imports import WindowImport
 from tests.topic.test_by_id import INCARNATION, verdicts
 from tests.topic.test_window_import import HOUR_MS, OLD, ImportPlace
 from tests.topic.test_window_import import place as place

@@ -25,9 +25,10 @@ from seqdedupe.store.parts import RUN, part_key
 from seqdedupe.store.snapshots import Snapshots
 from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe.topic import window_runs
-from seqdedupe.topic.frame import NumbersCache, Receipt, Refusal
+from seqdedupe.topic.frame import FrameReceipt, NumbersCache, Refusal
 from seqdedupe.topic.topic import Topic
 from seqdedupe.topic.window_runs import WindowMemory, WindowRuns
+from seqdedupe.transfer import stored_records
 from tests.store.test_failure import until_open
 from tests.topic.test_by_id import INCARNATION, Place, frame, history, originals, receipt, verdicts
 
@@ -143,7 +144,7 @@ async def test_a_look_up_beside_the_loop_is_of_the_runs_at_the_decision(place: S
     await place.store_each(b"b")
     looked_up = await place.topic.ids.look_up(frame(b"b"))
     await place.to_a_run()
-    answers: list[Receipt | Refusal] = []
+    answers: list[FrameReceipt | Refusal] = []
     place.topic.admit(frame(b"b"), 1, answers.append, NumbersCache(), looked_up=looked_up)
     assert verdicts(answers) == [DUP]
 
@@ -246,7 +247,7 @@ async def test_another_store_gets_the_whole_window(place: SmallPlace, tmp_path: 
     assert loaded is not None
     other = Store.open(tmp_path / "other")
     await other.flush(await Snapshots(other, INCARNATION).write_anew(loaded.whole()))
-    await stored_ids.copy(place.store, other, INCARNATION)
+    await stored_records.copy(place.store, other, INCARNATION)
     await place.topic.close("")
     place.store, place.log = other, place.log.crash(0)
     await place.start()
@@ -388,7 +389,7 @@ async def test_a_copy_that_began_before_the_store_was_opened_again_does_not_coun
     await place.store_each(b"a", b"b")
     await place.to_a_run()
     other = Store.open(tmp_path / "other")
-    monkeypatch.setattr(stored_ids, "COPIED_AT_ONCE", 1)
+    monkeypatch.setattr(stored_records, "BATCH_BYTES", 1)
     real = Store.write_when_idle
     writes = 0
 
@@ -402,7 +403,7 @@ async def test_a_copy_that_began_before_the_store_was_opened_again_does_not_coun
     with monkeypatch.context() as patched:
         patched.setattr(Store, "write_when_idle", write)
         with pytest.raises(SeqdedupeError) as raised:
-            await stored_ids.copy(place.store, other, INCARNATION)
+            await stored_records.copy(place.store, other, INCARNATION)
     assert raised.value.reason == "STORE_UNAVAILABLE"
     assert writes > 3
     other.close()

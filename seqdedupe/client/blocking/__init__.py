@@ -36,8 +36,7 @@ from seqdedupe.client import (
     Verdict,
 )
 from seqdedupe.client.blocking._sync import Admin, Client, Cursor, FileCursor, PartitionedReader, Publisher, Reader
-from seqdedupe.client.blocking.producer import Producer
-from seqdedupe.client.blocking.receipts import BatchReceipt, Receipt
+from seqdedupe.client.blocking.producer import BatchReceipt, Producer, Receipt
 
 __all__ = [
     "AccessDeniedError",

@@ -18,7 +18,7 @@ from seqdedupe.errors import DamagedError, SeqdedupeError, error
 from seqdedupe.files import sync_folder, write_all
 from seqdedupe.format import journal, records
 from seqdedupe.format.headers import NO_KEY, SECRET_BYTES, key_of
-from seqdedupe.format.journal import Part, Round
+from seqdedupe.format.journal import JournalRound, Part
 from seqdedupe.log.embedded.segment import (
     END,
     START,
@@ -238,7 +238,7 @@ class JournalReplay:
             self._damage_all(secret_path, "without it nothing in the journal can be believed")
             self._files += kept
             return
-        rounds: list[Round] = []
+        rounds: list[JournalRound] = []
         file_of_last = b""
         for path in self._files:
             raw = path.read_bytes()
@@ -273,7 +273,7 @@ class JournalReplay:
         for found in filter(None, chain):
             self._add(found)
 
-    def _add(self, found: Round) -> None:
+    def _add(self, found: JournalRound) -> None:
         if found.version != journal.FORMAT_VERSION:
             self._damage_all(self.folder, "the journal is of a newer format version", "NEWER_FORMAT")
         for incarnation in found.damaged:
@@ -314,7 +314,7 @@ class JournalReplay:
         return 0
 
 
-def confirmed(rounds: list[Round], forgotten: int, begun: int) -> Iterator[Round | None]:
+def confirmed(rounds: list[JournalRound], forgotten: int, begun: int) -> Iterator[JournalRound | None]:
     """The rounds that were confirmed, in order; None where one is missing or damaged beyond telling whose it was.
 
     The last one may be torn, and then it does not count; if it is not, it may have been confirmed. Every other one was
@@ -322,7 +322,7 @@ def confirmed(rounds: list[Round], forgotten: int, begun: int) -> Iterator[Round
     """
     by_number = {found.number: found for found in rounds if found.number > forgotten}
     number = max(by_number, default=0)
-    chain: list[Round | None] = []
+    chain: list[JournalRound | None] = []
     while number > forgotten:
         found = by_number.get(number)
         chain.append(found)
@@ -333,12 +333,12 @@ def confirmed(rounds: list[Round], forgotten: int, begun: int) -> Iterator[Round
     return reversed(chain[1:] if chain and chain[0] and is_unconfirmed(chain[0], begun) else chain)
 
 
-def is_unconfirmed(last: Round, begun: int) -> bool:
+def is_unconfirmed(last: JournalRound, begun: int) -> bool:
     """Whether the last round was perhaps never confirmed. The one with which the newest file was `begun` was."""
     return last.is_torn and last.number > begun
 
 
-def may_miss_later(raw: bytes, last: Round, begun: int) -> bool:
+def may_miss_later(raw: bytes, last: JournalRound, begun: int) -> bool:
     """Whether rounds may be missing after the last one that can be read, and a power cut does not explain that.
 
     `raw` is the file of that round.

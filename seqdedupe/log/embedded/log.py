@@ -31,10 +31,10 @@ from seqdedupe.log.contract import (
 )
 from seqdedupe.log.embedded.commit import Closing, Committer
 from seqdedupe.log.embedded.inspection import Damage, DurablePart
-from seqdedupe.log.embedded.reader import AHEAD_MS, BEHIND_FILE, Ahead, ReadAhead, Reader, steady_ms
+from seqdedupe.log.embedded.reader import AHEAD_MS, BEHIND_FILE, Ahead, ReadAhead, SegmentReader, steady_ms
 from seqdedupe.log.embedded.segment import Segment, segment_path
 from seqdedupe.log.embedded.tail import Tail
-from seqdedupe.log.embedded.writer import Append, LateAppends, Opening, Writer, WrittenAppends
+from seqdedupe.log.embedded.writer import Append, LateAppends, Writer, WriteTerm, WrittenAppends
 
 logger = logging.getLogger("seqdedupe.log")
 
@@ -48,7 +48,7 @@ MAX_PLACES = 10_000
 
 
 @dataclass(frozen=True, slots=True)
-class Shared:
+class EmbeddedResources:
     """What all logs of a sidecar have in common: settings, the commit thread, the threads that read."""
 
     clock_ms: Callable[[], int]
@@ -72,7 +72,7 @@ class EmbeddedLog:
 
     replays_what_is_certain = False
 
-    def __init__(self, shared: Shared, folder: Path, segments: list[Segment], tail: Tail) -> None:
+    def __init__(self, shared: EmbeddedResources, folder: Path, segments: list[Segment], tail: Tail) -> None:
         self.identity = identity = tail.segment.identity
         self.incarnation = identity.incarnation
         self.cut_bytes = tail.cut_bytes
@@ -80,9 +80,9 @@ class EmbeddedLog:
         self._shared = shared
         self._folder = folder
         self._certain_index = tail.certain_index
-        self._reader = Reader(identity, segments, tail.next_index, shared.threads, shared.read_ahead)
+        self._reader = SegmentReader(identity, segments, tail.next_index, shared.threads, shared.read_ahead)
         self._writer = Writer(folder, tail, shared.segment_bytes, self._on_news, self._on_late)
-        self._opening: Opening | None = None
+        self._opening: WriteTerm | None = None
         self._flush_due: asyncio.TimerHandle | None = None
         self._is_mended = False
         """Whether what opening found at the end is known to be on the disk."""
@@ -172,7 +172,7 @@ class EmbeddedLog:
         """Everything is taken that a frame may hold."""
 
     async def open_for_writing(self, term: int, token: bytes, settle: Callable[[Outcome], None]) -> int:
-        self._opening = opening = Opening(self._writer, self._shared.committer().queue.put, term, token, settle)
+        self._opening = opening = WriteTerm(self._writer, self._shared.committer().queue.put, term, token, settle)
         await opening.ready
         return 0
 

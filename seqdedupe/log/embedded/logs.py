@@ -19,11 +19,10 @@ from seqdedupe.files import sync_folder, write_all_synced, write_synced
 from seqdedupe.format.headers import key_of
 from seqdedupe.log.contract import AS_USUAL, Layout, LogName
 from seqdedupe.log.embedded import relocation
-from seqdedupe.log.embedded.commit import Committer
+from seqdedupe.log.embedded.commit import Committer, Journal, wall_ms
 from seqdedupe.log.embedded.inspection import Damage, DurablePart, inspect_part
-from seqdedupe.log.embedded.journal_files import Journal
 from seqdedupe.log.embedded.journal_replay import JournalReplay
-from seqdedupe.log.embedded.log import MAX_PLACES, EmbeddedLog, Shared
+from seqdedupe.log.embedded.log import MAX_PLACES, EmbeddedLog, EmbeddedResources
 from seqdedupe.log.embedded.reader import ReadAhead
 from seqdedupe.log.embedded.secret import SECRET_FILE, TOPIC_FILE, secret_of
 from seqdedupe.log.embedded.segment import LogIdentity, Segment, segment_path, unreadable
@@ -189,19 +188,20 @@ T = TypeVar("T")
 class EmbeddedLogs:
     """The logs of one folder, which no other process may use. Satisfies `seqdedupe.log.contract.Logs`.
 
-    `clock_ms` gives publish times, and `earliest_ms` the time that retention goes by, 0 while that is not known;
-    omitted: the same clock. `fatal` is called, in a thread, with a reason when what is on the disk is not
-    known any more: it must end the process. A new segment is begun when the last one exceeds `segment_bytes`; retention
-    drops whole ones. `tell_journal` is given, in a thread, what the next process has to be given as `has_journal`: with
-    it a journal that is missing is damage. `gives_up_journal`: damage in the journal is passed over. `known_names` are
-    the topics, with their numbers of partitions, of logs that somebody else knows too: in a thread.
+    `clock_ms` gives publish times; omitted: the process's clock. `earliest_ms` is the time that retention goes by, 0
+    while that is not known; omitted: the same clock. `fatal` is called, in a thread, with a reason when what is on the
+    disk is not known any more: it must end the process. A new segment is begun when the last one exceeds
+    `segment_bytes`; retention drops whole ones. `tell_journal` is given, in a thread, what the next process has to be
+    given as `has_journal`: with it a journal that is missing is damage. `gives_up_journal`: damage in the journal is
+    passed over. `known_names` are the topics, with their numbers of partitions, of logs that somebody else knows too:
+    in a thread.
     """
 
     def __init__(
         self,
         folder: Path,
         *,
-        clock_ms: Callable[[], int],
+        clock_ms: Callable[[], int] | None = None,
         earliest_ms: Callable[[], int] | None = None,
         fatal: Callable[[str], None],
         segment_bytes: int = DEFAULT_SEGMENT_BYTES,
@@ -221,7 +221,8 @@ class EmbeddedLogs:
         self._scrub: Scrub | None = None
         self._tell_journal = tell_journal
         self._replay = JournalReplay(folder, is_expected=has_journal, gives_up=gives_up_journal)
-        self._shared = Shared(
+        clock_ms = clock_ms or wall_ms
+        self._shared = EmbeddedResources(
             clock_ms=clock_ms,
             earliest_ms=earliest_ms or clock_ms,
             segment_bytes=segment_bytes,

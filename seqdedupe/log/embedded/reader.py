@@ -279,7 +279,7 @@ ANYWHERE = 2**63 - 1
 T = TypeVar("T")
 
 
-class Reader:
+class SegmentReader:
     """The segments of one log, the last of which grows. Belongs to the event loop; long reads are done in `threads`."""
 
     def __init__(

@@ -3,11 +3,11 @@
 import asyncio
 import os
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from seqdedupe.files import sync_folder, write_buffers
+from seqdedupe.files import sync_folder, write_all
 from seqdedupe.format import headers
 from seqdedupe.format.headers import NO_KEY
 from seqdedupe.log.contract import Failure, FlushInterval, Outcome, Run, Runs
@@ -23,6 +23,10 @@ Twice as many buffers (each has a header) fit into one `writev` of Linux, which 
 GATHER_BYTES = 512 * 1024
 """A group as large as this takes longer to write than waiting for more would save."""
 
+WRITE_BYTES = 1024 * 1024
+"""What one call writes. For a larger write the system takes memory in larger pieces, of those that it has not used for
+long, which in a virtual machine may have to come from the host: 16 MB in one call took up to five times as long."""
+
 MAX_LATE_APPENDS = 1024
 """So many appends of a topic wait for a sync at most, whatever its flush policy: the event loop settles all at once."""
 
@@ -34,7 +38,7 @@ A plain tuple, as there is one for every batch.
 """
 
 
-class Opening:
+class WriteTerm:
     """One opening for writing. Made on the event loop, and handed over; `marked` and `failed` belong to the thread.
 
     `hand_over` gives it to the commit thread, which takes what there is.
@@ -43,7 +47,7 @@ class Opening:
     def __init__(
         self,
         writer: "Writer",
-        hand_over: Callable[["Opening"], None],
+        hand_over: Callable[["WriteTerm"], None],
         term: int,
         token: bytes,
         settle: Callable[[Outcome], None],
@@ -99,7 +103,7 @@ class Opening:
 class WrittenAppends(NamedTuple):
     """What became of an opening's marker or of some of its appends, for the event loop."""
 
-    opening: Opening
+    opening: WriteTerm
     runs: list[Runs]
     """Of the appends, message IDs; none for the marker."""
 
@@ -129,7 +133,7 @@ class WrittenAppends(NamedTuple):
 class LateAppends(NamedTuple):
     """For the event loop: these appends are written, and not durable yet; what became of them comes later."""
 
-    opening: Opening
+    opening: WriteTerm
     runs: list[Runs]
 
 
@@ -172,7 +176,7 @@ class Writer:
         self._publish_time_ms = tail.publish_time_ms
         self._last_point = segment.points[-1].offset if segment.points else -POINT_INTERVAL_BYTES
         self._segment_bytes = segment_bytes
-        self._opening: Opening | None = None
+        self._opening: WriteTerm | None = None
         self._to_mend: Tail | None = tail
         self._durable_index = tail.next_index
         self._unsynced_appends = 0
@@ -182,7 +186,7 @@ class Writer:
         self._broken = False
         self._closed = False
 
-    def write(self, opening: Opening, now_ms: int) -> WrittenAppends | None:
+    def write(self, opening: WriteTerm, now_ms: int) -> WrittenAppends | None:
         """Writes what an opening has handed over, its marker first, and does not sync yet.
 
         None if there is nothing to write: an older opening's appends, those after a failure, and what is left when the
@@ -210,7 +214,7 @@ class Writer:
         try:
             file = self._roll(file)
             news = self._pack(opening, appends) if appends else self._pack_marker(opening)
-            write_buffers(file, news.buffers, self._end)
+            _write(file, news.buffers, self._end)
         except OSError as e:
             self._undo(file)
             return self._refused(opening, f"the log cannot be written: {e}")
@@ -316,7 +320,7 @@ class Writer:
             self._file = os.open(self._path(), os.O_RDWR | os.O_CLOEXEC)
         return self._file
 
-    def _refused(self, opening: Opening, why: str) -> WrittenAppends:
+    def _refused(self, opening: WriteTerm, why: str) -> WrittenAppends:
         opening.failed = True
         end = self._end
         return WrittenAppends(
@@ -356,7 +360,7 @@ class Writer:
         self._synced = self._file_synced = self._end
         self._confirm()
 
-    def _pack(self, opening: Opening, appends: list[Append]) -> WrittenAppends:
+    def _pack(self, opening: WriteTerm, appends: list[Append]) -> WrittenAppends:
         made: list[bytes] = []
         runs: list[Runs] = []
         points: list[SegmentPoint] = []
@@ -394,7 +398,7 @@ class Writer:
             opening, runs, self._base_index, self._end, end, next_index, points, control_bytes, buffers
         )
 
-    def _pack_marker(self, opening: Opening) -> WrittenAppends:
+    def _pack_marker(self, opening: WriteTerm) -> WrittenAppends:
         points: list[SegmentPoint] = []
         if self._end >= self._last_point + POINT_INTERVAL_BYTES:
             points.append(SegmentPoint(self._next_index, self._end, self._publish_time_ms))
@@ -411,3 +415,31 @@ class Writer:
         start, end = self._end, self._end + len(record)
         size = end - start
         return WrittenAppends(opening, [], self._base_index, start, end, self._next_index, points, size, [record])
+
+
+def _write(file: int, buffers: Sequence[bytes | memoryview], offset: int) -> None:
+    """Writes the buffers one after the other. Raises OSError; then any part of them may have been written."""
+    for some in _in_pieces(buffers):
+        size = sum(map(len, some))
+        written = os.pwritev(file, some, offset)
+        if written < size:
+            write_all(file, memoryview(b"".join(some))[written:], offset + written)
+        offset += size
+
+
+def _in_pieces(buffers: Sequence[bytes | memoryview]) -> Iterator[Sequence[bytes | memoryview]]:
+    """The buffers, so many at once that they have WRITE_BYTES at most."""
+    if sum(map(len, buffers)) <= WRITE_BYTES:
+        yield buffers
+        return
+    some: list[bytes | memoryview] = []
+    left = WRITE_BYTES
+    for buffer in buffers:
+        for at in range(0, len(buffer), WRITE_BYTES):
+            part = buffer if len(buffer) <= WRITE_BYTES else memoryview(buffer)[at : at + WRITE_BYTES]
+            if len(part) > left:
+                yield some
+                some, left = [], WRITE_BYTES
+            some.append(part)
+            left -= len(part)
+    yield some

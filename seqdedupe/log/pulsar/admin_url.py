@@ -208,7 +208,7 @@ def _refusal(method: str, path: str, answer: AdminAnswer, conflict: str) -> Seqd
     return error("PULSAR_REFUSES", what)
 
 
-class Publisher(NamedTuple):
+class ConnectedProducer(NamedTuple):
     """A producer that is connected to a topic."""
 
     name: str
@@ -231,7 +231,7 @@ class Subscription(NamedTuple):
 class TopicStats(NamedTuple):
     """What a topic's broker says of it just now."""
 
-    publishers: tuple[Publisher, ...]
+    publishers: tuple[ConnectedProducer, ...]
     waiting_publishers: int
     """Those that wait to be the exclusive one."""
     deduplicates: bool
@@ -373,7 +373,9 @@ class PulsarAdmin:
         answer = await self._url.get(path)
         try:
             return TopicStats(
-                tuple(Publisher(str(p["producerName"]), _texts(p["metadata"], path)) for p in answer["publishers"]),
+                tuple(
+                    ConnectedProducer(str(p["producerName"]), _texts(p["metadata"], path)) for p in answer["publishers"]
+                ),
                 int(answer["waitingPublishers"]),
                 answer["deduplicationStatus"] == "Enabled",
                 tuple(_subscription(name, one, path) for name, one in answer["subscriptions"].items()),

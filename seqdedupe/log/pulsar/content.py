@@ -19,7 +19,7 @@ from seqdedupe.log.contract import ANY_BYTES, Entries, LargerRecordError, Locati
 from seqdedupe.log.pulsar.entries import NOWHERE, PulsarEntry
 from seqdedupe.log.pulsar.ledgers import Ledgers
 from seqdedupe.log.pulsar.places import Places, Point, begins_record, is_batch
-from seqdedupe.log.pulsar.reader import KEPT_TIMEOUT_SECONDS, Cursor, ReaderStep, open_reader
+from seqdedupe.log.pulsar.reader import KEPT_TIMEOUT_SECONDS, LogScan, ReaderStep, open_reader
 from seqdedupe.log.pulsar.terms import Counts, TermVerdict
 from seqdedupe.message_id import MessageId
 
@@ -50,7 +50,7 @@ class KeptReaders:
         self._topic = topic
         self._queue_entries = queue_entries
         self._ledgers = ledgers
-        self._idle: deque[Cursor] = deque()
+        self._idle: deque[LogScan] = deque()
         self._steps: deque[ReaderStep] = deque(maxlen=KEPT_STEPS)
         self._reading = asyncio.Semaphore(MAX_READING)
         self._closing: set[asyncio.Task[None]] = set()
@@ -67,7 +67,7 @@ class KeptReaders:
         return max((one for one in points if one.next_index <= index), key=lambda one: one.size_bytes, default=point)
 
     async def step(self, here: Point, limit: Point) -> ReaderStep:
-        """The step that begins here. Raises what `Cursor.step` does."""
+        """The step that begins here. Raises what `LogScan.step` does."""
         for step in self._steps:
             if step.start.size_bytes == here.size_bytes:
                 return step
@@ -94,7 +94,7 @@ class KeptReaders:
         return step
 
     @asynccontextmanager
-    async def cursor(self, here: Point, *, keeps: bool = True) -> AsyncIterator[Cursor]:
+    async def cursor(self, here: Point, *, keeps: bool = True) -> AsyncIterator[LogScan]:
         """A cursor that stands here: one that was kept, else a new one. With `keeps` it is kept, unless this raises."""
         async with self._reading:
             cursor = await self._taken(here)
@@ -108,14 +108,14 @@ class KeptReaders:
             else:
                 self._close(cursor)
 
-    async def _taken(self, here: Point) -> Cursor:
+    async def _taken(self, here: Point) -> LogScan:
         cursor = next((each for each in self._idle if each.here.size_bytes == here.size_bytes), None)
         if cursor is not None:
             self._idle.remove(cursor)
             return cursor
         start = here.message_id if here.message_id.entry_id >= 0 else None
         reader = await open_reader(self._client, self._topic, start, self._queue_entries())
-        return Cursor(reader, self._topic, here, self._ledgers)
+        return LogScan(reader, self._topic, here, self._ledgers)
 
     async def wait_for_more(self, here: Point) -> None:
         """Returns when an entry stands after this place. Whoever is cancelled leaves the reader to the next one.
@@ -133,7 +133,7 @@ class KeptReaders:
             raise
         self._put_back(cursor)
 
-    def _put_back(self, cursor: Cursor) -> None:
+    def _put_back(self, cursor: LogScan) -> None:
         now = asyncio.get_running_loop().time()
         cursor.timeout_seconds, cursor.idle_since = KEPT_TIMEOUT_SECONDS, now
         self._idle.append(cursor)
@@ -153,7 +153,7 @@ class KeptReaders:
             self._close(self._idle.popleft())
         self._start_timer(now)
 
-    def _close(self, cursor: Cursor) -> None:
+    def _close(self, cursor: LogScan) -> None:
         task = asyncio.get_running_loop().create_task(cursor.close())
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)

@@ -122,7 +122,7 @@ class Marker(NamedTuple):
     settings: EntrySettings
 
 
-class Part(NamedTuple):
+class EncodedBatch(NamedTuple):
     """A batch in its canonical encoding."""
 
     encoded: bytes
@@ -184,7 +184,12 @@ def content_bytes(message: PulsarMessage) -> int:
 
 
 def packed_message(
-    owner: EntryOwner, number: int, index: int, publish_time_ms: int, part: Part, limit_bytes: int = MAX_ENTRY_BYTES
+    owner: EntryOwner,
+    number: int,
+    index: int,
+    publish_time_ms: int,
+    part: EncodedBatch,
+    limit_bytes: int = MAX_ENTRY_BYTES,
 ) -> PulsarMessage:
     """The entry of a batch: a stored record, whose first message has this index. Raises MESSAGE_TOO_LARGE."""
     record = header(
@@ -208,7 +213,7 @@ def packed_message(
     return checked(PulsarMessage(record + part.encoded, properties), limit_bytes)
 
 
-def split_part(part: Part, limit_bytes: int = MAX_ENTRY_BYTES) -> list[Part]:
+def split_part(part: EncodedBatch, limit_bytes: int = MAX_ENTRY_BYTES) -> list[EncodedBatch]:
     """The same rows in batches that fit into an entry each, if they are not too large by themselves."""
     if HEADER_BYTES + len(part.encoded) + 2 * _CLIENT_BYTES <= limit_bytes or part.rows == 1:
         return [part]
@@ -218,12 +223,12 @@ def split_part(part: Part, limit_bytes: int = MAX_ENTRY_BYTES) -> list[Part]:
     return [small for half in halves for small in split_part(encoded_part(half), limit_bytes)]
 
 
-def encoded_part(batch: Batch) -> Part:
+def encoded_part(batch: Batch) -> EncodedBatch:
     """The batch as it is stored."""
     raw = batch.encode()
     places = np.zeros(PLACES, np.int64)
     layout_columns(np.frombuffer(raw, np.uint8), 0, len(raw), places)
-    return Part(raw, len(batch), int(places[COLUMNS_END]))
+    return EncodedBatch(raw, len(batch), int(places[COLUMNS_END]))
 
 
 def surely_taken_bytes(limit_bytes: int) -> int:

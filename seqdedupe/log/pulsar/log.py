@@ -34,7 +34,7 @@ from seqdedupe.log.contract import (
 from seqdedupe.log.pulsar import entries
 from seqdedupe.log.pulsar.admin_url import PulsarAdmin
 from seqdedupe.log.pulsar.content import Content
-from seqdedupe.log.pulsar.entries import MAX_ENTRY_BYTES, NOWHERE, EntryFormat, EntrySettings, Part
+from seqdedupe.log.pulsar.entries import MAX_ENTRY_BYTES, NOWHERE, EncodedBatch, EntryFormat, EntrySettings
 from seqdedupe.log.pulsar.entry_limit import Brokers, max_entry_bytes
 from seqdedupe.log.pulsar.places import Point, bytes_of_points, points_of_bytes
 from seqdedupe.log.pulsar.policies import Looks, check_alone, check_deduplicates, check_stays, guard
@@ -50,7 +50,7 @@ from seqdedupe.log.pulsar.topic_owner import (
 from seqdedupe.log.pulsar.wholes import schema_of
 from seqdedupe.log.pulsar.writer import (
     EntryWriter,
-    Opening,
+    PendingAppends,
     SettledEntry,
     check_fits,
     open_writer,
@@ -69,7 +69,7 @@ MOVE_SECONDS = 10.0
 
 
 @dataclass(slots=True)
-class Shared:
+class PulsarResources:
     """What all logs of a sidecar have in common."""
 
     client: pulsar.asyncio.Client
@@ -111,7 +111,7 @@ class PulsarLog:
 
     def __init__(
         self,
-        shared: Shared,
+        shared: PulsarResources,
         topic: str,
         incarnation: int,
         settings: EntrySettings,
@@ -143,7 +143,7 @@ class PulsarLog:
         """As it was last found out."""
         self._name_number = 0
         self._writer: EntryWriter | None = None
-        self._opening: Opening | None = None
+        self._opening: PendingAppends | None = None
         self._reading: asyncio.Task[None] | None = None
         self._guarding: asyncio.Task[None] | None = None
 
@@ -202,7 +202,7 @@ class PulsarLog:
     def append(self, batch: bytes, rows: int, column_bytes: int) -> None:
         if (opening := self._open_now()).failed:
             return
-        now_ms, part = self._now_ms(), Part(batch, rows, column_bytes)
+        now_ms, part = self._now_ms(), EncodedBatch(batch, rows, column_bytes)
         at = opening.owner, opening.next_number, opening.next_index, now_ms
         opening.append(records_of_batch(self._settings, *at, part, opening.max_entry_bytes), now_ms)
 
@@ -213,7 +213,7 @@ class PulsarLog:
         at = opening.owner, opening.next_number, opening.next_index, now_ms
         opening.append(records_of_control(self._settings, *at, body, opening.max_entry_bytes), now_ms)
 
-    def _open_now(self) -> Opening:
+    def _open_now(self) -> PendingAppends:
         if self._opening is None:
             raise error("INTERNAL", "an append to a log that is not open for writing")
         return self._opening
@@ -232,7 +232,7 @@ class PulsarLog:
     async def open_for_writing(self, term: int, token: bytes, settle: Callable[[Outcome], None]) -> int:
         await self.let_go()
         owner = EntryOwner(self.incarnation, term, ownership_of(token))
-        opening: Opening | None = None
+        opening: PendingAppends | None = None
         failed = ""
         marked: asyncio.Future[MessageId] = asyncio.get_running_loop().create_future()
 
@@ -268,7 +268,7 @@ class PulsarLog:
         except BaseException:
             await self.let_go()
             raise
-        self._opening = opening = Opening(owner, writer, self._content.places, settle, self._max_entry_bytes)
+        self._opening = opening = PendingAppends(owner, writer, self._content.places, settle, self._max_entry_bytes)
         writer.was_read([self._end.message_id])
         unhurried = self._shared.unhurried or self._shared.admin
         guarding = guard(self._topic, unhurried, opening, partial(self._look_at_policies, unhurried))
@@ -332,7 +332,7 @@ class PulsarLog:
             writer, self._writer = self._writer, None
             await writer.close()
 
-    def _hear(self, opening: Opening, settled: SettledEntry) -> None:
+    def _hear(self, opening: PendingAppends, settled: SettledEntry) -> None:
         """What the writer of an opening tells."""
         if opening is not self._opening or opening.failed:
             return
@@ -344,7 +344,7 @@ class PulsarLog:
         elif settled.doubtful is not None:
             self._reading = asyncio.get_running_loop().create_task(self._clear_up(opening, settled.doubtful))
 
-    async def _clear_up(self, opening: Opening, receipt: MessageId) -> None:
+    async def _clear_up(self, opening: PendingAppends, receipt: MessageId) -> None:
         """Reads the topic up to an append whose receipt proves nothing."""
         try:
             found = await self._content.read_on(receipt, within_batches=True)

@@ -18,7 +18,7 @@ from seqdedupe.errors import NotFoundError, SeqdedupeError, error
 from seqdedupe.log.contract import AS_USUAL, Layout, LogName
 from seqdedupe.log.pulsar import wholes
 from seqdedupe.log.pulsar.entries import EntryFormat, EntrySettings
-from seqdedupe.log.pulsar.log import PulsarLog, Shared
+from seqdedupe.log.pulsar.log import PulsarLog, PulsarResources
 from seqdedupe.log.pulsar.policies import check_takes_producers, ensure_safe
 from seqdedupe.log.pulsar.topic_owner import ADDRESS
 from seqdedupe.log.pulsar.wholes import LIFE, Life, Whole
@@ -39,7 +39,7 @@ class PulsarLogs:
 
     def __init__(
         self,
-        shared: Shared,
+        shared: PulsarResources,
         namespaces: Sequence[str],
         entry_format: EntryFormat,
         *,

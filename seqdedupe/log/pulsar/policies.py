@@ -12,7 +12,7 @@ from seqdedupe.entry_properties import INCARNATION
 from seqdedupe.errors import ConfigurationError, SeqdedupeError, error
 from seqdedupe.log.pulsar.admin_url import PulsarAdmin
 from seqdedupe.log.pulsar.wholes import is_going
-from seqdedupe.log.pulsar.writer import EntryWriter, Opening
+from seqdedupe.log.pulsar.writer import EntryWriter, PendingAppends
 from seqdedupe.names import namespace_of, whole_of
 
 logger = logging.getLogger("seqdedupe.log")
@@ -269,7 +269,7 @@ async def check_stays(topic: str, incarnation: int, admin: PulsarAdmin) -> None:
         raise error("NOT_OWNER", f"{topic} was deleted and made anew: it is {now}, not {incarnation}")
 
 
-async def guard(topic: str, admin: PulsarAdmin, opening: Opening, look: Callable[[], Awaitable[str]]) -> None:
+async def guard(topic: str, admin: PulsarAdmin, opening: PendingAppends, look: Callable[[], Awaitable[str]]) -> None:
     """Ends an opening when its producer is not connected any more, so that somebody else may have the topic, which one
     that sends nothing would not notice; when somebody deletes the topic; or when Pulsar's deduplication is off.
     `look` is called at the same intervals, and says why the opening should end, if it should.

@@ -47,7 +47,7 @@ _FIXED_SIZES = {1: 8, 5: 4}
 """The sizes of fields of these wire types of protobuf."""
 
 
-class Reader:
+class EntryReader:
     """Reads from one place on, for as long as it is wanted. Everything is called on one event loop.
 
     What Pulsar has trimmed it leaves out in silence, and after a broker's crash it may give entries again: whoever
@@ -110,7 +110,9 @@ class Reader:
             waiting.exception()
 
 
-async def open_reader(client: pulsar.asyncio.Client, topic: str, start: MessageId | None, queue_entries: int) -> Reader:
+async def open_reader(
+    client: pulsar.asyncio.Client, topic: str, start: MessageId | None, queue_entries: int
+) -> EntryReader:
     """A reader whose first entry is the one at `start`, or the first one that is left: where that was trimmed, or None.
 
     So many entries are fetched ahead, whatever their size. Raises LOG_UNREADABLE.
@@ -120,8 +122,8 @@ async def open_reader(client: pulsar.asyncio.Client, topic: str, start: MessageI
         for timeout_seconds in OPEN_TIMEOUTS_SECONDS:
             with suppress(TimeoutError):
                 async with asyncio.timeout(timeout_seconds):
-                    return Reader(await _opened(client, topic, place, queue_entries))
-        return Reader(await _opened(client, topic, place, queue_entries))
+                    return EntryReader(await _opened(client, topic, place, queue_entries))
+        return EntryReader(await _opened(client, topic, place, queue_entries))
     except pulsar.asyncio.PulsarException as e:
         raise _unreadable(topic, e) from e
 
@@ -393,13 +395,15 @@ class ReaderStep(NamedTuple):
         return self.end.size_bytes - self.start.size_bytes >= STEP_BYTES
 
 
-class Cursor:
+class LogScan:
     """Reads on from a point. After an error or a cancelled call it is of no use any more but to be closed.
 
     The valid entry before the point must still be there: else what follows it may be gone too, and it is LOG_GAP.
     """
 
-    def __init__(self, reader: Reader, topic: str, start: Point, ledgers: Callable[[], Awaitable[Ledgers]]) -> None:
+    def __init__(
+        self, reader: EntryReader, topic: str, start: Point, ledgers: Callable[[], Awaitable[Ledgers]]
+    ) -> None:
         """`reader` begins with the valid entry before the point. `ledgers` answers those of the topic now."""
         self.here = start
         """Where the next step begins."""

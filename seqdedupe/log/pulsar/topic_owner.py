@@ -11,7 +11,7 @@ import pulsar
 import pulsar.asyncio
 
 from seqdedupe.errors import NotFoundError, SeqdedupeError, error
-from seqdedupe.log.pulsar.admin_url import Publisher, PulsarAdmin, TopicStats
+from seqdedupe.log.pulsar.admin_url import ConnectedProducer, PulsarAdmin, TopicStats
 from seqdedupe.log.pulsar.pulsar_client import told
 from seqdedupe.log.pulsar.wholes import schema_of
 from seqdedupe.tasks import retrieve
@@ -55,7 +55,7 @@ async def owner_of(topic: str, admin: PulsarAdmin) -> str:
     return writer.metadata.get(ADDRESS, "") if writer else ""
 
 
-async def _writer(topic: str, admin: PulsarAdmin) -> Publisher | None:
+async def _writer(topic: str, admin: PulsarAdmin) -> ConnectedProducer | None:
     publishers = (await admin.stats(topic)).publishers
     return publishers[0] if publishers else None
 
@@ -142,7 +142,7 @@ async def _closed(client: pulsar.asyncio.Client) -> None:
         logger.warning("a client that waited for a topic could not be closed: %s", told(e))
 
 
-async def publishers_of(topic: str, admin: PulsarAdmin) -> tuple[Publisher, ...] | None:
+async def publishers_of(topic: str, admin: PulsarAdmin) -> tuple[ConnectedProducer, ...] | None:
     """Who writes to the topic, by its statistics; None if they cannot be had now."""
     try:
         return (await admin.stats(topic)).publishers

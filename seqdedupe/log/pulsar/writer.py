@@ -17,9 +17,9 @@ from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.log.contract import Failure, Outcome, Run, Runs
 from seqdedupe.log.pulsar.content import FoundEntry
 from seqdedupe.log.pulsar.entries import (
+    EncodedBatch,
     EntryFormat,
     EntrySettings,
-    Part,
     PulsarMessage,
     content_bytes,
     control_message,
@@ -110,7 +110,13 @@ class Record(NamedTuple):
 
 
 def records_of_batch(
-    settings: EntrySettings, owner: EntryOwner, number: int, index: int, now_ms: int, part: Part, limit_bytes: int
+    settings: EntrySettings,
+    owner: EntryOwner,
+    number: int,
+    index: int,
+    now_ms: int,
+    part: EncodedBatch,
+    limit_bytes: int,
 ) -> list[Record]:
     """Those of a batch; its first entry gets this number, its first row this index. Raises MESSAGE_TOO_LARGE for what
     does not fit into an entry of so many bytes."""
@@ -433,7 +439,7 @@ class _SentEntry:
     """Whether none of its entries is confirmed."""
 
 
-class Opening:
+class PendingAppends:
     """What an owner has under way, from its marker on. `settle` hears of it, until a failure."""
 
     def __init__(

@@ -31,7 +31,7 @@ from seqdedupe.services.consumer.consumer_row import (
     NOBODY,
     Held,
     Lost,
-    Ownership,
+    RowLease,
     SeenRow,
     check_transactions,
     row_name,
@@ -39,7 +39,7 @@ from seqdedupe.services.consumer.consumer_row import (
 from seqdedupe.services.consumer.database import METADATA
 from seqdedupe.services.consumer.dead_letters import DeadLetterPublisher, check_topic
 from seqdedupe.services.consumer.message_arrivals import Arrivals, Stop, Stopped, is_there, wait_for_any
-from seqdedupe.services.consumer.partition_shares import Part, PartitionShares
+from seqdedupe.services.consumer.partition_shares import PartitionShares, PartitionWork
 from seqdedupe.services.consumer.work import FIRST_AWAY_SECONDS, LONGEST_AWAY_SECONDS, ConsumerConfig, Work
 from seqdedupe.services.stillness import Stillness
 
@@ -119,7 +119,7 @@ class Consumer:
         self._config = config
         self._on_waiting = logged(on_waiting or _log_waiting)
         self._stop = Stop()
-        self._ownership = Ownership(engine, self.name)
+        self._ownership = RowLease(engine, self.name)
         self._work: Work | None = None
         self._has_all = False
         self._shares: PartitionShares | None = None
@@ -232,8 +232,10 @@ class Consumer:
             self._live(lambda: self._consume(client, letters, until), letters, self._let_go)
             return
 
-        def begin(name: str, topic: str, hold: Ownership, position: str) -> Part:
-            return Part(self._begin(name, topic, hold, position), self._arrivals(client, topic, position, follow))
+        def begin(name: str, topic: str, hold: RowLease, position: str) -> PartitionWork:
+            return PartitionWork(
+                self._begin(name, topic, hold, position), self._arrivals(client, topic, position, follow)
+            )
 
         shares = self._shares = PartitionShares(
             self._engine, self.name, list(found), self._stop, begin, self._on_waiting
@@ -330,7 +332,7 @@ class Consumer:
                         return now.position
             self._stop.pause(LOOK_SECONDS)
 
-    def _begin(self, name: str, topic: str, ownership: Ownership, position: str) -> Work:
+    def _begin(self, name: str, topic: str, ownership: RowLease, position: str) -> Work:
         return Work(
             self._engine,
             ownership,

@@ -46,7 +46,7 @@ class SeenRow(NamedTuple):
     position: str
 
 
-class Ownership:
+class RowLease:
     """One process's hold on the row. Every transaction of the owner begins and ends with it.
 
     `hold` locks the row and fails if the position or the owner is another; `move` is the compare-and-set that decides.

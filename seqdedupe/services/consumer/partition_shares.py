@@ -15,7 +15,7 @@ from seqdedupe.client.route import OnWaiting
 from seqdedupe.errors import UnavailableError
 from seqdedupe.message_id import Position
 from seqdedupe.services.consumer import consumer_row, database
-from seqdedupe.services.consumer.consumer_row import KEEP_UP_SECONDS, NOBODY, Held, Lost, Ownership, SeenRow, row_name
+from seqdedupe.services.consumer.consumer_row import KEEP_UP_SECONDS, NOBODY, Held, Lost, RowLease, SeenRow, row_name
 from seqdedupe.services.consumer.database import CONSUMERS, PROCESSES
 from seqdedupe.services.consumer.message_arrivals import Arrivals, Stop, is_there, wait_for_any
 from seqdedupe.services.consumer.work import Work
@@ -113,7 +113,7 @@ def fair_share(token: str, living: Collection[str], owners: Iterable[str], parti
     return each + (order.index(token) < odd)
 
 
-class PartOwnership(Ownership):
+class PartOwnership(RowLease):
     """The hold on a partition's row by a process that lives as long as its own row says so."""
 
     def __init__(self, engine: Engine, name: str, processes: Processes) -> None:
@@ -132,14 +132,14 @@ LOOK_SECONDS = 0.5
 """So often it is looked at who lives, and what is whose."""
 
 
-class Part(NamedTuple):
+class PartitionWork(NamedTuple):
     """What it takes to work on a partition."""
 
     work: Work
     arrivals: Arrivals
 
 
-Begin = Callable[[str, str, Ownership, str], Part]
+Begin = Callable[[str, str, RowLease, str], PartitionWork]
 """Begins to work: the row's name, the topic, the hold on the row, the position."""
 
 
@@ -162,7 +162,7 @@ class PartitionShares:
         self._names = [row_name(consumer, k) for k in range(len(topics))]
         self._processes = Processes(engine, consumer, on_waiting)
         self._holds = [PartOwnership(engine, name, self._processes) for name in self._names]
-        self._parts: dict[int, Part] = {}
+        self._parts: dict[int, PartitionWork] = {}
         self._looked_at = float("-inf")
 
     @property
@@ -171,7 +171,7 @@ class PartitionShares:
         return bool(self._parts)
 
     def register(self, purpose: str, starts: Sequence[Position]) -> None:
-        """Makes the partitions' rows, see `Ownership.register`."""
+        """Makes the partitions' rows, see `RowLease.register`."""
         for hold, topic, start in zip(self._holds, self._topics, starts, strict=True):
             hold.register(topic, purpose, start)
 

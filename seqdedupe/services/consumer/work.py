@@ -20,7 +20,7 @@ from seqdedupe.databases.tables import MARIADB, POSTGRESQL_UNSAFE_WRITES
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.names import topic_name
 from seqdedupe.services.consumer import consumer_row, database
-from seqdedupe.services.consumer.consumer_row import Lost, Ownership
+from seqdedupe.services.consumer.consumer_row import Lost, RowLease
 from seqdedupe.services.consumer.database import check_mariadb_writes, not_transactional, reaching, refusing_writes
 from seqdedupe.services.consumer.dead_letters import BEHIND, SetAside, key_hash, message_of, why
 from seqdedupe.services.consumer.message_arrivals import Stop
@@ -103,7 +103,7 @@ _NO_MARK_TEXT = "no such savepoint"
 
 
 def carry_out(
-    engine: Engine, ownership: Ownership, position: str, refused: frozenset[str], do: Callable[[Connection], str]
+    engine: Engine, ownership: RowLease, position: str, refused: frozenset[str], do: Callable[[Connection], str]
 ) -> str:
     """A transaction that does it, moves the position to where `do` says, and commits: all of it, or nothing of it.
     Returns the new position.
@@ -191,7 +191,7 @@ class Work:
     def __init__(
         self,
         engine: Engine,
-        ownership: Ownership,
+        ownership: RowLease,
         handle: Callable[[Connection, Any], object],
         stop: Stop,
         config: ConsumerConfig,

@@ -178,7 +178,7 @@ class RelayWork:
             self._ahead = asyncio.create_task(asyncio.to_thread(self._store.read, page.last))
         return page
 
-    async def _open(self, topic: str, token: str) -> steps.Opened | str:
+    async def _open(self, topic: str, token: str) -> steps.OpenedProducer | str:
         own = token_name(self._name, token)
         try:
             if topic in self._producers:
@@ -192,7 +192,7 @@ class RelayWork:
                 raise
             return e.message
         highest = max(highest, *(one.sequence_id for one in producer.persisted))
-        return steps.Opened(own, tuple(one.sequence_id for one in producer.persisted), highest)
+        return steps.OpenedProducer(own, tuple(one.sequence_id for one in producer.persisted), highest)
 
     async def _fence(self, topic: str, own: str) -> int:
         """Opens the other names of this relay, so that whoever has one publishes nothing more; the highest sequence ID

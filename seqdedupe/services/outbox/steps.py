@@ -46,14 +46,14 @@ class ReadState(NamedTuple):
 class OpenTopic(NamedTuple):
     """Open all names NAME/… that the topic knows, which fences their owners, and NAME/token for publishing.
 
-    Answer: `Opened`; or text, why this topic cannot be published to now.
+    Answer: `OpenedProducer`; or text, why this topic cannot be published to now.
     """
 
     topic: str
     token: str
 
 
-class Opened(NamedTuple):
+class OpenedProducer(NamedTuple):
     producer: str
     """NAME/token."""
     persisted: tuple[int, ...]
@@ -154,7 +154,7 @@ UNTOLD = "whether it was published cannot be told: retention has removed the mes
 
 @dataclass(slots=True)
 class _Topic:
-    opened: Opened
+    opened: OpenedProducer
     doubtful_up_to: int
     published_up_to: int = NO_SEQUENCE_ID
     """In this run."""
@@ -267,7 +267,7 @@ class _RelayRun:
     def _opened(self, name: str) -> Generator[Step, Any, _Topic | str | None]:
         """The topic, or why there will be none; None if the token is another one by now."""
         if name not in self._topics:
-            opened: Opened | str = yield OpenTopic(name, self._token)
+            opened: OpenedProducer | str = yield OpenTopic(name, self._token)
             highest = NO_SEQUENCE_ID if isinstance(opened, str) else opened.highest
             state: OutboxState = yield ReadState(highest)
             if state.token != self._token:

@@ -12,7 +12,7 @@ from seqdedupe.client.cursor import Cursor, Kept
 from seqdedupe.errors import error
 from seqdedupe.message_id import Position
 from seqdedupe.names import source_name
-from seqdedupe.services.pipe.outputs import Calling, Frame, Function, index_of
+from seqdedupe.services.pipe.outputs import Calling, Function, OutputBatch, index_of
 
 # -- From where a pipe reads on: what the target holds says it, and a cursor where that is further. No I/O.
 
@@ -194,7 +194,7 @@ class Lane:
             filling.cancel()
         return filling.result()
 
-    async def _send(self, frame: Frame | None, producer: Producer) -> None:
+    async def _send(self, frame: OutputBatch | None, producer: Producer) -> None:
         if frame is not None:
             payloads, sequence_ids, keys, times, properties = frame
             self.counts["outputs"] += len(sequence_ids)

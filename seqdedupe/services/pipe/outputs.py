@@ -45,7 +45,7 @@ def index_of(sequence_id: int) -> int:
     return sequence_id >> NUMBER_BITS
 
 
-class Frame(NamedTuple):
+class OutputBatch(NamedTuple):
     """Outputs as columns for `Producer.send_batch`: all those of some inputs."""
 
     payloads: Binary | list[bytes | None]
@@ -195,19 +195,19 @@ class Calling:
         self._size_bytes += size_bytes
         return True
 
-    def ready(self) -> Frame | None:
+    def ready(self) -> OutputBatch | None:
         """From another thread while `fill` is at work: what is there of whole inputs. Lists only grow meanwhile, and a
         row's sequence ID comes last."""
         count = len(self._sequence_ids)
         return None if self._is_adding or len(self._sequence_ids) != count else self._frame(count)
 
-    def frame(self) -> Frame | None:
+    def frame(self) -> OutputBatch | None:
         """What was gathered and is in no frame yet, to be sent; None if there is nothing."""
         frame = self._frame(len(self._sequence_ids))
         self._clear()
         return frame
 
-    def _frame(self, end: int) -> Frame | None:
+    def _frame(self, end: int) -> OutputBatch | None:
         rows = range(self._taken, end)
         if not rows:
             return None
@@ -216,7 +216,7 @@ class Calling:
         times = None
         if self._event_times_ms:
             times = np.array([self._event_times_ms.get(row, 0) for row in rows], np.int64)
-        return Frame(
+        return OutputBatch(
             payloads if self._has_none else Binary.of_all(payloads),  # type: ignore[arg-type]
             np.array(self._sequence_ids[rows.start : end], np.int64),
             [self._keys.get(row) for row in rows] if self._keys else None,

@@ -18,7 +18,7 @@ from seqdedupe.log.pulsar.admin_url import AdminUrl, PulsarAdmin
 from seqdedupe.log.pulsar.entries import NOWHERE, PulsarEntry
 from seqdedupe.log.pulsar.finder import Finder
 from seqdedupe.log.pulsar.pulsar_client import OAuth2, PulsarClient, Token, client_logger, from_file, never_raises
-from seqdedupe.log.pulsar.reader import Reader, open_reader
+from seqdedupe.log.pulsar.reader import EntryReader, open_reader
 from seqdedupe.message_id import MessageId
 from seqdedupe_spark.service import PulsarCluster, path_of
 from seqdedupe_spark.stock import STOCK, StockEnds
@@ -122,7 +122,7 @@ class BrokerConnection:
             raise error("POSITION_OF_ANOTHER_INCARNATION", f"{topic} was made anew: it is {now}, not {incarnation}")
         return await self.finder(topic, incarnation)
 
-    async def open_reader(self, topic: str, start: MessageId, queue_entries: int) -> Reader:
+    async def open_reader(self, topic: str, start: MessageId, queue_entries: int) -> EntryReader:
         return await open_reader(self._client, topic, start, queue_entries)
 
     async def stored(self, topic: str) -> StockEnds:
@@ -146,7 +146,7 @@ class BrokerConnection:
             await reader.close()
 
 
-async def next_entries(reader: Reader, topic: str) -> list[PulsarEntry]:
+async def next_entries(reader: EntryReader, topic: str) -> list[PulsarEntry]:
     """The next entries of a topic, where some must be. Raises LOG_UNREADABLE."""
     try:
         async with asyncio.timeout(READ_TIMEOUT_SECONDS):

@@ -32,7 +32,7 @@ from seqdedupe.log.pulsar.entries import PulsarEntry
 from seqdedupe.log.pulsar.finder import Finder, last_of, trimmed
 from seqdedupe.log.pulsar.ledgers import Ledgers
 from seqdedupe.log.pulsar.places import begins_record, size_of
-from seqdedupe.log.pulsar.reader import Collector, Reader, fields_of
+from seqdedupe.log.pulsar.reader import Collector, EntryReader, fields_of
 from seqdedupe.log.pulsar.terms import Terms, TermStanding, TermVerdict
 from seqdedupe.message_id import MessageId, MessageIds, Position
 from seqdedupe_spark import stock
@@ -43,7 +43,7 @@ from seqdedupe_spark.cluster.broker_connection import (
     connected,
     next_entries,
 )
-from seqdedupe_spark.ranges import Range
+from seqdedupe_spark.ranges import TopicRange
 from seqdedupe_spark.service import PulsarCluster
 from seqdedupe_spark.stock import STOCK, StockBatch, StockEnds
 
@@ -56,7 +56,7 @@ STEP_BYTES = 1024 * 1024
 class Task(ABC):
     """The reading of one range."""
 
-    def __init__(self, span: Range, timeout_seconds: float | None) -> None:
+    def __init__(self, span: TopicRange, timeout_seconds: float | None) -> None:
         self._span = span
         self._timeout_seconds = timeout_seconds
 
@@ -91,7 +91,7 @@ def queue_entries(ledgers: Ledgers) -> int:
     return max(2, min(MAX_QUEUE_ENTRIES, QUEUE_BYTES * len(ledgers) // max(ledgers.size_bytes, 1)))
 
 
-def read_stored(cluster: PulsarCluster, span: Range, timeout_seconds: float | None) -> Iterator[StoredBatch]:
+def read_stored(cluster: PulsarCluster, span: TopicRange, timeout_seconds: float | None) -> Iterator[StoredBatch]:
     """As `seqdedupe_spark.range_reader.read_stored`. A sidecar's entries are judged by the rule of terms."""
     is_stock = span.incarnation == STOCK
     reading = StockTask(span, timeout_seconds, cluster.tells_keys) if is_stock else _LogTask(span, timeout_seconds)
@@ -106,7 +106,7 @@ def read_stored(cluster: PulsarCluster, span: Range, timeout_seconds: float | No
 class _LogTask(Task):
     """How far a range of a topic that a sidecar writes was read."""
 
-    def __init__(self, span: Range, timeout_seconds: float | None) -> None:
+    def __init__(self, span: TopicRange, timeout_seconds: float | None) -> None:
         super().__init__(span, timeout_seconds)
         self._next_index = span.first_index
         self._at: MessageId | None = None
@@ -237,7 +237,7 @@ class StockTask(Task):
     """How far a range was read. What a broker does not give readers is asked for, and is no gap only if the broker says
     why."""
 
-    def __init__(self, span: Range, timeout_seconds: float | None, tells_keys: bool = False) -> None:
+    def __init__(self, span: TopicRange, timeout_seconds: float | None, tells_keys: bool = False) -> None:
         super().__init__(span, timeout_seconds)
         self._at = span.start
         self._tells_keys = tells_keys
@@ -277,7 +277,7 @@ class StockTask(Task):
         finally:
             await reader.close()
 
-    async def _next(self, connection: BrokerConnection, reader: Reader, run: "_EntryRun") -> list[PulsarEntry]:
+    async def _next(self, connection: BrokerConnection, reader: EntryReader, run: "_EntryRun") -> list[PulsarEntry]:
         try:
             return await next_entries(reader, self._span.topic)
         except UnavailableError:

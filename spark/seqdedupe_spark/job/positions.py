@@ -19,7 +19,7 @@ from seqdedupe_spark.dedupe import has_no_producers
 from seqdedupe_spark.job.range_task import RangeStep
 from seqdedupe_spark.options import Options, ReadLimits, Selection
 from seqdedupe_spark.planning import Ends, PlanningClient, TopicListing, earliest, find_loss
-from seqdedupe_spark.ranges import Range
+from seqdedupe_spark.ranges import TopicRange
 from seqdedupe_spark.service import Service
 from seqdedupe_spark.stock import StockEnds
 from seqdedupe_spark.stores.contract import Advance, Binding, OutputStore, Stored, StoreFactory, check_name
@@ -195,7 +195,10 @@ class Positions:
         if found.reason == "POSITION_TRIMMED":
             # A transaction without rows: what a job that drops duplicates knows of the producers stays true.
             store.write(
-                self.job, self.table, iter(()), [Advance(Range(topic, stored.position, found.next), moved.epoch)]
+                self.job,
+                self.table,
+                iter(()),
+                [Advance(TopicRange(topic, stored.position, found.next), moved.epoch)],
             )
         elif not store.replace(self.job, topic, stored, moved):
             raise error("POSITION_CHANGED", f"another run of job {self.job!r} has moved the position for {topic}")

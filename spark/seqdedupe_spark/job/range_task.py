@@ -19,12 +19,12 @@ import pyarrow.compute as pc
 from seqdedupe.databases.failures import ended
 from seqdedupe.errors import SeqdedupeError, UnavailableError, error
 from seqdedupe.message_id import MessageId, Position
-from seqdedupe_spark.columns import column_of, to_arrow
 from seqdedupe_spark.dedupe import Deduplicator
-from seqdedupe_spark.job.dead_letters import SUFFIX, DeadLetterRows, Key
+from seqdedupe_spark.job.dead_letter_rows import SUFFIX, DeadLetterRows, Key
+from seqdedupe_spark.message_columns import column_of, to_arrow
 from seqdedupe_spark.planning import patiently
 from seqdedupe_spark.range_reader import joined, message_id_at, read_range, read_stored
-from seqdedupe_spark.ranges import Range
+from seqdedupe_spark.ranges import TopicRange
 from seqdedupe_spark.service import Service
 from seqdedupe_spark.stores.contract import Advance, Beside, OutputStore, Stored, StoreFactory, Take, Watermarks
 
@@ -35,7 +35,7 @@ Transform = Callable[[pa.RecordBatch], pa.RecordBatch | None]
 class RangeStep(NamedTuple):
     """What a round does with one topic: its range, planned in an epoch of the topic's position."""
 
-    range: Range
+    range: TopicRange
     epoch: int
 
 
@@ -230,7 +230,7 @@ class RangeTask:
             tally.dead.begin()
         return self._transformed((batch for source in sources for batch in source), tally), advances
 
-    def _read_once_each(self, span: Range, deduplicator: Deduplicator, tally: _Tally) -> Iterator[pa.RecordBatch]:
+    def _read_once_each(self, span: TopicRange, deduplicator: Deduplicator, tally: _Tally) -> Iterator[pa.RecordBatch]:
         """The range's messages but for those that are duplicates."""
         for group in joined(read_stored(self.service, span, self.read_timeout_seconds)):
             batch = to_arrow(group, span.topic, self.columns)
@@ -292,7 +292,7 @@ class RangeTask:
         return naming(failure, topic, incarnation, index, self._find_message_id)
 
     def _naming(
-        self, failure: SeqdedupeError, tally: _Tally, ranges: Sequence[Range]
+        self, failure: SeqdedupeError, tally: _Tally, ranges: Sequence[TopicRange]
     ) -> tuple[SeqdedupeError, Key | None]:
         """A store's failure, which says which message the row was made of, and that message; None if it may be one of
         several. It is read again for it."""
@@ -307,7 +307,7 @@ class RangeTask:
         found = row
         if self.transform is not None:
             start = Position.before(incarnation, indexes[0].as_py())
-            span = Range(topic, start, Position.before(incarnation, indexes[-1].as_py() + 1))
+            span = TopicRange(topic, start, Position.before(incarnation, indexes[-1].as_py() + 1))
             read = pa.Table.from_batches(
                 read_range(self.service, span, self.columns, self.read_timeout_seconds), self.columns
             )

@@ -28,7 +28,7 @@ from seqdedupe.batch import Binary, Int64s, PropertyColumns
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.limits import MAX_DEDUPLICATION_ID_BYTES, MAX_PAYLOAD_BYTES
 from seqdedupe.names import topic_name
-from seqdedupe_spark.columns import columns_of
+from seqdedupe_spark.message_columns import columns_of
 
 # -- The identity of rows that come from a source: topic, incarnation, index, and ordinal among those of one message.
 #

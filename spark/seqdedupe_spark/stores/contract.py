@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.message_id import Position
-from seqdedupe_spark.ranges import Range
+from seqdedupe_spark.ranges import TopicRange
 
 
 class Stored(NamedTuple):
@@ -96,7 +96,7 @@ class Advance:
     has raised.
     """
 
-    range: Range
+    range: TopicRange
     epoch: int
     changed_watermarks: Callable[[], Watermarks] = no_watermarks
 

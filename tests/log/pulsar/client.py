@@ -8,7 +8,7 @@ import pulsar
 import pulsar.asyncio
 
 from seqdedupe.errors import error
-from seqdedupe.log.pulsar.admin_url import Publisher, PulsarAdmin, TopicStats
+from seqdedupe.log.pulsar.admin_url import ConnectedProducer, PulsarAdmin, TopicStats
 from seqdedupe.log.pulsar.entries import PulsarEntry, PulsarMessage
 from seqdedupe.log.pulsar.ledgers import Ledgers
 from seqdedupe.message_id import MessageId
@@ -109,7 +109,7 @@ class StandInAdmin(PulsarAdmin):
         if not self.answers or self.answers_left < 0:
             raise error("LOG_UNREADABLE", "no broker answers")
         writer = self._client.writer
-        return TopicStats((Publisher(writer.name, writer.metadata),) if writer else (), 0, True)
+        return TopicStats((ConnectedProducer(writer.name, writer.metadata),) if writer else (), 0, True)
 
     async def create_subscription(self, topic: str, name: str) -> None:
         await asyncio.sleep(0)

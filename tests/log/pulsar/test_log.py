@@ -11,7 +11,7 @@ from seqdedupe.errors import DamagedError, SeqdedupeError, UnavailableError
 from seqdedupe.limits import MAX_PAYLOAD_BYTES
 from seqdedupe.log.contract import Failure, Log
 from seqdedupe.log.pulsar.entries import EntryFormat, EntrySettings, PulsarEntry, PulsarMessage
-from seqdedupe.log.pulsar.log import PulsarLog, Shared
+from seqdedupe.log.pulsar.log import PulsarLog, PulsarResources
 from seqdedupe.message_id import MessageId
 from tests.log.batches import encoded_batch
 from tests.log.conformance import LogConformance, LogHarness, Owner, ids_of, parsed, replayed, what
@@ -45,12 +45,14 @@ class StandInHarness(LogHarness):
         """Whether a sidecar does."""
         return True
 
-    def shared(self, address: str) -> Shared:
+    def shared(self, address: str) -> PulsarResources:
         async def claim(_: str, known: int) -> int:
             return next(number for number in self._openings if number > known)
 
         client: Any = self.client
-        return Shared(client, "one", address, lambda: self.now_ms, claim, self.admin, self.connect, self.answers)
+        return PulsarResources(
+            client, "one", address, lambda: self.now_ms, claim, self.admin, self.connect, self.answers
+        )
 
     def log(self, address: str = "host:6680", place: bytes = b"") -> PulsarLog:
         settings = EntrySettings(self._format, "SEQUENCE_ID", 0, address, self._version)

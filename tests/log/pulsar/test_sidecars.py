@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from seqdedupe.errors import InvalidRequestError, NotFoundError, UnavailableError, error
-from seqdedupe.log.pulsar.admin_url import AdminUrl, Publisher, PulsarAdmin, Subscription, TopicStats
+from seqdedupe.log.pulsar.admin_url import AdminUrl, ConnectedProducer, PulsarAdmin, Subscription, TopicStats
 from seqdedupe.log.pulsar.topic_owner import forget, not_owner, sidecars
 
 NAMESPACES = ("a/b", "a/c")
@@ -15,8 +15,8 @@ def kept(name: str, address: str = "", entries: int = 0, size: int = 0, consumer
     return Subscription(name, {"address": address} if address else {}, entries, size, consumers)
 
 
-def writes(name: str, address: str | None) -> Publisher:
-    return Publisher(name, {} if address is None else {"address": address})
+def writes(name: str, address: str | None) -> ConnectedProducer:
+    return ConnectedProducer(name, {} if address is None else {"address": address})
 
 
 class FakeAdmin(PulsarAdmin):

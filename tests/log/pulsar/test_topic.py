@@ -21,15 +21,15 @@ from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe.topic import owner, renewal
 from seqdedupe.topic.base import State
 from seqdedupe.topic.directory import Topics
-from seqdedupe.topic.frame import NumbersCache, Receipt, Refusal
+from seqdedupe.topic.frame import FrameReceipt, NumbersCache, Refusal
 from seqdedupe.topic.kinds import PublishedTopics
 from seqdedupe.topic.operations import open_sessions
 from seqdedupe.topic.policy import Applied
 from seqdedupe.topic.readers import end_index, read_page
 from seqdedupe.topic.registry import Closed
 from seqdedupe.topic.renewal import Fetching
-from seqdedupe.topic.saved import saved
 from seqdedupe.topic.topic import Topic
+from seqdedupe.transfer.state_messages import saved
 from tests.batches import batch
 from tests.log.conformance import Owner, parsed
 from tests.log.pulsar.test_log import BOTH, TOPIC, StandInHarness
@@ -62,10 +62,10 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.001)
 
 
-async def publish(topic: Topic, *ids: int, payload: bytes = b"") -> list[Receipt | Refusal]:
+async def publish(topic: Topic, *ids: int, payload: bytes = b"") -> list[FrameReceipt | Refusal]:
     """One frame each; their answers, as they come."""
     opened = await open_sessions(topic, ["p"], None)
-    answers: list[Receipt | Refusal] = []
+    answers: list[FrameReceipt | Refusal] = []
     link = opened.persisted[0]
     for sequence_id in ids:
         made = batch([("p", sequence_id)], epochs={"p": opened.epochs[0]}, links={"p": link}, payloads=[payload])
@@ -84,7 +84,7 @@ async def test_a_topic_goes_on_from_its_snapshot_in_a_higher_term(entry_format: 
     await topic.keeper.snapshot()
     answers += await publish(topic, 4, 5)
     await topic.flight.all_of_now()
-    assert [type(answer) for answer in answers] == [Receipt] * 3
+    assert [type(answer) for answer in answers] == [FrameReceipt] * 3
     await topic.close("")
     # Another one had it meanwhile, of whom nobody here knows.
     harness.topic.add(marker(7, "other"))
@@ -114,7 +114,7 @@ async def test_what_is_unknown_settles(entry_format: EntryFormat, store: Store) 
     await until(lambda: topic.state is not State.SERVING)
     harness.client.refuses = False
     await until(lambda: topic.state is State.SERVING and len(answers) == 5)
-    stored = [answer for answer in answers if isinstance(answer, Receipt)]
+    stored = [answer for answer in answers if isinstance(answer, FrameReceipt)]
     assert 0 < len(stored) < 5
     assert end_index(topic) == len(stored)
     persisted = (await open_sessions(topic, ["p"], None)).persisted
@@ -182,7 +182,7 @@ async def test_the_first_owner_states_who_published_before(
     assert topic.skipped.earlier == 4
     answers = await publish(topic, 9, 10)
     await topic.flight.all_of_now()
-    assert [type(answer) for answer in answers] == [Receipt] * 2
+    assert [type(answer) for answer in answers] == [FrameReceipt] * 2
     await topic.close("")
     other = Store.open(tmp_path / "of-another-one")
     stated = controls(harness)
@@ -427,7 +427,7 @@ async def test_a_terminated_topic_takes_nothing_more_and_gives_all_it_has(store:
     harness = StandInHarness(EntryFormat.PLAIN)
     topic = await recovered(harness, store)
     epoch = (await open_sessions(topic, ["p"], None)).epochs[0]
-    answers: list[Receipt | Refusal] = []
+    answers: list[FrameReceipt | Refusal] = []
 
     def send(sequence_id: int) -> None:
         link = sequence_id - 1 if sequence_id else -1
@@ -440,7 +440,7 @@ async def test_a_terminated_topic_takes_nothing_more_and_gives_all_it_has(store:
     send(1)
     await until(lambda: len(answers) == 2 and topic.state is State.TERMINATED)
     stored, refused = answers
-    assert isinstance(stored, Receipt)
+    assert isinstance(stored, FrameReceipt)
     assert isinstance(refused, Refusal)
     assert refused.error.reason == "TOPIC_TERMINATED"
     for check in (topic.check_serving, topic.check_may_go_on):

@@ -11,7 +11,7 @@ from seqdedupe.limits import NO_LIMIT, WindowLimits
 from seqdedupe.log.contract import Runs
 from seqdedupe.topic import control
 from seqdedupe.topic.base import State
-from seqdedupe.topic.frame import Receipt, Refusal
+from seqdedupe.topic.frame import FrameReceipt, Refusal
 from seqdedupe.topic.policy import Applied, Policy
 from seqdedupe.topic.topic import Topic
 from tests.log.faulty import Storage
@@ -30,7 +30,7 @@ class Frame:
     """Of each ID that is in the log, confirmed, the highest index."""
     in_flight: frozenset[bytes] = frozenset()
     is_refused: bool = False
-    answer: Receipt | Refusal | None = None
+    answer: FrameReceipt | Refusal | None = None
 
     def encoded(self) -> bytes:
         payloads = [b"%d/" % self.number + one for one in self.ids]
@@ -104,7 +104,7 @@ class Model(Storage):
         frame.in_flight = frozenset(one for other in self.flying for one in other.ids)
         self.flying.add(frame)
 
-    def answered(self, frame: Frame, answer: Receipt | Refusal, topic: Topic) -> None:
+    def answered(self, frame: Frame, answer: FrameReceipt | Refusal, topic: Topic) -> None:
         self.flying.discard(frame)
         frame.answer = answer
         if isinstance(answer, Refusal):

@@ -9,7 +9,7 @@ import pytest
 
 from seqdedupe.core.id_window import Older
 from seqdedupe.core.rule import DUP, NOT_DUP, UNKNOWN
-from seqdedupe.topic.frame import Receipt, Refusal
+from seqdedupe.topic.frame import FrameReceipt, Refusal
 from seqdedupe.topic.topic import Topic
 from seqdedupe.topic.window_runs import WindowRuns
 from tests.property.disk import CrashableStore
@@ -55,8 +55,8 @@ def test_the_cases_are_not_empty(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = dict.fromkeys(("made", "merged", "dropped", "decided with runs", NOT_DUP, DUP, UNKNOWN), 0)
     answered, decided, named, merged = Model.answered, Model.decided, Older.named, WindowRuns._merged
 
-    def count_answer(self: Model, frame: Frame, answer: Receipt | Refusal, topic: Topic) -> None:
-        if isinstance(answer, Receipt):
+    def count_answer(self: Model, frame: Frame, answer: FrameReceipt | Refusal, topic: Topic) -> None:
+        if isinstance(answer, FrameReceipt):
             for verdict in [NOT_DUP] * len(frame.ids) if answer.verdicts is None else answer.verdicts.tolist():
                 counts[verdict] += 1
         answered(self, frame, answer, topic)

@@ -7,13 +7,13 @@ from dataclasses import replace
 from random import Random
 
 from seqdedupe.core import id_slots
-from seqdedupe.core.moment import Moment
+from seqdedupe.core.id_window import Moment
 from seqdedupe.errors import UnavailableError
 from seqdedupe.log.contract import Log
 from seqdedupe.store.parts import IDS, MAX_NUMBER, RUN, part_key, part_number
 from seqdedupe.store.snapshots import Snapshots
 from seqdedupe.topic.base import State
-from seqdedupe.topic.frame import NumbersCache, Receipt, Refusal
+from seqdedupe.topic.frame import FrameReceipt, NumbersCache, Refusal
 from seqdedupe.topic.kinds import PublishedTopics
 from seqdedupe.topic.policy import NO_LIMIT, Applied, Policy
 from seqdedupe.topic.topic import Topic
@@ -208,17 +208,17 @@ class WindowWorld:
         if waits < 0:
             await asyncio.sleep(0.05)
 
-        def reply(answer: Receipt | Refusal) -> None:
+        def reply(answer: FrameReceipt | Refusal) -> None:
             self.say(lambda: f"    {frame} gets {shown(answer)}")
             model.answered(frame, answer, topic)
-            if isinstance(answer, Receipt) and frame in place.calls:
+            if isinstance(answer, FrameReceipt) and frame in place.calls:
                 place.calls.remove(frame)
 
         self.say(lambda: f"    {frame} is decided, looked up {looked_up}")
         if topic.state is State.SERVING:
             model.decided(frame, topic)
         topic.admit(encoded, frame.number, reply, NumbersCache(), looked_up=looked_up)
-        if frame.answer is None or isinstance(frame.answer, Receipt):
+        if frame.answer is None or isinstance(frame.answer, FrameReceipt):
             model.check_has_moved(topic)
 
     def send_again(self, place: Place) -> None:

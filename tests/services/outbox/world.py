@@ -214,7 +214,7 @@ class Relay:
                 persisted = tuple(topic.persisted(self.name, k) for k in parts)
                 if not self.world.by_partition:
                     persisted = (min(persisted),)
-                return steps.Opened(self.name, persisted, highest)
+                return steps.OpenedProducer(self.name, persisted, highest)
             case steps.ReadRows(after):
                 bound = self._bound()
                 return _page(sorted(row for row in database.rows.values() if after < row.number <= bound)[:PAGE_ROWS])

@@ -12,7 +12,7 @@ from seqdedupe.client import Message, SeqdedupeError
 from seqdedupe.client.message import StoredBatch
 from seqdedupe.limits import MAX_BATCH_BYTES, MAX_PAYLOAD_BYTES
 from seqdedupe.services.pipe import MAX_OUTPUTS, Output
-from seqdedupe.services.pipe.outputs import FULL_FRAME_BYTES, MAX_INPUT_INDEX, Calling, Frame, Function
+from seqdedupe.services.pipe.outputs import FULL_FRAME_BYTES, MAX_INPUT_INDEX, Calling, Function, OutputBatch
 
 
 def stored(payloads: list[bytes], base_index: int = 0, keys: list[bytes | None] | None = None) -> StoredBatch:
@@ -21,7 +21,7 @@ def stored(payloads: list[bytes], base_index: int = 0, keys: list[bytes | None] 
     return StoredBatch(batch, base_index, 1, 77)
 
 
-def frames(function: Function, *batches: StoredBatch) -> tuple[list[Frame], Calling]:
+def frames(function: Function, *batches: StoredBatch) -> tuple[list[OutputBatch], Calling]:
     calling = Calling(function, "persistent://public/default/t")
     calling.take(batches)
     made = []
@@ -31,7 +31,7 @@ def frames(function: Function, *batches: StoredBatch) -> tuple[list[Frame], Call
     return [frame for frame in made if frame is not None], calling
 
 
-def payloads(frame: Frame) -> list[bytes | None]:
+def payloads(frame: OutputBatch) -> list[bytes | None]:
     column = frame.payloads
     return column.rows(len(frame.sequence_ids)) if isinstance(column, Binary) else column
 

@@ -25,7 +25,7 @@ import pytest
 from seqdedupe.errors import ConfigurationError, InvalidRequestError, SeqdedupeError, UnavailableError
 from seqdedupe.message_id import MessageId, Position
 from seqdedupe.testing import LAST_RESORT_SECONDS
-from seqdedupe_spark.ranges import Range
+from seqdedupe_spark.ranges import TopicRange
 from seqdedupe_spark.stores.contract import Advance, Binding, OutputStore, Stored, StoreFactory
 
 LIMIT_SECONDS = LAST_RESORT_SECONDS
@@ -94,7 +94,7 @@ def at(index: int, incarnation: int = INCARNATION) -> Position:
 
 def over(start: int, end: int, topic: str = TOPIC, epoch: int = 0, **watermarks: int) -> Advance:
     """The advance from one index to another."""
-    return Advance(Range(topic, at(start), at(end)), epoch, lambda: watermarks)
+    return Advance(TopicRange(topic, at(start), at(end)), epoch, lambda: watermarks)
 
 
 def numbers(*values: int) -> pa.RecordBatch:
@@ -226,10 +226,10 @@ class StoreConformance:
             over(2, 3),
             over(1, 2, epoch=1),
             over(1, 2, topic=OTHER),
-            Advance(Range(TOPIC, at(1, INCARNATION + 1), at(2, INCARNATION + 1)), 0),
-            Advance(Range(TOPIC, Position(INCARNATION, MessageId(INCARNATION, 8), 1), at(2)), 0),
-            Advance(Range(TOPIC, Position(INCARNATION, None, 1), at(2)), 0),
-            Advance(Range(TOPIC, at(1)._replace(ownership=1), at(2)), 0),
+            Advance(TopicRange(TOPIC, at(1, INCARNATION + 1), at(2, INCARNATION + 1)), 0),
+            Advance(TopicRange(TOPIC, Position(INCARNATION, MessageId(INCARNATION, 8), 1), at(2)), 0),
+            Advance(TopicRange(TOPIC, Position(INCARNATION, None, 1), at(2)), 0),
+            Advance(TopicRange(TOPIC, at(1)._replace(ownership=1), at(2)), 0),
         ],
         ids=[
             "before",
@@ -275,11 +275,11 @@ class StoreConformance:
         assert store.replace(JOB, OTHER, None, Stored(position, 2**40))
         assert store.positions(JOB)[OTHER] == Stored(position, 2**40)
         end = Position(position.incarnation, MessageId(2**61, 5, 17), 2**62 + 5, 2**63 + 5)
-        store.write(JOB, harness.table, iter([]), [Advance(Range(OTHER, position, end), 2**40)])
+        store.write(JOB, harness.table, iter([]), [Advance(TopicRange(OTHER, position, end), 2**40)])
         with harness.factory() as again:
             assert again.positions(JOB)[OTHER] == Stored(end, 2**40)
             unknown = end._replace(index=end.index + 1, message_id=None, ownership=0)
-            again.write(JOB, harness.table, iter([]), [Advance(Range(OTHER, end, unknown), 2**40)])
+            again.write(JOB, harness.table, iter([]), [Advance(TopicRange(OTHER, end, unknown), 2**40)])
             assert again.positions(JOB)[OTHER] == Stored(unknown, 2**40)
 
     # Others.

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 
 from seqdedupe.errors import SeqdedupeError
-from seqdedupe_spark.ranges import Range
+from seqdedupe_spark.ranges import TopicRange
 from seqdedupe_spark.stores import postgresql
 from seqdedupe_spark.stores.contract import Advance, Beside, OutputStore, Stored, StoreFactory
 from seqdedupe_spark.stores.delta import DeltaStore
@@ -203,7 +203,7 @@ def run(test: Callable[..., None], harness: StoreHarness, *arguments: object) ->
 
 
 S = StoreConformance
-OTHER_INCARNATION = Advance(Range(TOPIC, at(1, INCARNATION + 1), at(2, INCARNATION + 1)), 0)
+OTHER_INCARNATION = Advance(TopicRange(TOPIC, at(1, INCARNATION + 1), at(2, INCARNATION + 1)), 0)
 CASES: list[tuple[type[OutputStore], Callable[..., None], tuple[object, ...]]] = [
     (DoesNotCompare, S.test_another_start_is_refused, (over(-1, 2),)),
     (DoesNotCompare, S.test_of_two_that_write_a_range_one_does, ()),

@@ -8,7 +8,7 @@ import pyarrow.compute as pc
 
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.message_id import MessageId
-from seqdedupe_spark.columns import TIME, column_of
+from seqdedupe_spark.message_columns import TIME, column_of
 
 SUFFIX = "_dead_letters"
 """What the table of dead letters is named by, after the job's table."""

@@ -1,4 +1,4 @@
-"""The outbox against a model of the sidecar: whatever is refused, lost or overtaken, all is stored once, in order."""
+"""The send queue against a model of the sidecar: whatever is refused, lost or overtaken, all is stored once."""
 
 import random
 from collections.abc import Callable
@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from seqdedupe.batch import Binary, single_producer
-from seqdedupe.client.outbox import Frame, Outbox
 from seqdedupe.client.pending import PendingBatch, ReceiptColumns, Verdict
+from seqdedupe.client.send_queue import InFlightBatch, SendQueue
 from seqdedupe.errors import DataLossError, FencedError, InvalidRequestError, SeqdedupeError, error
 from seqdedupe.message_id import MessageId
 
@@ -47,14 +47,14 @@ def receipt(verdicts: list[int], first_index: int = -1, known: dict[int, int] | 
     )
 
 
-def opened(persisted: int = -1, outbox_class: type[Outbox] = Outbox) -> Outbox:
-    outbox = outbox_class()
-    outbox.open(INCARNATION, 1, EPOCH, persisted)
-    return outbox
+def opened(persisted: int = -1, queue_class: type[SendQueue] = SendQueue) -> SendQueue:
+    queue = queue_class()
+    queue.open(INCARNATION, 1, EPOCH, persisted)
+    return queue
 
 
-def send(outbox: Outbox) -> Frame:
-    frame = outbox.next_frame()
+def send(queue: SendQueue) -> InFlightBatch:
+    frame = queue.next_frame()
     assert frame is not None
     return frame
 
@@ -119,12 +119,12 @@ class Model:
 
 
 class Run:
-    """An outbox, a stream that keeps its order, and the model."""
+    """A queue, a stream that keeps its order, and the model."""
 
-    def __init__(self, seed: int, outbox_class: type[Outbox]) -> None:
+    def __init__(self, seed: int, queue_class: type[SendQueue]) -> None:
         self.random = random.Random(seed)
         self.model = Model()
-        self.outbox = opened(outbox_class=outbox_class)
+        self.queue = opened(queue_class=queue_class)
         self.wire: list[tuple[int, list[int], int]] = []
         self.old_wires: list[list[tuple[int, list[int], int]]] = []  # of broken streams: they may still arrive
         self.sent: list[PendingBatch] = []
@@ -138,12 +138,12 @@ class Run:
             self.next_id += 1
         pending = pending_batch(*ids)
         self.sent.append(pending)
-        self.outbox.add(pending)
+        self.queue.add(pending)
 
     def transmit(self) -> None:
-        if self.outbox.must_rewind and not self.outbox.unanswered:
-            self.outbox.rewind()
-        frame = self.outbox.next_frame()
+        if self.queue.must_rewind and not self.queue.unanswered:
+            self.queue.rewind()
+        frame = self.queue.next_frame()
         if frame is not None:
             batch = frame.batch
             self.wire.append((frame.number, batch.sequence_ids.tolist(), int(batch.previous_sequence_ids[0])))
@@ -164,9 +164,9 @@ class Run:
         if self.model.answers:
             frame, answer = self.model.answers.pop(self.random.randrange(len(self.model.answers)))
             if isinstance(answer, ReceiptColumns):
-                self.outbox.receipt(frame, answer)
+                self.queue.receipt(frame, answer)
             else:
-                self.outbox.refused(frame, answer)
+                self.queue.refused(frame, answer)
 
     def fail(self) -> None:
         self.model.fail()
@@ -180,7 +180,7 @@ class Run:
             self.old_wires.clear()
         self.model.commit(len(self.model.in_flight))
         self.model.answers.clear()
-        self.outbox.open(INCARNATION, 1, EPOCH, self.model.persisted)
+        self.queue.open(INCARNATION, 1, EPOCH, self.model.persisted)
 
     def play(self, steps: int) -> None:
         usual = [self.add, self.transmit, self.transmit, self.deliver, self.deliver, self.commit, self.answer]
@@ -193,7 +193,7 @@ class Run:
             for act in (self.transmit, self.deliver, self.answer):
                 act()
             self.model.commit(len(self.model.in_flight))
-        assert not len(self.outbox), "something never gets its receipt"
+        assert not len(self.queue), "something never gets its receipt"
 
     def check(self) -> None:
         ids = [sequence_id for pending in self.sent for sequence_id in pending.sequence_ids.tolist()]
@@ -208,8 +208,8 @@ class Run:
                 assert published.message_id == MessageId(INCARNATION, published.index)
 
 
-def simulate(seed: int, outbox_class: type[Outbox] = Outbox) -> None:
-    run = Run(seed, outbox_class)
+def simulate(seed: int, queue_class: type[SendQueue] = SendQueue) -> None:
+    run = Run(seed, queue_class)
     run.play(120)
     run.finish()
     run.check()
@@ -220,25 +220,25 @@ def test_everything_is_stored_once_and_in_order(seed: int) -> None:
     simulate(seed)
 
 
-class LinkLeftOut(Outbox):
+class LinkLeftOut(SendQueue):
     def add(self, pending: PendingBatch) -> None:
         super().add(pending)
         pending.previous_sequence_id = -1
 
 
-class NotSentAgain(Outbox):
+class NotSentAgain(SendQueue):
     def refused(self, frame: int, refusal: SeqdedupeError) -> None:
         super().refused(frame, refusal)
         self.must_rewind = False
 
 
-class UnknownTakenForAnEnd(Outbox):
+class UnknownTakenForAnEnd(SendQueue):
     def receipt(self, frame: int, receipt: ReceiptColumns) -> None:
         receipt.verdicts[receipt.verdicts == Verdict.UNKNOWN] = Verdict.DUP
         super().receipt(frame, receipt)
 
 
-class StaysAfterTheBreak(Outbox):
+class StaysAfterTheBreak(SendQueue):
     def open(self, incarnation: int, term: int, epoch: int, persisted: int, *, is_forgotten: bool = False) -> bool:
         out = self._out
         begins_anew = super().open(incarnation, term, epoch, persisted, is_forgotten=is_forgotten)
@@ -246,7 +246,7 @@ class StaysAfterTheBreak(Outbox):
         return begins_anew
 
 
-class RefusalTakenForReceipt(Outbox):
+class RefusalTakenForReceipt(SendQueue):
     def refused(self, frame: int, refusal: SeqdedupeError) -> None:
         self.receipt(frame, receipt([], 0))
 
@@ -255,7 +255,7 @@ class RefusalTakenForReceipt(Outbox):
     "planted",
     [LinkLeftOut, NotSentAgain, UnknownTakenForAnEnd, StaysAfterTheBreak, RefusalTakenForReceipt],
 )
-def test_the_simulation_finds_a_planted_bug(planted: type[Outbox]) -> None:
+def test_the_simulation_finds_a_planted_bug(planted: type[SendQueue]) -> None:
     for seed in range(1000):
         try:
             simulate(seed, planted)
@@ -265,39 +265,39 @@ def test_the_simulation_finds_a_planted_bug(planted: type[Outbox]) -> None:
 
 
 def test_the_link_is_the_highest_lower_id_sent_or_opened() -> None:
-    outbox = opened(persisted=100)
+    queue = opened(persisted=100)
     batches = [pending_batch(50, 60), pending_batch(61, 62), pending_batch(101), pending_batch(105)]
     for batch in batches:
-        outbox.add(batch)
+        queue.add(batch)
     assert [batch.previous_sequence_id for batch in batches] == [-1, 60, 100, 101]
 
 
 def test_a_frame_leaves_with_its_epoch_and_its_link() -> None:
-    outbox = opened(persisted=100)
+    queue = opened(persisted=100)
     for sequence_id in (101, 105):
-        outbox.add(pending_batch(sequence_id))
-    frames = [send(outbox) for _ in range(2)]
+        queue.add(pending_batch(sequence_id))
+    frames = [send(queue) for _ in range(2)]
     assert [frame.batch.epochs.tolist() for frame in frames] == [[EPOCH], [EPOCH]]
     assert [frame.batch.previous_sequence_ids.tolist() for frame in frames] == [[100], [101]]
-    outbox.open(INCARNATION, 1, EPOCH + 1, 100)
-    assert send(outbox).batch.epochs.tolist() == [EPOCH + 1]
+    queue.open(INCARNATION, 1, EPOCH + 1, 100)
+    assert send(queue).batch.epochs.tolist() == [EPOCH + 1]
 
 
 def test_what_is_given_up_says_why_and_what_is_durable() -> None:
-    outbox = opened(persisted=4)
+    queue = opened(persisted=4)
     batches = [pending_batch(5, 6), pending_batch(7), pending_batch(8, 9)]
     for batch in batches:
-        outbox.add(batch)
-    frames = [send(outbox).number for _ in range(3)]
-    assert "nothing" not in str(outbox.outcome_unknown("closed"))
-    outbox.receipt(frames[2], receipt([], 9))  # an answer out of order does not make 7 durable
-    outbox.receipt(frames[0], receipt([], 7))
-    assert outbox.durable_sequence_id == 6
-    outbox.refused(frames[1], error("LOG_REFUSED", "no space left on device"))
+        queue.add(batch)
+    frames = [send(queue).number for _ in range(3)]
+    assert "nothing" not in str(queue.outcome_unknown("closed"))
+    queue.receipt(frames[2], receipt([], 9))  # an answer out of order does not make 7 durable
+    queue.receipt(frames[0], receipt([], 7))
+    assert queue.durable_sequence_id == 6
+    queue.refused(frames[1], error("LOG_REFUSED", "no space left on device"))
     late = pending_batch(10)
-    outbox.add(late)
-    assert batches[1].last_refusal is late.last_refusal is outbox.last_refusal is not None
-    given_up = outbox.outcome_unknown("no receipt within 2 seconds")
+    queue.add(late)
+    assert batches[1].last_refusal is late.last_refusal is queue.last_refusal is not None
+    given_up = queue.outcome_unknown("no receipt within 2 seconds")
     assert str(given_up) == (
         "no receipt within 2 seconds: no space left on device [LOG_REFUSED]; everything up to sequence ID 6 is "
         "durable, 2 messages have no receipt [OUTCOME_UNKNOWN]"
@@ -306,8 +306,8 @@ def test_what_is_given_up_says_why_and_what_is_durable() -> None:
         "durable_sequence_id": "6", "messages_without_receipt": "2", "last_refusal": "LOG_REFUSED"
     }  # fmt: skip
     assert "disk" in given_up.hint
-    outbox.fail(given_up)
-    assert outbox.durable_sequence_id == 6
+    queue.fail(given_up)
+    assert queue.durable_sequence_id == 6
     # Control: what has its receipt is not held up any more.
     fine = opened()
     fine.held_up(error("LOG_REFUSED", "no space left on device"))
@@ -316,52 +316,52 @@ def test_what_is_given_up_says_why_and_what_is_durable() -> None:
 
 
 def test_nothing_goes_out_between_a_refusal_and_the_last_answer() -> None:
-    outbox = opened()
+    queue = opened()
     for sequence_id in range(4):
-        outbox.add(pending_batch(sequence_id))
-    frames = [send(outbox).number for _ in range(3)]
-    outbox.refused(frames[0], error("LOG_REFUSED", "full", retry_delay_ms=250))
-    assert outbox.next_frame() is None
-    outbox.refused(frames[1], error("PREDECESSOR_MISSING", "missing"))
-    assert outbox.must_rewind
-    assert outbox.unanswered == 1
-    assert outbox.retry_delay_ms == 250
-    outbox.refused(frames[2], error("PREDECESSOR_MISSING", "missing"))
-    assert outbox.unanswered == 0
-    outbox.rewind()
-    again = [send(outbox) for _ in range(4)]
+        queue.add(pending_batch(sequence_id))
+    frames = [send(queue).number for _ in range(3)]
+    queue.refused(frames[0], error("LOG_REFUSED", "full", retry_delay_ms=250))
+    assert queue.next_frame() is None
+    queue.refused(frames[1], error("PREDECESSOR_MISSING", "missing"))
+    assert queue.must_rewind
+    assert queue.unanswered == 1
+    assert queue.retry_delay_ms == 250
+    queue.refused(frames[2], error("PREDECESSOR_MISSING", "missing"))
+    assert queue.unanswered == 0
+    queue.rewind()
+    again = [send(queue) for _ in range(4)]
     assert [frame.batch.sequence_ids[0] for frame in again] == [0, 1, 2, 3]
     assert not {frame.number for frame in again} & set(frames)
 
 
 def test_answers_of_frames_that_are_not_out_change_nothing() -> None:
-    outbox = opened()
-    outbox.add(pending_batch(0))
-    frame = send(outbox).number
-    outbox.open(INCARNATION, 1, EPOCH, -1)
-    outbox.refused(frame, error("FENCED", "an epoch no longer used"))
-    outbox.receipt(frame, receipt([], 0))
-    assert outbox.failure is None
-    assert len(outbox) == 1
-    assert not outbox.must_rewind
+    queue = opened()
+    queue.add(pending_batch(0))
+    frame = send(queue).number
+    queue.open(INCARNATION, 1, EPOCH, -1)
+    queue.refused(frame, error("FENCED", "an epoch no longer used"))
+    queue.receipt(frame, receipt([], 0))
+    assert queue.failure is None
+    assert len(queue) == 1
+    assert not queue.must_rewind
     # Control: the answer of the frame that is out counts.
-    frame = send(outbox).number
-    outbox.refused(frame, error("FENCED", "another one"))
-    assert isinstance(outbox.failure, FencedError)
+    frame = send(queue).number
+    queue.refused(frame, error("FENCED", "another one"))
+    assert isinstance(queue.failure, FencedError)
 
 
 def test_rows_with_a_receipt_keep_it_when_the_rest_is_sent_again() -> None:
-    outbox = opened()
+    queue = opened()
     pending = pending_batch(3, 4, 5)
-    outbox.add(pending)
-    frame = send(outbox).number
-    outbox.receipt(frame, receipt([3, 1, 1], 7))
+    queue.add(pending)
+    frame = send(queue).number
+    queue.receipt(frame, receipt([3, 1, 1], 7))
     assert not pending.settled
     assert pending.decided_up_to == 5
-    assert outbox.must_rewind
-    outbox.rewind()
-    frame = send(outbox).number
-    outbox.receipt(frame, receipt([2, 2, 2], known={0: 6}))
+    assert queue.must_rewind
+    queue.rewind()
+    frame = send(queue).number
+    queue.receipt(frame, receipt([2, 2, 2], known={0: 6}))
     result = pending.result()
     assert [result[row].verdict for row in range(3)] == [Verdict.DUP, Verdict.NOT_DUP, Verdict.NOT_DUP]
     assert [result[row].index for row in range(3)] == [6, 7, 8]
@@ -369,61 +369,61 @@ def test_rows_with_a_receipt_keep_it_when_the_rest_is_sent_again() -> None:
 
 
 def test_a_dup_of_unknown_place_has_no_message_id() -> None:
-    outbox = opened(persisted=9)
+    queue = opened(persisted=9)
     pending = pending_batch(3, 4)
-    outbox.add(pending)
-    outbox.receipt(send(outbox).number, receipt([2, 2]))
+    queue.add(pending)
+    queue.receipt(send(queue).number, receipt([2, 2]))
     published = pending.result()[0]
     assert (published.verdict, published.message_id, published.index) == (Verdict.DUP, None, -1)
 
 
 def test_message_ids_within_an_entry_count_its_batch_index() -> None:
-    outbox = opened()
+    queue = opened()
     pending = pending_batch(0, 1)
-    outbox.add(pending)
+    queue.add(pending)
     columns = receipt([], 40)
     columns.first_message_id = MessageId(5, 6, 2)
-    outbox.receipt(send(outbox).number, columns)
+    queue.receipt(send(queue).number, columns)
     assert [pending.result()[row].message_id for row in range(2)] == [MessageId(5, 6, 2), MessageId(5, 6, 3)]
 
 
 def test_a_batch_refused_for_its_content_fails_with_all_after_it() -> None:
-    outbox = opened()
+    queue = opened()
     batches = [pending_batch(sequence_id) for sequence_id in range(3)]
     for batch in batches:
-        outbox.add(batch)
-    frames = [send(outbox).number for _ in range(3)]
-    outbox.refused(frames[1], error("INVALID_BATCH", "bad offsets"))
+        queue.add(batch)
+    frames = [send(queue).number for _ in range(3)]
+    queue.refused(frames[1], error("INVALID_BATCH", "bad offsets"))
     assert [batch.settled for batch in batches] == [False, True, True]
-    outbox.refused(frames[2], error("PREDECESSOR_MISSING", "missing"))
-    assert not outbox.must_rewind
+    queue.refused(frames[2], error("PREDECESSOR_MISSING", "missing"))
+    assert not queue.must_rewind
     late = pending_batch(3)
-    outbox.add(late)
+    queue.add(late)
     for batch in (*batches[1:], late):
         with pytest.raises(InvalidRequestError, match="bad offsets"):
             batch.result()
-    outbox.receipt(frames[0], receipt([], 0))
+    queue.receipt(frames[0], receipt([], 0))
     assert batches[0].result()[0].verdict is Verdict.NOT_DUP
-    assert len(outbox) == 0
-    assert outbox.size_bytes == 0
+    assert len(queue) == 0
+    assert queue.size_bytes == 0
 
 
-def sent_up_to_9(receipts_up_to: int) -> Outbox:
+def sent_up_to_9(receipts_up_to: int) -> SendQueue:
     """Open answered 4; 5 to 9 were sent, 10 is queued."""
-    outbox = opened(persisted=4)
+    queue = opened(persisted=4)
     for sequence_id in range(5, 11):
-        outbox.add(pending_batch(sequence_id))
-    frames = [send(outbox).number for _ in range(5)]
+        queue.add(pending_batch(sequence_id))
+    frames = [send(queue).number for _ in range(5)]
     for place, frame in enumerate(frames[: receipts_up_to - 4]):
-        outbox.receipt(frame, receipt([], place))
-    return outbox
+        queue.receipt(frame, receipt([], place))
+    return queue
 
 
 @pytest.mark.parametrize("persisted", [6, 7, 9])
 def test_a_resume_may_answer_what_was_sent(persisted: int) -> None:
-    outbox = sent_up_to_9(receipts_up_to=6)
-    outbox.open(INCARNATION, 2, EPOCH, persisted)
-    assert send(outbox).batch.sequence_ids[0] == 7
+    queue = sent_up_to_9(receipts_up_to=6)
+    queue.open(INCARNATION, 2, EPOCH, persisted)
+    assert send(queue).batch.sequence_ids[0] == 7
 
 
 @pytest.mark.parametrize(
@@ -437,50 +437,50 @@ def test_a_resume_may_answer_what_was_sent(persisted: int) -> None:
     ],
 )
 def test_a_resume_that_cannot_be_right_is_an_error(answer: tuple[int, int, int], kind: type[Exception]) -> None:
-    outbox = sent_up_to_9(receipts_up_to=6)
+    queue = sent_up_to_9(receipts_up_to=6)
     incarnation, term, persisted = answer
     with pytest.raises(kind):
-        outbox.open(incarnation, term, EPOCH, persisted)
+        queue.open(incarnation, term, EPOCH, persisted)
 
 
 def test_a_resume_below_what_open_answered_is_data_loss_without_any_receipt() -> None:
-    outbox = opened(persisted=4)
+    queue = opened(persisted=4)
     with pytest.raises(DataLossError, match=r"persisted sequence ID 3 \(at least 4 before\) \["):
-        outbox.open(INCARNATION, 1, EPOCH, 3)
+        queue.open(INCARNATION, 1, EPOCH, 3)
 
 
 def test_a_lower_id_than_persisted_is_no_reason_to_see_a_loss_or_a_stranger() -> None:
-    outbox = opened(persisted=100)
-    outbox.add(pending_batch(50))
-    outbox.receipt(send(outbox).number, receipt([2]))
-    outbox.open(INCARNATION, 1, EPOCH, 100)
+    queue = opened(persisted=100)
+    queue.add(pending_batch(50))
+    queue.receipt(send(queue).number, receipt([2]))
+    queue.open(INCARNATION, 1, EPOCH, 100)
     with pytest.raises(FencedError):
-        outbox.open(INCARNATION, 1, EPOCH, 101)
+        queue.open(INCARNATION, 1, EPOCH, 101)
 
 
 def test_answers_of_a_lower_term_do_not_count() -> None:
-    outbox = opened()
-    assert outbox.counts(INCARNATION, 3)
-    assert not outbox.counts(INCARNATION, 2)
-    assert outbox.counts(INCARNATION, 3)
+    queue = opened()
+    assert queue.counts(INCARNATION, 3)
+    assert not queue.counts(INCARNATION, 2)
+    assert queue.counts(INCARNATION, 3)
     with pytest.raises(DataLossError):
-        outbox.counts(INCARNATION + 1, 3)
+        queue.counts(INCARNATION + 1, 3)
 
 
 def test_a_waiter_is_called_for_a_receipt_and_for_a_failure() -> None:
-    ends: list[Callable[[Outbox, int], None]] = [
-        lambda outbox, frame: outbox.receipt(frame, receipt([], 0)),
-        lambda outbox, frame: outbox.fail(error("OUTCOME_UNKNOWN", "closed")),
+    ends: list[Callable[[SendQueue, int], None]] = [
+        lambda queue, frame: queue.receipt(frame, receipt([], 0)),
+        lambda queue, frame: queue.fail(error("OUTCOME_UNKNOWN", "closed")),
     ]
     for end in ends:
-        outbox = opened()
+        queue = opened()
         pending = pending_batch(0)
         calls: list[int] = []
         pending.when_settled(partial(calls.append, 1))
-        outbox.add(pending)
-        frame = send(outbox).number
+        queue.add(pending)
+        frame = send(queue).number
         assert not calls
-        end(outbox, frame)
+        end(queue, frame)
         assert calls == [1]
         pending.when_settled(partial(calls.append, 2))
         assert calls[1] == 2

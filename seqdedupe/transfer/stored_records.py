@@ -1,12 +1,17 @@
-"""A topic's snapshot on its way from one store to another: its records one after the other, each after two lengths."""
+"""All that a store has of a topic but its record, on its way to another store: in this process (`copy`), or to another
+sidecar, its records one after the other, each after two lengths (`row_bytes`). `IncomingSnapshot` takes both.
+
+What counts there is what counted here: nothing of a record is made again.
+"""
 
 import struct
+from collections.abc import Iterator
 
 from rocksdict import WriteBatch
 
 from seqdedupe.errors import error
 from seqdedupe.store.db import Store
-from seqdedupe.store.parts import snapshot_range
+from seqdedupe.store.parts import IMPORTED, MAX_NUMBER, part_key, part_number, seal, snapshot_range, unseal
 
 BATCH_BYTES = 256 * 1024
 """What is written at once: other threads wait for it."""
@@ -43,8 +48,6 @@ class IncomingSnapshot:
 
     async def add(self, data: bytes) -> None:
         """The next piece. The store is given no more than it works off: all of the sidecar's topics share it."""
-        # All of it has to go to one opening of RocksDB.
-        self._opening = self._opening or self._store.opening
         self._rest += data
         at = 0
         while len(self._rest) - at >= _LENGTHS.size:
@@ -55,23 +58,25 @@ class IncomingSnapshot:
             value_at, end = key_at + sizes[0], key_at + sum(sizes)
             if len(self._rest) < end:
                 break
-            self._put(bytes(self._rest[key_at:value_at]), bytes(self._rest[value_at:end]))
+            await self.put(bytes(self._rest[key_at:value_at]), bytes(self._rest[value_at:end]))
             at = end
-            if self._batch_bytes > BATCH_BYTES:
-                await self._write()
         del self._rest[:at]
 
-    def _put(self, key: bytes, value: bytes) -> None:
+    async def put(self, key: bytes, value: bytes) -> None:
+        """The next record, as of `add`."""
         if not (self._start <= key < self._stop):
             what = f"a record {key.hex()[:100]} is no part of a snapshot of {self._incarnation}"
             raise error("INVALID_REQUEST", what)
+        # All of it has to go to one opening of RocksDB.
+        self._opening = self._opening or self._store.opening
         self._batch.put(key, value)
         self._batch_bytes += len(key) + len(value)
+        if self._batch_bytes > BATCH_BYTES:
+            await self._write()
 
     async def _write(self) -> None:
         batch, self._batch, self._batch_bytes = self._batch, WriteBatch(raw_mode=True), 0
-        await self._store.wait_until_idle()
-        self._store.write(batch, self._opening)
+        await self._store.write_when_idle(batch)
 
     async def finish(self) -> None:
         """All of it has come, and is durable on return."""
@@ -85,3 +90,39 @@ class IncomingSnapshot:
 
 def _are_none(size: int) -> Exception:
     return error("MOVE_FAILED", f"the snapshot that came has a record of {size} bytes, and ends")
+
+
+# -- In one process: where the number of workers changes, and what can be read of a damaged directory.
+
+
+async def copy(old: Store, new: Store, incarnation: int) -> None:
+    """The new store has of a topic what the old one has, and nothing else; durable on return. Raises STORE_UNAVAILABLE,
+    and STORE_DAMAGED for a record that is not what was written."""
+    await put_all(new, incarnation, _checked(old, *snapshot_range(incarnation)))
+
+
+async def put_all(store: Store, incarnation: int, records: Iterator[tuple[bytes, bytes]]) -> None:
+    """The store has these records of a topic, and no others; durable on return. Raises as `IncomingSnapshot`, and what
+    `records` raises."""
+    incoming = IncomingSnapshot(store, incarnation)
+    for key, value in records:
+        await incoming.put(key, value)
+    await incoming.finish()
+
+
+def without_imported(store: Store, incarnation: int) -> Iterator[tuple[bytes, bytes]]:
+    """A topic's records but for what was imported into it. Raises as `copy`."""
+    return _checked(store, snapshot_range(incarnation)[0], part_key(incarnation, IMPORTED, 0))
+
+
+def imported_as(store: Store, incarnation: int, as_incarnation: int) -> Iterator[tuple[bytes, bytes]]:
+    """What was imported into a topic, as that of another incarnation, or the same. Raises as `copy`."""
+    for key, value in store.scan(part_key(incarnation, IMPORTED, 0), part_key(incarnation, IMPORTED, MAX_NUMBER)):
+        as_key = part_key(as_incarnation, IMPORTED, part_number(key))
+        yield as_key, seal(as_key, unseal(key, value))
+
+
+def _checked(store: Store, start: bytes, stop: bytes) -> Iterator[tuple[bytes, bytes]]:
+    for key, value in store.scan(start, stop):
+        unseal(key, value)
+        yield key, value

@@ -19,16 +19,49 @@ from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.limits import NO_SEQUENCE_ID
 
 MAX_BREAKS = 10
-"""A frame that was alone on so many connections in a row, each of which broke, is given up: something on the way does
-not let it pass."""
+BREAKS_SECONDS = 60.0
+"""A frame that was alone on so many connections in a row, for so long, each of which broke, is given up: something on
+the way does not let it pass. Proxies that let nothing pass for some seconds are waited for."""
 
 HINT_OF_BREAKS = (
-    "A proxy on the way may limit how large a request may be (nginx: client_max_body_size): its log says so. What was "
-    "sent may be in the log or not: send it again with the same IDs."
+    "A proxy on the way may limit how large a request may be (nginx: client_max_body_size), or refuse this one for "
+    "another reason: its log says so. What was sent may be in the log or not: send it again with the same IDs."
 )
 
 SUSPECT_BREAKS = 2
 """After so many connections in a row broke, frames go alone: else nobody knows which one it was."""
+
+
+class Breaks:
+    """The connections in a row that broke while a frame was out which has no receipt."""
+
+    def __init__(self) -> None:
+        self._count = self._alone = 0
+        self._alone_since = 0.0
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether the frame goes alone from now on: it may be what breaks connections."""
+        return self._count >= SUSPECT_BREAKS
+
+    def add(self, now_seconds: float, *, is_alone: bool) -> bool:
+        """Another one; `is_alone` if the sidecar had taken the stream and nothing else was out. Whether the frame is
+        to be given up."""
+        self._count += 1
+        if not is_alone:
+            self._alone = 0
+            return False
+        if not self._alone:
+            self._alone_since = now_seconds
+        self._alone += 1
+        return self._alone >= MAX_BREAKS and now_seconds - self._alone_since >= BREAKS_SECONDS
+
+    def why(self, what: str, size_bytes: int) -> str:
+        """Why the frame is given up."""
+        return (
+            f"{what}, of {size_bytes:,} bytes, was alone on {self._alone} connections in a row, and each of them broke"
+        )
+
 
 FRAME_NUMBERS = itertools.count(1)
 """Unique in the process, as the contract wants them: whoever sends frames takes the next one."""
@@ -46,7 +79,7 @@ class Counters:
     connections: int = 0
 
 
-class Frame(NamedTuple):
+class InFlightBatch(NamedTuple):
     """A batch on its way, with its epoch and its link."""
 
     number: int
@@ -54,7 +87,7 @@ class Frame(NamedTuple):
     size_bytes: int
 
 
-class Outbox:
+class SendQueue:
     """A session's batches that are not durable, oldest first, and which of them are out on the stream.
 
     On a refusal or an UNKNOWN nothing more goes out (`must_rewind`) until all that is out has been answered; after
@@ -72,10 +105,7 @@ class Outbox:
         """With `must_rewind`: only because others were refused, with whom a frame was shared."""
         self.last_refusal: SeqdedupeError | None = None
         """Why nothing has become durable lately; None as soon as something does."""
-        self.breaks = 0
-        """So many connections in a row broke while frames were out, and none of these had a receipt."""
-        self._breaks_alone = 0
-        """The same, of the last ones on which there was one frame alone."""
+        self.breaks = Breaks()
         self.size_bytes = 0
         self.without_receipt = 0
         """So many batches wait for theirs."""
@@ -229,7 +259,7 @@ class Outbox:
                 highest_sent=self._highest_sent,
             )
 
-    def next_frame(self) -> Frame | None:
+    def next_frame(self) -> InFlightBatch | None:
         """The next frame to send. None if there is nothing to send now."""
         if self.must_rewind:
             return None
@@ -245,7 +275,7 @@ class Outbox:
             self._unanswered[number] = pending
             self._highest_sent = max(self._highest_sent, pending.last_sequence_id)
             self.counters.rows_sent += len(pending.sequence_ids)
-            return Frame(number, batch, pending.size_bytes)
+            return InFlightBatch(number, batch, pending.size_bytes)
         return None
 
     def rewind(self) -> None:
@@ -278,7 +308,7 @@ class Outbox:
         pending = self._unanswered.pop(frame, None)
         if pending is None:
             return
-        self.breaks = self._breaks_alone = 0
+        self.breaks = Breaks()
         self._count(receipt, len(pending.sequence_ids))
         pending.record(receipt)
         if pending.durable_at <= self._durable_index:
@@ -342,18 +372,14 @@ class Outbox:
             return
         self.fail(refusal, pending)
 
-    def broke(self, why: SeqdedupeError, *, is_alone: bool) -> None:
+    def broke(self, why: SeqdedupeError, now_seconds: float, *, is_alone: bool) -> None:
         """The connection broke, with nothing out but one frame of this producer if `is_alone`. The frame that has
-        broken MAX_BREAKS so fails, and all after it."""
-        if not self._unanswered:
-            return
-        self.breaks += 1
-        self._breaks_alone = self._breaks_alone + 1 if is_alone else 0
-        if self._breaks_alone >= MAX_BREAKS:
+        broken too many so fails, and all after it."""
+        if self._unanswered and self.breaks.add(now_seconds, is_alone=is_alone):
             (pending,) = self._unanswered.values()
             self.held_up(why)
             what = f"the frame with sequence IDs {pending.first_sequence_id} to {pending.last_sequence_id}"
-            given_up = self.outcome_unknown(broke_alone(what, pending.size_bytes))
+            given_up = self.outcome_unknown(self.breaks.why(what, pending.size_bytes))
             given_up.hint = HINT_OF_BREAKS
             self.fail(given_up, pending)
 
@@ -413,8 +439,3 @@ class Outbox:
             if not self._gave_up:
                 self._settled_up_to = pending.last_sequence_id
             self._out = max(0, self._out - 1)
-
-
-def broke_alone(what: str, size_bytes: int) -> str:
-    """Why a frame is given up."""
-    return f"{what}, of {size_bytes:,} bytes, was alone on {MAX_BREAKS} connections in a row, and each of them broke"
