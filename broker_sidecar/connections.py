@@ -51,6 +51,31 @@ UNKNOWN_PART = 2
 UNKNOWN_PER_ADDRESS = 64
 """Unknown connections from one address. Where there are more, the oldest ones end."""
 
+UNKNOWN_CALLS = 200
+"""Calls of unknown callers from one address within CALLS_SECONDS. Where there are more, the address is loud."""
+
+CALLS_SECONDS = 10.0
+"""Calls of unknown callers are counted for so long, and then from zero again."""
+
+LOUD_SECONDS = 30.0
+"""An address stays loud for so long."""
+
+LOUD_SPARED = 1
+"""Calls of unknown callers, within CALLS_SECONDS, that a connection from a loud address may have answered while it has
+made no authenticated one: so a probe is answered, and whoever shows an old token is told that it is old."""
+
+HELD_SECONDS = 10.0
+"""Further ones get no answer, and after this time their connection ends."""
+
+MAX_HELD_CALLS = 6_000
+"""That wait for this, of some 30 KB each. Where there are more, connections end at once."""
+
+MAX_HELD_BYTES = 16 * 1024 * 1024
+"""What connections may receive meanwhile, all that have such calls together: gRPC takes UNREAD_BYTES of each call."""
+
+GONE_SECONDS = 10.0
+"""By then nothing waits any more that came over a connection that has been ended."""
+
 NETWORK_BYTES = 8
 """The part of an IPv6 address that counts: a host can have every address of its network."""
 
@@ -124,6 +149,8 @@ class TcpConnection:
     has_stream: bool = False
     """Whether it has one now: that of an unknown caller watches the sidecar's health."""
     has_ended: bool = False
+    held_calls: int = 0
+    """Of unknown callers, that get no answer."""
     half_bytes: int = 0
     """What it has received beyond messages that came as a whole."""
     taken: Taken | None = None
@@ -172,11 +199,19 @@ class TcpConnections:
         """Where authenticated calls came from, and after which look the last one came."""
         self._asked: dict[PeerEnd, float] = {}
         """Where questions for the health came from that were not authenticated, and when."""
+        self._unknown_calls: Counter[PeerEnd] = Counter()
+        """Since the counting began, those that nobody knew who made."""
+        self._counting_until = CALLS_SECONDS
+        self._loud_until: dict[bytes, float] = {}
+        """By address, as it counts."""
+        self._held_calls = 0
+        self._gone: dict[PeerEnd, float] = {}
+        """Where connections came from that were ended within GONE_SECONDS, and when."""
         self._looks = 0
         self._now = 0.0
         """It does not run while the event loop stands still, with calls waiting in it."""
         self._warns_at = 0.0
-        self.ended: Counter[str] = Counter(silent=0, crowded=0, unread=0, half=0)
+        self.ended: Counter[str] = Counter(silent=0, crowded=0, loud=0, unread=0, half=0)
         """The number of connections that were ended, by reason."""
 
     def count(self) -> tuple[int, int]:
@@ -201,6 +236,30 @@ class TcpConnections:
         else:
             self._asked[place] = self._now
 
+    async def has_to_answer(self, peer: str) -> bool:
+        """Whether a call from this peer, of which it is not known who makes it, is answered. Where such calls are too
+        many, this returns late: their client has so many open at once, and makes no other ones meanwhile."""
+        if (place := _place_of_peer(peer)) is None:
+            return True
+        # gRPC hands over what has waited, also calls of connections that have ended.
+        if place in self._gone:
+            return False
+        self._unknown_calls[place] += 1
+        if (one := self._places.get(place)) is None or not self._is_loud(one):
+            return True
+        if self._held_calls < MAX_HELD_CALLS:
+            self._held_calls += 1
+            one.held_calls += 1
+            try:
+                await asyncio.sleep(HELD_SECONDS)
+            finally:
+                self._held_calls -= 1
+                one.held_calls -= 1
+            if one.has_ended or not self._is_loud(one):
+                return not one.has_ended
+        self._end([(one, "loud")])
+        return False
+
     def end(self, peer: str) -> None:
         """Ends the connection of this peer, if a look has found it: nobody sees which one it is on a Unix socket."""
         one = self._places.get(_place_of_peer(peer))
@@ -221,8 +280,11 @@ class TcpConnections:
                 if e.errno not in (errno.EMFILE, errno.ENFILE):
                     logger.warning("the connections cannot be looked at: %s", e)
                 continue
-            ended = self._end(chain(choose(self._open.values(), self._limit, self._now), self._holding_halves()))
-            pause_seconds = max(LOOK_SOON_SECONDS if ended else LOOK_SECONDS, LOOK_PART * work_seconds)
+            chosen = choose(self._open.values(), self._limit, self._now)
+            ended = self._end(chain(chosen, self._holding_halves(), self._holding_calls()))
+            pause_seconds = max(
+                LOOK_SOON_SECONDS if ended or self._loud_until else LOOK_SECONDS, LOOK_PART * work_seconds
+            )
 
     async def _look(self, ports: Set[int]) -> float:
         """Finds the connections that are open, and what is known of them; returns how long it worked."""
@@ -256,6 +318,7 @@ class TcpConnections:
                 found[inode] = one
         self._open, self._others = found, others
         self._learn()
+        self._listen_for_loud()
         return work_seconds + time.perf_counter() - began
 
     def _new(self, descriptor: int, inode: int, ports: Set[int]) -> TcpConnection | None:
@@ -267,6 +330,7 @@ class TcpConnections:
         if own.port not in ports:
             return None
         address = _LOCAL if peer.address == own.address else address_that_counts(peer.address)
+        self._gone.pop(peer, None)
         return TcpConnection(inode, descriptor, peer, address, self._looks, self._now, self._now + CALL_SECONDS)
 
     def _learn(self) -> None:
@@ -280,31 +344,51 @@ class TcpConnections:
             if (asked_at := self._asked.get(one.place)) is not None:
                 one.heard_at = max(one.heard_at, asked_at)
                 one.silent_at = max(one.silent_at, asked_at + HEALTH_SECONDS)
+        self._gone = {place: at for place, at in self._gone.items() if at + GONE_SECONDS > self._now}
         # The next look may find the connection of a call that has come since this one began.
         self._known = {place: look for place, look in self._known.items() if place in places or look >= self._looks}
         self._asked = {place: at for place, at in self._asked.items() if place in places or at >= self._now}
+
+    def _listen_for_loud(self) -> None:
+        """Finds the addresses from which unknown callers make many calls, over connections that have ended too."""
+        calls: Counter[bytes] = Counter()
+        for place, count in self._unknown_calls.items():
+            one = self._places.get(place)
+            calls[one.address if one is not None else address_that_counts(place.address)] += count
+        loud = {address: self._now + LOUD_SECONDS for address, count in calls.items() if count > UNKNOWN_CALLS}
+        self._loud_until = {address: at for address, at in self._loud_until.items() if at > self._now} | loud
+        if self._counting_until <= self._now:
+            self._unknown_calls.clear()
+            self._counting_until = self._now + CALLS_SECONDS
+
+    def _is_loud(self, one: TcpConnection) -> bool:
+        """Whether unknown callers make many calls from its address, several over this connection, and no other ones."""
+        if one.is_known or one.place in self._known or one.address not in self._loud_until:
+            return False
+        return self._unknown_calls[one.place] > LOUD_SPARED
 
     def _holding_halves(self) -> Iterator[tuple[TcpConnection, str]]:
         """Those to be ended so that no more than MAX_HALF_BYTES are held; first the one that holds most."""
         streams = Counter(_place_of_peer(peer) for peer in self._streaming())
         beyond: list[tuple[int, TcpConnection]] = []
         for one in self._open.values():
-            if not streams[one.place]:
+            if not streams[one.place] and not one.held_calls:
                 one.half_bytes = 0
             elif (size := one.half_bytes - streams[one.place] * UNREAD_BYTES) > 0:
                 beyond.append((size, one))
-        held = sum(size for size, _ in beyond)
-        for size, one in sorted(beyond, key=lambda each: each[0], reverse=True):
-            if held <= MAX_HALF_BYTES:
-                return
-            held -= size
-            yield one, "half"
+        yield from ((one, "half") for one in _largest(beyond, MAX_HALF_BYTES))
+
+    def _holding_calls(self) -> Iterator[tuple[TcpConnection, str]]:
+        """The same for calls that get no answer, and MAX_HELD_BYTES."""
+        holding = [(one.half_bytes, one) for one in self._open.values() if one.held_calls and not one.has_ended]
+        yield from ((one, "loud") for one in _largest(holding, MAX_HELD_BYTES))
 
     def _end(self, chosen: Iterable[tuple[TcpConnection, str]]) -> bool:
         """Ends these, each for a reason. Whether there were any."""
         before = self.ended.copy()
         for one, why in chosen:
             self.ended[why] += one.end()
+            self._gone[one.place] = self._now
         if self.ended["crowded"] > before["crowded"] and time.monotonic() >= self._warns_at:
             self._warns_at = time.monotonic() + WARN_SECONDS
             known, unknown = self.count()
@@ -338,6 +422,16 @@ def choose(connections: Iterable[TcpConnection], limit: int, now: float) -> Iter
         left -= 1
         left_of[one.address] = of_address - 1
         of_others -= one.address != _LOCAL
+
+
+def _largest(sizes: list[tuple[int, TcpConnection]], limit: int) -> Iterator[TcpConnection]:
+    """Those without which the rest is no more than the limit."""
+    left = sum(size for size, _ in sizes)
+    for size, one in sorted(sizes, key=lambda each: each[0], reverse=True):
+        if left <= limit:
+            return
+        left -= size
+        yield one
 
 
 def address_that_counts(address: bytes) -> bytes:

@@ -5,7 +5,7 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
@@ -54,7 +54,7 @@ class Gate(Wrapping):
     handlers. A call passes these steps, in this order:
 
     1. It is counted, whatever becomes of it.
-    2. Who calls is found out, before anything is received.
+    2. Who calls is found out, before anything is received. Where unknown callers make too many calls, they wait.
     3. The request is received, if it is one message: few of one caller's at once, and none for long. A stream is left
        to its handler.
     4. The rules judge the call, and its request.
@@ -69,10 +69,18 @@ class Gate(Wrapping):
 
     reads_itself = True
 
-    def __init__(self, handler: grpc.GenericRpcHandler, guard: "Guard", counts: MethodCounts) -> None:
+    def __init__(
+        self,
+        handler: grpc.GenericRpcHandler,
+        guard: "Guard",
+        counts: MethodCounts,
+        has_to_answer: Callable[[str], Awaitable[bool]],
+    ) -> None:
+        """`has_to_answer` says whether a call from this peer is answered, of which it is not known who makes it."""
         super().__init__(handler)
         self._guard = guard
         self._counts = counts
+        self._has_to_answer = has_to_answer
         self._unknown = _Receiving(
             "calls without a valid token", UNKNOWN_AT_ONCE, UNKNOWN_WAITING, UNKNOWN_SECONDS, UNKNOWN_HURRY_SECONDS
         )
@@ -88,6 +96,8 @@ class Gate(Wrapping):
                     try:
                         set_caller(guard.authenticate(context))  # 2
                     except SeqdedupeError as e:
+                        if not await self._has_to_answer(context.peer()):
+                            raise asyncio.CancelledError from e
                         request = await self._of_the_whole(method, context, e)
                     else:
                         if not found.request_streaming:

@@ -475,8 +475,8 @@ class Metrics(Collector):
         open_now = GaugeMetricFamily("seqdedupe_connections", "TCP connections that are open.", labels=("caller",))
         yield by_label(open_now, zip(("known", "unknown"), connections.count(), strict=True))
         about = (
-            "Connections ended, for a lack of authenticated calls or of places, or for what clients left "
-            "unread or sent in part."
+            "Connections ended, for a lack of authenticated calls or of places, for too many calls without a token, "
+            "or for what clients left unread or sent in part."
         )
         ended = CounterMetricFamily("seqdedupe_ended_connections", about, labels=("why",))
         yield by_label(ended, connections.ended.items())

@@ -66,6 +66,14 @@ some 6 MB on a fast one, however many there are and whatever waits for the disk.
 _MAX_REQUEST = ("grpc.max_receive_message_length", MAX_REQUEST_BYTES)
 _COMPRESSION = ("grpc.compression_enabled_algorithms_bitset", 1)
 """None: a few bytes of gzip would become a request of 16 MiB. gRPC ends a compressed call at its headers."""
+MAX_PENDING = 10_000
+_PENDING = (
+    ("grpc.server.max_pending_requests", MAX_PENDING),
+    ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING),
+)
+"""Calls that have come and wait for their turn; gRPC has some 20 KB of each. Further ones it ends with CANCELLED,
+whoever makes them, since nobody has looked yet. gRPC itself would do that by chance from 1,000 on: there is no such
+middle here."""
 _PINGS = (("grpc.keepalive_permit_without_calls", 1), ("grpc.http2.min_ping_interval_without_data_ms", 1_000))
 """A client that waits for messages may ask every second whether the sidecar is still there."""
 
@@ -163,7 +171,8 @@ class SidecarServer:
     async def _listen(self) -> None:
         services, reading = self._services()
         self._listen_for_http(reading)
-        self._handlers = [Gate(self._traces.traced(one), self._guard, self._calls) for one in services]
+        judge = self._connections.has_to_answer
+        self._handlers = [Gate(self._traces.traced(one), self._guard, self._calls, judge) for one in services]
         self.address = await self._serve_at("listen")
         addresses = [self.address, *([await self._serve_at("also_listen")] if self._config.also_listen else [])]
         self._data.listens(self.address)
@@ -183,7 +192,7 @@ class SidecarServer:
         address = SidecarAddress.parse(getattr(self._config, key))
         at_once = max(1, self._config.max_streams // CONNECTION_SHARE) + UNARY_CALLS_A_CONNECTION
         limits = (("grpc.max_concurrent_streams", at_once), *self._connections.server_options())
-        fixed = (_NO_OTHER_LISTENER, _MAX_REQUEST, _COMPRESSION, *_WINDOW, *_PINGS)
+        fixed = (_NO_OTHER_LISTENER, _MAX_REQUEST, _COMPRESSION, *_WINDOW, *_PINGS, *_PENDING)
         server = grpc.aio.server(options=[*fixed, *limits, *self._guard.authentication.server_options()])
         server.add_generic_rpc_handlers(self._handlers)
         add_port = partial(self._guard.authentication.add_port, server)

@@ -404,6 +404,8 @@ def _error_of_call(failure: grpc.aio.AioRpcError, address: SidecarAddress) -> Se
         what = f"the call to {address} broke: {failure.code().name}: {details}"
         if failure.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
             what = f"the sidecar at {address} has not answered in time"
+        elif failure.code() is grpc.StatusCode.CANCELLED:
+            what = f"the sidecar at {address} ended the call without an answer (CANCELLED): it is overloaded, or ends"
         return error("OUTCOME_UNKNOWN", what, hint=hint_of_http(details) or _HINT_OF_LOST)
     if failure.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and _OWN_LIMIT in details:
         hint = "Send less in one message. A batch has at most 8 MiB."

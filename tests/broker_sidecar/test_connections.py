@@ -223,7 +223,7 @@ async def test_who_has_called_is_found_by_address_and_port(
     looking = asyncio.ensure_future(own.keep_looking({listening.getsockname()[1]}))
     assert await asyncio.to_thread(pairs[1][0].recv, 1) == b""
     looking.cancel()
-    assert (own.count(), own.ended) == ((1, 1), {"silent": 1, "crowded": 0, "unread": 0, "half": 0})
+    assert (own.count(), own.ended) == ((1, 1), {"silent": 1, "crowded": 0, "loud": 0, "unread": 0, "half": 0})
     pairs[0][1].sendall(b"x")
     assert pairs[0][0].recv(1) == b"x"
     for one in itertools.chain(*pairs):

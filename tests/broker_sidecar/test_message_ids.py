@@ -66,7 +66,11 @@ async def served(folder: Path, packed: bool = False) -> AsyncIterator[str]:
         ReadService(topics, streams, guard.permissions),
     )
     counts = MethodCounts()
-    server.add_generic_rpc_handlers([Gate(service.handlers(), guard, counts) for service in services])
+
+    async def all_are_known(peer: str) -> bool:
+        raise AssertionError(peer)
+
+    server.add_generic_rpc_handlers([Gate(service.handlers(), guard, counts, all_are_known) for service in services])
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:

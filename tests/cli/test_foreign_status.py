@@ -100,3 +100,21 @@ async def test_what_starts_behind_a_proxy_without_a_sidecar_says_so(
             await asyncio.to_thread(connect, address, tell)
     assert caught.value.reason == "UNREACHABLE"
     assert "a proxy" in caught.value.hint
+
+
+@pytest.mark.parametrize("follows", [False, True])
+async def test_one_that_is_overloaded_is_named_in_plain_words_and_waited_for(tmp_path: Path, follows: bool) -> None:
+    """gRPC then ends calls with CANCELLED before anybody has looked at them."""
+    sidecar = Sidecar(tmp_path / "sidecar")
+    command = [COMMAND, "read", "t", *["--follow"] * follows, "--address", sidecar.address]
+    async with answering(sidecar.address, grpc.StatusCode.CANCELLED) as calls:
+        with running(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+            assert process.stderr is not None
+            said = await asyncio.to_thread(process.stderr.readline)
+            assert b"ended the call without an answer (CANCELLED): it is overloaded, or ends" in said
+            assert b"[UNREACHABLE]" in said
+            if follows:
+                await until(lambda: calls["GetVersion"] >= 3)
+                assert process.poll() is None
+            else:
+                assert await asyncio.to_thread(process.wait, TIMEOUT_SECONDS) == 1

@@ -57,10 +57,12 @@ def connected(address: str, connections: int = CONNECTIONS) -> Iterator[list[Raw
             connection.close()
 
 
-def attack(address: str, kind: str, paths: list[str]) -> None:
+def attack(address: str, kind: str, paths: list[str], patience_seconds: float = 1.0) -> None:
     with connected(address) as connections:
         threads = [
-            threading.Thread(target=_call, args=(connection, kind, paths, range(first, CALLS, CONNECTIONS)))
+            threading.Thread(
+                target=_call, args=(connection, kind, paths, range(first, CALLS, CONNECTIONS), patience_seconds)
+            )
             for first, connection in enumerate(connections)
         ]
         for thread in threads:
@@ -69,10 +71,36 @@ def attack(address: str, kind: str, paths: list[str]) -> None:
             thread.join()
 
 
-def _call(connection: RawConnection, kind: str, paths: list[str], numbers: range) -> None:
+def _call(connection: RawConnection, kind: str, paths: list[str], numbers: range, patience_seconds: float) -> None:
     for k in numbers:
         content, headers = KINDS[kind](k)
-        connection.send(connection.begin(paths[k % len(paths)], headers), content)
+        call = connection.begin(paths[k % len(paths)], headers)
+        connection.send(call, content, patience_seconds=patience_seconds)
+
+
+def flood(address: str, path: str, connections: int, calls: int, is_over: Callable[[int, int], bool]) -> None:
+    """Keeps so many calls open on each of so many connections. `is_over` is asked again and again; it gets how many
+    calls and how many connections the other side has ended."""
+    opened: list[tuple[RawConnection, set[int]]] = []
+    ended_calls = ended_connections = 0
+    try:
+        while not is_over(ended_calls, ended_connections):
+            opened += [(RawConnection(address), set()) for _ in range(connections - len(opened))]
+            for connection, under_way in opened:
+                ended_calls += len(under_way & connection.ended)
+                under_way -= connection.ended
+                connection.ended.clear()
+                while len(under_way) < calls and not connection.is_closed:
+                    under_way.add(connection.begin(path))
+                connection.pump()
+            ended_connections += sum(connection.is_closed for connection, _ in opened)
+            for connection, _ in opened:
+                if connection.is_closed:
+                    connection.close()
+            opened = [each for each in opened if not each[0].is_closed]
+    finally:
+        for connection, _ in opened:
+            connection.close()
 
 
 if __name__ == "__main__":

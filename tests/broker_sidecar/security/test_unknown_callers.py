@@ -18,7 +18,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2
 
-from broker_sidecar.connections import LOOK_SECONDS, MAX_HALF_BYTES, UNREAD_BYTES
+from broker_sidecar.connections import LOOK_SECONDS, MAX_HALF_BYTES, UNKNOWN_CALLS, UNREAD_BYTES
 from broker_sidecar.gate import KNOWN_AT_ONCE, UNKNOWN_WAITING
 from seqdedupe.client.blocking import Client
 from seqdedupe.client.credentials import Credentials
@@ -28,6 +28,7 @@ from tests.broker_sidecar import with_constants
 from tests.broker_sidecar.calls import TIMEOUT_SECONDS, refused
 from tests.broker_sidecar.health import health_of
 from tests.broker_sidecar.raw_http2 import RawConnection, message
+from tests.broker_sidecar.security import flooding as flooding_program
 from tests.broker_sidecar.security import hostile_calls
 from tests.broker_sidecar.security.hostile_calls import HALF, KINDS, LARGEST, SMALL_GZIP, connected
 from tests.broker_sidecar.security.showing import METHODS, OF_BROKERS, bearer, is_served, token_of, unary, wait_until
@@ -48,8 +49,10 @@ OF_BROKERS_PATHS = [f"/{OF_BROKERS}/{method.name}" for method in METHODS if not 
 
 @pytest.fixture(scope="module")
 def closed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sidecar]:
-    """A sidecar that wants its token."""
-    with Sidecar(tmp_path_factory.mktemp("closed"), authentication="token") as sidecar:
+    """A sidecar that wants its token. It refuses any number of calls at once, and holds none."""
+    environment = with_constants.environment(connections__UNKNOWN_CALLS=1 << 60)
+    folder, module = tmp_path_factory.mktemp("closed"), with_constants.MODULE
+    with Sidecar(folder, module=module, environment=environment, authentication="token") as sidecar:
         yield sidecar
 
 
@@ -155,7 +158,8 @@ def test_unknown_callers_make_a_brokers_sidecar_hold_little(tmp_path: Path) -> N
     with Sidecar(tmp_path, authentication="token", log="broker") as sidecar:
         for kind in KINDS:
             peak = Peak(sidecar)
-            hostile_calls.attack(sidecar.address, kind, OF_BROKERS_PATHS)
+            # Most calls of an address with many get no answer, and are not waited for.
+            hostile_calls.attack(sidecar.address, kind, OF_BROKERS_PATHS, patience_seconds=0.2)
             assert peak.growth() < MOST_GROWTH, kind
         assert not sidecar.errors
         assert sidecar.is_running
@@ -357,6 +361,94 @@ def test_one_that_is_slow_is_refused_with_a_reason_and_may_call_again(closed: Si
         hold.set()
     assert answer.reason == "STREAM_IDLE"
     assert answer.retry_delay_ms > 0
+
+
+# -- many calls at once ---------------------------------------------------------------------------------------------
+
+FLOODING = 60
+"""Connections: fewer than one address may have."""
+CALLS_OF_FLOOD = 90
+OPEN = "/seqdedupe.v1.PublishService/Open"
+MOST_DELAYED = 20.0
+
+
+def seconds_of_calls(sidecar: Sidecar, count: int = 100) -> float:
+    """What a call of a known caller takes, by the median. Every tenth one has a new connection."""
+    seconds: list[float] = []
+    metadata = bearer(token_of(sidecar))
+    while len(seconds) < count:
+        with grpc.insecure_channel(sidecar.address, [("grpc.use_local_subchannel_pool", 1)]) as channel:
+            for _ in range(10):
+                began = time.monotonic()
+                unary(channel, VERSION)(b"", metadata=metadata, timeout=WAIT_SECONDS)
+                seconds.append(time.monotonic() - began)
+    return sorted(seconds)[count // 2]
+
+
+@contextmanager
+def flooding(sidecar: Sidecar, path: str) -> Iterator["subprocess.Popen[str]"]:
+    command = [sys.executable, "-m", flooding_program.__name__, sidecar.address, path]
+    command += [str(FLOODING), str(CALLS_OF_FLOOD)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as flood:
+        try:
+            assert flood.stdout is not None
+            assert flood.stdout.readline() == "0\n"
+            yield flood
+        finally:
+            flood.communicate()
+
+
+@pytest.mark.parametrize("path", [OPEN, CHECK])
+def test_a_flood_of_calls_holds_up_no_known_caller(
+    tmp_path: Path, path: str, record_property: Callable[[str, object], None]
+) -> None:
+    """All calls of known callers are answered, over new connections from the same address too, and soon. What floods
+    is ended."""
+    environment = with_constants.environment(connections__CALL_SECONDS=1e6, connections__HELD_SECONDS=3.0)
+    module = with_constants.MODULE
+    with Sidecar(tmp_path, module=module, environment=environment, authentication="token") as sidecar:
+        quiet = seconds_of_calls(sidecar)
+        delayed: list[float] = []
+        with flooding(sidecar, path) as flood:
+            while len(delayed) < ATTEMPTS and min(delayed, default=MOST_DELAYED) >= MOST_DELAYED:
+                delayed.append(round(seconds_of_calls(sidecar) / quiet, 2))
+            record_property("median of a call, by that without the flood", delayed)
+            assert min(delayed) < MOST_DELAYED, delayed
+            assert flood.stdout is not None
+            assert int(flood.stdout.readline()) > 0
+            seconds_of_calls(sidecar, 20)
+            assert is_answered(sidecar, WAIT_SECONDS)
+        assert not sidecar.errors
+
+
+def test_the_control_where_no_address_is_loud_all_of_a_flood_is_answered(tmp_path: Path) -> None:
+    environment = with_constants.environment(connections__CALL_SECONDS=1e6, connections__UNKNOWN_CALLS=1 << 60)
+    module = with_constants.MODULE
+    with Sidecar(tmp_path, module=module, environment=environment, authentication="token") as sidecar:
+        counted = (0, 0)
+
+        def is_over(calls: int, connections: int) -> bool:
+            nonlocal counted
+            counted = calls, connections
+            return calls > 10 * UNKNOWN_CALLS
+
+        hostile_calls.flood(sidecar.address, OPEN, 4, CALLS_OF_FLOOD, is_over)
+        assert counted[1] == 0
+
+
+def test_a_connection_with_a_known_caller_goes_on_beside_a_flood(tmp_path: Path) -> None:
+    """As a proxy's may be, over which others call without a token."""
+    with (
+        Sidecar(tmp_path, authentication="token") as sidecar,
+        connected(sidecar.address, 1) as [shared],
+        flooding(sidecar, OPEN),
+    ):
+        for _ in range(5):
+            known = shared.begin(VERSION, dict(bearer(token_of(sidecar))))
+            shared.send(known, message(b""), ends=True)
+            calls = [known, *(shared.begin(OPEN) for _ in range(100))]
+            assert shared.wait_ended(calls, WAIT_SECONDS)
+        assert not shared.is_closed
 
 
 # -- a call with one message ---------------------------------------------------------------------------------------
