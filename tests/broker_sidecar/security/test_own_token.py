@@ -17,6 +17,7 @@ from broker_sidecar.security.tokens import MIN_TOKEN_LETTERS, OwnToken
 from seqdedupe.errors import ConfigurationError, SeqdedupeError
 from seqdedupe.testing import Sidecar
 from seqdedupe.v1 import admin_pb2, read_pb2, read_pb2_grpc
+from tests.broker_sidecar import with_constants
 from tests.broker_sidecar.calls import TIMEOUT_SECONDS, refused
 from tests.broker_sidecar.health import health_of
 from tests.broker_sidecar.security.showing import (
@@ -40,9 +41,10 @@ OTHER = "another-token-that-is-long-enough"
 
 @pytest.fixture(scope="module", params=LOGS)
 def closed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sidecar]:
-    """A sidecar that wants its token, with either kind of log."""
+    """A sidecar that wants its token, with either kind of log, and answers each call without it, however many come."""
     folder = tmp_path_factory.mktemp(f"closed-{request.param}")
-    with Sidecar(folder, authentication="token", log=request.param) as sidecar:
+    environment, module = with_constants.environment(connections__UNKNOWN_CALLS=1 << 60), with_constants.MODULE
+    with Sidecar(folder, module=module, environment=environment, authentication="token", log=request.param) as sidecar:
         yield sidecar
 
 
