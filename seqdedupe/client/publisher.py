@@ -377,7 +377,8 @@ class Delivery:
 
     async def _frames(self) -> list[InFlightBatch]:
         await self._until_ready()
-        if self._ready[0].breaks.is_suspect:
+        # Who was waited for may have gone meanwhile.
+        if self._ready and self._ready[0].breaks.is_suspect:
             with suppress(TimeoutError):
                 async with asyncio.timeout(SOON_SECONDS):
                     await self._until_taken()

@@ -32,7 +32,7 @@ from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from seqdedupe.transfer.backup import restore
 from seqdedupe.v1 import admin_pb2, publish_pb2
 from tests.client.fake_sidecar import FakeSidecar, fake_sidecar
-from tests.client.helpers import read_all
+from tests.client.helpers import read_all, until
 from tests.client.proxy import Proxy
 from tests.conftest import StartSidecar
 
@@ -207,6 +207,25 @@ async def test_an_answer_that_is_none_ends_the_call(receipt: dict[str, list[int]
             reason = "NOT_A_SIDECAR" if isinstance(receipt, bytes) else "INTERNAL"
             with pytest.raises(SeqdedupeError, match=reason):
                 await asyncio.wait_for(publisher.send_batch([b"x", b"y"], [b"a", b"b"]), LAST_RESORT_SECONDS)
+
+
+async def test_a_call_that_gives_up_before_it_is_sent_again_holds_up_no_other() -> None:
+    async with fake_sidecar() as fake:
+
+        def answers(frame: publish_pb2.Frame) -> list[publish_pb2.PublishStreamResponse | bytes]:
+            if len(fake.frames) == 1:
+                return [fake.refusal(frame, "LOG_REFUSED", 200)]
+            return [fake.answer(receipts=[{"frame": frame.number, "first_index": 0}])]
+
+        fake.on_frame = answers
+        async with Client(fake.address) as client, client.publisher("t") as publisher:
+            gives_up = asyncio.create_task(publisher.send(b"x", deduplication_id="1"))
+            await until(lambda: publisher._delivery._is_in_trouble)
+            gives_up.cancel()
+            await asyncio.gather(gives_up, return_exceptions=True)
+            # It is found out when the delay is over that nothing is to be sent.
+            await until(lambda: publisher._delivery._delay_until < asyncio.get_running_loop().time())
+            assert (await publisher.send(b"y", deduplication_id="2")).index == 0
 
 
 async def test_a_copy_meets_its_original_in_its_partition(shared_sidecar: Sidecar, topic: str) -> None:
