@@ -30,7 +30,7 @@ from seqdedupe.store.db import Store
 from seqdedupe.store.parts import FORMAT_VERSION, snapshot_range
 from seqdedupe.store.snapshots import Snapshots
 from seqdedupe.store.topics import TopicRecord
-from seqdedupe.tasks import again_until
+from seqdedupe.tasks import again_until, retrieve
 from seqdedupe.topic.base import State
 from seqdedupe.topic.directory import Topics, find
 from seqdedupe.topic.policy import ImportedWindow
@@ -333,9 +333,7 @@ class Departures:
         if entry.under_way is moving:
             entry.ended(Phase.MOVING)
             self._topics.registry.tidy(entry.name)
-        # Whoever asked for it may have gone.
-        if not moving.cancelled():
-            moving.exception()
+        retrieve(moving)
 
     async def _move(self, topic: Topic, address: str) -> None:
         """The other sidecar serves the topic on return:

@@ -253,11 +253,12 @@ class _FrameStream:
     async def take(self, frame: int, batch: bytes) -> None:
         """Admits a frame when there is room for it, in the step that follows on looking up."""
         ids = self.topic.ids
-        looked_up = await ids.look_up(batch) if ids.window is not None else None
-        while not self.has_room(len(batch)):
-            await self.wait_for_room(len(batch))
-            # The window's runs may be others by now: the event loop would wait for the disk.
+        while True:
+            # Again after a wait: the window's runs may be others by then, and the event loop would wait for the disk.
             looked_up = await ids.look_up(batch) if ids.window is not None else None
+            if self.has_room(len(batch)):
+                break
+            await self.wait_for_room(len(batch))
         self.admit(frame, batch, looked_up)
 
     def admit(self, frame: int, batch: bytes, looked_up: LookedUp | None = None) -> None:

@@ -564,7 +564,9 @@ class ClientCalls:
                 if not isinstance(e, UnavailableError):
                     raise
                 if not (is_look or e.reason in CHANGED_NOTHING or was_never_sent(e)):
-                    raise _with_unknown_outcome(e) from e
+                    if e.reason in _CONNECTION_IS_LOST:
+                        raise _unknown_outcome(e) from e
+                    raise
                 if route.moves_on(e):
                     continue
                 delay_seconds = max(backoff.next_seconds(), e.retry_delay_ms / 1000)
@@ -589,10 +591,8 @@ class ClientCalls:
         self._found_at[topic] = address
 
 
-def _with_unknown_outcome(failure: UnavailableError) -> SeqdedupeError:
+def _unknown_outcome(failure: UnavailableError) -> SeqdedupeError:
     """The error of a call that changes something and may have been sent: a sidecar may have carried it out, and its
-    answer got lost. What a sidecar itself answered stays as it is."""
-    if failure.reason not in _CONNECTION_IS_LOST:
-        return failure
+    answer got lost."""
     what = f"the call may have reached the sidecar, and what it was to change may be in force: {failure.message}"
     return error("OUTCOME_UNKNOWN", what, hint=f"{_HINT_OF_CHANGES} {failure.hint}")

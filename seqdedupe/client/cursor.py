@@ -78,25 +78,21 @@ class CursorMoves:
     """The moves of a cursor by its one owner, who knows a move of its own again, also one whose answer was lost."""
 
     def __init__(self, cursor: Cursor) -> None:
+        self.kept: Kept | None = None
+        """What was last read, or set with success."""
         self._cursor = cursor
-        self._kept: Kept | None = None  # as far as is known
         self._in_doubt: set[Kept] = set()  # moves from there, which may be in force
 
     async def read(self) -> Kept | None:
         """What the cursor keeps, from which the next move goes."""
-        self._kept = await self._cursor.read()
-        return self._kept
-
-    @property
-    def kept(self) -> Kept | None:
-        """What was last read, or set with success."""
-        return self._kept
+        self.kept = await self._cursor.read()
+        return self.kept
 
     async def move(self, new: Kept) -> None:
         """Keeps `new`. Raises as `compare_and_set`: CURSOR_MOVED only if what is kept is no move of this owner's."""
         while True:
             try:
-                await self._cursor.compare_and_set(self._kept, new)
+                await self._cursor.compare_and_set(self.kept, new)
             except SeqdedupeError as e:
                 if e.reason == "OUTCOME_UNKNOWN":
                     self._in_doubt.add(new)
@@ -105,13 +101,13 @@ class CursorMoves:
                 found = await self._cursor.read()
                 if found not in self._in_doubt:
                     raise
-                self._kept = found
+                self.kept = found
                 self._in_doubt.clear()  # the others went from what is kept no more
             except BaseException:
                 self._in_doubt.add(new)
                 raise
             else:
-                self._kept = new
+                self.kept = new
                 self._in_doubt.clear()
                 return
 

@@ -172,9 +172,9 @@ class Delivery:
         self._pending_bytes = 0
         self._frames_ever = 0
         self._waits_for_lone = False
+        """While a suspect is out: nothing else goes."""
         self._is_taken = False
         """Whether the sidecar has said something on this stream."""
-        """While a suspect is out: nothing else goes."""
         self._answered_at = 0.0
         self._delay_until = 0.0
         self._news = asyncio.Event()
@@ -421,7 +421,7 @@ class Delivery:
             if (call := self._out.get(number)) is not None:
                 # It is out until the receipt is known to be one: nobody would hear of it otherwise.
                 result = call.record(receipt)
-                call.breaks = Breaks()
+                call.breaks.clear()
                 del self._out[number]
                 self._decided(call, result)
         for refusal in answer.refusals:

@@ -35,9 +35,15 @@ SUSPECT_BREAKS = 2
 class Breaks:
     """The connections in a row that broke while a frame was out which has no receipt."""
 
+    __slots__ = ("_alone", "_alone_since", "_count")
+
     def __init__(self) -> None:
         self._count = self._alone = 0
         self._alone_since = 0.0
+
+    def clear(self) -> None:
+        """There is a receipt."""
+        self._count = self._alone = 0
 
     @property
     def is_suspect(self) -> bool:
@@ -308,7 +314,7 @@ class SendQueue:
         pending = self._unanswered.pop(frame, None)
         if pending is None:
             return
-        self.breaks = Breaks()
+        self.breaks.clear()
         self._count(receipt, len(pending.sequence_ids))
         pending.record(receipt)
         if pending.durable_at <= self._durable_index:

@@ -175,11 +175,12 @@ def refused(
                 expected[p] if why == rule.GAP else None,
             )
         )
-    one = listed[0]
-    in_force_again = [p for p in listed if _may_be_in_force_again(p, producers)] if why == rule.FENCED else []
-    unknown = [p for p in listed if not _is_stale(p)] if why == rule.FENCED else []
-    if in_force_again or unknown:
-        one = (in_force_again or unknown)[0]
+    in_force_again: list[RefusedProducer] = []
+    unknown: list[RefusedProducer] = []
+    if why == rule.FENCED:
+        in_force_again = [p for p in listed if _may_be_in_force_again(p, producers)]
+        unknown = [p for p in listed if not _is_stale(p)]
+    one = (in_force_again or unknown or listed)[0]
     numbers: dict[str, Any] = {
         "producer_name": one.name,
         "sequence_id": one.sequence_id,
