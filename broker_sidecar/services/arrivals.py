@@ -86,11 +86,11 @@ class Coming:
         return self.stored
 
     def end(self, topics: Topics[Topic]) -> None:
-        """Nothing more is written. Unless it is a topic by now nothing is left of it, soon, or after the next start."""
-        if self.arrival.has_begun and not topics.is_draining:
-            topics.in_background(self._drop(topics.store))
-        else:
+        """Unless it is a topic by now nothing is left of it, soon, or after the next start."""
+        if topics.is_draining:
             self._thread.shutdown(wait=False)
+        else:
+            topics.in_background(self._drop(topics.store))
 
     async def _drop(self, store: Store) -> None:
         try:
@@ -104,6 +104,9 @@ class Coming:
             # First what takes room: a full disk takes no removal from the store. The folder goes last, for it says that
             # there is something; while it is there none of this incarnation comes.
             await self.run(self.arrival.remove_messages)
+            # Known by now: what a call that was given up had the thread do is done.
+            if not self.arrival.has_begun:
+                return True
             await store.remove_snapshot(self.record.incarnation)
             await self.run(self.arrival.remove)
         except SeqdedupeError as e:

@@ -6,6 +6,7 @@ import errno
 import itertools
 import shutil
 import socket
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -626,6 +627,34 @@ async def test_a_sidecar_that_drains_at_any_moment(two: Pair) -> None:
         total += 1
         assert await two.stored(now) == list(range(total)), k
         await until(lambda: not (leftovers(two.old) or leftovers(two.new)))
+
+
+async def test_one_that_is_broken_off_while_its_folder_is_made_leaves_nothing(
+    two: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread makes the folder when the call is over."""
+    begin, has_come, may_go_on, is_made = Arrival.begin, threading.Event(), threading.Event(), threading.Event()
+
+    def late(self: Arrival, *arguments: Any) -> None:
+        has_come.set()
+        may_go_on.wait(LIMIT_SECONDS)
+        begin(self, *arguments)
+        is_made.set()
+
+    with monkeypatch.context() as m:
+        m.setattr(Arrival, "begin", late)
+        moving = asyncio.ensure_future(two.old.leaving.move(TOPIC, two.new.address))
+        await until(has_come.is_set)
+        await two.old.restart()
+        await asyncio.gather(moving, return_exceptions=True)
+        await until(lambda: not two.new.arriving._under_way)
+        may_go_on.set()
+        await until(is_made.is_set)
+        await until(lambda: not leftovers(two.new))
+    # And it can come.
+    await until(lambda: two.old.serves())
+    await two.old.client.admin.move_topic(TOPIC, two.new.address)
+    assert await two.stored(two.new) == list(range(BEFORE))
 
 
 async def test_who_asked_for_it_may_go(two: Pair) -> None:
