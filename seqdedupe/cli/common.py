@@ -1,4 +1,4 @@
-"""What the commands about a sidecar share: where it is, a client of it, a hint for a topic that is not there."""
+"""What commands share: where a sidecar is, a client of it, hints for a topic or a package that is not there."""
 
 import difflib
 import time
@@ -23,6 +23,8 @@ _POLL_SECONDS = 0.2
 _SHORTEST_NEAR_NAME = 4
 """A shorter name is near to too many."""
 
+_OURS = ("seqdedupe", "broker_sidecar", "seqdedupe_spark")
+
 as_json_option = click.option(
     "--json", "as_json", is_flag=True, help="Print JSON, errors too, as docs/cli.md describes it."
 )
@@ -31,6 +33,18 @@ as_json_option = click.option(
 def common(command: Command) -> Command:
     """Adds `--address`, the options for credentials, and `--json`."""
     return sidecar_options(as_json_option(command))
+
+
+@contextmanager
+def needing(what: str, extra: str, *, otherwise: str = "") -> Iterator[None]:
+    """For imports of what an extra installs. Raises INVALID_CONFIGURATION if it is not there: `what` needs it."""
+    try:
+        yield
+    except ModuleNotFoundError as e:
+        if e.name is None or e.name.partition(".")[0] in _OURS:
+            raise
+        hint = f"Install it: pip install 'seqdedupe[{extra}]'{otherwise}"
+        raise error("INVALID_CONFIGURATION", f"{what} {e.name}, which is not installed", hint=hint) from e
 
 
 def is_alone(context: click.Context) -> bool:

@@ -11,10 +11,9 @@ from typing import Any
 import click
 
 from seqdedupe import exports, files
-from seqdedupe.cli.common import common, connect, connect_to, is_alone
+from seqdedupe.cli.common import common, connect, connect_to, is_alone, needing
 from seqdedupe.cli.topic_commands import position_json
 from seqdedupe.command import echo, print_json, print_table, printable
-from seqdedupe.errors import error
 from seqdedupe.figures import ORDERS, beyond_snapshot, per_second, state_name
 from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name
@@ -203,14 +202,8 @@ def top(once: bool, order: str, search: str, limit: int, address: str, as_json: 
         if as_json:
             _print_again_and_again(ask, once)
             return
-        try:
+        with needing("`top` needs", "top", otherwise=". With --json it is not needed."):
             from seqdedupe.cli.top_view import show, show_once
-        except ModuleNotFoundError as e:
-            raise error(
-                "INVALID_CONFIGURATION",
-                f"`top` needs {e.name}, which is not installed",
-                hint="Install it: pip install 'seqdedupe[top]'. With --json it is not needed.",
-            ) from e
         if once or not (sys.stdout.isatty() and sys.stdin.isatty()):
             show_once(first(ask), address)
         else:

@@ -5,8 +5,7 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -14,7 +13,7 @@ from typing import IO, TYPE_CHECKING, Any
 import click
 
 from seqdedupe.audit_trail import TrailLink, verify
-from seqdedupe.cli.common import as_json_option
+from seqdedupe.cli.common import as_json_option, needing
 from seqdedupe.command import FAILED, WRONG_USAGE, echo, print_json, printable, say_failure
 from seqdedupe.errors import AccessDeniedError, SeqdedupeError, error
 from seqdedupe.files import sync_folder, write_synced
@@ -45,15 +44,8 @@ class _Duration(click.ParamType[int]):
         return int(said[1]) * _SECONDS[said[2]]
 
 
-@contextmanager
-def _needs_the_sidecar() -> Iterator[None]:
-    try:
-        yield
-    except ModuleNotFoundError as e:
-        if e.name in ("jwt", "cryptography"):
-            hint = "Install it: pip install 'seqdedupe[sidecar]'"
-            raise error("INVALID_CONFIGURATION", f"this needs {e.name}, which is not installed", hint=hint) from e
-        raise
+def _needing_the_sidecar() -> AbstractContextManager[None]:
+    return needing("this needs", "sidecar")
 
 
 @click.group(short_help="Make and check tokens that are signed.")
@@ -71,7 +63,7 @@ def keys(private_file: Path, keys_file: Path, key_id: str | None) -> None:
     Sidecars get KEYS_FILE as their token_keys_file. Whoever can read PRIVATE_FILE can make tokens.
     """
     kid = key_id or secrets.token_hex(8)
-    with _needs_the_sidecar():
+    with _needing_the_sidecar():
         _make_keys(private_file, keys_file, kid)
     echo(printable(f"key {kid}: {private_file} signs tokens, {keys_file} checks them"))
 
@@ -84,7 +76,7 @@ def keys(private_file: Path, keys_file: Path, key_id: str | None) -> None:
 @click.option("--expires-in", type=_Duration(), required=True, metavar="TIME", help="As 90s, 15m, 12h or 30d.")
 def create(key_file: Path, key_id: str | None, subject: str, audience: str, expires_in: int) -> None:
     """Sign a token, and print it."""
-    with _needs_the_sidecar():
+    with _needing_the_sidecar():
         import jwt
 
         key, kid = _read_private_key(key_file, key_id)
@@ -100,7 +92,7 @@ def create(key_file: Path, key_id: str | None, subject: str, audience: str, expi
 @as_json_option
 def validate(keys_file: Path, audience: str, token_file: IO[bytes], as_json: bool) -> None:
     """Say whose a token is and when it expires, if a sidecar would take it now."""
-    with _needs_the_sidecar():
+    with _needing_the_sidecar():
         from broker_sidecar.security.tokens import LEEWAY_SECONDS, read_keys, verify
     shown = token_file.read(MAX_READ_BYTES)
     try:

@@ -1,4 +1,7 @@
-"""The pipe: all partitions of a source, each on its way to the target, and who stands by."""
+"""The pipe: all partitions of a source, each on its way to the target, and who stands by.
+
+Begin with `Pipe`; `BlockingPipe` is the same for threads.
+"""
 
 import asyncio
 import logging
@@ -7,12 +10,14 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from seqdedupe.client import Client
+from seqdedupe.client.blocking import Client as BlockingClient
+from seqdedupe.client.blocking._sync import AnyCursor, on_loop
 from seqdedupe.client.connection import NOT_A_SIDECAR, Backoff
 from seqdedupe.client.cursor import Cursor
 from seqdedupe.errors import FencedError, InvalidRequestError, SeqdedupeError, UnavailableError, error
 from seqdedupe.limits import MAX_NAME_BYTES, MAX_PARTITIONS
 from seqdedupe.names import new_producer_name, partition_name, source_name, topic_name
-from seqdedupe.services.pipe.lane import Lane
+from seqdedupe.services.pipe.lane import CallerThread, Lane
 from seqdedupe.services.pipe.outputs import Function
 from seqdedupe.services.stillness import Stillness
 
@@ -219,3 +224,38 @@ def _check_names(name: str, source: str) -> None:
 async def _wait(backoff: Backoff, source: str, why: UnavailableError) -> None:
     logger.warning("the pipe waits to go on with %s: %s %s", source, why, why.hint)
     await asyncio.sleep(max(backoff.next_seconds(), why.retry_delay_ms / 1000))
+
+
+# -- For threads.
+
+
+class BlockingPipe:
+    """As `Pipe`, with a client of `seqdedupe.client.blocking` and a `run` that blocks, and calls the function in the
+    thread that it is called in."""
+
+    def __init__(
+        self,
+        client: BlockingClient,
+        source: str,
+        target: str,
+        function: Function,
+        *,
+        name: str,
+        cursor: Callable[[str], AnyCursor] | None = None,
+    ) -> None:
+        of = None if cursor is None else lambda topic: on_loop(cursor(topic))
+        self._pipe = Pipe(client.on_loop, source, target, function, name=name, cursor=of)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """See `Pipe.counts`."""
+        return self._pipe.counts
+
+    def stop(self) -> None:
+        """See `Pipe.stop`."""
+        self._pipe.stop()
+
+    def run(self, *, follow: bool = False) -> None:
+        """See `Pipe.run`. An exception of a signal handler, as Ctrl-C's, ends it."""
+        caller = CallerThread()
+        caller.run(lambda: self._pipe.run(follow=follow, executor=caller))

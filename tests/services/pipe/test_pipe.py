@@ -12,8 +12,7 @@ import pytest
 from seqdedupe.client import Client, FencedError, Message, PositionError, SeqdedupeError, blocking
 from seqdedupe.client.cursor import FileCursor, Kept
 from seqdedupe.names import topic_name
-from seqdedupe.services.pipe import Output, Pipe
-from seqdedupe.services.pipe import blocking as blocking_pipe
+from seqdedupe.services.pipe import BlockingPipe, Output, Pipe
 from seqdedupe.services.pipe import lane as lane_module
 from seqdedupe.services.pipe import pipe as pipe_module
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
@@ -384,7 +383,7 @@ def test_with_threads_the_function_is_called_where_it_waits(shared_sidecar: Side
     interrupts = True
     asyncio.run(_publish(shared_sidecar, source))
     with blocking.Client(shared_sidecar.address) as client:
-        pipe = blocking_pipe.Pipe(client, source, target, noting, name="pipe")
+        pipe = BlockingPipe(client, source, target, noting, name="pipe")
         with pytest.raises(KeyboardInterrupt):
             pipe.run(follow=True)
         interrupts = False
