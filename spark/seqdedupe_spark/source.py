@@ -29,11 +29,10 @@ from seqdedupe.message_id import Position
 from seqdedupe_spark import options as sink_options
 from seqdedupe_spark import options as user_options
 from seqdedupe_spark.message_columns import columns_of, to_arrow
-from seqdedupe_spark.options import NO_LIMITS, Least, Options
+from seqdedupe_spark.options import NO_LIMITS, TURNED_ROUND, Least, Options
 from seqdedupe_spark.planning import Loss, PlanningClient, TopicListing, open_client
 from seqdedupe_spark.range_reader import joined, read_range, read_stored
 from seqdedupe_spark.ranges import TopicRange, packed, split
-from seqdedupe_spark.read_bounds import TURNED_ROUND
 from seqdedupe_spark.sink.row_layout import layout_of
 from seqdedupe_spark.sink.task import BatchWriter, Began, SinkTask, StreamWriter, began, now
 
