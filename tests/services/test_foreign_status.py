@@ -18,7 +18,7 @@ from seqdedupe.client.blocking import Client as BlockingClient
 from seqdedupe.services.consumer import Consumer, ConsumerConfig
 from seqdedupe.services.outbox import Relay
 from seqdedupe.services.pipe import Pipe
-from seqdedupe.services.pipe.lane import Lane
+from seqdedupe.services.pipe.pipe import Lane
 from seqdedupe.testing import Sidecar
 from tests.client.foreign import CODES, answering
 from tests.client.helpers import read_all, until, until_stored
