@@ -130,7 +130,9 @@ class _StatusKept:
         self._inside = inside
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._inside, name)
+        # It has methods only, which every message asks for: each is found here the next time.
+        found = self.__dict__[name] = getattr(self._inside, name)
+        return found
 
     def set_internal_error(self, _text: str) -> None:
         pass

@@ -1,14 +1,15 @@
 """A batch on its way: what its senders wait for, and what it ends in.
 
 Begin with `PendingBatch`. Before it stand the columns of a receipt and of a result, after it the receipts that are
-awaited.
+awaited, and what all senders know of a frame (`InFlightBatch`, `Breaks`).
 """
 
 import asyncio
+import itertools
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field, fields
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -590,3 +591,68 @@ class BatchReceipt(Told):
         """As `Receipt.until_durable`, for all messages."""
         await self._pending.wait_until_durable()
         return self._pending.durable_result()
+
+
+# -- Batches as frames on a stream, and the connections that break while one is out.
+
+FRAME_NUMBERS = itertools.count(1)
+"""Unique in the process, as the contract wants them: whoever sends frames takes the next one."""
+
+
+class InFlightBatch(NamedTuple):
+    """A batch on its way, with its epoch and its link."""
+
+    number: int
+    batch: Batch
+    size_bytes: int
+
+
+MAX_BREAKS = 10
+BREAKS_SECONDS = 60.0
+"""A frame that was alone on so many connections in a row, for so long, each of which broke, is given up: something on
+the way does not let it pass. Proxies that let nothing pass for some seconds are waited for."""
+
+HINT_OF_BREAKS = (
+    "A proxy on the way may limit how large a request may be (nginx: client_max_body_size), or refuse this one for "
+    "another reason: its log says so. What was sent may be in the log or not: send it again with the same IDs."
+)
+
+SUSPECT_BREAKS = 2
+"""After so many connections in a row broke, frames go alone: else nobody knows which one it was."""
+
+
+class Breaks:
+    """The connections in a row that broke while a frame was out which has no receipt."""
+
+    __slots__ = ("_alone", "_alone_since", "_count")
+
+    def __init__(self) -> None:
+        self._count = self._alone = 0
+        self._alone_since = 0.0
+
+    def clear(self) -> None:
+        """There is a receipt."""
+        self._count = self._alone = 0
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether the frame goes alone from now on: it may be what breaks connections."""
+        return self._count >= SUSPECT_BREAKS
+
+    def add(self, now_seconds: float, *, is_alone: bool) -> bool:
+        """Another one; `is_alone` if the sidecar had taken the stream and nothing else was out. Whether the frame is
+        to be given up."""
+        self._count += 1
+        if not is_alone:
+            self._alone = 0
+            return False
+        if not self._alone:
+            self._alone_since = now_seconds
+        self._alone += 1
+        return self._alone >= MAX_BREAKS and now_seconds - self._alone_since >= BREAKS_SECONDS
+
+    def why(self, what: str, size_bytes: int) -> str:
+        """Why the frame is given up."""
+        return (
+            f"{what}, of {size_bytes:,} bytes, was alone on {self._alone} connections in a row, and each of them broke"
+        )

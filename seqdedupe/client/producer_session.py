@@ -11,10 +11,10 @@ from typing import Any
 
 from seqdedupe.address import SidecarAddress
 from seqdedupe.client.connection import NOT_A_SIDECAR, Backoff, may_break_for_a_frame
-from seqdedupe.client.pending import PendingBatch
+from seqdedupe.client.pending import InFlightBatch, PendingBatch
 from seqdedupe.client.publish_calls import Openings
 from seqdedupe.client.route import OnWaiting, Route, WaitingNotice
-from seqdedupe.client.send_queue import InFlightBatch, SendQueue
+from seqdedupe.client.send_queue import SendQueue
 from seqdedupe.client.stream import Answers, PublishStream, SharedConnections
 from seqdedupe.errors import AccessDeniedError, InvalidRequestError, SeqdedupeError, UnavailableError, error
 from seqdedupe.limits import MAX_BATCH_BYTES, MAX_BATCH_ROWS

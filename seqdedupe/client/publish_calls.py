@@ -17,8 +17,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from seqdedupe import wire
 from seqdedupe.address import SidecarAddress
 from seqdedupe.client.connection import CALL_TIMEOUT_SECONDS, error_of_reason, typed_errors
-from seqdedupe.client.pending import ReceiptColumns
-from seqdedupe.client.send_queue import InFlightBatch
+from seqdedupe.client.pending import InFlightBatch, ReceiptColumns
 from seqdedupe.errors import NEVER, SeqdedupeError, error
 from seqdedupe.message_id import MessageId, Position
 from seqdedupe.v1 import publish_pb2

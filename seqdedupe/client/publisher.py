@@ -39,11 +39,18 @@ from seqdedupe.client.connection import (
     may_break_for_a_frame,
     refusal_error,
 )
-from seqdedupe.client.pending import BatchResult, Published, ReceiptColumns, Verdict
+from seqdedupe.client.pending import (
+    HINT_OF_BREAKS,
+    BatchResult,
+    Breaks,
+    InFlightBatch,
+    Published,
+    ReceiptColumns,
+    Verdict,
+)
 from seqdedupe.client.producer_session import DELIVERY_TIMEOUT_SECONDS, ProducerConfig
 from seqdedupe.client.publish_calls import StreamAnswer, exchange, publish_call
 from seqdedupe.client.route import OnWaiting, Route, Sidecars, WaitingNotice
-from seqdedupe.client.send_queue import HINT_OF_BREAKS, Breaks, InFlightBatch
 from seqdedupe.client.stream import ANSWER_TIMEOUT_SECONDS, FULL_MESSAGE_BYTES, MAX_FRAMES, SOON_SECONDS
 from seqdedupe.errors import SeqdedupeError, UnavailableError, error
 from seqdedupe.limits import MAX_BATCH_BYTES, MAX_DEDUPLICATION_ID_BYTES, NO_SEQUENCE_ID

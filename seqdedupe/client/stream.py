@@ -17,10 +17,9 @@ import numpy as np
 from seqdedupe.address import SidecarAddress
 from seqdedupe.batch import NO_INT32S, NO_INT64S, Batch, Binary, Int32s, Int64s
 from seqdedupe.client.connection import CALL_TIMEOUT_SECONDS, channel_to, refusal_error, typed_errors
-from seqdedupe.client.pending import ReceiptColumns
+from seqdedupe.client.pending import InFlightBatch, ReceiptColumns
 from seqdedupe.client.publish_calls import Openings, StreamAnswer, exchange, publish_call
 from seqdedupe.client.route import Sidecars
-from seqdedupe.client.send_queue import InFlightBatch
 from seqdedupe.errors import SeqdedupeError, UnavailableError, error
 from seqdedupe.limits import MAX_BATCH_ROWS, NO_SEQUENCE_ID
 

@@ -21,9 +21,9 @@ from seqdedupe.client.connection import (
     refusal_error,
     typed_errors,
 )
+from seqdedupe.client.pending import InFlightBatch
 from seqdedupe.client.publish_calls import StreamAnswer, check_opened, exchange, publish_call
 from seqdedupe.client.route import Route, Sidecars
-from seqdedupe.client.send_queue import InFlightBatch
 from seqdedupe.errors import NEVER, FencedError, SeqdedupeError, UnavailableError, error
 from seqdedupe.functions.backlog import Backlog, Row
 from seqdedupe.functions.deployment import FunctionSettings

@@ -24,7 +24,7 @@ from seqdedupe.client import (
 )
 from seqdedupe.client import reader as reading
 from seqdedupe.client.cursor import Kept
-from seqdedupe.client.send_queue import MAX_BREAKS
+from seqdedupe.client.pending import MAX_BREAKS
 from seqdedupe.errors import REASONS
 from seqdedupe.message_id import MessageId, Position
 from seqdedupe.testing import Sidecar
@@ -356,7 +356,7 @@ async def test_a_size_that_gRPC_refuses_here_is_final(fake: FakeSidecar, monkeyp
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A frame is given up as soon as it was alone often enough."""
-    monkeypatch.setattr("seqdedupe.client.send_queue.BREAKS_SECONDS", 0)
+    monkeypatch.setattr("seqdedupe.client.pending.BREAKS_SECONDS", 0)
 
 
 @pytest.fixture
@@ -395,7 +395,7 @@ async def test_what_times_out_is_no_fault_of_the_frame(
     """A stream that ends long after its frame was sent: here each end counts as late."""
     monkeypatch.setattr("seqdedupe.client.stream.SOON_SECONDS", 0)
     monkeypatch.setattr("seqdedupe.client.producer_session._LONGEST_DELAY_SECONDS", 0.02)
-    monkeypatch.setattr("seqdedupe.client.send_queue.BREAKS_SECONDS", 0)
+    monkeypatch.setattr("seqdedupe.client.pending.BREAKS_SECONDS", 0)
     async with Client(front.address) as client, client.producer(topic, "p", NEVER_GIVES_UP) as producer:
         poisoned = await producer.send(POISON)
         await until(lambda: front.calls.count("PublishStream") > 2 * MAX_BREAKS)

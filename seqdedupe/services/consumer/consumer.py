@@ -28,6 +28,7 @@ from seqdedupe.errors import InvalidRequestError, SeqdedupeError, UnavailableErr
 from seqdedupe.limits import MAX_NAME_BYTES
 from seqdedupe.message_id import Position
 from seqdedupe.names import partition_name, topic_name
+from seqdedupe.services import Stillness
 from seqdedupe.services.consumer import consumer_row, database
 from seqdedupe.services.consumer.consumer_row import (
     KEEP_UP_SECONDS,
@@ -46,7 +47,6 @@ from seqdedupe.services.consumer.database import CONSUMERS, METADATA
 from seqdedupe.services.consumer.dead_letters import DeadLetterPublisher, check_topic
 from seqdedupe.services.consumer.message_arrivals import Arrivals, Stop, Stopped, is_there, wait_for_any
 from seqdedupe.services.consumer.work import FIRST_AWAY_SECONDS, LONGEST_AWAY_SECONDS, ConsumerConfig, Work
-from seqdedupe.services.stillness import Stillness
 
 LOOK_SECONDS = 0.5
 """Who stands by looks so often, and who shares: at who lives, and what is whose."""

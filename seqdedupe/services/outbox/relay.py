@@ -22,11 +22,11 @@ from seqdedupe.databases.failures import refuses_entry
 from seqdedupe.errors import FencedError, NotFoundError, PositionError, UnavailableError
 from seqdedupe.limits import MAX_BATCH_BYTES, MAX_BATCH_ROWS, MAX_SEQUENCE_ID
 from seqdedupe.names import partition_name, partition_of, producer_name, topic_name
+from seqdedupe.services import Stillness
 from seqdedupe.services.outbox import steps
 from seqdedupe.services.outbox.row_page import Route, RowPage
 from seqdedupe.services.outbox.steps import FoundRows
 from seqdedupe.services.outbox.store import Lag, OutboxStore, open_store
-from seqdedupe.services.stillness import Stillness
 
 # -- The work of a relay: it does the steps, and beside them waits for receipts and deletes what they prove.
 

@@ -21,8 +21,8 @@ from seqdedupe.errors import FencedError, InvalidRequestError, SeqdedupeError, U
 from seqdedupe.limits import MAX_NAME_BYTES, MAX_PARTITIONS
 from seqdedupe.message_id import Position
 from seqdedupe.names import new_producer_name, partition_name, source_name, topic_name
+from seqdedupe.services import Stillness
 from seqdedupe.services.pipe.outputs import Calling, Function, OutputBatch, index_of
-from seqdedupe.services.stillness import Stillness
 
 T = TypeVar("T")
 
