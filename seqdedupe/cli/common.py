@@ -12,7 +12,15 @@ from seqdedupe.client.connection import NOT_A_SIDECAR
 from seqdedupe.client.listeners import hint_of_http
 from seqdedupe.client.producer_session import OPEN_TIMEOUT_SECONDS
 from seqdedupe.client.route import OnWaiting
-from seqdedupe.command import CREDENTIAL_PARAMETERS, Command, sidecar_options, told_credentials
+from seqdedupe.command import (
+    CREDENTIAL_PARAMETERS,
+    Command,
+    echo,
+    print_json,
+    printable,
+    sidecar_options,
+    told_credentials,
+)
 from seqdedupe.errors import REASONS, NotFoundError, OutcomeUnknownError, SeqdedupeError, UnavailableError, error
 from seqdedupe.names import topic_name
 
@@ -45,6 +53,15 @@ def needing(what: str, extra: str, *, otherwise: str = "") -> Iterator[None]:
             raise
         hint = f"Install it: pip install 'seqdedupe[{extra}]'{otherwise}"
         raise error("INVALID_CONFIGURATION", f"{what} {e.name}, which is not installed", hint=hint) from e
+
+
+def tell(as_json: bool, values: object, *lines: str) -> None:
+    """Prints what a command has done: `values` as JSON, or else these lines."""
+    if as_json:
+        print_json(values)
+        return
+    for line in lines:
+        echo(printable(line))
 
 
 def is_alone(context: click.Context) -> bool:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from seqdedupe.cli.common import as_json_option, common, connect, naming_near, needing
+from seqdedupe.cli.common import as_json_option, common, connect, naming_near, needing, tell
 from seqdedupe.client.blocking import Client
-from seqdedupe.command import Command, echo, json_text, print_json, print_table, printable, say, told_credentials
+from seqdedupe.command import Command, echo, json_text, print_json, print_table, say, told_credentials
 from seqdedupe.errors import error
 from seqdedupe.services.pipe.pipe import BlockingPipe
 
@@ -153,14 +153,13 @@ def retry(name: str, indexes: tuple[int, ...], database: str, as_json: bool) -> 
         from seqdedupe.services.consumer import dead_letters
 
         found = dead_letters.retry(engine, name, indexes)
-    if as_json:
-        print_json({"retried": found.now, "behind": found.behind, "leaving": found.leaving})
-        return
-    _tell(name, found.now, "tried again as soon as the consumer runs")
-    for index in found.behind:
-        echo(f"{index} waits behind an earlier message of its key, and follows it")
-    for index in found.leaving:
-        echo(f"{index} is on its way to the topic of dead letters, and is left alone")
+    tell(
+        as_json,
+        {"retried": found.now, "behind": found.behind, "leaving": found.leaving},
+        _text_of(name, found.now, "tried again as soon as the consumer runs"),
+        *(f"{index} waits behind an earlier message of its key, and follows it" for index in found.behind),
+        *(f"{index} is on its way to the topic of dead letters, and is left alone" for index in found.leaving),
+    )
 
 
 @consumer.command(short_help="Give messages up for good.")
@@ -173,14 +172,11 @@ def drop(name: str, indexes: tuple[int, ...], database: str, as_json: bool) -> N
         from seqdedupe.services.consumer import dead_letters
 
         count = dead_letters.drop(engine, name, indexes)
-    if as_json:
-        print_json({"dropped": count})
-        return
-    _tell(name, count, "removed")
+    tell(as_json, {"dropped": count}, _text_of(name, count, "removed"))
 
 
-def _tell(name: str, count: int, said: str) -> None:
-    echo(f"{count:,} message{'' if count == 1 else 's'} of {printable(name)} {'is' if count == 1 else 'are'} {said}")
+def _text_of(name: str, count: int, said: str) -> str:
+    return f"{count:,} message{'' if count == 1 else 's'} of {name} {'is' if count == 1 else 'are'} {said}"
 
 
 # -- `seqdedupe inbox`: what inboxes have parked.
@@ -245,11 +241,9 @@ def sweep(inbox: Any, as_json: bool) -> None:
         raise click.BadParameter("it is no Inbox.", param_hint="'MODULE:NAME'")
     with told_errors("inbox"):
         count, left = inbox.sweep(), len(inbox.waiting())
-    if as_json:
-        print_json({"handled": count, "parked": left})
-        return
     said = "message is" if count == 1 else "messages are"
-    echo(f"{count:,} {said} parked no more in {printable(inbox.name)}, {left:,} still")
+    text = f"{count:,} {said} parked no more in {inbox.name}, {left:,} still"
+    tell(as_json, {"handled": count, "parked": left}, text)
 
 
 # -- `seqdedupe outbox`: the tables of an outbox, its relay, and how far behind that is.
@@ -388,8 +382,6 @@ def pipe(source: str, target: str, function: Any, name: str, follow: bool, addre
         signal.signal(signal.SIGTERM, lambda *_: one.stop())
         with naming_near(client, source):
             one.run(follow=follow)
-    if as_json:
-        print_json(one.counts)
-    else:
-        again = f", {one.counts['outputs_again']:,} of them held already" if one.counts["outputs_again"] else ""
-        echo(f"{one.counts['inputs']:,} messages read, {one.counts['outputs']:,} outputs sent{again}")
+    counts = one.counts
+    again = f", {counts['outputs_again']:,} of them held already" if counts["outputs_again"] else ""
+    tell(as_json, counts, f"{counts['inputs']:,} messages read, {counts['outputs']:,} outputs sent{again}")

@@ -13,7 +13,7 @@ from typing import IO, TYPE_CHECKING, Any
 import click
 
 from seqdedupe.audit_trail import TrailLink, verify
-from seqdedupe.cli.common import as_json_option, needing
+from seqdedupe.cli.common import as_json_option, needing, tell
 from seqdedupe.command import FAILED, WRONG_USAGE, echo, print_json, printable, say_failure
 from seqdedupe.errors import AccessDeniedError, SeqdedupeError, error
 from seqdedupe.files import sync_folder, write_synced
@@ -101,11 +101,9 @@ def validate(keys_file: Path, audience: str, token_file: IO[bytes], as_json: boo
         hint = "A token of these keys and this audience is valid: is it another sidecar's, or was it not all copied?"
         raise error(e.reason, e.message, hint=hint) from e
     expires_at_seconds = int(claims.expires_at_seconds) - LEEWAY_SECONDS
-    if as_json:
-        print_json({"subject": claims.subject, "expires_at_seconds": expires_at_seconds})
-        return
+    values = {"subject": claims.subject, "expires_at_seconds": expires_at_seconds}
     expires_at = datetime.fromtimestamp(expires_at_seconds, UTC)
-    echo(printable(f"{claims.subject}, until {expires_at:%Y-%m-%d %H:%M:%S} UTC"))
+    tell(as_json, values, f"{claims.subject}, until {expires_at:%Y-%m-%d %H:%M:%S} UTC")
 
 
 # -- The keys. What checks the tokens that they sign is in the sidecar, whose packages this needs.
@@ -250,11 +248,9 @@ def explain(
         say_failure("seqdedupe", e, as_json=as_json)
         return WRONG_USAGE
     rule = decision.rule and decision.rule.name
-    if as_json:
-        asked_for = {"subject": subject, "action": action, "name": name, "producer_name": producer, "cursor": cursor}
-        print_json(asked_for | {"is_allowed": decision.is_allowed, "rule": rule})
-    else:
-        echo(f"{'allowed' if decision.is_allowed else 'denied'}: {printable(rule or 'no rule allows it')}")
+    asked_for = {"subject": subject, "action": action, "name": name, "producer_name": producer, "cursor": cursor}
+    text = f"{'allowed' if decision.is_allowed else 'denied'}: {rule or 'no rule allows it'}"
+    tell(as_json, asked_for | {"is_allowed": decision.is_allowed, "rule": rule}, text)
     return 0 if decision.is_allowed else FAILED
 
 
