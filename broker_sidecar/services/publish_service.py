@@ -12,10 +12,10 @@ import grpc.aio
 import numpy as np
 
 from broker_sidecar.rpc import Context, abort, field_tags, parse, refusals, unary
+from broker_sidecar.security.audit import Trail
 from broker_sidecar.security.permissions import Permissions
 from broker_sidecar.security.rules import Action
 from broker_sidecar.security.subject import caller
-from broker_sidecar.security.trail import Trail
 from broker_sidecar.shares import Share, Use
 from broker_sidecar.streams import COPIES, Stream, Streams, unasked
 from seqdedupe import wire
