@@ -32,9 +32,8 @@ from seqdedupe.topic.flight import Admitted, Changing, Flight
 from seqdedupe.topic.frame import FrameReceipt, NumbersCache, OutOfStepError, Refusal, Reply
 from seqdedupe.topic.judge import ByDeduplicationId, BySequenceId, Judge
 from seqdedupe.topic.keeper import Keeper, producers_of
-from seqdedupe.topic.owner import Owner
+from seqdedupe.topic.owner import Owner, RunsOf, Table
 from seqdedupe.topic.policy import Applied, Policy
-from seqdedupe.topic.recovery import RunsOf, Table
 from seqdedupe.topic.retention import Trimmer
 from seqdedupe.topic.window_runs import LookedUp, WindowMemory
 

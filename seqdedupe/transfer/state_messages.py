@@ -24,8 +24,8 @@ from seqdedupe.store.snapshots import Loaded
 from seqdedupe.topic.attached import AttachedTopic
 from seqdedupe.topic.base import State, TopicBase
 from seqdedupe.topic.control import decode_policy, encode
+from seqdedupe.topic.owner import MAX_TERM
 from seqdedupe.topic.policy import MAX_CURSORS, Policy, cursors_of, fill_cursors
-from seqdedupe.topic.recovery import MAX_TERM
 from seqdedupe.topic.sessions import highest_term
 from seqdedupe.v1 import admin_pb2
 
