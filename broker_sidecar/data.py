@@ -23,8 +23,8 @@ from seqdedupe.topic.base import State
 from seqdedupe.topic.clock import Clock
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.kinds import BrokersTopics, PublishedTopics
+from seqdedupe.topic.lives import Fetching
 from seqdedupe.topic.policy import BYTES_A_MB, Applied
-from seqdedupe.topic.renewal import Fetching
 from seqdedupe.topic.topic import Topic
 from seqdedupe.topic.window_runs import WindowMemory
 

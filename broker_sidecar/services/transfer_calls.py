@@ -38,8 +38,8 @@ from seqdedupe.store.parts import incarnation_of
 from seqdedupe.store.topics import TopicRecord, TopicState
 from seqdedupe.topic.base import TopicBase
 from seqdedupe.topic.directory import Topics, find, look_for
+from seqdedupe.topic.lives import renew
 from seqdedupe.topic.registry import Phase
-from seqdedupe.topic.renewal import renew
 from seqdedupe.topic.topic import Topic
 from seqdedupe.transfer.backup import OF_THE_WHOLE, BackupFault, BackupMaker
 from seqdedupe.transfer.imports import WatermarksImport, WindowImport, begin_import
