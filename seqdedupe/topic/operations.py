@@ -25,8 +25,7 @@ from seqdedupe.message_id import Position
 from seqdedupe.names import new_producer_name, producer_name
 from seqdedupe.topic.base import State
 from seqdedupe.topic.control import CursorChange, ProducerSessions, Purge, Reset
-from seqdedupe.topic.flight import InFlight
-from seqdedupe.topic.frame import check_by_id
+from seqdedupe.topic.frame import InFlight, check_by_id
 from seqdedupe.topic.judge import since_ms
 from seqdedupe.topic.policy import LARGEST, MAX_CURSORS, MAX_NOTE_BYTES, NamedCursor
 from seqdedupe.topic.sessions import NAMES_A_STEP, OpenAnswer, SessionStarts, check_count, encoded_names

@@ -28,7 +28,7 @@ from seqdedupe.names import producer_name
 from seqdedupe.tasks import Broadcast, again_until, retrieve
 from seqdedupe.topic.base import State, TopicCounters
 from seqdedupe.topic.control import STATED_A_RECORD, Change, Import
-from seqdedupe.topic.flight import Flight
+from seqdedupe.topic.frame import Flight
 from seqdedupe.topic.keeper import Keeper
 from seqdedupe.topic.sessions import RANDOM_BYTES, Sessions
 

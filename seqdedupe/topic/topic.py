@@ -28,8 +28,7 @@ from seqdedupe.store.snapshots import Loaded, Snapshots
 from seqdedupe.topic import control
 from seqdedupe.topic.base import State, TopicBase
 from seqdedupe.topic.control import Change, CursorChange, ProducerSessions, Purge, Reset
-from seqdedupe.topic.flight import Admitted, Changing, Flight
-from seqdedupe.topic.frame import FrameReceipt, NumbersCache, OutOfStepError, Refusal, Reply
+from seqdedupe.topic.frame import Admitted, Changing, Flight, FrameReceipt, NumbersCache, OutOfStepError, Refusal, Reply
 from seqdedupe.topic.judge import ByDeduplicationId, BySequenceId, Judge
 from seqdedupe.topic.keeper import Keeper, producers_of
 from seqdedupe.topic.owner import Owner, RunsOf, Table

@@ -22,8 +22,7 @@ from seqdedupe.log.contract import Entries, Failure
 from seqdedupe.message_id import MessageId, Position
 from seqdedupe.store import snapshots
 from seqdedupe.topic import control, judge, operations, owner, retention
-from seqdedupe.topic.flight import Flight
-from seqdedupe.topic.frame import NumbersCache, Refusal
+from seqdedupe.topic.frame import Flight, NumbersCache, Refusal
 from seqdedupe.topic.keeper import Snapshotter
 from seqdedupe.topic.owner import Owner
 from seqdedupe.topic.policy import Policy
