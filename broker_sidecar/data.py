@@ -17,13 +17,13 @@ from seqdedupe.log.embedded.commit import Committer
 from seqdedupe.log.embedded.logs import EmbeddedLogs, incarnations
 from seqdedupe.store import directories
 from seqdedupe.store.db import Store
-from seqdedupe.store.topics import LogKind, TopicRecord, TopicState
+from seqdedupe.store.parts import LogKind, TopicRecord, TopicState
 from seqdedupe.topic.attached import AttachedTopic
 from seqdedupe.topic.base import State
 from seqdedupe.topic.clock import Clock
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.kinds import BrokersTopics, PublishedTopics
-from seqdedupe.topic.lives import Fetching
+from seqdedupe.topic.listing import Fetching
 from seqdedupe.topic.policy import BYTES_A_MB, Applied
 from seqdedupe.topic.topic import Topic
 from seqdedupe.topic.window_runs import WindowMemory

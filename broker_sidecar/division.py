@@ -29,8 +29,8 @@ from seqdedupe.names import ALL_SHARDS, shard_of, shards_of_worker
 from seqdedupe.store import directories
 from seqdedupe.store.db import Store
 from seqdedupe.store.directories import SHARDS_FILE, WORKERS_FILE, Claim, Split, of_worker
+from seqdedupe.store.parts import LogKind, TopicRecord, TopicState
 from seqdedupe.store.snapshots import Snapshots
-from seqdedupe.store.topics import LogKind, TopicRecord, TopicState
 from seqdedupe.transfer import stored_records
 
 logger = logging.getLogger("seqdedupe.workers")

@@ -27,9 +27,8 @@ from seqdedupe.log.embedded.logs import EmbeddedLogs
 from seqdedupe.log.embedded.relocation import MOVE_BYTES, RECEIVER_BYTES, To
 from seqdedupe.names import topic_name
 from seqdedupe.store.db import Store
-from seqdedupe.store.parts import FORMAT_VERSION, snapshot_range
+from seqdedupe.store.parts import FORMAT_VERSION, TopicRecord, snapshot_range
 from seqdedupe.store.snapshots import Snapshots
-from seqdedupe.store.topics import TopicRecord
 from seqdedupe.tasks import again_until, retrieve
 from seqdedupe.topic.base import State
 from seqdedupe.topic.directory import Topics, find

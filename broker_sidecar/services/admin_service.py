@@ -35,7 +35,7 @@ from seqdedupe.format.headers import FORMAT_VERSION
 from seqdedupe.limits import MAX_BATCH_BYTES, MAX_BATCH_ROWS
 from seqdedupe.log.contract import Layout
 from seqdedupe.names import namespace_name, topic_name
-from seqdedupe.store.topics import LogKind
+from seqdedupe.store.parts import LogKind
 from seqdedupe.topic import directory
 from seqdedupe.topic.base import TopicBase
 from seqdedupe.topic.directory import delete, find, look_for

@@ -34,7 +34,7 @@ from seqdedupe.log.embedded.relocation import MOVE_BYTES, RECEIVER_BYTES, Arriva
 from seqdedupe.names import to_text, topic_name
 from seqdedupe.store import parts
 from seqdedupe.store.db import Store
-from seqdedupe.store.topics import TopicRecord, TopicState
+from seqdedupe.store.parts import TopicRecord, TopicState
 from seqdedupe.tasks import again_until, shielded
 from seqdedupe.topic.base import State
 from seqdedupe.topic.directory import Topics, find

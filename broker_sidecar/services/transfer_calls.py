@@ -34,16 +34,21 @@ from seqdedupe.log.embedded.inspection import DurablePart
 from seqdedupe.log.embedded.logs import EmbeddedLogs
 from seqdedupe.names import topic_name, whole_of
 from seqdedupe.store import directories
-from seqdedupe.store.parts import incarnation_of
-from seqdedupe.store.topics import TopicRecord, TopicState
+from seqdedupe.store.parts import TopicRecord, TopicState, incarnation_of
 from seqdedupe.topic.base import TopicBase
 from seqdedupe.topic.directory import Topics, find, look_for
-from seqdedupe.topic.lives import renew
+from seqdedupe.topic.listing import renew
 from seqdedupe.topic.registry import Phase
 from seqdedupe.topic.topic import Topic
 from seqdedupe.transfer.backup import OF_THE_WHOLE, BackupFault, BackupMaker
-from seqdedupe.transfer.imports import WatermarksImport, WindowImport, begin_import
-from seqdedupe.transfer.state_messages import SnapshotReader, snapshot_answers, watermark_answers
+from seqdedupe.transfer.state_messages import (
+    SnapshotReader,
+    WatermarksImport,
+    WindowImport,
+    begin_import,
+    snapshot_answers,
+    watermark_answers,
+)
 from seqdedupe.v1 import admin_pb2
 
 logger = logging.getLogger("seqdedupe.backup")

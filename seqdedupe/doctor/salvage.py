@@ -41,7 +41,7 @@ from seqdedupe.names import topic_name
 from seqdedupe.store.copy import opened_copy
 from seqdedupe.store.db import Store
 from seqdedupe.store.directories import read_claim, write
-from seqdedupe.store.topics import TopicRecord, TopicState
+from seqdedupe.store.parts import TopicRecord, TopicState
 from seqdedupe.topic import control
 from seqdedupe.transfer import stored_records
 

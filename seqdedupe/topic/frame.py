@@ -13,9 +13,8 @@ from itertools import islice
 import numpy as np
 
 from seqdedupe import batch as batches
-from seqdedupe.core.activity import NO_STREAM
 from seqdedupe.core.id_table import bad_id
-from seqdedupe.core.producers import Producers, are_all
+from seqdedupe.core.producers import NO_STREAM, Producers, are_all
 from seqdedupe.core.rule import NOT_DUP
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.format import columns

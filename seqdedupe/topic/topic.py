@@ -22,7 +22,7 @@ from seqdedupe.format.jit import Int64s
 from seqdedupe.format.records import body_of, ownership
 from seqdedupe.log.contract import DamageFound, Log, Outcome, Runs, Skipped, last_of
 from seqdedupe.message_id import MessageId, Position
-from seqdedupe.store import imported_run as stored_import
+from seqdedupe.store import windows
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Loaded, Snapshots
 from seqdedupe.topic import control
@@ -537,7 +537,7 @@ class Topic(TopicBase):
                 self.ids.imported.there = None
                 # One that is under way may have written runs, of which something would be missing.
                 self.newest_import = None
-                stored_import.remove(self.store, self.incarnation)
+                windows.remove_import(self.store, self.incarnation)
 
     # -- its producers -----------------------------------------------------------------------------------------
 

@@ -28,7 +28,7 @@ from seqdedupe.store import directories
 from seqdedupe.store.copy import write_copy
 from seqdedupe.store.db import Store
 from seqdedupe.store.directories import MANIFEST_FILE, WORKERS_FILE
-from seqdedupe.store.topics import TopicRecord
+from seqdedupe.store.parts import TopicRecord
 
 MAGIC = b"seqdedupe-backup"
 FORMAT_VERSION = 1

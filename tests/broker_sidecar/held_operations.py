@@ -25,8 +25,8 @@ from seqdedupe.log.embedded.log import EmbeddedLog
 from seqdedupe.log.embedded.logs import EmbeddedLogs, incarnations, topic_of
 from seqdedupe.names import partition_name, topic_name
 from seqdedupe.store.db import Store
+from seqdedupe.store.parts import TopicState
 from seqdedupe.store.snapshots import Snapshots
-from seqdedupe.store.topics import TopicState
 from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe.transfer.backup import BackupMaker
 from seqdedupe.v1 import admin_pb2, publish_pb2

@@ -26,7 +26,7 @@ from seqdedupe.names import shard_of
 from seqdedupe.store import directories
 from seqdedupe.store.db import Store
 from seqdedupe.store.directories import SHARDS_FILE, WORKERS_FILE, of_worker, parts_of, read_claim
-from seqdedupe.store.topics import TopicRecord, TopicState
+from seqdedupe.store.parts import TopicRecord, TopicState
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from seqdedupe.topic.control import encode
 from seqdedupe.topic.policy import Policy

@@ -12,7 +12,7 @@ from seqdedupe.core.rule import DUP, NOT_DUP
 from seqdedupe.doctor.salvage import salvage
 from seqdedupe.store.snapshots import Snapshots
 from seqdedupe.topic.frame import FrameReceipt, NumbersCache, Refusal
-from seqdedupe.topic.lives import renew
+from seqdedupe.topic.listing import renew
 from seqdedupe.topic.policy import Policy
 from tests.doctor.directories import Opened, opened, segments
 

@@ -12,8 +12,7 @@ import pytest
 
 from seqdedupe import batch as batches
 from seqdedupe.core import producers, replay, rule
-from seqdedupe.core.activity import Activity
-from seqdedupe.core.producers import Producers
+from seqdedupe.core.producers import Activity, Producers
 from seqdedupe.core.rule import ADMITTED, EPOCH, NOT_DUP, PERSISTED, PREDECESSOR_MISSING, PUSHED
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.format.columns import BASE_INDEX, EPOCHS, PRODUCER_INDEXES, PRODUCERS, ROWS, SEQUENCE_IDS, TERM, start

@@ -15,7 +15,7 @@ from seqdedupe.topic import directory, listing
 from seqdedupe.topic.base import State
 from seqdedupe.topic.directory import delete, find, find_or_create
 from seqdedupe.topic.frame import FrameReceipt, NumbersCache
-from seqdedupe.topic.lives import renew
+from seqdedupe.topic.listing import renew
 from seqdedupe.topic.operations import open_sessions
 from seqdedupe.topic.policy import Policy
 from seqdedupe.topic.registry import Closed
