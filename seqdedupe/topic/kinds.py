@@ -94,11 +94,9 @@ class BrokersTopics:
         self,
         store: Store,
         *,
-        admission_timeout_seconds: float,
         on_state: Callable[[AttachedTopic], None],
     ) -> None:
         self._store = store
-        self._admission_timeout_seconds = admission_timeout_seconds
         self._on_state = on_state
 
     async def list(self, without: Container[str] = ()) -> list[LogName]:
@@ -126,7 +124,6 @@ class BrokersTopics:
             stored.snapshots,
             stored.loaded,
             applied=applied,
-            admission_timeout_seconds=self._admission_timeout_seconds,
             now_seconds=time.monotonic,
             on_state=self._on_state,
             producers=stored.producers,

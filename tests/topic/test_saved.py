@@ -389,7 +389,7 @@ def test_a_snapshot_that_is_not_whole_is_refused() -> None:
 async def brokers(store: Any) -> Topics[AttachedTopic]:
     topics = Topics(
         store,
-        lambda told: BrokersTopics(store, admission_timeout_seconds=60, on_state=told),
+        lambda told: BrokersTopics(store, on_state=told),
         max_topics=10,
         allow_auto_topic_creation=True,
         on_state=lambda name, state: None,

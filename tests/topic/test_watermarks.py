@@ -470,7 +470,6 @@ def brokers_topic(store: Store) -> AttachedTopic:
         snapshots,
         snapshots.load(),
         applied=NEVER_BY_ITSELF,
-        admission_timeout_seconds=60,
         now_seconds=lambda: 0.0,
         on_state=lambda topic: None,
     )
