@@ -311,6 +311,8 @@ def cut(frame: Frame, verdicts: Uint8s) -> Frame:
 # -- What a topic answers to a frame.
 
 _NO_INDEXES = np.zeros(0, np.int64)
+NONE_KNOWN = (_NO_INDEXES, _NO_INDEXES, _NO_INDEXES)
+"""The last three columns of a `FrameReceipt` of which all rows are new: most are, and to make each takes a call."""
 
 
 @dataclass(slots=True)
