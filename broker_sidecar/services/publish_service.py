@@ -572,4 +572,4 @@ def _answer_bytes(size: int) -> int:
 
 def _room_for(size: int) -> int:
     """What has to be free on a stream for a batch of so many bytes, and the answer that takes its place."""
-    return FRAME_BYTES + max(size, min(COPIES * MAX_ANSWER_FACTOR * size, COPIES * MAX_ANSWER_BYTES))
+    return FRAME_BYTES + max(size, COPIES * _answer_bytes(size))
