@@ -236,29 +236,34 @@ class _FrameStream:
 
     async def take_all(self, frames: list[tuple[int, bytes]]) -> int:
         """Admits these frames, of which nothing is left then; returns how long the longest one was."""
-        longest = 0
-        waiting = sum(len(batch) for _, batch in frames)
+        sizes = [len(batch) for _, batch in frames]
+        behind_bytes = sum(sizes)
+        if frames:
+            self.stream.moves()
         try:
             for k, (number, batch) in enumerate(frames):
-                self.stream.share.has_read(waiting)
-                waiting -= len(batch)
+                behind_bytes -= sizes[k]
                 frames[k] = 0, b""
-                longest = max(longest, len(batch))
-                self.stream.moves()
-                await self.take(number, batch)
+                await self.take(number, batch, behind_bytes)
         finally:
             self.stream.share.has_read(0)
-        return longest
+        return max(sizes, default=0)
 
-    async def take(self, frame: int, batch: bytes) -> None:
-        """Admits a frame when there is room for it, in the step that follows on looking up."""
-        ids = self.topic.ids
+    async def take(self, frame: int, batch: bytes, behind_bytes: int = 0) -> None:
+        """Admits a frame when there is room for it, in the step that follows on looking up. `behind_bytes` have been
+        read too, and wait until then."""
+        ids, looked_up, size = self.topic.ids, None, len(batch)
         while True:
-            # Again after a wait: the window's runs may be others by then, and the event loop would wait for the disk.
-            looked_up = await ids.look_up(batch) if ids.window is not None else None
-            if self.has_room(len(batch)):
+            if ids.window is not None:
+                self.stream.share.has_read(size + behind_bytes)
+                # Again after a wait: the window's runs may be others by then, and the event loop would wait for the
+                # disk.
+                looked_up = await ids.look_up(batch)
+            if self.has_room(size):
                 break
-            await self.wait_for_room(len(batch))
+            self.stream.share.has_read(size + behind_bytes)
+            await self.wait_for_room(size)
+            self.stream.moves()
         self.admit(frame, batch, looked_up)
 
     def admit(self, frame: int, batch: bytes, looked_up: LookedUp | None = None) -> None:
@@ -268,15 +273,17 @@ class _FrameStream:
         self.stream.frames_in_flight += 1
 
         def reply(answer: FrameReceipt | Refusal) -> None:
-            if isinstance(answer, Refusal) or not answer.durable_at:
-                self.stream.frames_in_flight -= 1
-            encoded = b""
             if isinstance(answer, Refusal):
                 refusals[answer.error.reason] += 1
+                self.stream.frames_in_flight -= 1
+            elif not answer.durable_at:
+                self.stream.frames_in_flight -= 1
+            encoded = b""
             if not self.is_gone:
                 encoded = self._encoded(answer)
+                if not self.unsent:  # else there is news already
+                    self.news.set()
                 self.unsent.append(encoded)
-                self.news.set()
             self.stream.share.give_back(size - len(encoded))
 
         try:
