@@ -8,7 +8,14 @@ from typing import Any, NamedTuple, TypeVar
 
 from seqdedupe.entry_properties import ENTRY, EVENT_TIME_MS, KEY_BASE64, KIND, PREFIX, USER, EntryPlace
 from seqdedupe.errors import InvalidRequestError, error
-from seqdedupe.limits import MAX_BATCH_BYTES, MAX_NAME_BYTES, MAX_PAYLOAD_BYTES, MAX_SEQUENCE_ID
+from seqdedupe.limits import (
+    MAX_BATCH_BYTES,
+    MAX_EVENT_TIME_MS,
+    MAX_NAME_BYTES,
+    MAX_PAYLOAD_BYTES,
+    MAX_SEQUENCE_ID,
+    MIN_EVENT_TIME_MS,
+)
 from seqdedupe.names import new_producer_name, source_name, topic_name
 
 # -- What the wrapped function gives: outputs, as they are published through the sidecar.
@@ -66,7 +73,6 @@ T = TypeVar("T")
 
 _TAKEN = ("properties", "partition_key", "event_timestamp")
 """What may stand in `message_conf`."""
-MAX_EVENT_TIME_MS = 2**63 - 1
 
 
 def _encoded(text: str) -> bytes:
@@ -77,7 +83,7 @@ def _encoded(text: str) -> bytes:
 
 
 def _is_kept(time_ms: int) -> bool:
-    return -MAX_EVENT_TIME_MS <= time_ms <= MAX_EVENT_TIME_MS
+    return MIN_EVENT_TIME_MS <= time_ms <= MAX_EVENT_TIME_MS
 
 
 class InputSource:

@@ -10,7 +10,13 @@ from seqdedupe.batch import Binary
 from seqdedupe.client.builder import BATCH_OVERHEAD_BYTES, PROPERTY_OVERHEAD_BYTES, ROW_OVERHEAD_BYTES, key_bytes
 from seqdedupe.client.message import Message, StoredBatch
 from seqdedupe.errors import SeqdedupeError, error
-from seqdedupe.limits import MAX_BATCH_BYTES, MAX_PAYLOAD_BYTES, MAX_SEQUENCE_ID
+from seqdedupe.limits import (
+    MAX_BATCH_BYTES,
+    MAX_EVENT_TIME_MS,
+    MAX_PAYLOAD_BYTES,
+    MAX_SEQUENCE_ID,
+    MIN_EVENT_TIME_MS,
+)
 
 NUMBER_BITS = 10
 """Of a sequence ID: the output's number among those of its input. The input's index stands above them."""
@@ -257,8 +263,9 @@ def _size_bytes(output: Output) -> int:
         raise ValueError(f"an output's payload has {size} bytes: at most {MAX_PAYLOAD_BYTES} are taken")
     size += len(key_bytes(output.key) or b"") + ROW_OVERHEAD_BYTES
     # As the client would, but before any other output of the input is taken.
-    if not isinstance(output.event_time_ms, int) or not abs(output.event_time_ms) < 1 << 63:
-        raise ValueError(f"an output's event time is {output.event_time_ms!r}, and not milliseconds since 1970")
+    time_ms = output.event_time_ms
+    if not isinstance(time_ms, int) or not MIN_EVENT_TIME_MS <= time_ms <= MAX_EVENT_TIME_MS:
+        raise ValueError(f"an output's event time is {time_ms!r}, and not milliseconds since 1970")
     for name, value in output.properties.items():
         size += len(name.encode()) + len(value.encode()) + PROPERTY_OVERHEAD_BYTES
     return size

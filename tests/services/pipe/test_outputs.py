@@ -6,13 +6,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from seqdedupe.batch import Binary, single_producer
-from seqdedupe.client import Message, SeqdedupeError
+from seqdedupe.batch import Binary, decode, single_producer
+from seqdedupe.client import Message, ProducerConfig, SeqdedupeError
+from seqdedupe.client.builder import Builder
 from seqdedupe.client.message import StoredBatch
-from seqdedupe.limits import MAX_BATCH_BYTES, MAX_PAYLOAD_BYTES
+from seqdedupe.client.pending import PendingBatch
+from seqdedupe.limits import MAX_BATCH_BYTES, MAX_EVENT_TIME_MS, MAX_PAYLOAD_BYTES, MIN_EVENT_TIME_MS
 from seqdedupe.services.pipe import MAX_OUTPUTS, Output
 from seqdedupe.services.pipe.outputs import FULL_FRAME_BYTES, MAX_INPUT_INDEX, Calling, Function, OutputBatch
+from tests.batches import batch
 
 
 def stored(payloads: list[bytes], base_index: int = 0, keys: list[bytes | None] | None = None) -> StoredBatch:
@@ -88,6 +93,48 @@ def test_large_keys_leave_room_in_the_frame() -> None:
     assert [i for frame in made for i in frame.sequence_ids.tolist()] == [0, 1 << 10, 2 << 10]
 
 
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=4)
+ROWS = st.lists(
+    st.tuples(
+        st.none() | st.binary(max_size=4),
+        st.none() | st.binary(max_size=4),
+        st.integers(MIN_EVENT_TIME_MS, MAX_EVENT_TIME_MS) | st.sampled_from([0, MIN_EVENT_TIME_MS, MAX_EVENT_TIME_MS]),
+        st.dictionaries(TEXTS, TEXTS, max_size=2),
+    ),
+    min_size=1,
+    max_size=5,
+)
+
+
+def content(message: Message) -> tuple[Any, ...]:
+    return message.payload, message.key, message.event_time_ms, message.properties
+
+
+@given(ROWS)
+def test_what_a_reader_returned_can_be_published_again_unchanged(rows: list[tuple[Any, ...]]) -> None:
+    """Whatever the sidecar takes: as it came, as an output, one by one and as columns."""
+    payloads, keys, times, of_rows = zip(*rows, strict=True)
+    ids = [("p", n) for n in range(len(rows))]
+    taken = batch(ids, payloads=payloads, keys=keys, event_times_ms=np.array(times), row_properties=of_rows)
+    source = StoredBatch(decode(taken.encode()), 0, 1, 77)
+    read = [Message(source, row) for row in range(len(rows))]
+    assert [content(message) for message in read] == rows
+    sent: list[PendingBatch] = []
+    builder = Builder(b"p", -1, ProducerConfig(), sent.append)
+    for message in read:
+        builder.append(message.payload, None, message.key, message.event_time_ms, message.properties)
+    builder.seal()
+    for function in (lambda m: m, lambda m: [m], lambda m: Output(*content(m))):
+        (frame,), calling = frames(function, source)
+        assert calling.failure is None
+        builder = Builder(b"p", -1, ProducerConfig(), sent.append)
+        builder.add_columns(frame.payloads, frame.sequence_ids, frame.keys, frame.event_times_ms, frame.properties)
+    for pending in sent:
+        assert pending.batch is not None
+        again = StoredBatch(decode(pending.batch.encode()), 0, 1, 77)
+        assert [content(Message(again, row)) for row in range(len(again))] == rows
+
+
 def too_many(message: Message) -> Iterator[bytes]:
     while True:
         yield b""
@@ -126,6 +173,7 @@ def raises_unspeakably(message: Message) -> bytes:
         ),
         (lambda m: Output(b"", "\ud800"), "a key is not valid Unicode"),
         (lambda m: Output(b"", None, 1 << 63), "event time"),
+        (lambda m: Output(b"", None, -(1 << 63) - 1), "event time"),
         (
             lambda m: Output(b"", None, 0, {"a": 5}),  # type: ignore[dict-item]
             "AttributeError",
