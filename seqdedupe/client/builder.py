@@ -332,7 +332,7 @@ def _size_bytes(batch: Batch) -> int:
     return (
         BATCH_OVERHEAD_BYTES
         + ROW_OVERHEAD_BYTES * len(batch)
-        + PROPERTY_OVERHEAD_BYTES * len(batch.property_names.offsets)
+        + PROPERTY_OVERHEAD_BYTES * max(len(batch.property_names.offsets) - 1, 0)
         + sum(len(blob.data) for blob in blobs)
     )
 

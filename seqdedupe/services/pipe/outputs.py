@@ -159,6 +159,19 @@ class Calling:
 
     def _failed(self, message: Message, why: Exception) -> SeqdedupeError:
         which = f"message {message.message_id} (index {message.index}) of {self._topic}"
+        place: dict[str, Any] = {"topic": self._topic, "index": message.index, "message_id": message.message_id}
+        if isinstance(why, _TooLarge) and why.size_bytes <= _size_bytes(_output(message, None)):
+            size_bytes = BATCH_OVERHEAD_BYTES + why.size_bytes
+            return error(
+                "MESSAGE_TOO_LARGE",
+                f"{which} cannot be passed on: with the names and numbers that the pipe gives it, it takes up to "
+                f"{size_bytes} bytes, and a frame has at most {MAX_BATCH_BYTES}",
+                hint="Let the function give less for that message, or nothing (None), and start the pipe again: it "
+                "goes on with that message.",
+                size_bytes=size_bytes,
+                limit_bytes=MAX_BATCH_BYTES,
+                **place,
+            )
         try:
             text = f"{type(why).__name__}: {why}"
         except Exception:  # noqa: BLE001 (an error's text is the user's code too)
@@ -167,9 +180,7 @@ class Calling:
             "FUNCTION_FAILED",
             f"the pipe's function fails on {which}: {text}",
             hint="Correct the pipe's function and start the pipe again: it goes on with that message.",
-            topic=self._topic,
-            index=message.index,
-            message_id=message.message_id,
+            **place,
         )
         failure.__cause__ = why
         return failure
@@ -179,9 +190,7 @@ class Calling:
         cannot be published."""
         size_bytes = sum(map(_size_bytes, outputs))
         if BATCH_OVERHEAD_BYTES + size_bytes > MAX_BATCH_BYTES:
-            raise ValueError(
-                f"its {len(outputs)} outputs take {size_bytes} bytes: all of them go in one frame of 8 MiB"
-            )
+            raise _TooLarge(len(outputs), size_bytes)
         if self._size_bytes + size_bytes > MAX_BATCH_BYTES:
             self._held = outputs, sequence_id
             return False
@@ -229,6 +238,14 @@ class Calling:
             times,
             [self._properties.get(row) for row in rows] if self._properties else None,
         )
+
+
+class _TooLarge(ValueError):
+    """An input's outputs have no room in one frame."""
+
+    def __init__(self, outputs: int, size_bytes: int) -> None:
+        super().__init__(f"its {outputs} outputs take {size_bytes} bytes: all of them go in one frame of 8 MiB")
+        self.size_bytes = size_bytes
 
 
 def _outputs(given: Any, key: bytes | None) -> list[Output]:

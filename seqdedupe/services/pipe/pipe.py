@@ -89,8 +89,9 @@ class Pipe:
         it stands by, and takes over when nothing has come from the other for some seconds (they may take turns then
         while there is nothing to do).
 
-        Raises FUNCTION_FAILED, with the message, if the function raises or gives what cannot be published: what
-        came before is durable then. Raises PositionError if messages are gone that were not read, or were read and are
+        Raises FUNCTION_FAILED, with the message, if the function raises or gives what cannot be published, and
+        MESSAGE_TOO_LARGE for a message that is passed on and has no room for what the pipe adds: what came before is
+        durable then. Raises PositionError if messages are gone that were not read, or were read and are
         gone (POSITION_TRIMMED, POSITION_AFTER_END, POSITION_DIVERGED), and if the source is deleted meanwhile and made
         anew; NotFoundError, DataLossError if the target is. A pipe that is started again then goes on with what is
         there: a new source from its beginning; into a new target, all that the source still holds.

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from seqdedupe.batch import Binary, decode, single_producer
 from seqdedupe.client import Message, ProducerConfig, SeqdedupeError
-from seqdedupe.client.builder import Builder
+from seqdedupe.client.builder import BATCH_OVERHEAD_BYTES, PROPERTY_OVERHEAD_BYTES, ROW_OVERHEAD_BYTES, Builder
 from seqdedupe.client.message import StoredBatch
 from seqdedupe.client.pending import PendingBatch
-from seqdedupe.limits import MAX_BATCH_BYTES, MAX_EVENT_TIME_MS, MAX_PAYLOAD_BYTES, MIN_EVENT_TIME_MS
+from seqdedupe.limits import MAX_BATCH_BYTES, MAX_EVENT_TIME_MS, MAX_NAME_BYTES, MAX_PAYLOAD_BYTES, MIN_EVENT_TIME_MS
 from seqdedupe.services.pipe import MAX_OUTPUTS, Output
 from seqdedupe.services.pipe.outputs import FULL_FRAME_BYTES, MAX_INPUT_INDEX, Calling, Function, OutputBatch
 from tests.batches import batch
@@ -197,6 +197,50 @@ def test_what_cannot_be_published_ends_with_its_message(function: Any, why: str)
     # All that came before goes out, and nothing of the message itself.
     assert [i for frame in made for i in frame.sequence_ids.tolist()] == [i << 10 for i in range(42)]
     assert not calling.fill() or calling.frame() is None
+
+
+def large(row_bytes: int) -> StoredBatch:
+    """Messages 0 and 2 are small; with its key and a property, message 1 takes so much of a frame."""
+    left = (
+        row_bytes - BATCH_OVERHEAD_BYTES - ROW_OVERHEAD_BYTES - PROPERTY_OVERHEAD_BYTES - MAX_PAYLOAD_BYTES - len("kn")
+    )
+    of_rows = [{}, {"n": "v" * left}, {}]
+    of_payloads = [b"", bytes(MAX_PAYLOAD_BYTES), b""]
+    ids = [("p", n) for n in range(3)]
+    return StoredBatch(batch(ids, payloads=of_payloads, keys=[None, b"k", None], row_properties=of_rows), 0, 1, 77)
+
+
+PASSED_ON: list[Function] = [lambda m: m, lambda m: (one for one in [m]), lambda m: Output(*content(m))]
+
+
+@pytest.mark.parametrize("function", PASSED_ON, ids=["itself", "generator", "output"])
+def test_a_message_that_is_too_large_to_be_passed_on_is_no_fault_of_the_function(function: Function) -> None:
+    made, calling = frames(function, large(MAX_BATCH_BYTES))
+    assert calling.failure is None
+    assert [i >> 10 for frame in made for i in frame.sequence_ids.tolist()] == [0, 1, 2]
+    sent: list[PendingBatch] = []
+    builder = Builder(b"n" * MAX_NAME_BYTES, -1, ProducerConfig(), sent.append)
+    for frame in made:
+        builder.add_columns(frame.payloads, frame.sequence_ids, frame.keys, frame.event_times_ms, frame.properties)
+    assert max(len(pending.batch.encode()) for pending in sent if pending.batch) <= MAX_BATCH_BYTES
+
+    made, calling = frames(function, large(MAX_BATCH_BYTES + 1))
+    failure = calling.failure
+    assert failure is not None
+    assert failure.reason == "MESSAGE_TOO_LARGE"
+    assert "message 77:1 (index 1) of persistent://public/default/t cannot be passed on" in failure.message
+    assert failure.numbers["index"] == "1"
+    assert (failure.numbers["size_bytes"], failure.numbers["limit_bytes"]) == ("8388609", "8388608")
+    assert "(None)" in failure.hint
+    assert [i >> 10 for frame in made for i in frame.sequence_ids.tolist()] == [0]
+    # What the function adds to it is the function's.
+    _, calling = frames(lambda m: [m, b"more"], large(MAX_BATCH_BYTES - 1))
+    assert calling.failure is not None
+    assert calling.failure.reason == "FUNCTION_FAILED"
+    # A function that gives nothing for it gets past it.
+    made, calling = frames(lambda m: None if m.index == 1 else m, large(MAX_BATCH_BYTES + 1))
+    assert calling.failure is None
+    assert [i >> 10 for frame in made for i in frame.sequence_ids.tolist()] == [0, 2]
 
 
 def test_the_most_outputs_are_taken_and_indexes_have_an_end() -> None:
