@@ -64,6 +64,7 @@ def check_fits(outputs: list[FunctionOutput]) -> None:
         raise error(
             "MESSAGE_TOO_LARGE",
             f"the outputs of one input for {outputs[0].topic} take {size} bytes: at most {MAX_BATCH_BYTES} are taken",
+            hint="Let the function give fewer or smaller outputs for one input.",
         )
 
 
@@ -204,6 +205,7 @@ def by_message_id(function: str, topic: str, ledger_id: int, entry_id: int, batc
             "INVALID_SEQUENCE_ID",
             f"the message {ledger_id}:{entry_id}:{batch_index} of {topic} has no sequence ID: entries up to "
             f"{MAX_ENTRY_ID} and batches of {1 << BATCH_INDEX_BITS} messages are possible",
+            hint="Let a sidecar write the topic, and use identity = 'index'; or publish smaller batches.",
         )
     return InputIdentity(source_name(function, topic, ledger_id), entry_id << BATCH_INDEX_BITS | max(batch_index, 0))
 

@@ -105,7 +105,8 @@ class Calling:
             what = (
                 f"message {past - 1} of {self._topic} has no sequence ID: indexes below {MAX_INPUT_INDEX} are possible"
             )
-            raise error("INVALID_SEQUENCE_ID", what, index=past - 1)
+            hint = "The pipe ends here for good: publish what comes to a new source topic, and pipe that."
+            raise error("INVALID_SEQUENCE_ID", what, hint=hint, index=past - 1)
         rows = range(len(stored))
         keys = stored.batch.keys.rows(len(stored)) if stored.batch.keys else repeat(None)
         ids = range(stored.base_index << NUMBER_BITS, past << NUMBER_BITS, MAX_OUTPUTS)

@@ -214,7 +214,11 @@ def _check_names(name: str, source: str) -> None:
             f"the pipe {name[:80]!r} from {source} cannot name its outputs: it has no name, or one too long",
             hint=f"Its name and the source's have {MAX_NAME_BYTES - len(longest) + len(name) + len(source)} bytes.",
         )
-    new_producer_name(longest)
+    try:
+        new_producer_name(longest)
+    except InvalidRequestError as e:
+        what = f"the pipe {name[:80]!r} cannot name its outputs: {e.message}"
+        raise error("INVALID_NAME", what, hint="Give the pipe a name of UTF-8 text without control characters.") from e
 
 
 async def _wait(backoff: Backoff, source: str, why: UnavailableError) -> None:
