@@ -412,7 +412,9 @@ class PublishService:
         ones, if none is left."""
         self._permissions.check_topic(Action.PUBLISH, topic)
         places, denial = await self._permissions.denied_names(topic, names)
-        if denial is not None and len(places) == len(names):
+        if denial is None:
+            return {}
+        if len(places) == len(names):
             raise denial
         # Whoever sent the name knows the rest; 10,000 answers that tell it would be too long for one message.
         short = error("NOT_ALLOWED", "the caller may not publish as this producer")

@@ -426,14 +426,13 @@ class Owner:
         self.log_failed(Failure.UNKNOWN, f"{type(e).__name__} in the sidecar")
         return error("RECOVERING", f"topic {topic.name} takes no messages now: {topic.why}")
 
-    def check_has_epochs(self) -> None:
-        """Before new sessions. Raises RECOVERING if this term has no epoch left for them, and begins another one: what
-        is in flight is found out before."""
+    def begin_another_term(self) -> None:
+        """This term has no epoch left for new sessions: another one begins, and what is in flight is found out before.
+        Raises RECOVERING."""
         topic = self._topic
-        if topic.sessions.term_is_used_up:
-            topic.change_state(State.RECOVERING, f"it was opened as often as it can be in term {topic.term}")
-            topic.spawn(self._recover())
-            topic.check_serving()
+        topic.change_state(State.RECOVERING, f"it was opened as often as it can be in term {topic.term}")
+        topic.spawn(self._recover())
+        topic.check_serving()
 
     # -- 3. while another sidecar owns it ----------------------------------------------------------------------
 

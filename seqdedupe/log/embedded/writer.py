@@ -332,7 +332,7 @@ class Writer:
         """Whether what was written is to be durable before anybody hears of it."""
         interval = self.flush_interval
         return (
-            interval.is_every_commit
+            interval.ms <= 0
             or not appends
             or self._next_index - self._durable_index >= interval.messages
             or self._unsynced_appends >= MAX_LATE_APPENDS
