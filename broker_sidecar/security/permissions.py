@@ -20,8 +20,7 @@ from broker_sidecar.shares import DISK_SECONDS, MAX_CURSORS_A_CALLER, CallerShar
 from seqdedupe.core.name_table import joined
 from seqdedupe.core.producers import Producers
 from seqdedupe.errors import SeqdedupeError, error
-from seqdedupe.names import namespace_name, producer_name, topic_name
-from seqdedupe.topic import operations
+from seqdedupe.names import check_cursor_name, namespace_name, producer_name, topic_name
 from seqdedupe.topic.frame import Allowing, NamesJudge
 
 # -- What each call needs, by the call's full name. One that is not listed is refused to all for whom rules count.
@@ -414,7 +413,7 @@ class Permissions:
     def _check_cursor(self, topic: str, name: str) -> None:
         """Raises NOT_ALLOWED if the cursor is not the caller's; INVALID_NAME for a name that none can have."""
         subject = caller()
-        operations.check_cursor_name(name)
+        check_cursor_name(name)
         decision = self._rules.decide(subject.name, Action.READ, topic, name)
         if not decision.is_allowed:
             raise self._denied(subject, Action.READ, topic, decision.rule, cursor=name)

@@ -27,7 +27,7 @@ from seqdedupe.topic.base import State
 from seqdedupe.topic.directory import Topics, check_gap_policy, find, find_or_create
 from seqdedupe.topic.frame import Allowing, FrameReceipt, NumbersCache, Refusal
 from seqdedupe.topic.operations import check_names, open_sessions
-from seqdedupe.topic.sessions import NAMES_A_STEP, OpenAnswer
+from seqdedupe.topic.sessions import NAMES_A_STEP, OpenAnswer, wrong_count
 from seqdedupe.topic.topic import Topic
 from seqdedupe.topic.window_runs import LookedUp
 from seqdedupe.v1 import publish_pb2
@@ -389,7 +389,7 @@ class PublishService:
         6. The audit trail has who took over whose names, and the answer is made.
         """
         if len(request.producer_names) > MAX_OPEN_NAMES:  # before they become objects of Python
-            raise error("INVALID_NAME", f"Open takes 1 to {MAX_OPEN_NAMES} producer names, each once")
+            raise wrong_count()
         shares = self._permissions.shares
         shares.check_rate(shares.of(caller().name), request.ByteSize(), time.monotonic())  # 1
         names, epochs = list(request.producer_names), list(request.epochs)

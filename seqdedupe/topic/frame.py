@@ -205,7 +205,7 @@ def check_by_id(encoded: bytes, *, wants_keys: bool = False) -> Frame:
         raise error("INVALID_DEDUPLICATION_ID", f"{why}: it should have 1 to {MAX_DEDUPLICATION_ID_BYTES}")
     if wants_keys and not _has_keys(view, at):
         why = "by its key each message finds its partition in this topic, and some have none"
-        raise error("INVALID_BATCH", f"the batch is not valid: {why}")
+        raise error("INVALID_BATCH", f"the batch is not valid: {why}", hint="Give every message a key.")
     if size(at, PROPERTY_OFFSETS):
         _check_properties(view, places)
     return Frame(encoded, view, places, _NO_PRODUCERS, at[ROWS], at[COLUMNS_END])

@@ -14,7 +14,7 @@ from seqdedupe.batch import NO_INT64S, Batch, Binary
 from seqdedupe.core.id_table import IMPORTED, NOWHERE
 from seqdedupe.core.producers import Producers
 from seqdedupe.core.rule import DURABLE_EPOCH, PERSISTED, PUSHED, STATED
-from seqdedupe.errors import DamagedError, InvalidRequestError, PositionError, SeqdedupeError, error
+from seqdedupe.errors import DamagedError, PositionError, SeqdedupeError, error
 from seqdedupe.format.columns import BASE_INDEX, COLUMNS_END, PLACES, PUBLISH_TIME_MS, RECORD_END, RECORD_START
 from seqdedupe.format.headers import NO_KEY
 from seqdedupe.format.jit import Int64s
@@ -22,7 +22,7 @@ from seqdedupe.format.records import END, body_of, scan_record, span
 from seqdedupe.limits import NO_EPOCH, NO_SEQUENCE_ID
 from seqdedupe.log.contract import Log
 from seqdedupe.message_id import Position
-from seqdedupe.names import new_producer_name, producer_name
+from seqdedupe.names import check_cursor_name, producer_name
 from seqdedupe.topic.base import State
 from seqdedupe.topic.control import CursorChange, ProducerSessions, Purge, Reset
 from seqdedupe.topic.frame import InFlight, check_by_id
@@ -483,15 +483,16 @@ async def move_cursor(topic: Topic, name: str, expected: CursorContent | None, n
     """Has it keep something else, if it keeps this: durable on return. Where that is what it keeps, nothing is written.
 
     What is under way counts as if it were done: if it fails, this fails with it. Raises CURSOR_MOVED, INVALID_NAME,
-    INVALID_POSITION, TOO_MANY_CURSORS; why the topic takes nothing now, or LOG_REFUSED: then it is as it was. Whoever
-    is cancelled here does not know.
+    INVALID_POSITION, INVALID_REQUEST, TOO_MANY_CURSORS; why the topic takes nothing now, or LOG_REFUSED: then it is as
+    it was. Whoever is cancelled here does not know.
     """
     check_cursor_name(name)
     position, note = new
     if not position.is_whole() or min(position.incarnation, position.index + 1) < 0:
         raise error("INVALID_POSITION", f"{position} is no position: its parts do not fit together")
     if (size := len(note.encode())) > MAX_NOTE_BYTES:
-        raise error("INVALID_POSITION", f"the note has {size} bytes: at most {MAX_NOTE_BYTES} are taken")
+        what = f"the note has {size} bytes: at most {MAX_NOTE_BYTES} are taken"
+        raise error("INVALID_REQUEST", what, hint="Shorten the note, or keep what it says elsewhere.")
     topic.check_serving()
     cursors = {one.name: one for one in topic.newest_policy.cursors}
     found = cursors.get(name)
@@ -528,12 +529,3 @@ def _cursor(topic: Topic, name: str) -> NamedCursor:
         if one.name == name:
             return one
     raise error("CURSOR_NOT_FOUND", f"topic {topic.name} has no cursor {name!r}", topic=topic.name)
-
-
-def check_cursor_name(name: str) -> None:
-    """Raises INVALID_NAME if no cursor can have this name."""
-    try:
-        new_producer_name(name)
-    except InvalidRequestError as e:
-        what = f"{name[:80]!r} is no name of a cursor: it should have 1 to 255 bytes and no control characters"
-        raise error("INVALID_NAME", what) from e

@@ -36,10 +36,16 @@ def can_have_been_given(epoch: int) -> bool:
     return epoch > 1 << _TERM_SHIFT
 
 
+def wrong_count() -> SeqdedupeError:
+    """The error of an Open of no name, of too many, or of one twice."""
+    what = f"Open takes 1 to {MAX_OPEN_NAMES} producer names, each once"
+    return error("INVALID_NAME", what, hint="Name each producer once, and open more of them in several calls.")
+
+
 def check_count(names: list[str]) -> None:
     """Raises INVALID_NAME for an Open of too many names, or of one that comes twice."""
     if not 1 <= len(names) <= MAX_OPEN_NAMES or len(set(names)) < len(names):
-        raise error("INVALID_NAME", f"Open takes 1 to {MAX_OPEN_NAMES} producer names, each once")
+        raise wrong_count()
 
 
 def encoded_names(names: list[str], known: Producers | None = None) -> list[bytes]:
