@@ -4,17 +4,22 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
+import grpc
 import grpc.aio
+from google.protobuf.message import Message
 
 from broker_sidecar.connections import taken_from
-from broker_sidecar.rpc import Context, abort, method_of_call
+from broker_sidecar.rpc import Context, abort, method_of_call, parse_small
 from broker_sidecar.security.permissions import Permissions, allowed_so_far
 from broker_sidecar.security.subject import ANONYMOUS, Subject, caller
 from broker_sidecar.shares import MAX_HELD_BYTES, OF_NOBODY, READING_PART, Budget, CallerShares, Share, Use
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.tasks import retrieve
+from seqdedupe.topic.operations import LOOK_BYTES
+
+M = TypeVar("M", bound=Message)
 
 FIRST_MESSAGE_SECONDS = 10.0
 """By then a stream has said what it is for."""
@@ -31,6 +36,9 @@ other way gRPC gives up what it has for it."""
 
 COPIES = 2
 """While an answer is written gRPC has it too."""
+
+ANSWER_BYTES = LOOK_BYTES
+"""Of a call that looks into a log, or lists a thousand producers."""
 
 CONNECTION_SHARE = 2
 """One TCP connection may have the n-th part of all streams. (Of Unix sockets nobody says which connection it is.)"""
@@ -260,6 +268,21 @@ class Streams:
                 await abort(context, e)
 
         return handle
+
+    def call(
+        self, kind: type[M], answer: Callable[[M, Stream], Awaitable[Message]]
+    ) -> "grpc.RpcMethodHandler[Any, Any]":
+        """The handler of a call with one answer that takes a `kind`, and holds much while it is made: what it reads of
+        a log, or the answer. It takes turns with the readers for the memory of `ANSWER_BYTES`, from before it begins
+        until the client has its answer."""
+
+        async def serve(data: bytes, _context: Context, stream: Stream) -> None:
+            request = parse_small(kind, data)
+            await stream.reserve(ANSWER_BYTES, ANSWER_BYTES)
+            await stream.write_reserved((await answer(request, stream)).SerializeToString())
+
+        # On the wire a call with one answer is as one with a stream of them.
+        return grpc.unary_stream_rpc_method_handler(self.handler(serve, is_call=True))
 
     @contextmanager
     def _serving(self, stream: Stream) -> Iterator[None]:
