@@ -8,6 +8,7 @@ import grpc
 
 from broker_sidecar.data import Data
 from broker_sidecar.rpc import unary
+from broker_sidecar.security.permissions import Permissions
 from broker_sidecar.streams import ANSWER_BYTES, Stream, Streams
 from seqdedupe.core.producers import Producers
 from seqdedupe.core.rule import EPOCH, PERSISTED, PUSHED
@@ -26,8 +27,9 @@ PAGE_PRODUCERS = 1_000
 class ProducerCalls:
     """The handlers. Messages are only in topics on the sidecar's own log, producers in all."""
 
-    def __init__(self, data: Data, streams: Streams) -> None:
+    def __init__(self, data: Data, streams: Streams, permissions: Permissions) -> None:
         self._streams = streams
+        self._permissions = permissions
         self._all_topics = data.all_topics
         self._topics = data.topics
         self._pages = ProducerPages()
@@ -123,6 +125,8 @@ class ProducerCalls:
 
     async def _reset_producer(self, request: admin_pb2.ResetProducerRequest) -> admin_pb2.ResetProducerResponse:
         topic = await self._own_topic(request.topic)
+        if self._topics is not None:
+            self._permissions.check_disk(self._topics)
         before = await operations.reset_producer(topic, request.producer_name, request.persisted)
         name = producer_name(request.producer_name)
         return admin_pb2.ResetProducerResponse(

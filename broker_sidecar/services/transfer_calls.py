@@ -140,6 +140,8 @@ class TransferCalls:
                 if request.producer_names or request.persisted:
                     stream.moves()
                     names = names_of(request)
+                    if isinstance(topic, Topic):
+                        self._permissions.check_disk(self._topics)
                     await importing.add(names, values(request.persisted, INT64, "persisted"))
                     producers += len(names)
                 if request.HasField("producers"):

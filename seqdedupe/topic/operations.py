@@ -5,7 +5,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -176,6 +176,12 @@ MAX_LOOKED_UP = 64
 """Of so many names at most `Open` answers where their last message stands: that may take a read each."""
 
 
+class CheckNames(Protocol):
+    """Whether these names may be opened, and whether that takes a record in the log. May raise."""
+
+    def __call__(self, names: list[str], /, *, writes: bool) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class _Begun:
     """Some names of a call, whose sessions are in force and may not be durable yet."""
@@ -190,7 +196,7 @@ async def open_sessions(
     topic: Topic,
     names: list[str],
     epochs: list[int] | None,
-    check: Callable[[list[str]], None] = lambda names: None,
+    check: CheckNames = lambda names, *, writes: None,
 ) -> OpenAnswer:
     """Starts sessions (`epochs` None), or resumes these, each name by itself. Older ones are fenced at once. `check` is
     called with some names right before these are opened, and may raise.
@@ -247,7 +253,7 @@ async def _begin(
     topic: Topic,
     names: list[str],
     epochs: list[int] | None,
-    check: Callable[[list[str]], None],
+    check: CheckNames,
     changes: "list[asyncio.Future[None]]",
 ) -> _Begun:
     """The sessions of some names are in force. What the log has to say for that to be durable is added to `changes`."""
@@ -261,7 +267,7 @@ async def _begin(
         # Whether these sessions have been fenced is not known before that has settled.
         await topic.all_settled()
         topic.check_serving()
-    check(names)
+    check(names, writes=topic.sessions.need_a_record(names, epochs))
     if epochs is None:
         topic.owner.check_has_epochs()
     opening = topic.sessions.open(names, epochs)
