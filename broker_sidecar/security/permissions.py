@@ -331,7 +331,7 @@ class Permissions:
     def _may_have_created(self, subject: Subject, topics: Sequence[str]) -> NDArray[np.bool_]:
         if subject.is_unrestricted:
             return np.ones(len(topics), np.bool_)
-        return self._rules.allows(subject.name, Action.CREATE, topics)
+        return self._rules.may_have_created(subject.name, topics)
 
     # -- producer names ----------------------------------------------------------------------------------------
 

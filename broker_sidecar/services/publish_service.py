@@ -5,6 +5,7 @@ import logging
 import struct
 import time
 from collections import deque
+from contextlib import suppress
 from typing import Any
 
 import grpc
@@ -22,7 +23,7 @@ from seqdedupe import wire
 from seqdedupe.errors import NotFoundError, SeqdedupeError, error
 from seqdedupe.limits import MAX_BATCH_ROWS, MAX_OPEN_NAMES
 from seqdedupe.message_id import MessageId
-from seqdedupe.names import topic_name
+from seqdedupe.names import topic_name, whole_of
 from seqdedupe.topic.base import State
 from seqdedupe.topic.directory import Topics, check_gap_policy, find, find_or_create
 from seqdedupe.topic.frame import Allowing, FrameReceipt, NumbersCache, Refusal
@@ -431,8 +432,13 @@ class PublishService:
         except NotFoundError:
             if request.epochs:
                 return await find(self._topics, request.topic)
+        full = topic_name(request.topic)
+        if whole_of(full) is not None:
+            # A partition that another process has made is there for whoever may publish.
+            with suppress(NotFoundError):
+                return await find(self._topics, full)
         await check_names(names)
-        self._permissions.check_creates(topic_name(request.topic), self._topics.registry.names())
+        self._permissions.check_creates(full, self._topics.registry.names())
         return await find_or_create(self._topics, request.topic)
 
     async def _publish(self, data: bytes, context: Context) -> bytes:
