@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -14,7 +15,16 @@ from broker_sidecar.connections import taken_from
 from broker_sidecar.rpc import Context, abort, method_of_call, parse_small
 from broker_sidecar.security.permissions import Permissions, allowed_so_far
 from broker_sidecar.security.subject import ANONYMOUS, Subject, caller
-from broker_sidecar.shares import MAX_HELD_BYTES, OF_NOBODY, READING_PART, Budget, CallerShares, Share, Use
+from broker_sidecar.shares import (
+    MAX_HELD_BYTES,
+    OF_NOBODY,
+    READING_PART,
+    TICK_SECONDS,
+    Budget,
+    CallerShares,
+    Share,
+    Use,
+)
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.tasks import retrieve
 from seqdedupe.topic.operations import LOOK_BYTES
@@ -39,6 +49,9 @@ COPIES = 2
 
 ANSWER_BYTES = LOOK_BYTES
 """Of a call that looks into a log, or lists a thousand producers."""
+
+EXPORTS_AT_ONCE = 8
+"""Each has a copy of all numbers of its topic until it ends. One caller may have half of them."""
 
 CONNECTION_SHARE = 2
 """One TCP connection may have the n-th part of all streams. (Of Unix sockets nobody says which connection it is.)"""
@@ -228,6 +241,9 @@ class Streams:
         self.budget = Budget(self._relieve, MAX_HELD_BYTES)
         self.reading = Budget(self._relieve, MAX_HELD_BYTES // READING_PART, within=self.budget)
         """Of streams and calls that publish nothing."""
+        self._exporting: set[Stream] = set()
+        self._to_export: set[Stream] = set()
+        """Those that wait for a place among them."""
         self._answering: set[Stream] = set()
         """Calls with one large answer: they take no places."""
         self.is_draining = False
@@ -322,6 +338,34 @@ class Streams:
         self._left.discard(stream)
         if stream.writing_bytes:
             self._end_connection(stream.connection)
+
+    async def export(self, stream: Stream, answers: Iterator[bytes], most_bytes: int) -> None:
+        """`write_each` of what is a copy of a whole topic. There are few at once, and the others wait for their turn:
+        who has fewest comes first. One whose client reads nothing gives way to those that wait."""
+        self._to_export.add(stream)
+        try:
+            while not self._may_export(stream.use):  # noqa: ASYNC110 (time alone shows that a client reads nothing)
+                await asyncio.sleep(TICK_SECONDS)
+        finally:
+            self._to_export.discard(stream)
+        self._exporting.add(stream)
+        try:
+            await stream.write_each(answers, most_bytes)
+        finally:
+            self._exporting.discard(stream)
+
+    def _may_export(self, use: Use) -> bool:
+        exports = Counter(one.use for one in self._exporting)
+        has_place = exports.total() < EXPORTS_AT_ONCE and exports[use] < max(1, EXPORTS_AT_ONCE // CALLER_SHARE)
+        if has_place and exports[use] == min(exports[one.use] for one in self._to_export):
+            return True
+        until = time.monotonic() - UNREAD_SECONDS
+        for one in self._exporting if not has_place else ():
+            is_unread = one.writing_since is not None and one.writing_since <= until
+            if is_unread and (exports[use] < exports[one.use] or one.use is use):
+                self.unread += one.ended_because is None
+                self._end(one, "this stream's client reads nothing, and others wait for the place of its export")
+        return False
 
     def _make_room_in_share(self, new: Stream) -> None:
         """Lets another stream of the caller give way if need be. Raises SHARE_EXCEEDED."""
