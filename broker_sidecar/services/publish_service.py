@@ -5,6 +5,7 @@ import logging
 import struct
 import time
 from collections import deque
+from contextlib import suppress
 from typing import Any
 
 import grpc
@@ -16,13 +17,13 @@ from broker_sidecar.security.audit import Trail
 from broker_sidecar.security.permissions import Permissions
 from broker_sidecar.security.rules import Action
 from broker_sidecar.security.subject import caller
-from broker_sidecar.shares import Share, Use
+from broker_sidecar.shares import Share
 from broker_sidecar.streams import COPIES, Stream, Streams, unasked
 from seqdedupe import wire
 from seqdedupe.errors import NotFoundError, SeqdedupeError, error
 from seqdedupe.limits import MAX_BATCH_ROWS, MAX_OPEN_NAMES
 from seqdedupe.message_id import MessageId
-from seqdedupe.names import topic_name
+from seqdedupe.names import topic_name, whole_of
 from seqdedupe.topic.base import State
 from seqdedupe.topic.directory import Topics, check_gap_policy, find, find_or_create
 from seqdedupe.topic.frame import Allowing, FrameReceipt, NumbersCache, Refusal
@@ -381,7 +382,8 @@ class PublishService:
         """Opens sessions, or resumes those whose epochs are given, in these steps:
 
         1. What the caller sends counts for its share, for the log gets a record of it.
-        2. Names as which it may not publish are set aside, and answered so at their places.
+        2. Names as which it may not publish are set aside, and answered so at their places. Who has filled its part of
+           the disk opens nothing, and resumes only what the log says already.
         3. The topic is found, or made.
         4. Names that are new to it have to fit the shares. Resuming makes names known too: the epoch of another one is
            as good as its own.
@@ -394,6 +396,8 @@ class PublishService:
         shares.check_rate(shares.of(caller().name), request.ByteSize(), time.monotonic())  # 1
         names, epochs = list(request.producer_names), list(request.epochs)
         denied = await self._denied(topic_name(request.topic), names)  # 2
+        if not epochs:
+            self._permissions.check_disk(self._topics)
         topic = await self._topic_of(request, names)  # 3
         if self._topics.partitions_beside(topic.name):
             check_gap_policy(topic.name, topic.applied.gap)
@@ -403,7 +407,9 @@ class PublishService:
         # Held for as long as names are counted.
         judged = await self._permissions.judge_known_names(topic.name, topic.producers)
 
-        def check_new(some: list[str]) -> None:
+        def check_new(some: list[str], *, writes: bool = False) -> None:
+            if writes:
+                self._permissions.check_disk(self._topics)
             self._permissions.check_new_names(topic.name, topic.producers, [name.encode() for name in some])
 
         check_new(names)  # 4
@@ -435,17 +441,14 @@ class PublishService:
         except NotFoundError:
             if request.epochs:
                 return await find(self._topics, request.topic)
+        full = topic_name(request.topic)
+        if whole_of(full) is not None:
+            # A partition that another process has made is there for whoever may publish.
+            with suppress(NotFoundError):
+                return await find(self._topics, full)
         await check_names(names)
-        self._permissions.check_creates(topic_name(request.topic), self._topics.registry.names())
+        self._permissions.check_creates(full, self._topics.registry.names())
         return await find_or_create(self._topics, request.topic)
-
-    def _check_disk(self, use: Use) -> None:
-        """Raises SHARE_EXCEEDED if the logs that count for this caller hold more than they may."""
-        if use.limits.bytes_on_disk is not None:
-            self._permissions.check_disk(use, self._log_bytes, time.monotonic())
-
-    def _log_bytes(self) -> dict[str, int]:
-        return {topic.name: topic.log_bytes for topic in self._topics.registry.open_topics()}
 
     async def _publish(self, data: bytes, context: Context) -> bytes:
         try:
@@ -453,7 +456,7 @@ class PublishService:
             self._permissions.check_topic(Action.PUBLISH, topic_name(name))
             shares = self._permissions.shares
             shares.check_rate(use := shares.of(caller().name), len(data), time.monotonic())
-            self._check_disk(use)
+            self._permissions.check_disk(self._topics)
             topic = await find(self._topics, name)
             self._check_unnamed(topic)
             looked_up = await topic.ids.look_up(batch) if topic.ids.window is not None else None
@@ -522,7 +525,7 @@ class PublishService:
                 # Raises where it is, if not here.
                 self._topics.get(topic.name)
                 raise error("DRAINING", f"topic {topic.name} was opened again: open the stream again")
-            self._check_disk(publishing.stream.use)
+            self._permissions.check_disk(self._topics)
             if publishing.allowing is not None:
                 self._check_unnamed(topic)
             size = await publishing.take_all(frames)
