@@ -511,6 +511,8 @@ class PartitionedReader(Messages):
         else:
             self._starts = tuple(one.earliest if self._start == "earliest" else one.latest for one in ends)
         self._readers = [self._part(k, start) for k, start in enumerate(self._starts)]
+        for reader in self._readers:
+            reader._has_begun = True  # a sidecar has answered
 
     async def close(self) -> None:
         self._closed = True

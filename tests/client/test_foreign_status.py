@@ -261,6 +261,24 @@ async def test_a_reader_that_has_read_nothing_goes_on(tmp_path: Path) -> None:
             assert (await reads).payload == b"1"
 
 
+async def test_a_reader_of_partitions_that_has_asked_for_their_ends_goes_on(tmp_path: Path) -> None:
+    """Its parts make their first calls after that."""
+    with Sidecar(tmp_path) as sidecar:
+        async with Client(sidecar.address) as client:
+            await client.admin.create_topic("t", partitions=2)
+            async with client.producer("t", "p") as producer:
+                await (await producer.send(b"1", key="k"))
+            async with client.partitioned_reader("t") as reader:
+                await reader._open()
+                sidecar.kill()
+                async with answering(sidecar.address, grpc.StatusCode.UNIMPLEMENTED) as calls:
+                    reads = asyncio.create_task(anext(reader))
+                    await until(lambda: calls["GetLastMessageId"] >= 4 or reads.done())
+                    assert not reads.done()
+                await asyncio.to_thread(sidecar.start)
+                assert (await reads).payload == b"1"
+
+
 @pytest.mark.parametrize("code", CODES, ids=lambda code: code.name)
 async def test_what_starts_names_a_proxy(tmp_path: Path, code: grpc.StatusCode) -> None:
     async def refused(what: Awaitable[object]) -> None:
