@@ -31,6 +31,7 @@ from seqdedupe.client import (
     Verdict,
     route,
 )
+from seqdedupe.client import reader as reading
 from seqdedupe.client.builder import BATCH_OVERHEAD_BYTES, ROW_OVERHEAD_BYTES, _id_column
 from seqdedupe.client.stream import FULL_MESSAGE_BYTES
 from seqdedupe.errors import NEVER, ConfigurationError
@@ -482,6 +483,83 @@ async def test_a_reader_passes_over_nothing(
     assert seen == [0, 1]
 
 
+def skipping(first_index: int, next_index: int) -> read_pb2.ReadStreamResponse:
+    skipped = read_pb2.IndexRange(first_index=first_index, next_index=next_index)
+    return read_pb2.ReadStreamResponse(incarnation=INCARNATION, skipped=skipped)
+
+
+def broken(page: read_pb2.ReadStreamResponse, **columns: Any) -> read_pb2.ReadStreamResponse:
+    """The page, whose only record has these columns."""
+    [record] = page.records
+    for name, value in columns.items():
+        setattr(record, name, value)
+    return page
+
+
+MISFITS = {
+    "doubled": page((0, 2)),
+    "left out": page((3, 1)),
+    "from another incarnation": page((2, 1), incarnation=INCARNATION + 1),
+    "record from another incarnation": broken(page((2, 1)), incarnation=INCARNATION + 1),
+    "fewer rows than it says": broken(page((2, 1)), rows=2),
+    "skipped too far": skipping(3, 4),
+}
+"""What may come after `page((0, 2))` and does not follow it."""
+
+
+@pytest.mark.parametrize("misfit", MISFITS.values(), ids=MISFITS)
+@pytest.mark.parametrize("by_record", [False, True])
+async def test_a_reader_reads_again_where_answers_do_not_fit(
+    fake: FakeSidecar, misfit: read_pb2.ReadStreamResponse, by_record: bool
+) -> None:
+    """As after something on the way that has doubled one, or left one out: the log need not be damaged."""
+    requests: list[read_pb2.ReadStreamRequest] = []
+    last = read_pb2.GetLastMessageIdResponse(last=batch_pb2.Position(incarnation=INCARNATION, index=3))
+
+    def on_read(request: read_pb2.ReadStreamRequest) -> list[read_pb2.ReadStreamResponse]:
+        requests.append(request)
+        if len(requests) > 1:
+            return [page((2, 1)), page((3, 1))] if request.start.HasField("after") else [page((0, 2)), page((2, 2))]
+        if not by_record:
+            return [page((0, 2)), misfit, page((2, 2))]
+        both = page((0, 2))
+        both.records.extend(misfit.records)
+        return [both, page((2, 2))]
+
+    fake.on_unary, fake.on_read = lambda _: last.SerializeToString(), on_read
+    async with Client(fake.address) as client, client.reader("t", skip_damaged=True) as reader:
+        seen: list[int] = []
+        while await reader.fetch():
+            while (message := reader.next_in_hand()) is not None or reader.take_record():
+                seen += [] if message is None else [message.index]
+        assert seen == [0, 1, 2, 3]
+        assert reader.skipped == []
+    # The record that only skips is none: nothing is amiss then.
+    assert len(requests) == 1 + (bool(misfit.records) or not by_record)
+    assert [request.start.after.index for request in requests[1:]] == [1] * (len(requests) - 1)
+
+
+async def test_answers_that_never_fit_are_an_error_that_blames_no_disk(fake: FakeSidecar) -> None:
+    streams = 0
+
+    def on_read(request: read_pb2.ReadStreamRequest) -> list[read_pb2.ReadStreamResponse]:
+        nonlocal streams
+        streams += 1
+        # Whatever comes first is progress: it is counted from there.
+        return [page((0, 2)), page((3, 1))] if request.start.earliest else [page((3, 1))]
+
+    last = read_pb2.GetLastMessageIdResponse(last=batch_pb2.Position(incarnation=INCARNATION, index=3))
+    fake.on_unary, fake.on_read = lambda _: last.SerializeToString(), on_read
+    async with Client(fake.address) as client, client.reader("t") as reader:
+        assert [(await anext(reader)).index for _ in range(2)] == [0, 1]
+        with pytest.raises(DamagedError, match="read up to index 2, then came 3 with 1 of 1 rows") as caught:
+            await anext(reader)
+    assert caught.value.reason == "ANSWERS_INCONSISTENT"
+    assert "seqdedupe doctor" in caught.value.hint
+    assert "backup" not in caught.value.hint
+    assert streams == 1 + reading.MAX_MISFITS
+
+
 async def test_a_reader_says_once_what_it_waits_for(fake: FakeSidecar, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(route, "SAY_WAITING_SECONDS", 0.2)
     said: list[str] = []
@@ -543,8 +621,9 @@ async def test_a_reader_refuses_message_ids_that_cannot_be(fake: FakeSidecar, ru
     fake.on_read = lambda _: [page((0, 2)), with_message_ids(page((2, 3)), *runs)]
     async with Client(fake.address) as client, client.reader("t") as reader:
         assert [(await anext(reader)).index for _ in range(2)] == [0, 1]
-        with pytest.raises(DamagedError, match=r"the message IDs of .* from index 2 on are wrong"):
+        with pytest.raises(DamagedError, match=r"the message IDs of .* from index 2 on are wrong") as caught:
             await anext(reader)
+        assert caught.value.reason == "ANSWERS_INCONSISTENT"
         assert reader.position == Position(INCARNATION, MessageId(INCARNATION, 1), 1)
 
 
