@@ -17,6 +17,7 @@ from seqdedupe.client.connection import (
     Backoff,
     channel_to,
     check_not_forked,
+    of_known_topic,
     typed_errors,
 )
 from seqdedupe.client.cursor import Cursor, CursorMoves, Kept
@@ -194,6 +195,8 @@ class Reader(Messages):
                 await self._disconnect()
                 e = self._route.doubted(failure)
                 if not isinstance(e, UnavailableError):
+                    if self._incarnation is not None:
+                        of_known_topic(failure)
                     raise
                 moves_on = self._route.moves_on(e)
                 if e.reason == NOT_A_SIDECAR and not (moves_on or self._has_begun):

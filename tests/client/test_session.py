@@ -560,6 +560,49 @@ async def test_answers_that_never_fit_are_an_error_that_blames_no_disk(fake: Fak
     assert streams == 1 + reading.MAX_MISFITS
 
 
+@pytest.mark.parametrize("as_status", [True, False])
+async def test_a_producer_whose_topic_is_gone_is_told_that_it_was_there(fake: FakeSidecar, as_status: bool) -> None:
+    """As of one whose session another sidecar has opened than the one that got the frame."""
+
+    def on_frame(frame: Frame) -> list[Response]:
+        if as_status:
+            raise Refused(grpc.StatusCode.NOT_FOUND, "TOPIC_NOT_FOUND")
+        return [fake.refusal(frame, "TOPIC_NOT_FOUND", NEVER)]
+
+    fake.on_frame = on_frame
+    async with Client(fake.address) as client:
+        producer = client.producer("t", "p")
+        await producer.open()
+        receipt = await producer.send(b"")
+        with pytest.raises(NotFoundError) as caught:
+            await receipt
+        assert caught.value.hint.startswith("The topic was there before: it was deleted, or another sidecar answers")
+        await producer.abort()
+
+
+async def test_a_reader_whose_topic_is_gone_is_told_that_it_was_there(fake: FakeSidecar) -> None:
+    def on_read(request: read_pb2.ReadStreamRequest) -> list[read_pb2.ReadStreamResponse]:
+        if request.start.HasField("after"):
+            raise Refused(grpc.StatusCode.NOT_FOUND, "TOPIC_NOT_FOUND")
+        return [page((0, 1))]
+
+    def not_found(_: str) -> bytes:
+        raise Refused(grpc.StatusCode.NOT_FOUND, "TOPIC_NOT_FOUND")
+
+    last = read_pb2.GetLastMessageIdResponse(last=batch_pb2.Position(incarnation=INCARNATION, index=3))
+    fake.on_unary, fake.on_read = lambda _: last.SerializeToString(), on_read
+    async with Client(fake.address) as client:
+        reader = client.reader("t", follow=True)
+        assert (await anext(reader)).index == 0
+        with pytest.raises(NotFoundError) as caught:
+            await anext(reader)
+        assert caught.value.hint.startswith("The topic was there before: it was deleted, or another sidecar answers")
+        fake.on_unary = not_found
+        with pytest.raises(NotFoundError) as caught:
+            await anext(client.reader("t"))
+        assert caught.value.hint.startswith("Is the name mistyped?")
+
+
 async def test_a_reader_says_once_what_it_waits_for(fake: FakeSidecar, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(route, "SAY_WAITING_SECONDS", 0.2)
     said: list[str] = []
