@@ -322,7 +322,7 @@ REASONS: dict[str, Reason] = {
     "OUTCOME_UNKNOWN": Reason(
         OutcomeUnknownError,
         "UNAVAILABLE",
-        "Send it again with the same sequence ID: that is what it is for.",
+        "Send it again with the same ID: that is what it is for.",
         0,
     ),
     # Reading.

@@ -226,7 +226,7 @@ _LOST = {
 
 _HINT_OF_LOST = (
     "The sidecar's log says what it waits for. What the call was to change may be in force or not: look, then do it "
-    "again. Messages are sent again with the same sequence IDs."
+    "again. Messages are sent again with the same IDs."
 )
 
 

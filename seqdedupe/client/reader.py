@@ -279,7 +279,7 @@ class Reader(Messages):
                 await call.initial_metadata()
         except TimeoutError as e:
             what = f"the sidecar at {self._route.address} has not begun to answer a read stream in time"
-            raise error("OUTCOME_UNKNOWN", what) from e
+            raise error("OUTCOME_UNKNOWN", what, hint="The sidecar's log says what it waits for.") from e
         self._has_begun |= not call.done()
         return True
 
