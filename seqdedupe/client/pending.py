@@ -639,6 +639,11 @@ class Breaks:
         """Whether the frame goes alone from now on: it may be what breaks connections."""
         return self._count >= SUSPECT_BREAKS
 
+    @property
+    def blames_frame(self) -> bool:
+        """Whether the frame is likely to be what breaks them: it was alone on the last ones."""
+        return self._alone >= SUSPECT_BREAKS
+
     def add(self, now_seconds: float, *, is_alone: bool) -> bool:
         """Another one; `is_alone` if the sidecar had taken the stream and nothing else was out. Whether the frame is
         to be given up."""

@@ -24,7 +24,7 @@ from seqdedupe.client import (
 )
 from seqdedupe.client import reader as reading
 from seqdedupe.client.cursor import Kept
-from seqdedupe.client.pending import MAX_BREAKS
+from seqdedupe.client.pending import HINT_OF_BREAKS, MAX_BREAKS
 from seqdedupe.errors import REASONS
 from seqdedupe.message_id import MessageId, Position
 from seqdedupe.testing import Sidecar
@@ -405,6 +405,27 @@ async def test_a_frame_that_breaks_each_connection_is_named(front: Front, topic:
                 await behind
             await (await innocent.send(b""))
         await producer.abort()
+
+
+async def test_what_is_given_up_before_its_frame_is_names_a_proxy_too(front: Front, topic: str) -> None:
+    """As by a `delivery_timeout_seconds` shorter than BREAKS_SECONDS: the sidecar's log says nothing of it."""
+    async with Client(front.address) as client:
+        await client.admin.create_topic(topic + "-ids", deduplication_mode="deduplication-id")
+        producer = client.producer(topic, "p", NEVER_GIVES_UP)
+        await producer.open()
+        await (await producer.send(b"1"))
+        async with client.publisher(topic + "-ids", delivery_timeout_seconds=1e6) as publisher:
+            await publisher.send(b"1", deduplication_id="1")
+            receipt = await producer.send(POISON)
+            sends = asyncio.create_task(publisher.send(POISON, deduplication_id="2"))
+            # What whoever waits for the one or the other is told when it takes too long.
+            await until(lambda: (why := receipt._pending.last_refusal) is not None and why.hint == HINT_OF_BREAKS)
+            await until(lambda: publisher._delivery._given_up().hint == HINT_OF_BREAKS)
+        await asyncio.wait({sends})
+        await producer.abort()
+        with pytest.raises(OutcomeUnknownError, match="broke") as caught:
+            await receipt
+        assert caught.value.hint == HINT_OF_BREAKS
 
 
 async def test_what_times_out_is_no_fault_of_the_frame(
