@@ -81,7 +81,7 @@ class _Call:
     breaks: Breaks = field(default_factory=Breaks)
 
     def record(self, receipt: ReceiptColumns) -> BatchResult:
-        """What is known with this receipt. Raises what `BatchResult.merge` raises."""
+        """What is known with this receipt."""
         if self.result is None:
             self.result = BatchResult.of(np.full(len(self.batch), NO_SEQUENCE_ID, np.int64), receipt)
         else:

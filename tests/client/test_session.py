@@ -240,6 +240,59 @@ async def test_answers_of_a_lower_term_are_ignored(fake: FakeSidecar) -> None:
         assert [(await (await producer.send(b""))).index for _ in range(2)] == [0, 1]
 
 
+@pytest.mark.parametrize("of_open", [True, False])
+async def test_a_term_that_is_none_does_not_make_a_producer_wait_for_ever(fake: FakeSidecar, of_open: bool) -> None:
+    """As after a bit that was changed on the way: all later answers, and the next Open, have a lower one."""
+    wrong = 1 << 40
+
+    def on_frame(frame: Frame) -> list[Response]:
+        stored = fake.stored(frame)
+        if not of_open and len(fake.frames) == 1:
+            stored.term = wrong
+        return [stored]
+
+    fake.on_frame = on_frame
+    fake.on_open = lambda _: fake.opened(term=wrong if of_open and len(fake.opens) == 1 else fake.term)
+    async with Client(fake.address) as client:
+        producer = client.producer("t", "p", ProducerConfig(delivery_timeout_seconds=None))
+        await producer.open()
+        if not of_open:
+            await (await producer.send(b""))
+        receipt = await producer.send(b"")
+        with pytest.raises(DataLossError, match=f"term 1 \\({wrong} before\\)"):
+            await receipt
+        await producer.abort()
+    assert len(fake.opens) == 2
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"verdicts": [1, 1, 1]},
+        {"verdicts": [1, 9]},
+        {"verdicts": [2, 2], "known_rows": [0, 7], "known_indexes": [0, 0], "known_ledger_ids": [0, 0],
+         "known_entry_ids": [0, 0]},
+        {"verdicts": [2, 2], "known_rows": [0], "known_indexes": [0], "known_ledger_ids": [0, 0],
+         "known_entry_ids": [0]},
+        {"verdicts": [2, 2], "imported_rows": [2]},
+        {"run_rows": [1], "run_ledger_ids": [1], "run_entry_ids": [1], "run_batch_indexes": [1]},
+    ],
+)  # fmt: skip
+async def test_a_receipt_that_does_not_fit_its_frame_breaks_the_connection(
+    fake: FakeSidecar, columns: dict[str, list[int]]
+) -> None:
+    def on_frame(frame: Frame) -> list[Response]:
+        if len(fake.frames) > 1:
+            return [fake.stored(frame)]
+        return [fake.answer(receipts=[{"frame": frame.number, "first_index": 0, **columns}])]
+
+    fake.on_frame = on_frame
+    async with Client(fake.address) as client, client.producer("t", "p") as producer:
+        result = await (await producer.send_batch([b"", b""]))
+        assert result.indexes.tolist() == [0, 1]
+    assert len(fake.opens) == 2
+
+
 @pytest.mark.parametrize(
     ("resumed", "kind"),
     [
