@@ -17,14 +17,14 @@ from seqdedupe.log.embedded.commit import Committer
 from seqdedupe.log.embedded.logs import EmbeddedLogs, incarnations
 from seqdedupe.store import directories
 from seqdedupe.store.db import Store
-from seqdedupe.store.topics import LogKind, TopicRecord, TopicState
+from seqdedupe.store.parts import LogKind, TopicRecord, TopicState
 from seqdedupe.topic.attached import AttachedTopic
 from seqdedupe.topic.base import State
 from seqdedupe.topic.clock import Clock
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.kinds import BrokersTopics, PublishedTopics
+from seqdedupe.topic.listing import Fetching
 from seqdedupe.topic.policy import BYTES_A_MB, Applied
-from seqdedupe.topic.renewal import Fetching
 from seqdedupe.topic.topic import Topic
 from seqdedupe.topic.window_runs import WindowMemory
 
@@ -38,9 +38,6 @@ LOOK_SECONDS = 60.0
 
 RETENTION_SECONDS = 300.0
 """What is too old by retention by time is looked for so often, also where no messages come."""
-
-ADMISSION_TIMEOUT_SECONDS = 30.0
-"""A broker is detached that does not report for so long what became of a message that was new."""
 
 EXIT_FATAL = 70
 """Exit status when the log can no longer be trusted: recovery at the next start decides."""
@@ -88,11 +85,7 @@ class Data:
             "applied": _applied(config),
         }
         if config.log == "broker":
-            self.brokers_topics = Topics(
-                store,
-                lambda told: BrokersTopics(store, admission_timeout_seconds=ADMISSION_TIMEOUT_SECONDS, on_state=told),
-                **settings,
-            )
+            self.brokers_topics = Topics(store, lambda told: BrokersTopics(store, on_state=told), **settings)
             return
         logs: Logs
         if config.log == "pulsar":

@@ -18,12 +18,11 @@ from grpc_health.v1 import health_pb2
 from broker_sidecar.config import Config
 from broker_sidecar.connections import origin_of, taken_from
 from broker_sidecar.rpc import Context, Handle, MethodCounts, Wrapping, abort, method_of_call, parse_small
-from broker_sidecar.security.audit import Audit
+from broker_sidecar.security.audit import Audit, Trail
 from broker_sidecar.security.authentication import Authentication
 from broker_sidecar.security.permissions import CHANGES, HEALTH_OF_THE_WHOLE, NO_RULES, Permissions, request_class
 from broker_sidecar.security.rules import RulesFile, read_rules
 from broker_sidecar.security.subject import Subject, caller, set_caller
-from broker_sidecar.security.trail import Trail
 from broker_sidecar.security.watched_files import Watched, Watching
 from broker_sidecar.streams import Streams
 from seqdedupe.errors import SeqdedupeError, error

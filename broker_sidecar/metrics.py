@@ -31,7 +31,7 @@ from seqdedupe.errors import REASONS
 from seqdedupe.figures import Buckets
 from seqdedupe.topic.base import State, TopicBase
 from seqdedupe.topic.directory import Topics
-from seqdedupe.topic.flight import Admitted
+from seqdedupe.topic.frame import Admitted
 from seqdedupe.topic.topic import Topic
 
 # -- All topics looked at together, for a scrape: sums of what they count, and how they are at the moment.

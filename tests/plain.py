@@ -5,7 +5,7 @@ import sys
 from types import ModuleType
 
 MODULES = {
-    "seqdedupe.format": ("layout", "headers", "records"),
+    "seqdedupe.format": ("columns", "headers", "records"),
     "seqdedupe.core": (
         "rule",
         "recent",

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from seqdedupe.store.topics import TopicRecord
+from seqdedupe.store.parts import TopicRecord
 from seqdedupe.topic.directory import Topics
 
 

@@ -1,17 +1,27 @@
-"""The audit trail: who did what that changes the sidecar, and who was refused."""
+"""The audit trail: who did what that changes the sidecar, and who was refused. docs/audit.md lists the events.
+
+Begin with `Trail`, which says what of the calls stands there; `Audit` writes the file.
+"""
 
 import asyncio
 import fcntl
 import logging
 import os
-from collections import defaultdict
-from collections.abc import Hashable, Iterator, Mapping
+from collections import defaultdict, deque
+from collections.abc import AsyncIterator, Hashable, Iterable, Iterator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
-from seqdedupe.audit_trail import NO_LINE, encode, last_link
+from google.protobuf import text_format
+from google.protobuf.message import Message
+
+from broker_sidecar.security.permissions import MAX_NAMES_TOLD, Denial, deciding_rule
+from broker_sidecar.security.subject import Subject, caller, host_of, network_of
+from seqdedupe.audit_trail import NO_LINE, cut, encode, last_link
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.files import sync_folder
 from seqdedupe.tasks import retrieve
@@ -48,17 +58,17 @@ class Repeats(Generic[C, T]):
 
     def is_first(self, who: C, told: T) -> bool:
         """Whether this is to be told now; else it is counted."""
-        caller = self._callers.get(who)
-        if caller is None:
+        repeated = self._callers.get(who)
+        if repeated is None:
             if len(self._callers) == MOST_CALLERS:
                 self._others += 1
                 return False
-            caller = self._callers[who] = _Repeated()
-        count = caller.counts.get(told)
-        if count is None and len(caller.counts) == MOST_OF_CALLER:
-            caller.others += 1
+            repeated = self._callers[who] = _Repeated()
+        count = repeated.counts.get(told)
+        if count is None and len(repeated.counts) == MOST_OF_CALLER:
+            repeated.others += 1
             return False
-        caller.counts[told] = 0 if count is None else count + 1
+        repeated.counts[told] = 0 if count is None else count + 1
         return count is None
 
     def take(self) -> Iterator[tuple[C | None, T | None, int]]:
@@ -66,10 +76,10 @@ class Repeats(Generic[C, T]):
         all; and with None twice, how many of other callers. Forgets them."""
         callers, others = self._callers, self._others
         self._callers, self._others = {}, 0
-        for who, caller in callers.items():
-            yield from ((who, told, count) for told, count in caller.counts.items() if count)
-            if caller.others:
-                yield who, None, caller.others
+        for who, repeated in callers.items():
+            yield from ((who, told, count) for told, count in repeated.counts.items() if count)
+            if repeated.others:
+                yield who, None, repeated.others
         if others:
             yield None, None, others
 
@@ -135,8 +145,8 @@ class Audit:
         lines that are alike only the first is written, and then how many more there were."""
         if self._counted is None:
             self._counted = asyncio.get_running_loop().call_later(REPEATS_SECONDS, self._tell_counts)
-        caller = _Caller(str(fields.get("subject", "")), network)
-        if self._repeats[event].is_first(caller, frozenset(fields.items())):
+        whose = _Caller(str(fields.get("subject", "")), network)
+        if self._repeats[event].is_first(whose, frozenset(fields.items())):
             self._put_untold(event, fields, MAX_WAITING_REFUSALS)
 
     def reopen(self) -> None:
@@ -155,11 +165,11 @@ class Audit:
     def _tell_counts(self) -> None:
         self._counted = None
         for event, repeats in self._repeats.items():
-            for caller, told, count in repeats.take():
+            for whose, told, count in repeats.take():
                 if told is not None:
                     self._put_untold(event, dict(told) | {"repeats": count}, MAX_WAITING_REFUSALS)
                     continue
-                who = {"subject": caller.subject, "address": caller.network} if caller is not None else {}
+                who = {"subject": whose.subject, "address": whose.network} if whose is not None else {}
                 self._put_untold("others refused", {**who, "refused": event, "repeats": count}, MAX_WAITING_REFUSALS)
 
     def _put_untold(self, event: str, fields: Mapping[str, object], most_waiting: int) -> None:
@@ -249,3 +259,159 @@ class Audit:
 
     def _unavailable(self, e: OSError) -> SeqdedupeError:
         return error("AUDIT_UNAVAILABLE", f"the audit trail {self._path} cannot be written: {e.strerror or e}")
+
+
+# -- Whose a producer name was before.
+
+MAX_OPENS = 100_000
+"""Remembered, of all topics together. Beyond that, the subject with the most loses its oldest: nobody who opens again
+and again has what others opened forgotten."""
+
+
+class Openers:
+    """Who has opened sessions since the sidecar started. One call of Open gives many names one epoch."""
+
+    def __init__(self) -> None:
+        self._subjects: dict[tuple[int, int], str] = {}
+        self._opens: defaultdict[str, deque[tuple[int, int]]] = defaultdict(deque)
+        """Of each subject, the oldest first."""
+
+    def opened(self, incarnation: int, epoch: int, subject: str) -> None:
+        """A subject has opened names of a topic with this epoch."""
+        if len(self._subjects) >= MAX_OPENS:
+            most = max(self._opens, key=lambda one: len(self._opens[one]))
+            oldest = self._opens[most].popleft()
+            self._subjects.pop(oldest, None)
+            if not self._opens[most]:
+                del self._opens[most]
+        self._subjects[incarnation, epoch] = subject
+        self._opens[subject].append((incarnation, epoch))
+
+    def of(self, incarnation: int, epoch: int) -> str | None:
+        """Who has opened what has this epoch; None if that is not remembered."""
+        return self._subjects.get((incarnation, epoch))
+
+
+MAX_NAME_BYTES_TOLD = 64
+MAX_NAMES_BYTES_TOLD = 512
+"""Of a producer name, and of all names in a line: what is longer is cut. Who is refused may choose them."""
+
+_AFTERWARDS = "it was carried out, but "
+"""Before why that could not be written."""
+
+
+class Trail:
+    """Puts calls into an audit trail; into none, if there is none."""
+
+    def __init__(self, audit: Audit | None) -> None:
+        self._audit = audit
+        self._openers = Openers()
+
+    def unauthenticated(self, call: str, address: str, e: SeqdedupeError) -> None:
+        """Somebody has shown nothing, or nothing that is valid. The error says whose it was, where that is proven."""
+        if self._audit is not None:
+            what = {"address": host_of(address), "call": _short(call), "reason": e.reason}
+            what |= {name: e.numbers[name] for name in ("subject", "kind") if name in e.numbers}
+            self._audit.refused("unauthenticated", network_of(address), **what)
+
+    def denied(self, denial: Denial) -> None:
+        """The rules do not allow it."""
+        if self._audit is not None:
+            self._audit.refused(
+                "denied",
+                network_of(denial.subject.address),
+                **_who(denial.subject),
+                action=denial.action.value,
+                topic=denial.topic,
+                **_names(denial.producer_names),
+                **({"cursor": denial.cursor} if denial.cursor else {}),
+                rule=denial.rule.name if denial.rule is not None else "",
+            )
+
+    @asynccontextmanager
+    async def change(self, call: str, request: Message | str) -> AsyncIterator[None]:
+        """Around what an operator's call changes: it stands in the trail before it is done, and before it is answered.
+
+        Raises AUDIT_UNAVAILABLE: before the block, or after it, and then it was carried out.
+        """
+        if (audit := self._audit) is None:
+            yield
+            return
+        what = {**_who(caller()), "call": _short(call), "request": _text(request)}
+        await audit.write("call", **what, rule=deciding_rule())
+        try:
+            yield
+        except BaseException as e:
+            audit.tell("failed", **what, why=_why(e))
+            raise
+        try:
+            await audit.write("done", **what)
+        except SeqdedupeError as e:
+            raise error(e.reason, _AFTERWARDS + e.message) from e
+
+    def opened(self, topic: str, incarnation: int, epochs: Iterable[int], fenced: Iterable[tuple[str, int]]) -> None:
+        """The caller has opened producer names with these epochs; of each that had one before, that one."""
+        if (audit := self._audit) is None:
+            return
+        subject = caller()
+        names_of: dict[str, list[str]] = {}
+        for name, before in fenced:
+            if (other := self._openers.of(incarnation, before)) not in (None, subject.name):
+                names_of.setdefault(str(other), []).append(name)
+        for other, names in names_of.items():
+            audit.tell("producers taken over", **_who(subject), topic=topic, **_names(names), from_subject=other)
+        for epoch in epochs:
+            self._openers.opened(incarnation, epoch, subject.name)
+
+    def begin(self) -> None:
+        """The sidecar serves."""
+        self._happened("started", sidecar=version("seqdedupe"))
+
+    async def close(self) -> None:
+        """The sidecar ends; writes what waits."""
+        if self._audit is not None:
+            self._happened("stopped", sidecar=version("seqdedupe"))
+            await self._audit.close()
+
+    def read_again(self, what: str, problem: SeqdedupeError | None) -> None:
+        """A file was replaced, and what it says is in force, or is not because of this."""
+        if problem is None:
+            self._happened("read again", what=what)
+        else:
+            self._happened("not read again", what=what, why=problem.message)
+
+    def rotated(self) -> None:
+        """The trail's file may have been moved away."""
+        if self._audit is not None:
+            self._audit.reopen()
+
+    def _happened(self, event: str, **fields: Any) -> None:
+        if self._audit is not None:
+            self._audit.tell(event, **fields)
+
+
+def _why(e: BaseException) -> str:
+    """The reason. Where a handler has ended its call, what it ended it for is the context of what that raises."""
+    for one in (e, e.__context__):
+        if isinstance(one, SeqdedupeError):
+            return one.reason
+    return type(e).__name__
+
+
+def _who(subject: Subject) -> dict[str, Any]:
+    return {"subject": subject.name, "kind": subject.kind, "address": host_of(subject.address)}
+
+
+def _names(names: Iterable[str]) -> dict[str, Any]:
+    """The first names, as far as there is room; and how many there are."""
+    listed = list(names)
+    told = " ".join(repr(cut(name, MAX_NAME_BYTES_TOLD)) for name in listed[:MAX_NAMES_TOLD])
+    return {"producer_names": cut(told, MAX_NAMES_BYTES_TOLD), "producers": len(listed)} if listed else {}
+
+
+def _short(call: str) -> str:
+    return call.rpartition(".")[2]
+
+
+def _text(request: Message | str) -> str:
+    return request if isinstance(request, str) else text_format.MessageToString(request, as_one_line=True)

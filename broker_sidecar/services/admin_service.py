@@ -1,9 +1,8 @@
 """AdminService: the calls about topics and their policies, and all others from the files of their groups.
 
 `CreateTopic` to `GetTopic`, the policies of topics and namespaces, `Snapshot` and `GetVersion` are here. Producers and
-single messages are in `producer_calls.py`, cursors in `read_service.py`, what is exported and imported in
-`transfer_calls.py`, other sidecars and moves in `cluster_calls.py` and `arrivals.py`, the rest in `backup_calls.py` and
-`statistics.py`.
+single messages are in `producer_calls.py`, cursors in `read_service.py`, exports, imports and backups in
+`transfer_calls.py`, other sidecars and moves in `cluster_calls.py`, the rest in `statistics.py`.
 """
 
 import asyncio
@@ -25,20 +24,18 @@ from broker_sidecar.proto_messages import (
     topic_to_proto,
 )
 from broker_sidecar.rpc import unary
-from broker_sidecar.services.arrivals import ArrivalCalls
-from broker_sidecar.services.backup_calls import BackupCalls
-from broker_sidecar.services.cluster_calls import ClusterCalls
+from broker_sidecar.services.cluster_calls import ArrivalCalls, ClusterCalls
 from broker_sidecar.services.producer_calls import ProducerCalls
 from broker_sidecar.services.read_service import Cursors
 from broker_sidecar.services.statistics import Statistics
-from broker_sidecar.services.transfer_calls import TransferCalls
+from broker_sidecar.services.transfer_calls import BackupCalls, TransferCalls
 from broker_sidecar.streams import Streams
 from seqdedupe.errors import error
 from seqdedupe.format.headers import FORMAT_VERSION
 from seqdedupe.limits import MAX_BATCH_BYTES, MAX_BATCH_ROWS
 from seqdedupe.log.contract import Layout
 from seqdedupe.names import namespace_name, topic_name
-from seqdedupe.store.topics import LogKind
+from seqdedupe.store.parts import LogKind
 from seqdedupe.topic import directory
 from seqdedupe.topic.base import TopicBase
 from seqdedupe.topic.directory import delete, find, look_for

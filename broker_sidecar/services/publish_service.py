@@ -12,10 +12,10 @@ import grpc.aio
 import numpy as np
 
 from broker_sidecar.rpc import Context, abort, field_tags, parse, refusals, unary
+from broker_sidecar.security.audit import Trail
 from broker_sidecar.security.permissions import Permissions
 from broker_sidecar.security.rules import Action
 from broker_sidecar.security.subject import caller
-from broker_sidecar.security.trail import Trail
 from broker_sidecar.shares import Share, Use
 from broker_sidecar.streams import COPIES, Stream, Streams, unasked
 from seqdedupe import wire
@@ -412,7 +412,9 @@ class PublishService:
         ones, if none is left."""
         self._permissions.check_topic(Action.PUBLISH, topic)
         places, denial = await self._permissions.denied_names(topic, names)
-        if denial is not None and len(places) == len(names):
+        if denial is None:
+            return {}
+        if len(places) == len(names):
             raise denial
         # Whoever sent the name knows the rest; 10,000 answers that tell it would be too long for one message.
         short = error("NOT_ALLOWED", "the caller may not publish as this producer")

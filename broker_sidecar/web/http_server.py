@@ -25,10 +25,10 @@ from urllib.parse import parse_qsl, urlsplit
 
 from google.protobuf import message
 
+from broker_sidecar.security.audit import Trail
 from broker_sidecar.security.authentication import Authentication
 from broker_sidecar.security.permissions import Permissions
 from broker_sidecar.security.subject import Subject, set_caller
-from broker_sidecar.security.trail import Trail
 from broker_sidecar.services.admin_service import SERVICE
 from broker_sidecar.sockets import cannot_listen, family_of
 from seqdedupe.address import SidecarAddress

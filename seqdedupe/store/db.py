@@ -29,6 +29,7 @@ from seqdedupe.store.parts import (
     LAST_INCARNATION,
     MAX_NUMBER,
     NAMESPACES,
+    TopicRecord,
     damaged,
     namespace_key,
     seal,
@@ -37,7 +38,6 @@ from seqdedupe.store.parts import (
     unseal,
 )
 from seqdedupe.store.rocksdb import Mark, close_rocksdb, create_rocksdb, open_rocksdb, rocksdb_errors
-from seqdedupe.store.topics import TopicRecord
 from seqdedupe.tasks import retrieve
 
 logger = logging.getLogger("seqdedupe.store")

@@ -38,6 +38,8 @@ NO_ROW = -1
 """Of a handle that was released, when its producer is gone."""
 FIRST_HANDLES = 64
 """There is room for; it grows by an eighth."""
+ADMISSION_TIMEOUT_SECONDS = 30.0
+"""A broker is detached that does not report for so long what became of a message that was new."""
 ADMISSION_BYTES = 24
 """What one in flight takes, about: handle, IDs, and whether it passes."""
 CHECK_BYTES = 704
@@ -393,7 +395,6 @@ class AttachedTopic(TopicBase):
         loaded: Loaded | None,
         *,
         applied: Applied,
-        admission_timeout_seconds: float,
         now_seconds: Callable[[], float],
         on_state: Callable[["AttachedTopic"], None],
         producers: Producers | None = None,
@@ -413,7 +414,6 @@ class AttachedTopic(TopicBase):
         """The entries up to here, itself included, are covered by a durable snapshot."""
         self.why = NOBODY
         self.knows_its_end = True
-        self._timeout_seconds = admission_timeout_seconds
         self._now_seconds = now_seconds
         self._attachment: BrokerAttachment | None = None
         self._end: Callable[[SeqdedupeError], None] | None = None
@@ -552,11 +552,11 @@ class AttachedTopic(TopicBase):
         since = attachment.waits_since
         if since is None:
             return
-        left = since + self._timeout_seconds - self._now_seconds()
+        left = since + ADMISSION_TIMEOUT_SECONDS - self._now_seconds()
         if left > 0:
             self._timer = asyncio.get_running_loop().call_later(left, self._watch, attachment)
             return
-        why = f"of an admission nothing was reported for {self._timeout_seconds:g} seconds"
+        why = f"of an admission nothing was reported for {ADMISSION_TIMEOUT_SECONDS:g} seconds"
         logger.warning("topic %s: %s", self.name, why)
         self._detach(error("NOT_ATTACHED", why))
         self.change_state(State.RECOVERING, NOBODY)

@@ -17,7 +17,7 @@ from seqdedupe.limits import MAX_PARTITIONS
 from seqdedupe.log.contract import AS_USUAL, Layout
 from seqdedupe.names import namespace_of, partition_name, topic_name, whole_of
 from seqdedupe.store.db import Store
-from seqdedupe.store.topics import LogKind, TopicRecord
+from seqdedupe.store.parts import LogKind, TopicRecord
 from seqdedupe.tasks import again_until, retrieve
 from seqdedupe.topic import listing
 from seqdedupe.topic.base import State, TopicBase

@@ -15,10 +15,10 @@ from typing import Protocol, TypeVar
 from seqdedupe.core.id_runs import ImportedIds
 from seqdedupe.errors import DamagedError, PositionError, UnavailableError, error
 from seqdedupe.log.contract import AS_USUAL, Layout, Log, LogName, Logs
-from seqdedupe.store import imported_run as stored_import
+from seqdedupe.store import windows
 from seqdedupe.store.db import Store
+from seqdedupe.store.parts import LogKind, TopicRecord
 from seqdedupe.store.snapshots import Loaded, Snapshots
-from seqdedupe.store.topics import LogKind, TopicRecord
 from seqdedupe.topic.attached import AttachedTopic
 from seqdedupe.topic.base import State, TopicBase
 from seqdedupe.topic.clock import Clock
@@ -94,11 +94,9 @@ class BrokersTopics:
         self,
         store: Store,
         *,
-        admission_timeout_seconds: float,
         on_state: Callable[[AttachedTopic], None],
     ) -> None:
         self._store = store
-        self._admission_timeout_seconds = admission_timeout_seconds
         self._on_state = on_state
 
     async def list(self, without: Container[str] = ()) -> list[LogName]:
@@ -126,7 +124,6 @@ class BrokersTopics:
             stored.snapshots,
             stored.loaded,
             applied=applied,
-            admission_timeout_seconds=self._admission_timeout_seconds,
             now_seconds=time.monotonic,
             on_state=self._on_state,
             producers=stored.producers,
@@ -251,13 +248,13 @@ class PublishedTopics:
         """What the store has of an imported window. What is damaged is as good as missing: the file has it."""
         incarnation = record.incarnation
         try:
-            imported = await asyncio.to_thread(stored_import.load, self._store, incarnation)
+            imported = await asyncio.to_thread(windows.load_import, self._store, incarnation)
         except DamagedError as e:
             logger.error("topic %s: its imported window cannot be read: %s", record.name, e)
             return None
-        if await asyncio.to_thread(stored_import.has_other_runs, self._store, incarnation, imported):
+        if await asyncio.to_thread(windows.has_other_imports, self._store, incarnation, imported):
             try:
-                stored_import.keep_only(self._store, incarnation, imported)
+                windows.keep_only_import(self._store, incarnation, imported)
             except UnavailableError as e:
                 logger.warning("topic %s: what is left of an import cannot be removed now: %s", record.name, e)
         return imported

@@ -17,7 +17,7 @@ from seqdedupe.format.headers import SECRET_BYTES
 from seqdedupe.log.contract import AS_USUAL, Layout
 from seqdedupe.names import shard_of, whole_of
 from seqdedupe.store.db import Store
-from seqdedupe.store.topics import LogKind, TopicRecord, TopicState
+from seqdedupe.store.parts import LogKind, TopicRecord, TopicState
 from seqdedupe.tasks import again_until
 from seqdedupe.topic.base import State, TopicBase
 from seqdedupe.topic.keeper import RestoredState

@@ -25,8 +25,7 @@ from seqdedupe.message_id import Position
 from seqdedupe.names import new_producer_name, producer_name
 from seqdedupe.topic.base import State
 from seqdedupe.topic.control import CursorChange, ProducerSessions, Purge, Reset
-from seqdedupe.topic.flight import InFlight
-from seqdedupe.topic.frame import check_by_id
+from seqdedupe.topic.frame import InFlight, check_by_id
 from seqdedupe.topic.judge import since_ms
 from seqdedupe.topic.policy import LARGEST, MAX_CURSORS, MAX_NOTE_BYTES, NamedCursor
 from seqdedupe.topic.sessions import NAMES_A_STEP, OpenAnswer, SessionStarts, check_count, encoded_names
@@ -242,8 +241,8 @@ async def _begin(
         await topic.all_settled()
         topic.check_serving()
     check(names)
-    if epochs is None:
-        topic.owner.check_has_epochs()
+    if epochs is None and topic.sessions.term_is_used_up:
+        topic.owner.begin_another_term()
     opening = topic.sessions.open(names, epochs)
     durable_epochs = topic.producers.numbers[opening.numbers, DURABLE_EPOCH]
     if (durable_epochs < opening.epochs).any():
@@ -445,7 +444,8 @@ async def reset_producer(topic: Topic, name: str, persisted: int) -> int:
             f"persisted is {persisted}: it should be {NO_SEQUENCE_ID} to {before}, which producer {name!r} has sent",
             persisted=before,
         )
-    topic.owner.check_has_epochs()
+    if topic.sessions.term_is_used_up:
+        topic.owner.begin_another_term()
     opening = topic.sessions.open([name], None)
     await topic.append_change(Reset(opening.names, opening.epochs, np.array([persisted], np.int64)))
     logger.warning(

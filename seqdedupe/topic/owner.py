@@ -1,6 +1,9 @@
 """Who owns a topic's log: it is taken over with what it says, followed while another sidecar owns it, and given away.
 
-Begin with `Owner`. How a log is taken over is `recovery`'s; what becomes of messages is the topic's.
+Begin with `Owner`; what becomes of messages is the topic's. To take over a log is to open it for writing, to mark it,
+and to read up to one's own marker. Only then may anybody decide. At start the reading begins at the snapshot's
+position; after an append with an unknown outcome, at the last confirmed message. Both are this procedure. `Replay`
+reads.
 """
 
 import asyncio
@@ -11,24 +14,26 @@ from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from seqdedupe.core.producers import Producers
 from seqdedupe.core.rule import DURABLE_EPOCH, PERSISTED
 from seqdedupe.errors import DamagedError, InvalidRequestError, SeqdedupeError, UnavailableError, error
-from seqdedupe.format.columns import TERM
+from seqdedupe.format.columns import BASE_INDEX, ROWS, TERM
+from seqdedupe.format.headers import TOKEN_BYTES, ownership_of
+from seqdedupe.format.records import marker_token, ownership
 from seqdedupe.limits import NO_EPOCH, NO_SEQUENCE_ID
-from seqdedupe.log.contract import Failure, Log, Outcome
+from seqdedupe.log.contract import Entries, Failure, Log, Outcome, Runs
 from seqdedupe.names import producer_name
 from seqdedupe.tasks import Broadcast, again_until, retrieve
-from seqdedupe.topic import recovery
 from seqdedupe.topic.base import State, TopicCounters
 from seqdedupe.topic.control import STATED_A_RECORD, Change, Import
-from seqdedupe.topic.flight import Flight
+from seqdedupe.topic.frame import Flight
 from seqdedupe.topic.keeper import Keeper
-from seqdedupe.topic.recovery import RunsOf, Table, replay_from
 from seqdedupe.topic.sessions import RANDOM_BYTES, Sessions
 
 logger = logging.getLogger("seqdedupe.topic")
+recovery_logger = logging.getLogger("seqdedupe.topic.recovery")
 
 SETTLE_SECONDS = 5.0
 """For what is in flight, before another sidecar gets a topic: what has not settled then, that one finds out."""
@@ -39,6 +44,80 @@ LONGEST_REST_SECONDS = 4.0
 TRY_AGAIN_SECONDS = 1.0
 CATCH_UP_SECONDS = 300.0
 """What a sidecar does not know keeps the log's beginning from going: its snapshots say from where it needs the log."""
+
+
+# -- Reading a log, to merge what is in it.
+
+MAX_TERM = 2**31 - 1
+
+Table = npt.NDArray[np.int64]
+RunsOf = Callable[[int], Runs]
+Merge = Callable[[bytes, Table, int, RunsOf], None]
+"""Is given a chunk, the table of its scanned records, how many there are, and the message IDs of each one's rows.
+
+Markers and control records have ROWS 0.
+"""
+
+
+def damaged(log: Log, why: str, index: int) -> SeqdedupeError:
+    return error("LOG_DAMAGED", f"the log {log.place} cannot be replayed at index {index}: {why}", index=index)
+
+
+class Replay:
+    """Reads a log forward and hands its entries on to be merged."""
+
+    def __init__(self, log: Log, next_index: int, merge: Merge, skip_below: int, last_ownership: int) -> None:
+        self._log = log
+        self.next_index = next_index
+        self._merge = merge
+        self._skip_below = skip_below
+        self._last_ownership = last_ownership
+        self.rows = 0
+        self.tokens: dict[bytes, int] = {}
+
+    async def run(self) -> None:
+        """Reads up to the end there is; the next time, what has come since."""
+        async for entries in self._log.replay(self.next_index):
+            self._entries(entries)
+
+    def _entries(self, entries: Entries) -> None:
+        chunk, table = entries.raw, entries.table
+        for k in np.flatnonzero(table[:, TERM] > 0):
+            self.tokens[marker_token(chunk, table[k])] = int(table[k, TERM])
+        self.next_index = entries.next_index
+        self._check_history(table)
+        # A batch that is known already must not enter the ring twice, nor may a reset before it come after it. Of
+        # control records after the last message that is known it is not known which ones are; all of them once more
+        # come to the same.
+        ends = table[:, BASE_INDEX] + table[:, ROWS]
+        new = np.flatnonzero(np.where(table[:, ROWS] == 0, ends >= self._skip_below, ends > self._skip_below))
+        if len(new):
+            some = table if len(new) == len(table) else table[new]
+            self._merge(chunk, some, len(new), lambda k: entries.runs[int(new[k])])
+        self.rows += int(table[new, ROWS].sum())
+
+    def _check_history(self, table: Table) -> None:
+        """The last message that is known must be the one that stands in the log."""
+        last = self._skip_below - 1
+        for places in table[(table[:, BASE_INDEX] <= last) & (last < table[:, BASE_INDEX] + table[:, ROWS])]:
+            if self._last_ownership not in (0, ownership(places)):
+                why = f"the message there was written under {ownership(places):016x}, the one that is known under "
+                why += f"{self._last_ownership:016x}: this log has another history than the snapshot"
+                raise damaged(self._log, why, last)
+
+
+def replay_from(log: Log, confirmed_index: int, merge: Merge, last_ownership: int) -> Replay:
+    """A replay of what stands in the log from this index on, and of the message before it, which must be there.
+
+    Raises LOG_DAMAGED if it is gone already.
+    """
+    if confirmed_index < log.first_index:
+        raise damaged(log, f"it begins with index {log.first_index}, what is between is gone", confirmed_index)
+    next_index = max(confirmed_index - 1, log.first_index)
+    return Replay(log, next_index, merge, skip_below=confirmed_index, last_ownership=last_ownership)
+
+
+# -- Whose the log is.
 
 
 class Owned(Protocol):
@@ -211,22 +290,14 @@ class Owner:
         return True
 
     async def _took_over(self) -> bool:
+        """Makes this process the owner of the log, with what is in it; whether the log takes messages then."""
         topic = self._topic
         self._failed_meanwhile = False
         topic.opening += 1
         began = topic.now_seconds()
+        replay = replay_from(topic.log, topic.confirmed_index, self._merge, topic.last_ownership)
         try:
-            owner = await recovery.take_over(
-                topic.log,
-                term=topic.term + 1,
-                confirmed_index=topic.confirmed_index,
-                last_ownership=topic.last_ownership,
-                merge=self._merge,
-                settle=partial(topic.settle, topic.opening),
-                random_bytes=self._random_bytes,
-                known_term=lambda: topic.known_term,
-                name=topic.name,
-            )
+            term, token = await self._marked(replay)
         except InvalidRequestError as e:
             if e.reason != "TOPIC_TERMINATED":
                 raise
@@ -238,16 +309,60 @@ class Owner:
             return True
         # Whatever of the frames in flight the log does not hold by now it never will.
         topic.fail_in_flight(topic.not_appended("LOG_REFUSED", "the append failed"))
-        topic.term = owner.term
-        topic.ownership = owner.ownership
-        topic.sessions.begin_term(owner.term, self._random_bytes(RANDOM_BYTES))
-        topic.next_index = topic.confirmed_index = owner.next_index
+        topic.term = term
+        topic.ownership = ownership_of(token)
+        topic.sessions.begin_term(term, self._random_bytes(RANDOM_BYTES))
+        topic.next_index = topic.confirmed_index = replay.next_index
         topic.confirmed.tell()
         topic.counters.recoveries += 1
-        topic.counters.replayed += owner.replayed
+        topic.counters.replayed += replay.rows
         topic.counters.recovery_seconds += topic.now_seconds() - began
         # What the log held is known now; but if it failed again meanwhile, it takes nothing yet.
         return not self._failed_meanwhile
+
+    async def _marked(self, replay: Replay) -> tuple[int, bytes]:
+        """Opens the log for writing, and merges what is in it up to a marker of this process's own: that one's term,
+        which is above all known, and its token.
+
+        Where the log holds a marker of a term that is not lower, or what was merged names one, another marker is
+        written with a higher term. If the topic has confirmed messages, the record of the last one must be there: if it
+        is not, the end of the log is gone, which is LOG_DAMAGED; so is a record that was not written under the topic's
+        `last_ownership` (0: not known). Raises `UnavailableError` (LOG_REFUSED) if the log cannot be written.
+        """
+        topic, log = self._topic, self._topic.log
+        term, confirmed_index = topic.term + 1, topic.confirmed_index
+        settle = partial(topic.settle, topic.opening)
+        if log.replays_what_is_certain:
+            # However much it is, the marker stands near the end then, and nothing is read twice.
+            await replay.run()
+        while True:
+            if term > MAX_TERM:
+                raise error("INTERNAL", f"the topic {topic.name} has had {MAX_TERM} owners: that is the last term")
+            token = self._random_bytes(TOKEN_BYTES)
+            standing_term = await log.open_for_writing(term, token, settle)
+            await replay.run()
+            if replay.next_index < confirmed_index:
+                raise error(
+                    "LOG_DAMAGED",
+                    f"the log of {topic.name} ends before index {replay.next_index}, but a snapshot covers it up to "
+                    f"{confirmed_index}: its end is gone",
+                    index=replay.next_index,
+                    covered_index=confirmed_index,
+                )
+            if token not in replay.tokens and not standing_term:
+                raise damaged(log, "the marker that was just written is not in it", replay.next_index)
+            others = max((t for other, t in replay.tokens.items() if other != token), default=0)
+            highest = max(others, topic.known_term, standing_term)
+            if highest < term:
+                recovery_logger.info(
+                    "recovered topic %s in term %d: %d messages read, up to index %d",
+                    topic.name,
+                    term,
+                    replay.rows,
+                    replay.next_index,
+                )
+                return term, token
+            term = highest + 1
 
     def _merge(self, chunk: bytes, table: Table, count: int, runs_of: RunsOf) -> None:
         """Records that stand in the log that is taken over are merged."""
@@ -311,14 +426,13 @@ class Owner:
         self.log_failed(Failure.UNKNOWN, f"{type(e).__name__} in the sidecar")
         return error("RECOVERING", f"topic {topic.name} takes no messages now: {topic.why}")
 
-    def check_has_epochs(self) -> None:
-        """Before new sessions. Raises RECOVERING if this term has no epoch left for them, and begins another one: what
-        is in flight is found out before."""
+    def begin_another_term(self) -> None:
+        """This term has no epoch left for new sessions: another one begins, and what is in flight is found out before.
+        Raises RECOVERING."""
         topic = self._topic
-        if topic.sessions.term_is_used_up:
-            topic.change_state(State.RECOVERING, f"it was opened as often as it can be in term {topic.term}")
-            topic.spawn(self._recover())
-            topic.check_serving()
+        topic.change_state(State.RECOVERING, f"it was opened as often as it can be in term {topic.term}")
+        topic.spawn(self._recover())
+        topic.check_serving()
 
     # -- 3. while another sidecar owns it ----------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from seqdedupe.exports import WINDOW_CHECKSUM_BYTES
 from seqdedupe.limits import WindowLimits
 from seqdedupe.log.contract import FlushInterval, Retention
 from seqdedupe.message_id import Position
-from seqdedupe.store.topics import LogKind
+from seqdedupe.store.parts import LogKind
 
 # -- Which window of deduplication IDs was imported into a topic. It is kept, and changes, with the topic's policy.
 #

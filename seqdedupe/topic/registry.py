@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.names import partition_name, whole_of
-from seqdedupe.store.topics import TopicRecord
+from seqdedupe.store.parts import TopicRecord
 from seqdedupe.tasks import retrieve
 from seqdedupe.topic.base import State, TopicBase, damaged_topic
 

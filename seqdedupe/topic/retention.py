@@ -15,7 +15,7 @@ from seqdedupe.log.contract import Log, Retention
 from seqdedupe.topic import control
 from seqdedupe.topic.base import State
 from seqdedupe.topic.control import STATED_A_RECORD, Change, Purge, Reset
-from seqdedupe.topic.flight import Flight
+from seqdedupe.topic.frame import Flight
 from seqdedupe.topic.keeper import Keeper
 from seqdedupe.topic.policy import BYTES_A_MB, Applied, Policy
 

@@ -22,19 +22,17 @@ from seqdedupe.format.jit import Int64s
 from seqdedupe.format.records import body_of, ownership
 from seqdedupe.log.contract import DamageFound, Log, Outcome, Runs, Skipped, last_of
 from seqdedupe.message_id import MessageId, Position
-from seqdedupe.store import imported_run as stored_import
+from seqdedupe.store import windows
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Loaded, Snapshots
 from seqdedupe.topic import control
 from seqdedupe.topic.base import State, TopicBase
 from seqdedupe.topic.control import Change, CursorChange, ProducerSessions, Purge, Reset
-from seqdedupe.topic.flight import Admitted, Changing, Flight
-from seqdedupe.topic.frame import FrameReceipt, NumbersCache, OutOfStepError, Refusal, Reply
+from seqdedupe.topic.frame import Admitted, Changing, Flight, FrameReceipt, NumbersCache, OutOfStepError, Refusal, Reply
 from seqdedupe.topic.judge import ByDeduplicationId, BySequenceId, Judge
 from seqdedupe.topic.keeper import Keeper, producers_of
-from seqdedupe.topic.owner import Owner
+from seqdedupe.topic.owner import Owner, RunsOf, Table
 from seqdedupe.topic.policy import Applied, Policy
-from seqdedupe.topic.recovery import RunsOf, Table
 from seqdedupe.topic.retention import Trimmer
 from seqdedupe.topic.window_runs import LookedUp, WindowMemory
 
@@ -539,7 +537,7 @@ class Topic(TopicBase):
                 self.ids.imported.there = None
                 # One that is under way may have written runs, of which something would be missing.
                 self.newest_import = None
-                stored_import.remove(self.store, self.incarnation)
+                windows.remove_import(self.store, self.incarnation)
 
     # -- its producers -----------------------------------------------------------------------------------------
 

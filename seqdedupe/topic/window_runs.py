@@ -29,8 +29,7 @@ from seqdedupe.core.id_window import IdWindow
 from seqdedupe.errors import DamagedError, SeqdedupeError, error
 from seqdedupe.format.jit import Int64s
 from seqdedupe.store.db import Store
-from seqdedupe.store.imported_run import FIRST_RUN
-from seqdedupe.store.windows import RunWriter, read_pages
+from seqdedupe.store.windows import FIRST_RUN, RunWriter, read_pages
 from seqdedupe.tasks import Broadcast
 from seqdedupe.topic.frame import Frame, check_by_id
 from seqdedupe.topic.policy import Policy

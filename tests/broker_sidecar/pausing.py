@@ -73,7 +73,7 @@ def _stop(folder: Path) -> None:
 
 
 def _plant(bug: str) -> None:
-    from broker_sidecar.services import backup_calls
+    from broker_sidecar.services import transfer_calls
     from seqdedupe.log.embedded.logs import EmbeddedLogs
 
     @asynccontextmanager
@@ -82,7 +82,7 @@ def _plant(bug: str) -> None:
 
     if bug == "nothing kept":
         EmbeddedLogs.kept = nothing_kept  # type: ignore[method-assign]
-    moment = backup_calls._moment
+    moment = transfer_calls._moment
 
     def logs_first(data: Any, parts: Any) -> Any:
         # The store as it is much later: `rows` are read when the logs have been seen for long.
@@ -95,7 +95,7 @@ def _plant(bug: str) -> None:
         return seen._replace(rows=rows())
 
     if bug == "logs first":
-        backup_calls._moment = logs_first
+        transfer_calls._moment = logs_first
     iterdir = Path.iterdir
 
     def slowly(self: Path) -> Iterator[Path]:

@@ -10,7 +10,7 @@ from seqdedupe.v1 import dedupe_pb2 as pb
 from tests.broker_sidecar import with_constants
 from tests.broker_sidecar.attach import DUP, NOT_DUP, UNKNOWN, ByHand, Cut, Log, check_of, replay_of
 
-QUICK = with_constants.environment(data__ADMISSION_TIMEOUT_SECONDS=1)
+QUICK = with_constants.environment(seqdedupe__topic__attached__ADMISSION_TIMEOUT_SECONDS=1)
 
 
 @pytest.fixture(scope="module")

@@ -36,7 +36,7 @@ SERVICE_UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 
 FULL = "persistent://public/default/t"
 EXIT_ERROR = 1
-QUICK = with_constants.environment(data__ADMISSION_TIMEOUT_SECONDS=1)
+QUICK = with_constants.environment(seqdedupe__topic__attached__ADMISSION_TIMEOUT_SECONDS=1)
 
 
 @pytest.fixture

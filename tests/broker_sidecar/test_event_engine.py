@@ -6,13 +6,13 @@ import sys
 
 import pytest
 
-from broker_sidecar import event_engine
+from broker_sidecar import __main__ as program
 
 # Importing the sidecar's program, then a server: gRPC says on standard error which names it does not know.
 PROGRAM = """
 import asyncio, os
-from broker_sidecar import event_engine
-event_engine._THE_OLDER_WAY = os.environ.pop("NAMES", event_engine._THE_OLDER_WAY)
+if names := os.environ.pop("NAMES", ""):
+    os.environ["GRPC_EXPERIMENTS"] = names
 import broker_sidecar.__main__
 import grpc.aio
 print(os.environ.get("GRPC_EXPERIMENTS"))
@@ -35,7 +35,7 @@ def _run(**environment: str) -> tuple[str, str]:
 
 def test_grpc_hears_of_it_and_knows_the_names() -> None:
     names, said = _run()
-    assert names == event_engine._THE_OLDER_WAY
+    assert names == program._THE_OLDER_WAY
     assert "nknown experiment" not in said
 
 
@@ -53,6 +53,6 @@ def test_what_the_environment_says_stays() -> None:
 @pytest.mark.parametrize("installed", ["1.86.0", "2.0.0rc1"])
 def test_a_later_grpc_is_told_nothing(installed: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GRPC_EXPERIMENTS", raising=False)
-    monkeypatch.setattr(event_engine, "version", lambda _: installed)
-    event_engine.turn_off()
+    monkeypatch.setattr(program, "version", lambda _: installed)
+    program.turn_off_event_engine()
     assert "GRPC_EXPERIMENTS" not in os.environ

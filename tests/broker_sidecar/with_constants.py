@@ -19,8 +19,11 @@ MODULE = __name__ if __name__ != "__main__" else "tests.broker_sidecar.with_cons
 
 
 def environment(**constants: object) -> dict[str, str]:
-    """For `Sidecar(module=MODULE, environment=...)`; the names are those of `broker_sidecar`, with `__` for the dot."""
-    return {VARIABLE: json.dumps({f"broker_sidecar.{k.replace('__', '.')}": v for k, v in constants.items()})}
+    """For `Sidecar(module=MODULE, environment=...)`; the names are those of `broker_sidecar`, with `__` for the dot, or
+    whole paths that begin with `seqdedupe`."""
+    paths = {name.replace("__", "."): value for name, value in constants.items()}
+    whole = {k if k.startswith("seqdedupe.") else f"broker_sidecar.{k}": value for k, value in paths.items()}
+    return {VARIABLE: json.dumps(whole)}
 
 
 def replace() -> None:

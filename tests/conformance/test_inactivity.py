@@ -35,7 +35,6 @@ class Broker:
             snapshots,
             snapshots.load(),
             applied=Applied(deduplication_producer_inactivity_timeout_minutes=minutes),
-            admission_timeout_seconds=30,
             now_seconds=lambda: 0.0,
             on_state=lambda topic: None,
         )

@@ -12,8 +12,8 @@ from seqdedupe.core.rule import DUP, NOT_DUP
 from seqdedupe.doctor.salvage import salvage
 from seqdedupe.store.snapshots import Snapshots
 from seqdedupe.topic.frame import FrameReceipt, NumbersCache, Refusal
+from seqdedupe.topic.listing import renew
 from seqdedupe.topic.policy import Policy
-from seqdedupe.topic.renewal import renew
 from tests.doctor.directories import Opened, opened, segments
 
 TOPIC = "persistent://public/default/ids"

@@ -18,8 +18,7 @@ from seqdedupe.log.embedded import commit, journal_replay
 from seqdedupe.log.embedded.inspection import Intact, inspect
 from seqdedupe.log.embedded.journal_replay import JournalReplay
 from seqdedupe.log.embedded.segment import LogIdentity, segment_path
-from seqdedupe.log.embedded.sync_thread import LeftFile, Syncer
-from seqdedupe.log.embedded.writer import Writer
+from seqdedupe.log.embedded.writer import LeftFile, Syncer, Writer
 from tests.log.batches import SECRET, TOPIC
 from tests.log.conformance import Owner
 from tests.log.power import Disk

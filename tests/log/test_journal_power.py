@@ -10,8 +10,7 @@ import pytest
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.log.embedded import commit, journal_replay
 from seqdedupe.log.embedded.journal_replay import JournalReplay
-from seqdedupe.log.embedded.sync_thread import LeftFile, Syncer
-from seqdedupe.log.embedded.writer import Writer
+from seqdedupe.log.embedded.writer import LeftFile, Syncer, Writer
 from tests.log.rounds import Cuts, LosingDisk, Rounds
 
 

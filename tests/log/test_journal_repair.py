@@ -16,7 +16,7 @@ from seqdedupe.format.journal import SECTOR_BYTES, rounds_in
 from seqdedupe.log.embedded import journal_replay
 from seqdedupe.log.embedded.commit import Committer, Journal
 from seqdedupe.log.embedded.journal_replay import BEGUN_FILE, JournalReplay
-from seqdedupe.log.embedded.sync_thread import Syncer
+from seqdedupe.log.embedded.writer import Syncer
 from tests.log.power import Disk
 from tests.log.rounds import Cuts, LosingDisk, Rounds, failing_syncs, found_in, ids_in, logs_in, put
 from tests.log.test_journal import ALL, a_background_sync_that_fails, cut, files_in, journal_of, killed

@@ -4,6 +4,7 @@ Each function breaks the code through a `MonkeyPatch`.
 """
 
 import asyncio
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,18 +12,16 @@ import pytest
 
 from seqdedupe import batch as batches
 from seqdedupe.core import producers, replay, rule
-from seqdedupe.core.activity import Activity
-from seqdedupe.core.producers import Producers
+from seqdedupe.core.producers import Activity, Producers
 from seqdedupe.core.rule import ADMITTED, EPOCH, NOT_DUP, PERSISTED, PREDECESSOR_MISSING, PUSHED
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.format.columns import BASE_INDEX, EPOCHS, PRODUCER_INDEXES, PRODUCERS, ROWS, SEQUENCE_IDS, TERM, start
-from seqdedupe.format.headers import TOKEN_BYTES, ownership_of
+from seqdedupe.format.headers import TOKEN_BYTES
 from seqdedupe.log.contract import Entries, Failure
 from seqdedupe.message_id import MessageId, Position
 from seqdedupe.store import snapshots
-from seqdedupe.topic import control, judge, operations, recovery, retention
-from seqdedupe.topic.flight import Flight
-from seqdedupe.topic.frame import NumbersCache, Refusal
+from seqdedupe.topic import control, judge, operations, owner, retention
+from seqdedupe.topic.frame import Flight, NumbersCache, Refusal
 from seqdedupe.topic.keeper import Snapshotter
 from seqdedupe.topic.owner import Owner
 from seqdedupe.topic.policy import Policy
@@ -121,24 +120,24 @@ def append_accepted_after_a_refused_one(patch: pytest.MonkeyPatch) -> None:
 
 
 def replay_from_one_too_late(patch: pytest.MonkeyPatch) -> None:
-    original = recovery.Replay.__init__
+    original = owner.Replay.__init__
 
     def init(self: Any, log: Any, next_index: int, merge: Any, skip_below: int, last_ownership: int) -> None:
         original(self, log, next_index, merge, skip_below + 1, last_ownership=0)
 
-    patch.setattr(recovery.Replay, "__init__", init)
+    patch.setattr(owner.Replay, "__init__", init)
 
 
 def no_marker_before_reading(patch: pytest.MonkeyPatch) -> None:
-    async def take_over(log: Any, *, term: int, confirmed_index: int, merge: Any, **others: Any) -> recovery.Takeover:
-        replay = recovery.Replay(log, max(confirmed_index - 1, 0), merge, confirmed_index, others["last_ownership"])
+    async def marked(self: Any, replay: owner.Replay) -> tuple[int, bytes]:
+        topic = self._topic
         await replay.run()
-        term = max([term, *(earlier + 1 for earlier in replay.tokens.values())])
-        token = others["random_bytes"](TOKEN_BYTES)
-        await log.open_for_writing(term, token, others["settle"])
-        return recovery.Takeover(term, replay.next_index, ownership_of(token), replay.rows)
+        term = max([topic.term + 1, *(earlier + 1 for earlier in replay.tokens.values())])
+        token = self._random_bytes(TOKEN_BYTES)
+        await topic.log.open_for_writing(term, token, partial(topic.settle, topic.opening))
+        return term, token
 
-    patch.setattr(recovery, "take_over", take_over)
+    patch.setattr(Owner, "_marked", marked)
 
 
 def merge_by_overwriting(patch: pytest.MonkeyPatch) -> None:
@@ -198,7 +197,7 @@ def retention_forgets_what_is_in_force(patch: pytest.MonkeyPatch) -> None:
 
 
 def control_records_after_the_last_message_not_replayed(patch: pytest.MonkeyPatch) -> None:
-    original = recovery.Replay._entries
+    original = owner.Replay._entries
 
     def entries_of(self: Any, entries: Entries) -> None:
         table = entries.table
@@ -209,7 +208,7 @@ def control_records_after_the_last_message_not_replayed(patch: pytest.MonkeyPatc
         if len(entries.table):
             original(self, entries)
 
-    patch.setattr(recovery.Replay, "_entries", entries_of)
+    patch.setattr(owner.Replay, "_entries", entries_of)
 
 
 def policy_not_replayed(patch: pytest.MonkeyPatch) -> None:
@@ -291,7 +290,7 @@ def reset_does_not_outlast_a_snapshot(patch: pytest.MonkeyPatch) -> None:
 
 
 def reset_before_the_last_message_replayed_after_it(patch: pytest.MonkeyPatch) -> None:
-    original = recovery.Replay._entries
+    original = owner.Replay._entries
 
     def entries_of(self: Any, entries: Entries) -> None:
         table = entries.table
@@ -300,7 +299,7 @@ def reset_before_the_last_message_replayed_after_it(patch: pytest.MonkeyPatch) -
             self._merge(entries.raw, np.ascontiguousarray(table[resets]), int(resets.sum()), lambda k: ())
         original(self, entries)
 
-    patch.setattr(recovery.Replay, "_entries", entries_of)
+    patch.setattr(owner.Replay, "_entries", entries_of)
 
 
 def reset_replayed_after_the_batches_that_follow_it(patch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from seqdedupe.log.pulsar.log import PulsarResources
 from seqdedupe.log.pulsar.logs import PulsarLogs
 from seqdedupe.store.db import Store
 from seqdedupe.store.directories import StoreInstance
-from seqdedupe.store.topics import LogKind
+from seqdedupe.store.parts import LogKind
 from seqdedupe.topic.base import State
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.frame import FrameReceipt, NumbersCache, Refusal

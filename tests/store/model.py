@@ -11,8 +11,8 @@ import numpy as np
 
 from seqdedupe.message_id import MessageId
 from seqdedupe.store.db import Store
+from seqdedupe.store.parts import TopicRecord, TopicState
 from seqdedupe.store.snapshots import Delta, Loaded, Snapshots
-from seqdedupe.store.topics import TopicRecord, TopicState
 
 INCARNATION = 1_700_000_000_000_000
 

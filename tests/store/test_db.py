@@ -12,9 +12,8 @@ from rocksdict import Rdict, WriteBatch
 from seqdedupe.errors import ConfigurationError, DamagedError, UnavailableError
 from seqdedupe.store import parts, rocksdb
 from seqdedupe.store.db import Store
-from seqdedupe.store.parts import FORMAT_VERSION, LAST_INCARNATION, seal, topic_key
+from seqdedupe.store.parts import FORMAT_VERSION, LAST_INCARNATION, TopicRecord, TopicState, seal, topic_key
 from seqdedupe.store.snapshots import Snapshots
-from seqdedupe.store.topics import TopicRecord, TopicState
 from seqdedupe.testing import LAST_RESORT_SECONDS
 from tests.log.power import Disk
 from tests.processes import running

@@ -87,7 +87,6 @@ class History:
                 deduplication_snapshot_interval_seconds=0,
                 gap=self.gap,
             ),
-            admission_timeout_seconds=1000,
             now_seconds=lambda: 0.0,
             on_state=lambda _: None,
         )

@@ -41,7 +41,6 @@ class Broker:
             snapshots,
             snapshots.load(),
             applied=FORGETS,
-            admission_timeout_seconds=30,
             now_seconds=lambda: 0.0,
             on_state=lambda topic: None,
         )

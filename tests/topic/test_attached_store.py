@@ -132,7 +132,6 @@ def start(store: BrokenStore, incarnation: int) -> AttachedTopic:
         snapshots,
         snapshots.load(),
         applied=APPLIED,
-        admission_timeout_seconds=1000,
         now_seconds=lambda: 0.0,
         on_state=lambda _: None,
     )
@@ -300,7 +299,7 @@ class Process:
         self.store = FailingStore.open_failing(self.folder)
         self.topics: Topics[AttachedTopic] = Topics(
             self.store,
-            lambda told: BrokersTopics(self.store, admission_timeout_seconds=1000, on_state=told),
+            lambda told: BrokersTopics(self.store, on_state=told),
             max_topics=10,
             allow_auto_topic_creation=True,
             on_state=lambda name, state: None,

@@ -10,7 +10,7 @@ import pytest
 from seqdedupe.errors import DamagedError, NotFoundError, UnavailableError, error
 from seqdedupe.log.contract import LogName
 from seqdedupe.store.db import Store
-from seqdedupe.store.topics import LogKind
+from seqdedupe.store.parts import LogKind
 from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe.topic import directory
 from seqdedupe.topic.base import State

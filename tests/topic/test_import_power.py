@@ -20,12 +20,11 @@ from seqdedupe import exports
 from seqdedupe.core.rule import DUP, NOT_DUP
 from seqdedupe.errors import DamagedError
 from seqdedupe.exports import KnownId
-from seqdedupe.store import imported_run as stored_import
 from seqdedupe.store import rocksdb, windows
 from seqdedupe.store.db import Store
 from seqdedupe.topic.operations import MessageState, state_by_id
-from seqdedupe.transfer import imports
-from seqdedupe.transfer.imports import WindowImport
+from seqdedupe.transfer import state_messages
+from seqdedupe.transfer.state_messages import WindowImport
 from tests.log.faulty import FaultyLog, Storage
 from tests.store.model import fast_folder
 from tests.store.power import Files, Machine, Moment
@@ -54,7 +53,7 @@ def memory() -> Iterator[Path]:
 def many_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     """An import has several parts, which are merged; a run has several writes."""
     monkeypatch.setattr(exports, "WINDOW_BLOCK_BYTES", 4096)
-    monkeypatch.setattr(imports, "PART_BYTES", 8192)
+    monkeypatch.setattr(state_messages, "PART_BYTES", 8192)
     monkeypatch.setattr(windows, "PAGES_A_WRITE", 1)
     monkeypatch.setattr(rocksdb, "MEMTABLE_BYTES", 1024 * 1024)
 
@@ -120,14 +119,14 @@ class Life(Machine):
             await importing.add(block)
         if after_put:
             was_put = asyncio.Event()
-            put = stored_import.put
+            put = windows.put_import
 
             def seen(*arguments: Any) -> int:
                 was_put.set()
                 return put(*arguments)
 
             with self.patch.context() as patched:
-                patched.setattr(stored_import, "put", seen)
+                patched.setattr(windows, "put_import", seen)
                 finishing = asyncio.ensure_future(importing.finish(len(known)))
                 await was_put.wait()
                 finishing.cancel()
@@ -227,18 +226,18 @@ def the_log_is_told_first(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def the_old_one_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the record that names the new one."""
-    put = stored_import.put
+    put = windows.put_import
 
     def put_after_all_has_gone(store: Store, incarnation: int, imported: Any) -> int:
         batch = WriteBatch(raw_mode=True)
         batch.delete_range(
-            windows.run_key(incarnation, stored_import.FIRST_RUN, 0),
+            windows.run_key(incarnation, windows.FIRST_RUN, 0),
             windows.run_key(incarnation, imported.run.number, 0),
         )
         store.write(batch)
         return put(store, incarnation, imported)
 
-    monkeypatch.setattr(stored_import, "put", put_after_all_has_gone)
+    monkeypatch.setattr(windows, "put_import", put_after_all_has_gone)
 
 
 @pytest.mark.parametrize("plant", [the_log_is_told_first, the_old_one_goes_first])

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from seqdedupe.core import producers as producers_module
-from seqdedupe.core.activity import MAX_PERIODS
-from seqdedupe.core.producers import Bools, LettingGo, Producers
+from seqdedupe.core.producers import MAX_PERIODS, Bools, LettingGo, Producers
 from seqdedupe.core.rule import DUP, DURABLE_EPOCH, PERSISTED
 from seqdedupe.errors import UnavailableError, error
 from seqdedupe.format.jit import Int64s

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from seqdedupe.errors import UnavailableError, error
-from seqdedupe.store.topics import LogKind
+from seqdedupe.store.parts import LogKind
 from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe.topic import directory, lives
 from seqdedupe.topic.policy import Policy

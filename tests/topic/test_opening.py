@@ -10,8 +10,7 @@ from seqdedupe.core.producers import Producers
 from seqdedupe.core.rule import EPOCH, PERSISTED, PUSHED
 from seqdedupe.errors import UnavailableError
 from seqdedupe.topic.base import State
-from seqdedupe.topic.flight import Flight
-from seqdedupe.topic.frame import FrameReceipt
+from seqdedupe.topic.frame import Flight, FrameReceipt
 from seqdedupe.topic.operations import open_sessions, reset_producer
 from seqdedupe.topic.sessions import LAST_OPEN
 from tests.topic.scene import Scene

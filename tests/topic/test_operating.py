@@ -14,8 +14,7 @@ from seqdedupe.store.snapshots import Snapshots
 from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe.topic import control, operations
 from seqdedupe.topic.base import State
-from seqdedupe.topic.flight import LISTED_AT_ONCE, Flight
-from seqdedupe.topic.frame import FrameReceipt, NumbersCache, Refusal
+from seqdedupe.topic.frame import LISTED_AT_ONCE, Flight, FrameReceipt, NumbersCache, Refusal
 from seqdedupe.topic.operations import MessageState, in_flight, message_state, open_sessions, reset_producer
 from seqdedupe.topic.policy import Applied
 from seqdedupe.topic.retention import state_again

@@ -21,8 +21,7 @@ from seqdedupe.store.db import Store
 from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe.topic import judge
 from seqdedupe.topic.base import State
-from seqdedupe.topic.flight import Flight
-from seqdedupe.topic.frame import FrameReceipt, NumbersCache, Refusal
+from seqdedupe.topic.frame import Flight, FrameReceipt, NumbersCache, Refusal
 from seqdedupe.topic.judge import ByDeduplicationId
 from seqdedupe.topic.operations import open_sessions
 from seqdedupe.topic.owner import Owner

@@ -11,7 +11,7 @@ import pytest
 from seqdedupe.errors import InvalidRequestError, SeqdedupeError, UnavailableError, error
 from seqdedupe.names import partition_name
 from seqdedupe.store.db import Store
-from seqdedupe.store.topics import TopicRecord
+from seqdedupe.store.parts import TopicRecord
 from seqdedupe.topic import directory
 from seqdedupe.topic.base import State
 from seqdedupe.topic.directory import Topics

@@ -12,8 +12,8 @@ import pytest
 from seqdedupe.errors import InvalidRequestError, SeqdedupeError, UnavailableError, error
 from seqdedupe.log.contract import Retention
 from seqdedupe.store.db import Store
+from seqdedupe.store.parts import LogKind
 from seqdedupe.store.snapshots import Snapshots
-from seqdedupe.store.topics import LogKind
 from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe.topic.directory import Namespaces
 from seqdedupe.topic.frame import FrameReceipt, NumbersCache, Refusal

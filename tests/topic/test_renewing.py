@@ -11,7 +11,7 @@ import pytest
 from seqdedupe.errors import SeqdedupeError, UnavailableError
 from seqdedupe.store.snapshots import Snapshots
 from seqdedupe.testing import LAST_RESORT_SECONDS
-from seqdedupe.topic import renewal
+from seqdedupe.topic import listing
 from seqdedupe.topic.base import State
 from seqdedupe.topic.retention import state_again
 from seqdedupe.transfer.state_messages import saved
@@ -73,7 +73,7 @@ async def test_a_topic_is_deleted_meanwhile(
     snapshot = await history(process)
     incarnation = live(process).incarnation
     looked, go_on = held_up(process, monkeypatch)
-    renewed = asyncio.ensure_future(renewal.renew(process.topics, NAME, incarnation, None if from_log else snapshot))
+    renewed = asyncio.ensure_future(listing.renew(process.topics, NAME, incarnation, None if from_log else snapshot))
     await looked.wait()
     await process.topics.delete(NAME)
     another = await process.topics.create(NAME) if is_made_anew else None
@@ -92,7 +92,7 @@ async def test_a_deletion_fails_meanwhile(process: Process, monkeypatch: pytest.
     snapshot = await history(process)
     topic, before = live(process), known(process)
     looked, go_on = held_up(process, monkeypatch)
-    renewed = asyncio.ensure_future(renewal.renew(process.topics, NAME, topic.incarnation, snapshot))
+    renewed = asyncio.ensure_future(listing.renew(process.topics, NAME, topic.incarnation, snapshot))
     await looked.wait()
     process.store.fail_at = process.store.syncs + 1
     with pytest.raises(UnavailableError):
@@ -112,7 +112,7 @@ async def test_the_sidecar_shuts_down_meanwhile(process: Process, monkeypatch: p
     snapshot = await history(process)
     topic, before = live(process), known(process)
     looked, go_on = held_up(process, monkeypatch)
-    renewed = asyncio.ensure_future(renewal.renew(process.topics, NAME, topic.incarnation, snapshot))
+    renewed = asyncio.ensure_future(listing.renew(process.topics, NAME, topic.incarnation, snapshot))
     await looked.wait()
     restarted = asyncio.ensure_future(process.restart())
     await until(lambda: process.topics.is_draining)
@@ -137,7 +137,7 @@ async def test_retention_drops_meanwhile_what_the_log_alone_would_have_to_say(
 
     monkeypatch.setattr(topic, "close", close_when_trimmed)
     with pytest.raises(SeqdedupeError, match="LOG_INCOMPLETE"):
-        await renewal.renew(process.topics, NAME, None, None)
+        await listing.renew(process.topics, NAME, None, None)
     await until(lambda: is_serving(process))
     assert known(process) == before
     await process.restart()
@@ -160,7 +160,7 @@ async def test_a_broker_is_told_meanwhile_that_it_may_drop_what_the_snapshot_doe
 
     monkeypatch.setattr(topic, "close", close_with_a_snapshot)
     with pytest.raises(SeqdedupeError, match="POSITION_TRIMMED"):
-        await renewal.renew(topics, "t", topic.incarnation, early)
+        await listing.renew(topics, "t", topic.incarnation, early)
     assert topics.get("t") is not topic
     assert attach(topics.get("t"))[0].position == b"two"
     await topics.drain()
@@ -178,9 +178,9 @@ async def test_a_brokers_topic_whose_record_cannot_be_written(tmp_path: Path, fa
     topics = await brokers(store)
     store.fail_at = store.syncs + fail_at
     with pytest.raises(UnavailableError):
-        await renewal.renew(topics, "t", incarnation, snapshot)
+        await listing.renew(topics, "t", incarnation, snapshot)
     assert topics.all() == []
-    for retry in (topics.get_or_create("t"), renewal.renew(topics, "t", incarnation, snapshot)):
+    for retry in (topics.get_or_create("t"), listing.renew(topics, "t", incarnation, snapshot)):
         with pytest.raises(UnavailableError, match="being undone"):
             await retry
     store.is_broken = False
@@ -188,7 +188,7 @@ async def test_a_brokers_topic_whose_record_cannot_be_written(tmp_path: Path, fa
     async with asyncio.timeout(LAST_RESORT_SECONDS):
         while topics.all() == []:
             # TOPIC_EXISTS: the record says DELETING, and is just being removed.
-            reasons |= set(await outcomes(renewal.renew(topics, "t", incarnation, snapshot)))
+            reasons |= set(await outcomes(listing.renew(topics, "t", incarnation, snapshot)))
             await asyncio.sleep(0.01)
     assert reasons <= {"", "STORE_UNAVAILABLE", "TOPIC_EXISTS"}
     await topics.drain()
@@ -206,9 +206,9 @@ async def test_an_import_makes_no_more_topics_than_may_be(tmp_path: Path) -> Non
     for i in range(10):
         await topics.create(f"t{i}")
     with pytest.raises(SeqdedupeError, match="TOO_MANY_TOPICS"):
-        await renewal.renew(topics, "t", incarnation, snapshot)
+        await listing.renew(topics, "t", incarnation, snapshot)
     await topics.delete("t0")
-    await renewal.renew(topics, "t", incarnation, snapshot)
+    await listing.renew(topics, "t", incarnation, snapshot)
     await topics.drain()
     store.close()
 
@@ -237,7 +237,7 @@ async def test_a_topic_is_rebuilt_though_something_fails_for_a_moment(process: P
         return log
 
     process.logs.open = open_failing  # type: ignore[method-assign, assignment]
-    await renewal.renew(process.topics, NAME, None, None)
+    await listing.renew(process.topics, NAME, None, None)
     assert failures
     process.store.fail_at, process.store.is_broken = 0, False
     await until(lambda: is_serving(process))
@@ -266,11 +266,11 @@ async def test_a_topic_that_cannot_be_closed_in_order_is_opened_again(
     if failing == "compaction":
         monkeypatch.setattr(Snapshots, "compact_if_due", lambda self: fail())
         await topic.keeper.snapshot()
-        await renewal.renew(process.topics, NAME, topic.incarnation, snapshot)
+        await listing.renew(process.topics, NAME, topic.incarnation, snapshot)
     else:
         monkeypatch.setattr(topic, "close", close_and_fail)
         with pytest.raises(ValueError, match="planned"):
-            await renewal.renew(process.topics, NAME, topic.incarnation, snapshot)
+            await listing.renew(process.topics, NAME, topic.incarnation, snapshot)
     await until(lambda: is_serving(process))
     assert live(process) is not topic
     assert known(process) == before

@@ -17,7 +17,7 @@ from seqdedupe.message_id import MessageId, Position
 from seqdedupe.store.parts import DELTA, part_key
 from seqdedupe.store.snapshots import Loaded
 from seqdedupe.testing import LAST_RESORT_SECONDS
-from seqdedupe.topic import renewal
+from seqdedupe.topic import listing
 from seqdedupe.topic.attached import AttachedTopic, Columns
 from seqdedupe.topic.base import State
 from seqdedupe.topic.directory import Topics
@@ -90,7 +90,7 @@ async def history(process: Process) -> Loaded:
 
 async def renew(process: Process, loaded: Loaded | None) -> None:
     incarnation = None if loaded is None else live(process).incarnation
-    topic = await renewal.renew(process.topics, NAME, incarnation, loaded)
+    topic = await listing.renew(process.topics, NAME, incarnation, loaded)
     assert topic.state is State.SERVING
 
 
@@ -204,7 +204,7 @@ async def test_a_topic_whose_records_are_damaged_is_mended(
                 await asyncio.sleep(0.01)
     with pytest.raises(SeqdedupeError):
         process.topics.get(NAME)
-    await renewal.renew(process.topics, NAME, incarnation, None if from_log else snapshot)
+    await listing.renew(process.topics, NAME, incarnation, None if from_log else snapshot)
     assert known(process) == before
     await process.restart()
     assert known(process) == before
@@ -241,7 +241,7 @@ async def test_a_topic_that_is_recovering_begins_anew_from_the_snapshot(process:
     running = asyncio.ensure_future(topics.recover_all())
     await asyncio.sleep(0.05)
     assert live(process).state is State.RECOVERING
-    await renewal.renew(topics, NAME, incarnation, snapshot)
+    await listing.renew(topics, NAME, incarnation, snapshot)
     await running
     assert known(process) == before
     assert live(process).state is State.SERVING
@@ -254,7 +254,7 @@ async def refused(process: Process, incarnation: int | None, loaded: Loaded | No
     """Why it was refused; nothing has changed."""
     topic, before = live(process), known(process)
     with pytest.raises(SeqdedupeError) as caught:
-        await renewal.renew(process.topics, NAME, incarnation, loaded)
+        await listing.renew(process.topics, NAME, incarnation, loaded)
     assert live(process) is topic
     assert (known(process), topic.state) == (before, State.SERVING)
     await send(process, "after", len(topic.producers) + topic.confirmed_index)
@@ -273,7 +273,7 @@ async def test_a_snapshot_that_is_not_of_this_log_is_refused(process: Process) -
     ):
         assert await refused(process, incarnation, other) == "POSITION_DIVERGED"
     with pytest.raises(SeqdedupeError, match="TOPIC_NOT_FOUND"):
-        await renewal.renew(process.topics, "another", incarnation, snapshot)
+        await listing.renew(process.topics, "another", incarnation, snapshot)
 
 
 async def test_a_snapshot_of_what_is_trimmed_is_refused(process: Process) -> None:
@@ -303,7 +303,7 @@ async def test_a_store_that_fails(process: Process, fail_at: int, from_log: bool
     process.store.syncs, process.store.fail_at = 0, fail_at
     if fail_at == 1:
         with pytest.raises(UnavailableError, match="STORE_UNAVAILABLE"):
-            await renewal.renew(process.topics, NAME, incarnation, snapshot)
+            await listing.renew(process.topics, NAME, incarnation, snapshot)
     else:
         # It was durable; the snapshot after it was not.
         await renew(process, snapshot)
@@ -389,7 +389,7 @@ def test_a_snapshot_that_is_not_whole_is_refused() -> None:
 async def brokers(store: Any) -> Topics[AttachedTopic]:
     topics = Topics(
         store,
-        lambda told: BrokersTopics(store, admission_timeout_seconds=60, on_state=told),
+        lambda told: BrokersTopics(store, on_state=told),
         max_topics=10,
         allow_auto_topic_creation=True,
         on_state=lambda name, state: None,
@@ -431,11 +431,11 @@ async def test_a_brokers_topic_goes_on_from_where_the_snapshot_is(tmp_path: Path
     snapshot = saved(topic)
     await topic.keeper.snapshot()
     with pytest.raises(PositionError, match="POSITION_TRIMMED"):
-        await renewal.renew(topics, "t", topic.incarnation, early)
+        await listing.renew(topics, "t", topic.incarnation, early)
     with pytest.raises(SeqdedupeError, match="INVALID_REQUEST"):
-        await renewal.renew(topics, "t", None, None)
+        await listing.renew(topics, "t", None, None)
     assert ended == []
-    await renewal.renew(topics, "t", topic.incarnation, snapshot)
+    await listing.renew(topics, "t", topic.incarnation, snapshot)
     assert [e.reason for e in ended] == ["DRAINING"]
     assert attach(topics.get("t"))[0].position == b"two"
     await topics.drain()
@@ -446,10 +446,10 @@ async def test_a_brokers_topic_goes_on_from_where_the_snapshot_is(tmp_path: Path
     topics = await brokers(store)
     for incarnation in (0, 2**62):
         with pytest.raises(SeqdedupeError, match="INVALID_REQUEST"):
-            await renewal.renew(topics, "t", incarnation, snapshot)
-    await renewal.renew(topics, "t", topic.incarnation, snapshot)
+            await listing.renew(topics, "t", incarnation, snapshot)
+    await listing.renew(topics, "t", topic.incarnation, snapshot)
     with pytest.raises(SeqdedupeError, match="TOPIC_EXISTS"):
-        await renewal.renew(topics, "u", topic.incarnation, snapshot)
+        await listing.renew(topics, "u", topic.incarnation, snapshot)
     await topics.drain()
     topics = await brokers(store)
     again = topics.get("t")

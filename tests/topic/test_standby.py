@@ -4,6 +4,7 @@ import asyncio
 import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,12 @@ from seqdedupe.format.headers import TOKEN_BYTES
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Snapshots
 from seqdedupe.testing import LAST_RESORT_SECONDS
-from seqdedupe.topic import owner, recovery, retention
+from seqdedupe.topic import owner, retention
 from seqdedupe.topic.base import State
 from seqdedupe.topic.operations import message_state, open_sessions, reset_producer
 from seqdedupe.topic.owner import FIRST_SECONDS, LONGEST_SECONDS, KeepingAway
 from seqdedupe.topic.policy import Applied
 from seqdedupe.topic.readers import check_index, end_index, read_on
-from seqdedupe.topic.recovery import Takeover
 from seqdedupe.topic.retention import state_again
 from seqdedupe.topic.topic import Topic
 from tests.log.faulty import FaultyLog, Storage
@@ -257,13 +257,16 @@ async def test_a_standby_takes_over_by_itself_and_nothing_is_lost_or_doubled(sta
 async def test_a_hand_over_that_does_not_read_up_to_its_own_marker_doubles(
     standbys: Two, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def trusting(log: FaultyLog, *, term: int, settle: Any, **_: Any) -> Takeover:
-        while standing := await log.open_for_writing(term, os.urandom(TOKEN_BYTES), settle):
+    async def trusting(self: Any, replay: owner.Replay) -> tuple[int, bytes]:
+        topic, token = self._topic, os.urandom(TOKEN_BYTES)
+        term, settle = topic.term + 1, partial(topic.settle, topic.opening)
+        while standing := await topic.log.open_for_writing(term, token, settle):
             term = standing + 1
-        return Takeover(term, log.certain_index, 0, 0)
+        replay.next_index = topic.log.certain_index
+        return term, token
 
     publishing = await standbys.with_frames_in_flight()
-    monkeypatch.setattr(recovery, "take_over", trusting)
+    monkeypatch.setattr(owner.Owner, "_marked", trusting)
     await standbys.hand_over(lands=4)
     monkeypatch.undo()
     await publishing

@@ -11,7 +11,7 @@ from seqdedupe.errors import SeqdedupeError
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Loaded
 from seqdedupe.testing import LAST_RESORT_SECONDS
-from seqdedupe.topic import renewal
+from seqdedupe.topic import listing
 from seqdedupe.topic.base import State
 from seqdedupe.transfer.state_messages import saved
 from tests.topic.test_directory import NAME, FailingStore, Process, turns
@@ -56,7 +56,7 @@ async def test_a_broker_attaches_while_its_topic_is_imported(tmp_path: Path, imp
         await turns(late)
         return await work
 
-    importing, attaching = renewal.renew(topics, "t", incarnation, snapshot), topics.get_or_create("t")
+    importing, attaching = listing.renew(topics, "t", incarnation, snapshot), topics.get_or_create("t")
     works = (importing, later(attaching)) if import_first else (later(importing), attaching)
     reasons = await outcomes(*works)
     # There is one topic, and it is also the next start's.
@@ -74,7 +74,7 @@ async def test_a_snapshot_is_imported_under_two_names(tmp_path: Path) -> None:
     incarnation, snapshot = await lost(tmp_path)
     store = Store.open(tmp_path / "anew")
     topics = await brokers(store)
-    reasons = await outcomes(*(renewal.renew(topics, name, incarnation, snapshot) for name in ("t", "u")))
+    reasons = await outcomes(*(listing.renew(topics, name, incarnation, snapshot) for name in ("t", "u")))
     assert sorted(reasons) == ["", "TOPIC_EXISTS"]
     assert len(topics.all()) == 1
     await topics.drain()
@@ -96,7 +96,7 @@ async def test_retention_goes_on_while_a_snapshot_is_imported(
     monkeypatch.setattr(topic.log, "close", close_when_trimmed)
     await topic.keeper.snapshot()
     with pytest.raises(SeqdedupeError, match="POSITION_TRIMMED"):
-        await renewal.renew(process.topics, NAME, topic.incarnation, snapshot)
+        await listing.renew(process.topics, NAME, topic.incarnation, snapshot)
     async with asyncio.timeout(LAST_RESORT_SECONDS):
         while process.topics.look_at(NAME).state is not State.SERVING:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
@@ -112,7 +112,7 @@ async def test_a_lost_topic_whose_import_fails_leaves_nothing(tmp_path: Path, fa
     topics = await brokers(store)
     store.syncs, store.fail_at = 0, fail_at
     with pytest.raises(SeqdedupeError, match="STORE_UNAVAILABLE"):
-        await renewal.renew(topics, "t", incarnation, snapshot)
+        await listing.renew(topics, "t", incarnation, snapshot)
     store.fail_at, store.is_broken = 0, False
     async with asyncio.timeout(LAST_RESORT_SECONDS):
         while store.topics():  # noqa: ASYNC110

@@ -15,10 +15,10 @@ from seqdedupe.topic import directory, listing
 from seqdedupe.topic.base import State
 from seqdedupe.topic.directory import delete, find, find_or_create
 from seqdedupe.topic.frame import FrameReceipt, NumbersCache
+from seqdedupe.topic.listing import renew
 from seqdedupe.topic.operations import open_sessions
 from seqdedupe.topic.policy import Policy
 from seqdedupe.topic.registry import Closed
-from seqdedupe.topic.renewal import renew
 from tests.batches import batch
 from tests.records_of import record_of
 from tests.topic.logs import MemoryLogs

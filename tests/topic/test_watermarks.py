@@ -30,8 +30,7 @@ from seqdedupe.topic.frame import FrameReceipt, NumbersCache, Refusal
 from seqdedupe.topic.operations import open_sessions, reset_producer
 from seqdedupe.topic.policy import Applied
 from seqdedupe.topic.topic import Topic
-from seqdedupe.transfer.imports import _ImportIntoLog, begin_import
-from seqdedupe.transfer.state_messages import watermarks
+from seqdedupe.transfer.state_messages import _ImportIntoLog, begin_import, watermarks
 from tests.batches import batch
 from tests.log.faulty import FaultyLog, Storage
 
@@ -471,7 +470,6 @@ def brokers_topic(store: Store) -> AttachedTopic:
         snapshots,
         snapshots.load(),
         applied=NEVER_BY_ITSELF,
-        admission_timeout_seconds=60,
         now_seconds=lambda: 0.0,
         on_state=lambda topic: None,
     )

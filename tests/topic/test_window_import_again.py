@@ -13,11 +13,11 @@ from seqdedupe import exports
 from seqdedupe.core.id_runs import ImportedIds
 from seqdedupe.core.rule import DUP, NOT_DUP
 from seqdedupe.errors import InvalidRequestError
-from seqdedupe.store import imported_run as stored_import
+from seqdedupe.store import windows
 from seqdedupe.store.db import Store
 from seqdedupe.topic.operations import state_by_id
 from seqdedupe.topic.window_runs import WindowImported
-from seqdedupe.transfer.imports import WindowImport
+from seqdedupe.transfer.state_messages import WindowImport
 from tests.topic.test_by_id import INCARNATION, verdicts
 from tests.topic.test_window_import import HOUR_MS, OLD, ImportPlace
 from tests.topic.test_window_import import place as place
@@ -30,7 +30,7 @@ Patch = pytest.MonkeyPatch
 async def put_and_broken_off(place: ImportPlace, path: Path, monkeypatch: Patch) -> None:
     """The file is imported again, and the caller goes away while what was put is being synced."""
     was_put = asyncio.Event()
-    put = stored_import.put
+    put = windows.put_import
 
     def seen(*arguments: Any) -> int:
         was_put.set()
@@ -38,7 +38,7 @@ async def put_and_broken_off(place: ImportPlace, path: Path, monkeypatch: Patch)
 
     checksum, *blocks = exports.read_window(path)
     with monkeypatch.context() as patched:
-        patched.setattr(stored_import, "put", seen)
+        patched.setattr(windows, "put_import", seen)
         importing = WindowImport(place.topic, checksum)
         for block in blocks:
             await importing.add(block)
@@ -61,7 +61,7 @@ async def killed_before_it_is_put(place: ImportPlace, path: Path, monkeypatch: P
         raise Killed
 
     with monkeypatch.context() as patched:
-        patched.setattr(stored_import, "put", put)
+        patched.setattr(windows, "put_import", put)
         patched.setattr(WindowImport, "close", lambda self: None)
         with suppress(Killed):
             await place.bring(OLD, path)
@@ -88,17 +88,17 @@ async def test_what_is_in_force_stays_though_the_same_is_broken_off_again_and_ag
 def what_was_put_stays(monkeypatch: Patch) -> None:
     def runs_alone(store: Store, incarnation: int, imported: ImportedIds | None) -> None:
         with monkeypatch.context() as patched:
-            patched.setattr(stored_import, "_put", lambda *_: None)
+            patched.setattr(windows, "_put_import", lambda *_: None)
             keep_only(store, incarnation, imported)
 
-    keep_only = stored_import.keep_only
-    monkeypatch.setattr(stored_import, "keep_only", runs_alone)
+    keep_only = windows.keep_only_import
+    monkeypatch.setattr(windows, "keep_only_import", runs_alone)
 
 
 def numbers_are_taken_twice(monkeypatch: Patch) -> None:
     what_was_put_stays(monkeypatch)
     monkeypatch.setattr(
-        WindowImported, "take_number", lambda self: self.there.run.number + 1 if self.there else stored_import.FIRST_RUN
+        WindowImported, "take_number", lambda self: self.there.run.number + 1 if self.there else windows.FIRST_RUN
     )
 
 
@@ -140,7 +140,7 @@ async def test_another_number_of_workers_takes_along_what_was_imported(place: Im
     new = Store.open(tmp_path / "divided")
     try:
         await division._copy(place.store, new, INCARNATION)
-        [here, there] = [stored_import.load(one, INCARNATION) for one in (place.store, new)]
+        [here, there] = [windows.load_import(one, INCARNATION) for one in (place.store, new)]
         assert here is not None
         assert there is not None
         assert (there.run.number, there.key, there.checksum) == (here.run.number, here.key, here.checksum)

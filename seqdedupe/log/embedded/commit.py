@@ -25,8 +25,7 @@ from seqdedupe.files import sync_folder, write_all
 from seqdedupe.format import journal
 from seqdedupe.format.journal import Part
 from seqdedupe.log.embedded.journal_replay import JournalReplay, journal_path
-from seqdedupe.log.embedded.sync_thread import Syncer
-from seqdedupe.log.embedded.writer import FatalError, LateAppends, Writer, WriteTerm, WrittenAppends
+from seqdedupe.log.embedded.writer import FatalError, LateAppends, Syncer, Writer, WriteTerm, WrittenAppends
 
 GATHER_SECONDS = 0.0001
 """After a group of several batches the next one waits so long for more of them.

@@ -7,13 +7,14 @@ import asyncio
 import ssl
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from urllib.parse import urlsplit
 
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.log.pulsar.admin_url import PulsarAdmin
 from seqdedupe.log.pulsar.entries import MAX_ENTRY_BYTES
+from seqdedupe.log.pulsar.reader import fields_of
 from seqdedupe.names import whole_of
 from seqdedupe.wire import varint
 
@@ -82,17 +83,17 @@ class Brokers:
             _, size = struct.unpack(">II", await reader.readexactly(8))
             if size > _MAX_ANSWER_BYTES:
                 raise ValueError(f"its answer has {size} bytes")
-            answer = dict(_fields(await reader.readexactly(size)))
+            answer = _fields(await reader.readexactly(size))
         finally:
             writer.close()
             with suppress(OSError):
                 await writer.wait_closed()
         if answer.get(_TYPE) == _ERROR:
-            said = dict(_fields(_bytes(answer.get(_ERROR)))).get(3, b"")
+            said = _fields(_bytes(answer.get(_ERROR))).get(3, b"")
             raise error("PULSAR_FORBIDS", f"{host} refuses the connection: {_bytes(said).decode(errors='replace')}")
         if answer.get(_TYPE) != _CONNECTED:
             raise ValueError(f"it answers a connection with a command of type {answer.get(_TYPE)!r}")
-        limit = dict(_fields(_bytes(answer.get(_CONNECTED)))).get(3, MAX_ENTRY_BYTES)
+        limit = _fields(_bytes(answer.get(_CONNECTED))).get(3, MAX_ENTRY_BYTES)
         return limit if isinstance(limit, int) and limit > 0 else MAX_ENTRY_BYTES
 
 
@@ -122,32 +123,14 @@ def _text(field: int, value: bytes) -> bytes:
     return varint(field << 3 | _BYTES) + varint(len(value)) + value
 
 
-def _fields(raw: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """Raises ValueError for what is no message of numbers and bytes."""
-    at = 0
-
-    def number() -> int:
-        nonlocal at
-        value = shift = 0
-        while at < len(raw):
-            byte = raw[at]
-            at += 1
-            value |= (byte & 0x7F) << shift
-            shift += 7
-            if byte < 0x80:
-                return value
-        raise ValueError("its answer is cut off")
-
-    while at < len(raw):
-        field, kind = divmod(number(), 8)
-        value = number()
-        if kind == _VARINT:
-            yield field, value
-        elif kind == _BYTES and at + value <= len(raw):
-            yield field, raw[at : at + value]
-            at += value
-        else:
-            raise ValueError("its answer is not as Pulsar's")
+def _fields(raw: bytes) -> dict[int, int | bytes]:
+    """As `fields_of`. Raises ValueError for what is no message of numbers and bytes."""
+    try:
+        return fields_of(raw)
+    except (IndexError, KeyError) as e:
+        raise ValueError(
+            "its answer is cut off" if isinstance(e, IndexError) else "its answer is not as Pulsar's"
+        ) from e
 
 
 def _bytes(value: int | bytes | None) -> bytes:

@@ -10,10 +10,10 @@ import pytest
 
 from broker_sidecar.security import permissions as permissions_module
 from broker_sidecar.security import rules
+from broker_sidecar.security.audit import Trail
 from broker_sidecar.security.permissions import MAX_NAMES_TOLD, Denial, Permissions
 from broker_sidecar.security.rules import Granted
 from broker_sidecar.security.subject import OPERATOR, Subject, set_caller
-from broker_sidecar.security.trail import Trail
 from broker_sidecar.services import publish_service
 from broker_sidecar.services.publish_service import PublishService
 from broker_sidecar.streams import Streams

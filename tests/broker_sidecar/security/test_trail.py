@@ -12,11 +12,10 @@ from typing import Any
 import grpc
 import pytest
 
-from broker_sidecar.security.audit import Audit
+from broker_sidecar.security.audit import MAX_OPENS, Audit, Openers, Trail
 from broker_sidecar.security.permissions import Denial
 from broker_sidecar.security.rules import Action
 from broker_sidecar.security.subject import Subject, set_caller
-from broker_sidecar.security.trail import MAX_OPENS, Openers, Trail
 from seqdedupe.audit_trail import verify
 from seqdedupe.client.blocking import Client
 from seqdedupe.client.credentials import Credentials

@@ -11,10 +11,9 @@ from urllib.parse import quote
 import pytest
 
 from broker_sidecar.config import Config
-from broker_sidecar.security.audit import Audit
+from broker_sidecar.security.audit import Audit, Trail
 from broker_sidecar.security.authentication import Authentication
 from broker_sidecar.security.permissions import Permissions
-from broker_sidecar.security.trail import Trail
 from broker_sidecar.web.http_server import Visitors, asks
 from broker_sidecar.web.pages import overview
 from seqdedupe.errors import SeqdedupeError

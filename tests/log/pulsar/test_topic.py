@@ -15,19 +15,19 @@ from seqdedupe.log.contract import Entries, Log, LogName
 from seqdedupe.log.pulsar import log as log_module
 from seqdedupe.log.pulsar.entries import EntryFormat
 from seqdedupe.store.db import Store
+from seqdedupe.store.parts import LogKind, TopicRecord, TopicState
 from seqdedupe.store.snapshots import Loaded, Snapshots
-from seqdedupe.store.topics import LogKind, TopicRecord, TopicState
 from seqdedupe.testing import LAST_RESORT_SECONDS
-from seqdedupe.topic import owner, renewal
+from seqdedupe.topic import listing, owner
 from seqdedupe.topic.base import State
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.frame import FrameReceipt, NumbersCache, Refusal
 from seqdedupe.topic.kinds import PublishedTopics
+from seqdedupe.topic.listing import Fetching
 from seqdedupe.topic.operations import open_sessions
 from seqdedupe.topic.policy import Applied
 from seqdedupe.topic.readers import end_index, read_page
 from seqdedupe.topic.registry import Closed
-from seqdedupe.topic.renewal import Fetching
 from seqdedupe.topic.topic import Topic
 from seqdedupe.transfer.state_messages import saved
 from tests.batches import batch
@@ -268,7 +268,7 @@ async def test_a_sidecar_without_state_takes_nothing_until_a_snapshot_is_importe
             two.get(TOPIC)
         assert "import" in caught.value.hint
         assert len(harness.topic.entries) == there
-        topic = await renewal.renew(two, TOPIC, INCARNATION, snapshot)
+        topic = await listing.renew(two, TOPIC, INCARNATION, snapshot)
         assert isinstance(topic, Topic)
         assert topic.state is State.SERVING
         assert (await open_sessions(topic, ["p"], None)).persisted == [59]
@@ -340,7 +340,7 @@ async def test_a_sidecar_without_state_fetches_that_of_the_owner_and_takes_nothi
     store: Store,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(renewal, "FETCH_SECONDS", 0.01)
+    monkeypatch.setattr(listing, "FETCH_SECONDS", 0.01)
     harness = StandInHarness(EntryFormat.PLAIN)
     snapshot = await trimmed(harness, store, monkeypatch)
     elsewhere = Elsewhere(snapshot)
@@ -376,7 +376,7 @@ async def test_a_standby_whose_subscription_was_removed_fetches_the_owners_snaps
 ) -> None:
     """While there is an owner, and for good: what is missing is no damage, for the owner has read it."""
     monkeypatch.setattr(log_module, "MOVE_SECONDS", 0)
-    monkeypatch.setattr(renewal, "FETCH_SECONDS", 0.01)
+    monkeypatch.setattr(listing, "FETCH_SECONDS", 0.01)
     monkeypatch.setattr(owner, "CATCH_UP_SECONDS", 0.01)
     harness = StandInHarness(EntryFormat.PLAIN)
     one = await sidecar(harness, store)
