@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 import click
 
 from seqdedupe.client.blocking import Client
-from seqdedupe.client.connection import NOT_A_SIDECAR
+from seqdedupe.client.connection import HINT_OF_GONE, NOT_A_SIDECAR
 from seqdedupe.client.listeners import hint_of_http
 from seqdedupe.client.producer_session import OPEN_TIMEOUT_SECONDS
 from seqdedupe.client.route import OnWaiting
@@ -123,20 +123,25 @@ def naming_near(client: Client, topic: str, *, makes: bool = False) -> Iterator[
     try:
         yield
     except NotFoundError as e:
-        if e.reason != "TOPIC_NOT_FOUND" or "was deleted" in e.message:
+        if e.reason != "TOPIC_NOT_FOUND" or e.hint == HINT_OF_GONE or "was deleted" in e.message:
             raise
-        near = None
+        wanted, near = topic_name(topic).removeprefix(_SHORT_NAMES), None
         with suppress(SeqdedupeError):
-            near = _near_name(topic, client)
+            near = _near_name(wanted, client)
         if near is None and makes:
             raise
         hint = f"Do you mean {near}?" if near else "Is the name mistyped? `seqdedupe topics` lists the topics."
+        if near == wanted:
+            hint = (
+                "Now it is listed: it was made meanwhile, or several sidecars with other data stand behind one address."
+            )
         raise error(e.reason, e.message, hint=hint) from e
 
 
-def _near_name(topic: str, client: Client) -> str | None:
-    """The topic whose name is one edit or so from this one."""
-    wanted = topic_name(topic).removeprefix(_SHORT_NAMES)
+def _near_name(wanted: str, client: Client) -> str | None:
+    """The topic of this name, or whose name is one edit or so from it."""
     names = [known.name.removeprefix(_SHORT_NAMES) for known in client.admin.topics()]
+    if wanted in names:
+        return wanted
     long_names = [name for name in names if min(len(name), len(wanted)) >= _SHORTEST_NEAR_NAME]
     return next(iter(difflib.get_close_matches(wanted, long_names, 1, max(0.0, 1 - 1.5 / len(wanted)))), None)

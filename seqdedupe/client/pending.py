@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from seqdedupe.batch import NO_INT32S, NO_INT64S, Batch, Int32s, Int64s
-from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.errors import SeqdedupeError
 from seqdedupe.message_id import MessageId, MessageIds
 
 # -- What the sidecar answers to a frame: verdicts, and where its messages stand, in columns.
@@ -70,16 +70,10 @@ class ReceiptColumns:
         return self.first_index >= 0 and not len(self.verdicts) and not len(self.run_rows)
 
     def message_ids(self, rows: int) -> tuple[Int64s, Int64s, Int32s]:
-        """Ledgers, entries and batch indexes of the rows that were stored, of which there are so many.
-
-        Raises INTERNAL if the runs are of another number of rows.
-        """
+        """Ledgers, entries and batch indexes of the rows that were stored, of which there are so many."""
         if not len(self.run_rows):
             return ids_of_run(self.first_message_id, np.arange(rows, dtype=np.int64))
-        ids = self._runs()
-        if len(ids) != rows:
-            raise error("INTERNAL", f"a receipt has message IDs for {len(ids)} rows, and {rows} were stored")
-        return ids.columns()
+        return self._runs().columns()
 
     def cut(self, first: int, stop: int) -> "ReceiptColumns":
         """That of the rows from `first` to before `stop`, as if they had been a frame of their own."""
@@ -216,8 +210,7 @@ class BatchResult:
 
     @staticmethod
     def of(sequence_ids: Int64s, receipt: ReceiptColumns, partition: int = NO_PARTITION) -> "BatchResult":
-        """What the first receipt of these rows decides. Raises INTERNAL, IndexError, ValueError for one that is not of
-        them."""
+        """What the first receipt of these rows decides."""
         if receipt.is_one_run:
             return BatchResult.all_stored(sequence_ids, receipt.first_index, receipt.first_message_id, partition)
         result = BatchResult.undecided(sequence_ids, partition)
@@ -233,10 +226,7 @@ class BatchResult:
         return len(self.sequence_ids)
 
     def merge(self, receipt: ReceiptColumns) -> None:
-        """Adds what the receipt decides. Rows that are decided already stay as they are.
-
-        Raises INTERNAL, IndexError, ValueError for one that is not of these rows; nothing is added then.
-        """
+        """Adds what the receipt decides. Rows that are decided already stay as they are."""
         new = BatchResult.of(self.sequence_ids, receipt)
         decided = (self.verdicts == UNDECIDED) & (new.verdicts != UNDECIDED)
         for mine, theirs in (
@@ -638,6 +628,11 @@ class Breaks:
     def is_suspect(self) -> bool:
         """Whether the frame goes alone from now on: it may be what breaks connections."""
         return self._count >= SUSPECT_BREAKS
+
+    @property
+    def blames_frame(self) -> bool:
+        """Whether the frame is likely to be what breaks them: it was alone on the last ones."""
+        return self._alone >= SUSPECT_BREAKS
 
     def add(self, now_seconds: float, *, is_alone: bool) -> bool:
         """Another one; `is_alone` if the sidecar had taken the stream and nothing else was out. Whether the frame is

@@ -81,7 +81,7 @@ class _Call:
     breaks: Breaks = field(default_factory=Breaks)
 
     def record(self, receipt: ReceiptColumns) -> BatchResult:
-        """What is known with this receipt. Raises what `BatchResult.merge` raises."""
+        """What is known with this receipt."""
         if self.result is None:
             self.result = BatchResult.of(np.full(len(self.batch), NO_SEQUENCE_ID, np.int64), receipt)
         else:
@@ -365,7 +365,10 @@ class Delivery:
         now = asyncio.get_running_loop().time()
         is_alone = self._is_taken and len(self._out) == 1 and now - self._answered_at < SOON_SECONDS
         for call in self._out.values():
-            if call.breaks.add(now, is_alone=is_alone) and not call.done.done():
+            is_last = call.breaks.add(now, is_alone=is_alone)
+            if call.breaks.blames_frame:
+                why.hint = HINT_OF_BREAKS
+            if is_last and not call.done.done():
                 what = call.breaks.why(f"a batch of {len(call.batch):,} messages", call.size_bytes)
                 call.done.set_exception(error("OUTCOME_UNKNOWN", f"{what}: {why}", hint=HINT_OF_BREAKS))
 

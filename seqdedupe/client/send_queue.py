@@ -325,14 +325,17 @@ class SendQueue:
 
     def broke(self, why: SeqdedupeError, now_seconds: float, *, is_alone: bool) -> None:
         """The connection broke, with nothing out but one frame of this producer if `is_alone`. The frame that has
-        broken too many so fails, and all after it."""
-        if self._unanswered and self.breaks.add(now_seconds, is_alone=is_alone):
+        broken too many so fails, and all after it. Before that the hint says so to whoever gives up earlier."""
+        if not self._unanswered:
+            return
+        is_last = self.breaks.add(now_seconds, is_alone=is_alone)
+        if self.breaks.blames_frame:
+            why.hint = HINT_OF_BREAKS
+        if is_last:
             (pending,) = self._unanswered.values()
             self.held_up(why)
             what = f"the frame with sequence IDs {pending.first_sequence_id} to {pending.last_sequence_id}"
-            given_up = self.outcome_unknown(self.breaks.why(what, pending.size_bytes))
-            given_up.hint = HINT_OF_BREAKS
-            self.fail(given_up, pending)
+            self.fail(self.outcome_unknown(self.breaks.why(what, pending.size_bytes)), pending)
 
     def put_back(self, frame: int) -> None:
         """Takes the news that a frame was not admitted because of others. One of a frame that is not out changes

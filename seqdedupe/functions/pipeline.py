@@ -18,6 +18,7 @@ from seqdedupe.client.connection import (
     Backoff,
     channel_to,
     error_of_reason,
+    of_known_topic,
     refusal_error,
     typed_errors,
 )
@@ -93,6 +94,8 @@ class OutputPublisher:
                 await self._connect()
             except SeqdedupeError as e:
                 if not (isinstance(e, UnavailableError) or e.retry_delay_ms >= 0 or e.reason in _TRIED_AGAIN):
+                    if self._incarnation:
+                        of_known_topic(e)
                     raise
                 if e.reason == "STREAM_IDLE" and not self.backlog.has_work:
                     continue
