@@ -22,7 +22,6 @@ from seqdedupe.core.name_table import joined
 from seqdedupe.core.producers import Producers
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.names import check_cursor_name, namespace_name, producer_name, topic_name
-from seqdedupe.topic import operations
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.frame import Allowing, NamesJudge
 from seqdedupe.topic.topic import Topic

@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
-from grpc._cython import cygrpc  # type: ignore[attr-defined]
+from grpc._cython import cygrpc
 
 from broker_sidecar import telemetry
 from broker_sidecar.telemetry import LINES, MAX_KINDS, WINDOW_SECONDS, LastWarnings, Limit
