@@ -19,10 +19,10 @@ from seqdedupe.errors import DamagedError, UnavailableError, error
 from seqdedupe.files import sync_folder
 from seqdedupe.format.headers import key_of
 from seqdedupe.locks import DIRECTORY_LOCK, locked_directory
-from seqdedupe.log.embedded import relocation
+from seqdedupe.log.embedded import log_folder
 from seqdedupe.log.embedded.journal_replay import JournalReplay
+from seqdedupe.log.embedded.log_folder import secret_of
 from seqdedupe.log.embedded.logs import incarnations
-from seqdedupe.log.embedded.secret import secret_of
 from seqdedupe.log.embedded.segment import LogIdentity
 from seqdedupe.log.embedded.tail import open_segments
 from seqdedupe.names import ALL_SHARDS, shard_of, shards_of_worker
@@ -191,10 +191,10 @@ def _check_topic(part: _Part, record: TopicRecord, replay: JournalReplay) -> Non
 def _has_moved(folder: Path, name: str) -> bool:
     """Whether another sidecar has the topic, and knows so. Raises INVALID_CONFIGURATION where a sidecar still has to
     ask, or to be asked: workers do not."""
-    is_known = relocation.moved_to(folder) is not None
-    if relocation.leaving_to(folder) is not None or (folder / relocation.ARRIVED_FILE).exists():
+    is_known = log_folder.moved_to(folder) is not None
+    if log_folder.leaving_to(folder) is not None or (folder / log_folder.ARRIVED_FILE).exists():
         raise _refused(f"{name} is being moved from one sidecar to another, and only one of them knows")
-    if is_known and relocation.has_messages(folder):
+    if is_known and log_folder.has_messages(folder):
         raise _refused(f"{name} was moved to another sidecar that does not serve it yet, as far as is known here")
     return is_known
 

@@ -21,10 +21,10 @@ from broker_sidecar.cluster.peers import SILENT_SECONDS, TAKE_SECONDS, Neighbour
 from seqdedupe.address import SidecarAddress
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.format import headers
-from seqdedupe.log.embedded import relocation
+from seqdedupe.log.embedded import log_folder
 from seqdedupe.log.embedded.inspection import Damage, DurablePart, inspect_part
+from seqdedupe.log.embedded.log_folder import MOVE_BYTES, RECEIVER_BYTES, To
 from seqdedupe.log.embedded.logs import EmbeddedLogs
-from seqdedupe.log.embedded.relocation import MOVE_BYTES, RECEIVER_BYTES, To
 from seqdedupe.names import topic_name
 from seqdedupe.store.db import Store
 from seqdedupe.store.parts import FORMAT_VERSION, TopicRecord, snapshot_range
@@ -275,8 +275,8 @@ class Departures:
             folder = self._logs.folder_of(record.incarnation)
             # Where they cannot be read the topic says so.
             with suppress(SeqdedupeError, OSError):
-                if (to := relocation.leaving_to(folder)) is None and (to := relocation.moved_to(folder)) is not None:
-                    to = to if relocation.has_messages(folder) else None
+                if (to := log_folder.leaving_to(folder)) is None and (to := log_folder.moved_to(folder)) is not None:
+                    to = to if log_folder.has_messages(folder) else None
                 if to is not None:
                     found.append((record, to))
         return found
@@ -366,7 +366,7 @@ class Departures:
                         raise error("MOVE_FAILED", f"its log has failed meanwhile: {topic.state.name} {topic.why}")
                     # From here on it need not stay, whatever is raised.
                     to = To(address, receiver)
-                    await asyncio.to_thread(relocation.leave, folder, to)  # 4
+                    await asyncio.to_thread(log_folder.leave, folder, to)  # 4
                     await giving.end(topic.confirmed_index)  # 5
                 finally:
                     if to is None:
@@ -385,7 +385,7 @@ class Departures:
 
     async def _let_go(self, topic: Topic, record: TopicRecord, to: To) -> None:
         """Whoever uses the topic here comes again, and is told where it is."""
-        why = relocation.not_here(to, "has it, or is asked whether it has it")
+        why = log_folder.not_here(to, "has it, or is asked whether it has it")
         async with self._topics.registry.locked(record.name) as entry:
             entry.found = Closed(record, why, State.STANDBY)
             self._topics.on_state(record.name, State.STANDBY)
@@ -398,10 +398,10 @@ class Departures:
         await asyncio.wait({settling}, timeout=TAKE_SECONDS)
         folder = self._logs.folder_of(record.incarnation)
         # Or it was, and has come back.
-        if relocation.moved_to(folder) is not None or self._is_gone(record):
+        if log_folder.moved_to(folder) is not None or self._is_gone(record):
             return
         why = "does not say whether it has it, and is asked"
-        if relocation.leaving_to(folder) is None:
+        if log_folder.leaving_to(folder) is None:
             why = "has it not: it is taken again here"
         raise error("MOVE_FAILED", f"topic {record.name}: the sidecar at {to.address} {why}")
 
@@ -425,7 +425,7 @@ class Departures:
 
         if not await is_settled():
             await again_until(is_settled)
-        if not self._is_gone(record) and relocation.moved_to(self._logs.folder_of(record.incarnation)) is None:
+        if not self._is_gone(record) and log_folder.moved_to(self._logs.folder_of(record.incarnation)) is None:
             if not await self._topics.lives.opened(record):
                 self._topics.in_background(self._topics.lives.go_on_opening(record))
             elif topic := self._topics.registry.topic(record.name):
@@ -434,13 +434,13 @@ class Departures:
     async def _is_settled(self, record: TopicRecord, to: To) -> bool:
         """Asks, and obeys. Raises why the other one does not answer; OSError, STORE_UNAVAILABLE."""
         folder = self._logs.folder_of(record.incarnation)
-        if relocation.moved_to(folder) is None:
+        if log_folder.moved_to(folder) is None:
             answer = await self._ask(record, to, is_known=False)
             async with self._topics.registry.locked(record.name):
                 if self._is_gone(record):
                     return True
-                await asyncio.to_thread(relocation.has_left if answer.has_it else relocation.stays, folder)
-                if answer.has_it and relocation.moved_to(folder) is None:
+                await asyncio.to_thread(log_folder.has_left if answer.has_it else log_folder.stays, folder)
+                if answer.has_it and log_folder.moved_to(folder) is None:
                     raise error("MOVE_FAILED", f"the sidecar at {to.address} has it, and was not told that it may")
             logger.info("topic %s %s", record.name, f"was moved to {to.address}" if answer.has_it else "stays here")
             if not answer.has_it:

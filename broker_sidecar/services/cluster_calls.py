@@ -27,10 +27,10 @@ from seqdedupe.address import SidecarAddress
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.format import headers
 from seqdedupe.format.headers import SECRET_BYTES
-from seqdedupe.log.embedded import relocation
+from seqdedupe.log.embedded import log_folder
 from seqdedupe.log.embedded.log import EmbeddedLog
+from seqdedupe.log.embedded.log_folder import MOVE_BYTES, RECEIVER_BYTES, Arrival
 from seqdedupe.log.embedded.logs import EmbeddedLogs
-from seqdedupe.log.embedded.relocation import MOVE_BYTES, RECEIVER_BYTES, Arrival
 from seqdedupe.names import to_text, topic_name
 from seqdedupe.store import parts
 from seqdedupe.store.db import Store
@@ -258,11 +258,11 @@ class ArrivalCalls:
             return admin_pb2.SettleMoveResponse()
         folder, has_moved = logs.folder_of(record.incarnation), logs.has_moved(record.incarnation)
         if request.is_known:
-            await asyncio.to_thread(relocation.is_known, folder, request.receiver.hex())
+            await asyncio.to_thread(log_folder.is_known, folder, request.receiver.hex())
         elif has_moved:
             # Nobody gives one on whose giver does not know yet that it came: it was here before, and did not come back.
             return admin_pb2.SettleMoveResponse()
-        elif relocation.leaving_to(folder) is not None:
+        elif log_folder.leaving_to(folder) is not None:
             raise error("MOVE_FAILED", f"topic {name} was given away here, too: who has it is being found out")
         topic = topics.registry.topic(name)
         is_serving = topic.state is State.SERVING if topic is not None else has_moved

@@ -19,15 +19,13 @@ from seqdedupe.limits import NO_SEQUENCE_ID
 from seqdedupe.locks import kept_unused
 from seqdedupe.log.embedded.inspection import Damage, Intact, TornEnd, inspect
 from seqdedupe.log.embedded.journal_replay import JournalReplay
+from seqdedupe.log.embedded.log_folder import ARRIVING, leaving_to, moved_to, secret_of
 from seqdedupe.log.embedded.logs import incarnations, said_by
-from seqdedupe.log.embedded.relocation import ARRIVING, leaving_to, moved_to
-from seqdedupe.log.embedded.secret import secret_of
 from seqdedupe.log.embedded.segment import LogIdentity, segment_path
 from seqdedupe.log.embedded.tail import base_indexes
 from seqdedupe.names import partition_name, shard_of, to_text, topic_name, whole_of
 from seqdedupe.store import windows
-from seqdedupe.store.copy import check_all, of_original, opened_copy
-from seqdedupe.store.db import Store
+from seqdedupe.store.db import Store, check_all, of_original, opened_copy
 from seqdedupe.store.directories import read_claim
 from seqdedupe.store.parts import LogKind, TopicRecord, TopicState
 from seqdedupe.store.snapshots import Loaded, Snapshots

@@ -30,7 +30,7 @@ from seqdedupe.format.headers import HEADER_BYTES, SECRET_BYTES, TOKEN_BYTES, ke
 from seqdedupe.format.records import body_of
 from seqdedupe.limits import NO_SEQUENCE_ID
 from seqdedupe.locks import kept_unused
-from seqdedupe.log.embedded import relocation
+from seqdedupe.log.embedded import log_folder
 from seqdedupe.log.embedded.inspection import Intact, inspect
 from seqdedupe.log.embedded.journal_replay import put_back
 from seqdedupe.log.embedded.logs import DEFAULT_SEGMENT_BYTES, create_log
@@ -38,8 +38,7 @@ from seqdedupe.log.embedded.segment import LogIdentity, Segment
 from seqdedupe.log.embedded.tail import Tail
 from seqdedupe.log.embedded.writer import Append, FatalError, Writer, WriteTerm
 from seqdedupe.names import topic_name
-from seqdedupe.store.copy import opened_copy
-from seqdedupe.store.db import Store
+from seqdedupe.store.db import Store, opened_copy
 from seqdedupe.store.directories import read_claim, write
 from seqdedupe.store.parts import TopicRecord, TopicState
 from seqdedupe.topic import control
@@ -178,7 +177,7 @@ async def _fill(directory: Path, to: Path) -> Salvage:
         found = examined.findings
         # Without a snapshot a log must begin with index 0.
         can_be_copied = found.has_whole_log and (examined.loaded is not None or found.first_index == 0)
-        if not can_be_copied and relocation.leaving_to(examined.folder) is not None:
+        if not can_be_copied and log_folder.leaving_to(examined.folder) is not None:
             # As another incarnation it would serve beside the one that the other sidecar may have.
             return
         if any(found.name == other.record.name for other in topics):

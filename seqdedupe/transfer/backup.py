@@ -21,12 +21,11 @@ import google_crc32c
 from seqdedupe.errors import InvalidRequestError, SeqdedupeError, error
 from seqdedupe.files import UNFINISHED, becoming, check_sealed, head_of, sync_folder, writing_sealed
 from seqdedupe.log.embedded.inspection import Damage, DurablePart, inspect_part
-from seqdedupe.log.embedded.secret import SECRET_FILE, TOPIC_FILE
+from seqdedupe.log.embedded.log_folder import SECRET_FILE, TOPIC_FILE
 from seqdedupe.log.embedded.segment import unreadable
 from seqdedupe.log.embedded.tail import read_what_can_be
 from seqdedupe.store import directories
-from seqdedupe.store.copy import write_copy
-from seqdedupe.store.db import Store
+from seqdedupe.store.db import Store, write_copy
 from seqdedupe.store.directories import MANIFEST_FILE, WORKERS_FILE
 from seqdedupe.store.parts import TopicRecord
 

@@ -24,17 +24,17 @@ PLANTED = ".planted"
 STEPS = (
     "broker_sidecar.cluster.departures.Giving._answer",
     "broker_sidecar.cluster.departures.Departures._let_go",
-    "seqdedupe.log.embedded.relocation.leave",
-    "seqdedupe.log.embedded.relocation.has_left",
-    "seqdedupe.log.embedded.relocation.stays",
-    "seqdedupe.log.embedded.relocation.remove_messages",
-    "seqdedupe.log.embedded.relocation.is_known",
+    "seqdedupe.log.embedded.log_folder.leave",
+    "seqdedupe.log.embedded.log_folder.has_left",
+    "seqdedupe.log.embedded.log_folder.stays",
+    "seqdedupe.log.embedded.log_folder.remove_messages",
+    "seqdedupe.log.embedded.log_folder.is_known",
     "broker_sidecar.services.cluster_calls._check_is_free",
     "broker_sidecar.services.cluster_calls.Coming.read",
     "broker_sidecar.services.cluster_calls._keep_from_who_had_it",
     "broker_sidecar.services.cluster_calls._take",
-    "seqdedupe.log.embedded.relocation.Arrival.begin",
-    "seqdedupe.log.embedded.relocation.Arrival.finish",
+    "seqdedupe.log.embedded.log_folder.Arrival.begin",
+    "seqdedupe.log.embedded.log_folder.Arrival.finish",
     "seqdedupe.transfer.stored_records.IncomingSnapshot.add",
     "seqdedupe.transfer.stored_records.IncomingSnapshot.finish",
     "seqdedupe.store.db.Store.put_topics",
@@ -90,15 +90,15 @@ def _plant(file: Path, step: str) -> None:
 
 def _plant_bug(bug: str) -> None:
     from broker_sidecar.cluster import departures
-    from seqdedupe.log.embedded import relocation
+    from seqdedupe.log.embedded import log_folder
 
     if bug == "nothing says that it leaves":
         # Both serve: a start does not know that the other one may have it.
-        relocation.leave = lambda folder, to: None
+        log_folder.leave = lambda folder, to: None
     elif bug == "lets go first":
 
-        async def settled(self: departures.Departures, record: Any, to: relocation.To) -> None:
-            relocation.has_left(self._logs.folder_of(record.incarnation))
+        async def settled(self: departures.Departures, record: Any, to: log_folder.To) -> None:
+            log_folder.has_left(self._logs.folder_of(record.incarnation))
 
         departures.Departures._settle = settled  # type: ignore[method-assign]
 

@@ -20,7 +20,7 @@ from broker_sidecar.server import SidecarServer
 from seqdedupe.address import SidecarAddress
 from seqdedupe.client.connection import typed_errors
 from seqdedupe.errors import SeqdedupeError
-from seqdedupe.log.embedded import relocation
+from seqdedupe.log.embedded import log_folder
 from seqdedupe.log.embedded.log import EmbeddedLog
 from seqdedupe.log.embedded.logs import EmbeddedLogs, incarnations, topic_of
 from seqdedupe.names import partition_name, topic_name
@@ -87,8 +87,8 @@ class Holds:
         self._around(EmbeddedLogs, "open", lambda _, incarnation, *_a, **_k: [("open", incarnation)])
         self._around(EmbeddedLogs, "delete", lambda _, *some: [("delete", incarnation) for incarnation in some])
         self._around(EmbeddedLog, "close", lambda log: [("close", log.incarnation)])
-        self._around_in_thread(relocation, "leave", lambda folder, _: ("leave", int(folder.name)))
-        self._around_in_thread(relocation.Arrival, "begin", lambda _, topic, __: ("arrival", topic))
+        self._around_in_thread(log_folder, "leave", lambda folder, _: ("leave", int(folder.name)))
+        self._around_in_thread(log_folder.Arrival, "begin", lambda _, topic, __: ("arrival", topic))
         self._around_in_thread(BackupMaker, "add_log", lambda _, record, __: ("backup", record.name))
         for name in ("append", "append_control"):
             self._around_append(name)

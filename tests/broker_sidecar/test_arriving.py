@@ -30,8 +30,8 @@ from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.format import headers
 from seqdedupe.format.headers import SECRET_BYTES
 from seqdedupe.log.contract import Failure
-from seqdedupe.log.embedded import relocation
-from seqdedupe.log.embedded.relocation import ARRIVING, MOVE_BYTES, RECEIVER_BYTES, Arrival, receiver
+from seqdedupe.log.embedded import log_folder
+from seqdedupe.log.embedded.log_folder import ARRIVING, MOVE_BYTES, RECEIVER_BYTES, Arrival, receiver
 from seqdedupe.message_id import Position
 from seqdedupe.store import parts, rocksdb
 from seqdedupe.topic.keeper import Keeper, RestoredState
@@ -394,7 +394,7 @@ FAILURES: dict[str, Callable[[pytest.MonkeyPatch, Pair], None]] = {
     "the new store's reading": lambda m, two: m.setattr(RestoredState, "load", lost),
     "the new store at the end": in_store("put_topics", 2),
     "the new log's opening": in_opening,
-    "the old disk": lambda m, two: m.setattr(relocation, "leave", full),
+    "the old disk": lambda m, two: m.setattr(log_folder, "leave", full),
     "the old store's snapshot": lambda m, two: m.setattr(Keeper, "snapshot", at_await(Keeper.snapshot, 1, lost)),
     "the old log's reading": lambda m, two: m.setattr(departures, "_read", full),
     "a defect": lambda m, two: m.setattr(departures, "_read", lambda *_: 1 // 0),
@@ -448,7 +448,7 @@ def removed_half(m: pytest.MonkeyPatch, two: Pair) -> None:
 
     def cut_short(folder: Path) -> None:
         m.undo()
-        (folder / relocation.MOVED_FILE).unlink()
+        (folder / log_folder.MOVED_FILE).unlink()
         full()
 
     m.setattr(shutil, "rmtree", cut_short)
@@ -508,7 +508,7 @@ async def test_one_that_comes_back_is_in_doubt_and_both_start_again(
             removed = two.old.topics.kind.delete
 
             async def cut_short(*incarnations: int) -> None:
-                (two.old.log_folder(*incarnations) / relocation.MOVED_FILE).unlink()
+                (two.old.log_folder(*incarnations) / log_folder.MOVED_FILE).unlink()
                 await nothing()
                 await removed(*incarnations)
 
@@ -590,12 +590,12 @@ async def test_one_that_somebody_else_holds_stays_held(two: Pair, monkeypatch: p
 
 
 def test_who_gave_it_long_ago_says_nothing_of_the_last_move(tmp_path: Path) -> None:
-    (tmp_path / relocation.ARRIVED_FILE).write_text("the last")
-    relocation.is_known(tmp_path, "one before")
-    assert (tmp_path / relocation.ARRIVED_FILE).exists()
+    (tmp_path / log_folder.ARRIVED_FILE).write_text("the last")
+    log_folder.is_known(tmp_path, "one before")
+    assert (tmp_path / log_folder.ARRIVED_FILE).exists()
     for _ in range(2):
-        relocation.is_known(tmp_path, "the last")
-        assert not (tmp_path / relocation.ARRIVED_FILE).exists()
+        log_folder.is_known(tmp_path, "the last")
+        assert not (tmp_path / log_folder.ARRIVED_FILE).exists()
 
 
 async def test_the_log_fails_while_the_topic_is_held(two: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from broker_sidecar.cluster.departures import Giving
 from broker_sidecar.services import cluster_calls
 from broker_sidecar.services.cluster_calls import Coming
 from seqdedupe.errors import SeqdedupeError, UnavailableError, error
-from seqdedupe.log.embedded.relocation import ARRIVING, Arrival
+from seqdedupe.log.embedded.log_folder import ARRIVING, Arrival
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Snapshots
 from seqdedupe.topic import listing

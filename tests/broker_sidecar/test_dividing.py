@@ -20,7 +20,7 @@ from broker_sidecar.workers import count_of, divide
 from seqdedupe.client import Client
 from seqdedupe.errors import ConfigurationError, SeqdedupeError
 from seqdedupe.locks import locked_directory
-from seqdedupe.log.embedded import relocation
+from seqdedupe.log.embedded import log_folder
 from seqdedupe.log.embedded.journal_replay import JournalReplay
 from seqdedupe.names import shard_of
 from seqdedupe.store import directories
@@ -256,16 +256,16 @@ def _with_moved(data: Path) -> None:
 
 
 def _leaving(data: Path) -> None:
-    relocation.leave(segments(of_worker(data, 1))[0].parent, relocation.To("elsewhere:6660", "00"))
+    log_folder.leave(segments(of_worker(data, 1))[0].parent, log_folder.To("elsewhere:6660", "00"))
 
 
 def _arrived(data: Path) -> None:
-    (segments(of_worker(data, 1))[0].parent / relocation.ARRIVED_FILE).write_text("00")
+    (segments(of_worker(data, 1))[0].parent / log_folder.ARRIVED_FILE).write_text("00")
 
 
 def _not_served_elsewhere(data: Path) -> None:
     _leaving(data)
-    relocation.has_left(segments(of_worker(data, 1))[0].parent)
+    log_folder.has_left(segments(of_worker(data, 1))[0].parent)
 
 
 @pytest.mark.parametrize(
@@ -302,9 +302,9 @@ def test_one_that_another_sidecar_has_goes_along(made: tuple[Path, dict[str, Hel
     data = shutil.copytree(made[0] / "1", tmp_path / "data")
     gone = made[1][NAMES[0]].incarnation
     folder = data / "logs" / str(gone)
-    relocation.leave(folder, relocation.To("elsewhere:6660", "00"))
-    relocation.has_left(folder)
-    relocation.remove_messages(folder)
+    log_folder.leave(folder, log_folder.To("elsewhere:6660", "00"))
+    log_folder.has_left(folder)
+    log_folder.remove_messages(folder)
     change(data, 2)
 
     async def refused() -> str:

@@ -17,7 +17,7 @@ from seqdedupe.doctor.salvage import salvage
 from seqdedupe.errors import REASONS, ConfigurationError
 from seqdedupe.files import UNFINISHED
 from seqdedupe.format.headers import VERSION_AT
-from seqdedupe.log.embedded import relocation
+from seqdedupe.log.embedded import log_folder
 from seqdedupe.store.db import Store
 from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe.topic import control
@@ -297,7 +297,7 @@ async def test_what_is_copied_keeps_positions_and_policies(directory: Path, tmp_
 async def test_one_that_was_leaving_is_copied_or_left_out(directory: Path, tmp_path: Path, is_whole: bool) -> None:
     """As another incarnation it would serve beside the one that the other sidecar may have."""
     last = segments(directory)[-1]
-    relocation.leave(last.parent, relocation.To("elsewhere:6660", "00"))
+    log_folder.leave(last.parent, log_folder.To("elsewhere:6660", "00"))
     if not is_whole:
         first = segments(directory)[0]
         raw = bytearray(first.read_bytes())

@@ -10,8 +10,8 @@ from seqdedupe.doctor.examine import examine
 from seqdedupe.doctor.salvage import salvage
 from seqdedupe.errors import DamagedError
 from seqdedupe.log.contract import LogName
+from seqdedupe.log.embedded.log_folder import TOPIC_FILE
 from seqdedupe.log.embedded.logs import said_by
-from seqdedupe.log.embedded.secret import TOPIC_FILE
 from seqdedupe.topic import directory as directory_module
 from seqdedupe.topic.policy import Policy
 from tests.doctor.directories import Opened, opened

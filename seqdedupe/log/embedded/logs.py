@@ -18,13 +18,13 @@ from seqdedupe.errors import DamagedError, SeqdedupeError, error
 from seqdedupe.files import sync_folder, write_all_synced, write_synced
 from seqdedupe.format.headers import key_of
 from seqdedupe.log.contract import AS_USUAL, Layout, LogName
-from seqdedupe.log.embedded import relocation
+from seqdedupe.log.embedded import log_folder
 from seqdedupe.log.embedded.commit import Committer, Journal, wall_ms
 from seqdedupe.log.embedded.inspection import Damage, DurablePart, inspect_part
 from seqdedupe.log.embedded.journal_replay import JournalReplay
 from seqdedupe.log.embedded.log import MAX_PLACES, EmbeddedLog, EmbeddedResources
+from seqdedupe.log.embedded.log_folder import SECRET_FILE, TOPIC_FILE, secret_of
 from seqdedupe.log.embedded.reader import ReadAhead
-from seqdedupe.log.embedded.secret import SECRET_FILE, TOPIC_FILE, secret_of
 from seqdedupe.log.embedded.segment import LogIdentity, Segment, segment_path, unreadable
 from seqdedupe.log.embedded.tail import Tail, base_indexes, open_segments, read_what_can_be
 from seqdedupe.names import topic_name
@@ -264,34 +264,34 @@ class EmbeddedLogs:
         """Where the log is."""
         return self._folder / str(incarnation)
 
-    def arrival(self, incarnation: int) -> relocation.Arrival:
+    def arrival(self, incarnation: int) -> log_folder.Arrival:
         """One that comes from another sidecar."""
-        return relocation.Arrival(self._folder, incarnation)
+        return log_folder.Arrival(self._folder, incarnation)
 
     def receiver(self) -> str:
         """See `arrival.receiver`. Blocks. Raises OSError."""
-        return relocation.receiver(self._folder)
+        return log_folder.receiver(self._folder)
 
     def empty_arrivals(self) -> set[int]:
         """Of those that were coming when the process ended what takes room goes; their incarnations. Blocks. Raises
         OSError."""
-        folder = self._folder / relocation.ARRIVING
+        folder = self._folder / log_folder.ARRIVING
         coming = incarnations(folder) if folder.is_dir() else []
         for incarnation in coming:
-            relocation.remove_messages(folder / str(incarnation))
+            log_folder.remove_messages(folder / str(incarnation))
         return set(coming)
 
     def remove_arrivals(self) -> None:
         """See `arrival.remove_all`. Blocks."""
-        relocation.remove_all(self._folder)
+        log_folder.remove_all(self._folder)
 
     def has_moved(self, incarnation: int) -> bool:
         """Whether another sidecar has it. Raises OSError."""
-        return relocation.moved_to(self.folder_of(incarnation)) is not None
+        return log_folder.moved_to(self.folder_of(incarnation)) is not None
 
     def has_arrived(self, incarnation: int) -> bool:
         """Whether it has come from another sidecar that need not know so yet. Raises OSError."""
-        return (self.folder_of(incarnation) / relocation.ARRIVED_FILE).exists()
+        return (self.folder_of(incarnation) / log_folder.ARRIVED_FILE).exists()
 
     def secret_of(self, incarnation: int, known: bytes) -> bytes:
         """Its secret; `known` is what the store says. Blocks. Raises LOG_DAMAGED, OLDER_FORMAT; OSError."""
@@ -304,7 +304,7 @@ class EmbeddedLogs:
         """Of a log that another sidecar has nothing is left here but where it is. Blocks. Raises OSError; it may be
         done again."""
         self._replay.drop(incarnation)
-        relocation.remove_messages(self.folder_of(incarnation))
+        log_folder.remove_messages(self.folder_of(incarnation))
 
     async def announce(self, whole: str) -> None:
         """See `Logs.announce`. Nobody shares them."""
@@ -336,7 +336,7 @@ class EmbeddedLogs:
         folder = self.folder_of(incarnation)
 
         def look() -> tuple[list[Segment], Tail]:
-            relocation.check_stays(folder)
+            log_folder.check_stays(folder)
             found = secret_of(folder, secret or b"")
             if found.why is not None:
                 raise found.why
