@@ -4,9 +4,13 @@ from collections.abc import Iterator
 
 import pytest
 
+from broker_sidecar.telemetry import LINES
+from seqdedupe.client.blocking import Client
+from seqdedupe.client.credentials import Credentials
 from seqdedupe.testing import Sidecar
-from tests.broker_sidecar.raw_http2 import RawConnection
-from tests.broker_sidecar.security.test_unknown_callers import WAIT_SECONDS, Innocent
+from tests.broker_sidecar.raw_http2 import RawConnection, message
+from tests.broker_sidecar.security.showing import token_of, wait_until
+from tests.broker_sidecar.security.test_unknown_callers import VERSION, WAIT_SECONDS, Innocent
 
 
 @pytest.fixture(scope="module")
@@ -27,6 +31,7 @@ def answer(address: str, method: str | bytes, headers: dict[str, str | bytes] | 
     connection = RawConnection(address)
     try:
         call = connection.begin(method, headers or {})
+        connection.send(call, message(b""), ends=True)
         assert connection.wait_ended([call], WAIT_SECONDS)
         return connection.answers[call]
     finally:
@@ -44,3 +49,34 @@ def test_no_name_of_a_method_ends_the_server(closed: Sidecar) -> None:
                 assert answer(address, method), method
         innocent.publishes(10)
     closed.check_running()
+
+
+SPACES = (b"\xa0", b"\xc2\xa0", b"\x85", b"\xe2\x80\xa8")
+"""What is white space in Latin-1, and in Unicode."""
+
+
+def test_a_token_with_other_white_space_is_another_one_and_stands_in_no_log(closed: Sidecar) -> None:
+    token = token_of(closed)
+    shown = f"Bearer {token}".encode()
+    assert b"UNAUTHENTICATED" not in answer(closed.address, VERSION, {"authorization": shown})
+    for space in SPACES:
+        for bad in (shown + space, b"Bearer " + space + token.encode(), b"Bearer" + space + token.encode()):
+            end = answer(closed.address, VERSION, {"authorization": bad})
+            assert b"grpc-status\x0216" in end, bad
+    wait_until(lambda: any(line["event"].startswith("gRPC has met UnicodeDecodeError at ") for line in closed.log))
+    assert token not in f"{closed.log} {closed.errors}"
+    with Client(closed.address, credentials=Credentials(token=token)) as client:
+        told = client.admin.statistics()
+    assert token not in str(told)
+
+
+def test_metadata_fills_no_log_and_pushes_out_no_warning(closed: Sidecar) -> None:
+    before = len(closed.log)
+    for _ in range(3 * LINES):
+        assert answer(closed.address, VERSION, {"x": b"\xf8" * 15_600, "y": b"\xf8"})
+    lines = closed.log[before:]
+    assert 0 < len(lines) <= 2 * LINES
+    assert max(len(str(line)) for line in lines) < 500
+    with Client(closed.address, credentials=Credentials(token=token_of(closed))) as client:
+        kept = client.admin.statistics().warnings
+    assert [one.message[:30] for one in kept] == ["messages are kept for ever, un"]
