@@ -4,11 +4,13 @@ Begin with `Trail`, which says what of the calls stands there; `Audit` writes th
 """
 
 import asyncio
+import errno
 import fcntl
 import hashlib
 import logging
 import math
 import os
+import stat
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import AsyncIterator, Hashable, Iterable, Iterator, Mapping
@@ -237,6 +239,8 @@ class Audit:
         flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         file = os.open(self._path, flags, 0o600)
         try:
+            if not stat.S_ISREG(os.fstat(file).st_mode):
+                raise OSError(errno.EINVAL, "it is not a regular file")
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as e:

@@ -17,6 +17,7 @@ from broker_sidecar.shares import IN_ALL, NO_LIMITS, CallerLimits, CallerShare
 from seqdedupe.core.name_table import joined
 from seqdedupe.core.patterns import Pattern, words_in
 from seqdedupe.errors import error
+from seqdedupe.files import read_named
 from seqdedupe.format.jit import Bytes, Int64s2, Uint8s
 from seqdedupe.names import whole_of
 
@@ -262,7 +263,7 @@ def _within(where: str) -> Iterator[None]:
 def read_rules(path: Path) -> RulesFile:
     """The rules and shares in a file. Raises INVALID_CONFIGURATION, which names the line and the rule."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_named(path).decode()
         tables = tomllib.loads(text)
     except (OSError, ValueError, RecursionError) as e:
         # A number of too many digits is none of the parser's own errors.
