@@ -324,7 +324,7 @@ REASONS: dict[str, Reason] = {
     "OUTCOME_UNKNOWN": Reason(
         OutcomeUnknownError,
         "UNAVAILABLE",
-        "Send it again with the same sequence ID: that is what it is for.",
+        "Send it again with the same ID: that is what it is for.",
         0,
     ),
     # Reading.
@@ -367,6 +367,11 @@ REASONS: dict[str, Reason] = {
     "LOG_DAMAGED": _damaged(
         "Nothing was changed, and other topics serve. Stop the sidecar and put logs and store back from one backup; "
         "without one keep a copy, and let `seqdedupe doctor` say what is damaged and salvage the rest."
+    ),
+    "ANSWERS_INCONSISTENT": _damaged(
+        "The reader has begun again over new streams, and answers still do not follow what it had read. Something on "
+        "the way may double, drop or change them (a proxy; see its log, and read without it), or the sidecar may read "
+        "its log wrongly: let `seqdedupe doctor` look at the log. Change nothing on its disk before that."
     ),
     "LOG_GAP": _damaged(
         "Nothing was changed, and other topics serve. Has something trimmed the Pulsar topic: no retention, no durable "

@@ -328,12 +328,14 @@ def _check_columns(batch: Batch, rows: int) -> None:
 
 def _size_bytes(batch: Batch) -> int:
     """How large it is encoded, at most."""
-    blobs = (batch.payloads, batch.keys, batch.property_names, batch.property_values)
     return (
         BATCH_OVERHEAD_BYTES
         + ROW_OVERHEAD_BYTES * len(batch)
         + PROPERTY_OVERHEAD_BYTES * max(len(batch.property_names.offsets) - 1, 0)
-        + sum(len(blob.data) for blob in blobs)
+        + len(batch.payloads.data)
+        + len(batch.keys.data)
+        + len(batch.property_names.data)
+        + len(batch.property_values.data)
     )
 
 

@@ -212,6 +212,15 @@ class Sessions:
         rows = self._producers.numbers[self._known(names)]
         return bool((rows[:, EPOCH] > rows[:, DURABLE_EPOCH]).any())
 
+    def need_a_record(self, names: list[str], epochs: list[int] | None) -> bool:
+        """Whether the log has to say something for these to be opened, as `open`: only what it says already is resumed
+        without. Also where all that are new will be refused."""
+        if epochs is None:
+            return True
+        numbers = self._producers.find_all([name.encode(errors="replace") for name in names])
+        durable = np.where(numbers >= 0, self._producers.numbers[numbers, DURABLE_EPOCH], NO_EPOCH)
+        return any(epoch > known for epoch, known in zip(epochs, durable.tolist(), strict=True))
+
     def use(self, names: list[str]) -> None:
         """Somebody wants these names: they are not idle."""
         self._producers.activity.use(self._known(names))

@@ -6,17 +6,29 @@ import logging
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import grpc
 import grpc.aio
 import pytest
-from grpc._cython import cygrpc  # type: ignore[attr-defined]
+from grpc._cython import cygrpc
 
 from broker_sidecar import telemetry
-from broker_sidecar.telemetry import LINES, MAX_KINDS, WINDOW_SECONDS, LastWarnings, Limit
+from broker_sidecar.telemetry import (
+    LINES,
+    MAX_EXCEPTION_CHARACTERS,
+    MAX_KINDS,
+    MAX_TEXT_CHARACTERS,
+    WINDOW_SECONDS,
+    LastWarnings,
+    Limit,
+)
 from seqdedupe.testing import Sidecar
+from tests import warm
+from tests.broker_sidecar import serve_command
 from tests.broker_sidecar.calls import TIMEOUT_SECONDS, Client, batch
+from tests.broker_sidecar.raw_http2 import RawConnection
 
 
 class Clock:
@@ -208,3 +220,30 @@ def test_a_hostile_client_causes_no_lines(sidecar: Sidecar) -> None:
     assert {line["event"] for line in sidecar.log[began:] if "topic" not in line["event"]} == {"draining", "stopped"}
     assert len(sidecar.log) - began < LINES
     assert not sidecar.errors
+
+
+def test_a_long_text_is_cut_in_both_forms() -> None:
+    long, longer = "x" * (10 * MAX_TEXT_CHARACTERS), ValueError("y" * (10 * MAX_EXCEPTION_CHARACTERS))
+    record = logging.getLogger("seqdedupe").makeRecord(
+        "seqdedupe", logging.ERROR, "", 1, "%s", (long,), (ValueError, longer, None), extra={"path": long}
+    )
+    for form in (telemetry._Json(), telemetry._Text("%(message)s")):
+        line = form.format(record)
+        assert line.count("x") <= 2 * MAX_TEXT_CHARACTERS + 10
+        assert line.count("y") <= MAX_EXCEPTION_CHARACTERS
+        assert line.count("characters are left out") == 3
+
+
+@pytest.mark.parametrize("verbosity", ["NONE by default", "INFO"])
+def test_grpc_itself_writes_nothing_for_callers_unless_somebody_wants_it(tmp_path: Path, verbosity: str) -> None:
+    environment = {"GRPC_VERBOSITY": verbosity} if verbosity == "INFO" else {}
+    # In a process that imports gRPC itself.
+    with warm.cold(), Sidecar(tmp_path, module=serve_command.MODULE, environment=environment) as sidecar:
+        connection = RawConnection(sidecar.address)
+        for headers in ({"grpc-encoding": "gzip"}, {"grpc-encoding": "snappy"}, {"grpc-timeout": "abc"}):
+            call = connection.begin("/seqdedupe.v1.AdminService/GetVersion", headers)
+            assert connection.wait_ended([call], TIMEOUT_SECONDS)
+        connection.close()
+        assert sidecar.stop() == 0
+        written = sum(len(line) for line in sidecar.errors)
+        assert (written > 0) == (verbosity == "INFO")
