@@ -22,5 +22,5 @@ def _server(**options: Any) -> grpc.aio.Server:
 
 
 if __name__ == "__main__":
-    grpc.aio.server = _server
+    grpc.aio.server = _server  # type: ignore[assignment]
     sys.exit(main())
