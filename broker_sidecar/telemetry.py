@@ -17,6 +17,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import grpc
+import grpc.aio
 
 from broker_sidecar.rpc import Context, Handle, Wrapping, known_code
 
@@ -183,6 +184,13 @@ def configure(level: str, form: str) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
+    logging.getLogger("grpc._cython.cygrpc").addFilter(_concerns_somebody)
+
+
+def _concerns_somebody(record: logging.LogRecord) -> bool:
+    """False for gRPC's own line that it could not send: the call was over. Its client has gone, or its connection, just
+    when gRPC wrote the answer that a handler had returned, and gRPC had not noticed it yet."""
+    return not (record.exc_info and isinstance(record.exc_info[1], grpc.aio.InternalError))
 
 
 # -- OpenTelemetry traces: a span for each call whose client sends a context (W3C's `traceparent`).

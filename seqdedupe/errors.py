@@ -113,7 +113,9 @@ REASONS: dict[str, Reason] = {
     "MALFORMED_MESSAGE": _invalid("Send the message that the published schema describes."),
     "INVALID_TOPIC_NAME": _invalid("Name the topic persistent://tenant/namespace/name, or with a short name."),
     "INVALID_NAMESPACE": _invalid("Name the namespace tenant/namespace, as public/default."),
-    "INVALID_NAME": _invalid("Give every producer a name of 1 to 255 bytes of UTF-8, each once in a request."),
+    "INVALID_NAME": _invalid(
+        "Give every producer a name of 1 to 255 bytes of UTF-8 without control characters, each once in a request."
+    ),
     "INVALID_BATCH": _invalid("Lay the batch's columns out as Batch in batch.proto says."),
     "INVALID_SEQUENCE_ID": _invalid("Use sequence IDs from 0 to 2^63 - 1."),
     "INVALID_DEDUPLICATION_ID": _invalid("Give every message a deduplication ID of 1 to 255 bytes."),
@@ -123,15 +125,15 @@ REASONS: dict[str, Reason] = {
     ),
     "LINK_REQUIRED": _invalid("Say the previous sequence ID: it may be left out only in a lone unary call."),
     "INVALID_EPOCH": _invalid("Use the epoch that Open answered for this topic and name."),
-    "INVALID_REQUEST": _invalid("Correct the field that the message names."),
+    "INVALID_REQUEST": _invalid("Correct what the message names."),
     "UNKNOWN_CALL": Reason(
         InvalidRequestError,
         "UNIMPLEMENTED",
         "Upgrade the sidecar, if it is older than the client.",
     ),
     "INVALID_POSITION": _invalid("Give a position that this sidecar answered, or an index from 0 up."),
-    "MESSAGE_TOO_LARGE": _invalid("Send smaller payloads; the limit is in the message."),
-    "BATCH_TOO_LARGE": _invalid("Split the batch; the limit is in the message."),
+    "MESSAGE_TOO_LARGE": _invalid("Send less in one message; the error says how much."),
+    "BATCH_TOO_LARGE": _invalid("Split the batch, or if it is one message, send less in it; the error says the limit."),
     "TOPIC_NOT_FOUND": Reason(
         NotFoundError,
         "NOT_FOUND",
@@ -327,7 +329,7 @@ REASONS: dict[str, Reason] = {
     "OUTCOME_UNKNOWN": Reason(
         OutcomeUnknownError,
         "UNAVAILABLE",
-        "Send it again with the same sequence ID: that is what it is for.",
+        "Send it again with the same ID: that is what it is for.",
         0,
     ),
     # Reading.
@@ -370,6 +372,11 @@ REASONS: dict[str, Reason] = {
     "LOG_DAMAGED": _damaged(
         "Nothing was changed, and other topics serve. Stop the sidecar and put logs and store back from one backup; "
         "without one keep a copy, and let `seqdedupe doctor` say what is damaged and salvage the rest."
+    ),
+    "ANSWERS_INCONSISTENT": _damaged(
+        "The reader has begun again over new streams, and answers still do not follow what it had read. Something on "
+        "the way may double, drop or change them (a proxy; see its log, and read without it), or the sidecar may read "
+        "its log wrongly: let `seqdedupe doctor` look at the log. Change nothing on its disk before that."
     ),
     "LOG_GAP": _damaged(
         "Nothing was changed, and other topics serve. Has something trimmed the Pulsar topic: no retention, no durable "

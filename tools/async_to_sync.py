@@ -42,7 +42,7 @@ CLASSES = {
 }
 """The module of each, and what it is for threads."""
 
-BASES = {"Messages": ("message", "seqdedupe.client.blocking.iteration"), "Cursor": ("cursor", "")}
+BASES = {"Messages": ("message", "seqdedupe.client.blocking.loop"), "Cursor": ("cursor", "")}
 """Base classes, and where their forms for threads are."""
 
 MADE_BY_USERS = ("Client", "FileCursor")

@@ -9,6 +9,7 @@ from types import TracebackType
 import click
 
 from seqdedupe.cli.bench_command import bench
+from seqdedupe.cli.common import needing
 from seqdedupe.cli.doctor_commands import backup, doctor, restore, verify
 from seqdedupe.cli.publish_command import publish
 from seqdedupe.cli.read_command import read
@@ -30,8 +31,6 @@ from seqdedupe.errors import error
 
 # -- `seqdedupe serve`: the sidecar.
 
-_OURS = ("seqdedupe", "broker_sidecar")
-
 
 @click.command(
     context_settings={"ignore_unknown_options": True, "help_option_names": []},
@@ -40,24 +39,14 @@ _OURS = ("seqdedupe", "broker_sidecar")
 @click.argument("flags", nargs=-1, type=click.UNPROCESSED)
 def serve(flags: tuple[str, ...]) -> None:
     """Run a sidecar until it is told to stop. Takes the flags of `python -m broker_sidecar`."""
-    try:
+    with needing("the sidecar needs", "sidecar"):
         from broker_sidecar.__main__ import main
 
         status = main(list(flags), prog="seqdedupe serve")
-    except ModuleNotFoundError as e:
-        if e.name is None or e.name.partition(".")[0] in _OURS:
-            raise
-        raise error(
-            "INVALID_CONFIGURATION",
-            f"the sidecar needs {e.name}, which is not installed",
-            hint="Install it: pip install 'seqdedupe[sidecar]'",
-        ) from e
     sys.exit(status)
 
 
 # -- `seqdedupe job`: the Spark jobs.
-
-_OF_JOBS = ("seqdedupe", "seqdedupe_spark")
 
 _MODULES = {"audit": "seqdedupe_spark.audit_job", "bootstrap": "seqdedupe_spark.bootstrap_job"}
 """What has a module of its own; all other commands are the reader job's."""
@@ -72,16 +61,8 @@ def job(arguments: tuple[str, ...]) -> None:
     """Run a Spark job: `run`, `positions` and `reset` of the reader job, `audit`, `bootstrap`. Takes the arguments of
     `python -m seqdedupe_spark.reader_job`, and after `audit` and `bootstrap` those of their modules."""
     name = arguments[0] if arguments and arguments[0] in _MODULES else None
-    try:
+    with needing("Spark jobs need", "spark"):
         module = importlib.import_module(_MODULES[name] if name else "seqdedupe_spark.reader_job")
-    except ModuleNotFoundError as e:
-        if e.name is None or e.name.partition(".")[0] in _OF_JOBS:
-            raise
-        raise error(
-            "INVALID_CONFIGURATION",
-            f"Spark jobs need {e.name}, which is not installed",
-            hint="Install it: pip install 'seqdedupe[spark]'",
-        ) from e
     sys.exit(module.run_main(list(arguments[1:] if name else arguments), f"seqdedupe job{f' {name}' if name else ''}"))
 
 

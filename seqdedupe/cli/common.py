@@ -1,4 +1,4 @@
-"""What the commands about a sidecar share: where it is, a client of it, a hint for a topic that is not there."""
+"""What commands share: where a sidecar is, a client of it, hints for a topic or a package that is not there."""
 
 import difflib
 import time
@@ -8,11 +8,19 @@ from contextlib import contextmanager, suppress
 import click
 
 from seqdedupe.client.blocking import Client
-from seqdedupe.client.connection import NOT_A_SIDECAR
+from seqdedupe.client.connection import HINT_OF_GONE, NOT_A_SIDECAR
 from seqdedupe.client.listeners import hint_of_http
 from seqdedupe.client.producer_session import OPEN_TIMEOUT_SECONDS
 from seqdedupe.client.route import OnWaiting
-from seqdedupe.command import CREDENTIAL_PARAMETERS, Command, sidecar_options, told_credentials
+from seqdedupe.command import (
+    CREDENTIAL_PARAMETERS,
+    Command,
+    echo,
+    print_json,
+    printable,
+    sidecar_options,
+    told_credentials,
+)
 from seqdedupe.errors import REASONS, NotFoundError, OutcomeUnknownError, SeqdedupeError, UnavailableError, error
 from seqdedupe.names import topic_name
 
@@ -23,6 +31,8 @@ _POLL_SECONDS = 0.2
 _SHORTEST_NEAR_NAME = 4
 """A shorter name is near to too many."""
 
+_OURS = ("seqdedupe", "broker_sidecar", "seqdedupe_spark")
+
 as_json_option = click.option(
     "--json", "as_json", is_flag=True, help="Print JSON, errors too, as docs/cli.md describes it."
 )
@@ -31,6 +41,27 @@ as_json_option = click.option(
 def common(command: Command) -> Command:
     """Adds `--address`, the options for credentials, and `--json`."""
     return sidecar_options(as_json_option(command))
+
+
+@contextmanager
+def needing(what: str, extra: str, *, otherwise: str = "") -> Iterator[None]:
+    """For imports of what an extra installs. Raises INVALID_CONFIGURATION if it is not there: `what` needs it."""
+    try:
+        yield
+    except ModuleNotFoundError as e:
+        if e.name is None or e.name.partition(".")[0] in _OURS:
+            raise
+        hint = f"Install it: pip install 'seqdedupe[{extra}]'{otherwise}"
+        raise error("INVALID_CONFIGURATION", f"{what} {e.name}, which is not installed", hint=hint) from e
+
+
+def tell(as_json: bool, values: object, *lines: str) -> None:
+    """Prints what a command has done: `values` as JSON, or else these lines."""
+    if as_json:
+        print_json(values)
+        return
+    for line in lines:
+        echo(printable(line))
 
 
 def is_alone(context: click.Context) -> bool:
@@ -92,20 +123,25 @@ def naming_near(client: Client, topic: str, *, makes: bool = False) -> Iterator[
     try:
         yield
     except NotFoundError as e:
-        if e.reason != "TOPIC_NOT_FOUND" or "was deleted" in e.message:
+        if e.reason != "TOPIC_NOT_FOUND" or e.hint == HINT_OF_GONE or "was deleted" in e.message:
             raise
-        near = None
+        wanted, near = topic_name(topic).removeprefix(_SHORT_NAMES), None
         with suppress(SeqdedupeError):
-            near = _near_name(topic, client)
+            near = _near_name(wanted, client)
         if near is None and makes:
             raise
         hint = f"Do you mean {near}?" if near else "Is the name mistyped? `seqdedupe topics` lists the topics."
+        if near == wanted:
+            hint = (
+                "Now it is listed: it was made meanwhile, or several sidecars with other data stand behind one address."
+            )
         raise error(e.reason, e.message, hint=hint) from e
 
 
-def _near_name(topic: str, client: Client) -> str | None:
-    """The topic whose name is one edit or so from this one."""
-    wanted = topic_name(topic).removeprefix(_SHORT_NAMES)
+def _near_name(wanted: str, client: Client) -> str | None:
+    """The topic of this name, or whose name is one edit or so from it."""
     names = [known.name.removeprefix(_SHORT_NAMES) for known in client.admin.topics()]
+    if wanted in names:
+        return wanted
     long_names = [name for name in names if min(len(name), len(wanted)) >= _SHORTEST_NEAR_NAME]
     return next(iter(difflib.get_close_matches(wanted, long_names, 1, max(0.0, 1 - 1.5 / len(wanted)))), None)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from seqdedupe.cli.common import as_json_option, common, connect
+from seqdedupe.cli.common import as_json_option, common, connect, needing
 from seqdedupe.command import FAILED, WRONG_USAGE, echo, print_json, printable, say_failure
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.v1 import admin_pb2
@@ -52,18 +52,11 @@ def prepare() -> None:
     """Before what looks at a data directory is imported. Raises INVALID_CONFIGURATION if that cannot be."""
     # What is logged while a store is opened is of the copy.
     logging.getLogger("seqdedupe").addHandler(logging.NullHandler())
-    try:
+    with needing("a data directory is looked at with", "sidecar"):
         from broker_sidecar import kernels
 
         kernels.prepare()
-        from seqdedupe.doctor.examine import examine
-    except ModuleNotFoundError as e:
-        raise error(
-            "INVALID_CONFIGURATION",
-            f"a data directory is looked at with {e.name}, which is not installed",
-            hint="Install it: pip install 'seqdedupe[sidecar]'",
-        ) from e
-    _ = examine
+        import seqdedupe.doctor.examine  # noqa: F401 (all that it needs is there)
 
 
 def _run(directory: Path, to: Path | None, as_json: bool) -> int:

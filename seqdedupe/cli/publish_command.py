@@ -14,7 +14,7 @@ from typing import NamedTuple, get_args
 import click
 import numpy as np
 
-from seqdedupe.cli.common import common, connect_to
+from seqdedupe.cli.common import common, connect_to, tell
 from seqdedupe.cli.record_source import STANDARD_INPUT, Form, JsonPath, RecordSource, SourceRecord
 from seqdedupe.client import Message, Persisted, PositionError, Verdict
 from seqdedupe.client.blocking import Client, Producer, Publisher, Receipt
@@ -499,10 +499,7 @@ def publish(
                 with_numbers = not source.numbers_are_ids
                 run = _Publication(producer, source, resume, with_numbers=with_numbers, makes_topic=makes_topic)
                 run.publish()
-        if as_json:
-            print_json(run.summary())
-        else:
-            echo(run.text())
+        tell(as_json, run.summary(), run.text())
         if source.unfinished_line:
             raise source.incomplete()
 
@@ -524,11 +521,9 @@ def _publish_by_id(source: RecordSource, topic: str, address: str, *, as_json: b
         client.publisher(topic, on_waiting=waiting) as publisher,
     ):
         summary = publish_by_id(publisher, source)
-    if as_json:
-        print_json(summary)
-    else:
-        imported = f", {summary['imported']:,} of them imported" if summary["imported"] else ""
-        echo(f"{summary['read']:,} records read: {summary['not_dup']:,} NotDup, {summary['dup']:,} Dup{imported}")
+    imported = f", {summary['imported']:,} of them imported" if summary["imported"] else ""
+    text = f"{summary['read']:,} records read: {summary['not_dup']:,} NotDup, {summary['dup']:,} Dup{imported}"
+    tell(as_json, summary, text)
     if source.unfinished_line:
         raise source.incomplete()
 

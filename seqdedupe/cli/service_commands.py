@@ -5,20 +5,22 @@ import os
 import signal
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from seqdedupe.cli.common import as_json_option, common, connect, naming_near
+from seqdedupe.cli.common import as_json_option, common, connect, naming_near, needing, tell
 from seqdedupe.client.blocking import Client
-from seqdedupe.command import Command, echo, json_text, print_json, print_table, printable, say, told_credentials
+from seqdedupe.command import Command, echo, json_text, print_json, print_table, say, told_credentials
 from seqdedupe.errors import error
-from seqdedupe.services.pipe.blocking import Pipe
+from seqdedupe.services.pipe.pipe import BlockingPipe
 
 if TYPE_CHECKING:
     from sqlalchemy import Engine
+
+    from seqdedupe.services.outbox import Lag
 
 # -- The database of a service's consumers and inboxes, as a command is told it.
 
@@ -40,12 +42,9 @@ def database_options(command: Command) -> Command:
 def opened(url: str, whose: str) -> Iterator["Engine"]:
     """An engine, for the tables of a consumer or an inbox. Raises INVALID_CONFIGURATION, INVALID_OPTION and
     OUTPUT_UNAVAILABLE, which quote no password."""
-    try:
+    with needing("services need", "services"):
         from sqlalchemy import create_engine
         from sqlalchemy.exc import ArgumentError
-    except ModuleNotFoundError as e:
-        hint = "Install it: pip install 'seqdedupe[services]'"
-        raise error("INVALID_CONFIGURATION", f"services need {e.name}, which is not installed", hint=hint) from e
     hint = "Give the URL that the service's create_engine is given, and install its driver."
     try:
         engine = create_engine(url)
@@ -154,14 +153,13 @@ def retry(name: str, indexes: tuple[int, ...], database: str, as_json: bool) -> 
         from seqdedupe.services.consumer import dead_letters
 
         found = dead_letters.retry(engine, name, indexes)
-    if as_json:
-        print_json({"retried": found.now, "behind": found.behind, "leaving": found.leaving})
-        return
-    _tell(name, found.now, "tried again as soon as the consumer runs")
-    for index in found.behind:
-        echo(f"{index} waits behind an earlier message of its key, and follows it")
-    for index in found.leaving:
-        echo(f"{index} is on its way to the topic of dead letters, and is left alone")
+    tell(
+        as_json,
+        {"retried": found.now, "behind": found.behind, "leaving": found.leaving},
+        _text_of(name, found.now, "tried again as soon as the consumer runs"),
+        *(f"{index} waits behind an earlier message of its key, and follows it" for index in found.behind),
+        *(f"{index} is on its way to the topic of dead letters, and is left alone" for index in found.leaving),
+    )
 
 
 @consumer.command(short_help="Give messages up for good.")
@@ -174,14 +172,11 @@ def drop(name: str, indexes: tuple[int, ...], database: str, as_json: bool) -> N
         from seqdedupe.services.consumer import dead_letters
 
         count = dead_letters.drop(engine, name, indexes)
-    if as_json:
-        print_json({"dropped": count})
-        return
-    _tell(name, count, "removed")
+    tell(as_json, {"dropped": count}, _text_of(name, count, "removed"))
 
 
-def _tell(name: str, count: int, said: str) -> None:
-    echo(f"{count:,} message{'' if count == 1 else 's'} of {printable(name)} {'is' if count == 1 else 'are'} {said}")
+def _text_of(name: str, count: int, said: str) -> str:
+    return f"{count:,} message{'' if count == 1 else 's'} of {name} {'is' if count == 1 else 'are'} {said}"
 
 
 # -- `seqdedupe inbox`: what inboxes have parked.
@@ -246,11 +241,9 @@ def sweep(inbox: Any, as_json: bool) -> None:
         raise click.BadParameter("it is no Inbox.", param_hint="'MODULE:NAME'")
     with told_errors("inbox"):
         count, left = inbox.sweep(), len(inbox.waiting())
-    if as_json:
-        print_json({"handled": count, "parked": left})
-        return
     said = "message is" if count == 1 else "messages are"
-    echo(f"{count:,} {said} parked no more in {printable(inbox.name)}, {left:,} still")
+    text = f"{count:,} {said} parked no more in {inbox.name}, {left:,} still"
+    tell(as_json, {"handled": count, "parked": left}, text)
 
 
 # -- `seqdedupe outbox`: the tables of an outbox, its relay, and how far behind that is.
@@ -290,7 +283,9 @@ def outbox() -> None:
 )
 def print_ddl(kind: str, payload: str, lock_aggregates: bool) -> None:
     """Print the statements that make the tables and triggers of an outbox. They may be run again."""
-    echo(_services().ddl(kind, payload=payload, lock_aggregates=lock_aggregates).rstrip())
+    with _needing_services():
+        from seqdedupe.services.outbox import ddl
+    echo(ddl(kind, payload=payload, lock_aggregates=lock_aggregates).rstrip())
 
 
 @outbox.command("relay")
@@ -304,7 +299,8 @@ def run_relay(database: str, topic: str, name: str, once: bool, address: str, as
     again at any moment, or run several: one works, the others stand by.
 
     With --once the last line says what is left and why; the exit status is 0 then, too."""
-    services = _services()
+    with _needing_services():
+        from seqdedupe.services.outbox import relay
 
     def report(line: str) -> None:
         if as_json:
@@ -312,7 +308,7 @@ def run_relay(database: str, topic: str, name: str, once: bool, address: str, as
         else:
             say("seqdedupe", line)
 
-    counters = services.run_relay(
+    counters = relay.run_relay(
         address, database, topic, name, follow=not once, credentials=told_credentials(), report=report
     )
     found = asdict(counters)
@@ -340,9 +336,10 @@ def show_lag(database: str, as_json: bool) -> None:
         echo(f"{who} {_for_whom(lag)}")
 
 
-def _lag(database: str) -> Any:
-    _services()
-    store = importlib.import_module("seqdedupe.services.outbox.store").open_store(database)
+def _lag(database: str) -> "Lag":
+    with _needing_services():
+        from seqdedupe.services.outbox.store import open_store
+    store = open_store(database)
     try:
         store.open()
         return store.lag()
@@ -350,27 +347,18 @@ def _lag(database: str) -> Any:
         store.close()
 
 
-def _for_whom(lag: Any) -> str:
+def _for_whom(lag: "Lag") -> str:
     return f"for a transaction of {lag.held_seconds:.0f} s: {lag.held_by}"
 
 
-def _why_left(lag: Any) -> str:
+def _why_left(lag: "Lag") -> str:
     if lag.held_by:
         return f" (they wait {_for_whom(lag)})"
     return " (they came, or what they waited for ended, since it looked last: run it again)" if lag.rows else ""
 
 
-def _services() -> Any:
-    try:
-        return importlib.import_module("seqdedupe.services.outbox")
-    except ModuleNotFoundError as e:
-        if e.name is None or e.name.partition(".")[0] == "seqdedupe":
-            raise
-        raise error(
-            "INVALID_CONFIGURATION",
-            f"an outbox needs {e.name}, which is not installed",
-            hint="Install it: pip install 'seqdedupe[services]'",
-        ) from e
+def _needing_services() -> AbstractContextManager[None]:
+    return needing("an outbox needs", "services")
 
 
 # -- `seqdedupe pipe`: a Python function from topic to topic.
@@ -390,12 +378,10 @@ def pipe(source: str, target: str, function: Any, name: str, follow: bool, addre
     if not callable(function):
         raise click.BadParameter("it is no function.", param_hint="'--function'")
     with Client(address, told_credentials()) if follow else connect(address) as client:
-        one = Pipe(client, source, target, function, name=name)
+        one = BlockingPipe(client, source, target, function, name=name)
         signal.signal(signal.SIGTERM, lambda *_: one.stop())
         with naming_near(client, source):
             one.run(follow=follow)
-    if as_json:
-        print_json(one.counts)
-    else:
-        again = f", {one.counts['outputs_again']:,} of them held already" if one.counts["outputs_again"] else ""
-        echo(f"{one.counts['inputs']:,} messages read, {one.counts['outputs']:,} outputs sent{again}")
+    counts = one.counts
+    again = f", {counts['outputs_again']:,} of them held already" if counts["outputs_again"] else ""
+    tell(as_json, counts, f"{counts['inputs']:,} messages read, {counts['outputs']:,} outputs sent{again}")

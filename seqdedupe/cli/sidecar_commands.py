@@ -11,10 +11,9 @@ from typing import Any
 import click
 
 from seqdedupe import exports, files
-from seqdedupe.cli.common import common, connect, connect_to, is_alone
+from seqdedupe.cli.common import common, connect, connect_to, is_alone, needing, tell
 from seqdedupe.cli.topic_commands import position_json
 from seqdedupe.command import echo, print_json, print_table, printable
-from seqdedupe.errors import error
 from seqdedupe.figures import ORDERS, beyond_snapshot, per_second, state_name
 from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name
@@ -88,11 +87,8 @@ def forget(name: str, address: str, as_json: bool) -> None:
     """Remove the subscriptions of a sidecar that is gone for good, so that the cluster keeps nothing for it."""
     with connect(address) as client:
         removed = client.admin.forget_sidecar(name)
-    if as_json:
-        print_json({"forgotten": name, "topics": removed})
-        return
-    for topic in removed:
-        echo(f"{topic}: the subscription of {printable(name)} is removed")
+    lines = [f"{topic}: the subscription of {name} is removed" for topic in removed]
+    tell(as_json, {"forgotten": name, "topics": removed}, *lines)
 
 
 # -- The operators' commands that take a topic's numbers to a file, from one, and from its log.
@@ -114,12 +110,12 @@ def export_file(topic: str, file: Path, only_watermarks: bool, address: str, as_
         if only_watermarks:
             producers = client.admin.export_watermarks(topic, file)
             text = f"the watermarks of {producers:,} producers are in {file}"
-            _say(values | {"producers": producers}, text, as_json)
+            tell(as_json, values | {"producers": producers}, text)
             return
         head = client.admin.export_snapshot(topic, file)
     position = Position.from_proto(head.position)
     text = f"a snapshot with {head.producers:,} producers, up to {position}, is in {file}"
-    _say(values | {"producers": head.producers, "position": position_json(position)}, text, as_json)
+    tell(as_json, values | {"producers": head.producers, "position": position_json(position)}, text)
 
 
 @click.command("import", short_help="Take a file of export or bootstrap over into a topic.")
@@ -144,11 +140,11 @@ def import_file(topic: str, file: Path, address: str, as_json: bool) -> None:
         if magic == exports.WINDOW_MAGIC:
             ids = client.admin.import_window(topic, file)
             values = {"topic": topic_name(topic), "kind": "window", "ids": ids}
-            _say(values, f"a window of {ids:,} deduplication IDs is in force", as_json)
+            tell(as_json, values, f"a window of {ids:,} deduplication IDs is in force")
             return
         producers = client.admin.import_watermarks(topic, file)
     values = {"topic": topic_name(topic), "kind": "watermarks", "producers": producers}
-    _say(values, f"the watermarks of {producers:,} producers are in force", as_json)
+    tell(as_json, values, f"the watermarks of {producers:,} producers are in force")
 
 
 @click.command("rebuild-topic", short_help="Make the store's records of a topic anew from its log.")
@@ -164,14 +160,7 @@ def _say_opened(topic: admin_pb2.Topic, kind: str, where: str, as_json: bool) ->
     state = state_name(topic.state)
     text = f"{topic.name} was opened again {where}, and is {state}" + (f": {topic.why}" if topic.why else "")
     values = {"topic": topic.name, "kind": kind, "producers": topic.producers, "state": state, "why": topic.why or None}
-    _say(values, text, as_json)
-
-
-def _say(values: dict[str, object], text: str, as_json: bool) -> None:
-    if as_json:
-        print_json(values)
-    else:
-        echo(printable(text))
+    tell(as_json, values, text)
 
 
 # -- `seqdedupe top`: how a sidecar does, in a terminal.
@@ -203,14 +192,8 @@ def top(once: bool, order: str, search: str, limit: int, address: str, as_json: 
         if as_json:
             _print_again_and_again(ask, once)
             return
-        try:
+        with needing("`top` needs", "top", otherwise=". With --json it is not needed."):
             from seqdedupe.cli.top_view import show, show_once
-        except ModuleNotFoundError as e:
-            raise error(
-                "INVALID_CONFIGURATION",
-                f"`top` needs {e.name}, which is not installed",
-                hint="Install it: pip install 'seqdedupe[top]'. With --json it is not needed.",
-            ) from e
         if once or not (sys.stdout.isatty() and sys.stdin.isatty()):
             show_once(first(ask), address)
         else:

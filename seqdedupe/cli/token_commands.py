@@ -1,23 +1,27 @@
 """The commands about who may do what: tokens that are signed, rules, and the audit trail."""
 
+import json
+import os
 import re
 import secrets
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
 import click
 
 from seqdedupe.audit_trail import TrailLink, verify
-from seqdedupe.cli.common import as_json_option
+from seqdedupe.cli.common import as_json_option, needing, tell
 from seqdedupe.command import FAILED, WRONG_USAGE, echo, print_json, printable, say_failure
 from seqdedupe.errors import AccessDeniedError, SeqdedupeError, error
+from seqdedupe.files import sync_folder, write_synced
 from seqdedupe.names import is_namespace, namespace_name, producer_name, topic_name
 
 if TYPE_CHECKING:
+    from jwt import PyJWK
+
     from broker_sidecar.security.rules import RuleDecision
 
 MAX_READ_BYTES = 64 * 1024
@@ -40,15 +44,8 @@ class _Duration(click.ParamType[int]):
         return int(said[1]) * _SECONDS[said[2]]
 
 
-@contextmanager
-def _needs_the_sidecar() -> Iterator[None]:
-    try:
-        yield
-    except ModuleNotFoundError as e:
-        if e.name in ("jwt", "cryptography"):
-            hint = "Install it: pip install 'seqdedupe[sidecar]'"
-            raise error("INVALID_CONFIGURATION", f"this needs {e.name}, which is not installed", hint=hint) from e
-        raise
+def _needing_the_sidecar() -> AbstractContextManager[None]:
+    return needing("this needs", "sidecar")
 
 
 @click.group(short_help="Make and check tokens that are signed.")
@@ -65,10 +62,9 @@ def keys(private_file: Path, keys_file: Path, key_id: str | None) -> None:
 
     Sidecars get KEYS_FILE as their token_keys_file. Whoever can read PRIVATE_FILE can make tokens.
     """
-    with _needs_the_sidecar():
-        from seqdedupe.cli.token_keys import make_keys
     kid = key_id or secrets.token_hex(8)
-    make_keys(private_file, keys_file, kid)
+    with _needing_the_sidecar():
+        _make_keys(private_file, keys_file, kid)
     echo(printable(f"key {kid}: {private_file} signs tokens, {keys_file} checks them"))
 
 
@@ -80,10 +76,13 @@ def keys(private_file: Path, keys_file: Path, key_id: str | None) -> None:
 @click.option("--expires-in", type=_Duration(), required=True, metavar="TIME", help="As 90s, 15m, 12h or 30d.")
 def create(key_file: Path, key_id: str | None, subject: str, audience: str, expires_in: int) -> None:
     """Sign a token, and print it."""
-    with _needs_the_sidecar():
-        from seqdedupe.cli.token_keys import read_private_key, sign
-    key, kid = read_private_key(key_file, key_id)
-    echo(sign(key, kid, subject, audience, int(time.time()), expires_in))
+    with _needing_the_sidecar():
+        import jwt
+
+        key, kid = _read_private_key(key_file, key_id)
+    now_seconds = int(time.time())
+    claims = {"sub": subject, "aud": audience, "iat": now_seconds, "exp": now_seconds + expires_in}
+    echo(jwt.encode(claims, key, key.algorithm_name, headers={"kid": kid}))
 
 
 @token.command()
@@ -93,7 +92,7 @@ def create(key_file: Path, key_id: str | None, subject: str, audience: str, expi
 @as_json_option
 def validate(keys_file: Path, audience: str, token_file: IO[bytes], as_json: bool) -> None:
     """Say whose a token is and when it expires, if a sidecar would take it now."""
-    with _needs_the_sidecar():
+    with _needing_the_sidecar():
         from broker_sidecar.security.tokens import LEEWAY_SECONDS, read_keys, verify
     shown = token_file.read(MAX_READ_BYTES)
     try:
@@ -102,11 +101,92 @@ def validate(keys_file: Path, audience: str, token_file: IO[bytes], as_json: boo
         hint = "A token of these keys and this audience is valid: is it another sidecar's, or was it not all copied?"
         raise error(e.reason, e.message, hint=hint) from e
     expires_at_seconds = int(claims.expires_at_seconds) - LEEWAY_SECONDS
-    if as_json:
-        print_json({"subject": claims.subject, "expires_at_seconds": expires_at_seconds})
-        return
+    values = {"subject": claims.subject, "expires_at_seconds": expires_at_seconds}
     expires_at = datetime.fromtimestamp(expires_at_seconds, UTC)
-    echo(printable(f"{claims.subject}, until {expires_at:%Y-%m-%d %H:%M:%S} UTC"))
+    tell(as_json, values, f"{claims.subject}, until {expires_at:%Y-%m-%d %H:%M:%S} UTC")
+
+
+# -- The keys. What checks the tokens that they sign is in the sidecar, whose packages this needs.
+
+_SECRET_PARTS = frozenset({"d", "p", "q", "dp", "dq", "qi", "oth"})
+"""Of a private key as JSON."""
+
+
+def _read_private_key(path: Path, kid: str | None) -> "tuple[PyJWK, str]":
+    """The key in a file, a JSON Web Key or PEM, and its `kid`, which only the former has itself.
+
+    Raises INVALID_CONFIGURATION; OSError.
+    """
+    import jwt
+    from cryptography.exceptions import UnsupportedAlgorithm
+
+    from broker_sidecar.security.tokens import ALGORITHMS
+
+    data = path.read_bytes()
+    try:
+        found = _jwk_of_pem(data) if b"-----BEGIN" in data else json.loads(data)
+        algorithm = ALGORITHMS.get((found["kty"], found.get("crv")))
+        if algorithm is None or "d" not in found:
+            raise _unusable(path)
+        key = jwt.PyJWK(found, algorithm)
+    except (ValueError, TypeError, KeyError, AttributeError, UnsupportedAlgorithm, jwt.PyJWTError) as e:
+        raise _unusable(path) from e
+    kid = kid or found.get("kid")
+    if not kid or not isinstance(kid, str):
+        why = f"the key in {path} has no name"
+        raise error("INVALID_CONFIGURATION", why, hint="Say the one that its public key has: --key-id.")
+    return key, kid
+
+
+def _jwk_of_pem(pem: bytes) -> dict[str, Any]:
+    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+    from cryptography.hazmat.primitives.asymmetric.rsa import RSAPrivateKey
+    from cryptography.hazmat.primitives.serialization import load_pem_private_key
+    from jwt.algorithms import ECAlgorithm, OKPAlgorithm, RSAAlgorithm
+
+    match load_pem_private_key(pem, None):
+        case Ed25519PrivateKey() as key:
+            return OKPAlgorithm.to_jwk(key, as_dict=True)
+        case EllipticCurvePrivateKey() as key:
+            return ECAlgorithm.to_jwk(key, as_dict=True)
+        case RSAPrivateKey() as key:
+            return RSAAlgorithm.to_jwk(key, as_dict=True)
+    raise ValueError("a key of another kind")
+
+
+def _unusable(path: Path) -> SeqdedupeError:
+    why = "holds no private key of the kinds Ed25519, P-256 and RSA, as PEM without a password or as JWK"
+    return error("INVALID_CONFIGURATION", f"the file {path} {why}", hint="`seqdedupe token keys` makes one.")
+
+
+def _make_keys(private_file: Path, keys_file: Path, kid: str) -> None:
+    """Makes a key (Ed25519), in a file that only its owner may read, and adds its public part to a set of keys.
+
+    Raises INVALID_CONFIGURATION if the private file is there, the set has a key of that name or is none; OSError.
+    """
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+    from jwt.algorithms import OKPAlgorithm
+
+    from broker_sidecar.security.tokens import read_keys
+
+    if private_file.exists():
+        raise error("INVALID_CONFIGURATION", f"{private_file} is there already", hint="Name another file for the key.")
+    known = []
+    if keys_file.exists():
+        if kid in read_keys(keys_file):
+            raise error("INVALID_CONFIGURATION", f"{keys_file} has a key {kid!r} already", hint="Say another --key-id.")
+        known = json.loads(keys_file.read_bytes())["keys"]
+    made: dict[str, Any] = OKPAlgorithm.to_jwk(Ed25519PrivateKey.generate(), as_dict=True)
+    private = made | {"kid": kid, "alg": "EdDSA", "use": "sig"}
+    public = {name: value for name, value in private.items() if name not in _SECRET_PARTS and name != "key_ops"}
+    write_synced(private_file, json.dumps(private, indent=2).encode() + b"\n")
+    keys_file = keys_file.resolve()  # a symbolic link stays one
+    new = keys_file.with_name(f"{keys_file.name}.new")
+    write_synced(new, json.dumps({"keys": [*known, public]}, indent=2).encode() + b"\n")
+    new.chmod(0o644)
+    os.replace(new, keys_file)
+    sync_folder(keys_file.parent)
 
 
 # -- The commands about who may do what.
@@ -168,11 +248,9 @@ def explain(
         say_failure("seqdedupe", e, as_json=as_json)
         return WRONG_USAGE
     rule = decision.rule and decision.rule.name
-    if as_json:
-        asked_for = {"subject": subject, "action": action, "name": name, "producer_name": producer, "cursor": cursor}
-        print_json(asked_for | {"is_allowed": decision.is_allowed, "rule": rule})
-    else:
-        echo(f"{'allowed' if decision.is_allowed else 'denied'}: {printable(rule or 'no rule allows it')}")
+    asked_for = {"subject": subject, "action": action, "name": name, "producer_name": producer, "cursor": cursor}
+    text = f"{'allowed' if decision.is_allowed else 'denied'}: {rule or 'no rule allows it'}"
+    tell(as_json, asked_for | {"is_allowed": decision.is_allowed, "rule": rule}, text)
     return 0 if decision.is_allowed else FAILED
 
 

@@ -5,7 +5,7 @@ from typing import Any, TextIO, TypeVar
 
 import click
 
-from seqdedupe.cli.common import common, connect, connect_to, is_alone
+from seqdedupe.cli.common import common, connect, connect_to, is_alone, tell
 from seqdedupe.client.admin import MODES, ROUTES, PolicyState
 from seqdedupe.command import echo, print_json, print_table, printable
 from seqdedupe.figures import state_name
@@ -330,10 +330,7 @@ def delete(name: str, address: str, as_json: bool) -> None:
     """Delete a topic with its messages, producers and partitions, for good and without asking."""
     with connect_to(address, name) as client:
         client.admin.delete_topic(name)
-    if as_json:
-        print_json({"deleted": topic_name(name)})
-    else:
-        echo(f"{topic_name(name)} is deleted")
+    tell(as_json, {"deleted": topic_name(name)}, f"{topic_name(name)} is deleted")
 
 
 @topics.command()
@@ -353,10 +350,8 @@ def move(name: str, to: str, address: str, as_json: bool) -> None:
     """Move a topic to another sidecar, of a cluster or with a log of its own; returns when that one serves it."""
     with connect_to(address, name) as client:
         owner = client.admin.move_topic(name, to)
-    if as_json:
-        print_json({"topic": topic_name(name), "owner_address": owner})
-    else:
-        echo(printable(f"{topic_name(name)} is served by the sidecar at {owner}"))
+    name = topic_name(name)
+    tell(as_json, {"topic": name, "owner_address": owner}, f"{name} is served by the sidecar at {owner}")
 
 
 @click.command(short_help="List a topic's producers.")
@@ -379,10 +374,8 @@ def snapshot(topic: str, address: str, as_json: bool) -> None:
     """Take a snapshot of a topic; returns when it is durable."""
     with connect_to(address, topic) as client:
         position = client.admin.snapshot(topic)
-    if as_json:
-        print_json({"topic": topic_name(topic), "position": position_json(position)})
-    else:
-        echo(f"the snapshot is durable: recovery would start after {position}")
+    values = {"topic": topic_name(topic), "position": position_json(position)}
+    tell(as_json, values, f"the snapshot is durable: recovery would start after {position}")
 
 
 # -- The operators' commands about cursors, single messages and producers.
@@ -516,10 +509,8 @@ def reset_producer(topic: str, producer: str, persisted: int, address: str, as_j
     """
     with connect_to(address, topic) as client:
         done = client.admin.reset_producer(topic, producer, persisted)
-    if as_json:
-        print_json({"name": producer, "persisted": persisted, "persisted_before": done.persisted_before})
-    else:
-        echo(f"producer {printable(producer)} is reset from {done.persisted_before} to {persisted}")
+    values = {"name": producer, "persisted": persisted, "persisted_before": done.persisted_before}
+    tell(as_json, values, f"producer {producer} is reset from {done.persisted_before} to {persisted}")
 
 
 # -- The commands about policies: of topics and of namespaces.

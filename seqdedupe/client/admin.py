@@ -636,7 +636,8 @@ async def make_backups(
                 so_far[number] = last
                 told(list(so_far.values()))
         if not last.directory:
-            raise error("OUTCOME_UNKNOWN", f"the sidecar at {sidecar.address} did not say that its backup is whole")
+            what = f"the sidecar at {sidecar.address} did not say that its backup is whole"
+            raise error("OUTCOME_UNKNOWN", what, hint="`seqdedupe verify` says whether it is. Otherwise make another.")
         return last
 
     connections = [calls.connection_to(address) for address in processes] or [calls.first_connection()]

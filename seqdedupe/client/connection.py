@@ -130,7 +130,9 @@ class _StatusKept:
         self._inside = inside
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._inside, name)
+        # It has methods only, which every message asks for: each is found here the next time.
+        found = self.__dict__[name] = getattr(self._inside, name)
+        return found
 
     def set_internal_error(self, _text: str) -> None:
         pass
@@ -224,9 +226,14 @@ _LOST = {
 
 _HINT_OF_LOST = (
     "The sidecar's log says what it waits for. What the call was to change may be in force or not: look, then do it "
-    "again. Messages are sent again with the same sequence IDs."
+    "again. Messages are sent again with the same IDs."
 )
 
+
+HINT_OF_GONE = (
+    "The topic was there before: it was deleted, or another sidecar answers now. Do several sidecars stand behind one "
+    "address, or does one serve another data directory than before?"
+)
 
 _used = False
 _forked = False
@@ -368,6 +375,13 @@ def error_of_reason(reason: str, message: str, retry_delay_ms: int, numbers: dic
     kind = known.kind if known else UnavailableError if retry_delay_ms >= 0 else SeqdedupeError
     hint = numbers.pop("hint", known.hint if known else "See the sidecar's list of errors.")
     return kind(reason, message.removesuffix(f" [{reason}]"), hint, retry_delay_ms, numbers)
+
+
+def of_known_topic(failure: SeqdedupeError) -> SeqdedupeError:
+    """The failure of who knows that the topic was there: its name is not mistyped."""
+    if failure.reason == "TOPIC_NOT_FOUND":
+        failure.hint = HINT_OF_GONE
+    return failure
 
 
 def refusal_error(refusal: Any) -> SeqdedupeError:

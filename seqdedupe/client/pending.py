@@ -1,20 +1,21 @@
 """A batch on its way: what its senders wait for, and what it ends in.
 
 Begin with `PendingBatch`. Before it stand the columns of a receipt and of a result, after it the receipts that are
-awaited.
+awaited, and what all senders know of a frame (`InFlightBatch`, `Breaks`).
 """
 
 import asyncio
+import itertools
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field, fields
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from seqdedupe.batch import NO_INT32S, NO_INT64S, Batch, Int32s, Int64s
-from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.errors import SeqdedupeError
 from seqdedupe.message_id import MessageId, MessageIds
 
 # -- What the sidecar answers to a frame: verdicts, and where its messages stand, in columns.
@@ -69,16 +70,10 @@ class ReceiptColumns:
         return self.first_index >= 0 and not len(self.verdicts) and not len(self.run_rows)
 
     def message_ids(self, rows: int) -> tuple[Int64s, Int64s, Int32s]:
-        """Ledgers, entries and batch indexes of the rows that were stored, of which there are so many.
-
-        Raises INTERNAL if the runs are of another number of rows.
-        """
+        """Ledgers, entries and batch indexes of the rows that were stored, of which there are so many."""
         if not len(self.run_rows):
             return ids_of_run(self.first_message_id, np.arange(rows, dtype=np.int64))
-        ids = self._runs()
-        if len(ids) != rows:
-            raise error("INTERNAL", f"a receipt has message IDs for {len(ids)} rows, and {rows} were stored")
-        return ids.columns()
+        return self._runs().columns()
 
     def cut(self, first: int, stop: int) -> "ReceiptColumns":
         """That of the rows from `first` to before `stop`, as if they had been a frame of their own."""
@@ -215,8 +210,7 @@ class BatchResult:
 
     @staticmethod
     def of(sequence_ids: Int64s, receipt: ReceiptColumns, partition: int = NO_PARTITION) -> "BatchResult":
-        """What the first receipt of these rows decides. Raises INTERNAL, IndexError, ValueError for one that is not of
-        them."""
+        """What the first receipt of these rows decides."""
         if receipt.is_one_run:
             return BatchResult.all_stored(sequence_ids, receipt.first_index, receipt.first_message_id, partition)
         result = BatchResult.undecided(sequence_ids, partition)
@@ -232,10 +226,7 @@ class BatchResult:
         return len(self.sequence_ids)
 
     def merge(self, receipt: ReceiptColumns) -> None:
-        """Adds what the receipt decides. Rows that are decided already stay as they are.
-
-        Raises INTERNAL, IndexError, ValueError for one that is not of these rows; nothing is added then.
-        """
+        """Adds what the receipt decides. Rows that are decided already stay as they are."""
         new = BatchResult.of(self.sequence_ids, receipt)
         decided = (self.verdicts == UNDECIDED) & (new.verdicts != UNDECIDED)
         for mine, theirs in (
@@ -590,3 +581,73 @@ class BatchReceipt(Told):
         """As `Receipt.until_durable`, for all messages."""
         await self._pending.wait_until_durable()
         return self._pending.durable_result()
+
+
+# -- Batches as frames on a stream, and the connections that break while one is out.
+
+FRAME_NUMBERS = itertools.count(1)
+"""Unique in the process, as the contract wants them: whoever sends frames takes the next one."""
+
+
+class InFlightBatch(NamedTuple):
+    """A batch on its way, with its epoch and its link."""
+
+    number: int
+    batch: Batch
+    size_bytes: int
+
+
+MAX_BREAKS = 10
+BREAKS_SECONDS = 60.0
+"""A frame that was alone on so many connections in a row, for so long, each of which broke, is given up: something on
+the way does not let it pass. Proxies that let nothing pass for some seconds are waited for."""
+
+HINT_OF_BREAKS = (
+    "A proxy on the way may limit how large a request may be (nginx: client_max_body_size), or refuse this one for "
+    "another reason: its log says so. What was sent may be in the log or not: send it again with the same IDs."
+)
+
+SUSPECT_BREAKS = 2
+"""After so many connections in a row broke, frames go alone: else nobody knows which one it was."""
+
+
+class Breaks:
+    """The connections in a row that broke while a frame was out which has no receipt."""
+
+    __slots__ = ("_alone", "_alone_since", "_count")
+
+    def __init__(self) -> None:
+        self._count = self._alone = 0
+        self._alone_since = 0.0
+
+    def clear(self) -> None:
+        """There is a receipt."""
+        self._count = self._alone = 0
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether the frame goes alone from now on: it may be what breaks connections."""
+        return self._count >= SUSPECT_BREAKS
+
+    @property
+    def blames_frame(self) -> bool:
+        """Whether the frame is likely to be what breaks them: it was alone on the last ones."""
+        return self._alone >= SUSPECT_BREAKS
+
+    def add(self, now_seconds: float, *, is_alone: bool) -> bool:
+        """Another one; `is_alone` if the sidecar had taken the stream and nothing else was out. Whether the frame is
+        to be given up."""
+        self._count += 1
+        if not is_alone:
+            self._alone = 0
+            return False
+        if not self._alone:
+            self._alone_since = now_seconds
+        self._alone += 1
+        return self._alone >= MAX_BREAKS and now_seconds - self._alone_since >= BREAKS_SECONDS
+
+    def why(self, what: str, size_bytes: int) -> str:
+        """Why the frame is given up."""
+        return (
+            f"{what}, of {size_bytes:,} bytes, was alone on {self._alone} connections in a row, and each of them broke"
+        )

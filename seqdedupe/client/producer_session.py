@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from seqdedupe.address import SidecarAddress
-from seqdedupe.client.connection import NOT_A_SIDECAR, Backoff, may_break_for_a_frame
-from seqdedupe.client.pending import PendingBatch
+from seqdedupe.client.connection import NOT_A_SIDECAR, Backoff, may_break_for_a_frame, of_known_topic
+from seqdedupe.client.pending import InFlightBatch, PendingBatch
 from seqdedupe.client.publish_calls import Openings
 from seqdedupe.client.route import OnWaiting, Route, WaitingNotice
-from seqdedupe.client.send_queue import InFlightBatch, SendQueue
+from seqdedupe.client.send_queue import SendQueue
 from seqdedupe.client.stream import Answers, PublishStream, SharedConnections
 from seqdedupe.errors import AccessDeniedError, InvalidRequestError, SeqdedupeError, UnavailableError, error
 from seqdedupe.limits import MAX_BATCH_BYTES, MAX_BATCH_ROWS
@@ -288,6 +288,8 @@ class Session:
 
     def _of_resume(self, failure: SeqdedupeError) -> SeqdedupeError:
         """What it comes to that the session is not resumed. Of what was sent before it says nothing."""
+        if self._epoch is not None:
+            of_known_topic(failure)
         if not isinstance(failure, AccessDeniedError) or self._is_starting or self.is_idle:
             return failure
         self.queue.held_up(failure)
@@ -406,6 +408,7 @@ class Session:
 
     def _refused(self, frame: int, why: SeqdedupeError) -> None:
         self._is_in_trouble = True
+        of_known_topic(why)
         if not self._resumed_in_vain and self.queue.asks_for_resume(frame, why):
             self._resumed_in_vain = True
             raise why

@@ -17,14 +17,14 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from seqdedupe import wire
 from seqdedupe.address import SidecarAddress
 from seqdedupe.client.connection import CALL_TIMEOUT_SECONDS, error_of_reason, typed_errors
-from seqdedupe.client.pending import ReceiptColumns
-from seqdedupe.client.send_queue import InFlightBatch
+from seqdedupe.client.pending import InFlightBatch, ReceiptColumns, Verdict
 from seqdedupe.errors import NEVER, SeqdedupeError, error
 from seqdedupe.message_id import MessageId, Position
 from seqdedupe.v1 import publish_pb2
 from seqdedupe.v1.publish_pb2_grpc import PublishServiceStub
 
 _NO_MESSAGE_ID = MessageId(-1, -1, -1)
+_VERDICTS = frozenset(map(int, Verdict))
 
 
 def encode_frames(frames: Sequence[InFlightBatch]) -> bytes:
@@ -50,7 +50,8 @@ def decode_answer(raw: bytes, rows_of: Callable[[int], int | None]) -> StreamAns
     """The answer in these bytes. `rows_of` says how many rows a frame has that is out; receipts of others may be left
     out.
 
-    Raises DecodeError if no sidecar has made it: all that is not empty, as a greeting is, says which topic it is of."""
+    Raises DecodeError if no sidecar has made it: all that is not empty, as a greeting is, says which topic it is of,
+    and a receipt fits the rows of its frame."""
     if (usual := _usual_answer(raw)) is not None and usual.incarnation:
         return usual
     answer = wire.PublishStreamResponse.FromString(raw)
@@ -58,8 +59,11 @@ def decode_answer(raw: bytes, rows_of: Callable[[int], int | None]) -> StreamAns
         raise DecodeError("there is no incarnation in it")
     if not all(_is_plain(receipt, rows_of(receipt.frame)) for receipt in answer.receipts):
         answer = wire.PublishStreamResponse.FromString(_canonical(raw))
-    out = [receipt for receipt in answer.receipts if rows_of(receipt.frame) is not None]
-    receipts = [(receipt.frame, receipt_columns(receipt)) for receipt in out]
+    receipts = [
+        (receipt.frame, _fitting(receipt, rows))
+        for receipt in answer.receipts
+        if (rows := rows_of(receipt.frame)) is not None
+    ]
     return StreamAnswer(receipts, answer.refusals, answer.incarnation, answer.term, answer.durable_index)
 
 
@@ -94,6 +98,25 @@ def _is_plain(receipt: Any, rows: int | None) -> bool:
         and len(receipt.imported_rows) % 4 == 0
         and not len(UnknownFieldSet(receipt))
     )
+
+
+def _fitting(receipt: Any, rows: int) -> ReceiptColumns:
+    """The columns of a receipt. Raises DecodeError if they cannot be those of so many rows."""
+    fits = _is_plain(receipt, rows)
+    if fits:
+        columns = receipt_columns(receipt)
+        if columns.is_one_run:
+            return columns
+        stored = rows
+        if len(columns.verdicts):
+            stored = int(np.count_nonzero(columns.verdicts == Verdict.NOT_DUP))
+            fits = _VERDICTS.issuperset(columns.verdicts.tolist())
+        named = np.concatenate((columns.known_rows, columns.imported_rows))
+        runs = columns.run_rows.sum(dtype=np.int64)
+        fits = fits and not (named >= rows).any() and (not len(columns.run_rows) or runs == stored)
+    if not fits:
+        raise DecodeError(f"a receipt does not fit its frame, which has {rows} rows")
+    return columns
 
 
 def _canonical(raw: bytes) -> bytes:

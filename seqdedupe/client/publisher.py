@@ -39,11 +39,18 @@ from seqdedupe.client.connection import (
     may_break_for_a_frame,
     refusal_error,
 )
-from seqdedupe.client.pending import BatchResult, Published, ReceiptColumns, Verdict
+from seqdedupe.client.pending import (
+    HINT_OF_BREAKS,
+    BatchResult,
+    Breaks,
+    InFlightBatch,
+    Published,
+    ReceiptColumns,
+    Verdict,
+)
 from seqdedupe.client.producer_session import DELIVERY_TIMEOUT_SECONDS, ProducerConfig
 from seqdedupe.client.publish_calls import StreamAnswer, exchange, publish_call
 from seqdedupe.client.route import OnWaiting, Route, Sidecars, WaitingNotice
-from seqdedupe.client.send_queue import HINT_OF_BREAKS, Breaks, InFlightBatch
 from seqdedupe.client.stream import ANSWER_TIMEOUT_SECONDS, FULL_MESSAGE_BYTES, MAX_FRAMES, SOON_SECONDS
 from seqdedupe.errors import SeqdedupeError, UnavailableError, error
 from seqdedupe.limits import MAX_BATCH_BYTES, MAX_DEDUPLICATION_ID_BYTES, NO_SEQUENCE_ID
@@ -74,7 +81,7 @@ class _Call:
     breaks: Breaks = field(default_factory=Breaks)
 
     def record(self, receipt: ReceiptColumns) -> BatchResult:
-        """What is known with this receipt. Raises what `BatchResult.merge` raises."""
+        """What is known with this receipt."""
         if self.result is None:
             self.result = BatchResult.of(np.full(len(self.batch), NO_SEQUENCE_ID, np.int64), receipt)
         else:
@@ -358,7 +365,10 @@ class Delivery:
         now = asyncio.get_running_loop().time()
         is_alone = self._is_taken and len(self._out) == 1 and now - self._answered_at < SOON_SECONDS
         for call in self._out.values():
-            if call.breaks.add(now, is_alone=is_alone) and not call.done.done():
+            is_last = call.breaks.add(now, is_alone=is_alone)
+            if call.breaks.blames_frame:
+                why.hint = HINT_OF_BREAKS
+            if is_last and not call.done.done():
                 what = call.breaks.why(f"a batch of {len(call.batch):,} messages", call.size_bytes)
                 call.done.set_exception(error("OUTCOME_UNKNOWN", f"{what}: {why}", hint=HINT_OF_BREAKS))
 
@@ -529,7 +539,7 @@ class PartitionedDelivery:
         for row in range(len(batch)):
             if not batch.keys.is_there(row):
                 why = f"row {row} has no key, by which messages find their partitions in this topic"
-                raise error("INVALID_BATCH", why)
+                raise error("INVALID_BATCH", why, hint="Give every message a key.")
 
     def _rows_by_partition(self, batch: Batch) -> list[tuple[int, Int64s]]:
         column = batch.keys if self._by_key else batch.deduplication_ids

@@ -17,6 +17,7 @@ from seqdedupe.client.connection import (
     Backoff,
     channel_to,
     check_not_forked,
+    of_known_topic,
     typed_errors,
 )
 from seqdedupe.client.cursor import Cursor, CursorMoves, Kept
@@ -42,6 +43,10 @@ _MISSED = 2
 """When the sidecar has missed so many times to say something, the way to it is broken. A proxy may answer pings for a
 host that is silent."""
 
+MAX_MISFITS = 5
+"""The number of streams in a row that may bring nothing but what does not follow what was read: something on the way
+may double answers, or leave one out. The next one is believed to be as the sidecar means it, which is an error then."""
+
 
 class Reader(Messages):
     """Reads a topic: `async for message in reader`, or `async for stored in reader.batches()` for whole batches.
@@ -56,6 +61,9 @@ class Reader(Messages):
     it when all that the messages handed out have caused is done. After a crash what came since then comes again, so
     that it should do no harm to do it twice.
 
+    Where an answer does not follow those before, it reads again over a new stream. ANSWERS_INCONSISTENT says that this
+    did not help.
+
     Messages that are damaged on the sidecar's disk end it, unless `skip_damaged` says to go on with the next one that
     can be read. What is missing is in `skipped` before any message after it is handed out.
 
@@ -64,7 +72,8 @@ class Reader(Messages):
 
     Raises `PositionError` if that cannot be (the messages are trimmed, the topic was recreated, or ends before where it
     ended when the reader connected), `NotFoundError`
-    for an unknown topic, `DamagedError` for what is damaged where it reads (not with `skip_damaged`).
+    for an unknown topic, `DamagedError` for what is damaged where it reads (not with `skip_damaged`), and for answers
+    that do not fit.
     """
 
     def __init__(
@@ -81,7 +90,8 @@ class Reader(Messages):
         cursor: Cursor | None = None,
     ) -> None:
         if stop_index is not None and follow:
-            raise error("INVALID_POSITION", f"stop_index is {stop_index}: a reader that follows has no end")
+            what = f"stop_index is {stop_index}: a reader that follows has no end"
+            raise error("INVALID_REQUEST", what, hint="Leave out stop_index, or follow.")
         self.topic = topic_name(topic)
         self.skipped: list[range] = []
         """With `skip_damaged`, the indexes of messages that were passed over, in order."""
@@ -108,6 +118,10 @@ class Reader(Messages):
         self._row = 0
         self._closed = False
         self._has_begun = False  # a sidecar has answered
+        self._misfits: list[SeqdedupeError] = []
+        """How answers did not fit what was read, one for each stream since there was any progress."""
+        self._is_misled = False
+        """Whether this stream is such a one."""
         self._backoff = Backoff(_FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS)
         if isinstance(start, Position):
             self._read_on_after(start)
@@ -171,6 +185,8 @@ class Reader(Messages):
             try:
                 if self.take_record():
                     return True
+                if self._is_misled:
+                    await self._begin_again()
                 with typed_errors(self._route.address):
                     if self._call is None and not await self._connect():
                         return False
@@ -180,6 +196,8 @@ class Reader(Messages):
                 await self._disconnect()
                 e = self._route.doubted(failure)
                 if not isinstance(e, UnavailableError):
+                    if self._incarnation is not None:
+                        of_known_topic(failure)
                     raise
                 moves_on = self._route.moves_on(e)
                 if e.reason == NOT_A_SIDECAR and not (moves_on or self._has_begun):
@@ -196,9 +214,28 @@ class Reader(Messages):
     def take_record(self) -> bool:
         if self._closed or not self._records:
             return False
-        self._take_in_hand(self._records[-1])
+        try:
+            self._take_in_hand(self._records[-1])
+        except SeqdedupeError as e:
+            self._doubt(e)
+            return False
         self._records.pop()
         return True
+
+    def _doubt(self, misfit: SeqdedupeError) -> None:
+        """Believes nothing more of this stream. `fetch` goes on."""
+        self._misfits.append(misfit)
+        self._is_misled = True
+        self._records.clear()
+
+    async def _begin_again(self) -> None:
+        """After a while, over a new connection. Raises the first misfit once there have been too many."""
+        await self._disconnect()
+        if len(self._misfits) > MAX_MISFITS:
+            first, *_ = self._misfits
+            self._misfits.clear()
+            raise first
+        await asyncio.sleep(_FIRST_DELAY_SECONDS * 2 ** len(self._misfits))
 
     async def close(self) -> None:
         self._closed = True
@@ -207,6 +244,7 @@ class Reader(Messages):
     async def _disconnect(self) -> None:
         channel, call = self._channel, self._call
         self._channel = self._call = None
+        self._is_misled = False
         self._records.clear()
         if call is not None:
             call.cancel()
@@ -242,7 +280,7 @@ class Reader(Messages):
                 await call.initial_metadata()
         except TimeoutError as e:
             what = f"the sidecar at {self._route.address} has not begun to answer a read stream in time"
-            raise error("OUTCOME_UNKNOWN", what) from e
+            raise error("OUTCOME_UNKNOWN", what, hint="The sidecar's log says what it waits for.") from e
         self._has_begun |= not call.done()
         return True
 
@@ -316,9 +354,13 @@ class Reader(Messages):
         if answer.alive_ms:
             self._silent_seconds = _MISSED * answer.alive_ms / 1000
         self._waiting.goes_on()
-        self._check_incarnation(answer.incarnation)
-        if answer.HasField("skipped"):
-            self._skip(answer.skipped.first_index, answer.skipped.next_index)
+        try:
+            self._check_incarnation(answer.incarnation)
+            if answer.HasField("skipped"):
+                self._skip(answer.skipped.first_index, answer.skipped.next_index)
+        except SeqdedupeError as e:
+            self._doubt(e)
+            return True
         self._records = [record for record in reversed(answer.records) if record.HasField("batch")]
         if self._records:
             self._goes_well()
@@ -343,6 +385,7 @@ class Reader(Messages):
         if expected < next_index:
             self.skipped.append(range(expected, next_index))
             self._next_index = next_index
+            self._misfits.clear()
         self._goes_well()
 
     def _goes_well(self) -> None:
@@ -351,7 +394,7 @@ class Reader(Messages):
 
     def _not_the_next(self, what: str, index: int) -> SeqdedupeError:
         return error(
-            "LOG_DAMAGED",
+            "ANSWERS_INCONSISTENT",
             f"{self.topic} was read up to index {self._next_index}, then {what}",
             expected_index=self._next_index,
             index=index,
@@ -360,24 +403,29 @@ class Reader(Messages):
     def _take_in_hand(self, record: Any) -> None:
         incarnation, base_index = record.incarnation, record.base_index
         self._check_incarnation(incarnation)
-        batch = decode(record.batch)
+        try:
+            batch = decode(record.batch)
+        except SeqdedupeError as e:
+            raise self._not_the_next(f"came {base_index}, whose batch is none", base_index) from e
         if record.rows != len(batch) or self._next_index not in (None, base_index):
             raise self._not_the_next(f"came {base_index} with {len(batch)} of {record.rows} rows", base_index)
         try:
             ids = MessageIds.of_record(record)
         except ValueError as e:
             what = f"the message IDs of {self.topic} from index {base_index} on are wrong: {e}"
-            raise error("LOG_DAMAGED", what, index=base_index) from e
+            raise error("ANSWERS_INCONSISTENT", what, index=base_index) from e
         self._before = self.position
         publish_time_ms, ownership = record.publish_time_ms, record.ownership
         self._row = 0
         self._stored = StoredBatch(batch, base_index, publish_time_ms, incarnation, ownership, ids, self._partition)
         self._read_on_after(self._stored.position(len(batch) - 1))
+        self._misfits.clear()
 
 
 # -- The reader of a partitioned topic: its partitions' messages, each partition in order, all of them in turn.
 
 _FORM = "partitions-1:"
+_PARTITIONED = "Begin at earliest or latest, or at a position that a reader of the whole topic gave."
 """What the text of a position begins with: its version."""
 
 
@@ -396,7 +444,8 @@ class PartitionedPosition(NamedTuple):
     def parse(text: str) -> "PartitionedPosition":
         """The position that `str()` printed. Raises INVALID_POSITION."""
         if not text.startswith(_FORM):
-            raise error("INVALID_POSITION", f"{text[:80]!r} is no position in a partitioned topic, as {_FORM}123@45,…")
+            what = f"{text[:80]!r} is no position in a partitioned topic, as {_FORM}123@45,…"
+            raise error("INVALID_POSITION", what, hint=_PARTITIONED)
         return PartitionedPosition(tuple(Position.parse(one) for one in text.removeprefix(_FORM).split(",")))
 
 
@@ -431,7 +480,7 @@ class PartitionedReader(Messages):
     ) -> None:
         if not isinstance(start, PartitionedPosition) and start not in ("earliest", "latest"):
             what = f"{start!r} is neither a position in a partitioned topic nor 'earliest' nor 'latest'"
-            raise error("INVALID_POSITION", what)
+            raise error("INVALID_POSITION", what, hint=_PARTITIONED)
         self.topic = topic
         self._start = start
         self._ends = ends
@@ -511,6 +560,8 @@ class PartitionedReader(Messages):
         else:
             self._starts = tuple(one.earliest if self._start == "earliest" else one.latest for one in ends)
         self._readers = [self._part(k, start) for k, start in enumerate(self._starts)]
+        for reader in self._readers:
+            reader._has_begun = True  # a sidecar has answered
 
     async def close(self) -> None:
         self._closed = True

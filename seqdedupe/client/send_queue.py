@@ -9,68 +9,21 @@ import itertools
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
-from seqdedupe.batch import NO_INT64S, Batch
-from seqdedupe.client.pending import PendingBatch, ReceiptColumns, Verdict
+from seqdedupe.batch import NO_INT64S
+from seqdedupe.client.pending import (
+    FRAME_NUMBERS,
+    HINT_OF_BREAKS,
+    Breaks,
+    InFlightBatch,
+    PendingBatch,
+    ReceiptColumns,
+    Verdict,
+)
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.limits import NO_SEQUENCE_ID
-
-MAX_BREAKS = 10
-BREAKS_SECONDS = 60.0
-"""A frame that was alone on so many connections in a row, for so long, each of which broke, is given up: something on
-the way does not let it pass. Proxies that let nothing pass for some seconds are waited for."""
-
-HINT_OF_BREAKS = (
-    "A proxy on the way may limit how large a request may be (nginx: client_max_body_size), or refuse this one for "
-    "another reason: its log says so. What was sent may be in the log or not: send it again with the same IDs."
-)
-
-SUSPECT_BREAKS = 2
-"""After so many connections in a row broke, frames go alone: else nobody knows which one it was."""
-
-
-class Breaks:
-    """The connections in a row that broke while a frame was out which has no receipt."""
-
-    __slots__ = ("_alone", "_alone_since", "_count")
-
-    def __init__(self) -> None:
-        self._count = self._alone = 0
-        self._alone_since = 0.0
-
-    def clear(self) -> None:
-        """There is a receipt."""
-        self._count = self._alone = 0
-
-    @property
-    def is_suspect(self) -> bool:
-        """Whether the frame goes alone from now on: it may be what breaks connections."""
-        return self._count >= SUSPECT_BREAKS
-
-    def add(self, now_seconds: float, *, is_alone: bool) -> bool:
-        """Another one; `is_alone` if the sidecar had taken the stream and nothing else was out. Whether the frame is
-        to be given up."""
-        self._count += 1
-        if not is_alone:
-            self._alone = 0
-            return False
-        if not self._alone:
-            self._alone_since = now_seconds
-        self._alone += 1
-        return self._alone >= MAX_BREAKS and now_seconds - self._alone_since >= BREAKS_SECONDS
-
-    def why(self, what: str, size_bytes: int) -> str:
-        """Why the frame is given up."""
-        return (
-            f"{what}, of {size_bytes:,} bytes, was alone on {self._alone} connections in a row, and each of them broke"
-        )
-
-
-FRAME_NUMBERS = itertools.count(1)
-"""Unique in the process, as the contract wants them: whoever sends frames takes the next one."""
 
 
 @dataclass(slots=True)
@@ -83,14 +36,6 @@ class Counters:
     unknown: int = 0
     frames_refused: int = 0
     connections: int = 0
-
-
-class InFlightBatch(NamedTuple):
-    """A batch on its way, with its epoch and its link."""
-
-    number: int
-    batch: Batch
-    size_bytes: int
 
 
 class SendQueue:
@@ -380,14 +325,17 @@ class SendQueue:
 
     def broke(self, why: SeqdedupeError, now_seconds: float, *, is_alone: bool) -> None:
         """The connection broke, with nothing out but one frame of this producer if `is_alone`. The frame that has
-        broken too many so fails, and all after it."""
-        if self._unanswered and self.breaks.add(now_seconds, is_alone=is_alone):
+        broken too many so fails, and all after it. Before that the hint says so to whoever gives up earlier."""
+        if not self._unanswered:
+            return
+        is_last = self.breaks.add(now_seconds, is_alone=is_alone)
+        if self.breaks.blames_frame:
+            why.hint = HINT_OF_BREAKS
+        if is_last:
             (pending,) = self._unanswered.values()
             self.held_up(why)
             what = f"the frame with sequence IDs {pending.first_sequence_id} to {pending.last_sequence_id}"
-            given_up = self.outcome_unknown(self.breaks.why(what, pending.size_bytes))
-            given_up.hint = HINT_OF_BREAKS
-            self.fail(given_up, pending)
+            self.fail(self.outcome_unknown(self.breaks.why(what, pending.size_bytes)), pending)
 
     def put_back(self, frame: int) -> None:
         """Takes the news that a frame was not admitted because of others. One of a frame that is not out changes

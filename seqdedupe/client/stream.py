@@ -17,10 +17,9 @@ import numpy as np
 from seqdedupe.address import SidecarAddress
 from seqdedupe.batch import NO_INT32S, NO_INT64S, Batch, Binary, Int32s, Int64s
 from seqdedupe.client.connection import CALL_TIMEOUT_SECONDS, channel_to, refusal_error, typed_errors
-from seqdedupe.client.pending import ReceiptColumns
+from seqdedupe.client.pending import InFlightBatch, ReceiptColumns
 from seqdedupe.client.publish_calls import Openings, StreamAnswer, exchange, publish_call
 from seqdedupe.client.route import Sidecars
-from seqdedupe.client.send_queue import InFlightBatch
 from seqdedupe.errors import SeqdedupeError, UnavailableError, error
 from seqdedupe.limits import MAX_BATCH_ROWS, NO_SEQUENCE_ID
 
@@ -156,6 +155,11 @@ SOON_SECONDS = 10.0
 """What ends a stream because of a frame does so by then. Later it is a time-out, which says nothing of the frame."""
 
 
+MAX_OLD_ANSWERS = 1000
+"""The number of answers in a row with a lower term than one before. More than are under way when a topic is taken over
+mean that the term before was none."""
+
+
 class Answers(NamedTuple):
     """Those to frames of one producer, by their numbers."""
 
@@ -253,6 +257,8 @@ class PublishStream:
         self._durable_index = 0
         self._term = 0
         """The highest that was answered; what has a lower one says nothing."""
+        self._old_answers = 0
+        """The number of such answers in a row."""
         self._work = asyncio.Event()
         self._answered_at = 0.0
         self._begun = asyncio.Event()
@@ -441,10 +447,12 @@ class PublishStream:
         told: dict[Seat, Answers] = {}
         durable_index = 0
         if answer.term < self._term:
+            self._check_old_answers(answer.term)
             # An `Open` of one of them was faster. This says nothing, and nothing else will be said of these frames.
             for number in (*(frame for frame, _ in answer.receipts), *(old.frame for old in answer.refusals)):
                 _put_back(self._out.pop(number, []), told)
         else:
+            self._old_answers = 0
             durable_index = answer.durable_index
             for number, receipt in answer.receipts:
                 self._take_receipt(self._out.pop(number, []), receipt, told)
@@ -469,6 +477,13 @@ class PublishStream:
                 self._not_durable.add(seat)
             else:
                 self._not_durable.discard(seat)
+
+    def _check_old_answers(self, term: int) -> None:
+        """Ends a stream that brings nothing else any more: if that `Open` was read wrong, the next ones say so."""
+        self._old_answers += 1
+        if self._old_answers > MAX_OLD_ANSWERS:
+            what = f"{self._address} goes on to answer with term {term}, lower than {self._term} before"
+            raise error("UNREACHABLE", what)
 
     def _rows_of(self, frame: int) -> int | None:
         parts = self._out.get(frame)

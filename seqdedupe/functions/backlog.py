@@ -11,8 +11,7 @@ import numpy.typing as npt
 
 from seqdedupe import batch as batches
 from seqdedupe.batch import NO_INT32S, NO_INT64S, Batch, Binary
-from seqdedupe.client.pending import Verdict
-from seqdedupe.client.send_queue import FRAME_NUMBERS
+from seqdedupe.client.pending import FRAME_NUMBERS, Verdict
 from seqdedupe.errors import error
 from seqdedupe.functions.identity import FunctionOutput
 from seqdedupe.limits import NO_EPOCH, NO_SEQUENCE_ID

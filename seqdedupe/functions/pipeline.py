@@ -18,12 +18,13 @@ from seqdedupe.client.connection import (
     Backoff,
     channel_to,
     error_of_reason,
+    of_known_topic,
     refusal_error,
     typed_errors,
 )
+from seqdedupe.client.pending import InFlightBatch
 from seqdedupe.client.publish_calls import StreamAnswer, check_opened, exchange, publish_call
 from seqdedupe.client.route import Route, Sidecars
-from seqdedupe.client.send_queue import InFlightBatch
 from seqdedupe.errors import NEVER, FencedError, SeqdedupeError, UnavailableError, error
 from seqdedupe.functions.backlog import Backlog, Row
 from seqdedupe.functions.deployment import FunctionSettings
@@ -93,6 +94,8 @@ class OutputPublisher:
                 await self._connect()
             except SeqdedupeError as e:
                 if not (isinstance(e, UnavailableError) or e.retry_delay_ms >= 0 or e.reason in _TRIED_AGAIN):
+                    if self._incarnation:
+                        of_known_topic(e)
                     raise
                 if e.reason == "STREAM_IDLE" and not self.backlog.has_work:
                     continue

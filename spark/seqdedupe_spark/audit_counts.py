@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 from seqdedupe.batch import Batch, Int32s, Int64s
 from seqdedupe.client.message import StoredBatch
 from seqdedupe.limits import LINK_LEFT_OUT, MAX_SEQUENCE_ID, NO_SEQUENCE_ID
-from seqdedupe_spark.dedupe import NumberedProducers, grown, split
+from seqdedupe_spark.dedupe import NumberedProducers, grown
 from seqdedupe_spark.message_columns import SCHEMA, to_arrow
 
 EXAMPLES = 5
@@ -223,7 +223,7 @@ def suspect_rows(topic: int, stored: Iterable[StoredBatch], suspects: Suspects) 
     highest, numbers = np.append(suspects.before, MAX_SEQUENCE_ID), np.append(suspects.numbers, -1)
     for s in stored:
         ids = s.batch.sequence_ids
-        places = np.array([place_of.get(name, none) for name in split(s.batch.producer_names)], np.int64)
+        places = np.array([place_of.get(name, none) for name in s.batch.producer_names.values()], np.int64)
         of_rows = places[indexes_of(s.batch)]
         before = highest[of_rows]
         chosen = np.flatnonzero((ids >= low[of_rows]) & (ids <= high[of_rows]))

@@ -98,17 +98,12 @@ class NumberedProducers:
         try:
             return np.array([number_of[data[start:end]] for start, end in pairwise(names.offsets.tolist())], np.int64)
         except KeyError:
-            return self.of_list(split(names))
+            return self.of_list(names.values())
 
     def of_list(self, names: list[bytes]) -> Int64s:
         """The numbers of these producers."""
         number_of = self._number_of
         return np.array([number_of.setdefault(name, len(number_of)) for name in names], np.int64)
-
-
-def split(names: Binary) -> list[bytes]:
-    """A batch's producer names one by one."""
-    return [names.data[start:end] for start, end in pairwise(names.offsets.tolist())]
 
 
 def grown(rows: Int64s, count: int, new: int | Int64s) -> Int64s:

@@ -15,11 +15,9 @@ from seqdedupe.errors import DamagedError, NotFoundError, PositionError, Seqdedu
 from seqdedupe.message_id import Position
 from seqdedupe.names import namespace_of, partition_name, topic_name
 from seqdedupe.v1 import admin_pb2
-from seqdedupe_spark import stock
-from seqdedupe_spark.cluster import compiled
-from seqdedupe_spark.options import NO_LIMITS, ReadLimits, Selection
+from seqdedupe_spark import cluster, stock
+from seqdedupe_spark.options import NO_LIMITS, Place, PlaceInTopic, ReadLimits, Selection, Time
 from seqdedupe_spark.ranges import NOT_PARTITIONED, TopicRange, cut, partition_of, shares
-from seqdedupe_spark.read_bounds import Place, PlaceInTopic, Time
 from seqdedupe_spark.service import PulsarCluster, Service, sidecar_at
 from seqdedupe_spark.stock import StockEnds
 
@@ -207,7 +205,7 @@ def open_client(service: Service, selection: Selection, *, may_lose: bool = Fals
     if not isinstance(service, PulsarCluster):
         return sidecar_at(service).connect()
     try:
-        compiled.prepare()
+        cluster.prepare()
         from seqdedupe_spark.cluster.cluster_client import ClusterClient
     except ImportError as e:
         raise error(

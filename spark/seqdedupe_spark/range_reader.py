@@ -11,7 +11,7 @@ from seqdedupe.client.connection import NOT_A_SIDECAR, Backoff
 from seqdedupe.client.message import StoredBatch
 from seqdedupe.errors import UnavailableError, error
 from seqdedupe.message_id import MessageId, Position
-from seqdedupe_spark.cluster import compiled
+from seqdedupe_spark import cluster
 from seqdedupe_spark.message_columns import SCHEMA, to_arrow
 from seqdedupe_spark.ranges import TopicRange
 from seqdedupe_spark.service import PulsarCluster, Service, sidecar_at
@@ -38,7 +38,7 @@ def read_stored(service: Service, range: TopicRange, timeout_seconds: float | No
         return
     if isinstance(service, PulsarCluster):
         # The packages for it need not be there.
-        compiled.prepare()
+        cluster.prepare()
         from seqdedupe_spark.cluster import broker_reader
 
         yield from broker_reader.read_stored(service, range, timeout_seconds)

@@ -26,14 +26,21 @@ from pyspark.sql.types import StructType
 
 from seqdedupe.errors import InvalidRequestError, NotFoundError, PositionError, SeqdedupeError, error
 from seqdedupe.message_id import Position
-from seqdedupe_spark import options as sink_options
-from seqdedupe_spark import options as user_options
 from seqdedupe_spark.message_columns import columns_of, to_arrow
-from seqdedupe_spark.options import NO_LIMITS, Least, Options
+from seqdedupe_spark.options import (
+    NO_LIMITS,
+    TURNED_ROUND,
+    Least,
+    Options,
+    SinkOptions,
+    check_shows_no_secret,
+    of_table,
+    parse,
+    parse_sink,
+)
 from seqdedupe_spark.planning import Loss, PlanningClient, TopicListing, open_client
 from seqdedupe_spark.range_reader import joined, read_range, read_stored
 from seqdedupe_spark.ranges import TopicRange, packed, split
-from seqdedupe_spark.read_bounds import TURNED_ROUND
 from seqdedupe_spark.sink.row_layout import layout_of
 from seqdedupe_spark.sink.task import BatchWriter, Began, SinkTask, StreamWriter, began, now
 
@@ -80,7 +87,8 @@ def _parsed(texts: Mapping[str, str]) -> dict[str, Position]:
     try:
         return {topic: Position.parse(text) for topic, text in texts.items()}
     except InvalidRequestError as e:
-        raise error("INVALID_POSITION", f"the checkpoint's offsets are not this source's: {e.message}") from e
+        what = f"the checkpoint's offsets are not this source's: {e.message}"
+        raise error("INVALID_POSITION", what, hint="Start the query with its own checkpoint, or with a new one.") from e
 
 
 NAME = "seqdedupe"
@@ -102,9 +110,9 @@ class SeqdedupeDataSource(DataSource):
         return NAME
 
     def schema(self) -> StructType:
-        schema = from_arrow_schema(_all_columns(user_options.parse(self.options)))
-        if given := user_options.of_table(self.options):
-            user_options.check_shows_no_secret(given)
+        schema = from_arrow_schema(_all_columns(parse(self.options)))
+        if given := of_table(self.options):
+            check_shows_no_secret(given)
             schema.fields[0].metadata = {_OPTIONS: given}
         return schema
 
@@ -113,7 +121,7 @@ class SeqdedupeDataSource(DataSource):
         given: dict[str, str] = next(
             (field.metadata[_OPTIONS] for field in schema if _OPTIONS in (field.metadata or {})), {}
         )
-        return user_options.parse(given | dict(self.options))
+        return parse(given | dict(self.options))
 
     def reader(self, schema: StructType) -> "BatchReader":
         options = self._parsed(schema)
@@ -130,7 +138,7 @@ class SeqdedupeDataSource(DataSource):
 
     def writer(self, schema: StructType, overwrite: bool) -> BatchWriter:
         try:
-            options = sink_options.parse_sink(self.options)
+            options = parse_sink(self.options)
             since = now() if options.checkpoint is None else began(options.checkpoint)
             return BatchWriter(_sink_task(options, schema, overwrite, since))
         except SeqdedupeError as e:
@@ -140,13 +148,13 @@ class SeqdedupeDataSource(DataSource):
     def streamWriter(self, schema: StructType, overwrite: bool) -> StreamWriter:  # noqa: N802
         # Spark calls it for every batch, and once more to commit it.
         try:
-            options = sink_options.parse_sink(self.options)
+            options = parse_sink(self.options)
             return StreamWriter(_sink_task(options, schema, overwrite, began(options.checkpoint)))
         except SeqdedupeError as e:
             raise e.with_traceback(None) from None
 
 
-def _sink_task(options: sink_options.SinkOptions, schema: StructType, overwrite: bool, since: Began) -> SinkTask:
+def _sink_task(options: SinkOptions, schema: StructType, overwrite: bool, since: Began) -> SinkTask:
     if overwrite:
         raise error("INVALID_OPTION", "a topic is only appended to: there are mode('append') and outputMode('append')")
     task = SinkTask(options.service, layout_of(schema, options.topic), since, options.fail_on_forgotten_ids)

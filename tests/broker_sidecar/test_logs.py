@@ -1,14 +1,18 @@
 """Logs that nobody can flood."""
 
+import asyncio
 import json
 import logging
 import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
+import grpc.aio
 import pytest
+from grpc._cython import cygrpc
 
 from broker_sidecar import telemetry
 from broker_sidecar.telemetry import (
@@ -17,6 +21,7 @@ from broker_sidecar.telemetry import (
     MAX_KINDS,
     MAX_TEXT_CHARACTERS,
     WINDOW_SECONDS,
+    LastWarnings,
     Limit,
 )
 from seqdedupe.testing import Sidecar
@@ -144,6 +149,54 @@ def test_what_is_configured_is_limited(capsys: pytest.CaptureFixture[str]) -> No
         root.handlers[:], root.level = before
     lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
     assert [line["event"] for line in lines] == ["the same"] * LINES
+
+
+async def test_an_answer_that_comes_after_the_end_of_its_call_causes_no_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """gRPC writes the answer of a unary call after its handler has returned: whether the call has ended by then, and
+    gRPC knows of it, is a race. What a handler raises is told, as what gRPC itself raises there would be."""
+    called = asyncio.Event()
+    failures: dict[str, Exception] = {
+        "/a/ended": cygrpc.ExecuteBatchError("the call has ended"),
+        "/a/failed": RuntimeError("a defect"),
+    }
+
+    class Raising(grpc.GenericRpcHandler):
+        def service(self, details: grpc.HandlerCallDetails) -> Any:
+            async def handle(request: bytes, context: Any) -> bytes:
+                called.set()
+                raise failures[details.method]
+
+            return grpc.unary_unary_rpc_method_handler(handle)
+
+    server = grpc.aio.server()
+    server.add_generic_rpc_handlers((Raising(),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    root = logging.getLogger()
+    handlers, level, grpc_logger = list(root.handlers), root.level, logging.getLogger("grpc._cython.cygrpc")
+    filters = list(grpc_logger.filters)
+    last = LastWarnings()
+    try:
+        telemetry.configure("info", "text")
+        root.addHandler(last)
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            method: Any = channel.unary_unary
+            ended = method("/a/ended")(b"")
+            await called.wait()
+            ended.cancel()
+            with pytest.raises(grpc.aio.AioRpcError):
+                await method("/a/failed")(b"", timeout=TIMEOUT_SECONDS)
+    finally:
+        root.handlers[:] = handlers
+        root.setLevel(level)
+        grpc_logger.filters[:] = filters
+        await server.stop(None)
+    written = capsys.readouterr().err
+    assert "RuntimeError: a defect" in written
+    assert "ExecuteBatchError" not in written
+    assert [one.message for one in last.newest_first() if "ExecuteBatchError" in one.message] == []
 
 
 def test_a_hostile_client_causes_no_lines(sidecar: Sidecar) -> None:

@@ -7,14 +7,18 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from seqdedupe.cli.common import naming_near
 from seqdedupe.cli.main import main
 from seqdedupe.cli.topic_commands import _print_topic, _print_topics
 from seqdedupe.client.blocking import Client
+from seqdedupe.client.connection import HINT_OF_GONE
 from seqdedupe.command import json_text, print_table, printable, tell_waiting
-from seqdedupe.errors import error
+from seqdedupe.errors import NotFoundError, error
+from seqdedupe.names import topic_name
 from seqdedupe.testing import Sidecar
 from seqdedupe.v1 import admin_pb2
 from tests.cli.conftest import COMMAND, TIMEOUT_SECONDS, Run, lines
@@ -386,6 +390,17 @@ def test_a_mistyped_topic_is_told_what_may_be_meant(run: Run) -> None:
     for short, other in (("k", "k2"), ("arrivals", "arrangers")):
         run("topics", "create", short)
         assert b"Do you mean" not in run("read", other, status=1).stderr
+
+
+def test_no_topic_is_meant_that_has_the_same_name() -> None:
+    """Where one of several sidecars behind one address does not know it, and the next one lists it."""
+    listed = SimpleNamespace(admin=SimpleNamespace(topics=lambda: [SimpleNamespace(name=topic_name("departures"))]))
+    for hint in (None, HINT_OF_GONE):
+        with pytest.raises(NotFoundError) as caught, naming_near(listed, "departures"):  # type: ignore[arg-type]
+            raise error("TOPIC_NOT_FOUND", "there is no topic departures", hint=hint)
+        assert "several sidecars" in caught.value.hint
+        assert "Do you mean" not in caught.value.hint
+        assert hint in (None, caught.value.hint)
 
 
 def test_errors_are_json_where_json_is_asked_for(run: Run) -> None:

@@ -24,7 +24,7 @@ from seqdedupe.client import (
 )
 from seqdedupe.client import reader as reading
 from seqdedupe.client.cursor import Kept
-from seqdedupe.client.send_queue import MAX_BREAKS
+from seqdedupe.client.pending import HINT_OF_BREAKS, MAX_BREAKS
 from seqdedupe.errors import REASONS
 from seqdedupe.message_id import MessageId, Position
 from seqdedupe.testing import Sidecar
@@ -261,6 +261,24 @@ async def test_a_reader_that_has_read_nothing_goes_on(tmp_path: Path) -> None:
             assert (await reads).payload == b"1"
 
 
+async def test_a_reader_of_partitions_that_has_asked_for_their_ends_goes_on(tmp_path: Path) -> None:
+    """Its parts make their first calls after that."""
+    with Sidecar(tmp_path) as sidecar:
+        async with Client(sidecar.address) as client:
+            await client.admin.create_topic("t", partitions=2)
+            async with client.producer("t", "p") as producer:
+                await (await producer.send(b"1", key="k"))
+            async with client.partitioned_reader("t") as reader:
+                await reader._open()
+                sidecar.kill()
+                async with answering(sidecar.address, grpc.StatusCode.UNIMPLEMENTED) as calls:
+                    reads = asyncio.create_task(anext(reader))
+                    await until(lambda: calls["GetLastMessageId"] >= 4 or reads.done())
+                    assert not reads.done()
+                await asyncio.to_thread(sidecar.start)
+                assert (await reads).payload == b"1"
+
+
 @pytest.mark.parametrize("code", CODES, ids=lambda code: code.name)
 async def test_what_starts_names_a_proxy(tmp_path: Path, code: grpc.StatusCode) -> None:
     async def refused(what: Awaitable[object]) -> None:
@@ -356,7 +374,7 @@ async def test_a_size_that_gRPC_refuses_here_is_final(fake: FakeSidecar, monkeyp
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A frame is given up as soon as it was alone often enough."""
-    monkeypatch.setattr("seqdedupe.client.send_queue.BREAKS_SECONDS", 0)
+    monkeypatch.setattr("seqdedupe.client.pending.BREAKS_SECONDS", 0)
 
 
 @pytest.fixture
@@ -389,13 +407,34 @@ async def test_a_frame_that_breaks_each_connection_is_named(front: Front, topic:
         await producer.abort()
 
 
+async def test_what_is_given_up_before_its_frame_is_names_a_proxy_too(front: Front, topic: str) -> None:
+    """As by a `delivery_timeout_seconds` shorter than BREAKS_SECONDS: the sidecar's log says nothing of it."""
+    async with Client(front.address) as client:
+        await client.admin.create_topic(topic + "-ids", deduplication_mode="deduplication-id")
+        producer = client.producer(topic, "p", NEVER_GIVES_UP)
+        await producer.open()
+        await (await producer.send(b"1"))
+        async with client.publisher(topic + "-ids", delivery_timeout_seconds=1e6) as publisher:
+            await publisher.send(b"1", deduplication_id="1")
+            receipt = await producer.send(POISON)
+            sends = asyncio.create_task(publisher.send(POISON, deduplication_id="2"))
+            # What whoever waits for the one or the other is told when it takes too long.
+            await until(lambda: (why := receipt._pending.last_refusal) is not None and why.hint == HINT_OF_BREAKS)
+            await until(lambda: publisher._delivery._given_up().hint == HINT_OF_BREAKS)
+        await asyncio.wait({sends})
+        await producer.abort()
+        with pytest.raises(OutcomeUnknownError, match="broke") as caught:
+            await receipt
+        assert caught.value.hint == HINT_OF_BREAKS
+
+
 async def test_what_times_out_is_no_fault_of_the_frame(
     front: Front, topic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A stream that ends long after its frame was sent: here each end counts as late."""
     monkeypatch.setattr("seqdedupe.client.stream.SOON_SECONDS", 0)
     monkeypatch.setattr("seqdedupe.client.producer_session._LONGEST_DELAY_SECONDS", 0.02)
-    monkeypatch.setattr("seqdedupe.client.send_queue.BREAKS_SECONDS", 0)
+    monkeypatch.setattr("seqdedupe.client.pending.BREAKS_SECONDS", 0)
     async with Client(front.address) as client, client.producer(topic, "p", NEVER_GIVES_UP) as producer:
         poisoned = await producer.send(POISON)
         await until(lambda: front.calls.count("PublishStream") > 2 * MAX_BREAKS)

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from seqdedupe.batch import NO_INT32S, Batch, Binary, properties, single_producer
-from seqdedupe.client.pending import BatchResult, ReceiptColumns, Verdict
-from seqdedupe.client.send_queue import InFlightBatch
+from seqdedupe.client.pending import BatchResult, InFlightBatch, ReceiptColumns, Verdict
 from seqdedupe.client.stream import SMALL_BATCH_BYTES, ProducerFrame, parts_of, whole
 from seqdedupe.limits import MAX_BATCH_ROWS
 from seqdedupe.message_id import MessageId

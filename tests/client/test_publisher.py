@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
 from seqdedupe.batch import Binary
@@ -31,7 +32,7 @@ from seqdedupe.names import partition_of
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from seqdedupe.transfer.backup import restore
 from seqdedupe.v1 import admin_pb2, publish_pb2
-from tests.client.fake_sidecar import FakeSidecar, fake_sidecar
+from tests.client.fake_sidecar import FakeSidecar, Refused, fake_sidecar
 from tests.client.helpers import read_all, until
 from tests.client.proxy import Proxy
 from tests.conftest import StartSidecar
@@ -204,9 +205,35 @@ async def test_an_answer_that_is_none_ends_the_call(receipt: dict[str, list[int]
 
         fake.on_frame = answers
         async with Client(fake.address) as client, client.publisher("t") as publisher:
-            reason = "NOT_A_SIDECAR" if isinstance(receipt, bytes) else "INTERNAL"
-            with pytest.raises(SeqdedupeError, match=reason):
+            with pytest.raises(SeqdedupeError, match="NOT_A_SIDECAR"):
                 await asyncio.wait_for(publisher.send_batch([b"x", b"y"], [b"a", b"b"]), LAST_RESORT_SECONDS)
+
+
+@pytest.mark.parametrize("ends", ["closed", "broken", "silent"])
+async def test_what_may_be_in_the_log_is_to_be_sent_again_with_the_same_id(
+    ends: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of sequence IDs there are none here."""
+    monkeypatch.setattr("seqdedupe.client.publisher.ANSWER_TIMEOUT_SECONDS", 0.1)
+
+    def answers(frame: publish_pb2.Frame) -> list[publish_pb2.PublishStreamResponse]:
+        if ends == "broken":
+            raise Refused(grpc.StatusCode.INTERNAL)
+        return []
+
+    async with fake_sidecar() as fake:
+        fake.on_frame = answers
+        timeout = None if ends == "closed" else 0.5
+        async with Client(fake.address) as client:
+            async with client.publisher("t", delivery_timeout_seconds=timeout) as publisher:
+                sending = asyncio.create_task(publisher.send(b"x", deduplication_id="1"))
+                await until(lambda: len(fake.frames) > (ends != "closed"))
+                if ends != "closed":
+                    await asyncio.wait({sending})
+            with pytest.raises(OutcomeUnknownError) as caught:
+                await sending
+    assert "the same ID" in caught.value.hint
+    assert "sequence" not in caught.value.hint
 
 
 async def test_a_call_that_gives_up_before_it_is_sent_again_holds_up_no_other() -> None:

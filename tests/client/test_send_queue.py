@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from seqdedupe.batch import Binary, single_producer
-from seqdedupe.client.pending import PendingBatch, ReceiptColumns, Verdict
-from seqdedupe.client.send_queue import InFlightBatch, SendQueue
+from seqdedupe.client.pending import InFlightBatch, PendingBatch, ReceiptColumns, Verdict
+from seqdedupe.client.send_queue import SendQueue
 from seqdedupe.errors import DataLossError, FencedError, InvalidRequestError, SeqdedupeError, error
 from seqdedupe.message_id import MessageId
 

@@ -31,6 +31,7 @@ from seqdedupe.client import (
     Verdict,
     route,
 )
+from seqdedupe.client import reader as reading
 from seqdedupe.client.builder import BATCH_OVERHEAD_BYTES, ROW_OVERHEAD_BYTES, _id_column
 from seqdedupe.client.stream import FULL_MESSAGE_BYTES
 from seqdedupe.errors import NEVER, ConfigurationError
@@ -237,6 +238,59 @@ async def test_answers_of_a_lower_term_are_ignored(fake: FakeSidecar) -> None:
     fake.on_frame = on_frame
     async with Client(fake.address) as client, client.producer("t", "p", ONE_BY_ONE) as producer:
         assert [(await (await producer.send(b""))).index for _ in range(2)] == [0, 1]
+
+
+@pytest.mark.parametrize("of_open", [True, False])
+async def test_a_term_that_is_none_does_not_make_a_producer_wait_for_ever(fake: FakeSidecar, of_open: bool) -> None:
+    """As after a bit that was changed on the way: all later answers, and the next Open, have a lower one."""
+    wrong = 1 << 40
+
+    def on_frame(frame: Frame) -> list[Response]:
+        stored = fake.stored(frame)
+        if not of_open and len(fake.frames) == 1:
+            stored.term = wrong
+        return [stored]
+
+    fake.on_frame = on_frame
+    fake.on_open = lambda _: fake.opened(term=wrong if of_open and len(fake.opens) == 1 else fake.term)
+    async with Client(fake.address) as client:
+        producer = client.producer("t", "p", ProducerConfig(delivery_timeout_seconds=None))
+        await producer.open()
+        if not of_open:
+            await (await producer.send(b""))
+        receipt = await producer.send(b"")
+        with pytest.raises(DataLossError, match=f"term 1 \\({wrong} before\\)"):
+            await receipt
+        await producer.abort()
+    assert len(fake.opens) == 2
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"verdicts": [1, 1, 1]},
+        {"verdicts": [1, 9]},
+        {"verdicts": [2, 2], "known_rows": [0, 7], "known_indexes": [0, 0], "known_ledger_ids": [0, 0],
+         "known_entry_ids": [0, 0]},
+        {"verdicts": [2, 2], "known_rows": [0], "known_indexes": [0], "known_ledger_ids": [0, 0],
+         "known_entry_ids": [0]},
+        {"verdicts": [2, 2], "imported_rows": [2]},
+        {"run_rows": [1], "run_ledger_ids": [1], "run_entry_ids": [1], "run_batch_indexes": [1]},
+    ],
+)  # fmt: skip
+async def test_a_receipt_that_does_not_fit_its_frame_breaks_the_connection(
+    fake: FakeSidecar, columns: dict[str, list[int]]
+) -> None:
+    def on_frame(frame: Frame) -> list[Response]:
+        if len(fake.frames) > 1:
+            return [fake.stored(frame)]
+        return [fake.answer(receipts=[{"frame": frame.number, "first_index": 0, **columns}])]
+
+    fake.on_frame = on_frame
+    async with Client(fake.address) as client, client.producer("t", "p") as producer:
+        result = await (await producer.send_batch([b"", b""]))
+        assert result.indexes.tolist() == [0, 1]
+    assert len(fake.opens) == 2
 
 
 @pytest.mark.parametrize(
@@ -482,6 +536,126 @@ async def test_a_reader_passes_over_nothing(
     assert seen == [0, 1]
 
 
+def skipping(first_index: int, next_index: int) -> read_pb2.ReadStreamResponse:
+    skipped = read_pb2.IndexRange(first_index=first_index, next_index=next_index)
+    return read_pb2.ReadStreamResponse(incarnation=INCARNATION, skipped=skipped)
+
+
+def broken(page: read_pb2.ReadStreamResponse, **columns: Any) -> read_pb2.ReadStreamResponse:
+    """The page, whose only record has these columns."""
+    [record] = page.records
+    for name, value in columns.items():
+        setattr(record, name, value)
+    return page
+
+
+MISFITS = {
+    "doubled": page((0, 2)),
+    "left out": page((3, 1)),
+    "from another incarnation": page((2, 1), incarnation=INCARNATION + 1),
+    "record from another incarnation": broken(page((2, 1)), incarnation=INCARNATION + 1),
+    "fewer rows than it says": broken(page((2, 1)), rows=2),
+    "skipped too far": skipping(3, 4),
+}
+"""What may come after `page((0, 2))` and does not follow it."""
+
+
+@pytest.mark.parametrize("misfit", MISFITS.values(), ids=MISFITS)
+@pytest.mark.parametrize("by_record", [False, True])
+async def test_a_reader_reads_again_where_answers_do_not_fit(
+    fake: FakeSidecar, misfit: read_pb2.ReadStreamResponse, by_record: bool
+) -> None:
+    """As after something on the way that has doubled one, or left one out: the log need not be damaged."""
+    requests: list[read_pb2.ReadStreamRequest] = []
+    last = read_pb2.GetLastMessageIdResponse(last=batch_pb2.Position(incarnation=INCARNATION, index=3))
+
+    def on_read(request: read_pb2.ReadStreamRequest) -> list[read_pb2.ReadStreamResponse]:
+        requests.append(request)
+        if len(requests) > 1:
+            return [page((2, 1)), page((3, 1))] if request.start.HasField("after") else [page((0, 2)), page((2, 2))]
+        if not by_record:
+            return [page((0, 2)), misfit, page((2, 2))]
+        both = page((0, 2))
+        both.records.extend(misfit.records)
+        return [both, page((2, 2))]
+
+    fake.on_unary, fake.on_read = lambda _: last.SerializeToString(), on_read
+    async with Client(fake.address) as client, client.reader("t", skip_damaged=True) as reader:
+        seen: list[int] = []
+        while await reader.fetch():
+            while (message := reader.next_in_hand()) is not None or reader.take_record():
+                seen += [] if message is None else [message.index]
+        assert seen == [0, 1, 2, 3]
+        assert reader.skipped == []
+    # The record that only skips is none: nothing is amiss then.
+    assert len(requests) == 1 + (bool(misfit.records) or not by_record)
+    assert [request.start.after.index for request in requests[1:]] == [1] * (len(requests) - 1)
+
+
+async def test_answers_that_never_fit_are_an_error_that_blames_no_disk(fake: FakeSidecar) -> None:
+    streams = 0
+
+    def on_read(request: read_pb2.ReadStreamRequest) -> list[read_pb2.ReadStreamResponse]:
+        nonlocal streams
+        streams += 1
+        # Whatever comes first is progress: it is counted from there.
+        return [page((0, 2)), page((3, 1))] if request.start.earliest else [page((3, 1))]
+
+    last = read_pb2.GetLastMessageIdResponse(last=batch_pb2.Position(incarnation=INCARNATION, index=3))
+    fake.on_unary, fake.on_read = lambda _: last.SerializeToString(), on_read
+    async with Client(fake.address) as client, client.reader("t") as reader:
+        assert [(await anext(reader)).index for _ in range(2)] == [0, 1]
+        with pytest.raises(DamagedError, match="read up to index 2, then came 3 with 1 of 1 rows") as caught:
+            await anext(reader)
+    assert caught.value.reason == "ANSWERS_INCONSISTENT"
+    assert "seqdedupe doctor" in caught.value.hint
+    assert "backup" not in caught.value.hint
+    assert streams == 1 + reading.MAX_MISFITS
+
+
+@pytest.mark.parametrize("as_status", [True, False])
+async def test_a_producer_whose_topic_is_gone_is_told_that_it_was_there(fake: FakeSidecar, as_status: bool) -> None:
+    """As of one whose session another sidecar has opened than the one that got the frame."""
+
+    def on_frame(frame: Frame) -> list[Response]:
+        if as_status:
+            raise Refused(grpc.StatusCode.NOT_FOUND, "TOPIC_NOT_FOUND")
+        return [fake.refusal(frame, "TOPIC_NOT_FOUND", NEVER)]
+
+    fake.on_frame = on_frame
+    async with Client(fake.address) as client:
+        producer = client.producer("t", "p")
+        await producer.open()
+        receipt = await producer.send(b"")
+        with pytest.raises(NotFoundError) as caught:
+            await receipt
+        assert caught.value.hint.startswith("The topic was there before: it was deleted, or another sidecar answers")
+        await producer.abort()
+
+
+async def test_a_reader_whose_topic_is_gone_is_told_that_it_was_there(fake: FakeSidecar) -> None:
+    def on_read(request: read_pb2.ReadStreamRequest) -> list[read_pb2.ReadStreamResponse]:
+        if request.start.HasField("after"):
+            raise Refused(grpc.StatusCode.NOT_FOUND, "TOPIC_NOT_FOUND")
+        return [page((0, 1))]
+
+    def not_found(_: str) -> bytes:
+        raise Refused(grpc.StatusCode.NOT_FOUND, "TOPIC_NOT_FOUND")
+
+    last = read_pb2.GetLastMessageIdResponse(last=batch_pb2.Position(incarnation=INCARNATION, index=3))
+    fake.on_unary, fake.on_read = lambda _: last.SerializeToString(), on_read
+    async with Client(fake.address) as client:
+        reader = client.reader("t", follow=True)
+        assert (await anext(reader)).index == 0
+        with pytest.raises(NotFoundError) as caught:
+            await anext(reader)
+        assert caught.value.hint.startswith("The topic was there before: it was deleted, or another sidecar answers")
+        fake.on_unary = not_found
+        with pytest.raises(NotFoundError) as caught:
+            await anext(client.reader("t"))
+        assert caught.value.hint.startswith("Is the name mistyped?")
+
+
 async def test_a_reader_says_once_what_it_waits_for(fake: FakeSidecar, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(route, "SAY_WAITING_SECONDS", 0.2)
     said: list[str] = []
@@ -543,8 +717,9 @@ async def test_a_reader_refuses_message_ids_that_cannot_be(fake: FakeSidecar, ru
     fake.on_read = lambda _: [page((0, 2)), with_message_ids(page((2, 3)), *runs)]
     async with Client(fake.address) as client, client.reader("t") as reader:
         assert [(await anext(reader)).index for _ in range(2)] == [0, 1]
-        with pytest.raises(DamagedError, match=r"the message IDs of .* from index 2 on are wrong"):
+        with pytest.raises(DamagedError, match=r"the message IDs of .* from index 2 on are wrong") as caught:
             await anext(reader)
+        assert caught.value.reason == "ANSWERS_INCONSISTENT"
         assert reader.position == Position(INCARNATION, MessageId(INCARNATION, 1), 1)
 
 

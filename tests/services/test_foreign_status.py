@@ -17,8 +17,9 @@ from seqdedupe.client import Client, Message, UnavailableError
 from seqdedupe.client.blocking import Client as BlockingClient
 from seqdedupe.services.consumer import Consumer, ConsumerConfig
 from seqdedupe.services.outbox import Relay
+from seqdedupe.services.outbox.relay import RelayWork
 from seqdedupe.services.pipe import Pipe
-from seqdedupe.services.pipe.lane import Lane
+from seqdedupe.services.pipe.pipe import Lane
 from seqdedupe.testing import Sidecar
 from tests.client.foreign import CODES, answering
 from tests.client.helpers import read_all, until, until_stored
@@ -166,11 +167,51 @@ async def test_a_relay_goes_on(tmp_path: Path, code: grpc.StatusCode) -> None:
 
 
 @each_code
+@pytest.mark.parametrize("is_up", [True, False], ids=["up", "not up"])
+async def test_a_relay_that_takes_over_goes_on(
+    tmp_path: Path, code: grpc.StatusCode, is_up: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that has found no row yet, since another one works or there are none, makes its first call to a topic only
+    when it has some: that is no start."""
+    has_waited = asyncio.Event()
+    original = RelayWork._wait
+
+    async def wait(work: RelayWork) -> bool:
+        has_waited.set()
+        return await original(work)
+
+    monkeypatch.setattr(RelayWork, "_wait", wait)
+    database = Database(f"sqlite:///{tmp_path / 'shop.db'}")
+    sidecar = Sidecar(tmp_path / "sidecar")
+    if is_up:
+        await asyncio.to_thread(sidecar.start)
+    try:
+        async with Client(sidecar.address) as client:
+            running = asyncio.create_task(Relay(client, database.url, "shop", "shop", report=lambda line: None).run())
+            await has_waited.wait()
+            if is_up:
+                sidecar.kill()
+            async with answering(sidecar.address, code) as calls:
+                database.add(b"1")
+                await until(lambda: calls["GetTopic"] >= 3 or running.done())
+                assert not running.done()
+            await asyncio.to_thread(sidecar.start)
+            await until(lambda: database.rows() == 0)
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+        assert await payloads(sidecar, "shop") == [b"1"]
+    finally:
+        sidecar.kill()
+        database.engine.dispose()
+
+
+@each_code
 async def test_what_starts_names_a_proxy(tmp_path: Path, code: grpc.StatusCode, sqlite: Engine) -> None:
     sidecar = Sidecar(tmp_path / "sidecar")
     database = Database(f"sqlite:///{tmp_path / 'shop.db'}")
-    database.add(b"1")
     async with answering(sidecar.address, code), Client(sidecar.address) as client:
+        await names_a_proxy(Relay(client, database.url, "t", "shop").run())  # without a row, too
+        database.add(b"1")
         for follow in (True, False):
             await names_a_proxy(Pipe(client, "in", "out", function, name="pipe").run(follow=follow))
             await names_a_proxy(Consumer(client, "t", "c", sqlite, write).run_async(follow=follow))

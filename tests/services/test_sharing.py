@@ -18,10 +18,9 @@ from seqdedupe.databases.tables import make_tables
 from seqdedupe.errors import ConfigurationError
 from seqdedupe.message_id import Position
 from seqdedupe.services.consumer import Consumer, ConsumerConfig, consumer_row
-from seqdedupe.services.consumer.consumer_row import row_name
+from seqdedupe.services.consumer.consumer_row import PartOwnership, Processes, fair_share, row_name
 from seqdedupe.services.consumer.database import CONSUMERS, METADATA, PROCESSES
 from seqdedupe.services.consumer.dead_letters import drop, retry, set_aside
-from seqdedupe.services.consumer.partition_shares import PartOwnership, Processes, fair_share
 from seqdedupe.services.consumer.work import carry_out
 from seqdedupe.testing import Sidecar
 from tests.processes import running

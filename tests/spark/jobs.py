@@ -24,7 +24,7 @@ from seqdedupe_spark.options import Options, parse
 from seqdedupe_spark.ranges import TopicRange
 from seqdedupe_spark.stores.contract import Advance, Beside, Binding, OutputStore, Stored, StoreFactory
 from seqdedupe_spark.stores.postgresql import PostgresStore
-from seqdedupe_spark.stores.sqlite_file import SqliteStore
+from seqdedupe_spark.stores.sql import SqliteStore
 from seqdedupe_spark.stores.urls import from_url
 
 JOB = "job"

@@ -11,8 +11,7 @@ from seqdedupe.log.pulsar.pulsar_client import OAuth2
 from seqdedupe.message_id import MessageId, Position
 from seqdedupe.names import topic_name
 from seqdedupe_spark.cluster.broker_connection import token_of
-from seqdedupe_spark.options import Least, Options, ReadLimits, Selection, parse
-from seqdedupe_spark.read_bounds import Time
+from seqdedupe_spark.options import Least, Options, ReadLimits, Selection, Time, parse
 from seqdedupe_spark.service import PulsarCluster
 from seqdedupe_spark.source import SeqdedupeDataSource
 

@@ -11,10 +11,9 @@ from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name
 from seqdedupe.v1 import admin_pb2
 from seqdedupe_spark import planning
-from seqdedupe_spark.options import Least, ReadLimits, Selection
+from seqdedupe_spark.options import Least, ReadLimits, Selection, Time
 from seqdedupe_spark.planning import Loss, TopicListing, find_loss
 from seqdedupe_spark.ranges import TopicRange, packed, shares, split
-from seqdedupe_spark.read_bounds import Time
 from seqdedupe_spark.source import Delaying
 
 T = "persistent://public/default/t"

@@ -17,8 +17,7 @@ from seqdedupe.client import cursor as _cursor
 from seqdedupe.client import publisher as _publisher
 from seqdedupe.client import reader as _reader
 from seqdedupe.client.admin import PolicyState
-from seqdedupe.client.blocking.iteration import Messages
-from seqdedupe.client.blocking.loop import run
+from seqdedupe.client.blocking.loop import Messages, run
 from seqdedupe.client.blocking.producer import Producer
 from seqdedupe.client.builder import Keys, Numbers, Payloads, Properties, PropertyRows
 from seqdedupe.client.client import Located, TopicEnds

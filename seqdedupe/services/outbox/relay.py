@@ -22,11 +22,11 @@ from seqdedupe.databases.failures import refuses_entry
 from seqdedupe.errors import FencedError, NotFoundError, PositionError, UnavailableError
 from seqdedupe.limits import MAX_BATCH_BYTES, MAX_BATCH_ROWS, MAX_SEQUENCE_ID
 from seqdedupe.names import partition_name, partition_of, producer_name, topic_name
+from seqdedupe.services import Stillness
 from seqdedupe.services.outbox import steps
 from seqdedupe.services.outbox.row_page import Route, RowPage
 from seqdedupe.services.outbox.steps import FoundRows
 from seqdedupe.services.outbox.store import Lag, OutboxStore, open_store
-from seqdedupe.services.stillness import Stillness
 
 # -- The work of a relay: it does the steps, and beside them waits for receipts and deletes what they prove.
 
@@ -80,8 +80,8 @@ class RelayWork:
         self._counters = counters
         self._report = report
         self._producers: dict[str, Producer] = {}
-        self.has_opened = False
-        """Whether a sidecar has answered."""
+        self.has_begun = False
+        """Whether a sidecar has answered, or there were no rows: it has waited for some."""
         self._only_topic: str | None = None
         self._sent: deque[_SentPage] = deque()
         self._changed = asyncio.Condition()
@@ -124,6 +124,7 @@ class RelayWork:
                 for part in page.cut(_BATCH_BYTES):
                     await self._publish(self._producers[topic], part)
             case steps.Wait():
+                self.has_begun = True
                 return await self._wait()
             case steps.AwaitLeft():
                 is_over = time.monotonic() - self._read_at >= ONCE_SECONDS
@@ -186,7 +187,7 @@ class RelayWork:
             highest = await self._fence(topic, own)
             producer = self._producers[topic] = self._client.producer(topic, own, _CONFIG)
             await producer.open()
-            self.has_opened = True
+            self.has_begun = True
         except NotFoundError as e:
             if e.reason != "TOPIC_NOT_FOUND" or topic == self._only_topic:
                 raise
@@ -331,7 +332,8 @@ class Relay:
         self._name = name
         self._store: OutboxStore = open_store(database)
         self._standby_seconds = standby_seconds
-        self._has_begun = False  # a sidecar has answered
+        self._has_begun = False
+        """Whether a sidecar has answered, or it has stood by: then what is no sidecar is waited out."""
         self._report = report or _log.warning
 
     async def run(self, *, follow: bool = True) -> None:
@@ -345,6 +347,8 @@ class Relay:
         """
         try:
             await self._open_at_last(lambda e: not follow or refuses_entry(e.__cause__))
+            if follow:
+                await self._check_address()
             while True:
                 try:
                     await self._relay(follow=follow)
@@ -364,6 +368,17 @@ class Relay:
                     return
         finally:
             await self._blocking(self._store.close)
+
+    async def _check_address(self) -> None:
+        """Without rows nobody else would ask the sidecar, and a wrong address be found out only with the first ones.
+        Raises NOT_A_SIDECAR, AccessDeniedError; what else keeps it from answering is waited out later."""
+        try:
+            await self._client.admin.version()
+        except UnavailableError as e:
+            if e.reason == NOT_A_SIDECAR:
+                raise
+        else:
+            self._has_begun = True
 
     async def lag(self) -> Lag:
         """How far behind the relay is, while it runs."""
@@ -406,7 +421,7 @@ class Relay:
         try:
             await work.drive(steps.relay(self._topic, self._route, follow=follow), None if self._route else self._topic)
         finally:
-            self._has_begun |= work.has_opened
+            self._has_begun |= work.has_begun
 
     @staticmethod
     async def _blocking(work: Callable[..., T], *arguments: Any) -> T:

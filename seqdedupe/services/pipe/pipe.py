@@ -1,24 +1,278 @@
-"""The pipe: all partitions of a source, each on its way to the target, and who stands by."""
+"""The pipe: all partitions of a source, each on its way to the target, and who stands by.
+
+Begin with `Pipe`; a `Lane` is one source's way, and `start_of` says where that goes on. `BlockingPipe` is a pipe for
+threads.
+"""
 
 import asyncio
 import logging
-from collections.abc import Callable
-from concurrent.futures import Executor, ThreadPoolExecutor
+import queue
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from seqdedupe.client import Client
+from seqdedupe.client import Client, Persisted, Producer, ProducerConfig, Reader, StoredBatch, TopicEnds
+from seqdedupe.client.blocking import Client as BlockingClient
+from seqdedupe.client.blocking._sync import AnyCursor, on_loop
+from seqdedupe.client.blocking.loop import event_loop
 from seqdedupe.client.connection import NOT_A_SIDECAR, Backoff
-from seqdedupe.client.cursor import Cursor
+from seqdedupe.client.cursor import Cursor, CursorMoves, Kept
 from seqdedupe.errors import FencedError, InvalidRequestError, SeqdedupeError, UnavailableError, error
 from seqdedupe.limits import MAX_NAME_BYTES, MAX_PARTITIONS
+from seqdedupe.message_id import Position
 from seqdedupe.names import new_producer_name, partition_name, source_name, topic_name
-from seqdedupe.services.pipe.lane import Lane
-from seqdedupe.services.pipe.outputs import Function
-from seqdedupe.services.stillness import Stillness
+from seqdedupe.services import Stillness
+from seqdedupe.services.pipe.outputs import Calling, Function, OutputBatch, index_of
 
 T = TypeVar("T")
 
 logger = logging.getLogger("seqdedupe.pipe")
+
+# -- From where a pipe reads on: what the target holds says it, and a cursor where that is further. No I/O.
+
+_ANOTHER_NAME = (
+    "If the messages that are gone do not matter, give the pipe another name: it begins with the first one left, and "
+    "none of those was published under this name."
+)
+
+
+def start_of(source: str, ends: TopicEnds, complete_up_to: int, persisted: Sequence[Persisted]) -> Position:
+    """The position to read on from. `complete_up_to` and `persisted` are what the target answered when it was opened.
+
+    The last input is asked for again: its outputs were one frame, but a log that stores each message by itself may
+    hold only the first ones of them. Those that are there are DUP.
+
+    Raises POSITION_TRIMMED if messages are gone that the pipe has not read, POSITION_AFTER_END if the source has lost
+    messages that it has read.
+    """
+    incarnation, first_index = ends.last.incarnation, ends.first_index
+    if complete_up_to < 0:
+        if first_index and any(one.sequence_id >= 0 for one in persisted):
+            raise error(
+                "POSITION_TRIMMED",
+                f"the partitions of the target no longer say up to which message of {source} all outputs are there, "
+                f"and those before index {first_index} are gone by retention: some may never have been piped",
+                hint=_ANOTHER_NAME + " What is left and was piped already comes twice then.",
+                first_index=first_index,
+            )
+        return Position.before(incarnation, first_index)
+    index = index_of(complete_up_to)
+    if index > ends.last.index:
+        raise error(
+            "POSITION_AFTER_END",
+            f"the target holds outputs of message {index} of {source}, which ends with index {ends.last.index}",
+            index=index,
+            end_index=ends.last.index + 1,
+        )
+    if index + 1 < first_index:
+        raise error(
+            "POSITION_TRIMMED",
+            f"the pipe has read {source} up to index {index}, and the first message left has index {first_index}: "
+            f"{first_index - index - 1:,} that it has not read are gone by retention",
+            hint=_ANOTHER_NAME,
+            index=index,
+            first_index=first_index,
+        )
+    return Position.before(incarnation, max(index, first_index))
+
+
+def later(start: Position, kept: Kept | None, persisted: Sequence[Persisted]) -> Position:
+    """The position that a cursor keeps, if it is of this source, not before `start`, and the target still has all that
+    it had when the position was kept; else `start`."""
+    if kept is None or kept.position.incarnation != start.incarnation or kept.position.index < start.index:
+        return start
+    return kept.position if _holds(persisted, kept.note) else start
+
+
+def note_of(persisted: Sequence[Persisted], sequence_id: int) -> str:
+    """What a target holds that is one topic, for a cursor: which one it is, and up to which output."""
+    return f"{persisted[0].incarnation}:{sequence_id}"
+
+
+def _holds(persisted: Sequence[Persisted], note: str) -> bool:
+    incarnation, _, sequence_id = note.partition(":")
+    if not (incarnation.isdecimal() and sequence_id.removeprefix("-").isdecimal()):
+        return False  # another owner's
+    return persisted[0].incarnation == int(incarnation) and persisted[0].sequence_id >= int(sequence_id)
+
+
+# -- One source, a topic or a partition, on its way to the target.
+
+IDLE_SECONDS = 1.0
+"""When no message has come for so long, it is made sure that all outputs are durable, and the cursor is moved."""
+
+CURSOR_SECONDS = 5.0
+"""While messages come the cursor is moved so often."""
+
+READ_TIMEOUT_SECONDS = 120.0
+"""A pipe that does not follow gives up when messages that are there have not come for so long."""
+
+SEND_SECONDS = 1.0
+"""Outputs wait for no others for longer, however slow the function is."""
+
+GATHERED_ROWS = 4096
+"""Messages that are there already are taken to the function's thread together, up to so many."""
+
+_FOLLOWING = ProducerConfig(delivery_timeout_seconds=None)
+
+
+class Lane:
+    """From a source to a target under one producer name. Its state is what the target holds of that name."""
+
+    def __init__(
+        self, client: Client, source: str, target: str, function: Function, name: str, cursor: Cursor | None
+    ) -> None:
+        self.source = source
+        self.target = target
+        self.producer_name = ""
+        """That of the outputs; known once `run` has looked at the source."""
+        self.counts = {"inputs": 0, "outputs": 0, "outputs_again": 0}
+        """Of all runs: messages that the function was called for, outputs that were sent, and those among them of which
+        it was known that the target holds them."""
+        self._client = client
+        self._function = function
+        self._name = name
+        self._cursor = None if cursor is None else CursorMoves(cursor)
+        self._next: Kept | None = None  # to be kept there as soon as all outputs up to it are durable
+        self._next_id = -1  # the last of these outputs
+        self._look_at = 0.0
+        self._calling: Calling | None = None  # while messages are copied
+        self._stopped = asyncio.Event()
+
+    def stop(self) -> bool:
+        """Ends `run` after the message under way, with all outputs so far durable. False if nothing is being copied:
+        then it may be cancelled."""
+        self._stopped.set()
+        if self._calling is None:
+            return False
+        self._calling.stop()
+        return True
+
+    async def run(self, executor: Executor, *, follow: bool) -> None:
+        """Reads on, calls and publishes: to the source's end as it is now, durable when this returns; or for ever.
+
+        Raises what ends it. It may be called again, and goes on from what the target holds.
+        """
+        ends = await self._client.ends(self.source)
+        self.producer_name = source_name(self._name, self.source, ends.last.incarnation)
+        config = _FOLLOWING if follow else ProducerConfig()
+        async with self._client.producer(self.target, self.producer_name, config) as producer:
+            start = start_of(self.source, ends, producer.persisted_sequence_id, producer.persisted)
+            if self._cursor is not None:
+                start = await self._later(self._cursor, start, producer)
+            async with self._client.reader(self.source, start, follow=follow) as reader:
+                await self._copy(reader, producer, executor, follow=follow)
+
+    async def _later(self, cursor: CursorMoves, start: Position, producer: Producer) -> Position:
+        if producer.persisted[0].topic != self.target:
+            what = f"{self.target} is partitioned: what it holds does not fit into a cursor"
+            raise error("INVALID_REQUEST", what, hint="Leave the cursor out: it only saves reading again.")
+        kept = await cursor.read()
+        self._next = None
+        self._look_at = asyncio.get_running_loop().time() + CURSOR_SECONDS
+        return later(start, kept, producer.persisted)
+
+    async def _copy(self, reader: Reader, producer: Producer, executor: Executor, *, follow: bool) -> None:
+        calling = self._calling = Calling(self._function, self.source)
+        try:
+            wait_seconds = None if follow else READ_TIMEOUT_SECONDS
+            while calling.failure is None and (batches := await self._next_batches(reader, producer, wait_seconds)):
+                self.counts["inputs"] += sum(map(len, batches))
+                calling.take(batches)
+                while await self._fill(calling, executor, producer):
+                    await self._send(calling.frame(), producer)
+                    await self._move_cursor(reader, producer, now=False)
+                    if self._stopped.is_set():
+                        break
+                if calling.failure is not None or not (reader.has_in_hand() or reader.take_record()):
+                    await self._send(calling.frame(), producer)
+                    await self._move_cursor(reader, producer, now=False)
+            await self._send(calling.frame(), producer)
+            await producer.flush()
+            if calling.failure is not None:
+                raise calling.failure
+            await self._move_cursor(reader, producer, now=True)
+        finally:
+            calling.stop()
+            self._calling = None
+
+    async def _fill(self, calling: Calling, executor: Executor, producer: Producer) -> bool:
+        """Whether there may be more. While the function is called, what is ready is sent from time to time."""
+        loop = asyncio.get_running_loop()
+        filling = loop.run_in_executor(executor, calling.fill)
+        try:
+            while not (await asyncio.wait({filling}, timeout=SEND_SECONDS))[0]:
+                await self._send(calling.ready(), producer)
+                if self._cursor is not None and loop.time() >= self._look_at:
+                    calling.hurry()
+        finally:
+            filling.cancel()
+        return filling.result()
+
+    async def _send(self, frame: OutputBatch | None, producer: Producer) -> None:
+        if frame is not None:
+            payloads, sequence_ids, keys, times, properties = frame
+            self.counts["outputs"] += len(sequence_ids)
+            self.counts["outputs_again"] += int((sequence_ids <= producer.persisted_sequence_id).sum())
+            await producer.send_batch(payloads, sequence_ids, keys=keys, event_times_ms=times, properties=properties)
+
+    async def _next_batches(self, reader: Reader, producer: Producer, wait_seconds: float | None) -> list[StoredBatch]:
+        """Those that are there, waiting for the first one; none at the end. Raises what the producer has failed with
+        meanwhile, for else those outputs would wait for the next message; UNREACHABLE if none comes for so long."""
+        if self._stopped.is_set():
+            return []
+        if not (reader.has_in_hand() or reader.take_record()):
+            fetching = asyncio.ensure_future(reader.fetch())
+            stopped = asyncio.ensure_future(self._stopped.wait())
+            first = asyncio.FIRST_COMPLETED
+            try:
+                done, _ = await asyncio.wait({fetching, stopped}, timeout=IDLE_SECONDS, return_when=first)
+                if not done:
+                    await producer.flush()
+                    await self._move_cursor(reader, producer, now=True)
+                    done, _ = await asyncio.wait({fetching, stopped}, timeout=wait_seconds, return_when=first)
+                    if not done:
+                        what = f"{self.source} has not been read any further for {wait_seconds} seconds"
+                        raise error("UNREACHABLE", what)
+                if self._stopped.is_set() or not fetching.result():
+                    return []
+            finally:
+                fetching.cancel()
+                stopped.cancel()
+                await asyncio.gather(fetching, stopped, return_exceptions=True)
+        batches: list[StoredBatch] = []
+        rows = 0
+        while rows < GATHERED_ROWS and (reader.has_in_hand() or reader.take_record()):
+            stored = reader.rest_in_hand()
+            if stored is None:
+                break
+            batches.append(stored)
+            rows += len(stored)
+        return batches
+
+    async def _move_cursor(self, reader: Reader, producer: Producer, *, now: bool) -> None:
+        """Moves the cursor to where all outputs are durable, if it is time. With `now`, all that were sent are."""
+        if self._cursor is None or not (now or asyncio.get_running_loop().time() >= self._look_at):
+            return
+        if self._next is None or now:
+            self._set_next(reader, producer)
+        if self._next is None or producer.durable_sequence_id < self._next_id:
+            return
+        if self._next != self._cursor.kept:
+            await self._cursor.move(self._next)
+        self._look_at = asyncio.get_running_loop().time() + CURSOR_SECONDS
+        self._next = None
+
+    def _set_next(self, reader: Reader, producer: Producer) -> None:
+        position, calling = reader.position, self._calling
+        if calling is not None and not calling.is_done:
+            position = None if calling.last is None else calling.last.position
+        if position is not None and position.message_id is not None:
+            self._next_id = max(producer.last_sequence_id, producer.persisted_sequence_id)
+            self._next = Kept(position, note_of(producer.persisted, self._next_id))
+
+
+# -- All of them, and who stands by.
 
 STANDBY_FIRST_SECONDS = 5.0
 STANDBY_LONGEST_SECONDS = 300.0
@@ -89,8 +343,9 @@ class Pipe:
         it stands by, and takes over when nothing has come from the other for some seconds (they may take turns then
         while there is nothing to do).
 
-        Raises FUNCTION_FAILED, with the message, if the function raises or gives what cannot be published: what
-        came before is durable then. Raises PositionError if messages are gone that were not read, or were read and are
+        Raises FUNCTION_FAILED, with the message, if the function raises or gives what cannot be published, and
+        MESSAGE_TOO_LARGE for a message that is passed on and has no room for what the pipe adds: what came before is
+        durable then. Raises PositionError if messages are gone that were not read, or were read and are
         gone (POSITION_TRIMMED, POSITION_AFTER_END, POSITION_DIVERGED), and if the source is deleted meanwhile and made
         anew; NotFoundError, DataLossError if the target is. A pipe that is started again then goes on with what is
         there: a new source from its beginning; into a new target, all that the source still holds.
@@ -213,9 +468,89 @@ def _check_names(name: str, source: str) -> None:
             f"the pipe {name[:80]!r} from {source} cannot name its outputs: it has no name, or one too long",
             hint=f"Its name and the source's have {MAX_NAME_BYTES - len(longest) + len(name) + len(source)} bytes.",
         )
-    new_producer_name(longest)
+    try:
+        new_producer_name(longest)
+    except InvalidRequestError as e:
+        what = f"the pipe {name[:80]!r} cannot name its outputs: {e.message}"
+        raise error("INVALID_NAME", what, hint="Give the pipe a name of UTF-8 text without control characters.") from e
 
 
 async def _wait(backoff: Backoff, source: str, why: UnavailableError) -> None:
     logger.warning("the pipe waits to go on with %s: %s %s", source, why, why.hint)
     await asyncio.sleep(max(backoff.next_seconds(), why.retry_delay_ms / 1000))
+
+
+# -- For threads: the function is called in the one that waits.
+
+
+class CallerThread(Executor):
+    """Runs in the thread that waits in `run` whatever coroutines on the client's event loop submit meanwhile."""
+
+    def __init__(self) -> None:
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+
+    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> "Future[T]":
+        future: Future[T] = Future()
+
+        def work() -> None:
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(fn(*args, **kwargs))
+                except Exception as e:  # noqa: BLE001 (it is for whoever waits for the future)
+                    future.set_exception(e)
+
+        self._work.put(work)
+        return future
+
+    def run(self, begin: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Begins it on the client's event loop and waits for its end, working meanwhile. If it is interrupted, the work
+        is cancelled, and has ended when this raises."""
+
+        async def all_of_it() -> T:
+            try:
+                return await begin()
+            finally:
+                self._work.put(None)
+
+        running = asyncio.run_coroutine_threadsafe(all_of_it(), event_loop())
+        try:
+            while (work := self._work.get()) is not None:
+                work()
+        except BaseException:
+            running.cancel()
+            while self._work.get() is not None:
+                pass
+            raise
+        return running.result()
+
+
+class BlockingPipe:
+    """As `Pipe`, with a client of `seqdedupe.client.blocking` and a `run` that blocks, and calls the function in the
+    thread that it is called in."""
+
+    def __init__(
+        self,
+        client: BlockingClient,
+        source: str,
+        target: str,
+        function: Function,
+        *,
+        name: str,
+        cursor: Callable[[str], AnyCursor] | None = None,
+    ) -> None:
+        of = None if cursor is None else lambda topic: on_loop(cursor(topic))
+        self._pipe = Pipe(client.on_loop, source, target, function, name=name, cursor=of)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """See `Pipe.counts`."""
+        return self._pipe.counts
+
+    def stop(self) -> None:
+        """See `Pipe.stop`."""
+        self._pipe.stop()
+
+    def run(self, *, follow: bool = False) -> None:
+        """See `Pipe.run`. An exception of a signal handler, as Ctrl-C's, ends it."""
+        caller = CallerThread()
+        caller.run(lambda: self._pipe.run(follow=follow, executor=caller))

@@ -52,6 +52,11 @@ from seqdedupe_spark.stock import STOCK, StockBatch, StockEnds
 STEP_BYTES = 1024 * 1024
 """About so much is read at a time."""
 
+_HINT_OF_ENTRY = (
+    "The topic is Pulsar's: nothing of a sidecar has to be put back. Let Pulsar's own tools show the entry, and who "
+    "wrote it."
+)
+
 
 class Task(ABC):
     """The reading of one range."""
@@ -463,7 +468,8 @@ async def explain(
             return
         if said.get("x-pulsar-txn-uncommitted") == "true":
             raise error("LOG_UNREADABLE", f"{entry} of {topic} waits for a transaction that is not over")
-        raise error("LOG_DAMAGED", f"{entry} of {topic} is there, and Pulsar's client does not give it")
+        what = f"{entry} of {topic} is there, and Pulsar's client does not give it"
+        raise error("LOG_DAMAGED", what, hint=_HINT_OF_ENTRY)
 
     await _each(ask, numbers)
     return ends
@@ -499,7 +505,8 @@ async def exact_keys(connection: BrokerConnection, topic: str, entries: Sequence
             [row] = unclear[place]
             keys[row] = keys[row] or None
         except (IndexError, KeyError, ValueError) as e:
-            raise error("LOG_DAMAGED", f"{place} of {topic} is no batch as Pulsar's clients make it") from e
+            what = f"{place} of {topic} is no batch as Pulsar's clients make it"
+            raise error("LOG_DAMAGED", what, hint=_HINT_OF_ENTRY) from e
 
     await _each(ask, list(unclear))
     return keys

@@ -14,10 +14,10 @@ import pyarrow as pa
 from seqdedupe.errors import ConfigurationError, DamagedError, InvalidRequestError, NotFoundError, PositionError, error
 from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name
-from seqdedupe_spark import planning, read_bounds, stock
+from seqdedupe_spark import planning, stock
 from seqdedupe_spark.dedupe import has_no_producers
 from seqdedupe_spark.job.range_task import RangeStep
-from seqdedupe_spark.options import Options, ReadLimits, Selection
+from seqdedupe_spark.options import Options, ReadLimits, Selection, number
 from seqdedupe_spark.planning import Ends, PlanningClient, TopicListing, earliest, find_loss
 from seqdedupe_spark.ranges import TopicRange
 from seqdedupe_spark.service import Service
@@ -282,7 +282,7 @@ def _before_index(topic: str, text: str, ends: Ends) -> Position:
     if isinstance(ends, StockEnds):
         raise error("INVALID_OPTION", f"to: no sidecar writes {topic}, it has no indexes: give a message ID")
     try:
-        return Position.before(ends.last.incarnation, read_bounds.number(text, 0))
+        return Position.before(ends.last.incarnation, number(text, 0))
     except ValueError as e:
         raise error("INVALID_OPTION", f"to: {e}") from e
 

@@ -15,8 +15,7 @@ from seqdedupe.client.connection import NOT_A_SIDECAR, Backoff
 from seqdedupe.databases.failures import refuses_entry
 from seqdedupe.errors import SeqdedupeError, UnavailableError, error
 from seqdedupe.message_id import Position
-from seqdedupe_spark.job import dead_letter_rows
-from seqdedupe_spark.job.dead_letter_rows import SUFFIX
+from seqdedupe_spark.job.dead_letter_rows import SCHEMA, SUFFIX
 from seqdedupe_spark.job.positions import Positions, TopicStanding
 from seqdedupe_spark.job.range_task import JobOutput, RangeStep, RangeTask, TaskReport, Transform, output_schema
 from seqdedupe_spark.message_columns import columns_of
@@ -252,7 +251,7 @@ class ReaderJob:
                 self._positions.check_have_producers(self._client, self._stopping.is_set)
             self._positions.bind(store, Binding(config.table, config.deduplicate), schema)
             if config.max_dead_letters is not None:
-                store.prepare(config.table + SUFFIX, dead_letter_rows.SCHEMA)
+                store.prepare(config.table + SUFFIX, SCHEMA)
         self._output = JobOutput(config.store, config.job, config.table, schema)
         return self._output
 

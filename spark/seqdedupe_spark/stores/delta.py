@@ -32,7 +32,7 @@ from seqdedupe_spark.stores.contract import (
     check_format,
     check_replacement,
 )
-from seqdedupe_spark.stores.delta_log import DeltaLog, sync
+from seqdedupe_spark.stores.delta_files import SCHEME, DeltaLog, plain
 from seqdedupe_spark.stores.kinds import (
     BAD_VALUES,
     Column,
@@ -43,7 +43,6 @@ from seqdedupe_spark.stores.kinds import (
     in_batch,
     kind_of,
 )
-from seqdedupe_spark.stores.object_store import SCHEME, options_of, plain
 
 # -- The columns of a Delta table: the types that it has, batches cast to them, and columns that partition it.
 
@@ -382,7 +381,7 @@ class DeltaStore(OutputStore):
 
     def __init__(self, uri: str, *, partition_by: Sequence[str] = (), merge_schema: bool = False) -> None:
         self._uri = uri
-        self._options = options_of(uri)
+        self._log = DeltaLog(uri)
         self._partition_by = list(partition_by)
         self._merge_schema = merge_schema
 
@@ -445,7 +444,7 @@ class DeltaStore(OutputStore):
         check_partitions(table, self._partition_by, columns)
         try:
             DeltaTable.create(
-                self._uri, columns, mode="ignore", partition_by=self._partition_by, storage_options=self._options
+                self._uri, columns, mode="ignore", partition_by=self._partition_by, storage_options=self._log.options
             )
         except DeltaError:
             # Others may have made it at this moment.
@@ -517,7 +516,7 @@ class DeltaStore(OutputStore):
                 with in_batch(number):
                     check_columns(table, batch.schema, schema)
                     cast.append(to_table(batch, schema, partitions))
-                    if self._options is not None:
+                    if self._log.options is not None:
                         check_keys(cast[-1], partitions, room_for_folders(self._uri))
         rows = pa.Table.from_batches(cast, schema)
         if any(advance.changed_watermarks() for advance in advances):
@@ -545,9 +544,9 @@ class DeltaStore(OutputStore):
     def _sync(self, found: DeltaTable, after: int | None) -> None:
         """Makes durable what is in the table, but for what was so already in an earlier version. A commit makes that so
         which is before it, and then itself: no position outlives the rows before it."""
-        if self._options is None:
+        if self._log.options is None:
             last = found.version()
-            sync(DeltaLog(self._uri, None), last - 1 if after is None else after, last)
+            self._log.sync(last - 1 if after is None else after, last)
 
     def _check(self, found: DeltaTable, job: str, advances: Sequence[Advance]) -> None:
         topics = [advance.range.topic for advance in advances]
@@ -573,7 +572,7 @@ class DeltaStore(OutputStore):
 
     def _restored(self, found: DeltaTable, checked: int | None) -> int | None:
         """The version that somebody has brought back since then."""
-        return DeltaLog(self._uri, self._options).restored_version(checked, found.version())
+        return self._log.restored_version(checked, found.version())
 
     def _find(self) -> DeltaTable | None:
         # `DeltaTable.is_deltatable` would let no other thread of this process run while it waits for the server.
@@ -583,7 +582,7 @@ class DeltaStore(OutputStore):
             return None
 
     def _found(self, version: int | None = None) -> DeltaTable:
-        return DeltaTable(self._uri, version, storage_options=self._options)
+        return DeltaTable(self._uri, version, storage_options=self._log.options)
 
     def _check_name(self, table: str) -> None:
         name = PurePosixPath(self._uri).name

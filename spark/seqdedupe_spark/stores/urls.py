@@ -9,10 +9,10 @@ from seqdedupe.errors import error
 from seqdedupe_spark.options import Given, flag
 from seqdedupe_spark.stores.contract import StoreFactory
 from seqdedupe_spark.stores.delta import DeltaStore
+from seqdedupe_spark.stores.delta_files import SCHEME, is_table_url
 from seqdedupe_spark.stores.general import GeneralStore
-from seqdedupe_spark.stores.object_store import SCHEME, is_table_url
 from seqdedupe_spark.stores.postgresql import PostgresStore
-from seqdedupe_spark.stores.sqlite_file import SqliteStore
+from seqdedupe_spark.stores.sql import SqliteStore
 
 _ENCODED = re.compile(r"%[0-9A-Fa-f]{2}")
 

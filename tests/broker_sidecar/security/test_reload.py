@@ -127,7 +127,7 @@ THINGS: dict[str, Callable[[Path], object]] = {
     "a pipe": os.mkfifo,
     "a folder": Path.mkdir,
     "a device without an end": lambda path: path.symlink_to("/dev/zero"),
-    "a file of many bytes": lambda path: path.write_bytes(b" " * (MAX_NAMED_BYTES + 1)),
+    "a file of many bytes": lambda path: path.write_bytes(bytes(MAX_NAMED_BYTES + 1)),
 }
 
 

@@ -10,8 +10,8 @@ from seqdedupe.client import Client, Message
 from seqdedupe.client.cursor import Cursor
 from seqdedupe.names import topic_name
 from seqdedupe.services.pipe import Output
-from seqdedupe.services.pipe.lane import Lane
 from seqdedupe.services.pipe.outputs import Function, Given, index_of
+from seqdedupe.services.pipe.pipe import Lane
 from seqdedupe.testing import LAST_RESORT_SECONDS
 
 

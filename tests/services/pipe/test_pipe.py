@@ -12,9 +12,7 @@ import pytest
 from seqdedupe.client import Client, FencedError, Message, PositionError, SeqdedupeError, blocking
 from seqdedupe.client.cursor import FileCursor, Kept
 from seqdedupe.names import topic_name
-from seqdedupe.services.pipe import Output, Pipe
-from seqdedupe.services.pipe import blocking as blocking_pipe
-from seqdedupe.services.pipe import lane as lane_module
+from seqdedupe.services.pipe import BlockingPipe, Output, Pipe
 from seqdedupe.services.pipe import pipe as pipe_module
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from tests.services.effects import until as wait_until
@@ -216,7 +214,7 @@ async def test_without_the_incarnation_in_the_name_a_new_source_is_lost(
     shared_sidecar: Sidecar, topic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The control of the test above: why the name has it."""
-    monkeypatch.setattr("seqdedupe.services.pipe.lane.source_name", lambda name, topic, creation: f"{name}/{topic}")
+    monkeypatch.setattr("seqdedupe.services.pipe.pipe.source_name", lambda name, topic, creation: f"{name}/{topic}")
     source, target = f"{topic}-in", f"{topic}-out"
     async with Client(shared_sidecar.address) as client:
         await publish(client, source, 0, 50)
@@ -288,8 +286,8 @@ async def test_what_is_ready_is_sent_while_the_function_takes_long(
     shared_sidecar: Sidecar, topic: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_cursor: bool
 ) -> None:
     """And when it is stopped it ends after the message under way, wherever that stands in its batch."""
-    monkeypatch.setattr(lane_module, "SEND_SECONDS", 0.05)
-    monkeypatch.setattr(lane_module, "CURSOR_SECONDS", 0.0)
+    monkeypatch.setattr(pipe_module, "SEND_SECONDS", 0.05)
+    monkeypatch.setattr(pipe_module, "CURSOR_SECONDS", 0.0)
     source, target = f"{topic}-in", f"{topic}-out"
     may_go_on = threading.Event()
     called: list[int] = []
@@ -384,7 +382,7 @@ def test_with_threads_the_function_is_called_where_it_waits(shared_sidecar: Side
     interrupts = True
     asyncio.run(_publish(shared_sidecar, source))
     with blocking.Client(shared_sidecar.address) as client:
-        pipe = blocking_pipe.Pipe(client, source, target, noting, name="pipe")
+        pipe = BlockingPipe(client, source, target, noting, name="pipe")
         with pytest.raises(KeyboardInterrupt):
             pipe.run(follow=True)
         interrupts = False

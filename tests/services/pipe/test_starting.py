@@ -3,7 +3,7 @@
 import pytest
 
 from seqdedupe.client import Kept, MessageId, Persisted, Position, PositionError, TopicEnds
-from seqdedupe.services.pipe.lane import later, note_of, start_of
+from seqdedupe.services.pipe.pipe import later, note_of, start_of
 
 
 def ends(first_index: int, last_index: int) -> TopicEnds:

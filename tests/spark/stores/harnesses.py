@@ -19,7 +19,7 @@ from seqdedupe_spark.stores.contract import StoreFactory
 from seqdedupe_spark.stores.delta import DeltaStore
 from seqdedupe_spark.stores.general import GeneralStore
 from seqdedupe_spark.stores.postgresql import PostgresStore
-from seqdedupe_spark.stores.sqlite_file import SqliteStore
+from seqdedupe_spark.stores.sql import SqliteStore
 from tests.spark.stores.conformance import StoreHarness
 
 

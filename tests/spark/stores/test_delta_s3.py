@@ -14,7 +14,7 @@ from deltalake import DeltaTable
 from seqdedupe.errors import ConfigurationError, SeqdedupeError, UnavailableError
 from seqdedupe_spark.stores.contract import Stored
 from seqdedupe_spark.stores.delta import DeltaStore
-from seqdedupe_spark.stores.object_store import plain
+from seqdedupe_spark.stores.delta_files import plain
 from seqdedupe_spark.stores.urls import from_url
 from tests.spark.s3 import KEY, Between, Requested, S3Server, adds_rows
 from tests.spark.stores.conformance import JOB, LIMIT_SECONDS, SCHEMA, TOPIC, at, ns, numbers, over

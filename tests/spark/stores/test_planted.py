@@ -15,7 +15,7 @@ from seqdedupe_spark.stores import postgresql
 from seqdedupe_spark.stores.contract import Advance, Beside, OutputStore, Stored, StoreFactory
 from seqdedupe_spark.stores.delta import DeltaStore
 from seqdedupe_spark.stores.postgresql import PostgresStore
-from seqdedupe_spark.stores.sqlite_file import SqliteStore
+from seqdedupe_spark.stores.sql import SqliteStore
 from tests.spark.stores.conformance import INCARNATION, JOB, SCHEMA, TOPIC, StoreConformance, StoreHarness, at, over
 from tests.spark.stores.harnesses import PostgresHarness, SqliteHarness
 

@@ -11,7 +11,7 @@ import pytest
 
 from seqdedupe.errors import ConfigurationError, UnavailableError
 from seqdedupe_spark.stores.contract import Stored
-from seqdedupe_spark.stores.sqlite_file import SqliteStore
+from seqdedupe_spark.stores.sql import SqliteStore
 from tests.spark.stores.conformance import JOB, SCHEMA, TOPIC, at, ns, numbers, over, refused
 from tests.spark.stores.harnesses import SqliteHarness
 

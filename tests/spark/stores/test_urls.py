@@ -9,7 +9,7 @@ from seqdedupe.errors import ConfigurationError
 from seqdedupe_spark.stores.contract import OutputStore
 from seqdedupe_spark.stores.delta import DeltaStore
 from seqdedupe_spark.stores.postgresql import PostgresStore
-from seqdedupe_spark.stores.sqlite_file import SqliteStore
+from seqdedupe_spark.stores.sql import SqliteStore
 from seqdedupe_spark.stores.urls import from_url
 
 

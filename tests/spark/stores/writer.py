@@ -13,7 +13,7 @@ from importlib import import_module
 import pyarrow as pa
 
 from seqdedupe_spark.stores.contract import Advance, OutputStore, StoreFactory
-from seqdedupe_spark.stores.sqlite_file import SqliteStore
+from seqdedupe_spark.stores.sql import SqliteStore
 from seqdedupe_spark.stores.urls import from_url
 from tests.spark.stores.conformance import JOB, TOPIC, numbers, over
 
