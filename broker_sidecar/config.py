@@ -21,6 +21,7 @@ from seqdedupe.address import SidecarAddress
 from seqdedupe.client.credentials import VARIABLES
 from seqdedupe.client.route import Sidecars
 from seqdedupe.errors import ConfigurationError, SeqdedupeError, error
+from seqdedupe.files import read_named
 from seqdedupe.limits import MIN_WINDOW_MEMORY_IN_MB
 from seqdedupe.names import from_text, namespace_name
 from seqdedupe.store.directories import CLUSTER_ID, MAX_WORKERS
@@ -494,7 +495,7 @@ def load(file: Path | None, environment: Mapping[str, str], flags: Mapping[str, 
 def _in_file(file: Path) -> dict[str, Any]:
     """The values of a TOML file, by key."""
     try:
-        tables = tomllib.loads(file.read_text())
+        tables = tomllib.loads(read_named(file).decode())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as e:
         why = e.strerror if isinstance(e, OSError) else e
         raise error("INVALID_CONFIGURATION", f"the configuration file {file} cannot be read: {why}") from e

@@ -207,6 +207,7 @@ class SidecarServer:
             raise cannot_listen(address, e, key) from e
         self._servers.append(server)
         await server.start()
+        self._topics.in_background(_end_without_server(server, address))
         return address
 
     async def _keep_listening(self, key: str) -> None:
@@ -351,6 +352,14 @@ async def _serve(config: Config, lock: Lock, repairs: dict[str, bool]) -> None:
     telling.cancel()
     watching.cancel()
     logger.info("stopped")
+
+
+async def _end_without_server(server: grpc.aio.Server, address: SidecarAddress) -> None:
+    """gRPC ends a server after a defect of its own. Nobody would reach the sidecar there again, and a supervisor would
+    not notice."""
+    # Cancelled, gRPC's coroutine would leave a server that cannot be stopped.
+    await asyncio.shield(server.wait_for_termination())
+    fatal(f"its gRPC server at {address} has ended, and nobody has stopped it")
 
 
 async def _end_without(lock: Lock) -> None:

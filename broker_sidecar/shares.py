@@ -213,7 +213,7 @@ class Budget:
     ) -> None:
         self.limit_bytes = limit_bytes
         self.held_bytes = 0
-        self._within = within
+        self.within = within
         self._held_by: Counter[Use] = Counter()
         """Within another one: what each caller holds."""
         self.read_bytes = 0
@@ -227,24 +227,24 @@ class Budget:
     def free_bytes(self) -> int:
         """What nobody holds."""
         free = self.limit_bytes - self.held_bytes
-        return free if self._within is None else min(free, self._within.free_bytes)
+        return free if self.within is None else min(free, self.within.free_bytes)
 
     def free_for(self, use: Use, *, to_read: bool = False) -> int:
         """What of this a stream of the caller may take that holds nothing."""
-        if self._within is None:
-            return self.free_bytes - self.read_bytes * to_read
+        if self.within is None:
+            return self.limit_bytes - self.held_bytes - self.read_bytes * to_read
         return self.free_bytes - self._held_by[use]
 
     @property
     def gives_to_anybody(self) -> bool:
         """Whether somebody would wait for ever otherwise: for something large, or for those who publish."""
-        return self._within is not None and not self.held_bytes
+        return self.within is not None and not self.held_bytes
 
     def take(self, use: Use, size: int) -> None:
         """The caller holds so much more, or less."""
         self.held_bytes += size
-        if self._within is not None:
-            self._within.take(use, size)
+        if self.within is not None:
+            self.within.take(use, size)
             self._held_by[use] += size
             if not self._held_by[use]:
                 del self._held_by[use]
@@ -320,7 +320,7 @@ class Share:
         is_too_much = held + size > self._budget.free_for(self.use, to_read=to_read) or held >= MAX_SHARE_BYTES
         if is_too_much and not self._budget.gives_to_anybody:
             return False
-        return self.use.fits(size)
+        return self.use.limits.bytes_in_flight is None or self.use.fits(size)
 
     def check(self, size: int, why: str) -> None:
         """Raises QUEUE_FULL with this text, or SHARE_EXCEEDED, unless so much more may be taken."""
@@ -334,7 +334,11 @@ class Share:
         """Takes it, whether it fits or not: what has come into being is counted."""
         self.held_bytes += size
         self.use.held_bytes += size
-        self._budget.take(self.use, size)
+        budget = self._budget
+        if budget.within is None:
+            budget.held_bytes += size
+        else:
+            budget.take(self.use, size)
 
     def has_read(self, size: int) -> None:
         """The bytes of the message that has been read last and is not admitted yet."""
@@ -343,7 +347,8 @@ class Share:
 
     def give_back(self, size: int) -> None:
         self.take(-size)
-        self.look()
+        if self._found is not None:
+            self.look()
 
     def look(self) -> None:
         """Goes on if what is waited for fits now."""

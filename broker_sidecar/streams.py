@@ -2,19 +2,34 @@
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
+import grpc
 import grpc.aio
+from google.protobuf.message import Message
 
 from broker_sidecar.connections import taken_from
-from broker_sidecar.rpc import Context, abort, method_of_call
+from broker_sidecar.rpc import Context, abort, method_of_call, parse_small
 from broker_sidecar.security.permissions import Permissions, allowed_so_far
 from broker_sidecar.security.subject import ANONYMOUS, Subject, caller
-from broker_sidecar.shares import MAX_HELD_BYTES, OF_NOBODY, READING_PART, Budget, CallerShares, Share, Use
+from broker_sidecar.shares import (
+    MAX_HELD_BYTES,
+    OF_NOBODY,
+    READING_PART,
+    TICK_SECONDS,
+    Budget,
+    CallerShares,
+    Share,
+    Use,
+)
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.tasks import retrieve
+from seqdedupe.topic.operations import LOOK_BYTES
+
+M = TypeVar("M", bound=Message)
 
 FIRST_MESSAGE_SECONDS = 10.0
 """By then a stream has said what it is for."""
@@ -31,6 +46,12 @@ other way gRPC gives up what it has for it."""
 
 COPIES = 2
 """While an answer is written gRPC has it too."""
+
+ANSWER_BYTES = LOOK_BYTES
+"""Of a call that looks into a log, or lists a thousand producers."""
+
+EXPORTS_AT_ONCE = 8
+"""Each has a copy of all numbers of its topic until it ends. One caller may have half of them."""
 
 CONNECTION_SHARE = 2
 """One TCP connection may have the n-th part of all streams. (Of Unix sockets nobody says which connection it is.)"""
@@ -220,6 +241,9 @@ class Streams:
         self.budget = Budget(self._relieve, MAX_HELD_BYTES)
         self.reading = Budget(self._relieve, MAX_HELD_BYTES // READING_PART, within=self.budget)
         """Of streams and calls that publish nothing."""
+        self._exporting: set[Stream] = set()
+        self._to_export: set[Stream] = set()
+        """Those that wait for a place among them."""
         self._answering: set[Stream] = set()
         """Calls with one large answer: they take no places."""
         self.is_draining = False
@@ -261,6 +285,21 @@ class Streams:
 
         return handle
 
+    def call(
+        self, kind: type[M], answer: Callable[[M, Stream], Awaitable[Message]]
+    ) -> "grpc.RpcMethodHandler[Any, Any]":
+        """The handler of a call with one answer that takes a `kind`, and holds much while it is made: what it reads of
+        a log, or the answer. It takes turns with the readers for the memory of `ANSWER_BYTES`, from before it begins
+        until the client has its answer."""
+
+        async def serve(data: bytes, _context: Context, stream: Stream) -> None:
+            request = parse_small(kind, data)
+            await stream.reserve(ANSWER_BYTES, ANSWER_BYTES)
+            await stream.write_reserved((await answer(request, stream)).SerializeToString())
+
+        # On the wire a call with one answer is as one with a stream of them.
+        return grpc.unary_stream_rpc_method_handler(self.handler(serve, is_call=True))
+
     @contextmanager
     def _serving(self, stream: Stream) -> Iterator[None]:
         self._make_room_in_share(stream)
@@ -299,6 +338,34 @@ class Streams:
         self._left.discard(stream)
         if stream.writing_bytes:
             self._end_connection(stream.connection)
+
+    async def export(self, stream: Stream, answers: Iterator[bytes], most_bytes: int) -> None:
+        """`write_each` of what is a copy of a whole topic. There are few at once, and the others wait for their turn:
+        who has fewest comes first. One whose client reads nothing gives way to those that wait."""
+        self._to_export.add(stream)
+        try:
+            while not self._may_export(stream.use):  # noqa: ASYNC110 (time alone shows that a client reads nothing)
+                await asyncio.sleep(TICK_SECONDS)
+        finally:
+            self._to_export.discard(stream)
+        self._exporting.add(stream)
+        try:
+            await stream.write_each(answers, most_bytes)
+        finally:
+            self._exporting.discard(stream)
+
+    def _may_export(self, use: Use) -> bool:
+        exports = Counter(one.use for one in self._exporting)
+        has_place = exports.total() < EXPORTS_AT_ONCE and exports[use] < max(1, EXPORTS_AT_ONCE // CALLER_SHARE)
+        if has_place and exports[use] == min(exports[one.use] for one in self._to_export):
+            return True
+        until = time.monotonic() - UNREAD_SECONDS
+        for one in self._exporting if not has_place else ():
+            is_unread = one.writing_since is not None and one.writing_since <= until
+            if is_unread and (exports[use] < exports[one.use] or one.use is use):
+                self.unread += one.ended_because is None
+                self._end(one, "this stream's client reads nothing, and others wait for the place of its export")
+        return False
 
     def _make_room_in_share(self, new: Stream) -> None:
         """Lets another stream of the caller give way if need be. Raises SHARE_EXCEEDED."""

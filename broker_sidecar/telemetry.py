@@ -10,19 +10,19 @@ import logging
 import sys
 import threading
 import time
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import grpc
+import grpc.aio
 
 from broker_sidecar.rpc import Context, Handle, Wrapping, known_code
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
-from collections import deque
-
 from seqdedupe.v1 import admin_pb2
 
 _OF_EVERY_RECORD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
@@ -39,16 +39,57 @@ _Kind = tuple[str, int, str]
 _OTHERS: _Kind = ("", 0, "")
 
 
+MAX_TEXT_CHARACTERS = 4_000
+"""Of each text in a line. What a client has sent may be in it."""
+
+MAX_EXCEPTION_CHARACTERS = 20_000
+"""Of an exception with where it was raised. Its own text, which stands last, may be long."""
+
+
+def _cut(value: object, most: int = MAX_TEXT_CHARACTERS) -> object:
+    """The value; of a longer text the beginning and the end."""
+    if not isinstance(value, str) or len(value) <= most:
+        return value
+    return f"{value[: most // 2]} [{len(value) - most} characters are left out] {value[-(most // 2) :]}"
+
+
 def _extra(record: logging.LogRecord) -> dict[str, object]:
     """What was logged as `extra`."""
-    return {key: value for key, value in vars(record).items() if key not in _OF_EVERY_RECORD}
+    return {key: _cut(value) for key, value in vars(record).items() if key not in _OF_EVERY_RECORD}
+
+
+_GRPC = "grpc"
+
+
+def _is_of_grpc(record: logging.LogRecord) -> bool:
+    return record.name.partition(".")[0] == _GRPC
+
+
+class WithoutValues(logging.Filter):
+    """Leaves of what gRPC itself logs where and why, and no value: it would write out what a call shows, such as a
+    token with a byte after it that is not UTF-8."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if _is_of_grpc(record) and not hasattr(record, "left_out"):
+            kind, _, trace = record.exc_info or (None, None, None)
+            what = kind.__name__ if kind is not None else "a problem"
+            while trace is not None and trace.tb_next is not None:
+                trace = trace.tb_next
+            where = f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}" if trace is not None else record.funcName
+            record.msg, record.args = "gRPC has met %s at %s", (what, where)
+            record.exc_info = record.exc_text = record.stack_info = None
+        return True
 
 
 class _Text(logging.Formatter):
     """A line for a person, with what was logged as `extra` after it."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 (the library's name)
+        record.message = str(_cut(record.message))
         return " ".join([super().formatMessage(record), *(f"{k}={v}" for k, v in _extra(record).items())])
+
+    def formatException(self, ei: Any) -> str:  # noqa: N802 (the library's name)
+        return str(_cut(super().formatException(ei), MAX_EXCEPTION_CHARACTERS))
 
 
 class _Json(logging.Formatter):
@@ -59,11 +100,11 @@ class _Json(logging.Formatter):
             "timestamp": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
             "logger": record.name,
-            "event": record.getMessage(),
+            "event": _cut(record.getMessage()),
         }
         entry |= _extra(record)
         if record.exc_info:
-            entry["exception"] = self.formatException(record.exc_info)
+            entry["exception"] = _cut(self.formatException(record.exc_info), MAX_EXCEPTION_CHARACTERS)
         return json.dumps(entry, default=str, ensure_ascii=False)
 
 
@@ -138,10 +179,18 @@ def configure(level: str, form: str) -> None:
     handler = logging.StreamHandler(sys.stderr)
     text = _Text("%(asctime)s %(levelname)-7s %(name)s: %(message)s")
     handler.setFormatter(_Json() if form == "json" else text)
+    handler.addFilter(WithoutValues())
     handler.addFilter(Limit())
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
+    logging.getLogger("grpc._cython.cygrpc").addFilter(_concerns_somebody)
+
+
+def _concerns_somebody(record: logging.LogRecord) -> bool:
+    """False for gRPC's own line that it could not send: the call was over. Its client has gone, or its connection, just
+    when gRPC wrote the answer that a handler had returned, and gRPC had not noticed it yet."""
+    return not (record.exc_info and isinstance(record.exc_info[1], grpc.aio.InternalError))
 
 
 # -- OpenTelemetry traces: a span for each call whose client sends a context (W3C's `traceparent`).
@@ -253,15 +302,24 @@ KEPT = 50
 MAX_MESSAGE_CHARACTERS = 2_000
 """Of a longer message the beginning is kept."""
 
+_Place = tuple[str, int]
+"""A line of a source file, which logs."""
+
 
 class LastWarnings(logging.Handler):
-    """Keeps the newest KEPT records of level WARNING and above, in whatever thread they are logged."""
+    """Keeps the newest KEPT records of level WARNING and above, in whatever thread they are logged.
+
+    What one place logs again and again makes room for the others: a client may cause that. gRPC's own lines are about
+    what its callers send, and are not kept.
+    """
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
-        self._kept: deque[admin_pb2.Warning] = deque(maxlen=KEPT)
+        self._kept: deque[tuple[_Place, admin_pb2.Warning]] = deque()
 
     def emit(self, record: logging.LogRecord) -> None:
+        if _is_of_grpc(record):
+            return
         try:
             message = record.getMessage()
             if record.exc_info and record.exc_info[1] is not None:
@@ -269,13 +327,16 @@ class LastWarnings(logging.Handler):
         except Exception:  # noqa: BLE001 (as every handler of the library: a record that cannot be told harms nobody)
             self.handleError(record)
             return
-        self._kept.append(
-            admin_pb2.Warning(
-                time_ms=int(record.created * 1000),
-                level=record.levelname,
-                message=message[:MAX_MESSAGE_CHARACTERS].encode(errors="replace").decode(),
-            )
+        warning = admin_pb2.Warning(
+            time_ms=int(record.created * 1000),
+            level=record.levelname,
+            message=message[:MAX_MESSAGE_CHARACTERS].encode(errors="replace").decode(),
         )
+        self._kept.append(((record.pathname, record.lineno), warning))
+        if len(self._kept) > KEPT:
+            # Of places with as many, the one whose oldest is older.
+            [(most, _)] = Counter(place for place, _ in self._kept).most_common(1)
+            del self._kept[next(k for k, (place, _) in enumerate(self._kept) if place == most)]
 
     def newest_first(self) -> list[admin_pb2.Warning]:
-        return list(self._kept)[::-1]
+        return [warning for _, warning in reversed(self._kept)]

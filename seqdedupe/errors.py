@@ -113,7 +113,9 @@ REASONS: dict[str, Reason] = {
     "MALFORMED_MESSAGE": _invalid("Send the message that the published schema describes."),
     "INVALID_TOPIC_NAME": _invalid("Name the topic persistent://tenant/namespace/name, or with a short name."),
     "INVALID_NAMESPACE": _invalid("Name the namespace tenant/namespace, as public/default."),
-    "INVALID_NAME": _invalid("Give every producer a name of 1 to 255 bytes of UTF-8, each once in a request."),
+    "INVALID_NAME": _invalid(
+        "Give every producer a name of 1 to 255 bytes of UTF-8 without control characters, each once in a request."
+    ),
     "INVALID_BATCH": _invalid("Lay the batch's columns out as Batch in batch.proto says."),
     "INVALID_SEQUENCE_ID": _invalid("Use sequence IDs from 0 to 2^63 - 1."),
     "INVALID_DEDUPLICATION_ID": _invalid("Give every message a deduplication ID of 1 to 255 bytes."),
@@ -123,10 +125,10 @@ REASONS: dict[str, Reason] = {
     ),
     "LINK_REQUIRED": _invalid("Say the previous sequence ID: it may be left out only in a lone unary call."),
     "INVALID_EPOCH": _invalid("Use the epoch that Open answered for this topic and name."),
-    "INVALID_REQUEST": _invalid("Correct the field that the message names."),
+    "INVALID_REQUEST": _invalid("Correct what the message names."),
     "INVALID_POSITION": _invalid("Give a position that this sidecar answered, or an index from 0 up."),
-    "MESSAGE_TOO_LARGE": _invalid("Send smaller payloads; the limit is in the message."),
-    "BATCH_TOO_LARGE": _invalid("Split the batch; the limit is in the message."),
+    "MESSAGE_TOO_LARGE": _invalid("Send less in one message; the error says how much."),
+    "BATCH_TOO_LARGE": _invalid("Split the batch, or if it is one message, send less in it; the error says the limit."),
     "TOPIC_NOT_FOUND": Reason(
         NotFoundError,
         "NOT_FOUND",

@@ -1,9 +1,12 @@
-"""Files and folders that are durable, and there whole or not at all: what writes and syncs, a new folder that gets its
-name last, and sealed files, which say what they are and end with a digest."""
+"""Files that somebody names, which are read without waiting. Files and folders that are durable, and there whole or not
+at all: what writes and syncs, a new folder that gets its name last, and sealed files, which say what they are and end
+with a digest."""
 
+import errno
 import hashlib
 import os
 import shutil
+import stat
 import struct
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, wait
@@ -15,6 +18,40 @@ from seqdedupe.errors import SeqdedupeError, error
 
 UNFINISHED = ".unfinished"
 """What the name of a new folder ends with until everything in it is durable."""
+
+
+# -- Files that somebody names, and may put anything in the place of.
+
+MAX_NAMED_BYTES = 64 * 1024 * 1024
+"""Of one. The largest lists of revoked certificates have a tenth."""
+
+
+def open_named(path: str | os.PathLike[str]) -> BinaryIO:
+    """Opens a file that somebody names, to read it, and never waits: a pipe or a device has no end, or no beginning.
+
+    Raises OSError, also where it is no regular file.
+    """
+    file = open(path, "rb", opener=_without_waiting)  # noqa: SIM115, the caller closes it
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "it is not a regular file", os.fspath(path))
+    return file
+
+
+def read_named(path: str | os.PathLike[str], most_bytes: int = MAX_NAMED_BYTES) -> bytes:
+    """What such a file holds. Raises OSError, also where it has more bytes."""
+    with open_named(path) as file:
+        data = file.read(most_bytes + 1)
+    if len(data) > most_bytes:
+        raise OSError(errno.EFBIG, f"it has more than {most_bytes} bytes", os.fspath(path))
+    return data
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0))
+
+
+# -- What writes and syncs.
 
 
 def sync_folder(folder: Path) -> None:

@@ -15,6 +15,10 @@ MAX_SEQUENCE_ID = 2**63 - 1
 NO_SEQUENCE_ID = -1
 """Stands for *none*: no message yet, no predecessor."""
 
+MIN_EVENT_TIME_MS = -(2**63)
+MAX_EVENT_TIME_MS = 2**63 - 1
+"""An event time is any signed 64-bit number; 0 is none."""
+
 NO_EPOCH = 0
 """That of a producer which nobody has opened, or nobody since it was forgotten."""
 

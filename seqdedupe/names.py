@@ -5,7 +5,7 @@ import re
 from collections.abc import Collection
 from struct import iter_unpack
 
-from seqdedupe.errors import error
+from seqdedupe.errors import InvalidRequestError, error
 from seqdedupe.limits import MAX_NAME_BYTES
 
 _SHORT_NAME = re.compile(r"[\w.:=\-]+", re.ASCII)
@@ -117,6 +117,16 @@ def new_producer_name(name: str) -> bytes:
     if _CONTROL.search(name):
         raise error("INVALID_NAME", f"the producer name {name[:80]!r} has a control character in it")
     return encoded
+
+
+def check_cursor_name(name: str) -> None:
+    """Raises INVALID_NAME if no cursor can have this name."""
+    try:
+        new_producer_name(name)
+    except InvalidRequestError as e:
+        limits = f"1 to {MAX_NAME_BYTES} bytes and no control characters"
+        what = f"{name[:80]!r} is no name of a cursor: it should have {limits}"
+        raise error("INVALID_NAME", what, hint="Give the cursor another name, as mailer/payments.") from e
 
 
 def source_name(name: str, topic: str, creation: int) -> str:

@@ -10,6 +10,7 @@ checks the lengths, and on a mismatch parses with the published schema.
 
 import struct
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
@@ -104,8 +105,9 @@ STATE = struct.Struct("<BqBqBq")
 STATE_TAGS = (3 << 3 | 1, 4 << 3 | 1, 5 << 3 | 1)
 
 
+@lru_cache(1024)
 def varint(value: int) -> bytes:
-    """A protobuf varint of a number from 0 up, in the fewest bytes."""
+    """A protobuf varint of a number from 0 up, in the fewest bytes. Batch after batch asks for nearly the same ones."""
     if value < 0x80:
         return bytes((value,))
     if value < 0x4000:

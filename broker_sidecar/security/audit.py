@@ -4,10 +4,15 @@ Begin with `Trail`, which says what of the calls stands there; `Audit` writes th
 """
 
 import asyncio
+import errno
 import fcntl
+import hashlib
 import logging
+import math
 import os
-from collections import defaultdict, deque
+import stat
+import time
+from collections import Counter, defaultdict, deque
 from collections.abc import AsyncIterator, Hashable, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -17,6 +22,7 @@ from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from google.protobuf import text_format
+from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from broker_sidecar.security.permissions import MAX_NAMES_TOLD, Denial, deciding_rule
@@ -24,6 +30,7 @@ from broker_sidecar.security.subject import Subject, caller, host_of, network_of
 from seqdedupe.audit_trail import NO_LINE, cut, encode, last_link
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.files import sync_folder
+from seqdedupe.limits import MAX_NAME_BYTES
 from seqdedupe.tasks import retrieve
 
 logger = logging.getLogger("seqdedupe.audit")
@@ -232,6 +239,8 @@ class Audit:
         flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         file = os.open(self._path, flags, 0o600)
         try:
+            if not stat.S_ISREG(os.fstat(file).st_mode):
+                raise OSError(errno.EINVAL, "it is not a regular file")
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as e:
@@ -294,7 +303,23 @@ class Openers:
 
 MAX_NAME_BYTES_TOLD = 64
 MAX_NAMES_BYTES_TOLD = 512
-"""Of a producer name, and of all names in a line: what is longer is cut. Who is refused may choose them."""
+"""Of a producer name or cursor, and of all names in a line: what is longer is cut. Who is refused may choose them."""
+
+MAX_REQUEST_BYTES_TOLD = 640
+"""Of a request. It is cut after that."""
+
+MAX_VALUES_TOLD = 16
+"""Of a field that has many."""
+
+_BEGINNING_TOLD = 32
+"""Characters of a text that is longer than any name is. Its length and hash tell which one it was."""
+
+MAX_LINE_BYTES_TOLD = 1280
+"""Of a line about a call, beside the names of subjects and of rules."""
+
+MOST_FAILED = 100
+"""Calls of one caller for whom rules count, in `REPEATS_SECONDS`, that were to change something and have failed. Each
+takes two lines. So many topics may be asked for at once that are there already."""
 
 _AFTERWARDS = "it was carried out, but "
 """Before why that could not be written."""
@@ -306,6 +331,9 @@ class Trail:
     def __init__(self, audit: Audit | None) -> None:
         self._audit = audit
         self._openers = Openers()
+        self._failed: Counter[str] = Counter()
+        """By caller for whom rules count: how many of its changes have failed since `_failed_since`."""
+        self._failed_since = -math.inf
 
     def unauthenticated(self, call: str, address: str, e: SeqdedupeError) -> None:
         """Somebody has shown nothing, or nothing that is valid. The error says whose it was, where that is proven."""
@@ -324,7 +352,7 @@ class Trail:
                 action=denial.action.value,
                 topic=denial.topic,
                 **_names(denial.producer_names),
-                **({"cursor": denial.cursor} if denial.cursor else {}),
+                **({"cursor": cut(denial.cursor, MAX_NAME_BYTES_TOLD)} if denial.cursor else {}),
                 rule=denial.rule.name if denial.rule is not None else "",
             )
 
@@ -332,22 +360,41 @@ class Trail:
     async def change(self, call: str, request: Message | str) -> AsyncIterator[None]:
         """Around what an operator's call changes: it stands in the trail before it is done, and before it is answered.
 
-        Raises AUDIT_UNAVAILABLE: before the block, or after it, and then it was carried out.
+        Raises AUDIT_UNAVAILABLE: before the block, or after it, and then it was carried out; SHARE_EXCEEDED before it,
+        if too many of the caller's have failed just now.
         """
         if (audit := self._audit) is None:
             yield
             return
-        what = {**_who(caller()), "call": _short(call), "request": _text(request)}
+        subject = caller()
+        what = {**_who(subject), "call": _short(call)}
+        if not subject.is_unrestricted and (too_often := self._failed_too_often(subject)) is not None:
+            audit.refused("failed", network_of(subject.address), **what, why=too_often.reason)
+            raise too_often
+        what["request"] = _text(request)
         await audit.write("call", **what, rule=deciding_rule())
         try:
             yield
         except BaseException as e:
+            self._failed[subject.name] += not subject.is_unrestricted
             audit.tell("failed", **what, why=_why(e))
             raise
         try:
             await audit.write("done", **what)
         except SeqdedupeError as e:
             raise error(e.reason, _AFTERWARDS + e.message) from e
+
+    def _failed_too_often(self, subject: Subject) -> SeqdedupeError | None:
+        """Why no change of this caller is tried now; it would write two more lines if it failed as those before."""
+        if (now := time.monotonic()) >= self._failed_since + REPEATS_SECONDS:
+            self._failed.clear()
+            self._failed_since = now
+        if self._failed[subject.name] < MOST_FAILED:
+            return None
+        what = f"{MOST_FAILED} changes of {subject.name!r} have failed within {REPEATS_SECONDS:.0f} seconds"
+        delay_ms = int((self._failed_since + REPEATS_SECONDS - now) * 1000) + 1
+        why = f"{what}: that is the limit"
+        return error("SHARE_EXCEEDED", why, retry_delay_ms=delay_ms, share="failed_changes", limit=MOST_FAILED)
 
     def opened(self, topic: str, incarnation: int, epochs: Iterable[int], fenced: Iterable[tuple[str, int]]) -> None:
         """The caller has opened producer names with these epochs; of each that had one before, that one."""
@@ -414,4 +461,35 @@ def _short(call: str) -> str:
 
 
 def _text(request: Message | str) -> str:
-    return request if isinstance(request, str) else text_format.MessageToString(request, as_one_line=True)
+    """A request as a line has it: long values are told by their beginning, length and hash, and all of it is cut."""
+    if isinstance(request, Message):
+        told = type(request)()
+        told.CopyFrom(request)
+        _shorten(told)
+        request = text_format.MessageToString(told, as_one_line=True, as_utf8=True)
+    return cut(request, MAX_REQUEST_BYTES_TOLD)
+
+
+def _shorten(message: Message) -> None:
+    """Replaces the long texts in a message, and drops all but the first of many values."""
+    for described, value in message.ListFields():
+        if described.is_repeated:
+            del value[MAX_VALUES_TOLD:]
+        if described.type == FieldDescriptor.TYPE_MESSAGE:
+            for one in value if described.is_repeated else (value,):
+                _shorten(one)
+        elif described.cpp_type == FieldDescriptor.CPPTYPE_STRING:
+            if described.is_repeated:
+                value[:] = map(_short_text, value)
+            else:
+                setattr(message, described.name, _short_text(value))
+
+
+def _short_text(value: Any) -> Any:
+    """A text, or bytes, if it is not longer than names are."""
+    data = value.encode() if isinstance(value, str) else value
+    if len(data) <= MAX_NAME_BYTES:
+        return value
+    beginning = data[:_BEGINNING_TOLD].decode(errors="ignore")
+    told = f"{beginning}… ({len(data)} bytes, SHA-256 {hashlib.sha256(data).hexdigest()[:16]})"
+    return told if isinstance(value, str) else told.encode()

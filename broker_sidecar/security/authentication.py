@@ -30,6 +30,7 @@ from broker_sidecar.security.tokens import OwnToken, SignedTokens
 from broker_sidecar.security.watched_files import Watched
 from seqdedupe.address import SidecarAddress
 from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.files import read_named
 from seqdedupe.limits import MIN_RSA_BITS
 
 # -- TLS: the sidecar's certificate, read again when its files change; and whose a client's certificate is.
@@ -140,7 +141,7 @@ def _read(certificate: Path, key: Path, authorities: Path | None) -> grpc.Server
 def bytes_of(path: Path) -> bytes:
     """What the file holds. Raises INVALID_CONFIGURATION."""
     try:
-        return path.read_bytes()
+        return read_named(path)
     except OSError as e:
         raise unusable(path, f"cannot be read: {e.strerror}") from e
 
@@ -423,4 +424,5 @@ def _token_in(context: Context) -> bytes | None:
     scheme, _, token = str(shown[0]).partition(" ")
     if len(shown) > 1 or scheme.lower() != _SCHEME:
         raise error("UNAUTHENTICATED", f"the call's metadata {AUTHORIZATION} is not one token, as `Bearer TOKEN`")
-    return token.strip().encode()
+    # Not what else is white space: gRPC takes bytes that are not UTF-8 for Latin-1, and they make another token.
+    return token.strip(" ").encode()

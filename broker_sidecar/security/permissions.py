@@ -1,7 +1,8 @@
 """What callers may do now: the rules that are in force, asked for every call and every frame."""
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -16,13 +17,14 @@ from numpy.typing import NDArray
 from broker_sidecar.rpc import parse_small
 from broker_sidecar.security.rules import Action, Rule, RuleDecision, Rules, RulesFile
 from broker_sidecar.security.subject import Subject, caller
-from broker_sidecar.shares import DISK_SECONDS, MAX_CURSORS_A_CALLER, CallerShares, Use
+from broker_sidecar.shares import DISK_SECONDS, MAX_CURSORS_A_CALLER, CallerShares
 from seqdedupe.core.name_table import joined
 from seqdedupe.core.producers import Producers
 from seqdedupe.errors import SeqdedupeError, error
-from seqdedupe.names import namespace_name, producer_name, topic_name
-from seqdedupe.topic import operations
+from seqdedupe.names import check_cursor_name, namespace_name, producer_name, topic_name
+from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.frame import Allowing, NamesJudge
+from seqdedupe.topic.topic import Topic
 
 # -- What each call needs, by the call's full name. One that is not listed is refused to all for whom rules count.
 
@@ -312,13 +314,14 @@ class Permissions:
             names = [name for name in there if name != topic]
             use.check("topics", int(np.count_nonzero(self._may_have_created(subject, names))) + more)
 
-    def check_disk(self, use: Use, sizes: Callable[[], Mapping[str, int]], now_seconds: float) -> None:
-        """Raises SHARE_EXCEEDED if the logs of the topics that the caller, whose use this is, might have created hold
-        more bytes than they may. Their `sizes`, by topic, are asked for once in `DISK_SECONDS` at most."""
+    def check_disk(self, topics: Topics[Topic]) -> None:
+        """Raises SHARE_EXCEEDED if the logs of those of the topics that the caller might have created hold more bytes
+        than they may. They are looked at once in `DISK_SECONDS` at most."""
+        use = self.shares.of(caller().name)
         if use.limits.bytes_on_disk is None:
             return
-        if now_seconds >= use.disk_counted_at + DISK_SECONDS:
-            by_topic = sizes()
+        if (now_seconds := time.monotonic()) >= use.disk_counted_at + DISK_SECONDS:
+            by_topic = {topic.name: topic.log_bytes for topic in topics.registry.open_topics()}
             mine = self._may_have_created(caller(), list(by_topic))
             use.disk_bytes = int(np.fromiter(by_topic.values(), np.int64, len(by_topic))[mine].sum())
             use.disk_counted_at = now_seconds
@@ -327,7 +330,7 @@ class Permissions:
     def _may_have_created(self, subject: Subject, topics: Sequence[str]) -> NDArray[np.bool_]:
         if subject.is_unrestricted:
             return np.ones(len(topics), np.bool_)
-        return self._rules.allows(subject.name, Action.CREATE, topics)
+        return self._rules.may_have_created(subject.name, topics)
 
     # -- producer names ----------------------------------------------------------------------------------------
 
@@ -414,7 +417,7 @@ class Permissions:
     def _check_cursor(self, topic: str, name: str) -> None:
         """Raises NOT_ALLOWED if the cursor is not the caller's; INVALID_NAME for a name that none can have."""
         subject = caller()
-        operations.check_cursor_name(name)
+        check_cursor_name(name)
         decision = self._rules.decide(subject.name, Action.READ, topic, name)
         if not decision.is_allowed:
             raise self._denied(subject, Action.READ, topic, decision.rule, cursor=name)

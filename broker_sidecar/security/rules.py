@@ -17,6 +17,7 @@ from broker_sidecar.shares import IN_ALL, NO_LIMITS, CallerLimits, CallerShare
 from seqdedupe.core.name_table import joined
 from seqdedupe.core.patterns import Pattern, words_in
 from seqdedupe.errors import error
+from seqdedupe.files import read_named
 from seqdedupe.format.jit import Bytes, Int64s2, Uint8s
 from seqdedupe.names import whole_of
 
@@ -134,13 +135,16 @@ class Rules:
         self._granted: dict[tuple[str, Action, str], Granted] = {}
 
     def on(self, subject: str, action: Action, topic: str) -> Granted:
-        """What they say of a topic, by its full name. A partition is judged as the topic that it belongs to."""
+        """What they say of a topic, by its full name, as `_judged_as`."""
         key = subject, action, topic
         if (granted := self._granted.get(key)) is None:
             if len(self._granted) >= MAX_REMEMBERED:
                 self._granted.clear()
-            name = (whole_of(topic) or topic).encode()
-            about = [rule for rule in self._about(subject, action) if _matches(rule.topics, name, subject)]
+            about = [
+                rule
+                for rule in self._about(subject, action)
+                if any(_matches(rule.topics, name.encode(), subject) for name in _judged_as(topic, action, rule.denies))
+            ]
             granted = self._granted[key] = Granted(about, subject, action)
         return granted
 
@@ -149,13 +153,14 @@ class Rules:
         granted = self.on(subject, action, topic)
         return granted.under_any() if name is None else granted.under(name.encode())
 
-    def allows(self, subject: str, action: Action, topics: Sequence[str]) -> NDArray[np.bool_]:
-        """On which of these topics, by full names, it is allowed."""
-        raw, spans = joined([(whole_of(topic) or topic).encode() for topic in topics])
-        denied, allowed = np.zeros(len(spans), np.uint8), np.zeros(len(spans), np.uint8)
-        for rule in self._about(subject, action):
-            for pattern in _patterns(rule.topics, subject):
-                pattern.mark(raw, spans, denied if rule.denies else allowed)
+    def may_have_created(self, subject: str, topics: Sequence[str]) -> NDArray[np.bool_]:
+        """Which of these topics, by full names, it is allowed to create, be it as partitions of a topic."""
+        denied, allowed = np.zeros(len(topics), np.uint8), np.zeros(len(topics), np.uint8)
+        for names in (topics, [whole_of(topic) or topic for topic in topics]):
+            raw, spans = joined([name.encode() for name in names])
+            for rule in self._about(subject, Action.CREATE):
+                for pattern in _patterns(rule.topics, subject):
+                    pattern.mark(raw, spans, denied if rule.denies else allowed)
         return allowed > denied
 
     def decide_namespace(self, subject: str, action: Action, namespace: str) -> RuleDecision:
@@ -193,6 +198,20 @@ class Rules:
             for rule, subjects in self._rules
             if action in rule.actions and any(pattern.matches(name) for pattern in subjects)
         ]
+
+
+def _judged_as(topic: str, action: Action, denies: bool) -> tuple[str, ...]:
+    """The names by which a rule is about a topic. A partition is judged as the topic that it belongs to.
+
+    A topic of its own can have such a name too. It is created only by a rule that matches that very name, or whoever
+    may create one topic could create any number. A rule that denies the partitioned topic denies it too.
+    """
+    whole = whole_of(topic)
+    if whole is None:
+        return (topic,)
+    if action is not Action.CREATE:
+        return (whole,)
+    return (topic, whole) if denies else (topic,)
 
 
 def _patterns(topics: Sequence[str], subject: str) -> list[Pattern]:
@@ -244,7 +263,7 @@ def _within(where: str) -> Iterator[None]:
 def read_rules(path: Path) -> RulesFile:
     """The rules and shares in a file. Raises INVALID_CONFIGURATION, which names the line and the rule."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_named(path).decode()
         tables = tomllib.loads(text)
     except (OSError, ValueError, RecursionError) as e:
         # A number of too many digits is none of the parser's own errors.
@@ -291,7 +310,7 @@ def _rule(kind: str, table: Mapping[str, Any], where: str) -> Rule:
             kind == "deny",
             _patterns_of(table, "subjects"),
             actions,
-            tuple(_topic(text) for text in _patterns_of(table, "topics", SUBJECT)),
+            tuple(_topic(text, actions) for text in _patterns_of(table, "topics", SUBJECT)),
             _patterns_of(table, "producers", SUBJECT) if "producers" in table else every,
             # Who may read is to move nobody else's, unless the rule says so.
             _patterns_of(table, "cursors", SUBJECT) if "cursors" in table else every if kind == "deny" else _OWN_NAMES,
@@ -351,8 +370,8 @@ def _patterns_of(table: Mapping[str, Any], key: str, *words: str) -> tuple[str, 
     return tuple(texts)
 
 
-def _topic(text: str) -> str:
-    """A pattern of topics, of full names."""
+def _topic(text: str, actions: frozenset[Action]) -> str:
+    """A pattern of topics, of full names, for a rule of these actions."""
     if text in _EVERYTHING:
         return text
     full = f"persistent://public/default/{text}" if _SHORT_TOPIC.fullmatch(text) else text
@@ -361,8 +380,9 @@ def _topic(text: str) -> str:
             f"topics has {text!r}, which no topic can match: full names are persistent://tenant/namespace/name, and a "
             "short one stands for persistent://public/default/name"
         )
-    if whole := whole_of(full):
-        raise _Wrong(f"topics has {text!r}: partitions belong to their topic, so name that: {whole}")
+    if (whole := whole_of(full)) and actions != {Action.CREATE}:
+        why = f"partitions belong to their topic, so name that: {whole} (a rule of create alone may name it)"
+        raise _Wrong(f"topics has {text!r}: {why}")
     return full
 
 

@@ -25,7 +25,7 @@ from cryptography.hazmat.primitives.asymmetric.rsa import RSAPublicKey
 from broker_sidecar.security.subject import MAX_NAME_BYTES, OPERATOR, can_be_name, network_of
 from broker_sidecar.security.watched_files import Watched
 from seqdedupe.errors import SeqdedupeError, error
-from seqdedupe.files import sync_folder, write_synced
+from seqdedupe.files import open_named, read_named, sync_folder, write_synced
 from seqdedupe.limits import MAX_TOKEN_BYTES, MIN_RSA_BITS
 from seqdedupe.store.directories import whole_of
 
@@ -142,7 +142,7 @@ class Claims(NamedTuple):
 def read_keys(path: Path) -> Keys:
     """The public keys in a JSON Web Key Set. Raises INVALID_CONFIGURATION."""
     try:
-        found = json.loads(path.read_bytes())["keys"]
+        found = json.loads(read_named(path))["keys"]
         keys = {key["kid"]: _public_key(key) for key in found}
         if not keys or len(keys) < len(found) or not all(isinstance(kid, str) and kid for kid in keys):
             raise ValueError("each key needs a kid of its own, and there has to be one")
@@ -305,7 +305,7 @@ def tell(data_directory: Path, log_format: str) -> None:
 def read(path: Path) -> bytes:
     """The token in the file. Raises INVALID_CONFIGURATION."""
     try:
-        with path.open("rb") as file:
+        with open_named(path) as file:
             mode = os.fstat(file.fileno()).st_mode
             token = file.read(MAX_TOKEN_BYTES + 1).strip()
     except OSError as e:

@@ -61,7 +61,7 @@ class AdminService:
         self._peers = data.peers
         self._permissions = guard.permissions
         self._statistics = statistics
-        self.producers = ProducerCalls(data)
+        self.producers = ProducerCalls(data, streams, guard.permissions)
         self._arrivals = ArrivalCalls(data, streams, guard)
         self._groups = (
             self.producers,

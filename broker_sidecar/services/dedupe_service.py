@@ -16,7 +16,7 @@ from broker_sidecar.streams import Stream, Streams, unasked
 from seqdedupe import wire
 from seqdedupe.batch import INT32, INT64, Binary, binary, column_of_names, values
 from seqdedupe.errors import SeqdedupeError, error
-from seqdedupe.names import topic_name
+from seqdedupe.names import topic_name, whole_of
 from seqdedupe.topic.attached import ADMISSION_BYTES, CHECK_BYTES, AttachedTopic, BrokerAttachment, Columns
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.sessions import NAMES_A_STEP
@@ -116,7 +116,9 @@ class DedupeService:
         self._permissions.check_topic(Action.ATTACH, name)
         await self._topics.waiting.use(name)
         if not self._topics.is_there(name):
-            self._permissions.check_creates(name, self._topics.registry.names())
+            # A broker's partition is no topic of its own: it is judged as the broker's topic, as for everything else.
+            others = (one for one in self._topics.registry.names() if one != name)
+            self._permissions.check_creates(whole_of(name) or name, others)
         return await self._topics.get_or_create(name)
 
 

@@ -8,6 +8,8 @@ import grpc
 
 from broker_sidecar.data import Data
 from broker_sidecar.rpc import unary
+from broker_sidecar.security.permissions import Permissions
+from broker_sidecar.streams import ANSWER_BYTES, Stream, Streams
 from seqdedupe.core.producers import Producers
 from seqdedupe.core.rule import EPOCH, PERSISTED, PUSHED
 from seqdedupe.errors import error
@@ -25,18 +27,21 @@ PAGE_PRODUCERS = 1_000
 class ProducerCalls:
     """The handlers. Messages are only in topics on the sidecar's own log, producers in all."""
 
-    def __init__(self, data: Data) -> None:
+    def __init__(self, data: Data, streams: Streams, permissions: Permissions) -> None:
+        self._streams = streams
+        self._permissions = permissions
         self._all_topics = data.all_topics
         self._topics = data.topics
         self._pages = ProducerPages()
 
     def methods(self) -> "dict[str, grpc.RpcMethodHandler[Any, Any]]":
         """By the name of the call."""
+        call = self._streams.call
         return {
-            "ListProducers": unary(admin_pb2.ListProducersRequest, self.list_producers),
+            "ListProducers": call(admin_pb2.ListProducersRequest, lambda request, _: self.list_producers(request)),
             "GetProducer": unary(admin_pb2.GetProducerRequest, self.get_producer),
-            "GetMessageState": unary(admin_pb2.GetMessageStateRequest, self._get_message_state),
-            "ListInFlight": unary(admin_pb2.ListInFlightRequest, self._list_in_flight),
+            "GetMessageState": call(admin_pb2.GetMessageStateRequest, self._get_message_state),
+            "ListInFlight": call(admin_pb2.ListInFlightRequest, self._list_in_flight),
             "ResetProducer": unary(admin_pb2.ResetProducerRequest, self._reset_producer),
         }
 
@@ -79,12 +84,19 @@ class ProducerCalls:
             )
         return await find(self._topics, name)
 
-    async def _get_message_state(self, request: admin_pb2.GetMessageStateRequest) -> admin_pb2.GetMessageStateResponse:
+    async def _get_message_state(
+        self, request: admin_pb2.GetMessageStateRequest, stream: Stream
+    ) -> admin_pb2.GetMessageStateResponse:
         topic = await self._own_topic(request.topic)
+
+        async def room(least_bytes: int) -> int:
+            """What it looks through in the log takes turns with what readers get."""
+            return await stream.reserve(max(ANSWER_BYTES, least_bytes), least_bytes or ANSWER_BYTES)
+
         if request.deduplication_id:
-            found = await operations.state_by_id(topic, request.deduplication_id)
+            found = await operations.state_by_id(topic, request.deduplication_id, room)
         else:
-            found = await operations.message_state(topic, request.producer_name, request.sequence_id)
+            found = await operations.message_state(topic, request.producer_name, request.sequence_id, room)
         return admin_pb2.GetMessageStateResponse(
             state=found.state.value,  # type: ignore[arg-type]
             in_flight_ms=found.in_flight_ms,
@@ -94,7 +106,9 @@ class ProducerCalls:
             persisted=found.persisted,
         )
 
-    async def _list_in_flight(self, request: admin_pb2.ListInFlightRequest) -> admin_pb2.ListInFlightResponse:
+    async def _list_in_flight(
+        self, request: admin_pb2.ListInFlightRequest, _stream: Stream
+    ) -> admin_pb2.ListInFlightResponse:
         found = await operations.in_flight(await self._own_topic(request.topic), request.longer_than_ms)
         return admin_pb2.ListInFlightResponse(
             in_flight=[
@@ -111,6 +125,8 @@ class ProducerCalls:
 
     async def _reset_producer(self, request: admin_pb2.ResetProducerRequest) -> admin_pb2.ResetProducerResponse:
         topic = await self._own_topic(request.topic)
+        if self._topics is not None:
+            self._permissions.check_disk(self._topics)
         before = await operations.reset_producer(topic, request.producer_name, request.persisted)
         name = producer_name(request.producer_name)
         return admin_pb2.ResetProducerResponse(

@@ -5,6 +5,7 @@ import logging
 import struct
 import time
 from collections import deque
+from contextlib import suppress
 from typing import Any
 
 import grpc
@@ -16,18 +17,18 @@ from broker_sidecar.security.audit import Trail
 from broker_sidecar.security.permissions import Permissions
 from broker_sidecar.security.rules import Action
 from broker_sidecar.security.subject import caller
-from broker_sidecar.shares import Share, Use
+from broker_sidecar.shares import Share
 from broker_sidecar.streams import COPIES, Stream, Streams, unasked
 from seqdedupe import wire
 from seqdedupe.errors import NotFoundError, SeqdedupeError, error
 from seqdedupe.limits import MAX_BATCH_ROWS, MAX_OPEN_NAMES
 from seqdedupe.message_id import MessageId
-from seqdedupe.names import topic_name
+from seqdedupe.names import topic_name, whole_of
 from seqdedupe.topic.base import State
 from seqdedupe.topic.directory import Topics, check_gap_policy, find, find_or_create
 from seqdedupe.topic.frame import Allowing, FrameReceipt, NumbersCache, Refusal
 from seqdedupe.topic.operations import check_names, open_sessions
-from seqdedupe.topic.sessions import NAMES_A_STEP, OpenAnswer
+from seqdedupe.topic.sessions import NAMES_A_STEP, OpenAnswer, wrong_count
 from seqdedupe.topic.topic import Topic
 from seqdedupe.topic.window_runs import LookedUp
 from seqdedupe.v1 import publish_pb2
@@ -236,29 +237,34 @@ class _FrameStream:
 
     async def take_all(self, frames: list[tuple[int, bytes]]) -> int:
         """Admits these frames, of which nothing is left then; returns how long the longest one was."""
-        longest = 0
-        waiting = sum(len(batch) for _, batch in frames)
+        sizes = [len(batch) for _, batch in frames]
+        behind_bytes = sum(sizes)
+        if frames:
+            self.stream.moves()
         try:
             for k, (number, batch) in enumerate(frames):
-                self.stream.share.has_read(waiting)
-                waiting -= len(batch)
+                behind_bytes -= sizes[k]
                 frames[k] = 0, b""
-                longest = max(longest, len(batch))
-                self.stream.moves()
-                await self.take(number, batch)
+                await self.take(number, batch, behind_bytes)
         finally:
             self.stream.share.has_read(0)
-        return longest
+        return max(sizes, default=0)
 
-    async def take(self, frame: int, batch: bytes) -> None:
-        """Admits a frame when there is room for it, in the step that follows on looking up."""
-        ids = self.topic.ids
+    async def take(self, frame: int, batch: bytes, behind_bytes: int = 0) -> None:
+        """Admits a frame when there is room for it, in the step that follows on looking up. `behind_bytes` have been
+        read too, and wait until then."""
+        ids, looked_up, size = self.topic.ids, None, len(batch)
         while True:
-            # Again after a wait: the window's runs may be others by then, and the event loop would wait for the disk.
-            looked_up = await ids.look_up(batch) if ids.window is not None else None
-            if self.has_room(len(batch)):
+            if ids.window is not None:
+                self.stream.share.has_read(size + behind_bytes)
+                # Again after a wait: the window's runs may be others by then, and the event loop would wait for the
+                # disk.
+                looked_up = await ids.look_up(batch)
+            if self.has_room(size):
                 break
-            await self.wait_for_room(len(batch))
+            self.stream.share.has_read(size + behind_bytes)
+            await self.wait_for_room(size)
+            self.stream.moves()
         self.admit(frame, batch, looked_up)
 
     def admit(self, frame: int, batch: bytes, looked_up: LookedUp | None = None) -> None:
@@ -268,15 +274,17 @@ class _FrameStream:
         self.stream.frames_in_flight += 1
 
         def reply(answer: FrameReceipt | Refusal) -> None:
-            if isinstance(answer, Refusal) or not answer.durable_at:
-                self.stream.frames_in_flight -= 1
-            encoded = b""
             if isinstance(answer, Refusal):
                 refusals[answer.error.reason] += 1
+                self.stream.frames_in_flight -= 1
+            elif not answer.durable_at:
+                self.stream.frames_in_flight -= 1
+            encoded = b""
             if not self.is_gone:
                 encoded = self._encoded(answer)
+                if not self.unsent:  # else there is news already
+                    self.news.set()
                 self.unsent.append(encoded)
-                self.news.set()
             self.stream.share.give_back(size - len(encoded))
 
         try:
@@ -374,7 +382,8 @@ class PublishService:
         """Opens sessions, or resumes those whose epochs are given, in these steps:
 
         1. What the caller sends counts for its share, for the log gets a record of it.
-        2. Names as which it may not publish are set aside, and answered so at their places.
+        2. Names as which it may not publish are set aside, and answered so at their places. Who has filled its part of
+           the disk opens nothing, and resumes only what the log says already.
         3. The topic is found, or made.
         4. Names that are new to it have to fit the shares. Resuming makes names known too: the epoch of another one is
            as good as its own.
@@ -382,11 +391,13 @@ class PublishService:
         6. The audit trail has who took over whose names, and the answer is made.
         """
         if len(request.producer_names) > MAX_OPEN_NAMES:  # before they become objects of Python
-            raise error("INVALID_NAME", f"Open takes 1 to {MAX_OPEN_NAMES} producer names, each once")
+            raise wrong_count()
         shares = self._permissions.shares
         shares.check_rate(shares.of(caller().name), request.ByteSize(), time.monotonic())  # 1
         names, epochs = list(request.producer_names), list(request.epochs)
         denied = await self._denied(topic_name(request.topic), names)  # 2
+        if not epochs:
+            self._permissions.check_disk(self._topics)
         topic = await self._topic_of(request, names)  # 3
         if self._topics.partitions_beside(topic.name):
             check_gap_policy(topic.name, topic.applied.gap)
@@ -396,7 +407,9 @@ class PublishService:
         # Held for as long as names are counted.
         judged = await self._permissions.judge_known_names(topic.name, topic.producers)
 
-        def check_new(some: list[str]) -> None:
+        def check_new(some: list[str], *, writes: bool = False) -> None:
+            if writes:
+                self._permissions.check_disk(self._topics)
             self._permissions.check_new_names(topic.name, topic.producers, [name.encode() for name in some])
 
         check_new(names)  # 4
@@ -428,17 +441,14 @@ class PublishService:
         except NotFoundError:
             if request.epochs:
                 return await find(self._topics, request.topic)
+        full = topic_name(request.topic)
+        if whole_of(full) is not None:
+            # A partition that another process has made is there for whoever may publish.
+            with suppress(NotFoundError):
+                return await find(self._topics, full)
         await check_names(names)
-        self._permissions.check_creates(topic_name(request.topic), self._topics.registry.names())
+        self._permissions.check_creates(full, self._topics.registry.names())
         return await find_or_create(self._topics, request.topic)
-
-    def _check_disk(self, use: Use) -> None:
-        """Raises SHARE_EXCEEDED if the logs that count for this caller hold more than they may."""
-        if use.limits.bytes_on_disk is not None:
-            self._permissions.check_disk(use, self._log_bytes, time.monotonic())
-
-    def _log_bytes(self) -> dict[str, int]:
-        return {topic.name: topic.log_bytes for topic in self._topics.registry.open_topics()}
 
     async def _publish(self, data: bytes, context: Context) -> bytes:
         try:
@@ -446,7 +456,7 @@ class PublishService:
             self._permissions.check_topic(Action.PUBLISH, topic_name(name))
             shares = self._permissions.shares
             shares.check_rate(use := shares.of(caller().name), len(data), time.monotonic())
-            self._check_disk(use)
+            self._permissions.check_disk(self._topics)
             topic = await find(self._topics, name)
             self._check_unnamed(topic)
             looked_up = await topic.ids.look_up(batch) if topic.ids.window is not None else None
@@ -515,7 +525,7 @@ class PublishService:
                 # Raises where it is, if not here.
                 self._topics.get(topic.name)
                 raise error("DRAINING", f"topic {topic.name} was opened again: open the stream again")
-            self._check_disk(publishing.stream.use)
+            self._permissions.check_disk(self._topics)
             if publishing.allowing is not None:
                 self._check_unnamed(topic)
             size = await publishing.take_all(frames)

@@ -96,7 +96,7 @@ class ReadService:
             # On the wire a call with one answer is as one with a stream of them.
             "Read": grpc.unary_stream_rpc_method_handler(self._streams.handler(self._read, is_call=True)),
             "ReadStream": grpc.unary_stream_rpc_method_handler(self._streams.handler(self._read_stream)),
-            "Locate": unary(read_pb2.LocateRequest, self._locate),
+            "Locate": self._streams.call(read_pb2.LocateRequest, self._locate),
             "GetLastMessageId": unary(read_pb2.GetLastMessageIdRequest, self._get_last_message_id),
             **Cursors(self._topics, self._permissions).reading(),
         }
@@ -179,7 +179,7 @@ class ReadService:
         self.sent_messages += page.next_index - index
         self.sent_bytes += len(page.records)
 
-    async def _locate(self, request: read_pb2.LocateRequest) -> read_pb2.LocateResponse:
+    async def _locate(self, request: read_pb2.LocateRequest, _stream: Stream) -> read_pb2.LocateResponse:
         topic = await find(self._topics, request.topic)
         end = topic.readable_index
         match request.WhichOneof("by"):

@@ -1,7 +1,7 @@
 """The two services that are gRPC's own: health and reflection.
 
-grpc.health.v1.Health: of the sidecar as a whole (no name), and of each topic by its full name. Telling a state never
-waits for anybody who watches it. grpc.reflection.v1alpha: tools learn the schema from the sidecar.
+grpc.health.v1.Health: of the sidecar as a whole (no name), and of each topic by its name, full or short. Telling a
+state never waits for anybody who watches it. grpc.reflection.v1alpha: tools learn the schema from the sidecar.
 """
 
 import asyncio
@@ -13,9 +13,11 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from broker_sidecar.rpc import Context, abort, parse_small
-from broker_sidecar.security.permissions import ALL_SHARDS, CONFIGURATION
+from broker_sidecar.security.permissions import ALL_SHARDS, CONFIGURATION, HEALTH_OF_THE_WHOLE
 from broker_sidecar.security.subject import Subject, caller
 from broker_sidecar.streams import Stream, Streams, messages
+from seqdedupe.errors import error
+from seqdedupe.names import topic_name
 
 HEALTH_SERVICE = "grpc.health.v1.Health"
 
@@ -88,12 +90,11 @@ class Health:
             name = _name_in(data)
             if name == ALL_SHARDS:
                 return _response(SERVING if self.is_serving and await self._others_serve() else NOT_SERVING)
-            if name and name not in self._statuses:
+            if name not in self._statuses:
                 self._check_owner(name)
+                raise error("TOPIC_NOT_FOUND", f"there is no topic {name}")
         except Exception as e:  # noqa: BLE001 (whatever it is, the caller gets an answer)
             await abort(context, e)
-        if name not in self._statuses:
-            await context.abort(grpc.StatusCode.NOT_FOUND, f"there is no topic {name}")
         self._asked(name)
         return _response(self._statuses[name])
 
@@ -119,8 +120,9 @@ class Health:
 
 
 def _name_in(data: bytes) -> str:
-    """What is asked about: "" or a topic's full name."""
-    return parse_small(health_pb2.HealthCheckRequest, data).service
+    """What is asked about: the whole, or a topic by its full name. Raises INVALID_TOPIC_NAME."""
+    name = parse_small(health_pb2.HealthCheckRequest, data).service
+    return name if name in HEALTH_OF_THE_WHOLE else topic_name(name)
 
 
 def _response(status: Any) -> bytes:

@@ -85,12 +85,12 @@ class TransferCalls:
         request = parse_small(admin_pb2.ExportWatermarksRequest, data)
         topic = await find(self._topics, request.topic)
         _check_has_producers(topic)
-        await stream.write_each(watermark_answers(topic), MAX_PART_BYTES)
+        await self._streams.export(stream, watermark_answers(topic), MAX_PART_BYTES)
 
     async def _export_snapshot(self, data: bytes, _context: Context, stream: Stream) -> None:
         topic = await find(self._topics, parse_small(admin_pb2.ExportSnapshotRequest, data).topic)
         _check_has_producers(topic)
-        await stream.write_each(snapshot_answers(topic), MAX_PART_BYTES)
+        await self._streams.export(stream, snapshot_answers(topic), MAX_PART_BYTES)
 
     async def _import_snapshot(self, _requests: object, _context: Context, stream: Stream) -> None:
         async with _read_to_its_end(stream):
@@ -140,6 +140,8 @@ class TransferCalls:
                 if request.producer_names or request.persisted:
                     stream.moves()
                     names = names_of(request)
+                    if isinstance(topic, Topic):
+                        self._permissions.check_disk(self._topics)
                     await importing.add(names, values(request.persisted, INT64, "persisted"))
                     producers += len(names)
                 if request.HasField("producers"):

@@ -12,7 +12,15 @@ from seqdedupe.batch import properties as property_columns
 from seqdedupe.client.pending import PendingBatch
 from seqdedupe.client.producer_session import ProducerConfig
 from seqdedupe.errors import error
-from seqdedupe.limits import MAX_BATCH_BYTES, MAX_BATCH_ROWS, MAX_PAYLOAD_BYTES, MAX_SEQUENCE_ID, NO_SEQUENCE_ID
+from seqdedupe.limits import (
+    MAX_BATCH_BYTES,
+    MAX_BATCH_ROWS,
+    MAX_EVENT_TIME_MS,
+    MAX_PAYLOAD_BYTES,
+    MAX_SEQUENCE_ID,
+    MIN_EVENT_TIME_MS,
+    NO_SEQUENCE_ID,
+)
 
 BATCH_OVERHEAD_BYTES = 512
 """What an encoded batch takes at most beside its rows: the producer, and the columns' tags and lengths."""
@@ -320,12 +328,14 @@ def _check_columns(batch: Batch, rows: int) -> None:
 
 def _size_bytes(batch: Batch) -> int:
     """How large it is encoded, at most."""
-    blobs = (batch.payloads, batch.keys, batch.property_names, batch.property_values)
     return (
         BATCH_OVERHEAD_BYTES
         + ROW_OVERHEAD_BYTES * len(batch)
-        + PROPERTY_OVERHEAD_BYTES * len(batch.property_names.offsets)
-        + sum(len(blob.data) for blob in blobs)
+        + PROPERTY_OVERHEAD_BYTES * max(len(batch.property_names.offsets) - 1, 0)
+        + len(batch.payloads.data)
+        + len(batch.keys.data)
+        + len(batch.property_names.data)
+        + len(batch.property_values.data)
     )
 
 
@@ -371,7 +381,7 @@ def milliseconds(event_time: datetime | int | None) -> int:
             raise error("INVALID_REQUEST", f"the event time {event_time} has no time zone")
         return (event_time - _EPOCH) // _MILLISECOND
     milliseconds = operator.index(event_time or 0)
-    if not -MAX_SEQUENCE_ID <= milliseconds <= MAX_SEQUENCE_ID:
+    if not MIN_EVENT_TIME_MS <= milliseconds <= MAX_EVENT_TIME_MS:
         raise error("INVALID_REQUEST", f"the event time {milliseconds} ms is out of range")
     return milliseconds
 

@@ -4,13 +4,13 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from stat import S_ISREG
 from typing import Self
 
 import grpc
 
 from seqdedupe.client.listeners import user_of
 from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.files import read_named
 from seqdedupe.limits import MAX_TOKEN_BYTES
 
 TOKEN = "SEQDEDUPE_TOKEN"
@@ -168,17 +168,10 @@ def _usual_token_file() -> str | None:
 def _read(path: str | os.PathLike[str]) -> bytes:
     what = f"the file {os.fspath(path)!r}"
     try:
-        # Anything else gives its content once, or has no end.
-        if not S_ISREG(os.stat(path).st_mode):
-            raise error("CREDENTIALS_UNAVAILABLE", f"{what} is not a regular file")
-        with open(path, "rb") as file:
-            data = file.read(MAX_FILE_BYTES + 1)
+        return read_named(path, MAX_FILE_BYTES)
     except (OSError, ValueError) as e:
         why = e.strerror if isinstance(e, OSError) else e
         raise error("CREDENTIALS_UNAVAILABLE", f"{what} cannot be read: {why}") from e
-    if len(data) > MAX_FILE_BYTES:
-        raise error("CREDENTIALS_UNAVAILABLE", f"{what} has more than {MAX_FILE_BYTES} bytes")
-    return data
 
 
 def _checked(token: object, where: str) -> str:

@@ -17,7 +17,7 @@ from seqdedupe import files
 from seqdedupe.client.connection import ClientCalls
 from seqdedupe.errors import InvalidRequestError, SeqdedupeError, error
 from seqdedupe.message_id import Position
-from seqdedupe.names import topic_name
+from seqdedupe.names import check_cursor_name, topic_name
 from seqdedupe.v1 import read_pb2
 
 MAX_NOTE_BYTES = 1024
@@ -53,16 +53,18 @@ class Cursor(ABC):
 
 
 def check(kept: Kept) -> None:
-    """Raises INVALID_POSITION for what no cursor keeps."""
+    """Raises INVALID_POSITION, INVALID_REQUEST for what no cursor keeps."""
     position, note = kept
     if not position.is_whole() or min(position.incarnation, position.index + 1) < 0:
         raise error("INVALID_POSITION", f"{position!r} is no position: its parts do not fit together")
     try:
         size = len(note.encode())
     except UnicodeEncodeError as e:
-        raise error("INVALID_POSITION", "a cursor's note is not valid Unicode") from e
+        what = "a cursor's note is not valid Unicode"
+        raise error("INVALID_REQUEST", what, hint="Give a note of valid text.") from e
     if size > MAX_NOTE_BYTES:
-        raise error("INVALID_POSITION", f"a cursor's note has {size} bytes: at most {MAX_NOTE_BYTES} are taken")
+        what = f"a cursor's note has {size} bytes: at most {MAX_NOTE_BYTES} are taken"
+        raise error("INVALID_REQUEST", what, hint="Shorten the note, or keep what it says elsewhere.")
 
 
 def moved(name: str, expected: Kept | None, found: Kept | None) -> SeqdedupeError:
@@ -224,10 +226,7 @@ class SidecarCursor(Cursor):
     def __init__(self, calls: ClientCalls, topic: str, name: str) -> None:
         self.topic = topic_name(topic)
         self.name = name
-        try:
-            name.encode()
-        except UnicodeEncodeError as e:
-            raise error("INVALID_NAME", f"the name of a cursor {name[:80]!r} is not valid Unicode") from e
+        check_cursor_name(name)
         self._calls = calls
 
     async def read(self) -> Kept | None:

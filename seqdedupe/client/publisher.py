@@ -539,7 +539,7 @@ class PartitionedDelivery:
         for row in range(len(batch)):
             if not batch.keys.is_there(row):
                 why = f"row {row} has no key, by which messages find their partitions in this topic"
-                raise error("INVALID_BATCH", why)
+                raise error("INVALID_BATCH", why, hint="Give every message a key.")
 
     def _rows_by_partition(self, batch: Batch) -> list[tuple[int, Int64s]]:
         column = batch.keys if self._by_key else batch.deduplication_ids

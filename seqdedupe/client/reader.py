@@ -90,7 +90,8 @@ class Reader(Messages):
         cursor: Cursor | None = None,
     ) -> None:
         if stop_index is not None and follow:
-            raise error("INVALID_POSITION", f"stop_index is {stop_index}: a reader that follows has no end")
+            what = f"stop_index is {stop_index}: a reader that follows has no end"
+            raise error("INVALID_REQUEST", what, hint="Leave out stop_index, or follow.")
         self.topic = topic_name(topic)
         self.skipped: list[range] = []
         """With `skip_damaged`, the indexes of messages that were passed over, in order."""
@@ -425,6 +426,7 @@ class Reader(Messages):
 # -- The reader of a partitioned topic: its partitions' messages, each partition in order, all of them in turn.
 
 _FORM = "partitions-1:"
+_PARTITIONED = "Begin at earliest or latest, or at a position that a reader of the whole topic gave."
 """What the text of a position begins with: its version."""
 
 
@@ -443,7 +445,8 @@ class PartitionedPosition(NamedTuple):
     def parse(text: str) -> "PartitionedPosition":
         """The position that `str()` printed. Raises INVALID_POSITION."""
         if not text.startswith(_FORM):
-            raise error("INVALID_POSITION", f"{text[:80]!r} is no position in a partitioned topic, as {_FORM}123@45,…")
+            what = f"{text[:80]!r} is no position in a partitioned topic, as {_FORM}123@45,…"
+            raise error("INVALID_POSITION", what, hint=_PARTITIONED)
         return PartitionedPosition(tuple(Position.parse(one) for one in text.removeprefix(_FORM).split(",")))
 
 
@@ -478,7 +481,7 @@ class PartitionedReader(Messages):
     ) -> None:
         if not isinstance(start, PartitionedPosition) and start not in ("earliest", "latest"):
             what = f"{start!r} is neither a position in a partitioned topic nor 'earliest' nor 'latest'"
-            raise error("INVALID_POSITION", what)
+            raise error("INVALID_POSITION", what, hint=_PARTITIONED)
         self.topic = topic
         self._start = start
         self._ends = ends

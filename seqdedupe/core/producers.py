@@ -320,7 +320,7 @@ class Producers:
 
     def refusal(self, view: Uint8s, places: Int64s, producer_rows: Int64s, lone: bool, gapless: bool = False) -> int:
         """Why a frame is not admitted, or ADMITTED. See `rule.refusal`."""
-        return refusal(view, places, producer_rows, self.numbers, lone, gapless, _NO_REASONS)
+        return refusal(view, places, producer_rows, self._numbers.rows, lone, gapless, _NO_REASONS)
 
     def expected_ids(self, view: Uint8s, places: Int64s, producer_rows: Int64s) -> Int64s:
         """Of each producer of a frame the ID that is missing at the first gap, -1 if none is."""
@@ -337,7 +337,7 @@ class Producers:
     def decide(self, view: Uint8s, places: Int64s, producer_rows: Int64s, deduplicate: bool) -> tuple[int, Uint8s]:
         """How many rows are new, and the verdicts. See `rule.decide`."""
         verdicts = np.empty(places[ROWS], np.uint8)
-        return decide_batch(view, places, producer_rows, self.numbers, deduplicate, verdicts), verdicts
+        return decide_batch(view, places, producer_rows, self._numbers.rows, deduplicate, verdicts), verdicts
 
     def originals(self, view: Uint8s, places: Int64s, producer_rows: Int64s, verdicts: Uint8s) -> tuple[Int64s, Int64s]:
         """The rows with verdict DUP whose original is still known, and the originals' indexes."""
@@ -353,7 +353,8 @@ class Producers:
         """A batch is in the log, at `places[BASE_INDEX]`: merges it by maximum, and its messages enter the ring."""
         self._may_have_sessions = True
         with_room(self._ring, self._entered, int(places[ROWS]))
-        self._entered = persist(view, places, producer_rows, self.numbers, self.dirty, self._ring, self._entered)
+        numbers, dirty = self._numbers.rows, self._dirty.rows.view(np.uint8)
+        self._entered = persist(view, places, producer_rows, numbers, dirty, self._ring, self._entered)
 
     def replay(self, raw: bytes, table: Int64s, count: int) -> None:
         """`count` scanned records are in the log: merges them by maximum; names that are new get numbers."""

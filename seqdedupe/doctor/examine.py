@@ -25,8 +25,7 @@ from seqdedupe.log.embedded.segment import LogIdentity, segment_path
 from seqdedupe.log.embedded.tail import base_indexes
 from seqdedupe.names import partition_name, shard_of, to_text, topic_name, whole_of
 from seqdedupe.store import windows
-from seqdedupe.store.copy import check_all, of_original, opened_copy
-from seqdedupe.store.db import Store
+from seqdedupe.store.db import Store, check_all, of_original, opened_copy
 from seqdedupe.store.directories import read_claim
 from seqdedupe.store.parts import LogKind, TopicRecord, TopicState
 from seqdedupe.store.snapshots import Loaded, Snapshots

@@ -38,8 +38,7 @@ from seqdedupe.log.embedded.segment import LogIdentity, Segment
 from seqdedupe.log.embedded.tail import Tail
 from seqdedupe.log.embedded.writer import Append, FatalError, Writer, WriteTerm
 from seqdedupe.names import topic_name
-from seqdedupe.store.copy import opened_copy
-from seqdedupe.store.db import Store
+from seqdedupe.store.db import Store, opened_copy
 from seqdedupe.store.directories import read_claim, write
 from seqdedupe.store.parts import TopicRecord, TopicState
 from seqdedupe.topic import control

@@ -8,7 +8,14 @@ from typing import Any, NamedTuple, TypeVar
 
 from seqdedupe.entry_properties import ENTRY, EVENT_TIME_MS, KEY_BASE64, KIND, PREFIX, USER, EntryPlace
 from seqdedupe.errors import InvalidRequestError, error
-from seqdedupe.limits import MAX_BATCH_BYTES, MAX_NAME_BYTES, MAX_PAYLOAD_BYTES, MAX_SEQUENCE_ID
+from seqdedupe.limits import (
+    MAX_BATCH_BYTES,
+    MAX_EVENT_TIME_MS,
+    MAX_NAME_BYTES,
+    MAX_PAYLOAD_BYTES,
+    MAX_SEQUENCE_ID,
+    MIN_EVENT_TIME_MS,
+)
 from seqdedupe.names import new_producer_name, source_name, topic_name
 
 # -- What the wrapped function gives: outputs, as they are published through the sidecar.
@@ -57,6 +64,7 @@ def check_fits(outputs: list[FunctionOutput]) -> None:
         raise error(
             "MESSAGE_TOO_LARGE",
             f"the outputs of one input for {outputs[0].topic} take {size} bytes: at most {MAX_BATCH_BYTES} are taken",
+            hint="Let the function give fewer or smaller outputs for one input.",
         )
 
 
@@ -66,7 +74,6 @@ T = TypeVar("T")
 
 _TAKEN = ("properties", "partition_key", "event_timestamp")
 """What may stand in `message_conf`."""
-MAX_EVENT_TIME_MS = 2**63 - 1
 
 
 def _encoded(text: str) -> bytes:
@@ -77,7 +84,7 @@ def _encoded(text: str) -> bytes:
 
 
 def _is_kept(time_ms: int) -> bool:
-    return -MAX_EVENT_TIME_MS <= time_ms <= MAX_EVENT_TIME_MS
+    return MIN_EVENT_TIME_MS <= time_ms <= MAX_EVENT_TIME_MS
 
 
 class InputSource:
@@ -198,6 +205,7 @@ def by_message_id(function: str, topic: str, ledger_id: int, entry_id: int, batc
             "INVALID_SEQUENCE_ID",
             f"the message {ledger_id}:{entry_id}:{batch_index} of {topic} has no sequence ID: entries up to "
             f"{MAX_ENTRY_ID} and batches of {1 << BATCH_INDEX_BITS} messages are possible",
+            hint="Let a sidecar write the topic, and use identity = 'index'; or publish smaller batches.",
         )
     return InputIdentity(source_name(function, topic, ledger_id), entry_id << BATCH_INDEX_BITS | max(batch_index, 0))
 

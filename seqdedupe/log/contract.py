@@ -25,6 +25,7 @@ form (`format.records`). A log whose files or connection fail for now raises `Un
 from collections.abc import AsyncGenerator, Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
 from seqdedupe.batch import Int32s, Int64s
@@ -173,7 +174,8 @@ ANY_BYTES = 2**63 - 1
 """However many."""
 
 
-class FlushInterval(NamedTuple):
+@dataclass(frozen=True)
+class FlushInterval:
     """When a log that syncs for itself has to: as soon as one of the two is reached. So it is by every commit, here."""
 
     messages: int = 1
@@ -181,9 +183,9 @@ class FlushInterval(NamedTuple):
     ms: int = 0
     """So long ago the first of them was written."""
 
-    @property
+    @cached_property
     def is_every_commit(self) -> bool:
-        """Whether nothing is told before it is synced."""
+        """Whether nothing is told before it is synced. Each frame asks."""
         return self.messages <= 1 or self.ms <= 0
 
 

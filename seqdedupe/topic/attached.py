@@ -285,6 +285,7 @@ class BrokerAttachment:
             return error(
                 "INVALID_SEQUENCE_ID",
                 f"message {row} has the sequence IDs {lowest} to {highest}: they should be 0 or higher, and rise",
+                hint="Let each range begin at 0 or higher, and not end before it begins.",
                 row=row,
             )
         numbers = self._producers.numbers[self._rows_of[handle]]

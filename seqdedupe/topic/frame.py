@@ -205,7 +205,7 @@ def check_by_id(encoded: bytes, *, wants_keys: bool = False) -> Frame:
         raise error("INVALID_DEDUPLICATION_ID", f"{why}: it should have 1 to {MAX_DEDUPLICATION_ID_BYTES}")
     if wants_keys and not _has_keys(view, at):
         why = "by its key each message finds its partition in this topic, and some have none"
-        raise error("INVALID_BATCH", f"the batch is not valid: {why}")
+        raise error("INVALID_BATCH", f"the batch is not valid: {why}", hint="Give every message a key.")
     if size(at, PROPERTY_OFFSETS):
         _check_properties(view, places)
     return Frame(encoded, view, places, _NO_PRODUCERS, at[ROWS], at[COLUMNS_END])
@@ -322,6 +322,8 @@ def cut(frame: Frame, verdicts: Uint8s) -> Frame:
 # -- What a topic answers to a frame.
 
 _NO_INDEXES = np.zeros(0, np.int64)
+NONE_KNOWN = (_NO_INDEXES, _NO_INDEXES, _NO_INDEXES)
+"""The last three columns of a `FrameReceipt` of which all rows are new: most are, and to make each takes a call."""
 
 
 @dataclass(slots=True)
@@ -476,8 +478,10 @@ class Flight:
     def add(self, admitted: Admitted | Changing) -> None:
         """The newest. Raises MemoryError, and is as it was."""
         self._admitted.append(admitted)
-        self._bytes += len(admitted.body)
-        if isinstance(admitted, Changing):
+        if isinstance(admitted, Admitted):
+            self._bytes += len(admitted.frame.encoded)
+        else:
+            self._bytes += len(admitted.body)
             self._changes[type(admitted.change)] += 1
         self._ever += 1
 
@@ -567,9 +571,12 @@ class Flight:
     def take(self) -> Admitted | Changing:
         """The oldest, which has settled. `tell` has to follow."""
         admitted = self._admitted.popleft()
-        self._written = max(0, self._written - 1)
-        self._bytes -= len(admitted.body)
-        if isinstance(admitted, Changing):
+        if self._written:
+            self._written -= 1
+        if isinstance(admitted, Admitted):
+            self._bytes -= len(admitted.frame.encoded)
+        else:
+            self._bytes -= len(admitted.body)
             self._changes[type(admitted.change)] -= 1
         return admitted
 

@@ -35,6 +35,7 @@ from seqdedupe.limits import NO_EPOCH, NO_LIMIT, NO_SEQUENCE_ID
 from seqdedupe.store.db import Store
 from seqdedupe.topic.clock import Clock
 from seqdedupe.topic.frame import (
+    NONE_KNOWN,
     Allowing,
     Frame,
     FrameReceipt,
@@ -121,7 +122,7 @@ class BySequenceId:
             )
             if new == frame.rows:
                 frame.places[BASE_INDEX] = next_index
-                return frame, FrameReceipt(number, None, next_index)
+                return frame, FrameReceipt(number, None, next_index, (), *NONE_KNOWN)
             known = producers.originals(frame.view, frame.places, frame.producer_rows, verdicts)
             if not new:
                 return None, FrameReceipt(number, verdicts, -1, (), *known)
@@ -372,7 +373,7 @@ class ByDeduplicationId:
                 return None, _receipt(number, verdicts, -1, dups, originals)
             if new == frame.rows:
                 frame.places[BASE_INDEX] = next_index
-                return frame, FrameReceipt(number, None, next_index)
+                return frame, FrameReceipt(number, None, next_index, (), *NONE_KNOWN)
             frame = cut(frame, verdicts)
             frame.places[BASE_INDEX] = next_index
             return frame, _receipt(number, verdicts, next_index, dups, originals)

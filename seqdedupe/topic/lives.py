@@ -58,7 +58,8 @@ class TopicRecords:
         if not 0 < incarnation <= time.time_ns() // 1000:
             raise error("INVALID_REQUEST", f"no topic can have been made at {incarnation}, the snapshot's incarnation")
         if other := next((r for r in chain(self._store.topics(), known) if r.incarnation == incarnation), None):
-            raise error("TOPIC_EXISTS", f"the topic {other.name} has the incarnation {incarnation} of the snapshot")
+            what = f"the topic {other.name} has the incarnation {incarnation} of the snapshot"
+            raise error("TOPIC_EXISTS", what, hint=f"It is that history already: use {other.name}, or delete it first.")
         if incarnation in self._cleaning:
             # What comes now would go with what was there before.
             raise error("STORE_UNAVAILABLE", f"what is left of the incarnation {incarnation} is still being removed")

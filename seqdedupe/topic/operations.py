@@ -2,10 +2,10 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -14,15 +14,15 @@ from seqdedupe.batch import NO_INT64S, Batch, Binary
 from seqdedupe.core.id_table import IMPORTED, NOWHERE
 from seqdedupe.core.producers import Producers
 from seqdedupe.core.rule import DURABLE_EPOCH, PERSISTED, PUSHED, STATED
-from seqdedupe.errors import DamagedError, InvalidRequestError, PositionError, SeqdedupeError, error
+from seqdedupe.errors import DamagedError, PositionError, SeqdedupeError, error
 from seqdedupe.format.columns import BASE_INDEX, COLUMNS_END, PLACES, PUBLISH_TIME_MS, RECORD_END, RECORD_START
 from seqdedupe.format.headers import NO_KEY
 from seqdedupe.format.jit import Int64s
 from seqdedupe.format.records import END, body_of, scan_record, span
 from seqdedupe.limits import NO_EPOCH, NO_SEQUENCE_ID
-from seqdedupe.log.contract import Log
+from seqdedupe.log.contract import LargerRecordError, Log
 from seqdedupe.message_id import Position
-from seqdedupe.names import new_producer_name, producer_name
+from seqdedupe.names import check_cursor_name, producer_name
 from seqdedupe.topic.base import State
 from seqdedupe.topic.control import CursorChange, ProducerSessions, Purge, Reset
 from seqdedupe.topic.frame import InFlight, check_by_id
@@ -40,6 +40,16 @@ LOOKED_THROUGH_MESSAGES = 2**16
 LOOKED_THROUGH_BYTES = 64 * 1024 * 1024
 _PAGE_BYTES = 256 * 1024
 """Looked through in one step of the event loop."""
+
+LOOK_BYTES = 1024 * 1024
+"""What a look into the log holds at once, about, unless one record is larger."""
+
+Room = Callable[[int], Awaitable[int]]
+"""Asked before something is read from the log how many bytes that may be: at least so many, 0: any number."""
+
+
+async def _any_room(least_bytes: int) -> int:
+    return max(LOOK_BYTES, least_bytes)
 
 
 async def index_in_log(producers: Producers, number: int, log: Log) -> int:
@@ -62,21 +72,22 @@ async def index_in_log(producers: Producers, number: int, log: Log) -> int:
     return _index_in_record(page, places, name, last)
 
 
-async def find_in_log(log: Log, name: bytes, sequence_id: int, end_index: int) -> int:
+async def find_in_log(log: Log, name: bytes, sequence_id: int, end_index: int, room: Room = _any_room) -> int:
     """The index of the newest message with this ID of this producer among the last ones before `end_index`.
 
     NOT_KNOWN if it is not found in as much as is looked through, but for what is damaged. Raises what a log raises that
-    cannot be read now.
+    cannot be read now. One page is held at a time, and none while `room` is asked for the next one.
     """
     mark = sequence_id.to_bytes(8, "little")
     found = NOT_KNOWN
     try:
-        async for page in _pages(log, await _looked_through_from(log, end_index), end_index):
+        async for page in _pages(log, await _looked_through_from(log, end_index), end_index, room):
             # Most pages do not have both, which is told without taking them apart.
             for places in _records(log, page) if mark in page and name in page else ():
                 columns = page[places[RECORD_START] : places[COLUMNS_END]]
                 if mark in columns and name in columns:
                     found = max(found, _index_in_record(page, places, name, sequence_id))
+            del page  # until there is another one
     except PositionError:
         # Retention was faster.
         pass
@@ -95,33 +106,43 @@ async def _looked_through_from(log: Log, end_index: int) -> int:
     return low
 
 
-async def publish_time_ms(log: Log, index: int) -> int:
+async def publish_time_ms(log: Log, index: int, room: Room = _any_room) -> int:
     """When the log took the message with this index; 0 if retention has dropped it, or it is damaged."""
     try:
-        async for page in _pages(log, index, index + 1):
+        async for page in _pages(log, index, index + 1, room):
             return int(next(_records(log, page))[PUBLISH_TIME_MS])
     except PositionError:
         pass
     return 0
 
 
-async def _pages(log: Log, start: int, stop: int) -> AsyncIterator[bytes]:
-    """The records with these messages, many at once, without what is damaged, or retention has dropped meanwhile."""
+async def _pages(log: Log, start: int, stop: int, room: Room) -> AsyncIterator[bytes]:
+    """The records with these messages, many at once, without what is damaged, or retention has dropped meanwhile.
+
+    Whoever has looked at a page drops it before the next one is asked for.
+    """
     here = max(start, log.first_index)
     covers = np.empty(5, np.int64)
+    least_bytes = 0
     while here < stop:
+        most_bytes = await room(least_bytes)
         try:
-            raw, _ = await log.read(here, stop, _PAGE_BYTES)
+            raw, _ = await log.read(here, stop, _PAGE_BYTES, most_bytes)
+        except LargerRecordError as e:
+            least_bytes = e.size
+            continue
         except DamagedError:
             after = await log.next_readable(here)
             if after == here:
                 raise
             here = after
             continue
-        page = bytes(raw)
+        page, least_bytes = bytes(raw), 0
+        del raw
         span(np.frombuffer(page, np.uint8), covers)
         here = int(covers[-1])
         yield page
+        del page
 
 
 def _records(log: Log, page: bytes) -> Iterator[Int64s]:
@@ -155,6 +176,12 @@ MAX_LOOKED_UP = 64
 """Of so many names at most `Open` answers where their last message stands: that may take a read each."""
 
 
+class CheckNames(Protocol):
+    """Whether these names may be opened, and whether that takes a record in the log. May raise."""
+
+    def __call__(self, names: list[str], /, *, writes: bool) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class _Begun:
     """Some names of a call, whose sessions are in force and may not be durable yet."""
@@ -169,7 +196,7 @@ async def open_sessions(
     topic: Topic,
     names: list[str],
     epochs: list[int] | None,
-    check: Callable[[list[str]], None] = lambda names: None,
+    check: CheckNames = lambda names, *, writes: None,
 ) -> OpenAnswer:
     """Starts sessions (`epochs` None), or resumes these, each name by itself. Older ones are fenced at once. `check` is
     called with some names right before these are opened, and may raise.
@@ -226,7 +253,7 @@ async def _begin(
     topic: Topic,
     names: list[str],
     epochs: list[int] | None,
-    check: Callable[[list[str]], None],
+    check: CheckNames,
     changes: "list[asyncio.Future[None]]",
 ) -> _Begun:
     """The sessions of some names are in force. What the log has to say for that to be durable is added to `changes`."""
@@ -240,7 +267,7 @@ async def _begin(
         # Whether these sessions have been fenced is not known before that has settled.
         await topic.all_settled()
         topic.check_serving()
-    check(names)
+    check(names, writes=topic.sessions.need_a_record(names, epochs))
     if epochs is None and topic.sessions.term_is_used_up:
         topic.owner.begin_another_term()
     opening = topic.sessions.open(names, epochs)
@@ -311,8 +338,8 @@ class ProducerInFlight(NamedTuple):
     in_flight_ms: int
 
 
-async def message_state(topic: Topic, name: str, sequence_id: int) -> MessageStatus:
-    """What is known of a message. One that the ring has forgotten is looked for at the log's end (`originals`).
+async def message_state(topic: Topic, name: str, sequence_id: int, room: Room = _any_room) -> MessageStatus:
+    """What is known of a message. One that the ring has forgotten is looked for at the log's end (`find_in_log`).
 
     Raises INVALID_NAME, INVALID_SEQUENCE_ID; INVALID_REQUEST in a topic of deduplication IDs; RECOVERING or LOG_DAMAGED
     while it is not certain.
@@ -337,13 +364,13 @@ async def message_state(topic: Topic, name: str, sequence_id: int) -> MessageSta
         return MessageStatus(MessageState.IN_FLIGHT, pushed, persisted, in_flight_ms=_ms_since(topic, since))
     index = topic.producers.index_of(number, sequence_id)
     if index == NOT_KNOWN:
-        index = await find_in_log(topic.log, encoded, sequence_id, topic.confirmed_index)
+        index = await find_in_log(topic.log, encoded, sequence_id, topic.confirmed_index, room)
     if index == NOT_KNOWN:
         return MessageStatus(MessageState.BELOW_WATERMARK, pushed, persisted)
-    return await _stored(topic, index, pushed, persisted)
+    return await _stored(topic, index, pushed, persisted, room)
 
 
-async def state_by_id(topic: Topic, deduplication_id: bytes) -> MessageStatus:
+async def state_by_id(topic: Topic, deduplication_id: bytes, room: Room = _any_room) -> MessageStatus:
     """What is known of the message with this deduplication ID.
 
     Raises INVALID_DEDUPLICATION_ID, INVALID_REQUEST in a topic of sequence IDs; RECOVERING, LOG_DAMAGED,
@@ -368,12 +395,12 @@ async def state_by_id(topic: Topic, deduplication_id: bytes) -> MessageStatus:
         return MessageStatus(MessageState.IMPORTED, NO_SEQUENCE_ID, NO_SEQUENCE_ID)
     if index < topic.window.first_index:
         return MessageStatus(MessageState.NOT_SEEN, NO_SEQUENCE_ID, NO_SEQUENCE_ID)
-    return await _stored(topic, index, NO_SEQUENCE_ID, NO_SEQUENCE_ID)
+    return await _stored(topic, index, NO_SEQUENCE_ID, NO_SEQUENCE_ID, room)
 
 
-async def _stored(topic: Topic, index: int, pushed: int, persisted: int) -> MessageStatus:
+async def _stored(topic: Topic, index: int, pushed: int, persisted: int, room: Room) -> MessageStatus:
     position = await _position_of(topic, index)
-    time_ms = await publish_time_ms(topic.log, index)
+    time_ms = await publish_time_ms(topic.log, index, room)
     return MessageStatus(MessageState.STORED, pushed, persisted, position=position, publish_time_ms=time_ms)
 
 
@@ -483,15 +510,16 @@ async def move_cursor(topic: Topic, name: str, expected: CursorContent | None, n
     """Has it keep something else, if it keeps this: durable on return. Where that is what it keeps, nothing is written.
 
     What is under way counts as if it were done: if it fails, this fails with it. Raises CURSOR_MOVED, INVALID_NAME,
-    INVALID_POSITION, TOO_MANY_CURSORS; why the topic takes nothing now, or LOG_REFUSED: then it is as it was. Whoever
-    is cancelled here does not know.
+    INVALID_POSITION, INVALID_REQUEST, TOO_MANY_CURSORS; why the topic takes nothing now, or LOG_REFUSED: then it is as
+    it was. Whoever is cancelled here does not know.
     """
     check_cursor_name(name)
     position, note = new
     if not position.is_whole() or min(position.incarnation, position.index + 1) < 0:
         raise error("INVALID_POSITION", f"{position} is no position: its parts do not fit together")
     if (size := len(note.encode())) > MAX_NOTE_BYTES:
-        raise error("INVALID_POSITION", f"the note has {size} bytes: at most {MAX_NOTE_BYTES} are taken")
+        what = f"the note has {size} bytes: at most {MAX_NOTE_BYTES} are taken"
+        raise error("INVALID_REQUEST", what, hint="Shorten the note, or keep what it says elsewhere.")
     topic.check_serving()
     cursors = {one.name: one for one in topic.newest_policy.cursors}
     found = cursors.get(name)
@@ -528,12 +556,3 @@ def _cursor(topic: Topic, name: str) -> NamedCursor:
         if one.name == name:
             return one
     raise error("CURSOR_NOT_FOUND", f"topic {topic.name} has no cursor {name!r}", topic=topic.name)
-
-
-def check_cursor_name(name: str) -> None:
-    """Raises INVALID_NAME if no cursor can have this name."""
-    try:
-        new_producer_name(name)
-    except InvalidRequestError as e:
-        what = f"{name[:80]!r} is no name of a cursor: it should have 1 to 255 bytes and no control characters"
-        raise error("INVALID_NAME", what) from e

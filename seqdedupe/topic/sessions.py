@@ -36,10 +36,16 @@ def can_have_been_given(epoch: int) -> bool:
     return epoch > 1 << _TERM_SHIFT
 
 
+def wrong_count() -> SeqdedupeError:
+    """The error of an Open of no name, of too many, or of one twice."""
+    what = f"Open takes 1 to {MAX_OPEN_NAMES} producer names, each once"
+    return error("INVALID_NAME", what, hint="Name each producer once, and open more of them in several calls.")
+
+
 def check_count(names: list[str]) -> None:
     """Raises INVALID_NAME for an Open of too many names, or of one that comes twice."""
     if not 1 <= len(names) <= MAX_OPEN_NAMES or len(set(names)) < len(names):
-        raise error("INVALID_NAME", f"Open takes 1 to {MAX_OPEN_NAMES} producer names, each once")
+        raise wrong_count()
 
 
 def encoded_names(names: list[str], known: Producers | None = None) -> list[bytes]:
@@ -205,6 +211,15 @@ class Sessions:
         """Whether any of the names has a session whose record is not durable yet, and may fail."""
         rows = self._producers.numbers[self._known(names)]
         return bool((rows[:, EPOCH] > rows[:, DURABLE_EPOCH]).any())
+
+    def need_a_record(self, names: list[str], epochs: list[int] | None) -> bool:
+        """Whether the log has to say something for these to be opened, as `open`: only what it says already is resumed
+        without. Also where all that are new will be refused."""
+        if epochs is None:
+            return True
+        numbers = self._producers.find_all([name.encode(errors="replace") for name in names])
+        durable = np.where(numbers >= 0, self._producers.numbers[numbers, DURABLE_EPOCH], NO_EPOCH)
+        return any(epoch > known for epoch, known in zip(epochs, durable.tolist(), strict=True))
 
     def use(self, names: list[str]) -> None:
         """Somebody wants these names: they are not idle."""

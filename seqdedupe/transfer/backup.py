@@ -25,8 +25,7 @@ from seqdedupe.log.embedded.log_folder import SECRET_FILE, TOPIC_FILE
 from seqdedupe.log.embedded.segment import unreadable
 from seqdedupe.log.embedded.tail import read_what_can_be
 from seqdedupe.store import directories
-from seqdedupe.store.copy import write_copy
-from seqdedupe.store.db import Store
+from seqdedupe.store.db import Store, write_copy
 from seqdedupe.store.directories import MANIFEST_FILE, WORKERS_FILE
 from seqdedupe.store.parts import TopicRecord
 

@@ -191,7 +191,8 @@ class SavedParts:
         if not 0 <= term < MAX_TERM:
             raise error("INVALID_REQUEST", f"term is {term}: it should be 0 to {MAX_TERM - 1}")
         if position.index < -1 or (position.index < 0 and position.message_id is not None):
-            raise error("INVALID_POSITION", f"the snapshot has no position that can be: {position}")
+            what = f"the snapshot has no position that can be: {position}"
+            raise error("INVALID_POSITION", what, hint="Export the snapshot again, and import it as it was exported.")
         if len(opaque) > MAX_PLACE_BYTES:
             raise error("INVALID_REQUEST", f"broker_position has {len(opaque)} bytes: at most {MAX_PLACE_BYTES}")
         self._term = term
@@ -311,7 +312,8 @@ class TopicImport(ABC, Generic[Imported]):
     def _check(self) -> None:
         self._check_unused()
         if not self._is_newest:
-            raise error("TOPIC_IN_USE", f"another import into topic {self._topic.name} was begun meanwhile")
+            what = f"another import into topic {self._topic.name} was begun meanwhile"
+            raise error("TOPIC_IN_USE", what, hint="Let one import end before another one begins.")
 
     @abstractmethod
     def _check_unused(self) -> None: ...

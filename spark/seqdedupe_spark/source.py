@@ -87,7 +87,8 @@ def _parsed(texts: Mapping[str, str]) -> dict[str, Position]:
     try:
         return {topic: Position.parse(text) for topic, text in texts.items()}
     except InvalidRequestError as e:
-        raise error("INVALID_POSITION", f"the checkpoint's offsets are not this source's: {e.message}") from e
+        what = f"the checkpoint's offsets are not this source's: {e.message}"
+        raise error("INVALID_POSITION", what, hint="Start the query with its own checkpoint, or with a new one.") from e
 
 
 NAME = "seqdedupe"

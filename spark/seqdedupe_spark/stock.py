@@ -24,7 +24,8 @@ _NO_ENTRY = (1 << _ENTRY_BITS) - 1
 def index_of(entry: MessageId) -> int:
     """The index of the position after this entry. Raises INVALID_POSITION for one that Pulsar does not have either."""
     if entry.ledger_id >= 1 << 32 or entry.entry_id >= _NO_ENTRY:
-        raise error("INVALID_POSITION", f"{entry} is beyond what a position holds")
+        hint = "Give the message ID of a message that the topic has."
+        raise error("INVALID_POSITION", f"{entry} is beyond what a position holds", hint=hint)
     return entry.ledger_id << _ENTRY_BITS | entry.entry_id
 
 

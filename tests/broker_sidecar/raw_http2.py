@@ -4,7 +4,7 @@ import select
 import socket
 import struct
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 
 DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY, WINDOW_UPDATE = 0, 1, 3, 4, 6, 7, 8
@@ -24,9 +24,13 @@ class RawConnection:
     """A connection whose calls are sent as far as the server's windows allow."""
 
     def __init__(self, address: str) -> None:
-        host, _, port = address.rpartition(":")
-        self._socket = socket.create_connection((host, int(port)))
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if address.startswith("unix:"):
+            self._socket = socket.socket(socket.AF_UNIX)
+            self._socket.connect(address.removeprefix("unix:"))
+        else:
+            host, _, port = address.rpartition(":")
+            self._socket = socket.create_connection((host, int(port)))
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _frame(SETTINGS, 0, 0, b""))
         self._readable = select.poll()  # which takes any descriptor, where `select` takes the first thousand
         self._readable.register(self._socket, select.POLLIN)
@@ -39,12 +43,15 @@ class RawConnection:
         self.is_closed = False
         self.ended: set[int] = set()
         """The calls that the server has ended."""
+        self.answers: defaultdict[int, bytes] = defaultdict(bytes)
+        """The headers and trailers of each call, as the server has packed them: gRPC writes a `grpc-message` out."""
 
-    def begin(self, method: str, headers: Mapping[str, str] = {}) -> int:
+    def begin(self, method: str | bytes, headers: Mapping[str, str | bytes] = {}) -> int:
         """A call without a message so far."""
         stream, self._next_stream = self._next_stream, self._next_stream + 2
         known = {"content-type": "application/grpc", "te": "trailers"}
-        fields = {":method": "POST", ":scheme": "http", ":path": method, ":authority": "localhost", **known, **headers}
+        where = {":method": "POST", ":scheme": "http", ":path": method, ":authority": "localhost"}
+        fields: dict[str, str | bytes] = {**where, **known, **headers}
         self._send(_frame(HEADERS, END_HEADERS, stream, b"".join(_field(*field) for field in fields.items())))
         return stream
 
@@ -116,7 +123,9 @@ class RawConnection:
                 self._windows[stream] += more
             else:
                 self._window += more
-        elif kind == RST_STREAM or (kind in (HEADERS, DATA) and flags & END_STREAM):
+        if kind == HEADERS:
+            self.answers[stream] += content
+        if kind == RST_STREAM or (kind in (HEADERS, DATA) and flags & END_STREAM):
             self.ended.add(stream)
 
     def _send(self, data: bytes) -> None:
@@ -131,9 +140,10 @@ def _frame(kind: int, flags: int, stream: int, content: bytes) -> bytes:
     return len(content).to_bytes(3, "big") + bytes((kind, flags)) + stream.to_bytes(4, "big") + content
 
 
-def _field(name: str, value: str) -> bytes:
+def _field(name: str, value: str | bytes) -> bytes:
     """A header in HPACK, without its tables."""
-    return b"\0" + b"".join(_length(len(text)) + text for text in (name.encode(), value.encode()))
+    content = value.encode() if isinstance(value, str) else value
+    return b"\0" + b"".join(_length(len(text)) + text for text in (name.encode(), content))
 
 
 def _length(size: int) -> bytes:

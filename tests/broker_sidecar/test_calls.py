@@ -174,16 +174,21 @@ def test_health_of_the_whole_and_of_every_topic(client: Client, topic: str) -> N
     stub = health_of(client.channel)
     full = f"persistent://public/default/{topic}"
     assert stub.Check(health_pb2.HealthCheckRequest(service="")).status == SERVING
-    with pytest.raises(grpc.RpcError) as e:
-        stub.Check(health_pb2.HealthCheckRequest(service=full))
-    assert e.value.code() == grpc.StatusCode.NOT_FOUND
+    for name, reason in ((full, "TOPIC_NOT_FOUND"), (topic, "TOPIC_NOT_FOUND"), ("no topic", "INVALID_TOPIC_NAME")):
+        assert refused(lambda: stub.Check(health_pb2.HealthCheckRequest(service=name))).reason == reason  # noqa: B023
     watch = stub.Watch(health_pb2.HealthCheckRequest(service=full), timeout=TIMEOUT_SECONDS)
     assert next(watch).status == SERVICE_UNKNOWN
+    by_short_name = stub.Watch(health_pb2.HealthCheckRequest(service=topic), timeout=TIMEOUT_SECONDS)
+    assert next(by_short_name).status == SERVICE_UNKNOWN
     client.open(topic, "p")
     seen: list[int] = []
     while not seen or seen[-1] != SERVING:
         seen.append(next(watch).status)
     assert stub.Check(health_pb2.HealthCheckRequest(service=full)).status == SERVING
+    assert stub.Check(health_pb2.HealthCheckRequest(service=topic)).status == SERVING
+    while next(by_short_name).status != SERVING:
+        pass
+    by_short_name.cancel()
     client.admin.DeleteTopic(admin_pb2.DeleteTopicRequest(topic=topic))
     while seen[-1] != SERVICE_UNKNOWN:
         seen.append(next(watch).status)

@@ -144,6 +144,23 @@ async def test_what_was_read_keeps_others_from_being_read_and_nobody_from_being_
     assert budget.read_bytes == 0
 
 
+async def test_what_waits_to_be_admitted_counts_as_read(process: Process) -> None:
+    """With all that came in the same message, and no longer than it waits."""
+    budget = Budget(lambda _: None, 4 * MIB)
+    publishing = _FrameStream(process.topic, stream_of(budget))
+    frames = [batch([("p0", k)], epochs=process.epochs, links={"p0": k - 1}).encode() for k in range(3)]
+    share = publishing.stream.share
+    share.take(4 * MIB)
+    taking = asyncio.ensure_future(publishing.take_all(list(enumerate(frames))))
+    await asyncio.sleep(0)
+    assert budget.read_bytes == sum(map(len, frames))
+    share.give_back(4 * MIB)
+    assert await taking == max(map(len, frames))
+    assert budget.read_bytes == 0
+    await process.topic.flight.all_of_now()
+    assert len(publishing.unsent) == len(frames)
+
+
 async def test_what_was_sent_is_not_kept_until_there_is_more_to_send(
     process: Process, monkeypatch: pytest.MonkeyPatch
 ) -> None:

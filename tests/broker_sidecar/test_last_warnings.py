@@ -22,6 +22,18 @@ def test_the_newest_come_first_and_the_oldest_go() -> None:
     assert {one.level for one in found} == {"WARNING"}
 
 
+def test_what_one_place_logs_pushes_nothing_else_out() -> None:
+    kept = LastWarnings()
+    logger = _logger(kept)
+    for number in range(3):
+        logger.error("of an operator %d", number)
+    for number in range(10 * KEPT):
+        logger.warning("of a client %d", number)
+    found = [one.message for one in kept.newest_first()]
+    assert found[-3:] == [f"of an operator {k}" for k in (2, 1, 0)]
+    assert found[:-3] == [f"of a client {10 * KEPT - 1 - k}" for k in range(KEPT - 3)]
+
+
 def test_an_exception_is_told_in_a_line() -> None:
     kept = LastWarnings()
     try:

@@ -1,18 +1,34 @@
 """Logs that nobody can flood."""
 
+import asyncio
 import json
 import logging
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import grpc
+import grpc.aio
 import pytest
+from grpc._cython import cygrpc
 
 from broker_sidecar import telemetry
-from broker_sidecar.telemetry import LINES, MAX_KINDS, WINDOW_SECONDS, Limit
+from broker_sidecar.telemetry import (
+    LINES,
+    MAX_EXCEPTION_CHARACTERS,
+    MAX_KINDS,
+    MAX_TEXT_CHARACTERS,
+    WINDOW_SECONDS,
+    LastWarnings,
+    Limit,
+)
 from seqdedupe.testing import Sidecar
+from tests import warm
+from tests.broker_sidecar import serve_command
 from tests.broker_sidecar.calls import TIMEOUT_SECONDS, Client, batch
+from tests.broker_sidecar.raw_http2 import RawConnection
 
 
 class Clock:
@@ -135,6 +151,54 @@ def test_what_is_configured_is_limited(capsys: pytest.CaptureFixture[str]) -> No
     assert [line["event"] for line in lines] == ["the same"] * LINES
 
 
+async def test_an_answer_that_comes_after_the_end_of_its_call_causes_no_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """gRPC writes the answer of a unary call after its handler has returned: whether the call has ended by then, and
+    gRPC knows of it, is a race. What a handler raises is told, as what gRPC itself raises there would be."""
+    called = asyncio.Event()
+    failures: dict[str, Exception] = {
+        "/a/ended": cygrpc.ExecuteBatchError("the call has ended"),
+        "/a/failed": RuntimeError("a defect"),
+    }
+
+    class Raising(grpc.GenericRpcHandler):
+        def service(self, details: grpc.HandlerCallDetails) -> Any:
+            async def handle(request: bytes, context: Any) -> bytes:
+                called.set()
+                raise failures[details.method]
+
+            return grpc.unary_unary_rpc_method_handler(handle)
+
+    server = grpc.aio.server()
+    server.add_generic_rpc_handlers((Raising(),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    root = logging.getLogger()
+    handlers, level, grpc_logger = list(root.handlers), root.level, logging.getLogger("grpc._cython.cygrpc")
+    filters = list(grpc_logger.filters)
+    last = LastWarnings()
+    try:
+        telemetry.configure("info", "text")
+        root.addHandler(last)
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            method: Any = channel.unary_unary
+            ended = method("/a/ended")(b"")
+            await called.wait()
+            ended.cancel()
+            with pytest.raises(grpc.aio.AioRpcError):
+                await method("/a/failed")(b"", timeout=TIMEOUT_SECONDS)
+    finally:
+        root.handlers[:] = handlers
+        root.setLevel(level)
+        grpc_logger.filters[:] = filters
+        await server.stop(None)
+    written = capsys.readouterr().err
+    assert "RuntimeError: a defect" in written
+    assert "ExecuteBatchError" not in written
+    assert [one.message for one in last.newest_first() if "ExecuteBatchError" in one.message] == []
+
+
 def test_a_hostile_client_causes_no_lines(sidecar: Sidecar) -> None:
     client = Client(sidecar.address)
     epochs = client.epochs("t", "a")
@@ -156,3 +220,30 @@ def test_a_hostile_client_causes_no_lines(sidecar: Sidecar) -> None:
     assert {line["event"] for line in sidecar.log[began:] if "topic" not in line["event"]} == {"draining", "stopped"}
     assert len(sidecar.log) - began < LINES
     assert not sidecar.errors
+
+
+def test_a_long_text_is_cut_in_both_forms() -> None:
+    long, longer = "x" * (10 * MAX_TEXT_CHARACTERS), ValueError("y" * (10 * MAX_EXCEPTION_CHARACTERS))
+    record = logging.getLogger("seqdedupe").makeRecord(
+        "seqdedupe", logging.ERROR, "", 1, "%s", (long,), (ValueError, longer, None), extra={"path": long}
+    )
+    for form in (telemetry._Json(), telemetry._Text("%(message)s")):
+        line = form.format(record)
+        assert line.count("x") <= 2 * MAX_TEXT_CHARACTERS + 10
+        assert line.count("y") <= MAX_EXCEPTION_CHARACTERS
+        assert line.count("characters are left out") == 3
+
+
+@pytest.mark.parametrize("verbosity", ["NONE by default", "INFO"])
+def test_grpc_itself_writes_nothing_for_callers_unless_somebody_wants_it(tmp_path: Path, verbosity: str) -> None:
+    environment = {"GRPC_VERBOSITY": verbosity} if verbosity == "INFO" else {}
+    # In a process that imports gRPC itself.
+    with warm.cold(), Sidecar(tmp_path, module=serve_command.MODULE, environment=environment) as sidecar:
+        connection = RawConnection(sidecar.address)
+        for headers in ({"grpc-encoding": "gzip"}, {"grpc-encoding": "snappy"}, {"grpc-timeout": "abc"}):
+            call = connection.begin("/seqdedupe.v1.AdminService/GetVersion", headers)
+            assert connection.wait_ended([call], TIMEOUT_SECONDS)
+        connection.close()
+        assert sidecar.stop() == 0
+        written = sum(len(line) for line in sidecar.errors)
+        assert (written > 0) == (verbosity == "INFO")

@@ -4,15 +4,21 @@ import random
 import shutil
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
+from broker_sidecar.shares import MAX_HELD_BYTES
 from seqdedupe.limits import MAX_SEQUENCE_ID
 from seqdedupe.testing import Sidecar
-from seqdedupe.v1 import admin_pb2
+from seqdedupe.v1 import admin_pb2, read_pb2
 from tests.broker_sidecar.calls import NOT_DUP, TIMEOUT_SECONDS, Client, batch, refused, verdicts
+from tests.broker_sidecar.test_hostile import MIB, resident_bytes, sidecar_with
+from tests.broker_sidecar.test_unread_pages import MORE
 
 KILLS = 6
+LOOKS = 120
+"""Calls at once that each look through a whole log."""
 
 
 def message(client: Client, topic: str, name: str, sequence_id: int) -> admin_pb2.GetMessageStateResponse:
@@ -44,6 +50,39 @@ def test_the_state_of_a_message(client: Client, topic: str) -> None:
         assert (found.pushed, found.persisted) == (persisted, persisted)
     in_flight = client.admin.ListInFlight(admin_pb2.ListInFlightRequest(topic=topic))
     assert (in_flight.producers, len(in_flight.in_flight)) == (0, 0)
+
+
+def peak_bytes(sidecar: Sidecar) -> int:
+    """The most memory that the process has had so far."""
+    [line] = [one for one in Path(f"/proc/{sidecar.pid}/status").read_text().splitlines() if one.startswith("VmHWM:")]
+    return int(line.split()[1]) * 1024
+
+
+@pytest.mark.parametrize(
+    ("held_bytes", "is_bounded"), [(MAX_HELD_BYTES, True), (1 << 40, False)], ids=["", "the control without a limit"]
+)
+def test_looks_into_the_log_take_turns_for_the_memory_of_readers(
+    tmp_path: Path, held_bytes: int, is_bounded: bool
+) -> None:
+    with sidecar_with(tmp_path, {}, streams__MAX_HELD_BYTES=held_bytes) as sidecar:
+        client = Client(sidecar.address)
+        epochs = client.epochs("t", "p")
+        for k in range(24):
+            client.publish_unary("t", batch([("p", 10 * k)], epochs, {"p": 10 * k - 10 if k else -1}, [bytes(MIB)]))
+        message(client, "t", "p", 5)
+        before = resident_bytes(sidecar)
+        ask, locate = client.admin.GetMessageState, client.reading.Locate
+        requests = [admin_pb2.GetMessageStateRequest(topic="t", producer_name="p", sequence_id=5)] * LOOKS
+        now_ms = time.time_ns() // 1_000_000
+        times = [read_pb2.LocateRequest(topic="t", publish_time_ms=now_ms - k) for k in range(LOOKS)]
+        asked = [ask.future(request, timeout=TIMEOUT_SECONDS) for request in requests]
+        located = [locate.future(request, timeout=TIMEOUT_SECONDS) for request in times]
+        assert {one.result().state for one in asked} == {admin_pb2.MESSAGE_STATE_BELOW_WATERMARK}
+        assert all(0 <= one.result().index <= 24 for one in located)
+        grown_by = peak_bytes(sidecar) - before
+        print("grown by", grown_by // MIB)
+        assert (grown_by < MAX_HELD_BYTES + MORE) == is_bounded
+        client.close()
 
 
 def test_a_name_that_was_used_up_can_be_used_again(client: Client, topic: str) -> None:

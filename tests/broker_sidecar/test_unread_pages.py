@@ -9,6 +9,7 @@ from typing import Any
 
 import grpc
 import grpc.aio
+import pytest
 
 from broker_sidecar.shares import MAX_HELD_BYTES
 from seqdedupe.address import SidecarAddress
@@ -217,6 +218,42 @@ async def test_grpc_keeps_nothing_for_streams_that_were_ended_and_are_not_read(t
                 await one
         for one in leaving:
             one.cancel()
+
+
+PRODUCERS = 20_000
+"""With names of 200 bytes: a copy of a topic's numbers takes some 5 MB."""
+EXPORTS = 60
+
+
+@pytest.mark.parametrize(("at_once", "is_bounded"), [(4, True), (EXPORTS, False)], ids=["", "the control without"])
+async def test_exports_that_nobody_reads_do_not_each_hold_a_copy_of_the_topic(
+    tmp_path: Path, at_once: int, is_bounded: bool
+) -> None:
+    constants = {"streams__EXPORTS_AT_ONCE": at_once, "streams__CALLER_SHARE": 1, "streams__UNREAD_SECONDS": NEVER}
+    with sidecar_with(tmp_path, {}, **constants) as sidecar:
+        client = Client(sidecar.address)
+        names = [f"{k:06d}".ljust(200, "x") for k in range(PRODUCERS)]
+        for first in range(0, PRODUCERS, 5_000):
+            client.open("large", *names[first : first + 5_000])
+        request = admin_pb2.ExportSnapshotRequest(topic="large")
+        assert len(list(client.admin.ExportSnapshot(request))) > 4
+        before = resident_bytes(sidecar)
+        async with unread(sidecar.address, "/seqdedupe.v1.AdminService/ExportSnapshot", request, EXPORTS):
+            assert (await grown_by(sidecar, before) < MORE + 48 * MIB) == is_bounded
+        client.close()
+
+
+async def test_who_reads_an_export_has_it_beside_others_that_do_not(tmp_path: Path) -> None:
+    constants = {"streams__EXPORTS_AT_ONCE": 2, "streams__UNREAD_SECONDS": 0.1}
+    path = "/seqdedupe.v1.AdminService/ExportSnapshot"
+    with sidecar_with(tmp_path, {}, **constants) as sidecar:
+        client = Client(sidecar.address)
+        for first in (0, 5_000):
+            client.open("large", *(f"{k:06d}".ljust(200, "x") for k in range(first, first + 5_000)))
+        request = admin_pb2.ExportSnapshotRequest(topic="large")
+        async with unread(sidecar.address, path, request, 8), grpc.aio.insecure_channel(sidecar.address) as channel:
+            assert await all_is_read(begin(channel, path, request), WAIT_SECONDS)
+        client.close()
 
 
 async def test_exports_wait_for_the_memory_of_readers_and_go_on(tmp_path: Path) -> None:

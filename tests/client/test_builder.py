@@ -14,7 +14,13 @@ from seqdedupe.client.builder import Builder
 from seqdedupe.client.pending import PendingBatch
 from seqdedupe.client.producer_session import ProducerConfig
 from seqdedupe.errors import InvalidRequestError
-from seqdedupe.limits import MAX_BATCH_BYTES, MAX_PAYLOAD_BYTES, MAX_SEQUENCE_ID
+from seqdedupe.limits import (
+    MAX_BATCH_BYTES,
+    MAX_EVENT_TIME_MS,
+    MAX_PAYLOAD_BYTES,
+    MAX_SEQUENCE_ID,
+    MIN_EVENT_TIME_MS,
+)
 
 Row = tuple[int, bytes | None, bytes | None, int, dict[str, str]]
 
@@ -50,7 +56,7 @@ messages = st.lists(
         st.integers(1, 10),
         st.none() | st.binary(max_size=20),
         st.none() | st.binary(max_size=5),
-        st.integers(0, 2**62),
+        st.integers(MIN_EVENT_TIME_MS, MAX_EVENT_TIME_MS) | st.sampled_from([MIN_EVENT_TIME_MS, MAX_EVENT_TIME_MS, 0]),
         st.dictionaries(st.text("aé", max_size=3), st.text("äb", max_size=3)),
     ),
     min_size=1,
@@ -194,6 +200,7 @@ def binary(offsets: list[int], data: bytes, validity: bytes = b"") -> Binary:
         (one(b"x", properties={5: "a"}), "INVALID_REQUEST"),
         (one(b"x", event_time=datetime(2024, 1, 1)), "INVALID_REQUEST"),
         (one(b"x", event_time=2**63), "INVALID_REQUEST"),
+        (one(b"x", event_time=-(2**63) - 1), "INVALID_REQUEST"),
         (columns([]), "INVALID_BATCH"),
         (columns([b""] * 65_537), "INVALID_BATCH"),
         (columns(Binary()), "INVALID_BATCH"),

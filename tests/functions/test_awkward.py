@@ -13,6 +13,7 @@ from seqdedupe.errors import ConfigurationError
 from seqdedupe.functions import DedupeFunction
 from seqdedupe.functions.deployment import check_deployment
 from seqdedupe.functions.instance import Owners
+from seqdedupe.limits import MIN_EVENT_TIME_MS
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from tests.functions import examples
 from tests.functions.awkward import CallsBackForever, Untold
@@ -209,16 +210,17 @@ def test_a_message_of_somebody_else_is_no_marker_whatever_it_calls_itself(
     assert payloads(shared_sidecar, topic) == [b"0"]
 
 
+@pytest.mark.parametrize("time_ms", [-5, MIN_EVENT_TIME_MS])
 def test_what_pulsar_could_not_have_as_it_was_comes_out_as_it_was(
-    start: Start, shared_sidecar: Sidecar, topic: str
+    start: Start, shared_sidecar: Sidecar, topic: str, time_ms: int
 ) -> None:
     key = base64.b64encode(b"\xff\x00").decode()
-    own = {KEY_BASE64: key, EVENT_TIME_MS: "-5", f"{USER}seqdedupe.own": "mine", "a": "b"}
+    own = {KEY_BASE64: key, EVENT_TIME_MS: str(time_ms), f"{USER}seqdedupe.own": "mine", "a": "b"}
     runtime = start()
     runtime.give([Message(b"0", Id(0), key=key, properties=written(0) | own)])
     runtime.until_acknowledged(1)
     (message,) = stored(shared_sidecar, topic)
-    assert (message.key, message.event_time_ms) == (b"\xff\x00", -5)
+    assert (message.key, message.event_time_ms) == (b"\xff\x00", time_ms)
     assert message.properties == {"seqdedupe.own": "mine", "a": "b"}
 
 

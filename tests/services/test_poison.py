@@ -15,7 +15,7 @@ from sqlalchemy import Connection, Engine, Table, select, update
 from seqdedupe.client.blocking import Client
 from seqdedupe.client.message import Message
 from seqdedupe.errors import ConfigurationError, SeqdedupeError
-from seqdedupe.limits import MAX_BATCH_BYTES, MAX_PAYLOAD_BYTES
+from seqdedupe.limits import MAX_BATCH_BYTES, MAX_PAYLOAD_BYTES, MIN_EVENT_TIME_MS
 from seqdedupe.services.consumer import Consumer, ConsumerConfig, consumer_row, work
 from seqdedupe.services.consumer.database import DEAD_LETTERS, PARKED
 from seqdedupe.services.consumer.dead_letters import DeadLetterPublisher, SetAside, deduplication_id, drop, retry
@@ -269,8 +269,9 @@ def test_dead_letters_go_to_a_topic_once(
     letters = f"{topic}-dead"
     client.admin.create_topic(letters, deduplication_mode="deduplication-id")
     with client.producer(topic, "p") as producer:
-        for n in range(20):
-            producer.send(b"%d" % n, key=f"k{n}", event_time=n + 1, properties={"n": "ä"})
+        times = [MIN_EVENT_TIME_MS if n == 17 else n + 1 for n in range(20)]
+        keys, payloads = [f"k{n}" for n in range(20)], [b"%d" % n for n in range(20)]
+        producer.send_batch(payloads, keys=keys, event_times_ms=times, properties=[{"n": "ä"}] * 20)
     handle, left = refusing(3, 17)
     settle = DeadLetterPublisher._settle
     monkeypatch.setattr(DeadLetterPublisher, "keep_up", lambda _: None)  # both go at the end
@@ -292,6 +293,7 @@ def test_dead_letters_go_to_a_topic_once(
     assert set(found) == {b"17", b"3"}
     assert one.deduplication_id == f"c/persistent://public/default/{topic}/{incarnation}/3".encode()
     assert (one.key, one.event_time_ms, one.properties["n"]) == (b"k3", 4, "ä")
+    assert found[b"17"].event_time_ms == MIN_EVENT_TIME_MS
     assert one.properties["EXCEPTION_MESSAGE"] == "ValueError: 3 is bad\\ud800"
     assert one.properties["REAL_TOPIC"] == f"persistent://public/default/{topic}"
     assert one.properties["ORIGIN_MESSAGE_ID"] == f"{incarnation}:3"
@@ -321,7 +323,7 @@ def test_a_topic_of_sequence_ids_would_lose_dead_letters(
 
 
 def test_a_dead_letter_that_is_too_large_stays(
-    sqlite: Engine, client: Client, topic: str, publish: Publish, monkeypatch: pytest.MonkeyPatch
+    sqlite: Engine, client: Client, topic: str, publish: Publish, caplog: pytest.LogCaptureFixture
 ) -> None:
     make_table(sqlite)
     letters = f"{topic}-dead"
@@ -339,6 +341,9 @@ def test_a_dead_letter_that_is_too_large_stays(
     Consumer(client, topic, "c", sqlite, handle, config=config).run(follow=False)
     assert indexes(sqlite, DEAD_LETTERS) == [0]
     assert client.ends(letters).last.index == 0
+    [told] = [record for record in caplog.records if "stays in its table" in record.message]
+    assert told.exc_info is None
+    assert "[BATCH_TOO_LARGE]" in told.message
     assert retry(sqlite, "c", [0]).now == 1
 
 

@@ -34,7 +34,7 @@ from seqdedupe.log.embedded.inspection import Damage, DurablePart
 from seqdedupe.log.embedded.reader import AHEAD_MS, BEHIND_FILE, Ahead, ReadAhead, SegmentReader, steady_ms
 from seqdedupe.log.embedded.segment import Segment, segment_path
 from seqdedupe.log.embedded.tail import Tail
-from seqdedupe.log.embedded.writer import Append, LateAppends, Writer, WriteTerm, WrittenAppends
+from seqdedupe.log.embedded.writer import LateAppends, Writer, WriteTerm, WrittenAppends
 
 logger = logging.getLogger("seqdedupe.log")
 
@@ -177,17 +177,14 @@ class EmbeddedLog:
         return 0
 
     def append(self, batch: bytes, rows: int, column_bytes: int) -> None:
-        self._append((batch, rows, column_bytes))
+        if self._opening is None or not self._opening.opened:
+            raise error("INTERNAL", "an append to a log that is not open for writing")
+        self._opening.append((batch, rows, column_bytes))
 
     def append_control(self, body: bytes) -> None:
         if len(body) > MAX_BATCH_BYTES:
             raise error("INTERNAL", f"a control record of {len(body)} bytes: at most {MAX_BATCH_BYTES} are taken")
-        self._append((body, 0, len(body)))
-
-    def _append(self, append: Append) -> None:
-        if self._opening is None or not self._opening.opened:
-            raise error("INTERNAL", "an append to a log that is not open for writing")
-        self._opening.append(append)
+        self.append(body, 0, len(body))
 
     def flush_every(self, interval: FlushInterval) -> None:
         self._writer.flush_interval = interval

@@ -273,6 +273,9 @@ class ReadAhead:
             self._windows.pop(key).give_up()
 
 
+LOOK_BYTES = 2 * POINT_INTERVAL_BYTES
+"""What is read first for one record: where it is known about where it stands, that is in it, unless it is large."""
+
 ANYWHERE = 2**63 - 1
 """Damage is passed over wherever it ends."""
 
@@ -422,9 +425,7 @@ class SegmentReader:
         self.check_is_there(index)
         self.check_is_there(index + 1)
         segment = self.segments[self._place_of(index)]
-        found = await self._find(
-            segment, *segment.before_index(index), _holds(index), past=index, size=2 * POINT_INTERVAL_BYTES
-        )
+        found = await self._find(segment, *segment.before_index(index), _holds(index), past=index)
         if found is None:
             raise damaged(segment.path, segment.end, f"the message with index {index} should be here")
         piece, i = found
@@ -445,11 +446,13 @@ class SegmentReader:
         segment = segments[low - 1]
         # What is damaged counts as published when what stands after it was: nobody is led past it.
         offset, older = segment.before_time(publish_time_ms)
-        while (piece := await self._piece(segment, offset, older, past=ANYWHERE)) is not None:
+        size = LOOK_BYTES
+        while (piece := await self._piece(segment, offset, older, size, past=ANYWHERE)) is not None:
             hits = np.flatnonzero(piece.table[:, TIME_MS] >= publish_time_ms)
             if len(hits):
                 return min(int(piece.table[hits[0], BASE]) if hits[0] else older, stop_index)
-            offset, older = piece.end, piece.next_index(older)
+            offset, older, size = piece.end, piece.next_index(older), SCAN_BYTES
+            del piece  # until there is another one
         return min(older, stop_index)
 
     async def locate_bytes(self, from_index: int, size_bytes: int, stop_index: int) -> int:
@@ -512,7 +515,7 @@ class SegmentReader:
         wanted: Callable[[SegmentPiece], np.ndarray],
         *,
         past: int,
-        size: int = CHUNK_BYTES,
+        size: int = LOOK_BYTES,
         payloads_from: int | None = None,
         most_bytes: int = ANY_BYTES,
     ) -> tuple[SegmentPiece, int] | None:
@@ -520,7 +523,6 @@ class SegmentReader:
 
         Damage is passed over if it ends at or before the index `past`.
         """
-        next_size = CHUNK_BYTES if most_bytes == ANY_BYTES else SCAN_BYTES
         while True:
             piece = await self._piece(segment, offset, index, size, payloads_from, most_bytes, past=past)
             if piece is None:
@@ -528,14 +530,15 @@ class SegmentReader:
             hits = np.flatnonzero(wanted(piece))
             if len(hits):
                 return piece, int(hits[0])
-            offset, index, size = piece.end, piece.next_index(index), next_size
+            offset, index, size = piece.end, piece.next_index(index), SCAN_BYTES
+            del piece  # until there is another one
 
     async def _piece(
         self,
         segment: Segment,
         offset: int,
         index: int,
-        size: int = CHUNK_BYTES,
+        size: int,
         payloads_from: int | None = None,
         most_bytes: int = ANY_BYTES,
         *,

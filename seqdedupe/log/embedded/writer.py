@@ -179,7 +179,8 @@ class WriteTerm:
     def append(self, append: Append) -> None:
         """Hands an append to the thread."""
         self._appends.append(append)
-        self._wake()
+        if not self._queued:
+            self._wake()
 
     def flush(self) -> None:
         """Asks the thread to sync what has been appended."""

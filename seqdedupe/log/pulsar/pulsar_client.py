@@ -20,6 +20,7 @@ import pulsar
 import pulsar.asyncio
 
 from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.files import read_named
 from seqdedupe.log.pulsar.admin_url import HttpConnection
 
 # -- Who the sidecar is to Pulsar: a token, as it is now. Nothing of it is ever in an error or a log.
@@ -41,7 +42,7 @@ def from_file(path: Path) -> Token:
 
     def token() -> str:
         try:
-            return path.read_text().strip()
+            return read_named(path).decode().strip()
         except (OSError, UnicodeDecodeError) as e:
             why = e.strerror if isinstance(e, OSError) else "it is no text"
             raise error("PULSAR_FORBIDS", f"the token file {path} cannot be read: {why}") from None
@@ -72,7 +73,7 @@ class OAuth2:
 
     def _fetched(self) -> tuple[str, float]:
         try:
-            known = json.loads(self._credentials_file.read_text())
+            known = json.loads(read_named(self._credentials_file))
             asked = {
                 "grant_type": "client_credentials",
                 "client_id": str(known["client_id"]),

@@ -440,10 +440,9 @@ async def _send(publisher: Publisher, row: Row[Any]) -> bool:
             event_time=row.event_time_ms or None,
             properties=json.loads(row.properties) | of_message,
         )
-    except InvalidRequestError:
+    except InvalidRequestError as e:
         # Too large, or its topic is not what it was: it would end the consumer at each start.
-        logger.exception(
-            "the dead letter of index %d stays in its table: its topic does not take it", row.message_index
-        )
+        said = "the dead letter of index %d of %s stays in its table: its topic %s does not take it: %s"
+        logger.error(said, row.message_index, row.topic, row.dead_letter_topic, e)
         return False
     return True

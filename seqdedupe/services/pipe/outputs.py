@@ -10,7 +10,13 @@ from seqdedupe.batch import Binary
 from seqdedupe.client.builder import BATCH_OVERHEAD_BYTES, PROPERTY_OVERHEAD_BYTES, ROW_OVERHEAD_BYTES, key_bytes
 from seqdedupe.client.message import Message, StoredBatch
 from seqdedupe.errors import SeqdedupeError, error
-from seqdedupe.limits import MAX_BATCH_BYTES, MAX_PAYLOAD_BYTES, MAX_SEQUENCE_ID
+from seqdedupe.limits import (
+    MAX_BATCH_BYTES,
+    MAX_EVENT_TIME_MS,
+    MAX_PAYLOAD_BYTES,
+    MAX_SEQUENCE_ID,
+    MIN_EVENT_TIME_MS,
+)
 
 NUMBER_BITS = 10
 """Of a sequence ID: the output's number among those of its input. The input's index stands above them."""
@@ -99,7 +105,8 @@ class Calling:
             what = (
                 f"message {past - 1} of {self._topic} has no sequence ID: indexes below {MAX_INPUT_INDEX} are possible"
             )
-            raise error("INVALID_SEQUENCE_ID", what, index=past - 1)
+            hint = "The pipe ends here for good: publish what comes to a new source topic, and pipe that."
+            raise error("INVALID_SEQUENCE_ID", what, hint=hint, index=past - 1)
         rows = range(len(stored))
         keys = stored.batch.keys.rows(len(stored)) if stored.batch.keys else repeat(None)
         ids = range(stored.base_index << NUMBER_BITS, past << NUMBER_BITS, MAX_OUTPUTS)
@@ -153,6 +160,19 @@ class Calling:
 
     def _failed(self, message: Message, why: Exception) -> SeqdedupeError:
         which = f"message {message.message_id} (index {message.index}) of {self._topic}"
+        place: dict[str, Any] = {"topic": self._topic, "index": message.index, "message_id": message.message_id}
+        if isinstance(why, _TooLarge) and why.size_bytes <= _size_bytes(_output(message, None)):
+            size_bytes = BATCH_OVERHEAD_BYTES + why.size_bytes
+            return error(
+                "MESSAGE_TOO_LARGE",
+                f"{which} cannot be passed on: with the names and numbers that the pipe gives it, it takes up to "
+                f"{size_bytes} bytes, and a frame has at most {MAX_BATCH_BYTES}",
+                hint="Let the function give less for that message, or nothing (None), and start the pipe again: it "
+                "goes on with that message.",
+                size_bytes=size_bytes,
+                limit_bytes=MAX_BATCH_BYTES,
+                **place,
+            )
         try:
             text = f"{type(why).__name__}: {why}"
         except Exception:  # noqa: BLE001 (an error's text is the user's code too)
@@ -161,9 +181,7 @@ class Calling:
             "FUNCTION_FAILED",
             f"the pipe's function fails on {which}: {text}",
             hint="Correct the pipe's function and start the pipe again: it goes on with that message.",
-            topic=self._topic,
-            index=message.index,
-            message_id=message.message_id,
+            **place,
         )
         failure.__cause__ = why
         return failure
@@ -173,9 +191,7 @@ class Calling:
         cannot be published."""
         size_bytes = sum(map(_size_bytes, outputs))
         if BATCH_OVERHEAD_BYTES + size_bytes > MAX_BATCH_BYTES:
-            raise ValueError(
-                f"its {len(outputs)} outputs take {size_bytes} bytes: all of them go in one frame of 8 MiB"
-            )
+            raise _TooLarge(len(outputs), size_bytes)
         if self._size_bytes + size_bytes > MAX_BATCH_BYTES:
             self._held = outputs, sequence_id
             return False
@@ -225,6 +241,14 @@ class Calling:
         )
 
 
+class _TooLarge(ValueError):
+    """An input's outputs have no room in one frame."""
+
+    def __init__(self, outputs: int, size_bytes: int) -> None:
+        super().__init__(f"its {outputs} outputs take {size_bytes} bytes: all of them go in one frame of 8 MiB")
+        self.size_bytes = size_bytes
+
+
 def _outputs(given: Any, key: bytes | None) -> list[Output]:
     """What a function gave, as outputs. Raises ValueError for what is none."""
     if isinstance(given, bytes | Output | Message):
@@ -257,8 +281,9 @@ def _size_bytes(output: Output) -> int:
         raise ValueError(f"an output's payload has {size} bytes: at most {MAX_PAYLOAD_BYTES} are taken")
     size += len(key_bytes(output.key) or b"") + ROW_OVERHEAD_BYTES
     # As the client would, but before any other output of the input is taken.
-    if not isinstance(output.event_time_ms, int) or not abs(output.event_time_ms) < 1 << 63:
-        raise ValueError(f"an output's event time is {output.event_time_ms!r}, and not milliseconds since 1970")
+    time_ms = output.event_time_ms
+    if not isinstance(time_ms, int) or not MIN_EVENT_TIME_MS <= time_ms <= MAX_EVENT_TIME_MS:
+        raise ValueError(f"an output's event time is {time_ms!r}, and not milliseconds since 1970")
     for name, value in output.properties.items():
         size += len(name.encode()) + len(value.encode()) + PROPERTY_OVERHEAD_BYTES
     return size

@@ -343,8 +343,9 @@ class Pipe:
         it stands by, and takes over when nothing has come from the other for some seconds (they may take turns then
         while there is nothing to do).
 
-        Raises FUNCTION_FAILED, with the message, if the function raises or gives what cannot be published: what
-        came before is durable then. Raises PositionError if messages are gone that were not read, or were read and are
+        Raises FUNCTION_FAILED, with the message, if the function raises or gives what cannot be published, and
+        MESSAGE_TOO_LARGE for a message that is passed on and has no room for what the pipe adds: what came before is
+        durable then. Raises PositionError if messages are gone that were not read, or were read and are
         gone (POSITION_TRIMMED, POSITION_AFTER_END, POSITION_DIVERGED), and if the source is deleted meanwhile and made
         anew; NotFoundError, DataLossError if the target is. A pipe that is started again then goes on with what is
         there: a new source from its beginning; into a new target, all that the source still holds.
@@ -467,7 +468,11 @@ def _check_names(name: str, source: str) -> None:
             f"the pipe {name[:80]!r} from {source} cannot name its outputs: it has no name, or one too long",
             hint=f"Its name and the source's have {MAX_NAME_BYTES - len(longest) + len(name) + len(source)} bytes.",
         )
-    new_producer_name(longest)
+    try:
+        new_producer_name(longest)
+    except InvalidRequestError as e:
+        what = f"the pipe {name[:80]!r} cannot name its outputs: {e.message}"
+        raise error("INVALID_NAME", what, hint="Give the pipe a name of UTF-8 text without control characters.") from e
 
 
 async def _wait(backoff: Backoff, source: str, why: UnavailableError) -> None:

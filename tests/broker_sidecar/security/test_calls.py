@@ -16,7 +16,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 from broker_sidecar.security.permissions import CALLS, Effect, Need, On
 from broker_sidecar.security.rules import Action
 from seqdedupe.testing import Sidecar
-from seqdedupe.v1 import admin_pb2, dedupe_pb2, publish_pb2, read_pb2
+from seqdedupe.v1 import admin_pb2, admin_pb2_grpc, dedupe_pb2, publish_pb2, publish_pb2_grpc, read_pb2
 from tests.broker_sidecar.calls import TIMEOUT_SECONDS, status
 from tests.broker_sidecar.security.by_name import MODULE, call_as
 
@@ -151,6 +151,7 @@ def _rules(folder: Path) -> Path:
         f'[[allow]]\nsubjects = ["but-one"]\nactions = {ACTIONS}\ntopics = ["**"]\n',
         f'[[deny]]\nsubjects = ["but-one"]\nactions = {ACTIONS}\ntopics = ["secret-*"]\n',
     ]
+    rules.append(f'[[allow]]\nsubjects = ["partitioned"]\nactions = {ACTIONS}\ntopics = ["secret-whole"]\n')
     (folder / "rules.toml").write_text("\n".join(rules))
     return folder / "rules.toml"
 
@@ -168,30 +169,31 @@ def connect(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[bool
         yield cache(lambda is_broker, name: call_as(addresses[is_broker], name))
 
 
-def _request(method: Any) -> bytes:
-    """A request about the topic."""
+def _request(method: Any, topic: str = "") -> bytes:
+    """A request about this topic, or the method's own."""
+    topic = topic or TOPIC + method.name
     request: Any = message_factory.GetMessageClass(method.input_type)()
     names = {field.name for field in request.DESCRIPTOR.fields}
     if method.name in ("GetCursor", "MoveCursor"):
         request.name = "somebody's"
     if method.name == "Attach":
-        request.begin.topic = TOPIC + method.name
+        request.begin.topic = topic
     elif method.name == "ReceiveTopic":
-        request.head.topic = TOPIC + method.name
+        request.head.topic = topic
     elif method.name == "Open":
-        request.topic, request.producer_names[:] = TOPIC + method.name, ["p"]
+        request.topic, request.producer_names[:] = topic, ["p"]
     elif "topic" in names:
-        request.topic = TOPIC + method.name
+        request.topic = topic
     elif "namespace" in names:
         request.namespace = "public/default"
     elif "service" in names:
-        request.service = TOPIC + method.name
+        request.service = topic
     return bytes(request.SerializeToString())
 
 
-def _reason(channel: grpc.Channel, method: Any) -> str:
+def _reason(channel: grpc.Channel, method: Any, topic: str = "") -> str:
     """Why the call is refused; empty if it is not."""
-    request = _request(method)
+    request = _request(method, topic)
     kinds = ("stream" if streams else "unary" for streams in (method.client_streaming, method.server_streaming))
     call: Any = getattr(channel, "_".join(kinds))(_path(method))
     try:
@@ -227,3 +229,22 @@ def test_a_call_is_for_those_who_may_and_for_nobody_else(
     may = method.name == "GetVersion" or (not concerns_others and bool(needs & OWN_NAMES_ALONE))
     if method.name not in ("Publish", "PublishStream"):  # which are judged by their frames
         assert (reason("narrow") != "NOT_ALLOWED") == may
+
+
+def test_no_call_makes_a_topic_of_its_own_for_who_may_create_the_partitioned_one(
+    connect: Callable[[bool, str], grpc.Channel],
+) -> None:
+    """Not even one that is named as if it were its partition."""
+    caller, operator = connect(False, "partitioned"), admin_pb2_grpc.AdminServiceStub(connect(False, "operator"))
+    name = f"{TOPIC}whole-partition-2"
+    services = (publish_pb2, read_pb2, admin_pb2)
+    methods = [one for one in METHODS if any(one.containing_service.file is module.DESCRIPTOR for module in services)]
+    reasons = {method.name: _reason(caller, method, name) for method in methods}
+    made = [topic.name for topic in operator.ListTopics(admin_pb2.ListTopicsRequest()).topics]
+    assert name not in made
+    assert (reasons["CreateTopic"], reasons["Open"]) == ("NOT_ALLOWED", "NOT_ALLOWED")
+    # What the rule is for: the topic with its partitions, under any of which the caller publishes.
+    create = admin_pb2.CreateTopicRequest(topic=f"{TOPIC}whole", partitions=4)
+    admin_pb2_grpc.AdminServiceStub(caller).CreateTopic(create, timeout=TIMEOUT_SECONDS)
+    publish = publish_pb2_grpc.PublishServiceStub(caller)
+    assert publish.Open(publish_pb2.OpenRequest(topic=name, producer_names=["p"]), timeout=TIMEOUT_SECONDS).epochs

@@ -12,9 +12,16 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2
 
+from broker_sidecar import config
+from broker_sidecar.security import tokens
+from broker_sidecar.security.audit import Audit
+from broker_sidecar.security.authentication import bytes_of
+from broker_sidecar.security.rules import read_rules
+from broker_sidecar.security.tokens import read_keys
 from seqdedupe.client.blocking import Client
 from seqdedupe.client.credentials import Credentials
 from seqdedupe.errors import SeqdedupeError
+from seqdedupe.files import MAX_NAMED_BYTES
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from tests.broker_sidecar.health import health_of
 from tests.broker_sidecar.metrics.scraping import scrape
@@ -114,6 +121,58 @@ def test_rules_that_cannot_be_read_change_nothing_and_health_says_so(sidecar: Re
         until(lambda: sidecar.health() == health_pb2.HealthCheckResponse.SERVING)
         until(lambda: scrape(sidecar).value("seqdedupe_configuration_in_force") == 1)
         producer.send(b"2", 2).result(TIMEOUT_SECONDS)
+
+
+THINGS: dict[str, Callable[[Path], object]] = {
+    "a pipe": os.mkfifo,
+    "a folder": Path.mkdir,
+    "a device without an end": lambda path: path.symlink_to("/dev/zero"),
+    "a file of many bytes": lambda path: path.write_bytes(bytes(MAX_NAMED_BYTES + 1)),
+}
+
+
+def test_no_thing_in_the_place_of_a_file_holds_the_sidecar_up(sidecar: Reloading) -> None:
+    files = {"the rules file": sidecar.rules, "the sidecar's token": sidecar.token_file}
+    files["the keys of tokens"] = Path(str(sidecar.keys["token_keys_file"]))
+    with sidecar.client() as client, client.producer("orders", "p") as producer:
+        for k, make in enumerate(THINGS.values(), 1):
+            before = len(sidecar.log)
+            for path in files.values():
+                new = path.with_suffix(".new")
+                make(new)
+                if path.is_dir():
+                    path.rmdir()
+                elif new.is_dir():
+                    path.unlink()
+                new.rename(path)
+            sidecar.signal(signal.SIGHUP)
+            until(
+                lambda before=before: {  # type: ignore[misc]
+                    line["event"].partition(" stays as it was: ")[0] for line in sidecar.log[before:]
+                } >= {*files}
+            )  # fmt: skip
+            producer.send(b"%d" % k, k).result(TIMEOUT_SECONDS)
+        # Where symbolic links lead to a file it is taken.
+        (sidecar.folder / "other.toml").write_text(ALLOWED)
+        sidecar.rules.unlink()
+        sidecar.rules.symlink_to("other.toml")
+        sidecar.signal(signal.SIGHUP)
+        until(lambda: any(line["what"] == "the rules file" for line in sidecar.told("read again")))
+
+
+@pytest.mark.parametrize("thing", THINGS)
+def test_nothing_that_is_named_is_read_unless_it_is_a_file(tmp_path: Path, thing: str) -> None:
+    path = tmp_path / "thing"
+    THINGS[thing](path)
+    for read in (read_keys, tokens.read, read_rules, bytes_of, lambda path: config.from_process(path, {})):
+        with pytest.raises(SeqdedupeError) as raised:
+            read(path)
+        assert (raised.value.reason, str(path) in str(raised.value)) == ("INVALID_CONFIGURATION", True)
+    with pytest.raises(SeqdedupeError, match="INVALID_CREDENTIALS"):
+        Credentials(token_file=path)
+    if not path.is_file():
+        with pytest.raises(SeqdedupeError, match="AUDIT_UNAVAILABLE"):
+            Audit(path)
 
 
 def test_the_audit_trail_goes_on_in_a_new_file(sidecar: Reloading) -> None:

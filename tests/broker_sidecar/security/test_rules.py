@@ -62,6 +62,36 @@ def test_they_say_of_each_name_what_a_plain_reading_says(rules: list[Rule], subj
     assert of_partition == wanted[0]
 
 
+@pytest.mark.parametrize(
+    ("allowed", "denied", "is_allowed"),
+    [
+        ("orders", "", False),
+        ("orders*", "", True),
+        ("*", "", True),
+        ("orders-partition-7", "", True),
+        ("*", "orders", False),
+        ("*", "orders-partition-7", False),
+        ("*", "orders-partition-8", True),
+    ],
+)
+def test_a_topic_named_as_a_partition_is_created_by_that_very_name(
+    tmp_path: Path, allowed: str, denied: str, is_allowed: bool
+) -> None:
+    kinds = {"allow": allowed, "deny": denied}
+    path = tmp_path / "rules.toml"
+    path.write_text(
+        "\n".join(
+            f'[[{kind}]]\nsubjects = ["a"]\nactions = ["create"]\ntopics = ["{topic}"]\n'
+            for kind, topic in kinds.items()
+            if topic
+        )
+    )
+    rules, name = read_rules(path).rules, "persistent://public/default/orders-partition-7"
+    assert rules.decide("a", Action.CREATE, name).is_allowed == is_allowed
+    # As a partition of its topic it counts for the caller's share all the same.
+    assert rules.may_have_created("a", [name])[0] == (is_allowed or not denied)
+
+
 @given(rules=st.lists(RULES, max_size=5), subject=st.sampled_from(SUBJECTS), namespace=st.sampled_from(NAMESPACES))
 def test_a_whole_is_allowed_only_where_each_of_its_topics_is(rules: list[Rule], subject: str, namespace: str) -> None:
     rules = [Rule(r.name, r.denies, r.subjects, r.actions, r.topics) for r in rules]

@@ -1,7 +1,7 @@
 """What each caller may use of a sidecar: what is more is refused or waits, and others notice nothing."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from tests.broker_sidecar.security.showing import bearer, token_of, wait_until
 RULES = """
 [[allow]]
 subjects = ["*"]
-actions = ["publish", "create", "read", "observe"]
+actions = ["publish", "create", "read", "observe", "administer"]
 topics = ["${sub}-*"]
 """
 
@@ -203,7 +203,8 @@ def test_more_topics_than_its_share_are_refused(ruled: Ruled) -> None:
 
 def test_who_has_filled_its_part_of_the_disk_publishes_nothing_more_until_there_is_room(ruled: Ruled) -> None:
     caller, other = Caller(ruled.address, "disk"), Caller(ruled.address, "other")
-    epochs = caller.epochs("disk-1", "p")
+    epochs, empty = caller.epochs("disk-1", "p"), caller.epochs("disk-2", "p")
+    caller.admin.CreateTopic(admin_pb2.CreateTopicRequest(topic="disk-0"))
     theirs = other.epochs("other-disk", "p")
     stream = caller.stream("disk-1")
     payload = b"x" * 100_000
@@ -220,14 +221,43 @@ def test_who_has_filled_its_part_of_the_disk_publishes_nothing_more_until_there_
     # However it publishes, and to whichever of its topics; others do as before.
     small = batch([("p", stored + 1)], epochs)
     assert refused(lambda: caller.publish_unary("disk-1", small)).reason == "SHARE_EXCEEDED"
-    empty = caller.epochs("disk-2", "p")
     assert refused(lambda: caller.publish_unary("disk-2", batch([("p", 0)], empty))).reason == "SHARE_EXCEEDED"
     assert verdicts(other.publish_unary("other-disk", batch([("p", 0)], theirs)), 1) == [NOT_DUP]
+    # Nor does it open or reset producers, which the log gets a record of. What the log says already is resumed.
+    full = caller.topic("disk-1").log_bytes
+    names = [f"p{k}" for k in range(2_000)]
+    calls: list[Callable[[], object]] = [
+        lambda: caller.open("disk-1", *names),
+        lambda: caller.open("disk-1", "p"),
+        lambda: caller.open("disk-3", "p"),
+        lambda: caller.open("disk-1", "q", epochs=[epochs["p"]]),
+        lambda: _reset(caller, "disk-1", "p"),
+        lambda: _import(caller, "disk-0", "p"),
+    ]
+    assert [refused(call).numbers["share"] for call in calls] == ["bytes_on_disk"] * len(calls)
+    assert refused(lambda: caller.topic("disk-3")).reason == "TOPIC_NOT_FOUND"
+    assert list(caller.open("disk-1", "p", epochs=[epochs["p"]]).epochs) == [epochs["p"]]
+    assert caller.topic("disk-1").log_bytes < full + 1_000
     operator = Caller(ruled.address, "operator")
     operator.admin.DeleteTopic(admin_pb2.DeleteTopicRequest(topic="disk-1"))
     wait_until(lambda: _publishes(caller, batch([("p", 0)], empty)))
     for one in (caller, other, operator):
         one.close()
+
+
+def _reset(caller: Caller, topic: str, name: str) -> object:
+    return caller.admin.ResetProducer(admin_pb2.ResetProducerRequest(topic=topic, producer_name=name, persisted=-1))
+
+
+def _import(caller: Caller, topic: str, name: str) -> object:
+    names = name.encode()
+    parts = [
+        admin_pb2.ImportWatermarksRequest(
+            topic=topic, producer_names=names, producer_name_offsets=[0, len(names)], persisted=[5]
+        ),
+        admin_pb2.ImportWatermarksRequest(producers=1),
+    ]
+    return caller.admin.ImportWatermarks(iter(parts))
 
 
 def _publishes(caller: Caller, data: batch_pb2.Batch) -> bool:

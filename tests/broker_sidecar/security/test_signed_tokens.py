@@ -178,6 +178,14 @@ def test_what_is_no_token(keys: tokens.Keys, shown: bytes) -> None:
     assert why(keys, shown) == "UNAUTHENTICATED"
 
 
+@pytest.mark.parametrize("other", [b"\xa0", b"\xc2\xa0", b" ", b"\n", b"*", b"="])
+def test_bytes_that_base64_does_not_have_make_it_another_token(keys: tokens.Keys, other: bytes) -> None:
+    token = ED.token().encode()
+    head, said, signature = token.split(b".")
+    for shown in (token + other, other + token, b".".join([head, said, signature[:9] + other + signature[9:]])):
+        assert why(keys, shown) == "UNAUTHENTICATED"
+
+
 def test_a_kid_that_is_no_text(keys: tokens.Keys) -> None:
     for kid in (5, [1], {"a": 1}, None):
         assert why(keys, f"{encoded({'alg': 'EdDSA', 'kid': kid})}.{encoded({})}.e30") == "UNAUTHENTICATED"

@@ -1,27 +1,34 @@
 """What of the calls to a real sidecar stands in its audit trail, and what becomes of them when it cannot be written."""
 
 import asyncio
+import hashlib
 import json
 import os
 import resource
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
+from google.protobuf.descriptor import FieldDescriptor
 
-from broker_sidecar.security.audit import MAX_OPENS, Audit, Openers, Trail
-from broker_sidecar.security.permissions import Denial
+from broker_sidecar.security.audit import MAX_LINE_BYTES_TOLD, MAX_OPENS, Audit, Openers, Trail
+from broker_sidecar.security.permissions import CHANGES, Denial, request_class
 from broker_sidecar.security.rules import Action
 from broker_sidecar.security.subject import Subject, set_caller
 from seqdedupe.audit_trail import verify
 from seqdedupe.client.blocking import Client
 from seqdedupe.client.credentials import Credentials
-from seqdedupe.errors import SeqdedupeError, UnavailableError
+from seqdedupe.errors import NotFoundError, SeqdedupeError, UnavailableError, error
+from seqdedupe.limits import MAX_NAME_BYTES
 from seqdedupe.testing import Sidecar
 from seqdedupe.v1 import admin_pb2
+from tests.broker_sidecar import with_constants
+from tests.broker_sidecar.calls import Refused, refused
+from tests.broker_sidecar.security.by_name import Caller, Ruled
 from tests.broker_sidecar.security.showing import bearer, unary, wait_until
 from tests.broker_sidecar.security.signing import AUDIENCE, Issuer, write_keys
 
@@ -239,6 +246,117 @@ async def test_refused_names_are_cut(tmp_path: Path) -> None:
     assert line["producer_names"].startswith("'till' '00")
     assert line["producer_names"].endswith("…")
     assert (tmp_path / "audit.jsonl").stat().st_size < 1024
+
+
+MOST = 10
+"""Changes that may fail."""
+
+LONG = 'é"\\\U0001f4a3'
+"""Each letter takes more bytes in a line than in a request."""
+
+
+def fill(message: Any, text: str, depth: int = 0) -> None:
+    """Gives each field the most that it takes."""
+    for one in message.DESCRIPTOR.fields:
+        if one.containing_oneof is not None and message.WhichOneof(one.containing_oneof.name):
+            continue
+        if one.message_type is not None:
+            if depth < 3:
+                part = getattr(message, one.name).add() if one.is_repeated else getattr(message, one.name)
+                part.SetInParent()
+                fill(part, text, depth + 1)
+            continue
+        value: Any = one.enum_type.values[-1].number if one.enum_type else 2**31 - 1
+        if one.cpp_type == FieldDescriptor.CPPTYPE_STRING:
+            value = text.encode() if one.type == FieldDescriptor.TYPE_BYTES else text
+        elif one.cpp_type == FieldDescriptor.CPPTYPE_BOOL:
+            value = True
+        if one.is_repeated:
+            getattr(message, one.name).extend([value] * 1_000)
+        else:
+            setattr(message, one.name, value)
+
+
+@pytest.mark.parametrize("text", [LONG * 31, LONG * 1_000, "x" * 255], ids=["names", "texts", "plain names"])
+async def test_no_line_about_a_call_is_longer_than_is_said(tmp_path: Path, text: str) -> None:
+    """Whatever the caller says. Names of topics that there can be are there as a whole."""
+    audit = Audit(tmp_path / "audit.jsonl")
+    trail, address = Trail(audit), "ipv6:[2001:db8:ffff:ffff:ffff:ffff:ffff:ffff%25interface]:65535"
+    subject = Subject("alice", "certificate", None, address)
+    set_caller(subject)
+    name = "persistent://t/n/" + "x" * (MAX_NAME_BYTES - 17)
+    for method in [*sorted(CHANGES), "/seqdedupe.v1.AdminService/ImportSnapshot"]:
+        request = request_class(method)()
+        fill(request, text)
+        with pytest.raises(NotFoundError):
+            async with trail.change(method, request if method in CHANGES else f"topic: {text}"):
+                raise error("PRODUCER_NOT_FOUND", text)
+        async with trail.change(method, request):
+            pass
+    trail.denied(Denial(subject, Action.PUBLISH, name, [text] * 100, None))
+    trail.denied(Denial(subject, Action.READ, name, [], None, cursor=text))
+    trail.opened(name, 7, [1], [])
+    set_caller(Subject("bob", "certificate", None, address))
+    trail.opened(name, 7, [2], [(text, 1)] * 100)
+    async with trail.change("/seqdedupe.v1.AdminService/DeleteTopic", admin_pb2.DeleteTopicRequest(topic=name)):
+        pass
+    await audit.close()
+    written = (tmp_path / "audit.jsonl").read_bytes().splitlines()
+    assert len(written) == 4 * len(CHANGES) + 4 + 3 + 2
+    assert max(map(len, written)) <= MAX_LINE_BYTES_TOLD
+    assert lines(tmp_path / "audit.jsonl")[-1]["request"] == f'topic: "{name}"'
+
+
+async def test_a_long_text_is_told_by_its_length_and_hash(tmp_path: Path) -> None:
+    audit = Audit(tmp_path / "audit.jsonl")
+    set_caller(Subject("alice", "jwt", None, "unix:"))
+    schema = "{" * 4_000
+    async with Trail(audit).change("CreateTopic", admin_pb2.CreateTopicRequest(topic="t", schema=schema)):
+        pass
+    await audit.close()
+    shortened = f"{'{' * 32}… (4000 bytes, SHA-256 {hashlib.sha256(schema.encode()).hexdigest()[:16]})"
+    assert {line["request"] for line in lines(tmp_path / "audit.jsonl")} == {f'topic: "t" schema: "{shortened}"'}
+
+
+def test_who_changes_nothing_again_and_again_has_to_wait_and_an_operator_never_does(tmp_path: Path) -> None:
+    """Each change that fails takes two lines, and is synced."""
+    path, rules = tmp_path / "audit.jsonl", RULES.replace('"orders"', '"*"')
+    environment = with_constants.environment(security__audit__MOST_FAILED=MOST)
+    with Ruled(tmp_path, rules, audit_file=path, environment=environment) as sidecar:
+        shop, thief, operator = (Caller(sidecar.address, name) for name in ("shop", "thief", "operator"))
+        create = admin_pb2.CreateTopicRequest(topic="orders", schema="x" * 4_000)
+        reasons: Counter[str] = Counter()
+
+        def fail() -> Refused:
+            why = refused(lambda: thief.admin.CreateTopic(create))
+            reasons[why.reason] += 1
+            return why
+
+        why = fail()
+        while why.reason != "SHARE_EXCEEDED" and reasons.total() < 100 * MOST:
+            why = fail()
+        assert (why.reason, why.numbers["share"]) == ("SHARE_EXCEEDED", "failed_changes")
+        assert 0 < why.retry_delay_ms <= 10_000
+        shop.admin.CreateTopic(admin_pb2.CreateTopicRequest(topic="carts"))
+        for _ in range(2 * MOST):
+            assert refused(lambda: operator.admin.CreateTopic(create)).reason == "INVALID_REQUEST"
+        # It publishes as before, and after a while it may try again.
+        thief.open("carts", "p")
+        wait_until(lambda: fail().reason != "SHARE_EXCEEDED")
+        for one in (shop, thief, operator):
+            one.close()
+        assert sidecar.stop() == 0
+    failed = [line for line in lines(path) if line["event"] == "failed"]
+    written = Counter((line["subject"], line["why"]) for line in failed if "request" in line)
+    assert written == {
+        ("thief", "INVALID_REQUEST"): reasons["INVALID_REQUEST"],
+        ("operator", "INVALID_REQUEST"): 2 * MOST,
+    }
+    assert reasons["INVALID_REQUEST"] > MOST
+    # What was not tried is told once, and counted.
+    not_tried = [line.get("repeats", 1) for line in failed if "request" not in line]
+    assert sum(not_tried) == reasons["SHARE_EXCEEDED"]
+    assert len(not_tried) < reasons["SHARE_EXCEEDED"]
 
 
 def test_openers_are_bounded_and_each_subject_pushes_out_its_own() -> None:

@@ -6,13 +6,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from seqdedupe.batch import Binary, single_producer
-from seqdedupe.client import Message, SeqdedupeError
+from seqdedupe.batch import Binary, decode, single_producer
+from seqdedupe.client import Message, ProducerConfig, SeqdedupeError
+from seqdedupe.client.builder import BATCH_OVERHEAD_BYTES, PROPERTY_OVERHEAD_BYTES, ROW_OVERHEAD_BYTES, Builder
 from seqdedupe.client.message import StoredBatch
-from seqdedupe.limits import MAX_BATCH_BYTES, MAX_PAYLOAD_BYTES
+from seqdedupe.client.pending import PendingBatch
+from seqdedupe.limits import MAX_BATCH_BYTES, MAX_EVENT_TIME_MS, MAX_NAME_BYTES, MAX_PAYLOAD_BYTES, MIN_EVENT_TIME_MS
 from seqdedupe.services.pipe import MAX_OUTPUTS, Output
 from seqdedupe.services.pipe.outputs import FULL_FRAME_BYTES, MAX_INPUT_INDEX, Calling, Function, OutputBatch
+from tests.batches import batch
 
 
 def stored(payloads: list[bytes], base_index: int = 0, keys: list[bytes | None] | None = None) -> StoredBatch:
@@ -88,6 +93,48 @@ def test_large_keys_leave_room_in_the_frame() -> None:
     assert [i for frame in made for i in frame.sequence_ids.tolist()] == [0, 1 << 10, 2 << 10]
 
 
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=4)
+ROWS = st.lists(
+    st.tuples(
+        st.none() | st.binary(max_size=4),
+        st.none() | st.binary(max_size=4),
+        st.integers(MIN_EVENT_TIME_MS, MAX_EVENT_TIME_MS) | st.sampled_from([0, MIN_EVENT_TIME_MS, MAX_EVENT_TIME_MS]),
+        st.dictionaries(TEXTS, TEXTS, max_size=2),
+    ),
+    min_size=1,
+    max_size=5,
+)
+
+
+def content(message: Message) -> tuple[Any, ...]:
+    return message.payload, message.key, message.event_time_ms, message.properties
+
+
+@given(ROWS)
+def test_what_a_reader_returned_can_be_published_again_unchanged(rows: list[tuple[Any, ...]]) -> None:
+    """Whatever the sidecar takes: as it came, as an output, one by one and as columns."""
+    payloads, keys, times, of_rows = zip(*rows, strict=True)
+    ids = [("p", n) for n in range(len(rows))]
+    taken = batch(ids, payloads=payloads, keys=keys, event_times_ms=np.array(times), row_properties=of_rows)
+    source = StoredBatch(decode(taken.encode()), 0, 1, 77)
+    read = [Message(source, row) for row in range(len(rows))]
+    assert [content(message) for message in read] == rows
+    sent: list[PendingBatch] = []
+    builder = Builder(b"p", -1, ProducerConfig(), sent.append)
+    for message in read:
+        builder.append(message.payload, None, message.key, message.event_time_ms, message.properties)
+    builder.seal()
+    for function in (lambda m: m, lambda m: [m], lambda m: Output(*content(m))):
+        (frame,), calling = frames(function, source)
+        assert calling.failure is None
+        builder = Builder(b"p", -1, ProducerConfig(), sent.append)
+        builder.add_columns(frame.payloads, frame.sequence_ids, frame.keys, frame.event_times_ms, frame.properties)
+    for pending in sent:
+        assert pending.batch is not None
+        again = StoredBatch(decode(pending.batch.encode()), 0, 1, 77)
+        assert [content(Message(again, row)) for row in range(len(again))] == rows
+
+
 def too_many(message: Message) -> Iterator[bytes]:
     while True:
         yield b""
@@ -126,6 +173,7 @@ def raises_unspeakably(message: Message) -> bytes:
         ),
         (lambda m: Output(b"", "\ud800"), "a key is not valid Unicode"),
         (lambda m: Output(b"", None, 1 << 63), "event time"),
+        (lambda m: Output(b"", None, -(1 << 63) - 1), "event time"),
         (
             lambda m: Output(b"", None, 0, {"a": 5}),  # type: ignore[dict-item]
             "AttributeError",
@@ -149,6 +197,50 @@ def test_what_cannot_be_published_ends_with_its_message(function: Any, why: str)
     # All that came before goes out, and nothing of the message itself.
     assert [i for frame in made for i in frame.sequence_ids.tolist()] == [i << 10 for i in range(42)]
     assert not calling.fill() or calling.frame() is None
+
+
+def large(row_bytes: int) -> StoredBatch:
+    """Messages 0 and 2 are small; with its key and a property, message 1 takes so much of a frame."""
+    left = (
+        row_bytes - BATCH_OVERHEAD_BYTES - ROW_OVERHEAD_BYTES - PROPERTY_OVERHEAD_BYTES - MAX_PAYLOAD_BYTES - len("kn")
+    )
+    of_rows = [{}, {"n": "v" * left}, {}]
+    of_payloads = [b"", bytes(MAX_PAYLOAD_BYTES), b""]
+    ids = [("p", n) for n in range(3)]
+    return StoredBatch(batch(ids, payloads=of_payloads, keys=[None, b"k", None], row_properties=of_rows), 0, 1, 77)
+
+
+PASSED_ON: list[Function] = [lambda m: m, lambda m: (one for one in [m]), lambda m: Output(*content(m))]
+
+
+@pytest.mark.parametrize("function", PASSED_ON, ids=["itself", "generator", "output"])
+def test_a_message_that_is_too_large_to_be_passed_on_is_no_fault_of_the_function(function: Function) -> None:
+    made, calling = frames(function, large(MAX_BATCH_BYTES))
+    assert calling.failure is None
+    assert [i >> 10 for frame in made for i in frame.sequence_ids.tolist()] == [0, 1, 2]
+    sent: list[PendingBatch] = []
+    builder = Builder(b"n" * MAX_NAME_BYTES, -1, ProducerConfig(), sent.append)
+    for frame in made:
+        builder.add_columns(frame.payloads, frame.sequence_ids, frame.keys, frame.event_times_ms, frame.properties)
+    assert max(len(pending.batch.encode()) for pending in sent if pending.batch) <= MAX_BATCH_BYTES
+
+    made, calling = frames(function, large(MAX_BATCH_BYTES + 1))
+    failure = calling.failure
+    assert failure is not None
+    assert failure.reason == "MESSAGE_TOO_LARGE"
+    assert "message 77:1 (index 1) of persistent://public/default/t cannot be passed on" in failure.message
+    assert failure.numbers["index"] == "1"
+    assert (failure.numbers["size_bytes"], failure.numbers["limit_bytes"]) == ("8388609", "8388608")
+    assert "(None)" in failure.hint
+    assert [i >> 10 for frame in made for i in frame.sequence_ids.tolist()] == [0]
+    # What the function adds to it is the function's.
+    _, calling = frames(lambda m: [m, b"more"], large(MAX_BATCH_BYTES - 1))
+    assert calling.failure is not None
+    assert calling.failure.reason == "FUNCTION_FAILED"
+    # A function that gives nothing for it gets past it.
+    made, calling = frames(lambda m: None if m.index == 1 else m, large(MAX_BATCH_BYTES + 1))
+    assert calling.failure is None
+    assert [i >> 10 for frame in made for i in frame.sequence_ids.tolist()] == [0, 2]
 
 
 def test_the_most_outputs_are_taken_and_indexes_have_an_end() -> None:

@@ -10,6 +10,7 @@ from deltalake import DeltaTable, write_deltalake
 
 from seqdedupe_spark.stores import delta
 from seqdedupe_spark.stores.contract import OutputStore, Stored
+from seqdedupe_spark.stores.delta_files import DeltaLog
 from tests.spark.stores.conformance import JOB, SCHEMA, TOPIC, at, ns, numbers, over, refused
 from tests.spark.stores.harnesses import DeltaHarness
 from tests.spark.stores.test_delta_restored import BINDING, go_on
@@ -53,7 +54,7 @@ def test_all_of_a_commit_is_durable_when_it_is_said(
     harness: DeltaHarness, store: OutputStore, synced: list[Path], monkeypatch: pytest.MonkeyPatch, syncs: bool
 ) -> None:
     if not syncs:
-        monkeypatch.setattr(delta, "sync", lambda *_: None)
+        monkeypatch.setattr(DeltaLog, "sync", lambda *_: None)
     before = parts(harness)
     synced.clear()
     store.write(JOB, harness.table, iter([numbers(0, 1)]), [over(-1, 1)])
@@ -80,7 +81,7 @@ def test_what_another_has_left_is_made_durable_before_the_next_commit(
     """As one that is killed when its commit has happened: on its position the next one builds."""
     before = parts(harness)
     with monkeypatch.context() as killed:
-        killed.setattr(delta, "sync", lambda *_: None)
+        killed.setattr(DeltaLog, "sync", lambda *_: None)
         store.write(JOB, harness.table, iter([numbers(0)]), [over(-1, 0)])
     write_deltalake(harness.uri, numbers(100), mode="append")
     left = {path for path in parts(harness) - before if path.is_file()}
@@ -93,7 +94,7 @@ def test_what_another_has_left_is_made_durable_before_the_next_commit(
 
     monkeypatch.setattr(delta, "write_deltalake", commit)
     if not syncs:
-        monkeypatch.setattr(delta, "sync", lambda *_: None)
+        monkeypatch.setattr(DeltaLog, "sync", lambda *_: None)
     store.write(JOB, harness.table, iter([numbers(1)]), [over(0, 1)])
     assert len(left) == 4
     assert seen == [set() if syncs else left]
