@@ -13,7 +13,7 @@ import grpc
 import pytest
 from sqlalchemy import Connection, Engine
 
-from seqdedupe.client import Client, Message, UnavailableError
+from seqdedupe.client import Client, InvalidRequestError, Message, UnavailableError
 from seqdedupe.client.blocking import Client as BlockingClient
 from seqdedupe.services.consumer import Consumer, ConsumerConfig
 from seqdedupe.services.outbox import Relay
@@ -210,7 +210,8 @@ async def test_a_relay_of_a_sidecar_that_is_none_for_producers_ends_at_once(tmp_
     database = Database(f"sqlite:///{tmp_path / 'shop.db'}")
     with Sidecar(tmp_path / "sidecar", log="broker") as sidecar:
         async with Client(sidecar.address) as client:
-            await names_a_proxy(Relay(client, database.url, "shop-{aggregatetype}", "shop").run())
+            with pytest.raises(InvalidRequestError, match="UNKNOWN_CALL"):
+                await Relay(client, database.url, "shop-{aggregatetype}", "shop").run()
     database.engine.dispose()
 
 

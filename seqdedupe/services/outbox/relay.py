@@ -371,15 +371,16 @@ class Relay:
 
     async def _check_address(self) -> None:
         """Without rows nobody else would ask the sidecar, and a wrong address be found out only with the first ones.
-        Raises NOT_A_SIDECAR, also for a sidecar that has no topics to read; all else is found out with the rows."""
+        Raises NOT_A_SIDECAR; UNKNOWN_CALL for a sidecar without topics. All else is found out with the rows."""
         try:
             await self._client.ends(self._route("any") if self._route else self._topic)
         except UnavailableError as e:
             if e.reason == NOT_A_SIDECAR:
                 raise
             return
-        except SeqdedupeError:
-            pass  # a sidecar has answered
+        except SeqdedupeError as e:
+            if e.reason == "UNKNOWN_CALL":
+                raise
         self._has_begun = True
 
     async def lag(self) -> Lag:
