@@ -239,6 +239,9 @@ class TcpConnections:
     async def has_to_answer(self, peer: str) -> bool:
         """Whether a call from this peer, of which it is not known who makes it, is answered. Where such calls are too
         many, this returns late: their client has so many open at once, and makes no other ones meanwhile."""
+        if not peer:
+            # gRPC has ended it by now, such as one that is compressed, and says no more where it came from.
+            return False
         if (place := _place_of_peer(peer)) is None:
             return True
         # gRPC hands over what has waited, also calls of connections that have ended.

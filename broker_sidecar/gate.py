@@ -1,6 +1,7 @@
 """The one place that every call passes before its handler: who calls, what they may do, what is written down of it.
 
-`Gate` has the steps of a call. `Guard` is what they ask, from the configuration and the files that it names.
+`Gate` has the steps of a call; `Closed` refuses those that there are not. `Guard` is what they ask, from the
+configuration and the files that it names.
 """
 
 import asyncio
@@ -17,7 +18,16 @@ from grpc_health.v1 import health_pb2
 
 from broker_sidecar.config import Config
 from broker_sidecar.connections import origin_of, taken_from
-from broker_sidecar.rpc import Context, Handle, MethodCounts, Wrapping, abort, method_of_call, parse_small
+from broker_sidecar.rpc import (
+    OTHERS,
+    Context,
+    Handle,
+    MethodCounts,
+    Wrapping,
+    abort,
+    method_of_call,
+    parse_small,
+)
 from broker_sidecar.security.audit import Audit, Trail
 from broker_sidecar.security.authentication import Authentication
 from broker_sidecar.security.permissions import CHANGES, HEALTH_OF_THE_WHOLE, NO_RULES, Permissions, request_class
@@ -131,6 +141,37 @@ class Gate(Wrapping):
                 return request
         self._guard.trail.unauthenticated(method, context.peer(), why_unknown)
         raise why_unknown
+
+
+class Closed(grpc.GenericRpcHandler):
+    """All calls that no service has. gRPC itself would answer them, whoever makes them and however many there are.
+
+    Who is not known learns no more than of any other call, and waits where unknown callers make too many calls.
+    """
+
+    def __init__(self, guard: "Guard", counts: MethodCounts, has_to_answer: Callable[[str], Awaitable[bool]]) -> None:
+        self._guard = guard
+        self._counts = counts
+        self._has_to_answer = has_to_answer
+        self._handler: grpc.RpcMethodHandler[Any, Any] = grpc.stream_stream_rpc_method_handler(self._refuse)
+
+    def service(self, _: grpc.HandlerCallDetails) -> "grpc.RpcMethodHandler[Any, Any]":
+        """As gRPC asks for it, after all others."""
+        return self._handler
+
+    async def _refuse(self, _: Any, context: Context) -> None:
+        with self._counts.of_others().handling(context):
+            try:
+                try:
+                    self._guard.authenticate(context)
+                except SeqdedupeError as e:
+                    if not await self._has_to_answer(context.peer()):
+                        raise asyncio.CancelledError from e
+                    self._guard.trail.unauthenticated(OTHERS, context.peer(), e)
+                    raise
+                raise error("UNKNOWN_CALL", "this sidecar has no such call")
+            except SeqdedupeError as e:
+                await abort(context, e)
 
 
 class _Receiving:

@@ -266,11 +266,19 @@ def method_of_call() -> Method:
     return _method.get(_NOWHERE)
 
 
+OTHERS = "unknown"
+"""In place of the name of a method that no service has."""
+
+
 class MethodCounts:
     """All methods that were called since the process began."""
 
     def __init__(self) -> None:
         self.methods: dict[str, Method] = {}
+
+    def of_others(self) -> Method:
+        """The counts of all calls that no service has. Callers choose their names."""
+        return self.methods.setdefault(OTHERS, Method("", OTHERS, "unary"))
 
     def of(self, method: str) -> Method:
         """The counts of a method, by its full name. Called once for each."""

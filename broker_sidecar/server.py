@@ -23,7 +23,7 @@ from broker_sidecar import data_directory, telemetry
 from broker_sidecar.config import Config
 from broker_sidecar.connections import UNREAD_BYTES, TcpConnections
 from broker_sidecar.data import Data, fatal
-from broker_sidecar.gate import Gate, Guard
+from broker_sidecar.gate import Closed, Gate, Guard
 from broker_sidecar.liveness import Manager, Watchdog
 from broker_sidecar.metrics import Metrics, Sources
 from broker_sidecar.rpc import MethodCounts
@@ -172,7 +172,8 @@ class SidecarServer:
         services, reading = self._services()
         self._listen_for_http(reading)
         judge = self._connections.has_to_answer
-        self._handlers = [Gate(self._traces.traced(one), self._guard, self._calls, judge) for one in services]
+        gates = [Gate(self._traces.traced(one), self._guard, self._calls, judge) for one in services]
+        self._handlers = [*gates, Closed(self._guard, self._calls, judge)]
         self.address = await self._serve_at("listen")
         addresses = [self.address, *([await self._serve_at("also_listen")] if self._config.also_listen else [])]
         self._data.listens(self.address)

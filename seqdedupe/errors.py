@@ -126,6 +126,11 @@ REASONS: dict[str, Reason] = {
     "LINK_REQUIRED": _invalid("Say the previous sequence ID: it may be left out only in a lone unary call."),
     "INVALID_EPOCH": _invalid("Use the epoch that Open answered for this topic and name."),
     "INVALID_REQUEST": _invalid("Correct what the message names."),
+    "UNKNOWN_CALL": Reason(
+        InvalidRequestError,
+        "UNIMPLEMENTED",
+        "Upgrade the sidecar, if it is older than the client.",
+    ),
     "INVALID_POSITION": _invalid("Give a position that this sidecar answered, or an index from 0 up."),
     "MESSAGE_TOO_LARGE": _invalid("Send less in one message; the error says how much."),
     "BATCH_TOO_LARGE": _invalid("Split the batch, or if it is one message, send less in it; the error says the limit."),

@@ -187,6 +187,7 @@ class Reader(Messages):
                     return True
                 if self._is_misled:
                     await self._begin_again()
+                    continue
                 with typed_errors(self._route.address):
                     if self._call is None and not await self._connect():
                         return False

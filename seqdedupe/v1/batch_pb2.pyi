@@ -137,7 +137,9 @@ class Batch(_message.Message):
 
     @_builtins.property
     def event_times_ms(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """N event times in milliseconds since 1970, as the producer set them; 0 is none. Left out when no row has one."""
+        """N event times in milliseconds since 1970, as the producer set them, any 64-bit number; 0 is none. Left out when no
+        row has one.
+        """
 
     @_builtins.property
     def key_offsets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:

@@ -142,7 +142,7 @@ class ReadServiceServicer(object):
         log when it is answered. One that keeps nothing comes into being by that, at most 32 a topic. For callers whose cursor
         it is; for those for whom rules count at most 8 cursors a topic, and 10 moves a second in each, for which they wait
         (docs/rules.md). Errors: `CURSOR_MOVED` if it keeps something else, `INVALID_POSITION`, `INVALID_NAME`,
-        `TOO_MANY_CURSORS`, `SHARE_EXCEEDED`; `LOG_REFUSED`: then it keeps what it kept.
+        `INVALID_REQUEST` for a note of more than 1,024 bytes, `TOO_MANY_CURSORS`, `SHARE_EXCEEDED`; `LOG_REFUSED`: then it keeps what it kept.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -67,7 +67,7 @@ class ReadServiceStub:
     log when it is answered. One that keeps nothing comes into being by that, at most 32 a topic. For callers whose cursor
     it is; for those for whom rules count at most 8 cursors a topic, and 10 moves a second in each, for which they wait
     (docs/rules.md). Errors: `CURSOR_MOVED` if it keeps something else, `INVALID_POSITION`, `INVALID_NAME`,
-    `TOO_MANY_CURSORS`, `SHARE_EXCEEDED`; `LOG_REFUSED`: then it keeps what it kept.
+    `INVALID_REQUEST` for a note of more than 1,024 bytes, `TOO_MANY_CURSORS`, `SHARE_EXCEEDED`; `LOG_REFUSED`: then it keeps what it kept.
     """
 
 @_typing.type_check_only
@@ -109,7 +109,7 @@ class ReadServiceAsyncStub(ReadServiceStub):
     log when it is answered. One that keeps nothing comes into being by that, at most 32 a topic. For callers whose cursor
     it is; for those for whom rules count at most 8 cursors a topic, and 10 moves a second in each, for which they wait
     (docs/rules.md). Errors: `CURSOR_MOVED` if it keeps something else, `INVALID_POSITION`, `INVALID_NAME`,
-    `TOO_MANY_CURSORS`, `SHARE_EXCEEDED`; `LOG_REFUSED`: then it keeps what it kept.
+    `INVALID_REQUEST` for a note of more than 1,024 bytes, `TOO_MANY_CURSORS`, `SHARE_EXCEEDED`; `LOG_REFUSED`: then it keeps what it kept.
     """
 
 class ReadServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -184,7 +184,7 @@ class ReadServiceServicer(metaclass=_abc_1.ABCMeta):
         log when it is answered. One that keeps nothing comes into being by that, at most 32 a topic. For callers whose cursor
         it is; for those for whom rules count at most 8 cursors a topic, and 10 moves a second in each, for which they wait
         (docs/rules.md). Errors: `CURSOR_MOVED` if it keeps something else, `INVALID_POSITION`, `INVALID_NAME`,
-        `TOO_MANY_CURSORS`, `SHARE_EXCEEDED`; `LOG_REFUSED`: then it keeps what it kept.
+        `INVALID_REQUEST` for a note of more than 1,024 bytes, `TOO_MANY_CURSORS`, `SHARE_EXCEEDED`; `LOG_REFUSED`: then it keeps what it kept.
         """
 
 def add_ReadServiceServicer_to_server(servicer: ReadServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

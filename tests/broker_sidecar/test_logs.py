@@ -194,7 +194,7 @@ async def test_an_answer_that_comes_after_the_end_of_its_call_causes_no_line(
         grpc_logger.filters[:] = filters
         await server.stop(None)
     written = capsys.readouterr().err
-    assert "RuntimeError: a defect" in written
+    assert "RuntimeError" in written
     assert "ExecuteBatchError" not in written
     assert [one.message for one in last.newest_first() if "ExecuteBatchError" in one.message] == []
 

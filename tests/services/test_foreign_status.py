@@ -205,6 +205,15 @@ async def test_a_relay_that_takes_over_goes_on(
         database.engine.dispose()
 
 
+async def test_a_relay_of_a_sidecar_that_is_none_for_producers_ends_at_once(tmp_path: Path) -> None:
+    """One beside brokers of another system answers what is asked of it."""
+    database = Database(f"sqlite:///{tmp_path / 'shop.db'}")
+    with Sidecar(tmp_path / "sidecar", log="broker") as sidecar:
+        async with Client(sidecar.address) as client:
+            await names_a_proxy(Relay(client, database.url, "shop-{aggregatetype}", "shop").run())
+    database.engine.dispose()
+
+
 @each_code
 async def test_what_starts_names_a_proxy(tmp_path: Path, code: grpc.StatusCode, sqlite: Engine) -> None:
     sidecar = Sidecar(tmp_path / "sidecar")

@@ -19,7 +19,7 @@ from seqdedupe.client.blocking.loop import run
 from seqdedupe.client.connection import NOT_A_SIDECAR
 from seqdedupe.client.route import Addresses
 from seqdedupe.databases.failures import refuses_entry
-from seqdedupe.errors import FencedError, NotFoundError, PositionError, UnavailableError
+from seqdedupe.errors import FencedError, NotFoundError, PositionError, SeqdedupeError, UnavailableError
 from seqdedupe.limits import MAX_BATCH_BYTES, MAX_BATCH_ROWS, MAX_SEQUENCE_ID
 from seqdedupe.names import partition_name, partition_of, producer_name, topic_name
 from seqdedupe.services import Stillness
@@ -371,14 +371,16 @@ class Relay:
 
     async def _check_address(self) -> None:
         """Without rows nobody else would ask the sidecar, and a wrong address be found out only with the first ones.
-        Raises NOT_A_SIDECAR, AccessDeniedError; what else keeps it from answering is waited out later."""
+        Raises NOT_A_SIDECAR, also for a sidecar that has no topics to read; all else is found out with the rows."""
         try:
-            await self._client.admin.version()
+            await self._client.ends(self._route("any") if self._route else self._topic)
         except UnavailableError as e:
             if e.reason == NOT_A_SIDECAR:
                 raise
-        else:
-            self._has_begun = True
+            return
+        except SeqdedupeError:
+            pass  # a sidecar has answered
+        self._has_begun = True
 
     async def lag(self) -> Lag:
         """How far behind the relay is, while it runs."""

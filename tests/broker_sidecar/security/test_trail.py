@@ -27,9 +27,10 @@ from seqdedupe.limits import MAX_NAME_BYTES
 from seqdedupe.testing import Sidecar
 from seqdedupe.v1 import admin_pb2
 from tests.broker_sidecar import with_constants
-from tests.broker_sidecar.calls import Refused, refused
+from tests.broker_sidecar.calls import TIMEOUT_SECONDS, Refused, refused, status
+from tests.broker_sidecar.raw_http2 import RawConnection
 from tests.broker_sidecar.security.by_name import Caller, Ruled
-from tests.broker_sidecar.security.showing import bearer, unary, wait_until
+from tests.broker_sidecar.security.showing import bearer, token_of, unary, wait_until
 from tests.broker_sidecar.security.signing import AUDIENCE, Issuer, write_keys
 
 
@@ -97,6 +98,34 @@ def test_who_shows_nothing_is_told_once_and_counted(sidecar: Sidecar, path: Path
         ("unauthenticated", "AdminService/DeleteTopic", "UNAUTHENTICATED", None),
         ("unauthenticated", "AdminService/DeleteTopic", "UNAUTHENTICATED", 49),
     ]
+
+
+def test_an_unknown_call_is_one_of_who_shows_nothing_whatever_its_name(sidecar: Sidecar, path: Path) -> None:
+    with grpc.insecure_channel(sidecar.address) as channel:
+        for k in range(20):
+            call: Any = channel.unary_unary(f"/nobody/has{k}")
+            with pytest.raises(grpc.RpcError, match="UNAUTHENTICATED"):
+                call(b"")
+            with pytest.raises(grpc.RpcError, match="UNIMPLEMENTED") as raised:
+                call(b"", metadata=bearer(token_of(sidecar)))
+            assert status(raised.value).reason == "UNKNOWN_CALL"
+    assert sidecar.stop() == 0
+    assert shown(path, "call", "reason", "repeats") == [
+        ("unauthenticated", "unknown", "UNAUTHENTICATED", None),
+        ("unauthenticated", "unknown", "UNAUTHENTICATED", 19),
+    ]
+
+
+def test_every_line_says_where_a_call_came_from(sidecar: Sidecar, path: Path) -> None:
+    """gRPC hands over calls that it has ended itself, and does not say then."""
+    connection = RawConnection(sidecar.address)
+    headers: tuple[dict[str, str | bytes], ...] = ({"grpc-encoding": "gzip"}, {"grpc-timeout": "0n"}, {})
+    for each in headers:
+        call = connection.begin("/seqdedupe.v1.AdminService/GetVersion", each)
+        assert connection.wait_ended([call], TIMEOUT_SECONDS)
+    connection.close()
+    assert sidecar.stop() == 0
+    assert {address for _, address in shown(path, "address")} == {"ipv4:127.0.0.1"}
 
 
 RULES = """
