@@ -129,7 +129,8 @@ REASONS: dict[str, Reason] = {
     "UNKNOWN_CALL": Reason(
         InvalidRequestError,
         "UNIMPLEMENTED",
-        "Upgrade the sidecar, if it is older than the client.",
+        "Producers and readers need a sidecar with log = embedded or pulsar, brokers one with log = broker. If it is one, "
+        "and older than the client, upgrade it.",
     ),
     "INVALID_POSITION": _invalid("Give a position that this sidecar answered, or an index from 0 up."),
     "MESSAGE_TOO_LARGE": _invalid("Send less in one message; the error says how much."),
@@ -303,8 +304,7 @@ REASONS: dict[str, Reason] = {
     "NOT_A_SIDECAR": Reason(
         UnavailableError,
         "UNAVAILABLE",
-        "If there is a proxy on the way, its log says why it answered. Otherwise: is this the address of a sidecar of "
-        "this version? Producers and readers need one with log = embedded or pulsar, brokers one with log = broker.",
+        "If there is a proxy on the way, its log says why it answered. Otherwise: is this the address of a sidecar?",
         500,
     ),
     "TLS_FAILED": Reason(
