@@ -129,8 +129,8 @@ REASONS: dict[str, Reason] = {
     "UNKNOWN_CALL": Reason(
         InvalidRequestError,
         "UNIMPLEMENTED",
-        "Producers and readers need a sidecar with log = embedded or pulsar, brokers one with log = broker. If it is one, "
-        "and older than the client, upgrade it.",
+        "Producers and readers need a sidecar with log = embedded or pulsar, brokers one with log = broker. If it is "
+        "one, and older than the client, upgrade it.",
     ),
     "INVALID_POSITION": _invalid("Give a position that this sidecar answered, or an index from 0 up."),
     "MESSAGE_TOO_LARGE": _invalid("Send less in one message; the error says how much."),
