@@ -339,4 +339,5 @@ class LastWarnings(logging.Handler):
             del self._kept[next(k for k, (place, _) in enumerate(self._kept) if place == most)]
 
     def newest_first(self) -> list[admin_pb2.Warning]:
-        return [warning for _, warning in reversed(self._kept)]
+        # Other threads log meanwhile. To copy it is one step.
+        return [warning for _, warning in reversed(list(self._kept))]

@@ -1,7 +1,12 @@
 """What is kept of what was logged."""
 
 import logging
+import sys
+import threading
 
+import pytest
+
+from broker_sidecar import telemetry
 from broker_sidecar.telemetry import KEPT, MAX_MESSAGE_CHARACTERS, LastWarnings
 
 
@@ -52,3 +57,29 @@ def test_whatever_is_logged_can_be_kept() -> None:
     surrogate, long = kept.newest_first()
     assert len(long.message) == MAX_MESSAGE_CHARACTERS
     assert surrogate.message == "a lone surrogate ?"
+
+
+def test_other_threads_may_log_while_somebody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    # With so many a look is long enough for another thread to have its turn.
+    monkeypatch.setattr(telemetry, "KEPT", 1_000_000)
+    kept = LastWarnings()
+    logger = _logger(kept)
+    for _ in range(2_000):
+        logger.warning("before")
+    has_ended = threading.Event()
+
+    def log() -> None:
+        while not has_ended.is_set():
+            logger.warning("meanwhile")
+
+    interval_seconds = sys.getswitchinterval()
+    thread = threading.Thread(target=log)
+    sys.setswitchinterval(1e-6)
+    thread.start()
+    try:
+        for _ in range(50):
+            assert kept.newest_first()[-1].message == "before"
+    finally:
+        sys.setswitchinterval(interval_seconds)
+        has_ended.set()
+        thread.join()
