@@ -109,6 +109,7 @@ class SidecarServer:
         """Of the Unix sockets at which it listens, by their keys."""
         self._servers: list[grpc.aio.Server] = []
         """The last one listens. Others may have open streams."""
+        self._is_stopping = False
         self._calls = MethodCounts()
         self._traces = Traces(os.environ)
         self._metrics: Metrics | None = None
@@ -208,8 +209,16 @@ class SidecarServer:
             raise cannot_listen(address, e, key) from e
         self._servers.append(server)
         await server.start()
-        self._topics.in_background(_end_without_server(server, address))
+        self._topics.in_background(self._end_without(server, address))
         return address
+
+    async def _end_without(self, server: grpc.aio.Server, address: SidecarAddress) -> None:
+        """gRPC ends a server after a defect of its own. Nobody would reach the sidecar there again, and a supervisor
+        would not notice."""
+        # Cancelled, gRPC's coroutine would leave a server that cannot be stopped.
+        await asyncio.shield(server.wait_for_termination())
+        if not self._is_stopping:
+            fatal(f"its gRPC server at {address} has ended, and nobody has stopped it")
 
     async def _keep_listening(self, key: str) -> None:
         """The path of a Unix socket is anybody's who may write to its folder. Streams of clients that have come over
@@ -263,6 +272,7 @@ class SidecarServer:
 
     async def stop(self) -> None:
         """Drains: takes nothing more, finishes what is in flight, takes durable snapshots, ends all calls."""
+        self._is_stopping = True
         self._health.drain()
         try:
             async with asyncio.timeout(self._config.drain_timeout_seconds):
@@ -353,14 +363,6 @@ async def _serve(config: Config, lock: Lock, repairs: dict[str, bool]) -> None:
     telling.cancel()
     watching.cancel()
     logger.info("stopped")
-
-
-async def _end_without_server(server: grpc.aio.Server, address: SidecarAddress) -> None:
-    """gRPC ends a server after a defect of its own. Nobody would reach the sidecar there again, and a supervisor would
-    not notice."""
-    # Cancelled, gRPC's coroutine would leave a server that cannot be stopped.
-    await asyncio.shield(server.wait_for_termination())
-    fatal(f"its gRPC server at {address} has ended, and nobody has stopped it")
 
 
 async def _end_without(lock: Lock) -> None:

@@ -187,6 +187,22 @@ def test_drain_timeout(held: tuple[Sidecar, Gate]) -> None:
     client.close()
 
 
+def test_drain_timeout_while_a_topic_is_made(held: tuple[Sidecar, Gate]) -> None:
+    """Its end, which was asked for, is none that a supervisor would have to know of."""
+    sidecar, gate = held
+    gate.start(sidecar)
+    client = Client(sidecar.address)
+    gate.close()
+    making = client.admin.CreateTopic.future(admin_pb2.CreateTopicRequest(topic="t"))
+    while not gate.holds:
+        time.sleep(0.001)
+    assert sidecar.stop() == 1
+    assert any("draining took too long" in line for line in sidecar.errors)
+    assert not [entry for entry in sidecar.log if entry["level"] == "critical"]
+    making.cancel()
+    client.close()
+
+
 def test_sigterm_while_starting(start_sidecar: Callable[..., Sidecar]) -> None:
     """Asked to end before it serves, it ends all the same, and cleanly."""
     sidecar = start_sidecar()
