@@ -140,15 +140,20 @@ def field_tags(data: bytes, what: str, most: int) -> Iterator[bytes]:
         raise error("INVALID_REQUEST", f"a message has more than {most} fields")
 
 
+def encoded(answer: Message, context: Context) -> bytes:
+    """The one answer to a call. With an empty one goes the trailing metadata that says that it is a sidecar's."""
+    data = answer.SerializeToString()
+    if not data:
+        context.set_trailing_metadata(((wire.EMPTY, "1"),))
+    return data
+
+
 def unary(kind: type[M], call: Callable[[M], Awaitable[R]]) -> "grpc.RpcMethodHandler[bytes, bytes]":
     """The handler of a unary call that takes a `kind`."""
 
     async def handle(data: bytes, context: Context) -> bytes:
         try:
-            answer = (await call(parse_small(kind, data))).SerializeToString()
-            if not answer:
-                context.set_trailing_metadata(((wire.EMPTY, "1"),))
-            return answer
+            return encoded(await call(parse_small(kind, data)), context)
         except Exception as e:  # noqa: BLE001 (whatever it is, the caller gets an answer)
             await abort(context, e)
 

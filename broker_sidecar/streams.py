@@ -12,7 +12,7 @@ import grpc.aio
 from google.protobuf.message import Message
 
 from broker_sidecar.connections import taken_from
-from broker_sidecar.rpc import Context, abort, method_of_call, parse_small
+from broker_sidecar.rpc import Context, abort, encoded, method_of_call, parse_small
 from broker_sidecar.security.permissions import Permissions, allowed_so_far
 from broker_sidecar.security.subject import ANONYMOUS, Subject, caller
 from broker_sidecar.shares import (
@@ -292,10 +292,10 @@ class Streams:
         a log, or the answer. It takes turns with the readers for the memory of `ANSWER_BYTES`, from before it begins
         until the client has its answer."""
 
-        async def serve(data: bytes, _context: Context, stream: Stream) -> None:
+        async def serve(data: bytes, context: Context, stream: Stream) -> None:
             request = parse_small(kind, data)
             await stream.reserve(ANSWER_BYTES, ANSWER_BYTES)
-            await stream.write_reserved((await answer(request, stream)).SerializeToString())
+            await stream.write_reserved(encoded(await answer(request, stream), context))
 
         # On the wire a call with one answer is as one with a stream of them.
         return grpc.unary_stream_rpc_method_handler(self.handler(serve, is_call=True))

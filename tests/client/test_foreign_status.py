@@ -28,7 +28,7 @@ from seqdedupe.client.pending import HINT_OF_BREAKS, MAX_BREAKS
 from seqdedupe.errors import REASONS
 from seqdedupe.message_id import MessageId, Position
 from seqdedupe.testing import Sidecar
-from seqdedupe.v1 import publish_pb2, read_pb2
+from seqdedupe.v1 import admin_pb2, publish_pb2, read_pb2
 from seqdedupe.wire import EMPTY
 from tests.client.fake_sidecar import FakeSidecar, Refused, fake_sidecar
 from tests.client.foreign import answering, answering_http, listening
@@ -239,9 +239,13 @@ async def test_a_sidecar_says_that_an_empty_answer_is_one(shared_sidecar: Sideca
     async with Client(shared_sidecar.address) as client:
         await client.admin.create_topic(topic)
         connection = client._calls.connection(client._sidecars.addresses[0])
-        call = connection.read.GetCursor(read_pb2.GetCursorRequest(topic=topic, name="c"))
-        assert not (await call).ByteSize()
-        assert dict(await call.trailing_metadata())[EMPTY] == "1"
+        for call in (
+            connection.read.GetCursor(read_pb2.GetCursorRequest(topic=topic, name="c")),
+            connection.admin.ListProducers(admin_pb2.ListProducersRequest(topic=topic)),
+            connection.admin.ListInFlight(admin_pb2.ListInFlightRequest(topic=topic)),
+        ):
+            assert not (await call).ByteSize()
+            assert dict(await call.trailing_metadata())[EMPTY] == "1"
 
 
 async def test_a_reader_that_has_read_nothing_goes_on(tmp_path: Path) -> None:
