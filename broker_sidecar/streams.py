@@ -50,6 +50,9 @@ COPIES = 2
 ANSWER_BYTES = LOOK_BYTES
 """Of a call that looks into a log, or lists a thousand producers."""
 
+TURN_SECONDS = 10.0
+"""So long such a call waits for its turn. Then it is refused, and its client calls again."""
+
 EXPORTS_AT_ONCE = 8
 """Each has a copy of all numbers of its topic until it ends. One caller may have half of them."""
 
@@ -168,6 +171,19 @@ class Stream:
         self.share.check(COPIES * size, why)
         self.share.take(COPIES * size)
         self._reserved_bytes = COPIES * size
+
+    async def reserve_in_turn(self, least: int = 0) -> int:
+        """`reserve`, for a call that holds `ANSWER_BYTES`, or as much as `least` says; not more than half of what its
+        caller's share lets it hold. Raises QUEUE_FULL or SHARE_EXCEEDED when its turn does not come in time."""
+        limit = self.use.limits.bytes_in_flight
+        most = ANSWER_BYTES if limit is None else max(1, min(ANSWER_BYTES, limit // (2 * COPIES)))
+        size = max(most, least)
+        try:
+            async with asyncio.timeout(TURN_SECONDS):
+                return await self.reserve(size, size)
+        except TimeoutError:
+            self.reserve_now(size, f"readers have held the memory that a call needs for {TURN_SECONDS:.0f} seconds")
+            return size
 
     async def write_reserved(self, data: bytes) -> None:
         """`write`, of what memory was reserved for. It may be a little more."""
@@ -289,12 +305,12 @@ class Streams:
         self, kind: type[M], answer: Callable[[M, Stream], Awaitable[Message]]
     ) -> "grpc.RpcMethodHandler[Any, Any]":
         """The handler of a call with one answer that takes a `kind`, and holds much while it is made: what it reads of
-        a log, or the answer. It takes turns with the readers for the memory of `ANSWER_BYTES`, from before it begins
+        a log, or the answer. It takes turns with the readers for the memory (`reserve_in_turn`), from before it begins
         until the client has its answer."""
 
         async def serve(data: bytes, context: Context, stream: Stream) -> None:
             request = parse_small(kind, data)
-            await stream.reserve(ANSWER_BYTES, ANSWER_BYTES)
+            await stream.reserve_in_turn()
             await stream.write_reserved(encoded(await answer(request, stream), context))
 
         # On the wire a call with one answer is as one with a stream of them.

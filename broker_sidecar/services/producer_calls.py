@@ -9,7 +9,7 @@ import grpc
 from broker_sidecar.data import Data
 from broker_sidecar.rpc import unary
 from broker_sidecar.security.permissions import Permissions
-from broker_sidecar.streams import ANSWER_BYTES, Stream, Streams
+from broker_sidecar.streams import Stream, Streams
 from seqdedupe.core.producers import Producers
 from seqdedupe.core.rule import EPOCH, PERSISTED, PUSHED
 from seqdedupe.errors import error
@@ -89,10 +89,8 @@ class ProducerCalls:
     ) -> admin_pb2.GetMessageStateResponse:
         topic = await self._own_topic(request.topic)
 
-        async def room(least_bytes: int) -> int:
-            """What it looks through in the log takes turns with what readers get."""
-            return await stream.reserve(max(ANSWER_BYTES, least_bytes), least_bytes or ANSWER_BYTES)
-
+        # What it looks through in the log takes turns with what readers get.
+        room = stream.reserve_in_turn
         if request.deduplication_id:
             found = await operations.state_by_id(topic, request.deduplication_id, room)
         else:

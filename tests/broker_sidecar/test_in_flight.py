@@ -11,11 +11,13 @@ from typing import Any, cast
 
 import pytest
 
+from broker_sidecar import streams
 from broker_sidecar.rpc import Context
 from broker_sidecar.security.authentication import anybody
 from broker_sidecar.services.publish_service import FRAME_BYTES, _FrameStream
-from broker_sidecar.shares import MAX_SHARE_BYTES, NO_LIMITS, Budget, CallerShares, Share
+from broker_sidecar.shares import MAX_SHARE_BYTES, NO_LIMITS, Budget, CallerLimits, CallerShares, Share
 from broker_sidecar.streams import Stream
+from seqdedupe.errors import SeqdedupeError
 from seqdedupe.store import windows
 from seqdedupe.store.db import Store
 from seqdedupe.testing import LAST_RESORT_SECONDS
@@ -288,3 +290,41 @@ async def test_who_leaves_while_it_is_given_memory_gives_it_back() -> None:
     waiting.cancel()
     await asyncio.wait({waiting})
     assert memory.reading.held_bytes == memory.all.held_bytes == 0
+
+
+def stream_for(memory: Memory, caller: str, limit_bytes: int | None = None) -> Stream:
+    stream = stream_of(memory.reading)
+    stream.share = memory.share(caller)
+    stream.use = stream.share.use
+    stream.use.limits = CallerLimits(bytes_in_flight=limit_bytes)
+    return stream
+
+
+async def test_a_call_whose_turn_does_not_come_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Readers that go on and on come first; a share may be used up for as long."""
+    monkeypatch.setattr(streams, "TURN_SECONDS", 0.1)
+    for limit_bytes, reason in ((None, "QUEUE_FULL"), (4 * MIB, "SHARE_EXCEEDED")):
+        memory = Memory()
+        reader = memory.share("a")
+        reader.has_been_read = True
+        reader.take(3 * MIB)
+        call = stream_for(memory, "a", limit_bytes)
+        with pytest.raises(SeqdedupeError) as refused:
+            async with asyncio.timeout(LAST_RESORT_SECONDS):
+                await call.reserve_in_turn()
+        assert refused.value.reason == reason
+        assert refused.value.retry_delay_ms > 0
+        assert call.share.held_bytes == 0
+        reader.give_back(3 * MIB)
+        assert await call.reserve_in_turn() == MIB
+        call.release()
+        assert memory.reading.held_bytes == memory.all.held_bytes == 0
+
+
+async def test_a_call_reserves_no_more_than_half_of_its_caller_s_share() -> None:
+    memory = Memory()
+    calls = [stream_for(memory, "a", MIB) for _ in range(2)]
+    for call in calls:
+        async with asyncio.timeout(LAST_RESORT_SECONDS):
+            assert await call.reserve_in_turn() == MIB // 4
+    assert calls[0].use.held_bytes == MIB

@@ -13,7 +13,7 @@ from seqdedupe.limits import MAX_SEQUENCE_ID
 from seqdedupe.testing import Sidecar
 from seqdedupe.v1 import admin_pb2, read_pb2
 from tests.broker_sidecar.calls import NOT_DUP, TIMEOUT_SECONDS, Client, batch, refused, verdicts
-from tests.broker_sidecar.test_hostile import MIB, resident_bytes
+from tests.broker_sidecar.test_hostile import MIB, resident_bytes, sidecar_with
 from tests.broker_sidecar.test_unread_pages import MORE
 
 KILLS = 6
@@ -61,7 +61,7 @@ def peak_bytes(sidecar: Sidecar) -> int:
 
 
 def test_looks_into_the_log_take_turns_for_the_memory_of_readers(tmp_path: Path) -> None:
-    with Sidecar(tmp_path) as sidecar:
+    with sidecar_with(tmp_path, {}, streams__TURN_SECONDS=TIMEOUT_SECONDS) as sidecar:
         client = Client(sidecar.address)
         epochs = client.epochs("t", "p")
         for k in range(MESSAGES):
