@@ -79,7 +79,10 @@ OF_ALL_SECONDS = 12.0
 TAKE_SECONDS = 15.0
 """To take over a topic: some of it may have to be read."""
 SILENT_SECONDS = 30.0
-"""So long a snapshot may not go on: an owner copies it as a whole before it gives out its parts."""
+"""So long a snapshot may not go on."""
+TURN_SECONDS = 180.0
+"""So long it may not begin: it waits for a place among the owner's exports and for memory, and is copied as a whole
+before its parts are given out."""
 
 _NO_ANSWER = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 _EXPORT = "/seqdedupe.v1.AdminService/ExportSnapshot"
@@ -180,20 +183,22 @@ class Neighbours:
             call: Any = channel.unary_stream(_EXPORT, admin_pb2.ExportSnapshotRequest.SerializeToString)
             with typed_errors(owner):
                 coming = call(admin_pb2.ExportSnapshotRequest(topic=topic))
-                while (data := await _next(coming, owner)) is not grpc.aio.EOF:
+                data = await _next(coming, owner, TURN_SECONDS)
+                while data is not grpc.aio.EOF:
                     reader.add(columns(wire.ExportSnapshotResponse, admin_pb2.ExportSnapshotResponse, data).part)
+                    data = await _next(coming, owner, SILENT_SECONDS)
         head, loaded = reader.finish()
         if head.topic != topic:
             raise error("INVALID_REQUEST", f"{owner} gave a snapshot of {head.topic} for one of {topic}")
         return head.position.incarnation, loaded
 
 
-async def _next(coming: Any, owner: SidecarAddress) -> Any:
+async def _next(coming: Any, owner: SidecarAddress, seconds: float) -> Any:
     try:
-        async with asyncio.timeout(SILENT_SECONDS):
+        async with asyncio.timeout(seconds):
             return await coming.read()
     except TimeoutError as e:
-        raise error("UNREACHABLE", f"the sidecar at {owner} said nothing for {SILENT_SECONDS:.0f} s") from e
+        raise error("UNREACHABLE", f"the sidecar at {owner} said nothing for {seconds:.0f} s") from e
 
 
 LOOK_SECONDS = 5.0

@@ -495,8 +495,9 @@ async def _is_saved(topics: "Topics[T]", topic: T) -> bool:
 
 FETCH_SECONDS = 2.0
 """Between two tries."""
-AT_ONCE = 8
-"""Snapshots that are fetched at the same time: a new sidecar may need those of all topics."""
+AT_ONCE = 4
+"""Snapshots that are fetched at the same time: a new sidecar may need those of all topics. An owner gives a caller no
+more at once, and the others would wait there."""
 
 OwnerOf = Callable[[str], Awaitable[str]]
 """The address of the other sidecar that owns a topic; empty if there is none. Raises why it is not known now."""

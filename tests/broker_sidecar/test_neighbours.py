@@ -199,10 +199,24 @@ async def test_one_that_says_nothing_more_is_left(
     topic: str, exported: Answers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(peers, "SILENT_SECONDS", STOPPED_SECONDS)
+    monkeypatch.setattr(peers, "TURN_SECONDS", STOPPED_SECONDS)
     for given in ([], exported[:-1]):
         async with giving(given, then=asyncio.Event().wait) as address:
             with pytest.raises(SeqdedupeError, match="UNREACHABLE"):
                 await Neighbours().snapshot_of(address, topic_name(topic))
+
+
+async def test_one_whose_turn_comes_late_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says nothing while its export waits for a place."""
+    monkeypatch.setattr(peers, "SILENT_SECONDS", STOPPED_SECONDS)
+
+    async def ends_late() -> None:
+        await asyncio.sleep(2 * STOPPED_SECONDS)
+
+    async with giving([], then=ends_late) as address:
+        # Then it is told that there are no parts.
+        with pytest.raises(SeqdedupeError, match="INVALID_REQUEST"):
+            await Neighbours().snapshot_of(address, topic_name("t"))
 
 
 @pytest.mark.parametrize("among", ["127.0.0.1:1", "127.0.0.1:1,*.example.org"])
