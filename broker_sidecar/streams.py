@@ -376,11 +376,17 @@ class Streams:
         if has_place and exports[use] == min(exports[one.use] for one in self._to_export):
             return True
         until = time.monotonic() - UNREAD_SECONDS
-        for one in self._exporting if not has_place else ():
-            is_unread = one.writing_since is not None and one.writing_since <= until
-            if is_unread and (exports[use] < exports[one.use] or one.use is use):
-                self.unread += one.ended_because is None
-                self._end(one, "this stream's client reads nothing, and others wait for the place of its export")
+        unread = [
+            one
+            for one in self._exporting
+            if one.writing_since is not None and one.writing_since <= until
+            if exports[use] < exports[one.use] or one.use is use
+        ]
+        if unread and not has_place:
+            # One place is enough. Until it has left, it stays the one.
+            longest = min(unread, key=lambda one: one.writing_since or until)
+            self.unread += longest.ended_because is None
+            self._end(longest, "this stream's client reads nothing, and others wait for the place of its export")
         return False
 
     def _make_room_in_share(self, new: Stream) -> None:

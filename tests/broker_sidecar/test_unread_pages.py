@@ -2,16 +2,22 @@
 
 import asyncio
 import itertools
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import grpc
 import grpc.aio
 import pytest
 
+from broker_sidecar.rpc import Context
+from broker_sidecar.security.authentication import anybody
+from broker_sidecar.security.permissions import Permissions
 from broker_sidecar.shares import MAX_HELD_BYTES
+from broker_sidecar.streams import CALLER_SHARE, EXPORTS_AT_ONCE, UNREAD_SECONDS, Stream, Streams
 from seqdedupe.address import SidecarAddress
 from seqdedupe.client import Client as SidecarClient
 from seqdedupe.client.connection import typed_errors
@@ -254,6 +260,27 @@ async def test_who_reads_an_export_has_it_beside_others_that_do_not(tmp_path: Pa
         async with unread(sidecar.address, path, request, 8), grpc.aio.insecure_channel(sidecar.address) as channel:
             assert await all_is_read(begin(channel, path, request), WAIT_SECONDS)
         client.close()
+
+
+def test_an_export_that_waits_ends_one_that_is_unread_and_not_all() -> None:
+    streams = Streams(10, Permissions())
+    context = cast(Context, SimpleNamespace(peer=lambda: "somewhere"))
+
+    def stream() -> Stream:
+        return Stream(context, streams.reading, anybody(context), streams.shares)
+
+    unread = [stream() for _ in range(EXPORTS_AT_ONCE // CALLER_SHARE)]
+    for k, one in enumerate(unread):
+        one.writing_since = time.monotonic() - UNREAD_SECONDS - k
+    waiting = stream()
+    streams._exporting.update(unread)
+    streams._to_export.add(waiting)
+    for _ in range(3):
+        assert not streams._may_export(waiting.use)
+    assert [one for one in unread if one.ended_because is not None] == unread[-1:]
+    assert streams.unread == 1
+    streams._exporting.discard(unread[-1])
+    assert streams._may_export(waiting.use)
 
 
 async def test_exports_wait_for_the_memory_of_readers_and_go_on(tmp_path: Path) -> None:
