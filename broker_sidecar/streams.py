@@ -302,14 +302,18 @@ class Streams:
         return handle
 
     def call(
-        self, kind: type[M], answer: Callable[[M, Stream], Awaitable[Message]]
+        self,
+        kind: type[M],
+        find: Callable[[str], Awaitable[object]],
+        answer: Callable[[M, Stream], Awaitable[Message]],
     ) -> "grpc.RpcMethodHandler[Any, Any]":
         """The handler of a call with one answer that takes a `kind`, and holds much while it is made: what it reads of
         a log, or the answer. It takes turns with the readers for the memory (`reserve_in_turn`), from before it begins
-        until the client has its answer."""
+        until the client has its answer. `find` looks for its topic, so that a call about none does not wait."""
 
         async def serve(data: bytes, context: Context, stream: Stream) -> None:
-            request = parse_small(kind, data)
+            request: Any = parse_small(kind, data)
+            await find(request.topic)
             await stream.reserve_in_turn()
             await stream.write_reserved(encoded(await answer(request, stream), context))
 

@@ -38,10 +38,12 @@ class ProducerCalls:
         """By the name of the call."""
         call = self._streams.call
         return {
-            "ListProducers": call(admin_pb2.ListProducersRequest, lambda request, _: self.list_producers(request)),
+            "ListProducers": call(
+                admin_pb2.ListProducersRequest, self._owned, lambda request, _: self.list_producers(request)
+            ),
             "GetProducer": unary(admin_pb2.GetProducerRequest, self.get_producer),
-            "GetMessageState": call(admin_pb2.GetMessageStateRequest, self._get_message_state),
-            "ListInFlight": call(admin_pb2.ListInFlightRequest, self._list_in_flight),
+            "GetMessageState": call(admin_pb2.GetMessageStateRequest, self._own_topic, self._get_message_state),
+            "ListInFlight": call(admin_pb2.ListInFlightRequest, self._own_topic, self._list_in_flight),
             "ResetProducer": unary(admin_pb2.ResetProducerRequest, self._reset_producer),
         }
 

@@ -4,6 +4,7 @@ import asyncio
 import struct
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import grpc
@@ -96,7 +97,7 @@ class ReadService:
             # On the wire a call with one answer is as one with a stream of them.
             "Read": grpc.unary_stream_rpc_method_handler(self._streams.handler(self._read, is_call=True)),
             "ReadStream": grpc.unary_stream_rpc_method_handler(self._streams.handler(self._read_stream)),
-            "Locate": self._streams.call(read_pb2.LocateRequest, self._locate),
+            "Locate": self._streams.call(read_pb2.LocateRequest, partial(find, self._topics), self._locate),
             "GetLastMessageId": unary(read_pb2.GetLastMessageIdRequest, self._get_last_message_id),
             **Cursors(self._topics, self._permissions).reading(),
         }

@@ -8,12 +8,14 @@ import grpc
 import grpc.aio
 import pytest
 
+from broker_sidecar import streams as streams_module
 from broker_sidecar.rpc import Context, abort
 from broker_sidecar.security.permissions import Permissions
 from broker_sidecar.security.subject import Subject, set_caller
 from broker_sidecar.streams import Stream, Streams
 from seqdedupe.errors import error
 from seqdedupe.testing import LAST_RESORT_SECONDS
+from seqdedupe.v1 import admin_pb2
 
 METHOD = "/test.Service/Stream"
 TIMEOUT_SECONDS = LAST_RESORT_SECONDS
@@ -116,3 +118,21 @@ async def test_a_stream_that_is_ended_before_it_has_begun_says_why(make: Any) ->
     lost = make is _with_metadata_given_up
     code = await _code_of(make(Streams(10, Permissions())), lost)
     assert code is (grpc.StatusCode.DEADLINE_EXCEEDED if lost else grpc.StatusCode.UNAVAILABLE)
+
+
+async def test_a_call_about_no_topic_does_not_wait_for_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams_module, "TURN_SECONDS", 0.1)
+    streams = Streams(10, Permissions())
+    streams.reading.take(streams.shares.of("a reader"), streams.reading.limit_bytes)
+    known = admin_pb2.ListInFlightRequest(topic="t").SerializeToString()
+
+    async def find(name: str) -> None:
+        if name != "t":
+            raise error("TOPIC_NOT_FOUND", "there is none")
+
+    async def answer(_request: object, _stream: Stream) -> admin_pb2.ListInFlightResponse:
+        raise AssertionError("there is no memory")
+
+    call: Any = streams.call(admin_pb2.ListInFlightRequest, find, answer)
+    for data, code in ((b"", grpc.StatusCode.NOT_FOUND), (known, grpc.StatusCode.RESOURCE_EXHAUSTED)):
+        assert await _code_of(lambda _, context, data=data: call.unary_stream(data, context), False) is code
