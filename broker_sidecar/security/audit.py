@@ -317,9 +317,9 @@ _BEGINNING_TOLD = 32
 MAX_LINE_BYTES_TOLD = 1280
 """Of a line about a call, beside the names of subjects and of rules."""
 
-MOST_FAILED = 100
+MOST_FAILED = 1_000
 """Calls of one caller for whom rules count, in `REPEATS_SECONDS`, that were to change something and have failed. Each
-takes two lines. So many topics may be asked for at once that are there already."""
+takes two lines. A script may ask for so many topics at once that are there already."""
 
 _AFTERWARDS = "it was carried out, but "
 """Before why that could not be written."""

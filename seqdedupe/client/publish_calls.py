@@ -83,7 +83,7 @@ def _usual_answer(raw: bytes) -> StreamAnswer | None:
     receipts = []
     for at in range(0, end, wire.ALL_NEW.size):
         a, b, c, frame, d, first_index, e, f, g, ledger_id, h, entry_id, i, j = wire.ALL_NEW.unpack_from(raw, at)
-        if (a, b, c, d, e, f, g, h, i, j) != wire.ALL_NEW_TAGS:
+        if (a, b, c, d, e, f, g, h, i, j) != wire.ALL_NEW_TAGS or first_index < 0:
             return None
         receipts.append((frame, ReceiptColumns.all_stored(first_index, MessageId(ledger_id, entry_id))))
     return StreamAnswer(receipts, (), incarnation, term, durable_index)
@@ -96,6 +96,8 @@ def _is_plain(receipt: Any, rows: int | None) -> bool:
     known, runs = len(receipt.known_rows) // 4, len(receipt.run_rows) // 4
     return (
         len(receipt.verdicts) in (0, rows)
+        and len(receipt.known_rows) == 4 * known
+        and len(receipt.run_rows) == 4 * runs
         and len(receipt.known_indexes) == len(receipt.known_ledger_ids) == len(receipt.known_entry_ids) == 8 * known
         and len(receipt.known_batch_indexes) in (0, 4 * known)
         and len(receipt.run_ledger_ids) == len(receipt.run_entry_ids) == 8 * runs
@@ -108,12 +110,14 @@ def _is_plain(receipt: Any, rows: int | None) -> bool:
 def _fitting(receipt: Any, rows: int) -> ReceiptColumns:
     """The columns of a plain receipt. Raises DecodeError if they cannot be those of so many rows."""
     columns = receipt_columns(receipt)
-    if columns.is_one_run:
-        return columns
     verdicts, runs = columns.verdicts, columns.run_rows
     stored = int(np.count_nonzero(verdicts == _STORED)) if len(verdicts) else rows
+    if stored and columns.first_index < 0:
+        raise _misfit(rows)
+    if columns.is_one_run:
+        return columns
     if (
-        (len(verdicts) and verdicts.max() > _LAST_VERDICT)
+        (len(verdicts) and not _STORED <= verdicts.min() <= verdicts.max() <= _LAST_VERDICT)
         or (len(columns.known_rows) and columns.known_rows.max() >= rows)
         or (len(columns.imported_rows) and columns.imported_rows.max() >= rows)
         or (len(runs) and runs.sum(dtype=np.int64) != stored)

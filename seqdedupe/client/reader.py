@@ -45,7 +45,7 @@ host that is silent."""
 
 MAX_MISFITS = 5
 """The number of streams in a row that may bring nothing but what does not follow what was read: something on the way
-may double answers, or leave one out. The next one is believed to be as the sidecar means it, which is an error then."""
+may double answers, or leave one out. After one more the reader ends with the misfit."""
 
 
 class Reader(Messages):
@@ -105,6 +105,8 @@ class Reader(Messages):
         self._start = start
         self._follow = follow
         self._incarnation: int | None = None
+        self._is_topic_known = False
+        """Whether a sidecar has answered that there is such a topic."""
         self._next_index: int | None = None  # None: not known before the first message
         self._stop_index = None if stop_index is None else checked_index(stop_index)
         self._stops_at_end = stop_index is None and not follow  # where that is the first connection tells
@@ -197,7 +199,7 @@ class Reader(Messages):
                 await self._disconnect()
                 e = self._route.doubted(failure)
                 if not isinstance(e, UnavailableError):
-                    if self._incarnation is not None:
+                    if self._is_topic_known:
                         of_known_topic(failure)
                     raise
                 moves_on = self._route.moves_on(e)
@@ -368,6 +370,7 @@ class Reader(Messages):
         return True
 
     def _check_incarnation(self, incarnation: int) -> None:
+        self._is_topic_known = True
         if self._incarnation not in (None, incarnation):
             raise error(
                 "POSITION_OF_ANOTHER_INCARNATION",
@@ -394,9 +397,10 @@ class Reader(Messages):
         self._route.goes_well()
 
     def _not_the_next(self, what: str, index: int) -> SeqdedupeError:
+        read = "was not read yet" if self._next_index is None else f"was read up to index {self._next_index}"
         return error(
             "ANSWERS_INCONSISTENT",
-            f"{self.topic} was read up to index {self._next_index}, then {what}",
+            f"{self.topic} {read}, then {what}",
             expected_index=self._next_index,
             index=index,
         )
@@ -426,8 +430,9 @@ class Reader(Messages):
 # -- The reader of a partitioned topic: its partitions' messages, each partition in order, all of them in turn.
 
 _FORM = "partitions-1:"
-_PARTITIONED = "Begin at earliest or latest, or at a position that a reader of the whole topic gave."
 """What the text of a position begins with: its version."""
+
+_PARTITIONED = "Begin at earliest or latest, or at a position that a reader of the whole topic gave."
 
 
 class PartitionedPosition(NamedTuple):

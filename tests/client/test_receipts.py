@@ -57,12 +57,9 @@ def message_ids(pending: PendingBatch) -> list[MessageId | None]:
 
 def answer(first: tuple[int, int, int], **columns: Any) -> bytes:
     ledger_id, entry_id, batch_index = first
-    receipt = publish_pb2.Receipt(
-        frame=1,
-        first_index=100,
-        first_message_id=batch_pb2.MessageId(ledger_id=ledger_id, entry_id=entry_id, batch_index=batch_index),
-        **columns,
-    )
+    first_message_id = batch_pb2.MessageId(ledger_id=ledger_id, entry_id=entry_id, batch_index=batch_index)
+    usual: dict[str, Any] = {"frame": 1, "first_index": 100, "first_message_id": first_message_id}
+    receipt = publish_pb2.Receipt(**(usual | columns))
     return publish_pb2.PublishStreamResponse(receipts=[receipt], incarnation=1).SerializeToString()
 
 
@@ -196,8 +193,21 @@ def test_one_byte_that_differs_makes_no_answer_that_protobuf_would_not_read(monk
             with monkeypatch.context() as patch:
                 patch.setattr(publish_calls, "_usual_answer", lambda _: None)
                 assert read(answer) == read(decode_answer(changed, lambda _: 2))
-    # The bits of the numbers: the others are tags and lengths.
-    assert found == 8 * 8 * (2 * 4 + 3)
+    # The bits of the numbers but for the signs of indexes: the others are tags and lengths.
+    assert found == 8 * 8 * (2 * 4 + 3) - 2
+
+
+@pytest.mark.parametrize("verdict", [Verdict.DUP, Verdict.UNKNOWN])
+def test_one_bit_that_differs_makes_no_message_stored_that_is_not(verdict: Verdict) -> None:
+    raw = answer((-1, -1, -1), first_index=-1, verdicts=[verdict] * 3)
+    for at, bit in itertools.product(range(len(raw)), range(8)):
+        try:
+            decoded = decode_answer(raw[:at] + bytes((raw[at] ^ 1 << bit,)) + raw[at + 1 :], lambda _: 3)
+        except DecodeError:
+            continue
+        for _, receipt in decoded.receipts:
+            assert len(receipt.verdicts) == 3
+            assert NOT_DUP not in receipt.verdicts
 
 
 def test_an_early_receipt_says_up_to_which_index_it_waits() -> None:

@@ -270,6 +270,9 @@ async def test_a_term_that_is_none_does_not_make_a_producer_wait_for_ever(fake: 
     [
         {"verdicts": [1, 1, 1]},
         {"verdicts": [1, 9]},
+        {"verdicts": [0, 1]},
+        {"first_index": -1},
+        {"verdicts": [1, 3], "first_index": -1},
         {"verdicts": [2, 2], "known_rows": [0, 7], "known_indexes": [0, 0], "known_ledger_ids": [0, 0],
          "known_entry_ids": [0, 0]},
         {"verdicts": [2, 2], "known_rows": [0], "known_indexes": [0], "known_ledger_ids": [0, 0],
@@ -284,7 +287,7 @@ async def test_a_receipt_that_does_not_fit_its_frame_breaks_the_connection(
     def on_frame(frame: Frame) -> list[Response]:
         if len(fake.frames) > 1:
             return [fake.stored(frame)]
-        return [fake.answer(receipts=[{"frame": frame.number, "first_index": 0, **columns}])]
+        return [fake.answer(receipts=[{"frame": frame.number, "first_index": 0} | columns])]
 
     fake.on_frame = on_frame
     async with Client(fake.address) as client, client.producer("t", "p") as producer:
@@ -651,9 +654,10 @@ async def test_a_reader_whose_topic_is_gone_is_told_that_it_was_there(fake: Fake
             await anext(reader)
         assert caught.value.hint.startswith("The topic was there before: it was deleted, or another sidecar answers")
         fake.on_unary = not_found
-        with pytest.raises(NotFoundError) as caught:
-            await anext(client.reader("t"))
-        assert caught.value.hint.startswith("Is the name mistyped?")
+        for start in ("earliest", Position.start(INCARNATION)):
+            with pytest.raises(NotFoundError) as caught:
+                await anext(client.reader("t", start=start))
+            assert caught.value.hint.startswith("Is the name mistyped?")
 
 
 async def test_a_reader_says_once_what_it_waits_for(fake: FakeSidecar, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -333,7 +333,7 @@ class Relay:
         self._store: OutboxStore = open_store(database)
         self._standby_seconds = standby_seconds
         self._has_begun = False
-        """Whether a sidecar has answered, or it has stood by: then what is no sidecar is waited out."""
+        """Whether a sidecar has answered, or there were no rows: then what is no sidecar is waited out."""
         self._report = report or _log.warning
 
     async def run(self, *, follow: bool = True) -> None:
