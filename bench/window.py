@@ -21,7 +21,8 @@ from bench.figure import Figure, Ratio, over, percentiles_ms, shown
 from seqdedupe.batch import Binary, without_producers
 from seqdedupe.core.id_runs import Piece
 from seqdedupe.core.id_window import IdWindow, Moment
-from seqdedupe.format.columns import CANONICAL, PLACES, layout
+from seqdedupe.format import layout
+from seqdedupe.format.columns import PLACES
 from seqdedupe.format.jit import Int64s, Uint8s
 from seqdedupe.limits import WindowLimits
 
@@ -64,7 +65,7 @@ def frame(ids: bytes) -> tuple[Uint8s, Int64s]:
     rows = len(offsets) - 1
     encoded = without_producers(Binary(offsets, ids), Binary(np.zeros(rows + 1, np.int32))).encode()
     view, places = np.frombuffer(encoded, np.uint8), np.empty(PLACES, np.int64)
-    if layout(view, 0, len(encoded), places) != CANONICAL:
+    if layout.layout(view, 0, len(encoded), places) != layout.CANONICAL:
         raise ValueError("the frame is not canonical")
     return view, places
 

@@ -5,7 +5,7 @@ import sys
 from types import ModuleType
 
 MODULES = {
-    "seqdedupe.format": ("columns", "headers", "records"),
+    "seqdedupe.format": ("layout", "headers", "records"),
     "seqdedupe.core": (
         "rule",
         "recent",

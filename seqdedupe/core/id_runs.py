@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from seqdedupe.core.id_table import NOWHERE, same
-from seqdedupe.format.columns import DEDUPLICATION_ID_OFFSETS, DEDUPLICATION_IDS, ROWS, start
+from seqdedupe.format.columns import DEDUPLICATION_ID_OFFSETS, DEDUPLICATION_IDS, ROWS, load32, start
 from seqdedupe.format.headers import key_of, siphash
-from seqdedupe.format.jit import Bytes, Int64s, Int64s2, Uint8s, for_kernels, kernel, load32, shl64
+from seqdedupe.format.jit import Bytes, Int64s, Int64s2, Uint8s, for_kernels, kernel, shl64
 
 # -- Pieces of a window's chunks, as snapshots keep them.
 

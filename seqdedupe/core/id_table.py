@@ -12,22 +12,9 @@ hash points to, without an empty one between; taking one out moves others up, so
 from typing import Any
 
 from seqdedupe.core.rule import DUP, NOT_DUP, UNKNOWN
-from seqdedupe.format.columns import DEDUPLICATION_ID_OFFSETS, DEDUPLICATION_IDS, start
+from seqdedupe.format.columns import DEDUPLICATION_ID_OFFSETS, DEDUPLICATION_IDS, load32, load64, start
 from seqdedupe.format.headers import siphash
-from seqdedupe.format.jit import (
-    Bytes,
-    Int32s,
-    Int64s,
-    Int64s2,
-    Uint8s,
-    copy,
-    element,
-    for_kernels,
-    kernel,
-    load32,
-    load64,
-    prefetch,
-)
+from seqdedupe.format.jit import Bytes, Int32s, Int64s, Int64s2, Uint8s, copy, element, for_kernels, kernel, prefetch
 from seqdedupe.limits import MAX_DEDUPLICATION_ID_BYTES
 
 ROW_BITS = 16

@@ -4,7 +4,6 @@ import numpy as np
 
 from seqdedupe.format.columns import (
     BASE_INDEX,
-    CANONICAL,
     COLUMNS_END,
     OWNERSHIP,
     PLACES,
@@ -15,7 +14,6 @@ from seqdedupe.format.columns import (
     ROWS,
     SYNCED_OFFSET,
     TERM,
-    layout_columns,
 )
 from seqdedupe.format.headers import (
     BASE_INDEX_AT,
@@ -50,6 +48,7 @@ from seqdedupe.format.headers import (
     siphash,
 )
 from seqdedupe.format.jit import Bytes, Int64s, Int64s2, crc_step, kernel, load32, load64
+from seqdedupe.format.layout import CANONICAL, layout_columns
 
 # -- CRC32C (Castagnoli) as a kernel, eight bytes a step, for scanning many small records without leaving the loop.
 

@@ -17,7 +17,7 @@ from seqdedupe.core.id_table import bad_id
 from seqdedupe.core.producers import NO_STREAM, Producers, are_all
 from seqdedupe.core.rule import NOT_DUP
 from seqdedupe.errors import SeqdedupeError, error
-from seqdedupe.format import columns
+from seqdedupe.format import layout
 from seqdedupe.format.columns import (
     BAD,
     COLUMNS_END,
@@ -38,9 +38,9 @@ from seqdedupe.format.columns import (
     SEQUENCE_IDS,
     size,
     start,
-    take,
 )
 from seqdedupe.format.jit import Bytes, Int64s, Int64s2, Uint8s
+from seqdedupe.format.layout import take
 from seqdedupe.limits import (
     MAX_BATCH_BYTES,
     MAX_BATCH_ROWS,
@@ -54,29 +54,29 @@ from seqdedupe.topic.control import Change, CursorChange, Purge, Reset
 from seqdedupe.topic.policy import Policy
 
 _WRONG = {
-    columns.NO_ROWS: "it has no rows, or its sequence_ids are not 8 bytes each",
-    columns.TOO_MANY_ROWS: f"it has more than {MAX_BATCH_ROWS} rows",
-    columns.BAD_NAMES: "its columns of producers do not fit together",
-    columns.BAD_NAME_LENGTH: f"the name of producer {{bad}} is not 1 to {MAX_NAME_BYTES} bytes long",
-    columns.BAD_PRODUCER_COLUMN: "producer_indexes has not one value a row",
-    columns.BAD_PRODUCER_INDEX: "row {bad} points outside the list of producers",
-    columns.UNUSED_PRODUCER: "producer {bad} has no row",
-    columns.BAD_SEQUENCE_ID: "the sequence ID of row {bad} is below 0",
-    columns.NOT_ASCENDING: "the sequence ID of row {bad} is not above the one before it of the same producer",
-    columns.BAD_EVENT_TIMES: "event_times_ms has not one value a row",
-    columns.BAD_KEYS: "the columns of keys do not fit together",
-    columns.BAD_PROPERTIES: "the columns of properties do not fit together",
-    columns.BAD_COMPLETE_UP_TO: "complete_up_to has not one value a producer",
-    columns.BAD_DEDUPLICATION_IDS: "the columns of deduplication IDs do not fit together",
-    columns.BAD_PAYLOADS: "the columns of payloads do not fit together",
-    columns.PAYLOAD_TOO_LARGE: f"the payload of row {{bad}} is larger than {MAX_PAYLOAD_BYTES} bytes",
+    layout.NO_ROWS: "it has no rows, or its sequence_ids are not 8 bytes each",
+    layout.TOO_MANY_ROWS: f"it has more than {MAX_BATCH_ROWS} rows",
+    layout.BAD_NAMES: "its columns of producers do not fit together",
+    layout.BAD_NAME_LENGTH: f"the name of producer {{bad}} is not 1 to {MAX_NAME_BYTES} bytes long",
+    layout.BAD_PRODUCER_COLUMN: "producer_indexes has not one value a row",
+    layout.BAD_PRODUCER_INDEX: "row {bad} points outside the list of producers",
+    layout.UNUSED_PRODUCER: "producer {bad} has no row",
+    layout.BAD_SEQUENCE_ID: "the sequence ID of row {bad} is below 0",
+    layout.NOT_ASCENDING: "the sequence ID of row {bad} is not above the one before it of the same producer",
+    layout.BAD_EVENT_TIMES: "event_times_ms has not one value a row",
+    layout.BAD_KEYS: "the columns of keys do not fit together",
+    layout.BAD_PROPERTIES: "the columns of properties do not fit together",
+    layout.BAD_COMPLETE_UP_TO: "complete_up_to has not one value a producer",
+    layout.BAD_DEDUPLICATION_IDS: "the columns of deduplication IDs do not fit together",
+    layout.BAD_PAYLOADS: "the columns of payloads do not fit together",
+    layout.PAYLOAD_TOO_LARGE: f"the payload of row {{bad}} is larger than {MAX_PAYLOAD_BYTES} bytes",
 }
 _REASONS = {
-    columns.TOO_MANY_ROWS: "BATCH_TOO_LARGE",
-    columns.BAD_NAME_LENGTH: "INVALID_NAME",
-    columns.BAD_SEQUENCE_ID: "INVALID_SEQUENCE_ID",
-    columns.NOT_ASCENDING: "NOT_ASCENDING",
-    columns.PAYLOAD_TOO_LARGE: "MESSAGE_TOO_LARGE",
+    layout.TOO_MANY_ROWS: "BATCH_TOO_LARGE",
+    layout.BAD_NAME_LENGTH: "INVALID_NAME",
+    layout.BAD_SEQUENCE_ID: "INVALID_SEQUENCE_ID",
+    layout.NOT_ASCENDING: "NOT_ASCENDING",
+    layout.PAYLOAD_TOO_LARGE: "MESSAGE_TOO_LARGE",
 }
 
 
@@ -180,12 +180,12 @@ def _laid_out(encoded: bytes) -> tuple[bytes, Uint8s, Int64s]:
         raise error("BATCH_TOO_LARGE", f"the batch has {len(encoded)} bytes: at most {MAX_BATCH_BYTES} are accepted")
     places = np.empty(PLACES, np.int64)
     view = np.frombuffer(encoded, np.uint8)
-    wrong = columns.layout(view, 0, len(encoded), places)
-    if wrong != columns.CANONICAL:
+    wrong = layout.layout(view, 0, len(encoded), places)
+    if wrong != layout.CANONICAL:
         encoded = batches.canonical(encoded)
         view = np.frombuffer(encoded, np.uint8)
-        wrong = columns.layout(view, 0, len(encoded), places)
-    if wrong != columns.CANONICAL:
+        wrong = layout.layout(view, 0, len(encoded), places)
+    if wrong != layout.CANONICAL:
         why = _WRONG.get(wrong, "its fields do not fit together").format(bad=places[BAD])
         raise error(_REASONS.get(wrong, "INVALID_BATCH"), f"the batch is not valid: {why}")
     return encoded, view, places
@@ -314,7 +314,7 @@ def cut(frame: Frame, verdicts: Uint8s) -> Frame:
         producer_rows = np.ascontiguousarray(producer_rows[np.unique(whole.producer_indexes[rows])])
     view = np.frombuffer(encoded, np.uint8)
     places = np.empty(PLACES, np.int64)
-    if columns.layout(view, 0, len(encoded), places) != columns.CANONICAL:
+    if layout.layout(view, 0, len(encoded), places) != layout.CANONICAL:
         raise error("INTERNAL", "a batch that was cut is not canonical")
     return Frame(encoded, view, places, producer_rows, int(places[ROWS]), int(places[COLUMNS_END]))
 

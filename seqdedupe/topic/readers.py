@@ -14,8 +14,9 @@ import numpy as np
 
 from seqdedupe import batch as batches
 from seqdedupe.errors import PositionError, SeqdedupeError, error
-from seqdedupe.format.columns import BASE_INDEX, COLUMNS_END, PLACES, PUBLISH_TIME_MS, RECORD_END, ROWS, layout_columns
+from seqdedupe.format.columns import BASE_INDEX, COLUMNS_END, PLACES, PUBLISH_TIME_MS, RECORD_END, ROWS
 from seqdedupe.format.headers import BATCH_TAG, NO_KEY, header
+from seqdedupe.format.layout import layout_columns
 from seqdedupe.format.records import END, body_of, ownership, scan_record, span
 from seqdedupe.log.contract import ANY_BYTES, LargerRecordError, Runs
 from seqdedupe.message_id import MessageIds, Position

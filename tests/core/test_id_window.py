@@ -19,7 +19,8 @@ from seqdedupe.core.id_table import CONFIRMED, USED
 from seqdedupe.core.id_window import Moment
 from seqdedupe.core.name_table import Growing
 from seqdedupe.core.rule import DUP, NOT_DUP, UNKNOWN
-from seqdedupe.format.columns import CANONICAL, PLACES, layout
+from seqdedupe.format import layout
+from seqdedupe.format.columns import PLACES
 from seqdedupe.limits import NO_LIMIT, WindowLimits
 from tests.plain import PLAIN
 
@@ -40,7 +41,7 @@ def frame(ids: list[bytes]) -> tuple[Any, Any]:
     payloads = Binary.of_all([b""] * len(ids))
     encoded = Batch(Binary(), NO_INT64S, NO_INT64S, NO_INT64S, payloads, deduplication_ids=columns).encode()
     view, places = np.frombuffer(encoded, np.uint8), np.empty(PLACES, np.int64)
-    assert layout(view, 0, len(encoded), places) == CANONICAL
+    assert layout.layout(view, 0, len(encoded), places) == layout.CANONICAL
     return view, places
 
 

@@ -15,7 +15,7 @@ from seqdedupe.core import producers as producers_module
 from seqdedupe.core import recent
 from seqdedupe.core.producers import Producers
 from seqdedupe.core.rule import DUP
-from seqdedupe.format import columns
+from seqdedupe.format import layout
 from seqdedupe.format.columns import BASE_INDEX, PLACES
 from seqdedupe.format.jit import Int64s, Uint8s
 from tests.batches import batch
@@ -33,7 +33,7 @@ def full_length() -> Int64s:
 def laid_out(rows: list[tuple[str, int]], index: int) -> tuple[bytes, Uint8s, Int64s]:
     encoded = batch(rows, payloads=[b""] * len(rows)).encode()
     view, places = np.frombuffer(encoded, np.uint8), np.zeros(PLACES, np.int64)
-    assert columns.layout(view, 0, len(encoded), places) == columns.CANONICAL
+    assert layout.layout(view, 0, len(encoded), places) == layout.CANONICAL
     places[BASE_INDEX] = index
     return encoded, view, places
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from seqdedupe.batch import Batch
 from seqdedupe.core.producers import Producers
 from seqdedupe.core.rule import NUMBERS
-from seqdedupe.format import columns
+from seqdedupe.format import layout
 from seqdedupe.format.columns import BASE_INDEX, PLACES
 from tests.batches import batch
 from tests.plain import PLAIN
@@ -27,7 +27,7 @@ def stored(batches: list[Batch]) -> tuple[bytes, Any]:
     index = 0
     for places, b in zip(table, batches, strict=True):
         begin, raw = len(raw), raw + b.encode()
-        assert columns.layout(np.frombuffer(raw, np.uint8), begin, len(raw), places) == columns.CANONICAL
+        assert layout.layout(np.frombuffer(raw, np.uint8), begin, len(raw), places) == layout.CANONICAL
         places[BASE_INDEX] = index
         index += len(b)
     return raw, table

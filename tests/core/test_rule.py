@@ -28,7 +28,7 @@ from seqdedupe.core.rule import (
     PUSHED,
     UNKNOWN,
 )
-from seqdedupe.format import columns
+from seqdedupe.format import layout
 from seqdedupe.format.columns import BASE_INDEX, PLACES
 from seqdedupe.format.jit import Int64s, Uint8s
 from tests.batches import Row, batch
@@ -54,7 +54,7 @@ class OneTopic:
         view = np.frombuffer(encoded, np.uint8)
         for producers in self.both:
             places = np.zeros(PLACES, np.int64)
-            assert columns.layout(view, 0, len(encoded), places) == columns.CANONICAL
+            assert layout.layout(view, 0, len(encoded), places) == layout.CANONICAL
             slots = producers.known(view, places)
             assert slots is not None
             yield producers, view, places, slots
@@ -487,7 +487,7 @@ def test_the_ring_forgets_the_oldest_and_only_them() -> None:
         encoded = batch(rows, payloads=[b""] * per_batch).encode()
         view = np.frombuffer(encoded, np.uint8)
         places = np.zeros(PLACES, np.int64)
-        columns.layout(view, 0, len(encoded), places)
+        layout.layout(view, 0, len(encoded), places)
         places[BASE_INDEX] = topic.stored
         producers = topic.both[0]
         slots = producers.known(view, places)

@@ -18,7 +18,7 @@ import google_crc32c
 import numpy as np
 
 from seqdedupe.core import recent, replay, rule
-from seqdedupe.format import columns, records
+from seqdedupe.format import layout, records
 from seqdedupe.format.columns import BASE_INDEX, COLUMNS_END, PLACES, PRODUCERS, ROWS
 from seqdedupe.format.headers import (
     BATCH_TAG,
@@ -66,25 +66,25 @@ def batch_case(random: Random, compiled_layout: Layout, seen: Counter[int]) -> N
     """One batch, whose layout must be the same."""
     data = mutated(random)
     plain_places = [0] * PLACES
-    why = PLAIN["columns"].layout(data, 0, len(data), plain_places)
+    why = PLAIN["layout"].layout(data, 0, len(data), plain_places)
     seen[why] += 1
     for place in (_memory.at_the_end, _memory.at_the_start):
         places = np.zeros(PLACES, np.int64)
         view = place(data)
         answer = compiled_layout(view, 0, len(data), places)
         agree("layout", data, (answer, places.tolist()), (why, plain_places))
-        if why == columns.CANONICAL and places[PRODUCERS]:
+        if why == layout.CANONICAL and places[PRODUCERS]:
             judged = judge(rule, replay, view, places)
             if seen[why] % JUDGED_EVERY == 0:
                 compiled = [part.tolist() for part in judged]
                 plain = [part.tolist() for part in judge(PLAIN["rule"], PLAIN["replay"], view, places)]
                 agree("the rule", data, compiled, plain)
-        if why == columns.CANONICAL and places[PRODUCERS] <= 1 and seen[why] % JUDGED_EVERY == 0:
+        if why == layout.CANONICAL and places[PRODUCERS] <= 1 and seen[why] % JUDGED_EVERY == 0:
             marks = np.array([random.randrange(2) for _ in range(places[ROWS])], np.uint8)
             marks[random.randrange(len(marks))] = 1
             out, plain_out = np.empty(len(data), np.uint8), bytearray(len(data))
-            taken = out[: columns.take(view, places, marks, 1, out)].tobytes()
-            plain_taken = bytes(plain_out[: PLAIN["columns"].take(data, plain_places, marks, 1, plain_out)])
+            taken = out[: layout.take(view, places, marks, 1, out)].tobytes()
+            plain_taken = bytes(plain_out[: PLAIN["layout"].take(data, plain_places, marks, 1, plain_out)])
             agree("the rows taken", data, taken, plain_taken)
 
 
@@ -158,7 +158,7 @@ _WHOLE = [b"".join([part for tag, length, value, _ in fields for part in (tag, l
 _COLUMN_BYTES = []
 for _body in _WHOLE:
     _places = np.zeros(PLACES, np.int64)
-    columns.layout(np.frombuffer(_body, np.uint8), 0, len(_body), _places)
+    layout.layout(np.frombuffer(_body, np.uint8), 0, len(_body), _places)
     _COLUMN_BYTES.append(int(_places[COLUMNS_END]))
 
 
@@ -225,22 +225,22 @@ def record_case(random: Random, _: Layout, seen: Counter[int]) -> None:
 @kernel()
 def reads_past_the_end(raw: Bytes, begin: int, end: int, places: Int64s) -> int:
     """The four bytes from three before the end on."""
-    why = columns.layout(raw, begin, end, places)
-    return why if why != columns.CANONICAL or load32(raw, end - 3) != 0x7FEDCBA9 else columns.NO_ROWS
+    why = layout.layout(raw, begin, end, places)
+    return why if why != layout.CANONICAL or load32(raw, end - 3) != 0x7FEDCBA9 else layout.NO_ROWS
 
 
 @kernel()
 def reads_before_the_start(raw: Bytes, begin: int, end: int, places: Int64s) -> int:
     """The byte before the first one."""
-    why = columns.layout(raw, begin, end, places)
-    return why if why != columns.CANONICAL or load32(raw, begin - 1) != 0x7FEDCBA9 else columns.NO_ROWS
+    why = layout.layout(raw, begin, end, places)
+    return why if why != layout.CANONICAL or load32(raw, begin - 1) != 0x7FEDCBA9 else layout.NO_ROWS
 
 
 @kernel()
 def takes_an_id_twice(raw: Bytes, begin: int, end: int, places: Int64s) -> int:
     """An ID that is not above the one before it."""
-    why = columns.layout(raw, begin, end, places)
-    return columns.CANONICAL if why == columns.NOT_ASCENDING else why
+    why = layout.layout(raw, begin, end, places)
+    return layout.CANONICAL if why == layout.NOT_ASCENDING else why
 
 
 PLANTED: dict[str, Layout] = {f.__name__: f for f in (reads_past_the_end, reads_before_the_start, takes_an_id_twice)}
@@ -255,7 +255,7 @@ def main() -> int:
     parser.add_argument("--planted", choices=sorted(PLANTED))
     given = parser.parse_args()
     case = batch_case if given.kind == "batches" else record_case
-    compiled = PLANTED[given.planted] if given.planted else columns.layout
+    compiled = PLANTED[given.planted] if given.planted else layout.layout
     seen: Counter[int] = Counter()
     for block in range(given.first, given.first + -(-given.cases // BLOCK)):
         print("block", block, flush=True)

@@ -7,7 +7,7 @@ from typing import TypeVar
 import numpy as np
 
 from seqdedupe.batch import Batch, Binary
-from seqdedupe.format import columns
+from seqdedupe.format import layout
 from seqdedupe.format.columns import COLUMNS, FIELD_NUMBERS, PLACES, size, start
 from seqdedupe.wire import varint
 from tests.batches import batch
@@ -18,7 +18,7 @@ Field = tuple[bytes, bytes, bytes, int]
 
 _EIGHT = ("EPOCHS", "LINKS", "SEQUENCE_IDS", "EVENT_TIMES", "COMPLETE_UP_TO")
 _FOUR = ("OFFSETS", "INDEXES")
-_NAMES = {value: name for name, value in vars(columns).items() if name.isupper() and type(value) is int}
+_NAMES = {value: name for name, value in vars(layout).items() if name.isupper() and type(value) is int}
 WIDTHS = [
     8 if _NAMES[column] in _EIGHT else 4 if _NAMES[column].endswith(_FOUR) else 1
     # A place that is no column may have the same number, but not before all the columns.
@@ -42,7 +42,7 @@ def fields_of(b: Batch) -> list[Field]:
     """The fields of a batch's canonical encoding."""
     encoded = b.encode()
     places = np.zeros(PLACES, np.int64)
-    if columns.layout(np.frombuffer(encoded, np.uint8), 0, len(encoded), places) != columns.CANONICAL:
+    if layout.layout(np.frombuffer(encoded, np.uint8), 0, len(encoded), places) != layout.CANONICAL:
         raise ValueError("a seed is not canonical")
     return [
         (

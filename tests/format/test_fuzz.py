@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from seqdedupe.format import columns, records
+from seqdedupe.format import layout, records
 from seqdedupe.testing import LAST_RESORT_SECONDS
 
 ROOT = Path(__file__).parents[2]
 
-OF_LARGE_BATCHES = {columns.TOO_MANY_ROWS, columns.PAYLOAD_TOO_LARGE}
-VERDICTS = set(range(columns.CANONICAL, columns.BAD_DEDUPLICATION_IDS + 1))
+OF_LARGE_BATCHES = {layout.TOO_MANY_ROWS, layout.PAYLOAD_TOO_LARGE}
+VERDICTS = set(range(layout.CANONICAL, layout.BAD_DEDUPLICATION_IDS + 1))
 STOPS = {records.END, records.INCOMPLETE, records.DAMAGED, records.NOT_CONTIGUOUS, records.OTHER_OWNER}
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from seqdedupe import batch as batches
 from seqdedupe.batch import Batch, Binary, canonical, decode
-from seqdedupe.format import columns
+from seqdedupe.format import layout
 from seqdedupe.format.columns import PLACES, PRODUCERS, ROWS
 from seqdedupe.limits import MAX_PAYLOAD_BYTES
 from seqdedupe.v1 import batch_pb2
@@ -53,8 +53,8 @@ def check(encoded: bytes) -> tuple[int, np.ndarray]:
     """The compiled check's answer, which must be the plain one's."""
     places = np.zeros(PLACES, np.int64)
     plain_places = np.zeros(PLACES, np.int64)
-    wrong = columns.layout(np.frombuffer(encoded, np.uint8), 0, len(encoded), places)
-    plain_wrong = PLAIN["columns"].layout(np.frombuffer(encoded, np.uint8), 0, len(encoded), plain_places)
+    wrong = layout.layout(np.frombuffer(encoded, np.uint8), 0, len(encoded), places)
+    plain_wrong = PLAIN["layout"].layout(np.frombuffer(encoded, np.uint8), 0, len(encoded), plain_places)
     assert (wrong, list(places)) == (plain_wrong, list(plain_places))
     return wrong, places
 
@@ -63,7 +63,7 @@ def check(encoded: bytes) -> tuple[int, np.ndarray]:
 def test_what_python_encodes_is_canonical_and_what_protobuf_makes_of_it(b: Batch) -> None:
     encoded = b.encode()
     wrong, places = check(encoded)
-    assert wrong == columns.CANONICAL
+    assert wrong == layout.CANONICAL
     assert (places[ROWS], places[PRODUCERS]) == (len(b), len(b.epochs))
     assert batch_pb2.Batch.FromString(encoded).SerializeToString() == encoded
     assert decode(encoded).encode() == encoded
@@ -75,7 +75,7 @@ def test_a_batch_of_some_rows_is_canonical_and_holds_those_rows(b: Batch, data: 
     rows = sorted(data.draw(st.sets(st.integers(0, len(b) - 1), min_size=1)))
     taken = b.take(np.array(rows))
     wrong, _ = check(taken.encode())
-    assert wrong == columns.CANONICAL
+    assert wrong == layout.CANONICAL
     taken = decode(taken.encode())
     for at, row in enumerate(rows):
         assert taken.names()[taken.producer_of(at)] == b.names()[b.producer_of(row)]
@@ -183,7 +183,7 @@ def test_a_batch_with_changed_bytes_passes_only_if_it_is_still_a_batch(b: Batch,
         if not encoded:
             break
     wrong, _ = check(bytes(encoded))
-    if wrong == columns.CANONICAL:
+    if wrong == layout.CANONICAL:
         assert independent_verdict(bytes(encoded))
         assert batch_pb2.Batch.FromString(bytes(encoded)).SerializeToString() == bytes(encoded)
 
@@ -191,7 +191,7 @@ def test_a_batch_with_changed_bytes_passes_only_if_it_is_still_a_batch(b: Batch,
 @given(st.binary(max_size=300))
 def test_random_bytes_are_refused_or_a_batch(encoded: bytes) -> None:
     wrong, _ = check(encoded)
-    assert wrong != columns.CANONICAL or independent_verdict(encoded)
+    assert wrong != layout.CANONICAL or independent_verdict(encoded)
 
 
 def test_a_legal_but_unusual_encoding_is_accepted_and_re_encoded() -> None:
@@ -202,39 +202,39 @@ def test_a_legal_but_unusual_encoding_is_accepted_and_re_encoded() -> None:
     without_ids.sequence_ids = batches.NO_INT64S
     # The payloads first, then the rest, the IDs in two pieces and an unknown field at the end.
     unusual = without_ids.encode() + first + second + b"\xf8\x3f\x01"
-    assert check(unusual)[0] == columns.NOT_CANONICAL
+    assert check(unusual)[0] == layout.NOT_CANONICAL
     assert canonical(unusual) == usual
 
 
 @pytest.mark.parametrize(
     ("change", "wrong"),
     [
-        ({"sequence_ids": []}, columns.NO_ROWS),
-        ({"sequence_ids": [-1, 0, 1]}, columns.BAD_SEQUENCE_ID),
-        ({"sequence_ids": [5, 5, 6]}, columns.NOT_ASCENDING),
-        ({"sequence_ids": [7, 6, 5]}, columns.NOT_ASCENDING),
-        ({"epochs": []}, columns.BAD_NAMES),
-        ({"epochs": [1, 2]}, columns.BAD_NAMES),
-        ({"previous_sequence_ids": []}, columns.BAD_NAMES),
-        ({"producer_names": b"ab"}, columns.BAD_NAMES),
-        ({"producer_names": b"", "producer_name_offsets": [0, 0]}, columns.BAD_NAME_LENGTH),
-        ({"producer_names": b"x" * 256, "producer_name_offsets": [0, 256]}, columns.BAD_NAME_LENGTH),
-        ({"event_times_ms": [1]}, columns.BAD_EVENT_TIMES),
-        ({"keys": b"k"}, columns.BAD_KEYS),
-        ({"key_offsets": [0, 1, 2, 4], "keys": b"kkk"}, columns.BAD_KEYS),
-        ({"key_offsets": [0, 2, 1, 3], "keys": b"kkk"}, columns.BAD_KEYS),
-        ({"key_offsets": [0, 1, 2, 3], "keys": b"kkk", "key_validity": b"\1\1"}, columns.BAD_KEYS),
-        ({"property_names": b"n"}, columns.BAD_PROPERTIES),
-        ({"property_offsets": [0, 0, 0, 1]}, columns.BAD_PROPERTIES),
-        ({"payload_offsets": [0, 1, 2]}, columns.BAD_PAYLOADS),
-        ({"payload_offsets": [1, 1, 2, 3]}, columns.BAD_PAYLOADS),
-        ({"payload_offsets": [0, 1, 2, 2**31 - 1]}, columns.BAD_PAYLOADS),
-        ({"payload_offsets": [0, -1, 2, 3]}, columns.BAD_PAYLOADS),
-        ({"payload_validity": b"\1\1"}, columns.BAD_PAYLOADS),
-        ({"complete_up_to": [1, 2]}, columns.BAD_COMPLETE_UP_TO),
-        ({"deduplication_ids": b"abc"}, columns.BAD_DEDUPLICATION_IDS),
-        ({"deduplication_id_offsets": [0, 1, 3], "deduplication_ids": b"abc"}, columns.BAD_DEDUPLICATION_IDS),
-        ({"deduplication_id_offsets": [0, 1, 2, 2], "deduplication_ids": b"abc"}, columns.BAD_DEDUPLICATION_IDS),
+        ({"sequence_ids": []}, layout.NO_ROWS),
+        ({"sequence_ids": [-1, 0, 1]}, layout.BAD_SEQUENCE_ID),
+        ({"sequence_ids": [5, 5, 6]}, layout.NOT_ASCENDING),
+        ({"sequence_ids": [7, 6, 5]}, layout.NOT_ASCENDING),
+        ({"epochs": []}, layout.BAD_NAMES),
+        ({"epochs": [1, 2]}, layout.BAD_NAMES),
+        ({"previous_sequence_ids": []}, layout.BAD_NAMES),
+        ({"producer_names": b"ab"}, layout.BAD_NAMES),
+        ({"producer_names": b"", "producer_name_offsets": [0, 0]}, layout.BAD_NAME_LENGTH),
+        ({"producer_names": b"x" * 256, "producer_name_offsets": [0, 256]}, layout.BAD_NAME_LENGTH),
+        ({"event_times_ms": [1]}, layout.BAD_EVENT_TIMES),
+        ({"keys": b"k"}, layout.BAD_KEYS),
+        ({"key_offsets": [0, 1, 2, 4], "keys": b"kkk"}, layout.BAD_KEYS),
+        ({"key_offsets": [0, 2, 1, 3], "keys": b"kkk"}, layout.BAD_KEYS),
+        ({"key_offsets": [0, 1, 2, 3], "keys": b"kkk", "key_validity": b"\1\1"}, layout.BAD_KEYS),
+        ({"property_names": b"n"}, layout.BAD_PROPERTIES),
+        ({"property_offsets": [0, 0, 0, 1]}, layout.BAD_PROPERTIES),
+        ({"payload_offsets": [0, 1, 2]}, layout.BAD_PAYLOADS),
+        ({"payload_offsets": [1, 1, 2, 3]}, layout.BAD_PAYLOADS),
+        ({"payload_offsets": [0, 1, 2, 2**31 - 1]}, layout.BAD_PAYLOADS),
+        ({"payload_offsets": [0, -1, 2, 3]}, layout.BAD_PAYLOADS),
+        ({"payload_validity": b"\1\1"}, layout.BAD_PAYLOADS),
+        ({"complete_up_to": [1, 2]}, layout.BAD_COMPLETE_UP_TO),
+        ({"deduplication_ids": b"abc"}, layout.BAD_DEDUPLICATION_IDS),
+        ({"deduplication_id_offsets": [0, 1, 3], "deduplication_ids": b"abc"}, layout.BAD_DEDUPLICATION_IDS),
+        ({"deduplication_id_offsets": [0, 1, 2, 2], "deduplication_ids": b"abc"}, layout.BAD_DEDUPLICATION_IDS),
     ],
 )
 def test_each_wrong_column_is_named(change: dict[str, object], wrong: int) -> None:
@@ -247,15 +247,15 @@ def test_each_wrong_column_is_named(change: dict[str, object], wrong: int) -> No
         payload_offsets=[0, 1, 2, 3],
         payloads=b"xyz",
     )
-    assert check(message.SerializeToString())[0] == columns.CANONICAL
+    assert check(message.SerializeToString())[0] == layout.CANONICAL
     put_columns(message, change)
     assert check(message.SerializeToString())[0] == wrong
 
 
 @pytest.mark.parametrize(
     ("indexes", "wrong"),
-    [([], columns.BAD_PRODUCER_COLUMN), ([0, 2], columns.BAD_PRODUCER_INDEX), ([0, -1], columns.BAD_PRODUCER_INDEX),
-     ([0, 0], columns.UNUSED_PRODUCER), ([0, 1, 1], columns.BAD_PRODUCER_COLUMN)],
+    [([], layout.BAD_PRODUCER_COLUMN), ([0, 2], layout.BAD_PRODUCER_INDEX), ([0, -1], layout.BAD_PRODUCER_INDEX),
+     ([0, 0], layout.UNUSED_PRODUCER), ([0, 1, 1], layout.BAD_PRODUCER_COLUMN)],
 )  # fmt: skip
 def test_a_producer_column_that_does_not_fit_is_refused(indexes: list[int], wrong: int) -> None:
     b = batch([("a", 1), ("b", 1)])
@@ -266,16 +266,16 @@ def test_a_producer_column_that_does_not_fit_is_refused(indexes: list[int], wron
 
 
 def test_one_payload_over_the_limit_is_refused_and_one_at_the_limit_is_not() -> None:
-    for size, wrong in ((MAX_PAYLOAD_BYTES, columns.CANONICAL), (MAX_PAYLOAD_BYTES + 1, columns.PAYLOAD_TOO_LARGE)):
+    for size, wrong in ((MAX_PAYLOAD_BYTES, layout.CANONICAL), (MAX_PAYLOAD_BYTES + 1, layout.PAYLOAD_TOO_LARGE)):
         encoded = batch([("a", 1), ("a", 2)], payloads=[b"x", b"y" * size]).encode()
         places = np.zeros(PLACES, np.int64)
-        assert columns.layout(np.frombuffer(encoded, np.uint8), 0, len(encoded), places) == wrong
+        assert layout.layout(np.frombuffer(encoded, np.uint8), 0, len(encoded), places) == wrong
 
 
 def test_too_many_rows_are_refused() -> None:
     encoded = batch([("a", i) for i in range(65_537)], payloads=[b""] * 65_537).encode()
     places = np.zeros(PLACES, np.int64)
-    assert columns.layout(np.frombuffer(encoded, np.uint8), 0, len(encoded), places) == columns.TOO_MANY_ROWS
+    assert layout.layout(np.frombuffer(encoded, np.uint8), 0, len(encoded), places) == layout.TOO_MANY_ROWS
 
 
 def test_a_batch_of_deduplication_ids_may_leave_its_producers_out() -> None:
@@ -283,14 +283,14 @@ def test_a_batch_of_deduplication_ids_may_leave_its_producers_out() -> None:
         deduplication_id_offsets=[0, 1, 3], deduplication_ids=b"abc", payload_offsets=[0, 1, 2], payloads=b"xy"
     )
     wrong, places = check(message.SerializeToString())
-    assert (wrong, places[ROWS], places[PRODUCERS]) == (columns.CANONICAL, 2, 0)
+    assert (wrong, places[ROWS], places[PRODUCERS]) == (layout.CANONICAL, 2, 0)
     assert independent_verdict(message.SerializeToString())
     for change, wrong in (
-        ({"sequence_ids": [1, 2]}, columns.BAD_NAMES),
-        ({"epochs": [1]}, columns.NO_ROWS),
-        ({"complete_up_to": [1]}, columns.BAD_COMPLETE_UP_TO),
-        ({"deduplication_id_offsets": [0], "deduplication_ids": b""}, columns.NO_ROWS),
-        ({"deduplication_id_offsets": [0, 2, 1], "deduplication_ids": b"a"}, columns.BAD_DEDUPLICATION_IDS),
+        ({"sequence_ids": [1, 2]}, layout.BAD_NAMES),
+        ({"epochs": [1]}, layout.NO_ROWS),
+        ({"complete_up_to": [1]}, layout.BAD_COMPLETE_UP_TO),
+        ({"deduplication_id_offsets": [0], "deduplication_ids": b""}, layout.NO_ROWS),
+        ({"deduplication_id_offsets": [0, 2, 1], "deduplication_ids": b"a"}, layout.BAD_DEDUPLICATION_IDS),
     ):
         changed = batch_pb2.Batch.FromString(message.SerializeToString())
         put_columns(changed, change)

@@ -38,8 +38,9 @@ from seqdedupe.entry_properties import (
     EntryPlace,
 )
 from seqdedupe.errors import SeqdedupeError, error
-from seqdedupe.format.columns import COLUMNS_END, PLACES, layout_columns
+from seqdedupe.format.columns import COLUMNS_END, PLACES
 from seqdedupe.format.headers import BATCH_TAG, HEADER_BYTES, NO_KEY, TOKEN_BYTES, header, ownership_of
+from seqdedupe.format.layout import layout_columns
 from seqdedupe.limits import NO_SEQUENCE_ID
 from seqdedupe.message_id import MessageId
 

@@ -1,0 +1,447 @@
+"""Where a canonical batch's columns stand, and whether they are what `batch.proto` says.
+
+The one check of everything that a client sends and of everything that is read back from a log. What it does not
+look at: the names' UTF-8 and that none comes twice (their look-up does), and the sessions and links (`decide` does).
+"""
+
+import numpy as np
+
+from seqdedupe.format.columns import (
+    BAD,
+    COLUMN_OF_FIELD,
+    COLUMNS,
+    COLUMNS_END,
+    COMPLETE_UP_TO,
+    DEDUPLICATION_ID_OFFSETS,
+    DEDUPLICATION_IDS,
+    EPOCHS,
+    EVENT_TIMES,
+    FIELD_NUMBERS,
+    KEY_OFFSETS,
+    KEY_VALIDITY,
+    KEYS,
+    LINKS,
+    NAME_OFFSETS,
+    NAMES,
+    PAYLOAD_OFFSETS,
+    PAYLOAD_VALIDITY,
+    PAYLOADS,
+    PRODUCER_INDEXES,
+    PRODUCERS,
+    PROPERTY_NAME_OFFSETS,
+    PROPERTY_NAMES,
+    PROPERTY_OFFSETS,
+    PROPERTY_VALUE_OFFSETS,
+    PROPERTY_VALUES,
+    ROWS,
+    SEQUENCE_IDS,
+    put,
+    size,
+    start,
+)
+from seqdedupe.format.jit import (
+    Bytes,
+    Int64s,
+    Uint8s,
+    copy,
+    for_kernels,
+    kernel,
+    load32,
+    load64,
+)
+from seqdedupe.limits import MAX_BATCH_ROWS, MAX_NAME_BYTES, MAX_PAYLOAD_BYTES
+
+# What is wrong with a batch.
+CANONICAL = 0
+NOT_CANONICAL = 1
+"""Not the form that is stored; it may be a legal but unusual encoding."""
+NO_ROWS = 2
+TOO_MANY_ROWS = 3
+BAD_NAMES = 4
+BAD_NAME_LENGTH = 5
+BAD_PRODUCER_COLUMN = 6
+BAD_PRODUCER_INDEX = 7
+UNUSED_PRODUCER = 8
+BAD_SEQUENCE_ID = 9
+NOT_ASCENDING = 10
+BAD_EVENT_TIMES = 11
+BAD_KEYS = 12
+BAD_PROPERTIES = 13
+BAD_PAYLOADS = 14
+PAYLOAD_TOO_LARGE = 15
+BAD_COMPLETE_UP_TO = 16
+BAD_DEDUPLICATION_IDS = 17
+
+_ONE_BYTE_VARINT = 0x80
+
+
+@kernel()
+def offsets_fit(raw: Bytes, places: Int64s, offsets: int, values: int, blob_bytes: int) -> bool:
+    """Whether this column holds `values + 1` offsets from 0 that never fall and end at the blob's size."""
+    at = start(places, offsets)
+    if size(places, offsets) != 4 * (values + 1) or load32(raw, at) != 0:
+        return False
+    before = 0
+    for i in range(1, values + 1):
+        here = load32(raw, at + 4 * i)
+        if here < before:
+            return False
+        before = here
+    return before == blob_bytes
+
+
+@kernel()
+def walk(raw: Bytes, begin: int, end: int, places: Int64s) -> int:
+    """Finds the fields of a canonically encoded batch in `raw[begin:end]`."""
+    for column in range(COLUMNS):
+        put(places, column, 0, 0)
+    places[COLUMNS_END] = end
+    at = begin
+    last = -1
+    while at < end:
+        tag_at = at
+        tag = int(raw[at])
+        at += 1
+        if tag >= _ONE_BYTE_VARINT:
+            if at >= end or int(raw[at]) == 0 or int(raw[at]) >= _ONE_BYTE_VARINT:
+                return NOT_CANONICAL
+            tag = tag & 0x7F | int(raw[at]) << 7
+            at += 1
+        field = tag >> 3
+        if tag & 7 != 2 or field >= COLUMN_OF_FIELD.shape[0]:
+            return NOT_CANONICAL
+        column = COLUMN_OF_FIELD[field]
+        if column <= last:
+            return NOT_CANONICAL
+        if column >= PAYLOAD_OFFSETS and last < PAYLOAD_OFFSETS:
+            places[COLUMNS_END] = tag_at
+        last = column
+        bytes_long = 0
+        shift = 0
+        while True:
+            if at >= end or shift > 28:
+                return NOT_CANONICAL
+            byte = int(raw[at])
+            at += 1
+            bytes_long |= (byte & 0x7F) << shift
+            if byte < _ONE_BYTE_VARINT:
+                if byte == 0:
+                    return NOT_CANONICAL
+                break
+            shift += 7
+        if bytes_long > end - at:
+            return NOT_CANONICAL
+        put(places, column, at, bytes_long)
+        at += bytes_long
+    return CANONICAL
+
+
+@kernel()
+def check_producers(raw: Bytes, places: Int64s) -> int:
+    """The columns of producers, and which row is whose."""
+    producers = size(places, EPOCHS) // 8
+    places[PRODUCERS] = producers
+    if producers < 1 or producers > places[ROWS]:
+        return BAD_NAMES
+    if size(places, EPOCHS) != 8 * producers or size(places, LINKS) != 8 * producers:
+        return BAD_NAMES
+    offsets = start(places, NAME_OFFSETS)
+    if not offsets_fit(raw, places, NAME_OFFSETS, producers, size(places, NAMES)):
+        return BAD_NAMES
+    for p in range(producers):
+        name_bytes = load32(raw, offsets + 4 * p + 4) - load32(raw, offsets + 4 * p)
+        if name_bytes < 1 or name_bytes > MAX_NAME_BYTES:
+            places[BAD] = p
+            return BAD_NAME_LENGTH
+    if producers == 1:
+        if size(places, PRODUCER_INDEXES) != 0:
+            return NOT_CANONICAL
+    elif size(places, PRODUCER_INDEXES) != 4 * places[ROWS]:
+        return BAD_PRODUCER_COLUMN
+    if size(places, COMPLETE_UP_TO) != 0 and size(places, COMPLETE_UP_TO) != 8 * producers:
+        return BAD_COMPLETE_UP_TO
+    return CANONICAL
+
+
+@kernel()
+def check_order(raw: Bytes, places: Int64s) -> int:
+    """Each producer's sequence IDs: in range, and rising strictly."""
+    rows = places[ROWS]
+    producers = places[PRODUCERS]
+    ids = start(places, SEQUENCE_IDS)
+    if producers == 1:
+        before = -1
+        for row in range(rows):
+            here = load64(raw, ids + 8 * row)
+            if here <= before:
+                places[BAD] = row
+                return BAD_SEQUENCE_ID if here < 0 else NOT_ASCENDING
+            before = here
+        return CANONICAL
+    indexes = start(places, PRODUCER_INDEXES)
+    highest = np.full(producers, -1, np.int64)
+    for row in range(rows):
+        p = load32(raw, indexes + 4 * row)
+        if p < 0 or p >= producers:
+            places[BAD] = row
+            return BAD_PRODUCER_INDEX
+        here = load64(raw, ids + 8 * row)
+        if here <= highest[p]:
+            places[BAD] = row
+            return BAD_SEQUENCE_ID if here < 0 else NOT_ASCENDING
+        highest[p] = here
+    for p in range(producers):
+        if highest[p] < 0:
+            places[BAD] = p
+            return UNUSED_PRODUCER
+    return CANONICAL
+
+
+@kernel()
+def check_values(raw: Bytes, places: Int64s) -> int:
+    """Event times, keys, properties and payloads."""
+    rows = places[ROWS]
+    if size(places, EVENT_TIMES) != 0 and size(places, EVENT_TIMES) != 8 * rows:
+        return BAD_EVENT_TIMES
+    bitmap = (rows + 7) // 8
+    validity = size(places, KEY_VALIDITY)
+    if size(places, KEY_OFFSETS) == 0:
+        if size(places, KEYS) != 0 or validity != 0:
+            return BAD_KEYS
+    elif (validity != 0 and validity != bitmap) or not offsets_fit(raw, places, KEY_OFFSETS, rows, size(places, KEYS)):
+        return BAD_KEYS
+    names = size(places, PROPERTY_NAME_OFFSETS)
+    values = size(places, PROPERTY_VALUE_OFFSETS)
+    if size(places, PROPERTY_OFFSETS) == 0:
+        if names != 0 or values != 0 or size(places, PROPERTY_NAMES) != 0 or size(places, PROPERTY_VALUES) != 0:
+            return BAD_PROPERTIES
+    else:
+        properties = names // 4 - 1
+        if (
+            properties < 0
+            or not offsets_fit(raw, places, PROPERTY_OFFSETS, rows, properties)
+            or not offsets_fit(raw, places, PROPERTY_NAME_OFFSETS, properties, size(places, PROPERTY_NAMES))
+            or not offsets_fit(raw, places, PROPERTY_VALUE_OFFSETS, properties, size(places, PROPERTY_VALUES))
+        ):
+            return BAD_PROPERTIES
+    validity = size(places, PAYLOAD_VALIDITY)
+    offsets = start(places, PAYLOAD_OFFSETS)
+    if (validity != 0 and validity != bitmap) or not offsets_fit(
+        raw, places, PAYLOAD_OFFSETS, rows, size(places, PAYLOADS)
+    ):
+        return BAD_PAYLOADS
+    if size(places, PAYLOADS) > MAX_PAYLOAD_BYTES:
+        for row in range(rows):
+            if load32(raw, offsets + 4 * row + 4) - load32(raw, offsets + 4 * row) > MAX_PAYLOAD_BYTES:
+                places[BAD] = row
+                return PAYLOAD_TOO_LARGE
+    return CANONICAL
+
+
+@kernel()
+def layout_columns(raw: Bytes, begin: int, end: int, places: Int64s) -> int:
+    """`layout` without the payload columns and values: what recovery needs of a batch whose checksum is right."""
+    wrong = walk(raw, begin, end, places)
+    if wrong != CANONICAL:
+        return wrong
+    has_producers = False
+    for column in range(SEQUENCE_IDS + 1):
+        has_producers = has_producers or size(places, column) != 0
+    rows = size(places, SEQUENCE_IDS) // 8
+    if not has_producers:
+        rows = size(places, DEDUPLICATION_ID_OFFSETS) // 4 - 1
+    places[ROWS] = rows
+    if rows < 1 or (has_producers and size(places, SEQUENCE_IDS) != 8 * rows):
+        return NO_ROWS
+    if rows > MAX_BATCH_ROWS:
+        return TOO_MANY_ROWS
+    if size(places, DEDUPLICATION_ID_OFFSETS) == 0:
+        if size(places, DEDUPLICATION_IDS) != 0:
+            return BAD_DEDUPLICATION_IDS
+    elif not offsets_fit(raw, places, DEDUPLICATION_ID_OFFSETS, rows, size(places, DEDUPLICATION_IDS)):
+        return BAD_DEDUPLICATION_IDS
+    if not has_producers:
+        places[PRODUCERS] = 0
+        return BAD_COMPLETE_UP_TO if size(places, COMPLETE_UP_TO) != 0 else CANONICAL
+    wrong = check_producers(raw, places)
+    if wrong != CANONICAL:
+        return wrong
+    return check_order(raw, places)
+
+
+@kernel()
+def layout(raw: Bytes, begin: int, end: int, places: Int64s) -> int:
+    """Fills `places` (a place row) for the batch in `raw[begin:end]`; CANONICAL, or what is wrong with it."""
+    wrong = layout_columns(raw, begin, end, places)
+    if wrong != CANONICAL:
+        return wrong
+    return check_values(raw, places)
+
+
+# -- The rows of a batch that are kept, as a batch of their own, without taking it apart.
+#
+# Rows that follow one another are a *run*, whose bytes are copied as they stand.
+
+_WHOLE, _NUMBERS, _OFFSETS, _VALUES, _VALIDITY = range(5)
+
+
+def _kinds() -> Int64s:
+    """What the columns hold that are cut; the others stay as they are."""
+    kinds = np.full(COLUMNS, _WHOLE, np.int64)
+    kinds[[SEQUENCE_IDS, EVENT_TIMES]] = _NUMBERS
+    kinds[[KEY_OFFSETS, DEDUPLICATION_ID_OFFSETS, PAYLOAD_OFFSETS]] = _OFFSETS
+    kinds[[PROPERTY_OFFSETS, PROPERTY_NAME_OFFSETS, PROPERTY_VALUE_OFFSETS]] = _OFFSETS
+    kinds[[KEYS, DEDUPLICATION_IDS, PAYLOADS, PROPERTY_NAMES, PROPERTY_VALUES]] = _VALUES
+    kinds[[KEY_VALIDITY, PAYLOAD_VALIDITY]] = _VALIDITY
+    return kinds
+
+
+def _offsets_of() -> Int64s:
+    """Of each column of values, which one has its offsets."""
+    columns = np.full(COLUMNS, -1, np.int64)
+    columns[[KEYS, DEDUPLICATION_IDS, PAYLOADS]] = [KEY_OFFSETS, DEDUPLICATION_ID_OFFSETS, PAYLOAD_OFFSETS]
+    columns[[PROPERTY_NAMES, PROPERTY_VALUES]] = [PROPERTY_NAME_OFFSETS, PROPERTY_VALUE_OFFSETS]
+    return columns
+
+
+_KIND = _kinds()
+_OFFSETS_OF = _offsets_of()
+_NUMBER = np.array(FIELD_NUMBERS, np.int64)
+
+
+@for_kernels
+def _put_varint(out: Uint8s, at: int, value: int) -> int:
+    while value >= 0x80:
+        out[at] = value & 0x7F | 0x80
+        value >>= 7
+        at += 1
+    out[at] = value
+    return at + 1
+
+
+@for_kernels
+def _put_field(out: Uint8s, at: int, column: int, bytes_long: int) -> int:
+    """What stands before the bytes of a column. Returns where they go."""
+    return _put_varint(out, _put_varint(out, at, int(_NUMBER[column]) << 3 | 2), bytes_long)
+
+
+@for_kernels
+def _copy(out: Uint8s, at: int, raw: Bytes, begin: int, end: int) -> int:
+    copy(out, at, raw, begin, end - begin)
+    return at + end - begin
+
+
+@for_kernels
+def _offset(raw: Bytes, places: Int64s, column: int, row: int) -> int:
+    return load32(raw, start(places, column) + 4 * row)
+
+
+@kernel()
+def _put_offsets(
+    raw: Bytes, places: Int64s, column: int, runs: Int64s, count: int, kept: int, out: Uint8s, at: int
+) -> int:
+    """A column of offsets, cut to `count` runs of `kept` values together."""
+    at = _put_field(out, at, column, 4 * (kept + 1))
+    value = 0
+    for k in range(4):
+        out[at + k] = 0
+    at += 4
+    for run in range(count):
+        shift = value - _offset(raw, places, column, int(runs[2 * run]))
+        for row in range(int(runs[2 * run]), int(runs[2 * run + 1])):
+            value = _offset(raw, places, column, row + 1) + shift
+            for k in range(4):
+                out[at + k] = (value >> (8 * k)) & 0xFF
+            at += 4
+    return at
+
+
+@kernel()
+def _put_values(raw: Bytes, places: Int64s, column: int, runs: Int64s, count: int, out: Uint8s, at: int) -> int:
+    """The bytes that belong to the offsets."""
+    offsets, begin = int(_OFFSETS_OF[column]), start(places, column)
+    bytes_long = 0
+    for run in range(count):
+        bytes_long += _offset(raw, places, offsets, int(runs[2 * run + 1]))
+        bytes_long -= _offset(raw, places, offsets, int(runs[2 * run]))
+    if bytes_long == 0:
+        return at
+    at = _put_field(out, at, column, bytes_long)
+    for run in range(count):
+        first = begin + _offset(raw, places, offsets, int(runs[2 * run]))
+        at = _copy(out, at, raw, first, begin + _offset(raw, places, offsets, int(runs[2 * run + 1])))
+    return at
+
+
+@kernel()
+def _put_validity(
+    raw: Bytes, places: Int64s, column: int, runs: Int64s, count: int, kept: int, out: Uint8s, at: int
+) -> int:
+    """A bitmap of rows."""
+    bytes_long, begin = (kept + 7) // 8, start(places, column)
+    at = _put_field(out, at, column, bytes_long)
+    for k in range(bytes_long):
+        out[at + k] = 0
+    bit = 0
+    for run in range(count):
+        for row in range(int(runs[2 * run]), int(runs[2 * run + 1])):
+            is_there = int(raw[begin + (row >> 3)]) >> (row & 7) & 1
+            out[at + (bit >> 3)] |= is_there << (bit & 7)
+            bit += 1
+    return at + bytes_long
+
+
+@kernel()
+def take(raw: Bytes, places: Int64s, marks: Uint8s, mark: int, out: Uint8s) -> int:
+    """Writes the canonical encoding of the rows with this mark, of which there is one at least; how many bytes it has.
+
+    The batch has one producer, whose link becomes its row before the first one kept, or none. `out` has room for all
+    of it. As `Batch.take` and `Batch.encode`.
+    """
+    rows = int(places[ROWS])
+    runs = np.empty(rows + 2, np.int64)
+    count = kept = 0
+    row = 0
+    while row < rows:
+        if int(marks[row]) != mark:
+            row += 1
+            continue
+        runs[2 * count] = row
+        while row < rows and int(marks[row]) == mark:
+            row += 1
+        runs[2 * count + 1] = row
+        kept += row - int(runs[2 * count])
+        count += 1
+    first = int(runs[0])
+    # Those of the properties.
+    has_properties = size(places, PROPERTY_OFFSETS) != 0
+    of_properties = np.empty(2 * count if has_properties else 0, np.int64)
+    properties = 0
+    for k in range(len(of_properties)):
+        of_properties[k] = _offset(raw, places, PROPERTY_OFFSETS, int(runs[k]))
+        properties += int(of_properties[k]) if k & 1 else -int(of_properties[k])
+    at = 0
+    for column in range(COLUMNS):
+        bytes_long, begin, kind = size(places, column), start(places, column), int(_KIND[column])
+        is_of_properties = column >= PROPERTY_NAME_OFFSETS and column <= PROPERTY_VALUES
+        if bytes_long == 0 or (properties == 0 and (is_of_properties or column == PROPERTY_OFFSETS)):
+            continue
+        if kind == _NUMBERS:
+            at = _put_field(out, at, column, 8 * kept)
+            for run in range(count):
+                at = _copy(out, at, raw, begin + 8 * int(runs[2 * run]), begin + 8 * int(runs[2 * run + 1]))
+        elif kind == _OFFSETS:
+            if is_of_properties:
+                at = _put_offsets(raw, places, column, of_properties, count, properties, out, at)
+            else:
+                at = _put_offsets(raw, places, column, runs, count, kept, out, at)
+        elif kind == _VALUES:
+            at = _put_values(raw, places, column, of_properties if is_of_properties else runs, count, out, at)
+        elif kind == _VALIDITY:
+            at = _put_validity(raw, places, column, runs, count, kept, out, at)
+        else:
+            if column == LINKS and first > 0:
+                begin = start(places, SEQUENCE_IDS) + 8 * (first - 1)
+            at = _put_field(out, at, column, bytes_long)
+            at = _copy(out, at, raw, begin, begin + bytes_long)
+    return at
