@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from seqdedupe import exports
-from seqdedupe.cli.sidecar_commands import import_file
+from seqdedupe.cli.commands import cli
 from seqdedupe.client import Client, Verdict, admin
 from seqdedupe.errors import InvalidRequestError, SeqdedupeError, UnavailableError, error
 from seqdedupe.exports import KnownId
@@ -80,7 +80,7 @@ async def test_the_command_takes_the_name_of_the_whole(
 ) -> None:
     await create(client, topic)
     # It runs a loop of its own.
-    done = CliRunner().invoke(import_file, [topic, str(window), "--address", sidecar.address], catch_exceptions=False)
+    done = CliRunner().invoke(cli, ["import", topic, str(window), "--address", sidecar.address], catch_exceptions=False)
     assert (done.exit_code, done.output) == (0, "a window of 600 deduplication IDs is in force\n")
     await check(client, topic, b"new")
 

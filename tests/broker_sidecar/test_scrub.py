@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 from broker_sidecar.config import Config
 from broker_sidecar.data import Data
-from seqdedupe.cli.topic_commands import topics
+from seqdedupe.cli.commands import cli
 from seqdedupe.client.blocking import Client
 from seqdedupe.testing import Sidecar
 from seqdedupe.v1 import admin_pb2
@@ -38,7 +38,7 @@ def errors(sidecar: Sidecar) -> list[str]:
 
 
 def show(sidecar: Sidecar, *more: str) -> str:
-    done = CliRunner().invoke(topics, ["show", "t", "--address", sidecar.address, *more])
+    done = CliRunner().invoke(cli, ["topics", "show", "t", "--address", sidecar.address, *more])
     assert done.exit_code == 0, done.output
     return done.stdout
 

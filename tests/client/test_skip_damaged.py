@@ -9,7 +9,7 @@ import grpc.aio
 import pytest
 from click.testing import CliRunner
 
-from seqdedupe.cli.read_command import read as read_command
+from seqdedupe.cli.commands import cli
 from seqdedupe.client import Client, DamagedError, Position
 from seqdedupe.client.blocking import Client as BlockingClient
 from seqdedupe.testing import Sidecar
@@ -144,7 +144,7 @@ async def test_after_a_position_that_is_damaged(shared_sidecar: Sidecar, topic: 
 async def test_the_command_says_on_stderr_what_is_missing(shared_sidecar: Sidecar, damaged: str) -> None:
     def run(*more: str) -> tuple[int, str, str]:
         arguments = [damaged, "--address", shared_sidecar.address, *more]
-        done = CliRunner().invoke(read_command, arguments)
+        done = CliRunner().invoke(cli, ["read", *arguments])
         return done.exit_code, done.stdout, done.stderr
 
     status, out, errors = await asyncio.to_thread(run, "--skip-damaged")

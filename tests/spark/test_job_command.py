@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 from pyspark.errors import PySparkException
 
-from seqdedupe.cli.commands import job
+from seqdedupe.cli.commands import cli
 from seqdedupe.client.blocking import Client
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
@@ -265,9 +265,9 @@ def test_sigterm_before_the_sidecar_was_reached(tmp_path: Path) -> None:
 
 def test_the_short_form_takes_the_same_arguments(database: Database, tmp_path: Path) -> None:
     database.store().close()
-    found = CliRunner().invoke(job, ["positions", "--job", "j", "--store", f"sqlite:///{tmp_path}/none.db"])
+    found = CliRunner().invoke(cli, ["job", "positions", "--job", "j", "--store", f"sqlite:///{tmp_path}/none.db"])
     assert (found.exit_code, "seqdedupe job: " in found.stderr) == (1, True)
-    found = CliRunner().invoke(job, ["audit"])
+    found = CliRunner().invoke(cli, ["job", "audit"])
     assert (found.exit_code, "See seqdedupe job audit --help." in found.stderr) == (2, True)
 
 
@@ -276,6 +276,6 @@ def test_the_short_form_says_what_to_install(monkeypatch: pytest.MonkeyPatch, co
     for name in [name for name in sys.modules if name.partition(".")[0] in ("seqdedupe_spark", "pyspark")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "pyspark", None)
-    failure = CliRunner().invoke(job, [command]).exception
+    failure = CliRunner().invoke(cli, ["job", command]).exception
     assert isinstance(failure, SeqdedupeError)
     assert (failure.reason, failure.hint) == ("INVALID_CONFIGURATION", "Install it: pip install 'seqdedupe[spark]'")

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from sqlalchemy import create_engine, text
 from sqlalchemy.ext.asyncio import create_async_engine
 
-from seqdedupe.cli.service_commands import outbox
+from seqdedupe.cli.commands import cli
 from seqdedupe.errors import InvalidRequestError
 from seqdedupe.limits import MAX_PAYLOAD_BYTES
 from seqdedupe.services.outbox import Outbox, ddl
@@ -55,13 +55,13 @@ def test_what_is_left_is_said_at_the_end(
         Outbox(slow).add("order", "7", "OrderPlaced", b"first")
         postgres.add(b"second")
         postgres.add(b"third")
-        done = CliRunner().invoke(outbox, [*relay, shared_sidecar.address])
+        done = CliRunner().invoke(cli, ["outbox", *relay, shared_sidecar.address])
         assert (done.exit_code, done.output.count("\n")) == (0, 2)
         last = done.output.splitlines()[-1]
         assert re.fullmatch(rf"left: 2 rows in outbox \(they wait .* process {pid}, .*\), 0 in outbox_aside", last)
         slow.commit()
     postgres.add(bytes(MAX_PAYLOAD_BYTES + 1))
-    done = CliRunner().invoke(outbox, [*relay, shared_sidecar.address, "--json"])
+    done = CliRunner().invoke(cli, ["outbox", *relay, shared_sidecar.address, "--json"])
     found = json.loads(done.stdout)
     assert (done.exit_code, found["published"], found["set_aside"]) == (0, 3, 1)
     assert found["left"] == {
