@@ -9,7 +9,7 @@ import pytest
 
 from seqdedupe.client import Attachment, BrokerClient, Entry, Range
 from seqdedupe.client.pending import Verdict
-from seqdedupe.errors import SeqdedupeError, UnavailableError
+from seqdedupe.errors import InvalidRequestError, SeqdedupeError
 from seqdedupe.limits import MAX_BATCH_ROWS
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from tests.client.proxy import Proxy
@@ -199,7 +199,7 @@ async def test_nobody_answers(brokers_sidecar: Sidecar, topic: str, monkeypatch:
 async def test_a_sidecar_that_publishes_takes_no_broker(tmp_path: Path, topic: str) -> None:
     with Sidecar(tmp_path) as sidecar:
         async with BrokerClient(sidecar.address) as client:
-            with pytest.raises(UnavailableError, match="NOT_A_SIDECAR"):
+            with pytest.raises(InvalidRequestError, match="UNKNOWN_CALL"):
                 await Log().attach(client, topic)
 
 
