@@ -69,7 +69,9 @@ async def unread(
     own = [("grpc.use_local_subchannel_pool", 1), ("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
     channels = [grpc.aio.insecure_channel(address, own) for _ in range(connections)]
     try:
-        yield {begin(channel, method, request): channel for channel in channels for _ in range(each)}
+        # A call that nobody refers to is cancelled.
+        calls = {begin(channel, method, request): channel for channel in channels for _ in range(each)}
+        yield calls
     finally:
         for channel in channels:
             await channel.close()
