@@ -102,15 +102,10 @@ class Gate(Wrapping):
         async def guarded(request: Any, context: Context) -> Any:
             with counts.handling(context):  # 1
                 try:
-                    try:
-                        set_caller(guard.authenticate(context))  # 2
-                    except SeqdedupeError as e:
-                        if not await self._has_to_answer(context.peer()):
-                            raise asyncio.CancelledError from e
-                        request = await self._of_the_whole(method, context, e)
-                    else:
-                        if not found.request_streaming:
-                            request = await self._receiving_of(caller()).receive(context)  # 3
+                    if (why_unknown := await guard.find_caller(context, self._has_to_answer)) is not None:  # 2
+                        request = await self._of_the_whole(method, context, why_unknown)
+                    elif not found.request_streaming:
+                        request = await self._receiving_of(caller()).receive(context)  # 3
                     guard.permissions.check_call(method, request)  # 4
                     if method in CHANGES:
                         async with guard.trail.change(method, parse_small(request_class(method), request)):  # 5
@@ -162,13 +157,9 @@ class Closed(grpc.GenericRpcHandler):
     async def _refuse(self, _: Any, context: Context) -> None:
         with self._counts.of_others().handling(context):
             try:
-                try:
-                    self._guard.authenticate(context)
-                except SeqdedupeError as e:
-                    if not await self._has_to_answer(context.peer()):
-                        raise asyncio.CancelledError from e
-                    self._guard.trail.unauthenticated(OTHERS, context.peer(), e)
-                    raise
+                if (why_unknown := await self._guard.find_caller(context, self._has_to_answer)) is not None:
+                    self._guard.trail.unauthenticated(OTHERS, context.peer(), why_unknown)
+                    raise why_unknown
                 raise error("UNKNOWN_CALL", "this sidecar has no such call")
             except SeqdedupeError as e:
                 await abort(context, e)
@@ -303,11 +294,20 @@ class Guard:
         rules = [self._rules] if self._rules else []
         self.watching = Watching([*self.authentication.watched, *rules], self._was_read_again)
 
-    def authenticate(self, context: Context) -> Subject:
-        """Who makes a call. Raises UNAUTHENTICATED, TOKEN_EXPIRED."""
-        subject = self.authentication(context)
+    async def find_caller(
+        self, context: Context, has_to_answer: Callable[[str], Awaitable[bool]]
+    ) -> SeqdedupeError | None:
+        """Finds out who makes a call: `caller` is theirs from now on. Returns why that is not known: UNAUTHENTICATED,
+        TOKEN_EXPIRED; and raises CancelledError for such a call that is not to be answered."""
+        try:
+            subject = self.authentication(context)
+        except SeqdedupeError as e:
+            if not await has_to_answer(context.peer()):
+                raise asyncio.CancelledError from e
+            return e
         self._called(subject)
-        return subject
+        set_caller(subject)
+        return None
 
     def reload(self) -> None:
         """Reads all of them again, and goes on in the file that has the audit trail's name."""

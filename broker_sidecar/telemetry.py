@@ -20,10 +20,10 @@ import grpc
 import grpc.aio
 
 from broker_sidecar.rpc import Context, Handle, Wrapping, known_code
+from seqdedupe.v1 import admin_pb2
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
-from seqdedupe.v1 import admin_pb2
 
 _OF_EVERY_RECORD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 

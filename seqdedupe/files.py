@@ -32,10 +32,18 @@ def open_named(path: str | os.PathLike[str]) -> BinaryIO:
     Raises OSError, also where it is no regular file.
     """
     file = open(path, "rb", opener=_without_waiting)  # noqa: SIM115, the caller closes it
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+    try:
+        check_regular(file.fileno(), path)
+    except OSError:
         file.close()
-        raise OSError(errno.EINVAL, "it is not a regular file", os.fspath(path))
+        raise
     return file
+
+
+def check_regular(file: int, path: str | os.PathLike[str]) -> None:
+    """Raises OSError if what is open is no regular file."""
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        raise OSError(errno.EINVAL, "it is not a regular file", os.fspath(path))
 
 
 def read_named(path: str | os.PathLike[str], most_bytes: int = MAX_NAMED_BYTES) -> bytes:

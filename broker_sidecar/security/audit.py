@@ -4,13 +4,11 @@ Begin with `Trail`, which says what of the calls stands there; `Audit` writes th
 """
 
 import asyncio
-import errno
 import fcntl
 import hashlib
 import logging
 import math
 import os
-import stat
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import AsyncIterator, Hashable, Iterable, Iterator, Mapping
@@ -29,7 +27,7 @@ from broker_sidecar.security.permissions import MAX_NAMES_TOLD, Denial, deciding
 from broker_sidecar.security.subject import Subject, caller, host_of, network_of
 from seqdedupe.audit_trail import NO_LINE, cut, encode, last_link
 from seqdedupe.errors import SeqdedupeError, error
-from seqdedupe.files import sync_folder
+from seqdedupe.files import check_regular, sync_folder
 from seqdedupe.limits import MAX_NAME_BYTES
 from seqdedupe.tasks import retrieve
 
@@ -239,8 +237,7 @@ class Audit:
         flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         file = os.open(self._path, flags, 0o600)
         try:
-            if not stat.S_ISREG(os.fstat(file).st_mode):
-                raise OSError(errno.EINVAL, "it is not a regular file")
+            check_regular(file, self._path)
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as e:

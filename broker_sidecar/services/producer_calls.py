@@ -16,7 +16,7 @@ from seqdedupe.errors import error
 from seqdedupe.names import producer_name
 from seqdedupe.topic import operations
 from seqdedupe.topic.base import State, TopicBase
-from seqdedupe.topic.directory import find
+from seqdedupe.topic.directory import Topics, find
 from seqdedupe.topic.topic import Topic
 from seqdedupe.v1 import admin_pb2
 
@@ -77,14 +77,17 @@ class ProducerCalls:
             )  # fmt: skip
         return admin_pb2.GetProducerResponse(producer=producer_proto(topic, name, number))
 
-    async def _own_topic(self, name: str) -> Topic:
+    def _own_topics(self) -> Topics[Topic]:
         if self._topics is None:
             raise error(
                 "INVALID_REQUEST",
                 "this is only for topics on the sidecar's own log, and these are a broker's",
                 hint="Ask the broker: messages are there alone.",
             )
-        return await find(self._topics, name)
+        return self._topics
+
+    async def _own_topic(self, name: str) -> Topic:
+        return await find(self._own_topics(), name)
 
     async def _get_message_state(
         self, request: admin_pb2.GetMessageStateRequest, stream: Stream
@@ -125,8 +128,7 @@ class ProducerCalls:
 
     async def _reset_producer(self, request: admin_pb2.ResetProducerRequest) -> admin_pb2.ResetProducerResponse:
         topic = await self._own_topic(request.topic)
-        if self._topics is not None:
-            self._permissions.check_disk(self._topics)
+        self._permissions.check_disk(self._own_topics())
         before = await operations.reset_producer(topic, request.producer_name, request.persisted)
         name = producer_name(request.producer_name)
         return admin_pb2.ResetProducerResponse(

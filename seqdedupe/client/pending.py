@@ -629,14 +629,10 @@ class Breaks:
         """Whether the frame goes alone from now on: it may be what breaks connections."""
         return self._count >= SUSPECT_BREAKS
 
-    @property
-    def blames_frame(self) -> bool:
-        """Whether the frame is likely to be what breaks them: it was alone on the last ones."""
-        return self._alone >= SUSPECT_BREAKS
-
-    def add(self, now_seconds: float, *, is_alone: bool) -> bool:
+    def add(self, why: SeqdedupeError, now_seconds: float, *, is_alone: bool) -> bool:
         """Another one; `is_alone` if the sidecar had taken the stream and nothing else was out. Whether the frame is
-        to be given up."""
+        to be given up. Before that the hint of `why` tells those who give up earlier, if it is likely to be the frame:
+        it was alone on the last ones."""
         self._count += 1
         if not is_alone:
             self._alone = 0
@@ -644,6 +640,8 @@ class Breaks:
         if not self._alone:
             self._alone_since = now_seconds
         self._alone += 1
+        if self._alone >= SUSPECT_BREAKS:
+            why.hint = HINT_OF_BREAKS
         return self._alone >= MAX_BREAKS and now_seconds - self._alone_since >= BREAKS_SECONDS
 
     def why(self, what: str, size_bytes: int) -> str:

@@ -59,16 +59,14 @@ def decode_answer(raw: bytes, rows_of: Callable[[int], int | None]) -> StreamAns
     answer = wire.PublishStreamResponse.FromString(raw)
     if raw and not answer.incarnation:
         raise DecodeError("there is no incarnation in it")
-    if not all(_is_plain(receipt, rows_of(receipt.frame)) for receipt in answer.receipts):
+    out = _of_frames_out(answer, rows_of)
+    if not all(_is_plain(receipt, rows) for receipt, rows in out):
         answer = wire.PublishStreamResponse.FromString(_canonical(raw))
-        for receipt in answer.receipts:
-            if (rows := rows_of(receipt.frame)) is not None and not _is_plain(receipt, rows):
+        out = _of_frames_out(answer, rows_of)
+        for receipt, rows in out:
+            if not _is_plain(receipt, rows):
                 raise _misfit(rows)
-    receipts = [
-        (receipt.frame, _fitting(receipt, rows))
-        for receipt in answer.receipts
-        if (rows := rows_of(receipt.frame)) is not None
-    ]
+    receipts = [(receipt.frame, _fitting(receipt, rows)) for receipt, rows in out]
     return StreamAnswer(receipts, answer.refusals, answer.incarnation, answer.term, answer.durable_index)
 
 
@@ -89,10 +87,13 @@ def _usual_answer(raw: bytes) -> StreamAnswer | None:
     return StreamAnswer(receipts, (), incarnation, term, durable_index)
 
 
-def _is_plain(receipt: Any, rows: int | None) -> bool:
+def _of_frames_out(answer: Any, rows_of: Callable[[int], int | None]) -> list[tuple[Any, int]]:
+    """The receipts of frames that are out, each with the rows of its frame."""
+    return [(receipt, rows) for receipt in answer.receipts if (rows := rows_of(receipt.frame)) is not None]
+
+
+def _is_plain(receipt: Any, rows: int) -> bool:
     """Whether the columns, read as bytes, are all there; a legal but unusual encoding would hide some."""
-    if rows is None:
-        return True
     known, runs = len(receipt.known_rows) // 4, len(receipt.run_rows) // 4
     return (
         len(receipt.verdicts) in (0, rows)

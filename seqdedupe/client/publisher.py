@@ -365,10 +365,7 @@ class Delivery:
         now = asyncio.get_running_loop().time()
         is_alone = self._is_taken and len(self._out) == 1 and now - self._answered_at < SOON_SECONDS
         for call in self._out.values():
-            is_last = call.breaks.add(now, is_alone=is_alone)
-            if call.breaks.blames_frame:
-                why.hint = HINT_OF_BREAKS
-            if is_last and not call.done.done():
+            if call.breaks.add(why, now, is_alone=is_alone) and not call.done.done():
                 what = call.breaks.why(f"a batch of {len(call.batch):,} messages", call.size_bytes)
                 call.done.set_exception(error("OUTCOME_UNKNOWN", f"{what}: {why}", hint=HINT_OF_BREAKS))
 

@@ -15,7 +15,6 @@ import numpy as np
 from seqdedupe.batch import NO_INT64S
 from seqdedupe.client.pending import (
     FRAME_NUMBERS,
-    HINT_OF_BREAKS,
     Breaks,
     InFlightBatch,
     PendingBatch,
@@ -325,13 +324,8 @@ class SendQueue:
 
     def broke(self, why: SeqdedupeError, now_seconds: float, *, is_alone: bool) -> None:
         """The connection broke, with nothing out but one frame of this producer if `is_alone`. The frame that has
-        broken too many so fails, and all after it. Before that the hint says so to whoever gives up earlier."""
-        if not self._unanswered:
-            return
-        is_last = self.breaks.add(now_seconds, is_alone=is_alone)
-        if self.breaks.blames_frame:
-            why.hint = HINT_OF_BREAKS
-        if is_last:
+        broken too many so fails, and all after it."""
+        if self._unanswered and self.breaks.add(why, now_seconds, is_alone=is_alone):
             (pending,) = self._unanswered.values()
             self.held_up(why)
             what = f"the frame with sequence IDs {pending.first_sequence_id} to {pending.last_sequence_id}"
