@@ -27,7 +27,7 @@ from broker_sidecar.shares import (
 )
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.tasks import retrieve
-from seqdedupe.topic.operations import LOOK_BYTES
+from seqdedupe.topic.message_search import LOOK_BYTES
 
 M = TypeVar("M", bound=Message)
 

@@ -2,7 +2,7 @@
 
 `CreateTopic` to `GetTopic`, the policies of topics and namespaces, `Snapshot` and `GetVersion` are here. Producers and
 single messages are in `producer_calls.py`, cursors in `read_service.py`, exports, imports and backups in
-`transfer_calls.py`, other sidecars and moves in `cluster_calls.py`, the rest in `statistics.py`.
+`transfer_calls.py`, other sidecars and moves in `cluster_calls.py` and `arrival_calls.py`, the rest in `statistics.py`.
 """
 
 import asyncio
@@ -24,7 +24,8 @@ from broker_sidecar.proto_messages import (
     topic_to_proto,
 )
 from broker_sidecar.rpc import unary
-from broker_sidecar.services.cluster_calls import ArrivalCalls, ClusterCalls
+from broker_sidecar.services.arrival_calls import ArrivalCalls
+from broker_sidecar.services.cluster_calls import ClusterCalls
 from broker_sidecar.services.producer_calls import ProducerCalls
 from broker_sidecar.services.read_service import Cursors
 from broker_sidecar.services.statistics import Statistics

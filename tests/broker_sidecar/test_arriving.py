@@ -21,7 +21,7 @@ import pytest
 
 from broker_sidecar.cluster import departures
 from broker_sidecar.cluster.departures import Giving
-from broker_sidecar.services import cluster_calls
+from broker_sidecar.services import arrival_calls
 from seqdedupe.client import Client, Verdict
 from seqdedupe.client.cursor import Kept
 from seqdedupe.client.route import Sidecars
@@ -969,7 +969,7 @@ LIES: dict[str, list[admin_pb2.ReceiveTopicRequest]] = {
 
 async def test_a_peer_that_lies_leaves_nothing(empty: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     two = empty
-    monkeypatch.setattr(cluster_calls, "SILENT_SECONDS", 0.3)
+    monkeypatch.setattr(arrival_calls, "SILENT_SECONDS", 0.3)
     await two.new.client.admin.create_topic("another")
     async with grpc.aio.insecure_channel(two.new.address) as channel:
         stub: Any = AdminServiceStub(channel)

@@ -10,8 +10,8 @@ import pytest
 
 from broker_sidecar.cluster import departures
 from broker_sidecar.cluster.departures import Giving
-from broker_sidecar.services import cluster_calls
-from broker_sidecar.services.cluster_calls import Coming
+from broker_sidecar.services import arrival_calls
+from broker_sidecar.services.arrival_calls import Coming
 from seqdedupe.errors import SeqdedupeError, UnavailableError, error
 from seqdedupe.log.embedded.log_folder import ARRIVING, Arrival
 from seqdedupe.store.db import Store
@@ -245,7 +245,7 @@ async def test_who_removes_what_is_left_of_it_removes_nothing_that_comes_back(
         async def nothing(*_: Any) -> None:
             pass
 
-        monkeypatch.setattr(cluster_calls, "_keep_from_who_had_it", nothing)
+        monkeypatch.setattr(arrival_calls, "_keep_from_who_had_it", nothing)
     publishing = Publishing(two, by_id=False)
     await moved_there_and_half_back(two, publishing, monkeypatch)
     assert await two.the_owner() is two.old

@@ -43,24 +43,24 @@ NEW_STEPS = [
     ("seqdedupe.transfer.stored_records.IncomingSnapshot.add", "after", 1),
     ("seqdedupe.transfer.stored_records.IncomingSnapshot.finish", "before", 1),
     ("seqdedupe.transfer.stored_records.IncomingSnapshot.finish", "after", 1),
-    ("broker_sidecar.services.cluster_calls.Coming.read", "after", 1),
-    ("broker_sidecar.services.cluster_calls._check_is_free", "before", 2),
-    ("broker_sidecar.services.cluster_calls._take", "before", 1),
+    ("broker_sidecar.services.arrival_calls.Coming.read", "after", 1),
+    ("broker_sidecar.services.arrival_calls._check_is_free", "before", 2),
+    ("broker_sidecar.services.arrival_calls._take", "before", 1),
     ("seqdedupe.store.db.Store.put_topics", "after", 1),
     ("seqdedupe.log.embedded.log_folder.Arrival.finish", "before", 1),
     ("seqdedupe.log.embedded.log_folder.Arrival.finish", "after", 1),
     ("seqdedupe.store.db.Store.put_topics", "before", 2),
     ("seqdedupe.store.db.Store.put_topics", "after", 2),
     ("seqdedupe.topic.lives.Lives._begins", "after", 1),
-    ("broker_sidecar.services.cluster_calls._take", "after", 1),
+    ("broker_sidecar.services.arrival_calls._take", "after", 1),
     ("seqdedupe.log.embedded.log_folder.is_known", "before", 1),
     ("seqdedupe.log.embedded.log_folder.is_known", "after", 1),
 ]
 BACK_STEPS = [
-    ("broker_sidecar.services.cluster_calls._keep_from_who_had_it", "after", 1),
+    ("broker_sidecar.services.arrival_calls._keep_from_who_had_it", "after", 1),
     ("seqdedupe.transfer.stored_records.IncomingSnapshot.add", "after", 1),
     ("seqdedupe.transfer.stored_records.IncomingSnapshot.finish", "after", 1),
-    ("broker_sidecar.services.cluster_calls._take", "before", 1),
+    ("broker_sidecar.services.arrival_calls._take", "before", 1),
     ("seqdedupe.store.db.Store.put_topics", "after", 1),
     ("seqdedupe.topic.kinds.PublishedTopics.delete", "after", 1),
     ("seqdedupe.log.embedded.log_folder.Arrival.finish", "after", 1),
@@ -242,6 +242,6 @@ async def test_none_would_have_it_if_it_were_let_go_before_the_other_one_has_it(
     two.plant("lets go first")
     two.start()
     await made(two, "t")
-    dying_moving.say(two.new.folder / "dies-at", "broker_sidecar.services.cluster_calls._take", "before", 1)
+    dying_moving.say(two.new.folder / "dies-at", "broker_sidecar.services.arrival_calls._take", "before", 1)
     with pytest.raises(TimeoutError):
         await moved(two, "t", two.new, seconds=3)

@@ -12,7 +12,7 @@ from seqdedupe.log.pulsar.ledgers import Ledger, Ledgers
 from seqdedupe.log.pulsar.reader import fields_of
 from seqdedupe.message_id import MessageId, Position
 from seqdedupe_spark import stock
-from seqdedupe_spark.cluster.broker_reader import exact_keys, keys_in, stored
+from seqdedupe_spark.cluster.stock_reader import exact_keys, keys_in, stored
 from seqdedupe_spark.dedupe import Deduplicator
 from seqdedupe_spark.message_columns import SCHEMA, columns_of, to_arrow
 from seqdedupe_spark.planning import find_loss

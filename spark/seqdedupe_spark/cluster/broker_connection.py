@@ -17,6 +17,7 @@ from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.log.pulsar.admin_url import AdminUrl, PulsarAdmin
 from seqdedupe.log.pulsar.entries import NOWHERE, PulsarEntry
 from seqdedupe.log.pulsar.finder import Finder
+from seqdedupe.log.pulsar.ledgers import Ledgers
 from seqdedupe.log.pulsar.pulsar_client import OAuth2, PulsarClient, Token, client_logger, from_file, never_raises
 from seqdedupe.log.pulsar.reader import EntryReader, open_reader
 from seqdedupe.message_id import MessageId
@@ -86,6 +87,8 @@ QUICK_SECONDS = 2.0
 QUEUE_BYTES = 8 * 1024 * 1024
 """About so much is fetched ahead."""
 MAX_QUEUE_ENTRIES = 5000
+STEP_BYTES = 1024 * 1024
+"""About so much is read at a time."""
 _LOOK_ENTRIES = 4
 
 
@@ -122,8 +125,10 @@ class BrokerConnection:
             raise error("POSITION_OF_ANOTHER_INCARNATION", f"{topic} was made anew: it is {now}, not {incarnation}")
         return await self.finder(topic, incarnation)
 
-    async def open_reader(self, topic: str, start: MessageId, queue_entries: int) -> EntryReader:
-        return await open_reader(self._client, topic, start, queue_entries)
+    async def open_reader(self, topic: str, start: MessageId, ledgers: Ledgers) -> EntryReader:
+        # Pulsar's client bounds what it fetches ahead by number only.
+        of_size = QUEUE_BYTES * len(ledgers) // max(ledgers.size_bytes, 1)
+        return await open_reader(self._client, topic, start, max(2, min(MAX_QUEUE_ENTRIES, of_size)))
 
     async def stored(self, topic: str) -> StockEnds:
         """What a topic has stored that no sidecar writes. Raises TOPIC_NOT_FOUND."""
@@ -132,7 +137,7 @@ class BrokerConnection:
 
     async def entries(self, topic: str, first: MessageId, last: MessageId) -> list[PulsarEntry]:
         """Those that a reader is given from one to the other, without their payloads."""
-        reader = await self.open_reader(topic, first, _LOOK_ENTRIES)
+        reader = await open_reader(self._client, topic, first, _LOOK_ENTRIES)
         found, seen = list[PulsarEntry](), NOWHERE
         try:
             while seen < last and not await reader.is_at_end():

@@ -19,7 +19,7 @@ from seqdedupe.names import number_of, whole_of
 from seqdedupe.v1 import admin_pb2
 from seqdedupe_spark import stock
 from seqdedupe_spark.cluster.broker_connection import BrokerConnection, connected
-from seqdedupe_spark.cluster.broker_reader import last_readable
+from seqdedupe_spark.cluster.stock_reader import last_readable
 from seqdedupe_spark.service import PulsarCluster
 from seqdedupe_spark.stock import STOCK, StockEnds
 

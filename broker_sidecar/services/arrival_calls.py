@@ -1,0 +1,348 @@
+"""A topic that comes from another sidecar: the calls ReceiveTopic and SettleMove.
+
+Begin with `ArrivalCalls`. `Coming` is what has come of a topic, until it is one of this sidecar, or nothing is left of
+it.
+
+The log is written beside the logs, where no start looks, and the snapshot into the store, of an incarnation that is
+no topic of this sidecar. It is read before the other one stops taking messages: what came after it is read from the
+log. The topic is this sidecar's from the moment that its record says so, and not before.
+"""
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, TypeVar
+
+import grpc
+import grpc.aio
+
+from broker_sidecar.data import Data
+from broker_sidecar.gate import Guard
+from broker_sidecar.rpc import Context, parse_small, unary
+from broker_sidecar.security.rules import Action
+from broker_sidecar.streams import Stream, Streams
+from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.format import headers
+from seqdedupe.format.headers import SECRET_BYTES
+from seqdedupe.log.embedded import log_folder
+from seqdedupe.log.embedded.log import EmbeddedLog
+from seqdedupe.log.embedded.log_folder import MOVE_BYTES, RECEIVER_BYTES, Arrival
+from seqdedupe.log.embedded.logs import EmbeddedLogs
+from seqdedupe.names import topic_name
+from seqdedupe.store import parts
+from seqdedupe.store.db import Store
+from seqdedupe.store.parts import TopicRecord, TopicState
+from seqdedupe.tasks import again_until
+from seqdedupe.topic.base import State
+from seqdedupe.topic.directory import Topics
+from seqdedupe.topic.keeper import RestoredState
+from seqdedupe.topic.kinds import TopicKind
+from seqdedupe.topic.registry import Phase
+from seqdedupe.topic.topic import Topic
+from seqdedupe.transfer.stored_records import IncomingSnapshot
+from seqdedupe.v1 import admin_pb2
+
+logger = logging.getLogger("seqdedupe.server")
+
+T = TypeVar("T")
+
+
+@dataclass(eq=False)
+class Coming:
+    """One that comes. What writes it is done by one thread, in order, whoever waits for it.
+
+    coming ── all of it is here, and nobody asked what became of it ──> taken: its record says so
+       └── anything else ──> dropped: nothing is left of it
+    """
+
+    record: TopicRecord
+    arrival: Arrival
+    snapshot: IncomingSnapshot
+    stream: Stream
+    receiver: bytes = b""
+    """What whoever gives it was answered: which data directory this is, and which move."""
+    stored: RestoredState | None = None
+    """The snapshot, once all of it has come."""
+    is_taken: bool = False
+    """It is being made this sidecar's, whatever becomes of the call."""
+    _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "seqdedupe-arriving"))
+
+    async def run(self, work: Callable[..., T], *arguments: Any) -> T:
+        """Raises MOVE_FAILED where that raises OSError: the disk is full, for example."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
+        except OSError as e:
+            raise error("MOVE_FAILED", f"topic {self.record.name} cannot be written here: {e}") from e
+
+    async def read(self, kind: TopicKind[Topic]) -> RestoredState:
+        """All of the snapshot has come, unless it was said before. Raises what is wrong with it, STORE_UNAVAILABLE."""
+        if self.stored is None:
+            await self.snapshot.finish()
+            self.stored = await kind.load(self.record)
+        return self.stored
+
+    def end(self, topics: Topics[Topic]) -> None:
+        """Unless it is a topic by now nothing is left of it, soon, or after the next start."""
+        if topics.is_draining:
+            self._thread.shutdown(wait=False)
+        else:
+            topics.in_background(self._drop(topics.store))
+
+    async def _drop(self, store: Store) -> None:
+        try:
+            if not await self._is_dropped(store):
+                await again_until(lambda: self._is_dropped(store))
+        finally:
+            self._thread.shutdown(wait=False)
+
+    async def _is_dropped(self, store: Store) -> bool:
+        try:
+            # First what takes room: a full disk takes no removal from the store. The folder goes last, for it says that
+            # there is something; while it is there none of this incarnation comes.
+            await self.run(self.arrival.remove_messages)
+            # Known by now: what a call that was given up had the thread do is done.
+            if not self.arrival.has_begun:
+                return True
+            await store.remove_snapshot(self.record.incarnation)
+            await self.run(self.arrival.remove)
+        except SeqdedupeError as e:
+            logger.warning("what has come of topic %s cannot be removed now: %s", self.record.name, e)
+            return False
+        return True
+
+
+SILENT_SECONDS = 60.0
+"""So long the other sidecar may say nothing: it may wait for its disk, and copies while its clients leave it time."""
+
+
+class ArrivalCalls:
+    """The handlers. Only a sidecar with logs of its own takes topics, and none that has some shards alone."""
+
+    def __init__(self, data: Data, streams: Streams, guard: Guard) -> None:
+        self._logs = data.logs if data.peers is None else None
+        self._topics = data.topics
+        self._streams = streams
+        self._permissions = guard.permissions
+        self._trail = guard.trail
+        self._under_way: dict[str, Coming] = {}
+
+    def methods(self) -> "dict[str, grpc.RpcMethodHandler[Any, Any]]":
+        """By the name of the call."""
+        return {
+            "ReceiveTopic": grpc.stream_stream_rpc_method_handler(self._streams.handler(self._receive_topic)),
+            "SettleMove": unary(admin_pb2.SettleMoveRequest, self._settle_move),
+        }
+
+    def check_is_known(self, name: str) -> None:
+        """Raises RECOVERING if a topic of this name has come from a sidecar that need not know yet that it is here: if
+        it was deleted, or given on, that one would take it again."""
+        record = self._topics.registry.record(name) if self._topics is not None else None
+        if self._logs is not None and record is not None and self._logs.has_arrived(record.incarnation):
+            raise error("RECOVERING", f"the sidecar that topic {name} came from does not know yet that it is here")
+
+    def _own(self) -> tuple[EmbeddedLogs, Topics[Topic]]:
+        if self._logs is None or self._topics is None:
+            raise error("INVALID_REQUEST", "this is only for sidecars with logs of their own, and without shards")
+        return self._logs, self._topics
+
+    async def _receive_topic(self, _requests: object, _context: Context, stream: Stream) -> None:
+        """The topic is this sidecar's, and serves, when the last answer is written:
+
+        1. The first message says which topic comes. No other of that name comes meanwhile.
+        2. The other sidecar is answered which data directory this is, and which move.
+        3. Parts of the log and pieces of the snapshot come. The snapshot is read when all of it is here.
+        4. The topic's record says that it is this sidecar's, unless it was asked meanwhile what became of it.
+
+        Whatever goes wrong up to 3 leaves nothing of it.
+        """
+        logs, topics = self._own()
+        head = parse_small(admin_pb2.ReceiveTopicRequest, await stream.read_first() or b"").head
+        self._permissions.check_topic(Action.ADMINISTER, topic_name(head.topic))
+        coming = self._begun(logs, topics, head, stream)  # 1
+        # It does not give way to another stream.
+        stream.frames_in_flight += 1
+        try:
+            coming.receiver = bytes.fromhex(await coming.run(logs.receiver)) + secrets.token_bytes(MOVE_BYTES)
+            await coming.run(coming.arrival.begin, coming.record.name, coming.record.secret)
+            await _keep_from_who_had_it(topics, coming.record)
+            answer = admin_pb2.ReceiveTopicResponse(receiver=coming.receiver, reads_snapshot=True).SerializeToString()
+            await stream.write(answer)  # 2
+            while not (request := await _next(stream)).HasField("end"):  # 3
+                if request.HasField("log"):
+                    part = request.log
+                    await coming.run(coming.arrival.write, part.base_index, part.offset, part.data)
+                elif request.snapshot_end:
+                    await coming.read(topics.kind)
+                    await stream.write(answer)
+                elif coming.stored is not None:
+                    raise error("INVALID_REQUEST", "a part of the snapshot came after its end")
+                else:
+                    await coming.snapshot.add(request.snapshot)
+            # One of an earlier version has not said that the snapshot has ended.
+            stored = await coming.read(topics.kind)
+            async with self._trail.change("ReceiveTopic", f"topic: {coming.record.name}"):
+                await self._finish(logs, topics, coming, stored, request.end.next_index)  # 4
+            await stream.write(answer)
+        finally:
+            if self._under_way.get(coming.record.name) is coming:
+                del self._under_way[coming.record.name]
+            if not coming.is_taken:
+                coming.end(topics)
+
+    def _begun(self, logs: EmbeddedLogs, topics: Topics[Topic], head: Any, stream: Stream) -> Coming:
+        """Nobody else gives this one a topic of that name from now on. Raises TOPIC_EXISTS, TOO_MANY_TOPICS,
+        NEWER_FORMAT, OLDER_FORMAT, INVALID_REQUEST; MOVE_FAILED if it is coming already."""
+        name = topic_name(head.topic)
+        if len(head.secret) != SECRET_BYTES:
+            raise error("INVALID_REQUEST", f"the secret of a log has {SECRET_BYTES} bytes")
+        for what, version, known in (
+            ("log", head.log_format_version, headers.FORMAT_VERSION),
+            ("store", head.store_format_version, parts.FORMAT_VERSION),
+        ):
+            if version != known:
+                raise parts.other_format(f"the {what} of the sidecar that gives topic {name}", version, known)
+        if name in self._under_way:
+            raise error("MOVE_FAILED", f"topic {name} is being moved here already")
+        record = TopicRecord(name, head.incarnation, TopicState.CREATING, head.secret)
+        _check_is_free(logs, topics, record)
+        snapshot = IncomingSnapshot(topics.store, record.incarnation)
+        coming = self._under_way[name] = Coming(record, logs.arrival(record.incarnation), snapshot, stream)
+        return coming
+
+    async def _finish(
+        self, logs: EmbeddedLogs, topics: Topics[Topic], coming: Coming, stored: RestoredState, next_index: int
+    ) -> None:
+        name = coming.record.name
+        # Who asks what became of it has taken it out, and it never comes to be; or finds it among those being made.
+        if self._under_way.pop(name, None) is not coming:
+            raise error("MOVE_FAILED", f"topic {name} is not taken any more: it was asked what became of it")
+        _check_is_free(logs, topics, coming.record)
+        coming.is_taken = True
+        await topics.registry.run(Phase.CREATING, name, partial(self._taken, topics, coming, stored, next_index))
+
+    async def _taken(self, topics: Topics[Topic], coming: Coming, stored: RestoredState, next_index: int) -> Topic:
+        try:
+            return await _take(topics, coming, stored, next_index)
+        finally:
+            coming.end(topics)
+
+    async def _settle_move(self, request: admin_pb2.SettleMoveRequest) -> admin_pb2.SettleMoveResponse:
+        logs, topics = self._own()
+        name = topic_name(request.topic)
+        if request.receiver[:RECEIVER_BYTES].hex() != await asyncio.to_thread(logs.receiver):
+            raise error("MOVE_FAILED", f"topic {name} was given to another data directory than this sidecar's")
+        coming = self._under_way.get(name)
+        if coming is not None and coming.record.incarnation == request.incarnation:
+            del self._under_way[name]
+            coming.stream.end(error("MOVE_FAILED", f"it was asked what became of the move of topic {name}"))
+        entry = topics.registry.get(name)
+        if entry is not None and entry.phase is Phase.CREATING and entry.under_way is not None:
+            await asyncio.wait({entry.under_way})
+        topics.stored.check_written(name)
+        record = topics.registry.record(name)
+        if record is None or record.incarnation != request.incarnation:
+            return admin_pb2.SettleMoveResponse()
+        folder, has_moved = logs.folder_of(record.incarnation), logs.has_moved(record.incarnation)
+        if request.is_known:
+            await asyncio.to_thread(log_folder.is_known, folder, request.receiver.hex())
+        elif has_moved:
+            # Nobody gives one on whose giver does not know yet that it came: it was here before, and did not come back.
+            return admin_pb2.SettleMoveResponse()
+        elif log_folder.leaving_to(folder) is not None:
+            raise error("MOVE_FAILED", f"topic {name} was given away here, too: who has it is being found out")
+        topic = topics.registry.topic(name)
+        is_serving = topic.state is State.SERVING if topic is not None else has_moved
+        return admin_pb2.SettleMoveResponse(has_it=True, is_serving=is_serving)
+
+
+async def _next(stream: Stream) -> admin_pb2.ReceiveTopicRequest:
+    """What the other sidecar says next. Raises STREAM_IDLE if nothing comes, MOVE_FAILED where it has ended."""
+    try:
+        async with asyncio.timeout(SILENT_SECONDS):
+            data = await stream.read()
+    except TimeoutError as e:
+        raise error("STREAM_IDLE", f"the sidecar that gives a topic said nothing for {SILENT_SECONDS:.0f} s") from e
+    if data is grpc.aio.EOF:
+        raise error("MOVE_FAILED", "the sidecar that gives a topic has ended in the middle of it")
+    return parse_small(admin_pb2.ReceiveTopicRequest, data)
+
+
+async def _keep_from_who_had_it(topics: Topics[Topic], record: TopicRecord) -> None:
+    """Whoever removes what is left here of a topic that was given away, once all know where it is, removes nothing from
+    now on: it comes back."""
+    # One that nobody has used since the start says by then where it went.
+    await topics.waiting.use(record.name)
+    async with topics.registry.locked(record.name) as entry:
+        if entry.record is not None and entry.record.incarnation == record.incarnation:
+            entry.record = replace(entry.record)
+
+
+def _check_is_free(logs: EmbeddedLogs, topics: Topics[Topic], record: TopicRecord) -> None:
+    """Raises TOPIC_EXISTS and so on if the topic cannot be taken. One that was here before, and was moved, is free."""
+    name = record.name
+    topics.check_takes_changes(name)
+    topics.partitions.check_is_free(name)
+    entry = topics.registry.get(name)
+    former = None if entry is None else entry.record
+    if former is not None and not logs.has_moved(former.incarnation):
+        raise error("TOPIC_EXISTS", f"the topic {name} is there already", topic=name)
+    if entry is not None:
+        entry.check_may(Phase.CREATING)
+    if former is None or former.incarnation != record.incarnation:
+        topics.stored.check_is_free(record.incarnation, topics.known_records())
+    topics.check_room()
+
+
+async def _take(topics: Topics[Topic], coming: Coming, stored: RestoredState, next_index: int) -> Topic:
+    """Makes the topic this sidecar's, which serves it on return."""
+
+    def check_is_whole(topic: Topic) -> None:
+        # What a crash may leave half-written nobody has sent.
+        is_torn = isinstance(topic.log, EmbeddedLog) and topic.log.cut_bytes
+        if is_torn or topic.confirmed_index != next_index:
+            why = f"its log ends with index {topic.confirmed_index}, and should with {next_index}"
+            raise error("MOVE_FAILED", f"topic {name} has not come whole: {why}")
+
+    name = coming.record.name
+    try:
+        async with topics.registry.locked(name):
+            former = await _forgotten(topics, coming.record)
+
+            async def put() -> None:
+                if former:
+                    # Where it went. Its record is another one by now.
+                    await topics.kind.delete(coming.record.incarnation)
+                await coming.run(coming.arrival.finish, coming.receiver.hex())
+
+            return await topics.lives.take_in(coming.record, stored, put, check_is_whole)
+    except SeqdedupeError:
+        raise
+    except Exception as e:
+        raise error("MOVE_FAILED", f"topic {name} was not taken: {type(e).__name__}: {e}") from e
+
+
+async def _forgotten(topics: Topics[Topic], record: TopicRecord) -> bool:
+    """One of this name that was here before, and has nothing left but where it went, is not known any more. Whether it
+    was of this incarnation: then that is still to be removed."""
+    former = topics.registry.record(record.name)
+    if former is None:
+        return False
+    topics.lives.forget(record.name)
+    if former.incarnation == record.incarnation:
+        return True
+    await _remove(topics, former)
+    return False
+
+
+async def _remove(topics: Topics[Topic], former: TopicRecord) -> None:
+    """Nothing is left of a topic that was moved, and is not among the records any more. Raises why that is not so yet:
+    it will be, and its incarnation stays taken until then."""
+    try:
+        await topics.stored.remove(replace(former, state=TopicState.DELETING))
+    except SeqdedupeError:
+        await topics.stored.undo(former)
+        raise

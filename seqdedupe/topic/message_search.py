@@ -1,0 +1,151 @@
+"""Where a producer's message stands in the log, when the ring of recent messages has forgotten it."""
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+
+import numpy as np
+
+from seqdedupe import batch as batches
+from seqdedupe.core.producers import Producers
+from seqdedupe.core.rule import PERSISTED, STATED
+from seqdedupe.errors import DamagedError, PositionError, SeqdedupeError, error
+from seqdedupe.format.columns import BASE_INDEX, COLUMNS_END, PLACES, PUBLISH_TIME_MS, RECORD_END, RECORD_START
+from seqdedupe.format.headers import NO_KEY
+from seqdedupe.format.jit import Int64s
+from seqdedupe.format.records import END, body_of, scan_record, span
+from seqdedupe.log.contract import LargerRecordError, Log
+
+NOT_KNOWN = -1
+
+LOOKED_THROUGH_MESSAGES = 2**16
+"""How far back from the log's end a message is looked for: so many messages, and about so many bytes."""
+LOOKED_THROUGH_BYTES = 64 * 1024 * 1024
+_PAGE_BYTES = 256 * 1024
+"""Looked through in one step of the event loop."""
+
+LOOK_BYTES = 1024 * 1024
+"""What a look into the log holds at once, about, unless one record is larger."""
+
+Room = Callable[[int], Awaitable[int]]
+"""Asked before something is read from the log how many bytes that may be: at least so many, 0: any number."""
+
+
+async def any_room(least_bytes: int) -> int:
+    return max(LOOK_BYTES, least_bytes)
+
+
+async def index_in_log(producers: Producers, number: int, log: Log) -> int:
+    """The index of the message that holds a producer's persisted ID; NOT_KNOWN if it is gone, or cannot be read now.
+
+    It takes a read of the log: STATED is the base index of the batch that holds the message, unless retention has
+    dropped that, or deduplication was off meanwhile.
+    """
+    last = int(producers.numbers[number, PERSISTED])
+    stated = int(producers.numbers[number, STATED])
+    if last < 0 or stated < log.first_index:
+        return NOT_KNOWN
+    [name] = producers.names_from(number, 1)
+    try:
+        raw, _ = await log.read(stated, stated + 1, 1)
+        page = bytes(raw)
+        places = next(_records(log, page))
+    except SeqdedupeError:
+        return NOT_KNOWN
+    return _index_in_record(page, places, name, last)
+
+
+async def find_in_log(log: Log, name: bytes, sequence_id: int, end_index: int, room: Room = any_room) -> int:
+    """The index of the newest message with this ID of this producer among the last ones before `end_index`.
+
+    NOT_KNOWN if it is not found in as much as is looked through, but for what is damaged. Raises what a log raises that
+    cannot be read now. One page is held at a time, and none while `room` is asked for the next one.
+    """
+    mark = sequence_id.to_bytes(8, "little")
+    found = NOT_KNOWN
+    try:
+        async for page in _pages(log, await _looked_through_from(log, end_index), end_index, room):
+            # Most pages do not have both, which is told without taking them apart.
+            for places in _records(log, page) if mark in page and name in page else ():
+                columns = page[places[RECORD_START] : places[COLUMNS_END]]
+                if mark in columns and name in columns:
+                    found = max(found, _index_in_record(page, places, name, sequence_id))
+            del page  # until there is another one
+    except PositionError:
+        # Retention was faster.
+        pass
+    return found
+
+
+async def _looked_through_from(log: Log, end_index: int) -> int:
+    """The first index that is not too far from the end, in messages and in bytes."""
+    low, high = max(log.first_index, end_index - LOOKED_THROUGH_MESSAGES), end_index
+    while low < high:
+        middle = (low + high) // 2
+        if await log.locate_bytes(middle, LOOKED_THROUGH_BYTES, end_index) < end_index:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+async def publish_time_ms(log: Log, index: int, room: Room = any_room) -> int:
+    """When the log took the message with this index; 0 if retention has dropped it, or it is damaged."""
+    try:
+        async for page in _pages(log, index, index + 1, room):
+            return int(next(_records(log, page))[PUBLISH_TIME_MS])
+    except PositionError:
+        pass
+    return 0
+
+
+async def _pages(log: Log, start: int, stop: int, room: Room) -> AsyncIterator[bytes]:
+    """The records with these messages, many at once, without what is damaged, or retention has dropped meanwhile.
+
+    Whoever has looked at a page drops it before the next one is asked for.
+    """
+    here = max(start, log.first_index)
+    covers = np.empty(5, np.int64)
+    least_bytes = 0
+    while here < stop:
+        most_bytes = await room(least_bytes)
+        try:
+            raw, _ = await log.read(here, stop, _PAGE_BYTES, most_bytes)
+        except LargerRecordError as e:
+            least_bytes = e.size
+            continue
+        except DamagedError:
+            after = await log.next_readable(here)
+            if after == here:
+                raise
+            here = after
+            continue
+        page, least_bytes = bytes(raw), 0
+        del raw
+        span(np.frombuffer(page, np.uint8), covers)
+        here = int(covers[-1])
+        yield page
+        del page
+
+
+def _records(log: Log, page: bytes) -> Iterator[Int64s]:
+    """The places of a page's records, each until the next is asked for."""
+    raw = np.frombuffer(page, np.uint8)
+    places = np.empty(PLACES, np.int64)
+    at = 0
+    while at < len(page):
+        if scan_record(raw, at, log.incarnation, -1, NO_KEY, places) != END:
+            raise error("LOG_DAMAGED", f"a record of the log {log.place} cannot be read")
+        yield places
+        at = int(places[RECORD_END])
+
+
+def _index_in_record(raw: bytes, places: Int64s, name: bytes, sequence_id: int) -> int:
+    """The index of the message with this ID of this producer in a scanned record, or NOT_KNOWN."""
+    batch = batches.decode(body_of(raw, places))
+    producers_in_batch = [batch.producer_names[p] for p in range(len(batch.epochs))]
+    if name not in producers_in_batch:
+        return NOT_KNOWN
+    mine = batch.sequence_ids == sequence_id
+    if len(producers_in_batch) > 1:
+        mine &= batch.producer_indexes == producers_in_batch.index(name)
+    rows = np.flatnonzero(mine)
+    return int(places[BASE_INDEX] + rows[-1]) if len(rows) else NOT_KNOWN

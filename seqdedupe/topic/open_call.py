@@ -1,0 +1,145 @@
+"""Open: sessions of a topic with a log are started and resumed, each name by itself, some with one control record.
+
+Begin with `open_sessions`: it fences older sessions at once, and returns when what the names have in flight has
+settled.
+"""
+
+import asyncio
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from seqdedupe.core.producers import Producers
+from seqdedupe.core.rule import DURABLE_EPOCH
+from seqdedupe.errors import error
+from seqdedupe.format.jit import Int64s
+from seqdedupe.limits import NO_EPOCH, NO_SEQUENCE_ID
+from seqdedupe.topic.control import ProducerSessions, Purge
+from seqdedupe.topic.message_search import index_in_log
+from seqdedupe.topic.sessions import NAMES_A_STEP, OpenAnswer, SessionStarts, check_count, encoded_names
+from seqdedupe.topic.topic import Topic
+
+MAX_LOOKED_UP = 64
+"""Of so many names at most `Open` answers where their last message stands: that may take a read each."""
+
+
+class CheckNames(Protocol):
+    """Whether these names may be opened, and whether that takes a record in the log. May raise."""
+
+    def __call__(self, names: list[str], /, *, writes: bool) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """Some names of a call, whose sessions are in force and may not be durable yet."""
+
+    opening: SessionStarts
+    names: int
+    durable_epochs: Int64s
+    """From before."""
+
+
+async def open_sessions(
+    topic: Topic,
+    names: list[str],
+    epochs: list[int] | None,
+    check: CheckNames = lambda names, *, writes: None,
+) -> OpenAnswer:
+    """Starts sessions (`epochs` None), or resumes these, each name by itself. Older ones are fenced at once. `check` is
+    called with some names right before these are opened, and may raise.
+
+    Returns when what the names have in flight has settled and their epochs are durable. Raises what
+    `Sessions.open` raises, or why the topic takes nothing now, or LOG_REFUSED: then nobody was fenced, or of more than
+    NAMES_A_STEP names perhaps some were.
+    """
+    topic.check_serving()
+    if topic.window is not None:
+        raise error(
+            "INVALID_REQUEST",
+            f"topic {topic.name} is one of deduplication IDs, and has no producers: nothing has to be opened",
+            hint="Publish without a session, every message with a deduplication ID: `client.publisher(topic)`.",
+        )
+    check_count(names)
+    if len(names) > NAMES_A_STEP:
+        # Before any of them is opened. What is opened in one step is looked at there.
+        await check_names(names, topic.producers)
+    if epochs is not None and len(epochs) != len(names):
+        raise error("INVALID_REQUEST", f"epochs has {len(epochs)} values for {len(names)} producer names")
+    parts = [slice(first, first + NAMES_A_STEP) for first in range(0, len(names), NAMES_A_STEP)]
+    begun: list[_Begun] = []
+    changes: list[asyncio.Future[None]] = []
+    for part in parts:
+        if begun:
+            await asyncio.sleep(0)
+        begun.append(await _begin(topic, names[part], None if epochs is None else epochs[part], check, changes))
+    await asyncio.gather(*changes)
+    if len(changes) < len(begun):
+        await topic.all_settled()
+    answer = OpenAnswer([], [], [])
+    for one in begun:
+        if answer.epochs:
+            await asyncio.sleep(0)
+        answer.extend(_opened(topic, one))
+    places = [place for place in range(len(names)) if place not in answer.refusals]
+    for place in places[:MAX_LOOKED_UP]:
+        if answer.indexes[place] < 0:
+            number = topic.producers.add(names[place].encode())
+            answer.indexes[place] = await index_in_log(topic.producers, number, topic.log)
+    return answer
+
+
+async def check_names(names: list[str], known: Producers | None = None) -> None:
+    """Raises INVALID_NAME for what an Open cannot take, as `check_count` and `encoded_names`, some at once."""
+    check_count(names)
+    for first in range(0, len(names), NAMES_A_STEP):
+        encoded_names(names[first : first + NAMES_A_STEP], known)
+        await asyncio.sleep(0)
+
+
+async def _begin(
+    topic: Topic,
+    names: list[str],
+    epochs: list[int] | None,
+    check: CheckNames,
+    changes: "list[asyncio.Future[None]]",
+) -> _Begun:
+    """The sessions of some names are in force. What the log has to say for that to be durable is added to `changes`."""
+    topic.check_serving()
+    if topic.flight.has(Purge):
+        # Whether the names are being forgotten is not known before that has settled; no other one will name them.
+        topic.sessions.use(names)
+        await topic.all_settled()
+        topic.check_serving()
+    while epochs is not None and topic.sessions.are_in_flight(names):
+        # Whether these sessions have been fenced is not known before that has settled.
+        await topic.all_settled()
+        topic.check_serving()
+    check(names, writes=topic.sessions.need_a_record(names, epochs))
+    if epochs is None and topic.sessions.term_is_used_up:
+        topic.owner.begin_another_term()
+    opening = topic.sessions.open(names, epochs)
+    durable_epochs = topic.producers.numbers[opening.numbers, DURABLE_EPOCH]
+    if (durable_epochs < opening.epochs).any():
+        # All that is in flight stands before it, and has settled when it has.
+        changes.append(topic.append_change(ProducerSessions(opening.names, opening.epochs)))
+    return _Begun(opening, len(names), durable_epochs)
+
+
+def _opened(topic: Topic, begun: _Begun) -> OpenAnswer:
+    """What is answered of some names, once all that they wait for has settled."""
+    opening = begun.opening
+    answer = topic.sessions.opened(opening, begun.names)
+    if opening.is_resume and topic.producers.has_forgotten:
+        had_nothing = np.flatnonzero(begun.durable_epochs == NO_EPOCH)
+        gone = [opening.names[k] for k in had_nothing]
+        topic.resumed_after_purge(gone)
+        topic.sessions.begin_anew(gone, opening.epochs[had_nothing])
+        columns = zip(opening.places.tolist(), opening.names, opening.epochs.tolist(), strict=True)
+        answer.forgotten.extend(
+            place
+            for place, name, epoch in columns
+            if place not in answer.refusals
+            and (answer.persisted[place] == NO_SEQUENCE_ID or topic.sessions.has_begun_anew(name, epoch))
+        )
+    return answer

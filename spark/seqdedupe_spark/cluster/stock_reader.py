@@ -1,0 +1,419 @@
+"""Reading a range of a topic that no sidecar writes: every entry of it, as the topic's ledgers count them.
+
+Begin with `StockReading`. A broker is asked why it does not give readers an entry (`explain`), and which keys are bytes
+(`exact_keys`).
+"""
+
+import asyncio
+import base64
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from enum import Enum
+from typing import TypeVar
+
+import numpy as np
+
+from seqdedupe import batch as batches
+from seqdedupe.batch import NO_INT32S, NO_INT64S, Batch, Binary
+from seqdedupe.client.message import StoredBatch
+from seqdedupe.errors import NotFoundError, SeqdedupeError, UnavailableError, error
+from seqdedupe.limits import NO_SEQUENCE_ID
+from seqdedupe.log.pulsar.admin_url import AdminAnswer
+from seqdedupe.log.pulsar.entries import PulsarEntry
+from seqdedupe.log.pulsar.ledgers import Ledgers
+from seqdedupe.log.pulsar.places import size_of
+from seqdedupe.log.pulsar.reader import EntryReader, fields_of
+from seqdedupe.message_id import MessageId, MessageIds
+from seqdedupe_spark import stock
+from seqdedupe_spark.cluster.broker_connection import (
+    STEP_BYTES,
+    BrokerConnection,
+    next_entries,
+)
+from seqdedupe_spark.ranges import TopicRange
+from seqdedupe_spark.stock import STOCK, StockBatch, StockEnds
+
+ASKED_AT_ONCE = 8
+"""So many entries are asked about at once."""
+
+_HINT_OF_ENTRY = (
+    "The topic is Pulsar's: nothing of a sidecar has to be put back. Let Pulsar's own tools show the entry, and who "
+    "wrote it."
+)
+
+_KEY, _PAYLOAD_SIZE, _KEY_IS_BASE64, _NO_KEY = 2, 3, 6, 10
+"""Fields of Pulsar's `SingleMessageMetadata`, which stands before each message of a batch."""
+
+MAX_STEPS_BACK = 4096
+"""A chunked message that began so many entries before where a task begins is assembled; others are refused."""
+_FIRST_STEPS_BACK = 16
+
+T = TypeVar("T")
+
+
+class StockReading:
+    """How far a range was read. What a broker does not give readers is asked for, and is no gap only if the broker says
+    why."""
+
+    def __init__(self, span: TopicRange, tells_keys: bool = False) -> None:
+        self._span = span
+        self._at = span.start
+        self._tells_keys = tells_keys
+        self._steps_back = 0
+        """So many entries before the range the reading begins, for a message that has begun there."""
+
+    @property
+    def is_done(self) -> bool:
+        return self._at.index >= self._span.end.index
+
+    async def steps(self, connection: BrokerConnection) -> AsyncGenerator[Sequence[StoredBatch], None]:
+        topic, ends = self._span.topic, await connection.stored(self._span.topic)
+        first, stop = ends.entries_up_to(self._at), ends.entries_up_to(self._span.end)
+        if first is None or stop is None:
+            raise stock.trimmed(topic, f"after {stock.entry_before(self._at)}")
+        if (
+            not self._steps_back
+            and await part_at(connection, topic, ends.ledgers.message_id(first)) is not ChunkPart.NONE
+        ):
+            self._steps_back = _FIRST_STEPS_BACK
+        place = ends.ledgers.message_id(max(first - self._steps_back, 0))
+        reader = await connection.open_reader(topic, place, ends.ledgers)
+        run = _EntryRun(ends, first, stop, stock.rows_read(self._at))
+        try:
+            while run.due < stop:
+                for entry in await self._next(connection, reader, run):
+                    if (number := run.number(entry)) > run.due:
+                        run.check_is_between()
+                        await self._explain(connection, ends.ledgers, range(run.due, number), entry.first_chunk)
+                    run.take(entry, number)
+                if run.size_bytes >= STEP_BYTES or run.due >= stop:
+                    found = run.taken()
+                    keys = await exact_keys(connection, topic, found) if self._tells_keys else None
+                    if run.due > first:
+                        self._at, self._steps_back = stock.after(ends.ledgers.message_id(run.due - 1)), 0
+                    yield list(stored(found, keys))
+        finally:
+            await reader.close()
+
+    async def _next(self, connection: BrokerConnection, reader: EntryReader, run: "_EntryRun") -> list[PulsarEntry]:
+        try:
+            return await next_entries(reader, self._span.topic)
+        except UnavailableError:
+            # At what it cannot read a client stops without a word, and it drops the end of what began before it reads.
+            entry = run.ends.ledgers.message_id(run.due)
+            if (part := await part_at(connection, self._span.topic, entry)) is not ChunkPart.NONE:
+                self._go_back(entry, part)
+            raise
+
+    async def _explain(
+        self, connection: BrokerConnection, ledgers: Ledgers, numbers: range, first_chunk: MessageId | None
+    ) -> None:
+        """As `explain`; the end of a chunked message that began before the reading has it begin earlier."""
+        topic = self._span.topic
+        try:
+            ends = await explain(connection, topic, ledgers, numbers, first_chunk)
+        except UnavailableError:
+            self._go_back(ledgers.message_id(numbers.start), ChunkPart.UNTOLD)
+            raise
+        if ends:
+            self._go_back(min(ends), ChunkPart.LAST)
+            raise error("LOG_UNREADABLE", f"{min(ends)} of {topic} ends a message that began before the reading")
+
+    def _go_back(self, entry: MessageId, part: "ChunkPart") -> None:
+        """Has the next try begin earlier. Raises UNSUPPORTED_MESSAGE if that has not helped."""
+        if self._steps_back >= MAX_STEPS_BACK and part is ChunkPart.LAST:
+            raise not_whole(self._span.topic, entry)
+        self._steps_back = min(max(_FIRST_STEPS_BACK, self._steps_back * 16), MAX_STEPS_BACK)
+
+
+class ChunkPart(Enum):
+    """What an entry is of a chunked message."""
+
+    NONE = 0
+    INNER = 1
+    LAST = 2
+    """The message counts where this stands."""
+    UNTOLD = 3
+    """The broker does not answer, as for parts of compressed messages, which it fails to decompress."""
+
+
+def _part(said: Mapping[str, str]) -> ChunkPart:
+    """By what the broker says of an entry."""
+    if "x-pulsar-chunk-id" not in said:
+        return ChunkPart.NONE
+    is_last = int(said["x-pulsar-chunk-id"]) + 1 >= int(said.get("x-pulsar-num-chunks-from-msg", 0))
+    return ChunkPart.LAST if is_last else ChunkPart.INNER
+
+
+async def part_at(connection: BrokerConnection, topic: str, entry: MessageId) -> ChunkPart:
+    """What an entry is of a chunked message. Raises UNSUPPORTED_MESSAGE for one that cannot be read here."""
+    try:
+        said = (await connection.quick_admin.entry(topic, entry)).headers
+    except NotFoundError:
+        return ChunkPart.NONE
+    except UnavailableError:
+        return ChunkPart.UNTOLD
+    _check_supported(topic, entry, said)
+    return _part(said)
+
+
+def not_whole(topic: str, entry: MessageId) -> SeqdedupeError:
+    """The end of a chunked message that cannot be assembled."""
+    return error(
+        "UNSUPPORTED_MESSAGE",
+        f"{entry} of {topic} ends a chunked message that does not begin in the {MAX_STEPS_BACK} entries before it",
+        hint=f"Go on after it: seqdedupe job reset --topic {topic} --to {entry}",
+    )
+
+
+class _EntryRun:
+    """The entries that one reader gives, in their order. Those that are whole are taken."""
+
+    def __init__(self, ends: StockEnds, first: int, stop: int, rows: int) -> None:
+        """They are numbered as `ends` does. Of the first one so many messages were read before."""
+        self.ends = ends
+        self.due = first
+        """The number of the next entry."""
+        self.size_bytes = 0
+        self._stop = stop
+        self._rows = rows
+        """So many of its messages are not wanted any more."""
+        self._found: list[PulsarEntry] = []
+        self._whole = 0
+        """So many of these messages are of entries that are whole."""
+
+    def number(self, entry: PulsarEntry) -> int:
+        """That of an entry; what stands after the range has the number after the last one of it."""
+        number = self.ends.ledgers.ordinal(entry.message_id)
+        return self._stop if number is None else min(number, self._stop)
+
+    def check_is_between(self) -> None:
+        """Raises LOG_UNREADABLE if it is within an entry: that one has to be read again."""
+        if len(self._found) > self._whole:
+            raise error("LOG_UNREADABLE", f"Pulsar's client gave {self._rows} messages of a batch, and then others")
+
+    def take(self, entry: PulsarEntry, number: int) -> None:
+        """Takes a message, unless it was taken before: after a broker's crash some come again."""
+        if number > self.due:
+            self.due, self._rows = number, 0
+        if number < self.due or number >= self._stop:
+            return
+        row = max(entry.message_id.batch_index, 0)
+        if row > self._rows:
+            place = f"{entry.message_id.ledger_id}:{entry.message_id.entry_id}"
+            raise error("LOG_UNREADABLE", f"of the messages at {place} Pulsar's client gave {row} after {self._rows}")
+        if row == self._rows:
+            self._found.append(entry)
+            self._rows += 1
+            self.size_bytes += size_of(entry.message)
+        if row + 1 >= entry.of_batch:
+            self.due, self._rows, self._whole = self.due + 1, 0, len(self._found)
+
+    def taken(self) -> list[PulsarEntry]:
+        """The messages of whole entries, once."""
+        found, self._found = self._found[: self._whole], self._found[self._whole :]
+        self._whole, self.size_bytes = 0, sum(size_of(entry.message) for entry in self._found)
+        return found
+
+
+async def last_readable(connection: BrokerConnection, topic: str, ledgers: Ledgers) -> MessageId | None:
+    """The last entry that readers are given, of a topic that has some: after it are none, or such as `explain` knows.
+
+    None if there is none. Raises UNSUPPORTED_MESSAGE.
+    """
+    count, part = len(ledgers), ChunkPart.INNER
+    while count and (part := await part_at(connection, topic, ledgers.message_id(count - 1))) is ChunkPart.INNER:
+        # Its message is still being written.
+        count -= 1
+    if not count:
+        return None
+    looked_at = 1 if part is ChunkPart.NONE else _FIRST_STEPS_BACK
+    while True:
+        first = max(count - looked_at, 0)
+        try:
+            found = await connection.entries(topic, ledgers.message_id(first), ledgers.message_id(count - 1))
+        except UnavailableError:
+            if part is not ChunkPart.NONE and first and looked_at < MAX_STEPS_BACK:
+                looked_at *= 16
+                continue
+            if part is ChunkPart.LAST:
+                raise not_whole(topic, ledgers.message_id(count - 1)) from None
+            for number in range(count - 1, max(count - ASKED_AT_ONCE, first) - 1, -1):
+                await part_at(connection, topic, ledgers.message_id(number))
+            raise
+        if found or not first:
+            return found[-1].message_id._replace(batch_index=-1) if found else None
+        looked_at *= 16
+
+
+async def explain(
+    connection: BrokerConnection, topic: str, ledgers: Ledgers, numbers: range, first_chunk: MessageId | None
+) -> list[MessageId]:
+    """Returns if these are entries that no reader is given: of transactions that were aborted, markers, or parts of
+    chunked messages. The list has those that end a message, which the client has dropped.
+
+    `first_chunk` is where a message began that the client has given after them. Raises POSITION_TRIMMED if one is gone,
+    UNSUPPORTED_MESSAGE for one that cannot be read here, LOG_UNREADABLE if it is of a transaction that is not over,
+    LOG_DAMAGED for any other one.
+    """
+    ends: list[MessageId] = []
+
+    async def ask(number: int) -> None:
+        entry = ledgers.message_id(number)
+        is_within = first_chunk is not None and entry >= first_chunk
+        try:
+            said = (await (connection.quick_admin if is_within else connection.admin).entry(topic, entry)).headers
+        except NotFoundError as e:
+            left = (await connection.stored(topic)).ledgers
+            if left.ordinal(entry) is not None:
+                raise error("LOG_UNREADABLE", f"Pulsar does not find {entry} of {topic}, and lists it") from e
+            raise stock.trimmed(topic, f"from {entry} on") from e
+        except UnavailableError:
+            if is_within:
+                # A broker does not answer for a part of a compressed message, and this one was given whole.
+                return
+            raise
+        _check_supported(topic, entry, said)
+        part = _part(said)
+        if part is ChunkPart.LAST:
+            ends.append(entry)
+        if part is not ChunkPart.NONE or "x-pulsar-marker-type" in said or said.get("x-pulsar-txn-aborted") == "true":
+            return
+        if said.get("x-pulsar-txn-uncommitted") == "true":
+            raise error("LOG_UNREADABLE", f"{entry} of {topic} waits for a transaction that is not over")
+        what = f"{entry} of {topic} is there, and Pulsar's client does not give it"
+        raise error("LOG_DAMAGED", what, hint=_HINT_OF_ENTRY)
+
+    await _each(ask, numbers)
+    return ends
+
+
+def _check_supported(topic: str, entry: MessageId, said: Mapping[str, str]) -> None:
+    """Raises UNSUPPORTED_MESSAGE for an entry of which the broker says that it cannot be read here."""
+    if said.get("x-pulsar-is-encrypted") == "true":
+        raise error("UNSUPPORTED_MESSAGE", f"{entry} of {topic} is encrypted, and nothing here has its key")
+
+
+async def exact_keys(connection: BrokerConnection, topic: str, entries: Sequence[PulsarEntry]) -> list[bytes | None]:
+    """The keys as their producers set them. Pulsar's client shows bytes in base64, and no key as an empty one: where a
+    key may be either, the broker is asked for its entry. Raises POSITION_TRIMMED if that is gone."""
+    keys: list[bytes | None] = [entry.message.key.encode() for entry in entries]
+    unclear: dict[MessageId, list[int]] = {}
+    for row, entry in enumerate(entries):
+        if _may_be_base64(entry.message.key):
+            unclear.setdefault(entry.message_id._replace(batch_index=-1), []).append(row)
+
+    async def ask(place: MessageId) -> None:
+        try:
+            is_chunked = entries[unclear[place][0]].first_chunk is not None
+            found = keys_in(await (connection.quick_admin if is_chunked else connection.admin).entry(topic, place))
+            for row in unclear[place]:
+                keys[row] = found[max(entries[row].message_id.batch_index, 0)]
+        except NotFoundError as e:
+            raise stock.trimmed(topic, f"from {place} on") from e
+        except UnavailableError:
+            if not is_chunked:
+                raise
+            # A broker does not answer for a part of a compressed message.
+            [row] = unclear[place]
+            keys[row] = keys[row] or None
+        except (IndexError, KeyError, ValueError) as e:
+            what = f"{place} of {topic} is no batch as Pulsar's clients make it"
+            raise error("LOG_DAMAGED", what, hint=_HINT_OF_ENTRY) from e
+
+    await _each(ask, list(unclear))
+    return keys
+
+
+def _may_be_base64(key: str) -> bool:
+    try:
+        base64.b64decode(key, validate=True)
+    except ValueError:
+        return False
+    return True
+
+
+def keys_in(answer: AdminAnswer) -> list[bytes | None]:
+    """The keys of an entry's messages, as the broker gives the entry. Raises ValueError, IndexError or KeyError for
+    what is no batch."""
+    said, raw = answer.headers, answer.raw
+    if "x-pulsar-num-batch-message" not in said:
+        text = said.get("x-pulsar-partition-key")
+        is_bytes = said.get("x-pulsar-partition-key-b64-encoded") == "true"
+        is_null = said.get("x-pulsar-null-partition-key") == "true"
+        return [None if text is None or is_null else _key(text.encode(), is_bytes)]
+    keys: list[bytes | None] = []
+    while raw:
+        of_message = fields_of(raw[4 : 4 + int.from_bytes(raw[:4])])
+        key, size = of_message.get(_KEY), of_message[_PAYLOAD_SIZE]
+        if not isinstance(size, int):
+            raise ValueError("the size of a payload is no number")
+        if isinstance(key, bytes) and not of_message.get(_NO_KEY):
+            keys.append(_key(key, bool(of_message.get(_KEY_IS_BASE64))))
+        else:
+            keys.append(None)
+        raw = raw[4 + int.from_bytes(raw[:4]) + size :]
+    return keys
+
+
+def _key(key: bytes, is_bytes: bool) -> bytes:
+    return base64.b64decode(key) if is_bytes else key
+
+
+async def _each(call: Callable[[T], Awaitable[None]], several: Sequence[T]) -> None:
+    """Some at once. Raises what the first one raises that fails."""
+    for first in range(0, len(several), ASKED_AT_ONCE):
+        await asyncio.gather(*map(call, several[first : first + ASKED_AT_ONCE]))
+
+
+def stored(entries: Sequence[PulsarEntry], keys: Sequence[bytes | None] | None = None) -> Iterator[StoredBatch]:
+    """Messages that stand one after the other, of whole entries; `keys` are their exact ones."""
+    first = 0
+    highest: dict[str, int] = {}
+    for number, entry in enumerate(entries):
+        is_risen = entry.sequence_id > highest.get(entry.producer_name, NO_SEQUENCE_ID - 1)
+        if number > first and (not is_risen or entry.publish_time_ms != entries[first].publish_time_ms):
+            yield _stored(entries[first:number], keys and keys[first:number])
+            first, highest = number, {}
+        highest[entry.producer_name] = entry.sequence_id
+    if entries:
+        yield _stored(entries[first:], keys and keys[first:])
+
+
+def _stored(entries: Sequence[PulsarEntry], keys: Sequence[bytes | None] | None) -> StockBatch:
+    last = entries[-1]
+    is_whole = last.message_id.batch_index + 1 >= last.of_batch
+    end = stock.after(last.message_id._replace(batch_index=-1) if is_whole else last.message_id)
+    ids = MessageIds.of((1, *entry.message_id) for entry in entries)
+    return StockBatch(
+        _batch(entries),
+        0,
+        last.publish_time_ms,
+        STOCK,
+        0,
+        ids,
+        end=end,
+        key_bytes=Binary.of(keys or ()),
+        ordering_keys=Binary.of([entry.ordering_key or None for entry in entries]),
+        schema_versions=np.array([entry.schema_version for entry in entries], np.int64),
+    )
+
+
+def _batch(entries: Sequence[PulsarEntry]) -> Batch:
+    numbers: dict[str, int] = {}
+    producers = [numbers.setdefault(entry.producer_name, len(numbers)) for entry in entries]
+    messages = [entry.message for entry in entries]
+    times = [message.event_time_ms for message in messages]
+    offsets, names, values = batches.properties(message.properties for message in messages)
+    return Batch(
+        producer_names=Binary.of_all([name.encode() for name in numbers]),
+        epochs=np.zeros(len(numbers), np.int64),
+        previous_sequence_ids=np.full(len(numbers), NO_SEQUENCE_ID, np.int64),
+        sequence_ids=np.array([entry.sequence_id for entry in entries], np.int64),
+        payloads=Binary.of([message.payload for message in messages]),
+        producer_indexes=np.array(producers, np.int32) if len(numbers) > 1 else NO_INT32S,
+        event_times_ms=np.array(times, np.int64) if any(times) else NO_INT64S,
+        keys=Binary.of([message.key.encode() or None for message in messages]),
+        property_offsets=offsets,
+        property_names=names,
+        property_values=values,
+    )
