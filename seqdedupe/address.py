@@ -6,6 +6,9 @@ from typing import Self
 
 from seqdedupe.errors import SeqdedupeError, error
 
+DEFAULT_ADDRESS = "127.0.0.1:6660"
+"""Of a sidecar, for whoever names none."""
+
 MAX_PORT = 65_535
 _UNIX = "unix:"
 

@@ -1,24 +1,19 @@
-"""What all command lines share: where the sidecar is, what becomes of errors, and the form of what is printed."""
+"""What all command lines share: what becomes of errors, and the form of what is printed."""
 
 import errno
 import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import takewhile
 from typing import Any
 
 import click
 
-from seqdedupe.client import credentials
-from seqdedupe.client.connection import DEFAULT_ADDRESS
-from seqdedupe.client.credentials import Credentials
 from seqdedupe.errors import NEVER, SeqdedupeError, UnavailableError, error
 from seqdedupe.names import topic_name
-
-Command = Callable[..., Any]
 
 FAILED = 1
 WRONG_USAGE = 2
@@ -26,18 +21,10 @@ INTERRUPTED = 130
 BROKEN_PIPE = 141
 """Exit statuses."""
 
-ADDRESS_VARIABLE = "SEQDEDUPE_ADDRESS"
+_OURS = ("seqdedupe", "broker_sidecar", "seqdedupe_spark")
 
 _NOT_PRINTABLE = re.compile("[\x00-\x08\x0a-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 """What a terminal may act on (but for the tab): control characters, and those that turn the direction of writing."""
-
-_CREDENTIALS = {
-    "--token-file": (credentials.TOKEN_FILE, "The token, if the sidecar wants one."),
-    "--tls-ca-file": (credentials.TLS_CA_FILE, "Who is believed about the sidecar's certificate; with it TLS is used."),
-    "--tls-certificate-file": (credentials.TLS_CERTIFICATE_FILE, "A certificate of one's own."),
-    "--tls-key-file": (credentials.TLS_KEY_FILE, "Its key."),
-}
-"""No option takes a token itself: all users of a machine see the command lines of its processes."""
 
 _OS_HINTS = {
     errno.ENOSPC: "Make room on the disk, or choose a place on another one.",
@@ -48,52 +35,6 @@ _OS_HINTS = {
     errno.ENOENT: "Is that its name, and is its folder there?",
 }
 """What to do about an error of the system."""
-
-_TOLD = "seqdedupe.credentials"
-
-
-def sidecar_options(command: Command) -> Command:
-    """Adds `--address`, which the command gets, and the options of which `told_credentials` are made."""
-    for name, (variable, what) in reversed(_CREDENTIALS.items()):
-        command = click.option(
-            name,
-            envvar=variable,
-            show_envvar=True,
-            type=click.Path(),
-            metavar="FILE",
-            help=what,
-            callback=_remember,
-            expose_value=False,
-        )(command)
-    return click.option(
-        "--address",
-        envvar=ADDRESS_VARIABLE,
-        default=DEFAULT_ADDRESS,
-        show_default=True,
-        show_envvar=True,
-        metavar="HOST:PORT,…",
-        help="The sidecar, or unix:PATH; or several of one cluster.",
-    )(command)
-
-
-CREDENTIAL_PARAMETERS = tuple(name.removeprefix("--").replace("-", "_") for name in _CREDENTIALS)
-"""The options' names, as click has them."""
-
-
-def _remember(context: click.Context, option: click.Parameter, value: str | None) -> None:
-    # What the environment says counts only where the command line says nothing.
-    if context.get_parameter_source(option.name or "") is click.core.ParameterSource.COMMANDLINE:
-        context.meta.setdefault(_TOLD, {})[option.name] = value
-
-
-def told_files() -> dict[str, str]:
-    """The files that the command line of the command at work names, by the names that they have in `Credentials`."""
-    return dict(click.get_current_context().meta.get(_TOLD, {}))
-
-
-def told_credentials() -> Credentials:
-    """What the command at work was told, and for the rest the environment says. Raises INVALID_CREDENTIALS."""
-    return Credentials.from_environment(**told_files())
 
 
 def run_command(
@@ -129,6 +70,18 @@ def run_command(
         message = f"{e.filename}: {e.strerror}" if e.filename and e.strerror else str(e)
         say_foreign(name, "OS_ERROR", message, as_json=as_json, hint=_OS_HINTS.get(e.errno or 0, ""))
         return failed
+
+
+@contextmanager
+def needing(what: str, extra: str, *, otherwise: str = "") -> Iterator[None]:
+    """For imports of what an extra installs. Raises INVALID_CONFIGURATION if it is not there: `what` needs it."""
+    try:
+        yield
+    except ModuleNotFoundError as e:
+        if e.name is None or e.name.partition(".")[0] in _OURS:
+            raise
+        hint = f"Install it: pip install 'seqdedupe[{extra}]'{otherwise}"
+        raise error("INVALID_CONFIGURATION", f"{what} {e.name}, which is not installed", hint=hint) from e
 
 
 def _plain(usage: str) -> str:

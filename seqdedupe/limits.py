@@ -1,6 +1,9 @@
-"""The limits that everybody keeps to, and the numbers that stand for *none*."""
+"""The limits that everybody keeps to, those that are set for a log or a window, and the numbers that stand for
+*none*."""
 
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 MAX_NAME_BYTES = 255
 """A topic's or producer's name, in UTF-8."""
@@ -58,3 +61,27 @@ class WindowLimits:
     messages: int
     id_bytes: int = NO_LIMIT
     milliseconds: int = NO_LIMIT
+
+
+@dataclass(frozen=True)
+class FlushInterval:
+    """When a log that syncs for itself has to: as soon as one of the two is reached. So it is by every commit, here."""
+
+    messages: int = 1
+    """So many are written, and not synced."""
+    ms: int = 0
+    """So long ago the first of them was written."""
+
+    @cached_property
+    def is_every_commit(self) -> bool:
+        """Whether nothing is told before it is synced. Each frame asks."""
+        return self.messages <= 1 or self.ms <= 0
+
+
+class Retention(NamedTuple):
+    """What is kept at least; None is no limit."""
+
+    size_bytes: int | None = None
+    """The oldest messages may go while those that are left take at least so much."""
+    age_ms: int | None = None
+    """Those may go that were published longer ago."""

@@ -16,10 +16,11 @@ import numpy.typing as npt
 
 from seqdedupe.cli.common import common
 from seqdedupe.client import Client, Producer, Receipt
-from seqdedupe.command import INTERRUPTED, echo, print_json, told_credentials
+from seqdedupe.command import INTERRUPTED, echo, print_json
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.limits import MAX_PAYLOAD_BYTES
 from seqdedupe.names import topic_name
+from seqdedupe.sidecar_options import told_credentials
 
 # -- Latencies by their frequency, to three digits, in the buckets of HdrHistogram.
 
@@ -298,7 +299,7 @@ tasks are much of what is measured."""
 _Positive = click.IntRange(min=1)
 
 
-@click.command(short_help="Publish test messages, and show how fast they go.")
+@click.command()
 @click.argument("topic")
 @click.option(
     "--rate", type=_Positive, metavar="N", help="Messages a second, all together. Default: as fast as it goes."

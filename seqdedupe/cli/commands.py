@@ -1,32 +1,17 @@
-"""All commands and what becomes of their errors; `serve` and `job`, which run what other packages have."""
+"""All commands and what becomes of their errors; `serve` and `job`, which run what other packages have.
+
+A command is imported when it is used: showing help, or what is wrong with a command line, does not wait for what
+others need.
+"""
 
 import importlib
 import sys
 import traceback
-from importlib import metadata
 from types import TracebackType
 
 import click
 
-from seqdedupe.cli.bench_command import bench
-from seqdedupe.cli.common import needing
-from seqdedupe.cli.doctor_commands import backup, doctor, restore, verify
-from seqdedupe.cli.publish_command import publish
-from seqdedupe.cli.read_command import read
-from seqdedupe.cli.service_commands import consumer, inbox, outbox, pipe
-from seqdedupe.cli.sidecar_commands import export_file, import_file, rebuild_topic, sidecars, top, version
-from seqdedupe.cli.token_commands import audit, auth, token
-from seqdedupe.cli.topic_commands import (
-    cursors,
-    in_flight,
-    message_state,
-    policy,
-    producers,
-    reset_producer,
-    snapshot,
-    topics,
-)
-from seqdedupe.command import run_command, say_failure, says_json
+from seqdedupe.command import needing, run_command, say_failure, says_json
 from seqdedupe.errors import error
 
 # -- `seqdedupe serve`: the sidecar.
@@ -66,47 +51,73 @@ def job(arguments: tuple[str, ...]) -> None:
     sys.exit(module.run_main(list(arguments[1:] if name else arguments), f"seqdedupe job{f' {name}' if name else ''}"))
 
 
+# -- All commands.
+
 NAME = "seqdedupe"
 
+_COMMANDS = {
+    "audit": ("token_commands.audit", "Check an audit trail."),
+    "auth": ("token_commands.auth", "Explain what rules allow."),
+    "backup": ("doctor_commands.backup", "Have the sidecar make a backup of all that it has."),
+    "bench": ("bench_command.bench", "Publish test messages, and show how fast they go."),
+    "consumer": ("service_commands.consumer", "Look after messages that consumers have set aside."),
+    "cursors": ("topic_commands.cursors", "List a topic's named cursors; have retention wait for one, or remove it."),
+    "doctor": ("doctor_commands.doctor", "Check a data directory; salvage what can be read."),
+    "export": ("sidecar_commands.export_file", "Write a topic's snapshot, or its watermarks, to a file."),
+    "import": ("sidecar_commands.import_file", "Take a file of export or bootstrap over into a topic."),
+    "in-flight": ("topic_commands.in_flight", "List producers whose messages have been in flight for long."),
+    "inbox": ("service_commands.inbox", "Look after messages that inboxes have parked."),
+    "message-state": ("topic_commands.message_state", "Show what is known of one message."),
+    "outbox": (
+        "service_commands.outbox",
+        "Publish what services write to an outbox in their own transactions, each row exactly once.",
+    ),
+    "pipe": (
+        "service_commands.pipe",
+        "Bring a topic's messages through a Python function to another topic, exactly once.",
+    ),
+    "policy": ("topic_commands.policy", "Show, set, remove the policy of a topic or a namespace."),
+    "producers": ("topic_commands.producers", "List a topic's producers."),
+    "publish": ("publish_command.publish", "Publish the records of a file."),
+    "read": ("read_command.read", "Print a topic's messages."),
+    "rebuild-topic": ("sidecar_commands.rebuild_topic", "Make the store's records of a topic anew from its log."),
+    "reset-producer": ("topic_commands.reset_producer", "Set a producer's highest sequence ID to a lower one."),
+    "restore": ("doctor_commands.restore", "Make a data directory of a backup."),
+    "sidecars": ("sidecar_commands.sidecars", "List the sidecars of a cluster, forget one."),
+    "snapshot": ("topic_commands.snapshot", "Take a snapshot of a topic now."),
+    "token": ("token_commands.token", "Make and check tokens that are signed."),
+    "top": ("sidecar_commands.top", "Show how a sidecar does, again and again."),
+    "topics": ("topic_commands.topics", "List, create, delete, move, show topics."),
+    "verify": ("doctor_commands.verify", "Check a backup, every byte of it."),
+    "version": ("sidecar_commands.version", "Show the versions of this command and of the sidecar."),
+}
+"""Of each command the place in this folder, and what the list of all of them says."""
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(metadata.version("seqdedupe"), message="%(version)s")
+
+class _Commands(click.Group):
+    """Has commands as names with a line of help, until one is used."""
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Imports it. None if there is no such command."""
+        if cmd_name not in _COMMANDS:
+            return super().get_command(ctx, cmd_name)
+        module, _, name = _COMMANDS[cmd_name][0].partition(".")
+        command: click.Command = getattr(importlib.import_module(f"seqdedupe.cli.{module}"), name)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """As click does it, and imports none."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, self.commands[name].short_help or "") for name in self.list_commands(ctx)])
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="seqdedupe", message="%(version)s")
 def cli() -> None:
     """Effectively-once publishing: run a sidecar, publish files, read topics."""
 
 
-for _command in (
-    serve,
-    publish,
-    read,
-    topics,
-    sidecars,
-    top,
-    policy,
-    producers,
-    message_state,
-    in_flight,
-    reset_producer,
-    cursors,
-    snapshot,
-    export_file,
-    import_file,
-    rebuild_topic,
-    bench,
-    pipe,
-    job,
-    consumer,
-    inbox,
-    outbox,
-    backup,
-    verify,
-    restore,
-    doctor,
-    audit,
-    token,
-    auth,
-    version,
-):
+for _command in serve, job, *(click.Command(name, short_help=line) for name, (_, line) in _COMMANDS.items()):
     cli.add_command(_command)
 
 

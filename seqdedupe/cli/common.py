@@ -1,4 +1,4 @@
-"""What commands share: where a sidecar is, a client of it, hints for a topic or a package that is not there."""
+"""What commands share: where a sidecar is, a client of it, hints for a topic that is not there."""
 
 import difflib
 import time
@@ -12,17 +12,10 @@ from seqdedupe.client.connection import HINT_OF_GONE, NOT_A_SIDECAR
 from seqdedupe.client.listeners import hint_of_http
 from seqdedupe.client.producer_session import OPEN_TIMEOUT_SECONDS
 from seqdedupe.client.route import OnWaiting
-from seqdedupe.command import (
-    CREDENTIAL_PARAMETERS,
-    Command,
-    echo,
-    print_json,
-    printable,
-    sidecar_options,
-    told_credentials,
-)
+from seqdedupe.command import echo, print_json, printable
 from seqdedupe.errors import REASONS, NotFoundError, OutcomeUnknownError, SeqdedupeError, UnavailableError, error
 from seqdedupe.names import topic_name
+from seqdedupe.sidecar_options import CREDENTIAL_PARAMETERS, Command, sidecar_options, told_credentials
 
 _SHORT_NAMES = "persistent://public/default/"
 
@@ -30,8 +23,6 @@ _POLL_SECONDS = 0.2
 
 _SHORTEST_NEAR_NAME = 4
 """A shorter name is near to too many."""
-
-_OURS = ("seqdedupe", "broker_sidecar", "seqdedupe_spark")
 
 as_json_option = click.option(
     "--json", "as_json", is_flag=True, help="Print JSON, errors too, as docs/cli.md describes it."
@@ -41,18 +32,6 @@ as_json_option = click.option(
 def common(command: Command) -> Command:
     """Adds `--address`, the options for credentials, and `--json`."""
     return sidecar_options(as_json_option(command))
-
-
-@contextmanager
-def needing(what: str, extra: str, *, otherwise: str = "") -> Iterator[None]:
-    """For imports of what an extra installs. Raises INVALID_CONFIGURATION if it is not there: `what` needs it."""
-    try:
-        yield
-    except ModuleNotFoundError as e:
-        if e.name is None or e.name.partition(".")[0] in _OURS:
-            raise
-        hint = f"Install it: pip install 'seqdedupe[{extra}]'{otherwise}"
-        raise error("INVALID_CONFIGURATION", f"{what} {e.name}, which is not installed", hint=hint) from e
 
 
 def tell(as_json: bool, values: object, *lines: str) -> None:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from seqdedupe.cli.common import as_json_option, common, connect, needing
-from seqdedupe.command import FAILED, WRONG_USAGE, echo, print_json, printable, say_failure
+from seqdedupe.cli.common import as_json_option, common, connect
+from seqdedupe.command import FAILED, WRONG_USAGE, echo, needing, print_json, printable, say_failure
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.v1 import admin_pb2
 
@@ -24,7 +24,7 @@ SHOWN = 20
 """Of a topic, so many places of damage and missing IDs are printed; `--json` has all."""
 
 
-@click.command(short_help="Check a data directory; salvage what can be read.")
+@click.command()
 @click.argument("directory", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option(
     "--salvage",
@@ -182,7 +182,7 @@ def _say(line: str) -> None:
 _FOLDER = click.Path(file_okay=False, path_type=Path)
 
 
-@click.command(short_help="Have the sidecar make a backup of all that it has.")
+@click.command()
 @click.argument("name")
 @common
 def backup(name: str, address: str, as_json: bool) -> int:
@@ -205,7 +205,7 @@ def backup(name: str, address: str, as_json: bool) -> int:
     return 0 if is_whole else FAILED
 
 
-@click.command(short_help="Check a backup, every byte of it.")
+@click.command()
 @click.argument("directory", type=_FOLDER)
 @as_json_option
 def verify(directory: Path, as_json: bool) -> int:
@@ -236,7 +236,7 @@ def verify(directory: Path, as_json: bool) -> int:
     return 0 if is_whole else FAILED
 
 
-@click.command(short_help="Make a data directory of a backup.")
+@click.command()
 @click.argument("backup", type=_FOLDER)
 @click.argument("data_directory", type=_FOLDER)
 @as_json_option

@@ -3,7 +3,6 @@
 import logging
 import os
 import sys
-from contextlib import suppress
 
 _INTERRUPTED = 130
 
@@ -11,10 +10,6 @@ _INTERRUPTED = 130
 def main() -> None:
     """Runs the command of this process. An error is one line on stderr and a status: 1, or 2 for wrong usage."""
     try:
-        if sys.argv[1:2] == ["serve"]:
-            # It tells gRPC how to wait for sockets, which has to come before the commands import gRPC.
-            with suppress(ModuleNotFoundError):
-                import broker_sidecar.__main__  # noqa: F401
         # A command that fails says why in one line. gRPC has lines of its own for what is wrong with TLS, and writes
         # metadata out that is not UTF-8.
         os.environ.setdefault("GRPC_VERBOSITY", "NONE")

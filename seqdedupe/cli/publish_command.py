@@ -400,7 +400,7 @@ def _right_kind(client: Client, topic: str, *, by_id: bool) -> Iterator[None]:
         raise error(e.reason, f"{topic_name(topic)} is a topic of {what}", hint=hint) from e
 
 
-@click.command(short_help="Publish the records of a file.")
+@click.command()
 @click.argument("file", type=click.Path(path_type=Path, allow_dash=True))
 @click.option("--topic", required=True, help="The topic.")
 @click.option("--producer", "name", help="The producer name: one for each file. Not with deduplication IDs.")

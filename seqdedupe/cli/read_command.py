@@ -132,7 +132,7 @@ class _ConditionType(click.ParamType[Condition]):
             raise click.BadParameter(str(e), ctx, param) from None
 
 
-@click.command(short_help="Print a topic's messages.")
+@click.command()
 @click.argument("topic")
 @click.option(
     "--from",

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from seqdedupe.cli.common import as_json_option, common, connect, naming_near, needing, tell
+from seqdedupe.cli.common import as_json_option, common, connect, naming_near, tell
 from seqdedupe.client.blocking import Client
-from seqdedupe.command import Command, echo, json_text, print_json, print_table, say, told_credentials
+from seqdedupe.command import echo, json_text, needing, print_json, print_table, say
 from seqdedupe.errors import error
 from seqdedupe.services.pipe.pipe import BlockingPipe
+from seqdedupe.sidecar_options import Command, told_credentials
 
 if TYPE_CHECKING:
     from sqlalchemy import Engine
@@ -91,7 +92,7 @@ _SHOWN = 80
 """Characters of an error in the table."""
 
 
-@click.group(short_help="Look after messages that consumers have set aside.")
+@click.group()
 def consumer() -> None:
     """Look after messages that consumers have set aside: parked to be tried again, or given up (dead letters)."""
 
@@ -182,7 +183,7 @@ def _text_of(name: str, count: int, said: str) -> str:
 # -- `seqdedupe inbox`: what inboxes have parked.
 
 
-@click.group(short_help="Look after messages that inboxes have parked.")
+@click.group()
 def inbox() -> None:
     """Look after messages that came before the versions that they follow, and that inboxes have parked."""
 
@@ -364,7 +365,7 @@ def _needing_services() -> AbstractContextManager[None]:
 # -- `seqdedupe pipe`: a Python function from topic to topic.
 
 
-@click.command(short_help="Bring a topic's messages through a Python function to another topic, exactly once.")
+@click.command()
 @click.argument("source")
 @click.argument("target")
 @click.option(

@@ -11,16 +11,16 @@ from typing import Any
 import click
 
 from seqdedupe import exports, files
-from seqdedupe.cli.common import common, connect, connect_to, is_alone, needing, tell
+from seqdedupe.cli.common import common, connect, connect_to, is_alone, tell
 from seqdedupe.cli.topic_commands import position_json
-from seqdedupe.command import echo, print_json, print_table, printable
+from seqdedupe.command import echo, needing, print_json, print_table, printable
 from seqdedupe.figures import ORDERS, beyond_snapshot, per_second, state_name
 from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name
 from seqdedupe.v1 import admin_pb2
 
 
-@click.command(short_help="Show the versions of this command and of the sidecar.")
+@click.command()
 @common
 def version(address: str, as_json: bool) -> None:
     """Show the versions of this command and of the sidecar, and the sidecar's limits."""
@@ -37,7 +37,7 @@ def version(address: str, as_json: bool) -> None:
     echo(f"batches       at most {answer.max_batch_rows:,} rows and {answer.max_batch_bytes:,} bytes")
 
 
-@click.group(invoke_without_command=True, short_help="List the sidecars of a cluster, forget one.")
+@click.group(invoke_without_command=True)
 @common
 @click.pass_context
 def sidecars(context: click.Context, address: str, as_json: bool) -> None:
@@ -96,7 +96,7 @@ def forget(name: str, address: str, as_json: bool) -> None:
 _FILE = click.Path(dir_okay=False, path_type=Path)
 
 
-@click.command("export", short_help="Write a topic's snapshot, or its watermarks, to a file.")
+@click.command("export")
 @click.argument("topic")
 @click.argument("file", type=_FILE)
 @click.option(
@@ -118,7 +118,7 @@ def export_file(topic: str, file: Path, only_watermarks: bool, address: str, as_
     tell(as_json, values | {"producers": head.producers, "position": position_json(position)}, text)
 
 
-@click.command("import", short_help="Take a file of export or bootstrap over into a topic.")
+@click.command("import")
 @click.argument("topic")
 @click.argument("file", type=_FILE)
 @common
@@ -147,7 +147,7 @@ def import_file(topic: str, file: Path, address: str, as_json: bool) -> None:
     tell(as_json, values, f"the watermarks of {producers:,} producers are in force")
 
 
-@click.command("rebuild-topic", short_help="Make the store's records of a topic anew from its log.")
+@click.command("rebuild-topic")
 @click.argument("topic")
 @common
 def rebuild_topic(topic: str, address: str, as_json: bool) -> None:
@@ -171,7 +171,7 @@ DEFAULT_TOPICS = 20
 Ask = Callable[[], admin_pb2.GetStatisticsResponse]
 
 
-@click.command(short_help="Show how a sidecar does, again and again.")
+@click.command()
 @click.option("--once", is_flag=True, help="Show it once and end.")
 @click.option(
     "--order", type=click.Choice(tuple(ORDERS)), default="rate", show_default=True, help="Which topics come first."

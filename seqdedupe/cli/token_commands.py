@@ -13,8 +13,8 @@ from typing import IO, TYPE_CHECKING, Any
 import click
 
 from seqdedupe.audit_trail import TrailLink, verify
-from seqdedupe.cli.common import as_json_option, needing, tell
-from seqdedupe.command import FAILED, WRONG_USAGE, echo, print_json, printable, say_failure
+from seqdedupe.cli.common import as_json_option, tell
+from seqdedupe.command import FAILED, WRONG_USAGE, echo, needing, print_json, printable, say_failure
 from seqdedupe.errors import AccessDeniedError, SeqdedupeError, error
 from seqdedupe.files import sync_folder, write_synced
 from seqdedupe.names import is_namespace, namespace_name, producer_name, topic_name
@@ -48,7 +48,7 @@ def _needing_the_sidecar() -> AbstractContextManager[None]:
     return needing("this needs", "sidecar")
 
 
-@click.group(short_help="Make and check tokens that are signed.")
+@click.group()
 def token() -> None:
     """Make keys, sign tokens with them, and check tokens, as a sidecar with token_keys_file takes them."""
 
@@ -198,7 +198,7 @@ _ALSO_OF_SEVERAL = ("observe", "administer")
 _EVERYTHING = "*"
 
 
-@click.group(short_help="Explain what rules allow.")
+@click.group()
 def auth() -> None:
     """Who may do what, as a rules file says."""
 
@@ -277,7 +277,7 @@ def _decide(
 # -- `seqdedupe audit`: whether an audit trail is as it was written.
 
 
-@click.group(short_help="Check an audit trail.")
+@click.group()
 def audit() -> None:
     """The trail of what operators did and who was refused, see docs/audit.md."""
 

@@ -255,7 +255,7 @@ def _print_topics(found: list[admin_pb2.Topic]) -> None:
         echo("STANDBY: not the sidecar that was asked has the topic, but another one (`seqdedupe topics show TOPIC`).")
 
 
-@click.group(invoke_without_command=True, short_help="List, create, delete, move, show topics.")
+@click.group(invoke_without_command=True)
 @common
 @click.pass_context
 def topics(context: click.Context, address: str, as_json: bool) -> None:
@@ -354,7 +354,7 @@ def move(name: str, to: str, address: str, as_json: bool) -> None:
     tell(as_json, {"topic": name, "owner_address": owner}, f"{name} is served by the sidecar at {owner}")
 
 
-@click.command(short_help="List a topic's producers.")
+@click.command()
 @click.argument("topic")
 @common
 def producers(topic: str, address: str, as_json: bool) -> None:
@@ -367,7 +367,7 @@ def producers(topic: str, address: str, as_json: bool) -> None:
     print_table(("PRODUCER", "PERSISTED", "PUSHED"), [(p.name, p.persisted, p.pushed) for p in found])
 
 
-@click.command(short_help="Take a snapshot of a topic now.")
+@click.command()
 @click.argument("topic")
 @common
 def snapshot(topic: str, address: str, as_json: bool) -> None:
@@ -381,7 +381,7 @@ def snapshot(topic: str, address: str, as_json: bool) -> None:
 # -- The operators' commands about cursors, single messages and producers.
 
 
-@click.command(short_help="List a topic's named cursors; have retention wait for one, or remove it.")
+@click.command()
 @click.argument("topic")
 @click.option("--remove", metavar="NAME", help="Remove this cursor: it keeps nothing any more.")
 @click.option(
@@ -425,7 +425,7 @@ _NEGATIVE_NUMBERS = {"ignore_unknown_options": True}
 """So that -1 is an argument, and no option."""
 
 
-@click.command("message-state", context_settings=_NEGATIVE_NUMBERS, short_help="Show what is known of one message.")
+@click.command("message-state", context_settings=_NEGATIVE_NUMBERS)
 @click.argument("topic")
 @click.argument("producer", required=False)
 @click.argument("sequence_id", type=click.IntRange(0, 2**63 - 1), required=False)
@@ -474,7 +474,7 @@ def message_state(
         echo(f"{name:<14}{printable(str(value))}")
 
 
-@click.command("in-flight", short_help="List producers whose messages have been in flight for long.")
+@click.command("in-flight")
 @click.argument("topic")
 @click.option("--longer-than-ms", type=click.IntRange(0), default=1000, show_default=True, help="At least so long.")
 @common
@@ -496,7 +496,6 @@ def in_flight(topic: str, longer_than_ms: int, address: str, as_json: bool) -> N
 @click.command(
     "reset-producer",
     context_settings=_NEGATIVE_NUMBERS,
-    short_help="Set a producer's highest sequence ID to a lower one.",
 )
 @click.argument("topic")
 @click.argument("producer")
@@ -546,7 +545,7 @@ def _text(value: Any) -> str:
     return "-" if value is None else str(value)
 
 
-@click.group(short_help="Show, set, remove the policy of a topic or a namespace.")
+@click.group()
 def policy() -> None:
     """Show, set and remove what is set for a topic, or for a namespace (tenant/namespace)."""
 

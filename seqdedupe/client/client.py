@@ -7,8 +7,9 @@ from typing import NamedTuple, Self
 
 import grpc.aio
 
+from seqdedupe.address import DEFAULT_ADDRESS
 from seqdedupe.client.admin import Admin
-from seqdedupe.client.connection import DEFAULT_ADDRESS, ClientCalls, typed_errors
+from seqdedupe.client.connection import ClientCalls, typed_errors
 from seqdedupe.client.credentials import Credentials
 from seqdedupe.client.cursor import Cursor, SidecarCursor
 from seqdedupe.client.producer import Producer

@@ -142,8 +142,6 @@ class _StatusKept:
 
 M = TypeVar("M", bound=Message)
 
-DEFAULT_ADDRESS = "127.0.0.1:6660"
-
 MAX_ANSWER_BYTES = 64 * 1024 * 1024
 """The longest answer taken: all receipts of a commit round come in one."""
 

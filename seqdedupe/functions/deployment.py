@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from seqdedupe.client.connection import DEFAULT_ADDRESS
+from seqdedupe.address import DEFAULT_ADDRESS
 from seqdedupe.client.route import Sidecars
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.names import topic_name

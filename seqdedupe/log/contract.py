@@ -25,12 +25,12 @@ form (`format.records`). A log whose files or connection fail for now raises `Un
 from collections.abc import AsyncGenerator, Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from functools import cached_property
 from typing import NamedTuple, Protocol
 
 from seqdedupe.batch import Int32s, Int64s
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.format.columns import BASE_INDEX, ROWS
+from seqdedupe.limits import FlushInterval, Retention
 from seqdedupe.message_id import MessageId
 
 # -- The entries of a log: message IDs of their rows, what became of those that were appended, and how they are read.
@@ -151,7 +151,6 @@ __all__ = [
     "DamageFound",
     "Entries",
     "Failure",
-    "FlushInterval",
     "LargerRecordError",
     "Location",
     "Log",
@@ -159,7 +158,6 @@ __all__ = [
     "Logs",
     "Outcome",
     "Records",
-    "Retention",
     "Run",
     "Runs",
     "Skipped",
@@ -172,30 +170,6 @@ REPLAY_STEP_ENTRIES = 8192
 
 ANY_BYTES = 2**63 - 1
 """However many."""
-
-
-@dataclass(frozen=True)
-class FlushInterval:
-    """When a log that syncs for itself has to: as soon as one of the two is reached. So it is by every commit, here."""
-
-    messages: int = 1
-    """So many are written, and not synced."""
-    ms: int = 0
-    """So long ago the first of them was written."""
-
-    @cached_property
-    def is_every_commit(self) -> bool:
-        """Whether nothing is told before it is synced. Each frame asks."""
-        return self.messages <= 1 or self.ms <= 0
-
-
-class Retention(NamedTuple):
-    """What is kept at least; None is no limit."""
-
-    size_bytes: int | None = None
-    """The oldest messages may go while those that are left take at least so much."""
-    age_ms: int | None = None
-    """Those may go that were published longer ago."""
 
 
 class DamageFound(NamedTuple):

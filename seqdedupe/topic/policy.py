@@ -12,8 +12,7 @@ from typing import Any
 
 from seqdedupe.errors import error
 from seqdedupe.exports import WINDOW_CHECKSUM_BYTES
-from seqdedupe.limits import WindowLimits
-from seqdedupe.log.contract import FlushInterval, Retention
+from seqdedupe.limits import FlushInterval, Retention, WindowLimits
 from seqdedupe.message_id import Position
 from seqdedupe.store.parts import LogKind
 

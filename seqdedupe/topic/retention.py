@@ -11,7 +11,8 @@ from typing import Any, Protocol
 from seqdedupe.core.producers import Producers
 from seqdedupe.core.rule import STATED
 from seqdedupe.errors import SeqdedupeError
-from seqdedupe.log.contract import Log, Retention
+from seqdedupe.limits import Retention
+from seqdedupe.log.contract import Log
 from seqdedupe.topic import control
 from seqdedupe.topic.base import State
 from seqdedupe.topic.control import STATED_A_RECORD, Change, Purge, Reset

@@ -38,10 +38,10 @@ from pyspark.sql import DataFrame, SparkSession
 
 from seqdedupe.client.blocking import Client
 from seqdedupe.client.message import StoredBatch
-from seqdedupe.command import sidecar_options, told_files
 from seqdedupe.errors import error
 from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name
+from seqdedupe.sidecar_options import sidecar_options, told_files
 from seqdedupe.v1 import admin_pb2
 from seqdedupe_spark import planning
 from seqdedupe_spark.audit_counts import (

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeGuard, TypeVar
 
-from seqdedupe.client.connection import DEFAULT_ADDRESS
+from seqdedupe.address import DEFAULT_ADDRESS
 from seqdedupe.client.route import Sidecars
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.message_id import Position
@@ -371,7 +371,7 @@ FILE_OPTIONS = {
 def file_options() -> dict[str, str]:
     """Those for the files that the command at work was told."""
     # Only commands need click, and tasks read options too.
-    from seqdedupe.command import told_files
+    from seqdedupe.sidecar_options import told_files
 
     return {
         FILE_OPTIONS[name]: url_of(path) if name == "token_file" else os.path.abspath(path)

@@ -17,9 +17,10 @@ import click
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.streaming.readwriter import DataStreamWriter
 
-from seqdedupe.command import FAILED, say, sidecar_options
+from seqdedupe.command import FAILED, say
 from seqdedupe.errors import PositionError, UnavailableError, error
 from seqdedupe.names import topic_name
+from seqdedupe.sidecar_options import sidecar_options
 from seqdedupe_spark import options
 from seqdedupe_spark.job.dead_letter_rows import MAX_DEAD_LETTERS, SUFFIX
 from seqdedupe_spark.job.positions import positions_of, reset_position

@@ -13,8 +13,8 @@ import pytest
 
 from broker_sidecar.config import KEYS, Config, load
 from seqdedupe.client.credentials import VARIABLES
-from seqdedupe.command import ADDRESS_VARIABLE
 from seqdedupe.errors import ConfigurationError
+from seqdedupe.sidecar_options import ADDRESS_VARIABLE
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from seqdedupe.topic.policy import LARGEST, LEAST
 from seqdedupe.v1 import admin_pb2

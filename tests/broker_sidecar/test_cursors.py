@@ -10,7 +10,7 @@ from typing import NamedTuple
 import pytest
 
 from seqdedupe.client import Client, Cursor, InvalidRequestError, Kept, MessageId, NotFoundError, Position
-from seqdedupe.log.contract import Retention
+from seqdedupe.limits import Retention
 from seqdedupe.testing import Sidecar
 from seqdedupe.topic import retention
 from seqdedupe.topic.policy import MAX_CURSORS, NamedCursor, Policy

@@ -8,7 +8,7 @@ import pytest
 from broker_sidecar.config import Config
 from broker_sidecar.data import Data
 from seqdedupe.core.id_window import Moment
-from seqdedupe.log.contract import Retention
+from seqdedupe.limits import Retention
 from seqdedupe.topic import clock
 from seqdedupe.topic.clock import LOOKS
 from seqdedupe.topic.frame import NumbersCache

@@ -6,6 +6,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+import click
 import pytest
 
 from seqdedupe.cli.commands import cli
@@ -98,14 +99,18 @@ def test_no_command_takes_a_token_where_all_can_see_it(run: Run, told: list[str]
 
 
 def test_each_command_that_takes_an_address_takes_the_files_too() -> None:
-    def commands(group: object) -> Iterator[object]:
-        for one in getattr(group, "commands", {}).values():
+    def commands(group: click.Group) -> Iterator[click.Command]:
+        context = click.Context(group)
+        for name in group.list_commands(context):
+            one = group.get_command(context, name)
+            assert one is not None
             yield one
-            yield from commands(one)
+            if isinstance(one, click.Group):
+                yield from commands(one)
 
     found = 0
     for command in commands(cli):
-        names = {name for option in command.params for name in option.opts}  # type: ignore[attr-defined]
+        names = {name for option in command.params for name in option.opts}
         if "--address" in names:
             found += 1
             assert names.issuperset(FILES), command

@@ -19,16 +19,8 @@ from seqdedupe.errors import PositionError, UnavailableError
 from seqdedupe.format.columns import BASE_INDEX, PUBLISH_TIME_MS, RECORD_END, RECORD_START, ROWS, TERM
 from seqdedupe.format.headers import ownership_of
 from seqdedupe.format.records import body_of, ownership
-from seqdedupe.log.contract import (
-    REPLAY_STEP_ENTRIES,
-    Failure,
-    LargerRecordError,
-    Log,
-    Outcome,
-    Records,
-    Retention,
-    Runs,
-)
+from seqdedupe.limits import Retention
+from seqdedupe.log.contract import REPLAY_STEP_ENTRIES, Failure, LargerRecordError, Log, Outcome, Records, Runs
 from seqdedupe.message_id import MessageId
 from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe.v1 import batch_pb2, read_pb2

@@ -28,18 +28,16 @@ from seqdedupe.errors import DamagedError, error
 from seqdedupe.format import headers, records
 from seqdedupe.format.columns import BASE_INDEX, PUBLISH_TIME_MS, ROWS
 from seqdedupe.format.headers import key_of
-from seqdedupe.limits import MAX_BATCH_BYTES
+from seqdedupe.limits import MAX_BATCH_BYTES, FlushInterval, Retention
 from seqdedupe.log.contract import (
     ANY_BYTES,
     DamageFound,
     Entries,
     Failure,
-    FlushInterval,
     LargerRecordError,
     Location,
     Outcome,
     Records,
-    Retention,
     Run,
     Runs,
     Skipped,

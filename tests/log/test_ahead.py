@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from seqdedupe.log.contract import Retention
+from seqdedupe.limits import Retention
 from seqdedupe.log.embedded import log as embedded
 from seqdedupe.log.embedded import reader
 from seqdedupe.log.embedded.log import EmbeddedLog

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from seqdedupe.errors import DamagedError, PositionError, SeqdedupeError, UnavailableError
-from seqdedupe.limits import MAX_BATCH_BYTES
-from seqdedupe.log.contract import Failure, LogName, Retention
+from seqdedupe.limits import MAX_BATCH_BYTES, Retention
+from seqdedupe.log.contract import Failure, LogName
 from seqdedupe.log.embedded import log as embedded
 from seqdedupe.log.embedded import reader, writer
 from seqdedupe.log.embedded.log import EmbeddedLog

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from seqdedupe.log.contract import Failure, FlushInterval, Outcome
+from seqdedupe.limits import FlushInterval
+from seqdedupe.log.contract import Failure, Outcome
 from seqdedupe.log.embedded import commit, writer
 from seqdedupe.log.embedded.log import EmbeddedLog
 from seqdedupe.log.embedded.logs import EmbeddedLogs

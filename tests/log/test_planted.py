@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from seqdedupe.log.contract import Location, Outcome, Records, Retention, Run
+from seqdedupe.limits import Retention
+from seqdedupe.log.contract import Location, Outcome, Records, Run
 from seqdedupe.log.embedded import tail
 from seqdedupe.message_id import MessageId
 from tests.log import test_damage

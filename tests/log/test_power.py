@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from seqdedupe.log.contract import Retention
+from seqdedupe.limits import Retention
 from seqdedupe.log.embedded import writer
 from seqdedupe.log.embedded.log import EmbeddedLog
 from seqdedupe.log.embedded.logs import EmbeddedLogs

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from seqdedupe.log.contract import DamageFound, Retention
+from seqdedupe.limits import Retention
+from seqdedupe.log.contract import DamageFound
 from seqdedupe.log.embedded import inspection
 from seqdedupe.log.embedded.inspection import Damage, inspect_part
 from seqdedupe.log.embedded.log import EmbeddedLog

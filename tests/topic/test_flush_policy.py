@@ -20,7 +20,7 @@ from seqdedupe.client.pending import PendingBatch, ReceiptColumns
 from seqdedupe.client.publish_calls import receipt_columns
 from seqdedupe.client.send_queue import SendQueue
 from seqdedupe.errors import DataLossError
-from seqdedupe.log.contract import Retention
+from seqdedupe.limits import Retention
 from seqdedupe.log.embedded import commit
 from seqdedupe.log.embedded.logs import EmbeddedLogs
 from seqdedupe.store.db import Store

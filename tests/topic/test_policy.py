@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from seqdedupe.errors import InvalidRequestError, SeqdedupeError, UnavailableError, error
-from seqdedupe.log.contract import Retention
+from seqdedupe.limits import Retention
 from seqdedupe.store.db import Store
 from seqdedupe.store.parts import LogKind
 from seqdedupe.store.snapshots import Snapshots

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from seqdedupe.address import DEFAULT_ADDRESS
 from seqdedupe.client import admin as _admin
 from seqdedupe.client import client as _client
 from seqdedupe.client import cursor as _cursor
@@ -21,7 +22,6 @@ from seqdedupe.client.blocking.loop import Messages, run
 from seqdedupe.client.blocking.producer import Producer
 from seqdedupe.client.builder import Keys, Numbers, Payloads, Properties, PropertyRows
 from seqdedupe.client.client import Located, TopicEnds
-from seqdedupe.client.connection import DEFAULT_ADDRESS
 from seqdedupe.client.credentials import Credentials
 from seqdedupe.client.cursor import Kept
 from seqdedupe.client.pending import BatchResult, Published

@@ -17,18 +17,8 @@ import numpy as np
 from seqdedupe.batch import Int32s, Int64s
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.files import sync_folder
-from seqdedupe.limits import MAX_BATCH_BYTES
-from seqdedupe.log.contract import (
-    ANY_BYTES,
-    DamageFound,
-    Entries,
-    FlushInterval,
-    Location,
-    Outcome,
-    Records,
-    Retention,
-    Skipped,
-)
+from seqdedupe.limits import MAX_BATCH_BYTES, FlushInterval, Retention
+from seqdedupe.log.contract import ANY_BYTES, DamageFound, Entries, Location, Outcome, Records, Skipped
 from seqdedupe.log.embedded.commit import Closing, Committer
 from seqdedupe.log.embedded.inspection import Damage, DurablePart
 from seqdedupe.log.embedded.reader import AHEAD_MS, BEHIND_FILE, Ahead, ReadAhead, SegmentReader, steady_ms

@@ -16,7 +16,8 @@ from typing import NamedTuple
 from seqdedupe.files import sync_folder, write_all
 from seqdedupe.format import headers
 from seqdedupe.format.headers import NO_KEY
-from seqdedupe.log.contract import Failure, FlushInterval, Outcome, Run, Runs
+from seqdedupe.limits import FlushInterval
+from seqdedupe.log.contract import Failure, Outcome, Run, Runs
 from seqdedupe.log.embedded.segment import POINT_INTERVAL_BYTES, SegmentPoint, segment_path
 from seqdedupe.log.embedded.tail import Tail, mend
 

@@ -20,17 +20,8 @@ from seqdedupe.batch import Int32s, Int64s
 from seqdedupe.entry_properties import SCHEMA_VERSION, EntryOwner
 from seqdedupe.errors import DamagedError, NotFoundError, SeqdedupeError, error
 from seqdedupe.format.headers import ownership_of
-from seqdedupe.log.contract import (
-    ANY_BYTES,
-    DamageFound,
-    Entries,
-    FlushInterval,
-    Location,
-    Outcome,
-    Records,
-    Retention,
-    Skipped,
-)
+from seqdedupe.limits import FlushInterval, Retention
+from seqdedupe.log.contract import ANY_BYTES, DamageFound, Entries, Location, Outcome, Records, Skipped
 from seqdedupe.log.pulsar import entries
 from seqdedupe.log.pulsar.admin_url import PulsarAdmin
 from seqdedupe.log.pulsar.content import Content

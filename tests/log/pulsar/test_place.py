@@ -10,7 +10,7 @@ import pytest
 
 from seqdedupe.entry_properties import EntryOwner
 from seqdedupe.errors import DamagedError, PositionError, SeqdedupeError
-from seqdedupe.log.contract import Retention
+from seqdedupe.limits import Retention
 from seqdedupe.log.pulsar import content, places
 from seqdedupe.log.pulsar import log as log_module
 from seqdedupe.log.pulsar import places as places_module
