@@ -525,7 +525,8 @@ class PublishService:
                 # Raises where it is, if not here.
                 self._topics.get(topic.name)
                 raise error("DRAINING", f"topic {topic.name} was opened again: open the stream again")
-            self._permissions.check_disk(self._topics)
+            if publishing.stream.use.limits.bytes_on_disk is not None:
+                self._permissions.check_disk(self._topics)
             if publishing.allowing is not None:
                 self._check_unnamed(topic)
             size = await publishing.take_all(frames)
