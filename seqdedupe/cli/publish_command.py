@@ -3,25 +3,23 @@
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from heapq import merge
-from operator import attrgetter
 from pathlib import Path
-from typing import NamedTuple, get_args
+from typing import get_args
 
 import click
-import numpy as np
 
 from seqdedupe.cli.common import common, connect_to, tell
 from seqdedupe.cli.record_source import STANDARD_INPUT, Form, JsonPath, RecordSource, SourceRecord
+from seqdedupe.cli.topic_comparison import verify
 from seqdedupe.client import Message, Persisted, PositionError, Verdict
 from seqdedupe.client.blocking import Client, Producer, Publisher, Receipt
-from seqdedupe.command import echo, print_json, print_table, say, tell_waiting
+from seqdedupe.command import print_json, say, tell_waiting
 from seqdedupe.errors import DataLossError, InvalidRequestError, NotFoundError, SeqdedupeError, error
 from seqdedupe.limits import MAX_DEDUPLICATION_ID_BYTES
-from seqdedupe.names import partition_name, producer_name, topic_name
+from seqdedupe.names import topic_name
 from seqdedupe.v1 import admin_pb2
 
 # -- Going on where an earlier run has ended, only if the source is still the one that was published.
@@ -195,170 +193,6 @@ def _batches(source: RecordSource) -> Iterator[list[SourceRecord]]:
             some, size_bytes = [], 0
     if some:
         yield some
-
-
-# -- `seqdedupe publish --verify`: a file against all that the topic holds of its producer.
-
-_MOST_SHOWN = 10
-"""Differences of each kind."""
-
-_KINDS = {
-    "payload_differs": "with another payload",
-    "key_differs": "with another key",
-    "missing": "missing in the topic",
-    "not_in_file": "not in the file",
-    "out_of_order": "out of order in the topic",
-}
-
-
-_HINT_NO_MESSAGES = (
-    "The topic holds nothing of this producer: are its name and the topic's right (`seqdedupe producers TOPIC`)? What "
-    "was published under another name would be stored twice if it were published under this one."
-)
-
-
-class Difference(NamedTuple):
-    """A record, a message, or both."""
-
-    kind: str
-    sequence_id: int
-    index: int | None  # type: ignore[assignment]  # a field, where a tuple has a method nobody needs here
-    line: int | None
-
-
-class Comparison:
-    """What a comparison has found: of each kind how many, and the first ten."""
-
-    def __init__(self, topic: str, name: str) -> None:
-        self.topic = topic_name(topic)
-        self.name = name
-        self.first_index = 0
-        self.records = self.messages = self.same = 0
-        self.counts = dict.fromkeys(_KINDS, 0)
-        self.shown = list[Difference]()
-
-    def compare(self, records: Iterable[SourceRecord], messages: Iterable[Message]) -> None:
-        """Merges the two, which both rise by sequence ID, in constant memory.
-
-        A message that does not rise is out of order: the topic has it once more, or too late, as can be where
-        deduplication was off, or after its producer was reset.
-        """
-        expected, found = self._counted(records), self._rising(messages)
-        record, message = next(expected, None), next(found, None)
-        while record is not None or message is not None:
-            if message is None or (record is not None and record.sequence_id < message.sequence_id):
-                self._note("missing", record, None)
-                record = next(expected, None)
-            elif record is None or message.sequence_id < record.sequence_id:
-                self._note("not_in_file", None, message)
-                message = next(found, None)
-            else:
-                self._compare_one(record, message)
-                record, message = next(expected, None), next(found, None)
-
-    def _counted(self, records: Iterable[SourceRecord]) -> Iterator[SourceRecord]:
-        for record in records:
-            self.records += 1
-            yield record
-
-    def _rising(self, messages: Iterable[Message]) -> Iterator[Message]:
-        highest = -1
-        for message in messages:
-            self.messages += 1
-            if message.sequence_id > highest:
-                highest = message.sequence_id
-                yield message
-            else:
-                self._note("out_of_order", None, message)
-
-    def _compare_one(self, record: SourceRecord, message: Message) -> None:
-        if (message.payload or b"") != record.payload:
-            self._note("payload_differs", record, message)
-        elif message.key != record.key:
-            self._note("key_differs", record, message)
-        else:
-            self.same += 1
-
-    def _note(self, kind: str, record: SourceRecord | None, message: Message | None) -> None:
-        self.counts[kind] += 1
-        if self.counts[kind] > _MOST_SHOWN:
-            return
-        index = None if message is None else message.index
-        if record is not None:
-            self.shown.append(Difference(kind, record.sequence_id, index, record.line))
-        elif message is not None:
-            self.shown.append(Difference(kind, message.sequence_id, index, None))
-
-    def failure(self) -> SeqdedupeError | None:
-        """The error unless all is the same."""
-        found = ", ".join(f"{count:,} {_KINDS[kind]}" for kind, count in self.counts.items() if count)
-        if not found:
-            return None
-        return error(
-            "SOURCE_DIFFERS",
-            f"the file is not what {self.topic} holds of producer {self.name!r}: {found}",
-            hint=None if self.messages else _HINT_NO_MESSAGES,
-        )
-
-    def summary(self) -> dict[str, object]:
-        """The form is documented: keep it stable."""
-        return {
-            "topic": self.topic,
-            "producer_name": self.name,
-            "records": self.records,
-            "messages": self.messages,
-            "first_index": self.first_index,
-            "same": self.same,
-            **self.counts,
-            "differences": [difference._asdict() for difference in self.shown],
-        }
-
-    def print_text(self) -> None:
-        """For a person."""
-        records = "record" if self.records == 1 else "records"
-        messages = "message" if self.messages == 1 else "messages"
-        echo(f"{self.records:,} {records}, {self.messages:,} {messages} of this producer: {self.same:,} the same")
-        if self.first_index:
-            echo(f"the topic begins at index {self.first_index:,}: what stood before is gone by retention")
-        if not self.shown:
-            return
-        print_table(
-            ("DIFFERENCE", "SEQUENCE ID", "INDEX", "LINE"),
-            [
-                (_KINDS[kind], *("-" if number is None else number for number in numbers))
-                for kind, *numbers in sorted(self.shown, key=lambda difference: list(_KINDS).index(difference.kind))
-            ],
-        )
-        for kind, count in self.counts.items():
-            if count > _MOST_SHOWN:
-                echo(f"and {count - _MOST_SHOWN:,} more {_KINDS[kind]}")
-
-
-def verify(client: Client, topic: str, name: str, records: Iterable[SourceRecord]) -> Comparison:
-    """Compares the records with all messages of that producer that are in the topic now. Publishes nothing, and takes
-    no name over."""
-    comparison = Comparison(topic, name)
-    producer_name(name)
-    count = client.admin.topic(topic).partitions
-    parts = [partition_name(topic_name(topic), k) for k in range(count)] or [topic]
-    comparison.first_index = sum(client.ends(part).first_index for part in parts)
-    # Each partition's rise, so that all of them together do.
-    messages = merge(*(_messages_of(client, part, name) for part in parts), key=attrgetter("sequence_id"))
-    comparison.compare(records, messages)
-    return comparison
-
-
-def _messages_of(client: Client, topic: str, name: str) -> Iterator[Message]:
-    with client.reader(topic) as reader:
-        for stored in reader.batches():
-            batch = stored.batch
-            names = batch.names()
-            if name not in names:
-                continue
-            is_alone = not len(batch.producer_indexes)
-            rows = range(len(stored)) if is_alone else np.flatnonzero(batch.producer_indexes == names.index(name))
-            for row in rows:
-                yield Message(stored, int(row))
 
 
 _PROGRESS_RECORDS = 500

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from seqdedupe.batch import NO_INT64S, Batch, Binary
-from seqdedupe.cli.publish_command import Comparison
 from seqdedupe.cli.record_source import SourceRecord
+from seqdedupe.cli.topic_comparison import Comparison
 from seqdedupe.client import Message, StoredBatch
 from seqdedupe.client.blocking import Client
 from seqdedupe.testing import Sidecar

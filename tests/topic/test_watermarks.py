@@ -31,7 +31,8 @@ from seqdedupe.topic.open_call import open_sessions
 from seqdedupe.topic.operations import reset_producer
 from seqdedupe.topic.policy import Applied
 from seqdedupe.topic.topic import Topic
-from seqdedupe.transfer.state_messages import _ImportIntoLog, begin_import, watermarks
+from seqdedupe.transfer.imports import _ImportIntoLog, begin_import
+from seqdedupe.transfer.state_messages import watermarks
 from tests.batches import batch
 from tests.log.faulty import FaultyLog, Storage
 

@@ -1,6 +1,6 @@
 """The consumer: a topic's messages into a database, each of them exactly once.
 
-Begin with `Consumer`, one process's life. Of a partitioned topic it works on a share, `PartitionShares`.
+Begin with `Consumer`, one process's life. Of a partitioned topic it works on a share (`partition_shares`).
 """
 
 import asyncio
@@ -8,12 +8,12 @@ import inspect
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
-from sqlalchemy import Connection, Engine, Row, select
+from sqlalchemy import Connection, Engine
 from sqlalchemy.exc import SQLAlchemyError
 
 from seqdedupe.client import Client as AsyncClient
@@ -35,21 +35,16 @@ from seqdedupe.services.consumer.consumer_row import (
     NOBODY,
     Held,
     Lost,
-    PartOwnership,
-    Processes,
     RowLease,
     SeenRow,
     check_transactions,
-    fair_share,
     row_name,
 )
-from seqdedupe.services.consumer.database import CONSUMERS, METADATA
+from seqdedupe.services.consumer.database import METADATA
 from seqdedupe.services.consumer.dead_letters import DeadLetterPublisher, check_topic
-from seqdedupe.services.consumer.message_arrivals import Arrivals, Stop, Stopped, is_there, wait_for_any
+from seqdedupe.services.consumer.message_arrivals import LOOK_SECONDS, Arrivals, Stop, Stopped, is_there, wait_for_any
+from seqdedupe.services.consumer.partition_shares import PartitionShares, PartitionWork
 from seqdedupe.services.consumer.work import FIRST_AWAY_SECONDS, LONGEST_AWAY_SECONDS, ConsumerConfig, Work
-
-LOOK_SECONDS = 0.5
-"""Who stands by looks so often, and who shares: at who lives, and what is whose."""
 
 Start = Position | PartitionedPosition | Literal["earliest", "latest"]
 
@@ -403,145 +398,3 @@ def _checked(what: str, text: str) -> str:
 
 def _option(what: str, hint: str | None) -> SeqdedupeError:
     return error("INVALID_OPTION", what, hint=hint or "docs/consumer.md lists what a consumer takes.")
-
-
-# -- A partitioned topic, of which this process has a share.
-
-
-class PartitionWork(NamedTuple):
-    """What it takes to work on a partition."""
-
-    work: Work
-    arrivals: Arrivals
-
-
-Begin = Callable[[str, str, RowLease, str], PartitionWork]
-"""Begins to work: the row's name, the topic, the hold on the row, the position."""
-
-
-class PartitionShares:
-    """One process's share: `work` is its whole life, in one thread."""
-
-    def __init__(
-        self,
-        engine: Engine,
-        consumer: str,
-        topics: Sequence[str],
-        stop: Stop,
-        begin: Begin,
-        on_waiting: OnWaiting | None = None,
-    ) -> None:
-        self._engine = engine
-        self._topics = topics
-        self._stop = stop
-        self._begin = begin
-        self._names = [row_name(consumer, k) for k in range(len(topics))]
-        self._processes = Processes(engine, consumer, on_waiting)
-        self._holds = [PartOwnership(engine, name, self._processes) for name in self._names]
-        self._parts: dict[int, PartitionWork] = {}
-        self._looked_at = float("-inf")
-
-    @property
-    def is_working(self) -> bool:
-        """Whether this process has any partition."""
-        return bool(self._parts)
-
-    def register(self, purpose: str, starts: Sequence[Position]) -> None:
-        """Makes the partitions' rows, see `RowLease.register`."""
-        for hold, topic, start in zip(self._holds, self._topics, starts, strict=True):
-            hold.register(topic, purpose, start)
-
-    def work(self, most: int, ends: Sequence[Position] | None, beside: Callable[[], None]) -> None:
-        """Until every partition has come to these ends, whoever works on it, and nothing parked is due; without them
-        until it is stopped, which raises Stopped. Of each partition in turn there are at most so many messages in a
-        transaction. `beside` is called between them. Raises Away, and what work and readers do."""
-        while True:
-            if time.monotonic() - self._looked_at >= LOOK_SECONDS:
-                self._look()
-            beside()
-            is_idle = True
-            for k in list(self._parts):
-                self._stop.check()
-                is_idle = not self._turn(k, most) and is_idle
-            if is_idle:
-                if ends is not None and self._have_come_to(ends) and self._finish():
-                    return
-                wait_for_any([part.arrivals for part in self._parts.values()], self._stop, LOOK_SECONDS)
-
-    def _turn(self, k: int, most: int) -> bool:
-        part = self._parts[k]
-        try:
-            if not part.work.has_messages:
-                part.work.take(part.arrivals.take(most))
-            worked = part.work.has_messages
-            if worked:
-                part.work.apply(partial(part.arrivals.take_more, most, self._stop, KEEP_UP_SECONDS))
-            part.work.keep_up()
-        except Lost:
-            self._drop(k)
-            self._looked_at = float("-inf")
-            return True
-        return worked
-
-    def _look(self) -> None:
-        """Gives back what is above this process's share, and takes what is below it and nobody's."""
-        with database.reaching():
-            self._processes.beat()
-            # In this order: who has a partition by now is among those that live.
-            rows = self._rows()
-            living = self._processes.living()
-            token = self._processes.token
-            mine = [k for k, row in enumerate(rows) if row.owner == token]
-            for k in set(self._parts).difference(mine):
-                self._drop(k)
-            share = fair_share(token, living, (row.owner for row in rows), len(rows))
-            for k in mine[share:]:
-                self._drop(k)
-                self._holds[k].release()
-            mine = mine[:share]
-            for k, row in enumerate(rows):
-                is_free = row.owner == NOBODY or row.owner not in living
-                if is_free and len(mine) < share and self._holds[k].take(SeenRow(row.owner, row.beat, row.position)):
-                    mine.append(k)
-        for k in mine:
-            if k not in self._parts:
-                self._parts[k] = self._begin(self._names[k], self._topics[k], self._holds[k], rows[k].position)
-        self._looked_at = time.monotonic()
-
-    def _rows(self) -> list[Row[str, str, int, str]]:
-        wanted = select(CONSUMERS.c.name, CONSUMERS.c.owner, CONSUMERS.c.beat, CONSUMERS.c.position)
-        with self._engine.begin() as connection:
-            found = {row.name: row for row in connection.execute(wanted.where(CONSUMERS.c.name.in_(self._names)))}
-        return [found[name] for name in self._names]
-
-    def _have_come_to(self, ends: Sequence[Position]) -> bool:
-        """Nor has a process that ended left a partition behind, where something may be parked."""
-        with database.reaching():
-            rows = self._rows()
-        working = self._processes.shown | {self._processes.token}
-        return all(is_there(row.position, end) and row.owner in working for row, end in zip(rows, ends, strict=True))
-
-    def _finish(self) -> bool:
-        for k, part in list(self._parts.items()):
-            try:
-                part.work.finish()
-            except Lost:
-                self._drop(k)
-                self._looked_at = float("-inf")
-                return False
-        return True
-
-    def _drop(self, k: int) -> None:
-        if (part := self._parts.pop(k, None)) is not None:
-            part.arrivals.close()
-
-    def drop_all(self) -> None:
-        """What it has is begun anew, at the stored positions."""
-        self._looked_at = float("-inf")
-        for k in list(self._parts):
-            self._drop(k)
-
-    def leave(self) -> None:
-        """Gives back all, after `drop_all`. If it cannot be said, the others find out by themselves."""
-        with suppress(SQLAlchemyError):
-            self._processes.leave()

@@ -8,6 +8,9 @@ from seqdedupe.client.message import Message
 from seqdedupe.client.reader import Reader
 from seqdedupe.message_id import Position
 
+LOOK_SECONDS = 0.5
+"""Who stands by looks so often, and who shares: at who lives, and what is whose."""
+
 
 class Stopped(Exception):
     """The consumer was told to stop."""
