@@ -122,12 +122,14 @@ def _run(config: Config, held: ExitStack, flags: Sequence[str], rebuild_store: b
         failure = e if isinstance(e, SeqdedupeError) else data_directory.failed(folder, e)
         print(f"seqdedupe: {failure} {failure.hint}", file=sys.stderr)
         return EXIT_ERROR
-    if has_to_compile := kernels.prepare(config.data_directory):
-        kernels.say_compiling()
+    if kernels.prepare(config.data_directory):
+        # Several workers would each have a process beside them; recovery takes far longer uncompiled.
+        is_new = config.log == "embedded" and not config.shards and not data_directory.has_data(folder)
+        if is_new and kernels.are_kept(config.data_directory):
+            held.callback(kernels.CompilingBeside(config.data_directory).stop)
+        else:
+            kernels.compile_first(config.data_directory)
     from broker_sidecar.server import run
-
-    if has_to_compile:
-        kernels.compiled(config.data_directory)
 
     return run(config, lock, rebuild_store=rebuild_store, gives_up_journal=gives_up_journal)
 

@@ -85,6 +85,11 @@ def taken(folder: Path) -> Iterator[Lock]:
         yield lock
 
 
+def has_data(folder: Path) -> bool:
+    """Whether a start may have something to recover."""
+    return any((folder / name).exists() for name in ("logs", "store"))
+
+
 def check_is_no_backup(folder: Path) -> None:
     """Other backups share its files, which a sidecar would append to. Raises INVALID_CONFIGURATION."""
     for part in (folder, *folder.glob("worker-*")):

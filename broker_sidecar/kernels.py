@@ -1,13 +1,17 @@
-"""Where compiled kernels are kept from one start to the next.
+"""Where compiled kernels are kept from one start to the next, and what a start does while there are none.
 
 numba unpickles what it finds there, so whoever can write to that folder, or put another one in its place, runs code in
-this process. Compiling takes seconds, which every restart after a crash would pay.
+this process. Compiling takes up to a minute, which every restart after a crash would pay. A first start does not wait
+for it: `CompilingBeside` has another process compile, which is this module's `main`.
 """
 
 import hashlib
+import logging
 import os
 import stat
+import subprocess
 import sys
+import threading
 from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
@@ -17,8 +21,13 @@ from pathlib import Path
 import seqdedupe
 from seqdedupe.format import jit
 
+logger = logging.getLogger("seqdedupe.server")
+
 _COMPLETE = "complete"
 """A file beside what is kept: all that the sidecar needs was compiled once. A first start may have been broken off."""
+
+_NICENESS = 10
+"""Of the process that compiles: the sidecar serves meanwhile."""
 
 MAX_LINKS = 40
 """Symbolic links on the way to a folder, as for the kernel."""
@@ -37,6 +46,19 @@ def prepare(data_directory: str = "") -> bool:
     return not (folder / _COMPLETE).exists()
 
 
+def are_kept(data_directory: str) -> bool:
+    """Whether there is a folder to keep them in."""
+    return _folder(data_directory) is not None
+
+
+def compile_first(data_directory: str) -> None:
+    """Compiles all that a sidecar needs, and says why nothing else happens for a while."""
+    say_compiling()
+    import broker_sidecar.server  # noqa: F401
+
+    compiled(data_directory)
+
+
 def say_compiling() -> None:
     """Why nothing else happens for a while."""
     print("seqdedupe: compiling for this machine, which can take a minute", file=sys.stderr, flush=True)
@@ -49,6 +71,70 @@ def compiled(data_directory: str = "") -> None:
     with suppress(OSError):
         if folder is not None:
             (folder / _COMPLETE).touch()
+
+
+class CompilingBeside:
+    """Has another process fill the folder that `prepare` has chosen, with this one's kernels as plain functions until
+    that is done. To be made before anything that has kernels is imported, and stopped before the process ends.
+
+    Results are the same all the while. Plain functions take up to fifty times as long, and hold the event loop: a large
+    frame is felt by others. If the other process fails, kernels stay plain: the next start compiles first.
+    """
+
+    def __init__(self, data_directory: str) -> None:
+        print(
+            "seqdedupe: compiling for this machine, which can take a minute; until then the sidecar serves, slowly",
+            file=sys.stderr,
+            flush=True,
+        )
+        jit.compile_later()
+        # Not from the folder that it is started in: who can write there may not be who runs a sidecar. It ends when
+        # its standard input does, so it does not outlive this process. Ctrl-C is for this one alone.
+        command = [sys.executable, "-P", "-m", "broker_sidecar.kernels", data_directory]
+        pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
+        self._process = subprocess.Popen(
+            command, stdin=pipe, stdout=nothing, stderr=pipe, text=True, errors="replace", start_new_session=True
+        )
+        self._is_stopped = False
+        self._thread = threading.Thread(target=self._take_over, name="seqdedupe-compiling", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Returns soon, whether or not it is done."""
+        self._is_stopped = True
+        self._process.kill()
+        self._thread.join()
+
+    def _take_over(self) -> None:
+        with self._process as process:
+            said = process.stderr.read() if process.stderr else ""
+        if process.returncode == 0:
+            jit.compile_now(lambda: not self._is_stopped)
+            logger.info("compiled for this machine: the sidecar is as fast now as it can be")
+        elif not self._is_stopped:
+            logger.warning(
+                "compiling for this machine has failed (status %d: %s): the sidecar goes on, slowly; the next start "
+                "compiles before it serves",
+                process.returncode,
+                said.strip().rpartition("\n")[2],
+            )
+
+
+def main() -> None:
+    """Compiles what a sidecar with this data directory needs (`python -m broker_sidecar.kernels DIRECTORY`)."""
+    threading.Thread(target=_end_with_input, daemon=True).start()
+    os.nice(_NICENESS)
+    data_directory = sys.argv[1]
+    prepare(data_directory)
+    import broker_sidecar.server  # noqa: F401
+
+    compiled(data_directory)
+
+
+def _end_with_input() -> None:
+    while os.read(0, 1):
+        pass
+    os._exit(1)
 
 
 def _folder(data_directory: str) -> Path | None:
@@ -132,3 +218,7 @@ def _steps(path: Path) -> Iterator[Path]:
         if target.is_absolute():
             at = Path("/")
         left.extendleft(reversed([p for p in target.parts if p != "/"]))
+
+
+if __name__ == "__main__":
+    main()

@@ -67,7 +67,7 @@ def divide(config: Config, count: int) -> None:
     folder = Path(config.data_directory)
     split = directories.read_split(folder)
     if split is None:
-        is_due = count > 1 and any((folder / name).exists() for name in ("logs", "store"))
+        is_due = count > 1 and data_directory.has_data(folder)
     else:
         is_due = split.workers > 0 and (split.to or split.workers, split.to is None) != (count, True)
     if is_due:

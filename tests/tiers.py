@@ -56,6 +56,7 @@ TIER_OF: Mapping[str, str] = {
     "tests/doctor/": UNIT,
     "tests/examples/": SYSTEM,
     "tests/format/": UNIT,
+    "tests/format/test_compile_later.py": INTEGRATION,
     "tests/format/test_crc.py": INTEGRATION,
     "tests/format/test_fuzz.py": INTEGRATION,
     "tests/functions/": INTEGRATION,

@@ -5,9 +5,11 @@ when its module is imported, for the types that its annotations name. Without nu
 the tests import this package a second time without it, as their oracle.
 
 Compiling all of them takes seconds. Whoever starts often says beforehand where to keep what was compiled
-(`keep_compiled`); otherwise nothing is written.
+(`keep_compiled`); otherwise nothing is written. Whoever cannot wait says `compile_later`: a kernel is the plain
+function then until `compile_now` has compiled it, and what calls it does not notice.
 """
 
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, cast, get_type_hints
@@ -27,16 +29,106 @@ Int64s2 = Annotated[npt.NDArray[np.int64], "of two dimensions"]
 Int32Column = Annotated[npt.NDArray[np.int32], "nobody may change it"]
 Int64Column = Annotated[npt.NDArray[np.int64], "nobody may change it"]
 
+# -- What kernels call. numba compiles each of these as is said below.
+
+_MASK64 = 2**64 - 1
+
+
+def _signed(a: int) -> int:
+    return (a + 2**63 & _MASK64) - 2**63
+
+
+def load32(raw: Any, at: int) -> int:
+    """The signed 32-bit little-endian number at this place of a buffer."""
+    return int.from_bytes(bytes(raw[at : at + 4]), "little", signed=True)
+
+
+def load64(raw: Any, at: int) -> int:
+    """The signed 64-bit little-endian number at this place of a buffer."""
+    return int.from_bytes(bytes(raw[at : at + 8]), "little", signed=True)
+
+
+def view32(raw: Any, at: int, count: int) -> Int32Column:
+    """So many signed 32-bit little-endian numbers from this place of a buffer on."""
+    return np.frombuffer(raw, "<i4", count, at) if count else np.zeros(0, np.int32)
+
+
+def view64(raw: Any, at: int, count: int) -> Int64Column:
+    """So many signed 64-bit little-endian numbers from this place of a buffer on."""
+    return np.frombuffer(raw, "<i8", count, at) if count else np.zeros(0, np.int64)
+
+
+def copy(target: Any, at: int, raw: Any, begin: int, count: int) -> None:
+    """Copies so many bytes from this place of a buffer to that place of another one."""
+    target[at : at + count] = raw[begin : begin + count]
+
+
+def element(array: Any, at: int) -> Any:
+    """This element of an array of numbers, whose place is not negative."""
+    return array[at]
+
+
+def prefetch(array: Any, at: int) -> None:
+    """This element of an array of numbers will be wanted soon."""
+
+
+def add64(a: int, b: int) -> int:
+    """The sum of two signed 64-bit numbers, which overflows as the processor's does."""
+    return _signed(int(a) + int(b))
+
+
+def shl64(a: int, bits: int) -> int:
+    """A signed 64-bit number shifted to the left; what is shifted out is lost."""
+    return _signed(int(a) << bits)
+
+
+def rotl64(a: int, bits: int) -> int:
+    """A signed 64-bit number rotated to the left, by 1 to 63 bits."""
+    return _signed(int(a) << bits | (int(a) & _MASK64) >> (64 - bits))
+
+
+CRC32C_POLYNOMIAL = 0x82F63B78
+
+
+def _crc_of_byte(remainder: int) -> int:
+    for _ in range(8):
+        remainder = (remainder >> 1) ^ (CRC32C_POLYNOMIAL if remainder & 1 else 0)
+    return remainder
+
+
+_CRC_OF_BYTES = [_crc_of_byte(byte) for byte in range(256)]
+
+
+def _crc_step(crc: int, word: int) -> int:
+    """CRC32C of eight more bytes, as one instruction of the processor has it."""
+    left = int(crc) ^ (int(word) & _MASK64)
+    for _ in range(8):
+        left = (left >> 8) ^ _CRC_OF_BYTES[left & 0xFF]
+    return left
+
+
+crc_step: Any = None
+"""CRC32C of eight more bytes as one instruction of the processor; None where there is none."""
+
+
+# -- Compiling.
+
 try:
     import numba
     from llvmlite import binding, ir
     from numba import njit
     from numba.core import cgutils, types
-    from numba.extending import intrinsic, register_jitable
+    from numba.extending import lower_builtin, register_jitable, type_callable
     from numba.np import arrayobj
 except ImportError:
 
     def keep_compiled(folder: Path) -> None:
+        """Nothing is compiled."""
+
+    def compile_later() -> None:
+        """Nothing is compiled."""
+
+    def compile_now(goes_on: Callable[[], bool] = lambda: True) -> None:
         """Nothing is compiled."""
 
     def kernel(*, inline: bool = False, nogil: bool = False, bare: bool = False) -> Callable[[F], F]:
@@ -46,53 +138,6 @@ except ImportError:
     def for_kernels(function: F) -> F:
         """Leaves the function as it is."""
         return function
-
-    def load32(raw: Any, at: int) -> int:
-        """The signed 32-bit little-endian number at this place of a buffer."""
-        return int.from_bytes(bytes(raw[at : at + 4]), "little", signed=True)
-
-    def load64(raw: Any, at: int) -> int:
-        """The signed 64-bit little-endian number at this place of a buffer."""
-        return int.from_bytes(bytes(raw[at : at + 8]), "little", signed=True)
-
-    def view32(raw: Any, at: int, count: int) -> Int32Column:
-        """So many signed 32-bit little-endian numbers from this place of a buffer on."""
-        return np.frombuffer(raw, "<i4", count, at) if count else np.zeros(0, np.int32)
-
-    def view64(raw: Any, at: int, count: int) -> Int64Column:
-        """So many signed 64-bit little-endian numbers from this place of a buffer on."""
-        return np.frombuffer(raw, "<i8", count, at) if count else np.zeros(0, np.int64)
-
-    def copy(target: Any, at: int, raw: Any, begin: int, count: int) -> None:
-        """Copies so many bytes from this place of a buffer to that place of another one."""
-        target[at : at + count] = raw[begin : begin + count]
-
-    def element(array: Any, at: int) -> Any:
-        """This element of an array of numbers, whose place is not negative."""
-        return array[at]
-
-    def prefetch(array: Any, at: int) -> None:
-        """This element of an array of numbers will be wanted soon."""
-
-    def add64(a: int, b: int) -> int:
-        """The sum of two signed 64-bit numbers, which overflows as the processor's does."""
-        return _signed(int(a) + int(b))
-
-    def shl64(a: int, bits: int) -> int:
-        """A signed 64-bit number shifted to the left; what is shifted out is lost."""
-        return _signed(int(a) << bits)
-
-    def rotl64(a: int, bits: int) -> int:
-        """A signed 64-bit number rotated to the left, by 1 to 63 bits."""
-        return _signed(int(a) << bits | (int(a) & _MASK64) >> (64 - bits))
-
-    _MASK64 = 2**64 - 1
-
-    def _signed(a: int) -> int:
-        return (a + 2**63 & _MASK64) - 2**63
-
-    crc_step: Any = None
-    """CRC32C of eight more bytes as one instruction of the processor; None where there is none."""
 
 else:
     _TYPES = {
@@ -109,6 +154,10 @@ else:
 
     _is_kept = False
 
+    _later: list[tuple[Any, Any]] | None = None
+    """The kernels that are to be compiled, in the order in which they may call each other, and their types. None: each
+    is at once."""
+
     def keep_compiled(folder: Path) -> None:
         """Kernels of modules that are imported from now on are kept in this folder, and taken from it.
 
@@ -117,6 +166,25 @@ else:
         global _is_kept
         numba.config.CACHE_DIR = str(folder)  # type: ignore[attr-defined]
         _is_kept = True
+
+    def compile_later() -> None:
+        """Kernels of modules that are imported from now on are plain functions until `compile_now`: with the same
+        results, and up to fifty times as slow."""
+        global _later
+        _later = []
+
+    def compile_now(goes_on: Callable[[], bool] = lambda: True) -> None:
+        """Compiles the kernels that were left plain, or takes them from where they are kept, while it `goes_on`. May be
+        called in a thread of its own: each call that is made meanwhile is one of the plain function, or of the compiled
+        one."""
+        global _later
+        pending, _later = _later or [], None
+        for dispatcher, signature in pending:
+            if not goes_on():
+                return
+            dispatcher.compile(signature)
+            dispatcher.disable_compile()
+            del dispatcher._compile_for_args
 
     def kernel(*, inline: bool = False, nogil: bool = False, bare: bool = False) -> Callable[[F], F]:
         """Compiles the function for the types in its annotations.
@@ -129,22 +197,53 @@ else:
 
         def compiled(function: F) -> F:
             hints = get_type_hints(function, include_extras=True)
-            result = _TYPES[hints.pop("return")]
-            signature = result(*(_TYPES[hint] for hint in hints.values()))
-            options: Any = {"forceinline": inline, "nogil": nogil, "_nrt": not bare}
-            dispatcher: Any = njit(signature, cache=_is_kept, error_model="numpy", **options)(function)
+            returned = hints.pop("return")
+            signature = _TYPES[returned](*(_TYPES[hint] for hint in hints.values()))
+            options: Any = {"forceinline": inline, "nogil": nogil, "_nrt": not bare, "error_model": "numpy"}
+            if _later is None:
+                return cast(F, njit(signature, cache=_is_kept, **options)(function))
+            dispatcher: Any = njit(cache=_is_kept, **options)(function)
+            plain = _plain(function, [hint is int for hint in hints.values()], returned)
+            # numba asks for something to call where nothing is compiled for what it is called with.
+            dispatcher._compile_for_args = lambda *arguments: plain
+            _later.append((dispatcher, signature))
             return cast(F, dispatcher)
 
         return compiled
+
+    def _plain(function: Any, are_ints: list[bool], returned: Any) -> Callable[..., Any]:
+        """The function, with Python's own numbers in the place of numpy's, which overflow."""
+
+        def called(*arguments: Any) -> Any:
+            result = function(
+                *(int(value) if is_int else value for value, is_int in zip(arguments, are_ints, strict=True))
+            )
+            return returned(result) if returned in (int, bool) else result
+
+        return called
 
     def for_kernels(function: F) -> F:
         """Kernels may call this plain function: it is compiled into them, and stays plain for everybody else."""
         plain: F = register_jitable(function)
         return plain
 
+    def _in_kernels(function: Any, definition: Callable[..., Any]) -> None:
+        """Kernels that call this plain function have what the definition generates in its place: one of numba's
+        intrinsics that can be called from Python, too."""
+
+        def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+            return definition(*signature.args)[1](context, builder, signature, arguments)
+
+        def typed(*arguments):  # type: ignore[no-untyped-def]
+            return definition(*arguments)[0]
+
+        typed.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
+        type_callable(function)(lambda context: typed)
+        lower_builtin(function, types.VarArg(types.Any))(generate)  # type: ignore[no-untyped-call]
+
     def _load(bits: int) -> Any:
         # One unaligned load, where composing the number from bytes costs compile time in every kernel.
-        def load(typing_context, raw, at):  # type: ignore[no-untyped-def]
+        def load(raw, at):  # type: ignore[no-untyped-def]
             def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
                 array = context.make_array(signature.args[0])(context, builder, arguments[0])
                 place = builder.gep(array.data, [arguments[1]])
@@ -154,14 +253,14 @@ else:
 
             return types.int64(raw, types.int64), generate
 
-        return intrinsic(load)
+        return load
 
-    load32 = _load(32)
-    load64 = _load(64)
+    _in_kernels(load32, _load(32))
+    _in_kernels(load64, _load(64))
 
     def _view(column: Any) -> Any:
         # The same memory: slicing the buffer and viewing it as numbers would have numba take them for aligned.
-        def view(typing_context, raw, at, count):  # type: ignore[no-untyped-def]
+        def view(raw, at, count):  # type: ignore[no-untyped-def]
             def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
                 array = context.make_array(signature.args[0])(context, builder, arguments[0])
                 result = context.make_array(column)(context, builder)
@@ -178,12 +277,12 @@ else:
 
             return column(raw, types.int64, types.int64), generate
 
-        return intrinsic(view)
+        return view
 
-    view32 = _view(_TYPES[Int32Column])
-    view64 = _view(_TYPES[Int64Column])
+    _in_kernels(view32, _view(_TYPES[Int32Column]))
+    _in_kernels(view64, _view(_TYPES[Int64Column]))
 
-    def _copy(typing_context, target, at, raw, begin, count):  # type: ignore[no-untyped-def]
+    def _copy(target, at, raw, begin, count):  # type: ignore[no-untyped-def]
         def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
             into = context.make_array(signature.args[0])(context, builder, arguments[0])
             of = context.make_array(signature.args[2])(context, builder, arguments[2])
@@ -194,9 +293,9 @@ else:
         return types.void(target, types.int64, raw, types.int64, types.int64), generate
 
     # A loop over bytes looks at each index for whether it is negative, which takes ten times as long.
-    copy = intrinsic(_copy)  # type: ignore[assignment]
+    _in_kernels(copy, _copy)
 
-    def _element(typing_context, array, at):  # type: ignore[no-untyped-def]
+    def _element(array, at):  # type: ignore[no-untyped-def]
         def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
             of = context.make_array(signature.args[0])(context, builder, arguments[0])
             return builder.load(builder.gep(of.data, [arguments[1]]))
@@ -204,9 +303,9 @@ else:
         return array.dtype(array, types.int64), generate
 
     # An index is looked at for whether it is negative, too.
-    element = intrinsic(_element)  # type: ignore[assignment]
+    _in_kernels(element, _element)
 
-    def _prefetch(typing_context, array, at):  # type: ignore[no-untyped-def]
+    def _prefetch(array, at):  # type: ignore[no-untyped-def]
         def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
             of = context.make_array(signature.args[0])(context, builder, arguments[0])
             place = builder.bitcast(builder.gep(of.data, [arguments[1]]), cgutils.voidptr_t)
@@ -220,31 +319,34 @@ else:
 
         return types.void(array, types.int64), generate
 
-    prefetch = intrinsic(_prefetch)  # type: ignore[assignment]
+    _in_kernels(prefetch, _prefetch)
 
-    @for_kernels
-    def add64(a: int, b: int) -> int:
-        return a + b
+    def _of_int64s(operation: Callable[..., Any]) -> Any:
+        def of_two(_a, _b):  # type: ignore[no-untyped-def]
+            def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+                return operation(builder, *arguments)
 
-    @for_kernels
-    def shl64(a: int, bits: int) -> int:
-        return a << bits
+            return types.int64(types.int64, types.int64), generate
 
-    @for_kernels
-    def rotl64(a: int, bits: int) -> int:
-        return (a << bits) | ((a >> (64 - bits)) & ((1 << bits) - 1))
+        return of_two
 
-    def _crc_step(typing_context, crc, word):  # type: ignore[no-untyped-def]
-        def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-            int64 = ir.IntType(64)
-            function = cgutils.get_or_insert_function(  # type: ignore[no-untyped-call]
-                builder.module, ir.FunctionType(int64, [int64, int64]), "llvm.x86.sse42.crc32.64.64"
-            )
-            return builder.call(function, arguments)
+    def _rotated(builder, a, bits):  # type: ignore[no-untyped-def]
+        rest = builder.sub(ir.Constant(ir.IntType(64), 64), bits)
+        return builder.or_(builder.shl(a, bits), builder.lshr(a, rest))
 
-        return types.int64(types.int64, types.int64), generate
+    _in_kernels(add64, _of_int64s(lambda builder, a, b: builder.add(a, b)))
+    _in_kernels(shl64, _of_int64s(lambda builder, a, bits: builder.shl(a, bits)))
+    _in_kernels(rotl64, _of_int64s(_rotated))
+
+    def _crc_generated(builder, crc, word):  # type: ignore[no-untyped-def]
+        int64 = ir.IntType(64)
+        function = cgutils.get_or_insert_function(  # type: ignore[no-untyped-call]
+            builder.module, ir.FunctionType(int64, [int64, int64]), "llvm.x86.sse42.crc32.64.64"
+        )
+        return builder.call(function, [crc, word])
 
     # Settings that make numba compile for another processor than this one leave the instruction out.
     _IS_FOR_THIS_PROCESSOR = not (numba.config.CPU_NAME or numba.config.CPU_FEATURES)  # type: ignore[attr-defined]
-    _HAS_INSTRUCTION = binding.get_host_cpu_features().get("sse4.2", False)
-    crc_step = intrinsic(_crc_step) if _IS_FOR_THIS_PROCESSOR and _HAS_INSTRUCTION else None
+    if _IS_FOR_THIS_PROCESSOR and binding.get_host_cpu_features().get("sse4.2", False):
+        crc_step = _crc_step
+        _in_kernels(crc_step, _of_int64s(_crc_generated))

@@ -1,0 +1,155 @@
+"""A first start serves while another process compiles. That one has the kernels of this suite, and nothing says so: it
+is quick, and looks like the first on a machine."""
+
+import os
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from broker_sidecar import kernels
+from seqdedupe.client import Verdict
+from seqdedupe.client.blocking import Client
+from seqdedupe.testing import Patience, Sidecar, _below, _command
+from tests import warm
+
+COMPILED = "compiled for this machine"
+ROWS = 300
+PAYLOAD = b"x" * 1000
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    there = kernels._folder("")
+    assert there is not None
+    home = tmp_path / "home"
+    shutil.copytree(there, home / "seqdedupe" / there.name)
+    for folder in (home, home / "seqdedupe", home / "seqdedupe" / there.name):
+        folder.chmod(0o700)
+    (home / "seqdedupe" / there.name / kernels._COMPLETE).unlink(missing_ok=True)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(home))
+    # In a process that imports kernels itself.
+    with warm.cold():
+        yield home
+
+
+@pytest.fixture
+def sidecar(home: Path, tmp_path: Path) -> Iterator[Sidecar]:
+    with Sidecar(tmp_path / "sidecar") as sidecar:
+        yield sidecar
+
+
+def compiling(sidecar: Sidecar) -> list[int]:
+    """The processes that compile."""
+    return [pid for pid in _below(sidecar.pid) if "broker_sidecar.kernels" in _command(pid)]
+
+
+def hold(sidecar: Sidecar) -> int:
+    """Has the process that compiles stand still: the sidecar is one that serves with plain functions."""
+    [pid] = compiling(sidecar)
+    os.kill(pid, signal.SIGSTOP)
+    assert not has_said(sidecar, COMPILED)
+    return pid
+
+
+def has_said(sidecar: Sidecar, text: str) -> bool:
+    return any(text in str(entry["event"]) for entry in sidecar.log)
+
+
+def wait_until_said(sidecar: Sidecar, text: str) -> None:
+    patience = Patience(text)
+    while not has_said(sidecar, text):
+        sidecar.check_running()
+        patience.check()
+        time.sleep(0.01)
+
+
+def publish(client: Client, first: int) -> None:
+    """These messages, those before them once more, and half of these again: to a topic of either kind."""
+    half = first + ROWS // 2
+    for start, stop, known_up_to in ((max(first - ROWS, 0), first + ROWS, first), (half, first + ROWS, first + ROWS)):
+        ids = list(range(start, stop))
+        wanted = [Verdict.DUP if k < known_up_to else Verdict.NOT_DUP for k in ids]
+        with client.producer("by-sequence-id", "p") as producer:
+            result = producer.send_batch([PAYLOAD] * len(ids), ids).result()
+            assert result.verdicts.tolist() == wanted
+        with client.publisher("by-id") as publisher:
+            deduplication_ids = [b"%d" % k for k in ids]
+            assert publisher.send_batch([PAYLOAD] * len(ids), deduplication_ids).verdicts.tolist() == wanted
+
+
+def check_all(client: Client, rows: int) -> None:
+    """Each message is there once."""
+    for topic in ("by-sequence-id", "by-id"):
+        with client.reader(topic) as reader:
+            batches = list(reader.batches())
+        assert sum(map(len, batches)) == rows
+    ids = [int(k or b"") for batch in batches for k in batch.batch.deduplication_ids.rows(len(batch))]
+    assert ids == list(range(rows))
+
+
+def test_it_serves_at_once_and_judges_the_same_before_and_after(sidecar: Sidecar) -> None:
+    pid = hold(sidecar)
+    assert any("until then the sidecar serves, slowly" in line for line in sidecar.errors)
+    with Client(sidecar.address) as client:
+        client.admin.create_topic("by-id", deduplication_mode="deduplication-id")
+        publish(client, 0)
+        os.kill(pid, signal.SIGCONT)
+        wait_until_said(sidecar, COMPILED)
+        publish(client, ROWS)
+        check_all(client, 2 * ROWS)
+    assert not [line for line in sidecar.errors if "Warning" in line]
+    sidecar.kill()
+    sidecar.start()
+    # The control: it has all that it needs.
+    assert not compiling(sidecar)
+    with Client(sidecar.address) as client:
+        publish(client, 2 * ROWS)
+        check_all(client, 3 * ROWS)
+
+
+def test_where_something_is_to_be_recovered_it_compiles_first(sidecar: Sidecar, home: Path) -> None:
+    hold(sidecar)
+    with Client(sidecar.address) as client:
+        client.admin.create_topic("by-id", deduplication_mode="deduplication-id")
+        publish(client, 0)
+    sidecar.kill()
+    before = len(sidecar.errors)
+    sidecar.start()
+    assert not compiling(sidecar)
+    assert [line for line in sidecar.errors[before:] if "compiling" in line] == [
+        "seqdedupe: compiling for this machine, which can take a minute"
+    ]
+    assert list(home.rglob(kernels._COMPLETE))
+    with Client(sidecar.address) as client:
+        publish(client, ROWS)
+        check_all(client, 2 * ROWS)
+
+
+def test_the_sidecar_goes_on_without_it(sidecar: Sidecar) -> None:
+    pid = hold(sidecar)
+    os.kill(pid, signal.SIGKILL)
+    wait_until_said(sidecar, "compiling for this machine has failed (status -9")
+    with Client(sidecar.address) as client:
+        client.admin.create_topic("by-id", deduplication_mode="deduplication-id")
+        publish(client, 0)
+        check_all(client, ROWS)
+    assert sidecar.stop() == 0
+
+
+@pytest.mark.parametrize("ends", [Sidecar.stop, Sidecar.kill])
+def test_it_does_not_outlive_the_sidecar(sidecar: Sidecar, ends: object) -> None:
+    [pid] = compiling(sidecar)
+    if ends is Sidecar.stop:
+        os.kill(pid, signal.SIGSTOP)
+        assert sidecar.stop() == 0
+        assert not has_said(sidecar, "has failed")
+    else:
+        sidecar.kill()
+    patience = Patience("the end of what compiles")
+    while Path(f"/proc/{pid}").exists() and _command(pid):
+        patience.check()
+        time.sleep(0.01)
