@@ -51,7 +51,7 @@ def are_kept(data_directory: str) -> bool:
     return _folder(data_directory) is not None
 
 
-def compile_first(data_directory: str) -> None:
+def compile_first(data_directory: str = "") -> None:
     """Compiles all that a sidecar needs, and says why nothing else happens for a while."""
     say_compiling()
     import broker_sidecar.server  # noqa: F401
