@@ -6,6 +6,7 @@ for it: `CompilingBeside` has another process compile, which is this module's `m
 """
 
 import hashlib
+import importlib
 import logging
 import os
 import stat
@@ -25,6 +26,9 @@ logger = logging.getLogger("seqdedupe.server")
 
 _COMPLETE = "complete"
 """A file beside what is kept: all that the sidecar needs was compiled once. A first start may have been broken off."""
+
+_NEEDS_ALL = "broker_sidecar.server"
+"""Imports every module that has kernels of a sidecar's. Spark jobs use this file, and nothing of that one."""
 
 _NICENESS = 10
 """Of the process that compiles: the sidecar serves meanwhile."""
@@ -54,8 +58,7 @@ def are_kept(data_directory: str) -> bool:
 def compile_first(data_directory: str = "") -> None:
     """Compiles all that a sidecar needs, and says why nothing else happens for a while."""
     say_compiling()
-    import broker_sidecar.server  # noqa: F401
-
+    importlib.import_module(_NEEDS_ALL)
     compiled(data_directory)
 
 
@@ -126,8 +129,7 @@ def main() -> None:
     os.nice(_NICENESS)
     data_directory = sys.argv[1]
     prepare(data_directory)
-    import broker_sidecar.server  # noqa: F401
-
+    importlib.import_module(_NEEDS_ALL)
     compiled(data_directory)
 
 
