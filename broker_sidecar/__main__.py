@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import NoReturn
@@ -100,7 +100,7 @@ def main(argv: list[str] | None = None, *, prog: str = "broker_sidecar") -> int:
 
 
 def _run(config: Config, held: ExitStack, flags: Sequence[str], rebuild_store: bool, gives_up_journal: bool) -> int:
-    from broker_sidecar import data_directory, kernels, workers
+    from broker_sidecar import data_directory, kernels, telemetry, workers
     from broker_sidecar.sockets import check_nobody_listens
     from broker_sidecar.workers import EXIT_ERROR
 
@@ -122,15 +122,22 @@ def _run(config: Config, held: ExitStack, flags: Sequence[str], rebuild_store: b
         failure = e if isinstance(e, SeqdedupeError) else data_directory.failed(folder, e)
         print(f"seqdedupe: {failure} {failure.hint}", file=sys.stderr)
         return EXIT_ERROR
+    beside: kernels.CompilingBeside | None = None
     if kernels.prepare(config.data_directory):
         # Several workers would each have a process beside them; recovery takes far longer uncompiled.
         is_new = config.log == "embedded" and not config.shards and not data_directory.has_data(folder)
         if is_new and kernels.are_kept(config.data_directory):
-            held.callback(kernels.CompilingBeside(config.data_directory).stop)
-        else:
+            # Where no process can be started it is as if there were something to recover.
+            with suppress(OSError):
+                beside = kernels.CompilingBeside(config.data_directory)
+        if beside is None:
             kernels.compile_first(config.data_directory)
     from broker_sidecar.server import run
 
+    if beside is not None:
+        telemetry.configure(config.log_level, config.log_format)
+        held.callback(beside.stop)
+        beside.watch()
     return run(config, lock, rebuild_store=rebuild_store, gives_up_journal=gives_up_journal)
 
 

@@ -33,6 +33,9 @@ _NEEDS_ALL = "broker_sidecar.server"
 _NICENESS = 10
 """Of the process that compiles: the sidecar serves meanwhile."""
 
+_STOP_SECONDS = 5.0
+"""So long a stop waits at most for a process that was killed, and for what takes over."""
+
 MAX_LINKS = 40
 """Symbolic links on the way to a folder, as for the kernel."""
 
@@ -78,40 +81,49 @@ def compiled(data_directory: str = "") -> None:
 
 class CompilingBeside:
     """Has another process fill the folder that `prepare` has chosen, with this one's kernels as plain functions until
-    that is done. To be made before anything that has kernels is imported, and stopped before the process ends.
+    that is done. To be made before anything that has kernels is imported; then `watch` it, and stop it before the
+    process ends. Raises OSError if no process can be started: nothing has happened then.
 
-    Results are the same all the while. Plain functions take up to fifty times as long, and hold the event loop: a large
-    frame is felt by others. If the other process fails, kernels stay plain: the next start compiles first.
+    Results are the same all the while. Plain functions take up to a hundred times as long, and hold the event loop: a
+    large frame is felt by others. If the other process fails, kernels stay plain: the next start compiles first.
     """
 
     def __init__(self, data_directory: str) -> None:
+        self._data_directory = data_directory
+        # Not from the folder that it is started in: who can write there may not be who runs a sidecar. It ends when
+        # its standard input does, so it does not outlive this process. Ctrl-C is for this one alone.
+        path = "-I" if sys.flags.isolated else "-P"
+        command = [sys.executable, path, "-m", "broker_sidecar.kernels", data_directory]
+        pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
+        self._process = subprocess.Popen(
+            command, stdin=pipe, stdout=nothing, stderr=pipe, text=True, errors="replace", start_new_session=True
+        )
+        jit.compile_later()
         print(
             "seqdedupe: compiling for this machine, which can take a minute; until then the sidecar serves, slowly",
             file=sys.stderr,
             flush=True,
         )
-        jit.compile_later()
-        # Not from the folder that it is started in: who can write there may not be who runs a sidecar. It ends when
-        # its standard input does, so it does not outlive this process. Ctrl-C is for this one alone.
-        command = [sys.executable, "-P", "-m", "broker_sidecar.kernels", data_directory]
-        pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
-        self._process = subprocess.Popen(
-            command, stdin=pipe, stdout=nothing, stderr=pipe, text=True, errors="replace", start_new_session=True
-        )
         self._is_stopped = False
         self._thread = threading.Thread(target=self._take_over, name="seqdedupe-compiling", daemon=True)
+
+    def watch(self) -> None:
+        """To be called when all that has kernels is imported: takes over what was compiled, and logs how it ends."""
         self._thread.start()
 
     def stop(self) -> None:
         """Returns soon, whether or not it is done."""
         self._is_stopped = True
         self._process.kill()
-        self._thread.join()
+        if self._thread.ident is not None:
+            self._thread.join(_STOP_SECONDS)
 
     def _take_over(self) -> None:
         with self._process as process:
             said = process.stderr.read() if process.stderr else ""
-        if process.returncode == 0:
+        folder = _folder(self._data_directory)
+        # Not what its status says: another installation may have compiled for itself.
+        if folder is not None and (folder / _COMPLETE).exists():
             jit.compile_now(lambda: not self._is_stopped)
             logger.info("compiled for this machine: the sidecar is as fast now as it can be")
         elif not self._is_stopped:
@@ -126,7 +138,9 @@ class CompilingBeside:
 def main() -> None:
     """Compiles what a sidecar with this data directory needs (`python -m broker_sidecar.kernels DIRECTORY`)."""
     threading.Thread(target=_end_with_input, daemon=True).start()
-    os.nice(_NICENESS)
+    # Where it may not be nice to others, it is not.
+    with suppress(OSError):
+        os.nice(_NICENESS)
     data_directory = sys.argv[1]
     prepare(data_directory)
     importlib.import_module(_NEEDS_ALL)

@@ -50,7 +50,7 @@ def _take(v0: int, v1: int, v2: int, v3: int, word: int) -> tuple[int, int, int,
     return v0 ^ word, v1, v2, v3
 
 
-@kernel(bare=True)
+@kernel(bare=True, at_once=True)
 def siphash(raw: Bytes, begin: int, end: int, key: Int64s) -> int:
     """The SipHash-2-4 of `raw[begin:end]`."""
     k0, k1 = int(key[0]), int(key[1])

@@ -131,7 +131,9 @@ except ImportError:
     def compile_now(goes_on: Callable[[], bool] = lambda: True) -> None:
         """Nothing is compiled."""
 
-    def kernel(*, inline: bool = False, nogil: bool = False, bare: bool = False) -> Callable[[F], F]:
+    def kernel(
+        *, inline: bool = False, nogil: bool = False, bare: bool = False, at_once: bool = False
+    ) -> Callable[[F], F]:
         """Leaves the function as it is."""
         return lambda function: function
 
@@ -169,7 +171,7 @@ else:
 
     def compile_later() -> None:
         """Kernels of modules that are imported from now on are plain functions until `compile_now`: with the same
-        results, and up to fifty times as slow."""
+        results, and up to a hundred times as slow."""
         global _later
         _later = []
 
@@ -186,13 +188,16 @@ else:
             dispatcher.disable_compile()
             del dispatcher._compile_for_args
 
-    def kernel(*, inline: bool = False, nogil: bool = False, bare: bool = False) -> Callable[[F], F]:
+    def kernel(
+        *, inline: bool = False, nogil: bool = False, bare: bool = False, at_once: bool = False
+    ) -> Callable[[F], F]:
         """Compiles the function for the types in its annotations.
 
         `bare`: it neither makes nor returns arrays, and counts no references to those that it is given. Else each one
         that a function in a loop is given can cost two locked instructions a turn.
         `inline` puts it into the kernels that call it: for a part of a short one, where a call would be felt.
         `nogil` lets other threads run meanwhile: for what takes long, and is called in a thread.
+        `at_once`: not later, whatever was said: for what looks at every byte, where a plain function takes seconds.
         """
 
         def compiled(function: F) -> F:
@@ -200,7 +205,7 @@ else:
             returned = hints.pop("return")
             signature = _TYPES[returned](*(_TYPES[hint] for hint in hints.values()))
             options: Any = {"forceinline": inline, "nogil": nogil, "_nrt": not bare, "error_model": "numpy"}
-            if _later is None:
+            if _later is None or at_once:
                 return cast(F, njit(signature, cache=_is_kept, **options)(function))
             dispatcher: Any = njit(cache=_is_kept, **options)(function)
             plain = _plain(function, [hint is int for hint in hints.values()], returned)

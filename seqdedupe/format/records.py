@@ -70,7 +70,7 @@ TABLES = _tables()
 
 if crc_step is None:
 
-    @kernel()
+    @kernel(at_once=True)
     def crc32c(before: int, raw: Bytes, start: int, end: int) -> int:
         """The checksum of what `before` is the checksum of (0: nothing) followed by `raw[start:end]`."""
         crc = before ^ 0xFFFFFFFF
@@ -110,7 +110,7 @@ else:
 
     LANES = _lane_tables()
 
-    @kernel()
+    @kernel(at_once=True)
     def crc32c(before: int, raw: Bytes, start: int, end: int) -> int:
         """The same, by the processor's instruction: many times as fast."""
         crc = before ^ 0xFFFFFFFF

@@ -4,6 +4,8 @@ is quick, and looks like the first on a machine."""
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +17,7 @@ from seqdedupe.client import Verdict
 from seqdedupe.client.blocking import Client
 from seqdedupe.testing import Patience, Sidecar, _below, _command
 from tests import warm
+from tests.broker_sidecar import no_more_processes
 
 COMPILED = "compiled for this machine"
 ROWS = 300
@@ -153,3 +156,27 @@ def test_it_does_not_outlive_the_sidecar(sidecar: Sidecar, ends: object) -> None
     while Path(f"/proc/{pid}").exists() and _command(pid):
         patience.check()
         time.sleep(0.01)
+
+
+def test_where_no_process_can_be_started_it_compiles_first(home: Path, tmp_path: Path) -> None:
+    with Sidecar(tmp_path / "sidecar", module=no_more_processes.MODULE) as sidecar:
+        assert not compiling(sidecar)
+        assert "seqdedupe: compiling for this machine, which can take a minute" in sidecar.errors
+        assert list(home.rglob(kernels._COMPLETE))
+        assert sidecar.stop() == 0
+
+
+@pytest.mark.parametrize("fails", ["nice", "complete"])
+def test_what_compiles_where_it_may_not_be_nice_and_where_it_leaves_nothing(
+    home: Path, tmp_path: Path, fails: str
+) -> None:
+    """As under the systemd unit, which allows no `setpriority`; and as one that compiles for another installation."""
+    program = "import os\nfrom broker_sidecar import kernels\n"
+    if fails == "nice":
+        program += "def nice(by): raise PermissionError(1, 'Operation not permitted')\nos.nice = nice\n"
+    else:
+        program += "kernels.compiled = lambda directory: None\n"
+    command = [sys.executable, "-c", f"{program}kernels.main()", str(tmp_path / "data")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
+        assert Patience("what compiles").wait(process) == 0
+    assert bool(list(home.rglob(kernels._COMPLETE))) == (fails == "nice")
