@@ -1,6 +1,7 @@
 """A first start serves while another process compiles. That one has the kernels of this suite, and nothing says so: it
 is quick, and looks like the first on a machine."""
 
+import contextlib
 import os
 import shutil
 import signal
@@ -41,21 +42,31 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture
 def sidecar(home: Path, tmp_path: Path) -> Iterator[Sidecar]:
-    with Sidecar(tmp_path / "sidecar") as sidecar:
-        yield sidecar
+    """One whose process that compiles was told to stand still as soon as it was there: it serves with plain functions,
+    until it may go on."""
+    sidecar = Sidecar(tmp_path / "sidecar")
+    with contextlib.closing(sidecar):
+        sidecar.spawn()
+        patience = Patience("a process that compiles")
+        while not (pids := compiling(sidecar)):
+            sidecar.check_running()
+            patience.check()
+            time.sleep(0.001)
+        os.kill(pids[0], signal.SIGSTOP)
+        sidecar.wait_until_serving()
+        assert not has_said(sidecar, COMPILED)
+        assert not list(home.rglob(kernels._COMPLETE))
+        try:
+            yield sidecar
+        finally:
+            # One that stands still does not notice that the sidecar has gone.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pids[0], signal.SIGCONT)
 
 
 def compiling(sidecar: Sidecar) -> list[int]:
     """The processes that compile."""
     return [pid for pid in _below(sidecar.pid) if "broker_sidecar.kernels" in _command(pid)]
-
-
-def hold(sidecar: Sidecar) -> int:
-    """Has the process that compiles stand still: the sidecar is one that serves with plain functions."""
-    [pid] = compiling(sidecar)
-    os.kill(pid, signal.SIGSTOP)
-    assert not has_said(sidecar, COMPILED)
-    return pid
 
 
 def has_said(sidecar: Sidecar, text: str) -> bool:
@@ -95,7 +106,7 @@ def check_all(client: Client, rows: int) -> None:
 
 
 def test_it_serves_at_once_and_judges_the_same_before_and_after(sidecar: Sidecar) -> None:
-    pid = hold(sidecar)
+    [pid] = compiling(sidecar)
     assert any("until then the sidecar serves, slowly" in line for line in sidecar.errors)
     with Client(sidecar.address) as client:
         client.admin.create_topic("by-id", deduplication_mode="deduplication-id")
@@ -115,7 +126,6 @@ def test_it_serves_at_once_and_judges_the_same_before_and_after(sidecar: Sidecar
 
 
 def test_where_something_is_to_be_recovered_it_compiles_first(sidecar: Sidecar, home: Path) -> None:
-    hold(sidecar)
     with Client(sidecar.address) as client:
         client.admin.create_topic("by-id", deduplication_mode="deduplication-id")
         publish(client, 0)
@@ -133,7 +143,7 @@ def test_where_something_is_to_be_recovered_it_compiles_first(sidecar: Sidecar, 
 
 
 def test_the_sidecar_goes_on_without_it(sidecar: Sidecar) -> None:
-    pid = hold(sidecar)
+    [pid] = compiling(sidecar)
     os.kill(pid, signal.SIGKILL)
     wait_until_said(sidecar, "compiling for this machine has failed (status -9")
     with Client(sidecar.address) as client:
@@ -147,11 +157,11 @@ def test_the_sidecar_goes_on_without_it(sidecar: Sidecar) -> None:
 def test_it_does_not_outlive_the_sidecar(sidecar: Sidecar, ends: object) -> None:
     [pid] = compiling(sidecar)
     if ends is Sidecar.stop:
-        os.kill(pid, signal.SIGSTOP)
         assert sidecar.stop() == 0
         assert not has_said(sidecar, "has failed")
     else:
         sidecar.kill()
+        os.kill(pid, signal.SIGCONT)
     patience = Patience("the end of what compiles")
     while Path(f"/proc/{pid}").exists() and _command(pid):
         patience.check()
