@@ -125,9 +125,8 @@ def _run(config: Config, held: ExitStack, flags: Sequence[str], rebuild_store: b
     beside: kernels.CompilingBeside | None = None
     if kernels.prepare(config.data_directory):
         # Several workers would each have a process beside them; recovery takes far longer uncompiled.
-        is_new = config.log == "embedded" and not config.shards and not data_directory.has_data(folder)
-        if is_new and kernels.are_kept(config.data_directory):
-            # Where no process can be started it is as if there were something to recover.
+        if config.log == "embedded" and not config.shards and not data_directory.has_data(folder):
+            # Where that cannot be it is as if there were something to recover.
             with suppress(OSError):
                 beside = kernels.CompilingBeside(config.data_directory)
         if beside is None:

@@ -30,7 +30,8 @@ _HINTS = {
 }
 
 
-_OWN = (DIRECTORY_LOCK, "store", "logs", SHARDS_FILE, WORKERS_FILE)
+_DATA = ("store", "logs")
+_OWN = (DIRECTORY_LOCK, *_DATA, SHARDS_FILE, WORKERS_FILE)
 """What a sidecar makes in its directory, which nobody but its user may read."""
 
 
@@ -87,7 +88,7 @@ def taken(folder: Path) -> Iterator[Lock]:
 
 def has_data(folder: Path) -> bool:
     """Whether a start may have something to recover."""
-    return any((folder / name).exists() for name in ("logs", "store"))
+    return any((folder / name).exists() for name in _DATA)
 
 
 def check_is_no_backup(folder: Path) -> None:

@@ -53,11 +53,6 @@ def prepare(data_directory: str = "") -> bool:
     return not (folder / _COMPLETE).exists()
 
 
-def are_kept(data_directory: str) -> bool:
-    """Whether there is a folder to keep them in."""
-    return _folder(data_directory) is not None
-
-
 def compile_first(data_directory: str = "") -> None:
     """Compiles all that a sidecar needs, and says why nothing else happens for a while."""
     say_compiling()
@@ -82,14 +77,16 @@ def compiled(data_directory: str = "") -> None:
 class CompilingBeside:
     """Has another process fill the folder that `prepare` has chosen, with this one's kernels as plain functions until
     that is done. To be made before anything that has kernels is imported; then `watch` it, and stop it before the
-    process ends. Raises OSError if no process can be started: nothing has happened then.
+    process ends. Raises OSError if there is no such folder, or no process can be started: nothing has happened then.
 
     Results are the same all the while. Plain functions take up to a hundred times as long, and hold the event loop: a
     large frame is felt by others. If the other process fails, kernels stay plain: the next start compiles first.
     """
 
     def __init__(self, data_directory: str) -> None:
-        self._data_directory = data_directory
+        if (folder := _folder(data_directory)) is None:
+            raise FileNotFoundError("there is nowhere to keep kernels")
+        self._complete = folder / _COMPLETE
         # Not from the folder that it is started in: who can write there may not be who runs a sidecar. It ends when
         # its standard input does, so it does not outlive this process. Ctrl-C is for this one alone.
         path = "-I" if sys.flags.isolated else "-P"
@@ -121,12 +118,14 @@ class CompilingBeside:
     def _take_over(self) -> None:
         with self._process as process:
             said = process.stderr.read() if process.stderr else ""
-        folder = _folder(self._data_directory)
         # Not what its status says: another installation may have compiled for itself.
-        if folder is not None and (folder / _COMPLETE).exists():
+        if is_complete := self._complete.exists():
             jit.compile_now(lambda: not self._is_stopped)
+        if self._is_stopped:
+            return
+        if is_complete:
             logger.info("compiled for this machine: the sidecar is as fast now as it can be")
-        elif not self._is_stopped:
+        else:
             logger.warning(
                 "compiling for this machine has failed (status %d: %s): the sidecar goes on, slowly; the next start "
                 "compiles before it serves",

@@ -4,7 +4,6 @@ Every test pays for what is imported here, so nothing of the sidecar is.
 """
 
 import gc
-import importlib
 import itertools
 import os
 from collections import Counter
@@ -92,8 +91,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("markers", f"{tier}: set by tests/tiers.py")
     if _KERNELS_ARE_MISSING and getattr(config.option, "numprocesses", None):
         # Once, and not in each worker.
-        importlib.import_module("broker_sidecar.server")
-        kernels.compiled()
+        kernels.compile_first()
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

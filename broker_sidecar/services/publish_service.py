@@ -525,6 +525,7 @@ class PublishService:
                 # Raises where it is, if not here.
                 self._topics.get(topic.name)
                 raise error("DRAINING", f"topic {topic.name} was opened again: open the stream again")
+            # Looked at here first: each frame comes by, and hardly any caller has such a limit.
             if publishing.stream.use.limits.bytes_on_disk is not None:
                 self._permissions.check_disk(self._topics)
             if publishing.allowing is not None:

@@ -87,28 +87,9 @@ def rotl64(a: int, bits: int) -> int:
     return _signed(int(a) << bits | (int(a) & _MASK64) >> (64 - bits))
 
 
-CRC32C_POLYNOMIAL = 0x82F63B78
-
-
-def _crc_of_byte(remainder: int) -> int:
-    for _ in range(8):
-        remainder = (remainder >> 1) ^ (CRC32C_POLYNOMIAL if remainder & 1 else 0)
-    return remainder
-
-
-_CRC_OF_BYTES = [_crc_of_byte(byte) for byte in range(256)]
-
-
-def _crc_step(crc: int, word: int) -> int:
-    """CRC32C of eight more bytes, as one instruction of the processor has it."""
-    left = int(crc) ^ (int(word) & _MASK64)
-    for _ in range(8):
-        left = (left >> 8) ^ _CRC_OF_BYTES[left & 0xFF]
-    return left
-
-
 crc_step: Any = None
-"""CRC32C of eight more bytes as one instruction of the processor; None where there is none."""
+"""CRC32C of eight more bytes as one instruction of the processor; None where there is none. It is for kernels that are
+compiled at once: Python cannot call it."""
 
 
 # -- Compiling.
@@ -118,7 +99,7 @@ try:
     from llvmlite import binding, ir
     from numba import njit
     from numba.core import cgutils, types
-    from numba.extending import lower_builtin, register_jitable, type_callable
+    from numba.extending import intrinsic, lower_builtin, register_jitable, type_callable
     from numba.np import arrayobj
 except ImportError:
 
@@ -343,15 +324,17 @@ else:
     _in_kernels(shl64, _of_int64s(lambda builder, a, bits: builder.shl(a, bits)))
     _in_kernels(rotl64, _of_int64s(_rotated))
 
-    def _crc_generated(builder, crc, word):  # type: ignore[no-untyped-def]
-        int64 = ir.IntType(64)
-        function = cgutils.get_or_insert_function(  # type: ignore[no-untyped-call]
-            builder.module, ir.FunctionType(int64, [int64, int64]), "llvm.x86.sse42.crc32.64.64"
-        )
-        return builder.call(function, [crc, word])
+    def _crc_step(typing_context, crc, word):  # type: ignore[no-untyped-def]
+        def generate(builder, crc, word):  # type: ignore[no-untyped-def]
+            int64 = ir.IntType(64)
+            function = cgutils.get_or_insert_function(  # type: ignore[no-untyped-call]
+                builder.module, ir.FunctionType(int64, [int64, int64]), "llvm.x86.sse42.crc32.64.64"
+            )
+            return builder.call(function, [crc, word])
+
+        return _of_int64s(generate)(crc, word)
 
     # Settings that make numba compile for another processor than this one leave the instruction out.
     _IS_FOR_THIS_PROCESSOR = not (numba.config.CPU_NAME or numba.config.CPU_FEATURES)  # type: ignore[attr-defined]
     if _IS_FOR_THIS_PROCESSOR and binding.get_host_cpu_features().get("sse4.2", False):
-        crc_step = _crc_step
-        _in_kernels(crc_step, _of_int64s(_crc_generated))
+        crc_step = intrinsic(_crc_step)

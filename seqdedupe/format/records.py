@@ -47,10 +47,12 @@ from seqdedupe.format.headers import (
     VERSION_TAG,
     siphash,
 )
-from seqdedupe.format.jit import CRC32C_POLYNOMIAL, Bytes, Int64s, Int64s2, crc_step, kernel, load32, load64
+from seqdedupe.format.jit import Bytes, Int64s, Int64s2, crc_step, kernel, load32, load64
 from seqdedupe.format.layout import CANONICAL, layout_columns
 
 # -- CRC32C (Castagnoli) as a kernel, eight bytes a step, for scanning many small records without leaving the loop.
+
+_POLYNOMIAL = 0x82F63B78
 
 
 def _tables() -> np.ndarray:
@@ -59,7 +61,7 @@ def _tables() -> np.ndarray:
     for byte in range(256):
         remainder = byte
         for _ in range(8):
-            remainder = (remainder >> 1) ^ (CRC32C_POLYNOMIAL if remainder & 1 else 0)
+            remainder = (remainder >> 1) ^ (_POLYNOMIAL if remainder & 1 else 0)
         tables[0, byte] = remainder
     for k in range(1, 8):
         tables[k] = (tables[k - 1] >> 8) ^ tables[0, tables[k - 1] & 0xFF]

@@ -9,8 +9,13 @@ import pytest
 
 from seqdedupe.testing import LAST_RESORT_SECONDS
 
-SAME_FILES = ("tests/format/test_crc.py", "tests/core/test_rule.py")
-"""They compare kernels with another implementation, and with Pulsar's rule."""
+SAME_FILES = (
+    "tests/format/test_crc.py",
+    "tests/format/test_layout.py",
+    "tests/format/test_records.py",
+    "tests/core/test_rule.py",
+)
+"""They compare kernels with other implementations, and with Pulsar's rule."""
 
 PROGRAM = """
 import numpy as np
@@ -45,6 +50,7 @@ plain = results()
 kinds = [type(value) for found in plain for value in (found if isinstance(found, list) else [found])]
 assert set(kinds) == {int, bool}, kinds
 assert not overflow.signatures, "it is compiled"
+assert records.crc32c.signatures and headers.siphash.signatures
 jit.compile_now()
 assert len(overflow.signatures) == len(calls.signatures) == 1
 assert results() == plain
