@@ -94,7 +94,7 @@ TIER_OF: Mapping[str, str] = {
     "tests/test_demo.py": SYSTEM,
     "tests/test_links.py": INTEGRATION,
     "tests/test_pages": INTEGRATION,
-    "tests/test_readme": SYSTEM,
+    "tests/test_readme": INTEGRATION,
     "tests/test_schema_": INTEGRATION,
     "tests/test_testing": INTEGRATION,
     "tests/test_tiers": INTEGRATION,
