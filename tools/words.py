@@ -84,10 +84,10 @@ def _sentences(page: str) -> Iterator[tuple[int, str]]:
 
 def main(arguments: list[str]) -> None:
     wanted = [argument for argument in arguments if not argument.startswith("--")]
-    listed = subprocess.run(
-        ["git", "ls-files", *wanted], check=True, capture_output=True, text=True
-    ).stdout.splitlines()
-    files = [Path(name) for name in listed if Path(name).suffix in SUFFIXES and not _GENERATED.search(name)]
+    listed = subprocess.check_output(["git", "ls-files", *wanted], text=True)
+    files = [
+        Path(name) for name in listed.splitlines() if Path(name).suffix in SUFFIXES and not _GENERATED.search(name)
+    ]
     words, counts = 0, Counter[str]()
     for path in filter(Path.is_file, files):
         text = path.read_text(errors="replace")
