@@ -58,6 +58,11 @@ def blocks(page: str | Path, language: str | None = None) -> list[Block]:
     return [block for block in found if language in (None, block.language)]
 
 
+def runnable(page: str | Path) -> list[Block]:
+    """The blocks that run."""
+    return [block for block in blocks(page) if block.language not in PLAIN and block.mark not in EXCEPTIONS]
+
+
 def programs(page: str | Path) -> list[str]:
     """The texts of the blocks in Python."""
     return [block.text for block in blocks(page, "python")]
@@ -139,15 +144,12 @@ class Reader:
 
     def follow(self, page: str | Path) -> int:
         """Runs the blocks of a page; returns how many ran."""
-        ran = 0
-        for block in blocks(page):
-            if block.language not in PLAIN and block.mark not in EXCEPTIONS:
-                self._run(block)
-                ran += 1
-        return ran
+        for block in runnable(page):
+            self._run(block)
+        return len(runnable(page))
 
     def _run(self, block: Block) -> None:
-        text = block.text.replace(DEFAULT_ADDRESS, self._address).replace('"/var/lib/', f'"{self._folder}/')
+        text = block.text.replace(DEFAULT_ADDRESS, self._address).replace("/var/lib", str(self._folder))
         if block.language == "python":
             with _at(**self._terminal.place()):
                 exec(compile("\n" * block.line + text, "page", "exec"), self._names)

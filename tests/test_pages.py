@@ -2,24 +2,26 @@
 
 import os
 from collections import Counter
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.testing import Sidecar, reserved_port
-from tests.pages import EXCEPTIONS, PLAIN, Reader, blocks
+from tests.pages import EXCEPTIONS, PLAIN, Reader, blocks, runnable
 
 ROOT = Path(__file__).parent.parent
 QUICKSTART = ROOT / "docs" / "start" / "quickstart.md"
 PAGES = sorted([*ROOT.glob("docs/start/*.md"), *ROOT.glob("docs/guides/*.md")])
-SPARK_PAGES = [page for page in PAGES if page.name.startswith("spark") and page.name != "spark-stores.md"]
 ELSEWHERE = {"broker.md", "spark-stores.md"}
 """Their programs are for a sidecar of another kind, or for a suite of its own: their tests run them."""
+READ_HERE = [page for page in PAGES if runnable(page) and page.name not in ELSEWHERE]
+SPARK_PAGES = [page for page in READ_HERE if page.name.startswith("spark")]
 
 NOT_RUN = {
     "elsewhere": 28,
-    "fragment": 17,
+    "fragment": 13,
     "sample": 5,
 }
 """How many blocks do not run, by the reason (`EXCEPTIONS`)."""
@@ -31,28 +33,22 @@ def environment(address: str, **more: str) -> dict[str, str]:
 
 @pytest.mark.parametrize(
     "page",
-    [page for page in PAGES if page not in (QUICKSTART, *SPARK_PAGES) and page.name not in ELSEWHERE],
+    [page for page in READ_HERE if page not in (QUICKSTART, *SPARK_PAGES)],
     ids=lambda page: f"{page.parent.name}/{page.name}",
 )
 def test_the_page_is_true(page: Path, tmp_path: Path) -> None:
     with Sidecar(tmp_path / "sidecar") as sidecar:
         folder = tmp_path / "reader"
         folder.mkdir()
-        reader = Reader(folder, environment(sidecar.address), sidecar.address)
-        try:
+        with closing(Reader(folder, environment(sidecar.address), sidecar.address)) as reader:
             reader.follow(page)
-        finally:
-            reader.close()
 
 
 def test_the_quickstart_is_true(tmp_path: Path) -> None:
     with reserved_port() as port:
         address = f"127.0.0.1:{port.getsockname()[1]}"
-        reader = Reader(tmp_path, environment(address, SEQDEDUPE_LISTEN=address), address)
-        try:
+        with closing(Reader(tmp_path, environment(address, SEQDEDUPE_LISTEN=address), address)) as reader:
             assert reader.follow(QUICKSTART) == 4
-        finally:
-            reader.close()
 
 
 def test_what_does_not_run_is_known() -> None:
@@ -79,10 +75,7 @@ def test_what_does_not_run_is_known() -> None:
     ],
 )
 def test_what_is_not_true_is_found(shown: str, tmp_path: Path) -> None:
-    reader = Reader(tmp_path, os.environ, "")
-    try:
+    with closing(Reader(tmp_path, os.environ, "")) as reader:
         assert reader.follow("```console\n$ export A=1\n$ echo $A; sleep 1000 &\n1\n$ kill %1\n```\n") == 1
         with pytest.raises((AssertionError, SeqdedupeError)):
             reader.follow(shown)
-    finally:
-        reader.close()

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -25,11 +26,8 @@ def test_the_quickstart_is_true(tmp_path: Path, capfd: pytest.CaptureFixture[str
     with reserved_port() as port:
         address = f"127.0.0.1:{port.getsockname()[1]}"
         environment = os.environ | {"SEQDEDUPE_ADDRESS": address, "SEQDEDUPE_LISTEN": address}
-        reader = Reader(tmp_path, environment, address)
-        try:
+        with closing(Reader(tmp_path, environment, address)) as reader:
             assert reader.follow(README) == 2
-        finally:
-            reader.close()
     assert capfd.readouterr().out == "[('ann,10',), ('bob,20',)]\n"
     assert (tmp_path / "data" / "token").is_file()
 

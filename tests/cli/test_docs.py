@@ -1,6 +1,7 @@
 """The examples of docs/reference/cli.md do what they show."""
 
 import re
+from contextlib import closing
 from pathlib import Path
 
 import click
@@ -26,8 +27,5 @@ def test_every_command_is_in_the_table() -> None:
 def test_the_examples_are_true(tmp_path: Path, environment: dict[str, str], shared_sidecar: Sidecar) -> None:
     shown = [command for block in blocks(DOCUMENT, "console") for command, _ in commands(block.text)]
     assert sum(command.startswith("seqdedupe ") for command in shown) >= 10
-    reader = Reader(tmp_path, environment, shared_sidecar.address)
-    try:
+    with closing(Reader(tmp_path, environment, shared_sidecar.address)) as reader:
         reader.follow(DOCUMENT)
-    finally:
-        reader.close()

@@ -1,13 +1,14 @@
 """What the pages about Spark show is what happens."""
 
 import os
+import time
 from pathlib import Path
 
 import pytest
 from pyspark.sql import SparkSession
 
 from seqdedupe.testing import Sidecar
-from tests.pages import Reader
+from tests.pages import Reader, runnable
 from tests.spark.run_job import QUICK
 from tests.test_pages import SPARK_PAGES
 
@@ -21,6 +22,11 @@ def test_the_page_is_true(page: Path, spark: SparkSession, tmp_path: Path) -> No
         reader = Reader(folder, os.environ | QUICK | {"SEQDEDUPE_ADDRESS": sidecar.address}, sidecar.address)
         try:
             reader.follow(page)
+            started = sum(block.text.count(".writeStream") for block in runnable(page))
+            queries = spark.streams.active
+            while not all(query.recentProgress for query in queries if query.isActive):
+                time.sleep(0.05)
+            assert [query.exception() for query in queries] == [None] * started
         finally:
             for query in spark.streams.active:
                 query.stop()
