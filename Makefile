@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo demo-pulsar demo-services pulsar function-wheel prepare compile quick unit quick-check test check bench bench-peers campaign proto lock \
-	dist image install uninstall clean
+	docs dist image install uninstall clean
 
 demo: $(READY)
 	$(BIN)/python -m demo
@@ -107,10 +107,14 @@ proto: $(READY)
 # Pins every dependency again, at its newest version that fits: of all there is, of a sidecar as a service, of a build.
 LOCK := $(BIN)/uv pip compile -q --universal --python-version 3.11 --no-header --generate-hashes
 lock: $(READY)
-	$(LOCK) --all-extras --group dev --no-annotate pyproject.toml -o requirements.lock
+	$(LOCK) --all-extras --group dev --group docs --no-annotate pyproject.toml -o requirements.lock
 	$(LOCK) --extra sidecar --extra pulsar --extra top --annotation-style line -c requirements.lock pyproject.toml \
 		-o deploy/requirements.lock
 	echo setuptools | $(LOCK) --no-annotate -c requirements.lock - -o deploy/build.lock
+
+# The site of all pages, with search, in build/site. It loads nothing from other hosts.
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 # Wheel and source archive, the same bytes wherever they are built, and whoever does.
 BUILDING := build/venv
@@ -147,7 +151,7 @@ install: dist
 	sed "s|@PREFIX@|$(PREFIX)|; s|@SYSCONFDIR@|$(SYSCONFDIR)|" deploy/seqdedupe.service.in \
 		> $(DESTDIR)$(PREFIX)/lib/systemd/system/seqdedupe.service
 	chmod 644 $(DESTDIR)$(PREFIX)/lib/systemd/system/seqdedupe.service
-	for page in $$(cd docs && find . -name '*.md'); do \
+	for page in $$(cd docs && find . -type f); do \
 		install -D -m 644 docs/$$page $(DESTDIR)$(PREFIX)/share/doc/seqdedupe/$$page || exit 1; \
 	done
 	install -D -m 644 deploy/logrotate.conf $(DESTDIR)$(SYSCONFDIR)/logrotate.d/seqdedupe

@@ -11,7 +11,7 @@ from broker_sidecar.cluster.departures import Departures
 from broker_sidecar.cluster.peers import Neighbours, Peers, claim_of, listed
 from broker_sidecar.config import Config
 from seqdedupe.address import SidecarAddress
-from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.errors import INSTALL_HINT, SeqdedupeError, error
 from seqdedupe.log.contract import Logs
 from seqdedupe.log.embedded.commit import Committer
 from seqdedupe.log.embedded.logs import EmbeddedLogs, incarnations
@@ -247,7 +247,7 @@ def _cluster(config: Config, store: Store) -> "LogCluster":
         raise error(
             "INVALID_CONFIGURATION",
             f"log = 'pulsar' needs {e.name}, which is not installed",
-            hint="Install it: pip install 'seqdedupe[sidecar,pulsar]'",
+            hint=INSTALL_HINT.format("sidecar,pulsar"),
             key="log",
         ) from e
     return LogCluster(config, store)

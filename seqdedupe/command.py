@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from seqdedupe.errors import NEVER, SeqdedupeError, UnavailableError, error
+from seqdedupe.errors import INSTALL_HINT, NEVER, SeqdedupeError, UnavailableError, error
 from seqdedupe.names import topic_name
 
 FAILED = 1
@@ -80,7 +80,7 @@ def needing(what: str, extra: str, *, otherwise: str = "") -> Iterator[None]:
     except ModuleNotFoundError as e:
         if e.name is None or e.name.partition(".")[0] in _OURS:
             raise
-        hint = f"Install it: pip install 'seqdedupe[{extra}]'{otherwise}"
+        hint = f"{INSTALL_HINT.format(extra)}{otherwise}"
         raise error("INVALID_CONFIGURATION", f"{what} {e.name}, which is not installed", hint=hint) from e
 
 

@@ -550,6 +550,10 @@ REASONS: dict[str, Reason] = {
 }
 
 
+INSTALL_HINT = "Install it: pip install 'PATH[{}]', where PATH is a checkout or the wheel of seqdedupe."
+"""With the names of extras. The package is on no index."""
+
+
 def error(
     reason: str,
     message: str,

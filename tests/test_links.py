@@ -67,4 +67,9 @@ def test_what_is_not_there_is_found(tmp_path: Path) -> None:
 
 def test_every_page_is_of_one_kind() -> None:
     kinds = {path.parts[1] for path in PAGES if path.parts[0] == "docs"}
-    assert kinds <= KINDS
+    assert kinds == {"index.md", *KINDS}
+
+
+def test_every_page_is_listed() -> None:
+    listed = {Path("docs") / link for link in _LINK.findall((ROOT / "docs" / "index.md").read_text())}
+    assert {path for path in PAGES if path.parts[0] == "docs"} - listed == {Path("docs/index.md")}

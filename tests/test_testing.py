@@ -18,6 +18,7 @@ from seqdedupe import testing
 from seqdedupe.client.blocking import Client
 from seqdedupe.testing import Patience, Sidecar, Stalled, all_stacks
 from tests import warm
+from tests.pages import programs
 from tests.processes import running
 
 ROOT = Path(__file__).parents[1]
@@ -31,7 +32,7 @@ UNPREPARED = HANG + "hang()"
 
 
 def test_the_example() -> None:
-    [code] = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    [code] = programs(PAGE)
     names: dict[str, Any] = {}
     exec(compile(code, str(PAGE), "exec"), names)
     names["test_what_was_sent_survives_a_crash"]()

@@ -93,8 +93,10 @@ TIER_OF: Mapping[str, str] = {
     "tests/test_compare": INTEGRATION,
     "tests/test_demo.py": SYSTEM,
     "tests/test_links.py": INTEGRATION,
-    "tests/test_readme": SYSTEM,
+    "tests/test_pages": INTEGRATION,
+    "tests/test_readme": INTEGRATION,
     "tests/test_schema_": INTEGRATION,
+    "tests/test_site": INTEGRATION,
     "tests/test_testing": INTEGRATION,
     "tests/test_tiers": INTEGRATION,
     "tests/test_warm": INTEGRATION,
@@ -185,7 +187,7 @@ STARTS_JAVA = (
     "tests/spark/test_kill_",
     "tests/spark/test_source_pipelines.py",
     "tests/test_demo.py",
-    "tests/test_readme.py::test_the_commands_do",
+    "tests/spark/test_pages.py",
 )
 """Node IDs that begin so start Java in a process of their own. Other tests of Spark use the fixture `spark`."""
 

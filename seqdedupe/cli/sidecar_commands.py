@@ -192,7 +192,7 @@ def top(once: bool, order: str, search: str, limit: int, address: str, as_json: 
         if as_json:
             _print_again_and_again(ask, once)
             return
-        with needing("`top` needs", "top", otherwise=". With --json it is not needed."):
+        with needing("`top` needs", "top", otherwise=" With --json it is not needed."):
             from seqdedupe.cli.top_view import show, show_once
         if once or not (sys.stdout.isatty() and sys.stdin.isatty()):
             show_once(first(ask), address)

@@ -11,7 +11,15 @@ from typing import Protocol, Self, TypeVar, runtime_checkable
 
 from seqdedupe.client.client import Located, TopicEnds
 from seqdedupe.client.connection import Backoff
-from seqdedupe.errors import DamagedError, NotFoundError, PositionError, SeqdedupeError, UnavailableError, error
+from seqdedupe.errors import (
+    INSTALL_HINT,
+    DamagedError,
+    NotFoundError,
+    PositionError,
+    SeqdedupeError,
+    UnavailableError,
+    error,
+)
 from seqdedupe.message_id import Position
 from seqdedupe.names import namespace_of, partition_name, topic_name
 from seqdedupe.v1 import admin_pb2
@@ -211,7 +219,7 @@ def open_client(service: Service, selection: Selection, *, may_lose: bool = Fals
         raise error(
             "INVALID_CONFIGURATION",
             f"a package for reading from Pulsar's brokers is missing: {e}",
-            hint="Install seqdedupe[sidecar,pulsar,spark], on the executors too.",
+            hint=f"{INSTALL_HINT.format('sidecar,pulsar,spark')} Executors need it too.",
         ) from e
     pattern = selection.pattern
     if pattern is None:

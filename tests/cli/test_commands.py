@@ -316,7 +316,7 @@ def test_serve_without_its_packages_names_the_extra(run: Run, tmp_path: Path) ->
     serve = ("serve", "--data-directory", "data", "--listen", "127.0.0.1:0")
     error = run(*serve, status=1, PYTHONPATH=str(tmp_path)).stderr
     assert b"needs rocksdict" in error
-    assert b"pip install 'seqdedupe[sidecar]'" in error
+    assert b"pip install 'PATH[sidecar]'" in error
 
 
 def test_serve_serves(tmp_path: Path, environment: dict[str, str]) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from tests.conftest import StartSidecar
 from tests.examples.brokers import ROOT, BrokerProcess
+from tests.pages import programs
 
 PAGE = ROOT / "docs" / "guides" / "broker.md"
 README = ROOT / "examples" / "broker" / "README.md"
@@ -16,7 +17,7 @@ README = ROOT / "examples" / "broker" / "README.md"
 
 def test_the_program_runs(start_sidecar: StartSidecar) -> None:
     sidecar = start_sidecar(log="broker")
-    [program] = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    [program] = programs(PAGE)
     program = program.replace("127.0.0.1:6660", sidecar.address)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=LAST_RESORT_SECONDS)
     assert done.stdout.splitlines() == [

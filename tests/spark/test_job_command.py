@@ -15,7 +15,7 @@ from pyspark.errors import PySparkException
 
 from seqdedupe.cli.commands import cli
 from seqdedupe.client.blocking import Client
-from seqdedupe.errors import SeqdedupeError
+from seqdedupe.errors import INSTALL_HINT, SeqdedupeError
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from seqdedupe_spark import reader_job
 from seqdedupe_spark.job.positions import Positions
@@ -278,4 +278,4 @@ def test_the_short_form_says_what_to_install(monkeypatch: pytest.MonkeyPatch, co
     monkeypatch.setitem(sys.modules, "pyspark", None)
     failure = CliRunner().invoke(cli, ["job", command]).exception
     assert isinstance(failure, SeqdedupeError)
-    assert (failure.reason, failure.hint) == ("INVALID_CONFIGURATION", "Install it: pip install 'seqdedupe[spark]'")
+    assert (failure.reason, failure.hint) == ("INVALID_CONFIGURATION", INSTALL_HINT.format("spark"))

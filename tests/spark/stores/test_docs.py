@@ -1,7 +1,6 @@
 """The store that the documentation shows passes the suite."""
 
 import json
-import re
 import sys
 from functools import partial
 from pathlib import Path
@@ -12,6 +11,7 @@ import pyarrow as pa
 import pytest
 
 from seqdedupe_spark.stores.contract import StoreFactory
+from tests.pages import programs
 from tests.spark.stores.conformance import StoreConformance, StoreHarness
 
 PAGE = Path(__file__).parents[3] / "docs" / "guides" / "spark-stores.md"
@@ -37,9 +37,8 @@ class JsonHarness(StoreHarness):
 class TestJsonStore(StoreConformance):
     @pytest.fixture
     def harness(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StoreHarness:
-        found = re.search(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-        assert found
+        [program] = programs(PAGE)
         module = ModuleType("json_store")
         monkeypatch.setitem(sys.modules, "json_store", module)
-        exec(compile(found[1], str(PAGE), "exec"), module.__dict__)
+        exec(compile(program, str(PAGE), "exec"), module.__dict__)
         return JsonHarness(module.JsonStore, tmp_path)
