@@ -148,6 +148,7 @@ class SidecarServer:
                 self._calls,
                 reading,
                 lambda: not self._guard.watching.has_problem,
+                self._guard.authentication,
             )
             self._metrics = Metrics(sources)
             visitors = Visitors(self._guard.authentication, self._guard.permissions, self._guard.trail)
