@@ -28,6 +28,7 @@ from rocksdict import (
 
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.files import sync_folder
+from seqdedupe.locks import holder_of
 from seqdedupe.store.parts import FORMAT_VERSION, other_format
 
 # -- The file DURABLE: the store's own lock, its format version, up to where its writes were durable, and whether
@@ -79,8 +80,9 @@ class Mark:
             sequence, has_journal = _decoded(os.pread(descriptor, _SIZE_BYTES + 1, 0))
             return Mark(descriptor, sequence, has_journal=has_journal)
         except BlockingIOError as e:
+            owner = holder_of(descriptor)
             os.close(descriptor)
-            raise error("DIRECTORY_IN_USE", f"another process uses the store {folder}") from e
+            raise error("DIRECTORY_IN_USE", f"the store {folder} is in use: {owner} has it") from e
         except BaseException:
             os.close(descriptor)
             raise

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from broker_sidecar.workers import EXIT_ERROR
+from seqdedupe import locks
 from seqdedupe.client.blocking import Client
 from seqdedupe.doctor.examine import examine
 from seqdedupe.errors import ConfigurationError
-from seqdedupe.locks import DIRECTORY_LOCK, Lock, locked_directory
+from seqdedupe.locks import DIRECTORY_LOCK, Lock, kept_unused, locked_directory
 from seqdedupe.store.directories import of_worker
 from seqdedupe.testing import Sidecar
 
@@ -100,7 +101,7 @@ def test_a_directory_that_is_examined_is_not_started_on(tmp_path: Path) -> None:
     examine(sidecar.data, start)
     assert sorted(os.listdir(sidecar.data)) == before
     [line] = refused
-    assert "a process that examines it has it [DIRECTORY_IN_USE]" in line
+    assert f"process {os.getpid()}, which examines it, has it [DIRECTORY_IN_USE]" in line
 
 
 def test_a_lock_outlives_no_process_and_can_be_removed_by_its_owner(tmp_path: Path) -> None:
@@ -113,3 +114,29 @@ def test_a_lock_outlives_no_process_and_can_be_removed_by_its_owner(tmp_path: Pa
     lock.remove()
     assert not path.exists()
     Lock.take(path).close()
+
+
+def test_a_lock_whose_owner_has_written_nothing_is_known_by_its_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk has no room for a name."""
+    path = tmp_path / DIRECTORY_LOCK
+    code = (
+        "import sys\nfrom pathlib import Path\nfrom seqdedupe.locks import Lock\nlock = Lock.take(Path(sys.argv[1]))\n"
+    )
+    code += "print(flush=True)\nsys.stdin.read()\n"
+    command = [sys.executable, "-c", code, str(path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as owner:
+        assert owner.stdout is not None
+        owner.stdout.readline()
+        path.write_text("")
+        for user in (locked_directory, kept_unused):
+            with pytest.raises(ConfigurationError, match=f"in use: process {owner.pid} has it"), user(tmp_path):
+                pass
+        monkeypatch.setattr(locks, "_SYSTEM_LOCKS", tmp_path / "not there")
+        unknown = "another process, whose number the system does not say here, has it"
+        with pytest.raises(ConfigurationError, match=unknown), locked_directory(tmp_path):
+            pass
+        owner.communicate()
+    with locked_directory(tmp_path):
+        pass
