@@ -10,11 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from broker_sidecar.workers import EXIT_ERROR
 from seqdedupe import locks
 from seqdedupe.client.blocking import Client
 from seqdedupe.doctor.examine import examine
-from seqdedupe.errors import ConfigurationError
+from seqdedupe.errors import EXIT_FAILED, ConfigurationError
 from seqdedupe.locks import DIRECTORY_LOCK, Lock, kept_unused, locked_directory
 from seqdedupe.store.directories import of_worker
 from seqdedupe.testing import Sidecar
@@ -40,7 +39,7 @@ def test_a_sidecar_that_hangs_keeps_its_directory_when_a_part_is_moved_away(tmp_
         (first.data / moved).rename(first.data / f"{moved}.broken")
         second.spawn()
         try:
-            assert second.wait() == EXIT_ERROR
+            assert second.wait() == EXIT_FAILED
         finally:
             second.kill()
         [line] = second.errors
@@ -65,7 +64,7 @@ def test_a_sidecar_ends_when_its_lock_is_not_at_its_place(tmp_path: Path, how: s
             lock.unlink()
         if how == "replaced":
             lock.touch()
-        assert sidecar.wait() not in (0, EXIT_ERROR)
+        assert sidecar.wait() not in (0, EXIT_FAILED)
         assert any(str(lock) in entry["event"] for entry in sidecar.log if entry["level"] == "critical")
         if how == "directory moved":
             (tmp_path / "elsewhere").rename(sidecar.data)
@@ -81,7 +80,7 @@ def test_workers_lock_their_directories_and_the_parent_the_one_above(tmp_path: P
             assert refused.value.reason == "DIRECTORY_IN_USE"
         (sidecar.data / DIRECTORY_LOCK).unlink()
         # Its workers drain.
-        assert sidecar.wait() == EXIT_ERROR
+        assert sidecar.wait() == EXIT_FAILED
 
 
 def test_a_directory_that_is_examined_is_not_started_on(tmp_path: Path) -> None:
@@ -93,7 +92,7 @@ def test_a_directory_that_is_examined_is_not_started_on(tmp_path: Path) -> None:
 
     def start(_: object) -> None:
         sidecar.spawn()
-        assert sidecar.wait() == EXIT_ERROR
+        assert sidecar.wait() == EXIT_FAILED
         refused.extend(sidecar.errors)
 
     sidecar.keys["rebuild_store"] = True
