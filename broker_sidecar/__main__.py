@@ -43,13 +43,13 @@ from broker_sidecar.config import (  # noqa: E402
     from_process,
 )
 from seqdedupe.address import SidecarAddress  # noqa: E402
-from seqdedupe.errors import SeqdedupeError  # noqa: E402
+from seqdedupe.errors import EXIT_WRONG, SeqdedupeError, exit_status  # noqa: E402
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         # One line, as every error: the usage would be a screen of flags above it.
-        self.exit(2, f"seqdedupe: {message}{'' if message.endswith('?') else '.'} See {self.prog} --help.\n")
+        self.exit(EXIT_WRONG, f"seqdedupe: {message}{'' if message.endswith('?') else '.'} See {self.prog} --help.\n")
 
 
 def arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -94,7 +94,7 @@ def main(argv: list[str] | None = None, *, prog: str = "broker_sidecar") -> int:
         config = from_process(file, given)
     except SeqdedupeError as e:
         print(f"seqdedupe: {e} {e.hint}", file=sys.stderr)
-        return 2
+        return exit_status(e)
     with ExitStack() as held:
         return _run(config, held, sys.argv[1:] if argv is None else argv, rebuild_store, gives_up)
 
@@ -102,7 +102,6 @@ def main(argv: list[str] | None = None, *, prog: str = "broker_sidecar") -> int:
 def _run(config: Config, held: ExitStack, flags: Sequence[str], rebuild_store: bool, gives_up_journal: bool) -> int:
     from broker_sidecar import data_directory, kernels, telemetry, workers
     from broker_sidecar.sockets import check_nobody_listens
-    from broker_sidecar.workers import EXIT_ERROR
 
     if faulthandler.is_enabled():
         # Whoever wants its stacks (`seqdedupe.testing`) does not have to end it for them.
@@ -119,9 +118,7 @@ def _run(config: Config, held: ExitStack, flags: Sequence[str], rebuild_store: b
             if text := getattr(config, key):
                 check_nobody_listens(SidecarAddress.parse(text), key)
     except (SeqdedupeError, OSError) as e:
-        failure = e if isinstance(e, SeqdedupeError) else data_directory.failed(folder, e)
-        print(f"seqdedupe: {failure} {failure.hint}", file=sys.stderr)
-        return EXIT_ERROR
+        return data_directory.ended_by(e, folder)
     beside: kernels.CompilingBeside | None = None
     if kernels.prepare(config.data_directory):
         # Several workers would each have a process beside them; recovery takes far longer uncompiled.

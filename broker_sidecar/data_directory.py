@@ -5,12 +5,13 @@ import asyncio
 import errno
 import os
 import pwd
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.errors import REASONS, SeqdedupeError, error, exit_status
 from seqdedupe.locks import DIRECTORY_LOCK, Lock, locked_directory
 from seqdedupe.store.directories import MANIFEST_FILE, SHARDS_FILE, WORKERS_FILE
 
@@ -25,10 +26,12 @@ _HINTS = {
     errno.EACCES: "Run the sidecar as the user that owns the directory, or give it to this user (chown).",
     errno.EPERM: "Run the sidecar as the user that owns the directory, or give it to this user (chown).",
     errno.ENOSPC: "Make room on the disk.",
+    errno.EDQUOT: "Make room within the quota.",
     errno.ENOTDIR: "Name a directory: a part of the path is a file.",
     errno.EEXIST: "Name a directory: this is a file.",
 }
 
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 _DATA = ("store", "logs")
 _OWN = (DIRECTORY_LOCK, *_DATA, SHARDS_FILE, WORKERS_FILE)
@@ -40,15 +43,25 @@ def prepare(folder: Path) -> None:
     user's."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        is_read_only = bool(os.statvfs(folder).f_flag & os.ST_RDONLY)
+        _check_usable(folder, folder)
+        _check_owner(folder)
+        for part in (folder / name for name in _DATA):
+            if part.is_dir():
+                _check_usable(folder, part)
     except OSError as e:
         raise _unusable(folder, e.errno or 0, os.strerror(e.errno) if e.errno else str(e)) from e
-    if is_read_only:
-        raise _unusable(folder, errno.EROFS, os.strerror(errno.EROFS))
-    if not os.access(folder, os.R_OK | os.W_OK | os.X_OK, effective_ids=True):
-        owner, user = (_user(uid) for uid in (folder.stat().st_uid, os.geteuid()))
-        raise _unusable(folder, errno.EACCES, f"it belongs to {owner}, and this process runs as {user}")
-    _check_owner(folder)
+
+
+def _check_usable(folder: Path, part: Path) -> None:
+    """Raises INVALID_CONFIGURATION if this process cannot read and write there: no trying again would help."""
+    if os.statvfs(part).f_flag & os.ST_RDONLY:
+        raise _unusable(folder, errno.EROFS, ("" if part == folder else f"{part}: ") + os.strerror(errno.EROFS))
+    if not os.access(part, os.R_OK | os.W_OK | os.X_OK, effective_ids=True):
+        found = part.stat()
+        owner, user = (_user(uid) for uid in (found.st_uid, os.geteuid()))
+        what = "it" if part == folder else part
+        why = f"{what} belongs to {owner}, and this process runs as {user} (mode {found.st_mode & 0o777:03o})"
+        raise _unusable(folder, errno.EACCES, why)
 
 
 def _check_owner(folder: Path) -> None:
@@ -113,18 +126,37 @@ async def lost(lock: Lock) -> str:
                 return f"{lock.path} is not the file that this process has locked: it was moved or removed"
 
 
-def failed(folder: Path, e: OSError) -> SeqdedupeError:
-    """What a sidecar on this directory says that an error of the system has ended. A full disk names no file."""
+def ended_by(e: SeqdedupeError | OSError, folder: Path) -> int:
+    """Says in one line what has ended a sidecar on this directory; returns its exit status."""
+    failure = e if isinstance(e, SeqdedupeError) else _failed(folder, e)
+    is_tried_again = failure.reason in _TRIED_AGAIN and failure.hint == REASONS[failure.reason].hint
+    print(f"seqdedupe: {failure} {_AT_END if is_tried_again else failure.hint}", file=sys.stderr)
+    return exit_status(failure)
+
+
+_TRIED_AGAIN = ("STORE_UNAVAILABLE", "LOG_REFUSED", "LOG_UNREADABLE", "AUDIT_UNAVAILABLE")
+"""A sidecar that runs tries these again, as their hints say. One that has ended does not."""
+
+_AT_END = "Cure what the message names, and start the sidecar again."
+
+
+def _failed(folder: Path, e: OSError) -> SeqdedupeError:
+    """An error of the system. A full disk names no file."""
     number, why = e.errno or 0, os.strerror(e.errno) if e.errno else str(e)
     if e.filename is None and number in _HINTS:
         return _unusable(folder, number, why)
     place = "" if e.filename is None else f"{e.filename}: "
-    return error("INVALID_CONFIGURATION", f"the sidecar cannot run: {place}{why}", hint=_HINTS.get(number))
+    return error(_reason(number), f"the sidecar cannot run: {place}{why}", hint=_HINTS.get(number, _AT_END))
 
 
 def _unusable(folder: Path, number: int, why: str) -> SeqdedupeError:
     message = f"data_directory = {str(folder)!r} cannot be used: {why}"
-    return error("INVALID_CONFIGURATION", message, hint=_HINTS.get(number), key="data_directory")
+    return error(_reason(number), message, hint=_HINTS.get(number, _AT_END), key="data_directory")
+
+
+def _reason(number: int) -> str:
+    """Of an error of the system: whether the next start may go better."""
+    return "INVALID_CONFIGURATION" if number in _HINTS and number not in _NO_ROOM else "STORE_UNAVAILABLE"
 
 
 def _user(uid: int) -> str:

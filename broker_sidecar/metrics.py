@@ -23,6 +23,7 @@ from broker_sidecar.config import Config
 from broker_sidecar.connections import TcpConnections
 from broker_sidecar.data import Data
 from broker_sidecar.rpc import Method, MethodCounts
+from broker_sidecar.security.authentication import Authentication
 from broker_sidecar.services.read_service import Reading, ReadService
 from broker_sidecar.services.statistics import replay_left_messages, snapshot_age_seconds
 from broker_sidecar.streams import Streams
@@ -403,6 +404,7 @@ class Sources:
     """None where a broker's own log holds the messages."""
     is_configuration_in_force: Callable[[], bool]
     """Whether the files that an operator may replace are in force as they are now."""
+    authentication: Authentication
 
 
 class Metrics(Collector):
@@ -456,6 +458,7 @@ class Metrics(Collector):
         refusals = CounterMetricFamily("seqdedupe_refusals", "Errors that callers were told.", labels=("reason",))
         # Those that nobody was told yet too: what rises from nothing at all, Prometheus does not see rise.
         yield by_label(refusals, ((reason, rpc.refusals[reason]) for reason in REASONS))
+        yield from self._of_credentials()
         yield from self._of_clients()
         yield from self._of_readers()
         yield from self._of_a_cluster()
@@ -464,6 +467,20 @@ class Metrics(Collector):
     async def _look(self) -> Looked:
         reading = self._from.reading
         return await self._tally.look(list(reading.readings) if reading is not None else ())
+
+    def _of_credentials(self) -> Iterator[Metric]:
+        labels = ("credential", "subject")
+        about = "When a certificate, a list of revoked certificates or a token in use expires."
+        expiry = GaugeMetricFamily("seqdedupe_credential_expiry_timestamp_seconds", about, labels=labels)
+        about = "How long it is valid in all; +Inf for a token that does not say since when."
+        lifetime = GaugeMetricFamily("seqdedupe_credential_lifetime_seconds", about, labels=labels)
+        for kind, subject, validity in self._from.authentication.credentials():
+            expiry.add_metric((kind, subject), validity.ends_seconds)
+            lifetime.add_metric((kind, subject), validity.ends_seconds - validity.starts_seconds)
+        yield from (expiry, lifetime)
+        about = "Calls refused for a token that had expired, by the token's subject."
+        calls = CounterMetricFamily("seqdedupe_expired_token_calls", about, labels=("subject",))
+        yield by_label(calls, list(self._from.authentication.expired.calls.items()))
 
     def _of_clients(self) -> Iterator[Metric]:
         streams = self._from.streams

@@ -40,9 +40,8 @@ from broker_sidecar.streams import CONNECTION_SHARE, Streams
 from broker_sidecar.telemetry import LastWarnings, Traces
 from broker_sidecar.web.http_server import Route, Visitors, WebServer
 from broker_sidecar.web.pages import Pages
-from broker_sidecar.workers import EXIT_ERROR
 from seqdedupe.address import SidecarAddress
-from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.errors import EXIT_FAILED, SeqdedupeError, error
 from seqdedupe.locks import Lock
 from seqdedupe.log.embedded.commit import MAX_ROUND, open_files_within
 from seqdedupe.store.directories import whole_of
@@ -148,6 +147,7 @@ class SidecarServer:
                 self._calls,
                 reading,
                 lambda: not self._guard.watching.has_problem,
+                self._guard.authentication,
             )
             self._metrics = Metrics(sources)
             visitors = Visitors(self._guard.authentication, self._guard.permissions, self._guard.trail)
@@ -388,20 +388,17 @@ def run(config: Config, lock: Lock, **repairs: bool) -> int:
 
 async def _served(config: Config, lock: Lock, repairs: dict[str, bool]) -> int:
     """Serves; the exit status. What is wrong is said in one line."""
-    status = EXIT_ERROR
+    status = EXIT_FAILED
     try:
         await _serve(config, lock, repairs)
         status = 0
-    except SeqdedupeError as e:
-        print(f"seqdedupe: {e} {e.hint}", file=sys.stderr)
     except TimeoutError:
         print(
             "seqdedupe: draining took too long: what was in flight is decided at the next start",
             file=sys.stderr,
         )
-    except OSError as e:
-        failure = data_directory.failed(Path(config.data_directory), e)
-        print(f"seqdedupe: {failure} {failure.hint}", file=sys.stderr)
+    except (SeqdedupeError, OSError) as e:
+        status = data_directory.ended_by(e, Path(config.data_directory))
     if config.log == "pulsar":
         # Threads that still wait for a cluster would hold the process up, and abort it once the loop is closed.
         logging.shutdown()

@@ -39,11 +39,11 @@ def cannot_listen(address: SidecarAddress, e: Exception, key: str = "listen") ->
             why, hint = f"there is no folder {str(path.parent)!r}", "Make the folder, or choose another path."
         elif found.errno == errno.EADDRINUSE:
             hint = "Stop the process that listens there, or choose another port."
-    return error("INVALID_CONFIGURATION", f"{key} = {str(address)!r}: cannot listen there: {why}", hint=hint)
+    return error("CANNOT_LISTEN", f"{key} = {str(address)!r}: cannot listen there: {why}", hint=hint)
 
 
 def check_nobody_listens(address: SidecarAddress, key: str) -> None:
-    """To be called before what takes long. Raises INVALID_CONFIGURATION if the port is taken; what else is wrong with
+    """To be called before what takes long. Raises CANNOT_LISTEN if the port is taken; what else is wrong with
     an address turns out when it is listened at."""
     if address.path:
         path = Path(address.path)
@@ -73,7 +73,7 @@ class SocketPath:
     """
 
     def __init__(self, address: SidecarAddress, mode: int, key: str) -> None:
-        """Raises INVALID_CONFIGURATION if another process listens there, or is about to; OSError."""
+        """Raises CANNOT_LISTEN if another process listens there, or is about to; OSError."""
         self._address = address
         self._path = Path(address.path)
         self._mode = mode
@@ -99,7 +99,7 @@ class SocketPath:
             raise
 
     def listen(self, add_port: Callable[[SidecarAddress], int]) -> None:
-        """Has a server listen at the path. Raises INVALID_CONFIGURATION if another process does; RuntimeError;
+        """Has a server listen at the path. Raises CANNOT_LISTEN if another process does; RuntimeError;
         OSError."""
         self._own()
         # A process of another container may have the same number as this one, and the same folder.
@@ -151,4 +151,4 @@ def _listener(path: Path) -> str:
 
 def _taken(address: SidecarAddress, owner: str, key: str) -> SeqdedupeError:
     what = f"{key} = {str(address)!r}: cannot listen there: {owner} does"
-    return error("INVALID_CONFIGURATION", what, hint="Stop that process, or choose another path.")
+    return error("CANNOT_LISTEN", what, hint="Stop that process, or choose another path.")

@@ -24,7 +24,7 @@ from broker_sidecar.liveness import BEATS_WITHIN_PATIENCE, PROCESS_VARIABLE, Lis
 from broker_sidecar.security import tokens
 from broker_sidecar.sockets import cannot_listen, family_of
 from seqdedupe.address import SidecarAddress
-from seqdedupe.errors import error
+from seqdedupe.errors import EXIT_FAILED, error
 from seqdedupe.locks import Lock
 from seqdedupe.names import shards_of_worker, to_text
 from seqdedupe.store import directories
@@ -84,7 +84,7 @@ def run(config: Config, count: int, flags: Sequence[str], lock: Lock) -> int:
     """Runs so many workers with these flags, until SIGTERM or SIGINT, and those that end again; returns the exit
     status, which is 0 if all of them have drained. `lock` is the directory's.
 
-    Raises INVALID_CONFIGURATION if it cannot listen, and what `make` raises; OSError.
+    Raises CANNOT_LISTEN, and what `make` raises; OSError.
     """
     telemetry.configure(config.log_level, config.log_format)
     with contextlib.ExitStack() as held:
@@ -163,7 +163,7 @@ def _addresses(first: str, count: int) -> list[SidecarAddress]:
 @contextlib.contextmanager
 def _reserved(address: SidecarAddress) -> Iterator[SidecarAddress]:
     """The address with a port that nobody else is given during the block, in which a worker may come and go. Raises
-    INVALID_CONFIGURATION."""
+    CANNOT_LISTEN."""
     if address.path:
         yield address
         return
@@ -177,8 +177,6 @@ def _reserved(address: SidecarAddress) -> Iterator[SidecarAddress]:
 
 
 # -- The parent of several workers: starts each of them, and again when it ends, until all are to stop.
-
-EXIT_ERROR = 1
 
 _BEFORE_IT_SERVED = (-signal.SIGTERM, -signal.SIGINT)
 """How a worker ends that is told to stop before it has a handler for it: it has not opened anything yet."""
@@ -236,7 +234,7 @@ class Worker:
             except OSError as e:
                 # There can be no process now. The other workers must not end with this one.
                 logger.error("worker not started: %s", e, extra={"worker": self._number})
-                status = EXIT_ERROR
+                status = EXIT_FAILED
             if stopping.is_set():
                 return 0 if status in _BEFORE_IT_SERVED else status
             if asyncio.get_running_loop().time() - began > LONGEST_DELAY_SECONDS:
@@ -294,10 +292,10 @@ async def run_all(workers: Sequence[Worker], lock: Lock) -> int:
         statuses = await asyncio.gather(*(worker.run(stopping) for worker in workers))
     logger.info("stopped")
     if watching.done():
-        return EXIT_ERROR
+        return EXIT_FAILED
     watching.cancel()
     # Of one that was killed it is negative: it has not drained.
-    return max(EXIT_ERROR if status < 0 else status for status in statuses)
+    return max(EXIT_FAILED if status < 0 else status for status in statuses)
 
 
 @contextlib.contextmanager
@@ -346,4 +344,4 @@ def _end_with(parent: int) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:
-        os._exit(EXIT_ERROR)
+        os._exit(EXIT_FAILED)

@@ -12,11 +12,20 @@ from typing import Any
 
 import click
 
-from seqdedupe.errors import INSTALL_HINT, NEVER, SeqdedupeError, UnavailableError, error
+from seqdedupe.errors import (
+    EXIT_FAILED,
+    EXIT_WRONG,
+    INSTALL_HINT,
+    NEVER,
+    SeqdedupeError,
+    UnavailableError,
+    error,
+    exit_status,
+)
 from seqdedupe.names import topic_name
 
-FAILED = 1
-WRONG_USAGE = 2
+FAILED = EXIT_FAILED
+WRONG_USAGE = EXIT_WRONG
 INTERRUPTED = 130
 BROKEN_PIPE = 141
 """Exit statuses."""
@@ -42,8 +51,8 @@ def run_command(
 ) -> int:
     """Runs the command, of this process if no arguments are given; returns the exit status that it returned, or 0.
 
-    An error is one line on stderr, with `--json` of JSON, and status `failed`, 2 for wrong usage, or 130 if the
-    command was interrupted.
+    An error is one line on stderr, with `--json` of JSON, and status `failed`, 2 for wrong usage and a wrong
+    configuration, or 130 if the command was interrupted.
     """
     as_json = says_json(sys.argv[1:] if arguments is None else arguments)
     try:
@@ -65,7 +74,9 @@ def run_command(
         return e.exit_code
     except SeqdedupeError as e:
         say_failure(name, e, as_json=as_json)
-        return INTERRUPTED if e.reason == "INTERRUPTED" else failed
+        if e.reason == "INTERRUPTED":
+            return INTERRUPTED
+        return WRONG_USAGE if exit_status(e) == WRONG_USAGE else failed
     except OSError as e:
         message = f"{e.filename}: {e.strerror}" if e.filename and e.strerror else str(e)
         say_foreign(name, "OS_ERROR", message, as_json=as_json, hint=_OS_HINTS.get(e.errno or 0, ""))

@@ -21,6 +21,12 @@ from dataclasses import dataclass
 NEVER = -1
 """As a retry delay: trying again as it is cannot help."""
 
+EXIT_FAILED = 1
+"""Exit status of a process that an error has ended: it may go better another time."""
+
+EXIT_WRONG = 2
+"""Exit status of every command and of the sidecar after wrong usage or a wrong configuration: it stays wrong."""
+
 
 class SeqdedupeError(Exception):
     """The root of the tree. Made by `error()`, which looks the reason up.
@@ -419,6 +425,7 @@ REASONS: dict[str, Reason] = {
         "Let the sidecar speak TLS, and name its authority: SEQDEDUPE_TLS_CA_FILE, tls_ca_file. If something else "
         "encrypts the connection, say so: SEQDEDUPE_ALLOW_INSECURE_TOKEN=true, allow_insecure_token."
     ),
+    "CANNOT_LISTEN": _configuration("Correct the address that the message names, or free it."),
     "INSECURE_LISTEN": _configuration(
         "Give the sidecar a certificate (tls_certificate_file, tls_key_file), listen on loopback or a Unix socket, or "
         "say that it is wanted: allow_insecure_listen = true."
@@ -571,3 +578,8 @@ def error(
         known.retry_delay_ms if retry_delay_ms is None else retry_delay_ms,
         {name: str(value) for name, value in numbers.items()},
     )
+
+
+def exit_status(e: SeqdedupeError) -> int:
+    """With which status this error ends a process."""
+    return EXIT_WRONG if e.reason in ("INVALID_CONFIGURATION", "INSECURE_LISTEN") else EXIT_FAILED

@@ -19,6 +19,9 @@ DIRECTORY_LOCK = "LOCK"
 
 _MAX_OWNER_BYTES = 400
 
+_SYSTEM_LOCKS = Path("/proc/locks")
+"""What is locked on this machine, and by which process, as far as this process may see it."""
+
 
 class Lock:
     """A locked file. The system unlocks it when the process ends, however it ends."""
@@ -85,9 +88,27 @@ class Lock:
         with suppress(BlockingIOError):
             # Two that only look do not exclude each other, and say nothing in the file.
             fcntl.flock(self._descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            return "a process that examines it"
+            return f"{holder_of(self._descriptor)}, which examines it,"
         said = os.pread(self._descriptor, _MAX_OWNER_BYTES, 0).decode("ascii", "replace")
-        return said.partition("\n")[0] or "another process"
+        return said.partition("\n")[0] or holder_of(self._descriptor)
+
+
+def holder_of(descriptor: int) -> str:
+    """Which other process has locked an open file, in words: by its number, or saying that this is not known.
+
+    The system does not tell a process in a container who holds a lock outside of it, nor any process who holds one on
+    another machine.
+    """
+    found = os.fstat(descriptor)
+    file = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"
+    try:
+        lines = [line.split() for line in _SYSTEM_LOCKS.read_text().splitlines()]
+    except OSError:
+        lines = []
+    pids = {int(words[4]) for words in lines if words[1] == "FLOCK" and words[5] == file} - {os.getpid()}
+    if known := sorted(pid for pid in pids if pid > 0):
+        return f"process {known[0]}"
+    return "another process, whose number the system does not say here,"
 
 
 @contextmanager
@@ -119,7 +140,8 @@ def kept_unused(folder: Path) -> Iterator[None]:
                 try:
                     fcntl.flock(lock._descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 except BlockingIOError as e:
-                    raise _in_use(folder, lock._owner() if path.name == DIRECTORY_LOCK else "another process") from e
+                    is_named = path.name == DIRECTORY_LOCK
+                    raise _in_use(folder, lock._owner() if is_named else holder_of(lock._descriptor)) from e
         yield
 
 

@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import lru_cache
 from pathlib import Path
@@ -27,6 +27,7 @@ from broker_sidecar.rpc import Context
 from broker_sidecar.security import tokens
 from broker_sidecar.security.subject import ANONYMOUS, MAX_NAME_BYTES, OPERATOR, RESERVED, Subject, can_be_name
 from broker_sidecar.security.tokens import OwnToken, SignedTokens
+from broker_sidecar.security.validity import Credential, ExpiredTokens, Validity, of_certificates, soonest
 from broker_sidecar.security.watched_files import Watched
 from seqdedupe.address import SidecarAddress
 from seqdedupe.errors import SeqdedupeError, error
@@ -69,11 +70,11 @@ class Certificates:
         self.takes_clients = authorities is not None
         files = [certificate, key, *([authorities] if authorities else [])]
         self.watched = Watched("TLS", files, lambda: _read(certificate, key, authorities), self._changed)
-        self._first = self.watched.value
+        self._first = self.watched.value.configuration
         self._news: grpc.ServerCertificateConfiguration | None = None
 
     def _changed(self) -> None:
-        self._news = self.watched.value
+        self._news = self.watched.value.configuration
 
     def _take_news(self) -> "grpc.ServerCertificateConfiguration | None":
         """What to use from now on, None: as before. gRPC asks at each new connection, in a thread of its own."""
@@ -115,10 +116,21 @@ def _end_of(pem: bytes) -> float:
     return x509.load_pem_x509_certificate(pem).not_valid_after_utc.timestamp()
 
 
-def _read(certificate: Path, key: Path, authorities: Path | None) -> grpc.ServerCertificateConfiguration:
+class _Loaded(NamedTuple):
+    """What the files for TLS hold."""
+
+    configuration: grpc.ServerCertificateConfiguration
+    own: Validity
+    """Of the sidecar's certificate, and those between it and its authority: of the one that expires first."""
+    authorities: Validity | None
+    """The same of the authorities of clients. None: clients need no certificates."""
+
+
+def _read(certificate: Path, key: Path, authorities: Path | None) -> _Loaded:
     """What the files hold, if a connection can be made with it. Raises INVALID_CONFIGURATION."""
     chain_pem, key_pem = bytes_of(certificate), bytes_of(key)
-    own = certificates_in(certificate, chain_pem)[0]
+    chain = certificates_in(certificate, chain_pem)
+    own = chain[0]
     try:
         public = load_pem_private_key(key_pem, None).public_key()
     except (ValueError, TypeError, UnsupportedAlgorithm) as e:
@@ -131,11 +143,12 @@ def _read(certificate: Path, key: Path, authorities: Path | None) -> grpc.Server
     if not own.not_valid_before_utc <= now < own.not_valid_after_utc:
         term = f"{own.not_valid_before_utc:%Y-%m-%d %H:%M} to {own.not_valid_after_utc:%Y-%m-%d %H:%M} UTC"
         raise unusable(certificate, f"is valid from {term}, which is not now")
-    authorities_pem = None
+    authorities_pem = of_authorities = None
     if authorities is not None:
         authorities_pem = bytes_of(authorities)
-        certificates_in(authorities, authorities_pem)
-    return grpc.ssl_server_certificate_configuration([(key_pem, chain_pem)], authorities_pem)
+        of_authorities = of_certificates(certificates_in(authorities, authorities_pem))
+    configuration = grpc.ssl_server_certificate_configuration([(key_pem, chain_pem)], authorities_pem)
+    return _Loaded(configuration, of_certificates(chain), of_authorities)
 
 
 def bytes_of(path: Path) -> bytes:
@@ -197,6 +210,8 @@ class _Lists:
     """Those in the file of authorities that are not revoked."""
     revoked_authorities: frozenset[Name]
     """The names of the others."""
+    validity: Validity | None = field(compare=False)
+    """Of the list that is to be replaced first; None if no list says when. The same names for longer change nothing."""
 
     def has_revoked(self, one: x509.Certificate) -> bool:
         """Whether the certificate is in a list, or an authority in the file has issued it that is."""
@@ -268,6 +283,7 @@ def _read_lists(lists: Path, authorities: Path) -> _Lists:
     if parts.pop().strip() or not parts:
         raise unusable(lists, "holds no lists of revoked certificates (CRLs) as PEM")
     serials: set[Serial] = set()
+    validities: list[Validity] = []
     for part in parts:
         try:
             crl = x509.load_pem_x509_crl(part + _END)
@@ -281,13 +297,17 @@ def _read_lists(lists: Path, authorities: Path) -> _Lists:
             raise unusable(lists, f"holds a list that none of the authorities in {authorities} has signed")
         if is_of_others:
             raise unusable(lists, "holds a list that revokes certificates of other authorities (an indirect CRL)")
-        if crl.next_update_utc is not None and crl.next_update_utc <= datetime.now(UTC):
-            raise unusable(lists, f"holds a list that was to be replaced by {crl.next_update_utc:%Y-%m-%d %H:%M} UTC")
+        if (ends := crl.next_update_utc) is None:
+            continue
+        if ends <= datetime.now(UTC):
+            raise unusable(lists, f"holds a list that was to be replaced by {ends:%Y-%m-%d %H:%M} UTC")
+        validities.append(Validity(crl.last_update_utc.timestamp(), ends.timestamp()))
     revoked = [one for one in known if _serial_of(one) in serials]
     return _Lists(
         frozenset(serials),
         tuple(one for one in known if one not in revoked),
         frozenset(_name(one.subject) for one in revoked),
+        soonest(validities) if validities else None,
     )
 
 
@@ -326,6 +346,7 @@ class Authentication:
         """Makes the data directory's token if there is none. Raises INVALID_CONFIGURATION; OSError."""
         self.watched: list[Watched[Any]] = []
         """The files that this takes."""
+        self.expired = ExpiredTokens()
         self._end_streams = end_streams
         self._token: OwnToken | None = None
         if config.authentication == "token":
@@ -379,12 +400,28 @@ class Authentication:
         return _check_name(self._by_token(self._token, token, address))
 
     def _by_token(self, own: OwnToken, token: bytes, address: str) -> Subject:
-        if own.is_shown(token):
-            return Subject(OPERATOR, "token", None, address)
-        if self._signed_tokens is None:
-            raise error("UNAUTHENTICATED", "the token is not this sidecar's")
-        claims = self._signed_tokens.claims_of(token, address, time.time())
+        try:
+            if own.is_shown(token):
+                return Subject(OPERATOR, "token", None, address)
+            if self._signed_tokens is None:
+                raise error("UNAUTHENTICATED", "the token is not this sidecar's")
+            claims = self._signed_tokens.claims_of(token, address, time.time())
+        except SeqdedupeError as e:
+            self.expired.add(e, address)
+            raise
         return Subject(claims.subject, "jwt", claims.expires_at_seconds, address)
+
+    def credentials(self) -> list[Credential]:
+        """What ends at some time: the sidecar's certificate, the authorities of clients, the lists of revoked
+        certificates, and callers' tokens. For any thread."""
+        found: list[tuple[str, Validity | None]] = []
+        if self._certificates is not None:
+            loaded = self._certificates.watched.value
+            found += ("server_certificate", loaded.own), ("client_authority", loaded.authorities)
+        if self._revoked is not None:
+            found.append(("revocation_list", self._revoked.watched.value.validity))
+        credentials = [Credential(kind, "", validity) for kind, validity in found if validity is not None]
+        return credentials + (self._signed_tokens.credentials(time.time()) if self._signed_tokens is not None else [])
 
     def add_port(self, server: grpc.aio.Server, address: SidecarAddress) -> int:
         """Has the server listen there, with TLS where that is configured; returns the port. Raises RuntimeError."""

@@ -5,6 +5,7 @@ file that `make` makes. `Authentication` asks both.
 """
 
 import hashlib
+import heapq
 import hmac
 import json
 import logging
@@ -23,6 +24,7 @@ import jwt
 from cryptography.hazmat.primitives.asymmetric.rsa import RSAPublicKey
 
 from broker_sidecar.security.subject import MAX_NAME_BYTES, OPERATOR, can_be_name, network_of
+from broker_sidecar.security.validity import MAX_SUBJECTS, Credential, Validity
 from broker_sidecar.security.watched_files import Watched
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.files import open_named, read_named, sync_folder, write_synced
@@ -137,6 +139,8 @@ class Claims(NamedTuple):
     subject: str
     expires_at_seconds: float
     """Unix time, from which it is not taken any more."""
+    issued_at_seconds: float
+    """Unix time; `-inf` if the token does not say."""
 
 
 def read_keys(path: Path) -> Keys:
@@ -211,7 +215,7 @@ def verify(token: bytes, keys: Keys, audience: str, max_lifetime_seconds: float 
         if (lifetime_seconds := times["exp"] - times["iat"]) > max_lifetime_seconds:
             lives = f"the token lives {lifetime_seconds:.0f} s, from `iat` to `exp`"
             raise error("UNAUTHENTICATED", f"{lives}: at most {max_lifetime_seconds:.0f} are taken here", **proven)
-    return Claims(subject, ends_at_seconds)
+    return Claims(subject, ends_at_seconds, min(times.get("iat", -math.inf), times["exp"]))
 
 
 class SignedTokens:
@@ -256,6 +260,22 @@ class SignedTokens:
             self._verified.clear()
         self._verified[token] = claims
         return claims
+
+    def credentials(self, now_seconds: float) -> list[Credential]:
+        """The valid tokens that were shown: the latest of each subject. If there are more than `MAX_SUBJECTS`, those
+        with the smallest part of their lifetime left. For any thread."""
+        latest: dict[str, Validity] = {}
+        for subject, ends_seconds, starts_seconds in list(self._verified.values()):
+            known = latest.get(subject)
+            if now_seconds < ends_seconds and (known is None or known.ends_seconds < ends_seconds):
+                latest[subject] = Validity(starts_seconds, ends_seconds)
+
+        def part_left(credential: Credential) -> float:
+            starts_seconds, ends_seconds = credential.validity
+            return (ends_seconds - now_seconds) / (ends_seconds - starts_seconds)
+
+        found = (Credential("token", subject, validity) for subject, validity in latest.items())
+        return heapq.nsmallest(MAX_SUBJECTS, found, key=part_left)
 
 
 # -- The data directory's own token: who can read its file may do everything.

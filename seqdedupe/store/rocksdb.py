@@ -1,5 +1,6 @@
 """RocksDB as the store wants it: its options, creation in one step, opening, and its errors as ours."""
 
+import errno
 import fcntl
 import logging
 import os
@@ -28,6 +29,7 @@ from rocksdict import (
 
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.files import sync_folder
+from seqdedupe.locks import holder_of
 from seqdedupe.store.parts import FORMAT_VERSION, other_format
 
 # -- The file DURABLE: the store's own lock, its format version, up to where its writes were durable, and whether
@@ -79,8 +81,9 @@ class Mark:
             sequence, has_journal = _decoded(os.pread(descriptor, _SIZE_BYTES + 1, 0))
             return Mark(descriptor, sequence, has_journal=has_journal)
         except BlockingIOError as e:
+            owner = holder_of(descriptor)
             os.close(descriptor)
-            raise error("DIRECTORY_IN_USE", f"another process uses the store {folder}") from e
+            raise error("DIRECTORY_IN_USE", f"the store {folder} is in use: {owner} has it") from e
         except BaseException:
             os.close(descriptor)
             raise
@@ -315,6 +318,15 @@ def _options(create: bool) -> Options:
     return options
 
 
+_NOT_ALLOWED = "Give the folder and all files in it to the user that this process runs as (chown -R)."
+_HINTS = {
+    os.strerror(errno.EROFS): "Mount the file system for writing: it is read-only.",
+    os.strerror(errno.EACCES): _NOT_ALLOWED,
+    os.strerror(errno.EPERM): _NOT_ALLOWED,
+}
+"""By what the system says, which RocksDB quotes: what is no full disk."""
+
+
 @contextmanager
 def rocksdb_errors(folder: Path) -> Iterator[None]:
     """Turns what RocksDB and the system raise into STORE_DAMAGED or STORE_UNAVAILABLE."""
@@ -331,7 +343,8 @@ def rocksdb_errors(folder: Path) -> Iterator[None]:
         if type(e) is Exception and _DAMAGE.search(text):
             hint = _HINT_TABLE_MISSING if _TABLE_MISSING.search(text) else None
             raise error("STORE_DAMAGED", f"the store {folder} is damaged: {text}", hint=hint) from e
-        raise error("STORE_UNAVAILABLE", f"the store {folder} cannot be used: {text}") from e
+        hint = next((hint for said, hint in _HINTS.items() if said in text), None)
+        raise error("STORE_UNAVAILABLE", f"the store {folder} cannot be used: {text}", hint=hint) from e
 
 
 def write(db: Rdict, batch: WriteBatch) -> None:

@@ -34,6 +34,23 @@ def topic(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
+def read_only() -> Iterator[Callable[[Path], None]]:
+    """Makes a file or folder that is there read-only, for everybody."""
+    places: list[Path] = []
+
+    def mount(place: Path) -> None:
+        for flags in (["--bind", str(place)], ["-o", "remount,ro,bind"]):
+            done = subprocess.run(["mount", *flags, str(place)], capture_output=True, check=False)
+            if done.returncode:
+                pytest.skip(f"nothing can be mounted here: {done.stderr.decode().strip()}")
+            places.extend([place] if flags[0] == "--bind" else [])
+
+    yield mount
+    for place in places:
+        subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+@pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Callable[[Path], None]]:
     """Mounts a small file system of its own at a folder, which it makes."""
     places: list[Path] = []

@@ -35,7 +35,7 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 SERVICE_UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 
 FULL = "persistent://public/default/t"
-EXIT_ERROR = 1
+EXIT_WRONG = 2
 QUICK = with_constants.environment(seqdedupe__topic__attached__ADMISSION_TIMEOUT_SECONDS=1)
 
 
@@ -235,7 +235,7 @@ def test_a_data_directory_of_the_other_kind_is_refused_and_left_alone(start_side
     sidecar.stop()
     sidecar.keys["log"] = second
     sidecar.spawn()
-    assert sidecar.wait() == EXIT_ERROR
+    assert sidecar.wait() == EXIT_WRONG
     [line] = [line for line in sidecar.errors if "INVALID_CONFIGURATION" in line]
     assert f"log = {second!r}" in line
     assert (FULL if second == "embedded" else "logs of a sidecar's own") in line
@@ -253,7 +253,7 @@ def test_the_logs_of_a_lost_store_are_not_taken_for_a_brokers_directory(start_si
     (sidecar.data / "store").rename(sidecar.folder / "lost")
     sidecar.keys["log"] = "broker"
     sidecar.spawn()
-    assert sidecar.wait() == EXIT_ERROR
+    assert sidecar.wait() == EXIT_WRONG
     assert any("INVALID_CONFIGURATION" in line for line in sidecar.errors)
 
 

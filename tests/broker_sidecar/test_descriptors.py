@@ -8,6 +8,7 @@ import psutil
 
 from seqdedupe.address import SidecarAddress
 from seqdedupe.client import Client as SidecarClient
+from seqdedupe.errors import EXIT_WRONG
 from seqdedupe.testing import Sidecar
 from tests.broker_sidecar import with_constants
 from tests.broker_sidecar.calls import NOT_DUP, Client, batch, refused, verdicts
@@ -84,7 +85,7 @@ def test_the_control_connections_without_a_limit_take_them_all(tmp_path: Path) -
 def test_too_few_descriptors_are_one_clear_line(tmp_path: Path) -> None:
     sidecar = few_files(tmp_path, 100, 100)
     sidecar.spawn()
-    assert sidecar.wait() == 1
+    assert sidecar.wait() == EXIT_WRONG
     [line] = sidecar.errors
     assert line.startswith("seqdedupe: the process may have 100 files open")
     assert "LimitNOFILE" in line

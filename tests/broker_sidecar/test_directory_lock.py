@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from broker_sidecar.workers import EXIT_ERROR
+from seqdedupe import locks
 from seqdedupe.client.blocking import Client
 from seqdedupe.doctor.examine import examine
-from seqdedupe.errors import ConfigurationError
-from seqdedupe.locks import DIRECTORY_LOCK, Lock, locked_directory
+from seqdedupe.errors import EXIT_FAILED, ConfigurationError
+from seqdedupe.locks import DIRECTORY_LOCK, Lock, kept_unused, locked_directory
 from seqdedupe.store.directories import of_worker
 from seqdedupe.testing import Sidecar
 
@@ -39,7 +39,7 @@ def test_a_sidecar_that_hangs_keeps_its_directory_when_a_part_is_moved_away(tmp_
         (first.data / moved).rename(first.data / f"{moved}.broken")
         second.spawn()
         try:
-            assert second.wait() == EXIT_ERROR
+            assert second.wait() == EXIT_FAILED
         finally:
             second.kill()
         [line] = second.errors
@@ -64,7 +64,7 @@ def test_a_sidecar_ends_when_its_lock_is_not_at_its_place(tmp_path: Path, how: s
             lock.unlink()
         if how == "replaced":
             lock.touch()
-        assert sidecar.wait() not in (0, EXIT_ERROR)
+        assert sidecar.wait() not in (0, EXIT_FAILED)
         assert any(str(lock) in entry["event"] for entry in sidecar.log if entry["level"] == "critical")
         if how == "directory moved":
             (tmp_path / "elsewhere").rename(sidecar.data)
@@ -80,7 +80,7 @@ def test_workers_lock_their_directories_and_the_parent_the_one_above(tmp_path: P
             assert refused.value.reason == "DIRECTORY_IN_USE"
         (sidecar.data / DIRECTORY_LOCK).unlink()
         # Its workers drain.
-        assert sidecar.wait() == EXIT_ERROR
+        assert sidecar.wait() == EXIT_FAILED
 
 
 def test_a_directory_that_is_examined_is_not_started_on(tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_a_directory_that_is_examined_is_not_started_on(tmp_path: Path) -> None:
 
     def start(_: object) -> None:
         sidecar.spawn()
-        assert sidecar.wait() == EXIT_ERROR
+        assert sidecar.wait() == EXIT_FAILED
         refused.extend(sidecar.errors)
 
     sidecar.keys["rebuild_store"] = True
@@ -100,7 +100,7 @@ def test_a_directory_that_is_examined_is_not_started_on(tmp_path: Path) -> None:
     examine(sidecar.data, start)
     assert sorted(os.listdir(sidecar.data)) == before
     [line] = refused
-    assert "a process that examines it has it [DIRECTORY_IN_USE]" in line
+    assert f"process {os.getpid()}, which examines it, has it [DIRECTORY_IN_USE]" in line
 
 
 def test_a_lock_outlives_no_process_and_can_be_removed_by_its_owner(tmp_path: Path) -> None:
@@ -113,3 +113,29 @@ def test_a_lock_outlives_no_process_and_can_be_removed_by_its_owner(tmp_path: Pa
     lock.remove()
     assert not path.exists()
     Lock.take(path).close()
+
+
+def test_a_lock_whose_owner_has_written_nothing_is_known_by_its_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk has no room for a name."""
+    path = tmp_path / DIRECTORY_LOCK
+    code = (
+        "import sys\nfrom pathlib import Path\nfrom seqdedupe.locks import Lock\nlock = Lock.take(Path(sys.argv[1]))\n"
+    )
+    code += "print(flush=True)\nsys.stdin.read()\n"
+    command = [sys.executable, "-c", code, str(path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as owner:
+        assert owner.stdout is not None
+        owner.stdout.readline()
+        path.write_text("")
+        for user in (locked_directory, kept_unused):
+            with pytest.raises(ConfigurationError, match=f"in use: process {owner.pid} has it"), user(tmp_path):
+                pass
+        monkeypatch.setattr(locks, "_SYSTEM_LOCKS", tmp_path / "not there")
+        unknown = "another process, whose number the system does not say here, has it"
+        with pytest.raises(ConfigurationError, match=unknown), locked_directory(tmp_path):
+            pass
+        owner.communicate()
+    with locked_directory(tmp_path):
+        pass

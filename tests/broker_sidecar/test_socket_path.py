@@ -12,10 +12,9 @@ from pathlib import Path
 import pytest
 
 from broker_sidecar.sockets import SocketPath
-from broker_sidecar.workers import EXIT_ERROR
 from seqdedupe.address import SidecarAddress
 from seqdedupe.client.blocking import Client
-from seqdedupe.errors import ConfigurationError
+from seqdedupe.errors import EXIT_FAILED, ConfigurationError
 from seqdedupe.testing import Sidecar
 
 
@@ -53,7 +52,7 @@ def test_a_second_sidecar_does_not_take_the_socket(tmp_path: Path, path: Path) -
             second = Sidecar(tmp_path / name, listen=f"unix:{path}")
             second.spawn()
             try:
-                assert second.wait() == EXIT_ERROR
+                assert second.wait() == EXIT_FAILED
             finally:
                 second.kill()
             [line] = second.errors

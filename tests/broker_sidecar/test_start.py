@@ -1,5 +1,6 @@
 """Starts that must be refused: in use, damaged, incomplete, newer. A clear line, status 1, and nothing is changed."""
 
+import errno
 import hashlib
 import os
 import pwd
@@ -17,8 +18,8 @@ import google_crc32c
 import pytest
 from grpc_health.v1 import health_pb2
 
-from broker_sidecar.data_directory import prepare
-from seqdedupe.errors import REASONS, ConfigurationError
+from broker_sidecar.data_directory import ended_by, prepare
+from seqdedupe.errors import EXIT_FAILED, EXIT_WRONG, REASONS, ConfigurationError, SeqdedupeError, error
 from seqdedupe.log.embedded.logs import incarnations
 from seqdedupe.store.db import Store
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
@@ -53,6 +54,44 @@ def copied(used: Path, tmp_path: Path) -> Iterator[Sidecar]:
     sidecar = Sidecar(tmp_path)
     yield sidecar
     sidecar.kill()
+
+
+@pytest.mark.parametrize("part", ["store", "logs", ""])
+def test_a_start_on_a_read_only_disk_says_so_and_is_not_tried_again(
+    copied: Sidecar, tmp_path: Path, part: str, read_only: Callable[[Path], None]
+) -> None:
+    place = copied.data / part
+    read_only(place)
+    copied.spawn()
+    assert copied.wait() == EXIT_WRONG
+    [line] = copied.errors
+    where = f"{place}: " if part else ""
+    said = f"data_directory = '{copied.data}' cannot be used: {where}Read-only file system [INVALID_CONFIGURATION]"
+    assert line == f"seqdedupe: {said} Mount the file system for writing, or choose a directory on another one."
+
+
+def test_a_store_with_a_file_that_is_read_only(copied: Sidecar, read_only: Callable[[Path], None]) -> None:
+    read_only(copied.data / "store" / "DURABLE")
+    copied.spawn()
+    assert copied.wait() == EXIT_FAILED
+    [line] = copied.errors
+    assert "Read-only file system" in line
+    assert line.endswith("[STORE_UNAVAILABLE] Mount the file system for writing: it is read-only.")
+
+
+def test_a_hint_of_a_sidecar_that_has_ended_does_not_say_that_it_tries_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failures: list[SeqdedupeError | OSError] = [
+        error("STORE_UNAVAILABLE", "the disk fails"),
+        OSError(errno.EMFILE, os.strerror(errno.EMFILE)),
+    ]
+    for failure in failures:
+        assert ended_by(failure, tmp_path) == EXIT_FAILED
+        line = capsys.readouterr().err
+        assert "[STORE_UNAVAILABLE] Cure what the message names, and start the sidecar again." in line
+    assert ended_by(error("STORE_UNAVAILABLE", "the disk fails", hint="Do this."), tmp_path) == EXIT_FAILED
+    assert capsys.readouterr().err.endswith("[STORE_UNAVAILABLE] Do this.\n")
 
 
 def refused_start(sidecar: Sidecar) -> str:
@@ -275,10 +314,10 @@ def test_an_address_in_use_and_a_directory_that_cannot_be(copied: Sidecar, tmp_p
         wrong = Sidecar(tmp_path / "wrong", listen=listen, allow_insecure_listen=True)
         wrong.spawn()
         assert wrong.wait() == 1
-        assert f"cannot listen there: {said} [INVALID_CONFIGURATION]" in wrong.errors[-1]
+        assert f"cannot listen there: {said} [CANNOT_LISTEN]" in wrong.errors[-1]
     third = Sidecar(tmp_path / "third", data_directory=file / "data")
     third.spawn()
-    assert third.wait() == 1
+    assert third.wait() == EXIT_WRONG
     assert third.errors[0].startswith(f"seqdedupe: data_directory = '{file}/data' cannot be used: Not a directory")
     assert "a part of the path is a file" in third.errors[0]
 
@@ -295,7 +334,7 @@ def test_a_disk_that_is_full_at_the_start(small_disk: Callable[[Path], None], tm
             file.write(bytes(4096))
     sidecar.spawn()
     assert sidecar.wait() == 1
-    said = f"data_directory = '{sidecar.data}' cannot be used: No space left on device [INVALID_CONFIGURATION]"
+    said = f"data_directory = '{sidecar.data}' cannot be used: No space left on device [STORE_UNAVAILABLE]"
     assert sidecar.errors[-1] == f"seqdedupe: {said} Make room on the disk."
 
 
@@ -324,7 +363,7 @@ def test_root_leaves_nothing_in_a_directory_of_another_user(tmp_path: Path) -> N
     sidecar.data.mkdir()
     os.chown(sidecar.data, service, service)
     sidecar.spawn()
-    assert sidecar.wait() == 1
+    assert sidecar.wait() == EXIT_WRONG
     assert os.listdir(sidecar.data) == []
     [line] = sidecar.errors
     assert f"belongs to {pwd.getpwuid(service).pw_name}, and this process runs as root [INVALID_CONFIGURATION]" in line

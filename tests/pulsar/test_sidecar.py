@@ -10,7 +10,7 @@ import pytest
 
 from pulsar_broker.standalone import Broker
 from seqdedupe.client import blocking
-from seqdedupe.errors import ConfigurationError, SeqdedupeError, UnavailableError
+from seqdedupe.errors import EXIT_WRONG, ConfigurationError, SeqdedupeError, UnavailableError
 from seqdedupe.log.pulsar.admin_url import AdminUrl
 from seqdedupe.log.pulsar.entry_limit import Brokers
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar, reserved_port
@@ -220,5 +220,5 @@ def test_a_data_directory_stays_what_it_is(made: Start, topic: str, keys: dict[s
     sidecar.stop()
     sidecar.keys |= keys
     sidecar.spawn()
-    assert sidecar.wait() == 1
+    assert sidecar.wait() == EXIT_WRONG
     assert words in sidecar.errors[-1]

@@ -1,4 +1,7 @@
-"""Alerts, dashboard, the page of metrics and the runbook speak of what a real sidecar shows, and leave nothing out."""
+"""Alerts, dashboard, the page of metrics and the runbook speak of what a real sidecar shows, and leave nothing out.
+
+What the alerts' expressions come to is in `alerts_test.yml`, which Prometheus' own tool runs where it is installed.
+"""
 
 import json
 import re
@@ -8,17 +11,25 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
+import trustme
 import yaml
+from prometheus_client.metrics_core import Metric
 
 from seqdedupe.errors import REASONS
 from seqdedupe.testing import Sidecar
 from tests.broker_sidecar.calls import Client, batch
 from tests.broker_sidecar.metrics.scraping import Page, scrape
+from tests.broker_sidecar.security.issuing import issue, of_server, revoke
+from tests.broker_sidecar.security.showing import bearer, unary
+from tests.broker_sidecar.security.signing import AUDIENCE, Issuer, write_keys
+from tests.broker_sidecar.security.test_certificates import VERSION, channel_to, tls_keys
 from tests.test_docs import rows_of
 
 ROOT = Path(__file__).parents[3]
 ALERTS = ROOT / "deploy" / "prometheus" / "seqdedupe-alerts.yml"
+ALERTS_TEST = Path(__file__).with_name("alerts_test.yml")
 PROMETHEUS = ROOT / "deploy" / "prometheus" / "prometheus.yml"
 DASHBOARD = ROOT / "deploy" / "grafana" / "seqdedupe.json"
 METRICS = ROOT / "docs" / "reference" / "metrics.md"
@@ -28,25 +39,59 @@ OF_PROMETHEUS = {"up"}
 """Metrics that Prometheus makes itself."""
 FUNCTIONS = {
     "rate", "increase", "changes", "histogram_quantile", "sum", "max", "min", "topk", "by", "ignoring", "or",
-    "label_values",
+    "and", "on", "absent", "last_over_time", "time", "clamp_max", "label_values",
 }  # fmt: skip
 LABELS_OF_PROMETHEUS = {"instance", "job"}
 
 
 @pytest.fixture(scope="module")
-def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+def page(tmp_path_factory: pytest.TempPathFactory) -> Page:
     """Of a sidecar that has done something of everything."""
     with Sidecar(tmp_path_factory.mktemp("metrics"), metrics_listen="127.0.0.1:0") as sidecar:
         client = Client(sidecar.address)
         epochs = client.epochs("t", "a")
         client.stream("t").receipt(batch([("a", 0)], epochs))
         client.close()
-        yield scrape(sidecar)
+        page = scrape(sidecar)
+    return Page(_merged([*page.families, *_with_credentials(tmp_path_factory.mktemp("credentials")).families]))
+
+
+def _with_credentials(folder: Path) -> Page:
+    """The page of a sidecar with TLS and signed tokens, one of which was shown."""
+    authority, of_clients = trustme.CA(), trustme.CA()
+    keys = tls_keys(folder, of_server(authority))
+    of_clients.cert_pem.write_to_path(str(folder / "clients.pem"))
+    client = issue(of_clients, names=["shop.example"])
+    (folder / "revoked.pem").write_bytes(revoke(of_clients))
+    keys |= {"tls_client_ca_file": folder / "clients.pem", "tls_client_crl_file": folder / "revoked.pem"}
+    issuer = Issuer("one")
+    keys |= {"token_keys_file": write_keys(folder / "keys.json", [issuer.jwk()]), "token_audience": AUDIENCE}
+    rules = folder / "rules.toml"
+    rules.write_text("")
+    keys |= {"authentication": "token", "rules_file": rules, "metrics_listen": "127.0.0.1:0"}
+    with Sidecar(folder, **keys) as sidecar, channel_to(sidecar, client, authority) as channel:
+        with pytest.raises(grpc.RpcError):
+            unary(channel, VERSION)(b"\xff", metadata=bearer(issuer.token()))
+        return scrape(sidecar)
+
+
+def _merged(families: list[Metric]) -> list[Metric]:
+    """One of each name, with the samples of all."""
+    found: dict[str, Metric] = {}
+    for family in families:
+        found.setdefault(family.name, family).samples.extend(family.samples if family.name in found else [])
+    return list(found.values())
 
 
 def alerts() -> dict[str, dict[str, Any]]:
     groups = yaml.safe_load(ALERTS.read_text())["groups"]
-    return {rule["alert"]: rule for group in groups for rule in group["rules"]}
+    return {rule["alert"]: rule for group in groups for rule in group["rules"] if "alert" in rule}
+
+
+def recorded() -> dict[str, str]:
+    """What the rules record under names of their own, by name."""
+    groups = yaml.safe_load(ALERTS.read_text())["groups"]
+    return {rule["record"]: rule["expr"] for group in groups for rule in group["rules"] if "record" in rule}
 
 
 def expressions_in(panels: Any) -> Iterator[str]:
@@ -62,20 +107,21 @@ def expressions_in(panels: Any) -> Iterator[str]:
 PANELS = list(expressions_in(json.loads(DASHBOARD.read_text())))
 ALL = [
     *(pytest.param(rule["expr"], id=name) for name, rule in alerts().items()),
+    *(pytest.param(expression, id=name) for name, expression in recorded().items()),
     *(pytest.param(expression, id=f"panel{k}") for k, expression in enumerate(PANELS)),
 ]
 
 
 def names_in(expression: str) -> set[str]:
     """The metrics that an expression names."""
-    bare = re.sub(r"\{[^}]*\}|\[[^\]]*\]|\b(?:by|ignoring) ?\([^)]*\)", " ", expression)
+    bare = re.sub(r"\{[^}]*\}|\[[^\]]*\]|\b(?:by|ignoring|on) ?\([^)]*\)", " ", expression)
     bare = re.sub(r"label_values\((\w+), \w+\)", r"\1", bare)
-    return set(re.findall(r"[a-z_]\w*", bare)) - FUNCTIONS
+    return set(re.findall(r"[a-z_][\w:]*", bare)) - FUNCTIONS
 
 
 def wrong_in(expression: str, page: Page) -> list[str]:
     """What an expression speaks of, and the page does not show."""
-    wrong = [name for name in names_in(expression) if name not in page.names | OF_PROMETHEUS]
+    wrong = [name for name in names_in(expression) if name not in page.names | OF_PROMETHEUS | recorded().keys()]
     for name, selectors in re.findall(r"([a-z_]\w*)\{([^}]*)\}", expression):
         for label, operator, value in re.findall(r'(\w+)(=~|!=|=)"([^"]*)"', selectors):
             if label in LABELS_OF_PROMETHEUS:
@@ -83,7 +129,7 @@ def wrong_in(expression: str, page: Page) -> list[str]:
             known = page.labels(name, label)
             if not known or (operator == "=" and label != "grpc_code" and value not in known):
                 wrong.append(f"{name} {label} {value}")
-    for labels in re.findall(r"\bby ?\(([^)]*)\)", expression):
+    for labels in re.findall(r"\b(?:by|on) ?\(([^)]*)\)", expression):
         wanted = set(labels.split(", ")) - LABELS_OF_PROMETHEUS
         wrong += [label for label in wanted if not any(page.labels(name, label) for name in names_in(expression))]
     return wrong
@@ -101,11 +147,19 @@ def test_an_expression_speaks_of_what_there_is(expression: str, page: Page) -> N
         "seqdedupe_no_such > 0",
         'seqdedupe_topics{state="no_such"} > 0',
         "sum by (no_such) (seqdedupe_topics)",
+        "seqdedupe_topics and on (no_such) seqdedupe_topics",
+        "no:such == 0",
         'seqdedupe_topics{no_such=~".*"}',
     ],
 )
 def test_what_there_is_not_is_noticed(expression: str, page: Page) -> None:
     assert wrong_in(expression, page)
+
+
+def test_the_name_of_the_job_stands_in_one_place_of_the_alerts() -> None:
+    [job] = yaml.safe_load(PROMETHEUS.read_text())["scrape_configs"]
+    named = re.findall(r"job *=~? *\"([^\"]*)\"", ALERTS.read_text())
+    assert named == [job["job_name"]]
 
 
 def test_every_metric_of_ours_is_in_the_dashboard(page: Page) -> None:
@@ -162,3 +216,15 @@ def test_prometheus_takes_the_files() -> None:
     if tool := shutil.which("promtool"):
         subprocess.run([tool, "check", "rules", ALERTS], check=True)
         subprocess.run([tool, "check", "config", PROMETHEUS], check=True)
+
+
+@pytest.mark.skipif(not shutil.which("promtool"), reason="no promtool here (Debian's package prometheus)")
+def test_alerts_fire_when_they_are_to(tmp_path: Path) -> None:
+    """And only then: the file has the silence of each, too. A rule that is broken is noticed."""
+    tests = tmp_path / ALERTS_TEST.name
+    shutil.copy(ALERTS_TEST, tests)
+    command = ["promtool", "test", "rules", str(tests)]
+    for breaks, works in ((("< 7 * 86400", "< 0"), False), (("absent(", "("), False), (("", ""), True)):
+        (tmp_path / ALERTS.name).write_text(ALERTS.read_text().replace(*breaks))
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert (done.returncode == 0) is works, done.stdout + done.stderr

@@ -24,7 +24,7 @@ from grpc.experimental import session_cache
 
 from broker_sidecar.config import Config
 from broker_sidecar.security.authentication import Certificates, name_in
-from seqdedupe.errors import SeqdedupeError
+from seqdedupe.errors import EXIT_WRONG, SeqdedupeError
 from seqdedupe.testing import Sidecar
 from seqdedupe.v1 import admin_pb2, read_pb2, read_pb2_grpc
 from tests.broker_sidecar import with_constants
@@ -318,7 +318,7 @@ def test_a_start_with_bad_files_is_one_clear_line(tmp_path: Path) -> None:
     keys = tls_keys(tmp_path / "tls", Issued(GOOD.certificate, of_server(AUTHORITY).key))
     sidecar = Sidecar(tmp_path, authentication="token", **keys)
     sidecar.spawn()
-    assert sidecar.wait() == 1
+    assert sidecar.wait() == EXIT_WRONG
     [line] = sidecar.errors
     assert "is not of the key" in line
     assert "INVALID_CONFIGURATION" in line

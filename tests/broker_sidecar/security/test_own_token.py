@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2
 
 from broker_sidecar.security import tokens
 from broker_sidecar.security.tokens import MIN_TOKEN_LETTERS, OwnToken
-from seqdedupe.errors import ConfigurationError, SeqdedupeError
+from seqdedupe.errors import EXIT_WRONG, ConfigurationError, SeqdedupeError
 from seqdedupe.testing import Sidecar
 from seqdedupe.v1 import admin_pb2, read_pb2, read_pb2_grpc
 from tests.broker_sidecar import with_constants
@@ -216,7 +216,7 @@ def test_the_sidecar_says_so_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "data" / "token").write_text("")
     sidecar = Sidecar(tmp_path, authentication="token")
     sidecar.spawn()
-    assert sidecar.wait() == 1
+    assert sidecar.wait() == EXIT_WRONG
     [line] = sidecar.errors
     assert "INVALID_CONFIGURATION" in line
     assert str(sidecar.token_file) in line

@@ -44,9 +44,11 @@ def encoded(part: object) -> str:
 
 @pytest.mark.parametrize("kid", ISSUERS)
 def test_a_valid_token_says_who_and_until_when(keys: tokens.Keys, kid: str) -> None:
-    ends = int(time.time()) + HOUR
-    claims = verify(ISSUERS[kid].token(sub="spiffe://example.org/shop", exp=ends).encode(), keys, AUDIENCE)
-    assert claims == Claims("spiffe://example.org/shop", ends + LEEWAY_SECONDS)
+    issued = int(time.time())
+    ends = issued + HOUR
+    token = ISSUERS[kid].token(sub="spiffe://example.org/shop", exp=ends, iat=issued)
+    claims = verify(token.encode(), keys, AUDIENCE)
+    assert claims == Claims("spiffe://example.org/shop", ends + LEEWAY_SECONDS, issued)
     assert verify(ISSUERS[kid].token(aud=["other", AUDIENCE]).encode(), keys, AUDIENCE).subject == "shop"
 
 
