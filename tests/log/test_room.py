@@ -156,6 +156,21 @@ async def test_logs_of_one_disk_share_its_room(
         await log.close()
 
 
+async def test_a_share_is_enough_for_a_higher_term(
+    make_logs: MakeLogs, limit_files: LimitFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever finds a marker of a higher term opens the log again. It would take the shares of others, or have none."""
+    log = await new_log(make_logs())
+    await Owner(log, 1).open()
+    limit_files(BATCH_BYTES // 2)
+    assert "too large" in await refused(log, 2)
+    limit_files(None)
+    monkeypatch.setattr(Room, "_free_bytes", lambda self: room.SHARE_BYTES)
+    monkeypatch.setattr(room, "TRIAL_SECONDS", 3600.0)
+    assert [await opened(log, term) for term in (3, 4)] == ["", ""]
+    await log.close()
+
+
 async def test_what_is_refused_takes_back_what_the_trial_found(
     make_logs: MakeLogs, limit_files: LimitFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:

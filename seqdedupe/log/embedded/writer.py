@@ -167,7 +167,7 @@ class WriteTerm:
         self.marked = False
         self.failed = False
         self.follows_refusal = False
-        """Whether the one before was refused: then a group has no more bytes than the trial of `Room` has written."""
+        """Whether one before was refused: then a group has no more bytes than the trial of `Room` has written."""
         self._appends: deque[Append] = deque()
         self._hand_over = hand_over
         self._queued = False
@@ -295,6 +295,8 @@ class Writer:
         self._opening: WriteTerm | None = None
         self._to_mend: Tail | None = tail
         self._room = room
+        self._needs_share = False
+        """Whether something was refused, and nothing was opened since."""
         self._was_refused = False
         self._durable_index = tail.next_index
         self._unsynced_appends = 0
@@ -320,8 +322,10 @@ class Writer:
             opening.marked = True
             self._opening = opening
             opening.follows_refusal = self._was_refused
-            if why := self._room.why_not(was_refused=self._was_refused):
+            if why := self._room.why_not(was_refused=self._needs_share):
                 return self._refused(opening, why)
+            # Who has found a higher term opens it once more, and has a share already.
+            self._needs_share = False
         elif self._opening is not opening or opening.failed or not appends:
             return None
         try:
@@ -443,7 +447,7 @@ class Writer:
         return self._file
 
     def _refused(self, opening: WriteTerm, why: str) -> WrittenAppends:
-        opening.failed = self._was_refused = True
+        opening.failed = self._needs_share = self._was_refused = True
         end = self._end
         return WrittenAppends(
             opening, [], self._base_index, end, end, self._next_index, [], failure=Failure.REFUSED, why=why

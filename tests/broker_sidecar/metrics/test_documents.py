@@ -27,7 +27,8 @@ RUNBOOK = ROOT / "docs" / "runbook.md"
 OF_PROMETHEUS = {"up"}
 """Metrics that Prometheus makes itself."""
 FUNCTIONS = {
-    "avg_over_time", "rate", "increase", "changes", "histogram_quantile", "sum", "max", "min", "topk", "by", "ignoring", "or",
+    "avg_over_time",
+    "rate", "increase", "changes", "histogram_quantile", "sum", "max", "min", "topk", "by", "ignoring", "or",
     "label_values",
 }  # fmt: skip
 LABELS_OF_PROMETHEUS = {"instance", "job"}
