@@ -133,11 +133,13 @@ def with_kernels(limit_mb: int) -> dict[str, float]:
         with group.entered():
             sidecar.start()
         idle = _resident_mb(sidecar)
+        of_files = psutil.Process(sidecar.pid).memory_info().shared / _MB
         asyncio.run(make(sidecar.address, [f"t{topic}" for topic in range(TOPICS)], at_once=8))
         topics = _resident_mb(sidecar)
         streams = asyncio.run(_with_streams(sidecar))
         measured = {
             "idle": idle,
+            "idle, of files": of_files,
             "KiB a topic": (topics - idle) * 1024 / TOPICS,
             "KiB a connection with a stream": (streams - topics) * 1024 / STREAMS,
             "peak": group.peak_mb,
