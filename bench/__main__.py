@@ -47,6 +47,7 @@ FIGURES = (
     "doctor",
     "backup",
     "memory",
+    "memory_limit",
     "stalled_disk",
     "attached",
     "pipe",

@@ -34,6 +34,7 @@ from seqdedupe.log.embedded import log_folder
 from seqdedupe.log.embedded.inspection import Intact, inspect
 from seqdedupe.log.embedded.journal_replay import put_back
 from seqdedupe.log.embedded.logs import DEFAULT_SEGMENT_BYTES, create_log
+from seqdedupe.log.embedded.room import Room
 from seqdedupe.log.embedded.segment import LogIdentity, Segment
 from seqdedupe.log.embedded.tail import Tail
 from seqdedupe.log.embedded.writer import Append, FatalError, Writer, WriteTerm
@@ -56,7 +57,14 @@ class NewLog:
 
     def __init__(self, folder: Path, identity: LogIdentity, term: int, random_bytes: bytes) -> None:
         tail = Tail(Segment(folder, identity, 0, 0), 0, 0, 0, 0, records.END)
-        self._writer = Writer(folder, tail, DEFAULT_SEGMENT_BYTES, on_news=lambda news: None, on_late=lambda late: None)
+        self._writer = Writer(
+            folder,
+            tail,
+            DEFAULT_SEGMENT_BYTES,
+            on_news=lambda news: None,
+            on_late=lambda late: None,
+            room=Room(folder),
+        )
         self._publish_time_ms = 0
         self.next_index = 0
         self._opening = self._open(term, random_bytes)

@@ -71,7 +71,8 @@ async def trim(topic: Trimmed) -> None:
         await topic.log.snapshot_is_durable(topic.keeper.snapshotter.opaque)
         while retention != (retention := topic.applied.retention):
             first = await _may_trim_to(topic, retention)
-            if topic.state is State.STANDBY:
+            if topic.state in (State.STANDBY, State.READ_ONLY):
+                # Nothing can be said again. What a full disk needs is that something goes.
                 await topic.log.trim(await _stated_from(topic, first))
             elif first > topic.log.first_index:
                 await state_again(topic, first)
@@ -94,7 +95,7 @@ async def _may_trim_to(topic: Trimmed, retention: Retention) -> int:
 
 
 async def _stated_from(topic: Trimmed, first_index: int) -> int:
-    """The highest index up to this one from which on the log says all that is in force: to say more is the owner's."""
+    """The highest index up to this one from which on the log says all that is in force: to say more takes an append."""
     producers = topic.producers
     stated = [first_index, topic.policy_stated]
     if producers.has_forgotten:

@@ -1,11 +1,17 @@
-"""A full disk: publishes are refused with a hint when to try again, reads go on, and room makes all go on by itself."""
+"""A full disk: publishes are refused with a hint when to try again, reads go on, and room makes all go on by itself.
+
+A file system that has become read-only is the same."""
 
 import json
+import os
+import subprocess
 import time
 from collections.abc import Callable
+from itertools import groupby
 from pathlib import Path
 
 import grpc
+import pytest
 from grpc_health.v1 import health_pb2
 
 from seqdedupe.log.embedded.logs import incarnations
@@ -80,22 +86,115 @@ def health(client: Client, topic: str) -> int:
     return health_of(client.channel).Check(request).status
 
 
-AT_ONCE = {with_constants.VARIABLE: json.dumps({"seqdedupe.topic.owner.LONGEST_REST_SECONDS": 0.0})}
-"""Each marker takes some of the last room, which is gone soon only if the log is opened again and again."""
+SOON = with_constants.environment(
+    **{"seqdedupe.log.embedded.room.TRIAL_SECONDS": 0.05, "seqdedupe.tasks.LONGEST_DELAY_SECONDS": 0.05}
+)
+"""The log is tried again and again."""
+
+NO_TRIAL = with_constants.environment(
+    **{
+        "seqdedupe.log.embedded.room.SHARE_BYTES": 1,
+        "seqdedupe.log.embedded.room.LARGEST_BYTES": 0,
+        "seqdedupe.log.embedded.room.TRIAL_SECONDS": 0.0,
+        "seqdedupe.topic.owner.LONGEST_REST_SECONDS": 0.0,
+    }
+)
+"""Planted: one free byte is room enough."""
 
 
-def until_it_stays_read_only(client: Client, producer: Producer) -> None:
-    """A marker is small: the last free bytes take some of them before the log is full for these too."""
+def wait_until_read_only(client: Client, topic: str) -> None:
     until = time.monotonic() + WAIT_SECONDS
-    while True:
+    while client.topic(topic).state != admin_pb2.TOPIC_STATE_READ_ONLY:
         assert time.monotonic() < until
-        producer.send(1)
-        for _ in range(20):
-            if client.topic("t").state != admin_pb2.TOPIC_STATE_READ_ONLY:
-                break
-            time.sleep(0.02)
-        else:
-            return
+        time.sleep(0.02)
+
+
+def states_of(sidecar: Sidecar, topic: str) -> list[str]:
+    """The states that a topic has had, as its log tells."""
+    begins = f"topic persistent://public/default/{topic} is "
+    told = [str(line["event"]).removeprefix(begins) for line in sidecar.log if str(line["event"]).startswith(begins)]
+    return [state for state, _ in groupby(one.split(":")[0] for one in told)]
+
+
+def sizes(folder: Path) -> dict[str, int]:
+    return {str(path): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("tries", [True, False], ids=["as it is", "planted: no trial"])
+def test_a_little_room(
+    start_sidecar: Callable[..., Sidecar], small_disk: Callable[[Path], None], tmp_path: Path, tries: bool
+) -> None:
+    """Markers fit and no batch does: topics stay READ_ONLY while producers keep trying, also over kill -9 and start."""
+    data = tmp_path / "data"
+    small_disk(data / "logs")
+    environment = SOON if tries else NO_TRIAL
+    sidecar = start_sidecar(data_directory=data, module=with_constants.MODULE, environment=environment)
+    client = Client(sidecar.address)
+    producers = {topic: Producer(client, topic) for topic in ("a", "b", "c")}
+    for producer in producers.values():
+        assert producer.send(3) is None
+    ballast = fill(data / "logs")
+    os.truncate(ballast, ballast.stat().st_size - PAYLOAD_BYTES // 2)
+    for topic, producer in producers.items():
+        assert producer.send(1) is not None
+        if tries:
+            wait_until_read_only(client, topic)
+    before = sizes(data / "logs")
+    for _ in range(30):
+        for producer in producers.values():
+            assert producer.send(1) is not None
+    if not tries:
+        assert len(states_of(sidecar, "a")) > 3
+        assert sizes(data / "logs") != before
+        client.close()
+        return
+    assert sizes(data / "logs") == before
+    assert {tuple(states_of(sidecar, topic)) for topic in producers} == {("SERVING", "READ_ONLY")}
+    sidecar.restart()
+    for _ in range(10):
+        for producer in producers.values():
+            assert producer.send(1) is not None
+    assert sizes(data / "logs") == before
+    assert {states_of(sidecar, topic).count("SERVING") for topic in producers} == {1}
+    ballast.unlink()
+    for topic, producer in producers.items():
+        wait_until_serving(client, topic)
+        assert producer.send(3) is None
+        assert client.rows(topic) == [("p", i) for i in range(producer.stored)]
+    client.close()
+
+
+def test_a_file_system_that_becomes_read_only(
+    start_sidecar: Callable[..., Sidecar], small_disk: Callable[[Path], None], tmp_path: Path
+) -> None:
+    data = tmp_path / "data"
+    small_disk(data / "logs")
+    constants = json.loads(SOON[with_constants.VARIABLE]) | {"seqdedupe.log.embedded.commit.IDLE_SECONDS": 0.1}
+    environment = {with_constants.VARIABLE: json.dumps(constants)}
+    sidecar = start_sidecar(data_directory=data, module=with_constants.MODULE, environment=environment)
+    client = Client(sidecar.address)
+    producer = Producer(client, "t")
+    assert producer.send(3) is None
+    remount(data / "logs", "ro")
+    for _ in range(3):
+        refusal = producer.send(1)
+        assert refusal is not None
+        assert refusal.reason == "LOG_REFUSED"
+    wait_until_read_only(client, "t")
+    remount(data / "logs", "rw")
+    wait_until_serving(client, "t")
+    assert producer.send(3) is None
+    assert client.rows("t") == [("p", i) for i in range(producer.stored)]
+    assert sidecar.errors == []
+    client.close()
+
+
+def remount(place: Path, how: str) -> None:
+    """As soon as no file there is open for writing, if it becomes read-only."""
+    until = time.monotonic() + WAIT_SECONDS
+    while subprocess.run(["mount", "-o", f"remount,{how}", str(place)], capture_output=True, check=False).returncode:
+        assert time.monotonic() < until
+        time.sleep(0.02)
 
 
 def test_full_and_room_again(
@@ -104,7 +203,7 @@ def test_full_and_room_again(
     """The disk of the logs is full, that of the store is not; also over kill -9 and start."""
     data = tmp_path / "data"
     small_disk(data / "logs")
-    sidecar = start_sidecar(data_directory=data, module=with_constants.MODULE, environment=AT_ONCE)
+    sidecar = start_sidecar(data_directory=data, module=with_constants.MODULE, environment=SOON)
     client = Client(sidecar.address)
     client.open("other", "q")
     producer = Producer(client, "t")
@@ -114,7 +213,7 @@ def test_full_and_room_again(
     assert refusal is not None
     assert refusal.reason == "LOG_REFUSED"
     assert refusal.retry_delay_ms > 0
-    until_it_stays_read_only(client, producer)
+    wait_until_read_only(client, "t")
     check_full(client, producer)
     assert health(client, "other") == SERVING
 
@@ -190,13 +289,13 @@ def test_the_whole_disk_is_full(
     disk = tmp_path / "disk"
     small_disk(disk)
     keys = {"data_directory": disk / "data", "deduplication_entries_interval": 2}
-    sidecar = start_sidecar(**keys, module=with_constants.MODULE, environment=AT_ONCE)
+    sidecar = start_sidecar(**keys, module=with_constants.MODULE, environment=SOON)
     client = Client(sidecar.address)
     producer = Producer(client, "t")
     assert producer.send(20) is None
     ballast = fill(disk)
     assert producer.send(5) is not None
-    until_it_stays_read_only(client, producer)
+    wait_until_read_only(client, "t")
     check_full(client, producer)
     for _ in range(3):
         assert refused(lambda: client.open("new", "p")).code.name == "UNAVAILABLE"
@@ -209,7 +308,7 @@ def test_the_whole_disk_is_full(
     sidecar.kill()
     fill(disk)
     sidecar.start()
-    until_it_stays_read_only(client, producer)
+    wait_until_read_only(client, "t")
     # Whether there was room for one marker, and the topic has served since the start, is up to the file system.
     check_full(client, producer, has_restarted=not knows_its_end(client))
     assert refused(lambda: client.open("newer", "p")).code.name == "UNAVAILABLE"

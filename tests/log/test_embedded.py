@@ -16,7 +16,7 @@ from seqdedupe.errors import DamagedError, PositionError, SeqdedupeError, Unavai
 from seqdedupe.limits import MAX_BATCH_BYTES, Retention
 from seqdedupe.log.contract import Failure, LogName
 from seqdedupe.log.embedded import log as embedded
-from seqdedupe.log.embedded import reader, writer
+from seqdedupe.log.embedded import reader, room, writer
 from seqdedupe.log.embedded.log import EmbeddedLog
 from seqdedupe.log.embedded.logs import EmbeddedLogs
 from seqdedupe.log.embedded.segment import SCAN_BYTES, Segment
@@ -237,13 +237,20 @@ async def test_each_topic_is_confirmed_whatever_becomes_of_others(
     await bad_log.close()
 
 
+def half_of_it(file: int, group: list[bytes], at: int) -> int:
+    """In the place of `os.pwritev`: the disk becomes full meanwhile."""
+    os.pwrite(file, b"".join(group)[:50], at)
+    raise OSError(errno.ENOSPC, "no room")
+
+
 async def test_a_cut_that_fails_is_fatal(
     make_logs: MakeLogs, monkeypatch: pytest.MonkeyPatch, fatal: list[str]
 ) -> None:
     log = await new_log(make_logs())
     owner = await Owner(log, 1).open()
-    writes, cuts = Gate(monkeypatch, "pwritev"), Gate(monkeypatch, "ftruncate")
-    writes.fails = cuts.fails = lambda fd: True
+    cuts = Gate(monkeypatch, "ftruncate")
+    cuts.fails = lambda fd: True
+    monkeypatch.setattr(os, "pwritev", half_of_it)
     owner.append(0, 1)
     await cuts.arrival()
     await log.close()
@@ -260,13 +267,7 @@ async def test_a_refusal_is_told_only_when_the_cut_is_synced(
     owner.append(0, 1)
     await owner.until_stored(1)
     size = files(tmp_path / "logs")[0]
-    really = os.pwritev
-
-    def half(fd: int, group: list[bytes], at: int) -> int:
-        really(fd, [b"".join(group)[:50]], at)
-        raise OSError(errno.ENOSPC, "no room")
-
-    monkeypatch.setattr(os, "pwritev", half)
+    monkeypatch.setattr(os, "pwritev", half_of_it)
     syncs = Gate(monkeypatch, "fsync")
     syncs.open.clear()
     owner.append(1, 1)
@@ -332,7 +333,9 @@ async def open_until_refused(log: EmbeddedLog, term: int) -> None:
     pytest.fail("the disk is full, and the log was opened for writing")
 
 
-async def test_a_full_disk(make_logs: MakeLogs, disk: Disk, fatal: list[str]) -> None:
+async def test_a_full_disk(make_logs: MakeLogs, disk: Disk, fatal: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "LARGEST_BYTES", 20_000)
+    monkeypatch.setattr(room, "SHARE_BYTES", 40_000)
     logs = make_logs(disk.folder / "logs")
     log = await new_log(logs)
     owner = await Owner(log, 1).open()

@@ -24,6 +24,7 @@ from seqdedupe.topic.frame import FrameReceipt, NumbersCache, Refusal, check
 from seqdedupe.topic.open_call import open_sessions
 from seqdedupe.topic.policy import Applied, NamedCursor, Policy
 from seqdedupe.topic.readers import check_index, end_index, index_after, read_on
+from seqdedupe.topic.retention import state_again, trim
 from seqdedupe.topic.topic import Topic
 from tests.batches import batch
 from tests.log.faulty import FaultyLog, Storage
@@ -466,4 +467,30 @@ async def test_a_log_that_grew_again_from_an_older_copy_is_not_the_snapshots(
     else:
         assert topic.state is State.SERVING
         assert topic.last_position.ownership == (await log.locate(4)).ownership
+    await topic.close("")
+
+
+async def test_retention_of_a_read_only_topic_drops_what_is_stated_later(store: Store) -> None:
+    """A full disk needs that something goes. What would have to be said again stays, for that takes an append."""
+    log = FaultyLog(Storage(INCARNATION), automatic=True, retention=True)
+    topic = make_topic(store, log)
+    await topic.recover()
+    for sequence_id in range(10):
+        await publish(topic, sequence_id)
+    await until(lambda: topic.confirmed_index == 10)
+    await state_again(topic, topic.confirmed_index)
+    stated = topic.policy_stated
+    for sequence_id in range(10, 20):
+        await publish(topic, sequence_id)
+    await until(lambda: topic.confirmed_index == 20)
+    log.automatic = False
+    log.opening_allowed.clear()
+    await publish(topic, 20)
+    log.refuse()
+    await until(lambda: topic.state is State.READ_ONLY)
+    await topic.keeper.snapshot_in_background()
+    records = len(log.storage.records)
+    await trim(topic)
+    assert 0 < stated == log.storage.first_index
+    assert len(log.storage.records) < records
     await topic.close("")

@@ -22,6 +22,7 @@ from seqdedupe.log.contract import ANY_BYTES, DamageFound, Entries, Location, Ou
 from seqdedupe.log.embedded.commit import Closing, Committer
 from seqdedupe.log.embedded.inspection import Damage, DurablePart
 from seqdedupe.log.embedded.reader import AHEAD_MS, BEHIND_FILE, Ahead, ReadAhead, SegmentReader, steady_ms
+from seqdedupe.log.embedded.room import Room
 from seqdedupe.log.embedded.segment import Segment, segment_path
 from seqdedupe.log.embedded.tail import Tail
 from seqdedupe.log.embedded.writer import LateAppends, Writer, WriteTerm, WrittenAppends
@@ -49,6 +50,7 @@ class EmbeddedResources:
     committer: Callable[[], Committer]
     threads: ThreadPoolExecutor
     read_ahead: ReadAhead
+    room: Room
     holds: set[object] = field(default_factory=set)
     """While there is one, retention removes nothing."""
 
@@ -71,7 +73,7 @@ class EmbeddedLog:
         self._folder = folder
         self._certain_index = tail.certain_index
         self._reader = SegmentReader(identity, segments, tail.next_index, shared.threads, shared.read_ahead)
-        self._writer = Writer(folder, tail, shared.segment_bytes, self._on_news, self._on_late)
+        self._writer = Writer(folder, tail, shared.segment_bytes, self._on_news, self._on_late, shared.room)
         self._opening: WriteTerm | None = None
         self._flush_due: asyncio.TimerHandle | None = None
         self._is_mended = False

@@ -9,6 +9,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate, islice
 from pathlib import Path
 from queue import SimpleQueue
 from typing import NamedTuple
@@ -18,6 +19,7 @@ from seqdedupe.format import headers
 from seqdedupe.format.headers import NO_KEY
 from seqdedupe.limits import FlushInterval
 from seqdedupe.log.contract import Failure, Outcome, Run, Runs
+from seqdedupe.log.embedded.room import LARGEST_BYTES, Room
 from seqdedupe.log.embedded.segment import POINT_INTERVAL_BYTES, SegmentPoint, segment_path
 from seqdedupe.log.embedded.tail import Tail, mend
 
@@ -164,6 +166,8 @@ class WriteTerm:
         """Whether the event loop knows that the marker is durable."""
         self.marked = False
         self.failed = False
+        self.follows_refusal = False
+        """Whether one before was refused: then a group has no more bytes than the trial of `Room` has written."""
         self._appends: deque[Append] = deque()
         self._hand_over = hand_over
         self._queued = False
@@ -194,13 +198,21 @@ class WriteTerm:
         self._queued = False
         # In this order: what was appended before it was asked is taken now, or left over.
         flushes = self._flushes
-        taken = [self._appends.popleft() for _ in range(min(len(self._appends), GROUP_APPENDS))]
+        taken = [self._appends.popleft() for _ in range(self._largest_group())]
         is_due = flushes > self._flushed
         if self._appends:
             self._wake()
         else:
             self._flushed = flushes
         return taken, is_due
+
+    def _largest_group(self) -> int:
+        """How many of the appends are taken at once."""
+        most = min(len(self._appends), GROUP_APPENDS)
+        if not self.follows_refusal:
+            return most
+        ends = accumulate(headers.HEADER_BYTES + len(body) for body, _, _ in islice(self._appends, most))
+        return max(sum(end <= LARGEST_BYTES for end in ends), min(most, 1))
 
 
 class WrittenAppends(NamedTuple):
@@ -259,6 +271,7 @@ class Writer:
         segment_bytes: int,
         on_news: Callable[[WrittenAppends], None],
         on_late: Callable[[LateAppends], None],
+        room: Room,
     ) -> None:
         self.on_news = on_news
         self.on_late = on_late
@@ -281,6 +294,10 @@ class Writer:
         self._segment_bytes = segment_bytes
         self._opening: WriteTerm | None = None
         self._to_mend: Tail | None = tail
+        self._room = room
+        self._needs_share = False
+        """Whether something was refused, and nothing was opened since."""
+        self._was_refused = False
         self._durable_index = tail.next_index
         self._unsynced_appends = 0
         self._unsynced: list[WrittenAppends] = []
@@ -304,6 +321,11 @@ class Writer:
         if not opening.marked:
             opening.marked = True
             self._opening = opening
+            opening.follows_refusal = self._was_refused
+            if why := self._room.why_not(was_refused=self._needs_share):
+                return self._refused(opening, why)
+            # Who has found a higher term opens it once more, and has a share already.
+            self._needs_share = False
         elif self._opening is not opening or opening.failed or not appends:
             return None
         try:
@@ -320,6 +342,7 @@ class Writer:
             _write(file, news.buffers, self._end)
         except OSError as e:
             self._undo(file)
+            self._room.refused()
             return self._refused(opening, f"the log cannot be written: {e}")
         if news.points:
             self._last_point = news.points[-1].offset
@@ -424,7 +447,7 @@ class Writer:
         return self._file
 
     def _refused(self, opening: WriteTerm, why: str) -> WrittenAppends:
-        opening.failed = True
+        opening.failed = self._needs_share = self._was_refused = True
         end = self._end
         return WrittenAppends(
             opening, [], self._base_index, end, end, self._next_index, [], failure=Failure.REFUSED, why=why
@@ -455,6 +478,9 @@ class Writer:
     def _undo(self, file: int) -> None:
         """Cuts off what a failed write has left. What was written before it is synced too."""
         try:
+            if self._synced == self._end == os.fstat(file).st_size:
+                # It has left nothing. A file system that has become read-only takes no cut.
+                return
             os.ftruncate(file, self._end)
             os.fsync(file)
         except OSError as e:

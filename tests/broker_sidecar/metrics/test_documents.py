@@ -38,6 +38,7 @@ RUNBOOK = ROOT / "docs" / "guides" / "runbook.md"
 OF_PROMETHEUS = {"up"}
 """Metrics that Prometheus makes itself."""
 FUNCTIONS = {
+    "avg_over_time",
     "rate", "increase", "changes", "histogram_quantile", "sum", "max", "min", "topk", "by", "ignoring", "or",
     "and", "on", "absent", "last_over_time", "time", "clamp_max", "label_values",
 }  # fmt: skip
