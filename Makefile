@@ -108,7 +108,7 @@ proto: $(READY)
 LOCK := $(BIN)/uv pip compile -q --universal --python-version 3.11 --no-header --generate-hashes
 lock: $(READY)
 	$(LOCK) --all-extras --group dev --no-annotate pyproject.toml -o requirements.lock
-	$(LOCK) --extra sidecar --extra pulsar --extra top --annotation-style line -c requirements.lock pyproject.toml \
+	$(LOCK) --extra sidecar --extra pulsar --extra s3 --extra top --annotation-style line -c requirements.lock pyproject.toml \
 		-o deploy/requirements.lock
 	echo setuptools | $(LOCK) --no-annotate -c requirements.lock - -o deploy/build.lock
 
