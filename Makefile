@@ -144,9 +144,12 @@ install: dist
 	ln -sf ../lib/seqdedupe/bin/seqdedupe $(DESTDIR)$(PREFIX)/bin/seqdedupe
 	install -D -m 644 deploy/sysusers.conf $(DESTDIR)$(PREFIX)/lib/sysusers.d/seqdedupe.conf
 	install -d $(DESTDIR)$(PREFIX)/lib/systemd/system
-	sed "s|@PREFIX@|$(PREFIX)|; s|@SYSCONFDIR@|$(SYSCONFDIR)|" deploy/seqdedupe.service.in \
-		> $(DESTDIR)$(PREFIX)/lib/systemd/system/seqdedupe.service
-	chmod 644 $(DESTDIR)$(PREFIX)/lib/systemd/system/seqdedupe.service
+	for unit in seqdedupe seqdedupe-backup; do \
+		sed "s|@PREFIX@|$(PREFIX)|; s|@SYSCONFDIR@|$(SYSCONFDIR)|" deploy/$$unit.service.in \
+			> $(DESTDIR)$(PREFIX)/lib/systemd/system/$$unit.service || exit 1; \
+		chmod 644 $(DESTDIR)$(PREFIX)/lib/systemd/system/$$unit.service; \
+	done
+	install -m 644 deploy/seqdedupe-backup.timer $(DESTDIR)$(PREFIX)/lib/systemd/system
 	install -m 644 docs/*.md $(DESTDIR)$(PREFIX)/share/doc/seqdedupe
 	install -D -m 644 deploy/logrotate.conf $(DESTDIR)$(SYSCONFDIR)/logrotate.d/seqdedupe
 	test -e $(DESTDIR)$(SYSCONFDIR)/seqdedupe/seqdedupe.toml || \
@@ -157,7 +160,9 @@ install: dist
 uninstall:
 	rm -rf $(DESTDIR)$(LIBRARY) $(DESTDIR)$(PREFIX)/share/doc/seqdedupe
 	rm -f $(DESTDIR)$(PREFIX)/bin/seqdedupe $(DESTDIR)$(PREFIX)/lib/sysusers.d/seqdedupe.conf \
-		$(DESTDIR)$(PREFIX)/lib/systemd/system/seqdedupe.service $(DESTDIR)$(SYSCONFDIR)/logrotate.d/seqdedupe
+		$(DESTDIR)$(PREFIX)/lib/systemd/system/seqdedupe.service $(DESTDIR)$(SYSCONFDIR)/logrotate.d/seqdedupe \
+		$(DESTDIR)$(PREFIX)/lib/systemd/system/seqdedupe-backup.service \
+		$(DESTDIR)$(PREFIX)/lib/systemd/system/seqdedupe-backup.timer
 
 $(READY): requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \

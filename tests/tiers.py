@@ -23,6 +23,8 @@ UNIT, INTEGRATION, SYSTEM = TIERS = ("unit", "integration", "system")
 
 TIER_OF: Mapping[str, str] = {
     "tests/backup/": UNIT,
+    "tests/backup/test_bucket.py": SYSTEM,
+    "tests/backup/test_place_kills.py": INTEGRATION,
     "tests/broker_sidecar/": INTEGRATION,
     "tests/broker_sidecar/security/test_audit.py": UNIT,
     "tests/broker_sidecar/security/test_permissions.py": UNIT,

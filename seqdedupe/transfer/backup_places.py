@@ -325,11 +325,10 @@ class BucketPlace(BackupPlace):
             what = f"an object store is reached with {e.name}, which is not installed"
             raise error("INVALID_CONFIGURATION", what, hint="Install it: pip install 'seqdedupe[s3]'") from e
         self._objects, self._failures = obstore, exceptions
-        with self._answered():
-            try:
-                self._store: ObjectStore = S3Store.from_url(self.url)
-            except ValueError as e:
-                raise error("INVALID_CONFIGURATION", f"{url} is no s3://bucket/prefix: {e}") from e
+        try:
+            self._store: ObjectStore = S3Store.from_url(self.url)
+        except (ValueError, exceptions.BaseError) as e:
+            raise error("INVALID_CONFIGURATION", f"{url} is no s3://bucket/prefix: {_said(e)}") from e
 
     @contextmanager
     def _answered(self) -> Iterator[None]:
@@ -339,9 +338,9 @@ class BucketPlace(BackupPlace):
             raise error("OBJECT_STORE_UNAVAILABLE", f"{self.url} cannot be used: {_said(e)}") from e
 
     def names(self) -> list[str]:
-        with self._answered():
-            found = self._objects.list_with_delimiter(self._store)
-        return sorted(PurePosixPath(prefix).name for prefix in found["common_prefixes"])
+        # Some servers go on listing a prefix whose objects are gone.
+        paths = [PurePosixPath(path) for path in self._objects_below(None)]
+        return sorted({path.parts[0] for path in paths if len(path.parts) > 1})
 
     def upload(self, backup: Path, name: str) -> None:
         """Copies a backup of a folder to here, and reads it back. It is a backup from its last object on.
@@ -397,10 +396,12 @@ class BucketPlace(BackupPlace):
             yield folder
 
     def _sizes(self, name: str) -> dict[str, int]:
+        return {path.removeprefix(f"{name}/"): size for path, size in self._objects_below(name).items()}
+
+    def _objects_below(self, name: str | None) -> dict[str, int]:
+        """The sizes of objects, by their paths below the place."""
         with self._answered():
-            # Keys begin with the name: the store cuts off its own prefix alone.
-            found = [one for chunk in self._objects.list(self._store, name) for one in chunk]
-        return {one["path"].removeprefix(f"{name}/"): one["size"] for one in found}
+            return {one["path"]: one["size"] for some in self._objects.list(self._store, name) for one in some}
 
     def _pieces(self, name: str, path: str, size_bytes: int) -> Iterator[bytes]:
         for at in range(0, size_bytes, READ_BYTES):
