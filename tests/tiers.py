@@ -38,6 +38,7 @@ TIER_OF: Mapping[str, str] = {
     "tests/broker_sidecar/web/test_server.py": UNIT,
     "tests/broker_sidecar/web/test_browser.py": SYSTEM,
     "tests/cli/": INTEGRATION,
+    "tests/cli/test_backup_bucket.py": SYSTEM,
     "tests/cli/test_steady.py": UNIT,
     "tests/client/": INTEGRATION,
     "tests/client/test_builder.py": UNIT,

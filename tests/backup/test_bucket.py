@@ -24,7 +24,7 @@ from tests.spark.s3 import s3 as s3
 
 KEPT = 2
 MOST_REQUESTS = 1_000
-EVERY_REQUEST = 3
+EVERY_REQUEST = 5
 """A kill at each request would take minutes: the process starts again each time."""
 
 
