@@ -39,7 +39,7 @@ def backup() -> None:
     """Have the sidecar make a backup of all that it has (`backup [NAME]` is `backup make [NAME]`), or list backups."""
 
 
-@backup.command(_MAKE)
+@backup.command(_MAKE, short_help="Have the running sidecar make a backup, and verify it.")
 @click.argument("name", required=False)
 @click.option(
     "--keep",
@@ -59,6 +59,12 @@ def make(name: str | None, keep: int | None, to: str | None, address: str, as_js
     if name and keep:
         raise click.UsageError("--keep counts backups that have a time as their name: give no NAME.")
     name = name or datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
+    if to:
+        # What is wrong there is said before a backup is made.
+        prepare()
+        from seqdedupe.transfer.backup_places import BucketPlace
+
+        BucketPlace(to)
     care = _Care(name, keep, to)
     with connect(address) as client:
         made = client.admin.backup(name, _say_progress)
@@ -137,7 +143,8 @@ class _Care:
             if self.to:
                 bucket = BucketPlace(self._url_of(place))
                 bucket.upload(Path(place.url, self.name), self.name)
-                bucket.check(self.name)
+                # Its files were read back already.
+                bucket.check(self.name, reads_all=False)
                 self.copied_to.append(f"{bucket.url}/{self.name}")
         self.is_verified = True
 
@@ -156,7 +163,7 @@ class _Care:
         return f"{(self.to or '').rstrip('/')}{below}"
 
 
-@backup.command("list")
+@backup.command("list", short_help="List the backups in a place, and say which are good.")
 @click.argument("place", metavar="DEST")
 @click.option("--verify", "reads_all", is_flag=True, help="Read every byte, and do not only compare sizes.")
 @as_json_option

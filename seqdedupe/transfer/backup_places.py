@@ -134,12 +134,10 @@ class BackupPlace(ABC):
             return f"{faults} places or topics were damaged where it was taken"
         return ""
 
-    def check(self, name: str) -> KeptBackup:
-        """A backup that is good, every byte of it. Raises BACKUP_DAMAGED, OBJECT_STORE_UNAVAILABLE."""
-        found = self.look(name, reads_all=True)
-        if found.problem:
-            raise error("BACKUP_DAMAGED", f"the backup {name} in {self.url} is not good: {found.problem}")
-        return found
+    def check(self, name: str, *, reads_all: bool = True) -> None:
+        """Raises BACKUP_DAMAGED if this backup is not good as `look` says, OBJECT_STORE_UNAVAILABLE."""
+        if problem := self.look(name, reads_all=reads_all).problem:
+            raise error("BACKUP_DAMAGED", f"the backup {name} in {self.url} is not good: {problem}")
 
     def keep(self, new: str, count: int) -> list[str]:
         """Keeps the newest `count` good backups that have a TIME_NAME, and `new`, which the caller has checked.
@@ -317,6 +315,8 @@ class BucketPlace(BackupPlace):
 
     def __init__(self, url: str) -> None:
         super().__init__(url.rstrip("/"))
+        if not url.startswith(S3_SCHEME):
+            raise error("INVALID_CONFIGURATION", f"{url} is no {S3_SCHEME}bucket/prefix")
         try:
             import obstore
             from obstore import exceptions

@@ -99,7 +99,7 @@ def wait_for_moment(sidecar: Sidecar, at_us: int) -> None:
 def test_the_newest_are_kept_listed_and_restored(sidecar: Sidecar, tmp_path: Path) -> None:
     backups = tmp_path / "backups"
     run(sidecar, "backup", "before-upgrade")
-    made = []
+    made: list[str] = []
     for _ in range(3):
         last = made[-1] if made else ""
         # Names are of the second: two within one are refused, and that changes nothing.
@@ -168,6 +168,10 @@ def test_one_command_at_a_time_and_only_where_the_folder_is(sidecar: Sidecar, tm
     with FolderPlace(backups).locked():
         assert "BACKUP_FAILED" in run(sidecar, "backup", "--keep", 1, status=1)
     assert moment(sidecar) == 0
+    before = os.listdir(backups)
+    for url in (backups, "s3://", "gs://bucket/prefix"):
+        assert "INVALID_CONFIGURATION" in run(sidecar, "backup", "--to", url, status=1)
+    assert os.listdir(backups) == before
 
 
 def test_of_several_workers_the_whole_is_kept_and_listed(tmp_path: Path) -> None:
