@@ -108,7 +108,7 @@ proto: $(READY)
 LOCK := $(BIN)/uv pip compile -q --universal --python-version 3.11 --no-header --generate-hashes
 lock: $(READY)
 	$(LOCK) --all-extras --group dev --group docs --no-annotate pyproject.toml -o requirements.lock
-	$(LOCK) --extra sidecar --extra pulsar --extra top --annotation-style line -c requirements.lock pyproject.toml \
+	$(LOCK) --extra sidecar --extra pulsar --extra s3 --extra top --annotation-style line -c requirements.lock pyproject.toml \
 		-o deploy/requirements.lock
 	echo setuptools | $(LOCK) --no-annotate -c requirements.lock - -o deploy/build.lock
 
@@ -148,9 +148,12 @@ install: dist
 	ln -sf ../lib/seqdedupe/bin/seqdedupe $(DESTDIR)$(PREFIX)/bin/seqdedupe
 	install -D -m 644 deploy/sysusers.conf $(DESTDIR)$(PREFIX)/lib/sysusers.d/seqdedupe.conf
 	install -d $(DESTDIR)$(PREFIX)/lib/systemd/system
-	sed "s|@PREFIX@|$(PREFIX)|; s|@SYSCONFDIR@|$(SYSCONFDIR)|" deploy/seqdedupe.service.in \
-		> $(DESTDIR)$(PREFIX)/lib/systemd/system/seqdedupe.service
-	chmod 644 $(DESTDIR)$(PREFIX)/lib/systemd/system/seqdedupe.service
+	for unit in seqdedupe seqdedupe-backup; do \
+		sed "s|@PREFIX@|$(PREFIX)|; s|@SYSCONFDIR@|$(SYSCONFDIR)|" deploy/$$unit.service.in \
+			> $(DESTDIR)$(PREFIX)/lib/systemd/system/$$unit.service || exit 1; \
+		chmod 644 $(DESTDIR)$(PREFIX)/lib/systemd/system/$$unit.service; \
+	done
+	install -m 644 deploy/seqdedupe-backup.timer $(DESTDIR)$(PREFIX)/lib/systemd/system
 	for page in $$(cd docs && find . -type f); do \
 		install -D -m 644 docs/$$page $(DESTDIR)$(PREFIX)/share/doc/seqdedupe/$$page || exit 1; \
 	done
@@ -163,7 +166,9 @@ install: dist
 uninstall:
 	rm -rf $(DESTDIR)$(LIBRARY) $(DESTDIR)$(PREFIX)/share/doc/seqdedupe
 	rm -f $(DESTDIR)$(PREFIX)/bin/seqdedupe $(DESTDIR)$(PREFIX)/lib/sysusers.d/seqdedupe.conf \
-		$(DESTDIR)$(PREFIX)/lib/systemd/system/seqdedupe.service $(DESTDIR)$(SYSCONFDIR)/logrotate.d/seqdedupe
+		$(DESTDIR)$(PREFIX)/lib/systemd/system/seqdedupe.service $(DESTDIR)$(SYSCONFDIR)/logrotate.d/seqdedupe \
+		$(DESTDIR)$(PREFIX)/lib/systemd/system/seqdedupe-backup.service \
+		$(DESTDIR)$(PREFIX)/lib/systemd/system/seqdedupe-backup.timer
 
 $(READY): requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \

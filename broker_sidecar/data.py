@@ -27,6 +27,7 @@ from seqdedupe.topic.listing import Fetching
 from seqdedupe.topic.policy import BYTES_A_MB, Applied
 from seqdedupe.topic.topic import Topic
 from seqdedupe.topic.window_runs import WindowMemory
+from seqdedupe.transfer.backup import LastBackup
 
 if TYPE_CHECKING:
     from broker_sidecar.cluster.pulsar_cluster import LogCluster
@@ -72,6 +73,7 @@ class Data:
             _check_no_logs(config.log, folder / "logs")
         self.store = store = Store.open(folder / "store")
         self._clock = Clock(store)
+        self.last_backup = LastBackup(store)
         self.logs: EmbeddedLogs | None = None
         self.peers: Peers | None = None
         self.leaving: Departures | None = None

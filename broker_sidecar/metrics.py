@@ -528,6 +528,12 @@ class Metrics(Collector):
             "How far the clock was ahead of the last believed time at the start, where that is over a day; else 0.",
             self._from.data.clock_ahead_ms / 1000,
         )
+        if self._from.config.backup_directory:
+            yield gauge_of(
+                "seqdedupe_backup_timestamp_seconds",
+                "The moment of the newest backup that was verified, in seconds since 1970; 0 if there is none.",
+                self._from.data.last_backup.made_at_us / 1e6,
+            )
         yield histogram_of(
             "seqdedupe_event_loop_delay_seconds",
             "How late the event loop came to what was due.",

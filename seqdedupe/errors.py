@@ -306,6 +306,12 @@ REASONS: dict[str, Reason] = {
         "See why the backup could not be written (is its disk full?), and make another.",
         1000,
     ),
+    "OBJECT_STORE_UNAVAILABLE": Reason(
+        UnavailableError,
+        "UNAVAILABLE",
+        "Check the bucket's name, and AWS_ENDPOINT_URL, AWS_REGION and the credentials in the environment; try again.",
+        1000,
+    ),
     "UNREACHABLE": Reason(UnavailableError, "UNAVAILABLE", "Is the sidecar running, and at this address?", 100),
     "NOT_A_SIDECAR": Reason(
         UnavailableError,

@@ -23,6 +23,8 @@ UNIT, INTEGRATION, SYSTEM = TIERS = ("unit", "integration", "system")
 
 TIER_OF: Mapping[str, str] = {
     "tests/backup/": UNIT,
+    "tests/backup/test_bucket.py": SYSTEM,
+    "tests/backup/test_place_kills.py": INTEGRATION,
     "tests/broker_sidecar/": INTEGRATION,
     "tests/broker_sidecar/security/test_audit.py": UNIT,
     "tests/broker_sidecar/security/test_permissions.py": UNIT,
@@ -36,6 +38,7 @@ TIER_OF: Mapping[str, str] = {
     "tests/broker_sidecar/web/test_server.py": UNIT,
     "tests/broker_sidecar/web/test_browser.py": SYSTEM,
     "tests/cli/": INTEGRATION,
+    "tests/cli/test_backup_bucket.py": SYSTEM,
     "tests/cli/test_steady.py": UNIT,
     "tests/client/": INTEGRATION,
     "tests/client/test_builder.py": UNIT,

@@ -161,6 +161,7 @@ CALLS: dict[str, Need | Other] = {
         SettleMove=_changes(_ADMINISTER),
         GetShards=_LOOKS_AT_ALL,
         Backup=_CHANGES_ALL,
+        ConfirmBackup=_CHANGES_ALL,
         GetStatistics=_LOOKS_AT_ALL,
         GetVersion=Other.IS_KNOWN,
     ),

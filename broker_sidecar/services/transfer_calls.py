@@ -332,7 +332,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 class BackupCalls:
-    """The handler. One backup is made at a time."""
+    """The handlers. One backup is made at a time."""
 
     def __init__(self, config: Config, data: Data, streams: Streams) -> None:
         self._data = data
@@ -344,7 +344,16 @@ class BackupCalls:
 
     def methods(self) -> "dict[str, grpc.RpcMethodHandler[Any, Any]]":
         """By the name of the call."""
-        return {"Backup": grpc.unary_stream_rpc_method_handler(self._streams.handler(self._backup))}
+        return {
+            "Backup": grpc.unary_stream_rpc_method_handler(self._streams.handler(self._backup)),
+            "ConfirmBackup": unary(admin_pb2.ConfirmBackupRequest, self._confirm_backup),
+        }
+
+    async def _confirm_backup(self, request: admin_pb2.ConfirmBackupRequest) -> admin_pb2.ConfirmBackupResponse:
+        if not 0 < request.made_at_us <= time.time_ns() // 1000:
+            raise error("INVALID_REQUEST", f"made_at_us is {request.made_at_us}, which is not a moment in the past")
+        await self._data.last_backup.confirm(request.made_at_us)
+        return admin_pb2.ConfirmBackupResponse()
 
     async def _backup(self, data: bytes, _context: Context, stream: Stream) -> None:
         name = parse_small(admin_pb2.BackupRequest, data).name

@@ -58,7 +58,7 @@ NAME = "seqdedupe"
 _COMMANDS = {
     "audit": ("token_commands.audit", "Check an audit trail."),
     "auth": ("token_commands.auth", "Explain what rules allow."),
-    "backup": ("doctor_commands.backup", "Have the sidecar make a backup of all that it has."),
+    "backup": ("backup_commands.backup", "Have the sidecar make a backup of all that it has; list backups."),
     "bench": ("bench_command.bench", "Publish test messages, and show how fast they go."),
     "consumer": ("service_commands.consumer", "Look after messages that consumers have set aside."),
     "cursors": ("topic_commands.cursors", "List a topic's named cursors; have retention wait for one, or remove it."),
@@ -82,13 +82,13 @@ _COMMANDS = {
     "read": ("read_command.read", "Print a topic's messages."),
     "rebuild-topic": ("sidecar_commands.rebuild_topic", "Make the store's records of a topic anew from its log."),
     "reset-producer": ("topic_commands.reset_producer", "Set a producer's highest sequence ID to a lower one."),
-    "restore": ("doctor_commands.restore", "Make a data directory of a backup."),
+    "restore": ("backup_commands.restore", "Make a data directory of a backup."),
     "sidecars": ("sidecar_commands.sidecars", "List the sidecars of a cluster, forget one."),
     "snapshot": ("topic_commands.snapshot", "Take a snapshot of a topic now."),
     "token": ("token_commands.token", "Make and check tokens that are signed."),
     "top": ("sidecar_commands.top", "Show how a sidecar does, again and again."),
     "topics": ("topic_commands.topics", "List, create, delete, move, show topics."),
-    "verify": ("doctor_commands.verify", "Check a backup, every byte of it."),
+    "verify": ("backup_commands.verify", "Check a backup, every byte of it."),
     "version": ("sidecar_commands.version", "Show the versions of this command and of the sidecar."),
 }
 """Of each command the place in this folder, and what the list of all of them says."""

@@ -386,6 +386,16 @@ class Admin:
             request = admin_pb2.BackupRequest(name=name)
         return await make_backups(self._calls, await self._spread_over(), request, told)
 
+    async def confirm_backup(self, made: list[admin_pb2.BackupResponse]) -> None:
+        """Tells the processes that their parts of a backup, as `backup` returned them, were verified. Durable on
+        return.
+
+        The metric `seqdedupe_backup_timestamp_seconds` is the moment of the earliest part. Raises InvalidRequestError,
+        UnavailableError.
+        """
+        request = admin_pb2.ConfirmBackupRequest(made_at_us=min(one.made_at_us for one in made))
+        await confirm_backups(self._calls, await self._spread_over(), request)
+
     async def _spread_over(self) -> list[str]:
         """The addresses of the processes that topics are spread over; none if they are not."""
         try:
@@ -640,8 +650,7 @@ async def make_backups(
             raise error("OUTCOME_UNKNOWN", what, hint="`seqdedupe verify` says whether it is. Otherwise make another.")
         return last
 
-    connections = [calls.connection_to(address) for address in processes] or [calls.first_connection()]
-    work = [asyncio.ensure_future(one(number, connection)) for number, connection in enumerate(connections)]
+    work = [asyncio.ensure_future(one(*numbered)) for numbered in enumerate(_connections(calls, processes))]
     try:
         return await asyncio.gather(*work)
     finally:
@@ -649,3 +658,14 @@ async def make_backups(
         for task in work:
             task.cancel()
         await asyncio.gather(*work, return_exceptions=True)
+
+
+async def confirm_backups(calls: ClientCalls, processes: list[str], request: admin_pb2.ConfirmBackupRequest) -> None:
+    """See `Admin.confirm_backup`. `processes` are those that `make_backups` was given."""
+    for sidecar in _connections(calls, processes):
+        with typed_errors(sidecar.address):
+            await sidecar.admin.ConfirmBackup(request)
+
+
+def _connections(calls: ClientCalls, processes: list[str]) -> list[SidecarConnection]:
+    return [calls.connection_to(address) for address in processes] or [calls.first_connection()]

@@ -33,6 +33,9 @@ INSTANCE_NAME = b"A"
 LAST_OPENING = b"O"
 """The key of the number of its last opening of a topic there."""
 
+LAST_BACKUP = b"B"
+"""The key of the moment of the newest backup that was verified, in µs since 1970."""
+
 BELIEVED_TIME = b"C"
 """The key of the time that the sidecar's clock was last believed to be past, in ms since 1970."""
 

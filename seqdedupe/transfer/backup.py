@@ -17,6 +17,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import google_crc32c
+from rocksdict import WriteBatch
 
 from seqdedupe.errors import InvalidRequestError, SeqdedupeError, error
 from seqdedupe.files import UNFINISHED, becoming, check_sealed, head_of, sync_folder, writing_sealed
@@ -27,7 +28,7 @@ from seqdedupe.log.embedded.tail import read_what_can_be
 from seqdedupe.store import directories
 from seqdedupe.store.db import Store, write_copy
 from seqdedupe.store.directories import MANIFEST_FILE, WORKERS_FILE
-from seqdedupe.store.parts import TopicRecord
+from seqdedupe.store.parts import LAST_BACKUP, TopicRecord, seal
 
 MAGIC = b"seqdedupe-backup"
 FORMAT_VERSION = 1
@@ -131,6 +132,9 @@ SYNC_BYTES = 8 * 1024 * 1024
 Pay = Callable[[int], None]
 """Told how many bytes were copied. May raise, which breaks the copying off."""
 
+Copy = Callable[[Path, Path, int, Pay], tuple[int, int]]
+"""`copy_file`, or the same from another place."""
+
 
 def copy_file(source: Path, target: Path, size: int, pay: Pay) -> tuple[int, int]:
     """The first bytes of a file, as a new file that only its owner may read; how many there were, and their CRC32C.
@@ -233,16 +237,16 @@ def check(backup: Path) -> Manifest:
     return found
 
 
-def restore(backup: Path, to: Path) -> list[Manifest]:
+def restore(backup: Path, to: Path, copy: "Copy | None" = None) -> list[Manifest]:
     """Makes a data directory of a backup: durable, and there by its name, on return. Everything is checked on the way.
-    The backup shares nothing with it.
+    The backup shares nothing with it. `copy` gets the files of the manifests from where they are, if not in `backup`.
 
     Raises DIRECTORY_NOT_EMPTY unless `to` is an empty directory or not there, BACKUP_DAMAGED, NEWER_FORMAT, and what
     `parts_of` raises; OSError. Then nothing is left; a power cut leaves what is named `.unfinished`.
     """
     parts = parts_of(backup)
     with becoming(to, backup) as unfinished:
-        found = [_restore_part(part, unfinished / part.relative_to(backup)) for part in parts]
+        found = [_restore_part(part, unfinished / part.relative_to(backup), copy or copy_file) for part in parts]
         if parts != [backup]:
             for name in OF_THE_WHOLE:
                 if (source := backup / name).exists():
@@ -251,7 +255,7 @@ def restore(backup: Path, to: Path) -> list[Manifest]:
     return found
 
 
-def _restore_part(backup: Path, to: Path) -> Manifest:
+def _restore_part(backup: Path, to: Path, copy: "Copy") -> Manifest:
     found = read_manifest(backup)
     to.mkdir(mode=0o700, exist_ok=True)
     folders = {to}
@@ -260,7 +264,7 @@ def _restore_part(backup: Path, to: Path) -> Manifest:
         for folder in reversed(target.relative_to(to).parents):
             (to / folder).mkdir(mode=0o700, exist_ok=True)
             folders.add(to / folder)
-        copied, crc = copy_file(backup / file.path, target, file.size + 1, _ignore)
+        copied, crc = copy(backup / file.path, target, file.size + 1, _ignore)
         _check_same(backup, file, copied, crc)
         if file.mtime_ns:
             # So that the next backup knows it.
@@ -279,6 +283,28 @@ def _check_same(backup: Path, file: BackupFile, size: int, crc: int) -> None:
 
 def _ignore(_: int) -> None:
     """Nobody counts."""
+
+
+# -- When the newest good backup was made, as the sidecar's store knows it.
+
+_MOMENT_BYTES = 8
+
+
+class LastBackup:
+    """The newest backup of a data directory that was verified."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self.made_at_us = int.from_bytes(store.sealed(LAST_BACKUP), "little")
+        """The moment that it is of, since 1970; 0 if there is none."""
+
+    async def confirm(self, made_at_us: int) -> None:
+        """A backup of this moment was verified. Durable on return. Raises STORE_UNAVAILABLE."""
+        if made_at_us > self.made_at_us:
+            batch = WriteBatch(raw_mode=True)
+            batch.put(LAST_BACKUP, seal(LAST_BACKUP, made_at_us.to_bytes(_MOMENT_BYTES, "little")))
+            await self._store.flush(self._store.write(batch))
+            self.made_at_us = made_at_us
 
 
 # -- Writing a backup: the records of a store, the logs, and a manifest when all of it is durable.

@@ -2962,6 +2962,45 @@ class BackupResponse(_message.Message):
 Global___BackupResponse: _TypeAlias = BackupResponse  # noqa: Y015
 
 @_typing.final
+class ConfirmBackupRequest(_message.Message):
+    """See `ConfirmBackup`."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MADE_AT_US_FIELD_NUMBER: _builtins.int
+    made_at_us: _builtins.int
+    """The moment that the backup is of, as `BackupResponse.made_at_us` says."""
+    def __init__(
+        self,
+        *,
+        made_at_us: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["made_at_us", b"made_at_us"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ConfirmBackupRequest: _TypeAlias = ConfirmBackupRequest  # noqa: Y015
+
+@_typing.final
+class ConfirmBackupResponse(_message.Message):
+    """The confirmation is durable."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ConfirmBackupResponse: _TypeAlias = ConfirmBackupResponse  # noqa: Y015
+
+@_typing.final
 class BackupFault(_message.Message):
     """A topic that is not whole."""
 

@@ -205,6 +205,11 @@ class AdminServiceStub(object):
                 request_serializer=seqdedupe_dot_v1_dot_admin__pb2.BackupRequest.SerializeToString,
                 response_deserializer=seqdedupe_dot_v1_dot_admin__pb2.BackupResponse.FromString,
                 _registered_method=True)
+        self.ConfirmBackup = channel.unary_unary(
+                '/seqdedupe.v1.AdminService/ConfirmBackup',
+                request_serializer=seqdedupe_dot_v1_dot_admin__pb2.ConfirmBackupRequest.SerializeToString,
+                response_deserializer=seqdedupe_dot_v1_dot_admin__pb2.ConfirmBackupResponse.FromString,
+                _registered_method=True)
         self.GetVersion = channel.unary_unary(
                 '/seqdedupe.v1.AdminService/GetVersion',
                 request_serializer=seqdedupe_dot_v1_dot_admin__pb2.GetVersionRequest.SerializeToString,
@@ -516,6 +521,15 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ConfirmBackup(self, request, context):
+        """Notes that a backup of this sidecar was verified after `Backup` had made it: every byte of it was read where it is kept.
+        Durable on return. Metrics show the newest moment that was confirmed; an older one changes nothing. Errors:
+        `INVALID_REQUEST` for a moment that is not in the past; `STORE_UNAVAILABLE`.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetVersion(self, request, context):
         """The version of the sidecar and what it has been told.
         """
@@ -695,6 +709,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.Backup,
                     request_deserializer=seqdedupe_dot_v1_dot_admin__pb2.BackupRequest.FromString,
                     response_serializer=seqdedupe_dot_v1_dot_admin__pb2.BackupResponse.SerializeToString,
+            ),
+            'ConfirmBackup': grpc.unary_unary_rpc_method_handler(
+                    servicer.ConfirmBackup,
+                    request_deserializer=seqdedupe_dot_v1_dot_admin__pb2.ConfirmBackupRequest.FromString,
+                    response_serializer=seqdedupe_dot_v1_dot_admin__pb2.ConfirmBackupResponse.SerializeToString,
             ),
             'GetVersion': grpc.unary_unary_rpc_method_handler(
                     servicer.GetVersion,
@@ -1621,6 +1640,33 @@ class AdminService(object):
             '/seqdedupe.v1.AdminService/Backup',
             seqdedupe_dot_v1_dot_admin__pb2.BackupRequest.SerializeToString,
             seqdedupe_dot_v1_dot_admin__pb2.BackupResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ConfirmBackup(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/seqdedupe.v1.AdminService/ConfirmBackup',
+            seqdedupe_dot_v1_dot_admin__pb2.ConfirmBackupRequest.SerializeToString,
+            seqdedupe_dot_v1_dot_admin__pb2.ConfirmBackupResponse.FromString,
             options,
             channel_credentials,
             insecure,

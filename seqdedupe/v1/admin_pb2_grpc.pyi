@@ -186,6 +186,11 @@ class AdminServiceStub:
     without a `backup_directory`; `DIRECTORY_NOT_EMPTY` if there is one of that name; `BACKUP_FAILED` if it cannot be
     written; `STORE_DAMAGED`.
     """
+    ConfirmBackup: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ConfirmBackupRequest, _admin_pb2.ConfirmBackupResponse]
+    """Notes that a backup of this sidecar was verified after `Backup` had made it: every byte of it was read where it is kept.
+    Durable on return. Metrics show the newest moment that was confirmed; an older one changes nothing. Errors:
+    `INVALID_REQUEST` for a moment that is not in the past; `STORE_UNAVAILABLE`.
+    """
     GetVersion: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetVersionRequest, _admin_pb2.GetVersionResponse]
     """The version of the sidecar and what it has been told."""
 
@@ -346,6 +351,11 @@ class AdminServiceAsyncStub(AdminServiceStub):
     up, nothing is left. One is made at a time, the others wait. Errors: `INVALID_REQUEST` for a name that cannot be, or
     without a `backup_directory`; `DIRECTORY_NOT_EMPTY` if there is one of that name; `BACKUP_FAILED` if it cannot be
     written; `STORE_DAMAGED`.
+    """
+    ConfirmBackup: _aio.UnaryUnaryMultiCallable[_admin_pb2.ConfirmBackupRequest, _admin_pb2.ConfirmBackupResponse]  # type: ignore[assignment]
+    """Notes that a backup of this sidecar was verified after `Backup` had made it: every byte of it was read where it is kept.
+    Durable on return. Metrics show the newest moment that was confirmed; an older one changes nothing. Errors:
+    `INVALID_REQUEST` for a moment that is not in the past; `STORE_UNAVAILABLE`.
     """
     GetVersion: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetVersionRequest, _admin_pb2.GetVersionResponse]  # type: ignore[assignment]
     """The version of the sidecar and what it has been told."""
@@ -708,6 +718,17 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         up, nothing is left. One is made at a time, the others wait. Errors: `INVALID_REQUEST` for a name that cannot be, or
         without a `backup_directory`; `DIRECTORY_NOT_EMPTY` if there is one of that name; `BACKUP_FAILED` if it cannot be
         written; `STORE_DAMAGED`.
+        """
+
+    @_abc_1.abstractmethod
+    def ConfirmBackup(
+        self,
+        request: _admin_pb2.ConfirmBackupRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.ConfirmBackupResponse, _abc.Awaitable[_admin_pb2.ConfirmBackupResponse]]:
+        """Notes that a backup of this sidecar was verified after `Backup` had made it: every byte of it was read where it is kept.
+        Durable on return. Metrics show the newest moment that was confirmed; an older one changes nothing. Errors:
+        `INVALID_REQUEST` for a moment that is not in the past; `STORE_UNAVAILABLE`.
         """
 
     @_abc_1.abstractmethod

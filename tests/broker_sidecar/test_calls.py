@@ -84,6 +84,7 @@ def test_every_unary_call_works_from_json_through_reflection(reflected: Reflecte
         "RebuildTopic": lambda: {"topic": topic},
         "GetStatistics": lambda: {"topic": topic},
         "GetVersion": dict,
+        "ConfirmBackup": lambda: {"madeAtUs": "1"},
         "DeleteTopic": lambda: {"topic": topic},
     }
     by_name = {method.name: method for method in methods(reflected)}

@@ -3,13 +3,18 @@
 import json
 import os
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from seqdedupe.client.blocking import Client
+from seqdedupe.errors import InvalidRequestError
 from seqdedupe.testing import Sidecar
+from seqdedupe.transfer.backup_places import FolderPlace
+from seqdedupe.v1 import admin_pb2
+from tests.broker_sidecar.metrics.scraping import scrape
 from tests.cli.conftest import COMMAND, TIMEOUT_SECONDS
 from tests.doctor.directories import segments
 
@@ -17,21 +22,26 @@ from tests.doctor.directories import segments
 @pytest.fixture
 def sidecar(tmp_path: Path) -> Iterator[Sidecar]:
     (tmp_path / "backups").mkdir()
-    with Sidecar(tmp_path / "s", backup_directory=tmp_path / "backups") as sidecar:
+    with Sidecar(tmp_path / "s", backup_directory=tmp_path / "backups", metrics_listen="127.0.0.1:0") as sidecar:
         with Client(sidecar.address) as client, client.producer("orders", "shop") as producer:
             for i in range(100):
                 producer.send(b"payload %d" % i)
         yield sidecar
 
 
-def run(sidecar: Sidecar, *arguments: object, status: int = 0) -> str:
-    done = subprocess.run(
+def attempt(sidecar: Sidecar, *arguments: object) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
         [COMMAND, *map(str, arguments)],
+        check=False,
         capture_output=True,
         text=True,
         timeout=TIMEOUT_SECONDS,
         env=os.environ | {"SEQDEDUPE_ADDRESS": sidecar.address},
     )
+
+
+def run(sidecar: Sidecar, *arguments: object, status: int = 0) -> str:
+    done = attempt(sidecar, *arguments)
     assert done.returncode == status, (done.stdout, done.stderr)
     assert "Traceback" not in done.stderr
     assert bool(done.stderr) == (status == 2 or (status == 1 and not done.stdout))
@@ -73,3 +83,110 @@ def test_damage_has_a_status(sidecar: Sidecar, tmp_path: Path) -> None:
     (backup / "BACKUP").unlink()
     assert "BACKUP_DAMAGED" in run(sidecar, "verify", backup, status=1)
     assert "BACKUP_DAMAGED" in run(sidecar, "verify", tmp_path / "nothing", status=1)
+
+
+def moment(sidecar: Sidecar) -> float:
+    """What the metrics say about the last backup."""
+    return scrape(sidecar).value("seqdedupe_backup_timestamp_seconds")
+
+
+def wait_for_moment(sidecar: Sidecar, at_us: int) -> None:
+    """Who scrapes again within half a second is shown the same."""
+    while moment(sidecar) != at_us / 1e6:
+        time.sleep(0.05)
+
+
+def test_the_newest_are_kept_listed_and_restored(sidecar: Sidecar, tmp_path: Path) -> None:
+    backups = tmp_path / "backups"
+    run(sidecar, "backup", "before-upgrade")
+    made: list[str] = []
+    for _ in range(3):
+        last = made[-1] if made else ""
+        # Names are of the second: two within one are refused, and that changes nothing.
+        while (done := attempt(sidecar, "backup", "--keep", 2, "--json")).returncode:
+            assert "DIRECTORY_NOT_EMPTY" in done.stderr
+        said = json.loads(done.stdout)
+        assert said["verified"]
+        assert said["name"] > last
+        made.append(said["name"])
+    assert said["removed"] == [str(backups / made[0])]
+    listed = json.loads(run(sidecar, "backup", "list", backups, "--json", "--verify"))
+    assert [(one["name"], one["good"], one["topics"]) for one in listed["backups"]] == [
+        (name, True, 1) for name in (*made[1:], "before-upgrade")
+    ]
+    assert run(sidecar, "restore", "--from", backups, tmp_path / "r" / "data").startswith(
+        f"restored {backups / made[2]}\n"
+    )
+    assert "before-upgrade" in run(
+        sidecar, "restore", "--from", backups, "--backup", "before-upgrade", tmp_path / "named"
+    )
+    with Sidecar(tmp_path / "r") as restored, Client(restored.address) as client:
+        assert len(list(client.reader("orders"))) == 100
+    for words in (("restore", tmp_path), ("restore", "--backup", "x", "a", "b"), ("backup", "x", "--keep", 1)):
+        assert "See seqdedupe" in run(sidecar, *words, status=2)
+
+
+def test_what_is_damaged_is_listed_as_that_and_keeps_the_older_ones(sidecar: Sidecar, tmp_path: Path) -> None:
+    backups = tmp_path / "backups"
+    first = json.loads(run(sidecar, "backup", "--keep", 1, "--json"))
+    [part] = first["parts"]
+    wait_for_moment(sidecar, part["made_at_us"])
+    file = segments(sidecar.data)[0]
+    raw = bytearray(file.read_bytes())
+    raw[-5] ^= 0xFF
+    file.write_bytes(raw)
+    while (done := attempt(sidecar, "backup", "--keep", 1, "--json")).stderr:
+        assert "DIRECTORY_NOT_EMPTY" in done.stderr
+    said = json.loads(done.stdout)
+    assert (done.returncode, said["verified"], said["removed"]) == (1, False, [])
+    assert moment(sidecar) == part["made_at_us"] / 1e6
+    out = run(sidecar, "backup", "list", backups, status=1).splitlines()
+    assert out[1].endswith("good")
+    assert "NOT GOOD" in out[2]
+    assert first["name"] in run(sidecar, "restore", "--from", backups, tmp_path / "r")
+
+
+def test_the_moment_of_the_last_one_survives_a_restart_and_what_cannot_be_is_refused(
+    sidecar: Sidecar, tmp_path: Path
+) -> None:
+    assert moment(sidecar) == 0
+    [part] = json.loads(run(sidecar, "backup", "one", "--json"))["parts"]
+    wait_for_moment(sidecar, part["made_at_us"])
+    with Client(sidecar.address) as client:
+        for at_us in (0, -1, 2**62):
+            with pytest.raises(InvalidRequestError, match="in the past"):
+                client.admin.confirm_backup([admin_pb2.BackupResponse(made_at_us=at_us)])
+        # An older one changes nothing.
+        client.admin.confirm_backup([admin_pb2.BackupResponse(made_at_us=1)])
+    sidecar.kill()
+    sidecar.start()
+    assert moment(sidecar) == part["made_at_us"] / 1e6
+
+
+def test_one_command_at_a_time_and_only_where_the_folder_is(sidecar: Sidecar, tmp_path: Path) -> None:
+    backups = tmp_path / "backups"
+    with FolderPlace(backups).locked():
+        assert "BACKUP_FAILED" in run(sidecar, "backup", "--keep", 1, status=1)
+    assert moment(sidecar) == 0
+    before = os.listdir(backups)
+    for url in (backups, "s3://", "gs://bucket/prefix"):
+        assert "INVALID_CONFIGURATION" in run(sidecar, "backup", "--to", url, status=1)
+    assert os.listdir(backups) == before
+
+
+def test_of_several_workers_the_whole_is_kept_and_listed(tmp_path: Path) -> None:
+    backups = tmp_path / "backups"
+    backups.mkdir()
+    with Sidecar(tmp_path / "s", workers=2, backup_directory=backups) as sidecar:
+        with Client(sidecar.address) as client:
+            for topic in ("a", "b", "c", "d"):
+                client.admin.create_topic(topic)
+        name = json.loads(run(sidecar, "backup", "--keep", 1, "--json"))["name"]
+        [found] = json.loads(run(sidecar, "backup", "list", backups, "--json"))["backups"]
+        assert (found["name"], found["good"], found["topics"]) == (name, True, 4)
+        run(sidecar, "restore", "--from", backups, tmp_path / "r" / "data")
+        (backups / name / "worker-1" / "BACKUP").unlink()
+        [found] = json.loads(run(sidecar, "backup", "list", backups, "--json", status=1))["backups"]
+        assert "no file BACKUP" in found["problem"]
+    with Sidecar(tmp_path / "r", workers=2) as restored, Client(restored.address) as client:
+        assert len(list(client.admin.topics())) == 4

@@ -23,7 +23,10 @@ ROOT = Path(__file__).parents[2]
 SOURCES = ("Makefile", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md")
 SOURCE_FOLDERS = ("deploy", "docs", "seqdedupe", "broker_sidecar", "spark")
 LIBRARY = "usr/local/lib/seqdedupe"
-UNIT = "usr/local/lib/systemd/system/seqdedupe.service"
+UNITS = "usr/local/lib/systemd/system"
+UNIT = f"{UNITS}/seqdedupe.service"
+BACKUP_UNIT = f"{UNITS}/seqdedupe-backup.service"
+BACKUP_TIMER = f"{UNITS}/seqdedupe-backup.timer"
 CONFIGURATION = "etc/seqdedupe/seqdedupe.toml"
 MOST_EXPOSED = 11
 """`systemd-analyze security` gives 1.1 of 10: numba writes what is executed then, and a server needs the network."""
@@ -148,9 +151,12 @@ def test_nobody_else_can_make_a_socket_where_it_listens(root: Path, unit: dict[s
     assert (config.socket_mode, service["Group"]) == ("660", "seqdedupe")
 
 
-def test_systemd_understands_the_unit_and_finds_it_closed(root: Path, systemd_analyze: str, tmp_path: Path) -> None:
-    here = tmp_path / "seqdedupe.service"
-    here.write_text((root / UNIT).read_text().replace("/usr/local", str(root / "usr/local")))
+@pytest.mark.parametrize("path", [UNIT, BACKUP_UNIT])
+def test_systemd_understands_the_unit_and_finds_it_closed(
+    root: Path, systemd_analyze: str, tmp_path: Path, path: str
+) -> None:
+    here = tmp_path / Path(path).name
+    here.write_text((root / path).read_text().replace("/usr/local", str(root / "usr/local")))
     done = subprocess.run([systemd_analyze, "verify", "--man=no", here], capture_output=True, text=True, check=False)
     assert (done.returncode, [line for line in done.stderr.splitlines() if "seqdedupe" in line]) == (0, [])
     judged = [systemd_analyze, "security", "--offline=yes", "--no-pager", f"--threshold={MOST_EXPOSED}"]
@@ -159,6 +165,29 @@ def test_systemd_understands_the_unit_and_finds_it_closed(root: Path, systemd_an
     # The control arm: what is open is found to be that.
     here.write_text(here.read_text().replace("ProtectSystem=strict\n", "").replace("NoNewPrivileges=yes\n", ""))
     assert subprocess.run([*judged, here], capture_output=True, check=False).returncode != 0
+
+
+def test_systemd_understands_the_timer_and_knows_when(root: Path, systemd_analyze: str, tmp_path: Path) -> None:
+    for path in (BACKUP_UNIT, BACKUP_TIMER):
+        text = (root / path).read_text().replace("/usr/local", str(root / "usr/local"))
+        (tmp_path / Path(path).name).write_text(text)
+    timer = tmp_path / Path(BACKUP_TIMER).name
+    done = subprocess.run([systemd_analyze, "verify", "--man=no", timer], capture_output=True, text=True, check=False)
+    assert (done.returncode, [line for line in done.stderr.splitlines() if "seqdedupe" in line]) == (0, [])
+    [when] = [line.partition("=")[2] for line in timer.read_text().splitlines() if line.startswith("OnCalendar=")]
+    subprocess.run([systemd_analyze, "calendar", when], capture_output=True, check=True)
+
+
+def test_the_backup_is_of_the_sidecar_that_is_installed(root: Path, unit: dict[str, dict[str, str]]) -> None:
+    text = (root / BACKUP_UNIT).read_text().replace("\\\n", " ")
+    found = dict(line.split("=", 1) for line in text.splitlines() if "=" in line and not line.startswith("#"))
+    program, *words = found["ExecStart"].split()
+    assert program == unit["Service"]["ExecStart"].split()[0]
+    config = load(root / CONFIGURATION, {}, {})
+    assert words[:2] == ["backup", "make"]
+    assert words[words.index("--address") + 1] == config.listen
+    assert words[words.index("--token-file") + 1] == f"{config.data_directory}/token"
+    assert (found["User"], found["StateDirectory"]) == (unit["Service"]["User"], unit["Service"]["StateDirectory"])
 
 
 def test_a_second_install_keeps_the_configuration_and_uninstall_too(source: Path, tmp_path: Path) -> None:

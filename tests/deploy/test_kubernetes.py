@@ -12,6 +12,7 @@ import yaml
 
 from broker_sidecar.config import KEYS, Config, environment_of, flag_of, load
 from broker_sidecar.security import tokens
+from seqdedupe.cli.backup_commands import make
 from seqdedupe.names import SHARDS, from_text
 from tests.deploy.durations import longest_stop_seconds
 
@@ -90,7 +91,31 @@ def test_ports_volumes_and_probes_fit_each_other(objects: dict[str, Object], pod
     [claim] = objects["StatefulSet"]["spec"]["volumeClaimTemplates"]
     assert mounts["/data"] == claim["metadata"]["name"]
     assert Path(config.data_directory).is_relative_to("/data")
+    assert Path(config.backup_directory).parent == Path("/backups")
     assert set(mounts.values()) == {claim["metadata"]["name"], *(one["name"] for one in pod["volumes"])}
+
+
+def test_the_backup_is_of_all_sidecars_and_sees_what_they_write(objects: dict[str, Object], sidecar: Object) -> None:
+    job = objects["CronJob"]["spec"]
+    of_job = job["jobTemplate"]["spec"]["template"]
+    [container] = of_job["spec"]["containers"]
+    assert (job["suspend"], job["concurrencyPolicy"]) == (True, "Forbid")
+    command, *words = container["args"]
+    assert (command, words[0]) == ("backup", "make")
+    assert make.make_context("make", words[1:]).params["keep"] == 7
+    environment = environment_in(container)
+    assert environment["SEQDEDUPE_ADDRESS"] == config_of(sidecar, 0).peers
+    # What lets a client in.
+    [rule] = objects["NetworkPolicy"]["spec"]["ingress"]
+    assert {"podSelector": {"matchLabels": of_job["metadata"]["labels"]}} in rule["from"]
+    volumes = {one["name"]: one for one in of_job["spec"]["volumes"]}
+    mounts = {one["mountPath"]: volumes[one["name"]] for one in container["volumeMounts"]}
+    claim = objects["PersistentVolumeClaim"]
+    assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
+    assert mounts["/backups"]["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
+    assert str(Path(environment["SEQDEDUPE_TOKEN_FILE"]).parent) in mounts
+    assert of_job["spec"]["securityContext"] == objects["StatefulSet"]["spec"]["template"]["spec"]["securityContext"]
+    assert container["securityContext"] == sidecar["securityContext"]
 
 
 def test_all_take_the_token_that_they_show_each_other(pod: Object, sidecar: Object, tmp_path: Path) -> None:
@@ -109,6 +134,7 @@ def test_all_take_the_token_that_they_show_each_other(pod: Object, sidecar: Obje
     [script] = sidecar["args"]
     before, exec_, _ = script.partition("exec ")
     assert exec_
+    before = before.replace("/backups/", f"{tmp_path}/backups/")
     data_directory, peer_token_file = tmp_path / "data" / "seqdedupe", tmp_path / shown.name
     environment = {
         "HOSTNAME": "seqdedupe-0",

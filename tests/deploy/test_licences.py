@@ -100,5 +100,5 @@ def wanted_by(name: str, extras: frozenset[str], seen: dict[str, str]) -> None:
 def of_service() -> dict[str, str]:
     """What a sidecar as a service needs, as it is installed here: by name the version."""
     seen: dict[str, str] = {}
-    wanted_by("seqdedupe", frozenset({"sidecar", "pulsar", "top"}), seen)
+    wanted_by("seqdedupe", frozenset({"sidecar", "pulsar", "s3", "top"}), seen)
     return seen

@@ -410,6 +410,15 @@ class Admin:
         """
         return run(lambda: self.on_loop.backup(name, told))
 
+    def confirm_backup(self, made: list[admin_pb2.BackupResponse]) -> None:
+        """Tells the processes that their parts of a backup, as `backup` returned them, were verified. Durable on
+        return.
+
+        The metric `seqdedupe_backup_timestamp_seconds` is the moment of the earliest part. Raises InvalidRequestError,
+        UnavailableError.
+        """
+        run(lambda: self.on_loop.confirm_backup(made))
+
     def version(self) -> admin_pb2.GetVersionResponse:
         """The sidecar's version and limits."""
         return run(self.on_loop.version)

@@ -48,7 +48,9 @@ LABELS_OF_PROMETHEUS = {"instance", "job"}
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Page:
     """Of a sidecar that has done something of everything."""
-    with Sidecar(tmp_path_factory.mktemp("metrics"), metrics_listen="127.0.0.1:0") as sidecar:
+    backups = tmp_path_factory.mktemp("backups")
+    folder = tmp_path_factory.mktemp("metrics")
+    with Sidecar(folder, metrics_listen="127.0.0.1:0", backup_directory=backups) as sidecar:
         client = Client(sidecar.address)
         epochs = client.epochs("t", "a")
         client.stream("t").receipt(batch([("a", 0)], epochs))

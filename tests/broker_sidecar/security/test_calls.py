@@ -68,6 +68,7 @@ NEEDS = {
     "RebuildTopic": {"administer"},
     "ForgetSidecar": {"administer"},
     "Backup": {"administer"},
+    "ConfirmBackup": {"administer"},
     "MoveTopic": {"administer"},
     "TakeTopic": {"administer"},
     "ReceiveTopic": {"administer"},

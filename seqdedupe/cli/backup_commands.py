@@ -1,0 +1,332 @@
+"""The commands about backups: `backup` has a sidecar make one, verifies it, copies it to an object store and keeps the
+newest; `backup list`, `verify` and `restore` need no sidecar."""
+
+import os
+import sys
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from seqdedupe.cli.common import as_json_option, common, connect
+from seqdedupe.cli.doctor_commands import prepare, print_findings
+from seqdedupe.command import FAILED, echo, print_json, print_table, printable
+from seqdedupe.errors import error
+from seqdedupe.v1 import admin_pb2
+
+if TYPE_CHECKING:
+    from seqdedupe.transfer.backup import Manifest
+    from seqdedupe.transfer.backup_places import FolderPlace, KeptBackup
+
+_FOLDER = click.Path(file_okay=False, path_type=Path)
+_MAKE = "make"
+
+
+class _Backup(click.Group):
+    """`backup NAME` is short for `backup make NAME`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if not args or args[0] not in (*self.commands, *ctx.help_option_names):
+            args = [_MAKE, *args]
+        return super().parse_args(ctx, args)
+
+
+@click.group(cls=_Backup)
+def backup() -> None:
+    """Have the sidecar make a backup of all that it has (`backup [NAME]` is `backup make [NAME]`), or list backups."""
+
+
+@backup.command(_MAKE, short_help="Have the running sidecar make a backup, and verify it.")
+@click.argument("name", required=False)
+@click.option(
+    "--keep",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Then keep the newest N good backups that have a time as their name, and remove older ones.",
+)
+@click.option("--to", metavar="s3://BUCKET/PREFIX", help="Copy it to an object store too.")
+@common
+def make(name: str | None, keep: int | None, to: str | None, address: str, as_json: bool) -> int:
+    """Have the running sidecar make a backup of all that it has, in a new folder NAME in its backup_directory. Without
+    NAME the time is the name.
+
+    Where the command can read that folder it then verifies every byte, and tells the sidecar so. Exit status 1 if
+    something was damaged where it was taken, and is so in the backup: it is not copied then, and none is removed.
+    """
+    if name and keep:
+        raise click.UsageError("--keep counts backups that have a time as their name: give no NAME.")
+    name = name or datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
+    if to:
+        # What is wrong there is said before a backup is made.
+        prepare()
+        from seqdedupe.transfer.backup_places import BucketPlace
+
+        BucketPlace(to)
+    care = _Care(name, keep, to)
+    with connect(address) as client:
+        made = client.admin.backup(name, _say_progress)
+        is_whole = not any(one.damaged or one.left_out for one in made)
+        if is_whole and care.begin(made):
+            with care.locked():
+                care.copy()
+                client.admin.confirm_backup(made)
+                care.remove()
+    if as_json:
+        parts = [_part_json(one) for one in made]
+        values = {"name": name, "verified": care.is_verified, "copied_to": care.copied_to, "removed": care.removed}
+        print_json({"whole": is_whole, "parts": parts} | values)
+        return 0 if is_whole else FAILED
+    for one in made:
+        _say(
+            f"{one.directory}: {one.topics:,} topics, {one.bytes:,} bytes, {one.linked_bytes:,} of them shared "
+            f"with an earlier backup; as of {_moment(one.made_at_us)}"
+        )
+        _say_faults(one.damaged, one.left_out)
+    _say("verified" if care.is_verified else "not verified: " + care.why_not)
+    for url in care.copied_to:
+        _say(f"copied to {url}, and verified there")
+    for path in care.removed:
+        _say(f"removed {path}")
+    return 0 if is_whole else FAILED
+
+
+@dataclass
+class _Care:
+    """What the command does with a backup after the sidecar has made it."""
+
+    name: str
+    keep: int | None
+    to: str | None
+    is_verified: bool = False
+    why_not: str = "something was damaged where it was taken"
+    copied_to: list[str] = field(default_factory=list)
+    removed: list[str] = field(default_factory=list)
+    _places: "list[FolderPlace]" = field(default_factory=list)
+
+    def begin(self, made: list[admin_pb2.BackupResponse]) -> bool:
+        """Whether the backup can be verified: it is in folders that this command can read.
+
+        Raises INVALID_REQUEST if it cannot, and is to be copied or counted.
+        """
+        whole = [
+            folder.parent if folder.name != self.name else folder for folder in (Path(one.directory) for one in made)
+        ]
+        folders = sorted(set(whole))
+        if not all(os.access(folder, os.R_OK | os.X_OK) for folder in folders):
+            self.why_not = f"this command cannot read {folders[0]}"
+            if self.keep or self.to:
+                hint = "Run it as the sidecar's user, where its backup_directory is at the same path."
+                raise error("INVALID_REQUEST", f"the backup is made, and not verified: {self.why_not}", hint=hint)
+            return False
+        prepare()
+        from seqdedupe.transfer.backup_places import FolderPlace
+
+        self._places = [FolderPlace(folder.parent) for folder in folders]
+        return True
+
+    def locked(self) -> ExitStack:
+        """No other command copies or removes backups of these folders until it is closed."""
+        stack = ExitStack()
+        for place in self._places if self.keep or self.to else ():
+            stack.enter_context(place.locked())
+        return stack
+
+    def copy(self) -> None:
+        """Every byte is verified, here and where it is copied to."""
+        from seqdedupe.transfer.backup_places import BucketPlace
+
+        for place in self._places:
+            place.check(self.name)
+            if self.to:
+                bucket = BucketPlace(self._url_of(place))
+                bucket.upload(Path(place.url, self.name), self.name)
+                # Its files were read back already.
+                bucket.check(self.name, reads_all=False)
+                self.copied_to.append(f"{bucket.url}/{self.name}")
+        self.is_verified = True
+
+    def remove(self) -> None:
+        """Older backups go, from both places."""
+        from seqdedupe.transfer.backup_places import BucketPlace
+
+        for place in self._places if self.keep else ():
+            buckets = [BucketPlace(self._url_of(place))] if self.to else []
+            for one in (place, *buckets):
+                self.removed += [f"{one.url}/{name}" for name in one.keep(self.name, self.keep or 1)]
+
+    def _url_of(self, place: "FolderPlace") -> str:
+        """Of several sidecars each has a prefix, by the name of its folder."""
+        below = f"/{Path(place.url).name}" if len(self._places) > 1 else ""
+        return f"{(self.to or '').rstrip('/')}{below}"
+
+
+@backup.command("list", short_help="List the backups in a place, and say which are good.")
+@click.argument("place", metavar="DEST")
+@click.option("--verify", "reads_all", is_flag=True, help="Read every byte, and do not only compare sizes.")
+@as_json_option
+def list_backups(place: str, reads_all: bool, as_json: bool) -> int:
+    """List the backups in DEST, a folder or s3://BUCKET/PREFIX: time, size, topics, and whether each is good.
+
+    Good is one that is complete and had no damage where it was taken. Exit status 1 if one is not.
+    """
+    prepare()
+    from seqdedupe.transfer.backup_places import place_at
+
+    at = place_at(place)
+    found = [at.look(name, reads_all=reads_all) for name in at.names()]
+    if as_json:
+        print_json({"place": at.url, "verified": reads_all, "backups": [_kept_json(one) for one in found]})
+    else:
+        rows = [
+            (one.name, _moment(one.made_at_us) if one.made_at_us else None, one.size_bytes, one.topics, _state(one))
+            for one in found
+        ]
+        print_table(("NAME", "AS OF", "BYTES", "TOPICS", "STATE"), rows)
+    return FAILED if any(one.problem for one in found) else 0
+
+
+def _state(one: "KeptBackup") -> str:
+    return f"NOT GOOD: {one.problem}" if one.problem else "good"
+
+
+def _kept_json(one: "KeptBackup") -> dict[str, Any]:
+    """The form is documented: keep it stable."""
+    return {
+        "name": one.name,
+        "made_at_us": one.made_at_us or None,
+        "bytes": one.size_bytes,
+        "topics": one.topics,
+        "good": not one.problem,
+        "problem": one.problem or None,
+    }
+
+
+@click.command()
+@click.argument("directory", type=_FOLDER)
+@as_json_option
+def verify(directory: Path, as_json: bool) -> int:
+    """Check a backup: that each file is what was written, and, as the doctor does, that logs and store are whole and
+    belong together.
+
+    Exit status 1 if not.
+    """
+    prepare()
+    from seqdedupe.doctor.examine import examine
+    from seqdedupe.transfer.backup import check, parts_of
+
+    parts = parts_of(directory)
+    manifests = [check(part) for part in parts]
+    findings = [examine(part) for part in parts]
+    is_whole = all(found.is_whole for found in findings) and not any(one.damaged or one.left_out for one in manifests)
+    if as_json:
+        values = [
+            _manifest_json(part, manifest) | {"findings": found.to_json()}
+            for part, manifest, found in zip(parts, manifests, findings, strict=True)
+        ]
+        print_json({"directory": str(directory), "whole": is_whole, "parts": values})
+    else:
+        for part, manifest, found in zip(parts, manifests, findings, strict=True):
+            print_findings(found)
+            _say_manifest(part, manifest)
+        _say(f"the backup {directory} is " + ("whole" if is_whole else "NOT WHOLE"))
+    return 0 if is_whole else FAILED
+
+
+@click.command()
+@click.argument("places", nargs=-1, metavar="[BACKUP] DATA_DIRECTORY")
+@click.option("--from", "place", metavar="DEST", help="A folder or s3://BUCKET/PREFIX with backups, instead of BACKUP.")
+@click.option("--backup", "name", metavar="NAME", help="Which one of DEST; without it the newest good one.")
+@as_json_option
+def restore(places: tuple[str, ...], place: str | None, name: str | None, as_json: bool) -> int:
+    """Make a data directory of a backup, for a sidecar to be started on. It must be empty or not there.
+
+    Each file is checked against what was written. Exit status 1 if something was damaged already where the backup was
+    taken.
+    """
+    if name and not place:
+        raise click.UsageError("--backup is the name of a backup in DEST: give --from DEST too.")
+    if len(places) != (wanted := 1 if place else 2):
+        words = "BACKUP and DATA_DIRECTORY" if wanted == 2 else "DATA_DIRECTORY alone"
+        raise click.UsageError(f"Give {words}, or --from DEST and DATA_DIRECTORY.")
+    prepare()
+    from seqdedupe.transfer import backup
+    from seqdedupe.transfer.backup_places import place_at
+
+    to = Path(places[-1])
+    if place:
+        at = place_at(place)
+        name = name or at.newest_good()
+        source, manifests = f"{at.url}/{name}", at.restore(name, to)
+    else:
+        source, manifests = places[0], backup.restore(Path(places[0]), to)
+    is_whole = not any(one.damaged or one.left_out for one in manifests)
+    if as_json:
+        values = [_manifest_json(to, manifest) for manifest in manifests]
+        print_json({"directory": str(to), "backup": source, "whole": is_whole, "parts": values})
+    else:
+        _say(f"restored {source}")
+        for manifest in manifests:
+            _say_manifest(to, manifest)
+    return 0 if is_whole else FAILED
+
+
+def _say(line: str) -> None:
+    echo(printable(line))
+
+
+def _say_progress(so_far: "list[admin_pb2.BackupResponse]") -> None:
+    """To whoever looks on."""
+    if sys.stderr.isatty():
+        click.echo(f"\r{sum(one.bytes for one in so_far):,} bytes ", err=True, nl=False)
+
+
+def _moment(at_us: int) -> str:
+    return datetime.fromtimestamp(at_us / 1e6, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+def _say_manifest(place: Path, manifest: "Manifest") -> None:
+    text = (
+        f"{place}: {len(manifest.files):,} files, {manifest.size_bytes:,} bytes, as of {_moment(manifest.made_at_us)}"
+    )
+    _say(text)
+    _say_faults(manifest.damaged, manifest.left_out)
+
+
+def _say_faults(damaged: Any, left_out: Any) -> None:
+    for one in damaged:
+        _say(f"  damaged, as where it was taken: {one.topic}: {one.what}")
+    for one in left_out:
+        _say(f"  LEFT OUT: {one.topic}: {one.what}")
+
+
+def _faults_json(faults: Any) -> list[dict[str, Any]]:
+    return [{"topic": one.topic, "incarnation": one.incarnation, "what": one.what} for one in faults]
+
+
+def _part_json(one: Any) -> dict[str, Any]:
+    """The form is documented: keep it stable."""
+    return {
+        "directory": one.directory,
+        "made_at_us": one.made_at_us,
+        "topics": one.topics,
+        "bytes": one.bytes,
+        "linked_bytes": one.linked_bytes,
+        "damaged": _faults_json(one.damaged),
+        "left_out": _faults_json(one.left_out),
+    }
+
+
+def _manifest_json(place: Path, manifest: "Manifest") -> dict[str, Any]:
+    """The form is documented: keep it stable."""
+    return {
+        "directory": str(place),
+        "made_at_us": manifest.made_at_us,
+        "version": manifest.version,
+        "files": len(manifest.files),
+        "bytes": manifest.size_bytes,
+        "damaged": _faults_json(manifest.damaged),
+        "left_out": _faults_json(manifest.left_out),
+    }

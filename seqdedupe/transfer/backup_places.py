@@ -1,0 +1,440 @@
+"""Places where backups are kept: a folder, or a prefix of a bucket in an object store that speaks S3.
+
+A place lists its backups, says which are good, keeps the newest N good ones and restores one. A backup is good if its
+manifests and all files that they name are there, as they were written, and if nothing was damaged where it was taken.
+"""
+
+import fcntl
+import os
+import re
+import shutil
+import stat
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
+
+import google_crc32c
+
+from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.files import UNFINISHED, sync_folder
+from seqdedupe.store.directories import MANIFEST_FILE, SHARDS_FILE, WORKERS_FILE
+from seqdedupe.transfer.backup import (
+    LOCK_FILE,
+    LOGS,
+    TOKEN_FILE,
+    BackupFile,
+    Copy,
+    Manifest,
+    Pay,
+    checksum,
+    copy_file,
+    damaged,
+    forget_pages,
+    parts_of,
+    read_manifest,
+    restore,
+)
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
+
+S3_SCHEME = "s3://"
+
+TIME_NAME = re.compile(r"\d{8}T\d{6}Z")
+"""The names that `seqdedupe backup` gives: they sort as the times do. Backups of other names are never removed."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeptBackup:
+    """A backup in a place."""
+
+    name: str
+    problem: str
+    """Why it is not good; empty if it is."""
+    made_at_us: int = 0
+    """The moment that it is of, since 1970; of several workers the earliest. 0 if that cannot be read, as all below."""
+    size_bytes: int = 0
+    topics: int = 0
+    """Topics whose logs are in it."""
+
+
+class BackupPlace(ABC):
+    """Where backups are kept. Blocks; for one thread."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    @abstractmethod
+    def names(self) -> list[str]:
+        """What may be backups, sorted. Raises BACKUP_DAMAGED if there is no such place; OSError."""
+
+    @abstractmethod
+    def remove(self, name: str) -> None:
+        """From its first step on nobody takes the rest for a backup. Raises OSError."""
+
+    @abstractmethod
+    def _opened(self, name: str) -> AbstractContextManager[Path]:
+        """A folder with the backup's manifests, and what says how many there have to be."""
+
+    @abstractmethod
+    def _sizes(self, name: str) -> dict[str, int]:
+        """Of all files of a backup, by path."""
+
+    @abstractmethod
+    def _crc32c(self, name: str, path: str, size_bytes: int) -> int:
+        """Of a file, as the place gives it now."""
+
+    @abstractmethod
+    def _copy_from(self, name: str, folder: Path) -> Copy:
+        """How to get files of a backup whose manifests are in `folder`."""
+
+    reads_before_removing = True
+    """Whether `keep` reads every byte of a backup before it counts it."""
+
+    def look(self, name: str, *, reads_all: bool) -> KeptBackup:
+        """A backup, and whether it is good. Without `reads_all` the sizes of its files are checked and not their bytes.
+
+        Raises OBJECT_STORE_UNAVAILABLE.
+        """
+        parts: dict[str, Manifest] = {}
+        try:
+            with self._opened(name) as folder:
+                try:
+                    for part in parts_of(folder):
+                        parts[part.relative_to(folder).as_posix()] = read_manifest(part)
+                except SeqdedupeError as e:
+                    return KeptBackup(name, e.message.replace(str(folder), name))
+            problem = self._problem(name, parts, reads_all)
+        except OSError as e:
+            return KeptBackup(name, f"it cannot be read: {e}")
+        return KeptBackup(
+            name,
+            problem,
+            min(one.made_at_us for one in parts.values()),
+            sum(one.size_bytes for one in parts.values()),
+            sum(_topics(one) for one in parts.values()),
+        )
+
+    def _problem(self, name: str, parts: dict[str, Manifest], reads_all: bool) -> str:
+        sizes = self._sizes(name)
+        for part, manifest in parts.items():
+            for file in manifest.files:
+                path = (PurePosixPath(part) / file.path).as_posix()
+                if path not in sizes:
+                    return f"the file {path} is missing"
+                if sizes[path] != file.size:
+                    return f"{path} has {sizes[path]} bytes, and was written with {file.size}"
+                if reads_all and self._crc32c(name, path, file.size) != file.crc32c:
+                    return f"{path} is not what was written: its checksum is wrong"
+        if faults := sum(len(one.damaged) + len(one.left_out) for one in parts.values()):
+            return f"{faults} places or topics were damaged where it was taken"
+        return ""
+
+    def check(self, name: str, *, reads_all: bool = True) -> None:
+        """Raises BACKUP_DAMAGED if this backup is not good as `look` says, OBJECT_STORE_UNAVAILABLE."""
+        if problem := self.look(name, reads_all=reads_all).problem:
+            raise error("BACKUP_DAMAGED", f"the backup {name} in {self.url} is not good: {problem}")
+
+    def keep(self, new: str, count: int) -> list[str]:
+        """Keeps the newest `count` good backups that have a TIME_NAME, and `new`, which the caller has checked.
+
+        Removes what is older than all of them, good or not, and returns its names. Removes nothing while there are
+        fewer good ones. Raises OBJECT_STORE_UNAVAILABLE; OSError.
+        """
+        names = [name for name in self.names() if TIME_NAME.fullmatch(name)]
+        good: list[str] = []
+        for name in reversed(names):
+            if len(good) < count and not self.look(name, reads_all=self.reads_before_removing).problem:
+                good.append(name)
+        if len(good) < count:
+            return []
+        # A clock that went back gives the new one a name that sorts before older ones.
+        oldest = min(good[-1], new)
+        removed = [name for name in names if name < oldest]
+        for name in removed:
+            self.remove(name)
+        return removed
+
+    def newest_good(self) -> str:
+        """The name of the backup with the latest moment, of those that are good by the sizes of their files.
+
+        Raises BACKUP_DAMAGED if there is none, OBJECT_STORE_UNAVAILABLE; OSError.
+        """
+        found = [self.look(name, reads_all=False) for name in self.names()]
+        if good := [one for one in found if not one.problem]:
+            return max(good, key=lambda one: (one.made_at_us, one.name)).name
+        hint = "Is that the place? `seqdedupe backup list` says what is there; `--backup` restores one that is damaged."
+        raise error("BACKUP_DAMAGED", f"{self.url} has no good backup; {len(found)} are not good", hint=hint)
+
+    def restore(self, name: str, to: Path) -> list[Manifest]:
+        """As `backup.restore`, of a backup of this place. Raises OBJECT_STORE_UNAVAILABLE too."""
+        with self._opened(name) as folder:
+            return restore(folder, to, self._copy_from(name, folder))
+
+
+def _topics(manifest: Manifest) -> int:
+    return len({PurePosixPath(file.path).parts[1] for file in manifest.files if file.path.startswith(f"{LOGS}/")})
+
+
+def place_at(url: str) -> BackupPlace:
+    """The place of this URL, `s3://bucket/prefix`, or path of a folder. Raises INVALID_CONFIGURATION."""
+    if url.startswith(S3_SCHEME):
+        return BucketPlace(url)
+    if "://" in url:
+        raise error(
+            "INVALID_CONFIGURATION", f"{url} is no place for backups", hint="Give s3://bucket/prefix or a folder."
+        )
+    return FolderPlace(Path(url))
+
+
+# -- A folder.
+
+REMOVING = ".removing"
+"""The suffix of what was a backup."""
+
+COMMAND_LOCK_FILE = ".lock"
+"""In the folder of the backups: held by the command that copies or removes some."""
+
+
+class FolderPlace(BackupPlace):
+    """A folder with backups in it, such as a sidecar's `backup_directory`."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(str(folder))
+        self._folder = folder
+        self._known: dict[tuple[int, int], int] = {}
+        """The checksums of files that were read, by device and inode: backups share files."""
+
+    def names(self) -> list[str]:
+        if not self._folder.is_dir():
+            what = f"{self._folder} is not there"
+            raise error("BACKUP_DAMAGED", what, hint="Is that the name of the folder with the backups?")
+        names = [path.name for path in self._folder.iterdir() if path.is_dir() and not path.name.startswith(".")]
+        return sorted(name for name in names if not name.endswith((UNFINISHED, REMOVING)))
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """No other command copies or removes backups meanwhile. Raises BACKUP_FAILED if one does; OSError."""
+        lock = os.open(self._folder / COMMAND_LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as e:
+                what = f"another command copies or removes backups in {self._folder} at the moment"
+                hint = "This backup is made, but not verified. Let that command end, and make another backup."
+                raise error("BACKUP_FAILED", what, hint=hint) from e
+            yield
+        finally:
+            os.close(lock)
+
+    def keep(self, new: str, count: int) -> list[str]:
+        self._remove_leftovers(new)
+        return super().keep(new, count)
+
+    def _remove_leftovers(self, new: str) -> None:
+        """What an end of a process has left: a removal half done, and a backup that nobody writes any more."""
+        for path in list(self._folder.iterdir()):
+            name, suffix = path.stem, path.suffix
+            if not TIME_NAME.fullmatch(name) or name >= new:
+                continue
+            if suffix == REMOVING or (suffix == UNFINISHED and _is_abandoned(path)):
+                shutil.rmtree(path)
+
+    def remove(self, name: str) -> None:
+        gone = self._folder / f"{name}{REMOVING}"
+        (self._folder / name).rename(gone)
+        sync_folder(self._folder)
+        shutil.rmtree(gone)
+
+    def _opened(self, name: str) -> AbstractContextManager[Path]:
+        return nullcontext(self._folder / name)
+
+    def _sizes(self, name: str) -> dict[str, int]:
+        whole, found = self._folder / name, {}
+        for folder, _, files in os.walk(whole):
+            for file in files:
+                path = Path(folder, file)
+                if stat.S_ISREG((status := path.lstat()).st_mode):
+                    found[path.relative_to(whole).as_posix()] = status.st_size
+        return found
+
+    def _crc32c(self, name: str, path: str, size_bytes: int) -> int:
+        file = self._folder / name / path
+        status = file.stat()
+        inode = status.st_dev, status.st_ino
+        if inode not in self._known:
+            with suppress(SeqdedupeError):
+                # What was written just now is to be read from the disk.
+                forget_pages(file)
+            self._known[inode] = checksum(file, lambda _: None)
+        return self._known[inode]
+
+    def _copy_from(self, name: str, folder: Path) -> Copy:
+        return copy_file
+
+
+def _is_abandoned(unfinished: Path) -> bool:
+    """Whether no process has the lock of a backup that is not finished."""
+    try:
+        lock = os.open(unfinished / LOCK_FILE, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        # Its maker may have begun just now.
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(lock)
+    return True
+
+
+# -- A prefix of a bucket. What makes the objects of an upload a backup is written last, when all others were read back.
+
+CLAIM_FILE = "CLAIM"
+"""The first object of a backup. Only one upload can make it."""
+
+READ_BYTES = 8 * 1024 * 1024
+"""Read by one request."""
+
+_SMALL_FILES = {MANIFEST_FILE, WORKERS_FILE, SHARDS_FILE, TOKEN_FILE}
+_WORKER = re.compile(r"worker-\d+")
+
+
+class BucketPlace(BackupPlace):
+    """A prefix of a bucket. Endpoint, region and credentials are those of the environment (`AWS_…`).
+
+    Raises INVALID_CONFIGURATION if the extra `s3` is not installed, or the URL names no bucket.
+    """
+
+    reads_before_removing = False
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url.rstrip("/"))
+        if not url.startswith(S3_SCHEME):
+            raise error("INVALID_CONFIGURATION", f"{url} is no {S3_SCHEME}bucket/prefix")
+        try:
+            import obstore
+            from obstore import exceptions
+            from obstore.store import S3Store
+        except ModuleNotFoundError as e:
+            what = f"an object store is reached with {e.name}, which is not installed"
+            raise error("INVALID_CONFIGURATION", what, hint="Install it: pip install 'seqdedupe[s3]'") from e
+        self._objects, self._failures = obstore, exceptions
+        try:
+            self._store: ObjectStore = S3Store.from_url(self.url)
+        except (ValueError, exceptions.BaseError) as e:
+            raise error("INVALID_CONFIGURATION", f"{url} is no s3://bucket/prefix: {_said(e)}") from e
+
+    @contextmanager
+    def _answered(self) -> Iterator[None]:
+        try:
+            yield
+        except self._failures.BaseError as e:
+            raise error("OBJECT_STORE_UNAVAILABLE", f"{self.url} cannot be used: {_said(e)}") from e
+
+    def names(self) -> list[str]:
+        # Some servers go on listing a prefix whose objects are gone.
+        paths = [PurePosixPath(path) for path in self._objects_below(None)]
+        return sorted({path.parts[0] for path in paths if len(path.parts) > 1})
+
+    def upload(self, backup: Path, name: str) -> None:
+        """Copies a backup of a folder to here, and reads it back. It is a backup from its last object on.
+
+        Raises BACKUP_FAILED if one of the name is there or another process uploads one, BACKUP_DAMAGED,
+        OBJECT_STORE_UNAVAILABLE; OSError.
+        """
+        with self._answered():
+            try:
+                self._objects.put(self._store, f"{name}/{CLAIM_FILE}", b"seqdedupe-backup\n", mode="create")
+            except self._failures.AlreadyExistsError as e:
+                what = f"{self.url}/{name} is there already, or another process uploads it"
+                raise error("BACKUP_FAILED", what) from e
+        parts = {part.relative_to(backup): read_manifest(part) for part in parts_of(backup)}
+        for part, manifest in parts.items():
+            for file in manifest.files:
+                self._put_checked(backup, name, part, file)
+        last = [(part / MANIFEST_FILE).as_posix() for part in parts]
+        if len(parts) > 1 or Path() not in parts:
+            last = [*([TOKEN_FILE] if (backup / TOKEN_FILE).exists() else []), *last, WORKERS_FILE]
+        for path in last:
+            self._put(backup, name, path)
+
+    def _put_checked(self, backup: Path, name: str, part: Path, file: BackupFile) -> None:
+        path = (part / file.path).as_posix()
+        self._put(backup, name, path)
+        if self._crc32c(name, path, file.size) != file.crc32c:
+            raise damaged(backup, f"{path} as it was read back from {self.url} is not what was written")
+
+    def _put(self, backup: Path, name: str, path: str) -> None:
+        with self._answered():
+            self._objects.put(self._store, f"{name}/{path}", backup / path)
+
+    def remove(self, name: str) -> None:
+        def last_written_first(path: str) -> tuple[bool, bool, bool, str]:
+            last = PurePosixPath(path).name
+            return path != WORKERS_FILE, last != MANIFEST_FILE, last == CLAIM_FILE, path
+
+        with self._answered():
+            for path in sorted(self._sizes(name), key=last_written_first):
+                self._objects.delete(self._store, f"{name}/{path}")
+
+    @contextmanager
+    def _opened(self, name: str) -> Iterator[Path]:
+        sizes = self._sizes(name)
+        with TemporaryDirectory(prefix="seqdedupe-") as temporary:
+            folder = Path(temporary, "backup")
+            folder.mkdir()
+            for path in map(PurePosixPath, sizes):
+                if path.name in _SMALL_FILES and (len(path.parts) == 1 or _WORKER.fullmatch(str(path.parent))):
+                    (folder / path).parent.mkdir(exist_ok=True)
+                    (folder / path).write_bytes(b"".join(self._pieces(name, str(path), sizes[str(path)])))
+            yield folder
+
+    def _sizes(self, name: str) -> dict[str, int]:
+        return {path.removeprefix(f"{name}/"): size for path, size in self._objects_below(name).items()}
+
+    def _objects_below(self, name: str | None) -> dict[str, int]:
+        """The sizes of objects, by their paths below the place."""
+        with self._answered():
+            return {one["path"]: one["size"] for some in self._objects.list(self._store, name) for one in some}
+
+    def _pieces(self, name: str, path: str, size_bytes: int) -> Iterator[bytes]:
+        for at in range(0, size_bytes, READ_BYTES):
+            end = min(at + READ_BYTES, size_bytes)
+            with self._answered():
+                yield bytes(self._objects.get_range(self._store, f"{name}/{path}", start=at, end=end))
+
+    def _crc32c(self, name: str, path: str, size_bytes: int) -> int:
+        crc = 0
+        for raw in self._pieces(name, path, size_bytes):
+            crc = google_crc32c.extend(crc, raw)
+        return crc
+
+    def _copy_from(self, name: str, folder: Path) -> Copy:
+        sizes = self._sizes(name)
+
+        def copy(source: Path, target: Path, size: int, pay: Pay) -> tuple[int, int]:
+            path = source.relative_to(folder).as_posix()
+            if path not in sizes:
+                raise damaged(Path(name), f"the file {path} is missing")
+            copied = crc = 0
+            made = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            with open(made, "wb", buffering=0) as file:
+                for raw in self._pieces(name, path, min(size, sizes[path])):
+                    crc = google_crc32c.extend(crc, raw)
+                    copied += file.write(raw)
+                    pay(len(raw))
+                os.fsync(made)
+            return copied, crc
+
+        return copy
+
+
+def _said(failure: Exception) -> str:
+    """What an object store said, without its XML and the library's own trace."""
+    return " ".join(re.sub(r"<[^>]*>", " ", str(failure).partition("\n\nDebug source:")[0]).split())
