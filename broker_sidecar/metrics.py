@@ -456,8 +456,10 @@ class Metrics(Collector):
         yield from of_topics(on_loop(self._loop, self._look))
         yield from of_calls(list(self._from.calls.methods.values()))
         refusals = CounterMetricFamily("seqdedupe_refusals", "Errors that callers were told.", labels=("reason",))
-        # Those that nobody was told yet too: what rises from nothing at all, Prometheus does not see rise.
-        yield by_label(refusals, ((reason, rpc.refusals[reason]) for reason in REASONS))
+        # Those that nobody was told yet too: what rises from nothing at all, Prometheus does not see rise. And what a
+        # sidecar has passed on from another one, whatever that is.
+        told = (reason for reason in REASONS if reason not in rpc.NOT_OF_SIDECARS or rpc.refusals[reason])
+        yield by_label(refusals, ((reason, rpc.refusals[reason]) for reason in told))
         yield from self._of_credentials()
         yield from self._of_clients()
         yield from self._of_readers()

@@ -39,6 +39,18 @@ MAX_CALL_BYTES = 1024 * 1024
 refusals: Counter[str] = Counter()
 """How often callers were told which reason since the process began, as the status of a call or within a stream."""
 
+NOT_OF_SIDECARS = frozenset({
+    "AMBIGUOUS_IDENTITY", "ANSWERS_INCONSISTENT", "CONSUMER_CHANGED", "CREDENTIALS_UNAVAILABLE", "CURSOR_DAMAGED",
+    "FUNCTION_FAILED", "HANDLER_FAILED", "IDS_FORGOTTEN", "INSECURE_ADDRESS", "INTERRUPTED", "INVALID_CREDENTIALS",
+    "INVALID_FUNCTION", "INVALID_OPTION", "INVALID_OUTBOX", "INVALID_OUTPUT", "INVALID_VERSION", "JOB_CHANGED",
+    "NOT_A_SIDECAR", "NOT_TRANSACTIONAL", "OUTBOX_CHANGED", "OUTBOX_UNAVAILABLE", "OUTPUT_MISSING",
+    "OUTPUT_UNAVAILABLE", "POSITION_CHANGED", "POSITION_RESET", "POSITION_WENT_BACK", "SOURCE_CHANGED",
+    "SOURCE_DIFFERS", "SOURCE_INCOMPLETE", "SOURCE_UNVERIFIED", "STANDARD_OUTPUT_FAILED", "TLS_FAILED",
+    "TRANSACTION_ENDED", "UNSUPPORTED_MESSAGE", "UNSUPPORTED_STORE", "UNTRUSTED_LISTENER",
+})  # fmt: skip
+"""Reasons that no sidecar raises: those of clients, commands, services and jobs. `/metrics` has no series of them. All
+others have one from the start, with 0: an increase from nothing at all is none to Prometheus."""
+
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 M = TypeVar("M", bound=Message)
 R = TypeVar("R", bound=Message)

@@ -588,4 +588,4 @@ def error(
 
 def exit_status(e: SeqdedupeError) -> int:
     """With which status this error ends a process."""
-    return EXIT_WRONG if e.reason in ("INVALID_CONFIGURATION", "INSECURE_LISTEN") else EXIT_FAILED
+    return EXIT_WRONG if e.reason in {"INVALID_CONFIGURATION", "INSECURE_LISTEN"} else EXIT_FAILED

@@ -314,7 +314,7 @@ def test_bad_names(run: Run, tmp_path: Path, topic: str, producer: str) -> None:
 def test_serve_without_its_packages_names_the_extra(run: Run, tmp_path: Path) -> None:
     (tmp_path / "rocksdict.py").write_text("raise ModuleNotFoundError('not here', name='rocksdict')\n")
     serve = ("serve", "--data-directory", "data", "--listen", "127.0.0.1:0")
-    error = run(*serve, status=1, PYTHONPATH=str(tmp_path)).stderr
+    error = run(*serve, status=2, PYTHONPATH=str(tmp_path)).stderr
     assert b"needs rocksdict" in error
     assert b"pip install 'PATH[sidecar]'" in error
 

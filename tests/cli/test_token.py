@@ -82,5 +82,5 @@ def test_a_key_of_another_tool(tmp_path: Path, kind: str) -> None:
 def test_what_is_no_private_key(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "key").write_bytes(content)
     refused = token(tmp_path, *CREATE, "1h", "--key-file", "key", "--key-id", "k")
-    assert (refused.returncode, "INVALID_CONFIGURATION" in refused.stderr) == (1, True)
+    assert (refused.returncode, "INVALID_CONFIGURATION" in refused.stderr) == (2, True)
     assert token(tmp_path, *CREATE, "forever", "--key-file", "key").returncode == 2

@@ -82,7 +82,7 @@ def test_without_rich_it_says_what_to_install(environment: dict[str, str]) -> No
     hidden = "import sys; sys.modules['rich'] = None; import seqdedupe.cli.main as m"
     command = [sys.executable, "-c", f"{hidden}; sys.argv = ['seqdedupe', 'top', '--once']; m.main()"]
     done = subprocess.run(command, capture_output=True, timeout=TIMEOUT_SECONDS, env=environment)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert b"[INVALID_CONFIGURATION] Install it: pip install 'PATH[top]'" in done.stderr
 
 

@@ -17,6 +17,7 @@ import trustme
 import yaml
 from prometheus_client.metrics_core import Metric
 
+from broker_sidecar.rpc import NOT_OF_SIDECARS
 from seqdedupe.errors import REASONS
 from seqdedupe.testing import Sidecar
 from tests.broker_sidecar.calls import Client, batch
@@ -42,6 +43,8 @@ FUNCTIONS = {
     "rate", "increase", "changes", "histogram_quantile", "sum", "max", "min", "topk", "by", "ignoring", "or",
     "and", "on", "absent", "last_over_time", "time", "clamp_max", "label_values",
 }  # fmt: skip
+OF_OTHERS = ("errors.py", "command.py", "testing.py")
+"""Of the files of the library itself: what is in them is not the sidecar's."""
 LABELS_OF_PROMETHEUS = {"instance", "job"}
 
 
@@ -163,6 +166,22 @@ def test_the_name_of_the_job_stands_in_one_place_of_the_alerts() -> None:
     [job] = yaml.safe_load(PROMETHEUS.read_text())["scrape_configs"]
     named = re.findall(r"job *=~? *\"([^\"]*)\"", ALERTS.read_text())
     assert named == [job["job_name"]]
+
+
+def test_refusals_have_series_of_what_a_sidecar_can_raise_and_of_nothing_else(page: Page) -> None:
+    """As its source says: what a client, a command, a service or a job raises, nobody is told by a sidecar."""
+    rooms = ("core", "format", "log", "store", "topic", "transfer", "backup")
+    files = [path for room in rooms for path in (ROOT / "seqdedupe" / room).rglob("*.py")]
+    files += (ROOT / "broker_sidecar").rglob("*.py")
+    files += {*(ROOT / "seqdedupe").glob("*.py")} - {ROOT / "seqdedupe" / name for name in OF_OTHERS}
+    said: set[str] = set()
+    for path in files:
+        if path != ROOT / "broker_sidecar" / "rpc.py":
+            said |= set(re.findall(r'"([A-Z][A-Z_]+)"', path.read_text()))
+    rpc = (ROOT / "broker_sidecar" / "rpc.py").read_text()
+    said |= set(re.findall(r'error\(\s*"([A-Z][A-Z_]+)"', rpc))
+    assert REASONS.keys() - said == NOT_OF_SIDECARS
+    assert page.labels("seqdedupe_refusals_total", "reason") == REASONS.keys() - NOT_OF_SIDECARS
 
 
 def test_every_metric_of_ours_is_in_the_dashboard(page: Page) -> None:
