@@ -188,6 +188,24 @@ async def test_what_is_refused_takes_back_what_the_trial_found(
     await log.close()
 
 
+async def test_shares_that_nobody_took_do_not_last(
+    make_logs: MakeLogs, limit_files: LimitFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody else may have filled the disk since."""
+    log = await new_log(make_logs())
+    await Owner(log, 1).open()
+    limit_files(BATCH_BYTES // 2)
+    assert "too large" in await refused(log, 2)
+    limit_files(None)
+    assert await opened(log, 3) == ""
+    with monkeypatch.context() as patch:
+        patch.setattr(Room, "_free_bytes", lambda self: room.SHARE_BYTES - 1)
+        assert "16.0 MiB free" in await opened(log, 4)
+        limit_files(BATCH_BYTES // 2)
+    assert "a trial write" in await opened(log, 5)
+    await log.close()
+
+
 async def test_the_first_opening_needs_the_room_too(
     make_logs: MakeLogs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

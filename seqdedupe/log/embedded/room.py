@@ -49,10 +49,11 @@ class Room:
 
         A log whose last write `was_refused` takes a share of the room. Any other one needs free space alone.
         """
-        if not was_refused:
-            return self._why_no_share()
-        if not self._shares and time.monotonic() >= self._next_trial:
-            self._why = self._why_no_share() or self._why_trial_fails()
+        if (why := self._why_no_share()) or not was_refused:
+            return why
+        if time.monotonic() >= self._next_trial:
+            self._shares = 0
+            self._why = self._why_trial_fails()
             self._next_trial = time.monotonic() + TRIAL_SECONDS
         if not self._shares:
             return self._why or f"the disk of {self._folder} was full: other topics go first"
