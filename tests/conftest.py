@@ -43,6 +43,7 @@ DEAR = ("tests/spark/", "tests/pulsar/")
 # The longest files come next, for the same reason, the longest of all first. Those of a dear folder share little or
 # nothing with its others, or are worth a Spark session of their own.
 LONG = (
+    "tests/backup/test_place_kills.py",
     "tests/backup/test_bucket.py",
     "tests/test_demo.py",
     "tests/format/test_fuzz.py",

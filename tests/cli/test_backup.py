@@ -2,9 +2,11 @@
 
 import json
 import os
+import re
 import subprocess
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -172,6 +174,17 @@ def test_one_command_at_a_time_and_only_where_the_folder_is(sidecar: Sidecar, tm
     for url in (backups, "s3://", "gs://bucket/prefix"):
         assert "INVALID_CONFIGURATION" in run(sidecar, "backup", "--to", url, status=1)
     assert os.listdir(backups) == before
+
+
+def test_two_commands_at_once(sidecar: Sidecar, tmp_path: Path) -> None:
+    """One is refused, or both are right; whatever is there is good."""
+    with ThreadPoolExecutor(2) as both:
+        done = list(both.map(lambda _: attempt(sidecar, "backup", "--keep", 2), range(2)))
+    assert 0 in [one.returncode for one in done]
+    for one in done:
+        assert one.returncode == 0 or re.search("DIRECTORY_NOT_EMPTY|BACKUP_FAILED", one.stderr)
+    listed = json.loads(run(sidecar, "backup", "list", tmp_path / "backups", "--verify", "--json"))["backups"]
+    assert [one["good"] for one in listed] in ([True], [True, True])
 
 
 def test_of_several_workers_the_whole_is_kept_and_listed(tmp_path: Path) -> None:
