@@ -354,7 +354,7 @@ def run_relay(database: str, topic: str, name: str, once: bool, address: str, as
 @outbox.command("lag")
 @_database_option
 @as_json_option
-def show_lag(database: str, as_json: bool) -> None:
+def outbox_lag(database: str, as_json: bool) -> None:
     """Show how many rows wait for the relay, and what holds them."""
     lag = _lag(database)
     if as_json:
@@ -403,8 +403,7 @@ def _needing_services() -> AbstractContextManager[None]:
 @click.option(
     "--lag",
     is_flag=True,
-    help="Call nothing: show how many messages follow the last one of which the target holds outputs. The pipe need not "
-    "run.",
+    help="Call nothing: show how many messages follow the last one of which the target holds outputs.",
 )
 @lag_options
 @metrics_options

@@ -9,6 +9,7 @@ import logging
 import queue
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from seqdedupe.client import Client, Persisted, Producer, ProducerConfig, Reader, StoredBatch, TopicEnds
@@ -17,7 +18,7 @@ from seqdedupe.client.blocking._sync import AnyCursor, on_loop
 from seqdedupe.client.blocking.loop import event_loop
 from seqdedupe.client.connection import NOT_A_SIDECAR, Backoff
 from seqdedupe.client.cursor import Cursor, CursorMoves, Kept
-from seqdedupe.errors import FencedError, InvalidRequestError, SeqdedupeError, UnavailableError, error
+from seqdedupe.errors import FencedError, InvalidRequestError, NotFoundError, SeqdedupeError, UnavailableError, error
 from seqdedupe.limits import MAX_NAME_BYTES, MAX_PARTITIONS
 from seqdedupe.message_id import Position
 from seqdedupe.names import new_producer_name, partition_name, source_name, topic_name
@@ -103,20 +104,18 @@ async def piped_up_to(client: Client, source: str, target: str, name: str) -> di
     only the pipe itself finds out then."""
     if partitions := (await client.admin.topic(target)).partitions:
         what = f"{topic_name(target)} has {partitions} partitions: which outputs it holds of a pipe is not known"
-        raise error(
-            "INVALID_REQUEST", what, hint="Read the lag from the metrics of the running pipe (--metrics-listen)."
-        )
+        raise error("INVALID_REQUEST", what, hint="The metrics of the running pipe show its lag: --metrics-listen.")
     source = topic_name(source)
     partitions = (await client.admin.topic(source)).partitions
     sources = [partition_name(source, k) for k in range(partitions)] or [source]
-    persisted = {one.name: one.persisted for one in await client.admin.producers(target)}
     positions = {}
     for one in sources:
         ends = await client.ends(one)
-        incarnation = ends.last.incarnation
-        last = persisted.get(source_name(name, one, incarnation), -1)
-        index = ends.first_index if last < 0 else index_of(last) + 1
-        positions[one] = Position.before(incarnation, index)
+        index = ends.first_index
+        with suppress(NotFoundError):  # no output yet
+            producer = await client.admin.producer(target, source_name(name, one, ends.last.incarnation))
+            index = index_of(producer.persisted) + 1
+        positions[one] = Position.before(ends.last.incarnation, index)
     return positions
 
 
