@@ -86,6 +86,7 @@ class Now:
     max_snapshot_distance_messages: int = 0
     max_snapshot_age_seconds: float = 0.0
     max_reader_lag_messages: int = 0
+    max_cursor_lag_messages: int = 0
     damaged_places: int = 0
     damaged_messages: int = 0
     window_messages: int = 0
@@ -199,6 +200,11 @@ def _look_at(topic: TopicBase, now: Now) -> None:
         now.window_bytes += topic.ids.imported.memory_bytes
         now.window_imported += topic.policy.imported.ids if topic.policy.imported is not None else 0
         now.window_imported_missing += topic.ids.imported.is_missing
+        for cursor in topic.policy.cursors:
+            # One of another incarnation, or topic, is before all of this.
+            is_of_this = cursor.position.incarnation == topic.incarnation
+            first_index = max(topic.log.first_index, cursor.position.index + 1 if is_of_this else 0)
+            now.max_cursor_lag_messages = max(now.max_cursor_lag_messages, topic.readable_index - first_index)
     if isinstance(topic, Topic) and (frames := len(topic.flight)):
         now.in_flight_frames += frames
         now.in_flight_bytes += topic.flight.bytes
@@ -263,6 +269,11 @@ _NOW_BY_TOPIC = {
     "max_reader_lag_messages": (
         "seqdedupe_reader_lag_messages",
         "Messages that a stream of a reader could have and has not been sent; the most of any.",
+    ),
+    "max_cursor_lag_messages": (
+        "seqdedupe_cursor_lag_messages",
+        "Messages after the position that a named cursor keeps, whether its reader is connected or not; the most of "
+        "any.",
     ),
 }
 
