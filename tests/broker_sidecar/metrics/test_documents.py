@@ -10,11 +10,16 @@ from typing import Any
 
 import pytest
 import yaml
+from prometheus_client.parser import text_string_to_metric_families
 
-from seqdedupe.errors import REASONS
+from seqdedupe.client import Client as AsyncClient
+from seqdedupe.errors import REASONS, error
+from seqdedupe.services.activity import Lag
+from seqdedupe.services.metrics import ServiceMetrics
+from seqdedupe.services.pipe import Pipe
 from seqdedupe.testing import Sidecar
 from tests.broker_sidecar.calls import Client, batch
-from tests.broker_sidecar.metrics.scraping import Page, scrape
+from tests.broker_sidecar.metrics.scraping import Page, metrics_of, scrape
 from tests.test_docs import rows_of
 
 ROOT = Path(__file__).parents[3]
@@ -27,7 +32,8 @@ RUNBOOK = ROOT / "docs" / "runbook.md"
 OF_PROMETHEUS = {"up"}
 """Metrics that Prometheus makes itself."""
 FUNCTIONS = {
-    "rate", "increase", "changes", "histogram_quantile", "sum", "max", "min", "topk", "by", "ignoring", "or",
+    "rate", "increase", "changes", "deriv", "histogram_quantile", "sum", "max", "min", "topk", "by", "ignoring", "or",
+    "and",
     "label_values",
 }  # fmt: skip
 LABELS_OF_PROMETHEUS = {"instance", "job"}
@@ -35,13 +41,19 @@ LABELS_OF_PROMETHEUS = {"instance", "job"}
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
-    """Of a sidecar that has done something of everything."""
+    """Of a sidecar that has done something of everything, and of a service."""
     with Sidecar(tmp_path_factory.mktemp("metrics"), metrics_listen="127.0.0.1:0") as sidecar:
         client = Client(sidecar.address)
         epochs = client.epochs("t", "a")
         client.stream("t").receipt(batch([("a", 0)], epochs))
         client.close()
-        yield scrape(sidecar)
+        pipe = Pipe(AsyncClient(sidecar.address), "t", "out", lambda _: None, name="copy")
+        pipe.activity.runs()
+        pipe.activity.see(Lag(1, 0))
+        pipe.activity.waits(error("UNREACHABLE", "gone"))
+        with ServiceMetrics("127.0.0.1:0", pipe) as served:
+            services = text_string_to_metric_families(metrics_of(served.address))
+            yield Page([*services, *scrape(sidecar).families])
 
 
 def alerts() -> dict[str, dict[str, Any]]:
