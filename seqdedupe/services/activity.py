@@ -6,19 +6,22 @@
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Coroutine, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Coroutine, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from enum import Enum
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from seqdedupe.client import Client, TopicEnds
-from seqdedupe.errors import PositionError, SeqdedupeError
+from seqdedupe.errors import DamagedError, PositionError, SeqdedupeError
 from seqdedupe.message_id import Position
 
 T = TypeVar("T")
 
 ANSWER_SECONDS = 20.0
 """A look at the lag ends without a result after so long."""
+
+AT_ONCE = 16
+"""So many topics are asked for at once."""
 
 _OF_DATABASES = ("OUTPUT_UNAVAILABLE", "OUTBOX_UNAVAILABLE")
 """Of a look at the lag they say nothing: that asks the sidecar."""
@@ -180,22 +183,31 @@ def _first_after(position: Position, ends: TopicEnds) -> int:
 
 
 async def _publish_time_ms(client: Client, topic: str, index: int) -> int | None:
-    try:
-        async with client.reader(topic, index, stop_index=index + 1) as reader:
+    # It may be gone by now, or damaged; and a reader would wait for a sidecar that has gone.
+    with suppress(PositionError, DamagedError, TimeoutError):
+        async with asyncio.timeout(ANSWER_SECONDS), client.reader(topic, index, stop_index=index + 1) as reader:
             async for message in reader:
                 return message.publish_time_ms
-    except PositionError:
-        pass  # retention was faster
     return None
 
 
+async def lags_after(client: Client, positions: Mapping[str, Position]) -> dict[str, Lag]:
+    """`lag_after` of several topics, by their positions."""
+    lags: dict[str, Lag] = {}
+    topics = list(positions)
+    for first in range(0, len(topics), AT_ONCE):
+        some = topics[first : first + AT_ONCE]
+        found = await asyncio.gather(*(lag_after(client, topic, positions[topic]) for topic in some))
+        lags |= zip(some, found, strict=True)
+    return lags
+
+
 async def lag_of_all(client: Client, positions: Mapping[str, Position]) -> Lag | None:
-    """That of several topics together, by their positions; None if there are none."""
-    lags = [await lag_after(client, topic, position) for topic, position in positions.items()]
-    return total(lags) if lags else None
+    """That of several topics together; None if there are none."""
+    return total((await lags_after(client, positions)).values()) if positions else None
 
 
-def total(lags: list[Lag]) -> Lag:
+def total(lags: Collection[Lag]) -> Lag:
     """The sum of the messages, and the oldest."""
     oldest = [lag.oldest_ms for lag in lags if lag.oldest_ms is not None]
     return Lag(sum(lag.messages for lag in lags), min(oldest, default=None))

@@ -11,7 +11,7 @@ from seqdedupe.client.blocking import Client
 from seqdedupe.client.blocking.loop import run
 from seqdedupe.command import FAILED, json_text, needing, print_json, print_table, say
 from seqdedupe.message_id import Position
-from seqdedupe.services.activity import Lag, Service, lag_after, total
+from seqdedupe.services.activity import Lag, Service, lags_after, total
 
 Command = Callable[..., Any]
 
@@ -50,7 +50,7 @@ def _remember(key: str, context: click.Context, _option: click.Parameter, value:
 
 def metrics_told(*, as_json: bool) -> Callable[[Service], AbstractContextManager[None]]:
     """Makes of a service the block within which the command at work serves its metrics, if it was told to. It says
-    where on standard error. The block raises INVALID_ADDRESS, INVALID_CONFIGURATION, INSECURE_LISTEN."""
+    where on standard error. The block raises INVALID_CONFIGURATION, INSECURE_LISTEN."""
     told = click.get_current_context().meta
     return partial(_metrics_of, told[_LISTEN], told[_ALLOW], as_json)
 
@@ -94,8 +94,8 @@ def show_lag(
 ) -> int:
     """Prints how far these positions, by topic, are behind the topics' ends; returns the exit status. Raises what
     `lag_after` does."""
-    lags = {topic: run(partial(lag_after, client.on_loop, topic, at)) for topic, at in positions.items()}
-    whole = total(list(lags.values()))
+    lags = run(partial(lags_after, client.on_loop, positions))
+    whole = total(lags.values())
     if as_json:
         topics = [{"topic": topic, "position": str(positions[topic])} | _json(lag) for topic, lag in lags.items()]
         print_json(_json(whole) | {"topics": topics})

@@ -1,5 +1,6 @@
 """`/metrics` and `/healthz` of services, for a process that runs some: `ServiceMetrics`. Needs prometheus-client."""
 
+import logging
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -19,6 +20,8 @@ from seqdedupe.exposition import Exposition
 from seqdedupe.http_server import Request, Response, Route, WebServer
 from seqdedupe.services.activity import Activity, Service, State
 
+logger = logging.getLogger("seqdedupe.services")
+
 LOOK_SECONDS = 5.0
 """So often the lag is looked at, however often metrics are asked for."""
 
@@ -33,14 +36,12 @@ class ServiceMetrics:
     its lag every LOOK_SECONDS, and a scrape shows what was seen last.
 
     `listen` is `host:port`; port 0 takes a free one, which `address` has. Nothing is encrypted there, and nobody is
-    asked who they are. Raises INVALID_ADDRESS; INVALID_CONFIGURATION if it cannot listen; INSECURE_LISTEN if other
-    machines can reach the address, unless that is allowed.
+    asked who they are. Raises INVALID_CONFIGURATION if that is no address, or it cannot listen there; INSECURE_LISTEN
+    if other machines can reach it, unless that is allowed.
     """
 
     def __init__(self, listen: str, *services: Service, allow_insecure_listen: bool = False) -> None:
-        address = SidecarAddress.parse(listen)
-        if address.path:
-            raise error("INVALID_CONFIGURATION", f"{_KEY} is {listen!r}: it should be host:port")
+        address = _address(listen)
         if not address.is_local and not allow_insecure_listen:
             why = "nothing is encrypted there, and nobody is asked who they are"
             hint = "Listen on loopback, or allow it: --allow-insecure-listen, in Python allow_insecure_listen=True."
@@ -75,8 +76,12 @@ class ServiceMetrics:
             began = time.monotonic()
             # What cannot be found out now stays as it was seen last: the oldest message grows older all the same.
             if activity.is_at_work:
-                with suppress(SeqdedupeError, TimeoutError):
+                try:
                     activity.see(service.look_at_lag())
+                except (SeqdedupeError, TimeoutError):
+                    pass
+                except Exception:
+                    logger.warning("the lag of %s %s was not found out", activity.kind, activity.name, exc_info=True)
             took_seconds = time.monotonic() - began
             self._over.wait(max(LOOK_SECONDS, took_seconds / MOST_OF_THE_TIME))
 
@@ -91,6 +96,14 @@ class ServiceMetrics:
         is_well = all(one["state"] != State.STOPPED.value for one in told)
         status = HTTPStatus.OK if is_well else HTTPStatus.SERVICE_UNAVAILABLE
         return Response(f"{json_text(told)}\n".encode(), "application/json", status)
+
+
+def _address(listen: str) -> SidecarAddress:
+    with suppress(SeqdedupeError):
+        address = SidecarAddress.parse(listen)
+        if not address.path:
+            return address
+    raise error("INVALID_CONFIGURATION", f"{_KEY} is {listen!r}: it should be host:port", hint="Write 127.0.0.1:9470.")
 
 
 _SERVICE = ("kind", "name")

@@ -300,7 +300,7 @@ def test_a_command_serves_until_it_ends(shared_sidecar: Sidecar, topic: str, tmp
         ("taken", "INVALID_CONFIGURATION"),
         ("0.0.0.0:0", "INSECURE_LISTEN"),
         ("unix:/x", "INVALID_CONFIGURATION"),
-        ("x", "INVALID_ADDRESS"),
+        ("x", "INVALID_CONFIGURATION"),
     ],
 )
 def test_where_it_cannot_serve_nothing_is_done(

@@ -355,6 +355,7 @@ class Work:
 
     def _hand_over(self, connection: Connection, messages: Sequence[Message]) -> int:
         """The messages to the handler until the time is over; returns how many."""
+        self._activity.runs()
         began = time.monotonic()
         most_seconds = self._config.longest_transaction_ms / 1000
         keys = self._aside.keys_parked(connection, messages) if self._parks else ()

@@ -6,19 +6,18 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Literal
 
 import pyarrow as pa
 from pyspark.sql import SparkSession
 
 from seqdedupe.client.blocking import Client
-from seqdedupe.client.blocking.loop import run
+from seqdedupe.client.blocking.loop import event_loop
 from seqdedupe.client.connection import NOT_A_SIDECAR, Backoff
 from seqdedupe.databases.failures import refuses_entry
 from seqdedupe.errors import SeqdedupeError, UnavailableError, error
 from seqdedupe.message_id import Position
-from seqdedupe.services.activity import Activity, Lag, lag_after, total
+from seqdedupe.services.activity import Activity, Lag, answer_of, lag_of_all
 from seqdedupe_spark.job.dead_letter_rows import SCHEMA, SUFFIX
 from seqdedupe_spark.job.positions import Positions, TopicStanding
 from seqdedupe_spark.job.range_task import JobOutput, RangeStep, RangeTask, TaskReport, Transform, output_schema
@@ -193,19 +192,14 @@ class ReaderJob:
     def look_at_lag(self) -> Lag | None:
         """How much is left to read of the topics; None before the first round. Asks the sidecar, and blocks: from a
         thread of its own. From Pulsar's brokers it is what the last round left, of unknown age. Raises
-        SeqdedupeError."""
-        standings = dict(self.total.standings)
+        SeqdedupeError, TimeoutError."""
         if not self.total.has_looked:
             return None
         client = self._client
         if not isinstance(client, Client):
             return Lag(self.total.lag, None)
-        return total(
-            [
-                run(partial(lag_after, client.on_loop, topic, standing.stored.position))
-                for topic, standing in standings.items()
-            ]
-        )
+        positions = {topic: standing.stored.position for topic, standing in dict(self.total.standings).items()}
+        return answer_of(lag_of_all(client.on_loop, positions), event_loop())
 
     def _take(
         self, spark: SparkSession, output: JobOutput, steps: Sequence[RangeStep], done: Round
