@@ -2,21 +2,16 @@
 
 import asyncio
 import os
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
-from itertools import accumulate
 from operator import attrgetter
 from typing import Any
 
-from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
-from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import InfoMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from broker_sidecar import rpc
 from broker_sidecar.config import Config
@@ -27,9 +22,10 @@ from broker_sidecar.security.authentication import Authentication
 from broker_sidecar.services.read_service import Reading, ReadService
 from broker_sidecar.services.statistics import replay_left_messages, snapshot_age_seconds
 from broker_sidecar.streams import Streams
-from broker_sidecar.web.http_server import LOOP_SECONDS, Request, Response, on_loop
 from seqdedupe.errors import REASONS
+from seqdedupe.exposition import Exposition, by_label, counter_of, cumulated, gauge_of, histogram_of
 from seqdedupe.figures import Buckets
+from seqdedupe.http_server import on_loop
 from seqdedupe.topic.base import State, TopicBase
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.frame import Admitted
@@ -91,6 +87,7 @@ class Now:
     max_snapshot_distance_messages: int = 0
     max_snapshot_age_seconds: float = 0.0
     max_reader_lag_messages: int = 0
+    max_cursor_lag_messages: int = 0
     damaged_places: int = 0
     damaged_messages: int = 0
     window_messages: int = 0
@@ -204,6 +201,11 @@ def _look_at(topic: TopicBase, now: Now) -> None:
         now.window_bytes += topic.ids.imported.memory_bytes
         now.window_imported += topic.policy.imported.ids if topic.policy.imported is not None else 0
         now.window_imported_missing += topic.ids.imported.is_missing
+        for cursor in topic.policy.cursors:
+            # One of another incarnation, or topic, is before all of this.
+            is_of_this = cursor.position.incarnation == topic.incarnation
+            first_index = max(topic.log.first_index, cursor.position.index + 1 if is_of_this else 0)
+            now.max_cursor_lag_messages = max(now.max_cursor_lag_messages, topic.readable_index - first_index)
     if isinstance(topic, Topic) and (frames := len(topic.flight)):
         now.in_flight_frames += frames
         now.in_flight_bytes += topic.flight.bytes
@@ -269,6 +271,11 @@ _NOW_BY_TOPIC = {
         "seqdedupe_reader_lag_messages",
         "Messages that a stream of a reader could have and has not been sent; the most of any.",
     ),
+    "max_cursor_lag_messages": (
+        "seqdedupe_cursor_lag_messages",
+        "Messages after the position that a named cursor keeps, whether its reader is connected or not; the most of "
+        "any.",
+    ),
 }
 
 _NOW_IN_ALL = {
@@ -328,37 +335,8 @@ def of_calls(methods: Iterable[Method]) -> Iterator[Metric]:
         sent.add_metric(values, method.sent)
         for code, count in list(method.handled.items()):
             handled.add_metric((*values, code), count)
-        seconds.add_metric(values, *_cumulated(method.seconds))
+        seconds.add_metric(values, *cumulated(method.seconds))
     yield from (started, handled, received, sent, seconds)
-
-
-def counter_of(name: str, about: str, value: float) -> Metric:
-    """A counter without labels."""
-    return CounterMetricFamily(name, about, value=value)
-
-
-def gauge_of(name: str, about: str, value: float) -> Metric:
-    """A gauge without labels."""
-    return GaugeMetricFamily(name, about, value=value)
-
-
-def histogram_of(name: str, about: str, buckets: Buckets) -> Metric:
-    """A histogram without labels."""
-    found, total = _cumulated(buckets)
-    return HistogramMetricFamily(name, about, found, total)
-
-
-def by_label(metric: CounterMetricFamily | GaugeMetricFamily, values: Iterable[tuple[str, float]]) -> Metric:
-    """A metric with one label and a value for each."""
-    for label, value in values:
-        metric.add_metric((label,), value)
-    return metric
-
-
-def _cumulated(buckets: Buckets) -> tuple[list[tuple[str, float]], float]:
-    """Each bound with how many values do not exceed it, and the sum of all."""
-    bounds = (*(str(float(bound)) for bound in buckets.bounds), "+Inf")
-    return list(zip(bounds, accumulate(map(float, list(buckets.counts))), strict=True)), buckets.sum
 
 
 # -- How late the event loop comes to what is due.
@@ -387,10 +365,6 @@ class LoopDelay:
         self._timer.cancel()
 
 
-FRESH_SECONDS = 0.5
-"""Who asks again within so long is shown the same: however often it is asked, looking costs little."""
-
-
 @dataclass(frozen=True)
 class Sources:
     """Where everything is counted."""
@@ -407,43 +381,20 @@ class Sources:
     authentication: Authentication
 
 
-class Metrics(Collector):
-    """The route, to be made on the event loop. Numbers of one answer may be some milliseconds apart."""
+class Metrics:
+    """What a sidecar shows, to be made on the event loop; `route` is that of `/metrics`."""
 
     def __init__(self, sources: Sources) -> None:
         self._from = sources
         self._loop = asyncio.get_running_loop()
         self._loop_delay = LoopDelay()
         self._tally = TopicsTally(sources.data.all_topics)
-        self._registry = CollectorRegistry()
-        self._registry.register(self)
-        ProcessCollector(registry=self._registry)
-        self._one_at_a_time = threading.Lock()
-        self._made: dict[str, tuple[float, bytes]] = {}
-        """By content type: when, and what."""
+        self.route = Exposition(self._collect)
 
     def close(self) -> None:
         self._loop_delay.close()
 
-    def __call__(self, request: Request) -> Response:
-        """What is asked for at `/metrics`. Raises TimeoutError if the event loop stands still."""
-        encode, content_type = choose_encoder(request.headers.get("Accept", ""))
-        if not self._one_at_a_time.acquire(timeout=LOOP_SECONDS):
-            raise TimeoutError
-        try:
-            made_at, body = self._made.get(content_type, (-FRESH_SECONDS, b""))
-            if time.monotonic() - made_at >= FRESH_SECONDS:
-                body = encode(self._registry)
-                self._made[content_type] = time.monotonic(), body
-        finally:
-            self._one_at_a_time.release()
-        return Response(body, content_type)
-
-    def describe(self) -> list[Metric]:
-        """Nothing: the registry need not look to know the names."""
-        return []
-
-    def collect(self) -> Iterator[Metric]:
+    def _collect(self) -> Iterator[Metric]:
         """All but those of the process, which are not made here."""
         yield InfoMetricFamily(
             "seqdedupe_build", "Which version this is.", {"version": version("seqdedupe"), "log": self._from.config.log}

@@ -35,13 +35,14 @@ from broker_sidecar.services.publish_service import PublishService
 from broker_sidecar.services.read_service import ReadService
 from broker_sidecar.services.standard_services import NOT_SERVING, REFLECTION_SERVICE, SERVING, Health, Reflection
 from broker_sidecar.services.statistics import Statistics
-from broker_sidecar.sockets import SocketPath, cannot_listen
+from broker_sidecar.sockets import SocketPath
 from broker_sidecar.streams import CONNECTION_SHARE, Streams
 from broker_sidecar.telemetry import LastWarnings, Traces
-from broker_sidecar.web.http_server import Route, Visitors, WebServer
 from broker_sidecar.web.pages import Pages
-from seqdedupe.address import SidecarAddress
+from broker_sidecar.web.visitors import Visitors
+from seqdedupe.address import SidecarAddress, cannot_listen
 from seqdedupe.errors import EXIT_FAILED, SeqdedupeError, error
+from seqdedupe.http_server import Route, WebServer
 from seqdedupe.locks import Lock
 from seqdedupe.log.embedded.commit import MAX_ROUND, open_files_within
 from seqdedupe.store.directories import whole_of
@@ -152,7 +153,7 @@ class SidecarServer:
             self._metrics = Metrics(sources)
             visitors = Visitors(self._guard.authentication, self._guard.permissions, self._guard.trail)
             pages = Pages(self._statistics, self._admin.producers, visitors, self._config.listen)
-            routes: dict[str, Route] = {"/metrics": self._metrics, **pages.routes()}
+            routes: dict[str, Route] = {"/metrics": self._metrics.route, **pages.routes()}
             self._web = WebServer(SidecarAddress.parse(self._config.metrics_listen), routes, "metrics_listen")
 
     def _close_web(self) -> None:

@@ -1,7 +1,10 @@
-"""Where a sidecar is: a host and port, or a Unix socket."""
+"""Where a sidecar is: a host and port, or a Unix socket; and why nothing can listen there."""
 
+import errno
+import socket
 from dataclasses import dataclass
 from ipaddress import ip_address
+from pathlib import Path
 from typing import Self
 
 from seqdedupe.errors import SeqdedupeError, error
@@ -59,3 +62,29 @@ class SidecarAddress:
 
 def _invalid(text: str) -> SeqdedupeError:
     return error("INVALID_ADDRESS", f"{text!r} is not a sidecar's address: it should be host:port or unix:/path")
+
+
+def cannot_listen(address: SidecarAddress, e: Exception, key: str = "listen") -> SeqdedupeError:
+    """What keeps a server from listening where `key` says. gRPC does not tell: so it is tried again by plain means."""
+    why, hint = str(e), None
+    path = Path(address.path)
+    try:
+        with socket.socket(socket.AF_UNIX if address.path else family_of(address.host)) as probe:
+            probe.bind(address.path or (address.host.strip("[]"), address.port))
+        if address.path:
+            path.unlink()
+    except socket.gaierror:
+        why, hint = f"the host name {address.host!r} does not resolve", "Write a name or address of this machine."
+    except OSError as found:
+        why = found.strerror or str(found)
+        if address.path and path.exists() and not path.is_socket():
+            why, hint = "what is there is no socket", "Move it away, or choose another path."
+        elif address.path and not path.parent.is_dir():
+            why, hint = f"there is no folder {str(path.parent)!r}", "Make the folder, or choose another path."
+        elif found.errno == errno.EADDRINUSE:
+            hint = "Stop the process that listens there, or choose another port."
+    return error("CANNOT_LISTEN", f"{key} = {str(address)!r}: cannot listen there: {why}", hint=hint)
+
+
+def family_of(host: str) -> int:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET

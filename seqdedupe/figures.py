@@ -75,6 +75,15 @@ def beyond_snapshot(topic: admin_pb2.Topic) -> int | None:
     return topic.last.index + 1 - topic.snapshot_index if is_open(topic) else None
 
 
+def cursor_lag(cursor: admin_pb2.TopicCursor, topic: admin_pb2.Topic) -> int | None:
+    """Messages of the topic after the position that a cursor keeps; None if that is not known."""
+    if not is_open(topic):
+        return None
+    is_of_this = cursor.position.incarnation == topic.last.incarnation
+    first_index = max(topic.first_index, cursor.position.index + 1 if is_of_this else 0)
+    return max(0, topic.last.index + 1 - first_index)
+
+
 def duration(seconds: int) -> str:
     """The two largest units: 3 d 4 h, 5 min 6 s."""
     for unit, size, smaller, smaller_size in (("d", 86_400, "h", 3_600), ("h", 3_600, "min", 60), ("min", 60, "s", 1)):

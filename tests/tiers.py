@@ -78,6 +78,7 @@ TIER_OF: Mapping[str, str] = {
     "tests/services/pipe/test_outputs.py": UNIT,
     "tests/services/pipe/test_starting.py": UNIT,
     "tests/services/test_driver_errors.py": UNIT,
+    "tests/services/test_metrics.py": INTEGRATION,
     "tests/spark/": SYSTEM,
     "tests/store/": UNIT,
     "tests/store/test_damage.py": INTEGRATION,

@@ -13,10 +13,11 @@ from google.protobuf.message import Message
 
 from broker_sidecar.services.producer_calls import ProducerCalls
 from broker_sidecar.services.statistics import INTERVAL_SECONDS, INTERVALS, Statistics
-from broker_sidecar.web.http_server import ASK, Request, Response, Route, Visitors, asks, on_loop
+from broker_sidecar.web.visitors import ASK, Visitors, asks
 from seqdedupe.command import printable
 from seqdedupe.errors import NotFoundError, SeqdedupeError, error
 from seqdedupe.figures import ORDERS, beyond_snapshot, duration, merged, per_second, short, state_name
+from seqdedupe.http_server import Request, Response, Route, on_loop
 from seqdedupe.names import topic_name
 from seqdedupe.v1 import admin_pb2
 

@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from seqdedupe.cli.common import as_json_option, common, connect, naming_near, tell
+from seqdedupe.cli.common import as_json_option, common, connect, connect_to, naming_near, tell
 from seqdedupe.client.blocking import Client
+from seqdedupe.client.blocking.loop import run as run_on_loop
 from seqdedupe.command import echo, json_text, needing, print_json, print_table, say
 from seqdedupe.errors import error
-from seqdedupe.services.pipe.pipe import BlockingPipe
-from seqdedupe.sidecar_options import Command, told_credentials
+from seqdedupe.services.command_options import lag_options, metrics_options, metrics_told, show_lag
+from seqdedupe.services.pipe.pipe import BlockingPipe, piped_up_to
+from seqdedupe.sidecar_options import Command, sidecar_options, told_credentials
 
 if TYPE_CHECKING:
     from sqlalchemy import Engine
@@ -94,7 +96,26 @@ _SHOWN = 80
 
 @click.group()
 def consumer() -> None:
-    """Look after messages that consumers have set aside: parked to be tried again, or given up (dead letters)."""
+    """Show how far behind consumers are, and look after messages that they have set aside: parked to be tried again, or
+    given up (dead letters)."""
+
+
+@consumer.command("lag", short_help="Show how far behind a consumer is.")
+@click.argument("name")
+@lag_options
+@database_options
+@sidecar_options
+def consumer_lag(
+    name: str, max_messages: int | None, max_seconds: float | None, database: str, as_json: bool, address: str
+) -> int:
+    """Show how many messages the consumer NAME has not applied, and how old the oldest is: from the position in its
+    database to the topic's end. It need not run."""
+    with opened(database, "consumer") as engine:
+        from seqdedupe.services.consumer.consumer_row import positions_of
+
+        positions = positions_of(engine, name)
+    with connect(address) as client:
+        return show_lag(client, positions, max_messages, max_seconds, as_json=as_json)
 
 
 @consumer.command(short_help="List the messages that are parked, and the dead letters.")
@@ -294,6 +315,7 @@ def print_ddl(kind: str, payload: str, lock_aggregates: bool) -> None:
 @click.option("--topic", required=True, help="The topic. {aggregatetype} in it is replaced by that of each row.")
 @click.option("--producer", "name", required=True, help="The name of this outbox; the producers are NAME/token.")
 @click.option("--once", is_flag=True, help="End when all that can be read is published; waits up to 10 s for the rest.")
+@metrics_options
 @common
 def run_relay(database: str, topic: str, name: str, once: bool, address: str, as_json: bool) -> None:
     """Publish the rows of an outbox, per aggregate in the order of the commits, and delete them. Kill it and start it
@@ -310,7 +332,14 @@ def run_relay(database: str, topic: str, name: str, once: bool, address: str, as
             say("seqdedupe", line)
 
     counters = relay.run_relay(
-        address, database, topic, name, follow=not once, credentials=told_credentials(), report=report
+        address,
+        database,
+        topic,
+        name,
+        follow=not once,
+        credentials=told_credentials(),
+        report=report,
+        serving=metrics_told(as_json=as_json),
     )
     found = asdict(counters)
     lag = _lag(database) if once else None
@@ -325,7 +354,7 @@ def run_relay(database: str, topic: str, name: str, once: bool, address: str, as
 @outbox.command("lag")
 @_database_option
 @as_json_option
-def show_lag(database: str, as_json: bool) -> None:
+def outbox_lag(database: str, as_json: bool) -> None:
     """Show how many rows wait for the relay, and what holds them."""
     lag = _lag(database)
     if as_json:
@@ -368,21 +397,48 @@ def _needing_services() -> AbstractContextManager[None]:
 @click.command()
 @click.argument("source")
 @click.argument("target")
-@click.option(
-    "--function", type=PythonObject(), required=True, metavar="MODULE:NAME", help="What each message goes to."
-)
+@click.option("--function", type=PythonObject(), metavar="MODULE:NAME", help="What each message goes to.")
 @click.option("--name", required=True, help="The pipe's name, always the same: its outputs are known by it.")
 @click.option("--follow", is_flag=True, help="At the end wait for new messages instead of ending.")
+@click.option(
+    "--lag",
+    is_flag=True,
+    help="Call nothing: show how many messages follow the last one of which the target holds outputs.",
+)
+@lag_options
+@metrics_options
 @common
-def pipe(source: str, target: str, function: Any, name: str, follow: bool, address: str, as_json: bool) -> None:
+def pipe(
+    source: str,
+    target: str,
+    function: Any,
+    name: str,
+    follow: bool,
+    lag: bool,
+    max_messages: int | None,
+    max_seconds: float | None,
+    address: str,
+    as_json: bool,
+) -> int:
     """Call a Python function for each message of SOURCE, and publish what it gives to TARGET, exactly once."""
+    if lag:
+        if function is not None or follow:
+            raise click.UsageError("--lag calls nothing: it goes without --function and --follow.")
+        with connect_to(address, source) as client:
+            positions = run_on_loop(lambda: piped_up_to(client.on_loop, source, target, name))
+            return show_lag(client, positions, max_messages, max_seconds, as_json=as_json)
+    if max_messages is not None or max_seconds is not None:
+        raise click.UsageError("--max-messages and --max-seconds are for --lag.")
+    if function is None:
+        raise click.UsageError("Missing option '--function'.")
     if not callable(function):
         raise click.BadParameter("it is no function.", param_hint="'--function'")
     with Client(address, told_credentials()) if follow else connect(address) as client:
         one = BlockingPipe(client, source, target, function, name=name)
         signal.signal(signal.SIGTERM, lambda *_: one.stop())
-        with naming_near(client, source):
+        with naming_near(client, source), metrics_told(as_json=as_json)(one):
             one.run(follow=follow)
     counts = one.counts
     again = f", {counts['outputs_again']:,} of them held already" if counts["outputs_again"] else ""
     tell(as_json, counts, f"{counts['inputs']:,} messages read, {counts['outputs']:,} outputs sent{again}")
+    return 0

@@ -8,7 +8,7 @@ import click
 from seqdedupe.cli.common import common, connect, connect_to, is_alone, tell
 from seqdedupe.client.admin import MODES, ROUTES, PolicyState
 from seqdedupe.command import echo, print_json, print_table, printable
-from seqdedupe.figures import state_name
+from seqdedupe.figures import cursor_lag, state_name
 from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name
 from seqdedupe.v1 import admin_pb2
@@ -400,6 +400,8 @@ def cursors(topic: str, remove: str | None, hold: tuple[str, int] | None, addres
         if remove is not None:
             client.admin.delete_cursor(topic, remove)
         found = client.admin.cursors(topic)
+        seen = client.admin.topic(topic) if found else None
+    lags = [None if seen is None else cursor_lag(one, seen) for one in found]
     if as_json:
         listed = [
             {
@@ -407,13 +409,17 @@ def cursors(topic: str, remove: str | None, hold: tuple[str, int] | None, addres
                 "position": position_json(Position.from_proto(one.position)),
                 "note": one.note,
                 "hold_retention_in_mb": one.hold_retention_in_mb,
+                "lag_messages": lag,
             }
-            for one in found
+            for one, lag in zip(found, lags, strict=True)
         ]
         print_json(listed)
         return
-    rows = [(one.name, one.position.index, one.hold_retention_in_mb or "-", one.note) for one in found]
-    print_table(("CURSOR", "INDEX", "HOLDS MB", "NOTE"), rows)
+    rows = [
+        (one.name, one.position.index, lag, one.hold_retention_in_mb or "-", one.note)
+        for one, lag in zip(found, lags, strict=True)
+    ]
+    print_table(("CURSOR", "INDEX", "LAG", "HOLDS MB", "NOTE"), rows)
     if not rows:
         echo(f"{printable(topic)} has none")
 

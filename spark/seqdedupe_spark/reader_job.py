@@ -17,10 +17,12 @@ import click
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.streaming.readwriter import DataStreamWriter
 
+from seqdedupe.client.blocking import Client
 from seqdedupe.command import FAILED, say
 from seqdedupe.errors import PositionError, UnavailableError, error
 from seqdedupe.names import topic_name
-from seqdedupe.sidecar_options import sidecar_options
+from seqdedupe.services.command_options import lag_options, metrics_options, metrics_told, show_lag
+from seqdedupe.sidecar_options import sidecar_options, told_credentials
 from seqdedupe_spark import options
 from seqdedupe_spark.job.dead_letter_rows import MAX_DEAD_LETTERS, SUFFIX
 from seqdedupe_spark.job.positions import positions_of, reset_position
@@ -241,6 +243,7 @@ def cli() -> None:
 )
 @click.option("--checkpoint-location", metavar="DIR", help="Run as a streaming query with this checkpoint.")
 @click.option("--master", metavar="URL", help="Spark's master; default: spark-submit's, else this machine.")
+@metrics_options
 @_as_json
 def run(
     job: str,
@@ -273,8 +276,21 @@ def run(
     )
     reader = ReaderJob(None, config, _imported(transform) if transform else None)
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    with metrics_told(as_json=as_json)(reader), reader.activity.life():
+        return _run(reader, given, master, checkpoint_location, follow, trigger_seconds, as_json)
+
+
+def _run(
+    reader: ReaderJob,
+    given: dict[str, str],
+    master: str | None,
+    checkpoint_location: str | None,
+    follow: bool,
+    trigger_seconds: float,
+    as_json: bool,
+) -> int:
     began = time.monotonic()
-    reader.spark = spark = start_session(f"seqdedupe {job}", master)
+    reader.spark = spark = start_session(f"seqdedupe {reader.config.job}", master)
 
     def stop(*_: object) -> None:
         reader.stop()
@@ -374,6 +390,23 @@ def positions(job: str, store_url: str, as_json: bool) -> None:
     else:
         for topic, stored in found.items():
             click.echo(f"{topic}  {stored.position}  epoch {stored.epoch}")
+
+
+@cli.command(short_help="Show how far behind the job is.")
+@_job
+@_store
+@lag_options
+@sidecar_options
+@_as_json
+def lag(
+    job: str, store_url: str, max_messages: int | None, max_seconds: float | None, address: str, as_json: bool
+) -> int:
+    """Show how many messages the job has not read, and how old the oldest is: from its stored positions to the ends of
+    its topics, at a sidecar. It need not run."""
+    found = positions_of(from_url(store_url, create=False), job)
+    positions = {topic: stored.position for topic, stored in found.items()}
+    with Client(address, told_credentials()) as client:
+        return show_lag(client, positions, max_messages, max_seconds, as_json=as_json)
 
 
 @cli.command(short_help="Set where the job goes on.")

@@ -86,7 +86,8 @@ async def test_a_pipe_that_begins_again_waits_out_a_proxy(tmp_path: Path, monkey
             await pipe._sources(follow=True)
             sidecar.kill()
             async with answering(sidecar.address, grpc.StatusCode.UNIMPLEMENTED) as calls:
-                following = asyncio.create_task(pipe._follow(Lane(client, "in", "out", function, "pipe", None), None))  # type: ignore[arg-type]
+                lane = Lane(client, "in", "out", function, "pipe", None, pipe.activity)
+                following = asyncio.create_task(pipe._follow(lane, None))  # type: ignore[arg-type]
                 await until(lambda: calls["GetLastMessageId"] >= 3)
             await asyncio.to_thread(sidecar.start)
             await until_stored(client, "out", len(expected(10)))

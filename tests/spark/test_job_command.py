@@ -22,6 +22,7 @@ from seqdedupe_spark.job.positions import Positions
 from seqdedupe_spark.job.rounds import JobConfig
 from seqdedupe_spark.session import run_command
 from seqdedupe_spark.stores.urls import from_url
+from tests.broker_sidecar.metrics.scraping import metrics_of
 from tests.spark.jobs import JOB, OUTPUT, TABLE, Database, each_once, publish, source, sqlite_database
 from tests.spark.run_job import QUICK
 
@@ -110,14 +111,24 @@ def test_follows_as_a_streaming_query_until_it_is_told_to_stop(
         "--json",
         "--master",
         "local[2]",
+        "--metrics-listen",
+        "127.0.0.1:0",
     ]
     process = start(tmp_path, "run", "--job", JOB, *flags, **QUICK)
     assert process.stderr is not None
+    address = json.loads(process.stderr.readline())["metrics"]["address"]
     for line in process.stderr:
         if "rows/s, lag" in line:
             break
     publish(sidecar.address, "events", 50, first=100)
     while len(database.indexes(topic)) < 150 or _batches(tmp_path, "offsets") != _batches(tmp_path, "commits"):
+        assert process.poll() is None
+        time.sleep(0.05)
+    # Between two batches of the query the job goes on.
+    labels = f'{{kind="job",name="{JOB}"}}'
+    state = f'seqdedupe_service_state{{kind="job",name="{JOB}",reason="",state="running"}} 1.0'
+    wanted = {f"seqdedupe_service_messages_total{labels} 150.0", f"seqdedupe_service_lag_messages{labels} 0.0", state}
+    while not wanted <= set(metrics_of(address).splitlines()):
         assert process.poll() is None
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
@@ -154,6 +165,19 @@ def stored(sidecar: Sidecar, database: Database) -> str:
         store.prepare(TABLE, OUTPUT)
         Positions(JOB, TABLE, config.source).look(client, store)
     return database.url
+
+
+def test_the_lag_of_a_job_that_does_not_run(sidecar: Sidecar, stored: str) -> None:
+    lag = ["lag", "--job", JOB, "--store", stored, "--address", sidecar.address]
+    status, out, _ = run(*lag, "--json")
+    found = json.loads(out)
+    assert (status, found["messages"], found["topics"][0]["messages"]) == (0, 10, 10)
+    assert found["seconds"] > 0
+    assert run(*lag, "--max-messages", "10")[0] == 0
+    assert run(*lag, "--max-messages", "9")[0] == 1
+    assert run("reset", *lag[1:], "--topic", "events", "--to", "latest")[0] == 0
+    status, out, _ = run(*lag, "--max-messages", "0", "--max-seconds", "0")
+    assert (status, out.splitlines()[1].split()[1:]) == (0, ["9", "0", "0"])
 
 
 def test_positions_and_reset(sidecar: Sidecar, stored: str) -> None:

@@ -19,6 +19,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from seqdedupe.client import Client as AsyncClient
 from seqdedupe.client import TopicEnds
 from seqdedupe.client.blocking import Client
+from seqdedupe.client.blocking.loop import event_loop
 from seqdedupe.client.blocking.loop import run as run_on_loop
 from seqdedupe.client.connection import NOT_A_SIDECAR, Backoff
 from seqdedupe.client.reader import PartitionedPosition
@@ -29,6 +30,7 @@ from seqdedupe.limits import MAX_NAME_BYTES
 from seqdedupe.message_id import Position
 from seqdedupe.names import partition_name, topic_name
 from seqdedupe.services import Stillness
+from seqdedupe.services.activity import Activity, Lag, State, answer_of, lag_of_all
 from seqdedupe.services.consumer import consumer_row, database
 from seqdedupe.services.consumer.consumer_row import (
     KEEP_UP_SECONDS,
@@ -117,12 +119,32 @@ class Consumer:
         self._in_batches = in_batches
         self._start = start
         self._config = config
-        self._on_waiting = logged(on_waiting or _log_waiting)
+        self.activity = Activity("consumer", self.name)
+        """What it has done, for `seqdedupe.services.metrics`."""
+        self._tell_waiting = logged(on_waiting or _log_waiting)
         self._stop = Stop()
         self._ownership = RowLease(engine, self.name)
         self._work: Work | None = None
         self._has_all = False
         self._shares: PartitionShares | None = None
+        self._found_by: tuple[AsyncClient, asyncio.AbstractEventLoop] | None = None
+
+    def _on_waiting(self, failure: UnavailableError) -> None:
+        self.activity.waits(failure)
+        self._tell_waiting(failure)
+
+    def look_at_lag(self) -> Lag | None:
+        """How far behind this process is, on what it works on; None if another process works. Asks the sidecar, and
+        blocks: from a thread of its own. Raises SeqdedupeError, TimeoutError."""
+        positions = {} if self._shares is None else self._shares.positions
+        if self._has_all and self._work is not None:
+            positions = {self.topic: Position.parse(self._work.position)}
+        if self._found_by is None or not positions:
+            if self._shares is not None and self.activity.state is State.RUNNING:
+                self.activity.stands_by()
+            return None
+        client, loop = self._found_by
+        return answer_of(lag_of_all(client, positions), loop)
 
     @property
     def is_working(self) -> bool:
@@ -148,7 +170,8 @@ class Consumer:
         if not isinstance(self._client, Client):
             raise _option("run() takes a client of seqdedupe.client.blocking", "With another one await run_async().")
         client = self._client.on_loop
-        with suppress(Stopped):
+        self._found_by = client, event_loop()
+        with self.activity.life(), suppress(Stopped):
             self._run(client, run_on_loop(lambda: self._find(client)), follow)
 
     async def run_async(self, *, follow: bool = True) -> None:
@@ -159,6 +182,11 @@ class Consumer:
         if not isinstance(self._client, AsyncClient):
             raise _option("run_async() takes a client of seqdedupe.client", "With a blocking one call run().")
         client = self._client
+        self._found_by = client, asyncio.get_running_loop()
+        with self.activity.life():
+            await self._run_in_thread(client, follow)
+
+    async def _run_in_thread(self, client: AsyncClient, follow: bool) -> None:
         try:
             found = await self._find(client)
         except Stopped:
@@ -330,6 +358,7 @@ class Consumer:
                     is_free = is_over or now.owner in (NOBODY, self._ownership.token)
                     if is_free and self._ownership.take(now):
                         return now.position
+            self.activity.stands_by()
             self._stop.pause(LOOK_SECONDS)
 
     def _begin(self, name: str, topic: str, ownership: RowLease, position: str) -> Work:
@@ -345,6 +374,7 @@ class Consumer:
             in_batches=self._in_batches,
             refused=self._refused,
             on_waiting=self._on_waiting,
+            activity=self.activity,
         )
 
     def _arrivals(self, client: AsyncClient, topic: str, position: str, follow: bool) -> Arrivals:
@@ -354,6 +384,7 @@ class Consumer:
         position = self._acquire(until)
         if position is None:
             return
+        self.activity.runs()
         work = self._work = self._begin(self.name, self.topic, self._ownership, position)
         arrivals = self._arrivals(client, self.topic, position, until is None)
         more = partial(arrivals.take_more, self._config.max_batch_messages, self._stop, KEEP_UP_SECONDS)

@@ -4,6 +4,7 @@
 that share them have rows of their own (`Processes`); `fair_share` says how many partitions each is to have.
 """
 
+import re
 import time
 import uuid
 from collections import Counter
@@ -38,6 +39,19 @@ owner is frozen or its handler waits."""
 def row_name(consumer: str, partition: int) -> str:
     """The name of a partition's row, and of what was set aside there."""
     return f"{consumer}-partition-{partition}"
+
+
+def positions_of(engine: Engine, consumer: str) -> dict[str, Position]:
+    """Up to where a consumer has come, by the topic or each partition of it. Raises INVALID_OPTION if the database does
+    not know it."""
+    number = re.compile(re.escape(row_name(consumer, 0)[:-1]) + "[0-9]+")
+    with engine.connect() as connection:
+        rows = connection.execute(select(CONSUMERS.c.name, CONSUMERS.c.topic, CONSUMERS.c.position)).all()
+    found = [row for row in rows if row.name == consumer or number.fullmatch(row.name)]
+    if not found:
+        what = f"no consumer {consumer!r} has a position in this database"
+        raise error("INVALID_OPTION", what, hint=f"It has: {', '.join(sorted(row.name for row in rows)) or 'none'}.")
+    return {row.topic: Position.parse(row.position) for row in sorted(found, key=lambda row: (len(row.name), row.name))}
 
 
 class Lost(Exception):

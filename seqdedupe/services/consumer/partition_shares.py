@@ -66,6 +66,11 @@ class PartitionShares:
         """Whether this process has any partition."""
         return bool(self._parts)
 
+    @property
+    def positions(self) -> dict[str, Position]:
+        """Of the partitions that this process has, by topic. From any thread."""
+        return {self._topics[k]: Position.parse(part.work.position) for k, part in list(self._parts.items())}
+
     def register(self, purpose: str, starts: Sequence[Position]) -> None:
         """Makes the partitions' rows, see `RowLease.register`."""
         for hold, topic, start in zip(self._holds, self._topics, starts, strict=True):

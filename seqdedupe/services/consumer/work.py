@@ -19,6 +19,7 @@ from seqdedupe.databases.failures import Fault, codes_of, fault_of, lost_connect
 from seqdedupe.databases.tables import MARIADB, POSTGRESQL_UNSAFE_WRITES
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.names import topic_name
+from seqdedupe.services.activity import Activity
 from seqdedupe.services.consumer import consumer_row, database
 from seqdedupe.services.consumer.consumer_row import Lost, RowLease
 from seqdedupe.services.consumer.database import check_mariadb_writes, not_transactional, reaching, refusing_writes
@@ -202,6 +203,7 @@ class Work:
         in_batches: bool,
         refused: frozenset[str],
         on_waiting: OnWaiting | None,
+        activity: Activity,
     ) -> None:
         self.position = position
         self._engine = engine
@@ -214,6 +216,8 @@ class Work:
         self._in_batches = in_batches
         self._refused = refused
         self._on_waiting = on_waiting
+        self._activity = activity
+        self._parked = 0  # by the transaction under way, behind earlier ones of their keys
         self._groups: deque[Sequence[Message]] = deque()
         self._batch = config.max_batch_messages  # with in_batches: what fits into the time of a transaction
         self._aside = SetAside(name, topic, topic_name(config.dead_letter_topic) if config.dead_letter_topic else None)
@@ -306,6 +310,10 @@ class Work:
             if not is_cut or len(messages) == 1:
                 raise
             failure = _Failure(e, Fault.MESSAGE)
+        if failure is None:
+            self._activity.done(done - self._parked, set_aside=self._parked)
+        elif failure.fault is Fault.MESSAGE:
+            self._activity.failures["HANDLER_FAILED"] += 1
         return done, failure
 
     def _transaction(self, do: Callable[[Connection], str], shown: str) -> _Failure | None:
@@ -347,6 +355,7 @@ class Work:
 
     def _hand_over(self, connection: Connection, messages: Sequence[Message]) -> int:
         """The messages to the handler until the time is over; returns how many."""
+        self._activity.runs()
         began = time.monotonic()
         most_seconds = self._config.longest_transaction_ms / 1000
         keys = self._aside.keys_parked(connection, messages) if self._parks else ()
@@ -372,6 +381,7 @@ class Work:
                     _check_result(self._handle(connection, message))
                 if time.monotonic() - began >= most_seconds:
                     break
+        self._parked = len(behind)
         if behind:
             self._aside.park(connection, behind, 0, BEHIND, None)
         return done
@@ -395,6 +405,7 @@ class Work:
 
         refused = self._insist(set_aside, message)
         if refused is None:
+            self._activity.done(0, set_aside=1)
             return
 
         def set_aside_without_content(connection: Connection) -> str:
@@ -406,6 +417,7 @@ class Work:
             raise error(
                 "HANDLER_FAILED", f"{what}; nor set it aside: {why(last.cause)}", index=message.index
             ) from failure
+        self._activity.done(0, set_aside=1)
 
     def _insist(self, set_aside: Callable[[Connection], str], message: Message) -> _Failure | None:
         """Until it is done, or the database has refused it for good. Raises Away."""
@@ -434,6 +446,8 @@ class Work:
         self._kept_up = time.monotonic()
         with database.reaching():
             self._ownership.beat()
+            if self._activity.reason == "OUTPUT_UNAVAILABLE":
+                self._activity.runs()
             # A person may have parked a dead letter again.
             self._parks = self._parks or self._aside.has_parked(self._engine)
         if self._parks and self._retry_due():
@@ -467,6 +481,7 @@ class Work:
         shown = self._shown([message])
         failure = self._transaction(again, shown)
         if failure is None:
+            self._activity.done(1)
             return
         if failure.fault in (Fault.DATABASE, Fault.REPEAT):
             raise database.Away(failure.cause, f"; in hand: {shown}")

@@ -7,7 +7,7 @@ import re
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
@@ -23,6 +23,8 @@ from seqdedupe.errors import FencedError, NotFoundError, PositionError, Seqdedup
 from seqdedupe.limits import MAX_BATCH_BYTES, MAX_BATCH_ROWS, MAX_SEQUENCE_ID
 from seqdedupe.names import partition_name, partition_of, producer_name, topic_name
 from seqdedupe.services import Stillness
+from seqdedupe.services.activity import Activity, Service, State
+from seqdedupe.services.activity import Lag as ServiceLag
 from seqdedupe.services.outbox import steps
 from seqdedupe.services.outbox.row_page import Route, RowPage
 from seqdedupe.services.outbox.steps import FoundRows
@@ -72,13 +74,20 @@ class RelayWork:
     """That of one relay, from when it opens its topics until it is fenced, fails or is done."""
 
     def __init__(
-        self, client: Client, store: OutboxStore, name: str, counters: Counters, report: Callable[[str], None]
+        self,
+        client: Client,
+        store: OutboxStore,
+        name: str,
+        counters: Counters,
+        report: Callable[[str], None],
+        activity: Activity,
     ) -> None:
         self._client = client
         self._store = store
         self._name = name
         self._counters = counters
         self._report = report
+        self._activity = activity
         self._producers: dict[str, Producer] = {}
         self.has_begun = False
         """Whether a sidecar has answered, or there were no rows: it has waited for some."""
@@ -125,6 +134,7 @@ class RelayWork:
                     await self._publish(self._producers[topic], part)
             case steps.Wait():
                 self.has_begun = True
+                self._activity.runs()
                 return await self._wait()
             case steps.AwaitLeft():
                 is_over = time.monotonic() - self._read_at >= ONCE_SECONDS
@@ -144,10 +154,12 @@ class RelayWork:
             case steps.Delete(page):
                 self._counters.found += len(page)
                 await asyncio.to_thread(store.delete, [page])
+                self._activity.done(0, duplicates=len(page))
             case steps.SetRowsAside(page, reason):
                 self._counters.set_aside += len(page)
                 self._report(f"{len(page)} rows are set aside: {reason}")
                 await asyncio.to_thread(store.set_aside, page, reason)
+                self._activity.done(0, set_aside=len(page))
             case steps.Renumber(page):
                 self._counters.renumbered += len(page)
                 self._report(f"{len(page)} rows that were restored are published anew")
@@ -185,7 +197,9 @@ class RelayWork:
             if topic in self._producers:
                 await self._producers.pop(topic).abort()  # of the token before
             highest = await self._fence(topic, own)
-            producer = self._producers[topic] = self._client.producer(topic, own, _CONFIG)
+            producer = self._producers[topic] = self._client.producer(
+                topic, own, _CONFIG, on_waiting=self._activity.waits
+            )
             await producer.open()
             self.has_begun = True
         except NotFoundError as e:
@@ -243,6 +257,7 @@ class RelayWork:
                 done += 1
             if proven:
                 await asyncio.to_thread(self._store.delete, proven)
+                self._activity.done(sum(map(len, proven)))
             self._counters.published += sum(map(len, proven))
             async with self._changed:
                 for _ in range(done):
@@ -322,6 +337,10 @@ class Relay:
     ) -> None:
         """Raises InvalidRequestError for a topic or name that is none, ConfigurationError for a URL that is none."""
         self.counters = Counters()
+        self.activity = Activity("outbox", name)
+        """What it has done, for `seqdedupe.services.metrics`."""
+        self._oldest: tuple[int | None, float] = None, 0.0
+        """The row that a relay would look at first, and since when it has been that one."""
         self._client = client
         self._topic = topic if _KIND in topic else topic_name(topic)
         self._route: Route | None = None
@@ -345,6 +364,10 @@ class Relay:
         `follow` also FencedError if another relay took over, and any UnavailableError; else it stands by or tries again
         (for a database, also when it begins).
         """
+        with self.activity.life():
+            await self._run(follow=follow)
+
+    async def _run(self, *, follow: bool) -> None:
         try:
             await self._open_at_last(lambda e: not follow or refuses_entry(e.__cause__))
             if follow:
@@ -357,11 +380,15 @@ class Relay:
                     if not follow:
                         raise
                     self._report(f"another relay works: {e.message}; standing by")
+                    self.activity.failed(e)
+                    self.activity.stands_by()
                     await self._stand_by()
+                    self.activity.runs()
                 except UnavailableError as e:
                     if not follow or (e.reason == NOT_A_SIDECAR and not self._has_begun):
                         raise
                     self._report(f"trying again: {e}")
+                    self.activity.waits(e)
                     await asyncio.sleep(_RETRY_SECONDS)
                     await self._open_at_last()
                 else:
@@ -387,6 +414,16 @@ class Relay:
         """How far behind the relay is, while it runs."""
         return await self._blocking(self._store.lag)
 
+    def look_at_lag(self) -> ServiceLag | None:
+        """How many rows wait; None if another relay works. The age of the oldest is at least the time for which it has
+        been the first one: no row says when it was inserted. Asks the database, and blocks. Raises UnavailableError."""
+        if self.activity.state is State.STANDBY:
+            return None
+        rows, oldest = self._store.lag().rows, self._store.oldest()
+        if oldest != self._oldest[0]:
+            self._oldest = oldest, time.time()
+        return ServiceLag(rows, int(self._oldest[1] * 1000))
+
     def _open(self) -> None:
         self._store.open()
         self._store.bind(self._name, self._topic)
@@ -399,6 +436,7 @@ class Relay:
             except UnavailableError as e:
                 if is_final(e):
                     raise
+                self.activity.waits(e)
                 self._report(f"trying again: {e}")
                 await asyncio.sleep(_RETRY_SECONDS)
             else:
@@ -420,7 +458,7 @@ class Relay:
             await asyncio.sleep(min(_LOOK_SECONDS, self._standby_seconds))
 
     async def _relay(self, *, follow: bool) -> None:
-        work = RelayWork(self._client, self._store, self._name, self.counters, self._report)
+        work = RelayWork(self._client, self._store, self._name, self.counters, self._report, self.activity)
         try:
             await work.drive(steps.relay(self._topic, self._route, follow=follow), None if self._route else self._topic)
         finally:
@@ -440,13 +478,16 @@ def run_relay(
     follow: bool = True,
     credentials: Credentials | None = None,
     report: Callable[[str], None] | None = None,
+    serving: Callable[[Service], AbstractContextManager[object]] = nullcontext,
 ) -> Counters:
-    """`Relay.run` for threads, with a client of its own: blocks until it ends. Answers what it has done."""
+    """`Relay.run` for threads, with a client of its own: blocks until it ends. Answers what it has done. It runs within
+    what `serving` makes of it."""
 
     async def work() -> Counters:
         async with Client(address, credentials) as client:
             one = Relay(client, database, topic, name, report=report)
-            await one.run(follow=follow)
+            with serving(one):
+                await one.run(follow=follow)
             return one.counters
 
     return run(work)

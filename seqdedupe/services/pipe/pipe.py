@@ -9,6 +9,7 @@ import logging
 import queue
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from seqdedupe.client import Client, Persisted, Producer, ProducerConfig, Reader, StoredBatch, TopicEnds
@@ -17,11 +18,12 @@ from seqdedupe.client.blocking._sync import AnyCursor, on_loop
 from seqdedupe.client.blocking.loop import event_loop
 from seqdedupe.client.connection import NOT_A_SIDECAR, Backoff
 from seqdedupe.client.cursor import Cursor, CursorMoves, Kept
-from seqdedupe.errors import FencedError, InvalidRequestError, SeqdedupeError, UnavailableError, error
+from seqdedupe.errors import FencedError, InvalidRequestError, NotFoundError, SeqdedupeError, UnavailableError, error
 from seqdedupe.limits import MAX_NAME_BYTES, MAX_PARTITIONS
 from seqdedupe.message_id import Position
 from seqdedupe.names import new_producer_name, partition_name, source_name, topic_name
 from seqdedupe.services import Stillness
+from seqdedupe.services.activity import Activity, Lag, answer_of, lag_of_all
 from seqdedupe.services.pipe.outputs import Calling, Function, OutputBatch, index_of
 
 T = TypeVar("T")
@@ -96,6 +98,27 @@ def _holds(persisted: Sequence[Persisted], note: str) -> bool:
     return persisted[0].incarnation == int(incarnation) and persisted[0].sequence_id >= int(sequence_id)
 
 
+async def piped_up_to(client: Client, source: str, target: str, name: str) -> dict[str, Position]:
+    """Up to which message of the source, or of each of its partitions, the target holds outputs of the pipe NAME: it
+    may have read further where messages give none. Raises NotFoundError; INVALID_REQUEST if the target is partitioned:
+    only the pipe itself finds out then."""
+    if partitions := (await client.admin.topic(target)).partitions:
+        what = f"{topic_name(target)} has {partitions} partitions: which outputs it holds of a pipe is not known"
+        raise error("INVALID_REQUEST", what, hint="The metrics of the running pipe show its lag: --metrics-listen.")
+    source = topic_name(source)
+    partitions = (await client.admin.topic(source)).partitions
+    sources = [partition_name(source, k) for k in range(partitions)] or [source]
+    positions = {}
+    for one in sources:
+        ends = await client.ends(one)
+        index = ends.first_index
+        with suppress(NotFoundError):  # no output yet
+            producer = await client.admin.producer(target, source_name(name, one, ends.last.incarnation))
+            index = index_of(producer.persisted) + 1
+        positions[one] = Position.before(ends.last.incarnation, index)
+    return positions
+
+
 # -- One source, a topic or a partition, on its way to the target.
 
 IDLE_SECONDS = 1.0
@@ -120,7 +143,14 @@ class Lane:
     """From a source to a target under one producer name. Its state is what the target holds of that name."""
 
     def __init__(
-        self, client: Client, source: str, target: str, function: Function, name: str, cursor: Cursor | None
+        self,
+        client: Client,
+        source: str,
+        target: str,
+        function: Function,
+        name: str,
+        cursor: Cursor | None,
+        activity: Activity,
     ) -> None:
         self.source = source
         self.target = target
@@ -129,6 +159,9 @@ class Lane:
         self.counts = {"inputs": 0, "outputs": 0, "outputs_again": 0}
         """Of all runs: messages that the function was called for, outputs that were sent, and those among them of which
         it was known that the target holds them."""
+        self.position: Position | None = None
+        """Up to where all outputs have been sent; None before `run` knows where it begins."""
+        self._activity = activity
         self._client = client
         self._function = function
         self._name = name
@@ -156,11 +189,14 @@ class Lane:
         ends = await self._client.ends(self.source)
         self.producer_name = source_name(self._name, self.source, ends.last.incarnation)
         config = _FOLLOWING if follow else ProducerConfig()
-        async with self._client.producer(self.target, self.producer_name, config) as producer:
+        waits = self._activity.waits
+        async with self._client.producer(self.target, self.producer_name, config, on_waiting=waits) as producer:
             start = start_of(self.source, ends, producer.persisted_sequence_id, producer.persisted)
             if self._cursor is not None:
                 start = await self._later(self._cursor, start, producer)
-            async with self._client.reader(self.source, start, follow=follow) as reader:
+            self.position = start
+            self._activity.runs()
+            async with self._client.reader(self.source, start, follow=follow, on_waiting=waits) as reader:
                 await self._copy(reader, producer, executor, follow=follow)
 
     async def _later(self, cursor: CursorMoves, start: Position, producer: Producer) -> Position:
@@ -181,13 +217,16 @@ class Lane:
                 calling.take(batches)
                 while await self._fill(calling, executor, producer):
                     await self._send(calling.frame(), producer)
+                    self._note_progress(reader)
                     await self._move_cursor(reader, producer, now=False)
                     if self._stopped.is_set():
                         break
                 if calling.failure is not None or not (reader.has_in_hand() or reader.take_record()):
                     await self._send(calling.frame(), producer)
+                    self._note_progress(reader)
                     await self._move_cursor(reader, producer, now=False)
             await self._send(calling.frame(), producer)
+            self._note_progress(reader)
             await producer.flush()
             if calling.failure is not None:
                 raise calling.failure
@@ -213,7 +252,9 @@ class Lane:
         if frame is not None:
             payloads, sequence_ids, keys, times, properties = frame
             self.counts["outputs"] += len(sequence_ids)
-            self.counts["outputs_again"] += int((sequence_ids <= producer.persisted_sequence_id).sum())
+            again = int((sequence_ids <= producer.persisted_sequence_id).sum())
+            self.counts["outputs_again"] += again
+            self._activity.duplicates += again
             await producer.send_batch(payloads, sequence_ids, keys=keys, event_times_ms=times, properties=properties)
 
     async def _next_batches(self, reader: Reader, producer: Producer, wait_seconds: float | None) -> list[StoredBatch]:
@@ -263,10 +304,21 @@ class Lane:
         self._look_at = asyncio.get_running_loop().time() + CURSOR_SECONDS
         self._next = None
 
-    def _set_next(self, reader: Reader, producer: Producer) -> None:
+    def _sent_up_to(self, reader: Reader) -> Position | None:
+        """The position of the last message whose outputs have all been sent; None if there was none."""
         position, calling = reader.position, self._calling
         if calling is not None and not calling.is_done:
             position = None if calling.last is None else calling.last.position
+        return position
+
+    def _note_progress(self, reader: Reader) -> None:
+        position = self._sent_up_to(reader)
+        if position is not None and self.position is not None and position.index > self.position.index:
+            self._activity.done(position.index - self.position.index)
+            self.position = position
+
+    def _set_next(self, reader: Reader, producer: Producer) -> None:
+        position = self._sent_up_to(reader)
         if position is not None and position.message_id is not None:
             self._next_id = max(producer.last_sequence_id, producer.persisted_sequence_id)
             self._next = Kept(position, note_of(producer.persisted, self._next_id))
@@ -318,6 +370,8 @@ class Pipe:
     ) -> None:
         self.source, self.target = topic_name(source), topic_name(target)
         self.name = name
+        self.activity = Activity("pipe", name)
+        """What it has done, for `seqdedupe.services.metrics`."""
         _check_names(name, self.source)
         if self.source == self.target:
             raise error("INVALID_REQUEST", f"a pipe from {self.source} to itself would never end")
@@ -335,6 +389,12 @@ class Pipe:
         that the target was known to hold already (`outputs_again`): those of its last message, to find it."""
         counted = ("inputs", "outputs", "outputs_again")
         return {what: sum(lane.counts[what] for lane in self._lanes) for what in counted}
+
+    def look_at_lag(self) -> Lag | None:
+        """How many messages of the source have no outputs sent yet; None where that is not known, or another pipe
+        works. Asks the sidecar, and blocks: from a thread of its own. Raises SeqdedupeError, TimeoutError."""
+        positions = {lane.source: lane.position for lane in list(self._lanes) if lane.position is not None}
+        return None if self._loop is None else answer_of(lag_of_all(self._client, positions), self._loop)
 
     async def run(self, *, follow: bool = False, executor: Executor | None = None) -> None:
         """Pipes what the source holds now: when this returns all outputs of it are durable. With `follow`, for ever.
@@ -358,12 +418,16 @@ class Pipe:
         `executor` calls the function; left out, a thread of this run.
         """
         self._loop, self._lanes = asyncio.get_running_loop(), []
+        with self.activity.life():
+            await self._run(follow=follow, executor=executor)
+
+    async def _run(self, *, follow: bool, executor: Executor | None) -> None:
         own = ThreadPoolExecutor(1, "seqdedupe-pipe") if executor is None else None
         try:
             [sources] = await self._all([asyncio.create_task(self._sources(follow=follow))]) or [[]]
             cursors = [None if self._cursor is None else self._cursor(source) for source in sources]
             self._lanes = [
-                Lane(self._client, source, self.target, self._function, self.name, cursor)
+                Lane(self._client, source, self.target, self._function, self.name, cursor, self.activity)
                 for source, cursor in zip(sources, cursors, strict=True)
             ]
             work = self._follow if follow else self._run_once
@@ -417,6 +481,7 @@ class Pipe:
             except UnavailableError as e:
                 if not follow or e.reason == NOT_A_SIDECAR:
                     raise
+                self.activity.waits(e)
                 await _wait(backoff, self.source, e)
             else:
                 return [self.source]
@@ -436,12 +501,16 @@ class Pipe:
             except FencedError as e:
                 if lane.counts["outputs"] > before:
                     standby_seconds = STANDBY_FIRST_SECONDS
+                lane.position = None
+                self.activity.failed(e)
+                self.activity.stands_by()
                 logger.info("the pipe %s stands by for %s: %s", self.name, lane.source, e)
                 await self._stand_by(lane, standby_seconds)
                 standby_seconds = min(2 * standby_seconds, STANDBY_LONGEST_SECONDS)
             except UnavailableError as e:
                 if lane.counts["outputs"] > before:
                     backoff.reset()
+                self.activity.waits(e)
                 await _wait(backoff, lane.source, e)
 
     async def _stand_by(self, lane: Lane, seconds: float) -> None:
@@ -540,6 +609,15 @@ class BlockingPipe:
     ) -> None:
         of = None if cursor is None else lambda topic: on_loop(cursor(topic))
         self._pipe = Pipe(client.on_loop, source, target, function, name=name, cursor=of)
+
+    @property
+    def activity(self) -> Activity:
+        """See `Pipe.activity`."""
+        return self._pipe.activity
+
+    def look_at_lag(self) -> Lag | None:
+        """See `Pipe.look_at_lag`."""
+        return self._pipe.look_at_lag()
 
     @property
     def counts(self) -> dict[str, int]:

@@ -11,10 +11,13 @@ from typing import Literal
 import pyarrow as pa
 from pyspark.sql import SparkSession
 
+from seqdedupe.client.blocking import Client
+from seqdedupe.client.blocking.loop import event_loop
 from seqdedupe.client.connection import NOT_A_SIDECAR, Backoff
 from seqdedupe.databases.failures import refuses_entry
 from seqdedupe.errors import SeqdedupeError, UnavailableError, error
 from seqdedupe.message_id import Position
+from seqdedupe.services.activity import Activity, Lag, answer_of, lag_of_all
 from seqdedupe_spark.job.dead_letter_rows import SCHEMA, SUFFIX
 from seqdedupe_spark.job.positions import Positions, TopicStanding
 from seqdedupe_spark.job.range_task import JobOutput, RangeStep, RangeTask, TaskReport, Transform, output_schema
@@ -105,6 +108,8 @@ class ReaderJob:
         self.config = config
         self.total = Round(has_looked=False)
         """What it has done so far. In a round that failed too, some topics may have been read."""
+        self.activity = Activity("job", config.job)
+        """The same for `seqdedupe.services.metrics`."""
         self.spark = spark
         """The session; where there is none yet, to be set before the first round."""
         self._transform = transform
@@ -131,6 +136,12 @@ class ReaderJob:
         failed for GIVE_UP_SECONDS. At once it raises what trying again cannot cure: at the start also a database that
         is not there, or does not let the user in. What was committed stays so: run again, it goes on there.
         """
+        with self.activity.life():
+            return self._run(follow, patient, trigger_seconds, on_round)
+
+    def _run(
+        self, follow: bool, patient: bool, trigger_seconds: float, on_round: Callable[[Round], None] | None
+    ) -> Round:
         ends: dict[str, Position] | None = None
         while not self._stopping.is_set():
             began = time.monotonic()
@@ -175,7 +186,20 @@ class ReaderJob:
                 raise min(failures, key=lambda failure: isinstance(failure, UnavailableError))
             for topic, standing in done.standings.items():
                 listing.hold(topic, standing.stored.position)
+        self.activity.runs()
         return done
+
+    def look_at_lag(self) -> Lag | None:
+        """How much is left to read of the topics; None before the first round. Asks the sidecar, and blocks: from a
+        thread of its own. From Pulsar's brokers it is what the last round left, of unknown age. Raises
+        SeqdedupeError, TimeoutError."""
+        if not self.total.has_looked:
+            return None
+        client = self._client
+        if not isinstance(client, Client):
+            return Lag(self.total.lag, None)
+        positions = {topic: standing.stored.position for topic, standing in dict(self.total.standings).items()}
+        return answer_of(lag_of_all(client.on_loop, positions), event_loop())
 
     def _take(
         self, spark: SparkSession, output: JobOutput, steps: Sequence[RangeStep], done: Round
@@ -197,6 +221,8 @@ class ReaderJob:
             if report.failure is None:
                 done.count(report)
                 self.total.count(report)
+                read = report.read - report.duplicates - report.dead_letters
+                self.activity.done(read, duplicates=report.duplicates, set_aside=report.dead_letters)
                 for step in group:
                     self._positions.committed(step)
                     done.standings[step.range.topic] = done.standings[step.range.topic].after(step)
@@ -222,6 +248,7 @@ class ReaderJob:
                 if self._stopping.is_set():
                     return None
                 waiting.say(e)
+                self.activity.waits(e)
                 self._stopping.wait(max(backoff.next_seconds(), e.retry_delay_ms / 1000))
 
     def _session(self) -> SparkSession:

@@ -16,12 +16,17 @@ import pytest
 import trustme
 import yaml
 from prometheus_client.metrics_core import Metric
+from prometheus_client.parser import text_string_to_metric_families
 
 from broker_sidecar.rpc import NOT_OF_SIDECARS
-from seqdedupe.errors import REASONS
+from seqdedupe.client import Client as AsyncClient
+from seqdedupe.errors import REASONS, error
+from seqdedupe.services.activity import Lag
+from seqdedupe.services.metrics import ServiceMetrics
+from seqdedupe.services.pipe import Pipe
 from seqdedupe.testing import Sidecar
 from tests.broker_sidecar.calls import Client, batch
-from tests.broker_sidecar.metrics.scraping import Page, scrape
+from tests.broker_sidecar.metrics.scraping import Page, metrics_of, scrape
 from tests.broker_sidecar.security.issuing import issue, of_server, revoke
 from tests.broker_sidecar.security.showing import bearer, unary
 from tests.broker_sidecar.security.signing import AUDIENCE, Issuer, write_keys
@@ -39,7 +44,7 @@ RUNBOOK = ROOT / "docs" / "guides" / "runbook.md"
 OF_PROMETHEUS = {"up"}
 """Metrics that Prometheus makes itself."""
 FUNCTIONS = {
-    "avg_over_time",
+    "avg_over_time", "deriv",
     "rate", "increase", "changes", "histogram_quantile", "sum", "max", "min", "topk", "by", "ignoring", "or",
     "and", "on", "absent", "last_over_time", "time", "clamp_max", "label_values",
 }  # fmt: skip
@@ -50,7 +55,7 @@ LABELS_OF_PROMETHEUS = {"instance", "job"}
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Page:
-    """Of a sidecar that has done something of everything."""
+    """Of a sidecar that has done something of everything, and of a service."""
     backups = tmp_path_factory.mktemp("backups")
     folder = tmp_path_factory.mktemp("metrics")
     with Sidecar(folder, metrics_listen="127.0.0.1:0", backup_directory=backups) as sidecar:
@@ -58,8 +63,15 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Page:
         epochs = client.epochs("t", "a")
         client.stream("t").receipt(batch([("a", 0)], epochs))
         client.close()
+        pipe = Pipe(AsyncClient(sidecar.address), "t", "out", lambda _: None, name="copy")
+        pipe.activity.runs()
+        pipe.activity.see(Lag(1, 0))
+        pipe.activity.waits(error("UNREACHABLE", "gone"))
+        with ServiceMetrics("127.0.0.1:0", pipe) as served:
+            services = list(text_string_to_metric_families(metrics_of(served.address)))
         page = scrape(sidecar)
-    return Page(_merged([*page.families, *_with_credentials(tmp_path_factory.mktemp("credentials")).families]))
+    credentials = _with_credentials(tmp_path_factory.mktemp("credentials"))
+    return Page(_merged([*services, *page.families, *credentials.families]))
 
 
 def _with_credentials(folder: Path) -> Page:

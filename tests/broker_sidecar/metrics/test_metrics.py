@@ -1,5 +1,6 @@
 """What a real sidecar shows of what was done to it, number by number."""
 
+import json
 import shutil
 import threading
 import time
@@ -9,9 +10,11 @@ from typing import Any
 
 import grpc
 import pytest
+from click.testing import CliRunner
 
 from broker_sidecar.metrics import MAX_NAMED, OTHER
 from seqdedupe import exports
+from seqdedupe.cli.commands import cli
 from seqdedupe.client.blocking import Client as BlockingClient
 from seqdedupe.exports import KnownId
 from seqdedupe.testing import Sidecar
@@ -27,7 +30,7 @@ PUBLISH = {"grpc_service": "seqdedupe.v1.PublishService"}
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sidecar]:
     """A sidecar that no test may kill, and that shows what is true at the moment."""
-    environment = with_constants.environment(metrics__FRESH_SECONDS=0)
+    environment = with_constants.environment(seqdedupe__exposition__FRESH_SECONDS=0)
     with Sidecar(
         tmp_path_factory.mktemp("metrics"),
         module=with_constants.MODULE,
@@ -170,6 +173,28 @@ def test_a_call_that_its_client_gives_up_before_its_request_is_no_refusal(shared
     assert risen("seqdedupe_refusals_total", before, after, reason="MALFORMED_MESSAGE") == 0
 
 
+def test_a_cursor_lags_also_without_its_reader(shared: Sidecar, client: Client, topic: str) -> None:
+    lag = {"name": "seqdedupe_cursor_lag_messages", "topic": SHORT + topic}
+    with BlockingClient(shared.address) as blocking, blocking.producer(topic, "a") as producer:
+        for _ in range(3):
+            producer.send(b"x")
+        producer.flush()
+        assert scrape(shared).value(**lag) == 0
+        for name, index in (("far", 0), ("near", 1)):
+            with blocking.reader(topic, cursor=blocking.cursor(topic, name)) as reader:
+                for _ in range(index + 1):
+                    next(reader)
+                reader.save_position()
+        assert scrape(shared).value(**lag) == 2
+        producer.send(b"x")
+        producer.flush()
+        assert scrape(shared).value(**lag) == 3
+        blocking.admin.delete_cursor(topic, "far")
+        assert scrape(shared).value(**lag) == 2
+        shown = CliRunner().invoke(cli, ["cursors", topic, "--json", "--address", shared.address])
+        assert [(one["name"], one["lag_messages"]) for one in json.loads(shown.stdout)] == [("near", 2)]
+
+
 def test_a_reader_that_reads_nothing_lags(shared: Sidecar, client: Client, topic: str) -> None:
     epochs = client.epochs(topic, "a")
     stream = client.stream(topic)
@@ -249,7 +274,7 @@ def imported(sidecar: Sidecar) -> tuple[float, float]:
 def test_imported_ids_and_that_they_are_missing(tmp_path: Path) -> None:
     window = tmp_path / "window"
     exports.write_window(window, [KnownId(b"%d" % k, 1) for k in range(7)])
-    up_to_date = with_constants.environment(metrics__FRESH_SECONDS=0)
+    up_to_date = with_constants.environment(seqdedupe__exposition__FRESH_SECONDS=0)
     with (
         Sidecar(
             tmp_path / "one", module=with_constants.MODULE, environment=up_to_date, metrics_listen="127.0.0.1:0"

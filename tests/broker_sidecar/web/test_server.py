@@ -9,8 +9,10 @@ from contextlib import ExitStack, closing
 
 import pytest
 
-from broker_sidecar.web import http_server
-from broker_sidecar.web.http_server import (
+from seqdedupe import http_server
+from seqdedupe.address import SidecarAddress
+from seqdedupe.errors import ConfigurationError
+from seqdedupe.http_server import (
     MAX_CONNECTIONS,
     MAX_HEAD_BYTES,
     MAX_THREADS,
@@ -19,8 +21,6 @@ from broker_sidecar.web.http_server import (
     WebServer,
     text,
 )
-from seqdedupe.address import SidecarAddress
-from seqdedupe.errors import ConfigurationError
 from seqdedupe.testing import LAST_RESORT_SECONDS
 
 WAIT_SECONDS = LAST_RESORT_SECONDS

@@ -9,6 +9,7 @@ from typing import Any
 from seqdedupe.client import Client, Message
 from seqdedupe.client.cursor import Cursor
 from seqdedupe.names import topic_name
+from seqdedupe.services.activity import Activity
 from seqdedupe.services.pipe import Output
 from seqdedupe.services.pipe.outputs import Function, Given, index_of
 from seqdedupe.services.pipe.pipe import Lane
@@ -59,7 +60,7 @@ def expected(count: int, first: int = 0) -> Found:
 
 
 def lane(client: Client, source: str, target: str, called: Function = function, cursor: Cursor | None = None) -> Lane:
-    return Lane(client, topic_name(source), topic_name(target), called, "pipe", cursor)
+    return Lane(client, topic_name(source), topic_name(target), called, "pipe", cursor, Activity("pipe", "pipe"))
 
 
 async def run_lane(one: Lane) -> None:

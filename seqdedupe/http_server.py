@@ -6,33 +6,22 @@ in. Nothing that a client does is waited for by the event loop.
 """
 
 import asyncio
-import base64
-import binascii
 import logging
 import socket
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from email.message import Message
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
 from io import BytesIO
-from ipaddress import IPv6Address, ip_address
+from ipaddress import ip_address
 from typing import Any, TypeVar
 from urllib.parse import parse_qsl, urlsplit
 
-from google.protobuf import message
-
-from broker_sidecar.security.audit import Trail
-from broker_sidecar.security.authentication import Authentication
-from broker_sidecar.security.permissions import Permissions
-from broker_sidecar.security.subject import Subject, set_caller
-from broker_sidecar.services.admin_service import SERVICE
-from broker_sidecar.sockets import cannot_listen, family_of
-from seqdedupe.address import SidecarAddress
-from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.address import SidecarAddress, cannot_listen, family_of
 
 logger = logging.getLogger("seqdedupe.web")
 
@@ -224,7 +213,7 @@ class _Handler(BaseHTTPRequestHandler):
         except Exception as e:
             # Whatever it is, the client gets an answer.
             logger.error("a request failed", exc_info=e, extra={"path": url.path})
-            return text(f"The request failed inside the sidecar: {type(e).__name__}", HTTPStatus.INTERNAL_SERVER_ERROR)
+            return text(f"The request failed: {type(e).__name__}", HTTPStatus.INTERNAL_SERVER_ERROR)
 
     def log_message(self, format: str, *args: Any) -> None:
         """Requests are not logged."""
@@ -259,71 +248,3 @@ def _end(connection: socket.socket) -> None:
     """Whoever reads or writes it, or waits for connections, finds it ended."""
     with suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
-
-
-# -- Who looks at the pages: a browser shows a token as the password of HTTP's basic authentication.
-
-ASK = {"WWW-Authenticate": 'Basic realm="seqdedupe: the password is the token", charset="UTF-8"'}
-"""Has a browser ask for it."""
-
-_SCHEME = "basic"
-
-M = TypeVar("M", bound=message.Message)
-R = TypeVar("R")
-
-
-class Visitors:
-    """May a visitor make a call of AdminService? As in that call: by the token, and by the rules for whose it is."""
-
-    def __init__(self, authentication: Authentication, permissions: Permissions, trail: Trail) -> None:
-        self._authentication = authentication
-        self._permissions = permissions
-        self._trail = trail
-
-    async def call(self, visitor: Request, name: str, handle: Callable[[M], Awaitable[R]], request: M) -> R:
-        """Makes the call of this name as the visitor, on the event loop. Raises UNAUTHENTICATED, TOKEN_EXPIRED,
-        NOT_ALLOWED, and what the call raises."""
-        method = f"/{SERVICE}/{name}"
-        set_caller(self._subject(visitor, method))
-        self._permissions.check_call(method, request.SerializeToString())
-        return await handle(request)
-
-    def _subject(self, visitor: Request, method: str) -> Subject:
-        host, port = visitor.client
-        address = f"ipv6:[{host}]:{port}" if ":" in host else f"ipv4:{host}:{port}"
-        try:
-            return self._known(visitor, host, address)
-        except SeqdedupeError as e:
-            self._trail.unauthenticated(method, address, e)
-            raise
-
-    def _known(self, visitor: Request, host: str, address: str) -> Subject:
-        token = _token_in(visitor)
-        if token is not None and not _is_loopback(host):
-            # It has been sent already. Whoever tries it once knows not to make a habit of it.
-            why = f"a token was sent from {host} without TLS: whoever was on the way can have read it"
-            raise error("UNAUTHENTICATED", why, hint="Make another token, and forward a port to look at the page.")
-        return self._authentication.of_token(token, address)
-
-
-def _token_in(visitor: Request) -> bytes | None:
-    """The password that is shown; None if there is none."""
-    scheme, _, shown = visitor.headers.get("Authorization", "").partition(" ")
-    if scheme.lower() != _SCHEME:
-        return None
-    try:
-        return base64.b64decode(shown, validate=True).partition(b":")[2].strip()
-    except (binascii.Error, ValueError):
-        return None
-
-
-def _is_loopback(host: str) -> bool:
-    address = ip_address(host.partition("%")[0])
-    if isinstance(address, IPv6Address) and address.ipv4_mapped is not None:
-        address = address.ipv4_mapped
-    return address.is_loopback
-
-
-def asks(visitor: Request) -> bool:
-    """Whether a browser there may be asked for a token: only where nobody is on the way."""
-    return _is_loopback(visitor.client[0])

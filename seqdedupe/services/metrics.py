@@ -1,0 +1,147 @@
+"""`/metrics` and `/healthz` of services, for a process that runs some: `ServiceMetrics`. Needs prometheus-client."""
+
+import logging
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from http import HTTPStatus
+from importlib.metadata import version
+from types import TracebackType
+from typing import Self
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import InfoMetricFamily, Metric
+
+from seqdedupe.address import SidecarAddress
+from seqdedupe.command import json_text
+from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.exposition import Exposition
+from seqdedupe.http_server import Request, Response, Route, WebServer
+from seqdedupe.services.activity import Activity, Service, State
+
+logger = logging.getLogger("seqdedupe.services")
+
+LOOK_SECONDS = 5.0
+"""So often the lag is looked at, however often metrics are asked for."""
+
+MOST_OF_THE_TIME = 0.05
+"""Looks take no more than this part of the time: where one takes long, there are fewer."""
+
+_KEY = "metrics_listen"
+
+
+class ServiceMetrics:
+    """Serves what these services do. A scrape asks neither a database nor a sidecar: a thread for each service looks at
+    its lag every LOOK_SECONDS, and a scrape shows what was seen last.
+
+    `listen` is `host:port`; port 0 takes a free one, which `address` has. Nothing is encrypted there, and nobody is
+    asked who they are. Raises INVALID_CONFIGURATION if that is no address, or it cannot listen there; INSECURE_LISTEN
+    if other machines can reach it, unless that is allowed.
+    """
+
+    def __init__(self, listen: str, *services: Service, allow_insecure_listen: bool = False) -> None:
+        address = _address(listen)
+        if not address.is_local and not allow_insecure_listen:
+            why = "nothing is encrypted there, and nobody is asked who they are"
+            hint = "Listen on loopback, or allow it: --allow-insecure-listen, in Python allow_insecure_listen=True."
+            raise error(
+                "INSECURE_LISTEN", f"{_KEY} = {listen!r} can be reached from other machines, and {why}", hint=hint
+            )
+        self._services = services
+        self._over = threading.Event()
+        routes: dict[str, Route] = {"/metrics": Exposition(self._collect), "/healthz": self._health}
+        self._web = WebServer(address, routes, _KEY)
+        self.address = str(self._web.address)
+        self._web.begin()
+        for service in services:
+            threading.Thread(target=self._look, args=(service,), name="seqdedupe-lag", daemon=True).start()
+
+    def close(self) -> None:
+        """Serves nothing any more. May be called again."""
+        self._over.set()
+        self._web.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, failure: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _look(self, service: Service) -> None:
+        activity = service.activity
+        while not self._over.is_set():
+            began = time.monotonic()
+            # What cannot be found out now stays as it was seen last: the oldest message grows older all the same.
+            if activity.is_at_work:
+                try:
+                    activity.see(service.look_at_lag())
+                except (SeqdedupeError, TimeoutError):
+                    pass
+                except Exception:
+                    logger.warning("the lag of %s %s was not found out", activity.kind, activity.name, exc_info=True)
+            took_seconds = time.monotonic() - began
+            self._over.wait(max(LOOK_SECONDS, took_seconds / MOST_OF_THE_TIME))
+
+    def _collect(self) -> Iterator[Metric]:
+        yield InfoMetricFamily("seqdedupe_build", "Which version this is.", {"version": version("seqdedupe")})
+        yield from of_services([service.activity for service in self._services])
+
+    def _health(self, _request: Request) -> Response:
+        """What each of them does, as JSON; status 503 if one has stopped."""
+        found = [service.activity for service in self._services]
+        told = [{"kind": a.kind, "name": a.name, "state": a.state.value, "reason": a.reason or None} for a in found]
+        is_well = all(one["state"] != State.STOPPED.value for one in told)
+        status = HTTPStatus.OK if is_well else HTTPStatus.SERVICE_UNAVAILABLE
+        return Response(f"{json_text(told)}\n".encode(), "application/json", status)
+
+
+def _address(listen: str) -> SidecarAddress:
+    with suppress(SeqdedupeError):
+        address = SidecarAddress.parse(listen)
+        if not address.path:
+            return address
+    raise error("INVALID_CONFIGURATION", f"{_KEY} is {listen!r}: it should be host:port", hint="Write 127.0.0.1:9470.")
+
+
+_SERVICE = ("kind", "name")
+
+_COUNTED = {
+    "messages": ("seqdedupe_service_messages", "Messages that a service has processed."),
+    "duplicates": ("seqdedupe_service_duplicates", "Messages that had been processed already, and were skipped."),
+    "set_aside": ("seqdedupe_service_set_aside_messages", "Messages put aside: parked, dead letters, rows set aside."),
+}
+
+
+def of_services(activities: Sequence[Activity]) -> Iterator[Metric]:
+    """What services count, and how they are."""
+    for name, (metric, about) in _COUNTED.items():
+        counter = CounterMetricFamily(metric, about, labels=_SERVICE)
+        for one in activities:
+            counter.add_metric((one.kind, one.name), getattr(one, name))
+        yield counter
+    about = "Failures of a service, by reason; what is tried again counts each time."
+    failures = CounterMetricFamily("seqdedupe_service_failures", about, labels=(*_SERVICE, "reason"))
+    about = "What a service does: 1 for its state, 0 for the others."
+    states = GaugeMetricFamily("seqdedupe_service_state", about, labels=(*_SERVICE, "state", "reason"))
+    about = "When a service has processed a message last; 0 if it has not."
+    success = GaugeMetricFamily("seqdedupe_service_last_success_timestamp_seconds", about, labels=_SERVICE)
+    about = "Messages that a service has not processed yet."
+    messages = GaugeMetricFamily("seqdedupe_service_lag_messages", about, labels=_SERVICE)
+    about = "Age of the oldest message that a service has not processed; 0 if there is none."
+    seconds = GaugeMetricFamily("seqdedupe_service_lag_seconds", about, labels=_SERVICE)
+    for one in activities:
+        service = one.kind, one.name
+        for reason, count in sorted(one.failures.copy().items()):
+            failures.add_metric((*service, reason), count)
+        now, why = one.state, one.reason
+        for state in State:
+            states.add_metric((*service, state.value, why if state is now else ""), state is now)
+        success.add_metric(service, one.last_success_seconds or 0.0)
+        if (lag := one.lag) is not None:
+            messages.add_metric(service, lag.messages)
+            if lag.seconds is not None:
+                seconds.add_metric(service, lag.seconds)
+    yield from (failures, states, success, messages, seconds)
