@@ -1,6 +1,7 @@
 """What commands share: where a sidecar is, a client of it, hints for a topic that is not there."""
 
 import difflib
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -24,6 +25,9 @@ _POLL_SECONDS = 0.2
 _SHORTEST_NEAR_NAME = 4
 """A shorter name is near to too many."""
 
+_UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+_DURATION = re.compile(r"([1-9][0-9]{0,8})([smhd])")
+
 as_json_option = click.option(
     "--json", "as_json", is_flag=True, help="Print JSON, errors too, as docs/cli.md describes it."
 )
@@ -41,6 +45,12 @@ def tell(as_json: bool, values: object, *lines: str) -> None:
         return
     for line in lines:
         echo(printable(line))
+
+
+def seconds_of(duration: str) -> int | None:
+    """Of a text as `90s`, `15m`, `12h` or `30d`; None if it is none."""
+    found = _DURATION.fullmatch(duration)
+    return None if found is None else int(found[1]) * _UNIT_SECONDS[found[2]]
 
 
 def is_alone(context: click.Context) -> bool:
