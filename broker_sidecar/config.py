@@ -459,7 +459,7 @@ def _check_pattern(config: Config, name: str, pattern: re.Pattern[str]) -> None:
 
 # -- Where the configuration comes from: a TOML file, `SEQDEDUPE_*` in the environment, and flags; the later one wins.
 
-NO_KEYS = VARIABLES | {f"{ENVIRONMENT_PREFIX}ADDRESS"}
+NO_KEYS = VARIABLES | {f"{ENVIRONMENT_PREFIX}ADDRESS", f"{ENVIRONMENT_PREFIX}PROFILE"}
 """Of clients: where the sidecar is, and what they show it."""
 
 _BY_ENVIRONMENT = {environment_of(name): name for name in KEYS}

@@ -16,7 +16,7 @@ from seqdedupe.client.route import OnWaiting
 from seqdedupe.command import echo, print_json, printable
 from seqdedupe.errors import REASONS, NotFoundError, OutcomeUnknownError, SeqdedupeError, UnavailableError, error
 from seqdedupe.names import topic_name
-from seqdedupe.sidecar_options import CREDENTIAL_PARAMETERS, Command, sidecar_options, told_credentials
+from seqdedupe.sidecar_options import CONNECTION_PARAMETERS, Command, sidecar_options, told_credentials
 
 _SHORT_NAMES = "persistent://public/default/"
 
@@ -34,7 +34,7 @@ as_json_option = click.option(
 
 
 def common(command: Command) -> Command:
-    """Adds `--address`, the options for credentials, and `--json`."""
+    """Adds `--address`, `--profile`, the options for credentials, and `--json`."""
     return sidecar_options(as_json_option(command))
 
 
@@ -58,7 +58,7 @@ def is_alone(context: click.Context) -> bool:
     if context.invoked_subcommand is None:
         return True
     given = click.core.ParameterSource.COMMANDLINE
-    if any(context.get_parameter_source(name) is given for name in ("address", *CREDENTIAL_PARAMETERS, "as_json")):
+    if any(context.get_parameter_source(name) is given for name in (*CONNECTION_PARAMETERS, "as_json")):
         raise click.UsageError(f"Options come after {context.invoked_subcommand!r}.", context)
     return False
 
