@@ -6,7 +6,7 @@ import errno
 import os
 import pwd
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -40,24 +40,36 @@ def prepare(folder: Path) -> None:
     user's."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        is_read_only = bool(os.statvfs(folder).f_flag & os.ST_RDONLY)
     except OSError as e:
         raise _unusable(folder, e.errno or 0, os.strerror(e.errno) if e.errno else str(e)) from e
+    check_usable(folder, folder)
+    check_owner(folder, _owner_of_new_files)
+
+
+def check_usable(folder: Path, there: Path) -> None:
+    """Whether this process may write into it; `there` is what there is of its path. Raises INVALID_CONFIGURATION."""
+    try:
+        is_read_only = bool(os.statvfs(there).f_flag & os.ST_RDONLY)
+    except OSError as e:
+        raise _unusable(folder, e.errno or 0, os.strerror(e.errno) if e.errno else str(e)) from e
+    if not there.is_dir():
+        number = errno.EEXIST if there == folder else errno.ENOTDIR
+        raise _unusable(folder, number, os.strerror(number))
     if is_read_only:
         raise _unusable(folder, errno.EROFS, os.strerror(errno.EROFS))
-    if not os.access(folder, os.R_OK | os.W_OK | os.X_OK, effective_ids=True):
-        owner, user = (_user(uid) for uid in (folder.stat().st_uid, os.geteuid()))
-        raise _unusable(folder, errno.EACCES, f"it belongs to {owner}, and this process runs as {user}")
-    _check_owner(folder)
+    if not os.access(there, os.R_OK | os.W_OK | os.X_OK, effective_ids=True):
+        owner, user = (_user(uid) for uid in (there.stat().st_uid, os.geteuid()))
+        what = "it" if there == folder else str(there)
+        raise _unusable(folder, errno.EACCES, f"{what} belongs to {owner}, and this process runs as {user}")
 
 
-def _check_owner(folder: Path) -> None:
+def check_owner(folder: Path, owner_of_new_files: Callable[[Path], int]) -> None:
     """One start as root would leave files that the service's user cannot open. Raises INVALID_CONFIGURATION."""
     there = [folder / name for name in _OWN if (folder / name).exists()]
     owners = [(path, path.stat().st_uid) for path in there or [folder]]
     path, owner = next((one for one in owners if one[1] != os.geteuid()), (folder, os.geteuid()))
     # An empty volume may be root's and its group's, whose member this process is.
-    if owner == os.geteuid() or (not there and owner == 0) or owner == _owner_of_new_files(folder):
+    if owner == os.geteuid() or (not there and owner == 0) or owner == owner_of_new_files(folder):
         return
     name, user = _user(owner), _user(os.geteuid())
     raise error(

@@ -90,8 +90,9 @@ def test_options_and_environment_come_before_it(run: Run, home: Path, shared_sid
     said = run("topics", "show", "a", "--profile", "here", SEQDEDUPE_PROFILE="nowhere", status=1).stderr
     assert b"[TOPIC_NOT_FOUND]" in said
     write(home / ".config", (home / ".config/seqdedupe/profiles.toml").read_text() + "\n[bare]\n")
-    bare = run("topics", "show", "a", "--profile", "bare", "--address", NOBODY, SEQDEDUPE_PROFILE="here", status=1)
-    assert b"[UNREACHABLE]" in bare.stderr
+    asked = ("topics", "show", "no-such", "--address", shared_sidecar.address)
+    assert b"[TOPIC_NOT_FOUND]" in run(*asked, SEQDEDUPE_PROFILE="here", status=1).stderr
+    assert b"[TOPIC_NOT_FOUND]" not in run(*asked, "--profile", "bare", SEQDEDUPE_PROFILE="here", status=1).stderr
 
 
 def test_the_list_shows_no_secret(run: Run, home: Path, shared_sidecar: Sidecar) -> None:
