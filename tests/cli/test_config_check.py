@@ -59,7 +59,7 @@ def problems(run: Run, *arguments: str, status: int, **more: str) -> dict[str, t
 
 def starts(folder: Path, file: str, environment: dict[str, str]) -> "subprocess.CompletedProcess[bytes]":
     """What a real start says, which ends."""
-    SETTLED.pop(folder, None)
+    assert state_of(folder) == SETTLED.pop(folder)  # a start makes what it needs
     command = [COMMAND, "serve", "--config", file]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, timeout=TIMEOUT_SECONDS)
 
