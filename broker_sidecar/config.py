@@ -10,7 +10,7 @@ import os
 import re
 import tomllib
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from operator import attrgetter
 from pathlib import Path
@@ -58,6 +58,10 @@ def environment_of(name: str) -> str:
     return ENVIRONMENT_PREFIX + name.replace(".", "_").upper()
 
 
+Problems = Iterator[SeqdedupeError]
+"""What is wrong with some keys. A start says the first, and a check all of them."""
+
+
 def invalid(name: str, why: str) -> SeqdedupeError:
     """A key has a value that cannot be."""
     return error("INVALID_CONFIGURATION", f"{name} {why}", key=name)
@@ -101,49 +105,50 @@ class PulsarConfig:
     def namespace_names(self) -> list[str]:
         return [name.strip() for name in self.namespaces.split(",")]
 
-    def check(self) -> None:
-        """For a sidecar whose log is Pulsar. Raises INVALID_CONFIGURATION."""
+    def problems(self) -> Problems:
+        """For a sidecar whose log is Pulsar."""
         for name, url in (("service_url", self.service_url), ("admin_url", self.admin_url)):
             if not url:
-                raise invalid(f"pulsar.{name}", "is missing: with log = pulsar both URLs are needed")
+                yield invalid(f"pulsar.{name}", "is missing: with log = pulsar both URLs are needed")
         # What is in a URL may be a password, and is not shown.
-        if not _SERVICE_URL.fullmatch(self.service_url):
-            raise invalid("pulsar.service_url", "should be like pulsar://host:6650 or pulsar+ssl://host:6651")
-        _check_http("pulsar.admin_url", self.admin_url, ("http", "https"))
+        if self.service_url and not _SERVICE_URL.fullmatch(self.service_url):
+            yield invalid("pulsar.service_url", "should be like pulsar://host:6650 or pulsar+ssl://host:6651")
+        if self.admin_url:
+            yield from _check_http("pulsar.admin_url", self.admin_url, ("http", "https"))
         try:
             for name in self.namespace_names:
                 namespace_name(name)
         except SeqdedupeError as e:
-            raise invalid("pulsar.namespaces", f"is {self.namespaces!r}: {e.message}") from e
+            yield invalid("pulsar.namespaces", f"is {self.namespaces!r}: {e.message}")
         if self.entry_format not in _ENTRY_FORMATS:
-            raise invalid("pulsar.entry_format", f"is {self.entry_format!r}: it should be plain or packed")
-        self._check_credentials()
-        _check_file("pulsar.tls_trust_certs_file_path", self.tls_trust_certs_file_path)
+            yield invalid("pulsar.entry_format", f"is {self.entry_format!r}: it should be plain or packed")
+        yield from self._check_credentials()
+        yield from _check_file("pulsar.tls_trust_certs_file_path", self.tls_trust_certs_file_path)
 
-    def _check_credentials(self) -> None:
+    def _check_credentials(self) -> Problems:
         if self.token_file and self.has_oauth2:
-            raise invalid("pulsar.oauth2_issuer_url", "is given, and pulsar.token_file too: one of them is enough")
-        _check_file("pulsar.token_file", self.token_file)
+            yield invalid("pulsar.oauth2_issuer_url", "is given, and pulsar.token_file too: one of them is enough")
+        yield from _check_file("pulsar.token_file", self.token_file)
         if self.has_oauth2:
-            _check_http("pulsar.oauth2_issuer_url", self.oauth2_issuer_url, ("https", "http"))
+            yield from _check_http("pulsar.oauth2_issuer_url", self.oauth2_issuer_url, ("https", "http"))
             if not self.oauth2_credentials_file:
-                raise invalid("pulsar.oauth2_credentials_file", "is needed with pulsar.oauth2_issuer_url")
-            _check_file("pulsar.oauth2_credentials_file", self.oauth2_credentials_file)
+                yield invalid("pulsar.oauth2_credentials_file", "is needed with pulsar.oauth2_issuer_url")
+            yield from _check_file("pulsar.oauth2_credentials_file", self.oauth2_credentials_file)
 
 
-def _check_http(name: str, url: str, schemes: tuple[str, ...]) -> None:
+def _check_http(name: str, url: str, schemes: tuple[str, ...]) -> Problems:
     try:
         parts = urlsplit(url)
         is_good = parts.scheme in schemes and bool(parts.hostname) and parts.username is None and parts.port != 0
     except ValueError:
         is_good = False
     if not is_good:
-        raise invalid(name, "should be like http://host:8080 or https://host, without a user")
+        yield invalid(name, "should be like http://host:8080 or https://host, without a user")
 
 
-def _check_file(name: str, path: str) -> None:
+def _check_file(name: str, path: str) -> Problems:
     if path and not (os.path.isfile(path) and os.access(path, os.R_OK)):
-        raise invalid(name, f"is {path!r}: there is no such file that can be read")
+        yield invalid(name, f"is {path!r}: there is no such file that can be read")
 
 
 # -- All keys.
@@ -322,123 +327,152 @@ _EVERYWHERE = ("0.0.0.0", "[::]", "*")
 """Hosts to listen on that are no host to connect to."""
 
 
+def problems_of(config: Config) -> Problems:
+    """All that is wrong, each INVALID_CONFIGURATION or INSECURE_LISTEN."""
+    told: set[str] = set()
+    for look in _CHECKS:
+        try:
+            for problem in look(config):
+                told.add(str(problem))
+                yield problem
+        except SeqdedupeError as e:  # of an address that several of them need
+            if str(e) not in told:
+                told.add(str(e))
+                yield e
+
+
 def check(config: Config) -> None:
-    """Raises INVALID_CONFIGURATION or INSECURE_LISTEN for the first that is wrong."""
-    _check_values(config)
-    _check_authentication(config)
-    _check_listen(config)
-    _check_metrics_listen(config)
-    _check_advertised(config)
-    _check_peers(config)
-    _check_shards(config)
-    _check_pattern(config, "instance_name", _INSTANCE_NAME)
-    if config.log == "pulsar":
-        config.pulsar.check()
-        for name in RETENTION:
-            if getattr(config, name) != policy.NO_LIMIT:
-                raise invalid(name, "has no effect with log = 'pulsar': retention is that of the Pulsar topics")
+    """Raises the first of `problems_of`."""
+    for problem in problems_of(config):
+        raise problem
 
 
-def _check_values(config: Config) -> None:
+def _check_values(config: Config) -> Problems:
     """Of each key by itself."""
     if not config.data_directory:
-        raise invalid("data_directory", "is required")
+        yield invalid("data_directory", "is required")
     for name in KEYS:
         value, least = attrgetter(name)(config), _LEAST.get(name, 0)
         if isinstance(value, int) and value < least:
-            raise invalid(name, f"is {value}: at least {least} is needed")
+            yield invalid(name, f"is {value}: at least {least} is needed")
         if name in _OF_POLICIES and value > policy.LARGEST:
-            raise invalid(name, f"is {value}: at most {policy.LARGEST} is possible")
+            yield invalid(name, f"is {value}: at most {policy.LARGEST} is possible")
     for key, words in _WORDS.items():
         if getattr(config, key) not in words:
             *others, last = words
-            raise invalid(key, f"is {getattr(config, key)!r}: it should be {', '.join(others)} or {last}")
+            yield invalid(key, f"is {getattr(config, key)!r}: it should be {', '.join(others)} or {last}")
     if not _SOCKET_MODE.fullmatch(config.socket_mode):
-        raise invalid("socket_mode", f"is {config.socket_mode!r}: it should be three octal digits, like 660")
+        yield invalid("socket_mode", f"is {config.socket_mode!r}: it should be three octal digits, like 660")
 
 
-def _check_authentication(config: Config) -> None:
+def _check_authentication(config: Config) -> Problems:
     for name, other in _NEEDS:
         if getattr(config, name) and not getattr(config, other):
-            raise invalid(other, f"is needed with {name}")
+            yield invalid(other, f"is needed with {name}")
     if config.peer_token_file and not config.peers:
-        raise invalid("peer_token_file", "has no use without peers: to no others the token goes")
+        yield invalid("peer_token_file", "has no use without peers: to no others the token goes")
     for name in ("token_keys_file", "tls_client_ca_file", "rules_file"):
         if getattr(config, name) and config.authentication == "none":
-            raise invalid("authentication", f"is 'none': nobody is asked who they are, and {name} has no use")
+            yield invalid("authentication", f"is 'none': nobody is asked who they are, and {name} has no use")
         if getattr(config, name) and not config.rules_file:
-            raise invalid("rules_file", f"is needed with {name}: whoever shows one may do nothing else")
+            yield invalid("rules_file", f"is needed with {name}: whoever shows one may do nothing else")
 
 
-def _check_listen(config: Config) -> None:
+def _check_listen(config: Config) -> Problems:
     addresses = {name: _address(config, name) for name in ("listen", "also_listen") if getattr(config, name)}
     if config.tls_certificate_file and all(address.path for address in addresses.values()):
-        raise invalid("tls_certificate_file", f"has no use with listen = {config.listen!r}: sockets are not encrypted")
+        yield invalid("tls_certificate_file", f"has no use with listen = {config.listen!r}: sockets are not encrypted")
     if len(addresses) > 1 and len({address.path for address in addresses.values()}) == 1:
-        raise invalid("also_listen", f"is {config.also_listen!r}: one of both addresses has to be another Unix socket")
+        yield invalid("also_listen", f"is {config.also_listen!r}: one of both addresses has to be another Unix socket")
     for name, address in addresses.items():
         if not config.tls_certificate_file:
-            _check_reach(config, name, address, "nothing is encrypted")
+            yield from _check_reach(config, name, address, "nothing is encrypted")
         elif config.authentication == "none":
-            _check_reach(config, name, address, "nobody is asked who they are")
+            yield from _check_reach(config, name, address, "nobody is asked who they are")
 
 
-def _check_metrics_listen(config: Config) -> None:
+def _check_metrics_listen(config: Config) -> Problems:
     if config.metrics_listen:
         address = _address(config, "metrics_listen", "host:port")
         if address.path:
-            raise _no_address(config, "metrics_listen", "host:port")
+            yield _no_address(config, "metrics_listen", "host:port")
         is_open = "nothing is encrypted there, and nobody is asked who they are"
-        _check_reach(config, "metrics_listen", address, is_open)
+        yield from _check_reach(config, "metrics_listen", address, is_open)
 
 
-def _check_reach(config: Config, name: str, address: SidecarAddress, is_open: str) -> None:
+def _check_reach(config: Config, name: str, address: SidecarAddress, is_open: str) -> Problems:
     """Nobody on another machine may reach an address that is so open, unless the operator says so."""
     if not address.is_local and not config.allow_insecure_listen:
         why = f"{name} = {getattr(config, name)!r} can be reached from other machines, and {is_open}"
-        raise error("INSECURE_LISTEN", why, key=name)
+        yield error("INSECURE_LISTEN", why, key=name)
 
 
-def _check_advertised(config: Config) -> None:
+def _check_advertised(config: Config) -> Problems:
     if not config.advertised_address:
-        host = SidecarAddress.parse(config.listen).host
+        host = _address(config, "listen").host
         if (config.log == "pulsar" or config.workers > 1) and host in _EVERYWHERE:
-            raise invalid("advertised_address", f"is needed: with listen = {config.listen!r} nobody knows where")
+            yield invalid("advertised_address", f"is needed: with listen = {config.listen!r} nobody knows where")
         return
     address = _address(config, "advertised_address")
     if address.host in _EVERYWHERE or not (address.port or address.path):
-        raise invalid("advertised_address", f"is {config.advertised_address!r}: nobody can connect to that")
+        yield invalid("advertised_address", f"is {config.advertised_address!r}: nobody can connect to that")
 
 
-def _check_peers(config: Config) -> None:
+def _check_peers(config: Config) -> Problems:
     if not config.peers:
         return
     try:
         addresses = Sidecars.parse(config.peers).addresses
     except SeqdedupeError as e:
-        raise invalid("peers", f"is {config.peers!r}: {e.message}") from e
-    own = SidecarAddress.parse(config.advertised_address or config.listen)
+        yield invalid("peers", f"is {config.peers!r}: {e.message}")
+        return
+    own = _address(config, "advertised_address" if config.advertised_address else "listen")
     if config.log == "pulsar" and config.standby and own not in addresses:
-        raise invalid("peers", f"is {config.peers!r}: {own}, at which this one is reached, is not among them")
+        yield invalid("peers", f"is {config.peers!r}: {own}, at which this one is reached, is not among them")
 
 
-def _check_shards(config: Config) -> None:
+def _check_shards(config: Config) -> Problems:
     if config.workers > MAX_WORKERS:
-        raise invalid("workers", f"is {config.workers}: at most {MAX_WORKERS} are possible")
+        yield invalid("workers", f"is {config.workers}: at most {MAX_WORKERS} are possible")
     for name in ("workers", "shards", "peers"):
         value = getattr(config, name)
         is_possible = config.log == "embedded" or (config.log == "pulsar" and name == "peers")
         if not is_possible and value not in (0, 1, ""):
-            raise invalid(name, f"is {value!r}: only topics on the sidecar's own log are spread over processes")
+            yield invalid(name, f"is {value!r}: only topics on the sidecar's own log are spread over processes")
         if name != "workers" and value and config.workers > 1:
-            raise invalid(name, f"is {value!r}: each of several workers is given its own")
+            yield invalid(name, f"is {value!r}: each of several workers is given its own")
     try:
         _ = from_text(config.shards) if config.shards else None
     except SeqdedupeError as e:
-        raise invalid("shards", f"is {config.shards!r}: {e.message}") from e
+        yield invalid("shards", f"is {config.shards!r}: {e.message}")
     if config.shards and not config.cluster_id:
-        raise invalid("cluster_id", "is needed with shards: any name, the same for all processes")
-    _check_pattern(config, "cluster_id", CLUSTER_ID)
+        yield invalid("cluster_id", "is needed with shards: any name, the same for all processes")
+    yield from _check_pattern(config, "cluster_id", CLUSTER_ID)
+
+
+def _check_instance_name(config: Config) -> Problems:
+    yield from _check_pattern(config, "instance_name", _INSTANCE_NAME)
+
+
+def _check_pulsar(config: Config) -> Problems:
+    if config.log == "pulsar":
+        yield from config.pulsar.problems()
+        for name in RETENTION:
+            if getattr(config, name) != policy.NO_LIMIT:
+                yield invalid(name, "has no effect with log = 'pulsar': retention is that of the Pulsar topics")
+
+
+_CHECKS: tuple[Callable[[Config], Problems], ...] = (
+    _check_values,
+    _check_authentication,
+    _check_listen,
+    _check_metrics_listen,
+    _check_advertised,
+    _check_peers,
+    _check_shards,
+    _check_instance_name,
+    _check_pulsar,
+)
 
 
 def _address(config: Config, name: str, should_be: str = "host:port or unix:/path") -> SidecarAddress:
@@ -452,15 +486,15 @@ def _no_address(config: Config, name: str, should_be: str) -> SeqdedupeError:
     return invalid(name, f"is {getattr(config, name)!r}: it should be {should_be}")
 
 
-def _check_pattern(config: Config, name: str, pattern: re.Pattern[str]) -> None:
+def _check_pattern(config: Config, name: str, pattern: re.Pattern[str]) -> Problems:
     """Of a name that may be left out; the patterns of both such names take the same."""
     if (value := getattr(config, name)) and not pattern.fullmatch(value):
-        raise invalid(name, f"is {value!r}: it should be 1 to 64 ASCII letters, digits and any of ._-")
+        yield invalid(name, f"is {value!r}: it should be 1 to 64 ASCII letters, digits and any of ._-")
 
 
 # -- Where the configuration comes from: a TOML file, `SEQDEDUPE_*` in the environment, and flags; the later one wins.
 
-NO_KEYS = VARIABLES | {f"{ENVIRONMENT_PREFIX}ADDRESS"}
+NO_KEYS = VARIABLES | {f"{ENVIRONMENT_PREFIX}ADDRESS", f"{ENVIRONMENT_PREFIX}PROFILE"}
 """Of clients: where the sidecar is, and what they show it."""
 
 _BY_ENVIRONMENT = {environment_of(name): name for name in KEYS}
@@ -471,6 +505,19 @@ def load(file: Path | None, environment: Mapping[str, str], flags: Mapping[str, 
     """The configuration from a TOML file, the environment and flags by key (None: not given).
 
     Raises INVALID_CONFIGURATION.
+    """
+    config, problems = examine(file, environment, flags)
+    for problem in problems:
+        raise problem
+    return config
+
+
+def examine(
+    file: Path | None, environment: Mapping[str, str], flags: Mapping[str, Any]
+) -> tuple[Config, list[SeqdedupeError]]:
+    """As `load`, and all that is wrong. A key whose value cannot be has its default then, and is named once.
+
+    Raises INVALID_CONFIGURATION if the file cannot be read.
     """
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
@@ -484,13 +531,17 @@ def load(file: Path | None, environment: Mapping[str, str], flags: Mapping[str, 
     for name, value in flags.items():
         if value is not None:
             values[name], sources[name] = value, "a flag"
-    try:
-        return _checked(values)
-    except ConfigurationError as e:
-        name = e.numbers.get("key", "")
-        if name not in sources:
-            raise
-        raise error(e.reason, f"{e.message} (given by {sources[name]})", key=name) from e
+    config, problems = _converted(values)
+    of_values = {problem.numbers["key"] for problem in problems}
+    problems += [problem for problem in problems_of(config) if problem.numbers.get("key") not in of_values]
+    return config, [_with_source(problem, sources) for problem in problems]
+
+
+def _with_source(problem: SeqdedupeError, sources: Mapping[str, str]) -> SeqdedupeError:
+    name = problem.numbers.get("key", "")
+    if name not in sources:
+        return problem
+    return error(problem.reason, f"{problem.message} (given by {sources[name]})", key=name)
 
 
 def _in_file(file: Path) -> dict[str, Any]:
@@ -509,19 +560,23 @@ def _in_file(file: Path) -> dict[str, Any]:
     return found
 
 
-def _checked(values: Mapping[str, Any]) -> Config:
+def _converted(values: Mapping[str, Any]) -> tuple[Config, list[SeqdedupeError]]:
+    """The configuration of the values that are of their keys' types, and what is wrong with the others."""
     tables: defaultdict[str, dict[str, Any]] = defaultdict(dict)
+    problems: list[SeqdedupeError] = []
     for name, value in values.items():
         if name not in KEYS:
             near = difflib.get_close_matches(name, KEYS, 1)
-            raise invalid(name, "is no key of the configuration" + (f": do you mean {near[0]}?" if near else ""))
+            why = "is no key of the configuration" + (f": do you mean {near[0]}?" if near else "")
+            problems.append(invalid(name, why))
+            continue
         table, _, within = name.rpartition(".")
-        tables[table][within] = _convert(name, value)
+        try:
+            tables[table][within] = _convert(name, value)
+        except ConfigurationError as e:
+            problems.append(e)
     chosen = any(name in values for name in RETENTION)
-    pulsar = PulsarConfig(**tables["pulsar"])
-    config = Config(**tables[""], pulsar=pulsar, retention_was_chosen=chosen)
-    check(config)
-    return config
+    return Config(**tables[""], pulsar=PulsarConfig(**tables["pulsar"]), retention_was_chosen=chosen), problems
 
 
 def _convert(name: str, value: Any) -> Any:

@@ -5,9 +5,10 @@ import asyncio
 import errno
 import os
 import pwd
+import stat
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -43,34 +44,44 @@ def prepare(folder: Path) -> None:
     user's."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _check_usable(folder, folder)
-        _check_owner(folder)
-        for part in (folder / name for name in _DATA):
-            if part.is_dir():
-                _check_usable(folder, part)
     except OSError as e:
         raise _unusable(folder, e.errno or 0, os.strerror(e.errno) if e.errno else str(e)) from e
+    check_usable(folder, folder)
+    check_owner(folder, _owner_of_new_files)
+    for part in (folder / name for name in _DATA):
+        if part.is_dir():
+            check_usable(folder, part)
 
 
-def _check_usable(folder: Path, part: Path) -> None:
-    """Raises INVALID_CONFIGURATION if this process cannot read and write there: no trying again would help."""
-    if os.statvfs(part).f_flag & os.ST_RDONLY:
-        raise _unusable(folder, errno.EROFS, ("" if part == folder else f"{part}: ") + os.strerror(errno.EROFS))
-    if not os.access(part, os.R_OK | os.W_OK | os.X_OK, effective_ids=True):
-        found = part.stat()
+def check_usable(folder: Path, there: Path) -> None:
+    """Raise INVALID_CONFIGURATION unless this process can read and write in `there`: no later try would help.
+
+    `there` is the data directory, a part of it, or for a directory that does not exist its nearest parent.
+    """
+    try:
+        is_read_only = bool(os.statvfs(there).f_flag & os.ST_RDONLY)
+        found = there.stat()
+    except OSError as e:
+        raise _unusable(folder, e.errno or 0, os.strerror(e.errno) if e.errno else str(e)) from e
+    if not stat.S_ISDIR(found.st_mode):
+        number = errno.EEXIST if there == folder else errno.ENOTDIR
+        raise _unusable(folder, number, os.strerror(number))
+    if is_read_only:
+        raise _unusable(folder, errno.EROFS, ("" if there == folder else f"{there}: ") + os.strerror(errno.EROFS))
+    if not os.access(there, os.R_OK | os.W_OK | os.X_OK, effective_ids=True):
         owner, user = (_user(uid) for uid in (found.st_uid, os.geteuid()))
-        what = "it" if part == folder else part
+        what = "it" if there == folder else there
         why = f"{what} belongs to {owner}, and this process runs as {user} (mode {found.st_mode & 0o777:03o})"
         raise _unusable(folder, errno.EACCES, why)
 
 
-def _check_owner(folder: Path) -> None:
+def check_owner(folder: Path, owner_of_new_files: Callable[[Path], int]) -> None:
     """One start as root would leave files that the service's user cannot open. Raises INVALID_CONFIGURATION."""
     there = [folder / name for name in _OWN if (folder / name).exists()]
     owners = [(path, path.stat().st_uid) for path in there or [folder]]
     path, owner = next((one for one in owners if one[1] != os.geteuid()), (folder, os.geteuid()))
     # An empty volume may be root's and its group's, whose member this process is.
-    if owner == os.geteuid() or (not there and owner == 0) or owner == _owner_of_new_files(folder):
+    if owner == os.geteuid() or (not there and owner == 0) or owner == owner_of_new_files(folder):
         return
     name, user = _user(owner), _user(os.geteuid())
     raise error(

@@ -145,5 +145,19 @@ def kept_unused(folder: Path) -> Iterator[None]:
         yield
 
 
+def owner_of(folder: Path) -> str | None:
+    """Who has this data directory, in words; None if nobody has, or nobody can tell. It is not locked for that: the
+    system's list of locks says it, where that names the same device and file as the folder's file system."""
+    path = folder / DIRECTORY_LOCK
+    try:
+        found = os.stat(path)
+        held = Path("/proc/locks").read_text().split()
+        file = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"
+        said = path.read_bytes()[:_MAX_OWNER_BYTES].decode("ascii", "replace")
+    except OSError:
+        return None
+    return (said.partition("\n")[0] or "another process") if file in held else None
+
+
 def _in_use(folder: Path, owner: str) -> SeqdedupeError:
     return error("DIRECTORY_IN_USE", f"the data directory {folder} is in use: {owner} has it")

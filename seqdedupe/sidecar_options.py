@@ -1,13 +1,16 @@
 """The options of a command that calls a sidecar: where it is, and what the command shows it."""
 
+import os
 from collections.abc import Callable
 from typing import Any
 
 import click
 
+from seqdedupe import profiles
 from seqdedupe.address import DEFAULT_ADDRESS
 from seqdedupe.client import credentials
 from seqdedupe.client.credentials import Credentials
+from seqdedupe.errors import SeqdedupeError
 
 Command = Callable[..., Any]
 
@@ -25,7 +28,8 @@ _TOLD = "seqdedupe.credentials"
 
 
 def sidecar_options(command: Command) -> Command:
-    """Adds `--address`, which the command gets, and the options of which `told_credentials` are made."""
+    """Adds `--address`, which the command gets, the options of which `told_credentials` are made, and `--profile`,
+    which says what holds where neither the command line nor the environment says anything."""
     for name, (variable, what) in reversed(_CREDENTIALS.items()):
         command = click.option(
             name,
@@ -37,6 +41,17 @@ def sidecar_options(command: Command) -> Command:
             callback=_remember,
             expose_value=False,
         )(command)
+    command = click.option(
+        "--profile",
+        envvar=profiles.VARIABLE,
+        show_envvar=True,
+        metavar="NAME",
+        help="What `seqdedupe profiles` has under this name: for what is not said otherwise.",
+        is_eager=True,
+        callback=_take_profile,
+        expose_value=False,
+        shell_complete=_profile_names,
+    )(command)
     return click.option(
         "--address",
         envvar=ADDRESS_VARIABLE,
@@ -48,18 +63,35 @@ def sidecar_options(command: Command) -> Command:
     )(command)
 
 
-CREDENTIAL_PARAMETERS = tuple(name.removeprefix("--").replace("-", "_") for name in _CREDENTIALS)
+CONNECTION_PARAMETERS = ("address", "profile", *(name.removeprefix("--").replace("-", "_") for name in _CREDENTIALS))
 """The options' names, as click has them."""
 
 
 def _remember(context: click.Context, option: click.Parameter, value: str | None) -> None:
-    # What the environment says counts only where the command line says nothing.
-    if context.get_parameter_source(option.name or "") is click.core.ParameterSource.COMMANDLINE:
+    # What the environment says is looked for by whoever makes the credentials.
+    source, sources = context.get_parameter_source(option.name or ""), click.core.ParameterSource
+    if source is sources.DEFAULT_MAP and option.name == "token_file" and os.environ.get(credentials.TOKEN):
+        return
+    if source in (sources.COMMANDLINE, sources.DEFAULT_MAP):
         context.meta.setdefault(_TOLD, {})[option.name] = value
 
 
+def _take_profile(context: click.Context, _option: click.Parameter, name: str | None) -> None:
+    context.meta[_TOLD] = {}  # a group may have taken another profile before its command does
+    if name:
+        context.default_map = profiles.read(name)
+
+
+def _profile_names(_context: click.Context, _option: click.Parameter, incomplete: str) -> list[str]:
+    try:
+        return [name for name in profiles.read_all() if name.startswith(incomplete)]
+    except SeqdedupeError:
+        return []  # the shell has no place for an error
+
+
 def told_files() -> dict[str, str]:
-    """The files that the command line of the command at work names, by the names that they have in `Credentials`."""
+    """The files that the command line of the command at work names, or else its profile where the environment names
+    none, by the names that they have in `Credentials`."""
     return dict(click.get_current_context().meta.get(_TOLD, {}))
 
 

@@ -10,6 +10,7 @@ import traceback
 from types import TracebackType
 
 import click
+from click.shell_completion import CompletionItem
 
 from seqdedupe.command import needing, run_command, say_failure, says_json
 from seqdedupe.errors import error
@@ -60,6 +61,7 @@ _COMMANDS = {
     "auth": ("token_commands.auth", "Explain what rules allow."),
     "backup": ("backup_commands.backup", "Have the sidecar make a backup of all that it has; list backups."),
     "bench": ("bench_command.bench", "Publish test messages, and show how fast they go."),
+    "config": ("config_commands.config", "Check a sidecar's configuration without starting it."),
     "consumer": ("service_commands.consumer", "Look after messages that consumers have set aside."),
     "cursors": ("topic_commands.cursors", "List a topic's named cursors; have retention wait for one, or remove it."),
     "doctor": ("doctor_commands.doctor", "Check a data directory; salvage what can be read."),
@@ -78,6 +80,7 @@ _COMMANDS = {
     ),
     "policy": ("topic_commands.policy", "Show, set, remove the policy of a topic or a namespace."),
     "producers": ("topic_commands.producers", "List a topic's producers."),
+    "profiles": ("profile_commands.profiles", "List the profiles: sidecars by name, with their connection options."),
     "publish": ("publish_command.publish", "Publish the records of a file."),
     "read": ("read_command.read", "Print a topic's messages."),
     "rebuild-topic": ("sidecar_commands.rebuild_topic", "Make the store's records of a topic anew from its log."),
@@ -104,6 +107,12 @@ class _Commands(click.Group):
         module, _, name = _COMMANDS[cmd_name][0].partition(".")
         command: click.Command = getattr(importlib.import_module(f"seqdedupe.cli.{module}"), name)
         return command
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """As click does it, and imports none."""
+        names = [name for name in self.list_commands(ctx) if name.startswith(incomplete)]
+        found = [CompletionItem(name, help=self.commands[name].short_help) for name in names]
+        return [*found, *click.Command.shell_complete(self, ctx, incomplete)]
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """As click does it, and imports none."""

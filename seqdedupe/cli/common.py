@@ -1,6 +1,7 @@
 """What commands share: where a sidecar is, a client of it, hints for a topic that is not there."""
 
 import difflib
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -15,7 +16,7 @@ from seqdedupe.client.route import OnWaiting
 from seqdedupe.command import echo, print_json, printable
 from seqdedupe.errors import REASONS, NotFoundError, OutcomeUnknownError, SeqdedupeError, UnavailableError, error
 from seqdedupe.names import topic_name
-from seqdedupe.sidecar_options import CREDENTIAL_PARAMETERS, Command, sidecar_options, told_credentials
+from seqdedupe.sidecar_options import CONNECTION_PARAMETERS, Command, sidecar_options, told_credentials
 
 _SHORT_NAMES = "persistent://public/default/"
 
@@ -24,13 +25,16 @@ _POLL_SECONDS = 0.2
 _SHORTEST_NEAR_NAME = 4
 """A shorter name is near to too many."""
 
+_UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+_DURATION = re.compile(r"([1-9][0-9]{0,8})([smhd])")
+
 as_json_option = click.option(
     "--json", "as_json", is_flag=True, help="Print JSON, errors too, as docs/reference/cli.md describes it."
 )
 
 
 def common(command: Command) -> Command:
-    """Adds `--address`, the options for credentials, and `--json`."""
+    """Adds `--address`, `--profile`, the options for credentials, and `--json`."""
     return sidecar_options(as_json_option(command))
 
 
@@ -43,12 +47,18 @@ def tell(as_json: bool, values: object, *lines: str) -> None:
         echo(printable(line))
 
 
+def seconds_of(duration: str) -> int | None:
+    """Of a text as `90s`, `15m`, `12h` or `30d`; None if it is none."""
+    found = _DURATION.fullmatch(duration)
+    return None if found is None else int(found[1]) * _UNIT_SECONDS[found[2]]
+
+
 def is_alone(context: click.Context) -> bool:
     """Whether a group was called without one of its commands. Raises UsageError if it got the command's options."""
     if context.invoked_subcommand is None:
         return True
     given = click.core.ParameterSource.COMMANDLINE
-    if any(context.get_parameter_source(name) is given for name in ("address", *CREDENTIAL_PARAMETERS, "as_json")):
+    if any(context.get_parameter_source(name) is given for name in (*CONNECTION_PARAMETERS, "as_json")):
         raise click.UsageError(f"Options come after {context.invoked_subcommand!r}.", context)
     return False
 

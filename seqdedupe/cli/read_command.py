@@ -4,15 +4,18 @@ import base64
 import json
 import re
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from itertools import islice
+from typing import Literal, NamedTuple, cast
 
 import click
 
-from seqdedupe.cli.common import common, connect_to
+from seqdedupe.cli.common import common, connect_to, seconds_of
 from seqdedupe.client import Message, PartitionedPosition
 from seqdedupe.client.blocking import Client, PartitionedReader, Reader
 from seqdedupe.client.pending import NO_PARTITION
@@ -104,14 +107,49 @@ class Condition:
         return found is not None and str(found) == self.text
 
 
-class _StartType(click.ParamType[Start | PartitionedPosition]):
-    name = "start"
+# -- Where `read` starts and ends. `--to` a place ends before the first message that `--from` that place prints.
 
-    def convert(
-        self, value: object, param: click.Parameter | None, ctx: click.Context | None
-    ) -> Start | PartitionedPosition:
+_TIME = re.compile(r"\d{4}-\d\d-\d\d[Tt ]\d\d:\d\d:\d\d(\.\d+)?(?P<zone>[Zz]|[+-]\d\d:\d\d)?", re.ASCII)
+"""RFC 3339, the zone of which may have been forgotten."""
+
+_EPOCH = datetime.fromtimestamp(0, UTC)
+
+
+class PublishTime(NamedTuple):
+    """The first message published at this time or later."""
+
+    milliseconds: int
+
+    @staticmethod
+    def parse(text: str) -> "PublishTime | None":
+        """Of a time of RFC 3339, or of a duration before now; None if it is neither. Raises ValueError with what is
+        wrong with a time."""
+        if (ago_seconds := seconds_of(text)) is not None:
+            return PublishTime(int((time.time() - ago_seconds) * 1000))
+        if (found := _TIME.fullmatch(text)) is None:
+            return None
+        if found["zone"] is None:
+            raise ValueError(f"{text!r} has no zone: end it with Z for UTC, or with an offset as +01:00.")
+        try:
+            since_epoch = datetime.fromisoformat(text.upper()) - _EPOCH
+        except ValueError as e:
+            raise ValueError(f"{text!r} is no time: {e}.") from None
+        return PublishTime(-(-since_epoch // timedelta(milliseconds=1)))
+
+
+PlaceInTopic = int | Position | PublishTime
+Place = PlaceInTopic | PartitionedPosition | Literal["earliest", "latest"]
+
+
+class _PlaceType(click.ParamType[Place]):
+    name = "place"
+
+    def __init__(self, *words: str) -> None:
+        self._words = words
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> Place:
         text = str(value)
-        if text == "earliest" or text == "latest":
+        if text in self._words:
             return text  # type: ignore[return-value]
         if re.fullmatch(r"\d{1,19}", text, re.ASCII) and int(text) <= MAX_INDEX:
             return int(text)
@@ -119,7 +157,79 @@ class _StartType(click.ParamType[Start | PartitionedPosition]):
             return Position.from_proto(Position.parse(text).to_proto())
         with suppress(SeqdedupeError):
             return PartitionedPosition.parse(text)
-        raise click.BadParameter(f"{text!r} is not earliest, latest, an index, a message ID or a position.", ctx, param)
+        try:
+            if (moment := PublishTime.parse(text)) is not None:
+                return moment
+        except ValueError as e:
+            raise click.BadParameter(str(e), ctx, param) from None
+        words = "".join(f"{word}, " for word in self._words)
+        what = f"{text!r} is not {words}an index, a message ID, a position, a time as 2026-11-29T08:00:00Z"
+        raise click.BadParameter(f"{what} or a time ago as 15m.", ctx, param)
+
+
+def _check_range(start: Place, to: Place | None, tail: int | None, *, follow: bool, is_start_given: bool) -> None:
+    """Raises UsageError for options that contradict each other."""
+    if tail is not None and (is_start_given or to is not None):
+        raise click.UsageError(f"--tail and {'--from' if is_start_given else '--to'} exclude each other.")
+    if to is not None and follow:
+        raise click.UsageError("--to and --follow exclude each other.")
+    if to is not None and start == "latest":
+        raise click.UsageError("--to has no use with --from latest: there is nothing to read before it.")
+    is_after = False
+    if isinstance(start, PublishTime) and isinstance(to, PublishTime):
+        is_after = start > to
+    elif isinstance(start, int | Position) and isinstance(to, int | Position):
+        is_after = _next_index(start) > _next_index(to)
+    if is_after:
+        raise click.UsageError("--to is before --from.")
+
+
+def _next_index(place: int | Position) -> int:
+    return place if isinstance(place, int) else place.index + 1
+
+
+def _in_each(topic: str, place: Place, partitions: int) -> Sequence[PlaceInTopic | Literal["earliest", "latest"]]:
+    """The place in each partition, or in the one topic that has none. Raises INVALID_POSITION for one of the other
+    kind."""
+    if isinstance(place, PartitionedPosition):
+        if partitions == len(place.partitions):
+            return place.partitions
+        if partitions:
+            what = f"the position has {len(place.partitions)} partitions, and {topic} has {partitions}"
+            raise error("INVALID_POSITION", what, hint="It is of another topic, or of one that was made anew.")
+    elif not partitions or isinstance(place, PublishTime | str):
+        return [place] * max(partitions, 1)
+    raise error(
+        "INVALID_POSITION",
+        f"{topic} has {partitions or 'no'} partitions, and {place} is no place in "
+        + ("all of them" if partitions else "a topic that has none"),
+        hint="Name a time, begin at earliest or latest, or read one partition by its name." if partitions else None,
+    )
+
+
+def _start_in(client: Client, topic: str, place: PlaceInTopic | Literal["earliest", "latest"]) -> Start:
+    """Where a reader of the topic starts."""
+    if isinstance(place, PublishTime):
+        return Position.before(*client.locate_time(topic, place.milliseconds))
+    return place
+
+
+def _stop_in(client: Client, topic: str, place: PlaceInTopic) -> int:
+    """The index before which to stop. Raises POSITION_AFTER_END, POSITION_TRIMMED, POSITION_OF_ANOTHER_INCARNATION if
+    nobody can read up to there."""
+    if isinstance(place, PublishTime):
+        return client.locate_time(topic, place.milliseconds).index
+    first_index, last = client.ends(topic)
+    stop_index = _next_index(place)
+    if isinstance(place, Position) and place.incarnation != last.incarnation:
+        reason, what = "POSITION_OF_ANOTHER_INCARNATION", f"the incarnation of {topic} is {last.incarnation}"
+    elif stop_index > last.index + 1:
+        reason, what = "POSITION_AFTER_END", f"the next message of {topic} gets index {last.index + 1}"
+    elif stop_index < first_index:
+        reason, what = "POSITION_TRIMMED", f"the first message left in {topic} has index {first_index}"
+    else:
+        return stop_index
+    raise error(reason, f"--to is {place}, and {what}", hint="Name a place that `--from` takes too.", index=stop_index)
 
 
 class _ConditionType(click.ParamType[Condition]):
@@ -137,11 +247,24 @@ class _ConditionType(click.ParamType[Condition]):
 @click.option(
     "--from",
     "start",
-    type=_StartType(),
+    type=_PlaceType("earliest", "latest"),
     default="earliest",
     show_default=True,
-    metavar="earliest|latest|INDEX|MESSAGE_ID|POSITION",
-    help="The first message left, the next one published, the one at an index, or the one after an ID or position.",
+    metavar="earliest|latest|INDEX|MESSAGE_ID|POSITION|TIME",
+    help="The first message left, the next one published, the one at an index, the one after an ID or position, or the "
+    "first one published at a time (RFC 3339 with a zone) or since a time ago (90s, 15m, 2h, 7d).",
+)
+@click.option(
+    "--to",
+    type=_PlaceType(),
+    metavar="INDEX|MESSAGE_ID|POSITION|TIME",
+    help="End before the message with which --from would start there. Omitted: the last message there is.",
+)
+@click.option(
+    "--tail",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Start with the last N messages, of each partition. Without --follow end with the last one.",
 )
 @click.option("--follow", is_flag=True, help="At the end wait for new messages instead of ending.")
 @click.option("--limit", type=click.IntRange(min=1), metavar="N", help="End after N messages.")
@@ -159,9 +282,13 @@ class _ConditionType(click.ParamType[Condition]):
     help="Pass over messages that are damaged on the sidecar's disk, and say on stderr which.",
 )
 @common
+@click.pass_context
 def read(
+    context: click.Context,
     topic: str,
-    start: Start | PartitionedPosition,
+    start: Place,
+    to: Place | None,
+    tail: int | None,
     follow: bool,
     limit: int | None,
     conditions: tuple[Condition, ...],
@@ -174,6 +301,9 @@ def read(
     On a terminal, control characters in payloads are shown as escapes. Of a partitioned topic all partitions are read,
     each in its own order.
     """
+    is_start_given = context.get_parameter_source("start") is click.core.ParameterSource.COMMANDLINE
+    _check_range(start, to, tail, follow=follow, is_start_given=is_start_given)
+    since_ms = start.milliseconds if isinstance(start, PublishTime) else None
     with standard_output():
         out = sys.stdout.buffer
     form = json_line if as_json else _escaped_line if sys.stdout.isatty() else _payload_line
@@ -186,11 +316,13 @@ def read(
                 client.ends(name)  # a topic that does not know its end says so in time
         left = limit
         with _reader(
-            client, topic, start, partitions, follow=follow, skip_damaged=skip_damaged, on_waiting=waiting
+            client, topic, start, to, tail, partitions, follow=follow, skip_damaged=skip_damaged, on_waiting=waiting
         ) as reader:
             told: set[tuple[str, range]] = set()
             for stored in reader.batches():
                 told = _tell_skipped(reader, told, as_json)
+                if since_ms is not None and stored.publish_time_ms < since_ms:
+                    continue  # the time has not come yet
                 messages = (Message(stored, row) for row in range(len(stored)))
                 chosen = list(islice((m for m in messages if all(c.holds(m) for c in conditions)), left))
                 with standard_output():
@@ -206,7 +338,9 @@ def read(
 def _reader(
     client: Client,
     topic: str,
-    start: Start | PartitionedPosition,
+    start: Place,
+    to: Place | None,
+    tail: int | None,
     partitions: int,
     *,
     follow: bool,
@@ -214,15 +348,33 @@ def _reader(
     on_waiting: OnWaiting,
 ) -> Reader | PartitionedReader:
     """A reader of the topic, or of all of its partitions. Raises INVALID_POSITION for a place of the other kind."""
-    if not partitions and not isinstance(start, PartitionedPosition):
-        return client.reader(topic, start, follow=follow, skip_damaged=skip_damaged, on_waiting=on_waiting)
-    if partitions and (isinstance(start, PartitionedPosition) or start in ("earliest", "latest")):
-        return client.partitioned_reader(topic, start, follow=follow, skip_damaged=skip_damaged, on_waiting=on_waiting)
-    raise error(
-        "INVALID_POSITION",
-        f"{topic} has {partitions or 'no'} partitions, and {start} is no place in "
-        + ("all of them" if partitions else "a topic that has none"),
-        hint="Begin at earliest or latest, or read one partition by its name." if partitions else None,
+    names = [partition_name(topic_name(topic), k) for k in range(partitions)] or [topic]
+    starts: list[Start]
+    stops: list[int] | None = None
+    if tail is not None:
+        ends = [client.ends(name) for name in names]
+        starts = [
+            Position.before(last.incarnation, max(first_index, last.index + 1 - tail)) for first_index, last in ends
+        ]
+        stops = None if follow else [last.index + 1 for _, last in ends]
+    else:
+        starts = [_start_in(client, *one) for one in zip(names, _in_each(topic, start, partitions), strict=True)]
+        if to is not None:
+            places = cast(Sequence[PlaceInTopic], _in_each(topic, to, partitions))  # `--to` takes no word
+            stops = [_stop_in(client, *one) for one in zip(names, places, strict=True)]
+    if not partitions:
+        stop_index = stops[0] if stops else None
+        return client.reader(
+            topic, starts[0], follow=follow, stop_index=stop_index, skip_damaged=skip_damaged, on_waiting=on_waiting
+        )
+    whole = starts[0] if isinstance(starts[0], str) else PartitionedPosition(tuple(cast(list[Position], starts)))
+    return client.partitioned_reader(
+        topic,
+        whole,
+        follow=follow,
+        stop_indexes=stops,
+        skip_damaged=skip_damaged,
+        on_waiting=on_waiting,
     )
 
 

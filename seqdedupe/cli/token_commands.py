@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import secrets
 import time
 from contextlib import AbstractContextManager
@@ -13,7 +12,7 @@ from typing import IO, TYPE_CHECKING, Any
 import click
 
 from seqdedupe.audit_trail import TrailLink, verify
-from seqdedupe.cli.common import as_json_option, tell
+from seqdedupe.cli.common import as_json_option, seconds_of, tell
 from seqdedupe.command import FAILED, WRONG_USAGE, echo, needing, print_json, printable, say_failure
 from seqdedupe.errors import AccessDeniedError, SeqdedupeError, error
 from seqdedupe.files import sync_folder, write_synced
@@ -27,9 +26,6 @@ if TYPE_CHECKING:
 MAX_READ_BYTES = 64 * 1024
 """Of what may be a token."""
 
-_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
-_DURATION = re.compile(r"([1-9][0-9]{0,8})([smhd])")
-
 _File = click.Path(path_type=Path, dir_okay=False)
 
 
@@ -39,9 +35,9 @@ class _Duration(click.ParamType[int]):
     name = "duration"
 
     def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        if (said := _DURATION.fullmatch(value)) is None:
+        if (seconds := seconds_of(value)) is None:
             self.fail(f"{value!r} is none of the form 90s, 15m, 12h or 30d", param, ctx)
-        return int(said[1]) * _SECONDS[said[2]]
+        return seconds
 
 
 def _needing_the_sidecar() -> AbstractContextManager[None]:

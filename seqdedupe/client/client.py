@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+from collections.abc import Sequence
 from types import TracebackType
 from typing import NamedTuple, Self
 
@@ -137,16 +138,21 @@ class Client:
         start: PartitionedStart = "earliest",
         *,
         follow: bool = False,
+        stop_indexes: Sequence[int] | None = None,
         skip_damaged: bool = False,
         on_waiting: OnWaiting | None = None,
     ) -> PartitionedReader:
-        """A reader of all partitions of a topic, see `PartitionedReader`."""
+        """A reader of all partitions of a topic, see `PartitionedReader`. `stop_indexes` has the `stop_index` of each
+        partition's `Reader`."""
         whole = topic_name(topic)
 
         async def ends() -> list[PartitionEnds]:
             count = (await self.admin.topic(whole)).partitions
             if not count:
                 raise error("INVALID_REQUEST", f"{whole} has no partitions", hint="Read it with a plain reader.")
+            if stop_indexes is not None and len(stop_indexes) != count:
+                what = f"stop_indexes has {len(stop_indexes)} indexes, and {whole} has {count} partitions"
+                raise error("INVALID_REQUEST", what, hint="Give one index for each partition.")
             found = [await self.ends(partition_name(whole, k)) for k in range(count)]
             return [PartitionEnds(Position.before(one.last.incarnation, one.first_index), one.last) for one in found]
 
@@ -157,6 +163,7 @@ class Client:
                 name,
                 start,
                 follow=follow,
+                stop_index=None if stop_indexes is None else stop_indexes[k],
                 skip_damaged=skip_damaged,
                 on_waiting=on_waiting,
                 partition=k,

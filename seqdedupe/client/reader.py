@@ -257,7 +257,7 @@ class Reader(Messages):
     async def _connect(self) -> bool:
         """Begins to read at the next index; false if there is nothing to read, or the reader is closed meanwhile."""
         channel = self._channel = channel_to(self._sidecars, self._route.address)
-        if self._incarnation is None or (self._stops_at_end and not self._is_at_stop):
+        if self._incarnation is None or self._next_index is None or (self._stops_at_end and not self._is_at_stop):
             await self._look_at_the_ends(channel)
         if self._is_at_stop or self._closed:
             return False
@@ -305,6 +305,8 @@ class Reader(Messages):
         if self._start == "latest" and self._after is None:
             self._read_on_after(last)
             self._before = last
+        if self._next_index is None and self._stop_index is not None and self._stop_index <= answer.first_index:
+            self._next_index = answer.first_index  # retention has dropped all that there was to read
         if self._stops_at_end:
             if self._stop_index is not None and self._stop_index > last.index + 1:
                 raise error(

@@ -14,6 +14,7 @@ import pytest
 from broker_sidecar.config import KEYS, Config, load
 from seqdedupe.client.credentials import VARIABLES
 from seqdedupe.errors import ConfigurationError
+from seqdedupe.profiles import VARIABLE as PROFILE_VARIABLE
 from seqdedupe.sidecar_options import ADDRESS_VARIABLE
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from seqdedupe.topic.policy import LARGEST, LEAST
@@ -35,7 +36,7 @@ def test_flags_win_over_environment_over_file(tmp_path: Path) -> None:
 
 
 def test_what_clients_are_told_is_no_key_of_the_sidecar() -> None:
-    environment = dict.fromkeys((ADDRESS_VARIABLE, *VARIABLES), "something")
+    environment = dict.fromkeys((ADDRESS_VARIABLE, PROFILE_VARIABLE, *VARIABLES), "something")
     assert load(None, environment, {"data_directory": "a"}) == load(None, {}, {"data_directory": "a"})
 
 
