@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+from hashlib import blake2b
 from pathlib import Path
 from typing import get_args
 
@@ -27,13 +28,30 @@ from seqdedupe.v1 import admin_pb2
 RECORD_PROPERTY = "seqdedupe.record"
 """The property of a message with its record's number in the source, where the sequence ID is another."""
 
+HASH_PROPERTY = "seqdedupe.hash"
+"""The property of a message with the hash of its source's records up to its own; docs/cli.md has its bytes."""
+
+_HASH_VERSION = "1-"
+_HASH_BYTES = 8
+_HASH_EVERY = 16
+"""The first 16 records carry it, and then each 16th: a property costs a message four times what the hash costs."""
+
+_LOOK_BACK_MESSAGES = (0, _HASH_EVERY - 1, 1024)
+"""The last message with a hash is looked for among so many before the last one of the producer. The more distant ones
+are read only where other producers have written in between."""
+
+
+NewRecord = tuple[SourceRecord, str | None]
+"""A record to be published, and the text of HASH_PROPERTY if it carries one."""
+
 
 class Resume:
     """Finds the records that are to be published: those after the last one that the topic has of this producer.
 
-    That one must be in the source, with the same text and as the same record in number: else records were changed,
-    inserted or removed before it, and to go on would leave some of them out. A source that begins after it is the
-    next one of the same producer, and none of its records is left out.
+    That one must be in the source, with the same text and as the same record in number, and the records up to the last
+    one that carries a hash must be the same: else records were changed, inserted or removed, and to go on would leave
+    some of them out. A source that begins after it is the next one of the same producer, and none of its records is
+    left out.
 
     Of a partitioned topic that holds for the last one in each partition, and those after the first that any partition
     may lack are published: what is there already is Dup.
@@ -44,6 +62,8 @@ class Resume:
         """All up to this sequence ID is published; -1 if nothing is."""
         self.records_read = 0
         self._last = {one.sequence_id: one for one in producer.persisted if one.sequence_id >= 0}
+        self._hashes = dict[int, str]()
+        """By sequence ID, those of the messages published that are compared."""
         self._client = client
         self._producer = producer
         self._numbers_are_ids = numbers_are_ids
@@ -51,21 +71,25 @@ class Resume:
         self._is_verified = False
         self._why_not = ""
 
-    def new_records(self, source: RecordSource) -> Iterator[SourceRecord]:
+    def new_records(self, source: RecordSource) -> Iterator[NewRecord]:
         """The records to be published.
 
-        Raises SOURCE_CHANGED, SOURCE_UNVERIFIED or SOURCE_INCOMPLETE before the first of them.
+        Raises SOURCE_CHANGED, SOURCE_UNVERIFIED, SOURCE_INCOMPLETE or NEWER_FORMAT before the first of them.
         """
-        left = dict(self._last)
-        held: list[
-            SourceRecord
-        ] = []  # not more than a producer has in flight: what comes after the last one checked is sent
+        left = {sequence_id: self._published(one) for sequence_id, one in self._last.items()}
+        # Not more than a producer has in flight: what comes after the last one checked is sent.
+        held = list[NewRecord]()
+        so_far = blake2b(digest_size=_HASH_BYTES)
         for record in source:
             self.records_read += 1
+            so_far.update(record.payload + b"\n")
+            number = record.number
+            carries = number < _HASH_EVERY or number % _HASH_EVERY == _HASH_EVERY - 1
+            text = _HASH_VERSION + so_far.hexdigest() if carries else None
             if left:
-                self._check_off(record, left)
+                self._check_off(record, text, left)
             if record.sequence_id > self.after:
-                held.append(record)
+                held.append((record, text))
                 if not left:
                     self._check_verified()
                     yield from held
@@ -75,14 +99,21 @@ class Resume:
         self._check_verified()
         yield from held
 
-    def _check_off(self, record: SourceRecord, left: dict[int, Persisted]) -> None:
-        """Compares the record with what was published last, and forgets what is before it."""
+    def _check_off(self, record: SourceRecord, text: str | None, left: dict[int, Message | None]) -> None:
+        """Compares the record and its hash with what was published last, and forgets what is before it."""
         for sequence_id in [one for one in left if one < record.sequence_id]:
             if record.number:
                 raise self._changed(sequence_id, "is no longer there")
             del left[sequence_id]
-        if one := left.pop(record.sequence_id, None):
-            self._compare(record, one)
+        if message := left.pop(record.sequence_id, None):
+            self._compare(record, message)
+        if self._hashes.pop(record.sequence_id, text) != text:
+            raise error(
+                "SOURCE_CHANGED",
+                f"producer {self._producer.name!r} has published up to sequence ID {max(self._last)}, and in this file "
+                f"the records up to sequence ID {record.sequence_id} are not those that were published; nothing was sent",
+                sequence_id=record.sequence_id,
+            )
 
     def _check_end(self, source: RecordSource, sequence_id: int) -> None:
         """The source has ended before the last record published."""
@@ -93,38 +124,59 @@ class Resume:
         if self.records_read:
             self._why_not = "all of its records come before that one"
 
-    def _compare(self, record: SourceRecord, one: Persisted) -> None:
+    def _compare(self, record: SourceRecord, message: Message) -> None:
         """The record of the last ID published with what was published."""
-        message = self._published(one)
-        if message is None:
-            return
         number = message.properties.get(RECORD_PROPERTY)
         if number is not None and number != str(record.number):
             raise self._changed(
-                one.sequence_id,
+                record.sequence_id,
                 f"is number {record.number}, and was number {number} when it was published: records were inserted or "
                 "removed before it",
             )
         if (message.payload or b"") != record.payload:
-            raise self._changed(one.sequence_id, "is not the one that was published")
+            raise self._changed(record.sequence_id, "is not the one that was published")
         if number is None and not self._numbers_are_ids:
             self._why_not = "the message does not say which record it was"
         else:
             self._is_verified = True
 
     def _published(self, one: Persisted) -> Message | None:
-        """The last message published; None if it cannot be looked at any more."""
+        """The last message published; None if it cannot be looked at any more. Notes the last hash up to it, which
+        messages of older versions do not have."""
         if one.position is None:
             self._why_not = "the sidecar no longer knows where that message stands"
             return None
-        with self._client.reader(one.topic, one.position.index) as reader:
-            try:
-                return next(reader)
-            except PositionError as e:
-                if e.reason != "POSITION_TRIMMED":
-                    raise
-        self._why_not = "retention has removed that message"
-        return None
+        index, first_index = one.position.index, self._client.ends(one.topic).first_index
+        last: Message | None = None
+        try:
+            for distance in _LOOK_BACK_MESSAGES if index >= first_index else ():
+                texts = list[tuple[int, str]]()
+                with self._client.reader(one.topic, max(first_index, index - distance)) as reader:
+                    for message in reader:
+                        text = message.properties.get(HASH_PROPERTY)
+                        # Of an ID above the last one is what stood there before the producer was set back.
+                        is_ours = message.producer_name == self._producer.name
+                        if text is not None and is_ours and message.sequence_id <= one.sequence_id:
+                            texts.append((message.sequence_id, text))
+                        if message.index == index:
+                            last = message
+                            break
+                if texts:
+                    self._note_hash(*texts[-1])
+                    break
+        except PositionError as e:
+            if e.reason != "POSITION_TRIMMED":
+                raise
+            last = None
+        if last is None:
+            self._why_not = "retention has removed that message"
+        return last
+
+    def _note_hash(self, sequence_id: int, text: str) -> None:
+        if not text.startswith(_HASH_VERSION):
+            what = f"the message with sequence ID {sequence_id} is of a newer version: its {HASH_PROPERTY} is {text!r}"
+            raise error("NEWER_FORMAT", what)
+        self._hashes[sequence_id] = text
 
     def _check_verified(self) -> None:
         """Whether the source may be the one that was published: one message that shows it is enough."""
@@ -405,8 +457,10 @@ class _Publication:
         size = self._source.size_bytes
         shown = size > 0 and sys.stderr.isatty()
         with click.progressbar(length=size, label="Publishing", file=sys.stderr, hidden=not shown) as bar:
-            for record in self._resume.new_records(self._source):
-                properties = {RECORD_PROPERTY: str(record.number)} if self._with_numbers else None
+            for record, text in self._resume.new_records(self._source):
+                properties = {RECORD_PROPERTY: str(record.number)} if self._with_numbers else {}
+                if text is not None:
+                    properties[HASH_PROPERTY] = text
                 self._receipts.append(
                     self._producer.send(record.payload, record.sequence_id, key=record.key, properties=properties)
                 )
