@@ -110,8 +110,9 @@ class Resume:
         if self._hashes.pop(record.sequence_id, text) != text:
             raise error(
                 "SOURCE_CHANGED",
-                f"producer {self._producer.name!r} has published up to sequence ID {max(self._last)}, and in this file "
-                f"the records up to sequence ID {record.sequence_id} are not those that were published; nothing was sent",
+                f"producer {self._producer.name!r} has published up to sequence ID {max(self._last)}, and in this "
+                f"file the records up to sequence ID {record.sequence_id} are not those that were published; nothing "
+                "was sent",
                 sequence_id=record.sequence_id,
             )
 
