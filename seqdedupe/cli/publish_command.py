@@ -292,8 +292,17 @@ def _right_kind(client: Client, topic: str, *, by_id: bool) -> Iterator[None]:
 @click.option("--topic", required=True, help="The topic.")
 @click.option("--producer", "name", help="The producer name: one for each file. Not with deduplication IDs.")
 @click.option("--format", "form", type=click.Choice(get_args(Form)), help="Default: what the name's end says.")
-@click.option("--sequence-id-column", metavar="NAME", help="CSV: the column with the sequence IDs; they must rise.")
-@click.option("--key-column", metavar="NAME", help="CSV: the column with the messages' keys.")
+@click.option(
+    "--as",
+    "payload",
+    type=click.Choice(["text", "json"]),
+    help="CSV: payloads are the records' text, or JSON objects with the header's names. Default: text. Rows of Parquet "
+    "are JSON.",
+)
+@click.option(
+    "--sequence-id-column", metavar="NAME", help="CSV, Parquet: the column with the sequence IDs; they must rise."
+)
+@click.option("--key-column", metavar="NAME", help="CSV, Parquet: the column with the messages' keys.")
 @click.option(
     "--sequence-id-path", metavar="PATH", type=_PathType(), help="JSON lines: the same, in the member after.id, say."
 )
@@ -301,7 +310,7 @@ def _right_kind(client: Client, topic: str, *, by_id: bool) -> Iterator[None]:
 @click.option(
     "--deduplication-id-column",
     metavar="NAME",
-    help="CSV, to a topic of deduplication IDs: the column with each record's ID; in any order.",
+    help="CSV, Parquet, to a topic of deduplication IDs: the column with each record's ID; in any order.",
 )
 @click.option(
     "--deduplication-id-path",
@@ -319,6 +328,7 @@ def publish(
     topic: str,
     name: str | None,
     form: Form | None,
+    payload: str | None,
     sequence_id_column: str | None,
     key_column: str | None,
     sequence_id_path: JsonPath | None,
@@ -332,12 +342,13 @@ def publish(
     address: str,
     as_json: bool,
 ) -> None:
-    """Publish the lines, CSV records or JSON lines of FILE (- is standard input), plain, gzip or a zip of one file.
+    """Publish the lines, CSV records, JSON lines or Parquet rows of FILE (- is standard input), plain, gzip or a zip of
+    one file.
 
-    A payload is the record's text. The sequence ID is the record's number from 0, after a CSV header. Each record is
-    published once: started again, the command goes on after the last ID that the topic has of this producer, if the
-    file still has the same record there. A topic that is not there is made, where the sidecar allows that. To a topic
-    of deduplication IDs no producer is named, and each record is published once by its own ID: started again, the
+    A payload is the record's text, or JSON. The sequence ID is the record's number from 0, after a CSV header. Each
+    record is published once: started again, the command goes on after the last ID that the topic has of this producer,
+    if the file still has the same record there. A topic that is not there is made, where the sidecar allows that. To a
+    topic of deduplication IDs no producer is named, and each record is published once by its own ID: started again, the
     command sends all of them, and those that are known are Dup.
     """
     by_id = deduplication_id_column is not None or deduplication_id_path is not None
@@ -346,10 +357,15 @@ def publish(
     if by_id and (follow or trust_source or verifies):
         raise click.UsageError("Deduplication IDs go with neither --follow, --trust-source nor --verify.")
     if deduplication_id_column is not None and deduplication_id_path is not None:
-        raise click.UsageError("Columns are for CSV and paths for JSON lines: a file is one of them.")
+        raise click.UsageError("Columns are for CSV and Parquet, paths for JSON lines: a file is one of them.")
     if by_id:
         with RecordSource(
-            file, form=form, key_column=deduplication_id_column, key_path=deduplication_id_path, final=final
+            file,
+            form=form,
+            key_column=deduplication_id_column,
+            key_path=deduplication_id_path,
+            as_json=payload == "json",
+            final=final,
         ) as source:
             source.check()
             _publish_by_id(source, topic, address, as_json=as_json)
@@ -361,7 +377,7 @@ def publish(
     if verifies and (follow or trust_source):
         raise click.UsageError("--verify compares the file as it is: it goes with neither --follow nor --trust-source.")
     if (sequence_id_column, key_column) != (None, None) != (sequence_id_path, key_path):
-        raise click.UsageError("Columns are for CSV and paths for JSON lines: a file is one of them.")
+        raise click.UsageError("Columns are for CSV and Parquet, paths for JSON lines: a file is one of them.")
     with RecordSource(
         file,
         form=form,
@@ -369,6 +385,7 @@ def publish(
         key_column=key_column,
         sequence_id_path=sequence_id_path,
         key_path=key_path,
+        as_json=payload == "json",
         final=final,
         follow=follow,
     ) as source:
