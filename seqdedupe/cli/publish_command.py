@@ -13,6 +13,7 @@ from typing import get_args
 import click
 
 from seqdedupe.cli.common import common, connect_to, tell
+from seqdedupe.cli.query_source import QuerySource
 from seqdedupe.cli.record_source import STANDARD_INPUT, Form, JsonPath, RecordSource, SourceRecord
 from seqdedupe.cli.topic_comparison import verify
 from seqdedupe.client import Message, Persisted, PositionError, Verdict
@@ -45,6 +46,15 @@ NewRecord = tuple[SourceRecord, str | None]
 """A record to be published, and the text of HASH_PROPERTY if it carries one."""
 
 
+Source = RecordSource | QuerySource
+
+_HINT_QUERY_CHANGED = (
+    "If it is another query or table, publish it under another producer name. If the database was restored, rows that "
+    "have taken the IDs of others would be left out: publish those from a query of their own, under another name. "
+    "Select only columns that never change."
+)
+
+
 class Resume:
     """Finds the records that are to be published: those after the last one that the topic has of this producer.
 
@@ -57,7 +67,7 @@ class Resume:
     may lack are published: what is there already is Dup.
     """
 
-    def __init__(self, client: Client, producer: Producer, *, numbers_are_ids: bool, trust_source: bool) -> None:
+    def __init__(self, client: Client, producer: Producer, source: Source, *, trust_source: bool) -> None:
         self.after = producer.persisted_sequence_id
         """All up to this sequence ID is published; -1 if nothing is."""
         self.records_read = 0
@@ -66,12 +76,12 @@ class Resume:
         """By sequence ID, those of the messages published that are compared."""
         self._client = client
         self._producer = producer
-        self._numbers_are_ids = numbers_are_ids
+        self._source = source
         self._trust_source = trust_source
         self._is_verified = False
         self._why_not = ""
 
-    def new_records(self, source: RecordSource) -> Iterator[NewRecord]:
+    def new_records(self) -> Iterator[NewRecord]:
         """The records to be published.
 
         Raises SOURCE_CHANGED, SOURCE_UNVERIFIED, SOURCE_INCOMPLETE or NEWER_FORMAT before the first of them.
@@ -80,12 +90,15 @@ class Resume:
         # Not more than a producer has in flight: what comes after the last one checked is sent.
         held = list[NewRecord]()
         so_far = blake2b(digest_size=_HASH_BYTES)
-        for record in source:
+        keeps_records = self._source.keeps_records
+        for record in self._source:
             self.records_read += 1
-            so_far.update(record.payload + b"\n")
-            number = record.number
-            carries = number < _HASH_EVERY or number % _HASH_EVERY == _HASH_EVERY - 1
-            text = _HASH_VERSION + so_far.hexdigest() if carries else None
+            text = None
+            if keeps_records:
+                so_far.update(record.payload + b"\n")
+                number = record.number
+                if number < _HASH_EVERY or number % _HASH_EVERY == _HASH_EVERY - 1:
+                    text = _HASH_VERSION + so_far.hexdigest()
             if left:
                 self._check_off(record, text, left)
             if record.sequence_id > self.after:
@@ -95,14 +108,14 @@ class Resume:
                     yield from held
                     held.clear()
         if left:
-            self._check_end(source, max(left))
+            self._check_end(max(left))
         self._check_verified()
         yield from held
 
     def _check_off(self, record: SourceRecord, text: str | None, left: dict[int, Message | None]) -> None:
         """Compares the record and its hash with what was published last, and forgets what is before it."""
         for sequence_id in [one for one in left if one < record.sequence_id]:
-            if record.number:
+            if record.number and self._source.keeps_records:
                 raise self._changed(sequence_id, "is no longer there")
             del left[sequence_id]
         if message := left.pop(record.sequence_id, None):
@@ -116,11 +129,11 @@ class Resume:
                 sequence_id=record.sequence_id,
             )
 
-    def _check_end(self, source: RecordSource, sequence_id: int) -> None:
+    def _check_end(self, sequence_id: int) -> None:
         """The source has ended before the last record published."""
-        if source.unfinished_line:
-            raise source.incomplete()
-        if self._numbers_are_ids:
+        if isinstance(self._source, RecordSource) and self._source.unfinished_line:
+            raise self._source.incomplete()
+        if self._source.numbers_are_ids:
             raise self._changed(sequence_id, f"is not there: it has {self.records_read:,} records")
         if self.records_read:
             self._why_not = "all of its records come before that one"
@@ -136,7 +149,7 @@ class Resume:
             )
         if (message.payload or b"") != record.payload:
             raise self._changed(record.sequence_id, "is not the one that was published")
-        if number is None and not self._numbers_are_ids:
+        if number is None and not self._source.numbers_are_ids and self._source.keeps_records:
             self._why_not = "the message does not say which record it was"
         else:
             self._is_verified = True
@@ -186,15 +199,17 @@ class Resume:
             raise error(
                 "SOURCE_UNVERIFIED",
                 f"producer {self._producer.name!r} has published up to sequence ID {highest}, and it cannot "
-                f"be told whether this file is the one that was published: {self._why_not}; nothing was sent",
+                f"be told whether this {self._source.noun} is the one that was published: {self._why_not}; nothing was "
+                "sent",
                 sequence_id=highest,
             )
 
     def _changed(self, sequence_id: int, what: str) -> SeqdedupeError:
         return error(
             "SOURCE_CHANGED",
-            f"producer {self._producer.name!r} has published up to sequence ID {sequence_id}, and in this file the "
-            f"record with that ID {what}; nothing was sent",
+            f"producer {self._producer.name!r} has published up to sequence ID {sequence_id}, and in this "
+            f"{self._source.noun} the record with that ID {what}; nothing was sent",
+            hint=None if self._source.keeps_records else _HINT_QUERY_CHANGED,
             sequence_id=sequence_id,
         )
 
@@ -288,7 +303,7 @@ def _right_kind(client: Client, topic: str, *, by_id: bool) -> Iterator[None]:
 
 
 @click.command()
-@click.argument("file", type=click.Path(path_type=Path, allow_dash=True))
+@click.argument("file", type=click.Path(path_type=Path, allow_dash=True), required=False)
 @click.option("--topic", required=True, help="The topic.")
 @click.option("--producer", "name", help="The producer name: one for each file. Not with deduplication IDs.")
 @click.option("--format", "form", type=click.Choice(get_args(Form)), help="Default: what the name's end says.")
@@ -318,13 +333,28 @@ def _right_kind(client: Client, topic: str, *, by_id: bool) -> Iterator[None]:
     type=_PathType(),
     help="JSON lines: the same, in the member event.id, say.",
 )
+@click.option("--query", metavar="SQL", help="In the place of FILE: a query whose rows are published as JSON objects.")
+@click.option(
+    "--database",
+    envvar="SEQDEDUPE_DATABASE",
+    show_envvar=True,
+    metavar="URL",
+    help="The database of --query, as SQLAlchemy names it: postgresql://user@host/database or sqlite:///path.",
+)
+@click.option(
+    "--settled-after",
+    type=click.FloatRange(0),
+    metavar="SECONDS",
+    help="With --query: each transaction commits within SECONDS after it has taken its sequence ID. What comes later "
+    "is lost.",
+)
 @click.option("--final", is_flag=True, help="The file is complete: its last line counts without an end, too.")
 @click.option("--follow", is_flag=True, help="The file grows: at its end wait for more.")
 @click.option("--trust-source", is_flag=True, help="Go on also where the file cannot be compared with the topic.")
 @click.option("--verify", "verifies", is_flag=True, help="Publish nothing: compare the file with what the topic holds.")
 @common
 def publish(
-    file: Path,
+    file: Path | None,
     topic: str,
     name: str | None,
     form: Form | None,
@@ -335,6 +365,9 @@ def publish(
     key_path: JsonPath | None,
     deduplication_id_column: str | None,
     deduplication_id_path: JsonPath | None,
+    query: str | None,
+    database: str | None,
+    settled_after: float | None,
     final: bool,
     follow: bool,
     trust_source: bool,
@@ -350,7 +383,31 @@ def publish(
     if the file still has the same record there. A topic that is not there is made, where the sidecar allows that. To a
     topic of deduplication IDs no producer is named, and each record is published once by its own ID: started again, the
     command sends all of them, and those that are known are Dup.
+
+    With --query it publishes rows of a database in the order of --sequence-id-column, each once, as far as no
+    transaction can add a row before them.
     """
+    if query is not None:
+        others = (file, form, payload, sequence_id_path, key_path, deduplication_id_column, deduplication_id_path)
+        if others != (None,) * 7 or final or follow or verifies:
+            raise click.UsageError("With --query go --sequence-id-column, --key-column and --trust-source alone.")
+        if database is None or name is None or sequence_id_column is None:
+            raise click.UsageError("--query needs --database, --producer and --sequence-id-column.")
+        with QuerySource(
+            database,
+            query,
+            sequence_id_column=sequence_id_column,
+            key_column=key_column,
+            settled_after_seconds=settled_after,
+            on_waiting=partial(tell_waiting, topic, as_json),
+        ) as rows:
+            rows.check()
+            _publish_in_order(rows, topic, name, address, trust_source=trust_source, as_json=as_json)
+        return
+    if settled_after is not None:
+        raise click.UsageError("--settled-after goes with --query.")
+    if file is None:
+        raise click.UsageError("Name a FILE, or a --query and its --database.")
     by_id = deduplication_id_column is not None or deduplication_id_path is not None
     if by_id and (name, sequence_id_column, sequence_id_path, key_column, key_path) != (None,) * 5:
         raise click.UsageError("Deduplication IDs go with no producer, sequence IDs and keys.")
@@ -393,19 +450,27 @@ def publish(
         if verifies:
             _verify(source, topic, name, address, as_json=as_json)
             return
-        waiting = partial(tell_waiting, topic, as_json)
-        with connect_to(address, topic, makes=True, on_waiting=waiting if follow else None) as client:
-            makes_topic = _is_missing(client, topic)
-            with _right_kind(client, topic, by_id=False), client.producer(topic, name, on_waiting=waiting) as producer:
-                if makes_topic and follow and not as_json:  # which ends without a summary
-                    say("seqdedupe", f"made the topic {producer.topic}")
-                resume = Resume(client, producer, numbers_are_ids=source.numbers_are_ids, trust_source=trust_source)
-                with_numbers = not source.numbers_are_ids
-                run = _Publication(producer, source, resume, with_numbers=with_numbers, makes_topic=makes_topic)
-                run.publish()
-        tell(as_json, run.summary(), run.text())
+        _publish_in_order(source, topic, name, address, follow=follow, trust_source=trust_source, as_json=as_json)
         if source.unfinished_line:
             raise source.incomplete()
+
+
+def _publish_in_order(
+    source: Source, topic: str, name: str, address: str, *, follow: bool = False, trust_source: bool, as_json: bool
+) -> None:
+    waiting = partial(tell_waiting, topic, as_json)
+    with connect_to(address, topic, makes=True, on_waiting=waiting if follow else None) as client:
+        makes_topic = _is_missing(client, topic)
+        with _right_kind(client, topic, by_id=False), client.producer(topic, name, on_waiting=waiting) as producer:
+            if makes_topic and follow and not as_json:  # which ends without a summary
+                say("seqdedupe", f"made the topic {producer.topic}")
+            resume = Resume(client, producer, source, trust_source=trust_source)
+            if isinstance(source, QuerySource):
+                source.after = resume.after
+            with_numbers = source.keeps_records and not source.numbers_are_ids
+            run = _Publication(producer, source, resume, with_numbers=with_numbers, makes_topic=makes_topic)
+            run.publish()
+    tell(as_json, run.summary(), run.text())
 
 
 def _is_missing(client: Client, topic: str) -> bool:
@@ -447,7 +512,7 @@ def _verify(source: RecordSource, topic: str, name: str, address: str, *, as_jso
 
 class _Publication:
     def __init__(
-        self, producer: Producer, source: RecordSource, resume: Resume, *, with_numbers: bool, makes_topic: bool
+        self, producer: Producer, source: Source, resume: Resume, *, with_numbers: bool, makes_topic: bool
     ) -> None:
         self._producer = producer
         self._source = source
@@ -475,7 +540,7 @@ class _Publication:
         size = self._source.size_bytes
         shown = size > 0 and sys.stderr.isatty()
         with click.progressbar(length=size, label="Publishing", file=sys.stderr, hidden=not shown) as bar:
-            for record, text in self._resume.new_records(self._source):
+            for record, text in self._resume.new_records():
                 properties = {RECORD_PROPERTY: str(record.number)} if self._with_numbers else {}
                 if text is not None:
                     properties[HASH_PROPERTY] = text

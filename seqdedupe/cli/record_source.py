@@ -297,6 +297,10 @@ class RecordSource:
     header without its end, or SOURCE_CHANGED for a file that was cut, rewritten, replaced or removed while it was read.
     """
 
+    noun = "file"
+    keeps_records = True
+    """What was published from it stays in it."""
+
     def __init__(
         self,
         path: Path,
