@@ -256,6 +256,9 @@ class QuerySource:
         try:
             if self._connection is None:
                 self._connection = self._engine.connect()
+                if self._engine.dialect.name == "sqlite":
+                    # Before it has read the schema, it says of a column that is not there that the schema has changed.
+                    self._run(self._connection, "SELECT 1 FROM sqlite_master LIMIT 1")
             yield self._connection
             self._connection.rollback()
         except SQLAlchemyError as e:
