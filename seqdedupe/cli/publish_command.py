@@ -165,15 +165,16 @@ class Resume:
         try:
             for distance in _LOOK_BACK_MESSAGES if index >= first_index else ():
                 texts = list[tuple[int, str]]()
-                with self._client.reader(one.topic, max(first_index, index - distance)) as reader:
+                start = max(first_index, index - distance)
+                with self._client.reader(one.topic, start, skip_damaged=distance > 0) as reader:
                     for message in reader:
                         text = message.properties.get(HASH_PROPERTY)
                         # Of an ID above the last one is what stood there before the producer was set back.
                         is_ours = message.producer_name == self._producer.name
                         if text is not None and is_ours and message.sequence_id <= one.sequence_id:
                             texts.append((message.sequence_id, text))
-                        if message.index == index:
-                            last = message
+                        if message.index >= index:
+                            last = message if message.index == index else last
                             break
                 if texts:
                     self._note_hash(*texts[-1])

@@ -39,12 +39,15 @@ _WRITING_STATE = "25006"
 # ended, nobody has a lower number any more that is not committed. Transaction IDs do not tell that: a row takes its
 # number before its transaction has one.
 #
-# The tables of the query are those on which this transaction itself has locks. A transaction that is prepared goes on
-# under another name, which begins with -1.
+# The tables of the query are those on which this transaction itself has locks, and the tables of which these are
+# partitions: an insert locks the partition after the row has its number. A transaction that is prepared goes on under
+# its name, or, in older versions and after a restart, under another one that begins with -1.
 
 _OWN_RELATIONS = (
-    "SELECT DISTINCT relation::bigint FROM pg_locks WHERE locktype = 'relation' AND pid = pg_backend_pid() "
-    "AND database = (SELECT oid FROM pg_database WHERE datname = current_database())"
+    "WITH own AS (SELECT DISTINCT relation FROM pg_locks WHERE locktype = 'relation' AND pid = pg_backend_pid() "
+    "AND database = (SELECT oid FROM pg_database WHERE datname = current_database())) "
+    "SELECT relation::bigint FROM own "
+    "UNION SELECT relid::oid::bigint FROM own, pg_partition_ancestors(relation::regclass) AS ancestors(relid)"
 )
 _WRITES = (
     "locktype = 'relation' AND relation::bigint = ANY (:relations) AND mode = 'RowExclusiveLock' AND granted "

@@ -17,6 +17,7 @@ from seqdedupe.errors import SeqdedupeError
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from tests.cli.conftest import COMMAND
 from tests.services.conftest import url_of
+from tests.spark.postgres import PostgresServer
 
 QUERY = "SELECT id, note FROM changes"
 _ID = {
@@ -129,21 +130,27 @@ def test_a_row_that_is_committed_late_is_not_passed_by(postgres: Engine, kind: t
     assert ids(url, after=3) == [3, 4]
 
 
-@pytest.mark.parametrize("query", ["SELECT * FROM shown", "SELECT * FROM parent"])
+@pytest.mark.parametrize("query", ["SELECT * FROM shown", "SELECT * FROM parent", "SELECT * FROM part"])
 def test_writers_are_found_through_views_and_partitions(postgres: Engine, query: str) -> None:
     make(postgres, "postgresql")
     with postgres.begin() as connection:
         connection.execute(text("CREATE VIEW shown AS SELECT id, note FROM changes WHERE note <> ''"))
         connection.execute(text("CREATE TABLE parent (id bigint, note text) PARTITION BY RANGE (id)"))
         connection.execute(text("CREATE TABLE part PARTITION OF parent FOR VALUES FROM (0) TO (100)"))
-    table = "part" if "parent" in query else "changes"
+        connection.execute(text("CREATE TABLE rest PARTITION OF parent FOR VALUES FROM (100) TO (200)"))
+    table = {"shown": "changes", "parent": "part", "part": "parent"}[query.split()[-1]]
     with postgres.connect() as late:
-        late.execute(text(f"INSERT INTO {table} (id, note) VALUES (1, 'x')"))
+        if table == "parent":  # it has locked the table, and not yet the partition that is read
+            late.execute(text("INSERT INTO parent (id, note) VALUES (100, 'x')"))
+        else:
+            late.execute(text(f"INSERT INTO {table} (id, note) VALUES (1, 'x')"))
         with postgres.begin() as early:
             early.execute(text(f"INSERT INTO {table} (id, note) VALUES (2, 'x')"))
         waiting = threading.Event()
         with collecting(lambda: ids(url_text(postgres), query=query, on_waiting=lambda why: waiting.set())) as result:
             assert waiting.wait(LAST_RESORT_SECONDS)
+            if table == "parent":
+                late.execute(text("INSERT INTO parent (id, note) VALUES (1, 'x')"))
             late.commit()
             assert result() == [1, 2]
 
@@ -152,6 +159,31 @@ def test_a_query_that_writes_or_locks_is_refused(postgres: Engine) -> None:
     make(postgres, "postgresql")
     assert "read-only transaction" in refusal(url_text(postgres), "SELECT * FROM changes FOR SHARE")
     assert "read-only transaction" in refusal(url_text(postgres), "SELECT nextval('changes_id_seq') AS id")
+
+
+def test_a_transaction_that_is_prepared_meanwhile_is_waited_for() -> None:
+    server = PostgresServer(fsync="off", max_prepared_transactions=2)
+    server.start()
+    engine = create_engine(server.url.replace("postgresql://", "postgresql+psycopg://"), isolation_level="AUTOCOMMIT")
+    try:
+        make(engine, "postgresql", "one")
+        with engine.connect() as late, engine.connect() as early:
+            late.execute(text("BEGIN"))
+            add(late, "two")
+            add(early, "three")
+            waiting = threading.Event()
+
+            def hear(why: SeqdedupeError) -> None:
+                late.execute(text("PREPARE TRANSACTION 'late'"))
+                waiting.set()
+
+            with collecting(lambda: ids(url_text(engine), on_waiting=hear)) as result:
+                assert waiting.wait(LAST_RESORT_SECONDS)
+                early.execute(text("COMMIT PREPARED 'late'"))
+                assert result() == [1, 2, 3]
+    finally:
+        engine.dispose()
+        server.stop()
 
 
 def test_who_only_reads_or_writes_elsewhere_is_not_waited_for(postgres: Engine) -> None:
