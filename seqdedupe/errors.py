@@ -472,6 +472,13 @@ REASONS: dict[str, Reason] = {
         "without --verify; what is missing before it is a Dup under this name. For all else: were the file or the "
         "options changed, or has something else published under this producer name?"
     ),
+    "SOURCE_UNAVAILABLE": Reason(
+        UnavailableError,
+        "UNAVAILABLE",
+        "Cure first what the message names: the server, or the address, user, password or database in the URL; end the "
+        "transactions that it names. Nothing was lost: started again, the command goes on.",
+        500,
+    ),
     "STANDARD_OUTPUT_FAILED": _configuration(
         "Is the disk full? What the command has done stands; only what it prints is missing."
     ),

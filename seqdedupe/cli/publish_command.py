@@ -6,12 +6,14 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+from hashlib import blake2b
 from pathlib import Path
 from typing import get_args
 
 import click
 
 from seqdedupe.cli.common import common, connect_to, tell
+from seqdedupe.cli.query_source import QuerySource
 from seqdedupe.cli.record_source import STANDARD_INPUT, Form, JsonPath, RecordSource, SourceRecord
 from seqdedupe.cli.topic_comparison import verify
 from seqdedupe.client import Message, Persisted, PositionError, Verdict
@@ -27,104 +29,169 @@ from seqdedupe.v1 import admin_pb2
 RECORD_PROPERTY = "seqdedupe.record"
 """The property of a message with its record's number in the source, where the sequence ID is another."""
 
+HASH_PROPERTY = "seqdedupe.hash"
+"""The property of a message with the hash of its source's records up to its own; docs/reference/cli.md has its bytes."""
+
+_HASH_VERSION = "1-"
+_HASH_BYTES = 8
+_HASH_EVERY = 16
+"""The first 16 records carry it, and then each 16th: a property costs a message four times what the hash costs."""
+
+_LOOK_BACK_MESSAGES = (0, _HASH_EVERY - 1, 1024)
+"""The last message with a hash is looked for among so many before the last one of the producer. The more distant ones
+are read only where other producers have written in between."""
+
+
+NewRecord = tuple[SourceRecord, str | None]
+"""A record to be published, and the text of HASH_PROPERTY if it carries one."""
+
+
+Source = RecordSource | QuerySource
+
+_HINT_QUERY_CHANGED = (
+    "If it is another query or table, publish it under another producer name. If the database was restored, rows that "
+    "have taken the IDs of others would be left out: publish those from a query of their own, under another name. "
+    "Select only columns that never change."
+)
+
 
 class Resume:
     """Finds the records that are to be published: those after the last one that the topic has of this producer.
 
-    That one must be in the source, with the same text and as the same record in number: else records were changed,
-    inserted or removed before it, and to go on would leave some of them out. A source that begins after it is the
-    next one of the same producer, and none of its records is left out.
+    That one must be in the source, with the same text and as the same record in number, and the records up to the last
+    one that carries a hash must be the same: else records were changed, inserted or removed, and to go on would leave
+    some of them out. A source that begins after it is the next one of the same producer, and none of its records is
+    left out.
 
     Of a partitioned topic that holds for the last one in each partition, and those after the first that any partition
     may lack are published: what is there already is Dup.
     """
 
-    def __init__(self, client: Client, producer: Producer, *, numbers_are_ids: bool, trust_source: bool) -> None:
+    def __init__(self, client: Client, producer: Producer, source: Source, *, trust_source: bool) -> None:
         self.after = producer.persisted_sequence_id
         """All up to this sequence ID is published; -1 if nothing is."""
         self.records_read = 0
         self._last = {one.sequence_id: one for one in producer.persisted if one.sequence_id >= 0}
+        self._hashes = dict[int, str]()
+        """By sequence ID, those of the messages published that are compared."""
         self._client = client
         self._producer = producer
-        self._numbers_are_ids = numbers_are_ids
+        self._source = source
         self._trust_source = trust_source
         self._is_verified = False
         self._why_not = ""
 
-    def new_records(self, source: RecordSource) -> Iterator[SourceRecord]:
+    def new_records(self) -> Iterator[NewRecord]:
         """The records to be published.
 
-        Raises SOURCE_CHANGED, SOURCE_UNVERIFIED or SOURCE_INCOMPLETE before the first of them.
+        Raises SOURCE_CHANGED, SOURCE_UNVERIFIED, SOURCE_INCOMPLETE or NEWER_FORMAT before the first of them.
         """
-        left = dict(self._last)
-        held: list[
-            SourceRecord
-        ] = []  # not more than a producer has in flight: what comes after the last one checked is sent
-        for record in source:
+        left = {sequence_id: self._published(one) for sequence_id, one in self._last.items()}
+        # Not more than a producer has in flight: what comes after the last one checked is sent.
+        held = list[NewRecord]()
+        so_far = blake2b(digest_size=_HASH_BYTES)
+        keeps_records = self._source.keeps_records
+        for record in self._source:
             self.records_read += 1
+            text = None
+            if keeps_records:
+                so_far.update(record.payload + b"\n")
+                number = record.number
+                if number < _HASH_EVERY or number % _HASH_EVERY == _HASH_EVERY - 1:
+                    text = _HASH_VERSION + so_far.hexdigest()
             if left:
-                self._check_off(record, left)
+                self._check_off(record, text, left)
             if record.sequence_id > self.after:
-                held.append(record)
+                held.append((record, text))
                 if not left:
                     self._check_verified()
                     yield from held
                     held.clear()
         if left:
-            self._check_end(source, max(left))
+            self._check_end(max(left))
         self._check_verified()
         yield from held
 
-    def _check_off(self, record: SourceRecord, left: dict[int, Persisted]) -> None:
-        """Compares the record with what was published last, and forgets what is before it."""
+    def _check_off(self, record: SourceRecord, text: str | None, left: dict[int, Message | None]) -> None:
+        """Compares the record and its hash with what was published last, and forgets what is before it."""
         for sequence_id in [one for one in left if one < record.sequence_id]:
-            if record.number:
+            if record.number and self._source.keeps_records:
                 raise self._changed(sequence_id, "is no longer there")
             del left[sequence_id]
-        if one := left.pop(record.sequence_id, None):
-            self._compare(record, one)
+        if message := left.pop(record.sequence_id, None):
+            self._compare(record, message)
+        if self._hashes.pop(record.sequence_id, text) != text:
+            raise error(
+                "SOURCE_CHANGED",
+                f"producer {self._producer.name!r} has published up to sequence ID {max(self._last)}, and in this "
+                f"file the records up to sequence ID {record.sequence_id} are not those that were published; nothing "
+                "was sent",
+                sequence_id=record.sequence_id,
+            )
 
-    def _check_end(self, source: RecordSource, sequence_id: int) -> None:
+    def _check_end(self, sequence_id: int) -> None:
         """The source has ended before the last record published."""
-        if source.unfinished_line:
-            raise source.incomplete()
-        if self._numbers_are_ids:
+        if isinstance(self._source, RecordSource) and self._source.unfinished_line:
+            raise self._source.incomplete()
+        if self._source.numbers_are_ids:
             raise self._changed(sequence_id, f"is not there: it has {self.records_read:,} records")
         if self.records_read:
             self._why_not = "all of its records come before that one"
 
-    def _compare(self, record: SourceRecord, one: Persisted) -> None:
+    def _compare(self, record: SourceRecord, message: Message) -> None:
         """The record of the last ID published with what was published."""
-        message = self._published(one)
-        if message is None:
-            return
         number = message.properties.get(RECORD_PROPERTY)
         if number is not None and number != str(record.number):
             raise self._changed(
-                one.sequence_id,
+                record.sequence_id,
                 f"is number {record.number}, and was number {number} when it was published: records were inserted or "
                 "removed before it",
             )
         if (message.payload or b"") != record.payload:
-            raise self._changed(one.sequence_id, "is not the one that was published")
-        if number is None and not self._numbers_are_ids:
+            raise self._changed(record.sequence_id, "is not the one that was published")
+        if number is None and not self._source.numbers_are_ids and self._source.keeps_records:
             self._why_not = "the message does not say which record it was"
         else:
             self._is_verified = True
 
     def _published(self, one: Persisted) -> Message | None:
-        """The last message published; None if it cannot be looked at any more."""
+        """The last message published; None if it cannot be looked at any more. Notes the last hash up to it, which
+        messages of older versions do not have."""
         if one.position is None:
             self._why_not = "the sidecar no longer knows where that message stands"
             return None
-        with self._client.reader(one.topic, one.position.index) as reader:
-            try:
-                return next(reader)
-            except PositionError as e:
-                if e.reason != "POSITION_TRIMMED":
-                    raise
-        self._why_not = "retention has removed that message"
-        return None
+        index, first_index = one.position.index, self._client.ends(one.topic).first_index
+        last: Message | None = None
+        try:
+            for distance in _LOOK_BACK_MESSAGES if index >= first_index else ():
+                texts = list[tuple[int, str]]()
+                start = max(first_index, index - distance)
+                with self._client.reader(one.topic, start, skip_damaged=distance > 0) as reader:
+                    for message in reader:
+                        text = message.properties.get(HASH_PROPERTY)
+                        # Of an ID above the last one is what stood there before the producer was set back.
+                        is_ours = message.producer_name == self._producer.name
+                        if text is not None and is_ours and message.sequence_id <= one.sequence_id:
+                            texts.append((message.sequence_id, text))
+                        if message.index >= index:
+                            last = message if message.index == index else last
+                            break
+                if texts:
+                    self._note_hash(*texts[-1])
+                    break
+        except PositionError as e:
+            if e.reason != "POSITION_TRIMMED":
+                raise
+            last = None
+        if last is None:
+            self._why_not = "retention has removed that message"
+        return last
+
+    def _note_hash(self, sequence_id: int, text: str) -> None:
+        if not text.startswith(_HASH_VERSION):
+            what = f"the message with sequence ID {sequence_id} is of a newer version: its {HASH_PROPERTY} is {text!r}"
+            raise error("NEWER_FORMAT", what)
+        self._hashes[sequence_id] = text
 
     def _check_verified(self) -> None:
         """Whether the source may be the one that was published: one message that shows it is enough."""
@@ -133,15 +200,17 @@ class Resume:
             raise error(
                 "SOURCE_UNVERIFIED",
                 f"producer {self._producer.name!r} has published up to sequence ID {highest}, and it cannot "
-                f"be told whether this file is the one that was published: {self._why_not}; nothing was sent",
+                f"be told whether this {self._source.noun} is the one that was published: {self._why_not}; nothing was "
+                "sent",
                 sequence_id=highest,
             )
 
     def _changed(self, sequence_id: int, what: str) -> SeqdedupeError:
         return error(
             "SOURCE_CHANGED",
-            f"producer {self._producer.name!r} has published up to sequence ID {sequence_id}, and in this file the "
-            f"record with that ID {what}; nothing was sent",
+            f"producer {self._producer.name!r} has published up to sequence ID {sequence_id}, and in this "
+            f"{self._source.noun} the record with that ID {what}; nothing was sent",
+            hint=None if self._source.keeps_records else _HINT_QUERY_CHANGED,
             sequence_id=sequence_id,
         )
 
@@ -235,12 +304,21 @@ def _right_kind(client: Client, topic: str, *, by_id: bool) -> Iterator[None]:
 
 
 @click.command()
-@click.argument("file", type=click.Path(path_type=Path, allow_dash=True))
+@click.argument("file", type=click.Path(path_type=Path, allow_dash=True), required=False)
 @click.option("--topic", required=True, help="The topic.")
 @click.option("--producer", "name", help="The producer name: one for each file. Not with deduplication IDs.")
 @click.option("--format", "form", type=click.Choice(get_args(Form)), help="Default: what the name's end says.")
-@click.option("--sequence-id-column", metavar="NAME", help="CSV: the column with the sequence IDs; they must rise.")
-@click.option("--key-column", metavar="NAME", help="CSV: the column with the messages' keys.")
+@click.option(
+    "--as",
+    "payload",
+    type=click.Choice(["text", "json"]),
+    help="CSV: payloads are the records' text, or JSON objects with the header's names. Default: text. Rows of Parquet "
+    "are JSON.",
+)
+@click.option(
+    "--sequence-id-column", metavar="NAME", help="CSV, Parquet: the column with the sequence IDs; they must rise."
+)
+@click.option("--key-column", metavar="NAME", help="CSV, Parquet: the column with the messages' keys.")
 @click.option(
     "--sequence-id-path", metavar="PATH", type=_PathType(), help="JSON lines: the same, in the member after.id, say."
 )
@@ -248,7 +326,7 @@ def _right_kind(client: Client, topic: str, *, by_id: bool) -> Iterator[None]:
 @click.option(
     "--deduplication-id-column",
     metavar="NAME",
-    help="CSV, to a topic of deduplication IDs: the column with each record's ID; in any order.",
+    help="CSV, Parquet, to a topic of deduplication IDs: the column with each record's ID; in any order.",
 )
 @click.option(
     "--deduplication-id-path",
@@ -256,22 +334,41 @@ def _right_kind(client: Client, topic: str, *, by_id: bool) -> Iterator[None]:
     type=_PathType(),
     help="JSON lines: the same, in the member event.id, say.",
 )
+@click.option("--query", metavar="SQL", help="In the place of FILE: a query whose rows are published as JSON objects.")
+@click.option(
+    "--database",
+    envvar="SEQDEDUPE_DATABASE",
+    show_envvar=True,
+    metavar="URL",
+    help="The database of --query, as SQLAlchemy names it: postgresql://user@host/database or sqlite:///path.",
+)
+@click.option(
+    "--settled-after",
+    type=click.FloatRange(0),
+    metavar="SECONDS",
+    help="With --query: each transaction commits within SECONDS after it has taken its sequence ID. What comes later "
+    "is lost.",
+)
 @click.option("--final", is_flag=True, help="The file is complete: its last line counts without an end, too.")
 @click.option("--follow", is_flag=True, help="The file grows: at its end wait for more.")
 @click.option("--trust-source", is_flag=True, help="Go on also where the file cannot be compared with the topic.")
 @click.option("--verify", "verifies", is_flag=True, help="Publish nothing: compare the file with what the topic holds.")
 @common
 def publish(
-    file: Path,
+    file: Path | None,
     topic: str,
     name: str | None,
     form: Form | None,
+    payload: str | None,
     sequence_id_column: str | None,
     key_column: str | None,
     sequence_id_path: JsonPath | None,
     key_path: JsonPath | None,
     deduplication_id_column: str | None,
     deduplication_id_path: JsonPath | None,
+    query: str | None,
+    database: str | None,
+    settled_after: float | None,
     final: bool,
     follow: bool,
     trust_source: bool,
@@ -279,24 +376,54 @@ def publish(
     address: str,
     as_json: bool,
 ) -> None:
-    """Publish the lines, CSV records or JSON lines of FILE (- is standard input), plain, gzip or a zip of one file.
+    """Publish the lines, CSV records, JSON lines or Parquet rows of FILE (- is standard input), plain, gzip or a zip of
+    one file.
 
-    A payload is the record's text. The sequence ID is the record's number from 0, after a CSV header. Each record is
-    published once: started again, the command goes on after the last ID that the topic has of this producer, if the
-    file still has the same record there. A topic that is not there is made, where the sidecar allows that. To a topic
-    of deduplication IDs no producer is named, and each record is published once by its own ID: started again, the
+    A payload is the record's text, or JSON. The sequence ID is the record's number from 0, after a CSV header. Each
+    record is published once: started again, the command goes on after the last ID that the topic has of this producer,
+    if the file still has the same record there. A topic that is not there is made, where the sidecar allows that. To a
+    topic of deduplication IDs no producer is named, and each record is published once by its own ID: started again, the
     command sends all of them, and those that are known are Dup.
+
+    With --query it publishes rows of a database in the order of --sequence-id-column, each once, as far as no
+    transaction can add a row before them.
     """
+    if query is not None:
+        others = (file, form, payload, sequence_id_path, key_path, deduplication_id_column, deduplication_id_path)
+        if others != (None,) * 7 or final or follow or verifies:
+            raise click.UsageError("With --query go --sequence-id-column, --key-column and --trust-source alone.")
+        if database is None or name is None or sequence_id_column is None:
+            raise click.UsageError("--query needs --database, --producer and --sequence-id-column.")
+        with QuerySource(
+            database,
+            query,
+            sequence_id_column=sequence_id_column,
+            key_column=key_column,
+            settled_after_seconds=settled_after,
+            on_waiting=partial(tell_waiting, topic, as_json),
+        ) as rows:
+            rows.check()
+            _publish_in_order(rows, topic, name, address, trust_source=trust_source, as_json=as_json)
+        return
+    if settled_after is not None:
+        raise click.UsageError("--settled-after goes with --query.")
+    if file is None:
+        raise click.UsageError("Name a FILE, or a --query and its --database.")
     by_id = deduplication_id_column is not None or deduplication_id_path is not None
     if by_id and (name, sequence_id_column, sequence_id_path, key_column, key_path) != (None,) * 5:
         raise click.UsageError("Deduplication IDs go with no producer, sequence IDs and keys.")
     if by_id and (follow or trust_source or verifies):
         raise click.UsageError("Deduplication IDs go with neither --follow, --trust-source nor --verify.")
     if deduplication_id_column is not None and deduplication_id_path is not None:
-        raise click.UsageError("Columns are for CSV and paths for JSON lines: a file is one of them.")
+        raise click.UsageError("Columns are for CSV and Parquet, paths for JSON lines: a file is one of them.")
     if by_id:
         with RecordSource(
-            file, form=form, key_column=deduplication_id_column, key_path=deduplication_id_path, final=final
+            file,
+            form=form,
+            key_column=deduplication_id_column,
+            key_path=deduplication_id_path,
+            as_json=payload == "json",
+            final=final,
         ) as source:
             source.check()
             _publish_by_id(source, topic, address, as_json=as_json)
@@ -308,7 +435,7 @@ def publish(
     if verifies and (follow or trust_source):
         raise click.UsageError("--verify compares the file as it is: it goes with neither --follow nor --trust-source.")
     if (sequence_id_column, key_column) != (None, None) != (sequence_id_path, key_path):
-        raise click.UsageError("Columns are for CSV and paths for JSON lines: a file is one of them.")
+        raise click.UsageError("Columns are for CSV and Parquet, paths for JSON lines: a file is one of them.")
     with RecordSource(
         file,
         form=form,
@@ -316,6 +443,7 @@ def publish(
         key_column=key_column,
         sequence_id_path=sequence_id_path,
         key_path=key_path,
+        as_json=payload == "json",
         final=final,
         follow=follow,
     ) as source:
@@ -323,19 +451,27 @@ def publish(
         if verifies:
             _verify(source, topic, name, address, as_json=as_json)
             return
-        waiting = partial(tell_waiting, topic, as_json)
-        with connect_to(address, topic, makes=True, on_waiting=waiting if follow else None) as client:
-            makes_topic = _is_missing(client, topic)
-            with _right_kind(client, topic, by_id=False), client.producer(topic, name, on_waiting=waiting) as producer:
-                if makes_topic and follow and not as_json:  # which ends without a summary
-                    say("seqdedupe", f"made the topic {producer.topic}")
-                resume = Resume(client, producer, numbers_are_ids=source.numbers_are_ids, trust_source=trust_source)
-                with_numbers = not source.numbers_are_ids
-                run = _Publication(producer, source, resume, with_numbers=with_numbers, makes_topic=makes_topic)
-                run.publish()
-        tell(as_json, run.summary(), run.text())
+        _publish_in_order(source, topic, name, address, follow=follow, trust_source=trust_source, as_json=as_json)
         if source.unfinished_line:
             raise source.incomplete()
+
+
+def _publish_in_order(
+    source: Source, topic: str, name: str, address: str, *, follow: bool = False, trust_source: bool, as_json: bool
+) -> None:
+    waiting = partial(tell_waiting, topic, as_json)
+    with connect_to(address, topic, makes=True, on_waiting=waiting if follow else None) as client:
+        makes_topic = _is_missing(client, topic)
+        with _right_kind(client, topic, by_id=False), client.producer(topic, name, on_waiting=waiting) as producer:
+            if makes_topic and follow and not as_json:  # which ends without a summary
+                say("seqdedupe", f"made the topic {producer.topic}")
+            resume = Resume(client, producer, source, trust_source=trust_source)
+            if isinstance(source, QuerySource):
+                source.after = resume.after
+            with_numbers = source.keeps_records and not source.numbers_are_ids
+            run = _Publication(producer, source, resume, with_numbers=with_numbers, makes_topic=makes_topic)
+            run.publish()
+    tell(as_json, run.summary(), run.text())
 
 
 def _is_missing(client: Client, topic: str) -> bool:
@@ -377,7 +513,7 @@ def _verify(source: RecordSource, topic: str, name: str, address: str, *, as_jso
 
 class _Publication:
     def __init__(
-        self, producer: Producer, source: RecordSource, resume: Resume, *, with_numbers: bool, makes_topic: bool
+        self, producer: Producer, source: Source, resume: Resume, *, with_numbers: bool, makes_topic: bool
     ) -> None:
         self._producer = producer
         self._source = source
@@ -405,8 +541,10 @@ class _Publication:
         size = self._source.size_bytes
         shown = size > 0 and sys.stderr.isatty()
         with click.progressbar(length=size, label="Publishing", file=sys.stderr, hidden=not shown) as bar:
-            for record in self._resume.new_records(self._source):
-                properties = {RECORD_PROPERTY: str(record.number)} if self._with_numbers else None
+            for record, text in self._resume.new_records():
+                properties = {RECORD_PROPERTY: str(record.number)} if self._with_numbers else {}
+                if text is not None:
+                    properties[HASH_PROPERTY] = text
                 self._receipts.append(
                     self._producer.send(record.payload, record.sequence_id, key=record.key, properties=properties)
                 )

@@ -1,4 +1,4 @@
-"""The records of a file: lines, CSV, JSON lines, plain, gzip, zip; and whether it stays the same while it is read."""
+"""The records of a file: lines, CSV, JSON lines, Parquet; and whether it stays the same while it is read."""
 
 import csv
 import difflib
@@ -11,13 +11,15 @@ import stat
 import time
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, Self
 
+from seqdedupe.cli.parquet_rows import PARQUET, BadParquetError, ParquetRows
+from seqdedupe.cli.record_values import BadValueError, json_of, key_of, sequence_id_of
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.limits import MAX_PAYLOAD_BYTES, MAX_SEQUENCE_ID
 
@@ -213,10 +215,12 @@ def _shown(value: Any) -> str:
 
 STANDARD_INPUT = Path("-")
 
-Form = Literal["lines", "csv", "jsonl"]
+Form = Literal["lines", "csv", "jsonl", "parquet"]
 
-_FORMS_BY_SUFFIX: dict[str, Form] = {".csv": "csv", ".jsonl": "jsonl", ".ndjson": "jsonl"}
-_FORM_NAMES = {"lines": "lines", "csv": "CSV", "jsonl": "JSON lines"}
+_FORMS_BY_SUFFIX: dict[str, Form] = {".csv": "csv", ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
+_FORM_NAMES = {"lines": "lines", "csv": "CSV", "jsonl": "JSON lines", "parquet": "Parquet"}
+_FORMS_WITH_COLUMNS = ("csv", "parquet")
+_FORMS_WITH_PATHS = ("jsonl",)
 
 _GZIP = b"\x1f\x8b"
 _ZIP = (b"PK\x03\x04", b"PK\x05\x06")
@@ -244,10 +248,11 @@ _HINT_CHANGED = (
     "durable. What is only in the new file publish from a file of its own, under another producer name."
 )
 _HINTS_NO_PLACES = {
-    "csv": "In JSON lines places are named by --sequence-id-path, --key-path and --deduplication-id-path. If it is CSV "
-    "by another name, say --format csv.",
-    "jsonl": "In CSV places are named by --sequence-id-column, --key-column and --deduplication-id-column. If it is "
-    "JSON lines by another name, say --format jsonl.",
+    "columns": "In JSON lines places are "
+    "named by --sequence-id-path, --key-path and --deduplication-id-path. If it is CSV by another "
+    "name, say --format csv.",
+    "paths": "In CSV and Parquet places are named by --sequence-id-column, --key-column and "
+    "--deduplication-id-column. If it is JSON lines by another name, say --format jsonl.",
 }
 _HINT_DELIMITER = "Only commas separate fields here: write the file with commas, or publish its lines (--format lines)."
 _OTHER_DELIMITERS = re.compile("[;\t|]")
@@ -269,7 +274,7 @@ class SourceRecord(NamedTuple):
     payload: bytes
     key: bytes | None
     line: int
-    """Where it begins, from 1."""
+    """Where it begins, from 1; of Parquet the row, from 1."""
 
 
 class RecordSource:
@@ -281,6 +286,9 @@ class RecordSource:
     number from 0, or what a column or the value at a path says. Bytes that are not UTF-8 are taken as they are, but
     for JSON. gzip and zip (of one file) are told by their first bytes.
 
+    `as_json` makes a JSON object of each CSV record: texts with the header's names. A row of a Parquet file always is
+    one. Such a file is complete, or it is damaged.
+
     A last line without its end is not taken, for it may be half of one, unless the file is `final`; nor is a CSV record
     within whose quotes the file ends. `unfinished_line` then says where it is. With `follow` the records do not end:
     `before_waiting` is called as often as there is nothing more.
@@ -288,6 +296,10 @@ class RecordSource:
     Everything that is wrong with the file is INVALID_SOURCE, MESSAGE_TOO_LARGE, NOT_ASCENDING, SOURCE_INCOMPLETE for a
     header without its end, or SOURCE_CHANGED for a file that was cut, rewritten, replaced or removed while it was read.
     """
+
+    noun = "file"
+    keeps_records = True
+    """What was published from it stays in it."""
 
     def __init__(
         self,
@@ -298,6 +310,7 @@ class RecordSource:
         key_column: str | None = None,
         sequence_id_path: JsonPath | None = None,
         key_path: JsonPath | None = None,
+        as_json: bool = False,
         final: bool = False,
         follow: bool = False,
     ) -> None:
@@ -307,10 +320,12 @@ class RecordSource:
         self._form = form
         self._columns = (sequence_id_column, key_column)
         self._paths = (sequence_id_path, key_path)
+        self._as_json = as_json
         self._final = final
         self._follow = follow
         self._checking = False
         self._line = 0
+        self._line_word = "line"
         with self._readable():
             self._steady = _standard_input() if path == STANDARD_INPUT else SteadyFile(path)
             self._raw = io.BufferedReader(self._steady)
@@ -331,14 +346,28 @@ class RecordSource:
         if self._follow and self._file is not self._raw:
             raise self._bad("is compressed, and cannot be followed")
         form = self._form or _FORMS_BY_SUFFIX.get(Path(name.lower()).suffix) or self._told_form()
-        for wanted, places, what in (("csv", self._columns, "columns"), ("jsonl", self._paths, "paths")):
-            if places != (None, None) and form != wanted:
-                raise self._bad(f"has no {what}: it is read as {_FORM_NAMES[form]}", hint=_HINTS_NO_PLACES[wanted])
-        records = {"lines": self._line_records, "csv": self._csv_records, "jsonl": self._json_records}
+        for forms, places, what in (
+            (_FORMS_WITH_COLUMNS, self._columns, "columns"),
+            (_FORMS_WITH_PATHS, self._paths, "paths"),
+        ):
+            if places != (None, None) and form not in forms:
+                raise self._bad(f"has no {what}: it is read as {_FORM_NAMES[form]}", hint=_HINTS_NO_PLACES[what])
+        if self._as_json and form not in _FORMS_WITH_COLUMNS:
+            what = f"has no columns to make JSON of: it is read as {_FORM_NAMES[form]}"
+            raise self._bad(what, hint="--as json is for CSV. If it is CSV by another name, say --format csv.")
+        records = {
+            "lines": self._line_records,
+            "csv": self._csv_records,
+            "jsonl": self._json_records,
+            "parquet": self._parquet_records,
+        }
+        self._line_word = "row" if form == "parquet" else "line"
         self._records = records[form]()
 
     def _told_form(self) -> Form:
         """The form of a file whose name tells none."""
+        if self._file is self._raw and self._raw.peek(len(PARQUET))[: len(PARQUET)] == PARQUET:
+            return "parquet"
         if self._columns != (None, None):
             return "csv"
         return "jsonl" if self._paths != (None, None) else "lines"
@@ -475,6 +504,44 @@ class RecordSource:
             yield SourceRecord(number, sequence_id, payload, key, self._line)
             number += 1
 
+    def _parquet_records(self) -> Iterator[SourceRecord]:
+        """Reads the columns' names now and the rows when they are asked for."""
+        if self._follow:
+            raise self._bad("is a Parquet file, and cannot be followed", hint="Its end is written when it is complete.")
+        if self._file is not self._raw or not self._raw.seekable():
+            what = "is a Parquet file within another one, or in a pipe: it is read from its end"
+            raise self._bad(what, hint="Unpack it, and name the file itself.")
+        with self._no_bad_values():
+            rows = ParquetRows(self._file)
+        id_place, key_place = (None if name is None else self._place(rows.names, name) for name in self._columns)
+        return self._parquet_rows(rows, id_place, key_place)
+
+    def _parquet_rows(self, rows: ParquetRows, id_place: int | None, key_place: int | None) -> Iterator[SourceRecord]:
+        names = rows.names
+        with self._no_bad_values():
+            for number, row in enumerate(rows):
+                self._line = number + 1
+                values = rows.values(row)
+                sequence_id = number if id_place is None else sequence_id_of(values[id_place], names[id_place])
+                key = None if key_place is None else key_of(values[key_place], names[key_place])
+                yield SourceRecord(number, sequence_id, self._json(names, values), key, self._line)
+
+    def _json(self, names: Sequence[str], values: Sequence[Any]) -> bytes:
+        payload = json_of(names, values)
+        if len(payload) > MAX_PAYLOAD_BYTES:
+            raise self._bad(f"is longer as JSON than a payload may be: {MAX_PAYLOAD_BYTES} bytes", "MESSAGE_TOO_LARGE")
+        return payload
+
+    @contextmanager
+    def _no_bad_values(self) -> Iterator[None]:
+        try:
+            yield
+        except BadValueError as e:
+            raise self._bad(str(e)) from e
+        except BadParquetError as e:
+            self._line = 0
+            raise self._bad(str(e)) from e
+
     def _csv_records(self) -> Iterator[SourceRecord]:
         """Reads the header now and the records when they are asked for."""
         taken: list[bytes] = []  # the lines of the record that is being read
@@ -495,12 +562,15 @@ class RecordSource:
             raise self._bad("is empty: a CSV file begins with a header")
         id_place, key_place = (None if name is None else self._place(header, name) for name in self._columns)
         taken.clear()
-        return self._csv_rows(rows, taken, len(header), id_place, key_place)
+        for name in header if self._as_json else ():
+            self._place(header, name)
+        return self._csv_rows(rows, taken, header, id_place, key_place)
 
     def _csv_rows(
-        self, rows: Iterator[list[str]], taken: list[bytes], width: int, id_place: int | None, key_place: int | None
-    ) -> Iterator[SourceRecord]:
-        number = 0
+        self, rows: Iterator[list[str]], taken: list[bytes], header: list[str], id_place: int | None,
+        key_place: int | None,
+    ) -> Iterator[SourceRecord]:  # fmt: skip
+        number, width = 0, len(header)
         while (row := self._next_row(rows, taken)) is not None:
             payload, line = _without_end(b"".join(taken)), self._line - len(taken) + 1
             taken.clear()
@@ -510,6 +580,9 @@ class RecordSource:
                 raise self._bad(f"has {len(row)} fields, the header {width}")
             sequence_id = number if id_place is None else self._sequence_id(row[id_place])
             key = None if key_place is None else row[key_place].encode(errors="surrogateescape")
+            if self._as_json:
+                with self._no_bad_values():
+                    payload = self._json(header, row)
             yield SourceRecord(number, sequence_id, payload, key, line)
             number += 1
 
@@ -552,7 +625,7 @@ class RecordSource:
         return int(text)
 
     def _bad(self, what: str, reason: str = "INVALID_SOURCE", hint: str | None = None) -> SeqdedupeError:
-        place = f", line {self._line}," if self._line else ""
+        place = f", {self._line_word} {self._line}," if self._line else ""
         sent = "; nothing was sent" if self._checking else ""
         return error(reason, f"{self._path}{place} {what}{sent}", hint=hint)
 

@@ -178,9 +178,9 @@ def test_published_read_and_gone_on_with(run: Run, tmp_path: Path) -> None:
         run(*publish).stdout == b"2 records read: 2 NotDup, 0 Dup; made the topic persistent://public/default/changes\n"
     )
     messages = [json.loads(line) for line in run("read", "changes", "--json").stdout.splitlines()]
-    assert [(m["sequence_id"], m["key"], m["properties"]) for m in messages] == [
-        (5, "a", {"seqdedupe.record": "0"}),
-        (7, "b", {"seqdedupe.record": "1"}),
+    assert [(m["sequence_id"], m["key"], m["properties"]["seqdedupe.record"]) for m in messages] == [
+        (5, "a", "0"),
+        (7, "b", "1"),
     ]
     # An unfinished last line waits, and what was inserted before the watermark is refused.
     more = b'{"after": {"id": 9}, "meta": {"keys": [null]}}'
