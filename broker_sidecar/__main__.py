@@ -124,6 +124,7 @@ def _run(config: Config, held: ExitStack, flags: Sequence[str], rebuild_store: b
         return EXIT_ERROR
     beside: kernels.CompilingBeside | None = None
     if kernels.prepare(config.data_directory):
+        telemetry.configure(config.log_level, config.log_format)
         # Several workers would each have a process beside them; recovery takes far longer uncompiled.
         if config.log == "embedded" and not config.shards and not data_directory.has_data(folder):
             # Where that cannot be it is as if there were something to recover.
@@ -134,7 +135,6 @@ def _run(config: Config, held: ExitStack, flags: Sequence[str], rebuild_store: b
     from broker_sidecar.server import run
 
     if beside is not None:
-        telemetry.configure(config.log_level, config.log_format)
         held.callback(beside.stop)
         beside.watch()
     return run(config, lock, rebuild_store=rebuild_store, gives_up_journal=gives_up_journal)

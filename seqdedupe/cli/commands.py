@@ -60,6 +60,7 @@ _COMMANDS = {
     "auth": ("token_commands.auth", "Explain what rules allow."),
     "backup": ("doctor_commands.backup", "Have the sidecar make a backup of all that it has."),
     "bench": ("bench_command.bench", "Publish test messages, and show how fast they go."),
+    "compile": ("sidecar_commands.compile_kernels", "Compile once for all who use this installation."),
     "consumer": ("service_commands.consumer", "Look after messages that consumers have set aside."),
     "cursors": ("topic_commands.cursors", "List a topic's named cursors; have retention wait for one, or remove it."),
     "doctor": ("doctor_commands.doctor", "Check a data directory; salvage what can be read."),
