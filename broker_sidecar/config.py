@@ -471,6 +471,23 @@ def load(file: Path | None, environment: Mapping[str, str], flags: Mapping[str, 
 
     Raises INVALID_CONFIGURATION.
     """
+    return _known_from(*_given(file, environment, flags))
+
+
+def _known_from(values: Mapping[str, Any], sources: Mapping[str, str]) -> Config:
+    try:
+        return _checked(values)
+    except ConfigurationError as e:
+        name = e.numbers.get("key", "")
+        if name not in sources:
+            raise
+        raise error(e.reason, f"{e.message} (given by {sources[name]})", key=name) from e
+
+
+def _given(
+    file: Path | None, environment: Mapping[str, str], flags: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """The values by key, and where each is from."""
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
     if file is not None:
@@ -483,13 +500,55 @@ def load(file: Path | None, environment: Mapping[str, str], flags: Mapping[str, 
     for name, value in flags.items():
         if value is not None:
             values[name], sources[name] = value, "a flag"
-    try:
-        return _checked(values)
-    except ConfigurationError as e:
-        name = e.numbers.get("key", "")
-        if name not in sources:
-            raise
-        raise error(e.reason, f"{e.message} (given by {sources[name]})", key=name) from e
+    return values, sources
+
+
+_NOT_IN_DEV = {
+    "data_directory",
+    "backup_directory",
+    "also_listen",
+    "allow_insecure_listen",
+    "authentication",
+    "token_keys_file",
+    "token_audience",
+    "token_max_lifetime_minutes",
+    "tls_certificate_file",
+    "tls_key_file",
+    "tls_client_ca_file",
+    "tls_client_crl_file",
+    "peer_token_file",
+    "peer_tls_ca_file",
+    "log",
+    "instance_name",
+    "workers",
+    "shards",
+    "peers",
+    "cluster_id",
+    "advertised_address",
+    "rules_file",
+    "standby",
+}
+"""With `--dev` nobody says where data are, who may connect, or which other sidecars there are."""
+
+
+def for_dev(file: Path | None, flags: Mapping[str, Any], folder: str, listen: str) -> Config:
+    """The configuration of `--dev`: data in this folder, on loopback, no token. Other keys are taken as `load` does.
+
+    Raises INVALID_CONFIGURATION, also for a key that contradicts it.
+    """
+    values, sources = _given(file, os.environ, flags)
+    for name, source in sources.items():
+        if name in _NOT_IN_DEV or name.startswith("pulsar."):
+            raise error(
+                "INVALID_CONFIGURATION",
+                f"{name} (given by {source}) contradicts --dev: that has a temporary data directory, listens on "
+                "loopback and asks for no token",
+                hint=f"Omit --dev, or {name}.",
+                key=name,
+            )
+    # It need not be said that messages are kept for ever: they are not.
+    dev = {"listen": listen, "log_format": "text", "default_retention_size_in_mb": -1}
+    return _known_from(dev | values | {"data_directory": folder, "authentication": "none"}, sources)
 
 
 def _in_file(file: Path) -> dict[str, Any]:
