@@ -61,6 +61,7 @@ FIGURES = (
     "spark_postgres",
     "spark_dedupe",
     "sink",
+    "import_client",
 )
 
 
