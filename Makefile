@@ -144,6 +144,8 @@ install: dist
 	$(DESTDIR)$(LIBRARY)/bin/python -m compileall -q -j 0 -x /tests/ -s "$(DESTDIR)" $(DESTDIR)$(LIBRARY)/lib
 	# What pip wrote says where it is now, and not where it will be.
 	$(if $(DESTDIR),grep -rlIF "$(DESTDIR)" $(DESTDIR)$(LIBRARY)/bin $(DESTDIR)$(LIBRARY)/pyvenv.cfg | xargs -r sed -i "s|$(DESTDIR)||g")
+	# For this machine. Where a package is made it is another one: the package runs this when it is installed.
+	$(if $(DESTDIR),,$(LIBRARY)/bin/seqdedupe compile)
 	install -d $(DESTDIR)$(PREFIX)/bin $(DESTDIR)$(PREFIX)/share/doc/seqdedupe
 	ln -sf ../lib/seqdedupe/bin/seqdedupe $(DESTDIR)$(PREFIX)/bin/seqdedupe
 	install -D -m 644 deploy/sysusers.conf $(DESTDIR)$(PREFIX)/lib/sysusers.d/seqdedupe.conf

@@ -62,6 +62,7 @@ FIGURES = (
     "spark_postgres",
     "spark_dedupe",
     "sink",
+    "import_client",
 )
 
 

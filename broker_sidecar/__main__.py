@@ -4,13 +4,17 @@ import argparse
 import difflib
 import faulthandler
 import os
+import shlex
+import shutil
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import NoReturn
+from tempfile import TemporaryDirectory
+from typing import Any, NoReturn
 
 _VARIABLE = "GRPC_EXPERIMENTS"
 _THE_OLDER_WAY = "-event_engine_client,-event_engine_listener"
@@ -40,9 +44,10 @@ from broker_sidecar.config import (  # noqa: E402
     KEYS,
     Config,
     flag_of,
+    for_dev,
     from_process,
 )
-from seqdedupe.address import SidecarAddress  # noqa: E402
+from seqdedupe.address import DEFAULT_ADDRESS, SidecarAddress  # noqa: E402
 from seqdedupe.errors import EXIT_WRONG, SeqdedupeError, exit_status  # noqa: E402
 
 
@@ -55,6 +60,11 @@ class _Parser(argparse.ArgumentParser):
 def arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Adds the sidecar's flags."""
     parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file with keys of the configuration")
+    parser.add_argument(
+        "--dev",
+        action="store_true",
+        help="for trying out: data that are deleted at the end, on loopback, no token",
+    )
     parser.add_argument(
         "--rebuild-store",
         action="store_true",
@@ -89,17 +99,55 @@ def main(argv: list[str] | None = None, *, prog: str = "broker_sidecar") -> int:
         near = [flag for flag in flags if flag.startswith(typed)] or difflib.get_close_matches(typed, flags, 1)
         parser.error(f"there is no {typed}" + (f": do you mean {near[0]}?" if near else ""))
     given = vars(found)
-    file, rebuild_store, gives_up = given.pop("config"), given.pop("rebuild_store"), given.pop("give_up_journal")
-    try:
-        config = from_process(file, given)
-    except SeqdedupeError as e:
-        print(f"seqdedupe: {e} {e.hint}", file=sys.stderr)
-        return exit_status(e)
+    file, is_dev = given.pop("config"), given.pop("dev")
+    repairs = {"rebuild_store": given.pop("rebuild_store"), "gives_up_journal": given.pop("give_up_journal")}
+    if is_dev and any(repairs.values()):
+        parser.error("--dev begins without data, so there is nothing to repair")
     with ExitStack() as held:
-        return _run(config, held, sys.argv[1:] if argv is None else argv, rebuild_store, gives_up)
+        try:
+            config = _dev_config(file, given, held) if is_dev else from_process(file, given)
+        except SeqdedupeError as e:
+            print(f"seqdedupe: {e} {e.hint}", file=sys.stderr)
+            return exit_status(e)
+        on_serving = partial(_say_what_next, config.data_directory) if is_dev else None
+        return _run(config, held, sys.argv[1:] if argv is None else argv, on_serving, repairs)
 
 
-def _run(config: Config, held: ExitStack, flags: Sequence[str], rebuild_store: bool, gives_up_journal: bool) -> int:
+def _dev_config(file: Path | None, given: dict[str, Any], held: ExitStack) -> Config:
+    """The configuration of `--dev`. Its folder is removed when `held` ends, also by SIGTERM before the server runs."""
+    from broker_sidecar.sockets import check_nobody_listens
+
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    folder = held.enter_context(TemporaryDirectory(prefix="seqdedupe-dev-", ignore_cleanup_errors=True))
+    listen = DEFAULT_ADDRESS
+    try:
+        check_nobody_listens(SidecarAddress.parse(listen), "listen")
+    except SeqdedupeError:
+        listen = "127.0.0.1:0"
+    return for_dev(file, given, folder, listen)
+
+
+def _say_what_next(folder: str, address: SidecarAddress) -> None:
+    found = shutil.which("seqdedupe")
+    command = "seqdedupe" if found else shlex.quote(str(Path(sys.executable).with_name("seqdedupe")))
+    at = f"--address {shlex.quote(str(address))}"
+    print(
+        f"A sidecar for trying out, at {address}. No token is needed. Its data are in {folder}:\n"
+        "they are deleted when it ends.\n\n"
+        "In another terminal:\n\n"
+        f"    printf 'one\\ntwo\\n' | {command} publish - --topic orders --producer shop {at}\n"
+        f"    {command} read orders {at}\n",
+        flush=True,
+    )
+
+
+def _run(
+    config: Config,
+    held: ExitStack,
+    flags: Sequence[str],
+    on_serving: Callable[[SidecarAddress], None] | None,
+    repairs: dict[str, bool],
+) -> int:
     from broker_sidecar import data_directory, kernels, telemetry, workers
     from broker_sidecar.sockets import check_nobody_listens
 
@@ -121,6 +169,7 @@ def _run(config: Config, held: ExitStack, flags: Sequence[str], rebuild_store: b
         return data_directory.ended_by(e, folder)
     beside: kernels.CompilingBeside | None = None
     if kernels.prepare(config.data_directory):
+        telemetry.configure(config.log_level, config.log_format)
         # Several workers would each have a process beside them; recovery takes far longer uncompiled.
         if config.log == "embedded" and not config.shards and not data_directory.has_data(folder):
             # Where that cannot be it is as if there were something to recover.
@@ -131,10 +180,9 @@ def _run(config: Config, held: ExitStack, flags: Sequence[str], rebuild_store: b
     from broker_sidecar.server import run
 
     if beside is not None:
-        telemetry.configure(config.log_level, config.log_format)
         held.callback(beside.stop)
         beside.watch()
-    return run(config, lock, rebuild_store=rebuild_store, gives_up_journal=gives_up_journal)
+    return run(config, lock, on_serving, **repairs)
 
 
 if __name__ == "__main__":

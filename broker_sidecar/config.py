@@ -515,10 +515,17 @@ def load(file: Path | None, environment: Mapping[str, str], flags: Mapping[str, 
 def examine(
     file: Path | None, environment: Mapping[str, str], flags: Mapping[str, Any]
 ) -> tuple[Config, list[SeqdedupeError]]:
-    """As `load`, and all that is wrong. A key whose value cannot be has its default then, and is named once.
+    """Return the configuration as `load` does, and all its problems. An invalid key is named once, and has its default.
 
     Raises INVALID_CONFIGURATION if the file cannot be read.
     """
+    return _examined(*_given(file, environment, flags))
+
+
+def _given(
+    file: Path | None, environment: Mapping[str, str], flags: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the values by key, and the source of each."""
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
     if file is not None:
@@ -531,6 +538,10 @@ def examine(
     for name, value in flags.items():
         if value is not None:
             values[name], sources[name] = value, "a flag"
+    return values, sources
+
+
+def _examined(values: Mapping[str, Any], sources: Mapping[str, str]) -> tuple[Config, list[SeqdedupeError]]:
     config, problems = _converted(values)
     of_values = {problem.numbers["key"] for problem in problems}
     problems += [problem for problem in problems_of(config) if problem.numbers.get("key") not in of_values]
@@ -542,6 +553,57 @@ def _with_source(problem: SeqdedupeError, sources: Mapping[str, str]) -> Seqdedu
     if name not in sources:
         return problem
     return error(problem.reason, f"{problem.message} (given by {sources[name]})", key=name)
+
+
+_NOT_IN_DEV = {
+    "data_directory",
+    "backup_directory",
+    "also_listen",
+    "allow_insecure_listen",
+    "authentication",
+    "token_keys_file",
+    "token_audience",
+    "token_max_lifetime_minutes",
+    "tls_certificate_file",
+    "tls_key_file",
+    "tls_client_ca_file",
+    "tls_client_crl_file",
+    "peer_token_file",
+    "peer_tls_ca_file",
+    "log",
+    "instance_name",
+    "workers",
+    "shards",
+    "peers",
+    "cluster_id",
+    "advertised_address",
+    "rules_file",
+    "standby",
+}
+"""With `--dev` nobody says where data are, who may connect, or which other sidecars there are."""
+
+
+def for_dev(file: Path | None, flags: Mapping[str, Any], folder: str, listen: str) -> Config:
+    """The configuration of `--dev`: data in this folder, on loopback, no token. Other keys are taken as `load` does.
+
+    Raises INVALID_CONFIGURATION, also for a key that contradicts it.
+    """
+    values, sources = _given(file, os.environ, flags)
+    for name, source in sources.items():
+        if name in _NOT_IN_DEV or name.startswith("pulsar."):
+            raise error(
+                "INVALID_CONFIGURATION",
+                f"{name} (given by {source}) contradicts --dev: that has a temporary data directory, listens on "
+                "loopback and asks for no token",
+                hint=f"Omit --dev, or {name}.",
+                key=name,
+            )
+    # It need not be said that messages are kept for ever: they are not.
+    dev = {"listen": listen, "log_format": "text", "default_retention_size_in_mb": -1}
+    config, problems = _examined(dev | values | {"data_directory": folder, "authentication": "none"}, sources)
+    for problem in problems:
+        raise problem
+    return config
 
 
 def _in_file(file: Path) -> dict[str, Any]:

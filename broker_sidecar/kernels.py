@@ -1,5 +1,8 @@
 """Where compiled kernels are kept from one start to the next, and what a start does while there are none.
 
+`seqdedupe compile` compiles once for all users of an installation (`compile_for_installation`); a start copies from
+there.
+
 numba unpickles what it finds there, so whoever can write to that folder, or put another one in its place, runs code in
 this process. Compiling takes up to a minute, which every restart after a crash would pay. A first start does not wait
 for it: `CompilingBeside` has another process compile, which is this module's `main`.
@@ -9,15 +12,21 @@ import hashlib
 import importlib
 import logging
 import os
+import signal
 import stat
 import subprocess
 import sys
 import threading
+import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any, Self
+
+import numba
+from llvmlite import binding
 
 import seqdedupe
 from seqdedupe.format import jit
@@ -32,6 +41,12 @@ _NEEDS_ALL = "broker_sidecar.server"
 
 _NICENESS = 10
 """Of the process that compiles: the sidecar serves meanwhile."""
+
+_PROGRESS_SECONDS = 5.0
+"""A start that compiles first says this often how far it is."""
+
+COMPILE_LIMIT_SECONDS = 1800.0
+"""A process that compiles next to a sidecar is killed after this time: it hangs. Usually it takes a minute."""
 
 _STOP_SECONDS = 5.0
 """So long a stop waits at most for a process that was killed, and for what takes over."""
@@ -49,20 +64,97 @@ def prepare(data_directory: str = "") -> bool:
     folder = _folder(data_directory)
     if folder is None:
         return True
+    if not (folder / _COMPLETE).exists():
+        _copy_installed(folder)
     jit.keep_compiled(folder)
     return not (folder / _COMPLETE).exists()
 
 
 def compile_first(data_directory: str = "") -> None:
-    """Compiles all that a sidecar needs, and says why nothing else happens for a while."""
-    say_compiling()
+    """Compiles all that a sidecar needs, and says why nothing else happens for a while, and how far it is. Where that
+    fails kernels are plain functions: the log says why."""
+    with _Progress() as progress:
+        _import_all()
+        progress.kernels = jit.plain_kernels()
+        if _compile_now():
+            compiled(data_directory)
+
+
+def compile_for_installation() -> Path:
+    """Compiles all that a sidecar needs, for all who use this installation; returns the folder where it is kept.
+
+    That is a folder of the installation, which all may read, or the user's cache folder if the user cannot write there.
+    Returns at once if it is complete. Raises PermissionError if neither can be written, OSError, and what numba raises.
+    """
+    folder = _installed_folder()
+    is_for_all = _made(folder.parents[1], folder.parent.name, folder.name) and _is_closed(folder)
+    if not is_for_all:
+        if (own := _folder("")) is None:
+            raise PermissionError(f"there is nowhere to keep kernels: {folder} cannot be written, nor a cache folder")
+        folder = own
+    if not (folder / _COMPLETE).exists():
+        jit.keep_compiled(folder)
+        with _Progress() as progress:
+            _import_all()
+            progress.kernels = jit.plain_kernels()
+            jit.compile_now()
+        (folder / _COMPLETE).touch()
+    if is_for_all:
+        for place in (folder.parent, folder, *folder.rglob("*")):
+            place.chmod(0o755 if place.is_dir() else 0o644)
+    return folder
+
+
+def _import_all() -> None:
+    jit.compile_later()
     importlib.import_module(_NEEDS_ALL)
-    compiled(data_directory)
 
 
-def say_compiling() -> None:
-    """Why nothing else happens for a while."""
-    print("seqdedupe: compiling for this machine, which can take a minute", file=sys.stderr, flush=True)
+def _compile_now(goes_on: Callable[[], bool] = lambda: True) -> bool:
+    """Whether that succeeded; otherwise the log says why not."""
+    kernels = jit.plain_kernels()
+    try:
+        jit.compile_now(goes_on)
+    except Exception as e:  # noqa: BLE001 (numba and LLVM raise anything, and plain functions give the same)
+        logger.error(
+            "%d of %d kernels cannot be compiled (%s: %s): the sidecar goes on with plain functions, which take up to "
+            "a hundred times as long",
+            jit.plain_kernels(),
+            kernels,
+            type(e).__name__,
+            " ".join(str(e).split()),
+        )
+        return False
+    return True
+
+
+class _Progress:
+    """Says on standard error that this process compiles, and every _PROGRESS_SECONDS how far it is."""
+
+    def __init__(self) -> None:
+        self.kernels = 0
+        """All that are to be compiled; 0 while that is not known."""
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._say, name="seqdedupe-progress", daemon=True)
+
+    def __enter__(self) -> Self:
+        _tell("seqdedupe: compiling for this machine, which can take a minute")
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _say(self) -> None:
+        began = time.monotonic()
+        while not self._ended.wait(_PROGRESS_SECONDS):
+            how_far = f"{self.kernels - jit.plain_kernels()} of {self.kernels} kernels" if self.kernels else "loading"
+            _tell(f"seqdedupe: compiling for this machine: {how_far}, {time.monotonic() - began:.0f} s")
+
+
+def _tell(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def compiled(data_directory: str = "") -> None:
@@ -96,12 +188,9 @@ class CompilingBeside:
             command, stdin=pipe, stdout=nothing, stderr=pipe, text=True, errors="replace", start_new_session=True
         )
         jit.compile_later()
-        print(
-            "seqdedupe: compiling for this machine, which can take a minute; until then the sidecar serves, slowly",
-            file=sys.stderr,
-            flush=True,
-        )
+        _tell("seqdedupe: compiling for this machine, which can take a minute; until then the sidecar serves, slowly")
         self._is_stopped = False
+        self._took_too_long = False
         self._thread = threading.Thread(target=self._take_over, name="seqdedupe-compiling", daemon=True)
 
     def watch(self) -> None:
@@ -116,15 +205,31 @@ class CompilingBeside:
             self._thread.join(_STOP_SECONDS)
 
     def _take_over(self) -> None:
+        limit = threading.Timer(COMPILE_LIMIT_SECONDS, self._end_what_hangs)
+        limit.daemon = True
+        limit.start()
         with self._process as process:
             said = process.stderr.read() if process.stderr else ""
+        limit.cancel()
         # Not what its status says: another installation may have compiled for itself.
-        if is_complete := self._complete.exists():
-            jit.compile_now(lambda: not self._is_stopped)
+        is_complete = self._complete.exists()
+        if is_complete and not _compile_now(lambda: not self._is_stopped):
+            return
         if self._is_stopped:
             return
         if is_complete:
             logger.info("compiled for this machine: the sidecar is as fast now as it can be")
+        elif process.returncode == -signal.SIGTERM:
+            logger.info(
+                "compiling for this machine was ended (SIGTERM): the sidecar goes on, slowly; the next start compiles "
+                "before it serves"
+            )
+        elif self._took_too_long:
+            logger.warning(
+                "compiling for this machine was ended: it took more than %g s; the sidecar goes on, slowly; the next "
+                "start compiles before it serves",
+                COMPILE_LIMIT_SECONDS,
+            )
         else:
             logger.warning(
                 "compiling for this machine has failed (status %d: %s): the sidecar goes on, slowly; the next start "
@@ -132,6 +237,10 @@ class CompilingBeside:
                 process.returncode,
                 said.strip().rpartition("\n")[2],
             )
+
+    def _end_what_hangs(self) -> None:
+        self._took_too_long = True
+        self._process.kill()
 
 
 def main() -> None:
@@ -153,25 +262,68 @@ def _end_with_input() -> None:
 
 
 def _folder(data_directory: str) -> Path | None:
-    name = f"kernels-{_sources_hash()}"
+    name = _name()
     home = _cache_home()
     if home is not None and _made(home, "seqdedupe", name) and is_ours_alone(home / "seqdedupe" / name):
         return home / "seqdedupe" / name
     # Whoever can write to the data directory has the messages in any case: its own place is not looked at.
     if data_directory and _made(Path(data_directory), "kernels", name):
         kernels = Path(data_directory, "kernels")
-        if all(_is_safe(place) and not place.is_symlink() for place in (kernels, kernels / name)):
+        if _is_closed(kernels / name):
             return kernels / name
     return None
 
 
-def _sources_hash() -> str:
-    # numba alone would not notice that a kernel which another file's kernel calls has changed.
+def _installed_folder() -> Path:
+    return Path(sys.prefix, "lib", "seqdedupe-kernels", _name())
+
+
+def _copy_installed(folder: Path) -> None:
+    """Copies what `compile_for_installation` has kept: numba takes kernels only from a folder that it can write to."""
+    installed = _installed_folder()
+    # Whoever can write to the installation has the code in any case: its own place is not looked at.
+    with suppress(OSError):
+        if not (installed / _COMPLETE).exists() or not _is_closed(installed):
+            return
+        for source in sorted(installed.rglob("*.nb?")):
+            target = folder / source.relative_to(installed)
+            target.parent.mkdir(mode=0o700, exist_ok=True)
+            # Another start may copy, or read, at the same time.
+            unfinished = target.with_name(f"{target.name}.{os.getpid()}")
+            unfinished.write_bytes(source.read_bytes())
+            unfinished.replace(target)
+        (folder / _COMPLETE).touch()
+
+
+def _is_closed(kernels: Path) -> bool:
+    """Whether nobody but us and root can write to this folder of kernels, nor to the one that has it."""
+    return all(_is_safe(place) and not place.is_symlink() for place in (kernels.parent, kernels))
+
+
+def fits() -> str:
+    """What compiled kernels of this process fit, in words."""
+    python = ".".join(map(str, sys.version_info[:2]))
+    return f"{_cpu()[0]}, seqdedupe {version('seqdedupe')}, numba {version('numba')}, Python {python}"
+
+
+def _cpu() -> tuple[str, str]:
+    """The CPU that numba compiles for: its name and its features."""
+    config: Any = numba.config
+    name = config.CPU_NAME or binding.get_host_cpu_name()
+    features = config.CPU_FEATURES
+    return name, binding.get_host_cpu_features().flatten() if features is None else features
+
+
+def _name() -> str:
+    """Of the folder. All that decides whether numba takes a kernel from there is in it: otherwise a start would compile
+    without saying so."""
     package = Path(seqdedupe.__file__).parent
-    sources = hashlib.sha256(version("numba").encode())
+    parts = (version("numba"), sys.implementation.cache_tag, str(package), *_cpu())
+    found = hashlib.sha256("\0".join(map(str, parts)).encode())
+    # numba alone would not notice that a kernel which another file's kernel calls has changed.
     for file in [*sorted(package.glob("format/*.py")), *sorted(package.glob("core/*.py")), package / "limits.py"]:
-        sources.update(file.read_bytes())
-    return sources.hexdigest()[:16]
+        found.update(file.read_bytes())
+    return f"kernels-{found.hexdigest()[:16]}"
 
 
 def _cache_home() -> Path | None:

@@ -25,6 +25,7 @@ from broker_sidecar.streams import Streams
 from seqdedupe.errors import REASONS
 from seqdedupe.exposition import Exposition, by_label, counter_of, cumulated, gauge_of, histogram_of
 from seqdedupe.figures import Buckets
+from seqdedupe.format import jit
 from seqdedupe.http_server import on_loop
 from seqdedupe.topic.base import State, TopicBase
 from seqdedupe.topic.directory import Topics
@@ -403,6 +404,11 @@ class Metrics:
             "seqdedupe_configuration_in_force",
             "Whether the files that may be replaced are in force as they are now: 1, or 0.",
             self._from.is_configuration_in_force(),
+        )
+        yield gauge_of(
+            "seqdedupe_kernels_compiled",
+            "Whether all kernels are compiled: 1, or 0. Until then the sidecar is slow.",
+            not jit.plain_kernels(),
         )
         yield from of_topics(on_loop(self._loop, self._look))
         yield from of_calls(list(self._from.calls.methods.values()))

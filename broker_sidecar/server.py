@@ -12,6 +12,7 @@ import os
 import resource
 import signal
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -55,6 +56,9 @@ logger = logging.getLogger("seqdedupe.server")
 MAX_REQUEST_BYTES = 16 * 1024 * 1024
 """Twice what a batch may have: one that is too large gets an answer that says so. What is larger still is broken
 off by gRPC, which does not say that sending it again cannot help."""
+
+OnServing = Callable[[SidecarAddress], None]
+"""Called with the address, once the sidecar serves."""
 
 STOP_GRACE_SECONDS = 2.0
 """After draining: for clients to read their last answers."""
@@ -326,7 +330,7 @@ def connections_within(limit: int) -> int:
 # -- The process around it, from its start to its exit status.
 
 
-async def _serve(config: Config, lock: Lock, repairs: dict[str, bool]) -> None:
+async def _serve(config: Config, lock: Lock, on_serving: OnServing | None, repairs: dict[str, bool]) -> None:
     loop = asyncio.get_running_loop()
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -355,6 +359,8 @@ async def _serve(config: Config, lock: Lock, repairs: dict[str, bool]) -> None:
         recovery.result()
         keep_freed_memory()
         logger.info("serving", extra={"address": str(sidecar.address)})
+        if on_serving is not None and sidecar.address is not None:
+            on_serving(sidecar.address)
         manager.tell(READY="1", STATUS=sidecar.status())
         await stop
     recovery.cancel()
@@ -370,10 +376,10 @@ async def _end_without(lock: Lock) -> None:
     fatal(await data_directory.lost(lock))
 
 
-def run(config: Config, lock: Lock, **repairs: bool) -> int:
+def run(config: Config, lock: Lock, on_serving: OnServing | None = None, **repairs: bool) -> int:
     """Serves until SIGTERM or SIGINT; returns the exit status. An error at the start is one clear line.
 
-    `lock` is the data directory's. `repairs` are those of `Data`, for this start alone.
+    `lock` is the data directory's. `repairs` are those of `Data`, for this start alone. `on_serving` is called once.
     """
     telemetry.configure(config.log_level, config.log_format)
     if config.backup_directory and not Path(config.backup_directory).is_dir():
@@ -383,15 +389,15 @@ def run(config: Config, lock: Lock, **repairs: bool) -> int:
     try:
         import uvloop
     except ImportError:
-        return asyncio.run(_served(config, lock, repairs))
-    return uvloop.run(_served(config, lock, repairs))
+        return asyncio.run(_served(config, lock, on_serving, repairs))
+    return uvloop.run(_served(config, lock, on_serving, repairs))
 
 
-async def _served(config: Config, lock: Lock, repairs: dict[str, bool]) -> int:
+async def _served(config: Config, lock: Lock, on_serving: OnServing | None, repairs: dict[str, bool]) -> int:
     """Serves; the exit status. What is wrong is said in one line."""
     status = EXIT_FAILED
     try:
-        await _serve(config, lock, repairs)
+        await _serve(config, lock, on_serving, repairs)
         status = 0
     except TimeoutError:
         print(

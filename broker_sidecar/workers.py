@@ -72,7 +72,7 @@ def divide(config: Config, count: int) -> None:
     if is_due:
         telemetry.configure(config.log_level, config.log_format)
         if kernels.prepare(config.data_directory):
-            kernels.say_compiling()
+            kernels.compile_first(config.data_directory)
         # Not before: it imports what is compiled.
         from broker_sidecar import division
 

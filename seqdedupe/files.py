@@ -5,7 +5,6 @@ with a digest."""
 import errno
 import hashlib
 import os
-import shutil
 import stat
 import struct
 from collections.abc import Callable, Iterator
@@ -134,7 +133,10 @@ def becoming(to: Path, apart_from: Path) -> Iterator[Path]:
         yield unfinished
         unfinished.rename(to)
     except BaseException:
-        shutil.rmtree(unfinished)
+        # Here, since it imports all kinds of archives, which clients do not need.
+        from shutil import rmtree
+
+        rmtree(unfinished)
         raise
     sync_folder(to.parent)
 

@@ -61,6 +61,7 @@ _COMMANDS = {
     "auth": ("token_commands.auth", "Explain what rules allow."),
     "backup": ("backup_commands.backup", "Have the sidecar make a backup of all that it has; list backups."),
     "bench": ("bench_command.bench", "Publish test messages, and show how fast they go."),
+    "compile": ("sidecar_commands.compile_kernels", "Compile once for all who use this installation."),
     "config": ("config_commands.config", "Check a sidecar's configuration without starting it."),
     "consumer": ("service_commands.consumer", "Look after messages that consumers have set aside."),
     "cursors": ("topic_commands.cursors", "List a topic's named cursors; have retention wait for one, or remove it."),

@@ -1,4 +1,4 @@
-"""The operators' commands about a sidecar as a whole: a cluster's list, numbers to and from files, and `top`."""
+"""The operators' commands about a sidecar as a whole: compiling, a cluster's list, numbers to and from files, `top`."""
 
 import sys
 import time
@@ -35,6 +35,26 @@ def version(address: str, as_json: bool) -> None:
     where = f"one of {address}" if "," in address else address
     echo(f"sidecar       {answer.version}, serving at {where} for {answer.uptime_seconds:,} s")
     echo(f"batches       at most {answer.max_batch_rows:,} rows and {answer.max_batch_bytes:,} bytes")
+
+
+@click.command("compile")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def compile_kernels(as_json: bool) -> None:
+    """Compile what a sidecar needs, once for all who use this installation, so that no start has to.
+
+    It takes up to a minute. What is compiled fits this CPU, and these versions of seqdedupe, numba and Python. Run it
+    on each machine, and after each upgrade, as the user who installs.
+    """
+    with needing("the sidecar needs", "sidecar"):
+        from broker_sidecar import kernels
+
+        folder = kernels.compile_for_installation()
+    tell(
+        as_json,
+        {"folder": str(folder), "fits": kernels.fits()},
+        f"compiled kernels are in {folder}",
+        f"they fit {kernels.fits()}",
+    )
 
 
 @click.group(invoke_without_command=True)

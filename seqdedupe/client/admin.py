@@ -9,7 +9,6 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from itertools import accumulate, chain, pairwise
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple, TypeVar
 
 from google.protobuf.message import DecodeError
@@ -562,6 +561,9 @@ async def import_dealt_window(
     many partitions have their part; INVALID_REQUEST for a topic to whose partitions no ID leads, RECOVERING while that
     is not known.
     """
+    # Here, since it imports archives and random numbers, which no other call of a client needs.
+    from tempfile import TemporaryDirectory
+
     _check_id_leads(whole)
     ids = done = 0
     for first in range(0, whole.partitions, AT_ONCE):

@@ -5,8 +5,7 @@ Begin with `new_channel`, `typed_errors` and `ClientCalls`, a client's calls: ea
 
 import asyncio
 import os
-import random
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from types import TracebackType
@@ -16,7 +15,6 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError, Message
 from google.rpc import error_details_pb2, status_pb2
-from grpc_status import rpc_status
 
 from seqdedupe.address import SidecarAddress
 from seqdedupe.client.credentials import NO_CREDENTIALS, Credentials
@@ -182,6 +180,9 @@ _BRIEF = (("grpc.client_idle_timeout_ms", 10_000),)
 
 _DOMAIN = "seqdedupe"
 """Of the ErrorInfos that count."""
+
+_RICH_STATUS = "grpc-status-details-bin"
+"""The trailing metadata with the status as a message of google.rpc, by the convention of gRPC."""
 
 NOT_A_SIDECAR = "NOT_A_SIDECAR"
 """The reason of an answer that is not the sidecar's own. It is final for what starts: the address may be wrong. Once
@@ -431,9 +432,7 @@ def _details(failure: grpc.aio.AioRpcError) -> tuple[error_details_pb2.ErrorInfo
     info: error_details_pb2.ErrorInfo | None = None
     retry_delay_ms = NEVER
     try:
-        # ValueError: the rich status and the plain one differ. Whoever answers for the sidecar may send anything.
-        status: status_pb2.Status | None = rpc_status.from_call(failure)  # type: ignore[arg-type]
-        for detail in status.details if status else ():
+        for detail in _rich_details(failure):
             if detail.Is(error_details_pb2.ErrorInfo.DESCRIPTOR):
                 found = error_details_pb2.ErrorInfo()
                 detail.Unpack(found)
@@ -447,6 +446,20 @@ def _details(failure: grpc.aio.AioRpcError) -> tuple[error_details_pb2.ErrorInfo
     return info, retry_delay_ms
 
 
+def _rich_details(failure: grpc.aio.AioRpcError) -> Sequence[Any]:
+    """The details of the rich status; none if there is no such status, or if the plain one says something else: whoever
+    answers for the sidecar may send anything. Raises DecodeError.
+
+    As `grpc_status.rpc_status`, whose import costs each client what it needs nothing of.
+    """
+    for name, value in failure.trailing_metadata() or ():
+        if name == _RICH_STATUS:
+            status = status_pb2.Status.FromString(value)
+            says_the_same = (status.code, status.message) == (failure.code().value[0], failure.details())
+            return status.details if says_the_same else ()
+    return ()
+
+
 class Backoff:
     """Delays that double from `first_seconds` to `longest_seconds`, each cut at random by up to a half."""
 
@@ -458,7 +471,8 @@ class Backoff:
     def next_seconds(self) -> float:
         delay = self._next_seconds
         self._next_seconds = min(2 * delay, self._longest_seconds)
-        return delay * random.uniform(0.5, 1)
+        # Not `random`, which would be imported for this alone.
+        return delay * (0.5 + os.urandom(1)[0] / 510)
 
     def reset(self) -> None:
         """There was progress: the next delay is the first again."""

@@ -5,7 +5,7 @@ Begin with `Publisher`, at the end. Its `Delivery` sends to one topic, a `Partit
 """
 
 import asyncio
-import secrets
+import os
 import time
 from bisect import bisect_left
 from collections import deque
@@ -569,7 +569,7 @@ Ids = Binary | Sequence[bytes | str]
 
 def new_id() -> bytes:
     """A UUID of version 7, as 16 bytes: the time in milliseconds, then random bits."""
-    number = (time.time_ns() // 1_000_000) << 80 | secrets.randbits(80)
+    number = (time.time_ns() // 1_000_000) << 80 | int.from_bytes(os.urandom(10), "big")
     number = number & ~(0xF << 76) | 0x7 << 76
     return (number & ~(0x3 << 62) | 0x2 << 62).to_bytes(16, "big")
 

@@ -10,6 +10,7 @@ function then until `compile_now` has compiled it, and what calls it does not no
 """
 
 import inspect
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, cast, get_type_hints
@@ -112,6 +113,10 @@ except ImportError:
     def compile_now(goes_on: Callable[[], bool] = lambda: True) -> None:
         """Nothing is compiled."""
 
+    def plain_kernels() -> int:
+        """No kernel waits to be compiled."""
+        return 0
+
     def kernel(
         *, inline: bool = False, nogil: bool = False, bare: bool = False, at_once: bool = False
     ) -> Callable[[F], F]:
@@ -137,9 +142,11 @@ else:
 
     _is_kept = False
 
-    _later: list[tuple[Any, Any]] | None = None
-    """The kernels that are to be compiled, in the order in which they may call each other, and their types. None: each
-    is at once."""
+    _is_later = False
+    """Whether kernels of modules that are imported now are plain functions for the time being."""
+
+    _plain_kernels: deque[tuple[Any, Any]] = deque()
+    """The kernels that are still to be compiled, in the order in which they may call each other, and their types."""
 
     def keep_compiled(folder: Path) -> None:
         """Kernels of modules that are imported from now on are kept in this folder, and taken from it.
@@ -153,21 +160,28 @@ else:
     def compile_later() -> None:
         """Kernels of modules that are imported from now on are plain functions until `compile_now`: with the same
         results, and up to a hundred times as slow."""
-        global _later
-        _later = []
+        global _is_later
+        _is_later = True
 
     def compile_now(goes_on: Callable[[], bool] = lambda: True) -> None:
         """Compiles the kernels that were left plain, or takes them from where they are kept, while it `goes_on`. May be
         called in a thread of its own: each call that is made meanwhile is one of the plain function, or of the compiled
-        one."""
-        global _later
-        pending, _later = _later or [], None
-        for dispatcher, signature in pending:
-            if not goes_on():
-                return
+        one.
+
+        Raises what numba, LLVM and the file system raise. This kernel and those after it stay plain functions then.
+        """
+        global _is_later
+        _is_later = False
+        while _plain_kernels and goes_on():
+            dispatcher, signature = _plain_kernels[0]
             dispatcher.compile(signature)
             dispatcher.disable_compile()
             del dispatcher._compile_for_args
+            _plain_kernels.popleft()
+
+    def plain_kernels() -> int:
+        """The number of kernels that are plain functions until `compile_now` has compiled them."""
+        return len(_plain_kernels)
 
     def kernel(
         *, inline: bool = False, nogil: bool = False, bare: bool = False, at_once: bool = False
@@ -186,13 +200,13 @@ else:
             returned = hints.pop("return")
             signature = _TYPES[returned](*(_TYPES[hint] for hint in hints.values()))
             options: Any = {"forceinline": inline, "nogil": nogil, "_nrt": not bare, "error_model": "numpy"}
-            if _later is None or at_once:
+            if not _is_later or at_once or numba.config.DISABLE_JIT:  # type: ignore[attr-defined]
                 return cast(F, njit(signature, cache=_is_kept, **options)(function))
             dispatcher: Any = njit(cache=_is_kept, **options)(function)
             plain = _plain(function, [hint is int for hint in hints.values()], returned)
             # numba asks for something to call where nothing is compiled for what it is called with.
             dispatcher._compile_for_args = lambda *arguments: plain
-            _later.append((dispatcher, signature))
+            _plain_kernels.append((dispatcher, signature))
             return cast(F, dispatcher)
 
         return compiled

@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from py4j.protocol import Py4JError, Py4JJavaError  # type: ignore[import-untyped]
+from pyspark import SparkContext
 from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
 from seqdedupe.errors import REASONS, error
+from seqdedupe_spark.source import SeqdedupeDataSource
 
 if TYPE_CHECKING:
     import click
@@ -81,6 +83,49 @@ def start_session(name: str, master: str | None = None) -> SparkSession:
     session = (builder.master(master) if master else builder).getOrCreate()
     activate(session)
     return session
+
+
+def register(spark: SparkSession) -> None:
+    """Registers the data source `seqdedupe` with a session, so that Spark need not search for it.
+
+    Spark reads with Python processes of its own. On a local master they are this Python, unless `PYSPARK_PYTHON` or
+    `spark.pyspark.python` names another one; otherwise they are the `python3` of the `PATH`. Over Spark Connect the
+    server's side decides. Raises INVALID_CONFIGURATION if that Python, on the driver, does not have this package.
+    """
+    if isinstance(spark, SparkSession):
+        context = spark.sparkContext
+        is_chosen = "PYSPARK_PYTHON" in os.environ or context.getConf().contains("spark.pyspark.python")
+        if not is_chosen and str(context.master).startswith("local"):
+            context.pythonExec = sys.executable
+        _check_has_this_package(context)
+    spark.dataSource.register(SeqdedupeDataSource)
+
+
+def _check_has_this_package(context: SparkContext) -> None:
+    python = context.pythonExec
+    if python == sys.executable:
+        return
+    path = [*(context._python_includes or ()), *filter(None, [os.environ.get("PYTHONPATH")])]
+    try:
+        done = subprocess.run(
+            [python, "-c", "import seqdedupe_spark"],
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(path)},
+            capture_output=True,
+            text=True,
+            errors="replace",
+            check=False,
+        )
+        if done.returncode == 0:
+            return
+        said = done.stderr.strip().rpartition("\n")[2]
+    except OSError as e:
+        said = str(e)
+    raise error(
+        "INVALID_CONFIGURATION",
+        f"Spark starts {python!r} for its Python processes, and that cannot import seqdedupe_spark: {said}",
+        hint="Set PYSPARK_PYTHON to a Python that has seqdedupe[spark], before the session is made. On this machine "
+        f"{sys.executable} has it.",
+    )
 
 
 def activate(spark: SparkSession) -> None:

@@ -2,6 +2,7 @@
 is quick, and looks like the first on a machine."""
 
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -18,7 +19,8 @@ from seqdedupe.client import Verdict
 from seqdedupe.client.blocking import Client
 from seqdedupe.testing import Patience, Sidecar, _below, _command
 from tests import warm
-from tests.broker_sidecar import no_more_processes
+from tests.broker_sidecar import failing_kernels, no_more_processes, with_constants
+from tests.broker_sidecar.metrics.scraping import scrape
 
 COMPILED = "compiled for this machine"
 ROWS = 300
@@ -44,7 +46,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def sidecar(home: Path, tmp_path: Path) -> Iterator[Sidecar]:
     """One whose process that compiles was told to stand still as soon as it was there: it serves with plain functions,
     until it may go on."""
-    sidecar = Sidecar(tmp_path / "sidecar")
+    sidecar = Sidecar(tmp_path / "sidecar", metrics_listen="127.0.0.1:0")
     with contextlib.closing(sidecar):
         sidecar.spawn()
         patience = Patience("a process that compiles")
@@ -111,8 +113,10 @@ def test_it_serves_at_once_and_judges_the_same_before_and_after(sidecar: Sidecar
     with Client(sidecar.address) as client:
         client.admin.create_topic("by-id", deduplication_mode="deduplication-id")
         publish(client, 0)
+        assert kernels_compiled(sidecar) == 0
         os.kill(pid, signal.SIGCONT)
         wait_until_said(sidecar, COMPILED)
+        assert kernels_compiled(sidecar) == 1
         publish(client, ROWS)
         check_all(client, 2 * ROWS)
     assert not [line for line in sidecar.errors if "Warning" in line]
@@ -133,19 +137,34 @@ def test_where_something_is_to_be_recovered_it_compiles_first(sidecar: Sidecar, 
     before = len(sidecar.errors)
     sidecar.start()
     assert not compiling(sidecar)
-    assert [line for line in sidecar.errors[before:] if "compiling" in line] == [
-        "seqdedupe: compiling for this machine, which can take a minute"
-    ]
+    compiling_lines = [line for line in sidecar.errors[before:] if "compiling" in line]
+    assert compiling_lines[0] == "seqdedupe: compiling for this machine, which can take a minute"
+    assert not [line for line in compiling_lines if "until then the sidecar serves" in line]
     assert list(home.rglob(kernels._COMPLETE))
     with Client(sidecar.address) as client:
         publish(client, ROWS)
         check_all(client, 2 * ROWS)
 
 
-def test_the_sidecar_goes_on_without_it(sidecar: Sidecar) -> None:
+def kernels_compiled(sidecar: Sidecar) -> float:
+    return scrape(sidecar).value("seqdedupe_kernels_compiled")
+
+
+@pytest.mark.parametrize(
+    ("ends_with", "said", "level"),
+    [
+        (signal.SIGKILL, "compiling for this machine has failed (status -9", "warning"),
+        (signal.SIGTERM, "compiling for this machine was ended (SIGTERM)", "info"),
+    ],
+)
+def test_the_sidecar_goes_on_without_it(sidecar: Sidecar, ends_with: signal.Signals, said: str, level: str) -> None:
     [pid] = compiling(sidecar)
-    os.kill(pid, signal.SIGKILL)
-    wait_until_said(sidecar, "compiling for this machine has failed (status -9")
+    os.kill(pid, ends_with)
+    os.kill(pid, signal.SIGCONT)
+    wait_until_said(sidecar, said)
+    assert [entry["level"] for entry in sidecar.log if said in str(entry["event"])] == [level]
+    assert not [line for line in sidecar.errors if "Traceback" in line]
+    assert kernels_compiled(sidecar) == 0
     with Client(sidecar.address) as client:
         client.admin.create_topic("by-id", deduplication_mode="deduplication-id")
         publish(client, 0)
@@ -166,6 +185,37 @@ def test_it_does_not_outlive_the_sidecar(sidecar: Sidecar, ends: object) -> None
     while Path(f"/proc/{pid}").exists() and _command(pid):
         patience.check()
         time.sleep(0.01)
+
+
+def test_a_process_that_hangs_is_ended_and_the_log_says_so(home: Path, tmp_path: Path) -> None:
+    # Any process that compiles takes longer than this limit: it is as one that hangs.
+    environment = with_constants.environment(kernels__COMPILE_LIMIT_SECONDS=0.001)
+    with Sidecar(
+        tmp_path / "sidecar", module=with_constants.MODULE, environment=environment, metrics_listen="127.0.0.1:0"
+    ) as sidecar:
+        wait_until_said(sidecar, "compiling for this machine was ended: it took more than 0.001 s")
+        with Client(sidecar.address) as client:
+            client.admin.create_topic("by-id", deduplication_mode="deduplication-id")
+            publish(client, 0)
+            check_all(client, ROWS)
+        assert kernels_compiled(sidecar) == 0
+        assert sidecar.stop() == 0
+
+
+def test_kernels_that_cannot_be_compiled_stay_plain_and_one_line_says_why(home: Path, tmp_path: Path) -> None:
+    with Sidecar(tmp_path / "sidecar", module=failing_kernels.MODULE, metrics_listen="127.0.0.1:0") as sidecar:
+        wait_until_said(sidecar, "kernels cannot be compiled (ValueError: the third one fails)")
+        [entry] = [entry for entry in sidecar.log if "cannot be compiled" in str(entry["event"])]
+        assert entry["level"] == "error"
+        assert "Traceback" not in json.dumps(entry)
+        assert not [line for line in sidecar.errors if "Traceback" in line]
+        assert not has_said(sidecar, COMPILED)
+        with Client(sidecar.address) as client:
+            client.admin.create_topic("by-id", deduplication_mode="deduplication-id")
+            publish(client, 0)
+            check_all(client, ROWS)
+        assert kernels_compiled(sidecar) == 0
+        assert sidecar.stop() == 0
 
 
 def test_where_no_process_can_be_started_it_compiles_first(home: Path, tmp_path: Path) -> None:

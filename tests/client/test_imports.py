@@ -1,0 +1,110 @@
+"""What `import seqdedupe.client` imports: every start of every program that publishes pays for it. Counted, not timed:
+`python -m bench import_client` has the time."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
+
+NEEDED = "import grpc.aio, numpy, google.protobuf.descriptor_pb2"
+"""What any client of gRPC with arrays has."""
+
+PROGRAM = """
+import json, sys
+exec(sys.argv[1])
+print(json.dumps(sorted(sys.modules)))
+"""
+
+MAX_OWN = 42
+"""Modules of this project."""
+
+MAX_OTHERS = 20
+"""Modules of Python and of packages, besides those that are NEEDED."""
+
+FORBIDDEN = (
+    "argparse",
+    "broker_sidecar",
+    "bz2",
+    "click",
+    "grpc.experimental",
+    "grpc_health",
+    "grpc_reflection",
+    "grpc_status",
+    "lzma",
+    "multiprocessing",
+    "numba",
+    "numpy.random",
+    "pandas",
+    "pyarrow",
+    "pyspark",
+    "random",
+    "rocksdict",
+    "secrets",
+    "seqdedupe.cli",
+    "seqdedupe.core",
+    "seqdedupe.format",
+    "seqdedupe.log",
+    "seqdedupe.services",
+    "seqdedupe.store",
+    "seqdedupe.topic",
+    "shutil",
+    "sqlalchemy",
+    "tempfile",
+    "uvloop",
+)
+
+FIRST_MESSAGE = """
+import seqdedupe.client
+import asyncio, sys
+before = set(sys.modules)
+async def main():
+    async with seqdedupe.client.Client(ADDRESS) as client, client.producer(TOPIC, "p") as producer:
+        receipt = await producer.send(b"first", sequence_id=0)
+        await receipt
+asyncio.run(main())
+later = set(sys.modules) - before
+sys.modules.clear()
+sys.modules.update(dict.fromkeys(later))
+"""
+
+
+def modules(program: str) -> set[str]:
+    """All that this program has imported when it ends."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, program],
+        env=os.environ,
+        capture_output=True,
+        text=True,
+        timeout=LAST_RESORT_SECONDS,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return set(json.loads(done.stdout))
+
+
+def forbidden(found: set[str]) -> set[str]:
+    return {name for name in found if any(name == no or name.startswith(f"{no}.") for no in FORBIDDEN)}
+
+
+def test_the_client_imports_little() -> None:
+    found = modules("import seqdedupe.client") - modules(NEEDED)
+    own = {name for name in found if name.split(".")[0] == "seqdedupe"}
+    assert len(own) <= MAX_OWN, sorted(own)
+    assert len(found - own) <= MAX_OTHERS, sorted(found - own)
+    assert forbidden(found) == set()
+
+
+@pytest.mark.parametrize("module", ["tempfile", "sqlalchemy", "seqdedupe.core.rule"])
+def test_what_it_must_not_import_is_noticed(module: str) -> None:
+    assert forbidden(modules(f"import {module}, seqdedupe.client") - modules(NEEDED))
+
+
+def test_nothing_is_left_to_be_imported_by_the_first_message(shared_sidecar: Sidecar, topic: str) -> None:
+    program = FIRST_MESSAGE.replace("ADDRESS", repr(shared_sidecar.address)).replace("TOPIC", repr(topic))
+    assert modules(program) == set()
+    # The control arm: what is imported then is noticed.
+    assert "tempfile" in modules(program.replace("await receipt", "await receipt; import tempfile"))
