@@ -52,6 +52,7 @@ LONG = (
     "tests/pulsar/test_functions.py",
     "tests/spark/test_job_command.py",
     "tests/spark/test_source_pipelines.py",
+    "tests/test_pages.py",
     "tests/spark/test_job_cluster.py",
     "tests/pulsar/test_sidecar_kills.py",
     "tests/store/test_power_cut.py",
