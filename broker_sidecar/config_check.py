@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from broker_sidecar import data_directory
 from broker_sidecar.config import Config, examine
-from broker_sidecar.sockets import cannot_listen, check_nobody_listens, family_of
-from seqdedupe.address import SidecarAddress
+from broker_sidecar.sockets import check_nobody_listens
+from seqdedupe.address import SidecarAddress, cannot_listen, family_of
 from seqdedupe.client.credentials import Credentials
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.locks import owner_of

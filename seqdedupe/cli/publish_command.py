@@ -30,7 +30,7 @@ RECORD_PROPERTY = "seqdedupe.record"
 """The property of a message with its record's number in the source, where the sequence ID is another."""
 
 HASH_PROPERTY = "seqdedupe.hash"
-"""The property of a message with the hash of its source's records up to its own; docs/reference/cli.md has its bytes."""
+"""The property with the hash of the records of a source up to this message. docs/reference/cli.md has its bytes."""
 
 _HASH_VERSION = "1-"
 _HASH_BYTES = 8

@@ -1,4 +1,4 @@
-"""A record of columns as JSON: the same bytes on every run and machine. docs/reference/cli.md lists what each type becomes."""
+"""A record of columns as JSON, the same bytes on every run and machine. docs/reference/cli.md lists the types."""
 
 import base64
 import json
