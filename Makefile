@@ -66,7 +66,7 @@ check: $(READY)
 bench: $(READY)
 	$(BIN)/python -m bench
 
-# Beside Kafka, NATS, RabbitMQ Streams and Pulsar, which it fetches: docs/benchmarks.md says what that takes.
+# Beside Kafka, NATS, RabbitMQ Streams and Pulsar, which it fetches: docs/internals/benchmarks.md says what that takes.
 bench-peers: $(READY)
 	$(BIN)/python -m bench.compare
 
@@ -128,7 +128,7 @@ BUILDER ?= $(or $(shell command -v podman),$(shell command -v docker))
 image:
 	$(BUILDER) build -f deploy/Containerfile -t seqdedupe .
 
-# A service of this machine, see docs/deployment.md. DESTDIR is where all of it goes instead of /, for packages.
+# A service of this machine, see docs/guides/deployment.md. DESTDIR is where all of it goes instead of /, for packages.
 PREFIX ?= /usr/local
 SYSCONFDIR ?= /etc
 LIBRARY = $(PREFIX)/lib/seqdedupe
@@ -147,7 +147,9 @@ install: dist
 	sed "s|@PREFIX@|$(PREFIX)|; s|@SYSCONFDIR@|$(SYSCONFDIR)|" deploy/seqdedupe.service.in \
 		> $(DESTDIR)$(PREFIX)/lib/systemd/system/seqdedupe.service
 	chmod 644 $(DESTDIR)$(PREFIX)/lib/systemd/system/seqdedupe.service
-	install -m 644 docs/*.md $(DESTDIR)$(PREFIX)/share/doc/seqdedupe
+	for page in $$(cd docs && find . -name '*.md'); do \
+		install -D -m 644 docs/$$page $(DESTDIR)$(PREFIX)/share/doc/seqdedupe/$$page || exit 1; \
+	done
 	install -D -m 644 deploy/logrotate.conf $(DESTDIR)$(SYSCONFDIR)/logrotate.d/seqdedupe
 	test -e $(DESTDIR)$(SYSCONFDIR)/seqdedupe/seqdedupe.toml || \
 		install -D -m 644 deploy/seqdedupe.toml $(DESTDIR)$(SYSCONFDIR)/seqdedupe/seqdedupe.toml

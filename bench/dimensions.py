@@ -1,4 +1,6 @@
-"""The table of docs/performance.md: what happens in each direction in which a deployment grows. Some four minutes.
+"""The table of docs/internals/performance.md: what happens in each direction in which a deployment grows.
+
+Some four minutes.
 
 `python -m bench.dimensions` prints it in Markdown; names of dimensions after it are those to measure.
 """

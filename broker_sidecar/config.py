@@ -2,7 +2,7 @@
 
 `Config` has all keys, `PulsarConfig` those of the table `[pulsar]`; `check` says which values contradict or lack each
 other; `load` takes them from a TOML file, `SEQDEDUPE_*` in the environment and flags. A new key is a field, and its
-bounds in `check`. `docs/configuration.md` has the table of keys; a test holds it and this file together.
+bounds in `check`. `docs/reference/configuration.md` has the table of keys; a test holds it and this file together.
 """
 
 import difflib
@@ -233,7 +233,8 @@ class Config:
     cluster_id: str = key("", "Which cluster the shards are of: the same for all processes. Needed with `shards`.")
     advertised_address: str = key("", "Where clients and other sidecars reach this one. Left out: `listen`.")
     rules_file: str = key(
-        "", "A file of TOML that says who may do what, and how much of the sidecar each may use: docs/rules.md."
+        "",
+        "A file of TOML that says who may do what, and how much of the sidecar each may use: docs/reference/rules.md.",
     )
     standby: bool = key(
         False, "Read along the topics of a cluster that other sidecars own, and take them over as soon as nobody does."

@@ -40,7 +40,7 @@ MOVING, MOVED = "moving", "moved"
 _OF_A_PART = (LOGS, STORE, SHARDS_FILE)
 _OF_A_WORKER = {*_OF_A_PART, DIRECTORY_LOCK, "kernels", f"{STORE}.creating", f"{SHARDS_FILE}.new"}
 
-_NOTHING_MOVED = "Nothing was moved. Start with the number that the data directory has, or see docs/workers.md."
+_NOTHING_MOVED = "Nothing was moved. Start with the number that the data directory has, or see docs/guides/workers.md."
 
 TRIES = 120
 """Of writing a snapshot to a store that takes nothing now."""

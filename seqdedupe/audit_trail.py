@@ -1,7 +1,9 @@
 """The lines of an audit trail: what was done and refused, each line with the hash of the one before it.
 
 Whoever changes, removes or puts in a line breaks the chain there, unless all that follows is made anew as well: against
-that, `verify` takes the number and hash of a line that were kept elsewhere. `docs/formats-audit.md` has the format.
+that, `verify` takes the number and hash of a line that were kept elsewhere.
+
+The format: `docs/internals/formats-audit.md`.
 """
 
 import hashlib

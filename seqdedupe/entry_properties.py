@@ -1,6 +1,6 @@
 """What an entry that a sidecar wrote into a Pulsar topic says of itself: properties, which any client can read.
 
-`docs/formats-pulsar.md` lists them.
+`docs/internals/formats-pulsar.md` lists them.
 """
 
 import re

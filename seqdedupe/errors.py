@@ -13,7 +13,7 @@
     └── ConfigurationError      the sidecar or a command was told something that cannot be
 
 An error carries a stable `reason`, one line for a person, a `hint` what to do, and the numbers that a person
-needs. `docs/errors.md` lists the reasons; a test holds that list and `REASONS` together.
+needs. `docs/reference/errors.md` lists the reasons; a test holds that list and `REASONS` together.
 """
 
 from dataclasses import dataclass
@@ -193,7 +193,7 @@ REASONS: dict[str, Reason] = {
         AccessDeniedError,
         "UNAUTHENTICATED",
         "Send the sidecar's token: SEQDEDUPE_TOKEN, or SEQDEDUPE_TOKEN_FILE with the path of the file `token` in its "
-        "data directory. docs/security.md says more.",
+        "data directory. docs/guides/security.md says more.",
     ),
     "NOT_ALLOWED": Reason(
         AccessDeniedError,
@@ -265,7 +265,7 @@ REASONS: dict[str, Reason] = {
     "SHARE_EXCEEDED": Reason(
         UnavailableError,
         "RESOURCE_EXHAUSTED",
-        "Use less at once, or ask the sidecar's operator for a larger share; docs/rules.md has all of them.",
+        "Use less at once, or ask the sidecar's operator for a larger share; docs/reference/rules.md has all of them.",
         1000,
     ),
     "STREAM_IDLE": Reason(
@@ -310,7 +310,7 @@ REASONS: dict[str, Reason] = {
     "TLS_FAILED": Reason(
         UnavailableError,
         "UNAVAILABLE",
-        "Both ends have to believe the other's certificate; docs/client.md says how.",
+        "Both ends have to believe the other's certificate; docs/guides/client.md says how.",
         500,
     ),
     "CREDENTIALS_UNAVAILABLE": Reason(
@@ -408,7 +408,9 @@ REASONS: dict[str, Reason] = {
         "the record anew from the log."
     ),
     # What an operator or a user of the command told.
-    "INVALID_CONFIGURATION": _configuration("Correct the key that the message names; docs/configuration.md has all."),
+    "INVALID_CONFIGURATION": _configuration(
+        "Correct the key that the message names; docs/reference/configuration.md has all."
+    ),
     "INVALID_ADDRESS": _configuration("Write the address as host:port, [IPv6]:port or unix:/path."),
     "INVALID_CREDENTIALS": _configuration(
         "Name files that this process can read: SEQDEDUPE_TOKEN_FILE, SEQDEDUPE_TLS_CA_FILE, or options of that name."
@@ -422,11 +424,12 @@ REASONS: dict[str, Reason] = {
         "say that it is wanted: allow_insecure_listen = true."
     ),
     "INVALID_FUNCTION": _configuration(
-        "Correct userConfig, or how the function is deployed; docs/functions.md has both."
+        "Correct userConfig, or how the function is deployed; docs/guides/functions.md has both."
     ),
     "FUNCTION_FAILED": _configuration("Correct the function, or set dead_letter_topic in userConfig."),
     "PULSAR_FORBIDS": _configuration(
-        "Give the sidecar's credentials the permissions that docs/pulsar-log.md lists, or give it the right ones."
+        "Give the sidecar's credentials the permissions that docs/guides/pulsar-log.md lists, or give it the right "
+        "ones."
     ),
     "PULSAR_REFUSES": _configuration("Is pulsar.admin_url that of a Pulsar cluster, and are its topic policies on?"),
     "UNSAFE_TOPIC_POLICY": _configuration(
@@ -462,7 +465,8 @@ REASONS: dict[str, Reason] = {
     "INTERRUPTED": Reason(SeqdedupeError, "CANCELLED", "Start the command again: it goes on."),
     # Services: the outbox.
     "INVALID_OUTBOX": _configuration(
-        "Run what `seqdedupe outbox ddl` prints, or correct what the message names; docs/outbox.md says what is wanted."
+        "Run what `seqdedupe outbox ddl` prints, or correct what the message names; "
+        "docs/guides/outbox.md says what is wanted."
     ),
     "OUTBOX_CHANGED": _configuration(
         "Run the relay as before. To change it, let it empty the outbox, stop it, and set producer and topic in "
@@ -477,13 +481,14 @@ REASONS: dict[str, Reason] = {
     ),
     # Spark jobs.
     "INVALID_OPTION": _configuration(
-        "Correct the option that the message names; docs/spark-source.md, spark-sink.md and spark-job.md list all."
+        "Correct the option that the message names; "
+        "docs/guides/spark-source.md, spark-sink.md and spark-job.md list all."
     ),
     "INVALID_OUTPUT": _configuration("Change the table or the transformation, so that columns and types fit."),
     "UNSUPPORTED_MESSAGE": _configuration(
         "Read this topic with Pulsar's own client, or go on after the message: seqdedupe job reset --to MESSAGE_ID."
     ),
-    "UNSUPPORTED_STORE": _configuration("Choose another store; docs/spark-stores.md says what each can do."),
+    "UNSUPPORTED_STORE": _configuration("Choose another store; docs/guides/spark-stores.md says what each can do."),
     "JOB_CHANGED": _configuration(
         "Run the job as it was begun, or give it another name (and table): then it reads from the start."
     ),
@@ -529,8 +534,8 @@ REASONS: dict[str, Reason] = {
         "Consumer(…, purpose=…)."
     ),
     "HANDLER_FAILED": _configuration(
-        "Correct the handler, and start the consumer again: it goes on with this message. docs/consumer.md says how to "
-        "set such messages aside."
+        "Correct the handler, and start the consumer again: it goes on with this message. "
+        "docs/guides/consumer.md says how to set such messages aside."
     ),
     "TRANSACTION_ENDED": _configuration(
         "Let the handler leave COMMIT, ROLLBACK and DDL to others. What it did before may be committed without the "

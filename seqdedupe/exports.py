@@ -2,8 +2,8 @@
 watermarks of producers, a topic's snapshot, and a window of deduplication IDs.
 
 A file is written in order, and checked whole before anything of it is given out. The first 16 bytes tell which of the
-three it is. The formats, byte by byte: `docs/formats-watermarks.md`, `docs/formats-snapshot.md`, and
-`docs/formats-window.md`.
+three it is. The formats, byte by byte: `docs/internals/formats-watermarks.md`, `docs/internals/formats-snapshot.md`,
+`docs/internals/formats-window.md`.
 """
 
 import hashlib

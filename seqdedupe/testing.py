@@ -258,8 +258,9 @@ class Sidecar:
             sidecar.start()
 
     `folder` is where its data directory is made, and stays; left out, that is a temporary one and goes with the block.
-    `keys` are keys of the configuration (docs/configuration.md); `environment` is added to this process's own;
-    `module` is what `python -m` runs. Keys may be changed between two starts. Needs the extra `seqdedupe[sidecar]`.
+    `keys` are keys of the configuration (docs/reference/configuration.md); `environment` is added to this process's
+    own; `module` is what `python -m` runs. Keys may be changed between two starts. Needs the extra
+    `seqdedupe[sidecar]`.
     It asks nobody who they are, so that clients need no token, unless `keys` has `authentication="token"`.
     With several `workers` they listen on Unix sockets, and `address` has all of them, with commas between.
     Its methods block; they belong to one thread.

@@ -19,8 +19,8 @@ from seqdedupe.errors import NEVER, REASONS, error
 from seqdedupe.v1 import admin_pb2, batch_pb2, publish_pb2, read_pb2
 
 ROOT = Path(__file__).parent.parent
-ERRORS = ROOT / "docs" / "errors.md"
-CONFIGURATION = ROOT / "docs" / "configuration.md"
+ERRORS = ROOT / "docs" / "reference" / "errors.md"
+CONFIGURATION = ROOT / "docs" / "reference" / "configuration.md"
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 SOURCES = [
     path
@@ -150,6 +150,6 @@ def test_help_names_every_key(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_each_figure_in_the_table_of_benchmarks_is_one() -> None:
-    rows = rows_of(ROOT / "docs" / "benchmarks.md")
+    rows = rows_of(ROOT / "docs" / "internals" / "benchmarks.md")
     assert "publish" in rows
     assert not set(rows) - set(FIGURES)

@@ -11,7 +11,7 @@ import pytest
 from seqdedupe.client.route import in_order
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "proto" / "seqdedupe" / "v1" / "publish.proto", ROOT / "docs" / "client.md"]
+PAGES = [ROOT / "proto" / "seqdedupe" / "v1" / "publish.proto", ROOT / "docs" / "guides" / "client.md"]
 
 # What coreutils' sha256sum says of topic, line feed and address.
 WEIGHTS = {

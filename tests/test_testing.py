@@ -21,7 +21,7 @@ from tests import warm
 from tests.processes import running
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "testing.md"
+PAGE = ROOT / "docs" / "guides" / "testing.md"
 
 # Of these only the one that has registered prints its stacks: to be asked would end the others.
 HANG = "import time\ndef hang():\n    print('here', flush=True)\n    time.sleep(1e6)\n"

@@ -93,6 +93,7 @@ TIER_OF: Mapping[str, str] = {
     "tests/test_": UNIT,
     "tests/test_compare": INTEGRATION,
     "tests/test_demo.py": SYSTEM,
+    "tests/test_links.py": INTEGRATION,
     "tests/test_readme": SYSTEM,
     "tests/test_schema_": INTEGRATION,
     "tests/test_testing": INTEGRATION,

@@ -1,1 +1,4 @@
-"""What it takes beside Pulsar, Kafka, RabbitMQ and NATS: `python -m bench.compare`. See docs/benchmarks.md."""
+"""What it takes beside Pulsar, Kafka, RabbitMQ and NATS: `python -m bench.compare`.
+
+docs/internals/benchmarks.md says more.
+"""

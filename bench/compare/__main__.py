@@ -1,4 +1,4 @@
-"""What it takes beside other brokers, each a real one, on this machine. See docs/benchmarks.md."""
+"""What it takes beside other brokers, each a real one, on this machine. See docs/internals/benchmarks.md."""
 
 import argparse
 import json

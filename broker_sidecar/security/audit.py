@@ -1,4 +1,4 @@
-"""The audit trail: who did what that changes the sidecar, and who was refused. docs/audit.md lists the events.
+"""The audit trail: who did what that changes the sidecar, and who was refused. docs/guides/audit.md lists the events.
 
 Begin with `Trail`, which says what of the calls stands there; `Audit` writes the file.
 """

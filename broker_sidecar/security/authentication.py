@@ -166,7 +166,7 @@ def _is_taken(key: PublicKeyTypes) -> bool:
 
 def unusable(path: Path, why: str) -> SeqdedupeError:
     """INVALID_CONFIGURATION, of a file for TLS."""
-    hint = "docs/security.md says what the TLS files hold. A certificate and its key are replaced together."
+    hint = "docs/guides/security.md says what the TLS files hold. A certificate and its key are replaced together."
     return error("INVALID_CONFIGURATION", f"the file {path} {why}", hint=hint)
 
 

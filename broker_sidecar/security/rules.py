@@ -224,7 +224,7 @@ def _matches(topics: Sequence[str], name: bytes, subject: str) -> bool:
     return any(pattern.matches(name) for pattern in _patterns(topics, subject))
 
 
-# -- Rules and shares as they stand in a file of TOML, read as a whole or not at all. docs/rules.md has the keys.
+# -- Rules and shares as they stand in a file of TOML, read as a whole or not at all: docs/reference/rules.md.
 
 _ALL = "all"
 _OF_RULES = ("name", "subjects", "actions", "topics", "producers", "cursors")
@@ -273,7 +273,9 @@ def read_rules(path: Path) -> RulesFile:
         return _read(tables, text.splitlines())
     except _Wrong as e:
         what = f"the rules file {path} is not valid: {e}"
-        raise error("INVALID_CONFIGURATION", what, hint="docs/rules.md has all keys.", key="rules_file") from e
+        raise error(
+            "INVALID_CONFIGURATION", what, hint="docs/reference/rules.md has all keys.", key="rules_file"
+        ) from e
 
 
 def _read(tables: Mapping[str, Any], lines: Sequence[str]) -> RulesFile:

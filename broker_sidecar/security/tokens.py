@@ -169,7 +169,7 @@ def _public_key(key: dict[str, Any]) -> PublicKey:
 
 
 def _unusable(path: Path, why: str) -> SeqdedupeError:
-    hint = "`seqdedupe token keys` makes such a file; docs/security.md says what it holds."
+    hint = "`seqdedupe token keys` makes such a file; docs/guides/security.md says what it holds."
     return error("INVALID_CONFIGURATION", f"the file {path} {why}", hint=hint, key="token_keys_file")
 
 

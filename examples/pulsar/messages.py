@@ -1,7 +1,7 @@
 """What of a Pulsar topic that a sidecar writes counts, and the messages in it, for a consumer of Pulsar's own client.
 
 Nothing is used of this project but the classes generated from `proto/`: any language can do the same.
-`docs/formats-pulsar.md` says why each line is there, `README.md` shows how a consumer uses it.
+`docs/internals/formats-pulsar.md` says why each line is there, `README.md` shows how a consumer uses it.
 """
 
 import base64

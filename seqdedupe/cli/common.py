@@ -25,7 +25,7 @@ _SHORTEST_NEAR_NAME = 4
 """A shorter name is near to too many."""
 
 as_json_option = click.option(
-    "--json", "as_json", is_flag=True, help="Print JSON, errors too, as docs/cli.md describes it."
+    "--json", "as_json", is_flag=True, help="Print JSON, errors too, as docs/reference/cli.md describes it."
 )
 
 

@@ -279,7 +279,7 @@ def _decide(
 
 @click.group()
 def audit() -> None:
-    """The trail of what operators did and who was refused, see docs/audit.md."""
+    """The trail of what operators did and who was refused, see docs/guides/audit.md."""
 
 
 @audit.command("verify", short_help="Check that no line was changed, removed or put in.")

@@ -165,7 +165,7 @@ class Client:
         return PartitionedReader(whole, start, ends, part)
 
     def cursor(self, topic: str, name: str) -> SidecarCursor:
-        """A named cursor of the topic, kept by the sidecar: see `Cursor`, and docs/cursors.md. At most 32 a topic."""
+        """A named cursor of the topic, kept by the sidecar (`Cursor`, docs/guides/cursors.md). At most 32 a topic."""
         return SidecarCursor(self._calls, topic, name)
 
     async def ends(self, topic: str) -> TopicEnds:

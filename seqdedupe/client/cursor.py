@@ -114,7 +114,7 @@ class CursorMoves:
                 return
 
 
-# -- A cursor in a file: `docs/cursors.md` has the format, byte by byte.
+# -- A cursor in a file: `docs/guides/cursors.md` has the format, byte by byte.
 
 MAGIC = b"seqdedupe-cursor"
 FORMAT_VERSION = 1
@@ -217,7 +217,7 @@ def _parsed(body: bytes) -> Kept:
 
 class SidecarCursor(Cursor):
     """A named cursor of a topic. Made by `Client.cursor`; who may read the topic moves those whose names are its own
-    (docs/rules.md).
+    (docs/reference/rules.md).
 
     Its calls wait for up to 30 seconds for a topic that recovers, or moves. Raises NotFoundError if there is no topic,
     INVALID_NAME, TOO_MANY_CURSORS, AccessDeniedError, UnavailableError (LOG_REFUSED, SHARE_EXCEEDED: it did not move).

@@ -1,4 +1,4 @@
-"""What readers get: batches as the log stores them, and the messages in them; and what all readers have in common."""
+"""What readers receive: stored batches and their messages. Also the base of all readers."""
 
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
@@ -26,14 +26,14 @@ class StoredBatch:
     ownership: int = 0
     """See `Position`."""
     message_ids: MessageIds | None = None
-    """Those of the rows, where the log gives them; None where the index says them, as in the embedded log."""
+    """The message IDs of the rows, if the log gives them; None if they follow from the index (embedded log)."""
     partition: int = NO_PARTITION
-    """Where it was read as one of a partitioned topic; -1 otherwise."""
+    """The partition, if a partitioned topic is read; -1 otherwise."""
     _payloads: list[bytes | None] | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
     def payloads(self) -> list[bytes | None]:
-        """Those of all rows, cut out of the batch when they are first asked for: one by one it takes many times as
+        """The payloads of all rows, cut out of the batch at the first use. To cut them one by one takes many times as
         long."""
         if self._payloads is None:
             self._payloads = self.batch.payloads.rows(len(self))
@@ -43,17 +43,17 @@ class StoredBatch:
         return len(self.batch)
 
     def position(self, row: int) -> Position:
-        """The position of a row's message, from which to read on after it."""
+        """Return the position of a row's message. A reader goes on after it."""
         return Position(self.incarnation, self.message_id(row), self.base_index + row, self.ownership)
 
     def message_id(self, row: int) -> MessageId:
-        """That of a row's message."""
+        """Return the message ID of a row."""
         if self.message_ids is None:
             return MessageId.of(self.incarnation, self.base_index + row)
         return self.message_ids[row]
 
     def rest(self, row: int) -> "StoredBatch":
-        """The rows from this one on."""
+        """Return the rows from this one on."""
         if not row:
             return self
         rest = self.batch.take(np.arange(row, len(self)))
@@ -62,7 +62,7 @@ class StoredBatch:
 
 
 class Message:
-    """One message. Its columns are looked at when they are asked for."""
+    """One message. Its columns are decoded at their first use."""
 
     __slots__ = ("_row", "_stored")
 
@@ -84,18 +84,18 @@ class Message:
 
     @property
     def event_time_ms(self) -> int:
-        """Milliseconds since 1970 as the producer set them; 0 is none."""
+        """The event time as the producer set it, in milliseconds since 1970; 0 is none."""
         times = self._stored.batch.event_times_ms
         return int(times[self._row]) if len(times) else 0
 
     @property
     def event_time(self) -> datetime | None:
-        """The event time in UTC. Raises OverflowError for one that `datetime` cannot hold."""
+        """The event time in UTC. Raises OverflowError if `datetime` cannot hold it."""
         return _EPOCH + timedelta(milliseconds=self.event_time_ms) if self.event_time_ms else None
 
     @property
     def publish_time_ms(self) -> int:
-        """When the log took the message, in milliseconds since 1970. Never falls within a topic."""
+        """When the log took the message, in milliseconds since 1970. It never falls within a topic."""
         return self._stored.publish_time_ms
 
     @property
@@ -105,19 +105,19 @@ class Message:
 
     @property
     def producer_name(self) -> str:
-        """Empty in a topic of deduplication IDs."""
+        """The name of the producer; empty in a topic of deduplication IDs."""
         batch = self._stored.batch
         return (batch.producer_names[batch.producer_of(self._row)] or b"").decode()
 
     @property
     def sequence_id(self) -> int:
-        """-1 in a topic of deduplication IDs."""
+        """The sequence ID; -1 in a topic of deduplication IDs."""
         ids = self._stored.batch.sequence_ids
         return int(ids[self._row]) if len(ids) else NO_SEQUENCE_ID
 
     @property
     def deduplication_id(self) -> bytes | None:
-        """None in a topic of sequence IDs."""
+        """The deduplication ID; None in a topic of sequence IDs."""
         return self._stored.batch.deduplication_ids[self._row]
 
     @property
@@ -126,7 +126,7 @@ class Message:
 
     @property
     def partition(self) -> int:
-        """The partition that it is from, where a partitioned topic is read; -1 otherwise."""
+        """The message's partition, if a partitioned topic is read; -1 otherwise."""
         return self._stored.partition
 
     @property
@@ -135,7 +135,7 @@ class Message:
 
     @property
     def position(self) -> Position:
-        """From which to read on after this message."""
+        """The position of this message. A reader goes on after it."""
         return self._stored.position(self._row)
 
     def __repr__(self) -> str:
@@ -144,11 +144,11 @@ class Message:
         return f"Message({self.producer_name!r}, sequence_id={self.sequence_id}, message_id={self.message_id})"
 
 
-# -- What the readers of a topic and of a partitioned one have in common: a batch in hand, and then the next one.
+# -- The base of readers of a topic and of a partitioned topic: a batch in hand, and then the next one.
 
 
 class Messages(ABC):
-    """Messages one by one, or as whole batches. `fetch` waits; what is in hand is handed out without waiting."""
+    """Messages one by one, or as whole batches. `fetch` waits; messages in hand are returned without waiting."""
 
     topic: str
 
@@ -170,37 +170,37 @@ class Messages(ABC):
         return message
 
     async def batches(self) -> AsyncIterator[StoredBatch]:
-        """Whole batches as stored; the first and last, of each partition, are cut to what was asked for."""
+        """Yield whole stored batches. The first and last batch of each partition are cut to the requested range."""
         while (stored := await self.next_batch()) is not None:
             yield stored
 
     async def next_batch(self) -> StoredBatch | None:
-        """The next whole batch, or what single messages have left of one; None at the end."""
+        """Return the next batch, or the rest of one whose first messages were read singly; None at the end."""
         return self.rest_in_hand() if self.has_in_hand() or await self.fetch() else None
 
     @abstractmethod
     def has_in_hand(self) -> bool:
-        """Whether the next message needs no waiting."""
+        """Whether the next message can be read without waiting."""
 
     @abstractmethod
     def next_in_hand(self) -> Message | None:
-        """The next message that needs no waiting; None if there is none."""
+        """Return the next message that is in hand; None if there is none."""
 
     @abstractmethod
     def rest_in_hand(self) -> StoredBatch | None:
-        """What is left of the batch in hand, all of it handed out with this."""
+        """Return the rest of the batch in hand."""
 
     @abstractmethod
     async def fetch(self) -> bool:
-        """Waits until another batch is in hand; false at the end and once closed. One task at a time."""
+        """Wait until another batch is in hand. Return false at the end and after `close`. One task at a time."""
 
     @abstractmethod
     def take_record(self) -> bool:
-        """Takes a batch in hand that was received already; false if there is none. Not while `fetch` is under way."""
+        """Take a received batch in hand. Return false if there is none. Not allowed during `fetch`."""
 
     @abstractmethod
     async def close(self) -> None:
-        """Ends it; a `fetch` under way ends too."""
+        """End the reader, and a `fetch` in progress."""
 
 
 _EPOCH = datetime.fromtimestamp(0, UTC)

@@ -1,7 +1,7 @@
-"""The producer: messages in, receipts out, in batches that wait for a moment to fill up.
+"""The producer: messages in, receipts out. Messages wait for a moment to fill a batch.
 
-Begin with `Producer`, at the end. It hands its calls to what sends to one topic, or, if the topic is partitioned, to
-what sends to all partitions. The base classes are what those for threads, in blocking/producer.py, are made of, too.
+Begin with `Producer`, at the end. It passes its calls to a `TopicProducer`, or for a partitioned topic to a
+`PartitionedProducer`. The producer for threads (`blocking/`) has the same base classes.
 """
 
 import asyncio
@@ -24,17 +24,17 @@ from seqdedupe.errors import InvalidRequestError, error
 from seqdedupe.message_id import Position
 from seqdedupe.names import partition_name, producer_name, topic_name
 
-# -- How long a batch that is not full waits for more messages.
+# -- How long a batch that is not full waits for further messages.
 
 MANY_A_SECOND = 5_000
-"""While so many messages come, a batch waits for more of them: each frame costs both sides as much as a hundred."""
+"""At this rate of messages a batch waits for more. A frame costs both sides as much as a hundred messages."""
 
 LONGEST_LINGERS = 5
-"""So many times `linger_ms`, at most."""
+"""A batch waits for at most this multiple of `linger_ms`."""
 
 
 class BatchLinger:
-    """Whether a batch has waited long enough; to be asked every `seconds`."""
+    """Decides whether a batch has waited long enough. Ask it every `seconds`."""
 
     def __init__(self, linger_ms: float) -> None:
         self.seconds = linger_ms / 1000
@@ -44,8 +44,10 @@ class BatchLinger:
         self._lingers = 0
 
     def is_over(self, batch: PendingBatch, rows: int) -> bool:
-        """Whether this batch, which has so many messages by now, waits no more: few have come since it was last asked,
-        or it has waited for longest."""
+        """Whether this batch, with `rows` messages, need not wait any more.
+
+        Few messages came since the last call, or it has waited for the longest time.
+        """
         if batch is not self._batch:
             self._batch, self._rows, self._lingers = batch, 0, 0
         came, self._rows = rows - self._rows, rows
@@ -54,7 +56,7 @@ class BatchLinger:
 
 
 class TopicProducer:
-    """What sends to one topic, or to one partition of it, for tasks and for threads alike: a builder and a session."""
+    """Sends to one topic or partition, for tasks and for threads: a builder and a session."""
 
     def __init__(
         self,
@@ -71,7 +73,7 @@ class TopicProducer:
         self.config = config
         self.session = Session(connections, self.topic, name, config, on_waiting)
         self.must_pause = True
-        """Before the next message: wait for room, or raise."""
+        """Whether the next message must first wait for room, or raise."""
         self._connections = connections
         self._on_waiting = on_waiting
         self._partition = partition
@@ -80,7 +82,7 @@ class TopicProducer:
         self._state: Literal["new", "open", "closed"] = "new"
 
     def of_partition(self, number: int, settled: SettledIds) -> Self:
-        """The same for a partition of the topic."""
+        """Make the same for a partition of the topic."""
         topic, partition = partition_name(self.topic, number), Partition(number, settled)
         return type(self)(self._connections, topic, self.name, self.config, self._on_waiting, partition)
 
@@ -97,22 +99,22 @@ class TopicProducer:
         raise NotImplementedError
 
     def begin(self) -> None:
-        """Before `start`. Raises INVALID_REQUEST the second time."""
+        """Begin, before `start`. Raises INVALID_REQUEST the second time."""
         if self._state != "new":
             raise error("INVALID_REQUEST", f"producer {self.name!r} was opened before: make a new one")
         self._state = "open"
 
     async def start(self) -> None:
-        """On the client's event loop: starts the session."""
+        """Start the session. Runs on the client's event loop."""
         await self.session.start()
         self.builder = self._new_builder()
 
     def give_up(self) -> None:
-        """It could not be started."""
+        """Note that it could not be started."""
         self._state = "closed"
 
     def check_open(self) -> None:
-        """Raises what it has ended with; INVALID_REQUEST if it is not open."""
+        """Raise the failure with which it ended; INVALID_REQUEST if it is not open."""
         check_not_forked()
         if self.session.failure is not None:
             raise self.session.failure.with_traceback(None)
@@ -120,7 +122,7 @@ class TopicProducer:
             raise error("INVALID_REQUEST", f"producer {self.name!r} is not open")
 
     def add_batch(self, batch: Batch) -> PendingBatch:
-        """Queues a batch that was checked, for which there is room."""
+        """Queue a checked batch. There must be room for it."""
         return self.builder.add_batch(batch)
 
     @property
@@ -153,20 +155,19 @@ P = TypeVar("P", bound=TopicProducer)
 
 
 class PartitionedProducer(Generic[P]):
-    """What sends to all partitions of a topic, for tasks and for threads alike: a producer of each, and the numbers of
-    all."""
+    """Sends to all partitions of a topic, for tasks and for threads: a producer for each, and the numbering of all."""
 
     persisted_position = None
 
     def __init__(self, topic: P, partitions: int) -> None:
-        """`topic` is the producer that has learned of them."""
+        """`topic` is the producer whose Open was answered with the number of partitions."""
         self.numbers = Numbering(topic.name, topic.encoded_name, partitions, topic.config)
         self.parts = [topic.of_partition(k, self.numbers.settled) for k in range(partitions)]
 
     async def start(self, sidecars: Sidecars) -> None:
-        """On the client's event loop: starts a session in each partition."""
+        """Start a session in each partition. Runs on the client's event loop."""
         try:
-            # In this order: of two that start at the same time, one is mostly the later one everywhere.
+            # In order: if two producers of a name start together, one of them is then mostly the later one everywhere.
             for part in self.parts:
                 part.begin()
                 await part.start()
@@ -200,10 +201,10 @@ class PartitionedProducer(Generic[P]):
 
 
 class ProducerBase:
-    """What a producer is, for tasks and for threads alike. It is made by `Client.producer`."""
+    """The base of producers for tasks and for threads. `Client.producer` makes them."""
 
     _sends: TopicProducer | PartitionedProducer[Any]
-    """What does the work. Of which kind it is the sidecar says when it is opened."""
+    """Does the work. Open tells which kind is needed."""
 
     def __init__(self, topic: TopicProducer, sidecars: Sidecars) -> None:
         self.topic = topic.topic
@@ -212,7 +213,7 @@ class ProducerBase:
         self._sends = topic
 
     async def _start(self, topic: P, kind: "type[PartitionedProducer[P]]") -> None:
-        """On the client's event loop: starts the session, or one in each partition."""
+        """Start the session, or one in each partition. Runs on the client's event loop."""
         try:
             await topic.start()
         except InvalidRequestError as e:
@@ -224,42 +225,41 @@ class ProducerBase:
 
     @property
     def last_sequence_id(self) -> int:
-        """The highest sequence ID sent, or `persisted_sequence_id`; -1 if there is none."""
+        """The highest sequence ID sent, or else `persisted_sequence_id`; -1 if there is none."""
         return self._sends.last_sequence_id
 
     @property
     def persisted_sequence_id(self) -> int:
-        """The sequence ID after which the source goes on: the highest one that was persisted when the session started;
-        -1 if there was none.
+        """The sequence ID after which the source goes on: the highest persisted when the session started; -1 if none.
 
-        In a partitioned topic it is one up to which everything was persisted; some of what comes after it may be too.
+        In a partitioned topic everything up to this ID was persisted. Some later messages may be persisted too.
         """
         return self._sends.persisted_sequence_id
 
     @property
     def persisted_position(self) -> Position | None:
-        """Where that message stands in the log; None if it is no longer known, there was none, or the topic is
+        """The position of that message in the log; None if it is no longer known, if there was none, or if the topic is
         partitioned."""
         return self._sends.persisted_position
 
     @property
     def persisted(self) -> tuple[Persisted, ...]:
-        """The last message that the topic, or each partition of it, had of this producer when the session started."""
+        """The last message of this producer in the topic, or in each partition, when the session started."""
         return self._sends.persisted
 
     @property
     def durable_sequence_id(self) -> int:
-        """Everything that was sent up to this sequence ID is durable; -1 if nothing is. After a failure too."""
+        """Everything sent up to this sequence ID is durable; -1 if nothing is. Also valid after a failure."""
         return self._sends.durable_sequence_id
 
     @property
     def counters(self) -> Counters:
-        """What this producer has sent and been answered so far."""
+        """The numbers of messages sent and of receipts so far."""
         return self._sends.counters
 
 
 class AsyncTopicProducer(TopicProducer):
-    """See `TopicProducer`: for the tasks of one event loop."""
+    """The `TopicProducer` for the tasks of one event loop."""
 
     _sealing: asyncio.Handle | None = None
     _waiting = 0  # sends that pause: none may pass them
@@ -276,7 +276,7 @@ class AsyncTopicProducer(TopicProducer):
         event_time: datetime | int | None,
         properties: Properties | None,
     ) -> Receipt:
-        """Queues a message, for which there is room."""
+        """Queue a message. There must be room for it."""
         pending, row = self.builder.append(payload, sequence_id, key, event_time, properties)
         if row == 0:
             self.begin_batch()
@@ -310,7 +310,7 @@ class AsyncTopicProducer(TopicProducer):
         self.builder.seal()
 
     def begin_batch(self) -> None:
-        """A batch has its first message, and may be full with it."""
+        """Start the wait of a batch that has its first message. The batch may be full already."""
         if self.builder.is_empty:
             return
         loop = asyncio.get_running_loop()
@@ -334,7 +334,7 @@ class AsyncTopicProducer(TopicProducer):
         self.session.add(pending)
 
     async def pause(self) -> None:
-        """Until there is room for more."""
+        """Wait until there is room."""
         self.session.check_loop()
         if self._waiting or self.session.queue.has_unsent or not self.session.has_room.is_set():
             await self._wait_for_room()
@@ -354,7 +354,7 @@ class AsyncTopicProducer(TopicProducer):
 
 
 class AsyncPartitionedProducer(PartitionedProducer[AsyncTopicProducer]):
-    """See `PartitionedProducer`: for the tasks of one event loop."""
+    """The `PartitionedProducer` for the tasks of one event loop."""
 
     def __init__(self, topic: AsyncTopicProducer, partitions: int) -> None:
         super().__init__(topic, partitions)
@@ -399,7 +399,7 @@ class AsyncPartitionedProducer(PartitionedProducer[AsyncTopicProducer]):
         await self._all(AsyncTopicProducer.abort)
 
     async def _all(self, call: Callable[[AsyncTopicProducer], Coroutine[Any, Any, None]]) -> None:
-        """Does it to all, and raises what the first one that failed has raised."""
+        """Call it for all partitions, and raise the error of the first one that failed."""
         ends = await asyncio.gather(*map(call, self.parts), return_exceptions=True)
         for end in ends:
             if end is not None:
@@ -409,27 +409,28 @@ class AsyncPartitionedProducer(PartitionedProducer[AsyncTopicProducer]):
 class Producer(ProducerBase):
     """Publishes under a name. Use it as `async with client.producer(topic, name) as producer`.
 
-    Entering starts a session: it takes the name over from any other process that has it, waits until all that the
-    name had in flight is settled, and then `last_sequence_id` is the highest persisted sequence ID (-1: none).
-    From then on the producer resends, in order, what has no receipt, over broken connections and restarts of the
-    sidecar: each message is in the log at most once, and once it has its receipt exactly once.
+    Entering starts a session. The session takes the name over from any other process, and waits until all messages in
+    flight under that name are settled. Then `last_sequence_id` is the highest persisted sequence ID (-1: none). The
+    producer resends messages without a receipt, in order, after broken connections and restarts of the sidecar. Each
+    message is in the log at most once. A message with a receipt is in the log exactly once.
 
-    It ends for good, and every message without a receipt with it, with `FencedError` when another process has
-    taken the name over, with `DataLossError` when the sidecar has lost what it acknowledged, with
-    `InvalidRequestError` when the sidecar refuses a batch for its content (those before it still get receipts), and
-    with `OutcomeUnknownError` when a batch has had no receipt for `ProducerConfig.delivery_timeout_seconds`. What was
-    given up then may still become durable. A new producer of that name waits until that is settled, and its
-    `last_sequence_id` says from where to go on.
+    The producer and all messages without a receipt fail for good with one of these errors:
 
-    In a partitioned topic it is a producer of all partitions: each message goes to that of its key, or without a key to
-    that of the producer's name. `persisted_sequence_id` is then the highest ID up to which everything is known to be
-    persisted, wherever it went. The source is sent again after it, with its sequence IDs; what is persisted already is
-    DUP. When one partition fails nothing more is taken, and what was sent to the others before still gets its receipts.
+    - `FencedError`: another process has taken the name over.
+    - `DataLossError`: the sidecar has lost messages that it acknowledged.
+    - `InvalidRequestError`: the sidecar refuses a batch for its content. Earlier batches still get receipts.
+    - `OutcomeUnknownError`: a batch got no receipt for `ProducerConfig.delivery_timeout_seconds`. Its messages may
+      still become durable. A new producer of the name waits until that is settled, and its `last_sequence_id` tells
+      where to go on.
 
-    Messages are gathered into batches, and `send` waits while too many are in flight, as `ProducerConfig` says.
-    `on_waiting` is called, on the event loop, once each time that nothing has had a receipt for a second because the
-    sidecar cannot be reached or takes nothing: with why.
-    A producer belongs to one event loop; tasks of it may share it.
+    In a partitioned topic the producer sends to all partitions. A message goes to the partition of its key, or without
+    a key to that of the producer's name. `persisted_sequence_id` is then the highest ID up to which everything is
+    persisted. Send the source again after it, with its sequence IDs; persisted messages are DUP. If one partition
+    fails, the producer takes no further messages. Messages sent to other partitions before still get receipts.
+
+    Messages are gathered into batches, and `send` waits while too many are in flight (`ProducerConfig`). If no receipt
+    comes for a second because the sidecar cannot be reached or takes no messages, `on_waiting` is called once, on the
+    event loop, with the reason. A producer belongs to one event loop, whose tasks may share it.
     """
 
     _sends: AsyncTopicProducer | AsyncPartitionedProducer
@@ -458,8 +459,8 @@ class Producer(ProducerBase):
             await self.abort()
 
     async def open(self) -> None:
-        """Starts the session. Raises `UnavailableError` if that has not succeeded within 30 seconds, or what the
-        sidecar refuses it for."""
+        """Start the session. Raises `UnavailableError` if it has not started within 30 seconds, or the error with which
+        the sidecar refuses it."""
         self._topic.begin()
         try:
             await self._start(self._topic, AsyncPartitionedProducer)
@@ -476,22 +477,22 @@ class Producer(ProducerBase):
         event_time: datetime | int | None = None,
         properties: Properties | None = None,
     ) -> Receipt:
-        """Queues a message and returns its receipt, to be awaited when wanted. Waits only for room in the queue.
+        """Queue a message, and return its receipt, which can be awaited. Waits only for room in the queue.
 
-        Without a `sequence_id` the message gets `last_sequence_id + 1`. Those given must rise from message to
-        message; the first may be any: one at or below `persisted_sequence_id` is answered DUP. `event_time` is an
-        aware datetime or milliseconds since 1970. A payload is at most 5 MiB.
+        Without a `sequence_id` the message gets `last_sequence_id + 1`. Given IDs must rise from message to message.
+        The first may be any; a message at or below `persisted_sequence_id` is answered DUP. `event_time` is an aware
+        datetime or milliseconds since 1970. A payload has at most 5 MiB.
 
-        In a partitioned topic it has to be given while IDs above it are persisted: a message that is not one of those
-        must not get the ID of one.
+        In a partitioned topic, `sequence_id` must be given while higher IDs are persisted. Otherwise a new message
+        could get the ID of a persisted one.
 
-        Raises `InvalidRequestError` for a message that cannot be sent (it changes nothing) and, once the producer
-        has failed or is closed, what it failed with. If it is cancelled the message was not queued.
+        Raises `InvalidRequestError` for a message that cannot be sent; nothing changes. After the producer has failed
+        or is closed, raises its failure. If the call is cancelled, the message was not queued.
         """
         topic = self._topic
         if topic.must_pause:  # always, where there are partitions
             return await self._sends.send(payload, sequence_id, key, event_time, properties)
-        # `topic.append`, without calling it: this is done for every message.
+        # The body of `topic.append`: without the call, since this runs for every message.
         pending, row = topic.builder.append(payload, sequence_id, key, event_time, properties)
         if row == 0:
             topic.begin_batch()
@@ -506,22 +507,22 @@ class Producer(ProducerBase):
         event_times_ms: Numbers | None = None,
         properties: PropertyRows | None = None,
     ) -> BatchReceipt:
-        """Queues a ready batch of at most 65,536 messages and 8 MiB, after what was sent before.
+        """Queue a ready batch of at most 65,536 messages and 8 MiB, after earlier messages.
 
-        Columns that are numpy arrays of int64 and `Binary` (laid out as Arrow does) pass as they are, and must not be
-        changed afterwards. Otherwise as `send`.
+        Columns that are numpy arrays of int64 or `Binary` (in Arrow's layout) are not copied, and must not be changed
+        afterwards. Otherwise the same as `send`.
         """
         return await self._sends.send_batch(payloads, sequence_ids, keys, event_times_ms, properties)
 
     async def flush(self) -> None:
-        """Sends what is gathered and waits until all that was sent before has its receipts, and is durable. Raises what
-        a message failed with."""
+        """Send gathered messages, and wait until all earlier messages have receipts and are durable. Raises the failure
+        of a message."""
         await self._sends.flush()
 
     async def close(self) -> None:
-        """Flushes and ends. What still has no receipt after 30 seconds fails, and this raises `OutcomeUnknownError`."""
+        """Flush and end. Messages without a receipt after 30 seconds fail, and this raises `OutcomeUnknownError`."""
         await self._sends.close()
 
     async def abort(self) -> None:
-        """Ends at once: what has no receipt fails with `OutcomeUnknownError`."""
+        """End at once. Messages without a receipt fail with `OutcomeUnknownError`."""
         await self._sends.abort()

@@ -1,7 +1,7 @@
-"""Runs of deduplication IDs: those of messages that follow one another, sorted by hash, in pages that lie elsewhere.
+"""Runs of deduplication IDs: the IDs of consecutive messages, sorted by hash, in pages on disk.
 
-Memory has the hash with which each page begins, and a filter: blocks of FILTER_WORDS words, in one of which an ID sets
-a bit of each word. What the filter lets through is looked for in the page, where the bytes of the ID decide.
+Memory holds the first hash of each page, and a filter. The filter has blocks of FILTER_WORDS words; an ID sets one bit
+in each word of one block. An ID that passes the filter is looked up in the page, where its bytes decide.
 """
 
 from collections.abc import Iterator
@@ -17,32 +17,32 @@ from seqdedupe.format.jit import Bytes, Int64s, Int64s2, Uint8s, for_kernels, ke
 # -- Pieces of a window's chunks, as snapshots keep them.
 
 PIECE_BYTES = 64 * 1024
-"""Of IDs with their lengths, that a snapshot writes at once: what writes them holds the whole process."""
+"""The most bytes of IDs and lengths that a snapshot writes at once. The write holds up the whole process."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The IDs of messages that follow one another, of one chunk."""
+    """The IDs of consecutive messages of one chunk."""
 
     chunk_index: int
-    """The index of the chunk's first message: a chunk is forgotten as a whole."""
+    """The index of the chunk's first message. A chunk is forgotten as a whole."""
     first_index: int
     first_time_ms: int
     """When the chunk's first message was published, in milliseconds since 1970."""
     last_time_ms: int
-    """And the last one of this piece."""
+    """When the last message of this piece was published, in milliseconds since 1970."""
     sizes: Uint8s
-    """Of each ID how many bytes it has, 1 to 255."""
+    """The size of each ID in bytes, 1 to 255."""
     ids: Uint8s
-    """One after the other."""
+    """All IDs, one after the other."""
 
     @property
     def end_index(self) -> int:
-        """The index after its last message's."""
+        """The index after that of the last message."""
         return self.first_index + len(self.sizes)
 
     def fits(self) -> bool:
-        """Whether the sizes cut the IDs, and it lies in its chunk."""
+        """Whether the sizes add up to the bytes of the IDs, and the piece lies in its chunk."""
         whole = len(self.ids) == int(self.sizes.sum(dtype=np.int64)) and 0 <= self.chunk_index <= self.first_index
         return bool(whole and len(self.sizes) and self.sizes.min() > 0)
 
@@ -51,14 +51,14 @@ PAGE_BYTES = 4096
 FILTER_WORDS = 8
 FILTER_BITS_AN_ID = 14
 MAX_ROWS = 2**31
-"""From the first message of a run to its last one."""
+"""The most messages from the first to the last of a run."""
 
 PAGE_HEAD = 2
-"""Bytes of a page before its columns: how many IDs it has."""
+"""Bytes of a page before its columns: the number of IDs."""
 _OF_AN_ID = 5
-"""Bytes of a page for an ID, beside its own: how far its index is from the run's first one, and its length."""
+"""Bytes of a page per ID, in addition to the ID: the distance of its index from the run's first one, and its length."""
 
-# Columns of `IdRun.chunks`, one row a chunk that the run was made of.
+# Columns of `IdRun.chunks`, one row per chunk from which the run was made.
 CHUNK_FIRST_INDEX = 0
 CHUNK_ROWS = 1
 CHUNK_ID_BYTES = 2
@@ -69,18 +69,18 @@ CHUNK_COLUMNS = 5
 
 @dataclass(frozen=True, slots=True, eq=False)
 class IdRun:
-    """What memory has of a run. It never changes."""
+    """The part of a run that is in memory. It never changes."""
 
     number: int
     first_index: int
     end_index: int
     first_hashes: Int64s
-    """Of each page."""
+    """The first hash of each page."""
     filter: Int64s
     chunks: Int64s2
 
     def __len__(self) -> int:
-        """The IDs in it, as far as it was made of them."""
+        """The number of indexes from its first to its last."""
         return self.end_index - self.first_index
 
     @property
@@ -88,16 +88,16 @@ class IdRun:
         return self.first_hashes.nbytes + self.filter.nbytes
 
     def covers(self, other: "IdRun") -> bool:
-        """Whether it has all that the other one has."""
+        """Whether this run has all indexes of the other one."""
         return self.first_index <= other.first_index and other.end_index <= self.end_index
 
     def pages_of(self, hashed: int) -> range:
-        """The pages where an ID of this hash can be."""
+        """Return the pages that can have an ID of this hash."""
         first, end = (int(np.searchsorted(self.first_hashes, hashed, side)) for side in ("left", "right"))
         return range(max(first - 1, 0), end)
 
     def pages_between(self, low: int | None, high: int | None) -> range:
-        """The pages where hashes from one to before the other can be."""
+        """Return the pages that can have hashes from `low` to before `high` (None: no bound)."""
         first = 0 if low is None else int(np.searchsorted(self.first_hashes, low, "left")) - 1
         end = len(self.first_hashes) if high is None else int(np.searchsorted(self.first_hashes, high, "left"))
         return range(max(first, 0), end)
@@ -109,13 +109,14 @@ class RunEntries:
 
     hashes: Int64s
     deltas: Int64s
-    """How far each index is from the first one of the run that is made."""
+    """The distance of each index from the first index of the new run."""
     offsets: Int64s
-    """Where each ID begins, and where the last one ends."""
+    """The beginning of each ID, and the end of the last one."""
     ids: Uint8s
 
     def in_order(self, low: int | None, high: int | None) -> Int64s:
-        """Its rows by hash, but for those before the run: from this hash on, before that one (None: all)."""
+        """Return the rows with hashes from `low` to before `high` (None: no bound), sorted by hash, without rows whose
+        index is before the run."""
         keep = self.deltas >= 0
         if low is not None:
             keep &= self.hashes >= low
@@ -126,20 +127,20 @@ class RunEntries:
 
 
 def filter_of(ids: int) -> Int64s:
-    """An empty one for so many."""
+    """Make an empty filter for this number of IDs."""
     blocks = max(1, -(-ids * FILTER_BITS_AN_ID // (64 * FILTER_WORDS)))
     return np.zeros(blocks * FILTER_WORDS, np.int64)
 
 
 def entries_of(pieces: list[Piece], first_index: int, key: Int64s) -> RunEntries:
-    """The IDs of pieces that follow one another. Takes long, in any thread."""
+    """Return the IDs of consecutive pieces. This takes long; it may run in any thread."""
     sizes = np.concatenate([piece.sizes for piece in pieces])
     deltas = np.arange(len(sizes), dtype=np.int64) + (pieces[0].first_index - first_index)
     return entries_with(sizes, deltas, np.concatenate([piece.ids for piece in pieces]), key)
 
 
 def entries_in(pages: list[tuple[bytes, int]], key: Int64s) -> RunEntries:
-    """The IDs in pages; with each how far its run's first index is from that of the run that is made."""
+    """Return the IDs in pages. Each page comes with the distance of its run's first index from that of the new run."""
     sizes, deltas, ids = [], [], []
     for page, base in pages:
         rows = int.from_bytes(page[:PAGE_HEAD], "little")
@@ -150,7 +151,7 @@ def entries_in(pages: list[tuple[bytes, int]], key: Int64s) -> RunEntries:
 
 
 def entries_with(sizes: Uint8s, deltas: Int64s, ids: Uint8s, key: Int64s) -> RunEntries:
-    """IDs that lie one after the other. Takes long, in any thread."""
+    """Return entries for IDs that lie one after the other. This takes long; it may run in any thread."""
     offsets = np.zeros(len(sizes) + 1, np.int64)
     np.cumsum(sizes, dtype=np.int64, out=offsets[1:])
     hashes = np.empty(len(sizes), np.int64)
@@ -159,7 +160,7 @@ def entries_with(sizes: Uint8s, deltas: Int64s, ids: Uint8s, key: Int64s) -> Run
 
 
 def page_fits(page: bytes) -> bool:
-    """Whether its columns cut its bytes."""
+    """Whether the columns of a page add up to its bytes."""
     rows = int.from_bytes(page[:PAGE_HEAD], "little")
     if not rows or len(page) < PAGE_HEAD + _OF_AN_ID * rows:
         return False
@@ -169,7 +170,7 @@ def page_fits(page: bytes) -> bool:
 
 @kernel(nogil=True, bare=True)
 def hash_all(ids: Uint8s, offsets: Int64s, key: Int64s, hashes: Int64s) -> int:
-    """The hashes of all IDs."""
+    """Hash all IDs into `hashes`."""
     for row in range(len(hashes)):
         hashes[row] = siphash(ids, int(offsets[row]), int(offsets[row + 1]), key)
     return len(hashes)
@@ -177,13 +178,13 @@ def hash_all(ids: Uint8s, offsets: Int64s, key: Int64s, hashes: Int64s) -> int:
 
 @for_kernels
 def _block(hashed: int, words: int) -> int:
-    """Where the block of a hash begins in a filter."""
+    """Return where the block of a hash begins in a filter."""
     return (((hashed >> 32) & 0xFFFFFFFF) * (words // FILTER_WORDS) >> 32) * FILTER_WORDS
 
 
 @kernel(nogil=True, bare=True)
 def add_to_filter(hashes: Int64s, words: Int64s) -> int:
-    """The filter lets these through from now on."""
+    """Add hashes to a filter."""
     for row in range(len(hashes)):
         hashed = int(hashes[row])
         block = _block(hashed, len(words))
@@ -204,10 +205,10 @@ def fill_pages(
     ends: Int64s,
     first_hashes: Int64s,
 ) -> int:
-    """Pages of the IDs in this order from place `first` on, one after the other in `out`, up to as many as `ends` and
-    `first_hashes` have room for; no page is empty. `ends` is where each one ends; 0 behind the last one.
+    """Write the IDs in this order, from place `first` on, as pages into `out`.
 
-    Returns the place up to which they are in pages.
+    At most as many pages are written as `ends` and `first_hashes` have elements; no page is empty. `ends` gets the end
+    of each page, and 0 after the last one. Return the place before which all IDs are in pages.
     """
     at = first
     begin = 0
@@ -246,7 +247,7 @@ def fill_pages(
 
 @kernel(bare=True)
 def hash_rows(raw: Bytes, places: Int64s, key: Int64s, hashes: Int64s) -> int:
-    """The hashes of the IDs of a batch."""
+    """Hash the IDs of a batch into `hashes`."""
     offsets = start(places, DEDUPLICATION_ID_OFFSETS)
     blob = start(places, DEDUPLICATION_IDS)
     for row in range(len(hashes)):
@@ -257,7 +258,7 @@ def hash_rows(raw: Bytes, places: Int64s, key: Int64s, hashes: Int64s) -> int:
 
 @kernel(bare=True)
 def probe(hashes: Int64s, words: Int64s, rows: Int64s) -> int:
-    """The rows of a batch that a filter lets through; how many."""
+    """Write to `rows` the rows of a batch that pass the filter. Return how many they are."""
     count = 0
     for row in range(len(hashes)):
         hashed = int(hashes[row])
@@ -273,8 +274,8 @@ def probe(hashes: Int64s, words: Int64s, rows: Int64s) -> int:
 
 @kernel(bare=True)
 def find(page: Bytes, raw: Bytes, places: Int64s, row: int) -> int:
-    """How far the index of this row's ID is from the run's first one, the highest in this page; NOWHERE if it has none
-    with these very bytes."""
+    """Return the distance of the index of this row's ID from the run's first index; NOWHERE if the page does not have
+    exactly these bytes. If the page has the ID more than once, the highest index counts."""
     offsets = start(places, DEDUPLICATION_ID_OFFSETS)
     begin = start(places, DEDUPLICATION_IDS) + load32(raw, offsets + 4 * row)
     size = load32(raw, offsets + 4 * row + 4) - load32(raw, offsets + 4 * row)
@@ -290,30 +291,33 @@ def find(page: Bytes, raw: Bytes, places: Int64s, row: int) -> int:
 
 
 def parts_of(runs: list[IdRun], pages: int) -> Iterator[tuple[int | None, int | None]]:
-    """Ranges of hashes, from one to before the next (None: all), in which no run has more than about so many pages."""
+    """Cut the hashes into ranges (low, before high; None: no bound) with about `pages` pages of each run at most."""
     cuts = np.unique(np.concatenate([run.first_hashes[pages::pages] for run in runs])).tolist()
     return iter(zip([None, *cuts], [*cuts, None], strict=True))
 
 
-# -- A window of deduplication IDs that was imported: one run, which has times where others have indexes.
+# -- A window of deduplication IDs that was imported: one run that has times in place of indexes.
 
 MILLISECONDS_A_SECOND = 1000
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ImportedIds:
-    """What memory has of it. Its run begins with 0 and has as many IDs as its `end_index` says; how far an ID is from
-    the first one is the second since 1970 up to which it was published."""
+    """The part of an imported window that is in memory.
+
+    Its run begins with 0, and `end_index` is the number of IDs. The distance of an ID is a second since 1970: the ID
+    was published by then.
+    """
 
     run: IdRun
     key: bytes
-    """Of the hash, SECRET_BYTES of them. It is the run's own: the topic's may be another one by the next start."""
+    """The hash key, SECRET_BYTES long. It belongs to this run: the topic may have another key after the next start."""
     checksum: bytes
-    """That of the file."""
+    """The checksum of the file."""
 
     @property
     def first_time_ms(self) -> int:
-        """When the first one was published, in milliseconds since 1970."""
+        """When the first message was published, in milliseconds since 1970."""
         return int(self.run.chunks[0, CHUNK_FIRST_TIME_MS])
 
     @property
@@ -321,7 +325,7 @@ class ImportedIds:
         return int(self.run.chunks[-1, CHUNK_LAST_TIME_MS])
 
     def candidates(self, view: Uint8s, places: Int64s) -> list[tuple[int, range]]:
-        """The rows of a batch whose IDs may be there, and in which of its pages."""
+        """Return the rows of a batch whose IDs may be in the run, each with its pages."""
         hashes, rows = np.empty(int(places[ROWS]), np.int64), np.empty(int(places[ROWS]), np.int64)
         hash_rows(view, places, key_of(self.key), hashes)
         through = rows[: probe(hashes, self.run.filter, rows)].tolist()
@@ -329,14 +333,13 @@ class ImportedIds:
 
 
 def seconds_of(times_ms: Int64s) -> Int64s:
-    """The seconds that count for these times: none ends before its time."""
+    """Round times up to whole seconds."""
     return -(-times_ms // MILLISECONDS_A_SECOND)
 
 
 @kernel(nogil=True)
 def first_not_above(ids: Bytes, offsets: Int64s) -> int:
-    """The first ID, of such as lie one after the other, that is not above the one before it, compared as bytes; -1 if
-    there is none."""
+    """Return the first ID that is not above the one before it, compared as bytes; -1 if all are."""
     for row in range(1, len(offsets) - 1):
         before, here, end = int(offsets[row - 1]), int(offsets[row]), int(offsets[row + 1])
         size = min(here - before, end - here)

@@ -1,10 +1,9 @@
-"""What a window of deduplication IDs has in memory: its newer part, chunks that fill up, and the table that leads to
-them, with the work that is done on it bit by bit: it grows, and is cleared.
+"""The part of a window of deduplication IDs that is in memory: chunks of IDs, and the hash table that finds them.
 
-The table leads to all IDs of the chunks in memory, and to some of those that are forgotten or lie in runs, which is
-harmless: whoever finds one sees that its chunk is gone. With the frames that come a share of the slots is swept clear
-of these, one slot after the other, which is quicker than looking for each of them; and a share of all IDs is put into a
-larger table, if one is needed, so that no frame waits for all of it.
+The table finds all IDs of the chunks in memory. It also leads to some IDs that are forgotten or lie in runs. That is
+harmless: a look-up that finds one sees that its chunk is gone. Two kinds of work are divided among frames, so that no
+frame waits for all of it. Each frame sweeps a share of the slots clear of forgotten IDs, one slot after the other: that
+is faster than looking for each of these IDs. If a larger table is needed, each frame moves a share of the IDs into it.
 """
 
 from bisect import bisect_right
@@ -40,18 +39,17 @@ from seqdedupe.format.columns import DEDUPLICATION_ID_OFFSETS, start
 from seqdedupe.format.jit import Int32s, Int64s, Int64s2, Uint8s
 from seqdedupe.limits import NO_LIMIT, WindowLimits
 
-# -- The newer part of a window: chunks in memory, each at a place (`id_table`), which fill up.
+# -- The newer part of a window: chunks in memory that fill up, each at a place (`id_table`).
 #
-# What lies at a place stays there until the place is given back: the table may lead to it, long after the chunk has
-# been forgotten.
+# The content of a place stays until the place is released: the table may lead to it long after its chunk is forgotten.
 
 PARTS = 16
-"""A window moves forward by one in so many parts of it, or less."""
+"""A window moves forward by at most 1/PARTS of its size at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A chunk of a window: it is forgotten as a whole."""
+    """A chunk of a window. It is forgotten as a whole."""
 
     first_index: int
     rows: int
@@ -65,21 +63,21 @@ class Chunk:
 
 
 class Newer:
-    """Chunks, each of which begins where the one before it ends, the oldest first. `state` is the window's."""
+    """Chunks in the order of their indexes, without gaps. `state` is the window's."""
 
     def __init__(self, state: Int64s) -> None:
         self.ids = Growing(0, (CHUNK_BYTES,), np.uint8)
         self.offsets = Growing(0, (CHUNK_OFFSETS,), np.int32)
         self.chunks: Int64s2 = np.zeros((0, COLUMNS), np.int64)
-        """By place, as `id_table` has them."""
+        """One row per place, laid out as in `id_table`."""
         self.order: deque[int] = deque()
         """The places of the chunks."""
         self.free: list[int] = []
-        """Places that nothing leads to. All but the last one, which is taken next, have no memory."""
+        """Places that nothing leads to. The last one is used next; the others have no memory."""
         self.is_sealed = True
-        """Whether the newest chunk takes no more."""
+        """Whether the newest chunk accepts no more IDs."""
         self.opened = 0
-        """So many chunks ever were."""
+        """The number of chunks opened so far."""
         self._state = state
 
     def __iter__(self) -> Iterator[Chunk]:
@@ -87,20 +85,20 @@ class Newer:
 
     @property
     def rows(self) -> int:
-        """How many IDs they have together."""
+        """The number of IDs in all chunks."""
         return int(self._state[NEXT]) - int(self.chunks[self.order[0], FIRST_INDEX]) if self.order else 0
 
     def bytes_of(self, place: int) -> int:
-        """How many bytes the IDs have that lie there."""
+        """Return the size in bytes of the IDs at this place."""
         return int(self.offsets.rows[place, self.chunks[place, ROWS]])
 
     def chunk(self, place: int) -> Chunk:
-        """What lies there."""
+        """Return the chunk at this place."""
         first_index, rows, first_time_ms, last_time_ms = self.chunks[place].tolist()
         return Chunk(first_index, rows, self.bytes_of(place), first_time_ms, last_time_ms)
 
     def piece(self, place: int, from_index: int, end_index: int) -> Piece | None:
-        """A copy of what lies there, from one index on and below the other; None if that is nothing."""
+        """Copy the IDs of a place from `from_index` to before `end_index`. Return None if there are none."""
         chunk_index, rows, first_time_ms, last_time_ms = self.chunks[place].tolist()
         first = max(from_index - chunk_index, 0)
         end = min(rows, end_index - chunk_index)
@@ -112,7 +110,7 @@ class Newer:
         return Piece(chunk_index, chunk_index + first, first_time_ms, last_time_ms, sizes, ids)
 
     def piece_from(self, index: int, end_index: int) -> Piece | None:
-        """A copy from one index on and below the other, of one chunk, PIECE_BYTES at most; None if that is nothing."""
+        """Copy at most PIECE_BYTES of IDs of one chunk, from `index` to before `end_index`; None if there are none."""
         before = bisect_right(self.order, index, key=lambda place: int(self.chunks[place, FIRST_INDEX]))
         if not before:
             return None
@@ -127,7 +125,7 @@ class Newer:
     # -- the chunk that fills up -----------------------------------------------------------------------------------
 
     def open(self, first_index: int, time_ms: int) -> None:
-        """The newest chunk is another one from now on."""
+        """Begin a new newest chunk."""
         if not self.free:
             before = len(self.chunks)
             self.ids.reserve(before + 1)
@@ -148,12 +146,12 @@ class Newer:
         self.is_sealed = False
 
     def give_back(self, place: int) -> None:
-        """Nothing leads to this place any more."""
+        """Free a place that nothing leads to any more."""
         self.release()
         self.free.append(place)
 
     def release(self) -> None:
-        """No free place has memory."""
+        """Release the memory of the free places."""
         if self.free:
             self.ids.release(self.free[-1])
             self.offsets.release(self.free[-1])
@@ -161,7 +159,7 @@ class Newer:
     def room_for(
         self, view: Uint8s, places: Int64s, first: int, rows: int, limits: WindowLimits, now_ms: int
     ) -> tuple[int, int]:
-        """The current chunk, and up to which row of a batch it takes all from `first` on."""
+        """Return the place of the current chunk, and the row of a batch before which all rows from `first` on fit."""
         while True:
             if self.is_sealed:
                 self.open(int(self._state[NEXT]), now_ms)
@@ -179,7 +177,7 @@ class Newer:
             self.is_sealed = True
 
     def seal_if_due(self, limits: WindowLimits, now_ms: int) -> None:
-        """A chunk that is large or old enough takes no more: the window is to move by small parts of it."""
+        """Seal the newest chunk if it is large or old enough, so that the window moves by small parts."""
         if not self.order:
             return
         _, rows, first_time_ms, _ = self.chunks[self.order[-1]].tolist()
@@ -192,7 +190,7 @@ class Newer:
         )
 
     def append(self, piece: Piece) -> None:
-        """The newest chunk has these IDs too. Raises ValueError if it has no room for them."""
+        """Append IDs to the newest chunk. Raises ValueError if it has no room for them."""
         place = self.order[-1]
         here, there = int(self.chunks[place, ROWS]), self.bytes_of(place)
         rows = here + len(piece.sizes)
@@ -206,32 +204,32 @@ class Newer:
 
 _FIRST_SLOTS = 1024
 _LOAD = 0.7
-"""From here on a larger table is made."""
+"""Above this load a larger table is made."""
 _NEAR = 0.6
-"""From here on it is near."""
+"""Above this load a larger table will soon be needed."""
 _SPARSE = 0.15
-"""Below this a smaller one may be made."""
+"""Below this load a smaller table may be made."""
 _FULL = 0.9
-"""More a table never has: then the larger one is finished at once."""
+"""The highest load of a table. When it is reached, the larger table is finished at once."""
 _AT_ONCE = 1 << 14
-"""A table with so few slots is simply made anew."""
+"""A table with at most this number of slots is replaced in one step."""
 _MOVED_A_ROW = 8
-"""So many IDs go into the larger table with each row that comes, which is done before the other one is full."""
+"""IDs moved into the larger table per new row: enough to finish before the table in use is full."""
 _PAGE_SLOTS = 512
-"""So many slots have a page of memory."""
+"""Slots per page of memory."""
 _TOUCHED_A_ROW = 64
-"""So many slots of the larger table get their memory with each row that comes, before the first ID is put there: IDs go
-everywhere in it, and it takes the system microseconds for each page that is written to for the first time."""
+"""Slots of the larger table whose memory is touched per new row, before the first ID is put there. IDs go everywhere in
+the table, and the first write to each page takes the system microseconds."""
 _SWEPT_A_ROW = 16
-"""So many slots are swept with each row that comes, while there is anything to be taken out: all of them before a
-sixteenth as many IDs are forgotten anew."""
+"""Slots swept per new row, while any forgotten IDs are left. So all slots are swept before 1/16 as many IDs are
+forgotten again."""
 _SWEPT_A_FRAME = 64
 _SWEPT_AT_ONCE = 512
-"""So many or more: a call takes as long as a thousand slots."""
+"""The least number of slots to sweep in one call: the call alone costs as much as a thousand slots."""
 
 
 class Slots:
-    """The slots, as `id_table` has them, of IDs that lie in `newer`. `state` is the window's."""
+    """The slots of the IDs in `newer`, laid out as in `id_table`. `state` is the window's."""
 
     def __init__(self, hash_key: Int64s, newer: Newer, state: Int64s) -> None:
         self._table = _table(_FIRST_SLOTS)
@@ -239,32 +237,32 @@ class Slots:
         self._newer = newer
         self._state = state
         self._hashes = np.empty(HASHED, np.int64)
-        """For `put` and `take_out`."""
+        """Working memory of `put` and `take_out`."""
         self._larger: Growing | None = None
-        """The table that is to take the place of the one in use, with all IDs below `_moved`."""
+        """The table that will replace the one in use. It has all IDs before `_moved`."""
         self._touched = 0
-        """So many of its slots have memory."""
+        """The number of its slots that have memory."""
         self._larger_state = np.zeros(STATES, np.int64)
         self._moved = (0, 0)
-        """Of the chunk with this first index so many rows, and all before it."""
+        """A first index of a chunk, and a number of rows: all chunks before it, and these rows of it, are moved."""
         self._forgotten: deque[tuple[int, int]] = deque()
-        """Places of chunks that are forgotten or lie in runs, and how many slots are swept when none leads there."""
+        """Places of chunks that are forgotten or lie in runs. Each has the `_swept` at which no slot leads there."""
         self._swept = 0
-        """So many are, all of them over and over."""
+        """The number of slots swept so far, in all rounds."""
         self._owed = 0
-        """So many should be, for the frames that came."""
+        """The number of slots still to be swept for the frames that came."""
         self._given_back: deque[Iterator[None]] = deque()
-        """Tables that are not needed any more: it takes the system long to take one back, too."""
+        """Tables that are no longer needed. To release one takes the system long too, so it is done in steps."""
 
     @property
     def rows(self) -> Int64s:
-        """The table in use: another array after it has grown."""
+        """The table in use. It is another array after it has grown."""
         rows: Int64s = self._table.rows
         return rows
 
     @property
     def memory_bytes(self) -> int:
-        """What the tables take, and all IDs that may be found by them."""
+        """The memory of the tables, and of all IDs that they may lead to."""
         newer = self._newer
         tables = self.rows.nbytes + (self._larger.rows.nbytes if self._larger is not None else 0)
         places = [*newer.order, *(place for place, _ in self._forgotten)]
@@ -273,42 +271,42 @@ class Slots:
 
     @property
     def soon_needed_bytes(self) -> int:
-        """What a larger table will take, if one is soon needed."""
+        """The memory of the larger table that will soon be needed; 0 if none will be."""
         is_near = self._larger is None and self._needed > _NEAR * len(self.rows)
         return 2 * self.rows.nbytes if is_near else 0
 
     def put(self, place: int, first: int, end: int) -> None:
-        """The IDs of these rows of a place are found from now on, each before all that are put in later."""
+        """Make the IDs of these rows of a place findable. An ID is found before equal ones that are put in later."""
         self._put(self.rows, self._state, place, first, end)
 
     def take_out(self, place: int, first: int, end: int) -> None:
-        """These rows of a place are found no more. Only while no larger table is being filled."""
+        """Take these rows of a place out of the table. Allowed only while no larger table is being filled."""
         ids, offsets = self._newer.ids.rows.reshape(-1), self._newer.offsets.rows.reshape(-1)
         take_out(place, first, end, self._hash_key, self.rows, ids, offsets, self._state, self._hashes)
-        # Others may have been moved up to where it was swept already.
+        # Other IDs may have moved to slots that were swept already.
         self._sweep_anew()
 
     def forget(self, place: int) -> None:
-        """The chunk at this place is not among the others any more: its IDs are taken out by and by."""
+        """Forget the chunk at this place. Its IDs are taken out in steps."""
         self._newer.chunks[place, FIRST_INDEX] = GONE
         self._forgotten.append((place, self._swept + len(self.rows)))
 
     def load(self, ids: int) -> None:
-        """A table of all IDs of all chunks, so many."""
+        """Make a table with room for this number of IDs, and put all IDs of all chunks into it."""
         self._table = _table(_slots_for(ids))
         for place in self._newer.order:
             self.put(place, 0, int(self._newer.chunks[place, ROWS]))
 
-    # -- bit by bit ------------------------------------------------------------------------------------------------
+    # -- work in steps ---------------------------------------------------------------------------------------------
 
     def make_room(self, rows: int) -> None:
-        """There is room for so many more IDs."""
+        """Make room for this number of further IDs."""
         used, slots = int(self._state[USED]) + rows, len(self.rows)
         if self._larger is None and used <= _LOAD * slots:
             return
         needed = self._needed + rows
         if self._larger is not None and needed > _LOAD * len(self._larger.rows):
-            # It was to be a smaller one.
+            # It was meant to be smaller than the table in use.
             self.give_up_larger()
         is_full = used > _FULL * slots
         if needed <= _LOAD * slots and not is_full:
@@ -321,11 +319,11 @@ class Slots:
 
     @property
     def _needed(self) -> int:
-        """The slots that it needs, but for what is to be swept out."""
+        """The number of slots needed, without those of forgotten IDs."""
         return min(int(self._state[USED]), self._newer.rows)
 
     def go_on(self, rows: int) -> None:
-        """The share of a frame with so many rows in what is done bit by bit."""
+        """Do the share of a frame with `rows` rows in sweeping and growing."""
         if self._forgotten:
             self._owed += _SWEPT_A_ROW * rows + _SWEPT_A_FRAME
             if self._owed >= _SWEPT_AT_ONCE:
@@ -334,10 +332,9 @@ class Slots:
         self._grow(_TOUCHED_A_ROW * rows, _MOVED_A_ROW * rows)
 
     def tidy(self, rows: int) -> bool:
-        """The share of so many rows in sweeping out what is forgotten or lies in runs, whose memory is given back;
-        makes a table smaller that is nearly empty.
+        """Do the share of `rows` rows in sweeping, release memory, and replace a nearly empty table by a smaller one.
 
-        Whether there is more to do.
+        Return whether there is more to do.
         """
         self._sweep(_SWEPT_A_ROW * rows)
         self._newer.release()
@@ -348,7 +345,7 @@ class Slots:
         return bool(self._forgotten or self._given_back) or self._larger is not None
 
     def give_up_larger(self) -> None:
-        """The table in use stays: what was put into the larger one need not lie where it did."""
+        """Drop the larger table and keep the one in use. IDs may lie in other places after this."""
         if self._larger is not None:
             self._given_back.append(self._larger.clear())
             self._larger = None
@@ -356,13 +353,13 @@ class Slots:
     def _begin_larger(self, needed: int) -> None:
         if self._larger is None or needed > _LOAD * len(self._larger.rows):
             self.give_up_larger()
-            # Both or neither: there may be no memory for one of them.
+            # Make both before setting either: there may be no memory for one of them.
             larger, state = _table(_slots_for(needed)), np.zeros(STATES, np.int64)
             self._larger, self._larger_state, self._touched = larger, state, 0
             self._moved = (int(self._state[WINDOW]), 0)
 
     def _sweep(self, slots: int) -> None:
-        """Sweeps so many slots, if there is anything to be taken out, and gives places back to which none leads."""
+        """Sweep this number of slots if any IDs are forgotten. Free the places that no slot leads to any more."""
         newer = self._newer
         while self._forgotten and slots > 0:
             first = self._swept % len(self.rows)
@@ -371,18 +368,20 @@ class Slots:
             sweep_beside(first, end, self._hash_key, self.rows, ids, offsets, newer.chunks, self._state)
             self._swept += end - first
             slots -= end - first
-            # The larger table may lead there, too.
+            # The larger table may lead to the place too.
             while self._larger is None and self._forgotten and self._forgotten[0][1] <= self._swept:
                 newer.give_back(self._forgotten.popleft()[0])
 
     def _sweep_anew(self) -> None:
-        """None of the slots counts as swept."""
+        """Count all slots as not swept."""
         until = self._swept + len(self.rows)
         self._forgotten = deque((place, until) for place, _ in self._forgotten)
 
     def _grow(self, slots: int, ids: int) -> None:
-        """So many slots of the larger table get memory; when all have, so many IDs more go into it. What is not needed
-        any more is given back."""
+        """Touch `slots` slots of the larger table. When all have memory, move `ids` IDs into it.
+
+        Without a larger table, release some memory of an old one.
+        """
         if self._larger is None:
             self._give_back()
         elif self._touched < len(self._larger.rows):
@@ -392,12 +391,12 @@ class Slots:
             self._move_on(ids)
 
     def _give_back(self) -> None:
-        """Some memory of a table that is not needed any more."""
+        """Release some memory of a table that is no longer needed."""
         if self._given_back and next(self._given_back[0], self) is self:
             self._given_back.popleft()
 
     def _move_on(self, rows: int) -> None:
-        """So many rows more go into the larger table; when all are there, it takes the other one's place."""
+        """Move `rows` further rows into the larger table. When all are there, it replaces the table in use."""
         larger = self._larger
         if larger is None:
             return
@@ -429,7 +428,7 @@ def _table(slots: int) -> Growing:
 
 
 def _slots_for(ids: int) -> int:
-    """The slots of a table that has room for so many, and for some more."""
+    """Return the number of slots of a table that has room for this number of IDs and some more."""
     slots = _FIRST_SLOTS
     while ids > _LOAD * slots:
         slots *= 2

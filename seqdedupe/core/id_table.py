@@ -1,12 +1,13 @@
-"""A hash table of deduplication IDs: where the newest message with an ID stands, and that it is there at all.
+"""A hash table of deduplication IDs. It tells whether an ID is known, and where its newest message lies.
 
-IDs lie whole in *chunks*, each at a *place* with room for CHUNK_ROWS of them and CHUNK_BYTES together; a row of a place
-is `place << ROW_BITS | row`. A slot of the table says where an ID lies and has some bits of its hash, which only spare
-looking: an ID is there if the same bytes are. The hash is keyed, so that nobody can choose IDs that meet.
+The IDs themselves lie in *chunks*. Each chunk is at a *place*, with room for CHUNK_ROWS IDs and CHUNK_BYTES in all. A
+row of a place is `place << ROW_BITS | row`. A slot of the table holds the row of an ID and some bits of its hash. The
+bits only save comparisons: an ID is found if its bytes are equal. The hash is keyed, so nobody can choose IDs that
+collide.
 
-A slot is 27 bits of the hash and 36 of the row, below zero; or EMPTY, which memory is by itself, so that a table of any
-size is made at once. An ID stands at or after its home, the first slot that its
-hash points to, without an empty one between; taking one out moves others up, so that nothing is left behind.
+A slot is negative, with 27 bits of the hash and 36 of the row; or it is EMPTY. EMPTY is zero, as new memory is, so a
+table of any size is made at once. The *home* of an ID is the slot that its hash points to. The ID is at its home or in
+a later slot, with no empty slot between. Removing an ID moves later ones up, so no tombstones are needed.
 """
 
 from typing import Any
@@ -21,14 +22,14 @@ ROW_BITS = 16
 CHUNK_ROWS = 1 << ROW_BITS
 CHUNK_BYTES = 1 << 20
 CHUNK_OFFSETS = CHUNK_ROWS + 1
-"""Of a place: where each of its IDs begins, and where the last one ends."""
+"""Offsets per place: the beginning of each ID, and the end of the last one."""
 
 EMPTY = 0
-"""A slot that has no ID."""
+"""A slot without an ID."""
 NOWHERE = -1
 """No row of a place."""
 IMPORTED = -2
-"""Where an ID lies that was imported: no message of this log has it."""
+"""The index of an imported ID: no message of this log has it."""
 
 _TAKEN = -(1 << 63)
 _PLACE_BITS = 36
@@ -38,11 +39,11 @@ _HOME = (1 << _HOME_BITS) - 1
 _MORE = (1 << 14) - 1
 
 HASHED = 128
-"""So many IDs are hashed before the first of them is looked up."""
+"""The number of IDs that are hashed before the first of them is looked up."""
 _FARTHER = 5
-"""Whoever looks for an ID comes about so many slots far from its home, which may be in the next line of memory."""
+"""A look-up ends about this number of slots after the home, which may be in the next cache line."""
 
-# Columns of `chunks`, one row a place.
+# Columns of `chunks`, one row per place.
 FIRST_INDEX = 0
 ROWS = 1
 FIRST_TIME_MS = 2
@@ -50,21 +51,21 @@ LAST_TIME_MS = 3
 COLUMNS = 4
 
 GONE = -(1 << 62)
-"""The FIRST_INDEX of a chunk that is forgotten or lies in runs: whatever still leads there does not count."""
+"""The FIRST_INDEX of a chunk that is forgotten or lies in runs. Slots that still lead there do not count."""
 
 # The elements of `state`.
 WINDOW = 0
-"""The index from which on IDs count. What the table has of earlier ones is not swept out yet."""
+"""The first index whose ID counts. The table may still have earlier IDs that are not swept out yet."""
 CONFIRMED = 1
-"""Below it all messages are in the log."""
+"""All messages below this index are in the log."""
 NEXT = 2
-"""The index that the next new message gets; from CONFIRMED on they are in flight."""
+"""The index of the next new message. Messages from CONFIRMED to before NEXT are in flight."""
 CURRENT = 3
 """The place of the chunk that is being filled."""
 USED = 4
-"""So many slots of the table are."""
+"""The number of slots in use."""
 IS_FAR = 5
-"""1 once an ID has stood so far from its home that its slot does not tell where that is."""
+"""1 once an ID was so far from its home that its slot does not tell where the home is."""
 STATES = 6
 
 
@@ -89,7 +90,7 @@ def same(raw: Bytes, begin: int, ids: Uint8s, other: int, size: int) -> bool:
 
 @for_kernels
 def _begin(offsets: Int32s, at: int) -> int:
-    """Where the ID of this row of a place stands among all IDs."""
+    """Return where the ID of this row begins in the bytes of all IDs."""
     place = at >> ROW_BITS
     return place * CHUNK_BYTES + int(offsets[place * CHUNK_OFFSETS + (at & (CHUNK_ROWS - 1))])
 
@@ -102,7 +103,7 @@ def _size(offsets: Int32s, at: int) -> int:
 
 @for_kernels
 def _find(slots: Int64s, hashed: int, raw: Bytes, begin: int, size: int, ids: Uint8s, offsets: Int32s) -> int:
-    """The slot of this ID, or the empty one that it would get."""
+    """Return the slot of this ID, or the empty slot that it would get."""
     mask = len(slots) - 1
     tag = _slot(hashed, 0)
     at = hashed & mask
@@ -119,7 +120,7 @@ def _find(slots: Int64s, hashed: int, raw: Bytes, begin: int, size: int, ids: Ui
 
 @for_kernels
 def _fill(slots: Int64s, at: int, hashed: int, row: int, state: Int64s) -> None:
-    """The ID of this hash, which belongs into the slot, lies in this row of a place."""
+    """Write to a slot that the ID of this hash lies in `row`. The slot must be the one that `_find` returned."""
     mask = slots.shape[0] - 1
     if slots[at] == EMPTY:
         state[USED] += 1
@@ -130,7 +131,7 @@ def _fill(slots: Int64s, at: int, hashed: int, row: int, state: Int64s) -> None:
 
 @for_kernels
 def _close(slots: Int64s, hole: int) -> None:
-    """Empties a slot, and moves up those behind it that would not be found any more: none is far from its home."""
+    """Empty a slot, and move up later ones that would not be found any more. No ID may be far from its home."""
     mask = slots.shape[0] - 1
     at = (hole + 1) & mask
     slot = int(element(slots, at))
@@ -145,7 +146,7 @@ def _close(slots: Int64s, hole: int) -> None:
 
 @for_kernels
 def _close_far(slots: Int64s, hole: int, key: Int64s, ids: Uint8s, offsets: Int32s) -> None:
-    """The same where slots may not tell how far that is. Apart, since it makes the other one slow."""
+    """Do the same where IDs may be far from home. It is a second function because it would slow the first one down."""
     mask = slots.shape[0] - 1
     at = (hole + 1) & mask
     slot = int(slots[at])
@@ -163,9 +164,10 @@ def _close_far(slots: Int64s, hole: int, key: Int64s, ids: Uint8s, offsets: Int3
 @kernel(bare=True)
 def _hash_ids(raw: Bytes, offsets: int, blob: int, first_row: int, end_row: int, key: Int64s, slots: Int64s,
               hashes: Int64s) -> int:  # fmt: skip
-    """The hashes of IDs that stand at `blob` and have their offsets at `offsets`, of these rows, each in its own place.
+    """Hash the IDs of these rows of a batch into `hashes`, one element per row.
 
-    Their homes are on the way from memory then: looked up one after the other, each would be waited for.
+    The IDs begin at `blob`, their offsets at `offsets`. The homes are prefetched: a look-up of one ID after the other
+    would wait for memory each time.
     """
     mask = slots.shape[0] - 1
     for row in range(first_row, end_row):
@@ -180,7 +182,7 @@ def _hash_ids(raw: Bytes, offsets: int, blob: int, first_row: int, end_row: int,
 @kernel(bare=True)
 def _hash_rows(place: int, first_row: int, end_row: int, key: Int64s, slots: Int64s, ids: Uint8s, offsets: Int32s,
                hashes: Int64s) -> int:  # fmt: skip
-    """The same of at most HASHED rows of a place, one after the other."""
+    """Hash at most HASHED rows of a place into the first elements of `hashes`, and prefetch the homes."""
     mask = slots.shape[0] - 1
     for row in range(first_row, end_row):
         lies = (place << ROW_BITS) | row
@@ -194,7 +196,7 @@ def _hash_rows(place: int, first_row: int, end_row: int, key: Int64s, slots: Int
 
 @kernel(bare=True)
 def bad_id(raw: Bytes, places: Int64s, rows: int) -> int:
-    """The first row of a batch whose ID has not 1 to MAX_DEDUPLICATION_ID_BYTES bytes; -1 if there is none."""
+    """Return the first row of a batch whose ID does not have 1 to MAX_DEDUPLICATION_ID_BYTES bytes; -1 if none."""
     offsets = start(places, DEDUPLICATION_ID_OFFSETS)
     for row in range(rows):
         size = load32(raw, offsets + 4 * row + 4) - load32(raw, offsets + 4 * row)
@@ -222,13 +224,13 @@ def decide(
     replaced: Int64s2,
     older: Int64s,
 ) -> int:
-    """The verdicts of rows of a batch, which the current chunk has room for; new ones are in flight from now on.
+    """Judge rows of a batch, and put the new ones into the current chunk, which must have room for them.
 
-    `frame_index` is the index that the first new row of the whole frame has got: a copy of such a row is DUP, since
-    the receipt comes when both have settled. `found` gets the index of each DUP's original. With `deduplicate` off
-    every row is new; for one whose ID was known `replaced` gets where it lies now, and where it did (else NOWHERE).
-    `older` has the index of each row's ID in what lies elsewhere (else IMPORTED or NOWHERE), all of it in the log and
-    before what the table has; it is empty where there is nothing elsewhere. Returns how many rows are new.
+    New rows are in flight after this. `frame_index` is the index of the first new row of the whole frame. A second copy
+    of such a row is DUP: its receipt is sent when both have settled. `found` gets the index of each DUP's original.
+    With `deduplicate` off every row is new, and `replaced` gets the row where its ID lies now and the row where it lay
+    before (else NOWHERE). `older` has the index of each row's ID in the runs (else IMPORTED or NOWHERE); it is empty if
+    there are no runs. All messages in runs are in the log, before those in the table. Return the number of new rows.
     """
     row_offsets = start(places, DEDUPLICATION_ID_OFFSETS)
     blob = start(places, DEDUPLICATION_IDS)
@@ -241,7 +243,7 @@ def decide(
             _hash_ids(raw, row_offsets, blob, row, min(row + HASHED, end_row), key, slots, found)
         begin = blob + load32(raw, row_offsets + 4 * row)
         size = blob + load32(raw, row_offsets + 4 * row + 4) - begin
-        # Until it is overwritten by what is found.
+        # `found` holds the hash until the index overwrites it.
         hashed = int(found[row])
         at = _find(slots, hashed, raw, begin, size, ids, offsets)
         before = NOWHERE
@@ -285,8 +287,8 @@ def decide(
 @kernel(bare=True)
 def index_of(raw: Bytes, places: Int64s, key: Int64s, slots: Int64s, ids: Uint8s, offsets: Int32s, chunks: Int64s2,
              state: Int64s) -> int:  # fmt: skip
-    """The index of the message with the ID of a batch's first row, in the log or in flight; NOWHERE if the table has
-    none."""
+    """Return the index of the message with the ID of a batch's first row, stored or in flight; NOWHERE if the table
+    does not have it."""
     row_offsets = start(places, DEDUPLICATION_ID_OFFSETS)
     begin = start(places, DEDUPLICATION_IDS) + load32(raw, row_offsets)
     size = load32(raw, row_offsets + 4) - load32(raw, row_offsets)
@@ -301,8 +303,8 @@ def index_of(raw: Bytes, places: Int64s, key: Int64s, slots: Int64s, ids: Uint8s
 @kernel(bare=True)
 def put(place: int, first_row: int, end_row: int, key: Int64s, slots: Int64s, ids: Uint8s, offsets: Int32s,
         state: Int64s, hashes: Int64s) -> int:  # fmt: skip
-    """The IDs of these rows of a place are in the table from now on, each before all that are put in later. `hashes`
-    has room for HASHED."""
+    """Put the IDs of these rows of a place into the table. An ID is found before equal ones that are put in later.
+    `hashes` has room for HASHED."""
     for row in range(first_row, end_row):
         if (row - first_row) % HASHED == 0:
             _hash_rows(place, row, min(row + HASHED, end_row), key, slots, ids, offsets, hashes)
@@ -316,8 +318,8 @@ def put(place: int, first_row: int, end_row: int, key: Int64s, slots: Int64s, id
 @kernel(bare=True)
 def take_out(place: int, first_row: int, end_row: int, key: Int64s, slots: Int64s, ids: Uint8s, offsets: Int32s,
              state: Int64s, hashes: Int64s) -> int:  # fmt: skip
-    """These rows of a place are in the table no more; an ID that lies in another row by now stays. `hashes` has
-    room for HASHED. How many went."""
+    """Take these rows of a place out of the table. An ID that lies in another row by now stays. `hashes` has room for
+    HASHED. Return the number of IDs taken out."""
     mask = slots.shape[0] - 1
     is_far = state[IS_FAR] != 0
     gone = 0
@@ -341,15 +343,15 @@ def take_out(place: int, first_row: int, end_row: int, key: Int64s, slots: Int64
 @kernel(bare=True)
 def sweep(first: int, end: int, key: Int64s, slots: Int64s, ids: Uint8s, offsets: Int32s, chunks: Int64s2,
           state: Int64s) -> int:  # fmt: skip
-    """Takes out what leads to chunks that are GONE, of the slots from `first` to before `end`. How many went."""
+    """Empty the slots from `first` to before `end` that lead to chunks that are GONE. Return how many were emptied."""
     is_far = state[IS_FAR] != 0
     gone = 0
     at = first
     while at < end:
         slot = int(element(slots, at))
-        # Both below zero: an empty slot is not. One branch, seldom taken, is quicker than two that cannot be guessed.
+        # True if both are negative, which an empty slot is not. One rare branch is faster than two unpredictable ones.
         if slot & int(chunks[(slot & _PLACE) >> ROW_BITS, FIRST_INDEX]) < 0:
-            # Whatever is moved up to here is looked at next.
+            # A slot that moved up to here is looked at next.
             if is_far:
                 _close_far(slots, at, key, ids, offsets)
             else:
@@ -361,10 +363,10 @@ def sweep(first: int, end: int, key: Int64s, slots: Int64s, ids: Uint8s, offsets
     return gone
 
 
-# -- The kernels of a window's table for many rows: other threads run meanwhile.
+# -- The kernels of a window's table for many rows. They release the interpreter, so other threads run.
 #
-# The commit thread waited for the interpreter while a thousand IDs were looked up. For a few rows it costs more to
-# let go of it than it gains. Nobody else may use the window meanwhile.
+# Otherwise the commit thread would wait while a thousand IDs are looked up. For a few rows releasing costs more than it
+# gains. No other thread may use the window during such a call.
 
 MANY_ROWS = 256
 _MANY_SLOTS = 4096
@@ -389,7 +391,7 @@ def decide_beside(
     replaced: Int64s2,
     older: Int64s,
 ) -> int:
-    """As `id_table.decide`, for MANY_ROWS or more."""
+    """Do the same as `decide`, for MANY_ROWS or more."""
     return decide(
         raw, places, first_row, end_row, frame_index, deduplicate, key, slots, ids, offsets, chunks, state, verdicts,
         found, replaced, older,
@@ -403,5 +405,5 @@ def _sweep(first: int, end: int, key: Int64s, slots: Int64s, ids: Uint8s, offset
 
 
 def sweep_beside(first: int, end: int, *rest: Any) -> int:
-    """As `id_table.sweep`."""
+    """Do the same as `sweep`, releasing the interpreter if there are many slots."""
     return (_sweep if end - first >= _MANY_SLOTS else sweep)(first, end, *rest)

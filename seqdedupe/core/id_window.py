@@ -1,18 +1,16 @@
-"""The window of a topic of deduplication IDs: the IDs of all messages from an index on, and what is a copy of one.
+"""The window of a topic of deduplication IDs: the IDs of the newest messages, and the verdict about an ID.
 
-It is a suffix of the log: messages below `confirmed_index` are persisted, those after it in flight, and those below
-`first_index` forgotten. IDs lie in chunks (`Newer`), which fill up one after the other, and are forgotten as a
-whole, the oldest first. What is forgotten counts from that moment on; the table (`id_slots`) is cleared of it bit by
-bit.
+The window is a suffix of the log. Messages below `confirmed_index` are persisted, later ones are in flight, and those
+below `first_index` are forgotten. IDs lie in chunks (`Newer`). Chunks fill up one after the other, and are forgotten as
+a whole, the oldest first. A forgotten ID stops counting at once; the table (`id_slots`) is cleared of it in steps.
 
-What is older may lie in runs (`Older`), on disk: then the table is cleared of it in the same way, and whoever
-decides looks there first. Chunks go the way from memory to runs and out of the window one after the other, the oldest
-first.
+Older chunks may lie in runs on disk (`Older`). The table is cleared of their IDs in the same way, and a decision looks
+into the runs first. Chunks move in order: from memory to a run, then out of the window.
 
-An ID counts at the highest index that it was accepted at: where it is new again beyond the window, or because the topic
-does not deduplicate, what is forgotten or failed of it elsewhere changes nothing.
+An ID counts at the highest index at which it was accepted. It may have been accepted twice: beyond the window, or while
+the topic does not deduplicate. Then the other occurrence changes nothing when it is forgotten or fails.
 
-Begin with `IdWindow`. What time it is says a `Moment`, which knows how far a clock can be believed.
+Begin with `IdWindow`. A `Moment` is a time, and how far the clock can be trusted.
 """
 
 from collections import deque
@@ -48,33 +46,33 @@ from seqdedupe.limits import NO_LIMIT, WindowLimits
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """In milliseconds since 1970."""
+    """Two bounds of the present time, in milliseconds since 1970."""
 
     earliest_ms: int
-    """It is not earlier: by this time goes what is forgotten by its age. 0: that is not known, and nothing is."""
+    """It is not earlier. IDs are forgotten for their age by this time. 0: unknown, and none are."""
     latest_ms: int
-    """It is not later: this time has what comes now."""
+    """It is not later. New messages get this time."""
 
 
-# -- The older part of a window of deduplication IDs: runs, and the chunks that they were made of.
+# -- The older part of a window of deduplication IDs: runs, and the chunks from which they were made.
 
 
 class Older:
-    """Runs, each of which begins where the one before it ends, the oldest first."""
+    """Runs in the order of their indexes, without gaps."""
 
     def __init__(self) -> None:
         self.runs: tuple[IdRun, ...] = ()
         self.generation = 0
-        """Of the runs: what was found in those of another one says nothing."""
+        """Changes whenever `runs` does. A result found in runs of another generation is void."""
         self.offered: IdRun | None = None
-        """A run that is whole, and is to be named by the next snapshot: of the oldest chunks in memory, or of some runs
-        that follow one another."""
+        """A complete run that the next snapshot is to name. It was made of the oldest chunks in memory, or of
+        neighbouring runs."""
         self.next_number = 1
-        """That of the run which is being made, or will be next. All others that are in use are lower."""
+        """The number of the run that is being made, or of the next one. All runs in use have lower numbers."""
         self.clears = 0
-        """How often all that was known was given up: a run that was begun before is of no use."""
+        """The number of times that all IDs were dropped. A run that was begun before the last time is useless."""
         self.chunks: deque[Chunk] = deque()
-        """Those that are not forgotten, the oldest first."""
+        """The chunks in runs that are not forgotten, the oldest first."""
 
     @property
     def end_index(self) -> int:
@@ -86,7 +84,7 @@ class Older:
         return sum(run.memory_bytes for run in self.runs)
 
     def candidates(self, view: Uint8s, places: Int64s, key: Int64s, first_index: int) -> list[tuple[IdRun, int, range]]:
-        """The rows of a batch whose IDs may be in runs, but for forgotten ones; in which, and in which of its pages."""
+        """Return the rows of a batch whose IDs may be in unforgotten runs, each row with the run and its pages."""
         runs = [run for run in self.runs if run.end_index > first_index]
         found: list[tuple[IdRun, int, range]] = []
         if not runs:
@@ -99,7 +97,7 @@ class Older:
         return found
 
     def to_name(self, first_index: int) -> tuple[IdRun, ...]:
-        """Those that a snapshot of now has to name: with the one that is offered, and without what is forgotten."""
+        """Return the runs that a snapshot taken now must name: with the offered one, without forgotten ones."""
         runs = self.runs
         if (new := self.offered) is not None:
             before = [run for run in runs if run.end_index <= new.first_index]
@@ -107,12 +105,12 @@ class Older:
         return tuple(run for run in runs if run.end_index > first_index)
 
     def offer(self, run: IdRun) -> None:
-        """This one is whole."""
+        """Offer a complete run to the next snapshot."""
         self.offered = run
         self.next_number = run.number + 1
 
     def named(self, runs: tuple[IdRun, ...]) -> None:
-        """These are in force from now on. What else is offered is whole, and was not named yet."""
+        """Put these runs into force. An offered run that is not among them waits for the next snapshot."""
         if self.offered in runs:
             self.offered = None
         if runs != self.runs:
@@ -121,12 +119,12 @@ class Older:
 
     @property
     def numbers(self) -> list[int]:
-        """Those of all runs, the one that is offered too, rising."""
+        """The numbers of all runs, with the offered one, in ascending order."""
         return sorted({run.number for run in (*self.runs, self.offered) if run is not None})
 
     def smallest_pair(self, most_runs: int, without: Container[tuple[IdRun, IdRun]] = ()) -> tuple[IdRun, IdRun] | None:
-        """Two neighbours, but not these, that are to be one run, where there are more than so many; None if there are
-        none."""
+        """Return the smallest two neighbouring runs to merge, not in `without`. Return None if there are none, or if
+        there are at most `most_runs` runs."""
         if len(self.runs) <= most_runs:
             return None
         pairs = [pair for pair in pairwise(self.runs) if pair[1].end_index - pair[0].first_index < MAX_ROWS]
@@ -137,14 +135,14 @@ class Older:
         )
 
     def load(self, runs: tuple[IdRun, ...], first_index: int) -> None:
-        """Takes over the runs of a snapshot."""
+        """Load the runs of a snapshot."""
         self.runs = runs
         self.next_number = max((run.number for run in runs), default=0) + 1
         chunks = (Chunk(*layout) for run in runs for layout in run.chunks.tolist())
         self.chunks.extend(chunk for chunk in chunks if chunk.end_index > first_index)
 
     def clear(self) -> None:
-        """There are none any more."""
+        """Drop all runs."""
         self.chunks.clear()
         self.runs, self.offered = (), None
         self.generation += 1
@@ -155,26 +153,26 @@ _NONE_REPLACED: Int64s2 = np.zeros((0, 2), np.int64)
 NONE_OLDER: Int64s = np.zeros(0, np.int64)
 
 Decision = tuple[int, Uint8s, Int64s, Int64s]
-"""How many rows are new; the verdicts; the rows with verdict DUP; and the indexes of their originals."""
+"""The number of new rows; the verdicts; the rows with verdict DUP; the indexes of their originals."""
 
 
 class IdWindow:
-    """The IDs from `first_index` on. The key of the hash has 16 bytes and belongs to the topic; it is never served."""
+    """The IDs from `first_index` on. The hash key has 16 bytes and belongs to the topic; it is never sent to anyone."""
 
     def __init__(self, key: bytes, first_index: int) -> None:
         self.key = key
         self.hash_key = key_of(key)
         self.older = Older()
-        """What lies in runs."""
+        """The IDs in runs."""
         self._state = np.zeros(STATES, np.int64)
         self._state[[WINDOW, CONFIRMED, NEXT]] = first_index
         self._newer = Newer(self._state)
         self._slots = Slots(self.hash_key, self._newer, self._state)
         self._replaced: deque[tuple[int, Int64s2]] = deque()
-        """Of each part of a frame in flight with IDs that were known before: the index after it, and where they lie and
-        did, as `id_table.decide` says it. Nothing of what is in the log: its places are other IDs' by and by."""
+        """For each part of a frame in flight that has IDs known before: the index after it, and the rows where these
+        IDs lie and lay (see `id_table.decide`). Stored messages have no entry: their places get other IDs later."""
         self._id_bytes = 0
-        """Of all chunks that are not forgotten, wherever they lie."""
+        """The size of the IDs in all chunks that are not forgotten, in memory and in runs."""
 
     # -- what it is ----------------------------------------------------------------------------------------------
 
@@ -190,45 +188,45 @@ class IdWindow:
 
     @property
     def next_index(self) -> int:
-        """The index that the next new message gets."""
+        """The index of the next new message."""
         return int(self._state[NEXT])
 
     def __len__(self) -> int:
-        """How many messages' IDs are known, those in flight apart."""
+        """The number of stored messages whose IDs are known."""
         return self.confirmed_index - self.first_index
 
     @property
     def first_time_ms(self) -> int:
-        """When the first of them was published, in milliseconds since 1970; 0 if there is none."""
+        """When the first known message was published, in milliseconds since 1970; 0 if none is known."""
         return self._oldest().first_time_ms if len(self) else 0
 
     @property
     def chunks_opened(self) -> int:
-        """So many chunks ever were."""
+        """The number of chunks opened so far."""
         return self._newer.opened
 
     @property
     def memory_index(self) -> int:
-        """Those of messages from this index on are in memory."""
+        """The IDs of messages from this index on are in memory."""
         return max(self.first_index, self.older.end_index)
 
     @property
     def on_disk(self) -> int:
-        """How many of them lie in runs."""
+        """The number of IDs in runs."""
         return self.memory_index - self.first_index
 
     @property
     def memory_bytes(self) -> int:
-        """What IDs and tables take in memory, and runs."""
+        """The memory of IDs, tables and runs."""
         return self._slots.memory_bytes + self.older.memory_bytes
 
     @property
     def needed_bytes(self) -> int:
-        """The same, with the larger table that will soon be needed."""
+        """The memory in use, and that of the larger table that will soon be needed."""
         return self.memory_bytes + self._slots.soon_needed_bytes
 
     def index_of(self, view: Uint8s, places: Int64s) -> int:
-        """The index of the message with the ID of a batch's first row, as far as it is in memory; else NOWHERE."""
+        """Return the index of the message with the ID of a batch's first row; NOWHERE if it is not in memory."""
         newer = self._newer
         ids, offsets = newer.ids.rows.reshape(-1), newer.offsets.rows.reshape(-1)
         return index_of(view, places, self.hash_key, self._slots.rows, ids, offsets, newer.chunks, self._state)
@@ -244,10 +242,10 @@ class IdWindow:
         now: Moment,
         older: Int64s = NONE_OLDER,
     ) -> Decision:
-        """What each row of a batch is; new ones are in flight from now on, with the indexes from `next_index` on.
+        """Judge the rows of a batch. New rows are in flight after this, with the indexes from `next_index` on.
 
-        Forgets before that what lies beyond the limits. `older` has the index of each row's ID in the runs (else
-        NOWHERE); it may be left out if there are none, or with `deduplicate` off.
+        Chunks beyond the limits are forgotten first. `older` has the index of each row's ID in the runs (else NOWHERE).
+        It may be omitted if there are no runs, or with `deduplicate` off. Otherwise ValueError is raised.
         """
         rows, newer = int(places[ROWS_OF_BATCH]), self._newer
         if deduplicate and self.older.runs and len(older) != rows:
@@ -283,7 +281,7 @@ class IdWindow:
                 self._id_bytes += newer.bytes_of(place) - before
                 newer.chunks[place, LAST_TIME_MS] = max(int(newer.chunks[place, LAST_TIME_MS]), now.latest_ms)
             if not deduplicate:
-                # At once: the next part may find no memory, and this one fails.
+                # Not after the loop: if the next part finds no memory, this part has to be restored.
                 self._remember(replaced[first:end])
             new += of_part
             first = end
@@ -294,13 +292,13 @@ class IdWindow:
         return new, verdicts, dups, found[dups]
 
     def confirm(self, rows: int) -> None:
-        """So many more messages are in the log, the oldest in flight."""
+        """Confirm that the log has the oldest `rows` messages in flight."""
         self._state[CONFIRMED] += rows
         while self._replaced and self._replaced[0][0] <= self.confirmed_index:
             self._replaced.popleft()
 
     def fail(self) -> None:
-        """Nothing that is in flight will ever be in the log: it is as if it had not come."""
+        """Fail all messages in flight, as if they had not come. The log will never have them."""
         if self.next_index == self.confirmed_index:
             return
         self._slots.give_up_larger()
@@ -318,9 +316,10 @@ class IdWindow:
         self._restore()
 
     def replay(self, view: Uint8s, places: Int64s, index: int, time_ms: int, limits: WindowLimits) -> None:
-        """The rows of a batch are in the log from this index on, published at that time. Nothing is in flight.
+        """Enter the rows of a batch that the log has from `index` on, published at `time_ms`. Nothing may be in flight.
 
-        Of what is known already nothing changes. Nothing is forgotten for its age: the clock may have been wrong then.
+        A batch that is known already changes nothing. No ID is forgotten for its age: the clock may have been wrong
+        when the batch was published.
         """
         rows = int(places[ROWS_OF_BATCH])
         if index + rows <= self.confirmed_index:
@@ -334,8 +333,11 @@ class IdWindow:
     # -- runs ----------------------------------------------------------------------------------------------------
 
     def oldest_chunks(self, part: int) -> list[int]:
-        """The first indexes of the oldest chunks in memory that are full and in the log, of which a run can be made:
-        as many as have one in `part` of the IDs there, or more. The newest one is closed if it is the only one."""
+        """Return the first indexes of the oldest chunks in memory that can become a run: sealed, and in the log.
+
+        Together they have at most one in `part` of the IDs in memory, but there is at least one chunk if any can. A
+        newest chunk that is the only one is sealed.
+        """
         newer = self._newer
         if len(newer.order) == 1 and newer.chunks[newer.order[0], ROWS] and self.confirmed_index == self.next_index:
             newer.is_sealed = True
@@ -349,14 +351,14 @@ class IdWindow:
         return chosen
 
     def whole_chunk(self, first_index: int) -> Piece | None:
-        """A copy of the chunk in memory that begins with this index; None if it is forgotten."""
+        """Copy the chunk in memory that begins with this index. Return None if it is forgotten."""
         for place in self._newer.order:
             if self._newer.chunks[place, FIRST_INDEX] == first_index:
                 return self._newer.piece(place, 0, self.confirmed_index)
         return None
 
     def named(self, runs: tuple[IdRun, ...]) -> None:
-        """A snapshot is durable that names these runs, and has no chunks that lie in them."""
+        """Put runs into force once a snapshot is durable that names them. Their chunks leave memory."""
         self.older.named(runs)
         order = self._newer.order
         while order and self._newer.chunks[order[0], FIRST_INDEX] < self.older.end_index:
@@ -364,22 +366,18 @@ class IdWindow:
             self._slots.forget(order.popleft())
 
     def tidy(self, rows: int) -> bool:
-        """Clears away so many rows of what is forgotten or lies in runs; makes a table smaller that is nearly empty.
-
-        Whether there is more to do.
-        """
+        """Do the share of `rows` rows in clearing the table (`Slots.tidy`). Return whether there is more to do."""
         return self._slots.tidy(rows)
 
     # -- snapshots -----------------------------------------------------------------------------------------------
 
     def piece(self, index: int, end_index: int) -> Piece | None:
-        """A copy of what is in memory of the messages from this index on and before the other, at most PIECE_BYTES of
-        one chunk; None if that is nothing."""
+        """Copy the IDs in memory from `index` to before `end_index`: at most PIECE_BYTES of one chunk. None if none."""
         return self._newer.piece_from(index, end_index)
 
     def load(self, pieces: Iterable[Piece], runs: tuple[IdRun, ...] = ()) -> None:
-        """Takes over the runs and the pieces of a snapshot, which follow each other from `first_index` on. Only before
-        anything else came."""
+        """Load the runs and pieces of a snapshot, which follow each other from `first_index` on. The window must be
+        new."""
         self.older.load(runs, self.first_index)
         self._id_bytes = sum(chunk.id_bytes for chunk in self.older.chunks)
         self._state[[CONFIRMED, NEXT]] = self.memory_index
@@ -396,8 +394,10 @@ class IdWindow:
     # -- forgetting ----------------------------------------------------------------------------------------------
 
     def move(self, limits: WindowLimits, now_ms: int) -> None:
-        """Forgets chunks that lie beyond the limits, the oldest first, none with anything in flight. It is `now_ms` or
-        later."""
+        """Forget chunks beyond the limits, the oldest first. A chunk with a message in flight stays.
+
+        The time is `now_ms` or later.
+        """
         order = self._newer.order
         self._newer.seal_if_due(limits, now_ms)
         while self.older.chunks or (order and (len(order) > 1 or self._newer.is_sealed)):
@@ -412,7 +412,7 @@ class IdWindow:
             self._state[WINDOW] = oldest.end_index
 
     def _is_beyond(self, oldest: Chunk, limits: WindowLimits, now_ms: int) -> bool:
-        """Whether the messages after this chunk alone reach a limit, or it is too old."""
+        """Whether the chunk is too old, or the later messages alone reach a limit."""
         if self.confirmed_index - oldest.end_index >= limits.messages:
             return True
         if limits.milliseconds != NO_LIMIT and oldest.last_time_ms <= now_ms - limits.milliseconds:
@@ -422,7 +422,7 @@ class IdWindow:
         return self._id_bytes - oldest.id_bytes - self._bytes_in_flight() >= limits.id_bytes
 
     def _bytes_in_flight(self) -> int:
-        """How many bytes the IDs of messages in flight have."""
+        """Return the size of the IDs of messages in flight."""
         size_bytes, newer = 0, self._newer
         for place in reversed(newer.order):
             persisted = max(self.confirmed_index - int(newer.chunks[place, FIRST_INDEX]), 0)
@@ -434,7 +434,7 @@ class IdWindow:
     # -- chunks --------------------------------------------------------------------------------------------------
 
     def _oldest(self) -> Chunk:
-        """Of all that are not forgotten, of which there is one."""
+        """Return the oldest chunk that is not forgotten. There must be one."""
         return self.older.chunks[0] if self.older.chunks else self._newer.chunk(self._newer.order[0])
 
     def _chunks_of_all(self) -> Iterator[Chunk]:
@@ -442,7 +442,7 @@ class IdWindow:
         yield from self._newer
 
     def _begin_at(self, index: int) -> None:
-        """What is between is unknown, so that nothing before it counts: a window has no holes."""
+        """Empty the window and begin at `index`. The messages before it are unknown, and a window has no holes."""
         while self._newer.order:
             self._slots.forget(self._newer.order.popleft())
         self.older.clear()
@@ -451,12 +451,12 @@ class IdWindow:
         self._state[[WINDOW, CONFIRMED, NEXT]] = index
 
     def _remember(self, replaced: Int64s2) -> None:
-        """The newest rows lie there, and their IDs did."""
+        """Note where the newest rows lie, and where their IDs lay before."""
         if (known := replaced[replaced[:, 1] != NOWHERE]).size:
             self._replaced.append((self.next_index, known))
 
     def _restore(self) -> None:
-        """IDs that were accepted again, and have failed, count where they did before."""
+        """Let IDs that were accepted again and have failed count at their earlier rows."""
         for _, known in reversed(self._replaced):
             for lies, before in known[::-1].tolist():
                 if not self._is_in_use(lies) and self._is_in_use(before):
@@ -465,7 +465,7 @@ class IdWindow:
         self._replaced.clear()
 
     def _is_in_use(self, lies: int) -> bool:
-        """Whether a message that has not failed, and is not forgotten, lies in this row of a place."""
+        """Whether this row of a place has a message that has not failed and is not forgotten."""
         place, row = lies >> ROW_BITS, lies & (CHUNK_ROWS - 1)
         return place in self._newer.order and row < self._newer.chunks[place, ROWS]
 

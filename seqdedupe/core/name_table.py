@@ -1,9 +1,9 @@
-"""The names of a topic's producers, by name and by number, in arrays: without an object a name, and without a pause.
+"""The names of a topic's producers, by name and by number, in arrays: no object per name, and no long pause.
 
-Names stand one after the other, in the order in which they came. A hash table says where: a slot holds the upper half
-of a name's hash and the name's number plus one, 0 is an empty slot, and who finds another name in its slot goes on to
-the next one. A table that becomes full is replaced by one of twice the size, which is filled beside it, some names for
-each that comes: nobody waits for all of them.
+Names stand one after the other, in the order in which they came. A hash table finds them. A slot holds the upper half
+of a name's hash, and the name's number plus one; 0 is an empty slot. If a slot has another name, the search goes on at
+the next slot. A table that becomes full is replaced by one of twice the size. Each new name moves a few names into the
+larger table, so no caller waits for all of them.
 """
 
 import mmap
@@ -20,19 +20,19 @@ from seqdedupe.format.jit import Bytes, Int64s, Int64s2, Uint8s, kernel
 # -- An array that grows without being copied.
 
 MAPPED_BYTES = 1024 * 1024
-"""From this size on an array has pages of memory of its own. A smaller one is copied sooner than it is mapped anew."""
+"""From this size on an array has separate pages of memory. A smaller one is copied faster than its pages are mapped."""
 
 _RELEASED_BYTES = 4 * 1024 * 1024
-"""Given back at each step: it takes the system some 0.3 ms."""
+"""The memory that is released in one step. That takes the system about 0.3 ms."""
 
 _GROWTH = 8
-"""There is room for one in so many more than are there. It takes no memory before it is written to."""
+"""An array grows by 1/_GROWTH more than it needs. The extra rows use no memory before something is written to them."""
 
 
 class Growing:
-    """`rows`: an array whose first axis gets longer. What is new in it is zero.
+    """`rows`: an array whose first axis can grow. New rows are zero.
 
-    Nobody may keep `rows`, nor a view of it, while it may grow: what is written to an old one can be lost.
+    Do not keep `rows`, nor a view of it, while it may grow: data written to an old array can be lost.
     """
 
     def __init__(self, rows: int, width: tuple[int, ...], dtype: npt.DTypeLike) -> None:
@@ -43,22 +43,22 @@ class Growing:
         self.rows = self._new(rows)
 
     def reserve(self, rows: int) -> None:
-        """Has room for so many. Raises MemoryError, and is as it was."""
+        """Make room for this number of rows. On MemoryError the array is unchanged."""
         if rows > len(self.rows):
             self._resize(rows + rows // _GROWTH)
 
     def copy(self) -> "Growing":
-        """Another one, with the same in it."""
+        """Return a copy."""
         other = Growing(len(self.rows), self._width, self._dtype)
         other.rows[:] = self.rows
         return other
 
     def shrink(self, rows: int) -> None:
-        """Has room for no more than these, the first ones."""
+        """Keep only the first `rows` rows."""
         self._resize(rows)
 
     def release(self, row: int) -> None:
-        """Gives the memory of one row back, as far as no other row has a part of it: what the row has is not needed."""
+        """Release the memory of one row, whose data is not needed. Pages that other rows share stay."""
         if self._memory is not None:
             first = -(-row * self._row_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
             end = (row + 1) * self._row_bytes // mmap.PAGESIZE * mmap.PAGESIZE
@@ -66,7 +66,7 @@ class Growing:
                 self._memory.madvise(mmap.MADV_DONTNEED, first, end - first)
 
     def clear(self) -> Iterator[None]:
-        """Gives all of it back, some at each step."""
+        """Release all memory, some at each step."""
         while len(self.rows):
             self._resize(max(len(self.rows) - _RELEASED_BYTES // self._row_bytes, 0))
             yield
@@ -79,7 +79,7 @@ class Growing:
         return self._view(self._memory, rows)
 
     def _view(self, memory: mmap.mmap, rows: int) -> npt.NDArray[Any]:
-        # Unlike an array made of a buffer, this one keeps the memory where it is as long as there is a view of it.
+        # `frombuffer` exports the buffer, so the memory cannot be moved while a view of the array exists.
         flat = np.frombuffer(memory, self._dtype, rows * self._row_bytes // self._dtype.itemsize)
         return flat.reshape(rows, *self._width)
 
@@ -93,7 +93,7 @@ class Growing:
         self.rows = new
 
     def _is_remapped(self, memory: mmap.mmap, rows: int) -> bool:
-        """Whether the system could move the pages: not where it has no such call, or somebody does keep a view."""
+        """Move the pages, and return whether that worked. It fails if the system has no such call or a view exists."""
         before = len(self.rows)
         self.rows = self.rows[:0].copy()
         try:
@@ -113,22 +113,22 @@ def _mapped(size_bytes: int) -> mmap.mmap:
 
 
 _FIRST_NAMES = 32
-"""There is room for these."""
+"""The names for which a new table has room."""
 
 _EIGHTHS_TAKEN = 5
-"""Of a table's slots: with more names the next one is begun."""
+"""With more names than 5/8 of a table's slots, the next table is begun."""
 
 _EIGHTHS_FULL = 7
-"""With more than these the next one is finished at once, which takes very many names in one call."""
+"""With more names than 7/8 of the slots, the next table is finished at once: one call brought very many names."""
 
 _MOVED_A_NAME = 4
-"""Into the next table, for each name that comes: it has them all before the other one is full."""
+"""Names moved into the next table per new name: enough to finish before the table in use is full."""
 
 _RELEASED_SLOTS = 2**17
-"""Of an old table, at each call: to give back a mebibyte takes the system 0.1 ms."""
+"""Slots of an old table that one call releases: 1 MiB, which takes the system 0.1 ms."""
 
 _AT_ONCE = 64
-"""Names are looked for at once: what the processor finds again in its cache."""
+"""The number of names that are looked up together: what fits into the processor's cache."""
 
 _UPPER_HALF = -(2**32)
 _LOWER_HALF = 2**32 - 1
@@ -136,7 +136,7 @@ _LOWER_HALF = 2**32 - 1
 
 @kernel()
 def find_slot(raw: Bytes, begin: int, end: int, hashed: int, slots: Int64s, text: Uint8s, bounds: Int64s) -> int:
-    """The slot of the name `raw[begin:end]`, or the empty one that it would get."""
+    """Return the slot of the name `raw[begin:end]`, or the empty slot that it would get."""
     in_table = slots.shape[0] - 1
     at = hashed & in_table
     while slots[at] != 0:
@@ -155,10 +155,10 @@ def find_slot(raw: Bytes, begin: int, end: int, hashed: int, slots: Int64s, text
 
 @kernel(inline=True)
 def hash_some(raw: Bytes, spans: Int64s2, first: int, slots: Int64s, key: Int64s, hashes: Int64s) -> int:
-    """The hashes of the names at these places from the `first` on, as many as there is room for. Returns how many.
+    """Hash the names at `spans` from `first` on, at most _AT_ONCE. Return how many were hashed.
 
-    Their slots are looked at one right after the other: the processor then waits for the memory of all of them at once,
-    which takes a fifth of the time.
+    Their slots are read one right after the other. So the processor waits for all of them at once, which takes a fifth
+    of the time.
     """
     count = min(spans.shape[0] - first, _AT_ONCE)
     for i in range(count):
@@ -167,7 +167,7 @@ def hash_some(raw: Bytes, spans: Int64s2, first: int, slots: Int64s, key: Int64s
     seen = 0
     for i in range(count):
         seen ^= slots[hashes[i] & in_table]
-    # A look from which nothing comes would be left out.
+    # Without a use of `seen`, the compiler would drop the reads.
     hashes[_AT_ONCE] = seen
     return int(count)
 
@@ -176,7 +176,7 @@ def hash_some(raw: Bytes, spans: Int64s2, first: int, slots: Int64s, key: Int64s
 def find_names(
     raw: Bytes, spans: Int64s2, slots: Int64s, text: Uint8s, bounds: Int64s, key: Int64s, numbers: Int64s
 ) -> int:
-    """The numbers of the names at these places, -1 for those that never came. Returns how many names there are."""
+    """Write the numbers of the names at `spans`, -1 for unknown names. Return the number of spans."""
     hashes = np.empty(_AT_ONCE + 1, np.int64)
     first = 0
     while first < spans.shape[0]:
@@ -192,9 +192,9 @@ def find_names(
 def add_names(
     raw: Bytes, spans: Int64s2, slots: Int64s, text: Uint8s, bounds: Int64s, key: Int64s, known: int, numbers: Int64s
 ) -> int:
-    """As `find_names`, with new numbers for names that are new. Returns how many there are by now, of `known` before.
+    """Do the same as `find_names`, and number new names. Return the number of known names, which was `known` before.
 
-    There is room for all of them.
+    There must be room for all of them.
     """
     hashes = np.empty(_AT_ONCE + 1, np.int64)
     first = 0
@@ -217,9 +217,9 @@ def add_names(
 
 @kernel()
 def move_names(raw: Bytes, spans: Int64s2, number: int, slots: Int64s, key: Int64s) -> int:
-    """The names at these places, which have the numbers from `number` on, enter a table in which none of them is.
+    """Put the names at `spans`, numbered from `number` on, into a table that has none of them.
 
-    Returns the number after them.
+    Return the number after the last of them.
     """
     hashes = np.empty(_AT_ONCE + 1, np.int64)
     in_table = slots.shape[0] - 1
@@ -236,27 +236,27 @@ def move_names(raw: Bytes, spans: Int64s2, number: int, slots: Int64s, key: Int6
     return number
 
 
-# Who does not know it cannot make names that all get the same slot. Python draws what its hashes begin with.
+# Without this key nobody can choose names that all get the same slot. It is random because Python's hash seed is.
 _KEY: Int64s = np.array([hash(b"the first half"), hash(b"the second half")], np.int64)
 
 
 class Names:
-    """Names, each with its number: its place in the order in which they came."""
+    """Names, numbered in the order in which they came."""
 
     def __init__(self, room: int = 0) -> None:
-        """It takes no time to grow before there are as many as it has room for."""
+        """Make a table that need not grow before it has `room` names."""
         self._count = 0
         self._text = Growing(0, (), np.uint8)
         self._bounds = Growing(1, (), np.int64)
-        """Where each name begins in the text; and where the last one ends."""
+        """The beginning of each name in the text, and the end of the last one."""
         self._slots = _table(max(room, _FIRST_NAMES))
         self._next: Growing | None = None
-        """What the slots are replaced by when `_moved`, the number of names that it has, is that of all."""
+        """The table that replaces `_slots` when it has all names. It has the first `_moved` names."""
         self._moved = 0
         self._old: Growing | None = None
 
     def copy(self) -> "Names":
-        """The same names, apart from these."""
+        """Return a separate copy."""
         other = Names()
         other._count = self._count
         other._text, other._bounds, other._slots = self._text.copy(), self._bounds.copy(), self._slots.copy()
@@ -264,7 +264,7 @@ class Names:
 
     @classmethod
     def of(cls, names: list[bytes]) -> "Names":
-        """These names, which are different, in this order."""
+        """Number these names, all different, in this order."""
         self = cls()
         self.add_all(names)
         return self
@@ -276,22 +276,22 @@ class Names:
         return self.number(name) is not None
 
     def number(self, name: bytes) -> int | None:
-        """The name's number, None if it never came."""
+        """Return the name's number, or None if the name is unknown."""
         number = int(self.numbers(*joined([name]))[0])
         return number if number >= 0 else None
 
     def numbers(self, raw: Bytes, spans: Int64s2) -> Int64s:
-        """The numbers of names that stand in a buffer, from a place up to another; -1 for those that never came."""
+        """Return the numbers of the names at `spans` (begin, end) of a buffer; -1 for unknown names."""
         numbers = np.empty(len(spans), np.int64)
         find_names(raw, spans, self._slots.rows, self._text.rows, self._bounds.rows, _KEY, numbers)
         return numbers
 
     def add_all(self, names: list[bytes]) -> Int64s:
-        """Their numbers, new ones for names that are new. Raises MemoryError, and nothing has come then."""
+        """Return the numbers of names, and number new ones. On MemoryError no name is added."""
         return self.add(*joined(names))
 
     def add(self, raw: Bytes, spans: Int64s2) -> Int64s:
-        """The same, for names that stand in a buffer."""
+        """Do the same for names at `spans` (begin, end) of a buffer."""
         numbers = np.empty(len(spans), np.int64)
         self._reserve(len(spans), int((spans[:, 1] - spans[:, 0]).sum()))
         slots, text, bounds = self._slots.rows, self._text.rows, self._bounds.rows
@@ -299,7 +299,7 @@ class Names:
         return numbers
 
     def _reserve(self, more: int, more_bytes: int) -> None:
-        """There is room for so many more."""
+        """Make room for further names. Moves names into the next table, or releases memory of the old one."""
         self._text.reserve(int(self._bounds.rows[self._count]) + more_bytes)
         self._bounds.reserve(self._count + more + 1)
         names = self._count + more
@@ -318,7 +318,7 @@ class Names:
             self._old = self._old if len(self._old.rows) else None
 
     def some(self, first: int = 0, count: int | None = None) -> list[bytes]:
-        """The names from this number on, at most `count`."""
+        """Return the names from number `first` on, at most `count`."""
         end = self._count if count is None else min(first + count, self._count)
         if first >= end:
             return []
@@ -327,39 +327,39 @@ class Names:
         return [text[start:end] for start, end in pairwise((bounds - bounds[0]).tolist())]
 
     def listed(self) -> tuple[Bytes, Int64s2]:
-        """All names in a buffer, and from where to where each stands in it."""
+        """Return a buffer with all names, and the begin and end of each."""
         bounds = self._bounds.rows[: self._count + 1]
         return self._text.rows, np.column_stack((bounds[:-1], bounds[1:]))
 
     def listed_some(self, numbers: Int64s) -> tuple[Bytes, Int64s2]:
-        """The same, for the names with these numbers."""
+        """Return a buffer, and the begin and end of the names with these numbers."""
         bounds = self._bounds.rows
         return self._text.rows, np.column_stack((bounds[numbers], bounds[numbers + 1]))
 
     def names(self, numbers: Int64s) -> list[bytes]:
-        """The names with these numbers."""
+        """Return the names with these numbers."""
         text, bounds = self._text.rows, self._bounds.rows
         places = zip(bounds[numbers].tolist(), bounds[numbers + 1].tolist(), strict=True)
         return [text[start:end].tobytes() for start, end in places]
 
     def clear(self) -> Iterator[None]:
-        """Gives all of it back, some at each step. Nothing may be asked of it afterwards."""
+        """Release all memory, some at each step. The object must not be used after this."""
         for table in (self._text, self._bounds, self._slots, self._next, self._old):
             if table is not None:
                 yield from table.clear()
 
 
 def joined(names: list[bytes]) -> tuple[Bytes, Int64s2]:
-    """Names in a buffer, and from where to where each stands in it."""
+    """Return a buffer with these names, and the begin and end of each."""
     spans = np.zeros((len(names), 2), np.int64)
     np.cumsum(np.fromiter(map(len, names), np.int64, len(names)), out=spans[:, 1])
     spans[1:, 0] = spans[:-1, 1]
-    # There is something in a buffer of no names, too.
+    # The extra byte is for an empty list: `frombuffer` refuses an empty buffer.
     return np.frombuffer(b"".join([*names, b"\0"]), np.uint8), spans
 
 
 def _table(names: int) -> Growing:
-    """Slots for so many names, all empty: a power of two."""
+    """Make a table of empty slots, a power of two, for this number of names."""
     return Growing(1 << (names * 8 // _EIGHTHS_TAKEN).bit_length(), (), np.int64)
 
 

@@ -1,7 +1,7 @@
-"""Patterns of names: bytes that stand for themselves, `*` for any but a `/`, `**` for any at all.
+"""Patterns of names. `*` matches any bytes but `/`, `**` matches any bytes, and other bytes match themselves.
 
-A pattern is matched in one pass over the name, all its beginnings at once: whatever name somebody thinks of, it takes
-no longer than the lengths of both, multiplied.
+A match is one pass over the name that tracks all partial matches at once. For any name it takes at most the product of
+both lengths.
 """
 
 import re
@@ -20,12 +20,12 @@ _PARTS = re.compile(r"\$\{(?P<word>\w+)\}|(?P<stars>\*+)|[^*]", re.DOTALL)
 
 @kernel()
 def mark_matches(raw: Bytes, spans: Int64s2, literal: Bytes, gaps: Bytes, matched: Uint8s) -> int:
-    """Sets `matched` to 1 for each of the names at these places that the pattern matches. Returns how many names.
+    """Set `matched` to 1 for each name at `spans` that the pattern matches. Return the number of names.
 
-    `gaps[i]` says what may stand before `literal[i]`, and the last one what may stand after all of it.
+    `gaps[i]` says what may stand before `literal[i]`; the last gap says what may stand after all of it.
     """
     end = literal.shape[0]
-    # Whether what came so far is matched by the first so many bytes of `literal`, and what stands between them.
+    # reached[i]: whether the first i bytes of `literal`, with their gaps, match the bytes of the name so far.
     reached = np.zeros(end + 1, np.uint8)
     for k in range(spans.shape[0]):
         reached[:] = 0
@@ -49,9 +49,9 @@ def mark_matches(raw: Bytes, spans: Int64s2, literal: Bytes, gaps: Bytes, matche
 
 
 class Pattern:
-    """A pattern, compiled. `words` are put in for `${word}`, and stand for themselves: a `*` in one is a `*`.
+    """A compiled pattern. `${word}` is replaced by its text in `words`, in which a `*` matches only itself.
 
-    A pattern that is nothing but `*` matches everything.
+    The pattern `*` alone matches everything.
     """
 
     def __init__(self, text: str, words: Mapping[str, str] | None = None) -> None:
@@ -66,12 +66,12 @@ class Pattern:
         self._is_literal = not any(gaps)
         self._columns = np.frombuffer(bytes(literal) + b"\0", np.uint8)[:-1], np.array(gaps, np.uint8)
         self.prefix = self._literal[: next((i for i, gap in enumerate(gaps) if gap), len(literal))]
-        """What all names that it matches begin with."""
+        """The beginning of all names that the pattern matches."""
         self.work = len(literal) + 1
-        """How much each byte of a name may take, at most."""
+        """The most steps that one byte of a name can take."""
 
     def matches(self, name: bytes) -> bool:
-        """Whether it matches all of this name."""
+        """Whether the pattern matches this whole name."""
         if self._is_literal:
             return name == self._literal
         if not name.startswith(self.prefix):
@@ -81,17 +81,17 @@ class Pattern:
         return bool(matched[0])
 
     def mark(self, raw: Bytes, spans: Int64s2, matched: Uint8s) -> None:
-        """Sets `matched` to 1 for those of the names at these places of a buffer that it matches."""
+        """Set `matched` to 1 for each name at `spans` of a buffer that the pattern matches."""
         mark_matches(raw, spans, *self._columns, matched)
 
 
 def words_in(text: str) -> list[str]:
-    """The words for which something is put in."""
+    """Return the words of `${word}` in a pattern."""
     return [found["word"] for found in _PARTS.finditer(text) if found["word"]]
 
 
 def _parts(text: str, words: Mapping[str, str]) -> Iterator[tuple[bytes, bool]]:
-    """What a pattern consists of, and whether that stands for itself. Raises KeyError for a word that is not there."""
+    """Yield the parts of a pattern, and whether each is literal. Raises KeyError for an unknown word."""
     for found in _PARTS.finditer(text):
         if found["stars"]:
             yield found["stars"].encode(), False

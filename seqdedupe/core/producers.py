@@ -1,4 +1,4 @@
-"""The producers of one topic: names, numbers, who uses them, the ring of recent messages, freeing of forgotten ones.
+"""The producers of one topic: names, numbers, activity, the ring of recent messages, and the removal of empty rows.
 
 Begin with `Producers`.
 """
@@ -31,38 +31,37 @@ from seqdedupe.format.columns import ROWS
 from seqdedupe.format.jit import Bytes, Int64s, Int64s2, Uint8s, kernel
 from seqdedupe.limits import NO_EPOCH, NO_SEQUENCE_ID
 
-# -- Which producers somebody uses, by producer number: what it takes to tell who has been idle for long.
+# -- Which producers are in use, by producer number, and for how long the others have been idle.
 #
-# Time is counted in periods, each of which somebody says has passed. Whoever uses a producer sets its count to 0: a
-# stream when it begins to, and from then on for as long as it is connected. So it costs a stream nothing to go on
-# with the producers that it has, and a producer five bytes; only those that several streams use are kept in sets,
-# too.
+# Time is counted in periods; the caller says when one has passed (`pass_period`). Use of a producer sets its count to
+# 0: when a stream first uses it, and then as long as the stream is connected. So a stream pays nothing for further use
+# of its producers. A producer costs five bytes; only producers that several streams use are also kept in sets.
 
 Int32s = npt.NDArray[np.int32]
 
 NO_STREAM = 0
-"""Of a use that is over at once. Streams have numbers from 1 on."""
+"""The stream of a use that is over at once. Streams are numbered from 1."""
 
 MAX_STREAM = 2**31 - 1
-"""After so many the streams' numbers begin again."""
+"""The highest number of a stream. The numbers then begin again."""
 
 MAX_PERIODS = 255
-"""Counting ends here."""
+"""The count of idle periods ends here."""
 
 _ROW = np.dtype([("idle", np.uint8), ("stream", np.int32)])
 
 
 class Activity:
-    """Of each producer the periods that it has been idle, and the stream that used it last; and the streams."""
+    """For each producer, the number of idle periods and the stream that used it last; and the connected streams."""
 
     def __init__(self, capacity: int) -> None:
         self._table = Growing(capacity, (), _ROW)
         self._last_stream = NO_STREAM
         self._connected: dict[int, set[int]] = {}
-        """By the streams' numbers, the producers that another stream has used since."""
+        """By stream number, the producers that another stream has used since."""
 
     def reserve(self, capacity: int) -> None:
-        """There is room for so many producers; new ones are in use."""
+        """Make room for this number of producers. New ones are in use."""
         self._table.reserve(capacity)
 
     @property
@@ -74,17 +73,17 @@ class Activity:
         return self._table.rows["stream"]
 
     def connect(self) -> int:
-        """A stream begins: its number. What it uses is in use until `disconnect`."""
+        """Begin a stream, and return its number. Producers that it uses are in use until `disconnect`."""
         self._last_stream = self._last_stream % MAX_STREAM + 1
         self._connected[self._last_stream] = set()
         return self._last_stream
 
     def disconnect(self, stream: int) -> None:
-        """The stream with this number has ended."""
+        """End the stream with this number."""
         self._connected.pop(stream, None)
 
     def use(self, numbers: Int64s, stream: int = NO_STREAM) -> None:
-        """These are being used, by this stream for as long as it is connected."""
+        """Mark producers as used: by this stream, for as long as it is connected."""
         self._idle[numbers] = 0
         if stream == NO_STREAM:
             return
@@ -97,27 +96,27 @@ class Activity:
         self._stream[numbers] = stream
 
     def use_shared(self) -> Iterator[None]:
-        """What several streams have used is in use as long as one of them is connected; a stream at each step."""
+        """Mark the producers that several streams have used, as long as one is connected. One stream per step."""
         for shared in list(self._connected.values()):
             self._idle[np.fromiter(shared, np.int64, len(shared))] = 0
             yield
 
     def renew_all(self) -> None:
-        """All are in use now."""
+        """Mark all producers as used now."""
         self._idle[:] = 0
 
     def pass_period(self, first: int, end: int) -> None:
-        """A period has passed for the producers `first` to `end` (not included)."""
+        """Count a period for the producers from `first` to before `end`."""
         idle = self._idle[first:end]
         idle += idle < MAX_PERIODS
         idle[np.isin(self._stream[first:end], np.array(list(self._connected), np.int32))] = 0
 
     def idle_for(self, periods: int, first: int, end: int) -> Int64s:
-        """Those of `first` to `end` (not included) that have been idle for as long, rising."""
+        """Return the producers from `first` to before `end` that were idle for `periods`, in ascending order."""
         return first + np.flatnonzero(self._idle[first:end] >= periods)
 
     def keep(self, kept: Int64s, new_numbers: Int64s, capacity: int) -> None:
-        """These go on under new numbers, in this order (`new_numbers`: by the old ones); the others are gone."""
+        """Keep these producers, numbered in this order, and drop the others. `new_numbers` is by old number."""
         left = Growing(capacity, (), _ROW)
         left.rows[: len(kept)] = self._table.rows[kept]
         self._table = left
@@ -126,24 +125,24 @@ class Activity:
             self._connected[stream] = set(left_numbers[left_numbers >= 0].tolist())
 
 
-# -- Many producer rows (see `rule`) at once: marked as changed, found to say nothing, moved to the front.
+# -- Many producer rows (see `rule`) at once: marked as changed, tested for being empty, moved to the front.
 
 Bools = npt.NDArray[np.bool_]
 
 NEW_ROW = np.array([-1, -1, 0, 0, -1, -1], np.int64)
-"""The producer row of a producer of which nothing is known."""
+"""The row of a producer that is unknown."""
 
 
 @kernel()
 def mark_all(numbers: Int64s, dirty: Uint8s) -> int:
-    """`rule.mark` for all of these. Returns 0."""
+    """Call `rule.mark` for all of these. Return 0."""
     for i in range(numbers.shape[0]):
         mark(dirty, numbers[i])
     return 0
 
 
 def are_empty(rows: Int64s) -> Bools:
-    """Which of these producer rows say no more than that of a name that never came."""
+    """Return which producer rows hold no more than that of an unknown producer."""
     empty = np.empty(len(rows), np.uint8)
     find_empty(rows, empty)
     return empty.view(bool)
@@ -151,7 +150,7 @@ def are_empty(rows: Int64s) -> Bools:
 
 @kernel()
 def find_empty(numbers: Int64s2, empty: Uint8s) -> int:
-    """Says of producer rows, in `empty`, which ones say nothing. Returns 0."""
+    """Write to `empty` which producer rows are empty. Return 0."""
     for row in range(empty.shape[0]):
         ids = numbers[row, PUSHED] >= 0 or numbers[row, PERSISTED] >= 0
         empty[row] = not (ids or numbers[row, EPOCH] > NO_EPOCH or numbers[row, DURABLE_EPOCH] > NO_EPOCH)
@@ -160,7 +159,7 @@ def find_empty(numbers: Int64s2, empty: Uint8s) -> int:
 
 @kernel()
 def are_all(column: Uint8s, numbers: Int64s, value: int) -> bool:
-    """Whether a column by producer number has this value for all of these; not where it does not reach so far."""
+    """Whether a column by producer number has this value for all of these. A column that is too short does not."""
     at = 0
     while at < numbers.shape[0] and numbers[at] < column.shape[0] and column[numbers[at]] == value:
         at += 1
@@ -169,9 +168,9 @@ def are_all(column: Uint8s, numbers: Int64s, value: int) -> bool:
 
 @kernel()
 def move_rows(numbers: Int64s2, stays: Uint8s, new_numbers: Int64s) -> int:
-    """Moves the producer rows that stay to the front, in place: `new_numbers` says where, -1 for the others.
+    """Move the producer rows that stay to the front, in place. `new_numbers` gets their new numbers, -1 for the others.
 
-    Returns how many stay.
+    Return the number of rows that stay.
     """
     staying = 0
     for row in range(stays.shape[0]):
@@ -189,11 +188,11 @@ _WORD_BITS = 64
 
 
 class Producers:
-    """What is known of a topic's producers. A producer's *number* is its place in the order in which names came.
+    """The known state of a topic's producers. A producer's *number* is its place in the order in which names came.
 
-    `numbers[number]` is its producer row (see `rule`); a bit of `dirty` tells whether that has changed since the last
-    `collect_dirty`. Both are other arrays after names have come: nobody may keep them. `renumber` gives new numbers:
-    whoever keeps one compares the `generation` that it is of.
+    `numbers[number]` is its producer row (see `rule`). A bit of `dirty` tells whether the row has changed since the
+    last `collect_dirty`. New names replace both arrays, so do not keep them. `renumber` gives new numbers and changes
+    `generation`: a caller that keeps a number compares the generation.
     """
 
     def __init__(self) -> None:
@@ -204,13 +203,13 @@ class Producers:
         self._entered = 0
         self.activity = Activity(_FIRST_CAPACITY)
         self.generation = 0
-        """How often the numbers have changed."""
+        """The number of times that producers were renumbered."""
         self.has_forgotten = False
-        """Whether names were ever forgotten, also before this process: one that had a session may be known no more."""
+        """Whether names were ever forgotten, also by earlier processes. An unknown name may then have had a session."""
         self.forgotten_stated = NO_MESSAGE
-        """From this index on the log states that; -1: not known."""
+        """The log states `has_forgotten` from this index on; -1: not known."""
         self._has_purged = False
-        """Whether some names are only kept until they are let go."""
+        """Whether some rows are empty and wait for their removal."""
         self._may_have_sessions = False
 
     def __len__(self) -> int:
@@ -221,13 +220,13 @@ class Producers:
 
     @property
     def numbers(self) -> Int64s:
-        """The producer rows; there may be more than producers."""
+        """The producer rows. There may be more rows than producers."""
         rows: Int64s = self._numbers.rows
         return rows
 
     @property
     def dirty(self) -> Uint8s:
-        """A bit a producer: see `rule.mark`."""
+        """One bit per producer, see `rule.mark`."""
         return self._dirty.rows.view(np.uint8)
 
     def is_known(self, number: int) -> bool:
@@ -235,52 +234,52 @@ class Producers:
         return not (self._has_purged and are_empty(self.numbers[number : number + 1])[0])
 
     def known_count(self) -> int:
-        """How many producers have not been forgotten."""
+        """Return the number of producers that have not been forgotten."""
         return len(self) - (int(np.count_nonzero(self.empty())) if self._has_purged else 0)
 
     def names_from(self, first: int, count: int | None = None) -> list[bytes]:
-        """The names from this number on, at most `count`."""
+        """Return the names from number `first` on, at most `count`."""
         return self._names.some(first, count)
 
     def copied_names(self) -> Names:
-        """All names as of now, by number."""
+        """Return a copy of all names, by number."""
         return self._names.copy()
 
     def names_of(self, numbers: Int64s) -> list[bytes]:
-        """The names of the producers with these numbers."""
+        """Return the names of the producers with these numbers."""
         return self._names.names(numbers)
 
     def listed(self, numbers: Int64s) -> tuple[Bytes, Int64s2]:
-        """The names of the producers with these numbers in a buffer, and from where to where each stands in it."""
+        """Return a buffer, and begin and end in it of the names of the producers with these numbers."""
         return self._names.listed_some(numbers)
 
     def number(self, name: bytes) -> int | None:
-        """The producer's number, None if the name never came."""
+        """Return the producer's number, or None if the name is unknown."""
         return self._names.number(name)
 
     def find_all(self, names: list[bytes]) -> Int64s:
-        """The producers' numbers, -1 for names that never came."""
+        """Return the producers' numbers, -1 for unknown names."""
         return self._names.numbers(*joined(names))
 
     def add(self, name: bytes) -> int:
-        """The producer's number, a new one if the name is new."""
+        """Return the producer's number. A new name gets a new one."""
         return int(self.add_all([name])[0])
 
     def add_all(self, names: list[bytes]) -> Int64s:
-        """The producers' numbers, new ones for names that are new."""
+        """Return the producers' numbers. New names get new ones."""
         return self.add_listed(*joined(names))
 
     def add_listed(self, raw: Bytes, spans: Int64s2) -> Int64s:
-        """The same, for names that stand in a buffer, each from a place up to another."""
+        """Do the same for names at `spans` (begin, end) of a buffer."""
         before = len(self)
-        # First: no name may have a number without a row.
+        # Before the names are added: no name may have a number without a row.
         self._reserve(before + len(spans))
         numbers = self._names.add(raw, spans)
         self.numbers[before : len(self)] = NEW_ROW
         return numbers
 
     def take_in(self, names: Names) -> Int64s:
-        """`add_all` for names that are its own from now on: where it has none yet, that takes no more than the rows."""
+        """Do the same as `add_all`, and take over `names`. If there are no producers yet, this only makes rows."""
         if len(self):
             return self.add_listed(*names.listed())
         self._reserve(len(names))
@@ -289,9 +288,9 @@ class Producers:
         return np.arange(len(names))
 
     def load(self, names: Names, persisted: Int64s, epochs: Int64s, stated: Int64s) -> None:
-        """Takes over a snapshot: these are PERSISTED, DURABLE_EPOCH and STATED, by producer number.
+        """Load a snapshot: PERSISTED, DURABLE_EPOCH and STATED, by producer number.
 
-        Only before anything else came. The names are its own from now on.
+        The object must be new. It takes over `names`.
         """
         self.take_in(names)
         rows = self.numbers[: len(names)]
@@ -303,7 +302,7 @@ class Producers:
         self._may_have_sessions = True
 
     def _reserve(self, producers: int) -> None:
-        """There is room for so many."""
+        """Make room for this number of producers."""
         self._numbers.reserve(producers)
         self._dirty.reserve(_words(producers))
         self.activity.reserve(producers)
@@ -311,7 +310,7 @@ class Producers:
     # -- admission ---------------------------------------------------------------------------------------------
 
     def known(self, view: Uint8s, places: Int64s) -> Int64s | None:
-        """The numbers of a batch's producers; None if one of them never came, or comes twice."""
+        """Return the numbers of a batch's producers, or None if one is unknown or occurs twice."""
         spans, _ = list_names(view, places.reshape(1, -1), 1)
         found = self._names.numbers(view, spans)
         if found.min() < 0 or len(set(found.tolist())) < len(found):
@@ -319,28 +318,28 @@ class Producers:
         return found
 
     def refusal(self, view: Uint8s, places: Int64s, producer_rows: Int64s, lone: bool, gapless: bool = False) -> int:
-        """Why a frame is not admitted, or ADMITTED. See `rule.refusal`."""
+        """Return why a frame is not admitted, or ADMITTED. See `rule.refusal`."""
         return refusal(view, places, producer_rows, self._numbers.rows, lone, gapless, _NO_REASONS)
 
     def expected_ids(self, view: Uint8s, places: Int64s, producer_rows: Int64s) -> Int64s:
-        """Of each producer of a frame the ID that is missing at the first gap, -1 if none is."""
+        """Return for each producer of a frame the ID that is missing at the first gap, -1 if none is."""
         expected = np.empty(len(producer_rows), np.int64)
         gaps(view, places, producer_rows, self.numbers, expected)
         return expected
 
     def reasons(self, view: Uint8s, places: Int64s, producer_rows: Int64s, lone: bool, gapless: bool = False) -> Uint8s:
-        """Of each producer of a frame, why what it sends is not admitted, or ADMITTED."""
+        """Return for each producer of a frame why its messages are not admitted, or ADMITTED."""
         reasons = np.empty(len(producer_rows), np.uint8)
         refusal(view, places, producer_rows, self.numbers, lone, gapless, reasons)
         return reasons
 
     def decide(self, view: Uint8s, places: Int64s, producer_rows: Int64s, deduplicate: bool) -> tuple[int, Uint8s]:
-        """How many rows are new, and the verdicts. See `rule.decide`."""
+        """Return the number of new rows, and the verdicts. See `rule.decide`."""
         verdicts = np.empty(places[ROWS], np.uint8)
         return decide_batch(view, places, producer_rows, self._numbers.rows, deduplicate, verdicts), verdicts
 
     def originals(self, view: Uint8s, places: Int64s, producer_rows: Int64s, verdicts: Uint8s) -> tuple[Int64s, Int64s]:
-        """The rows with verdict DUP whose original is still known, and the originals' indexes."""
+        """Return the rows with verdict DUP whose original is still known, and the originals' indexes."""
         found = np.empty(len(verdicts), np.int64)
         if not find_duplicates(view, places, producer_rows, self.numbers, self._ring, self._entered, verdicts, found):
             return np.zeros(0, np.int64), np.zeros(0, np.int64)
@@ -350,14 +349,14 @@ class Producers:
     # -- outcomes ----------------------------------------------------------------------------------------------
 
     def persist(self, view: Uint8s, places: Int64s, producer_rows: Int64s) -> None:
-        """A batch is in the log, at `places[BASE_INDEX]`: merges it by maximum, and its messages enter the ring."""
+        """Merge a batch that is in the log at `places[BASE_INDEX]` by maximum, and enter its messages into the ring."""
         self._may_have_sessions = True
         with_room(self._ring, self._entered, int(places[ROWS]))
         numbers, dirty = self._numbers.rows, self._dirty.rows.view(np.uint8)
         self._entered = persist(view, places, producer_rows, numbers, dirty, self._ring, self._entered)
 
     def replay(self, raw: bytes, table: Int64s, count: int) -> None:
-        """`count` scanned records are in the log: merges them by maximum; names that are new get numbers."""
+        """Merge `count` scanned records of the log by maximum. New names get numbers."""
         view = np.frombuffer(raw, np.uint8)
         spans, first_name = list_names(view, table, count)
         producer_rows = self.add_listed(view, spans)
@@ -369,35 +368,35 @@ class Producers:
         )  # fmt: skip
 
     def fail_in_flight(self) -> None:
-        """What is in flight never will be in the log: see `rule.fail`."""
+        """Take back everything in flight: the log will never have it. See `rule.fail`."""
         fail(self.numbers, len(self))
 
     # -- sessions and snapshots --------------------------------------------------------------------------------
 
     def has_sessions(self) -> bool:
-        """Whether a session of any of them is in force, by Open or by a control record."""
+        """Whether any producer has a session in force, by Open or by a control record."""
         if self._may_have_sessions:
             self._may_have_sessions = bool((self.numbers[: len(self), EPOCH] > NO_EPOCH).any())
         return self._may_have_sessions
 
     def open(self, numbers: Int64s, epochs: Int64s) -> None:
-        """Open gave these producers these epochs: they are in force at once, which fences their older sessions.
+        """Put the epochs that Open gave into force at once. This fences the producers' older sessions.
 
-        They last only if `confirm_sessions` says so: `fail_in_flight` takes them back.
+        `confirm_sessions` makes them last; `fail_in_flight` takes them back.
         """
         self.numbers[numbers, EPOCH] = epochs
         self._may_have_sessions = True
         self.activity.use(numbers)
 
     def confirm_sessions(self, numbers: Int64s, epochs: Int64s, persisted: Int64s | None, index: int) -> None:
-        """A control record with these sessions is in the log, before the message with this index: merges by maximum.
+        """Merge a control record with these sessions by maximum. It is in the log, before the message with this index.
 
-        `persisted` (-1: none) is there where it states a producer anew; None where Open started the sessions. Live and
-        in replay the same.
+        `persisted` (-1: none) is given where the record states a producer again; None where Open started the sessions.
+        Live and replayed records are treated alike.
         """
         if persisted is None:
             persisted = np.full(len(numbers), NO_SEQUENCE_ID, np.int64)
-        # It may stand at the end of a segment that is dropped as soon as the message before it may be dropped.
+        # The record may be at the end of a segment, which is dropped as soon as the message before it may be dropped.
         stated = index - 1
         if len(numbers):
             self._may_have_sessions |= bool(epochs.any())
@@ -405,10 +404,10 @@ class Producers:
             confirm(numbers, epochs, each, persisted, stated, self.numbers, self.dirty)
 
     def reset(self, numbers: Int64s, epochs: Int64s, persisted: Int64s, index: int) -> None:
-        """A control record that sets these producers is in the log, before the message with this index.
+        """Apply a control record that sets these producers. It is in the log, before the message with this index.
 
-        What was known of their IDs counts no more, and no message from before answers for one. What a producer has
-        handed over since stays pushed. Live and in replay the same.
+        Their earlier IDs do not count any more, and no earlier message is an original. IDs that a producer has pushed
+        since stay pushed. Live and replayed records are treated alike.
         """
         self._may_have_sessions = True
         rows = self.numbers[numbers]
@@ -424,10 +423,11 @@ class Producers:
         mark_all(numbers, self.dirty)
 
     def purge(self, numbers: Int64s, index: int) -> None:
-        """A control record is in the log, before the message with this index, that forgets these producers, or (none)
-        says that some were: what it and earlier ones say of them counts no more.
+        """Apply a control record that forgets these producers. It is in the log, before the message with this index.
 
-        What a producer has handed over since stays pushed, and its session in force. Live and in replay the same.
+        Without producers, the record says that some were forgotten. What it and earlier records say of them does not
+        count any more. IDs that a producer has pushed since stay pushed, and its session stays in force. Live and
+        replayed records are treated alike.
         """
         rows = self.numbers[numbers]
         has_sent = rows[:, PUSHED] != rows[:, PERSISTED]
@@ -445,7 +445,7 @@ class Producers:
         self.forgotten_stated = index - 1
 
     def due(self, periods: int, first: int, end: int) -> Int64s:
-        """Those of the producers `first` to `end` that can be forgotten: idle for as long, and nothing is in flight."""
+        """Return the producers from `first` to before `end` to be forgotten: idle that long, nothing in flight."""
         idle = self.activity.idle_for(periods, first, min(end, len(self)))
         rows = self.numbers[idle]
         in_flight = (rows[:, PUSHED] != rows[:, PERSISTED]) | (rows[:, EPOCH] != rows[:, DURABLE_EPOCH])
@@ -454,13 +454,13 @@ class Producers:
         return due
 
     def empty(self) -> Bools:
-        """By producer number, whether nothing is known of it."""
+        """Return by producer number whether the row is empty."""
         return are_empty(self.numbers[: len(self)])
 
     def renumber(self, names: Names, stays: Bools, back: Int64s) -> tuple[Int64s, Names]:
-        """These are the names from now on: of those that stay, in their order, and then of those in `back`.
+        """Replace the names: those that stay, in their order, and then those in `back`.
 
-        Returns the new number of each old one, -1 where it is gone, and the old names. All count as changed. See
+        Return the new number of each old one, -1 if it is gone, and the old names. All rows count as changed. See
         `LettingGo`.
         """
         rows_back = self.numbers[back]
@@ -479,40 +479,39 @@ class Producers:
         return new_numbers, old
 
     def stated_below(self, index: int, first: int = 0, end: int | None = None) -> Int64s:
-        """Those of the producers `first` to `end` (not included) of which the log from this index on may not state
-        epoch and persisted ID any more.
+        """Return the producers from `first` to before `end` that the log from `index` on may not state any more.
 
-        Before what is below `index` is dropped they have to be stated again, with their DURABLE_EPOCH and PERSISTED.
+        Before the log below `index` is dropped, their DURABLE_EPOCH and PERSISTED must be stated again.
         """
         numbers = self.numbers[first : len(self) if end is None else min(end, len(self))]
         is_something = (numbers[:, DURABLE_EPOCH] > 0) | (numbers[:, PERSISTED] >= 0)
         return first + np.flatnonzero(is_something & (numbers[:, STATED] < index))
 
     def mark_dirty(self, numbers: Int32s | Int64s) -> None:
-        """What `collect_dirty` gave out was not stored."""
+        """Mark producers again whose rows from `collect_dirty` were not stored."""
         mark_all(numbers.astype(np.int64), self.dirty)
 
     def index_of(self, number: int, sequence_id: int) -> int:
-        """The index of the message with this ID, -1 if it is not known (any more)."""
+        """Return the index of the message with this ID; -1 if it is not known, or no longer."""
         return int(find(sequence_id, number, self.numbers, self._ring, self._entered))
 
     def collect_dirty(self, forgotten: Int64s | None = None) -> tuple[Int32s, Int64s, Int64s, Int64s]:
-        """Of the producers that changed: number, PERSISTED, DURABLE_EPOCH, STATED. They count as clean from now on.
+        """Return number, PERSISTED, DURABLE_EPOCH and STATED of the changed producers, and mark these as clean.
 
-        Of those that are to be forgotten too, as if they were.
+        The `forgotten` ones are included, with the values of an unknown producer.
         """
         if forgotten is not None:
             mark_all(forgotten, self.dirty)
         words = np.flatnonzero(self._dirty.rows[: _words(len(self))] != 0)
         bits = np.flatnonzero(np.unpackbits(self._dirty.rows[words].view(np.uint8), bitorder="little").view(bool))
         changed = words[bits // _WORD_BITS] * _WORD_BITS + bits % _WORD_BITS
-        # Column by column: whole rows, most of them far apart, take twice as long to copy.
+        # Column by column: to copy whole rows, most of them far apart, takes twice as long.
         persisted, epochs, stated = (self.numbers[changed, column] for column in (PERSISTED, DURABLE_EPOCH, STATED))
         if forgotten is not None:
             gone = np.isin(changed, forgotten)
             persisted[gone], epochs[gone], stated[gone] = NEW_ROW[PERSISTED], NEW_ROW[DURABLE_EPOCH], NEW_ROW[STATED]
         collected = changed.astype(np.int32), persisted, epochs, stated
-        # Last: without memory for a copy, all of them still have to be stored.
+        # Last: if there is no memory for a copy, all of them still have to be stored.
         self._dirty.rows[words] = 0
         return collected
 
@@ -524,41 +523,42 @@ def _words(producers: int) -> int:
 _NO_REASONS = np.zeros(0, np.uint8)
 
 
-# -- Freeing names and rows of producers of which nothing is known, while a topic serves.
+# -- Removal of empty rows and their names, while a topic serves.
 #
-# A table of a million names takes a fifth of a second to make. So the new one is made beside the one in use, some
-# names at a time; in between names come, are opened and used as always, by their old numbers. All numbers change at
-# once, in `finish`, which goes over rows only.
+# A table of a million names takes a fifth of a second to make. So the new table is made in steps while the old one is
+# in use: between steps names are added, opened and used by their old numbers. All numbers change at once, in `finish`,
+# which goes over rows only.
 
 NAMES_A_STEP = 4096
-"""Taken before others have their turn."""
+"""The names that one step takes."""
 
 
 class LettingGo:
-    """The producers of a topic go on without some of them. Only one of these may be under way."""
+    """The removal of some producers of a topic. Only one may be in progress."""
 
     def __init__(self, producers: Producers, is_free: Bools) -> None:
-        """`is_free`, by producer number: who is `empty`, and nobody holds it."""
+        """`is_free`, by producer number: whether the row is `empty` and nothing uses the number."""
         self._producers = producers
         self._stays = ~is_free
         self._taken = 0
         self._left = Names(int(np.count_nonzero(self._stays)))
 
     def prepare(self) -> Iterator[None]:
-        """Takes names, `NAMES_A_STEP` at each step. Where it ends, `finish` may follow, if nothing comes in between."""
+        """Copy names, `NAMES_A_STEP` per step. `finish` may follow the last step at once, with nothing in between."""
         while self._taken < len(self._producers):
             names = self._producers.names_from(self._taken, NAMES_A_STEP)
             stays = self._stays[self._taken : self._taken + len(names)].tolist()
-            # Those that are newer than `is_free` stay.
+            # Names that are newer than `is_free` stay.
             stays += [True] * (len(names) - len(stays))
             self._left.add_all(list(compress(names, stays)))
             self._taken += len(names)
             yield
 
     def finish(self, is_free: Bools) -> Int64s:
-        """The others have new numbers from now on, in their order. Returns the new number of each old one, -1: gone.
+        """Renumber the remaining producers, in their order. Return the new number of each old one, -1 if it is gone.
 
-        `is_free` as it is now: who came back since stays, and gets one of the last numbers. All count as changed.
+        `is_free` is the present state. A producer that came back since the beginning stays, and gets one of the last
+        numbers. All rows count as changed.
         """
         newer = len(is_free) - len(self._stays)
         stays = np.concatenate([self._stays, np.ones(newer, bool)])
@@ -568,5 +568,5 @@ class LettingGo:
         return new_numbers
 
     def clear(self) -> Iterator[None]:
-        """Gives back the old table, some of it at each step."""
+        """Release the old table, some of it at each step."""
         return self._left.clear()

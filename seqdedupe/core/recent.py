@@ -1,14 +1,15 @@
-"""The last 65,536 messages of a topic: which index a known sequence ID has.
+"""The last 65,536 messages of a topic: they give the index of a known sequence ID.
 
-A ring of rows (sequence ID, index, the same producer's message before this one, one far before it). Messages are
-counted from 0 as they enter; `numbers[producer_row, NEWEST]` is the count of a producer's newest one, and each leads on
-to the one before, so finding a frame's duplicates walks over that producer's messages only. -1 is none.
+A ring of rows: sequence ID, index, the same producer's previous message, and one far before it. Messages are counted
+from 0 as they enter. `numbers[producer_row, NEWEST]` is the count of a producer's newest message. Each message leads to
+the previous one, so a search for duplicates walks over one producer's messages only. -1 is none.
 
-What is old, or is gone from the ring, is found to be so in a few dozen steps, since each message leads far back too: as
-far as its two predecessors together where those go equally far, else to the one before (Myers' skew-binary lists).
+An old message, or one that has left the ring, is recognized in a few dozen steps, since each message also leads far
+back. If its two predecessors go equally far, it goes as far as both together; else it goes to the previous message
+(Myers' skew-binary lists).
 
-A ring begins without rows and is doubled as messages enter (`with_room`), so that a topic pays for those that it had:
-2.5 MiB is for 65,536. It has a power of two of rows, and goes round only when it has them all.
+A ring begins without rows and is doubled as messages enter (`with_room`), so a topic uses memory only for messages that
+it had: 2.5 MiB for 65,536. The number of rows is a power of two. The ring wraps only at 65,536.
 """
 
 import numpy as np
@@ -21,38 +22,40 @@ RECENT_MESSAGES = 2**16
 _FIRST_ROWS = 64
 
 NO_MESSAGE = -1
-"""For `NEWEST`: none is known."""
+"""The `NEWEST` of a producer without a known message."""
 
 SEQUENCE_ID = 0
 INDEX = 1
 BEFORE = 2
 FAR = 3
 STEPS = 4
-"""How many messages of its producer FAR goes back."""
+"""The number of its producer's messages that FAR goes back."""
 COLUMNS = 5
 
 
 def new_ring() -> Int64s:
-    """A ring in which nothing is."""
+    """Make an empty ring."""
     return np.empty((0, COLUMNS), np.int64)
 
 
 def with_room(ring: Int64s, entered: int, more: int) -> None:
-    """Makes the ring longer, in place, if it has no room for so many more messages after the `entered` ones."""
+    """Make the ring longer, in place, if it has no room for `more` messages after the `entered` ones."""
     needed = min(entered + more, RECENT_MESSAGES)
     if needed > len(ring):
-        # In place: no view of it is kept. Before it goes round each message's count is its place, in any length.
+        # In place, since no view of it is kept. Before the ring wraps, a message's count is its row at any length.
         ring.resize((max(1 << (needed - 1).bit_length(), _FIRST_ROWS), COLUMNS), refcheck=False)
 
 
 @kernel(inline=True)
 def enter(raw: Bytes, places: Int64s, producer_rows: Int64s, numbers: Int64s2, ring: Int64s2, entered: int) -> int:
-    """The messages of a stored batch enter the ring, which has room (`with_room`). Returns how many have entered by
-    now; before it was `entered`."""
+    """Enter the messages of a stored batch into the ring, which must have room (`with_room`).
+
+    Return the number of messages entered so far, which was `entered` before.
+    """
     ids = int64_column(raw, places, SEQUENCE_IDS)
     indexes = int32_column(raw, places, PRODUCER_INDEXES)
     producer_row = producer_rows[0]
-    # The bits of a count that are its place in the ring: quicker than a remainder.
+    # A bit mask gives a count's row in the ring faster than a remainder.
     in_ring = ring.shape[0] - 1
     for row in range(ids.shape[0]):
         if indexes.shape[0] != 0:
@@ -78,7 +81,7 @@ def enter(raw: Bytes, places: Int64s, producer_rows: Int64s, numbers: Int64s2, r
 
 @kernel()
 def find(sequence_id: int, producer_row: int, numbers: Int64s2, ring: Int64s2, entered: int) -> int:
-    """The index of the newest message with this ID of this producer, or -1 if it is not known (any more)."""
+    """Return the index of the newest message with this ID of this producer; -1 if it is not known, or no longer."""
     here = numbers[producer_row, NEWEST]
     in_ring = ring.shape[0] - 1
     while here >= 0 and here >= entered - ring.shape[0]:
@@ -100,11 +103,11 @@ def find_duplicates(
     verdicts: Uint8s,
     found: Int64s,
 ) -> int:
-    """For each row with verdict DUP the index of the original, else -1, into `found`; returns how many are known.
+    """Write to `found` the index of the original of each row with verdict DUP, else -1. Return how many are known.
 
-    Rows are gone through from the last to the first: a producer's IDs fall then, and so they do along its chain in
-    the ring, so one walk serves all its rows, and nothing is looked for between two that are above it. (Where
-    deduplication was off IDs may rise along the chain: some originals are not found then.)
+    Rows are taken from the last to the first. A producer's IDs fall in that order, as they do along its chain in the
+    ring, so one walk serves all its rows. Parts of the chain that are above an ID are skipped. (Where deduplication was
+    off, IDs may rise along the chain; then some originals are not found.)
     """
     ids = int64_column(raw, places, SEQUENCE_IDS)
     indexes = int32_column(raw, places, PRODUCER_INDEXES)
@@ -140,6 +143,6 @@ def find_duplicates(
 def persist(
     raw: Bytes, places: Int64s, producer_rows: Int64s, numbers: Int64s2, dirty: Uint8s, ring: Int64s2, entered: int
 ) -> int:
-    """A batch is in the log: see `rule.confirm` and `enter`, whose result this returns."""
+    """Confirm a batch that is in the log (`rule.confirm`), and enter it. Return the result of `enter`."""
     confirm_batch(raw, places, producer_rows, numbers, dirty)
     return enter(raw, places, producer_rows, numbers, ring, entered)

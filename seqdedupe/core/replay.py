@@ -1,4 +1,4 @@
-"""Batches that are in the log: into the numbers and the ring, many at a time, as they are replayed."""
+"""Replay: merge many batches of the log at a time into the numbers and the ring. Also ranges of a broker's log."""
 
 import numpy as np
 
@@ -11,7 +11,7 @@ from seqdedupe.format.jit import Bytes, Int32Column, Int64Column, Int64s, Int64s
 
 @kernel()
 def same_bytes(raw: Bytes, one: int, other: int, count: int) -> bool:
-    """Whether the same bytes stand at two places of a buffer."""
+    """Whether two places of a buffer have the same bytes."""
     for i in range(count):  # noqa: SIM110 (numba compiles the loop, not the generator)
         if raw[one + i] != raw[other + i]:
             return False
@@ -20,10 +20,10 @@ def same_bytes(raw: Bytes, one: int, other: int, count: int) -> bool:
 
 @kernel()
 def name_places(raw: Bytes, table: Int64s2, count: int, places_of_names: Int64s2, first_name: Int64s) -> int:
-    """Where the producer names of `count` scanned records stand: start and end of each, in `places_of_names`.
+    """List the producer names of `count` scanned records: begin and end of each, in `places_of_names`.
 
-    `first_name[k]` is the place in that list of record k's first name. A record whose names are those of the batch
-    before it shares that one's. Returns the length of the list, or -1 if it is too short for all.
+    `first_name[k]` is the place in that list of record k's first name. A record with the same names as the batch before
+    it shares that batch's entries. Return the length of the list, or -1 if there is no room for all.
     """
     listed = 0
     before = -1
@@ -68,7 +68,7 @@ def persist_all(
     ring: Int64s2,
     entered: int,
 ) -> int:
-    """`persist` for every batch among `count` scanned records; `producer_rows` are those of the listed names."""
+    """Call `persist` for every batch among `count` scanned records. `producer_rows` has the row of each listed name."""
     for k in range(count):
         places = table[k]
         if places[ROWS] > 0 and places[PRODUCERS] > 0:
@@ -78,7 +78,7 @@ def persist_all(
 
 
 def list_names(raw: Bytes, table: Int64s2, count: int) -> tuple[Int64s2, Int64s]:
-    """Where the producer names in `count` scanned records stand, and in this list the first one of each record."""
+    """Return begin and end of the producer names in `count` scanned records, and each record's first entry there."""
     first_name = np.zeros(count, np.int64)
     room = count + 1024
     while True:
@@ -89,13 +89,13 @@ def list_names(raw: Bytes, table: Int64s2, count: int) -> tuple[Int64s2, Int64s]
         room *= 4
 
 
-# -- Ranges of a broker with a log of its own, as columns: looked at, remembered while they are in flight, confirmed.
+# -- Ranges of a broker that has its own log, as columns: checked, judged, confirmed.
 #
-# A row is a range of sequence IDs that nobody looks into (lowest, highest), of the producer with this handle; the
-# verdicts are `rule.decide`'s. `rows_of` has the producer row of each handle, and `is_live` whether it may be used.
-# Rows that `passes` marks (an empty column: none) are no messages of their own, and leave no trace.
+# A row is an opaque range of sequence IDs (lowest, highest) of the producer with this handle. `rule.decide` gives the
+# verdicts. `rows_of` has the producer row of each handle, and `is_live` tells whether the handle may be used. Rows
+# marked in `passes` (an empty column: none) are not messages, and leave no trace.
 
-# What is wrong with a row, in the order in which it is looked for.
+# The problem of a row, in the order of the checks.
 SOUND = 0
 BAD_HANDLE = 1
 BAD_ID = 2
@@ -115,9 +115,9 @@ def look(
     overlap: bool,
     found: Int64s,
 ) -> int:
-    """What is wrong with the first row that cannot be judged, which `found[0]` tells; SOUND if all can.
+    """Return the problem of the first row that cannot be judged, and set `found[0]` to the row; SOUND if there is none.
 
-    With `overlap` a range that straddles `persisted` cannot: none of the verdicts would be true of all of it.
+    With `overlap` a range that straddles `persisted` cannot be judged: no verdict would be true of all its messages.
     """
     for row in range(lowest.shape[0]):
         if passes.shape[0] != 0 and passes[row] != 0:
@@ -144,9 +144,9 @@ def find_gap(
     deduplicate: bool,
     found: Int64s,
 ) -> int:
-    """GAP if a row above what is pushed when it comes is not the next one, else SOUND. All rows are otherwise sound.
+    """Return GAP if a row above `pushed` skips an ID, else SOUND. The rows must have passed `look`.
 
-    `found` tells that row and the ID that is missing. Pushes as `decide` would, and takes it back.
+    `found` gets that row and the missing ID. The function pushes as `decide` would, and takes it back.
     """
     before = np.empty(lowest.shape[0], np.int64)
     wrong = SOUND
@@ -185,10 +185,10 @@ def judge(
     found: Int64s,
     verdicts: Uint8s,
 ) -> int:
-    """The verdicts; returns how many rows are new.
+    """Judge all rows. Return the number of new rows.
 
-    If a row cannot be judged, or with `gapless` leaves an ID out, nothing is changed, and what `look` or `find_gap`
-    answers is returned below 0.
+    If a row cannot be judged, or skips an ID with `gapless`, nothing changes. Then return the result of `look` or
+    `find_gap` as a negative number.
     """
     wrong = look(handles, lowest, highest, passes, rows_of, is_live, numbers, overlap, found)
     if wrong == SOUND and gapless:
@@ -207,15 +207,15 @@ def confirm_ranges(
     numbers: Int64s2,
     dirty: Uint8s,
 ) -> int:
-    """These rows, which are sound, are in the log: merges them by maximum. Live and in replay the same.
+    """Merge sound rows that are in the log by maximum. Live and replayed rows are treated alike.
 
-    Returns how many there are.
+    Return the number of rows.
     """
     return int(confirm_rows(rows_of, handles, highest, passes, -1, numbers, dirty))
 
 
 def follow(last: bytes, positions: Binary, previous: Binary) -> bool:
-    """Whether each of these entries names the one before it as its predecessor, and the first of them `last`."""
+    """Whether each entry names the entry before it as its predecessor, and the first entry names `last`."""
     before = np.concatenate((np.zeros(1, np.int32), positions.offsets[:-1] + np.int32(len(last))))
     if not np.array_equal(previous.offsets, before):
         return False

@@ -1,9 +1,9 @@
-"""The rule: whether a frame is admitted, what each of its rows is, and what the log's answer does to the numbers.
+"""The rule: whether a frame is admitted, the verdict of each of its rows, and how the log's answer changes the numbers.
 
-`numbers` has one row of int64 a producer, its *producer row*. A kernel is given the producers of a call
-(`producer_rows`) and columns with one value a row: which of those producers it is (`indexes`; empty: always the
-first), the lowest sequence ID that it stands for, and the highest. A row of a batch is one message, so there both are
-one column; where a row is a range that nobody looks into, the lowest decides and the highest is recorded, as in Pulsar.
+`numbers` has one row of int64 per producer, its *producer row*. A kernel gets the producers of a call (`producer_rows`)
+and columns with one value per row: the index of its producer among them (`indexes`; empty: always the first), its
+lowest sequence ID, and its highest. A row of a batch is one message, so both IDs are one column. A row may also be an
+opaque range. Then the lowest ID decides and the highest is recorded, as in Pulsar.
 """
 
 import numpy as np
@@ -26,11 +26,11 @@ PUSHED = 0
 PERSISTED = 1
 """The highest ID that the log has confirmed."""
 EPOCH = 2
-"""The epoch that owns the name, from the moment at which Open gave it."""
+"""The epoch that owns the name, from the moment of Open."""
 DURABLE_EPOCH = 3
-"""The newest epoch that a confirmed record names; 0 is none."""
+"""The newest epoch in a confirmed record; 0 is none."""
 STATED = 4
-"""From this index on the log states both, DURABLE_EPOCH and PERSISTED, or an index below that; -1: not known."""
+"""A lower bound of the index from which on the log states both DURABLE_EPOCH and PERSISTED; -1: not known."""
 NEWEST = 5
 """The producer's newest message in the ring of recent messages (see `recent`); -1 is none."""
 NUMBERS = 6
@@ -40,7 +40,7 @@ NOT_DUP = 1
 DUP = 2
 UNKNOWN = 3
 
-# Why a producer's part of a frame is not admitted, in the order in which it is looked for.
+# Why a producer's part of a frame is not admitted, in the order of the checks.
 ADMITTED = 0
 INVALID_PREDECESSOR = 1
 FENCED = 2
@@ -50,22 +50,23 @@ GAP = 5
 
 
 NO_PASSES: Bytes = np.zeros(0, np.uint8)
-"""Of a batch, every row is a message of its own."""
+"""The `passes` of a batch: every row is a message."""
 
 
 @kernel(inline=True)
 def mark(dirty: Uint8s, producer_row: int) -> int:
-    """Says in `dirty`, which has a bit a producer row, that what a snapshot keeps of its numbers has changed."""
+    """Set the bit of a producer row in `dirty`: numbers that a snapshot keeps have changed."""
     dirty[producer_row >> 3] |= 1 << (producer_row & 7)
     return 0
 
 
 @kernel(inline=True)
 def reason(epoch: int, link: int, first: int, pushed: int, persisted: int, current: int, lone: bool) -> int:
-    """Why what one producer sends is not admitted, or ADMITTED. `first` is its first ID, `current` the epoch in force.
+    """Return why one producer's messages are not admitted, or ADMITTED.
 
-    A message is admitted only after its predecessor: if its ID and the one that its producer sent before are both
-    above what was pushed, something between them is missing, and taking it would move the watermark over a hole.
+    `first` is the producer's first ID, `current` the epoch in force. A message is admitted only after its predecessor.
+    If its ID and that of its predecessor are both above `pushed`, a message between is missing. To admit it would move
+    the watermark over a hole.
     """
     if link < LINK_LEFT_OUT or link >= first:
         return INVALID_PREDECESSOR
@@ -80,7 +81,7 @@ def reason(epoch: int, link: int, first: int, pushed: int, persisted: int, curre
 
 @kernel(inline=True)
 def first_ids(indexes: Int32Column, ids: Int64Column, producers: int) -> Int64s:
-    """The first sequence ID of each producer."""
+    """Return the first sequence ID of each producer."""
     first = np.full(producers, -1, np.int64)
     if indexes.shape[0] == 0:
         first[0] = ids[0]
@@ -93,15 +94,15 @@ def first_ids(indexes: Int32Column, ids: Int64Column, producers: int) -> Int64s:
 
 @kernel(inline=True)
 def leaves_out(first: int, pushed: int) -> bool:
-    """Whether IDs are missing between what was pushed and this one, which is above it; after nothing any may come."""
+    """Whether IDs are missing between `pushed` and `first`, which is above it. Without a pushed ID none are missing."""
     return 0 <= pushed < first - 1
 
 
 @kernel()
 def gaps(raw: Bytes, places: Int64s, producer_rows: Int64s, numbers: Int64s2, expected: Int64s) -> int:
-    """How many producers leave an ID out in what a frame has above PUSHED; after nothing any ID may come.
+    """Return the number of producers that skip an ID in what a frame has above PUSHED. See `leaves_out`.
 
-    Fills `expected`, one a producer: the ID that is missing at its first gap, -1 if there is none.
+    Fill `expected`, one element per producer, with the ID that is missing at the first gap, -1 if there is none.
     """
     ids = int64_column(raw, places, SEQUENCE_IDS)
     indexes = int32_column(raw, places, PRODUCER_INDEXES)
@@ -126,10 +127,10 @@ def gaps(raw: Bytes, places: Int64s, producer_rows: Int64s, numbers: Int64s2, ex
 def refusal(
     raw: Bytes, places: Int64s, producer_rows: Int64s, numbers: Int64s2, lone: bool, gapless: bool, reasons: Uint8s
 ) -> int:
-    """Why this frame is not admitted, or ADMITTED: of its producers' reasons the one that is looked for first.
+    """Return why a frame is not admitted, or ADMITTED. Among the reasons of its producers, the first check counts.
 
-    Fills `reasons`, one a producer, unless that is empty; changes nothing else. `lone`: a link may be left out;
-    `gapless`: no ID may.
+    Fill `reasons`, one element per producer, unless it is empty. Nothing else changes. With `lone` a link may be
+    omitted; with `gapless` no ID may be skipped.
     """
     ids = int64_column(raw, places, SEQUENCE_IDS)
     indexes = int32_column(raw, places, PRODUCER_INDEXES)
@@ -164,10 +165,10 @@ def decide(
     deduplicate: bool,
     verdicts: Uint8s,
 ) -> int:
-    """The verdict of each row; what is new counts as pushed from now on. Returns how many rows are new.
+    """Judge each row, and count new rows as pushed. Return the number of new rows.
 
-    With `deduplicate` off every row is new; the numbers move as ever, by maximum. A range's highest ID is not below
-    its lowest. Rows that `passes` marks (empty: none) are no messages of their own: they are new, and change nothing.
+    With `deduplicate` off every row is new, and the numbers still move by maximum. A range's highest ID is not below
+    its lowest. Rows marked in `passes` (empty: none) are not messages: they are new, and change nothing.
     """
     producer_row = producer_rows[0]
     new = 0
@@ -191,7 +192,7 @@ def decide(
 def decide_batch(
     raw: Bytes, places: Int64s, producer_rows: Int64s, numbers: Int64s2, deduplicate: bool, verdicts: Uint8s
 ) -> int:
-    """`decide` for a frame that `refusal` lets pass."""
+    """Call `decide` for a frame that `refusal` admits."""
     ids = int64_column(raw, places, SEQUENCE_IDS)
     indexes = int32_column(raw, places, PRODUCER_INDEXES)
     return decide(producer_rows, indexes, ids, ids, NO_PASSES, numbers, deduplicate, verdicts)
@@ -207,10 +208,10 @@ def confirm_rows(
     numbers: Int64s2,
     dirty: Uint8s,
 ) -> int:
-    """These rows are in the log, which states them from the index `stated` on (-1: not known): merges by maximum.
+    """Merge rows that are in the log by maximum. The log states them from index `stated` on (-1: not known).
 
-    A record that says less than is known, of a topic that does not deduplicate, does not state what is in force.
-    Returns how many rows there are.
+    A record of a topic that does not deduplicate may have a lower ID than is known. It does not state the ID in force.
+    Return the number of rows.
     """
     producer_row = producer_rows[0]
     for row in range(highest.shape[0]):
@@ -238,16 +239,16 @@ def confirm(
     numbers: Int64s2,
     dirty: Uint8s,
 ) -> int:
-    """These rows are in the log, in a record with this index: merges what it says by maximum.
+    """Merge rows and epochs of a record that is in the log at `index` by maximum.
 
-    `epochs` has one value a producer. Live and in replay the same. Returns how many rows there are.
+    `epochs` has one value per producer. Live and replayed records are treated alike. Return the number of rows.
     """
     stated = index
     for p in range(producer_rows.shape[0]):
         producer_row = producer_rows[p]
         mark(dirty, producer_row)
         if epochs[p] < numbers[producer_row, DURABLE_EPOCH]:
-            # The epoch in force stands in another record, which may be an older one.
+            # Another record states the epoch in force, and may be older than this one.
             stated = -1
         numbers[producer_row, DURABLE_EPOCH] = max(numbers[producer_row, DURABLE_EPOCH], epochs[p])
         numbers[producer_row, EPOCH] = max(numbers[producer_row, EPOCH], epochs[p])
@@ -256,7 +257,7 @@ def confirm(
 
 @kernel(inline=True)
 def confirm_batch(raw: Bytes, places: Int64s, producer_rows: Int64s, numbers: Int64s2, dirty: Uint8s) -> int:
-    """`confirm` for a batch that is in the log at `places[BASE_INDEX]`, for the rows that matter."""
+    """Call `confirm` for the rows that matter of a batch that is in the log at `places[BASE_INDEX]`."""
     indexes = int32_column(raw, places, PRODUCER_INDEXES)
     ids = int64_column(raw, places, SEQUENCE_IDS)
     if indexes.shape[0] == 0:
@@ -268,9 +269,9 @@ def confirm_batch(raw: Bytes, places: Int64s, producer_rows: Int64s, numbers: In
 
 @kernel()
 def fail(numbers: Int64s2, producers: int) -> int:
-    """Nothing that is in flight will ever be in the log: what was pushed and opened and is not confirmed is taken back.
+    """Take back all pushed IDs and opened epochs that are not confirmed: the log will never have them.
 
-    Returns the number of producers.
+    Return the number of producers.
     """
     for producer_row in range(producers):
         numbers[producer_row, PUSHED] = numbers[producer_row, PERSISTED]

@@ -1,5 +1,6 @@
-"""A record's header of fixed width: where its values stand, and how it is written. `docs/formats.md` draws it.
+"""A record's header of fixed width: where its values stand, and how it is written.
 
+`docs/internals/formats.md` draws it.
 Header and body together are one element of the answer's `records` in protobuf's encoding, so a slice of a segment
 file is a valid answer. Offsets below are from the start of the record.
 """

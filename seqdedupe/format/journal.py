@@ -1,4 +1,4 @@
-"""A round in the journal: what was written to several segments at once. `docs/formats.md` draws it."""
+"""A round in the journal: what was written to several segments at once. `docs/internals/formats.md` draws it."""
 
 import struct
 from collections.abc import Iterator, Sequence

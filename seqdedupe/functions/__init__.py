@@ -1,7 +1,7 @@
 """Pulsar Functions that take effect exactly once: `DedupeFunction` around a function that knows nothing of it.
 
-docs/functions.md says how it is deployed. Needs what Pulsar's Python runtime has, grpcio, googleapis-common-protos,
-grpcio-status and numpy.
+docs/guides/functions.md says how it is deployed. Needs what Pulsar's Python runtime has, grpcio,
+googleapis-common-protos, grpcio-status and numpy.
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ class DedupeFunction(pulsar.Function):  # type: ignore[misc]  # Pulsar's client 
 
     What the wrapped function returns or publishes stands in its output topics once for each input, in the order of the
     inputs, whatever fails and however often an input comes; if inputs keep coming. What else it does happens at least
-    once. It is configured by `userConfig` alone, see docs/functions.md.
+    once. It is configured by `userConfig` alone, see docs/guides/functions.md.
 
     `process` raises nothing: an input that the runtime takes for failed comes again a minute later, after others. It
     waits, or ends the process.
@@ -46,6 +46,6 @@ def _instance(context: Any, process: InstanceProcess) -> Any:
     except Exception as e:
         raise RuntimeError(
             "the worker's Python environment lacks what the wrapper needs, or has it in a version that does not fit: "
-            f"{type(e).__name__}: {e}. docs/functions.md has the list."
+            f"{type(e).__name__}: {e}. docs/guides/functions.md has the list."
         ) from e
     return FunctionInstance(context, process)

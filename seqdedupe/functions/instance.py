@@ -57,7 +57,7 @@ def credentials_of(settings: FunctionSettings, get_secret: Callable[[str], str |
     )
 
 
-# -- Which entries of a sidecar's topic count for nobody; docs/formats-pulsar.md has the rule.
+# -- Which entries of a sidecar's topic count for nobody; docs/internals/formats-pulsar.md has the rule.
 
 
 class Owners:

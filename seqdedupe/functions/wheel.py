@@ -1,7 +1,7 @@
 """`python -m seqdedupe.functions.wheel CODE … --output FILE`: one wheel of wrapper, client and a function's code.
 
 Pulsar unpacks it and installs nothing, so it has no dependencies: what those are, the worker's Python environment must
-have (docs/functions.md). The same code gives the same bytes.
+have (docs/guides/functions.md). The same code gives the same bytes.
 """
 
 import base64

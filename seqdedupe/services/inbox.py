@@ -511,4 +511,4 @@ def _now_ms() -> int:
 
 
 def _option(what: str) -> Exception:
-    return error("INVALID_OPTION", what, hint="docs/inbox.md lists what an inbox takes.")
+    return error("INVALID_OPTION", what, hint="docs/guides/inbox.md lists what an inbox takes.")

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.message_id import MessageId
 
-# -- Keys and the form of every value in the store. `docs/formats-store.md` draws them.
+# -- Keys and the form of every value in the store. `docs/internals/formats-store.md` draws them.
 #
 # A value is sealed: CRC32C of the key and of all that follows it, version, body. So a damaged record, or one that
 # stands under another's key, is never read as a good one.

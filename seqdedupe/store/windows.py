@@ -1,4 +1,6 @@
-"""The window of deduplication IDs in the store: runs, pieces, the record of a snapshot, imports. docs/formats-store.md.
+"""The window of deduplication IDs in the store: runs, pieces, the record of a snapshot, imports.
+
+docs/internals/formats-store.md draws them.
 
 The record says up to which index pieces count, and which runs. It is written in the one write of its snapshot, and with
 it that pieces are gone which lie before the window or in runs. Pieces that have come to the window are written before,

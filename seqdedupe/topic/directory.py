@@ -1,8 +1,8 @@
-"""All topics: from the store and the logs to live topics, and back. It knows no kind of log.
+"""All topics: from the store and the logs to live topics, and back. It does not depend on the kind of log.
 
-Begin with `Topics`; `find` looks into a cluster as well, `create_partitioned` makes all partitions of one. A topic's
-record says where it is in its life; it is durable before anything that it says is done. Creating and deleting run as
-tasks of their own: whoever asked for them may give up waiting, they are finished all the same.
+Begin with `Topics`. `find` also looks into a cluster; `create_partitioned` makes all partitions of a topic. A topic's
+record tells where the topic is in its life; it is durable before the step that it names. Creation and deletion are
+separate tasks, which go on if the caller is cancelled.
 """
 
 import asyncio
@@ -28,13 +28,13 @@ from seqdedupe.topic.lives import Lives, TopicRecords
 from seqdedupe.topic.policy import Applied, GapPolicy, Policy
 from seqdedupe.topic.registry import Closed, Ownership, Phase, Registry
 
-# -- The policies of namespaces: in the store, and in force in every topic of the namespace.
+# -- The policies of namespaces: stored, and in force in every topic of the namespace.
 
 MAX_NAMESPACE_POLICIES = 10_000
 
 
 class Namespaces:
-    """What is set for namespaces, over the sidecar's `defaults`. `changed` is told the name of one that has changed."""
+    """The policies of namespaces, over the sidecar's `defaults`. `changed` is called with the name of a changed one."""
 
     def __init__(self, store: Store, defaults: Applied, changed: Callable[[str], None]) -> None:
         self._store = store
@@ -46,22 +46,22 @@ class Namespaces:
         self._background: set[asyncio.Task[None]] = set()
 
     def load(self) -> None:
-        """Reads what is stored. Raises STORE_DAMAGED, NEWER_FORMAT, OLDER_FORMAT, STORE_UNAVAILABLE."""
+        """Read the stored policies. Raises STORE_DAMAGED, NEWER_FORMAT, OLDER_FORMAT, STORE_UNAVAILABLE."""
         self._policies = {name: decode_policy(body) for name, body in self._store.namespace_policies()}
 
     def policy(self, namespace: str) -> Policy:
-        """What is set for this namespace."""
+        """Return the policy of this namespace."""
         return self._policies.get(namespace, Policy())
 
     def applied(self, namespace: str) -> Applied:
-        """What its topics inherit."""
+        """Return the values that topics of this namespace inherit."""
         return self._defaults.under(self.policy(namespace))
 
     async def change(self, namespace: str, change: Callable[[Policy], Policy]) -> None:
-        """Sets the policy to what `change` makes of the one that is set: durable and in force on return.
+        """Replace the policy by the result of `change`. It is durable and in force on return.
 
-        Raises what `change` raises, INVALID_REQUEST if there are too many, DRAINING; STORE_UNAVAILABLE: then it is as
-        it was. Whoever is cancelled here does not know.
+        Raises what `change` raises, INVALID_REQUEST if there are too many, DRAINING. After STORE_UNAVAILABLE the policy
+        is unchanged. After a cancellation the outcome is unknown.
         """
         if self._is_closed:
             raise error("DRAINING", "the sidecar is shutting down")
@@ -75,7 +75,7 @@ class Namespaces:
             try:
                 await self._write(namespace, policy)
             except SeqdedupeError:
-                # The store may have it all the same, and at the next start it would be in force.
+                # The store may have the new policy. Without this, it would be in force at the next start.
                 self._in_background(again_until(lambda: self._is_durable(namespace)))
                 raise
             self._policies.pop(namespace, None)
@@ -87,7 +87,7 @@ class Namespaces:
         await self._store.put_namespace_policy(namespace, encode(policy) if policy != Policy() else None)
 
     async def _is_durable(self, namespace: str) -> bool:
-        """Writes what is in force again. Whether that has ended."""
+        """Write the policy in force again. Return whether no further try is needed."""
         async with self._one_at_a_time:
             if self._is_closed:
                 return True
@@ -98,7 +98,7 @@ class Namespaces:
             return True
 
     async def close(self) -> None:
-        """Takes nothing more; finishes what is under way. What is written again and again is given up."""
+        """Take no further changes, and finish the current ones. Repeated writes end."""
         self._is_closed = True
         await asyncio.gather(*self._background, return_exceptions=True)
 
@@ -113,7 +113,7 @@ class Namespaces:
 logger = logging.getLogger("seqdedupe.topics")
 
 _LEVELS = {State.DAMAGED: logging.ERROR, State.READ_ONLY: logging.WARNING, State.TERMINATED: logging.WARNING}
-"""Of what is told of a topic's state; else INFO."""
+"""The log levels of topic states; INFO for all others."""
 
 T = TypeVar("T", bound=TopicBase)
 
@@ -121,8 +121,8 @@ T = TypeVar("T", bound=TopicBase)
 class Topics(Generic[T]):
     """The topics by full name, all of one kind.
 
-    `make_kind` is given whom the kind tells of a topic's changes; `on_state` is told them, and None when one is gone.
-    `applied` is what namespaces inherit.
+    `make_kind` gets the function that the kind calls for a topic's changes. `on_state` is called with the new state, or
+    None when a topic is gone. `applied` has the values that namespaces inherit.
     """
 
     def __init__(
@@ -151,22 +151,22 @@ class Topics(Generic[T]):
         self.lives = Lives(store, self.kind, self.stored, self.registry, self._inherited, on_state, self._topic_changed)
         self._opened_at_start: list[T] = []
         self.waiting = OpeningQueue(self)
-        """Those that nobody has used since the start; they are `closed` too."""
+        """The topics that are unused since the start. They are also `closed`."""
         self.looking = Looking(self._look_again)
-        """For what others make and delete in a cluster. A look raises what `Logs.list` raises, STORE_UNAVAILABLE."""
+        """Looks for topics that others make and delete in a cluster. Raises STORE_UNAVAILABLE, and as `Logs.list`."""
         self.unlisted: SeqdedupeError | None = None
-        """Why it is not known which topics there are."""
+        """Why the list of topics is unknown, if it is."""
         self._background: set[asyncio.Task[None]] = set()
         self.is_draining = False
 
     # -- start and end -----------------------------------------------------------------------------------------
 
     async def open_all(self) -> None:
-        """Opens every log. One that cannot be opened is tried again or DAMAGED, and the others are there.
+        """Open every log. A log that cannot be opened is tried again, or its topic is DAMAGED; the others are open.
 
-        Where there are very many, some wait until they are used (`waiting`). Those of a cluster, which may not answer
-        now, are opened by `recover_all`, and RECOVERING until then. Raises STORE_MISSING if there is a log without a
-        record, LOG_DAMAGED or LOG_UNREADABLE if that log does not say its topic either, and what `Logs.list` raises.
+        If there are very many, some wait until they are used (`waiting`). Logs of a cluster, which may not answer now,
+        are opened by `recover_all`, and RECOVERING until then. Raises STORE_MISSING if a log has no record, LOG_DAMAGED
+        or LOG_UNREADABLE if that log does not have its topic's name either, and what `Logs.list` raises.
         """
         self.namespaces.load()
         records = self.store.topics()
@@ -183,7 +183,7 @@ class Topics(Generic[T]):
             await listing.open_all(self)
 
     async def open_at_start(self, record: TopicRecord) -> None:
-        """Opens a topic of which there is a record, or lets it wait. What cannot be now is tried again."""
+        """Open a topic that has a record, or queue it. A failed try is repeated."""
         why = self.partitions.learn(record) if record.partitions else None
         entry = self.registry.entry(record.name)
         if entry.record is not None:
@@ -204,13 +204,13 @@ class Topics(Generic[T]):
         await self.recover_all()
 
     async def remove_partitions(self, whole: str) -> None:
-        """Deletes all partitions of a topic that are there, as `Lives.remove`."""
+        """Delete all partitions of a topic that exist. See `Lives.remove`."""
         names = self.partitions.names(whole)
         await self.remove([name for name in names if self.registry.record(name) is not None], whole)
         self.partitions.release(whole)
 
     async def remove(self, names: list[str], asked: str) -> None:
-        """As `Lives.remove`, of topics that are live, or closed and perhaps being opened."""
+        """Call `Lives.remove` for topics that are live, or closed and perhaps being opened."""
         async with AsyncExitStack() as stack:
             for name in names:
                 await stack.enter_async_context(self.registry.locked(name))
@@ -223,26 +223,26 @@ class Topics(Generic[T]):
             self.on_state(topic.name, topic.state)
 
     async def recover_all(self) -> None:
-        """Recovers every topic; one that cannot be recovered now goes on trying by itself, beside this.
+        """Recover every topic. A topic that cannot be recovered now goes on trying in the background.
 
-        Those that wait are opened and recovered from now on, one after the other."""
+        Waiting topics are opened and recovered after this, one after the other."""
         if self.unlisted is not None and not await listing.have_opened(self):
             await again_until(lambda: listing.have_opened(self))
         opened, self._opened_at_start = self._opened_at_start, []
         await asyncio.gather(*(topic.recover() for topic in opened))
         if self.rebuild_store:
-            # So that the next start needs no rebuilding.
+            # With snapshots, the next start needs no rebuilding.
             await asyncio.gather(*(topic.keeper.snapshot_in_background() for topic in opened))
         self.in_background(self.waiting.open_all())
 
     async def drain(self) -> None:
-        """Takes nothing more; settles what is in flight; durable snapshots. Reading goes on."""
+        """Take no more frames, settle all in flight, and make durable snapshots. Reading goes on."""
         self.is_draining = True
         self.waiting.close()
         await self.namespaces.close()
         if under_way := [*self.registry.tasks(), *self.waiting.opening.values()]:
             await asyncio.wait(under_way)
-        # What is tried again and again is finished at the next start.
+        # The next start finishes work that is being retried.
         for task in self._background:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
@@ -256,20 +256,20 @@ class Topics(Generic[T]):
         return self.namespaces.applied(namespace_of(topic))
 
     def _inherit(self, namespace: str) -> None:
-        """The policy of this namespace has changed. A topic that is being opened looks again when it is there."""
+        """Pass a changed policy to the topics of a namespace. A topic that is being opened reads it when it is open."""
         for topic in self.registry.open_topics():
             if namespace_of(topic.name) == namespace:
                 topic.inherit(self.namespaces.applied(namespace))
 
     def in_background(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
-        """Runs what goes on beside the caller, until the end."""
+        """Run work in the background, until the sidecar drains."""
         task = asyncio.ensure_future(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
         return task
 
     def check_takes_changes(self, full: str) -> None:
-        """Raises NOT_OWNER, DRAINING, STORE_UNAVAILABLE if nothing may be begun with this name now."""
+        """Raise NOT_OWNER, DRAINING, RECOVERING or STORE_UNAVAILABLE if no operation may begin on this name now."""
         self.ownership.check(full)
         if self.is_draining:
             raise error("DRAINING", "the sidecar is shutting down")
@@ -277,28 +277,28 @@ class Topics(Generic[T]):
         self.stored.check_written(full)
 
     def known_records(self) -> Iterator[TopicRecord]:
-        """Of all topics, also those of which the store may not know yet."""
+        """Return the records of all topics, also those that the store may not have yet."""
         return (entry.record for entry in self.registry if entry.record is not None)
 
     def check_listed(self) -> None:
-        """Raises RECOVERING while it is not known which topics there are."""
+        """Raise RECOVERING while the list of topics is unknown."""
         if self.unlisted is not None:
             raise self.unlisted
 
     # -- topics ------------------------------------------------------------------------------------------------
 
     def all(self) -> list[T | Closed]:
-        """All topics by name: live ones, and those that cannot be opened. Raises RECOVERING while there may be more."""
+        """Return all topics by name, live or not. Raises RECOVERING while there may be more."""
         self.check_listed()
         every = self.found()
         return [every[name] for name in sorted(every)]
 
     def found(self) -> dict[str, T | Closed]:
-        """As `all`, by name, also while there may be more."""
+        """Return the known topics by name, also while there may be more."""
         return {entry.name: entry.found for entry in self.registry if entry.found is not None}
 
     def look_at(self, name: str) -> T | Closed:
-        """A topic, whether or not it can be used.
+        """Return a topic, whether or not it can be used.
 
         Raises INVALID_TOPIC_NAME, TOPIC_IS_PARTITIONED, TOPIC_NOT_FOUND, RECOVERING, NOT_OWNER if it is not of this
         process's shards.
@@ -313,23 +313,23 @@ class Topics(Generic[T]):
         return found
 
     def partitions_beside(self, full: str) -> int:
-        """How many the partitioned topic has of which this topic is one; 0 if it is none, or not there."""
+        """Return the number of partitions of this partition's topic; 0 if there is no partition of this name."""
         record = self.registry.record(full)
         return record.partitions if record is not None else 0
 
     def get(self, name: str) -> T:
-        """The live topic. Raises what `look_at` does, and what a topic that cannot be opened says."""
+        """Return the live topic. Raises what `look_at` raises, and the reason why a topic cannot be opened."""
         found = self.look_at(name)
         if isinstance(found, Closed):
             raise found.error()
         return found
 
     def is_there(self, full: str) -> bool:
-        """Whether there is a topic of this full name, whether or not it can be used."""
+        """Whether a topic of this full name exists, usable or not."""
         return self.registry.found(full) is not None
 
     async def get_or_create(self, name: str) -> T:
-        """The live topic, made if it is not there and `allow_auto_topic_creation` says so."""
+        """Return the live topic. It is made if it does not exist and `allow_auto_topic_creation` is set."""
         full = topic_name(name)
         await self.waiting.use(full)
         if self.is_there(full) or full in self.partitions or not self.allow_auto_topic_creation:
@@ -339,14 +339,14 @@ class Topics(Generic[T]):
     async def create(
         self, name: str, *, policy: Policy | None = None, layout: Layout = AS_USUAL, exists_ok: bool = False
     ) -> T:
-        """Makes a topic; returns when it serves. `layout`: see `Logs.create`.
+        """Make a topic. It serves on return. `layout`: see `Logs.create`.
 
-        Raises INVALID_TOPIC_NAME, TOPIC_EXISTS, TOO_MANY_TOPICS; LOG_DAMAGED if one of that name is damaged; DRAINING,
-        LOG_REFUSED, STORE_UNAVAILABLE: then there is none.
+        Raises INVALID_TOPIC_NAME, TOPIC_EXISTS, TOO_MANY_TOPICS; LOG_DAMAGED if one of that name is damaged. After
+        DRAINING, LOG_REFUSED or STORE_UNAVAILABLE there is no topic.
         """
         full = topic_name(name)
         await self.waiting.use(full)
-        # A creation may be the caller's own, who asks again; and there may be no topic after it.
+        # The creation in progress may be the caller's own first try; and it may fail.
         while under_way := self._under_way(full, Phase.DELETING) or (
             None if exists_ok else self._under_way(full, Phase.CREATING)
         ):
@@ -368,7 +368,7 @@ class Topics(Generic[T]):
         except InvalidRequestError as e:
             if e.reason != "TOPIC_EXISTS" or not self.kind.log.is_shared:
                 raise
-            # Another sidecar has made it, perhaps.
+            # Perhaps another sidecar has made it.
             await self.looking.once()
             if not exists_ok:
                 raise
@@ -378,14 +378,14 @@ class Topics(Generic[T]):
             return made
 
     def _under_way(self, full: str, phase: Phase) -> "asyncio.Task[Any] | None":
-        """What somebody does with this topic alone, in this phase."""
+        """Return the task of this phase on this topic alone, if any."""
         entry = self.registry.get(full)
         if entry is None or entry.phase is not phase or self.registry.changes(whole_of(full) or "") is not None:
             return None
         return entry.under_way
 
     def check_room(self, more: int = 1) -> None:
-        """Raises TOO_MANY_TOPICS unless there may be so many more."""
+        """Raise TOO_MANY_TOPICS unless this number of further topics is allowed."""
         count = len(self.registry)
         if count + more > self._max_topics:
             why = f"there are {count} topics: max_topics allows no more"
@@ -396,11 +396,11 @@ class Topics(Generic[T]):
         return topic
 
     async def delete(self, name: str, check: Callable[[str], None] = lambda full: None) -> None:
-        """Deletes a topic for good. It takes nothing more from now on. `check` is asked in the step in which that
-        begins: what it raises keeps the topic.
+        """Delete a topic for good. It takes no messages after this. `check` is called in the step in which the deletion
+        begins: an error of it keeps the topic.
 
-        Raises TOPIC_NOT_FOUND, LOG_DAMAGED; STORE_UNAVAILABLE: then it is still there, and takes messages again once
-        the store says so. Whoever is cancelled here does not know: the deletion goes on.
+        Raises TOPIC_NOT_FOUND, LOG_DAMAGED. After STORE_UNAVAILABLE the topic still exists, and takes messages again
+        once the store confirms that. The deletion goes on if the caller is cancelled.
         """
         full = topic_name(name)
         await self.waiting.use(full)
@@ -420,28 +420,28 @@ class Topics(Generic[T]):
         await self.registry.run(Phase.DELETING, full, partial(self.lives.remove, [full], full))
 
 
-# -- Topics by name that are more than one topic of this sidecar: partitioned ones, and those that others make.
+# -- Names of more than one topic of this sidecar: partitioned topics, and topics that others make.
 #
-# A partition is a topic of its own, `name-partition-0` and on, with a log, snapshots and a recovery of its own. How
-# many there are stands in each one's record and beside its log, for good: which partition a message belongs to
-# follows from it. The records of all partitions change their state in one write. So after a crash start-up finds all
-# of them made, or all of them half made, or all of them being deleted, and finishes that for each by itself.
+# A partition is a separate topic (`name-partition-0` and so on) with its own log, snapshots and recovery. The number of
+# partitions is permanent, in the record of each and next to its log: it decides to which partition a message belongs.
+# The records of all partitions change their state in one write. So after a crash, a start finds all of them made, all
+# of them half made, or all of them being deleted, and finishes that for each one.
 #
-# In a cluster others make and delete topics: it is asked before it is said for good that there is none.
+# In a cluster, other sidecars make and delete topics. So the cluster is asked before the answer is that there is none.
 
 
 def partitions_of(topics: Topics[T], whole: str) -> "list[T | Closed | None]":
-    """The partitions of a partitioned topic, in order; None for one that is not there. Raises KeyError."""
+    """Return the partitions of a partitioned topic, in order; None for a missing one. Raises KeyError."""
     return [topics.registry.found(name) for name in topics.partitions.names(whole)]
 
 
 async def create_partitioned(
     topics: Topics[T], name: str, partitions: int, policy: Policy, layout: Layout = AS_USUAL
 ) -> None:
-    """Makes a partitioned topic; returns when all of its partitions serve. `layout`: see `Logs.create`.
+    """Make a partitioned topic. All partitions serve on return. `layout`: see `Logs.create`.
 
-    Raises INVALID_TOPIC_NAME, INVALID_REQUEST, TOPIC_EXISTS, TOO_MANY_TOPICS, DRAINING, LOG_REFUSED, STORE_UNAVAILABLE:
-    then there is none.
+    Raises INVALID_TOPIC_NAME, INVALID_REQUEST, TOPIC_EXISTS, TOO_MANY_TOPICS, DRAINING, LOG_REFUSED, STORE_UNAVAILABLE.
+    After an error there is no topic.
     """
     whole = topic_name(name)
     _check_can_be(topics, whole, partitions, policy)
@@ -471,8 +471,8 @@ def _check_can_be(topics: Topics[T], whole: str, partitions: int, policy: Policy
 
 
 def check_gap_policy(topic: str, gap: GapPolicy | None) -> None:
-    """Raises INVALID_REQUEST if a partition has the policy to refuse gaps: a producer's IDs count over all partitions,
-    so that in each there are some."""
+    """Raise INVALID_REQUEST if the policy of a partition refuses gaps. A producer's IDs count over all partitions, so
+    each partition has gaps."""
     if gap is GapPolicy.REJECT:
         raise error(
             "INVALID_REQUEST",
@@ -500,11 +500,11 @@ async def _create(topics: Topics[T], whole: str, names: list[str], policy: Polic
 
 
 async def delete_partitioned(topics: Topics[T], whole: str) -> None:
-    """Deletes a partitioned topic, all partitions of it, for good. They take nothing more from now on.
+    """Delete a partitioned topic with all partitions for good. They take no messages after this.
 
-    Partitions that are damaged because somebody has deleted the whole in the cluster are no hindrance. Raises
-    LOG_DAMAGED, RECOVERING and what else a partition says that cannot be used; STORE_UNAVAILABLE: then all of it is
-    still there. Whoever is cancelled here does not know: the deletion goes on.
+    Partitions that are damaged because the topic was deleted in the cluster do not prevent it. Raises LOG_DAMAGED,
+    RECOVERING and other errors of a partition that cannot be used. After STORE_UNAVAILABLE all partitions still exist.
+    The deletion goes on if the caller is cancelled.
     """
     await topics.waiting.use(*topics.partitions.names(whole))
     lost = await without_log(topics, topics.partitions.names(whole))
@@ -522,13 +522,13 @@ async def delete_partitioned(topics: Topics[T], whole: str) -> None:
     await topics.registry.change_whole(Phase.DELETING, whole, partial(topics.remove_partitions, whole))
 
 
-# -- Topics of a cluster that others make and delete: it is asked before it is said for good that there is none.
+# -- Topics of a cluster that other sidecars make and delete.
 
 
 async def look_for(topics: Topics[T], name: str) -> str:
-    """The full name of a topic; one that is not known here is looked for in the cluster.
+    """Return the full name of a topic. A topic that is unknown here is looked for in the cluster.
 
-    Raises INVALID_TOPIC_NAME, and why the cluster cannot be asked.
+    Raises INVALID_TOPIC_NAME, and the reason if the cluster cannot be asked.
     """
     full = topic_name(name)
     is_known = topics.registry.found(full) is not None or full in topics.partitions
@@ -539,21 +539,23 @@ async def look_for(topics: Topics[T], name: str) -> str:
 
 
 async def find(topics: Topics[T], name: str) -> T:
-    """The live topic, looked for, and opened if nobody has used it yet. Raises as `look_for` and `Topics.get`."""
+    """Find the live topic, and open it if this is its first use. Raises what `look_for` and `Topics.get` raise."""
     full = await look_for(topics, name)
     await topics.waiting.use(full)
     return topics.get(full)
 
 
 async def find_or_create(topics: Topics[T], name: str) -> T:
-    """The live topic, made if it is not there and `allow_auto_topic_creation` says so."""
-    # Who cannot make it, because another one has, looks for it.
+    """Return the live topic. It is made if it does not exist and `allow_auto_topic_creation` is set."""
+    # `get_or_create` looks for the topic if another sidecar has made it.
     return await (topics.get_or_create(name) if topics.allow_auto_topic_creation else find(topics, name))
 
 
 async def delete(topics: Topics[T], name: str, check: Callable[[str], None] = lambda full: None) -> None:
-    """As `Topics.delete`; also of a topic that is damaged because somebody has deleted its log in the cluster. Raises
-    why the cluster cannot be asked, too."""
+    """Do the same as `Topics.delete`, also for a topic that is damaged because its log was deleted in the cluster.
+
+    Raises also the reason if the cluster cannot be asked.
+    """
     full = await look_for(topics, name)
     topic = topics.registry.found(full)
     is_lost = bool(await without_log(topics, [full])) and not topics.partitions_beside(full)
@@ -565,7 +567,7 @@ async def delete(topics: Topics[T], name: str, check: Callable[[str], None] = la
 
 
 async def without_log(topics: Topics[T], names: Collection[str]) -> set[str]:
-    """Those of the topics that are damaged because somebody has deleted their log in the cluster."""
+    """Return the topics that are damaged because their log was deleted in the cluster."""
     there = {name: topics.registry.found(name) for name in names}
     damaged = [name for name, topic in there.items() if topic is not None and topic.state is State.DAMAGED]
     if not damaged or not topics.kind.log.is_shared:

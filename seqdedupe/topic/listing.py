@@ -1,8 +1,8 @@
-"""Which topics there are, and which of them are opened when: at the start, when somebody uses one, where others make
-and delete them, and again from another state.
+"""Which topics exist, and when each is opened: at the start, at its first use, after a change by another sidecar, and
+again from another state.
 
-Begin with `open_all` and `look_again`. `OpeningQueue` has those that a start does not wait for; `Looking` keeps looks
-into a cluster apart. `renew` opens one topic again.
+Begin with `open_all` and `look_again`. `OpeningQueue` has the topics that a start does not wait for. `Looking` limits
+the look-ups in a cluster. `renew` opens one topic again.
 """
 
 import asyncio
@@ -27,20 +27,20 @@ if TYPE_CHECKING:
 
 T = TypeVar("T", bound=TopicBase)
 
-# -- Topics that a start does not wait for: each is opened when somebody uses it, and all of them one after the other.
+# -- Topics that a start does not wait for. The first use opens one; the others are opened one after the other.
 #
-# To open a topic and to take over its log takes some syncs of the disk, however little there is in it. So a sidecar
-# with very many of them serves before it has opened them all. Until one is open nobody knows whether it is damaged,
-# and it is RECOVERING. None waits for ever: what its policy says has to be done, used or not.
+# To open a topic and take over its log needs some syncs of the disk, even if it is empty. So a sidecar with very many
+# topics serves before all are open. Until a topic is open, it is unknown whether it is damaged, and it is RECOVERING.
+# Every topic is opened in the end: its policy must be carried out even if nobody uses it.
 
 OPENED_AT_START = 256
-"""So many topics are opened before the sidecar serves; more wait."""
+"""The number of topics that are opened before the sidecar serves."""
 
 APART_SECONDS = 0.05
-"""Before each of those that nobody uses: most of the disk and of the event loop is for those who use others."""
+"""The pause before each unused topic: disk and event loop are mainly for topics in use."""
 
 USE_SECONDS = 2.0
-"""So long whoever uses a topic that waits is kept waiting at most; then it is told RECOVERING, as ever."""
+"""The longest that a caller waits for a topic that is being opened; then it gets RECOVERING."""
 
 USED_AT_ONCE = 32
 
@@ -48,30 +48,30 @@ WHY = "nobody has used it since the start: it is opened when somebody does, or i
 
 
 class OpeningQueue:
-    """Those of the topics of a sidecar's own log that are left when OPENED_AT_START have been tried."""
+    """The topics on a sidecar's embedded logs that remain after OPENED_AT_START were tried."""
 
     def __init__(self, topics: "Topics[Any]") -> None:
         self.unfinished: frozenset[int] = frozenset()
-        """Incarnations that do not wait, as their logs say."""
+        """Incarnations that may not wait, because of the state of their logs."""
         self.opening: dict[str, asyncio.Task[bool]] = {}
-        """Some that waited, and are being opened: the rest is recovery."""
+        """Topics that waited and are being opened. Recovery follows."""
         self._topics = topics
         self._tried = 0
         self._waiting: dict[str, Closed] = {}
         self._begun: dict[str, asyncio.Task[None]] = {}
 
     def __len__(self) -> int:
-        """How many wait."""
+        """The number of waiting topics."""
         return len(self._waiting)
 
     def takes(self, record: TopicRecord) -> bool:
-        """Whether a topic that is to be opened at the start waits from now on."""
+        """Queue a topic if it need not be opened at the start. Return whether it waits."""
         topics = self._topics
         self._tried += 1
-        # A store that is made anew has to hold something of all of them soon.
+        # A store that is rebuilt must soon have a record and a snapshot of every topic.
         if topics.kind.log is not LogKind.EMBEDDED or topics.rebuild_store or self._tried <= OPENED_AT_START:
             return False
-        # What a crash has left of it would be written to a file of its own before others may use the journal.
+        # A crash has left data of it in the journal. That must go to its log before others use the journal.
         if record.incarnation in self.unfinished:
             return False
         self._waiting[record.name] = closed = Closed(record, error("RECOVERING", WHY))
@@ -80,7 +80,7 @@ class OpeningQueue:
         return True
 
     def begin(self, name: str) -> "asyncio.Task[None] | None":
-        """Begins to open the topic of this full name if it waits. What goes on until it has been recovered, if so."""
+        """Begin to open the topic of this full name if it waits. Return the task (it ends after recovery) or None."""
         if closed := self._waiting.pop(name, None):
             closed.why = error("RECOVERING", "it is being opened")
             self._begun[name] = task = self._topics.in_background(self._open(closed.record))
@@ -88,30 +88,30 @@ class OpeningQueue:
         return self._begun.get(name)
 
     async def use(self, *names: str) -> None:
-        """Returns when the topics of these full names wait no more: they are open and recovered, or that takes long."""
+        """Wait until the topics of these full names are open and recovered, at most USE_SECONDS."""
         if begun := {task for name in names if (task := self.begin(name))}:
-            # Whoever gives up here gives up alone.
+            # The tasks go on if this caller is cancelled.
             await asyncio.wait(begun, timeout=USE_SECONDS)
 
     async def _open(self, record: TopicRecord) -> None:
         topics = self._topics
         if topics.is_draining:
             return
-        # What reads store and log is not left behind where this is cancelled.
+        # A cancellation must not leave a reader of store and log behind.
         if not await shielded(self.opening, record.name, topics.lives.opened(record)):
-            # It looks again soon, in case of damage. Nobody waits for more.
+            # It tries again soon, in case of damage. Callers wait for the first try only.
             await asyncio.wait({topics.in_background(topics.lives.go_on_opening(record))}, timeout=USE_SECONDS)
         elif topic := topics.registry.topic(record.name):
             await topic.recover()
 
     async def use_all(self) -> None:
-        """As `use`, of all that wait, and of those that somebody else has begun to open."""
+        """Do the same as `use` for all waiting topics, and for those that are being opened."""
         while self._waiting:
             await self.use(*islice(self._waiting, USED_AT_ONCE))
         await self.use(*self._begun)
 
     async def open_all(self) -> None:
-        """Opens one after the other, until none waits."""
+        """Open one topic after the other, until none waits."""
         if self._waiting:
             logger.info("%d topics are opened when somebody uses them, or one after the other", len(self._waiting))
         while self._waiting:
@@ -119,29 +119,29 @@ class OpeningQueue:
             await self.use(*islice(self._waiting, 1))
 
     def close(self) -> None:
-        """What still waits is opened at the next start."""
+        """Forget the waiting topics. The next start opens them."""
         self._waiting.clear()
 
 
-# -- Looking into a cluster for what others have made: one look for all who ask, and not all the time.
+# -- Look-ups in a cluster for topics of other sidecars: one for all callers, with pauses.
 
 LOOKS_APART_SECONDS = 0.1
-"""From the end of a look to the beginning of the next one, which is for all who have asked meanwhile. At least as long
-as the look took, so that who asks for what is not there costs a cluster half of the time at most."""
+"""The pause between two looks. All callers in the meantime share the next look. The pause is at least as long as the
+last look, so callers of missing topics load a cluster at most half of the time."""
 
 
 class Looking:
-    """`look` never runs twice at once, and goes on when whoever asked for it is cancelled."""
+    """Runs `look` once at a time. A look goes on if its caller is cancelled."""
 
     def __init__(self, look: Callable[[], Awaitable[None]]) -> None:
         self._look = look
         self._one_at_a_time = asyncio.Lock()
         self._next: asyncio.Task[None] | None = None
-        """It has not begun yet."""
+        """The next look, if it has not begun yet."""
         self._not_before = 0.0
 
     async def once(self) -> None:
-        """Returns when a look has ended that began after this was called. Raises what it raises."""
+        """Wait for a look that begins after this call. Raises what the look raises."""
         if self._next is None:
             self._next = asyncio.ensure_future(self._run())
             self._next.add_done_callback(retrieve)
@@ -151,7 +151,7 @@ class Looking:
         now = asyncio.get_running_loop().time
         async with self._one_at_a_time:
             await asyncio.sleep(self._not_before - now())
-            # Whoever asks from now on may have asked too late for it.
+            # Later callers need another look: this one may miss what they ask for.
             self._next, began = None, now()
             try:
                 await self._look()
@@ -163,7 +163,7 @@ logger = logging.getLogger("seqdedupe.topics")
 
 
 async def open_all(topics: "Topics[Any]") -> None:
-    """Makes the store's records say what the logs say, and opens all topics. As `Topics.open_all`."""
+    """Bring the store's records up to date with the logs, and open all topics. See `Topics.open_all`."""
     records, logs = topics.store.topics(), await topics.kind.list()
     if topics.kind.log.is_shared:
         await _leave_made_anew(topics, records, logs)
@@ -186,7 +186,7 @@ async def open_all(topics: "Topics[Any]") -> None:
 
 
 async def have_opened(topics: "Topics[Any]") -> bool:
-    """Tries to open the logs of a cluster. Whether there is nothing left to try."""
+    """Try to open the logs of a cluster. Return whether that succeeded."""
     try:
         await open_all(topics)
     except SeqdedupeError as e:
@@ -196,7 +196,7 @@ async def have_opened(topics: "Topics[Any]") -> bool:
 
 
 def cannot_list(topics: "Topics[Any]", records: Iterable[TopicRecord], why: SeqdedupeError) -> None:
-    """It is not known which topics there are; those of which there are records cannot be used, and say why."""
+    """Note that the list of topics is unknown. Topics that have records cannot be used, and give the reason."""
     unlisted = error("RECOVERING", f"which topics there are is not known yet: {why}", hint=why.hint)
     if topics.unlisted is not None and str(unlisted) != str(topics.unlisted):
         logger.warning("%s", unlisted)
@@ -208,13 +208,12 @@ def cannot_list(topics: "Topics[Any]", records: Iterable[TopicRecord], why: Seqd
 
 
 async def look_again(topics: "Topics[Any]") -> None:
-    """Opens the topics that others have made, also in place of others, and lets go of those that others delete. As
-    `Topics.looking`."""
+    """Open topics that other sidecars made, also again, and release those that others delete. See `Topics.looking`."""
     before = topics.store.topics()
-    # What is served here nobody else can delete.
+    # No other sidecar can delete a topic that is served here.
     logs = await topics.kind.list(without=[one.name for one in topics.registry.open_topics() if one.is_serving])
     await _leave_made_anew(topics, before, logs)
-    # What was known before may have been deleted here since the list was made.
+    # A topic that was known before may have been deleted here since the list was made.
     known = {record.incarnation for record in (*before, *topics.store.topics())}
     new = [
         await _record(topics, log)
@@ -234,7 +233,7 @@ def _is_taken(topics: "Topics[Any]", name: str) -> bool:
 
 
 async def _record(topics: "Topics[Any]", log: LogName) -> TopicRecord:
-    """Makes the record of a log of which the store knows nothing."""
+    """Make the record of a log that the store does not know."""
     if log.why is not None:
         raise log.why
     name = log.topic or topic_name(f"rebuilt-{log.incarnation}")
@@ -258,7 +257,7 @@ async def _record(topics: "Topics[Any]", log: LogName) -> TopicRecord:
 
 
 def _changed(logs: Iterable[LogName], records: Iterable[TopicRecord]) -> list[TopicRecord]:
-    """Records of what others let go of, or of partitions that they use, whatever was to become of them here."""
+    """Return the changed records of topics that others are deleting, and of unfinished partitions that others use."""
     listed = {log.incarnation: log for log in logs}
     known = [(record, listed[record.incarnation]) for record in records if record.incarnation in listed]
     return [
@@ -270,27 +269,27 @@ def _changed(logs: Iterable[LogName], records: Iterable[TopicRecord]) -> list[To
 
 
 def _unused(logs: Iterable[LogName]) -> dict[str, int]:
-    """How many partitions the cluster has added to a topic, where it has."""
+    """Return the number of partitions that the cluster has added to each topic, without zeros."""
     return {whole_of(log.topic) or "": log.unused_partitions for log in logs if log.topic and log.unused_partitions}
 
 
 def _together(records: Iterable[TopicRecord]) -> list[list[TopicRecord]]:
-    """Records by incarnation: those of a topic's partitions in one list, others each in one."""
+    """Group records by incarnation: the partitions of a topic in one list, each other topic in its own."""
     return [list(some) for _, some in groupby(records, lambda one: _asked(one.name, one.partitions))]
 
 
 async def _open_together(topics: "Topics[Any]", records: list[TopicRecord]) -> None:
-    """Finishes what was begun with a topic, or with all partitions of one, or opens them."""
+    """Finish an interrupted creation or deletion of a topic with all its partitions, or open it."""
     if deleting := [record for record in records if record.state is TopicState.DELETING]:
         await topics.stored.clean_up(*deleting)
     if creating := [record for record in records if record.state is TopicState.CREATING]:
-        # Nobody was told that it is there.
+        # Its creation was never confirmed to a caller.
         await topics.stored.undo(*creating)
     await asyncio.gather(*(topics.open_at_start(record) for record in records if record.state is TopicState.ACTIVE))
 
 
 async def _let_go_of(topics: "Topics[Any]", name: str, incarnation: int) -> None:
-    """Somebody else deletes a topic, or the topic of which this one is a partition."""
+    """Remove a topic that another sidecar deletes, or whose partitioned topic it deletes."""
     known, registry = topics.registry.record(name), topics.registry
     if known is None or known.incarnation != incarnation:
         return
@@ -302,8 +301,10 @@ async def _let_go_of(topics: "Topics[Any]", name: str, incarnation: int) -> None
 
 
 async def _leave_made_anew(topics: "Topics[Any]", records: Iterable[TopicRecord], logs: Iterable[LogName]) -> None:
-    """Others have deleted these topics and made them anew, perhaps with another number of partitions. `records` are
-    older than the list: a log that was made meanwhile need not be in it."""
+    """Leave topics that others have deleted and made again, perhaps with another number of partitions.
+
+    `records` must be older than the list of logs, which need not have a log that was made in the meantime.
+    """
     there, taken = {log.incarnation for log in logs}, {_asked(log.topic, log.partitions) for log in logs if log.topic}
     gone = [
         record
@@ -322,12 +323,12 @@ async def _leave_made_anew(topics: "Topics[Any]", records: Iterable[TopicRecord]
 
 
 def _asked(name: str, partitions: int) -> str:
-    """What a topic is to whoever asks for it, whole."""
+    """Return the name by which callers use a topic: that of the partitioned topic for a partition."""
     return (partitions and whole_of(name)) or name
 
 
 def _is_in_use(topics: "Topics[Any]", record: TopicRecord) -> bool:
-    """Whether it is served here, opened, made or deleted: then the next look sees what has become of it."""
+    """Whether the topic is being served, opened, made or deleted here. Then the next look handles it."""
     entry = topics.registry.get(record.name)
     if topics.registry.changes(_asked(record.name, record.partitions)) is not None:
         return True
@@ -341,25 +342,25 @@ def _is_in_use(topics: "Topics[Any]", record: TopicRecord) -> bool:
     )
 
 
-# -- Opening a topic again: from a saved snapshot, which takes the place of the one in the store, or from its log
-# alone.
+# -- Opening a topic again: from a saved snapshot, which replaces the one in the store, or from its log alone.
 #
-# Begin with `renew`, which runs as a task of its own: whoever asked for it may give up waiting, it is finished all
-# the same. `Fetching` does it by itself for a topic of which this sidecar has no state, and another one does.
+# Begin with `renew`. Its work is a separate task that goes on if the caller is cancelled. `Fetching` does this
+# automatically for a topic whose state this sidecar lacks and another sidecar has.
 
 Begun = asyncio.Task[None] | None
 """The topic's first attempt to recover; None if its log could not be opened yet."""
 
 
 async def renew(topics: "Topics[T]", name: str, incarnation: int | None, loaded: Loaded | None) -> T | Closed:
-    """Opens a topic again, from this snapshot of this incarnation, or (None) from its log alone.
+    """Open a topic again, from this snapshot of this incarnation, or (None) from its log alone.
 
-    The snapshot takes the place of the one in the store, durably, and the topic has tried to recover, on return. Who
-    uses the topic comes again. A broker's topic that the store does not know is made as what it was. Raises
-    TOPIC_NOT_FOUND, TOPIC_IS_PARTITIONED, POSITION_OF_ANOTHER_INCARNATION, TOO_MANY_TOPICS, DRAINING, RECOVERING while
-    it is being moved, and what `TopicKind.check_snapshot` raises: then nothing has changed, or, where the log's
-    beginning was dropped meanwhile, the topic goes on from what it had; STORE_UNAVAILABLE: then it goes on from what
-    the store has, the one snapshot or the other, or there is none.
+    On return the snapshot has durably replaced the one in the store, and the topic has tried to recover. Its callers
+    must connect again. A broker's topic that the store does not know is made again.
+
+    Raises TOPIC_NOT_FOUND, TOPIC_IS_PARTITIONED, POSITION_OF_ANOTHER_INCARNATION, TOO_MANY_TOPICS, DRAINING, RECOVERING
+    while the topic is being moved, and what `TopicKind.check_snapshot` raises. Then nothing has changed, or the topic
+    goes on from its own state if the beginning of the log was dropped meanwhile. After STORE_UNAVAILABLE the topic goes
+    on from the store: from either snapshot, or from none.
     """
     full = topic_name(name)
     topics.check_takes_changes(full)
@@ -369,7 +370,7 @@ async def renew(topics: "Topics[T]", name: str, incarnation: int | None, loaded:
         entry.check_may(Phase.RENEWING)
     record = None if entry is None else entry.record
     if record is None and topics.kind.log is LogKind.BROKER and incarnation is not None and loaded is not None:
-        # The store was lost, and with it all that was known of the topic.
+        # The store was lost, with its record of the topic.
         return await _renewed(topics, full, partial(_make_anew, topics, _claimed(topics, full, incarnation), loaded))
     if record is None:
         raise error("TOPIC_NOT_FOUND", f"there is no topic {full}", topic=full)
@@ -390,7 +391,7 @@ async def _renewed(topics: "Topics[T]", name: str, work: Callable[[], Coroutine[
 
 
 def _claimed(topics: "Topics[T]", name: str, incarnation: int) -> TopicRecord:
-    """The record of a topic that is made anew. Name and incarnation are taken from now on."""
+    """Return the record of a topic that is made again, and reserve its name and incarnation."""
     topics.stored.check_is_free(incarnation, topics.known_records())
     topics.check_room()
     record = TopicRecord(name, incarnation, TopicState.ACTIVE, log=LogKind.BROKER)
@@ -401,7 +402,7 @@ def _claimed(topics: "Topics[T]", name: str, incarnation: int) -> TopicRecord:
 
 
 async def _make_anew(topics: "Topics[T]", record: TopicRecord, loaded: Loaded) -> Begun:
-    """`renew` of a topic that the store knows nothing of."""
+    """Do the work of `renew` for a topic that the store does not know."""
     try:
         await _put_snapshot(topics, record, loaded)
         await topics.store.put_topics(record)
@@ -414,11 +415,11 @@ async def _make_anew(topics: "Topics[T]", record: TopicRecord, loaded: Loaded) -
 
 
 async def _renew(topics: "Topics[T]", record: TopicRecord, loaded: Loaded | None) -> Begun:
-    """`renew`, up to where the topic begins to recover, which goes on beside this."""
+    """Do the work of `renew` until recovery begins, which goes on in the background."""
     name = record.name
     async with topics.registry.locked(name) as entry:
         topic = entry.topic
-        # Before the topic is closed: what is refused disturbs nobody.
+        # Before the topic is closed, so that a refusal disturbs nobody.
         await topics.kind.check_snapshot(record, topic, loaded)
         _check_is_still(topics, record, topic)
         entry.found = Closed(record, error("RECOVERING", "it is being opened again"))
@@ -438,16 +439,20 @@ async def _renew(topics: "Topics[T]", record: TopicRecord, loaded: Loaded | None
 
 
 async def _put_snapshot(topics: "Topics[T]", record: TopicRecord, loaded: Loaded | None) -> None:
-    """This is the topic's snapshot from now on, or none is; durable on return. Raises STORE_UNAVAILABLE: then the one
-    or the other is there."""
+    """Replace the topic's snapshot, or remove it (None); durable on return.
+
+    After STORE_UNAVAILABLE the store has the old or the new one.
+    """
     snapshots = Snapshots(topics.store, record.incarnation)
     opening = snapshots.remove() if loaded is None else await snapshots.write_anew(loaded.whole())
     await topics.store.flush(opening)
 
 
 def _check_is_still(topics: "Topics[T]", record: TopicRecord, topic: T | None) -> None:
-    """Raises TOPIC_NOT_FOUND, DRAINING, STORE_UNAVAILABLE if the topic was deleted since it was looked at, also if
-    another of its name is there, or may yet be."""
+    """Raise TOPIC_NOT_FOUND, DRAINING or STORE_UNAVAILABLE if the topic was deleted meanwhile.
+
+    That holds even if another topic has its name or will have it.
+    """
     name = record.name
     entry = topics.registry.entry(name)
     if entry.phase is Phase.DELETING or entry.record is not record or entry.topic is not topic:
@@ -470,17 +475,17 @@ async def _go_on_opening(topics: "Topics[T]", record: TopicRecord) -> None:
 
 async def _begin_again(topics: "Topics[T]", topic: T) -> None:
     await topic.recover()
-    # So that the next start finds a snapshot in any case.
+    # The next start must find a snapshot.
     if not await _is_saved(topics, topic):
         topics.in_background(again_until(lambda: _is_saved(topics, topic)))
 
 
 async def _is_saved(topics: "Topics[T]", topic: T) -> bool:
-    """Tries to take a snapshot. Whether there is nothing left to try: it is durable, or never will be."""
+    """Try to take a snapshot. Return False if it must be tried again."""
     if topic.state in (State.DRAINING, State.DAMAGED):
         return True
     if topic.state is State.STANDBY and topic.incarnation not in topics.lives.rebuilt:
-        # What it was opened from is durable, and what comes later is the owner's to say.
+        # Its own state is durable, and the owner takes later snapshots.
         return True
     try:
         await topic.keeper.snapshot()
@@ -490,25 +495,25 @@ async def _is_saved(topics: "Topics[T]", topic: T) -> bool:
     return True
 
 
-# -- A topic of which this sidecar has no state, and another one does: its owner's snapshot is fetched and imported.
+# -- A topic whose state another sidecar has, but not this one: the owner's snapshot is fetched and imported.
 
 
 FETCH_SECONDS = 2.0
-"""Between two tries."""
+"""The pause between two tries."""
 AT_ONCE = 4
-"""Snapshots that are fetched at the same time: a new sidecar may need those of all topics. An owner gives a caller no
-more at once, and the others would wait there."""
+"""The number of snapshots that are fetched at the same time. A new sidecar may need those of all topics, and an owner
+sends no more than this to one caller at once."""
 
 OwnerOf = Callable[[str], Awaitable[str]]
-"""The address of the other sidecar that owns a topic; empty if there is none. Raises why it is not known now."""
+"""Returns the address of the other sidecar that owns a topic, or an empty text. Raises the reason if it is unknown."""
 
 SnapshotOf = Callable[[str, str], Awaitable[tuple[int, Loaded]]]
-"""Given an owner's address and a topic: the incarnation that the snapshot is of, and the snapshot, which came whole and
-can be one. Raises why there is none."""
+"""Takes an owner's address and a topic. Returns the incarnation of the snapshot, and the complete, checked snapshot.
+Raises the reason if there is none."""
 
 
 class Fetching:
-    """For all topics that answer NO_STATE: never is one taken without its state. `run` goes on for ever."""
+    """Fetches snapshots for all topics that answer NO_STATE: no topic is owned without its state. `run` never ends."""
 
     def __init__(self, topics: "Topics[Any]", owner_of: OwnerOf, snapshot_of: SnapshotOf) -> None:
         self._topics = topics
@@ -517,7 +522,7 @@ class Fetching:
         self._at_once = asyncio.Semaphore(AT_ONCE)
 
     async def run(self) -> None:
-        """Looks for such topics, and tries again for those that it could not help."""
+        """Look for such topics, and try again for those that still have no state."""
         while True:
             await asyncio.sleep(FETCH_SECONDS)
             every = self._topics.found().values()
@@ -537,7 +542,7 @@ class Fetching:
             except SeqdedupeError as e:
                 note = f"its owner's snapshot could not be fetched: {e.message}"
             except Exception as e:
-                # Whatever it is: the other topics are fetched all the same, and this one is tried again.
+                # After any error the other topics are still fetched, and this one is tried again.
                 logger.error("the snapshot of topic %s could not be fetched", name, exc_info=e)
                 note = f"its owner's snapshot could not be fetched: {type(e).__name__}: {e}"
         if isinstance(topic, Closed):

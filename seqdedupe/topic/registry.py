@@ -1,6 +1,6 @@
-"""The names of topics, and what is under way with each: one entry a name, which says whether more may begin.
+"""The names of topics, and the operation in progress on each. One entry per name decides whether another may begin.
 
-Begin with `RegistryEntry`. `Registry` has all of them, and which topics are partitioned.
+Begin with `RegistryEntry`. `Registry` has all entries, and knows which topics are partitioned.
 """
 
 import asyncio
@@ -16,28 +16,28 @@ from seqdedupe.store.parts import TopicRecord
 from seqdedupe.tasks import retrieve
 from seqdedupe.topic.base import State, TopicBase, damaged_topic
 
-# -- A topic that is there and cannot be opened.
+# -- A topic that exists and cannot be opened.
 
 
 @dataclass(slots=True)
 class Closed:
-    """A topic whose log or snapshot could not be opened: it will be tried again, or is DAMAGED."""
+    """A topic whose log or snapshot could not be opened. It will be tried again, or it is DAMAGED."""
 
     record: TopicRecord
     why: SeqdedupeError
     state: State = State.RECOVERING
     owner_address: str = ""
-    """Of the sidecar that owns it and serves, while this one has NO_STATE."""
+    """The address of the sidecar that owns and serves the topic, while this one has NO_STATE."""
     note: str = ""
-    """What was tried, and is tried again."""
+    """The result of the last try to fetch its state."""
 
     @property
     def told(self) -> SeqdedupeError:
-        """Why, with what was tried."""
+        """The reason, with the note."""
         return error(self.why.reason, f"{self.why.message}; {self.note}") if self.note else self.why
 
     def error(self) -> SeqdedupeError:
-        """What whoever asks for the topic is told."""
+        """Return the error for callers of the topic."""
         if self.why.reason == "NOT_OWNER":
             why, owner = f"topic {self.record.name}: {self.why.message}", self.why.numbers.get("owner_address", "")
             return error("NOT_OWNER", why, hint=self.why.hint, owner_address=owner)
@@ -49,20 +49,20 @@ class Closed:
         return error("RECOVERING", f"topic {self.record.name} cannot be opened now: {self.why.message}")
 
 
-# -- Whose a topic is, where topics are spread over processes by their names.
+# -- The owner of a topic, if topics are divided among processes by their names.
 
 
 class Ownership:
-    """Of a process that has all topics there are, or is told by its log which ones."""
+    """The ownership of a process that has all topics, or whose log says which ones it has."""
 
     def check(self, topic: str) -> None:
-        """Raises NOT_OWNER if a topic of this full name is another process's."""
+        """Raise NOT_OWNER if a topic of this full name belongs to another process."""
 
     def check_found(self, topics: Iterable[str]) -> None:
-        """Raises SHARD_CLAIMED_TWICE if a topic that was found in the data directory is another process's."""
+        """Raise SHARD_CLAIMED_TWICE if a topic in the data directory belongs to another process."""
 
     def missing(self, topic: str) -> SeqdedupeError:
-        """What is said of a topic that is not here, though it is of this process."""
+        """Return the error for a topic that belongs to this process and does not exist."""
         return error("TOPIC_NOT_FOUND", f"there is no topic {topic}", topic=topic)
 
 
@@ -71,16 +71,16 @@ R = TypeVar("R")
 
 
 class Phase(Enum):
-    """What is under way with a name. `RegistryEntry` draws how they follow each other."""
+    """The operation in progress on a name. `RegistryEntry` draws their order."""
 
     SETTLED = 1
-    """Nothing: there is a topic, which is served or tried again, or none."""
+    """None. There is a topic (served, or tried again), or there is none."""
     CREATING = 2
-    """It is being made, or arrives from another sidecar."""
+    """The topic is being made, or arrives from another sidecar."""
     RENEWING = 3
-    """It is being opened again, from a snapshot that is imported or from its log alone."""
+    """The topic is being opened again, from an imported snapshot or from its log alone."""
     MOVING = 4
-    """It is being given to another sidecar."""
+    """The topic is moving to another sidecar."""
     DELETING = 5
 
 
@@ -106,20 +106,20 @@ _REFUSED = {
     (Phase.MOVING, Phase.DELETING): _MOVED,
     (Phase.DELETING, Phase.DELETING): _NOT_THERE,
 }
-"""What whoever wants to begin the second is told while the first is under way; all else may begin."""
+"""The error for beginning the second phase while the first is in progress. All other pairs are allowed."""
 
 
 class RegistryEntry(Generic[T]):
-    """What is known of one name, and the one place where its phase changes.
+    """The state of one name. Its phase changes only here.
 
     ```
-                                  ┌──▶ RENEWING ──┐  which may turn into DELETING: whoever
-      CREATING ──▶ SETTLED ───────┼──▶ MOVING   ──┼──▶ SETTLED   renews finds out, and gives up
+                                  ┌──▶ RENEWING ──┐  which may turn into DELETING: the
+      CREATING ──▶ SETTLED ───────┼──▶ MOVING   ──┼──▶ SETTLED   task that renews notices, and ends
                                   └──▶ DELETING ──┘
     ```
 
-    Who may wait for what is under way does so before (`under_way`). A topic that was moved away may come back, which is
-    CREATING, while whoever moved it still finds out that it has left.
+    A caller that may wait for the operation in progress does so first (`under_way`). A topic that was moved away may
+    come back, which is CREATING, before the task that moved it has noticed that it left.
     """
 
     __slots__ = ("_lock", "found", "name", "openers", "phase", "record", "under_way")
@@ -127,52 +127,52 @@ class RegistryEntry(Generic[T]):
     def __init__(self, name: str) -> None:
         self.name = name
         self.record: TopicRecord | None = None
-        """That of the topic; None where there is none, or not yet."""
+        """The record of the topic; None if there is none, or not yet."""
         self.found: T | Closed | None = None
         """The topic, or why it cannot be used now."""
         self.phase = Phase.SETTLED
         self.under_way: asyncio.Task[Any] | None = None
-        """What the phase is about, where somebody may wait for it."""
+        """The task of the phase, if callers may wait for it."""
         self.openers = 0
-        """How many open the topic, or wait until another one has: see `Registry.locked`."""
+        """The number of tasks that open the topic or wait for their turn: see `Registry.locked`."""
         self._lock: asyncio.Lock | None = None
 
     @property
     def lock(self) -> asyncio.Lock:
-        """Held by the one that opens it."""
+        """The lock of the task that opens the topic."""
         if self._lock is None:
             self._lock = asyncio.Lock()
         return self._lock
 
     @property
     def topic(self) -> T | None:
-        """The topic that is open."""
+        """The open topic, if any."""
         return None if isinstance(self.found, Closed) else self.found
 
     @property
     def closed(self) -> Closed | None:
-        """Why it is not open."""
+        """The reason why the topic is not open, if there is one."""
         return self.found if isinstance(self.found, Closed) else None
 
     def check_may(self, phase: Phase) -> None:
-        """Raises why this cannot begin now: something else is under way with the name."""
+        """Raise an error if the phase cannot begin now, because another one is in progress."""
         if refused := _REFUSED.get((self.phase, phase)):
             reason, why = refused
             raise error(reason, why.format(name=self.name), topic=self.name)
 
     def change_to(self, phase: Phase) -> None:
-        """This is under way from now on. Raises as `check_may`."""
+        """Begin a phase. Raises the same as `check_may`."""
         self.check_may(phase)
         self.phase = phase
 
     def ended(self, phase: Phase) -> None:
-        """That is over, unless something else has begun by now."""
+        """End a phase, unless another one has begun since."""
         if self.phase is phase:
             self.phase, self.under_way = Phase.SETTLED, None
 
 
 class Registry(Generic[T]):
-    """The entries of all names of which anything is known, and which partitioned topics there are."""
+    """The entries of all known names, and the partitioned topics."""
 
     def __init__(self) -> None:
         self._entries: dict[str, RegistryEntry[T]] = {}
@@ -181,56 +181,56 @@ class Registry(Generic[T]):
         self.partitions = Partitions()
 
     def __len__(self) -> int:
-        """How many topics there are or are being made; partitions, not what they are of."""
+        """The number of topics that exist or are being made. Each partition counts; partitioned topics do not."""
         return len(self._entries)
 
     def __iter__(self) -> Iterator[RegistryEntry[T]]:
         return iter(list(self._entries.values()))
 
     def names(self) -> set[str]:
-        """Of all topics that are there or are being made; partitions, not what they are of."""
+        """Return the names of all topics that exist or are being made: partitions, not partitioned topics."""
         return set(self._entries)
 
     def get(self, name: str) -> RegistryEntry[T] | None:
-        """What is known of a name."""
+        """Return the entry of a name, if any."""
         return self._entries.get(name)
 
     def entry(self, name: str) -> RegistryEntry[T]:
-        """What is known of a name, to change it."""
+        """Return the entry of a name, made if there is none."""
         if (entry := self._entries.get(name)) is None:
             entry = self._entries[name] = RegistryEntry(name)
         return entry
 
     def found(self, name: str) -> T | Closed | None:
-        """The topic of this name, or why it cannot be used now; None if there is none."""
+        """Return the topic of this name, or why it cannot be used now; None if there is none."""
         entry = self._entries.get(name)
         return None if entry is None else entry.found
 
     def topic(self, name: str) -> T | None:
-        """The topic of this name, if it is open."""
+        """Return the topic of this name if it is open."""
         entry = self._entries.get(name)
         return None if entry is None else entry.topic
 
     def record(self, name: str) -> TopicRecord | None:
-        """The record of the topic of this name."""
+        """Return the record of the topic of this name."""
         entry = self._entries.get(name)
         return None if entry is None else entry.record
 
     def phase(self, name: str) -> Phase:
-        """What is under way with a name."""
+        """Return the phase of a name."""
         entry = self._entries.get(name)
         return Phase.SETTLED if entry is None else entry.phase
 
     def open_topics(self) -> list[T]:
-        """Those that are open."""
+        """Return the open topics."""
         return [entry.topic for entry in self._entries.values() if entry.topic is not None]
 
     def closed_topics(self) -> list[Closed]:
-        """Those that cannot be used, and why."""
+        """Return the topics that cannot be used, with the reasons."""
         return [entry.closed for entry in self._entries.values() if entry.closed is not None]
 
     def tidy(self, *names: str) -> None:
-        """Entries of which nothing is known any more are gone."""
+        """Remove the entries of these names if they are empty."""
         for name in names:
             entry = self._entries.get(name)
             if (
@@ -244,7 +244,7 @@ class Registry(Generic[T]):
 
     @asynccontextmanager
     async def locked(self, name: str) -> AsyncIterator[RegistryEntry[T]]:
-        """Nobody else opens the topic of this name meanwhile."""
+        """Keep other tasks from opening the topic of this name."""
         entry = self.entry(name)
         entry.openers += 1
         try:
@@ -254,15 +254,17 @@ class Registry(Generic[T]):
             entry.openers -= 1
             self.tidy(name)
 
-    # -- what is under way -------------------------------------------------------------------------------------
+    # -- operations in progress --------------------------------------------------------------------------------
 
     async def run(self, phase: Phase, name: str, work: Callable[[], Coroutine[Any, Any, R]]) -> R:
-        """Runs something with a name, which changes to the phase, in a task of its own: it goes on when the caller is
-        cancelled. Raises as `RegistryEntry.check_may`, and what it raises."""
+        """Run work on a name, in this phase and in a separate task. It goes on if the caller is cancelled.
+
+        Raises the same as `RegistryEntry.check_may` and as the work.
+        """
         return await asyncio.shield(self._begin(phase, [name], work))
 
     async def change_whole(self, phase: Phase, whole: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """As `run`, of a partitioned topic, with all of its partitions. Nothing else is under way with it."""
+        """Do the same as `run` with all partitions of a partitioned topic. No other change of it may be in progress."""
 
         async def run() -> None:
             try:
@@ -303,27 +305,27 @@ class Registry(Generic[T]):
         return task
 
     def is_being_made(self, whole: str) -> bool:
-        """Whether this is a partitioned topic that is being made: nobody is shown it before it is there as a whole."""
+        """Whether this is a partitioned topic that is being made. Callers do not see it before it is complete."""
         return whole in self._changing and self.phase(partition_name(whole, 0)) is Phase.CREATING
 
     def changes(self, whole: str) -> asyncio.Task[Any] | None:
-        """What is under way with a partitioned topic as a whole."""
+        """Return the task that changes a partitioned topic as a whole, if any."""
         return self._changing.get(whole)
 
     def tasks(self, phase: Phase | None = None) -> list[asyncio.Task[Any]]:
-        """What is under way, all of it or in this phase; it has to end before the process may."""
+        """Return the tasks in progress, all or those of a phase. The process must not end before they do."""
         if phase is None:
             return list(self._tasks)
         return [entry.under_way for entry in self if entry.phase is phase and entry.under_way is not None]
 
 
 class Partitions:
-    """Partitioned topics by full name, and how many partitions each has."""
+    """Partitioned topics by full name, each with its number of partitions."""
 
     def __init__(self) -> None:
         self._counts: dict[str, int] = {}
         self.unused: dict[str, int] = {}
-        """How many a cluster has added later, where it has: nobody uses them."""
+        """The number of partitions that a cluster has added later, which nobody uses."""
 
     def __contains__(self, name: str) -> bool:
         return name in self._counts
@@ -332,19 +334,19 @@ class Partitions:
         return iter(self._counts)
 
     def names(self, whole: str) -> list[str]:
-        """The full names of a topic's partitions, in order. Raises KeyError."""
+        """Return the full names of a topic's partitions, in order. Raises KeyError."""
         return [partition_name(whole, k) for k in range(self._counts[whole])]
 
     def claim(self, whole: str, partitions: int) -> None:
-        """There is a partitioned topic of this name from now on."""
+        """Add a partitioned topic."""
         self._counts[whole] = partitions
 
     def release(self, whole: str) -> None:
-        """There is none any more."""
+        """Remove a partitioned topic."""
         del self._counts[whole]
 
     def learn(self, record: TopicRecord) -> SeqdedupeError | None:
-        """What a stored record says of the partitioned topic of which it is a partition; why that cannot be."""
+        """Add the partitioned topic of a stored partition. Return an error if the record is inconsistent."""
         whole = whole_of(record.name)
         known = self._counts.setdefault(whole, record.partitions) if whole is not None else 0
         if whole is not None and known == record.partitions and record.name in self.names(whole):
@@ -353,15 +355,15 @@ class Partitions:
         return error("STORE_DAMAGED", why if whole is None else f"{why}, and another one of {whole} says {known}")
 
     def check_is_none(self, name: str) -> None:
-        """Raises TOPIC_IS_PARTITIONED for the name of a partitioned topic: it has no log of its own."""
+        """Raise TOPIC_IS_PARTITIONED for the name of a partitioned topic: only its partitions have logs."""
         if name in self._counts:
             count = self._counts[name]
             message = f"the topic {name} is partitioned: its messages are in {partition_name(name, 0)} and on, {count}"
             raise error("TOPIC_IS_PARTITIONED", f"{message} in all", topic=name, partitions=count)
 
     def check_is_free(self, name: str) -> None:
-        """Raises TOPIC_EXISTS, INVALID_TOPIC_NAME if a topic of this name would be taken for a partitioned one, or for
-        a partition of one."""
+        """Raise TOPIC_EXISTS or INVALID_TOPIC_NAME if the name is that of a partitioned topic, or could be that of a
+        partition."""
         if name in self._counts:
             count = self._counts[name]
             raise error("TOPIC_EXISTS", f"the topic {name} is there already, with {count} partitions", topic=name)

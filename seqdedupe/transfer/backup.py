@@ -1,7 +1,7 @@
 """Backups of a data directory: what one consists of, as its manifest says; how a file is copied with its checksum; a
 backup that is checked, or of which a data directory is made; and `BackupMaker`, which writes one while a sidecar runs.
 
-The manifest is written last: without one nothing is a backup. `docs/formats-backup.md` has the format.
+The manifest is written last: without one nothing is a backup. `docs/internals/formats-backup.md` has the format.
 """
 
 import fcntl

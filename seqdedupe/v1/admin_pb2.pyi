@@ -192,7 +192,7 @@ class _EntryFormatEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EntryForm
     """An entry is a batch."""
 
 class EntryFormat(_EntryFormat, metaclass=_EntryFormatEnumTypeWrapper):
-    """How the entries of a Pulsar topic are laid out, see docs/formats-pulsar.md."""
+    """How the entries of a Pulsar topic are laid out, see docs/internals/formats-pulsar.md."""
 
 ENTRY_FORMAT_UNSPECIFIED: EntryFormat.ValueType  # 0
 """The sidecar's default where a topic is created; of a topic, that its log is not Pulsar's, or not known yet."""
@@ -1719,7 +1719,7 @@ Global___ImportWatermarksResponse: _TypeAlias = ImportWatermarksResponse  # noqa
 
 @_typing.final
 class ImportWindowRequest(_message.Message):
-    """A part of a file of deduplication IDs (`docs/formats-window.md`), whose blocks come as they stand there, in their order,
+    """A part of a file of deduplication IDs (`docs/internals/formats-window.md`), whose blocks come as they stand there, in their order,
     one or none a message.
     """
 
@@ -1797,7 +1797,7 @@ class SnapshotHead(_message.Message):
     """The term of its owner."""
     broker_position: _builtins.bytes
     """The position of the last entry in a broker's own log, empty if there is none; of a topic of Pulsar's its place
-    (docs/formats-pulsar.md); empty for the embedded log.
+    (docs/internals/formats-pulsar.md); empty for the embedded log.
     """
     producers: _builtins.int
     """How many producers it has."""
@@ -2776,7 +2776,7 @@ class ReasonCount(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     COUNT_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
-    """The reason, see docs/errors.md."""
+    """The reason, see docs/reference/errors.md."""
     count: _builtins.int
     """How often."""
     def __init__(
@@ -2873,7 +2873,7 @@ class Warning(_message.Message):
     level: _builtins.str
     """How bad it is, as Python names it: warning, error or critical, in capitals."""
     message: _builtins.str
-    """What was logged; often it names a reason, see docs/errors.md. It may contain names that users have chosen."""
+    """What was logged; often it names a reason, see docs/reference/errors.md. It may contain names that users have chosen."""
     def __init__(
         self,
         *,

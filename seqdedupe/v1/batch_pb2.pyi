@@ -674,7 +674,7 @@ Global___ControlCursor: _TypeAlias = ControlCursor  # noqa: Y015
 class Record(_message.Message):
     """A batch, a marker or a control record, as the log stores it. Fields 1 to 12 are always written, in this order, so
     that with the tag and a length of five bytes before them they are a header of fixed width: a slice of a segment file
-    is an encoded list of records. `docs/formats.md` draws it byte by byte.
+    is an encoded list of records. `docs/internals/formats.md` draws it byte by byte.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

@@ -464,7 +464,7 @@ class End(_message.Message):
     MESSAGE_FIELD_NUMBER: _builtins.int
     RETRY_DELAY_MS_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
-    """The stable reason, see docs/errors.md."""
+    """The stable reason, see docs/reference/errors.md."""
     message: _builtins.str
     """One line for a person."""
     retry_delay_ms: _builtins.int
@@ -585,7 +585,7 @@ class CheckRefusal(_message.Message):
     frame: _builtins.int
     """That of the `Check`."""
     reason: _builtins.str
-    """The stable reason, see docs/errors.md: `NOT_ATTACHED` (the replay has not ended), `OVERLAP`, `GAP`,
+    """The stable reason, see docs/reference/errors.md: `NOT_ATTACHED` (the replay has not ended), `OVERLAP`, `GAP`,
     `INVALID_SEQUENCE_ID`, `INVALID_REQUEST`, `QUEUE_FULL`.
     """
     message: _builtins.str

@@ -172,7 +172,7 @@ class OpenRefusal(_message.Message):
     index: _builtins.int
     """The name's place in the request."""
     reason: _builtins.str
-    """The stable reason, see docs/errors.md: `FENCED`, `INVALID_EPOCH`, `NOT_ALLOWED`."""
+    """The stable reason, see docs/reference/errors.md: `FENCED`, `INVALID_EPOCH`, `NOT_ALLOWED`."""
     message: _builtins.str
     """One line for a person."""
     current_epoch: _builtins.int
@@ -495,7 +495,7 @@ class Refusal(_message.Message):
     frame: _builtins.int
     """The frame's number."""
     reason: _builtins.str
-    """The stable reason, see docs/errors.md."""
+    """The stable reason, see docs/reference/errors.md."""
     message: _builtins.str
     """One line for a person."""
     retry_delay_ms: _builtins.int

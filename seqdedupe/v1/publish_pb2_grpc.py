@@ -89,7 +89,7 @@ class PublishServiceStub(object):
     first. If a sidecar does not answer, the next one is tried.
 
     Errors of calls carry `google.rpc.ErrorInfo` (domain `seqdedupe`, a stable reason, numbers as metadata) and
-    `google.rpc.RetryInfo` where trying again helps. docs/errors.md lists the reasons.
+    `google.rpc.RetryInfo` where trying again helps. docs/reference/errors.md lists the reasons.
 
     What is no sidecar may say OK to any call, with an empty message. Where the answer to a unary call is empty, a sidecar
     sends the trailing metadata `seqdedupe-empty: 1` with it. Earlier versions do not. Then `GetVersion` tells whether a
@@ -183,7 +183,7 @@ class PublishServiceServicer(object):
     first. If a sidecar does not answer, the next one is tried.
 
     Errors of calls carry `google.rpc.ErrorInfo` (domain `seqdedupe`, a stable reason, numbers as metadata) and
-    `google.rpc.RetryInfo` where trying again helps. docs/errors.md lists the reasons.
+    `google.rpc.RetryInfo` where trying again helps. docs/reference/errors.md lists the reasons.
 
     What is no sidecar may say OK to any call, with an empty message. Where the answer to a unary call is empty, a sidecar
     sends the trailing metadata `seqdedupe-empty: 1` with it. Earlier versions do not. Then `GetVersion` tells whether a
@@ -317,7 +317,7 @@ class PublishService(object):
     first. If a sidecar does not answer, the next one is tried.
 
     Errors of calls carry `google.rpc.ErrorInfo` (domain `seqdedupe`, a stable reason, numbers as metadata) and
-    `google.rpc.RetryInfo` where trying again helps. docs/errors.md lists the reasons.
+    `google.rpc.RetryInfo` where trying again helps. docs/reference/errors.md lists the reasons.
 
     What is no sidecar may say OK to any call, with an empty message. Where the answer to a unary call is empty, a sidecar
     sends the trailing metadata `seqdedupe-empty: 1` with it. Earlier versions do not. Then `GetVersion` tells whether a

@@ -90,7 +90,7 @@ class PublishServiceStub:
     first. If a sidecar does not answer, the next one is tried.
 
     Errors of calls carry `google.rpc.ErrorInfo` (domain `seqdedupe`, a stable reason, numbers as metadata) and
-    `google.rpc.RetryInfo` where trying again helps. docs/errors.md lists the reasons.
+    `google.rpc.RetryInfo` where trying again helps. docs/reference/errors.md lists the reasons.
 
     What is no sidecar may say OK to any call, with an empty message. Where the answer to a unary call is empty, a sidecar
     sends the trailing metadata `seqdedupe-empty: 1` with it. Earlier versions do not. Then `GetVersion` tells whether a
@@ -192,7 +192,7 @@ class PublishServiceAsyncStub(PublishServiceStub):
     first. If a sidecar does not answer, the next one is tried.
 
     Errors of calls carry `google.rpc.ErrorInfo` (domain `seqdedupe`, a stable reason, numbers as metadata) and
-    `google.rpc.RetryInfo` where trying again helps. docs/errors.md lists the reasons.
+    `google.rpc.RetryInfo` where trying again helps. docs/reference/errors.md lists the reasons.
 
     What is no sidecar may say OK to any call, with an empty message. Where the answer to a unary call is empty, a sidecar
     sends the trailing metadata `seqdedupe-empty: 1` with it. Earlier versions do not. Then `GetVersion` tells whether a
@@ -290,7 +290,7 @@ class PublishServiceServicer(metaclass=_abc_1.ABCMeta):
     first. If a sidecar does not answer, the next one is tried.
 
     Errors of calls carry `google.rpc.ErrorInfo` (domain `seqdedupe`, a stable reason, numbers as metadata) and
-    `google.rpc.RetryInfo` where trying again helps. docs/errors.md lists the reasons.
+    `google.rpc.RetryInfo` where trying again helps. docs/reference/errors.md lists the reasons.
 
     What is no sidecar may say OK to any call, with an empty message. Where the answer to a unary call is empty, a sidecar
     sends the trailing metadata `seqdedupe-empty: 1` with it. Earlier versions do not. Then `GetVersion` tells whether a

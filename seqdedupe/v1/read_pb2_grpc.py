@@ -131,7 +131,7 @@ class ReadServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetCursor(self, request, context):
-        """What a named cursor of the topic keeps. For callers whose cursor it is (docs/rules.md). Errors: `TOPIC_NOT_FOUND`, `RECOVERING` while that is not certain.
+        """What a named cursor of the topic keeps. For callers whose cursor it is (docs/reference/rules.md). Errors: `TOPIC_NOT_FOUND`, `RECOVERING` while that is not certain.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -141,7 +141,7 @@ class ReadServiceServicer(object):
         """Has a named cursor keep another position, if it keeps what the caller expects: in one step, durable in the topic's
         log when it is answered. One that keeps nothing comes into being by that, at most 32 a topic. For callers whose cursor
         it is; for those for whom rules count at most 8 cursors a topic, and 10 moves a second in each, for which they wait
-        (docs/rules.md). Errors: `CURSOR_MOVED` if it keeps something else, `INVALID_POSITION`, `INVALID_NAME`,
+        (docs/reference/rules.md). Errors: `CURSOR_MOVED` if it keeps something else, `INVALID_POSITION`, `INVALID_NAME`,
         `INVALID_REQUEST` for a note of more than 1,024 bytes, `TOO_MANY_CURSORS`, `SHARE_EXCEEDED`; `LOG_REFUSED`: then it keeps what it kept.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -61,12 +61,12 @@ class ReadServiceStub:
     GetLastMessageId: _grpc.UnaryUnaryMultiCallable[_read_pb2.GetLastMessageIdRequest, _read_pb2.GetLastMessageIdResponse]
     """The position of the last message, and the first index that is left."""
     GetCursor: _grpc.UnaryUnaryMultiCallable[_read_pb2.GetCursorRequest, _read_pb2.GetCursorResponse]
-    """What a named cursor of the topic keeps. For callers whose cursor it is (docs/rules.md). Errors: `TOPIC_NOT_FOUND`, `RECOVERING` while that is not certain."""
+    """What a named cursor of the topic keeps. For callers whose cursor it is (docs/reference/rules.md). Errors: `TOPIC_NOT_FOUND`, `RECOVERING` while that is not certain."""
     MoveCursor: _grpc.UnaryUnaryMultiCallable[_read_pb2.MoveCursorRequest, _read_pb2.MoveCursorResponse]
     """Has a named cursor keep another position, if it keeps what the caller expects: in one step, durable in the topic's
     log when it is answered. One that keeps nothing comes into being by that, at most 32 a topic. For callers whose cursor
     it is; for those for whom rules count at most 8 cursors a topic, and 10 moves a second in each, for which they wait
-    (docs/rules.md). Errors: `CURSOR_MOVED` if it keeps something else, `INVALID_POSITION`, `INVALID_NAME`,
+    (docs/reference/rules.md). Errors: `CURSOR_MOVED` if it keeps something else, `INVALID_POSITION`, `INVALID_NAME`,
     `INVALID_REQUEST` for a note of more than 1,024 bytes, `TOO_MANY_CURSORS`, `SHARE_EXCEEDED`; `LOG_REFUSED`: then it keeps what it kept.
     """
 
@@ -103,12 +103,12 @@ class ReadServiceAsyncStub(ReadServiceStub):
     GetLastMessageId: _aio.UnaryUnaryMultiCallable[_read_pb2.GetLastMessageIdRequest, _read_pb2.GetLastMessageIdResponse]  # type: ignore[assignment]
     """The position of the last message, and the first index that is left."""
     GetCursor: _aio.UnaryUnaryMultiCallable[_read_pb2.GetCursorRequest, _read_pb2.GetCursorResponse]  # type: ignore[assignment]
-    """What a named cursor of the topic keeps. For callers whose cursor it is (docs/rules.md). Errors: `TOPIC_NOT_FOUND`, `RECOVERING` while that is not certain."""
+    """What a named cursor of the topic keeps. For callers whose cursor it is (docs/reference/rules.md). Errors: `TOPIC_NOT_FOUND`, `RECOVERING` while that is not certain."""
     MoveCursor: _aio.UnaryUnaryMultiCallable[_read_pb2.MoveCursorRequest, _read_pb2.MoveCursorResponse]  # type: ignore[assignment]
     """Has a named cursor keep another position, if it keeps what the caller expects: in one step, durable in the topic's
     log when it is answered. One that keeps nothing comes into being by that, at most 32 a topic. For callers whose cursor
     it is; for those for whom rules count at most 8 cursors a topic, and 10 moves a second in each, for which they wait
-    (docs/rules.md). Errors: `CURSOR_MOVED` if it keeps something else, `INVALID_POSITION`, `INVALID_NAME`,
+    (docs/reference/rules.md). Errors: `CURSOR_MOVED` if it keeps something else, `INVALID_POSITION`, `INVALID_NAME`,
     `INVALID_REQUEST` for a note of more than 1,024 bytes, `TOO_MANY_CURSORS`, `SHARE_EXCEEDED`; `LOG_REFUSED`: then it keeps what it kept.
     """
 
@@ -172,7 +172,7 @@ class ReadServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _read_pb2.GetCursorRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_read_pb2.GetCursorResponse, _abc.Awaitable[_read_pb2.GetCursorResponse]]:
-        """What a named cursor of the topic keeps. For callers whose cursor it is (docs/rules.md). Errors: `TOPIC_NOT_FOUND`, `RECOVERING` while that is not certain."""
+        """What a named cursor of the topic keeps. For callers whose cursor it is (docs/reference/rules.md). Errors: `TOPIC_NOT_FOUND`, `RECOVERING` while that is not certain."""
 
     @_abc_1.abstractmethod
     def MoveCursor(
@@ -183,7 +183,7 @@ class ReadServiceServicer(metaclass=_abc_1.ABCMeta):
         """Has a named cursor keep another position, if it keeps what the caller expects: in one step, durable in the topic's
         log when it is answered. One that keeps nothing comes into being by that, at most 32 a topic. For callers whose cursor
         it is; for those for whom rules count at most 8 cursors a topic, and 10 moves a second in each, for which they wait
-        (docs/rules.md). Errors: `CURSOR_MOVED` if it keeps something else, `INVALID_POSITION`, `INVALID_NAME`,
+        (docs/reference/rules.md). Errors: `CURSOR_MOVED` if it keeps something else, `INVALID_POSITION`, `INVALID_NAME`,
         `INVALID_REQUEST` for a note of more than 1,024 bytes, `TOO_MANY_CURSORS`, `SHARE_EXCEEDED`; `LOG_REFUSED`: then it keeps what it kept.
         """
 

@@ -213,7 +213,7 @@ class AuditReport:
         return all(topic.is_clean for topic in self.topics)
 
     def as_json(self) -> dict[str, Any]:
-        """As `docs/spark-audit.md` describes it."""
+        """As `docs/guides/spark-audit.md` describes it."""
         return {"clean": self.is_clean, "topics": [_without_none(asdict(topic)) for topic in self.topics]}
 
     def lines(self) -> Iterator[str]:
@@ -485,7 +485,7 @@ def _shown(deduplication_id: bytes) -> tuple[str, str | None]:
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("topics", nargs=-1)
 @click.option("--topics-pattern", metavar="REGEX", help="Audit the topics whose whole names, full or short, match.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON, as docs/spark-audit.md describes it.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, as docs/guides/spark-audit.md describes it.")
 @sidecar_options
 def main(topics: tuple[str, ...], topics_pattern: str | None, as_json: bool, address: str) -> int:
     """Tell what is doubled, out of order or missing in TOPICS. The exit status is 0 if nothing is, 1 if something is,

@@ -1,8 +1,8 @@
 """What was there before? `python -m seqdedupe_spark.bootstrap_job OUTPUT --topic TOPIC`, or `--parquet PATH …`
 
-Writes the highest sequence ID of each producer to a file of watermarks (`docs/formats-watermarks.md`): what an old
-topic, or one that is kept in Parquet files, holds of them. Of a topic of deduplication IDs it writes these, as a window
-(`docs/formats-window.md`). `seqdedupe import` takes either over into a new topic.
+Writes the highest sequence ID of each producer to a file of watermarks (`docs/internals/formats-watermarks.md`): what
+an old topic, or one that is kept in Parquet files, holds of them. Of a topic of deduplication IDs it writes these, as a
+window (`docs/internals/formats-window.md`). `seqdedupe import` takes either over into a new topic.
 
 A topic's watermarks come from the sidecar, which knows those of messages too that retention has trimmed; reading the
 log would miss them. Parquet files may be of any size: Spark groups and sorts, and the driver writes the producers as
@@ -91,7 +91,7 @@ def quoted(name: str) -> str:
     return "`" + name.replace("`", "``") + "`"
 
 
-# -- Deduplication IDs of years: a window of all of them, for a topic that takes over (`docs/formats-window.md`).
+# -- Deduplication IDs of years: a window of all of them, for a topic that takes over: docs/internals/formats-window.md.
 #
 # Spark groups and sorts, and the driver writes the IDs as they come, one Spark partition of them at a time.
 

@@ -117,7 +117,7 @@ _log = logging.getLogger(__name__)
 
 _job = click.option("--job", required=True, metavar="NAME", help="The job: its positions are stored under this name.")
 _store = click.option("--store", "store_url", required=True, metavar="URL", help="sqlite:///FILE, postgresql://…, …")
-_as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON, as docs/spark-job.md describes it.")
+_as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON, as docs/guides/spark-job.md describes it.")
 
 _OTHER_NAMES = {"address": "service.url", "admin_url": "admin.url"}
 """Of the data source's options that a job takes too: it has all others by the command's names, in camel case."""

@@ -2,7 +2,7 @@
 
 Its incarnation is STOCK. Its index counts no messages, it orders places: `ledger << 31 | entry` is after all of an
 entry. Where messages of an entry that holds several are still to be read, the index is that of the entry before, and
-the message ID says up to which they were read. `docs/spark-pulsar.md` has it.
+the message ID says up to which they were read. `docs/guides/spark-pulsar.md` has it.
 """
 
 from dataclasses import dataclass, field

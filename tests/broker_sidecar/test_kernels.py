@@ -193,7 +193,7 @@ def test_no_program_imports_kernels_before_it_is_known_where_they_are_kept(impor
     assert {"broker_sidecar.__main__", "bench.__main__", "seqdedupe_spark.reader_job"} < {*programs}
     # Those that are for the runner are given to it wherever that is said.
     modules = sources()
-    others = [ROOT / "Makefile", *ROOT.glob("docs/*.md")]
+    others = [ROOT / "Makefile", *ROOT.glob("docs/**/*.md")]
     places = [*modules.items(), *((str(path), path.read_text()) for path in others)]
     for_runner = [name for name in programs if f"{RUNNER} {name} " in modules[name]]
     assert len(for_runner) > 5

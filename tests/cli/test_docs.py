@@ -1,4 +1,4 @@
-"""The examples of docs/cli.md do what they show."""
+"""The examples of docs/reference/cli.md do what they show."""
 
 import re
 import shlex
@@ -11,7 +11,7 @@ from seqdedupe.cli.commands import cli
 from tests.cli.conftest import COMMAND, TIMEOUT_SECONDS
 
 SHELLS_OWN = set("|<>$&;*`")
-DOCUMENT = Path(__file__).parents[2] / "docs" / "cli.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "reference" / "cli.md"
 
 
 def _examples() -> list[tuple[str, str]]:

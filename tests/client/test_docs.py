@@ -1,4 +1,4 @@
-"""docs/client.md: its programs run, its table of settings is the code's."""
+"""docs/guides/client.md: its programs run, its table of settings is the code's."""
 
 import re
 import subprocess
@@ -9,7 +9,7 @@ from pathlib import Path
 from seqdedupe.client import ProducerConfig
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 
-PAGE = (Path(__file__).parents[2] / "docs" / "client.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "guides" / "client.md").read_text()
 PROGRAMS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 

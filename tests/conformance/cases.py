@@ -1,4 +1,4 @@
-"""Pulsar's answers as data, and the tables of docs/pulsar-differences.md that say where this project's differ."""
+"""Pulsar's answers as data, and where this project's differ: the tables of docs/reference/pulsar-differences.md."""
 
 import json
 import re
@@ -10,7 +10,7 @@ from typing import Any
 from seqdedupe.client import Verdict
 
 FOLDER = Path(__file__).parent
-PAGE = FOLDER.parents[1] / "docs" / "pulsar-differences.md"
+PAGE = FOLDER.parents[1] / "docs" / "reference" / "pulsar-differences.md"
 
 UPSTREAM: dict[str, dict[str, Any]] = {
     case["name"]: case for case in json.loads((FOLDER / "pulsar-upstream.json").read_text())["cases"]

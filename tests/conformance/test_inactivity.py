@@ -1,7 +1,7 @@
 """Pulsar's case of producers that have been away for long, on a topic of a broker in this process.
 
 The case pretends that time has passed, and forgets what is pushed and not persisted. Here that is never forgotten
-(docs/pulsar-differences.md), so the entries are persisted as soon as they are admitted.
+(docs/reference/pulsar-differences.md), so the entries are persisted as soon as they are admitted.
 """
 
 from pathlib import Path

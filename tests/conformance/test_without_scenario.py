@@ -1,4 +1,4 @@
-"""What docs/pulsar-differences.md says that no scenario has: this project's side of some of its rows."""
+"""What docs/reference/pulsar-differences.md says that no scenario has: this project's side of some of its rows."""
 
 import pytest
 

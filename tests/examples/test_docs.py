@@ -1,4 +1,4 @@
-"""What docs/broker.md and the README of the example show is what happens."""
+"""What docs/guides/broker.md and the README of the example show is what happens."""
 
 import asyncio
 import re
@@ -10,7 +10,7 @@ from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from tests.conftest import StartSidecar
 from tests.examples.brokers import ROOT, BrokerProcess
 
-PAGE = ROOT / "docs" / "broker.md"
+PAGE = ROOT / "docs" / "guides" / "broker.md"
 README = ROOT / "examples" / "broker" / "README.md"
 
 

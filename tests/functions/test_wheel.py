@@ -61,7 +61,7 @@ def test_what_is_missing_in_the_environment_ends_the_process_and_is_said(tmp_pat
     done = run(tmp_path, script, "numpy")
     assert done.returncode == 1
     assert "numpy is not here" in done.stderr
-    assert "docs/functions.md" in done.stderr
+    assert "docs/guides/functions.md" in done.stderr
     assert "went on" not in done.stdout
 
 

@@ -1,4 +1,4 @@
-"""`docs/formats.md` and what the log writes are the same."""
+"""`docs/internals/formats.md` and what the log writes are the same."""
 
 import re
 from pathlib import Path
@@ -10,7 +10,7 @@ from seqdedupe.format.headers import key_of, siphash
 from tests.log.batches import SECRET, encoded_batch
 
 KEY = key_of(SECRET)
-DOCUMENT = Path(__file__).parents[2] / "docs" / "formats.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "internals" / "formats.md"
 ROW = re.compile(r"^ +(\d+) +(\d+)  ([0-9A-F]{2}(?: [0-9A-F]{2})*)(?: .*)?$", re.MULTILINE)
 VALUE = re.compile(r"^ +(\d+) +(\d+) +([a-z_0-9]+): ", re.MULTILINE)
 

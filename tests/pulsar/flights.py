@@ -66,7 +66,7 @@ def _orders(results: Iterable[Result], by_key: bool) -> list[list[str]]:
 
 
 def read(service_url: str, topic: str) -> list[Result]:
-    """A topic as a consumer of Pulsar's own client has it: what counts of it, as docs/formats-pulsar.md says."""
+    """A topic as a consumer of Pulsar's own client has it: what counts of it (docs/internals/formats-pulsar.md)."""
     client = pulsar.Client(service_url, logger=quiet())
     try:
         reader = client.create_reader(topic, pulsar.MessageId.earliest)

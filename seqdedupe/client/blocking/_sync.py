@@ -502,7 +502,7 @@ class Client:
         )
 
     def cursor(self, topic: str, name: str) -> Cursor:
-        """A named cursor of the topic, kept by the sidecar: see `Cursor`, and docs/cursors.md. At most 32 a topic."""
+        """A named cursor of the topic, kept by the sidecar (`Cursor`, docs/guides/cursors.md). At most 32 a topic."""
         return Cursor(self.on_loop.cursor(topic, name))
 
     def ends(self, topic: str) -> TopicEnds:

@@ -1,4 +1,4 @@
-"""The embedded log: one folder of append-only segment files a topic. `docs/formats.md` draws the files.
+"""The embedded log: one folder of append-only segment files a topic. `docs/internals/formats.md` draws the files.
 
 Made for one machine. An append is confirmed when the file has been synced, and it has no unknown outcome: a failed
 write is undone before it is answered as refused; where that cannot be done the process ends.

@@ -1,4 +1,4 @@
-"""A topic of a Pulsar cluster as the log. `docs/formats-pulsar.md` says what stands in it.
+"""A topic of a Pulsar cluster as the log. `docs/internals/formats-pulsar.md` says what stands in it.
 
 Begin with `terms`, the rule of which entries count, and `log`, one topic's; `logs` has all of them. `writer` is the
 producer, `content` with `reader` what is read, `places` and `finder` find where; `entries` are the bytes. `topic_owner`

@@ -197,7 +197,7 @@ def _next_index(point: Point) -> int:
     return point.next_index
 
 
-# -- Points of a topic as a snapshot holds them, byte by byte: `docs/formats-pulsar.md`.
+# -- Points of a topic as a snapshot holds them, byte by byte: `docs/internals/formats-pulsar.md`.
 
 VERSION = 1
 MAX_STORED_POINTS = 64

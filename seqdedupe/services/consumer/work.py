@@ -28,7 +28,7 @@ from seqdedupe.services.consumer.message_arrivals import Stop
 
 Poison = Literal["stop", "dead letter", "retry later"]
 
-_HINT = "docs/consumer.md lists what a consumer takes."
+_HINT = "docs/guides/consumer.md lists what a consumer takes."
 
 
 @dataclass(frozen=True, slots=True)

@@ -263,7 +263,7 @@ def _by_sequence(name: str) -> SeqdedupeError:
     )
 
 
-def _wrong(what: str, hint: str = "docs/spark-sink.md lists the columns and their types.") -> SeqdedupeError:
+def _wrong(what: str, hint: str = "docs/guides/spark-sink.md lists the columns and their types.") -> SeqdedupeError:
     return error("INVALID_OPTION", what, hint=hint)
 
 

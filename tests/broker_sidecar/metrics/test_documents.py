@@ -26,8 +26,8 @@ ROOT = Path(__file__).parents[3]
 ALERTS = ROOT / "deploy" / "prometheus" / "seqdedupe-alerts.yml"
 PROMETHEUS = ROOT / "deploy" / "prometheus" / "prometheus.yml"
 DASHBOARD = ROOT / "deploy" / "grafana" / "seqdedupe.json"
-METRICS = ROOT / "docs" / "metrics.md"
-RUNBOOK = ROOT / "docs" / "runbook.md"
+METRICS = ROOT / "docs" / "reference" / "metrics.md"
+RUNBOOK = ROOT / "docs" / "guides" / "runbook.md"
 
 OF_PROMETHEUS = {"up"}
 """Metrics that Prometheus makes itself."""
@@ -143,7 +143,7 @@ def test_alerts_and_their_sections() -> None:
     assert list(told) != []
     assert told.keys() == rules.keys()
     for name, rule in rules.items():
-        assert rule["annotations"]["runbook"] == f"docs/runbook.md#{name.lower()}"
+        assert rule["annotations"]["runbook"] == f"docs/guides/runbook.md#{name.lower()}"
         assert rule["labels"]["severity"] in ("critical", "warning")
         for word in ("**Means:**", "**Look:**", "**Do:**"):
             assert word in told[name], name

@@ -211,7 +211,7 @@ async def test_adding_under_asyncio(postgres: Database) -> None:
 
 
 def test_the_page_names_what_there_is() -> None:
-    page = (Path(__file__).parents[3] / "docs" / "outbox.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "guides" / "outbox.md").read_text()
     [program] = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     compile(program, "outbox.md", "exec")
     helped = "".join(run(command, "--help").stdout for command in ("ddl", "relay", "lag"))

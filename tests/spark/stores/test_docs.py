@@ -14,7 +14,7 @@ import pytest
 from seqdedupe_spark.stores.contract import StoreFactory
 from tests.spark.stores.conformance import StoreConformance, StoreHarness
 
-PAGE = Path(__file__).parents[3] / "docs" / "spark-stores.md"
+PAGE = Path(__file__).parents[3] / "docs" / "guides" / "spark-stores.md"
 
 
 class JsonHarness(StoreHarness):
