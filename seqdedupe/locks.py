@@ -96,7 +96,7 @@ def locked_directory(folder: Path) -> Iterator[Lock]:
     try:
         lock = Lock.take(folder / DIRECTORY_LOCK)
     except BlockingIOError as e:
-        raise _in_use(folder, str(e.strerror)) from e
+        raise in_use(folder, str(e.strerror)) from e
     try:
         yield lock
     finally:
@@ -119,7 +119,7 @@ def kept_unused(folder: Path) -> Iterator[None]:
                 try:
                     fcntl.flock(lock._descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 except BlockingIOError as e:
-                    raise _in_use(folder, lock._owner() if path.name == DIRECTORY_LOCK else "another process") from e
+                    raise in_use(folder, lock._owner() if path.name == DIRECTORY_LOCK else "another process") from e
         yield
 
 
@@ -137,5 +137,6 @@ def owner_of(folder: Path) -> str | None:
     return (said.partition("\n")[0] or "another process") if file in held else None
 
 
-def _in_use(folder: Path, owner: str) -> SeqdedupeError:
+def in_use(folder: Path, owner: str) -> SeqdedupeError:
+    """DIRECTORY_IN_USE, of a data directory that somebody has: in words."""
     return error("DIRECTORY_IN_USE", f"the data directory {folder} is in use: {owner} has it")
