@@ -18,7 +18,7 @@ from broker_sidecar.sockets import check_nobody_listens
 from seqdedupe.address import SidecarAddress, cannot_listen, family_of
 from seqdedupe.client.credentials import Credentials
 from seqdedupe.errors import SeqdedupeError, error
-from seqdedupe.locks import owner_of
+from seqdedupe.locks import in_use, owner_of
 
 
 class Problem(NamedTuple):
@@ -63,7 +63,7 @@ def _data_directory(config: Config) -> Iterator[Problem]:
     except SeqdedupeError as e:
         yield Problem(e, ends_start=False)
     if (owner := owner_of(folder)) is not None:
-        yield Problem(error("DIRECTORY_IN_USE", f"the data directory {folder} is in use: {owner} has it"), False)
+        yield Problem(in_use(folder, owner), ends_start=False)
     # Not before: it imports what takes long.
     from broker_sidecar.workers import count_of
 

@@ -94,21 +94,24 @@ class Lock:
 
 
 def holder_of(descriptor: int) -> str:
-    """Which other process has locked an open file, in words: by its number, or saying that this is not known.
+    """Return in words which other process has locked an open file: its process ID, or that it is not known.
 
-    The system does not tell a process in a container who holds a lock outside of it, nor any process who holds one on
-    another machine.
+    The system does not name a process outside of this one's container, nor one on another machine.
     """
-    found = os.fstat(descriptor)
-    file = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"
-    try:
-        lines = [line.split() for line in _SYSTEM_LOCKS.read_text().splitlines()]
-    except OSError:
-        lines = []
-    pids = {int(words[4]) for words in lines if words[1] == "FLOCK" and words[5] == file} - {os.getpid()}
+    pids = _holders(os.fstat(descriptor)) - {os.getpid()}
     if known := sorted(pid for pid in pids if pid > 0):
         return f"process {known[0]}"
     return "another process, whose number the system does not say here,"
+
+
+def _holders(file: os.stat_result) -> set[int]:
+    """Return the processes that have locked a file, as far as this process may see them. 0 or less: not named."""
+    name = f"{os.major(file.st_dev):02x}:{os.minor(file.st_dev):02x}:{file.st_ino}"
+    try:
+        lines = [line.split() for line in _SYSTEM_LOCKS.read_text().splitlines()]
+    except OSError:
+        return set()
+    return {int(words[4]) for words in lines if words[1] == "FLOCK" and words[5] == name}
 
 
 @contextmanager
@@ -117,7 +120,7 @@ def locked_directory(folder: Path) -> Iterator[Lock]:
     try:
         lock = Lock.take(folder / DIRECTORY_LOCK)
     except BlockingIOError as e:
-        raise _in_use(folder, str(e.strerror)) from e
+        raise in_use(folder, str(e.strerror)) from e
     try:
         yield lock
     finally:
@@ -141,23 +144,24 @@ def kept_unused(folder: Path) -> Iterator[None]:
                     fcntl.flock(lock._descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 except BlockingIOError as e:
                     is_named = path.name == DIRECTORY_LOCK
-                    raise _in_use(folder, lock._owner() if is_named else holder_of(lock._descriptor)) from e
+                    raise in_use(folder, lock._owner() if is_named else holder_of(lock._descriptor)) from e
         yield
 
 
 def owner_of(folder: Path) -> str | None:
-    """Who has this data directory, in words; None if nobody has, or nobody can tell. It is not locked for that: the
-    system's list of locks says it, where that names the same device and file as the folder's file system."""
-    path = folder / DIRECTORY_LOCK
+    """Return in words who has locked this data directory; None if nobody has, or it is not known. Locks nothing.
+
+    The system's list of locks decides. It may name another device than the folder's file system does; then the owner is
+    not found.
+    """
     try:
-        found = os.stat(path)
-        held = Path("/proc/locks").read_text().split()
-        file = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"
-        said = path.read_bytes()[:_MAX_OWNER_BYTES].decode("ascii", "replace")
+        file = os.stat(folder / DIRECTORY_LOCK)
+        said = (folder / DIRECTORY_LOCK).read_bytes()[:_MAX_OWNER_BYTES].decode("ascii", "replace")
     except OSError:
         return None
-    return (said.partition("\n")[0] or "another process") if file in held else None
+    return (said.partition("\n")[0] or "another process") if _holders(file) else None
 
 
-def _in_use(folder: Path, owner: str) -> SeqdedupeError:
+def in_use(folder: Path, owner: str) -> SeqdedupeError:
+    """Return DIRECTORY_IN_USE for a data directory and its owner in words."""
     return error("DIRECTORY_IN_USE", f"the data directory {folder} is in use: {owner} has it")

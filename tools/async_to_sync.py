@@ -58,8 +58,8 @@ WORDS = {
     "async for ": "for ",
     "await ": "",
     "or is cancelled": "or is interrupted",
-    "to be awaited when wanted": "to be asked when wanted",
-    "If it is cancelled the message was not queued.": "If it is interrupted the producer ends, and each call says so.",
+    "which can be awaited": "which can be waited for",
+    "If the call is cancelled, the message was not queued.": "If the call is interrupted, the producer ends, and later calls say so.",
 }
 
 HEADER = '''"""The classes of the client for threads that pass calls on to those of `seqdedupe.client`.

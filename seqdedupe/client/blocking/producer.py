@@ -393,8 +393,8 @@ class Producer(ProducerBase):
             self.abort()
 
     def open(self) -> None:
-        """Starts the session. Raises `UnavailableError` if that has not succeeded within 30 seconds, or what the
-        sidecar refuses it for."""
+        """Start the session. Raises `UnavailableError` if it has not started within 30 seconds, or the error with which
+        the sidecar refuses it."""
         self._topic.begin()
         try:
             run(lambda: self._start(self._topic, BlockingPartitionedProducer))
@@ -411,17 +411,17 @@ class Producer(ProducerBase):
         event_time: datetime | int | None = None,
         properties: Properties | None = None,
     ) -> Receipt:
-        """Queues a message and returns its receipt, to be asked when wanted. Waits only for room in the queue.
+        """Queue a message, and return its receipt, which can be waited for. Waits only for room in the queue.
 
-        Without a `sequence_id` the message gets `last_sequence_id + 1`. Those given must rise from message to
-        message; the first may be any: one at or below `persisted_sequence_id` is answered DUP. `event_time` is an
-        aware datetime or milliseconds since 1970. A payload is at most 5 MiB.
+        Without a `sequence_id` the message gets `last_sequence_id + 1`. Given IDs must rise from message to message.
+        The first may be any; a message at or below `persisted_sequence_id` is answered DUP. `event_time` is an aware
+        datetime or milliseconds since 1970. A payload has at most 5 MiB.
 
-        In a partitioned topic it has to be given while IDs above it are persisted: a message that is not one of those
-        must not get the ID of one.
+        In a partitioned topic, `sequence_id` must be given while higher IDs are persisted. Otherwise a new message
+        could get the ID of a persisted one.
 
-        Raises `InvalidRequestError` for a message that cannot be sent (it changes nothing) and, once the producer
-        has failed or is closed, what it failed with. If it is interrupted the producer ends, and each call says so.
+        Raises `InvalidRequestError` for a message that cannot be sent; nothing changes. After the producer has failed
+        or is closed, raises its failure. If the call is interrupted, the producer ends, and later calls say so.
         """
         return self._sends.send(payload, sequence_id, key, event_time, properties)
 
@@ -434,22 +434,22 @@ class Producer(ProducerBase):
         event_times_ms: Numbers | None = None,
         properties: PropertyRows | None = None,
     ) -> BatchReceipt:
-        """Queues a ready batch of at most 65,536 messages and 8 MiB, after what was sent before.
+        """Queue a ready batch of at most 65,536 messages and 8 MiB, after earlier messages.
 
-        Columns that are numpy arrays of int64 and `Binary` (laid out as Arrow does) pass as they are, and must not be
-        changed afterwards. Otherwise as `send`.
+        Columns that are numpy arrays of int64 or `Binary` (in Arrow's layout) are not copied, and must not be changed
+        afterwards. Otherwise the same as `send`.
         """
         return self._sends.send_batch(payloads, sequence_ids, keys, event_times_ms, properties)
 
     def flush(self) -> None:
-        """Sends what is gathered and waits until all that was sent before has its receipts, and is durable. Raises what
-        a message failed with."""
+        """Send gathered messages, and wait until all earlier messages have receipts and are durable. Raises the failure
+        of a message."""
         self._sends.flush()
 
     def close(self) -> None:
-        """Flushes and ends. What still has no receipt after 30 seconds fails, and this raises `OutcomeUnknownError`."""
+        """Flush and end. Messages without a receipt after 30 seconds fail, and this raises `OutcomeUnknownError`."""
         self._sends.close()
 
     def abort(self) -> None:
-        """Ends at once: what has no receipt fails with `OutcomeUnknownError`."""
+        """End at once. Messages without a receipt fail with `OutcomeUnknownError`."""
         self._sends.abort()
