@@ -17,7 +17,7 @@ from broker_sidecar.config import Config, examine
 from broker_sidecar.sockets import check_nobody_listens
 from seqdedupe.address import SidecarAddress, cannot_listen, family_of
 from seqdedupe.client.credentials import Credentials
-from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.errors import INSTALL_HINT, SeqdedupeError, error
 from seqdedupe.locks import in_use, owner_of
 
 
@@ -139,7 +139,7 @@ def _pulsar(config: Config) -> Iterator[Problem]:
         return
     if importlib.util.find_spec("pulsar") is None:
         what = "log = 'pulsar' needs the package pulsar-client, which is not installed"
-        hint = "Install it: pip install 'seqdedupe[pulsar]'"
+        hint = INSTALL_HINT.format("sidecar,pulsar")
         yield Problem(error("INVALID_CONFIGURATION", what, hint=hint, key="log"))
     if path := config.pulsar.tls_trust_certs_file_path:
         from broker_sidecar.security.authentication import bytes_of, certificates_in

@@ -59,7 +59,7 @@ WORDS = {
     "await ": "",
     "or is cancelled": "or is interrupted",
     "which can be awaited": "which can be waited for",
-    "If the call is cancelled, the message was not queued.": "If the call is interrupted, the producer ends, and later calls say so.",
+    "is cancelled, the message was not queued.": "is interrupted, the producer ends, and later calls say so.",
 }
 
 HEADER = '''"""The classes of the client for threads that pass calls on to those of `seqdedupe.client`.

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import google_crc32c
 
-from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.errors import INSTALL_HINT, SeqdedupeError, error
 from seqdedupe.files import UNFINISHED, sync_folder
 from seqdedupe.store.directories import MANIFEST_FILE, SHARDS_FILE, WORKERS_FILE
 from seqdedupe.transfer.backup import (
@@ -323,7 +323,7 @@ class BucketPlace(BackupPlace):
             from obstore.store import S3Store
         except ModuleNotFoundError as e:
             what = f"an object store is reached with {e.name}, which is not installed"
-            raise error("INVALID_CONFIGURATION", what, hint="Install it: pip install 'seqdedupe[s3]'") from e
+            raise error("INVALID_CONFIGURATION", what, hint=INSTALL_HINT.format("s3")) from e
         self._objects, self._failures = obstore, exceptions
         try:
             self._store: ObjectStore = S3Store.from_url(self.url)

@@ -83,7 +83,7 @@ def test_every_key_that_is_wrong_is_named(run: Run, tmp_path: Path, environment:
         instance_name="a b",
         socket_mode="9",
     )
-    found = problems(run, file, status=1, SEQDEDUPE_DRAIN_TIMEOUT_SECONDS="x")
+    found = problems(run, file, status=2, SEQDEDUPE_DRAIN_TIMEOUT_SECONDS="x")
     expected = {"colour", "max_topics", "max_streams", "log", "listen", "workers", "tls_key_file", "instance_name"}
     assert expected | {"socket_mode", "data_directory", "drain_timeout_seconds"} == set(found)
     assert all(is_error for is_error, _ in found.values())
@@ -97,7 +97,7 @@ def test_every_key_that_is_wrong_is_named(run: Run, tmp_path: Path, environment:
 
 def test_each_key_stands_in_one_line(run: Run, tmp_path: Path) -> None:
     file = write(tmp_path, data_directory="data", listen="127.0.0.1:0", max_topics=0, max_streams=0)
-    done = run("config", "check", file, status=1)
+    done = run("config", "check", file, status=2)
     shown = done.stdout.decode().splitlines()
     assert [line[:19] for line in shown] == ["error: max_topics i", "error: max_streams "]
     assert b"has 2 errors: a start would end with the first [INVALID_CONFIGURATION]" in done.stderr
@@ -107,7 +107,7 @@ def test_each_key_stands_in_one_line(run: Run, tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_read_is_one_problem(run: Run, tmp_path: Path, text: str | None) -> None:
     if text is not None:
         (tmp_path / "x.toml").write_bytes(text.encode(errors="surrogateescape"))
-    assert b"x.toml cannot be read" in run("config", "check", "x.toml", status=1).stdout
+    assert b"x.toml cannot be read" in run("config", "check", "x.toml", status=2).stdout
 
 
 def test_files_that_are_named_are_read(run: Run, tmp_path: Path, environment: dict[str, str]) -> None:
@@ -124,7 +124,7 @@ def test_files_that_are_named_are_read(run: Run, tmp_path: Path, environment: di
         "audit_file": "none/trail",
         "backup_directory": "none",
     }
-    found = problems(run, write(tmp_path, **keys), status=1)
+    found = problems(run, write(tmp_path, **keys), status=2)
     assert any("rules.toml" in message and is_error for is_error, message in found.values())
     assert any("keys.json" in message and is_error for is_error, message in found.values())
     assert found["peer_token_file"][0]
@@ -146,7 +146,7 @@ def test_a_certificate_is_looked_at(run: Run, tmp_path: Path, wrong: str, enviro
     }[wrong]
     keys = {"tls_certificate_file": str(certificate), "tls_key_file": str(key)}
     file = write(tmp_path, data_directory="data", listen="127.0.0.1:0", **keys)
-    found = problems(run, file, status=1 if wrong else 0)
+    found = problems(run, file, status=2 if wrong else 0)
     assert [said in message for _, message in found.values()] == ([True] if wrong else [])
     if wrong:
         assert said.encode() in starts(tmp_path, file, environment).stderr
@@ -160,7 +160,7 @@ def test_a_data_directory_that_cannot_be_used_is_an_error(
     (tmp_path / "backup" / MANIFEST_FILE).write_text("")
     for folder in ("file", "file/below", "backup"):
         file = write(tmp_path, data_directory=folder, listen="127.0.0.1:0")
-        found = problems(run, file, status=1)
+        found = problems(run, file, status=2)
         assert list(found) == ["data_directory"]
         assert state_of(tmp_path) == SETTLED[tmp_path]
         assert found["data_directory"][1].encode() in starts(tmp_path, file, environment).stderr
@@ -191,11 +191,11 @@ def test_a_start_is_not_held_up(run: Run, tmp_path: Path) -> None:
 
 def test_an_address_of_another_machine_is_an_error(run: Run, tmp_path: Path) -> None:
     file = write(tmp_path, data_directory="data", listen="192.0.2.1:0", allow_insecure_listen=True)
-    ((is_error, message),) = problems(run, file, status=1).values()
+    ((is_error, message),) = problems(run, file, status=2).values()
     assert is_error
     assert "Cannot assign requested address" in message
     socket_file = write(tmp_path, data_directory="data", listen="unix:none/socket")
-    assert problems(run, socket_file, status=1)["listen"][1].endswith("there is no directory 'none'")
+    assert problems(run, socket_file, status=2)["listen"][1].endswith("there is no directory 'none'")
 
 
 def test_a_port_that_somebody_has_is_a_warning(run: Run, tmp_path: Path) -> None:
