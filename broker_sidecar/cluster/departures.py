@@ -255,7 +255,7 @@ class Departures:
 
         served here ── moved.leave ──> leaving ── the other one has it: moved.has_left ──> moved
              ^                            │                                                 │ it serves it, and knows
-             └─ it does not have it: stays ┘                                                v
+             └─ it does not have it: stays┘                                                 v
                                                                   nothing is left but the topic's new place
     """
 

@@ -1,4 +1,4 @@
-"""The processes among which a cluster's shards are divided: who has a topic, and what all of them say together.
+"""The processes among which a cluster's shards are divided: the owner of a topic, and their combined answers.
 
 `Neighbours` has the calls to other sidecars, with or without shards, and the credentials that `listed` gives for them.
 `Peers` knows which process has which shard.
@@ -331,7 +331,7 @@ class Peers(Ownership):
             raise error("SHARDS_INCOMPLETE", "; ".join([who, *silent]), shards=to_text(lacking))
         return there
 
-    # -- what all of them say together ----------------------------------------------------------------------------
+    # -- the combined answers of all processes -------------------------------------------------------------------
 
     async def list_topics(
         self, after: str, here: admin_pb2.ListTopicsResponse, page_items: int

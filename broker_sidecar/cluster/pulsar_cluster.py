@@ -75,17 +75,17 @@ class LogCluster:
         return self._sidecars is None or own in self._sidecars.in_order(topic)[:STANDBYS]
 
     async def owner_of(self, topic: str) -> str:
-        """See `OwnerOf`."""
+        """Return the address of another owner; see `OwnerOf`."""
         address = await owner_of(topic, self.shared.admin)
         # A lost producer of this sidecar may still be listed.
         return "" if address == self.shared.address else address
 
     async def sidecars(self) -> list[SeenOwner]:
-        """See `topic_owner.sidecars`."""
+        """Return the sidecars; see `topic_owner.sidecars`."""
         return await topic_owner.sidecars(self.shared.admin, self.namespaces)
 
     async def forget(self, name: str) -> list[str]:
-        """See `topic_owner.forget`."""
+        """Forget a lost sidecar; see `topic_owner.forget`."""
         return await topic_owner.forget(self.shared.admin, self.namespaces, name, self.neighbours.instance_name)
 
     def _connect(self) -> pulsar.asyncio.Client:

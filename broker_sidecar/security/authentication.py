@@ -65,7 +65,7 @@ class Certificates:
     """The sidecar's present certificate. `takes_clients`: clients need a certificate too, of `tls_client_ca_file`."""
 
     def __init__(self, config: Config) -> None:
-        """Raises INVALID_CONFIGURATION."""
+        """Read the files. Raises INVALID_CONFIGURATION."""
         certificate, key = Path(config.tls_certificate_file), Path(config.tls_key_file)
         authorities = Path(config.tls_client_ca_file) if config.tls_client_ca_file else None
         self.takes_clients = authorities is not None
@@ -233,7 +233,7 @@ class Revoked:
     """The certificates in the present lists. `on_change` is called when they change."""
 
     def __init__(self, lists: Path, authorities: Path, on_change: Callable[[], None]) -> None:
-        """Raises INVALID_CONFIGURATION."""
+        """Read the files. Raises INVALID_CONFIGURATION."""
         files = [lists, authorities]
         self.watched = Watched(
             "the list of revoked certificates", files, lambda: _read_lists(lists, authorities), on_change

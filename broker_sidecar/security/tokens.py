@@ -229,7 +229,7 @@ class SignedTokens:
         on_change: Callable[[], None],
         max_lifetime_seconds: float = math.inf,
     ) -> None:
-        """Raises INVALID_CONFIGURATION."""
+        """Read the file. Raises INVALID_CONFIGURATION."""
         self._audience = audience
         self._max_lifetime_seconds = max_lifetime_seconds
         self._verified: dict[bytes, Claims] = {}
@@ -352,7 +352,7 @@ class OwnToken:
     """The present token, and the previous one. Clients with the previous token must read the file again."""
 
     def __init__(self, path: Path, on_change: Callable[[], None]) -> None:
-        """Raises INVALID_CONFIGURATION."""
+        """Read the file. Raises INVALID_CONFIGURATION."""
         self._former = b""
         self._now = b""
         self._path = path

@@ -221,8 +221,7 @@ class ArrivalCalls:
         self, logs: EmbeddedLogs, topics: Topics[Topic], coming: Coming, stored: RestoredState, next_index: int
     ) -> None:
         name = coming.record.name
-        # SettleMove may have removed the entry: then the topic is never taken. Otherwise it finds the topic in
-        # creation.
+        # SettleMove may have removed the entry. Then the topic is never taken. A later one finds it in creation.
         if self._under_way.pop(name, None) is not coming:
             raise error("MOVE_FAILED", f"topic {name} is not taken any more: it was asked what became of it")
         _check_is_free(logs, topics, coming.record)

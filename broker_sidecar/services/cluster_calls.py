@@ -99,8 +99,7 @@ async def _taken(topic: Topic, to: str, cluster: "LogCluster", said: list[str]) 
             return address
         except SeqdedupeError as e:
             said[1:] = [str(e)]
-            # It may have tried just before the release. If `to` is empty, another sidecar may have the topic in the
-            # end.
+            # It may have tried just before the release. If `to` is empty, the owner may be another one in the end.
             if to and e.reason != "NOT_OWNER":
                 raise
         await asyncio.sleep(POLL_SECONDS)

@@ -195,8 +195,8 @@ LAST_ANSWERS_SECONDS = 1.0
 """The time for a client to read the waiting answers when the sidecar drains, or another one has taken the topic."""
 
 MAX_ANSWER_FACTOR = 3
-"""The most times that a receipt of old rows can be longer than its batch. A row takes at most 33 bytes of the receipt
-(an old row with a known place; a new row that is a separate run takes 25), and at least 12 bytes of the batch."""
+"""The largest ratio of a receipt of old rows to its batch, in bytes. A row takes at least 12 bytes of the batch.
+In the receipt, an old row with a known place takes at most 33 bytes, and a new row that is a separate run takes 25."""
 
 MAX_ANSWER_BYTES = 33 * MAX_BATCH_ROWS
 """The size of the longest receipt."""

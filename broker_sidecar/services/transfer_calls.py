@@ -241,7 +241,7 @@ class _Moment(NamedTuple):
 
 
 async def back_up(data: Data, folder: Path, making: BackupMaker, others: list[Path], run: Run) -> int:
-    """Make a backup of the data directory in `folder`. Return its number of topics. `others` may be earlier backups.
+    """Make a backup of the data directory in `folder`. Return its number of topics. `others` may be backups too.
 
     Raises DRAINING, STORE_DAMAGED, STORE_UNAVAILABLE, and what `BackupMaker` raises.
     """
