@@ -320,7 +320,7 @@ MAX_LINE_BYTES_TOLD = 1280
 
 MOST_FAILED = 1_000
 """The most failed changes in `REPEATS_SECONDS` of one caller for whom rules count. Each takes two lines. A script may
-ask for this many existing topics at once."""
+try to create this many existing topics at once."""
 
 _AFTERWARDS = "it was carried out, but "
 """The text before the reason why a completed change could not be written."""

@@ -33,7 +33,7 @@ ALL_SHARDS = "shards"
 CONFIGURATION = "configuration"
 """Whether the files that an operator may replace are in force in their present version."""
 HEALTH_OF_THE_WHOLE = ("", ALL_SHARDS, CONFIGURATION)
-"""The names of health checks in addition to topics. No topic has such a full name. "" is this process."""
+"""Names that health checks may ask for in addition to topics. No topic has such a full name. "" is this process."""
 
 
 class On(Enum):

@@ -116,7 +116,7 @@ class Coming:
 
 
 SILENT_SECONDS = 60.0
-"""The longest silence of the other sidecar. It may wait for its disk, and its clients go before its copying."""
+"""The longest silence of the other sidecar. It may wait for its disk, and copies while its clients leave it time."""
 
 
 class ArrivalCalls:
@@ -221,7 +221,7 @@ class ArrivalCalls:
         self, logs: EmbeddedLogs, topics: Topics[Topic], coming: Coming, stored: RestoredState, next_index: int
     ) -> None:
         name = coming.record.name
-        # SettleMove may have removed the entry. Then the topic is never taken. A later one finds it in creation.
+        # SettleMove may have removed the entry. Then the topic is never taken. A later call finds it in creation.
         if self._under_way.pop(name, None) is not coming:
             raise error("MOVE_FAILED", f"topic {name} is not taken any more: it was asked what became of it")
         _check_is_free(logs, topics, coming.record)
@@ -277,9 +277,7 @@ async def _next(stream: Stream) -> admin_pb2.ReceiveTopicRequest:
 
 
 async def _keep_from_who_had_it(topics: Topics[Topic], record: TopicRecord) -> None:
-    """Keep a task that removes the remains of this moved topic from removing anything from now on: the topic comes
-    back.
-    """
+    """Make a pending removal of this moved topic's remains do nothing from now on, because the topic comes back."""
     # A topic that was not used since the start is looked at now, so that its record shows where it went.
     await topics.waiting.use(record.name)
     async with topics.registry.locked(record.name) as entry:

@@ -314,7 +314,7 @@ class _FrameStream:
         self.news.set()
 
     def end(self) -> None:
-        """Stop reading from the client. Waiting answers are still sent."""
+        """End the input from the client. Frames in flight are still answered."""
         self.has_ended = True
         self.news.set()
 
