@@ -34,7 +34,7 @@ LOOK_PAUSE_SECONDS = 0.05
 topics."""
 
 STANDBYS = 2
-"""The sidecars that follow a topic, including its owner. Clients try these first."""
+"""The number of sidecars that follow a topic, including its owner. Clients try these first."""
 
 
 class LogCluster:
